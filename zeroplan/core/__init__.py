@@ -1,0 +1,1 @@
+"""The nouns that every layer shares: buffers, places, phases, workload, cluster, ZeroConfig, units of size, errors."""

@@ -1,0 +1,92 @@
+"""Every byte has a name: the three enums that the ledger, the schedules, the Arena and the reports all use.
+
+A :class:`Buffer` says *what* the bytes are, a :class:`Place` *where* they are, a :class:`Phase` *when* they live.
+The line that predicts a buffer, the allocation that makes it and the row that measures it carry the same name.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Buffer(StrEnum):
+    """What the bytes are. The value is the name shown to users."""
+
+    # Parameters
+    PARAM_FULL = "param.full"  # whole, in the model's dtype, on every rank (stages 0-2), or gathered (stage 3)
+    PARAM_SHARD = "param.shard"  # this rank's part, in the model's dtype (stage 3)
+    PARAM_PERSISTENT = "param.persistent"  # small parameters that stage 3 keeps gathered
+    PARAM_FROZEN = "param.frozen"  # parameters without gradient
+    PARAM_MASTER = "param.master"  # the optimizer's own copy, usually fp32
+    PARAM_SECONDARY = "param.secondary"  # hpZ's second shard, within a node
+
+    # Gradients
+    GRAD_FULL = "grad.full"  # whole, one per parameter, as the backward makes it
+    GRAD_SHARD = "grad.shard"  # this rank's averaged part
+    GRAD_ACCUM = "grad.accum"  # kept across micro batches
+    GRAD_MASTER = "grad.master"  # in the master's dtype, as the optimizer reads it
+
+    # Optimizer states
+    OPTIM_EXP_AVG = "optim.exp_avg"
+    OPTIM_EXP_AVG_SQ = "optim.exp_avg_sq"
+    OPTIM_MOMENTUM = "optim.momentum"
+    OPTIM_SUM = "optim.sum"
+    OPTIM_FACTORED = "optim.factored"
+    OPTIM_SCALE = "optim.scale"
+    OPTIM_ERROR_FEEDBACK = "optim.error_feedback"
+    OPTIM_TEMP = "optim.temp"  # temporaries of one optimizer step
+    OPTIM_NORM = "optim.norm"  # temporaries of the gradient norm and the overflow check
+
+    # Communication and staging
+    COMM_ALL_GATHER = "comm.all_gather"
+    COMM_REDUCE_SCATTER = "comm.reduce_scatter"
+    COMM_ALL_REDUCE = "comm.all_reduce"
+    COMM_BUCKET = "comm.bucket"  # gradients collected before a reduction
+    COMM_BROADCAST = "comm.broadcast"
+    STAGE_H2D = "stage.h2d"
+    STAGE_D2H = "stage.d2h"
+    SWAP_BUFFER = "swap.buffer"  # pinned buffers between disk and GPU
+
+    # The model's own computation
+    ACTIVATION = "activation"
+    ACTIVATION_CHECKPOINT = "activation.checkpoint"
+    ACTIVATION_TEMP = "activation.temp"
+    LOGITS = "logits"
+    MODEL_BUFFER = "model.buffer"  # registered buffers, such as rotary frequencies
+    INPUT = "input"
+    WORKSPACE = "workspace"  # cuBLAS and cuBLASLt
+
+    # Around torch
+    INIT_TEMP = "init.temp"
+    CONTEXT = "device.context"
+    NCCL = "device.nccl"
+    HOST_PROCESS = "host.process"  # interpreter, libraries and what they map
+    HOST_MODEL = "host.model"  # weights in host memory while loading
+    FRAGMENTATION = "allocator.fragmentation"
+    UNATTRIBUTED = "unattributed"
+
+
+class Place(StrEnum):
+    """Where the bytes are."""
+
+    HBM = "hbm"
+    PINNED = "pinned"
+    DRAM = "dram"
+    NVME = "nvme"
+
+
+class Phase(StrEnum):
+    """When the bytes live."""
+
+    LOAD = "load"
+    INIT = "init"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    STEP = "step"
+    SAVE = "save"
+
+
+#: Lives from initialisation to the end of the run.
+ALWAYS: tuple[Phase, ...] = (Phase.INIT, Phase.FORWARD, Phase.BACKWARD, Phase.STEP)
+#: Lives from the first optimizer step to the end of the run.
+FROM_FIRST_STEP: tuple[Phase, ...] = (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)

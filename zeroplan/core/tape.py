@@ -1,0 +1,92 @@
+"""The tape's consumer side: one micro batch's forward and backward as a flat stream of events.
+
+Note [Tape]
+    A tape holds what the *model's own computation* allocates and frees: activations, temporaries, logits, gradients at
+    the moment autograd makes them. It holds no parameter: engines differ in where parameters live, so their schedules lay
+    parameters, buckets and states over the tape. A gradient belongs to the tape until its ``GRAD`` event and to the
+    engine afterwards (the tape never frees it).
+
+    The stored form is compact (sizes as monomials of micro batch, sequence length and LoRA rank; one block for all that
+    are alike) and is expanded to a :class:`Stream` for given numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+
+class Op(IntEnum):
+    """What an event says. The columns `arg`, `aux` of :class:`Stream` mean, for each:"""
+
+    ALLOC = 0  # arg: storage id, aux: bytes (as requested, not rounded)
+    FREE = 1  # arg: storage id
+    ENTER = 2  # arg: module index; its forward begins (again in a checkpoint's recomputation)
+    EXIT = 3  # arg: module index; its forward has returned
+    BWD_ENTER = 4  # arg: module index; the gradient of its output has arrived
+    BWD_EXIT = 5  # arg: module index; the gradients of its inputs have been made
+    GRAD = 6  # arg: parameter index, aux: storage id of the complete gradient, from here on the engine's
+    MARK = 7  # arg: a Mark
+
+
+class Mark(IntEnum):
+    """Points of a micro batch."""
+
+    FORWARD_BEGIN = 0
+    FORWARD_END = 1
+    BACKWARD_BEGIN = 2
+    BACKWARD_END = 3
+
+
+class Kind(IntEnum):
+    """What an allocation of the tape is, where traced."""
+
+    SAVED = 0  # kept by autograd for the backward
+    TEMP = 1  # dies within its phase
+    GRAD = 2  # becomes a parameter's gradient
+    LOGITS = 3
+    LOSS = 4
+    CHECKPOINT = 5  # a checkpointed block's saved input
+    CAST = 6  # autocast's 16-bit copy of a weight
+    WORKSPACE = 7
+    INPUT = 8
+    ACT_GRAD = 9  # gradient of an activation
+
+
+@dataclass(frozen=True, slots=True)
+class TapeModule:
+    """A module of the traced model: full name, class name, index of its parent (-1 for the root), own parameters."""
+
+    name: str
+    type: str
+    parent: int
+    params: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TapeParam:
+    """A parameter of the traced model: full name, shape, whether it gets a gradient, bytes an element as traced."""
+
+    name: str
+    shape: tuple[int, ...]
+    trainable: bool
+    itemsize: int
+
+
+@dataclass(slots=True)
+class Stream:
+    """An expanded tape: five columns of equal length (struct of arrays, because a 405B model has 10^5 events).
+
+    `kind` and `module` describe ALLOC events (the innermost module running, -1 outside any) and are 0 and -1 elsewhere.
+    """
+
+    modules: tuple[TapeModule, ...]
+    params: tuple[TapeParam, ...]
+    op: list[int] = field(default_factory=list)
+    arg: list[int] = field(default_factory=list)
+    aux: list[int] = field(default_factory=list)
+    kind: list[int] = field(default_factory=list)
+    module: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.op)

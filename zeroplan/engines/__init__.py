@@ -1,0 +1,1 @@
+"""When each engine allocates and frees what the ledger sizes."""

@@ -1,0 +1,1 @@
+"""All memory formulas, each stated once."""

@@ -1,0 +1,105 @@
+"""ModelSpec: a model as its parameter tensors, grouped in units, without a framework.
+
+Note [Units]
+    A *unit* is the grain in which engines move parameters: the embedding, one transformer block, the head.
+    Blocks of one shape are stored once with a count, so a model of 126 blocks costs what one of 16 does.
+    Tensors stand in the order of ``module.parameters()``, on which DeepSpeed's flattening depends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One parameter. `name` is relative to its unit; `tied_to` names the parameter that owns the storage, if not this."""
+
+    name: str
+    shape: tuple[int, ...]
+    trainable: bool = True
+    tied_to: str | None = None
+
+    @property
+    def numel(self) -> int:
+        """Elements (1 for a scalar)."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """`count` consecutive modules of one shape. ``name`` holds ``{}`` where the index goes, counted from `first`.
+
+    Example: ``Unit("model.layers.{}", tensors, count=16)``.
+    """
+
+    name: str
+    tensors: tuple[Tensor, ...]
+    count: int = 1
+    first: int = 0
+    block: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Elements of one of the `count` modules, tied tensors left out."""
+        return sum(t.numel for t in self.tensors if t.tied_to is None)
+
+    def names(self) -> Iterator[str]:
+        """The modules' names."""
+        for i in range(self.first, self.first + self.count):
+            yield self.name.replace("{}", str(i))
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model's parameters and where they came from.
+
+    `units` stand in the order of ``module.parameters()``. `config` is the published config (a plain dict; empty when only
+    counts are known). `source` says where the shapes came from: catalog, hub, config, safetensors, module or params.
+    """
+
+    name: str
+    units: tuple[Unit, ...]
+    source: str
+    model_type: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    largest_module: int | None = None  # elements of the largest module's own parameters, where known without shapes
+
+    @cached_property
+    def params(self) -> int:
+        """Elements of all parameters, tied ones counted once."""
+        return sum(u.numel * u.count for u in self.units)
+
+    @cached_property
+    def trainable(self) -> int:
+        """Elements of the parameters that receive a gradient."""
+        return sum(t.numel * u.count for u in self.units for t in u.tensors if t.tied_to is None and t.trainable)
+
+    @property
+    def frozen(self) -> int:
+        """Elements of the parameters without gradient."""
+        return self.params - self.trainable
+
+    @property
+    def has_shapes(self) -> bool:
+        """False for a bare count, whose units are a stand-in."""
+        return self.source != "params"
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter with its full name, in order, tied ones left out."""
+        for unit in self.units:
+            for prefix in unit.names():
+                for tensor in unit.tensors:
+                    if tensor.tied_to is None:
+                        yield f"{prefix}.{tensor.name}" if prefix else tensor.name, tensor
+
+    def tensor_groups(self) -> Iterator[tuple[Tensor, int]]:
+        """Every different parameter with how often it occurs; sums over this cost the same at any depth."""
+        for unit in self.units:
+            for tensor in unit.tensors:
+                if tensor.tied_to is None:
+                    yield tensor, unit.count

@@ -1,0 +1,1 @@
+"""Plans as text, JSON, HTML and pictures; no formulas here."""

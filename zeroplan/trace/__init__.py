@@ -1,0 +1,1 @@
+"""Fake-tensor tracing: the only part of zeroplan that imports torch."""

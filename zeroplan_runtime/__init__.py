@@ -1,0 +1,1 @@
+"""A small ZeRO runtime whose memory is what the plan says."""

@@ -17,12 +17,17 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One parameter. `name` is relative to its unit; `tied_to` names the parameter that owns the storage, if not this."""
+    """One parameter. `name` is relative to its unit; `tied_to` names in full the parameter that owns the storage, if not this.
+
+    `kind` says what the parameter is to its module, where known: ``"linear"`` (weight of shape ``(out, in)``), ``"conv1d"``
+    (GPT-2's weight of shape ``(in, out)``), ``"head"`` (the output projection), ``"embedding"``, or empty.
+    """
 
     name: str
     shape: tuple[int, ...]
     trainable: bool = True
     tied_to: str | None = None
+    kind: str = ""
 
     @property
     def numel(self) -> int:
@@ -60,6 +65,8 @@ class ModelSpec:
 
     `units` stand in the order of ``module.parameters()``. `config` is the published config (a plain dict; empty when only
     counts are known). `source` says where the shapes came from: catalog, hub, config, safetensors, module or params.
+    `auto_class` is the transformers class whose ``from_config`` gives these parameters, such as ``AutoModelForCausalLM``;
+    empty when the model is not of transformers or the class is unknown.
     """
 
     name: str
@@ -68,6 +75,7 @@ class ModelSpec:
     model_type: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
     largest_module: int | None = None  # elements of the largest module's own parameters, where known without shapes
+    auto_class: str = ""
 
     @cached_property
     def params(self) -> int:

@@ -1,0 +1,110 @@
+"""The shipped catalog: config facts and exact parameter counts of models that people train.
+
+One JSON file a family: ``source`` says where its facts come from, ``defaults`` holds what its models share, ``models``
+maps each id to its exact parameter count (``params``), its own config values and, where it has them, ``also``: ids of
+the same shapes under other names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from zeroplan.core.errors import did_you_mean
+
+_HERE = os.path.dirname(__file__)
+
+#: Words of a model's name that say how it was tuned, not what shape it has.
+_TUNING = frozenset({"instruct", "it", "pt", "chat", "base", "hf", "sft", "dpo", "preview", "thinking"})
+#: Organisations that mirror others' models under the same names.
+_MIRRORS = frozenset({"unsloth", "nousresearch", "huggyllama", "hf-internal-testing", "alpindale", "lmsys"})
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One model: its id, config facts, exact number of parameters (tied ones once) and where the facts come from."""
+
+    id: str
+    config: Mapping[str, Any]
+    params: int
+    source: str
+    also: tuple[str, ...] = ()
+
+
+@cache
+def _entries() -> dict[str, Entry]:
+    found: dict[str, Entry] = {}
+    for file in sorted(os.listdir(_HERE)):
+        if not file.endswith(".json"):
+            continue
+        with open(os.path.join(_HERE, file), encoding="utf-8") as stream:
+            family = json.load(stream)
+        for name, facts in family["models"].items():
+            config = {**family["defaults"], **facts["config"]}
+            found[name.lower()] = Entry(name, config, facts["params"], family["source"], tuple(facts.get("also", ())))
+    return found
+
+
+def _shape_name(name: str) -> str:
+    """The name without the words that only say how the model was tuned, or when."""
+    words = name.split("-")
+    kept = [word for word in words[1:] if word not in _TUNING and not (word.isdigit() and len(word) in (4, 6, 8))]
+    return "-".join([words[0], *kept])
+
+
+@cache
+def _index() -> dict[str, Entry]:
+    """Every spelling that resolves; an exact id beats an alias, an alias beats a name whose tuning words are dropped."""
+    index: dict[str, Entry] = {}
+    entries = list(_entries().values())
+    for entry in entries:
+        index[entry.id.lower()] = entry
+    for entry in entries:
+        for alias in entry.also:
+            index.setdefault(alias.lower(), entry)
+    for spelling, entry in list(index.items()):
+        index.setdefault(_shape_name(spelling), entry)
+    for spelling, entry in list(index.items()):
+        index.setdefault(spelling.rpartition("/")[2], entry)
+    return index
+
+
+def find(name: str) -> Entry | None:
+    """The catalog's model of that id, or of that id less its tuning words (``-Instruct``, ``-it``, ``-Chat``, a date).
+
+    Case does not matter, and the organisation may be left out.
+    """
+    wanted = name.strip().strip("/").lower()
+    index = _index()
+    organisation, _, bare = wanted.rpartition("/")
+    if organisation in _MIRRORS:
+        wanted = bare
+    return index.get(wanted) or index.get(_shape_name(wanted))
+
+
+def ids() -> tuple[str, ...]:
+    """Every id of the catalog."""
+    return tuple(entry.id for entry in _entries().values())
+
+
+def entries() -> Iterator[Entry]:
+    """Every model of the catalog."""
+    return iter(_entries().values())
+
+
+def near_names(name: str) -> str:
+    """``"did you mean 'meta-llama/Llama-3.2-1B'?"``, or an empty string when nothing is near."""
+    known = ids()
+    wanted = name.strip()[:200]
+    near = did_you_mean(wanted, known)
+    if near:
+        return near
+    by_bare = {one.rpartition("/")[2].lower(): one for one in known}
+    near = did_you_mean(wanted.rpartition("/")[2], by_bare)
+    for bare, full in by_bare.items():
+        near = near.replace(f"'{bare}'", f"'{full}'")
+    return near

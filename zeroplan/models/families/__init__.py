@@ -1,0 +1,45 @@
+"""The shapes of known architectures: one declarative description per family, keyed by a config's ``model_type``.
+
+Note [Families]
+    A family maps a config to units of tensors with the names, the order and the ties of ``named_parameters()`` in
+    transformers 5.17. :data:`FAMILIES` says where each is described (its module is imported when first asked for) and
+    which auto class people train it with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import cast
+
+from zeroplan.core.units import LARGEST
+from zeroplan.models.families.config import Config
+from zeroplan.models.spec import Unit
+
+CAUSAL, MASKED = "AutoModelForCausalLM", "AutoModelForMaskedLM"
+SEQ2SEQ, SPEECH, IMAGE = "AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq", "AutoModelForImageClassification"
+
+#: model_type -> (module and function, auto class)
+FAMILIES: dict[str, tuple[str, str]] = {
+    "llama": ("llama.llama", CAUSAL),
+}
+
+
+def units_of(config: Config, model_type: str) -> tuple[Unit, ...]:
+    """The units of a known architecture.
+
+    Args:
+        config: its config, checked as it is read.
+        model_type: a key of :data:`FAMILIES`.
+
+    Raises:
+        BadInput: when the config lacks a key, or a value has the wrong type or is out of range.
+    """
+    module, function = FAMILIES[model_type][0].split(".")
+    describe = cast(
+        "Callable[[Config], tuple[Unit, ...]]", getattr(import_module(f"zeroplan.models.families.{module}"), function)
+    )
+    found = describe(config)
+    if sum(unit.numel * unit.count for unit in found) > LARGEST:
+        raise config.bad("describes more parameters than any machine could hold")
+    return found

@@ -1,0 +1,139 @@
+"""Reads a model's config: every value is checked for type and range here, so that families only describe shapes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from zeroplan.core.errors import BadInput, did_you_mean
+
+#: Widest dimension a tensor may have (a vocabulary of 2^28 is a hundred times the largest published).
+WIDEST = 1 << 28
+#: Most blocks, experts or heads of a model.
+MOST = 1 << 16
+#: Most blocks of one stack; the deepest published transformer has about 1,000.
+DEEPEST = 10_000
+
+_REMEDY = "check the config.json"
+
+
+class Config:
+    """A config as a mapping of checked values.
+
+    Args:
+        data: the published config.
+        where: the file or model it came from, for messages.
+    """
+
+    def __init__(self, data: Mapping[str, Any], where: str = "config") -> None:
+        self.data, self.where = data, where
+        #: Every default that was asked for, by key; tests compare them with transformers' own.
+        self.defaults: dict[str, object] = {}
+
+    def bad(self, what: str, remedy: str = _REMEDY) -> BadInput:
+        """The error to raise for a fault of this config."""
+        return BadInput(what, where=self.where, remedy=remedy)
+
+    def _get(self, names: tuple[str, ...], default: object) -> tuple[str, Any]:
+        for name in names:
+            if self.data.get(name) is not None:
+                return name, self.data[name]
+        self.defaults[names[0]] = default
+        return names[0], default
+
+    def _integer(self, names: tuple[str, ...], default: int | None, low: int, high: int) -> int:
+        name, value = self._get(names, default)
+        if value is None:
+            near = did_you_mean(name, (key for key in list(self.data)[:1000] if isinstance(key, str)))
+            raise self.bad(f"key {name!r} is missing", near or _REMEDY)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.bad(f"{name!r} must be a whole number, not {_show(value)}")
+        if isinstance(value, float):
+            if not math.isfinite(value) or value != int(value):
+                raise self.bad(f"{name!r} must be a whole number, not {_show(value)}")
+            value = int(value)
+        if not low <= value <= high:
+            raise self.bad(f"{name!r} must be between {low:,} and {high:,}, not {_show(value)}")
+        return value
+
+    def size(self, *names: str, default: int | None = None, low: int = 1) -> int:
+        """A dimension of a tensor; the first of `names` that is set decides.
+
+        Raises:
+            BadInput: when it is missing without a default, no whole number, or out of range.
+        """
+        return self._integer(names, default, low, WIDEST)
+
+    def count(self, *names: str, default: int | None = None, low: int = 1) -> int:
+        """A number of heads, experts or groups."""
+        return self._integer(names, default, low, MOST)
+
+    def depth(self, *names: str, default: int | None = None, low: int = 1) -> int:
+        """A number of blocks."""
+        return self._integer(names, default, low, DEEPEST)
+
+    def flag(self, *names: str, default: bool) -> bool:
+        """A truth value."""
+        name, value = self._get(names, default)
+        if not isinstance(value, bool | int) or value not in (0, 1):
+            raise self.bad(f"{name!r} must be true or false, not {_show(value)}")
+        return bool(value)
+
+    def text(self, *names: str, default: str = "") -> str:
+        """A word."""
+        name, value = self._get(names, default)
+        if not isinstance(value, str) or len(value) > 200:
+            raise self.bad(f"{name!r} must be a text, not {_show(value)}")
+        return value
+
+    def indices(self, name: str) -> frozenset[int]:
+        """A list of block indices; missing means none."""
+        value = self.data.get(name)
+        if value is None:
+            return frozenset()
+        if not isinstance(value, list | tuple) or len(value) > DEEPEST or not all(type(item) is int for item in value):
+            raise self.bad(f"{name!r} must be a list of block indices, not {_show(value)}")
+        return frozenset(value)
+
+    def section(self, name: str) -> Config:
+        """A nested config; missing means empty."""
+        value = self.data.get(name)
+        if value is None:
+            value = {}
+        if not isinstance(value, Mapping):
+            raise self.bad(f"{name!r} must be an object, not {_show(value)}")
+        return Config(value, f"{self.where}: {name}")
+
+    def words(self, name: str) -> tuple[str, ...]:
+        """A list of words, or words divided by ``|``; missing means none."""
+        value = self.data.get(name)
+        if value is None:
+            return ()
+        if isinstance(value, str) and len(value) <= 1000:
+            return tuple(word for word in value.lower().split("|") if word)
+        if isinstance(value, list | tuple) and len(value) <= 100 and all(isinstance(word, str) for word in value):
+            return tuple(value)
+        raise self.bad(f"{name!r} must be a list of words, not {_show(value)}")
+
+    def divided(self, whole: int, parts: int, what: str) -> int:
+        """`whole` / `parts`, where the architecture needs it even.
+
+        Raises:
+            BadInput: when it is not.
+        """
+        if whole % parts:
+            raise self.bad(f"{what}: {whole:,} is not a multiple of {parts:,}")
+        return whole // parts
+
+
+def _show(value: object) -> str:
+    """A value of unknown size as a short text."""
+    if isinstance(value, Mapping):
+        return "an object"
+    if isinstance(value, list | tuple):
+        return "a list"
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:
+        return "a number of more than 38 digits"
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."

@@ -1,0 +1,73 @@
+"""A ModelSpec from a config: by the family's description, or through transformers' meta device when it is unknown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from zeroplan.core.errors import BadInput, did_you_mean
+from zeroplan.models.families import FAMILIES, units_of
+from zeroplan.models.families.config import Config
+from zeroplan.models.spec import ModelSpec
+
+
+def describable(config: Mapping[Any, Any]) -> bool:
+    """Whether the config alone gives the shapes here: its family is described, or transformers is installed."""
+    model_type = config.get("model_type")
+    return (isinstance(model_type, str) and model_type in FAMILIES) or _transformers_installed()
+
+
+def _transformers_installed() -> bool:
+    return find_spec("transformers") is not None and find_spec("torch") is not None
+
+
+def spec_from_config(
+    config: Mapping[Any, Any],
+    *,
+    name: str,
+    source: str,
+    where: str = "config",
+    trust_remote_code: bool = False,
+    repository: str | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+) -> ModelSpec:
+    """The parameters that a config describes.
+
+    Args:
+        config: the contents of a ``config.json``.
+        name: what to call the model.
+        source: where the config came from, for :attr:`ModelSpec.source`.
+        where: the file, flag or argument to name in messages.
+        trust_remote_code: whether code that comes with an unknown architecture may be run.
+        repository: the hub id or folder where that code lies.
+        revision: of that repository.
+        token: for that repository.
+
+    Raises:
+        BadInput: when the config lacks a key, holds a value of the wrong type or out of range, or names an architecture
+            that neither zeroplan nor the installed transformers knows.
+    """
+    reader = Config(config, where)
+    model_type = reader.text("model_type")
+    if not model_type:
+        raise BadInput("has no model_type", where=where, remedy="give the config.json that transformers writes")
+    if model_type in FAMILIES:
+        units, auto_class = units_of(reader, model_type), FAMILIES[model_type][1]
+        return ModelSpec(name, units, source, model_type, dict(config), auto_class=auto_class)
+    if not _transformers_installed():
+        near = did_you_mean(model_type, FAMILIES)
+        install = "pip install 'zeroplan[torch]' to let transformers describe it"
+        raise BadInput(
+            f"model_type {model_type!r} is not of the catalog's families",
+            where=where,
+            remedy=f"{near} or {install}" if near else install,
+        )
+    from zeroplan.models.live import units_from_module
+    from zeroplan.trace.meta import build_on_meta
+
+    module, auto_class = build_on_meta(
+        config, where=where, repository=repository, revision=revision, token=token, trust_remote_code=trust_remote_code
+    )
+    return ModelSpec(name, units_from_module(module), source, model_type, dict(config), auto_class=auto_class)

@@ -1,0 +1,188 @@
+"""A ModelSpec from the hub: ``config.json``, else the headers of its safetensors files, through ``huggingface_hub``.
+
+Every way in which the hub can refuse has its own line; nothing waits longer than :data:`PATIENCE` seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from zeroplan.core.errors import BadInput
+from zeroplan.models import catalog
+from zeroplan.models.from_config import describable, spec_from_config
+from zeroplan.models.local import read_json
+from zeroplan.models.spec import ModelSpec
+
+#: Seconds after which a look-up gives up.
+PATIENCE = 5.0
+
+_Answer = TypeVar("_Answer")
+
+
+def spec_from_hub(
+    repository: str,
+    *,
+    token: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    offline: bool | None = None,
+    where: str = "MODEL",
+) -> ModelSpec:
+    """The model of a repository on the hub (or on the server that ``HF_ENDPOINT`` names).
+
+    Args:
+        repository: its id.
+        token: None uses the one logged in with.
+        revision: a branch, tag or commit.
+        trust_remote_code: whether code of the repository may be run to describe an unknown architecture.
+        offline: True asks only the local cache; None follows ``HF_HUB_OFFLINE``.
+        where: the flag or argument to name in messages.
+
+    Raises:
+        BadInput: when the repository is missing, gated or empty, the network is down, or its config is not understood.
+    """
+    if offline is None:
+        offline = any(
+            os.environ.get(name, "").strip().upper() in ("1", "ON", "YES", "TRUE")
+            for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+        )
+    asked = _Look(repository, token, revision, offline, where)
+    config = asked.config()
+    if config is not None and describable(config):
+        return spec_from_config(
+            config,
+            name=repository,
+            source="hub",
+            where=f"{repository} config.json",
+            trust_remote_code=trust_remote_code,
+            repository=repository,
+            revision=revision,
+            token=token,
+        )
+    shapes = None if offline else asked.shapes()
+    if shapes:
+        from zeroplan.models.grouping import group_units
+
+        kind = config.get("model_type") if config else None
+        return ModelSpec(repository, group_units(shapes), "hub", kind if isinstance(kind, str) else "", config or {})
+    if config is not None:
+        return spec_from_config(config, name=repository, source="hub", where=f"{repository} config.json")
+    raise BadInput(
+        f"{repository!r} holds neither a config.json nor safetensors files",
+        where=where,
+        remedy="give a repository of transformers weights",
+    )
+
+
+class _Look:
+    """One look-up: what is asked of the hub, and how its refusals read."""
+
+    def __init__(self, repository: str, token: str | None, revision: str | None, offline: bool, where: str) -> None:
+        self.repository, self.token, self.revision = repository, token, revision
+        self.offline, self.where = offline, where
+        self.endpoint = os.environ.get("HF_ENDPOINT") or None
+
+    def config(self) -> dict[str, Any] | None:
+        """The repository's config.json, None when it has none."""
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+        def ask(local: bool) -> str:
+            return hf_hub_download(
+                self.repository,
+                "config.json",
+                revision=self.revision,
+                token=self.token,
+                endpoint=self.endpoint,
+                local_files_only=local,
+                etag_timeout=PATIENCE - 1,
+            )
+
+        try:
+            path = ask(True) if self.offline else _within(PATIENCE, lambda: ask(False))
+        except (EntryNotFoundError, OSError, ValueError, TimeoutError) as error:
+            if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+                return None
+            if not isinstance(error, TimeoutError):
+                raise self._refusal(error) from None
+            try:
+                path = ask(True)
+            except (EntryNotFoundError, OSError, ValueError):
+                raise self._refusal(error) from None
+        data = read_json(path, where=self.where)
+        if not isinstance(data, dict):
+            raise BadInput(f"{self.repository}: config.json holds no object", where=self.where)
+        return data
+
+    def shapes(self) -> dict[str, tuple[int, ...]] | None:
+        """Shapes of all tensors, from the headers of the safetensors files; None when there are none."""
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
+
+        api = HfApi(endpoint=self.endpoint, token=self.token)
+        try:
+            found = _within(PATIENCE, lambda: api.get_safetensors_metadata(self.repository, revision=self.revision))
+        except NotASafetensorsRepoError:
+            return None
+        except (SafetensorsParsingError, OSError, ValueError, TimeoutError) as error:
+            raise self._refusal(error) from None
+        return {name: tuple(tensor.shape) for file in found.files_metadata.values() for name, tensor in file.tensors.items()}
+
+    def _refusal(self, error: Exception) -> BadInput:
+        """What the hub's error means, in one line with the remedy."""
+        from huggingface_hub import errors
+
+        name = repr(self.repository[:100])
+        near = catalog.near_names(self.repository)
+        link = f"{self.endpoint or 'https://huggingface.co'}/{self.repository}"
+        if isinstance(error, errors.GatedRepoError):
+            what, remedy = f"{name} is gated", f"ask for access at {link} and give --token or run 'hf auth login'"
+        elif isinstance(error, errors.RepositoryNotFoundError):
+            what, remedy = (
+                f"no model {name} in the catalog or on the hub",
+                near or "check the id, or give --token if it is private",
+            )
+        elif isinstance(error, errors.RevisionNotFoundError):
+            what, remedy = f"{name} has no revision {str(self.revision)[:60]!r}", "give a branch, tag or commit"
+        elif isinstance(error, errors.HFValidationError):
+            what, remedy = f"{name} is no model id", near or "write it as organisation/name, or give a path"
+        elif self.offline:
+            what, remedy = (
+                f"{name} is neither in the catalog nor in the local cache, and offline was asked for",
+                near or "go online once",
+            )
+        elif isinstance(error, errors.HfHubHTTPError) and error.response is not None:
+            code = error.response.status_code
+            what, remedy = f"the hub answered {code} for {name}", "check the token" if code in (401, 403) else "try again later"
+        elif isinstance(error, TimeoutError):
+            what, remedy = (
+                f"the hub did not answer within {PATIENCE:.0f} s for {name}",
+                near or "try again, or give a local folder",
+            )
+        else:
+            what, remedy = f"the hub cannot be reached for {name}", near or "check the network, or give a local folder"
+        return BadInput(what, where=self.where, remedy=remedy)
+
+
+def _within(seconds: float, ask: Callable[[], _Answer]) -> _Answer:
+    """The answer of `ask`, or TimeoutError after so many seconds (the asking thread is left to die with the process)."""
+    answers: list[_Answer] = []
+    faults: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            answers.append(ask())
+        except BaseException as fault:  # handed to the caller, whatever it is
+            faults.append(fault)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if answers:
+        return answers[0]
+    if faults:
+        raise faults[0]
+    raise TimeoutError

@@ -1,0 +1,103 @@
+"""A ModelSpec from a live ``nn.Module``: on any device, meta included, and before or after ZeRO has partitioned it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from zeroplan.core.errors import BadInput
+from zeroplan.models.grouping import units_of_tensors
+from zeroplan.models.spec import ModelSpec, Tensor, Unit
+
+#: How a transformers class name ends, and the auto class that builds it.
+_AUTO_CLASSES = {
+    "ForCausalLM": "AutoModelForCausalLM",
+    "LMHeadModel": "AutoModelForCausalLM",
+    "ForMaskedLM": "AutoModelForMaskedLM",
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "ForTokenClassification": "AutoModelForTokenClassification",
+    "ForQuestionAnswering": "AutoModelForQuestionAnswering",
+    "ForImageClassification": "AutoModelForImageClassification",
+}
+_KINDS = {"Linear": "linear", "Conv1D": "conv1d", "Embedding": "embedding"}
+
+
+def spec_from_module(module: Any, *, name: str | None = None) -> ModelSpec:
+    """The parameters of a module, tied and frozen ones marked.
+
+    Args:
+        module: an ``nn.Module``; parameters that DeepSpeed's ``zero.Init`` has emptied count whole.
+        name: what to call it; None takes the name it was loaded from, or its class.
+
+    Raises:
+        BadInput: when the module has no parameters, or some have no shape yet (lazy modules).
+    """
+    config = _config_of(module)
+    model_type = config.get("model_type")
+    kind = type(module).__name__
+    return ModelSpec(
+        name or str(config.get("_name_or_path") or kind)[:200],
+        units_from_module(module),
+        "module",
+        model_type if isinstance(model_type, str) else "",
+        config,
+        auto_class=next((auto for end, auto in _AUTO_CLASSES.items() if kind.endswith(end)), ""),
+    )
+
+
+def units_from_module(module: Any) -> tuple[Unit, ...]:
+    """The units of a module's parameters, in the order of ``named_parameters()``."""
+    kinds = _kinds(module)
+    owners: dict[int, str] = {}
+    tensors: list[Tensor] = []
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        owner = owners.setdefault(id(parameter), name)
+        parent, _, leaf = name.rpartition(".")
+        tensors.append(
+            Tensor(
+                name,
+                _shape(parameter, name),
+                bool(parameter.requires_grad),
+                None if owner == name else owner,
+                kinds.get(parent, "") if leaf == "weight" else "",
+            )
+        )
+    if not tensors:
+        raise BadInput(f"{type(module).__name__} has no parameters", where="model", remedy="give a module with weights")
+    return units_of_tensors(tensors)
+
+
+def _shape(parameter: Any, name: str) -> tuple[int, ...]:
+    """The whole parameter's shape, wherever its elements are now."""
+    for holder in (parameter, getattr(parameter, "quant_state", None)):
+        # ZeRO-3 keeps the whole shape beside an emptied tensor; bitsandbytes' 4-bit weights keep it in their state.
+        shape = getattr(holder, "ds_shape", None) if holder is parameter else getattr(holder, "shape", None)
+        if shape is not None:
+            return tuple(int(size) for size in shape)
+    try:
+        return tuple(int(size) for size in parameter.shape)
+    except RuntimeError:
+        raise BadInput(f"parameter {name!r} has no shape yet", where="model", remedy="run a lazy module once") from None
+
+
+def _kinds(module: Any) -> dict[str, str]:
+    """What each module is, by the names of its classes, so that subclasses count and torch is not needed."""
+    head = getattr(module, "get_output_embeddings", None)
+    head = head() if callable(head) else None
+    found: dict[str, str] = {}
+    for name, child in module.named_modules(remove_duplicate=False):
+        if head is not None and child is head:
+            found[name] = "head"
+            continue
+        found[name] = next((_KINDS[base.__name__] for base in type(child).__mro__ if base.__name__ in _KINDS), "")
+    return found
+
+
+def _config_of(module: Any) -> dict[str, Any]:
+    """A transformers module's config as a plain dict, or an empty one."""
+    config = getattr(module, "config", None)
+    if isinstance(config, Mapping):
+        return dict(config)
+    to_dict = getattr(config, "to_dict", None)
+    found = to_dict() if callable(to_dict) else None
+    return dict(found) if isinstance(found, Mapping) else {}

@@ -1,0 +1,140 @@
+"""The compiled allocator, called through ctypes on flat 64-bit columns."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from functools import cache
+
+from zeroplan.core.native import library
+from zeroplan.simulate.allocator_config import UNLIMITED, AllocatorConfig
+from zeroplan.simulate.allocator_events import AllocatorResult, BadStream, MarkTotals, OutOfMemory, SegmentChange
+
+# Layouts shared with csrc/cpu/allocator.cpp.
+_MARK_FIELDS, _SEGMENT_FIELDS, _SUMMARY_FIELDS = 8, 3, 24
+_DONE, _OUT_OF_MEMORY = 0, 1
+_FAULTS = {
+    2: "operation {0} is unknown",
+    3: "a request of {0} bytes",
+    4: "handle {0} is not live",
+    5: "handle {0} is not awaiting a stream",
+}
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    loaded = library()
+    if loaded is None:
+        return None
+    column, count = ctypes.c_void_p, ctypes.c_int64
+    loaded.zeroplan_allocator_run.restype = count
+    loaded.zeroplan_allocator_run.argtypes = [
+        column, column, column, count, column, count, column, column, column, count, column,
+    ]  # fmt: skip
+    loaded.zeroplan_allocator_count.argtypes, loaded.zeroplan_allocator_count.restype = [column, count, column], None
+    return loaded
+
+
+def available() -> bool:
+    """Whether the compiled allocator is at hand."""
+    return _library() is not None
+
+
+def run_allocator(
+    code: array[int],
+    value: array[int],
+    config: AllocatorConfig,
+    limit: int,
+    device_memory: int,
+    addresses: Sequence[int],
+) -> AllocatorResult:
+    """:meth:`PythonAllocator.run` on the compiled twin, with equal results.
+
+    Raises:
+        BadStream: see there.
+        RuntimeError: when there is no library, MemoryError when this machine's memory does not suffice.
+    """
+    loaded = _library()
+    if loaded is None:
+        raise RuntimeError("the compiled allocator is not at hand")
+    if code.typecode != "q" or value.typecode != "q" or len(code) != len(value):
+        raise ValueError("expected two columns of 64-bit integers of equal length")
+    counts = _zeros(2)
+    loaded.zeroplan_allocator_count(_pointer(code), len(code), _pointer(counts))
+    allocs, marks = counts
+    settings = _settings(config, limit, device_memory)
+    given = array("q", addresses)
+    block_sizes = _zeros(allocs)
+    mark_rows = _zeros(marks * _MARK_FIELDS)
+    summary = _zeros(_SUMMARY_FIELDS)
+    capacity = 4096
+    while True:
+        segments = _zeros(capacity * _SEGMENT_FIELDS)
+        needed: int = loaded.zeroplan_allocator_run(
+            _pointer(settings), _pointer(code), _pointer(value), len(code), _pointer(given), len(given),
+            _pointer(block_sizes), _pointer(mark_rows), _pointer(segments), capacity, _pointer(summary),
+        )  # fmt: skip
+        if needed < 0:
+            raise MemoryError("the allocator's simulation ran out of host memory")
+        if needed <= capacity:
+            break
+        capacity = needed
+    return _result(summary, block_sizes, mark_rows, segments, needed)
+
+
+def _result(
+    summary: array[int], block_sizes: array[int], marks: array[int], segments: array[int], changes: int
+) -> AllocatorResult:
+    status, event, operand, segment, top, top_event, top_reserved, top_reserved_event, retries, made, marked = summary[:11]
+    if status not in (_DONE, _OUT_OF_MEMORY):
+        raise BadStream(f"event {event}: {_FAULTS[status].format(operand)}")
+    final = MarkTotals(*summary[11 : 11 + _MARK_FIELDS])
+    oom = None
+    if status == _OUT_OF_MEMORY:
+        oom = OutOfMemory(event, made - 1, operand, segment, final.allocated, final.reserved, final.largest_free)
+    rows = [MarkTotals(*marks[at : at + _MARK_FIELDS]) for at in range(0, marked * _MARK_FIELDS, _MARK_FIELDS)]
+    moves = [
+        SegmentChange(segments[at], segments[at + 1], segments[at + 2])
+        for at in range(0, changes * _SEGMENT_FIELDS, _SEGMENT_FIELDS)
+    ]
+    return AllocatorResult(
+        event,
+        tuple(rows),
+        block_sizes[:made],
+        tuple(moves),
+        top,
+        top_event,
+        top_reserved,
+        top_reserved_event,
+        final,
+        retries,
+        oom,
+    )
+
+
+def _settings(config: AllocatorConfig, limit: int, device_memory: int) -> array[int]:
+    allowed = int(config.memory_fraction * device_memory) if config.memory_fraction < 1 else UNLIMITED
+    collects = config.garbage_collection_threshold > 0 and allowed != UNLIMITED
+    return array(
+        "q",
+        [
+            config.max_split_size,
+            config.max_non_split_rounding,
+            int(config.garbage_collection_threshold * allowed) if collects else UNLIMITED,
+            allowed,
+            limit,
+            device_memory,
+            config.expandable_segments,
+            config.large_segment_size,
+            *config.roundup_power2_divisions,
+        ],
+    )
+
+
+def _zeros(count: int) -> array[int]:
+    return array("q", bytes(8 * max(count, 1)))
+
+
+def _pointer(column: array[int]) -> int:
+    return column.buffer_info()[0]

@@ -1,0 +1,187 @@
+"""What a simulated run used, and what was alive when: totals by mark, contents of the peak, curves to draw."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import compress
+from typing import TypeVar
+
+from zeroplan.core.buffers import Buffer
+from zeroplan.simulate.allocator_events import OP_BITS, AllocatorOp, AllocatorResult, OutOfMemory
+
+#: Who asked for a block: a module's index or name.
+Note = int | str
+
+_OP_MASK = (1 << OP_BITS) - 1
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineMark:
+    """Bytes at a named point. `peak` and `peak_reserved` are the most since the mark before (as in measured rows)."""
+
+    name: str
+    allocated: int
+    peak: int
+    reserved: int
+    peak_reserved: int
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A run in at most a few hundred points, each the moment of the highest allocated total within its slice of events.
+
+    Attributes:
+        events: index of the event at each point.
+        allocated, reserved: bytes at each point (reserved: the most within the slice).
+        by_buffer: for each buffer, its bytes at each point; they add up to `allocated`.
+        marks: position of each mark, as (index among the points, name).
+    """
+
+    events: tuple[int, ...]
+    allocated: tuple[int, ...]
+    reserved: tuple[int, ...]
+    by_buffer: dict[Buffer, tuple[int, ...]]
+    marks: tuple[tuple[int, str], ...]
+
+
+class Timeline:
+    """A recorded stream beside what the allocator made of it. All sizes in bytes, blocks as rounded by the allocator.
+
+    Attributes:
+        marks: the named points, in order (those that the run reached).
+        peak_allocated, peak_reserved: the most over the whole run.
+        oom: the request that could not be served, None if all were.
+    """
+
+    def __init__(
+        self,
+        code: Sequence[int],
+        value: Sequence[int],
+        buffers: Sequence[Buffer],
+        notes: Sequence[Note],
+        names: Sequence[str],
+        result: AllocatorResult,
+    ) -> None:
+        self._code, self._value = code, value
+        self._buffers, self._notes = buffers, notes
+        self.result = result
+        self.marks = tuple(
+            TimelineMark(name, at.allocated, at.peak_allocated, at.reserved, at.peak_reserved)
+            for name, at in zip(names, result.marks, strict=False)
+        )
+        self.peak_allocated = result.peak_allocated
+        self.peak_reserved = result.peak_reserved
+        self.oom: OutOfMemory | None = result.oom
+
+    def peak_mark(self) -> str:
+        """Name of the mark that ends the stretch in which allocated peaked; empty if none follows."""
+        for mark, totals in zip(self.marks, self.result.marks, strict=True):
+            if totals.event > self.result.peak_event:
+                return mark.name
+        return ""
+
+    def fragmentation(self) -> int:
+        """Bytes reserved beyond the most ever allocated: cached blocks that did not fit what was asked for."""
+        return self.peak_reserved - self.peak_allocated
+
+    def alive(self, event: int | None = None) -> list[int]:
+        """Handles alive after an event (when allocated peaked, if None), in order of allocation."""
+        last = self.result.peak_event if event is None else event
+        flags = bytearray(len(self._buffers))
+        handle = 0
+        free, alloc = int(AllocatorOp.FREE), int(AllocatorOp.ALLOC)
+        for word, value in zip(self._code[: last + 1], self._value[: last + 1], strict=True):
+            op = word & _OP_MASK
+            if op == alloc:
+                flags[handle] = 1
+                handle += 1
+            elif op == free:
+                flags[value] = 0
+        return list(compress(range(len(flags)), flags))
+
+    def alive_by_buffer(self, event: int | None = None) -> dict[Buffer, int]:
+        """Bytes alive (when allocated peaked, if `event` is None) by buffer, largest first; they add up to allocated."""
+        return self._grouped((self._buffers[handle], handle) for handle in self.alive(event))
+
+    def alive_by_note(self, event: int | None = None) -> dict[Note, int]:
+        """The same by who asked for the block."""
+        return self._grouped((self._notes[handle], handle) for handle in self.alive(event))
+
+    def alive_by_buffer_and_note(self, event: int | None = None) -> dict[tuple[Buffer, Note], int]:
+        """The same by both."""
+        return self._grouped(((self._buffers[handle], self._notes[handle]), handle) for handle in self.alive(event))
+
+    def _grouped(self, pairs: Iterable[tuple[_Key, int]]) -> dict[_Key, int]:
+        sizes = self.result.block_sizes
+        totals: dict[_Key, int] = {}
+        for key, handle in pairs:
+            totals[key] = totals.get(key, 0) + sizes[handle]
+        return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+    def curve(self, points: int = 400) -> Curve:
+        """The run in at most `points` points, for drawing. Costs a few tenths of a microsecond an event."""
+        allocated = self._allocated()
+        count = len(allocated)
+        step = max(1, -(-count // points))
+        chosen = [max(range(at, min(at + step, count)), key=allocated.__getitem__) for at in range(0, count, step)]
+        return Curve(
+            tuple(chosen),
+            tuple(allocated[event] for event in chosen),
+            tuple(self._reserved(count, step)),
+            self._stacked(chosen),
+            tuple(
+                (min(at.event // step, len(chosen) - 1), mark.name)
+                for mark, at in zip(self.marks, self.result.marks, strict=True)
+            ),
+        )
+
+    def _allocated(self) -> list[int]:
+        """Bytes allocated after each event."""
+        sizes, free, alloc = self.result.block_sizes, int(AllocatorOp.FREE), int(AllocatorOp.ALLOC)
+        now = handle = 0
+        totals = []
+        for at in range(self.result.events):
+            op = self._code[at] & _OP_MASK
+            if op == alloc:
+                now += sizes[handle]
+                handle += 1
+            elif op == free:
+                now -= sizes[self._value[at]]
+            totals.append(now)
+        return totals
+
+    def _reserved(self, count: int, step: int) -> list[int]:
+        """The most bytes reserved within each slice of `step` events."""
+        changes = self.result.segments
+        now = at = 0
+        most = []
+        for start in range(0, count, step):
+            top = now
+            while at < len(changes) and changes[at].event < start + step:
+                now += changes[at].size
+                top = max(top, now)
+                at += 1
+            most.append(top)
+        return most
+
+    def _stacked(self, chosen: Sequence[int]) -> dict[Buffer, tuple[int, ...]]:
+        """For each buffer, its bytes after each of the chosen events (ascending)."""
+        sizes, free, alloc = self.result.block_sizes, int(AllocatorOp.FREE), int(AllocatorOp.ALLOC)
+        now: dict[Buffer, int] = {}
+        rows: list[dict[Buffer, int]] = []
+        handle = start = 0
+        for event in chosen:
+            for at in range(start, event + 1):
+                op = self._code[at] & _OP_MASK
+                if op == alloc:
+                    buffer = self._buffers[handle]
+                    now[buffer] = now.get(buffer, 0) + sizes[handle]
+                    handle += 1
+                elif op == free:
+                    buffer = self._buffers[self._value[at]]
+                    now[buffer] -= sizes[self._value[at]]
+            start = event + 1
+            rows.append(dict(now))
+        return {buffer: tuple(row.get(buffer, 0) for row in rows) for buffer in now}

@@ -1,0 +1,135 @@
+// LAMB (You et al. 2020, algorithm 2): Adam's direction, scaled for each tensor by ‖p‖ / ‖direction‖.
+//
+// Two passes over flat buffers that hold many tensors (segments), with the segments' norms between them, so that ranks which
+// hold parts of one tensor can add theirs. The second pass computes the direction again from the moments: storing it would
+// move as many bytes and need memory.
+#include "common.cuh"
+
+namespace zp {
+
+struct Direction {
+    float beta1, one_minus_beta1, beta2, one_minus_beta2, root1, root2, eps, decay;
+
+    __device__ void moments(float& m, float& v, float grad) const {
+        m = beta1 * m + one_minus_beta1 * grad;
+        v = beta2 * v + one_minus_beta2 * grad * grad;
+    }
+    __device__ float direction(float p, float m, float v) const { return m * root1 / (sqrtf(v) * root2 + eps) + decay * p; }
+};
+
+// A run of elements within one segment, cut so that its first is aligned or it is the segment's first.
+struct Tile {
+    i64 begin, end, segment;
+};
+
+// Calls body.run<V>(i) for each vector and body.run<1>(i) for each single element of the tile; head as in for_each.
+template <int V, class Body>
+__device__ inline void for_tile(const Tile& tile, i64 n, i64 head, Body& body) {
+    i64 first = tile.end;
+    if (head < n || n == 0) {
+        const i64 lead = ((head - tile.begin) % V + V) % V;
+        if (tile.begin + lead < tile.end) first = tile.begin + lead;
+    }
+    const i64 packs = (tile.end - first) / V, tail = first + packs * V;
+    for (i64 k = threadIdx.x; k < packs; k += blockDim.x) body.template run<V>(first + k * V);
+    const i64 before = first - tile.begin, edge = before + (tile.end - tail);
+    for (i64 k = threadIdx.x; k < edge; k += blockDim.x) body.template run<1>(k < before ? tile.begin + k : tail + (k - before));
+}
+
+struct Moments {
+    const float* __restrict__ p;
+    const ZP_GRAD* __restrict__ g;
+    float* __restrict__ m;
+    float* __restrict__ v;
+    Direction d;
+    float scale, weight, update;
+
+    template <int V>
+    __device__ void run(i64 i) {
+        float x[V], grad[V], first[V], second[V];
+        read<V>(p + i, x);
+        read<V>(g + i, grad);
+        read<V>(m + i, first);
+        read<V>(v + i, second);
+#pragma unroll
+        for (int k = 0; k < V; ++k) {
+            d.moments(first[k], second[k], grad[k] * scale);
+            const float u = d.direction(x[k], first[k], second[k]);
+            weight = fmaf(x[k], x[k], weight);
+            update = fmaf(u, u, update);
+        }
+        write<V>(m + i, first);
+        write<V>(v + i, second);
+    }
+};
+
+struct Apply {
+    float* __restrict__ p;
+    const float* __restrict__ m;
+    const float* __restrict__ v;
+    ZP_OUT* __restrict__ out;
+    Direction d;
+    float rate;
+
+    template <int V>
+    __device__ void run(i64 i) {
+        float x[V], first[V], second[V];
+        read<V>(p + i, x);
+        read<V>(m + i, first);
+        read<V>(v + i, second);
+#pragma unroll
+        for (int k = 0; k < V; ++k) x[k] = x[k] - rate * d.direction(x[k], first[k], second[k]);
+        write<V>(p + i, x);
+        write_at(out, i, x);
+    }
+};
+
+} // namespace zp
+
+// One block a tile. partial[tile] = {‖p‖², ‖direction‖²} of the tile.
+extern "C" __global__ void __launch_bounds__(ZP_THREADS)
+    zp_lamb_moments(const float* p, const ZP_GRAD* g, float* m, float* v, const zp::Tile* tiles, double2* partial, long long n,
+                    long long head, const zp::Control* control, float beta1, float one_minus_beta1, float beta2, float one_minus_beta2,
+                    float root1, float root2, float eps, float decay) {
+    if (zp::skips(control)) return;
+    zp::Moments body{p, g, m, v, {beta1, one_minus_beta1, beta2, one_minus_beta2, root1, root2, eps, decay}, zp::grad_scale(control),
+                     0.0f, 0.0f};
+    zp::for_tile<ZP_VEC>(tiles[blockIdx.x], n, head, body);
+    const double weight = zp::block_sum(body.weight), update = zp::block_sum(body.update);
+    if (threadIdx.x == 0) partial[blockIdx.x] = make_double2(weight, update);
+}
+
+// One block a segment, whose tiles are [first_tile[s], first_tile[s + 1]). norms[s] = {‖p‖², ‖direction‖²}.
+extern "C" __global__ void __launch_bounds__(ZP_THREADS)
+    zp_lamb_norms(const double2* partial, const long long* first_tile, double2* norms) {
+    double weight = 0.0, update = 0.0;
+    for (long long t = first_tile[blockIdx.x] + threadIdx.x; t < first_tile[blockIdx.x + 1]; t += blockDim.x) {
+        weight += partial[t].x;
+        update += partial[t].y;
+    }
+    weight = zp::block_sum(weight);
+    update = zp::block_sum(update);
+    if (threadIdx.x == 0) norms[blockIdx.x] = make_double2(weight, update);
+}
+
+// One block a tile. p -= lr * trust * direction, trust = ‖p‖ / ‖direction‖ within [min_trust, max_trust], 1 where either is 0.
+extern "C" __global__ void __launch_bounds__(ZP_THREADS)
+    zp_lamb_apply(float* p, const float* m, const float* v, ZP_OUT* out, const zp::Tile* tiles, const double2* norms, long long n,
+                  long long head, const zp::Control* control, float beta1, float one_minus_beta1, float beta2, float one_minus_beta2,
+                  float root1, float root2, float eps, float decay, double lr, double min_trust, double max_trust) {
+    if (zp::skips(control)) return;
+    const zp::Tile tile = tiles[blockIdx.x];
+    __shared__ float rate;
+    if (threadIdx.x == 0) {
+        const double2 norm = norms[tile.segment];
+        double trust = 1.0;
+        if (norm.x != 0.0 && norm.y != 0.0) {
+            trust = sqrt(norm.x) / sqrt(norm.y);
+            trust = trust > max_trust ? max_trust : (trust < min_trust ? min_trust : trust);
+        }
+        rate = static_cast<float>(lr * trust);
+    }
+    __syncthreads();
+    zp::Apply body{p, m, v, out, {beta1, one_minus_beta1, beta2, one_minus_beta2, root1, root2, eps, decay}, rate};
+    zp::for_tile<ZP_VEC>(tile, n, head, body);
+}

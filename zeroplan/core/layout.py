@@ -1,0 +1,300 @@
+"""The included runtime's layout: shapes, ranks and stage in; padded shards and rings of buffers out. Integers only.
+
+Note [Layout]
+    A *unit* is one transformer block, one large embedding or head, or the root (everything else, tied parameters
+    included). Its trainable parameters lie one after another in one *flat*, its frozen ones in another; each parameter
+    begins on a multiple of :data:`ALIGN` elements, and the flat is padded so that every rank's *shard* is equal and
+    aligned. One flat is gathered by one all-gather, reduced by one reduce-scatter and updated by one launch.
+
+    Where a buffer is needed only while its unit computes (gathered parameters at stage 3, whole gradients from stage 2
+    on), units share *slots*: blocks take turns in a small ring, large embeddings and heads share one more, the root has
+    its own. A unit always uses the same slot, so its parameters always have the same address.
+
+    One rank alone has nothing to shard: whole and shard are the same bytes at every stage.
+
+The Arena allocates by :func:`runtime_buffers` and the predictor reads it; neither computes a size of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from zeroplan.core.buffers import ALWAYS, Buffer, Phase, Place
+from zeroplan.core.errors import BadInput
+from zeroplan.core.workload import DType
+
+#: Parameters and shards begin on multiples of this many elements: 128 bytes in 16 bits, a line of the GPU's L2 cache.
+ALIGN = 64
+
+#: Scalars of one step on the device: sum of squares, norm, factor, skip flag; the rest keeps the line whole.
+STEP_SCALARS = 16
+
+#: The optimizers' states by name; every state is fp32 and as long as the unit's share of the masters.
+OPTIMIZER_STATES: dict[str, tuple[Buffer, ...]] = {
+    "adam": (Buffer.OPTIM_EXP_AVG, Buffer.OPTIM_EXP_AVG_SQ),
+    "adamw": (Buffer.OPTIM_EXP_AVG, Buffer.OPTIM_EXP_AVG_SQ),
+    "lamb": (Buffer.OPTIM_EXP_AVG, Buffer.OPTIM_EXP_AVG_SQ),
+    "lion": (Buffer.OPTIM_EXP_AVG,),
+    "sgd": (),
+    "sgd_momentum": (Buffer.OPTIM_MOMENTUM,),
+}
+
+
+class UnitKind(StrEnum):
+    """What a unit is, which decides the slots that it uses."""
+
+    BLOCK = "block"  # takes turns in the ring
+    WIDE = "wide"  # a large embedding or head; all of them share one slot
+    ROOT = "root"  # everything else; gathered from the forward's begin to the backward's end
+
+
+@dataclass(frozen=True, slots=True)
+class ParamShape:
+    """One parameter: full name, elements, whether it is trained, and its optimizer group (groups lie together)."""
+
+    name: str
+    numel: int
+    trainable: bool = True
+    group: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class UnitShape:
+    """A unit and its own parameters, tied ones in one unit only."""
+
+    name: str
+    kind: UnitKind
+    params: tuple[ParamShape, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeSetup:
+    """What decides the runtime's own buffers, beside the shapes.
+
+    `reduce_dtype` is that of whole gradients and of their reduction, `accum_dtype` that of the reduced shard.
+    `optimizer` is a key of :data:`OPTIMIZER_STATES`.
+    """
+
+    ranks: int = 1
+    stage: int = 0
+    param_dtype: DType = DType.BF16
+    reduce_dtype: DType = DType.BF16
+    accum_dtype: DType = DType.BF16
+    optimizer: str = "adamw"
+    grad_accum: int = 1
+    block_slots: int = 2
+
+    def __post_init__(self) -> None:
+        if self.stage not in (0, 1, 2, 3):
+            raise BadInput(f"stage {self.stage} does not exist", remedy="use 0, 1, 2 or 3")
+        if self.ranks < 1 or self.grad_accum < 1 or self.block_slots < 2:
+            raise BadInput(f"ranks {self.ranks}, accumulation {self.grad_accum} and ring {self.block_slots} are too small")
+        if self.optimizer not in OPTIMIZER_STATES:
+            raise BadInput(f"unknown optimizer {self.optimizer!r}", remedy=f"use one of {', '.join(OPTIMIZER_STATES)}")
+
+    @property
+    def shards_states(self) -> bool:
+        """Each rank updates its shard only."""
+        return self.stage >= 1 and self.ranks > 1
+
+    @property
+    def shards_grads(self) -> bool:
+        """Whole gradients pass through slots; a shard stays."""
+        return self.stage >= 2 and self.ranks > 1
+
+    @property
+    def shards_params(self) -> bool:
+        """Parameters are gathered into slots; a shard stays."""
+        return self.stage >= 3 and self.ranks > 1
+
+    @property
+    def has_masters(self) -> bool:
+        """16-bit parameters have fp32 masters; fp32 parameters are their own."""
+        return self.param_dtype is not DType.FP32
+
+    @property
+    def whole_grad_dtype(self) -> DType:
+        """Dtype of gradients kept whole, which are accumulated and reduced in one buffer."""
+        return DType.FP32 if DType.FP32 in (self.reduce_dtype, self.accum_dtype) else self.reduce_dtype
+
+    @property
+    def needs_reduce_temp(self) -> bool:
+        """A reduced shard that cannot be written straight over the accumulated one passes through a buffer."""
+        return self.shards_grads and (self.grad_accum > 1 or self.accum_dtype is not self.reduce_dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """Parameters lying one after another. `offsets` and `numels` are elements; `used` is the aligned end of the last.
+
+    `params` index into the unit's. Padding, between parameters and at the end, holds zeros.
+    """
+
+    params: tuple[int, ...]
+    offsets: tuple[int, ...]
+    numels: tuple[int, ...]
+    used: int
+    shard: int
+    ranks: int
+
+    @property
+    def full(self) -> int:
+        """Elements of the whole, padding included: ``shard × ranks``."""
+        return self.shard * self.ranks
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """``(start, end)`` of each run of padding."""
+        ends = [offset + numel for offset, numel in zip(self.offsets, self.numels, strict=True)]
+        starts = [*self.offsets[1:], self.full]
+        return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
+
+    def overlap(self, position: int, rank: int) -> tuple[int, int]:
+        """``(start, end)`` of parameter `position` within `rank`'s shard, in the parameter's own elements."""
+        first = rank * self.shard - self.offsets[position]
+        numel = self.numels[position]
+        return min(max(first, 0), numel), min(max(first + self.shard, 0), numel)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitLayout:
+    """One unit: its flats and the names of the slots that its parameters and gradients use (None when it needs none)."""
+
+    shape: UnitShape
+    trainable: Flat | None
+    frozen: Flat | None
+    param_slot: str | None
+    grad_slot: str | None
+
+    @property
+    def full(self) -> int:
+        """Elements gathered for this unit."""
+        return sum(flat.full for flat in (self.trainable, self.frozen) if flat)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedBuffer:
+    """One buffer that the runtime allocates: a row of the plan and of the Arena's measurement."""
+
+    buffer: Buffer
+    unit: str
+    numel: int
+    dtype: DType
+    place: Place = Place.HBM
+    phases: tuple[Phase, ...] = ALWAYS
+
+    @property
+    def bytes(self) -> int:
+        """``numel × bytes an element``."""
+        return self.numel * self.dtype.bytes
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The whole model's layout under one setup. See Note [Layout]."""
+
+    setup: RuntimeSetup
+    units: tuple[UnitLayout, ...]
+
+    @cached_property
+    def param_slots(self) -> dict[str, int]:
+        """Elements of each slot for gathered parameters."""
+        return _slot_sizes((u.param_slot, u.full) for u in self.units)
+
+    @cached_property
+    def grad_slots(self) -> dict[str, int]:
+        """Elements of each slot for whole gradients."""
+        return _slot_sizes((u.grad_slot, u.trainable.full) for u in self.units if u.trainable)
+
+    @property
+    def largest_shard(self) -> int:
+        """Elements of the largest trainable shard."""
+        return max((u.trainable.shard for u in self.units if u.trainable), default=0)
+
+
+def _slot_sizes(uses: Iterable[tuple[str | None, int]]) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for slot, numel in uses:
+        if slot is not None:
+            sizes[slot] = max(sizes.get(slot, 0), numel)
+    return sizes
+
+
+def align(numel: int, to: int = ALIGN) -> int:
+    """`numel` rounded up to a multiple of `to`."""
+    return -(-numel // to) * to
+
+
+def flat_of(shape: UnitShape, ranks: int, *, trainable: bool) -> Flat | None:
+    """The flat of a unit's trainable or frozen parameters, optimizer groups together; None when there are none."""
+    chosen = [i for i, p in enumerate(shape.params) if p.trainable is trainable and p.numel]
+    if not chosen:
+        return None
+    chosen.sort(key=lambda i: shape.params[i].group)
+    offsets, end = [], 0
+    for i in chosen:
+        offsets.append(end)
+        end += align(shape.params[i].numel)
+    shard = align(-(-end // ranks))
+    return Flat(tuple(chosen), tuple(offsets), tuple(shape.params[i].numel for i in chosen), end, shard, ranks)
+
+
+def plan_layout(shapes: Sequence[UnitShape], setup: RuntimeSetup) -> Layout:
+    """Flats, shards and slots for `shapes`, which stand in the order of the forward."""
+    units, turn = [], 0
+    for shape in shapes:
+        slot = str(shape.kind)
+        if shape.kind is UnitKind.BLOCK:
+            slot, turn = f"ring.{turn % setup.block_slots}", turn + 1
+        trainable = flat_of(shape, setup.ranks, trainable=True)
+        frozen = flat_of(shape, setup.ranks, trainable=False)
+        units.append(
+            UnitLayout(
+                shape,
+                trainable,
+                frozen,
+                slot if setup.shards_params and (trainable or frozen) else None,
+                slot if setup.shards_grads and trainable else None,
+            )
+        )
+    return Layout(setup, tuple(units))
+
+
+def runtime_buffers(layout: Layout) -> list[OwnedBuffer]:
+    """Every buffer that one rank's runtime allocates, buffers of one kind together. All ranks are equal."""
+    setup = layout.setup
+    share = "shard" if setup.shards_states else "full"
+    rows = [*_param_rows(layout), *_grad_rows(layout)]
+    trained = [(u.shape.name, getattr(u.trainable, share)) for u in layout.units if u.trainable]
+    if setup.has_masters:
+        rows += [OwnedBuffer(Buffer.PARAM_MASTER, name, numel, DType.FP32) for name, numel in trained]
+    for state in OPTIMIZER_STATES[setup.optimizer]:
+        rows += [OwnedBuffer(state, name, numel, DType.FP32) for name, numel in trained]
+    if trained:
+        rows.append(OwnedBuffer(Buffer.OPTIM_NORM, "step", STEP_SCALARS, DType.FP32))
+    return rows
+
+
+def _param_rows(layout: Layout) -> list[OwnedBuffer]:
+    setup, dtype = layout.setup, layout.setup.param_dtype
+    size = "shard" if setup.shards_params else "full"
+    own = Buffer.PARAM_SHARD if setup.stage >= 3 else Buffer.PARAM_FULL
+    rows = [OwnedBuffer(own, u.shape.name, getattr(u.trainable, size), dtype) for u in layout.units if u.trainable]
+    rows += [OwnedBuffer(Buffer.PARAM_FROZEN, u.shape.name, getattr(u.frozen, size), dtype) for u in layout.units if u.frozen]
+    rows += [OwnedBuffer(Buffer.PARAM_FULL, slot, numel, dtype) for slot, numel in layout.param_slots.items()]
+    return rows
+
+
+def _grad_rows(layout: Layout) -> list[OwnedBuffer]:
+    setup = layout.setup
+    trained = [(u.shape.name, u.trainable) for u in layout.units if u.trainable]
+    if not setup.shards_grads:
+        own = Buffer.GRAD_SHARD if setup.stage >= 2 else Buffer.GRAD_FULL
+        return [OwnedBuffer(own, name, flat.full, setup.whole_grad_dtype) for name, flat in trained]
+    rows = [OwnedBuffer(Buffer.GRAD_SHARD, name, flat.shard, setup.accum_dtype) for name, flat in trained]
+    rows += [OwnedBuffer(Buffer.GRAD_FULL, slot, numel, setup.reduce_dtype) for slot, numel in layout.grad_slots.items()]
+    if setup.needs_reduce_temp and trained:
+        rows.append(OwnedBuffer(Buffer.COMM_REDUCE_SCATTER, "ring", layout.largest_shard, setup.reduce_dtype))
+    return rows

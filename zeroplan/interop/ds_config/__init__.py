@@ -1,0 +1,24 @@
+"""``ds_config.json``: read as DeepSpeed reads it, checked as its engine checks it, and written back without loss."""
+
+from zeroplan.interop.ds_config.findings import At, Finding, Severity
+from zeroplan.interop.ds_config.job import Job
+from zeroplan.interop.ds_config.reader import DsConfig, fill_from, inspect_ds_config, read_ds_config
+from zeroplan.interop.ds_config.schema import Effect
+from zeroplan.interop.ds_config.schema_rest import effects, find_key
+from zeroplan.interop.ds_config.wrappers import Wrapper, wrapper
+
+__all__ = [
+    "At",
+    "DsConfig",
+    "Effect",
+    "Finding",
+    "Job",
+    "Severity",
+    "Wrapper",
+    "effects",
+    "fill_from",
+    "find_key",
+    "inspect_ds_config",
+    "read_ds_config",
+    "wrapper",
+]

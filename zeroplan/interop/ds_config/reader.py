@@ -1,0 +1,287 @@
+"""Reading a ds_config: :func:`inspect_ds_config` finds everything, :func:`read_ds_config` refuses what DeepSpeed refuses."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.workload import DType, Workload
+from zeroplan.core.zero_config import (
+    ActivationCheckpointing,
+    Aio,
+    Device,
+    LeafModule,
+    OffloadOptimizer,
+    OffloadParam,
+    ZenFlow,
+    ZeroConfig,
+)
+from zeroplan.interop.ds_config.batch import Batch, resolve_batch
+from zeroplan.interop.ds_config.findings import At, Finding, Severity
+from zeroplan.interop.ds_config.job import Job
+from zeroplan.interop.ds_config.rules import View, run_rules
+from zeroplan.interop.ds_config.schema import Effect
+from zeroplan.interop.ds_config.schema_rest import SECTIONS
+from zeroplan.interop.ds_config.source import load_source
+from zeroplan.interop.ds_config.walk import KeyReport, Reading, walk
+from zeroplan.interop.ds_config.wrappers import Wrapper, wrapper
+
+_ORDER = {Severity.ERROR: 0, Severity.OPEN: 1, Severity.WARNING: 2, Severity.NOTE: 3}
+
+
+@dataclass(frozen=True, slots=True)
+class DsConfig:
+    """A ds_config as DeepSpeed 0.19.8 takes it.
+
+    `zero` and `job` hold what the file fixes, with defaults for the rest. `raw` is the file's object, untouched.
+    `keys` says what is known of each of its keys, `unresolved_auto` which were left at ``auto``.
+    """
+
+    zero: ZeroConfig
+    job: Job
+    raw: dict[str, Any]
+    source: str
+    keys: tuple[KeyReport, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    unresolved_auto: tuple[str, ...] = ()
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    def of_severity(self, *severities: Severity) -> list[Finding]:
+        """The findings of these severities."""
+        return [finding for finding in self.findings if finding.severity in severities]
+
+    @property
+    def errors(self) -> list[Finding]:
+        """What DeepSpeed refuses, whoever fills what is open."""
+        return self.of_severity(Severity.ERROR)
+
+    @property
+    def warnings(self) -> list[Finding]:
+        """What runs otherwise than the file says, or only when something else fills it."""
+        return self.of_severity(Severity.OPEN, Severity.WARNING)
+
+    @property
+    def runs_alone(self) -> bool:
+        """Whether DeepSpeed takes the file as it is."""
+        return not self.of_severity(Severity.ERROR, Severity.OPEN)
+
+    @property
+    def runs_filled(self) -> bool:
+        """Whether DeepSpeed takes it once the HF Trainer, Lightning or flags have filled what is open."""
+        return not self.errors
+
+    @property
+    def wrapper(self) -> Wrapper | None:
+        """The optimizer wrapper that DeepSpeed builds on GPUs, None where it refuses the config."""
+        if self.errors:
+            return None
+        fused = self.job.optimizer_name in ("adam", "adamw") and not self.job.torch_adam and not self.zero.offload_optimizer
+        return wrapper(self.zero, self.job.dtype or DType.FP32, fused=fused)
+
+    def workload(self, base: Workload, *, given: frozenset[str] = frozenset()) -> Workload:
+        """`base` with what the file fixes; see :meth:`zeroplan.interop.ds_config.job.Job.workload`.
+
+        Raises:
+            BadInput: a field named in `given` that the file contradicts.
+        """
+        pure = self.zero.bf16_master_weights_and_grads and self.zero.bf16_optimizer_states
+        return self.job.workload(base, pure=pure, given=given)
+
+
+def inspect_ds_config(
+    source: str | os.PathLike[str] | Mapping[str, Any],
+    *,
+    fill: Mapping[str, Any] | None = None,
+    world_size: int | None = None,
+    hidden_size: int | None = None,
+) -> DsConfig:
+    """Everything there is to say of a ds_config, errors included.
+
+    Args:
+        source: a path, a base64 string (as DeepSpeed takes one), or the object.
+        fill: values for what the file leaves open or at ``auto``, by dotted path (``{"bf16.enabled": True}``); see
+            :func:`fill_from`. One that contradicts the file is an error.
+        world_size: data-parallel ranks, for the batch arithmetic; None leaves them open.
+        hidden_size: of the model, for the buckets that the HF Trainer derives from it.
+
+    Raises:
+        BadInput: when the source cannot be read as an object at all.
+    """
+    raw, name, strict = load_source(source)
+    reading = walk(raw, fill or {}, hidden_size)
+    if not strict:
+        what = "holds comments or trailing commas: DeepSpeed reads them (Hjson), the HF Trainer does not"
+        reading.add("json.relaxed", Severity.WARNING, "", what, "write plain JSON", "runtime/config.py")
+    if "bf16" in raw and raw["bf16"] is not None and "bfloat16" in raw:
+        what = "ignored, because bf16 is there"
+        reading.add("key.shadowed", Severity.WARNING, "bfloat16", what, "remove it", "runtime/precision_config.py")
+    _deprecated_pairs(raw, reading)
+    _checkpoint(raw, reading)
+    micro, accum, train = _batch(reading, world_size)
+    zero = _zero(reading.values)
+    job = _job(reading, micro, accum, train)
+    reading.findings += run_rules(View(zero, job, reading.values, tuple(reading.autos)))
+    _placements(reading)
+    findings = sorted(reading.findings, key=lambda finding: _ORDER[finding.severity])
+    return DsConfig(zero, job, raw, name, tuple(reading.keys), tuple(findings), tuple(reading.autos), reading.values)
+
+
+def read_ds_config(
+    source: str | os.PathLike[str] | Mapping[str, Any],
+    *,
+    fill: Mapping[str, Any] | None = None,
+    world_size: int | None = None,
+    hidden_size: int | None = None,
+) -> DsConfig:
+    """The ds_config, if DeepSpeed runs it; arguments as for :func:`inspect_ds_config`.
+
+    Raises:
+        BadInput: the first thing that DeepSpeed refuses, and how many more there are.
+    """
+    config = inspect_ds_config(source, fill=fill, world_size=world_size, hidden_size=hidden_size)
+    errors = config.errors
+    if errors:
+        more = f" ({len(errors) - 1} more: zeroplan check)" if len(errors) > 1 else ""
+        where = f"{config.source}: {errors[0].where}" if errors[0].where else config.source
+        raise BadInput(errors[0].what, where=where, remedy=errors[0].remedy + more)
+    return config
+
+
+def fill_from(*, dtype: DType | None = None, micro_batch: int | None = None, grad_accum: int | None = None) -> dict[str, Any]:
+    """What flags say, as `fill` takes it: the values that the HF Trainer would put in place of ``auto``."""
+    filled: dict[str, Any] = {}
+    if dtype is not None:
+        filled |= {"bf16.enabled": dtype is DType.BF16, "fp16.enabled": dtype is DType.FP16}
+    if micro_batch is not None:
+        filled["train_micro_batch_size_per_gpu"] = micro_batch
+    if grad_accum is not None:
+        filled["gradient_accumulation_steps"] = grad_accum
+    return filled
+
+
+def _batch(reading: Reading, world_size: int | None) -> Batch:
+    sequence = reading.values.get("sequence_parallel_size")
+    if world_size is not None and isinstance(sequence, int) and sequence > 1 and world_size % sequence == 0:
+        world_size //= sequence
+    return resolve_batch(reading, world_size)
+
+
+def _attrs(values: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """The fields that the keys of one section hold."""
+    found = {}
+    for key in SECTIONS[path].keys.values():
+        where = f"{path}.{key.name}" if path else key.name
+        if key.attr and where in values and key.name not in _NESTED:
+            found[key.attr] = values[where]
+    return found
+
+
+_NESTED = ("offload_optimizer", "offload_param", "zenflow", "leaf_module")
+
+
+def _zero(values: Mapping[str, Any]) -> ZeroConfig:
+    """The typed config: every section's values over the defaults."""
+    zero = "zero_optimization"
+    settings: dict[str, Any] = {}
+    for path in ("", zero, "fp16", "bf16", "data_types"):
+        settings |= _attrs(values, path)
+    for name in [name for name, value in settings.items() if value is None and name not in _NULLABLE]:
+        del settings[name]
+    optimizer = _attrs(values, f"{zero}.offload_optimizer")
+    param = _attrs(values, f"{zero}.offload_param")
+    for block in (optimizer, param):
+        if "device" in block:
+            block["device"] = Device(block["device"])
+    if values.get(f"{zero}.cpu_offload"):
+        optimizer = {"device": Device.CPU}
+    if values.get(f"{zero}.cpu_offload_param"):
+        param = {"device": Device.CPU}
+    if values.get(f"{zero}.stage3_gather_fp16_weights_on_model_save"):
+        settings["gather_16bit_weights_on_model_save"] = True
+    params = values.get("optimizer.params.fp32_optimizer_states")
+    if isinstance(params, bool):
+        settings["fp32_optimizer_states"] = params
+    if settings.get("bf16_optimizer_states"):
+        settings["fp32_optimizer_states"] = False  # get_optimizer_configuration of runtime/engine.py overrides it
+    if values.get(f"{zero}.zenflow"):
+        settings["zenflow"] = ZenFlow(**_attrs(values, f"{zero}.zenflow"))
+    return ZeroConfig(
+        offload_optimizer=OffloadOptimizer(**optimizer),
+        offload_param=OffloadParam(**param),
+        leaf_module=LeafModule(**_attrs(values, f"{zero}.leaf_module")),
+        activation_checkpointing=ActivationCheckpointing(**_attrs(values, "activation_checkpointing")),
+        aio=Aio(**_attrs(values, "aio")),
+        **settings,
+    )
+
+
+_NULLABLE = {f.name for f in fields(ZeroConfig) if f.default is None} | {"seq_parallel_communication_data_type"}
+
+
+def _job(reading: Reading, micro: int | None, accum: int | None, train: int | None) -> Job:
+    values = reading.values
+    open_dtype = any(path in reading.autos for path in ("bf16.enabled", "fp16.enabled"))
+    dtype: DType | None = None if open_dtype else DType.FP32
+    if values.get("bf16.enabled"):
+        dtype = DType.BF16
+    elif values.get("fp16.enabled"):
+        dtype = DType.FP16
+    autocast: DType | None = None
+    if values.get("torch_autocast.enabled"):
+        autocast = values.get("torch_autocast.dtype") or DType.FP16  # torch.autocast's own default on CUDA
+        dtype = dtype or DType.FP32
+    prefix = "optimizer.params."
+    params = {path.removeprefix(prefix): value for path, value in values.items() if path.startswith(prefix)}
+    kind = values.get("optimizer.type")
+    scheduler = values.get("scheduler.type")
+    return Job(
+        micro_batch=micro,
+        grad_accum=accum,
+        train_batch=train,
+        dtype=dtype,
+        autocast=autocast,
+        optimizer=kind or None,
+        optimizer_params=params,
+        scheduler=scheduler or None,
+    )
+
+
+def _deprecated_pairs(raw: Mapping[str, Any], reading: Reading) -> None:
+    """A deprecated key beside the one that replaced it is an error, whatever their values (config_utils.py)."""
+    block = raw.get("zero_optimization")
+    if not isinstance(block, Mapping):
+        return
+    pairs = {
+        "cpu_offload": ("offload_optimizer",),
+        "cpu_offload_param": ("offload_param",),
+        "stage3_gather_fp16_weights_on_model_save": (
+            "gather_16bit_weights_on_model_save",
+            "stage3_gather_16bit_weights_on_model_save",
+        ),
+    }
+    for old, news in pairs.items():
+        for new in news:
+            if block.get(old, "auto") != "auto" and block.get(new, "auto") != "auto":
+                what = f"cannot stand beside {new}, which replaces it"
+                where = f"zero_optimization.{old}"
+                reading.add("key.replaced", Severity.ERROR, where, what, "remove it", "runtime/config_utils.py")
+
+
+def _checkpoint(raw: Mapping[str, Any], reading: Reading) -> None:
+    mode = reading.values.get("checkpoint.tag_validation", "WARN")
+    if isinstance(mode, str) and mode.upper() not in ("WARN", "IGNORE", "FAIL"):
+        what = f"{mode[:40]!r} is no validation mode"
+        remedy = "write Warn, Ignore or Fail"
+        reading.add("checkpoint.tag", Severity.ERROR, "checkpoint.tag_validation", what, remedy, "runtime/config.py")
+
+
+def _placements(reading: Reading) -> None:
+    """One warning for what zeroplan knows and does not model, so that no plan is silently wrong."""
+    moved = [key.path for key in reading.keys if key.effect is Effect.UNMODELLED and key.value not in (None, False)]
+    tops = list(dict.fromkeys(path.partition(".")[0] for path in moved))
+    for top in tops:
+        what = "changes memory in a way that is not modelled: plans leave it out"
+        reading.add("key.unmodelled", Severity.WARNING, top, what, "", "", At.ENGINE)

@@ -1,0 +1,88 @@
+"""What DeepSpeed refuses, ignores or changes, one entry each. See :class:`Rule`.
+
+Paths of `source` are within deepspeed/ at 0.19.8. A test runs DeepSpeed's own parser and engine against these entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from zeroplan.core.workload import DType
+from zeroplan.core.zero_config import Device, ZeroConfig
+from zeroplan.interop.ds_config.findings import At, Finding, Severity
+from zeroplan.interop.ds_config.job import Job
+from zeroplan.interop.ds_config.wrappers import bf16_optimizer_takes_stage_1
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a rule looks at: the typed config, the job, and the values of the file by canonical path."""
+
+    zero: ZeroConfig
+    job: Job
+    values: dict[str, Any]
+    autos: tuple[str, ...] = ()
+
+    def says(self, path: str, default: Any = None) -> Any:
+        """The coerced value of a path, or `default` where the file is silent."""
+        return self.values.get(path, default)
+
+    def has(self, path: str) -> bool:
+        """Whether the file says anything at that path."""
+        return path in self.values
+
+    def in_file(self, path: str) -> bool:
+        """Whether the key is there, be it at ``auto``."""
+        return path in self.values or path in self.autos
+
+    @property
+    def dtype(self) -> DType:
+        """The model's dtype, fp32 where it is left open."""
+        return self.job.dtype or DType.FP32
+
+    @property
+    def offload(self) -> Device:
+        """Where the optimizer goes."""
+        return self.zero.offload_optimizer.device
+
+    @property
+    def cpu_adam(self) -> bool:
+        """Whether the config's optimizer becomes ``DeepSpeedCPUAdam`` itself (not torch's Adam, not ZenFlow's)."""
+        known = self.job.optimizer_name in ("adam", "adamw") and not self.job.torch_adam
+        return known and self.offload is not Device.NONE and self.zero.zenflow is None
+
+    @property
+    def bf16_optimizer(self) -> bool:
+        """Whether ``BF16_Optimizer`` is built at stage 1."""
+        return bf16_optimizer_takes_stage_1(self.zero, self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """When `applies`, say `what` (formatted with the view as ``v``) about `where`, with the `remedy`."""
+
+    id: str
+    severity: Severity
+    at: At
+    where: str
+    source: str
+    applies: Callable[[View], bool]
+    what: str
+    remedy: str = ""
+
+    def finding(self, view: View) -> Finding:
+        """The rule's finding for this config."""
+        return Finding(self.id, self.severity, self.where, self.what.format(v=view), self.remedy, self.source, self.at)
+
+
+def run_rules(view: View) -> Iterator[Finding]:
+    """The findings of every rule that applies."""
+    from zeroplan.interop.ds_config.rules_config import CONFIG_REFUSALS
+    from zeroplan.interop.ds_config.rules_engine import ENGINE_REFUSALS
+    from zeroplan.interop.ds_config.rules_notes import REMARKS
+
+    for rule in (*CONFIG_REFUSALS, *ENGINE_REFUSALS, *REMARKS):
+        if rule.applies(view):
+            yield rule.finding(view)

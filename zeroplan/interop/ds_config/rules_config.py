@@ -1,0 +1,154 @@
+"""What ``DeepSpeedConfig`` refuses, before an engine exists."""
+
+from __future__ import annotations
+
+from zeroplan.interop.ds_config.findings import At, Severity
+from zeroplan.interop.ds_config.rules import Rule, View
+
+_E = Severity.ERROR
+_ZC, _RC = "runtime/zero/config.py", "runtime/config.py"
+_ZERO, _OFF = "zero_optimization", "zero_optimization.offload_optimizer"
+
+
+def _dynamic_fp16(v: View) -> bool:
+    return bool(v.says("fp16.enabled")) and v.says("fp16.loss_scale", 0) == 0
+
+
+#: Refused while the config is parsed.
+CONFIG_REFUSALS: tuple[Rule, ...] = (
+    Rule(
+        "precision.both",
+        _E,
+        At.CONFIG,
+        "fp16",
+        _RC,
+        lambda v: bool(v.says("fp16.enabled")) and bool(v.says("bf16.enabled")),
+        "fp16 and bf16 are both enabled",
+        "disable one of the two",
+    ),
+    Rule(
+        "offload.ratio",
+        _E,
+        At.CONFIG,
+        f"{_OFF}.ratio",
+        _ZC,
+        lambda v: v.zero.offload_optimizer.ratio < 1.0 and v.zero.stage != 3,
+        "partial offload (ratio {v.zero.offload_optimizer.ratio:g}) needs stage 3, not {v.zero.stage}",
+        "use stage 3, or leave ratio out",
+    ),
+    Rule(
+        "norm.stage",
+        _E,
+        At.CONFIG,
+        f"{_ZERO}.compute_grad_norm",
+        _ZC,
+        lambda v: not v.zero.compute_grad_norm and v.zero.stage not in (1, 2),
+        "compute_grad_norm false needs stage 1 or 2, not {v.zero.stage}",
+        "leave it out",
+    ),
+    Rule(
+        "reduce.op",
+        _E,
+        At.CONFIG,
+        "gradient_allreduce_op",
+        _RC,
+        lambda v: str(v.says("gradient_allreduce_op", "mean")).lower() not in ("mean", "sum"),
+        "the operation must be mean or sum",
+        "write mean or sum",
+    ),
+    Rule(
+        "reduce.sum",
+        _E,
+        At.CONFIG,
+        "gradient_allreduce_op",
+        _RC,
+        lambda v: (
+            str(v.says("gradient_allreduce_op", "mean")).lower() == "sum"
+            and (v.zero.stage == 3 or v.zero.zenflow is not None or bool(v.says("compile.deepcompile")))
+        ),
+        "sum is not supported at stage 3, with ZenFlow or with DeepCompile",
+        "use mean",
+    ),
+    Rule(
+        "masters.stage",
+        _E,
+        At.CONFIG,
+        _ZERO,
+        _RC,
+        lambda v: (
+            v.zero.stage == 0
+            and (v.zero.fp16_master_weights_and_grads or v.zero.bf16_master_weights_and_grads or v.zero.bf16_optimizer_states)
+        ),
+        "16-bit master weights or optimizer states need stage 1, 2 or 3",
+        "raise the stage, or leave them out",
+    ),
+    Rule(
+        "masters.states",
+        _E,
+        At.CONFIG,
+        "bf16.bf16_optimizer_states",
+        _RC,
+        lambda v: v.zero.stage > 0 and v.zero.bf16_optimizer_states and not v.zero.bf16_master_weights_and_grads,
+        "bf16_optimizer_states needs bf16_master_weights_and_grads",
+        "set both",
+    ),
+    Rule(
+        "fp16.window",
+        _E,
+        At.CONFIG,
+        "fp16.loss_scale_window",
+        "runtime/precision_config.py",
+        lambda v: _dynamic_fp16(v) and v.says("fp16.loss_scale_window", 1000) <= 0,
+        "must be above 0 with a dynamic loss scale",
+        "use 1000",
+    ),
+    Rule(
+        "fp16.min_scale",
+        _E,
+        At.CONFIG,
+        "fp16.min_loss_scale",
+        "runtime/precision_config.py",
+        lambda v: _dynamic_fp16(v) and v.says("fp16.min_loss_scale", 1) <= 0,
+        "must be above 0 with a dynamic loss scale",
+        "use 1",
+    ),
+    Rule(
+        "zenflow.strategy",
+        _E,
+        At.CONFIG,
+        f"{_ZERO}.zenflow.select_strategy",
+        "runtime/zenflow/zenflow_config.py",
+        lambda v: v.zero.zenflow is not None and v.zero.zenflow.select_strategy not in ("auto", "step", "epoch"),
+        "{v.zero.zenflow.select_strategy!r} is no strategy",
+        "use auto, step or epoch",
+    ),
+    Rule(
+        "zenflow.word",
+        _E,
+        At.CONFIG,
+        f"{_ZERO}.zenflow",
+        "runtime/zenflow/zenflow_config.py",
+        lambda v: (
+            v.zero.zenflow is not None
+            and any(
+                isinstance(n, str) and n != "auto" for n in (v.zero.zenflow.select_interval, v.zero.zenflow.update_interval)
+            )
+        ),
+        'select_interval and update_interval are integers or "auto"',
+        "write an integer",
+    ),
+    Rule(
+        "zenflow.update",
+        _E,
+        At.CONFIG,
+        f"{_ZERO}.zenflow.update_interval",
+        "runtime/zenflow/zenflow_config.py",
+        lambda v: (
+            v.zero.zenflow is not None
+            and isinstance(v.zero.zenflow.update_interval, int)
+            and v.zero.zenflow.update_interval < 1
+        ),
+        "must be at least 1",
+        "use 1 or more",
+    ),
+)

@@ -1,0 +1,335 @@
+"""What ``deepspeed.initialize`` refuses: a config that parses, and no engine."""
+
+from __future__ import annotations
+
+from zeroplan.core.zero_config import Device
+from zeroplan.interop.ds_config.findings import At, Severity
+from zeroplan.interop.ds_config.job import DEEPSPEED_OPTIMIZERS, ONE_BIT_OPTIMIZERS, TORCH_OPTIMIZERS
+from zeroplan.interop.ds_config.rules import Rule, View
+
+_E = Severity.ERROR
+_ZC, _RC, _EN, _S12, _S3 = (
+    "runtime/zero/config.py",
+    "runtime/config.py",
+    "runtime/engine.py",
+    "runtime/zero/stage_1_and_2.py",
+    "runtime/zero/stage3.py",
+)
+_ZERO, _OFF, _OPT = "zero_optimization", "zero_optimization.offload_optimizer", "optimizer.type"
+
+
+def _unsupported(v: View) -> bool:
+    name = v.job.optimizer_name
+    return bool(name) and not (name in DEEPSPEED_OPTIMIZERS or name in TORCH_OPTIMIZERS or _one_bit(v))
+
+
+def _one_bit(v: View) -> bool:
+    return v.job.optimizer_name.lower() in ONE_BIT_OPTIMIZERS
+
+
+def _untested(v: View) -> bool:
+    name = v.job.optimizer_name
+    return bool(name) and name not in ("adam", "adamw", "adagrad", "lion", "muon") and not _one_bit(v) and not _unsupported(v)
+
+
+def _prescales(v: View) -> bool:
+    return bool(v.zero.prescale_gradients) or v.zero.gradient_predivide_factor != 1.0
+
+
+def _reduce_scatters(v: View) -> bool:
+    z = v.zero
+    mean = v.says("gradient_allreduce_op", "mean") != "sum"
+    return z.reduce_scatter and (z.stage == 3 or (z.stage == 2 and mean))
+
+
+def _masters_need_cpu_adam(v: View) -> bool:
+    z = v.zero
+    bf16 = z.bf16_master_weights_and_grads and (not z.bf16_optimizer_states or v.offload is not Device.NONE)
+    needed = z.stage > 0 and (bf16 or z.fp16_master_weights_and_grads) and not v.bf16_optimizer
+    return needed and v.job.optimizer is not None and not v.cpu_adam
+
+
+def _zenflow_interval(v: View) -> bool:
+    zen = v.zero.zenflow
+    return zen is not None and (zen.select_strategy == "auto") == isinstance(zen.select_interval, int)
+
+
+def _zenflow_order(v: View) -> bool:
+    zen = v.zero.zenflow
+    return (
+        zen is not None
+        and zen.select_strategy == "step"
+        and isinstance(zen.select_interval, int)
+        and isinstance(zen.update_interval, int)
+        and 0 != zen.select_interval < zen.update_interval
+    )
+
+
+def _no_path(v: View) -> bool:
+    z = v.zero
+    optimizer = v.offload is Device.NVME and z.offload_optimizer.nvme_path is None
+    param = z.offload_param.device is Device.NVME and z.offload_param.nvme_path is None
+    return z.stage == 3 and (optimizer or param)
+
+
+#: Refused while the engine is built, or at the first step.
+ENGINE_REFUSALS: tuple[Rule, ...] = (
+    Rule(
+        "norm.with",
+        _E,
+        At.ENGINE,
+        f"{_ZERO}.compute_grad_norm",
+        _S12,
+        lambda v: (
+            not v.zero.compute_grad_norm
+            and v.zero.stage in (1, 2)
+            and (v.zero.gradient_clipping > 0 or v.zero.zenflow is not None or v.offload is not Device.NONE or v.bf16_optimizer)
+        ),
+        "compute_grad_norm false forbids clipping (1.0 by default), optimizer offload, ZenFlow and BF16_Optimizer",
+        "set gradient_clipping to 0 and offload nothing, or leave compute_grad_norm out",
+    ),
+    Rule(
+        "masters.both",
+        _E,
+        At.ENGINE,
+        "bf16.bf16_master_weights_and_grads",
+        "runtime/base_optimizer.py",
+        lambda v: v.zero.stage > 0 and v.zero.fp16_master_weights_and_grads and v.zero.bf16_master_weights_and_grads,
+        "fp16 and bf16 master weights exclude each other",
+        "keep one",
+    ),
+    Rule(
+        "masters.offload",
+        _E,
+        At.ENGINE,
+        _OFF,
+        "runtime/base_optimizer.py",
+        _masters_need_cpu_adam,
+        "16-bit master weights need optimizer offload with DeepSpeedCPUAdam (bf16: or bf16_optimizer_states and no offload)",
+        'set offload_optimizer.device to "cpu" with an Adam or AdamW of the config',
+    ),
+    Rule(
+        "zenflow.interval",
+        _E,
+        At.ENGINE,
+        f"{_ZERO}.zenflow.select_interval",
+        "runtime/zenflow/engine.py",
+        _zenflow_interval,
+        "with strategy auto it must stay auto, with step or epoch it must be an integer",
+        "set both or neither",
+    ),
+    Rule(
+        "zenflow.order",
+        _E,
+        At.ENGINE,
+        f"{_ZERO}.zenflow.select_interval",
+        "runtime/zenflow/engine.py",
+        _zenflow_order,
+        "must not be below update_interval",
+        "raise it",
+    ),
+    Rule(
+        "zenflow.offload",
+        _E,
+        At.ENGINE,
+        f"{_ZERO}.zenflow",
+        "runtime/zenflow/zenflow_stage_1_and_2.py",
+        lambda v: v.zero.zenflow is not None and v.zero.stage in (1, 2) and v.offload is Device.NONE,
+        "ZenFlow needs the optimizer offloaded",
+        'set offload_optimizer.device to "cpu"',
+    ),
+    Rule(
+        "zenflow.overlap",
+        _E,
+        At.ENGINE,
+        f"{_ZERO}.zenflow.offload",
+        "runtime/zenflow/zenflow_stage_1_and_2.py, runtime/zenflow/engine_stage3.py",
+        lambda v: v.zero.zenflow is not None and v.zero.stage > 0 and v.zero.zenflow.offload and not v.zero.overlaps_comm,
+        "offloading the selected states needs overlap_comm",
+        "set overlap_comm to true",
+    ),
+    Rule(
+        "optimizer.one_bit",
+        _E,
+        At.ENGINE,
+        _OPT,
+        _RC,
+        _one_bit,
+        "{v.job.optimizer} is gone from DeepSpeed 0.19, and before that the 1-bit optimizers refused ZeRO (here stage"
+        " {v.zero.stage})",
+        'the nearest config that runs: optimizer.type "AdamW" with the same ZeRO block, without cuda_aware, freeze_step and'
+        " comm_backend_name",
+    ),
+    Rule(
+        "optimizer.unsupported",
+        _E,
+        At.ENGINE,
+        _OPT,
+        _EN,
+        _unsupported,
+        "{v.job.optimizer!r} is neither one of DeepSpeed's optimizers nor a class of torch.optim",
+        "use AdamW, Adam, Adagrad, Lamb, Lion, Muon, or a torch.optim class by its exact name",
+    ),
+    Rule(
+        "optimizer.max_grad_norm",
+        _E,
+        At.ENGINE,
+        "optimizer.params.max_grad_norm",
+        _EN,
+        lambda v: "max_grad_norm" in v.job.optimizer_params,
+        "is no optimizer parameter",
+        "use the top-level gradient_clipping",
+    ),
+    Rule(
+        "optimizer.untested",
+        _E,
+        At.ENGINE,
+        _OPT,
+        _EN,
+        lambda v: v.zero.stage > 0 and _untested(v) and not v.zero.zero_allow_untested_optimizer,
+        "{v.job.optimizer} is untested with ZeRO, and DeepSpeed refuses it",
+        "set zero_allow_untested_optimizer to true",
+    ),
+    Rule(
+        "optimizer.lamb_scale",
+        _E,
+        At.ENGINE,
+        _OPT,
+        _EN,
+        lambda v: v.job.optimizer_name == "lamb" and v.says("fp16.loss_scale", 0) != 0,
+        "Lamb needs a dynamic loss scale",
+        "set fp16.loss_scale to 0",
+    ),
+    Rule(
+        "optimizer.muon_reduce_scatter",
+        _E,
+        At.ENGINE,
+        f"{_ZERO}.reduce_scatter",
+        _S3,
+        lambda v: v.zero.stage == 3 and v.job.optimizer_name == "muon" and v.zero.reduce_scatter,
+        "Muon and reduce_scatter exclude each other at stage 3",
+        "set reduce_scatter to false",
+    ),
+    Rule(
+        "scale.reduce_scatter",
+        _E,
+        At.ENGINE,
+        "prescale_gradients",
+        f"{_S12}, {_S3}",
+        lambda v: _prescales(v) and _reduce_scatters(v) and not v.bf16_optimizer,
+        "prescale_gradients and gradient_predivide_factor exclude reduce_scatter at stages 2 and 3",
+        "leave them out, or set reduce_scatter to false",
+    ),
+    Rule(
+        "accum.stage0",
+        _E,
+        At.ENGINE,
+        "data_types.grad_accum_dtype",
+        _EN,
+        lambda v: v.zero.stage == 0 and v.zero.grad_accum_dtype not in (None, v.dtype) and v.job.optimizer is not None,
+        "stage 0 cannot accumulate {v.dtype} gradients in {v.zero.grad_accum_dtype}",
+        "leave it out, or use stage 1",
+    ),
+    Rule(
+        "dtype.param",
+        _E,
+        At.ENGINE,
+        "data_types.param_dtype",
+        _EN,
+        lambda v: v.says("data_types.param_dtype") not in (None, v.dtype),
+        "differs from the model's dtype, {v.dtype}",
+        "enable the matching block, or leave it out",
+    ),
+    Rule(
+        "autocast.quantized",
+        _E,
+        At.ENGINE,
+        "torch_autocast",
+        "runtime/torch_autocast.py",
+        lambda v: bool(v.says("torch_autocast.enabled")) and v.zero.zero_quantized_weights,
+        "torch_autocast excludes zero_quantized_weights",
+        "disable one of the two",
+    ),
+    Rule(
+        "stage1.legacy",
+        _E,
+        At.ENGINE,
+        f"{_ZERO}.legacy_stage1",
+        _EN,
+        lambda v: bool(v.says(f"{_ZERO}.legacy_stage1")) and v.zero.stage > 0 and not v.bf16_optimizer,
+        "the old stage 1 is gone",
+        "remove it",
+    ),
+    Rule(
+        "bucket.even",
+        _E,
+        At.ENGINE,
+        f"{_ZERO}.allgather_bucket_size",
+        _S12,
+        lambda v: v.zero.stage in (1, 2) and v.zero.allgather_bucket_size % 2 == 1 and not v.bf16_optimizer,
+        "must be even",
+        "add one",
+    ),
+    Rule(
+        "quantized.reduce_scatter",
+        _E,
+        At.ENGINE,
+        f"{_ZERO}.zero_quantized_gradients",
+        _S3,
+        lambda v: v.zero.stage == 3 and v.zero.zero_quantized_gradients and not v.zero.reduce_scatter,
+        "quantized gradients need reduce_scatter",
+        "set reduce_scatter to true",
+    ),
+    Rule(
+        "offload.path",
+        _E,
+        At.ENGINE,
+        "nvme_path",
+        f"{_S3}, runtime/swap_tensor/partitioned_param_swapper.py",
+        _no_path,
+        "device nvme without nvme_path, which fails only when the engine opens the folder",
+        'give "nvme_path" in every block whose device is nvme',
+    ),
+    Rule(
+        "offload.hybrid",
+        _E,
+        At.ENGINE,
+        f"{_OFF}.ratio",
+        _S3,
+        lambda v: (
+            v.zero.stage == 3
+            and v.zero.offload_optimizer.ratio < 1.0
+            and v.offload is not Device.NONE
+            and v.job.optimizer is not None
+            and not v.cpu_adam
+        ),
+        "partial offload runs only with DeepSpeedCPUAdam",
+        "use AdamW or Adam without torch_adam",
+    ),
+    Rule(
+        "offload.buffers",
+        _E,
+        At.RUN,
+        f"{_OFF}.buffer_count",
+        "runtime/swap_tensor/partitioned_optimizer_swapper.py",
+        lambda v: (
+            v.zero.stage == 3
+            and v.offload is Device.NVME
+            and v.job.optimizer_name in ("adam", "adamw")
+            and v.zero.offload_optimizer.buffer_count < 4
+        ),
+        "Adam swaps four tensors (parameter, gradient, two moments) and asserts with {v.zero.offload_optimizer.buffer_count}"
+        " buffers",
+        "use 4 or more",
+    ),
+    Rule(
+        "accumulation.managed",
+        _E,
+        At.ENGINE,
+        "managed_gradient_accumulation",
+        _EN,
+        lambda v: v.says("managed_gradient_accumulation") is False and v.zero.stage < 2 and v.zero.overlaps_comm,
+        "false with overlap_comm needs stage 2 or 3",
+        "set overlap_comm to false",
+    ),
+)

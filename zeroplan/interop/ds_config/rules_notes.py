@@ -1,0 +1,200 @@
+"""What DeepSpeed runs, but not as the file seems to say: warnings and notes."""
+
+from __future__ import annotations
+
+from zeroplan.core.workload import DType
+from zeroplan.core.zero_config import Device
+from zeroplan.interop.ds_config.findings import At, Severity
+from zeroplan.interop.ds_config.rules import Rule, View
+
+_W, _N = Severity.WARNING, Severity.NOTE
+_ZERO, _OFF, _PAR = "zero_optimization", "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
+_EN, _S12, _S3 = "runtime/engine.py", "runtime/zero/stage_1_and_2.py", "runtime/zero/stage3.py"
+
+
+def _pinned_by_default(v: View) -> bool:
+    optimizer = v.zero.stage > 0 and bool(v.zero.offload_optimizer) and not v.in_file(f"{_OFF}.pin_memory")
+    return optimizer or (v.zero.offloads_param and not v.in_file(f"{_PAR}.pin_memory"))
+
+
+def _accumulates(v: View) -> bool:
+    return (v.job.grad_accum or 1) > 1
+
+
+#: What DeepSpeed runs all the same.
+REMARKS: tuple[Rule, ...] = (
+    Rule(
+        "param.ignored",
+        _W,
+        At.ENGINE,
+        _PAR,
+        _EN,
+        lambda v: v.zero.stage < 3 and bool(v.zero.offload_param),
+        "parameter offload is ignored below stage 3 (here stage {v.zero.stage})",
+        "use stage 3, or remove the block",
+    ),
+    Rule(
+        "offload.ignored",
+        _W,
+        At.ENGINE,
+        _OFF,
+        _EN,
+        lambda v: v.zero.stage == 0 and bool(v.zero.offload_optimizer),
+        "optimizer offload shards nothing at stage 0: only a CPU optimizer is built",
+        "use stage 1, 2 or 3, or remove the block",
+    ),
+    Rule(
+        "offload.nvme_as_cpu",
+        _W,
+        At.ENGINE,
+        f"{_OFF}.device",
+        _S12,
+        lambda v: v.zero.stage in (1, 2) and v.offload is Device.NVME and not v.bf16_optimizer,
+        "nvme is treated as cpu below stage 3 (here stage {v.zero.stage})",
+        'use stage 3, or write "cpu"',
+    ),
+    Rule(
+        "offload.lost",
+        _W,
+        At.ENGINE,
+        f"{_OFF}.device",
+        _EN,
+        lambda v: v.bf16_optimizer and v.offload is Device.NVME,
+        "stage 1 in bf16 with fp32 accumulation builds BF16_Optimizer, which offloads nothing",
+        'write "cpu", or drop grad_accum_dtype',
+    ),
+    Rule(
+        "accum.bf16_optimizer",
+        _N,
+        At.ENGINE,
+        "data_types.grad_accum_dtype",
+        _EN,
+        lambda v: v.bf16_optimizer,
+        "stage 1 in bf16 with fp32 accumulation builds BF16_Optimizer: fp32 gradients for every parameter, no buckets",
+    ),
+    Rule(
+        "accum.ignored",
+        _W,
+        At.ENGINE,
+        "data_types.grad_accum_dtype",
+        _S12,
+        lambda v: v.zero.stage == 2 and v.zero.grad_accum_dtype not in (None, v.dtype),
+        "stage 2 ignores it and accumulates in {v.dtype}",
+        "use stage 1 or 3",
+    ),
+    Rule(
+        "accum.bf16",
+        _N,
+        At.ENGINE,
+        "data_types.grad_accum_dtype",
+        _EN,
+        lambda v: v.dtype is DType.BF16 and v.zero.grad_accum_dtype is None and _accumulates(v),
+        "unset, so gradients are accumulated in bf16",
+        'set it to "fp32" where the last digits matter',
+    ),
+    Rule(
+        "offload.pinned",
+        _N,
+        At.ENGINE,
+        f"{_OFF}.pin_memory",
+        "runtime/zero/offload_config.py",
+        _pinned_by_default,
+        "unset, so offloaded memory is pinned: true is the default by now, and pinned memory cannot be swapped out",
+        "set pin_memory to false where host memory is tight",
+    ),
+    Rule(
+        "param.pinned",
+        _W,
+        At.ENGINE,
+        f"{_PAR}.pin_memory",
+        _S3,
+        lambda v: v.zero.offloads_param and v.says(f"{_PAR}.pin_memory") is False,
+        "false does not unpin the flat parameter buffer, which stage 3 always pins",
+    ),
+    Rule(
+        "clipping.default",
+        _N,
+        At.CONFIG,
+        "gradient_clipping",
+        "runtime/constants.py",
+        lambda v: not v.in_file("gradient_clipping") and v.zero.stage > 0,
+        "unset, so gradients are clipped at 1.0, the default by now",
+        "set it to 0 to clip nothing",
+    ),
+    Rule(
+        "precision.fp32",
+        _W,
+        At.CONFIG,
+        "bf16.enabled",
+        _EN,
+        lambda v: v.job.dtype is DType.FP32 and v.job.autocast is None and v.zero.stage > 0,
+        "neither bf16, fp16 nor torch_autocast is enabled, so the model trains in fp32",
+        'add "bf16": {"enabled": true} if that is not meant',
+    ),
+    Rule(
+        "precision.autocast",
+        _N,
+        At.ENGINE,
+        "torch_autocast",
+        "runtime/torch_autocast.py",
+        lambda v: v.job.autocast is not None and v.job.dtype is DType.FP32,
+        "weights, gradients and states stay fp32; the arithmetic and the cast copies are {v.job.autocast}",
+    ),
+    Rule(
+        "zero.off",
+        _N,
+        At.CONFIG,
+        _ZERO,
+        "runtime/zero/config.py",
+        lambda v: v.zero.stage == 0,
+        "trains at stage 0: every rank holds everything",
+    ),
+    Rule(
+        "checkpointing.api",
+        _N,
+        At.RUN,
+        "activation_checkpointing",
+        "runtime/activation_checkpointing/checkpointing.py",
+        lambda v: v.has("activation_checkpointing"),
+        "acts only on code that calls deepspeed.checkpointing, not on the HF Trainer's gradient_checkpointing",
+    ),
+    Rule(
+        "optimizer.client",
+        _N,
+        At.ENGINE,
+        "optimizer",
+        _EN,
+        lambda v: v.job.optimizer is None and v.zero.stage > 0 and bool(v.zero.offload_optimizer),
+        "none in the file: one that the program brings must be DeepSpeedCPUAdam (the HF Trainer sees to it)",
+        "name one here, or set zero_force_ds_cpu_optimizer to false",
+    ),
+    Rule(
+        "elastic.stage3",
+        _W,
+        At.CONFIG,
+        f"{_ZERO}.elastic_checkpoint",
+        "runtime/zero/config.py",
+        lambda v: v.zero.stage == 3 and bool(v.says(f"{_ZERO}.elastic_checkpoint")),
+        "no longer supported at stage 3",
+        "use universal checkpoints",
+    ),
+    Rule(
+        "super.ignored",
+        _W,
+        At.ENGINE,
+        f"{_OFF}.super_offload",
+        _EN,
+        lambda v: v.zero.stage != 3 and v.zero.offload_optimizer.super_offload,
+        "acts only at stage 3",
+    ),
+    Rule(
+        "vocabulary.aligned",
+        _W,
+        At.CONFIG,
+        "vocabulary_size",
+        "runtime/config.py",
+        lambda v: bool(v.says("vocabulary_size")) and v.says("vocabulary_size") % 8 != 0,
+        "not a multiple of 8, which costs tensor cores their speed",
+        "pad the vocabulary",
+    ),
+)

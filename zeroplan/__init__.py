@@ -1,2 +1,45 @@
-"""zeroplan: the memory of a ZeRO training run, before the GPUs are rented."""
+"""zeroplan: the memory of a ZeRO training run, before the GPUs are rented.
 
+``estimate`` predicts, ``estimate_zero1_mem`` to ``estimate_zero3_mem`` are its short forms by stage. Everything is loaded
+on first use, so that importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from zeroplan.core.errors import BadInput as BadInput
+    from zeroplan.core.plan import MemoryPlan as MemoryPlan
+    from zeroplan.planner.api import estimate as estimate
+    from zeroplan.planner.api import estimate_zero1_mem as estimate_zero1_mem
+    from zeroplan.planner.api import estimate_zero2_mem as estimate_zero2_mem
+    from zeroplan.planner.api import estimate_zero3_mem as estimate_zero3_mem
+
+_HOMES = {
+    "estimate": "zeroplan.planner.api",
+    "estimate_zero1_mem": "zeroplan.planner.api",
+    "estimate_zero2_mem": "zeroplan.planner.api",
+    "estimate_zero3_mem": "zeroplan.planner.api",
+    "MemoryPlan": "zeroplan.core.plan",
+    "BadInput": "zeroplan.core.errors",
+}
+
+__all__ = ["BadInput", "MemoryPlan", "estimate", "estimate_zero1_mem", "estimate_zero2_mem", "estimate_zero3_mem"]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'zeroplan' has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

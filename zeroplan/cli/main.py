@@ -1,0 +1,53 @@
+"""The command line's entry: wires the verbs and turns every expected error into one line and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from zeroplan.core.errors import EXIT_BAD_INPUT, BadInput
+
+app = typer.Typer(
+    name="zeroplan",
+    help="Predict the memory of a ZeRO training run, per GPU, host and disk.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from zeroplan import __version__
+
+        typer.echo(f"zeroplan {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Predict the memory of a ZeRO training run, per GPU, host and disk."""
+
+
+def run() -> None:
+    """The console script: never a traceback for bad input, never one for a closed pipe."""
+    from zeroplan.cli import estimate as _estimate  # noqa: F401  (each verb registers itself)
+
+    try:
+        app(standalone_mode=True)
+    except BadInput as error:
+        print(f"zeroplan: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(EXIT_BAD_INPUT)
+
+
+if __name__ == "__main__":
+    run()

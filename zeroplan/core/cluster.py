@@ -1,0 +1,74 @@
+"""What it is trained on: nodes × GPUs, their memory, host RAM and disk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.gpus import DEFAULT_GPU, DRIVER_RESERVE, Gpu, find_gpu
+from zeroplan.core.units import parse_size
+
+#: More ranks than any cluster has; it keeps arithmetic and loops sane.
+MOST_RANKS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """`nodes` × `gpus` of one kind. Sizes are bytes; None means that no limit was given.
+
+    `vram` is the card's memory. `cpu_ram` and `nvme` are those of one node.
+    """
+
+    gpus: int = 1
+    nodes: int = 1
+    gpu: Gpu = DEFAULT_GPU
+    vram: int | None = None
+    cpu_ram: int | None = None
+    nvme: int | None = None
+
+    @property
+    def ranks(self) -> int:
+        """Data-parallel ranks: one a GPU."""
+        return self.gpus * self.nodes
+
+    @property
+    def usable_vram(self) -> int | None:
+        """What a process can have of a card: its memory without what the driver keeps for itself."""
+        return None if self.vram is None else max(0, self.vram - min(DRIVER_RESERVE, self.vram // 16))
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        gpus: int = 1,
+        nodes: int = 1,
+        gpu: str | None = None,
+        vram: str | int | None = None,
+        cpu_ram: str | int | None = None,
+        nvme: str | int | None = None,
+    ) -> Cluster:
+        """A cluster from what a user writes. `vram` overrides the preset's memory; alone, it takes the default's rates.
+
+        Raises:
+            BadInput: counts out of range, unknown GPU, malformed size.
+        """
+        for where, count in (("--gpus", gpus), ("--nodes", nodes)):
+            if not 1 <= count <= MOST_RANKS:
+                raise BadInput(f"{count} is out of range", where=where, remedy=f"use 1 to {MOST_RANKS:,}")
+        preset = find_gpu(gpu) if gpu is not None else None
+        size = _size(vram, "--vram")
+        if size is None and preset is not None:
+            size = preset.memory
+        return cls(gpus, nodes, preset or DEFAULT_GPU, size, _size(cpu_ram, "--cpu-ram"), _size(nvme, "--nvme"))
+
+    def with_ranks(self, ranks: int) -> Cluster:
+        """The same machine with so many ranks, on one node where they fit."""
+        return replace(self, gpus=ranks, nodes=1)
+
+
+def _size(value: str | int | None, where: str) -> int | None:
+    if value is None or isinstance(value, int):
+        if isinstance(value, int) and value <= 0:
+            raise BadInput(f"{value} is not above zero", where=where, remedy="write it as 24G, 512M or 2T")
+        return value
+    return parse_size(value, where=where)

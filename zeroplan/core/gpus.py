@@ -1,0 +1,104 @@
+"""GPU presets: what the vendor's data sheet says, and what a process finds usable.
+
+Every row names its source. `memory` is what the driver reports as total (binary), not the marketing figure. Rates are
+dense (no sparsity), in units of 10^12 operations and 10^9 bytes a second. `link` is one direction between GPUs of a node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zeroplan.core.errors import BadInput, did_you_mean
+from zeroplan.core.units import GIB, MIB
+
+#: What the driver keeps of every card before a process starts. It shows as used with no process running.
+DRIVER_RESERVE = 600 * MIB
+_OLD_WORKSPACE = 8_519_680
+_HOPPER_WORKSPACE = 32 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU model. `workspace` is cuBLAS's default workspace for one handle and stream, in bytes."""
+
+    name: str
+    memory: int
+    bf16_tflops: float
+    bandwidth_gbs: float
+    link_gbs: float
+    pcie_gbs: float
+    capability: tuple[int, int]
+    source: str
+    bf16: bool = True
+
+    @property
+    def workspace(self) -> int:
+        """Bytes. Source: aten/src/ATen/cuda/CUDABlas.cpp, getChosenWorkspaceSize (32 MiB on sm_90 and later)."""
+        return _HOPPER_WORKSPACE if self.capability >= (9, 0) else _OLD_WORKSPACE
+
+    @property
+    def usable(self) -> int:
+        """Bytes that processes can have: all but the driver's reserve."""
+        return self.memory - DRIVER_RESERVE
+
+
+def _mib(count: int) -> int:
+    return count * MIB
+
+
+GPUS: dict[str, Gpu] = {
+    gpu.name.lower(): gpu
+    for gpu in (
+        Gpu("T4", _mib(15360), 65, 320, 8, 12, (7, 5), "NVIDIA T4 data sheet (fp16; the chip has no bf16)", bf16=False),
+        Gpu("V100-16G", _mib(16384), 125, 900, 150, 12, (7, 0), "NVIDIA V100 SXM2 data sheet (fp16; no bf16)", bf16=False),
+        Gpu("V100-32G", _mib(32768), 125, 900, 150, 12, (7, 0), "NVIDIA V100 SXM2 data sheet (fp16; no bf16)", bf16=False),
+        Gpu("A10G", _mib(23028), 70, 600, 25, 25, (8, 6), "AWS G5 page; GA102 at 70 TFLOP/s dense bf16"),
+        Gpu("L4", _mib(23034), 121, 300, 25, 25, (8, 9), "NVIDIA L4 data sheet (242 with sparsity)"),
+        Gpu("L40S", _mib(46068), 362, 864, 25, 25, (8, 9), "NVIDIA L40S data sheet (733 with sparsity)"),
+        Gpu("RTX3090", _mib(24576), 71, 936, 56, 25, (8, 6), "NVIDIA GA102 white paper, fp32 accumulation; NVLink bridge"),
+        Gpu("RTX4090", _mib(24564), 165, 1008, 25, 25, (8, 9), "NVIDIA Ada white paper, fp32 accumulation"),
+        Gpu("RTX5090", _mib(32607), 210, 1792, 50, 50, (12, 0), "NVIDIA Blackwell RTX white paper, fp32 accumulation"),
+        Gpu("A100-40G", _mib(40960), 312, 1555, 300, 25, (8, 0), "NVIDIA A100 data sheet, SXM4 40 GB"),
+        Gpu("A100-80G", _mib(81920), 312, 2039, 300, 25, (8, 0), "NVIDIA A100 data sheet, SXM4 80 GB"),
+        Gpu("H100", _mib(81559), 989, 3352, 450, 55, (9, 0), "NVIDIA H100 data sheet, SXM5; total as the driver reports it"),
+        Gpu("H200", _mib(143771), 989, 4800, 450, 55, (9, 0), "NVIDIA H200 data sheet, SXM; total as the driver reports it"),
+        Gpu("B200", _mib(183359), 2250, 8000, 900, 55, (10, 0), "NVIDIA DGX B200 data sheet (180 GB a GPU)"),
+        Gpu("MI300X", 192 * GIB, 1307, 5300, 448, 55, (0, 0), "AMD Instinct MI300X data sheet"),
+    )
+}
+
+_ALIASES = {
+    "v100": "v100-16g",
+    "v100-16gb": "v100-16g",
+    "v100-32gb": "v100-32g",
+    "a100": "a100-80g",
+    "a100-40": "a100-40g",
+    "a100-40gb": "a100-40g",
+    "a100-80": "a100-80g",
+    "a100-80gb": "a100-80g",
+    "3090": "rtx3090",
+    "4090": "rtx4090",
+    "5090": "rtx5090",
+    "h100-80gb": "h100",
+    "h200-141gb": "h200",
+    "a10": "a10g",
+}
+
+#: When neither a GPU nor a size is named, rates and workspaces are those of this card, and nothing is said to fit.
+DEFAULT_GPU = GPUS["h100"]
+
+
+def find_gpu(name: str, *, where: str = "--gpu") -> Gpu:
+    """The preset of that name: ``h100``, ``A100-80GB``, ``RTX 4090``, ``NVIDIA H200``.
+
+    Raises:
+        BadInput: with the nearest names.
+    """
+    key = name.strip().lower().replace("nvidia", "").replace("geforce", "").replace("amd", "").replace("instinct", "")
+    key = key.strip().replace("rtx ", "rtx").replace(" ", "-").replace("_", "-")
+    found = GPUS.get(_ALIASES.get(key, key))
+    if found is None:
+        near = did_you_mean(key, [gpu.name for gpu in GPUS.values()])
+        names = ", ".join(gpu.name for gpu in GPUS.values())
+        raise BadInput(f"unknown GPU {name[:60]!r}", where=where, remedy=near or f"use one of {names}, or --vram 24G")
+    return found

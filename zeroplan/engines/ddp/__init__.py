@@ -1,0 +1,1 @@
+"""torch's DistributedDataParallel: fp32 parameters, 16-bit autocast, gradients all-reduced in buckets."""

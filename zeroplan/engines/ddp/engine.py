@@ -1,0 +1,41 @@
+"""DDP as an Engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.versions import TORCH_GPU
+from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.engines.base import Case
+from zeroplan.engines.ddp import lines
+from zeroplan.ledger.line import Ledger
+
+
+class Ddp:
+    """DistributedDataParallel: everything whole on every rank, reported as stage 0."""
+
+    name = "ddp"
+    version = TORCH_GPU
+
+    def options(self) -> list[ZeroConfig]:
+        """The one there is."""
+        return [ZeroConfig.of(0)]
+
+    def require_runnable(self, zero: ZeroConfig) -> None:
+        """Refuse sharding and offload.
+
+        Raises:
+            BadInput: anything but stage 0.
+        """
+        if zero.stage or zero.offload_optimizer or zero.offload_param:
+            raise BadInput("ddp shards nothing", where="--stage", remedy="use --stage 0, or --engine deepspeed or fsdp2")
+
+    def require_workload(self, case: Case) -> None:
+        """Every optimizer of torch runs."""
+
+    def ledger(self, case: Case) -> tuple[Ledger, Any]:
+        """DDP's lines and the facts of any rank."""
+        return lines.LEDGER, lines.facts(
+            case.spec, case.workload, ranks=case.ranks, cublas_workspace=case.cluster.gpu.workspace
+        )

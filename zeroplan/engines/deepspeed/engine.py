@@ -1,0 +1,71 @@
+"""DeepSpeed as an Engine: its options and its ledger."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.zero_config import DEEPSPEED_VERSION, ZeroConfig
+from zeroplan.engines.base import Case
+from zeroplan.engines.deepspeed import facts as facts_module
+from zeroplan.engines.deepspeed.lines import LEDGER
+from zeroplan.ledger.line import Ledger
+from zeroplan.ledger.optimizers import find_optimizer
+
+#: Every stage with each offload it allows: (stage, optimizer, parameters).
+OPTIONS = (
+    (0, "none", "none"),
+    (1, "none", "none"),
+    (1, "cpu", "none"),
+    (2, "none", "none"),
+    (2, "cpu", "none"),
+    (3, "none", "none"),
+    (3, "cpu", "none"),
+    (3, "cpu", "cpu"),
+    (3, "nvme", "none"),
+    (3, "nvme", "nvme"),
+)
+
+
+class DeepSpeed:
+    """DeepSpeed's ZeRO, stages 0 to 3."""
+
+    name = "deepspeed"
+    version = DEEPSPEED_VERSION
+
+    def options(self) -> list[ZeroConfig]:
+        """Stages 0 to 3, each with the offloads it allows."""
+        return [ZeroConfig.of(stage, optimizer, param) for stage, optimizer, param in OPTIONS]
+
+    def require_runnable(self, zero: ZeroConfig) -> None:
+        """Refuse impossible combinations.
+
+        Raises:
+            BadInput: with the remedy.
+        """
+        zero.require_possible()
+
+    def require_workload(self, case: Case) -> None:
+        """Refuse optimizers that DeepSpeed does not combine with ZeRO.
+
+        Raises:
+            BadInput: naming the conflict.
+        """
+        optimizer = find_optimizer(case.workload.optimizer)
+        if case.zero.stage and not optimizer.zero:
+            raise BadInput(
+                f"{optimizer.name} does not run with ZeRO stage {case.zero.stage}",
+                where="--optimizer",
+                remedy="use --stage 0, or adamw",
+            )
+
+    def ledger(self, case: Case) -> tuple[Ledger, Any]:
+        """DeepSpeed's lines and the facts of rank 0."""
+        return LEDGER, facts_module.facts(
+            case.spec,
+            case.workload,
+            case.zero,
+            ranks=case.ranks,
+            local_ranks=case.cluster.gpus,
+            cublas_workspace=case.cluster.gpu.workspace,
+        )

@@ -1,0 +1,403 @@
+"""DeepSpeed's ledger: every buffer whose size follows from the config, stages 0 to 3, on GPU, host and disk.
+
+All lines are bytes of one rank. `phases` say when the buffer lives; how lives overlap is the schedules' business.
+Sources are paths in DeepSpeed 0.19.8 under ``deepspeed/runtime/``; ``s12`` is zero/stage_1_and_2.py, ``s3`` zero/stage3.py.
+"""
+
+from __future__ import annotations
+
+from zeroplan.core.buffers import ALWAYS, FROM_FIRST_STEP, Buffer, Phase, Place
+from zeroplan.core.workload import OptimizerKind
+from zeroplan.core.zero_config import Device
+from zeroplan.engines.deepspeed.facts import Facts
+from zeroplan.ledger.derive import largest, pow2, shard
+from zeroplan.ledger.line import LedgerBuilder
+from zeroplan.ledger.optimizer_lines import add_state_lines
+
+_lines = LedgerBuilder()
+_add = _lines.add
+
+_BACKWARD_TO_STEP = (Phase.BACKWARD, Phase.STEP)
+
+
+def _pinned(c: Facts) -> Place:
+    return c.pinned
+
+
+def _block(c: Facts, count: int) -> int:
+    """A host block of `count` bytes: torch rounds pinned blocks to a power of two (CachingHostAllocator)."""
+    return pow2(count) if c.pin_optimizer else count
+
+
+# --- parameters ---------------------------------------------------------------------------------------------------------
+
+
+@_add(Buffer.PARAM_FULL, Place.HBM, ALWAYS, state=True)
+def param_full(c: Facts) -> int:
+    """The whole trainable model on every rank.
+
+    Source: s12, flatten_dense_tensors_aligned (stages 1 and 2 pad the flat group)
+    """
+    if c.stage == 3:
+        return 0
+    return c.param_bytes * (c.flat_group if c.stage else c.trainable)
+
+
+@_add(Buffer.PARAM_SHARD, Place.HBM, ALWAYS, state=True)
+def param_shard(c: Facts) -> int:
+    """This rank's part of every parameter, in the model's dtype.
+
+    Source: zero/partition_parameters.py, _partition_param
+    """
+    return c.param_bytes * c.sharded if c.stage == 3 and c.offload_param is Device.NONE else 0
+
+
+@_add(Buffer.PARAM_SHARD, Place.PINNED, ALWAYS, state=True)
+def param_shard_host(c: Facts) -> int:
+    """The parameters' parts in one flat host buffer, always pinned.
+
+    Source: s3, _create_param_groups_fp16_flat_cpu_memory
+    """
+    if c.offload_param is Device.CPU:
+        return pow2(c.param_bytes * c.sharded)
+    return pow2(c.param_bytes * c.params_in_cpu) if c.offload_param is Device.NVME else 0
+
+
+@_add(Buffer.INIT_TEMP, Place.PINNED, ALWAYS)
+def param_first_shards(c: Facts) -> int:
+    """Each parameter's own pinned part, replaced by the flat buffer but kept in torch's cache of host blocks.
+
+    Source: zero/partition_parameters.py, _partition_param
+    """
+    return c.small_param_blocks if c.offload_param is Device.CPU else 0
+
+
+@_add(Buffer.PARAM_SHARD, Place.NVME, ALWAYS, state=True)
+def param_shard_nvme(c: Facts) -> int:
+    """The parameters' parts in files.
+
+    Source: swap_tensor/partitioned_param_swapper.py
+    """
+    return c.param_bytes * (c.sharded + c.frozen_sharded) if c.offload_param is Device.NVME else 0
+
+
+@_add(Buffer.PARAM_FROZEN, Place.HBM, ALWAYS, state=True)
+def param_frozen(c: Facts) -> int:
+    """Parameters without gradient: whole below stage 3, this rank's part at stage 3."""
+    if c.stage < 3:
+        return c.param_bytes * c.frozen
+    return c.param_bytes * c.frozen_sharded if c.offload_param is Device.NONE else 0
+
+
+@_add(Buffer.PARAM_FROZEN, Place.PINNED, ALWAYS, state=True)
+def param_frozen_host(c: Facts) -> int:
+    """Offloaded parameters without gradient, each in a pinned block of its own."""
+    return c.param_bytes * c.frozen_sharded if c.offload_param is Device.CPU else 0
+
+
+@_add(Buffer.PARAM_PERSISTENT, Place.HBM, ALWAYS)
+def param_persistent(c: Facts) -> int:
+    """Small parameters that stay gathered beside their part (stage3_param_persistence_threshold).
+
+    Source: zero/parameter_offload.py, mark_persistent_parameters
+    """
+    return c.param_bytes * c.persistent if c.stage == 3 else 0
+
+
+@_add(Buffer.PARAM_MASTER, Place.HBM, ALWAYS, state=True)
+def param_master(c: Facts) -> int:
+    """The optimizer's own copy of what this rank updates; stages 1 to 3 clone it even for an fp32 model.
+
+    Source: s12, single_partition_of_fp32_groups; s3, _create_fp32_partitions
+    """
+    return c.master_bytes * c.stepped_hbm
+
+
+@_add(Buffer.PARAM_MASTER, _pinned, ALWAYS, state=True)
+def param_master_host(c: Facts) -> int:
+    """The optimizer's own copy, offloaded (stages 1 and 2): one pinned block.
+
+    Source: s12, weights_partition
+    """
+    return _block(c, c.master_bytes * c.stepped_host) if c.stage in (1, 2) else 0
+
+
+@_add(Buffer.PARAM_MASTER, Place.DRAM, ALWAYS, state=True)
+def param_master_host_stage3(c: Facts) -> int:
+    """The optimizer's own copy, offloaded (stage 3): pageable.
+
+    Source: s3, _create_fp32_partitions
+    """
+    return c.master_bytes * c.stepped_host if c.stage == 3 else 0
+
+
+@_add(Buffer.PARAM_MASTER, Place.NVME, ALWAYS, state=True)
+def param_master_nvme(c: Facts) -> int:
+    """The optimizer's own copy in files, one a sub-group.
+
+    Source: swap_tensor/partitioned_optimizer_swapper.py
+    """
+    return c.master_bytes * c.stepped_nvme
+
+
+# --- gradients ----------------------------------------------------------------------------------------------------------
+
+
+@_add(Buffer.GRAD_FULL, Place.HBM, _BACKWARD_TO_STEP, state=True)
+def grad_full(c: Facts) -> int:
+    """Whole gradients of all trainable parameters (stage 0)."""
+    return c.param_bytes * c.trainable if c.stage == 0 else 0
+
+
+@_add(Buffer.GRAD_FULL, Place.HBM, (Phase.BACKWARD,), state=True)
+def grad_full_stage1(c: Facts) -> int:
+    """Whole gradients, freed as they are reduced at the accumulation boundary (stage 1).
+
+    Source: s12 keeps .grad until the boundary when gradients are not partitioned
+    """
+    return c.param_bytes * c.trainable if c.stage == 1 else 0
+
+
+@_add(Buffer.GRAD_SHARD, Place.HBM, (Phase.STEP,))
+def grad_shard_stage1(c: Facts) -> int:
+    """The reduced gradients of this rank's partition, from the boundary to the step (stage 1).
+
+    Source: s12, copy_grads_in_partition
+    """
+    if c.stage == 1 and c.offload_optimizer is Device.NONE and not c.full_fp32_grads:
+        return c.param_bytes * c.stepped
+    return 0
+
+
+@_add(Buffer.GRAD_ACCUM, Place.HBM, ALWAYS, state=True)
+def grad_accum_fp32(c: Facts) -> int:
+    """fp32 gradients of the whole model, made at initialisation and never sharded.
+
+    Source: bf16_optimizer.py, fp32_groups_gradients_flat
+    """
+    return 4 * c.trainable if c.full_fp32_grads else 0
+
+
+@_add(Buffer.GRAD_SHARD, Place.HBM, _BACKWARD_TO_STEP, state=True)
+def grad_shard(c: Facts) -> int:
+    """Averaged gradients of this rank's partition, alive from the backward to the step (stage 2).
+
+    Source: s12, copy_grads_in_partition
+    """
+    return c.param_bytes * c.stepped if c.stage == 2 and c.offload_optimizer is Device.NONE else 0
+
+
+@_add(Buffer.GRAD_ACCUM, Place.HBM, ALWAYS, state=True)
+def grad_accum(c: Facts) -> int:
+    """Accumulated gradients of this rank's part: one flat buffer, never freed (stage 3).
+
+    Source: s3, grad_partitions_flat_buffer
+    """
+    return c.accum_bytes * c.sharded if c.stage == 3 and c.offload_optimizer is Device.NONE else 0
+
+
+@_add(Buffer.GRAD_ACCUM, _pinned, ALWAYS, state=True)
+def grad_accum_host(c: Facts) -> int:
+    """Accumulated gradients on the host (stage 3 with optimizer offload).
+
+    Source: s3, grad_partitions_flat_buffer
+    """
+    if c.stage != 3 or c.offload_optimizer is Device.NONE:
+        return 0
+    return _block(c, c.accum_bytes * c.sharded)
+
+
+@_add(Buffer.GRAD_MASTER, _pinned, ALWAYS, state=True)
+def grad_master_host(c: Facts) -> int:
+    """Gradients in the master's dtype, as the CPU optimizer reads them.
+
+    Source: s12, single_partition_of_fp32_groups[i].grad; s3, initialize_optimizer_states
+    """
+    if c.offload_optimizer is not Device.CPU:
+        return 0
+    if c.stage == 3:
+        return c.pinned_grad_block if c.pin_optimizer else c.master_bytes * c.stepped_host
+    return _block(c, c.master_bytes * c.stepped_host)
+
+
+@_add(Buffer.GRAD_MASTER, Place.HBM, ALWAYS, state=True)
+def grad_master_kept(c: Facts) -> int:
+    """Gradients in the master's dtype for the sub-groups that a partial offload keeps on the GPU.
+
+    Source: s3, initialize_optimizer_states
+    """
+    return c.master_bytes * c.stepped_hbm if c.stage == 3 and c.offload_optimizer is Device.CPU else 0
+
+
+@_add(Buffer.GRAD_MASTER, Place.NVME, FROM_FIRST_STEP, state=True)
+def grad_master_nvme(c: Facts) -> int:
+    """Gradients in the master's dtype, swapped out between backward and step.
+
+    Source: swap_tensor/optimizer_utils.py, swap_out_gradients
+    """
+    return c.master_bytes * c.stepped_nvme
+
+
+@_add(Buffer.GRAD_ACCUM, _pinned, ALWAYS, state=True)
+def grad_accum_host_stage2(c: Facts) -> int:
+    """Gradients kept on the host across micro batches (stages 1 and 2, accumulation above 1).
+
+    Source: s12, accumulated_grads_in_cpu (a pinned buffer for every parameter)
+    """
+    if c.stage in (1, 2) and c.offload_optimizer is Device.CPU and c.grad_accum > 1:
+        return c.param_bytes * c.stepped_host
+    return 0
+
+
+# --- optimizer states ---------------------------------------------------------------------------------------------------
+
+
+add_state_lines(_lines, Place.HBM, lambda c: c.stepped_hbm)
+add_state_lines(_lines, Place.DRAM, lambda c: c.stepped_host, suffix="_host")
+add_state_lines(_lines, Place.NVME, lambda c: c.stepped_nvme, suffix="_nvme")
+
+
+@_add(Buffer.OPTIM_EXP_AVG_SQ, Place.DRAM, FROM_FIRST_STEP, state=True)
+def cpu_lion_second_moment(c: Facts) -> int:
+    """DeepSpeed's Lion for CPUs keeps a second moment, although Lion has none.
+
+    Source: deepspeed/ops/lion/cpu_lion.py
+    """
+    return c.state_bytes * c.stepped_host if c.second_moment_always else 0
+
+
+@_add(Buffer.OPTIM_ERROR_FEEDBACK, Place.HBM, FROM_FIRST_STEP, state=True)
+def server_error(c: Facts) -> int:
+    """The server's share of the error feedback (1-bit optimizers).
+
+    Source: fp16/onebit/adam.py
+    """
+    if any(s.buffer is Buffer.OPTIM_ERROR_FEEDBACK for s in c.optimizer.states):
+        return 4 * shard(c.stepped_hbm, c.ranks)
+    return 0
+
+
+# --- communication and staging ------------------------------------------------------------------------------------------
+
+
+@_add(Buffer.COMM_BUCKET, Place.HBM, (Phase.BACKWARD,))
+def ipg_bucket(c: Facts) -> int:
+    """Gradients collected before a reduction, allocated at full size for each backward; two when overlapping.
+
+    Source: s12, setup_buckets
+    """
+    if c.stage in (1, 2) and c.contiguous_gradients and not c.full_fp32_grads:
+        return c.comm_bytes * c.reduce_bucket * c.buckets
+    return 0
+
+
+@_add(Buffer.COMM_BUCKET, Place.HBM, ALWAYS)
+def ipg_bucket_stage3(c: Facts) -> int:
+    """The one bucket of gradients of stage 3, allocated at initialisation and never freed.
+
+    Source: s3, ipg_buckets
+    """
+    return c.comm_bytes * c.reduce_bucket if c.stage == 3 and c.contiguous_gradients else 0
+
+
+@_add(Buffer.STAGE_D2H, Place.HBM, ALWAYS)
+def offload_staging(c: Facts) -> int:
+    """Room on the GPU for one gradient on its way to the host: the largest parameter (stages 1 and 2).
+
+    Source: s12, temp_grad_buffer_for_gpu_offload
+    """
+    return c.param_bytes * c.largest_param if c.stage in (1, 2) and c.offload_optimizer is Device.CPU else 0
+
+
+@_add(Buffer.STAGE_D2H, _pinned, ALWAYS)
+def offload_staging_host(c: Facts) -> int:
+    """Its twin on the host.
+
+    Source: s12, temp_grad_buffer_for_cpu_offload
+    """
+    if c.stage in (1, 2) and c.offload_optimizer is Device.CPU:
+        return _block(c, c.param_bytes * c.largest_param)
+    return 0
+
+
+@_add(Buffer.STAGE_H2D, _pinned, ALWAYS)
+def updated_params_host(c: Facts) -> int:
+    """Updated parameters in the model's dtype, on their way back to the GPU (stages 1 and 2).
+
+    Source: s12, param_buffer_of_bit16_for_cpu_offload_groups
+    """
+    if c.stage in (1, 2) and c.offload_optimizer is Device.CPU:
+        return _block(c, c.param_bytes * c.stepped_host)
+    return 0
+
+
+@_add(Buffer.STAGE_H2D, Place.DRAM, (Phase.STEP,))
+def updated_params_cast(c: Facts) -> int:
+    """A sub-group's updated parameters, cast on the host before they are copied to the GPU (stage 3).
+
+    Source: s3, _reassign_or_swap_out_partitioned_parameters (a copy across devices casts first)
+    """
+    if c.stage == 3 and c.offload_optimizer is Device.CPU and c.offload_param is Device.NONE:
+        return c.param_bytes * c.sub_group
+    return 0
+
+
+@_add(Buffer.SWAP_BUFFER, Place.PINNED, ALWAYS)
+def optimizer_swap_buffers(c: Facts) -> int:
+    """Pinned buffers through which sub-groups travel to and from disk: buffer_count of the largest sub-group.
+
+    Source: swap_tensor/utils.py, SwapBufferManager
+    """
+    return c.swap_buffers * c.master_bytes * c.swap_buffer if c.stepped_nvme else 0
+
+
+@_add(Buffer.SWAP_BUFFER, Place.PINNED, ALWAYS)
+def param_swap_buffers(c: Facts) -> int:
+    """Pinned buffers through which parameters travel to and from disk: buffer_count × buffer_size.
+
+    Source: swap_tensor/partitioned_param_swapper.py
+    """
+    return c.param_swap_buffers * c.param_swap_buffer * c.param_bytes if c.offload_param is Device.NVME else 0
+
+
+# --- the optimizer step's temporaries -----------------------------------------------------------------------------------
+
+
+@_add(Buffer.OPTIM_TEMP, Place.HBM, (Phase.STEP,))
+def step_gradients(c: Facts) -> int:
+    """The step's own copy of the gradients: concatenated, then cast to the master's dtype.
+
+    Source: s12, step; s3, _prepare_sub_group (one sub-group at a time)
+    """
+    if c.offload_optimizer is not Device.NONE or c.full_fp32_grads:
+        return 0
+    if c.stage == 3:
+        cat = c.accum_bytes if c.accum_bytes != c.master_bytes else 0
+        return (cat + c.master_bytes) * c.sub_group
+    if c.stage:
+        return (c.param_bytes + c.master_bytes) * c.stepped if c.param_bytes != c.master_bytes else c.master_bytes * c.stepped
+    return (4 + 4 + c.param_bytes) * c.stepped if c.flat_stage0 else 0
+
+
+@_add(Buffer.OPTIM_TEMP, Place.HBM, (Phase.STEP,))
+def optimizer_temporaries(c: Facts) -> int:
+    """What the optimizer itself needs while it steps: nothing when fused, one or two tensors otherwise.
+
+    Source: torch/optim/adamw.py (foreach keeps one temporary, the plain loop two)
+    """
+    if c.offload_optimizer is not Device.NONE or c.optimizer_kind is OptimizerKind.FUSED:
+        return 0
+    tensor = c.sub_group if c.stage == 3 else c.stepped if c.stage else c.largest_param
+    return largest(c.master_bytes, c.param_bytes) * tensor * (1 if c.optimizer_kind is OptimizerKind.FOREACH else 2)
+
+
+@_add(Buffer.WORKSPACE, Place.HBM, FROM_FIRST_STEP)
+def cublas_workspace(c: Facts) -> int:
+    """cuBLAS's workspaces: one for the forward's thread, one for the backward's.
+
+    Source: aten/src/ATen/cuda/CUDABlas.cpp, getChosenWorkspaceSize
+    """
+    return 2 * c.cublas_workspace
+
+
+LEDGER = _lines.ledger()

@@ -1,0 +1,47 @@
+"""FSDP2 as an Engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.versions import TORCH_GPU
+from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.engines.base import Case
+from zeroplan.engines.fsdp2 import lines
+from zeroplan.ledger.line import Ledger
+
+
+class Fsdp2:
+    """``fully_shard``: stage 3 when parameters are resharded after the forward, stage 2 when they are not."""
+
+    name = "fsdp2"
+    version = TORCH_GPU
+
+    def options(self) -> list[ZeroConfig]:
+        """Without and with resharding."""
+        return [ZeroConfig.of(2), ZeroConfig.of(3)]
+
+    def require_runnable(self, zero: ZeroConfig) -> None:
+        """Refuse what `fully_shard` does not do.
+
+        Raises:
+            BadInput: other stages, and offload.
+        """
+        if zero.stage not in (2, 3):
+            raise BadInput(f"fsdp2 has no stage {zero.stage}", where="--stage", remedy="use 3, or 2 for no resharding")
+        if zero.offload_optimizer or zero.offload_param:
+            raise BadInput("fsdp2 is planned without offload", where="--offload-optimizer", remedy="use --engine deepspeed")
+
+    def require_workload(self, case: Case) -> None:
+        """Every optimizer of torch runs on sharded parameters."""
+
+    def ledger(self, case: Case) -> tuple[Ledger, Any]:
+        """FSDP2's lines and the facts of rank 0."""
+        return lines.LEDGER, lines.facts(
+            case.spec,
+            case.workload,
+            ranks=case.ranks,
+            reshard=case.zero.stage == 3,
+            cublas_workspace=case.cluster.gpu.workspace,
+        )

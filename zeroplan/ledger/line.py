@@ -1,0 +1,123 @@
+"""A line is one formula for one buffer; a ledger is a tuple of them.
+
+The same function gives the number (:func:`evaluate`), its derivation (:func:`derived`) and its row in the docs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from zeroplan.core.buffers import Buffer, Phase, Place
+from zeroplan.ledger.derive import Derived, expression
+
+Formula = Callable[[Any], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One formula: `fn(facts) -> bytes` on one rank. Zero bytes mean that the buffer does not exist there.
+
+    `state` marks model states (parameters, gradients, optimizer), as the ZeRO paper counts them.
+    """
+
+    name: str
+    buffer: Buffer
+    place: Place | Callable[[Any], Place]
+    phases: tuple[Phase, ...]
+    fn: Formula
+    state: bool
+
+    @property
+    def doc(self) -> str:
+        """What the buffer is for: the first line of the formula's docstring."""
+        return (self.fn.__doc__ or "").strip().split("\n")[0]
+
+    @property
+    def source(self) -> str:
+        """Where the fact comes from: what follows ``Source:`` in the docstring, or nothing."""
+        for text in (self.fn.__doc__ or "").splitlines():
+            if text.strip().startswith("Source:"):
+                return text.strip().removeprefix("Source:").strip()
+        return ""
+
+    def place_of(self, facts: Any) -> Place:
+        """Where the bytes are, given the facts."""
+        return self.place if isinstance(self.place, Place) else self.place(facts)
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A line evaluated: bytes on one rank, and how they came about where that was asked for."""
+
+    name: str
+    buffer: Buffer
+    place: Place
+    phases: tuple[Phase, ...]
+    bytes: int
+    state: bool
+    formula: str = ""
+    doc: str = ""
+
+
+class Ledger(tuple[Line, ...]):
+    """Lines in the order in which they are shown."""
+
+    __slots__ = ()
+
+
+class LedgerBuilder:
+    """Collects a module's lines: ``@lines.add(Buffer.PARAM_FULL, Place.HBM, ALWAYS)`` above each formula."""
+
+    def __init__(self) -> None:
+        self._lines: list[Line] = []
+
+    def add(
+        self, buffer: Buffer, place: Place | Callable[[Any], Place], phases: tuple[Phase, ...], *, state: bool = False
+    ) -> Callable[[Formula], Formula]:
+        """Register the decorated formula as a line named after the function."""
+
+        def register(fn: Formula) -> Formula:
+            self._lines.append(Line(fn.__name__, buffer, place, phases, fn, state))
+            return fn
+
+        return register
+
+    def ledger(self) -> Ledger:
+        """All lines registered so far."""
+        return Ledger(self._lines)
+
+
+class _Symbols:
+    """Facts seen through names: every int attribute comes back as a Derived that knows what it is called."""
+
+    def __init__(self, facts: Any) -> None:
+        self._facts = facts
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._facts, name)
+        if isinstance(value, bool) or not isinstance(value, int):
+            return value
+        return Derived(value, name)
+
+
+def evaluate(ledger: Iterable[Line], facts: Any) -> list[Item]:
+    """Every line that is not zero, in bytes on one rank, without derivations."""
+    items = []
+    for line in ledger:
+        count = line.fn(facts)
+        if count:
+            items.append(Item(line.name, line.buffer, line.place_of(facts), line.phases, int(count), line.state))
+    return items
+
+
+def derived(ledger: Iterable[Line], facts: Any) -> Iterator[Item]:
+    """The same items, each with its formula and what it is for."""
+    symbols = _Symbols(facts)
+    for line in ledger:
+        count = line.fn(symbols)
+        if count:
+            yield Item(
+                line.name, line.buffer, line.place_of(facts), line.phases, int(count), line.state, expression(count), line.doc
+            )

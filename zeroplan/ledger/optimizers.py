@@ -1,0 +1,108 @@
+"""What each optimizer keeps for every parameter: the K of the ZeRO paper, buffer by buffer.
+
+A state's bytes follow the master's dtype (``per_master`` elements) or are fixed (``numerator/denominator`` bytes).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zeroplan.core.buffers import Buffer
+from zeroplan.core.errors import BadInput, did_you_mean
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """One optimizer state: so many master-wide elements a parameter, or a fixed rational number of bytes.
+
+    `domain` is which elements have it: all, those that Muon updates (``matrix``) or the others (``rest``).
+    """
+
+    buffer: Buffer
+    per_master: int = 0
+    numerator: int = 0
+    denominator: int = 1
+    domain: str = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """An optimizer by its memory. `zero` is False for those that DeepSpeed refuses to combine with ZeRO."""
+
+    name: str
+    states: tuple[State, ...]
+    source: str
+    zero: bool = True
+    deepspeed_type: str = ""
+
+
+_ADAM = (State(Buffer.OPTIM_EXP_AVG, 1), State(Buffer.OPTIM_EXP_AVG_SQ, 1))
+#: bitsandbytes keeps one fp32 scale for every 256 elements of each 8-bit state.
+_EIGHT_BIT = (
+    State(Buffer.OPTIM_EXP_AVG, numerator=1),
+    State(Buffer.OPTIM_EXP_AVG_SQ, numerator=1),
+    State(Buffer.OPTIM_SCALE, numerator=8, denominator=256),
+)
+
+OPTIMIZERS: dict[str, Optimizer] = {
+    opt.name: opt
+    for opt in (
+        Optimizer("adamw", _ADAM, "Loshchilov & Hutter 2019, algorithm 2", deepspeed_type="AdamW"),
+        Optimizer("adam", _ADAM, "Kingma & Ba 2015, algorithm 1", deepspeed_type="Adam"),
+        Optimizer("adamw8bit", _EIGHT_BIT, "Dettmers et al. 2022, section 2; bitsandbytes blocksize 256"),
+        Optimizer("lamb", _ADAM, "You et al. 2020, algorithm 2", deepspeed_type="Lamb"),
+        Optimizer(
+            "onebitadam",
+            (*_ADAM, State(Buffer.OPTIM_ERROR_FEEDBACK, 1)),
+            "Tang et al. 2021; deepspeed/runtime/fp16/onebit/adam.py",
+            zero=False,
+            deepspeed_type="OneBitAdam",
+        ),
+        Optimizer("lion", (State(Buffer.OPTIM_EXP_AVG, 1),), "Chen et al. 2023, algorithm 2", deepspeed_type="Lion"),
+        Optimizer("adagrad", (State(Buffer.OPTIM_SUM, 1),), "Duchi et al. 2011", deepspeed_type="Adagrad"),
+        Optimizer("adafactor", (State(Buffer.OPTIM_FACTORED, 1),), "Shazeer & Stern 2018, algorithm 4"),
+        Optimizer(
+            "muon",
+            (
+                State(Buffer.OPTIM_MOMENTUM, 1, domain="matrix"),
+                State(Buffer.OPTIM_EXP_AVG, 1, domain="rest"),
+                State(Buffer.OPTIM_EXP_AVG_SQ, 1, domain="rest"),
+            ),
+            "Jordan et al. 2024; embeddings, head and vectors are left to Adam",
+            deepspeed_type="Muon",
+        ),
+        Optimizer("sgd", (), "Robbins & Monro 1951", deepspeed_type="SGD"),
+        Optimizer("sgd_momentum", (State(Buffer.OPTIM_MOMENTUM, 1),), "Polyak 1964", deepspeed_type="SGD"),
+    )
+}
+
+_ALIASES = {
+    "fusedadam": "adamw",
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    "adam8bit": "adamw8bit",
+    "adamw_8bit": "adamw8bit",
+    "adamw_bnb_8bit": "adamw8bit",
+    "paged_adamw_8bit": "adamw8bit",
+    "8bit-adam": "adamw8bit",
+    "fusedlamb": "lamb",
+    "fusedlion": "lion",
+    "1bitadam": "onebitadam",
+    "1-bit-adam": "onebitadam",
+    "sgdm": "sgd_momentum",
+}
+
+
+def find_optimizer(name: str, *, where: str = "--optimizer") -> Optimizer:
+    """The optimizer of that name, in any case, or one of its other names.
+
+    Raises:
+        BadInput: with the nearest names.
+    """
+    key = name.strip().lower()
+    key = _ALIASES.get(key, key)
+    found = OPTIMIZERS.get(key)
+    if found is None:
+        near = did_you_mean(key, OPTIMIZERS)
+        raise BadInput(f"unknown optimizer {name[:60]!r}", where=where, remedy=near or f"use one of {', '.join(OPTIMIZERS)}")
+    return found

@@ -1,0 +1,125 @@
+"""Formula depth: a plan from the ledger alone. Model states and fixed buffers; no activations, no peaks, no total."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from zeroplan.core.buffers import ALWAYS, Phase, Place
+from zeroplan.core.plan import CpuMemory, GpuMemory, MemoryPlan, NvmeMemory, PeerFigures, PlanLine
+from zeroplan.core.zero_config import Device
+from zeroplan.engines.base import Case, Engine
+from zeroplan.ledger.deepspeed_estimator import estimate_zero2, estimate_zero3
+from zeroplan.ledger.line import Item, derived
+from zeroplan.models.facts import largest_module_params
+
+FORMULA = "formula"
+
+
+def plan_lines(items: Iterable[Item]) -> tuple[PlanLine, ...]:
+    """Items as the plan shows them."""
+    return tuple(
+        PlanLine(
+            buffer=item.buffer.value,
+            place=item.place.value,
+            bytes=item.bytes,
+            phases=tuple(phase.value for phase in item.phases),
+            formula=item.formula,
+        )
+        for item in items
+    )
+
+
+def total(items: Iterable[Item], *places: Place) -> int:
+    """Bytes of the items at these places."""
+    return sum(item.bytes for item in items if item.place in places)
+
+
+def phase_totals(items: Iterable[Item]) -> dict[str, int]:
+    """Bytes on the GPU in each phase, as far as formulas tell: all of the phase's buffers together, no activations."""
+    totals = {phase.value: 0 for phase in ALWAYS}
+    for item in items:
+        if item.place is Place.HBM:
+            for phase in item.phases:
+                totals[phase.value] = totals.get(phase.value, 0) + item.bytes
+    return totals
+
+
+def lives_between_steps(item: Item) -> bool:
+    """Whether a buffer is there between two steps: what lives through the forward does."""
+    return Phase.FORWARD in item.phases and Phase.STEP in item.phases
+
+
+def formula_plan(engine: Engine, case: Case) -> MemoryPlan:
+    """The plan of one configuration from its ledger."""
+    ledger, facts = engine.ledger(case)
+    items = list(derived(ledger, facts))
+    on_gpu = [item for item in items if item.place is Place.HBM]
+    states = sum(item.bytes for item in on_gpu if item.state)
+    per_node = case.cluster.gpus
+    pinned = total(items, Place.PINNED) * per_node
+    gpu = GpuMemory(
+        model_states=states,
+        fixed_buffers=sum(item.bytes for item in on_gpu if not item.state),
+        live_after_step=sum(item.bytes for item in on_gpu if lives_between_steps(item)),
+        phases=phase_totals(items),
+        usable=case.cluster.usable_vram,
+    )
+    cpu = CpuMemory(per_node=pinned + total(items, Place.DRAM) * per_node, pinned=pinned)
+    nvme = NvmeMemory(per_node=total(items, Place.NVME) * per_node)
+    broken = misfits(case, max(gpu.phases.values()), cpu.per_node, nvme.per_node)
+    return MemoryPlan(
+        engine=engine.name,
+        engine_version=engine.version,
+        stage=case.zero.stage,
+        offload_optimizer=case.zero.offload_optimizer.device.value,
+        offload_param=case.zero.offload_param.device.value,
+        depth=FORMULA,
+        gpu=gpu,
+        cpu=cpu,
+        nvme=nvme,
+        fits=verdict(case, broken),
+        misfits=broken,
+        deepspeed_estimator=peer_figures(case),
+        lines=plan_lines(items),
+    )
+
+
+def misfits(case: Case, gpu: int, cpu: int, nvme: int) -> tuple[str, ...]:
+    """The names of the limits that these bytes break: gpu, cpu, nvme.
+
+    At formula depth `gpu` is the largest phase without activations, so a plan that fits there may still not fit.
+    """
+    cluster = case.cluster
+    broken = []
+    if cluster.usable_vram is not None and gpu > cluster.usable_vram:
+        broken.append("gpu")
+    if cluster.cpu_ram is not None and cpu > cluster.cpu_ram:
+        broken.append("cpu")
+    if cluster.nvme is not None and nvme > cluster.nvme:
+        broken.append("nvme")
+    return tuple(broken)
+
+
+def verdict(case: Case, broken: tuple[str, ...]) -> bool | None:
+    """True or False where a limit was given, else None."""
+    limits = (case.cluster.vram, case.cluster.cpu_ram, case.cluster.nvme)
+    return None if all(limit is None for limit in limits) else not broken
+
+
+def peer_figures(case: Case) -> PeerFigures | None:
+    """What DeepSpeed's own estimator says of this stage and offload; it knows stages 2 and 3, and no NVMe."""
+    zero = case.zero
+    offload, offload_param = zero.offloads_optimizer, zero.offloads_param
+    sizes = {"gpus": case.cluster.gpus, "nodes": case.cluster.nodes}
+    if zero.stage == 2:
+        peer = estimate_zero2(case.spec.params, offload_optimizer=offload, **sizes)
+    elif zero.stage == 3 and Device.NVME not in (zero.offload_optimizer.device, zero.offload_param.device):
+        if offload_param and not offload:
+            return None
+        largest = largest_module_params(case.spec)
+        if largest is None:
+            return None  # a bare count: DeepSpeed's formula for stage 3 needs the largest layer
+        peer = estimate_zero3(case.spec.params, largest, offload_optimizer=offload, offload_param=offload_param, **sizes)
+    else:
+        return None
+    return PeerFigures(gpu=peer.gpu, cpu=peer.cpu)

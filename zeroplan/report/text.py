@@ -1,0 +1,182 @@
+"""Plans as tables for the terminal, GitHub, HTML and CSV, and the sentences below them. No formulas here."""
+
+from __future__ import annotations
+
+import csv
+import io
+from typing import Any
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.plan import MemoryPlan, Report
+from zeroplan.core.units import format_bytes, format_count, format_gib
+
+FORMATS = ("plain", "github", "html", "csv")
+_TABULATE = {"plain": "simple", "github": "github", "html": "html"}
+_FITS = {True: "yes", False: "no", None: "-"}
+
+
+def render(headers: list[str], rows: list[list[str]], style: str) -> str:
+    """A table in one of :data:`FORMATS`.
+
+    Raises:
+        BadInput: an unknown format.
+    """
+    if style == "csv":
+        out = io.StringIO()
+        csv.writer(out, lineterminator="\n").writerows([headers, *rows])
+        return out.getvalue().rstrip("\n")
+    if style not in _TABULATE:
+        raise BadInput(f"unknown format {style[:40]!r}", where="--format", remedy=f"use one of {', '.join(FORMATS)}")
+    from tabulate import tabulate
+
+    # Text columns align left and figures, which are all formatted already, align right.
+    left = {"offload", "fits", "buffer", "place", "phases", "formula", "peak in", "what"}
+    align = ["left" if h in left else "right" for h in headers]
+    return str(tabulate(rows, headers, tablefmt=_TABULATE[style], disable_numparse=True, colalign=align if rows else None))
+
+
+def _offload(plan: MemoryPlan) -> str:
+    optimizer, param = plan.offload_optimizer, plan.offload_param
+    if optimizer == param == "none":
+        return "none"
+    if param == "none":
+        return f"optimizer {optimizer}"
+    return f"optimizer + parameters {param}" if optimizer == param else f"optimizer {optimizer}, parameters {param}"
+
+
+def _fits(plan: MemoryPlan) -> str:
+    return _FITS[plan.fits] + (f" ({', '.join(plan.misfits)})" if plan.misfits else "")
+
+
+def _host(plan: MemoryPlan) -> str:
+    return format_gib(plan.cpu.per_node) + (f" ({format_gib(plan.cpu.pinned)})" if plan.cpu.pinned else "")
+
+
+def plans_table(plans: tuple[MemoryPlan, ...] | list[MemoryPlan], style: str = "plain") -> str:
+    """One row a plan, sizes in GiB."""
+    simulated = any(plan.gpu.peak_allocated is not None for plan in plans)
+    headers = ["stage", "offload", "states", "fixed"]
+    if simulated:
+        headers += ["activations", "allocated", "reserved", "total", "peak in"]
+    headers += ["host (pinned)", "disk", "fits", "DeepSpeed says"]
+    rows = []
+    for plan in plans:
+        row = [str(plan.stage), _offload(plan), format_gib(plan.gpu.model_states), format_gib(plan.gpu.fixed_buffers)]
+        if simulated:
+            gpu = plan.gpu
+            row += [format_gib(v) for v in (gpu.activations, gpu.peak_allocated, gpu.peak_reserved, gpu.total)]
+            row.append(gpu.peak_phase or "-")
+        peer = plan.deepspeed_estimator
+        row += [
+            _host(plan),
+            format_gib(plan.nvme.per_node) if plan.nvme.per_node else "-",
+            _fits(plan),
+            f"{format_gib(peer.gpu)} / {format_gib(peer.cpu)}" if peer else "-",
+        ]
+        rows.append(row)
+    return render(headers, rows, style)
+
+
+def report_text(report: Report, style: str = "plain") -> str:
+    """The whole answer: a heading, the table, what decides, and the warnings."""
+    table = plans_table(report.plans, style)
+    if style in ("csv", "html"):
+        return table
+    parts = [_heading(report), "", table, "", *_legend(report), "", *decides(report)]
+    parts += [f"warning: {text}" for text in report.warnings]
+    return "\n".join(parts)
+
+
+def _heading(report: Report) -> str:
+    model, work, cluster = report.model, report.workload, report.cluster
+    text = f"{model.name}: {model.params:,} parameters"
+    if model.trainable != model.params:
+        text += f" ({format_count(model.trainable)} trainable)"
+    ranks = f"{cluster['nodes']} × {cluster['gpus']} GPUs" if cluster["nodes"] > 1 else _plural(cluster["gpus"], "GPU")
+    text += f" · {ranks}"
+    if cluster["vram"]:
+        text += f" of {format_bytes(cluster['vram'], digits=0)} ({format_bytes(cluster['usable_vram'], digits=1)} usable)"
+    batch = f"batch {work['micro_batch']} × {work['seq_len']}"
+    if work["grad_accum"] > 1:
+        batch += f" × {work['grad_accum']} accumulated"
+    return text + f" · {work['dtype']} {work['optimizer']} · {batch}"
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _legend(report: Report) -> list[str]:
+    lines = ["GiB per GPU; host and disk per node. DeepSpeed says: its own estimator, per GPU / per node's host."]
+    if any(plan.depth == "formula" for plan in report.plans):
+        lines.append(
+            "states: parameters, gradients, optimizer. fixed: the engine's buffers. Activations are not in this table's figures."
+        )
+    return lines
+
+
+def decides(report: Report) -> list[str]:
+    """What decides: the largest item, the first option that fits, and what would change it."""
+    if not report.plans:
+        return []
+    out = []
+    first = report.plans[0]
+    on_gpu = [line for line in first.lines if line.place == "hbm"]
+    if on_gpu:
+        top = max(on_gpu, key=lambda line: line.bytes)
+        out.append(f"Largest item at {first.label}: {top.buffer}, {format_bytes(top.bytes)} = {top.formula} bytes.")
+    fitting = [plan for plan in report.plans if plan.fits]
+    if any(plan.fits is not None for plan in report.plans):
+        if fitting:
+            out.append(f"First that fits: {fitting[0].label} ({_need(fitting[0])} a GPU).")
+        else:
+            nearest = min(report.plans, key=lambda plan: plan.gpu.needed)
+            over = (nearest.gpu.needed) - (nearest.gpu.usable or 0)
+            short = (
+                f", {format_bytes(over)} too much" if "gpu" in nearest.misfits else f": {', '.join(nearest.misfits)} is short"
+            )
+            out.append(f"Nothing fits. Nearest: {nearest.label} ({_need(nearest)} a GPU{short}).")
+    out += _would_change(report)
+    return out
+
+
+def _need(plan: MemoryPlan) -> str:
+    return format_bytes(plan.gpu.needed)
+
+
+def _would_change(report: Report) -> list[str]:
+    if len(report.plans) < 2:
+        return []
+    small = min(report.plans, key=lambda plan: plan.gpu.needed)
+    first = report.plans[0]
+    if small is first:
+        return []
+    return [f"What changes it most: {small.label} brings {_need(first)} down to {_need(small)} a GPU."]
+
+
+def lines_table(plan: MemoryPlan, style: str = "plain") -> str:
+    """One row a buffer, largest first within its place."""
+    order = {"hbm": 0, "pinned": 1, "dram": 2, "nvme": 3}
+    lines = sorted(plan.lines, key=lambda line: (order.get(line.place, 9), -line.bytes))
+    rows = [[line.buffer, line.place, format_bytes(line.bytes), _phases(line.phases), line.formula] for line in lines]
+    return render(["buffer", "place", "bytes", "phases", "formula"], rows, style)
+
+
+def _phases(phases: tuple[str, ...]) -> str:
+    return (
+        "always"
+        if len(phases) >= 4
+        else "from the first step"
+        if phases == ("forward", "backward", "step")
+        else ", ".join(phases)
+    )
+
+
+def plan_text(plan: MemoryPlan) -> str:
+    """One plan for a terminal: its row and its buffers."""
+    return f"{plan.engine} {plan.engine_version}, {plan.label}\n{plans_table([plan])}\n\n{lines_table(plan)}"
+
+
+def plan_html(plan: MemoryPlan) -> str:
+    """One plan for a notebook."""
+    return f"<p><b>{plan.engine} {plan.engine_version}, {plan.label}</b></p>{plans_table([plan], 'html')}{lines_table(plan, 'html')}"

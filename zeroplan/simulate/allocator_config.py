@@ -89,7 +89,8 @@ class AllocatorConfig:
                 cudaMallocAsync backend, whose pools are the driver's.
         """
         config = AllocatorConfig()
-        for key, value in split_settings(text, where=where):
+        # The size of a large segment comes first, wherever it stands: others are held against it.
+        for key, value in sorted(split_settings(text, where=where), key=lambda item: item[0] != "large_segment_size_mb"):
             config = _apply(config, key, value, f"{where}: {key}")
         return config
 
@@ -127,9 +128,9 @@ def parse_mib(value: str, where: str, *, least: int) -> int:
 def _apply(config: AllocatorConfig, key: str, value: str, where: str) -> AllocatorConfig:
     match key:
         case "max_split_size_mb":
-            return replace(config, max_split_size=parse_mib(value, where, least=20))
+            return replace(config, max_split_size=parse_mib(value, where, least=config.large_segment_size // MIB))
         case "max_non_split_rounding_mb":
-            return replace(config, max_non_split_rounding=parse_mib(value, where, least=20))
+            return replace(config, max_non_split_rounding=parse_mib(value, where, least=config.large_segment_size // MIB))
         case "large_segment_size_mb":
             return replace(config, large_segment_size=parse_mib(value, where, least=11))
         case "garbage_collection_threshold":

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 
+from zeroplan.core.units import MIB
 from zeroplan.simulate.allocator_config import (
     MIN_BLOCK,
     MIN_LARGE_ALLOC,
@@ -39,29 +40,55 @@ def segment_size(size: int, large_segment: int) -> int:
     return large_segment if size < MIN_LARGE_ALLOC else -(-size // ROUND_LARGE) * ROUND_LARGE
 
 
+#: The device takes address space in regions of whole multiples of this.
+REGION = 32 * MIB
+#: Regions are placed downwards from here; expandable segments lie above.
+REGIONS_END = 1 << 48
+
+
 class Addresses:
-    """Where the device puts segments: at the lowest gap that holds them, in granules of 2 MiB."""
+    """Where the device puts segments. It decides which of two equally large free blocks is taken: the lower one.
+
+    As recorded histories show, new regions of address space (whole multiples of 32 MiB) lie ever lower, and what is left of
+    a region, or was given back, is filled first, from its lower end.
+
+    Args:
+        given: the first addresses, if they are known.
+    """
 
     def __init__(self, given: Sequence[int]) -> None:
         self.given = deque(given)
-        self.taken: list[tuple[int, int]] = []  # (start, end), ordered
+        self.lowest = REGIONS_END
+        self.taken: dict[int, int] = {}  # start: size
+        self.gaps: list[tuple[int, int]] = []  # (start, end), ordered
 
     def take(self, size: int) -> int:
         """Address of a new segment of `size` bytes."""
         if self.given:
             return self.given.popleft()
         size = -(-size // ROUND_LARGE) * ROUND_LARGE
-        start = 0
-        for at, (first, end) in enumerate(self.taken):
-            if first - start >= size:
-                self.taken.insert(at, (start, start + size))
-                return start
-            start = end
-        self.taken.append((start, start + size))
+        for at, (start, end) in enumerate(self.gaps):
+            if end - start >= size:
+                self.gaps[at : at + 1] = [(start + size, end)] if end - start > size else []
+                break
+        else:
+            end = self.lowest
+            start = self.lowest = end - -(-size // REGION) * REGION
+            if end - start > size:
+                self._add_gap(start + size, end)
+        self.taken[start] = size
         return start
 
     def give_back(self, address: int) -> None:
         """Frees the segment at `address`, if it was put there by :meth:`take` itself."""
-        at = bisect_left(self.taken, (address,))
-        if at < len(self.taken) and self.taken[at][0] == address:
-            del self.taken[at]
+        if address in self.taken:
+            self._add_gap(address, address + self.taken.pop(address))
+
+    def _add_gap(self, start: int, end: int) -> None:
+        at = bisect_left(self.gaps, (start,))
+        if at < len(self.gaps) and self.gaps[at][0] == end:
+            end = self.gaps.pop(at)[1]
+        if at and self.gaps[at - 1][1] == start:
+            at -= 1
+            start = self.gaps.pop(at)[0]
+        self.gaps.insert(at, (start, end))

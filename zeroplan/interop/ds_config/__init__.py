@@ -6,6 +6,7 @@ from zeroplan.interop.ds_config.reader import DsConfig, fill_from, inspect_ds_co
 from zeroplan.interop.ds_config.schema import Effect
 from zeroplan.interop.ds_config.schema_rest import effects, find_key
 from zeroplan.interop.ds_config.wrappers import Wrapper, wrapper
+from zeroplan.interop.ds_config.writer import dump_ds_config, write_ds_config
 
 __all__ = [
     "At",
@@ -15,10 +16,12 @@ __all__ = [
     "Job",
     "Severity",
     "Wrapper",
+    "dump_ds_config",
     "effects",
     "fill_from",
     "find_key",
     "inspect_ds_config",
     "read_ds_config",
     "wrapper",
+    "write_ds_config",
 ]

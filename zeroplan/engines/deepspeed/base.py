@@ -1,0 +1,105 @@
+"""What every stage's schedule shares: the model's build, optimizer states, and bookkeeping of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zeroplan.core.buffers import Buffer
+from zeroplan.core.workload import OptimizerKind
+from zeroplan.engines.deepspeed.job import SCALAR, Job
+from zeroplan.simulate.stream import Recorder
+
+
+class Schedule:
+    """The parts that stages have in common; stages override the hooks that they use (see player.StageSchedule)."""
+
+    follows_modules = False
+
+    def __init__(self, job: Job, recorder: Recorder) -> None:
+        self.job = job
+        self.recorder = recorder
+        self.alloc = recorder.alloc
+        self.free = recorder.free
+        self.params: dict[int, int] = {}  # parameter -> its block, while it has one of its own
+        self.has_states = False
+
+    def build(self) -> None:
+        """The model, made whole on the GPU; a tied parameter's second owner has its own tensor until the tie is made."""
+        width, twins = self.job.param_bytes, []
+        for owned in self.job.modules:
+            for p in owned:
+                handle = self.alloc(width * self.job.numel[p], self._param_buffer(p), note=p)
+                if p in self.params:
+                    twins.append(handle)
+                else:
+                    self.params[p] = handle
+        for handle in twins:
+            self.free(handle)
+
+    def _param_buffer(self, p: int) -> Buffer:
+        return Buffer.PARAM_FULL if self.job.trainable[p] else Buffer.PARAM_FROZEN
+
+    def forward_begin(self) -> None:
+        """Nothing, unless a stage overrides it."""
+
+    def enter(self, module: int) -> None:
+        """Nothing, unless a stage overrides it."""
+
+    def exit(self, module: int) -> None:
+        """Nothing, unless a stage overrides it."""
+
+    def backward_begin(self, boundary: bool) -> None:
+        """Nothing, unless a stage overrides it."""
+
+    def backward_enter(self, module: int) -> None:
+        """Nothing, unless a stage overrides it."""
+
+    def backward_exit(self, module: int) -> None:
+        """Nothing, unless a stage overrides it."""
+
+    def temporary(self, nbytes: int, buffer: Buffer, stream: int = 0) -> None:
+        """Allocates and frees at once."""
+        self.free(self.alloc(nbytes, buffer, stream=stream))
+
+    def optimizer_step(self, counts: Sequence[int], first: bool) -> None:
+        """The optimizer steps tensors of `counts` elements: states at the first step, then its temporaries.
+
+        FusedAdam and torch's fused kernels need none; torch's multi-tensor AdamW makes the denominators of all tensors;
+        its loop makes a square root and a quotient, one tensor after another. Sources: torch/optim/adam.py
+        (_multi_tensor_adam, _single_tensor_adam), deepspeed/ops/adam/fused_adam.py
+        """
+        job = self.job
+        if first:
+            for count in counts:
+                for state in job.optimizer.states:
+                    nbytes = state.per_master * job.state_bytes * count + state.numerator * count // state.denominator
+                    if nbytes:
+                        self.alloc(nbytes, state.buffer)
+        kind = job.workload.optimizer_kind
+        width = job.master_bytes
+        if kind is OptimizerKind.FOREACH:
+            temps = [self.alloc(width * count, Buffer.OPTIM_TEMP) for count in counts]
+            for handle in temps:
+                self.free(handle)
+        elif kind is OptimizerKind.LOOP:
+            for count in counts:
+                root = self.alloc(width * count, Buffer.OPTIM_TEMP)
+                quotient = self.alloc(width * count, Buffer.OPTIM_TEMP)
+                self.free(root)
+                self.free(quotient)
+
+    def norms(self, counts: Sequence[int], width: int) -> None:
+        """Norms of tensors of `counts` elements, each through a copy of `width` bytes an element (0: none).
+
+        The results, a scalar each, are stacked once all are made.
+        """
+        results = []
+        for count in counts:
+            if width:
+                copy = self.alloc(width * count, Buffer.OPTIM_NORM)
+                results.append(self.alloc(SCALAR, Buffer.OPTIM_NORM))
+                self.free(copy)
+            else:
+                results.append(self.alloc(SCALAR, Buffer.OPTIM_NORM))
+        for handle in results:
+            self.free(handle)

@@ -1,0 +1,310 @@
+"""Stage 3's gathering and release of parameters, decision by decision.
+
+``co`` is DeepSpeed 0.19.8's runtime/zero/partitioned_param_coordinator.py, ``pp`` its zero/partition_parameters.py.
+
+Note [Trace]
+    The first forward and backward record in which order modules want their parameters. From the second on the trace is
+    complete: each module's fetch then also gathers what comes next (prefetch), as far as `prefetch_bucket_size` more
+    elements and `max_live_parameters` in all allow, and a module's release keeps what returns within `max_reuse_distance`.
+    Every fetch is one step of the trace, forwards, backwards and recomputations alike.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+
+from zeroplan.core.buffers import Buffer
+from zeroplan.engines.deepspeed.groups import shard
+from zeroplan.engines.deepspeed.job import COMPUTE, GATHER, Job
+from zeroplan.simulate.stream import Recorder
+
+_ABSENT, _IN_FLIGHT, _AVAILABLE = range(3)
+_NEVER = -(10**10)
+
+
+class _Gather:
+    """One collective on its way (pp, AllGatherCoalescedHandle).
+
+    `flat` is its buffer, which goes when the last of its parameters has been asked for; `temps` go when it is waited for.
+    """
+
+    __slots__ = ("flat", "params", "temps", "waited", "wanted")
+
+    def __init__(self, params: list[int], flat: int | None, temps: list[int]) -> None:
+        self.params, self.flat, self.temps = list(params), flat, temps
+        self.wanted = len(params)
+        self.waited = False
+
+
+class _Trace:
+    """A complete trace: the modules in order, their parameters, and where each parameter is used again."""
+
+    def __init__(self, modules: Sequence[int], params: Sequence[Sequence[int]], numel: Sequence[int]) -> None:
+        self.uses: list[tuple[int, int]] = []  # (parameter, step)
+        self.steps_of: dict[int, list[int]] = {}
+        self.before = [0]  # elements asked for before each step
+        for step, module in enumerate(modules):
+            total = self.before[-1]
+            for p in params[module]:
+                self.uses.append((p, step))
+                self.steps_of.setdefault(p, []).append(step)
+                total += numel[p]
+            self.before.append(total)
+
+    def returns_within(self, param: int, step: int, distance: int) -> bool:
+        """Whether a module from `step` on, less than `distance` elements away, uses the parameter."""
+        steps = self.steps_of.get(param, ())
+        at = bisect_left(steps, step)
+        return at < len(steps) and self.before[steps[at]] - self.before[min(step, len(self.before) - 1)] < distance
+
+
+class Coordinator:
+    """Which parameters are gathered, and the blocks that they are gathered into.
+
+    Args:
+        job: the job.
+        recorder: where allocations go.
+        module_params: what each module fetches: its own parameters, or all below it where it is a leaf module.
+        persistent: parameters that stay gathered between steps.
+        on_host: parameters whose shard is in host memory.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        recorder: Recorder,
+        module_params: Sequence[Sequence[int]],
+        persistent: Iterable[int],
+        on_host: Sequence[bool],
+    ) -> None:
+        zero = job.zero
+        self.job, self.recorder = job, recorder
+        self.alloc = recorder.alloc
+        self.module_params = [sorted(set(ps)) for ps in module_params]
+        self.persistent = frozenset(persistent)
+        self.on_host = on_host
+        self.stream = GATHER if zero.overlaps_comm else COMPUTE
+        self.prefetch = 1 if zero.allgather_sequential else zero.prefetch_bucket_size
+        count = len(job.numel)
+        self.status = [_ABSENT] * count
+        self.blocks: list[tuple[int, int] | None] = [None] * count  # (handle, stream it was made on)
+        self.active: list[set[int]] = [set() for _ in range(count)]
+        self.fetched_at = [_NEVER] * count
+        self.inflight: dict[int, _Gather] = {}
+        self.live = 0
+        self.step = 0
+        self.trace: _Trace | None = None
+        self.recorded: list[int] | None = None
+        self.queue = 0
+        self.shared: dict[int, _Gather] = {}  # parameters that are views of one buffer (all-reduce in place of gather)
+        self.backward_modules: dict[int, None] = {}
+        self.recomputed: dict[int, set[int]] = {}
+        self.kept: dict[tuple[int, int], frozenset[int]] = {}
+        self.pending = False
+        self.before_free: Callable[[int], None] = lambda param: None  # hpZ makes its secondary shard there
+
+    # A micro batch
+
+    def begin(self) -> None:
+        """co, reset_step: a forward begins."""
+        for p, gather in list(self.inflight.items()):
+            self._wait(gather)
+            self._release(p)
+        self.inflight.clear()
+        if self.trace is None:
+            if self.recorded is not None:
+                self.trace = _Trace(self.recorded, self.module_params, self.job.numel)
+            else:
+                self.recorded = []
+        self.queue = self.step = self.live = 0
+        self.fetched_at = [_NEVER] * len(self.fetched_at)
+
+    def fetch(self, module: int, *, forward: bool, recomputing: bool = False) -> None:
+        """co, fetch_sub_module: gathers what the module needs, waits for it, and prefetches."""
+        if self.trace is None and self.recorded is not None:
+            self.recorded.append(module)
+        if not forward:
+            self.backward_modules[module] = None
+        params = self.module_params[module]
+        if params:
+            status = self.status
+            absent = [p for p in params if status[p] == _ABSENT]
+            if absent:
+                self._gather(absent)
+            for p in params:
+                self.active[p].add(module)
+                if recomputing and self.backward_modules and not self.job.trainable[p]:
+                    owner = next(reversed(self.backward_modules))
+                    self.recomputed.setdefault(owner, set()).add(p)
+                    self.active[p].add(owner)
+                gather = self.inflight.pop(p, None)
+                if gather is not None:
+                    self._wait(gather)
+        if self.trace is not None:
+            self._prefetch(params, self.trace)
+        self.step += 1
+
+    def _prefetch(self, params: Sequence[int], trace: _Trace) -> None:
+        uses, fetched_at, step = trace.uses, self.fetched_at, self.step
+        wanted = sum(1 for p in params if fetched_at[p] < step)
+        seen: set[int] = set()
+        while self.queue < len(uses) and len(seen) < wanted:
+            p, at = uses[self.queue]
+            self.queue += 1
+            fetched_at[p] = at
+            seen.add(p)
+        if self.prefetch <= 0:
+            return
+        most = min(self.job.zero.max_live_parameters - self.live, self.prefetch)
+        chosen: list[int] = []
+        elements = 0
+        while self.queue < len(uses) and elements < most:
+            p, at = uses[self.queue]
+            self.queue += 1
+            absent = self.status[p] == _ABSENT and p not in chosen
+            fetched_at[p] = max(fetched_at[p], at)
+            if absent:
+                chosen.append(p)
+                elements += self.job.numel[p]
+        if elements > 0:
+            self._gather(sorted(chosen))
+
+    def release(self, module: int, *, forward: bool) -> None:
+        """co, release_sub_module."""
+        params: Iterable[int] = self.module_params[module]
+        going: set[int] | frozenset[int] = self._leaving(module) if self.trace is not None else frozenset(params)
+        if not forward:
+            extra = self.recomputed.pop(module, None)
+            if extra:
+                going = set(going) | {p for p in extra if p not in self.persistent}
+                params = {*params, *extra}
+            self.backward_modules.pop(module, None)
+        for p in params:
+            self.active[p].discard(module)
+            if p in going:
+                self._release(p)
+
+    def _leaving(self, module: int) -> frozenset[int]:
+        """co, __params_to_release, which DeepSpeed caches by module and step."""
+        key = (module, self.step)
+        found = self.kept.get(key)
+        if found is None:
+            trace, step, distance = self.trace, self.step, self.job.zero.max_reuse_distance
+            assert trace is not None
+            found = self.kept[key] = frozenset(
+                p
+                for p in self.module_params[module]
+                if p not in self.persistent and self.fetched_at[p] <= step and not trace.returns_within(p, step, distance)
+            )
+        return found
+
+    def end_backward(self) -> None:
+        """co, release_backward_leftovers: modules whose inputs needed no gradient."""
+        while self.backward_modules:
+            module, _ = self.backward_modules.popitem()
+            for p in {*self.module_params[module], *self.recomputed.pop(module, ())}:
+                self.active[p].discard(module)
+                if p not in self.persistent:
+                    self._release(p)
+
+    def release_all(self) -> None:
+        """co, release_and_reset_all: before the step, persistent parameters included."""
+        for p in range(len(self.status)):
+            gather = self.inflight.pop(p, None)
+            if gather is not None:
+                self._wait(gather)
+            self.active[p].clear()
+            self._release(p)
+
+    def gather_persistent(self) -> None:
+        """stage3.py, _post_step: on the compute stream, every parameter into a block of its own."""
+        self.settle()
+        job = self.job
+        chosen = sorted(self.persistent)
+        aliased = job.ranks == 1 and len(chosen) > 1
+        for p in chosen:
+            part = shard(job.numel[p], job.ranks)
+            if not aliased or self.on_host[p]:
+                count = job.numel[p] if aliased else part * job.ranks
+                self.blocks[p] = (self.alloc(job.param_bytes * count, Buffer.PARAM_PERSISTENT, note=p), COMPUTE)
+            self.status[p] = _AVAILABLE
+
+    # Blocks
+
+    def _gather(self, params: list[int]) -> None:
+        """pp, all_gather_coalesced: alone straight into place, several through one flat buffer."""
+        self.settle()
+        job, alloc, stream = self.job, self.alloc, self.stream
+        w, ranks, numel = job.param_bytes, job.ranks, job.numel
+        self.live += sum(numel[p] for p in params)
+        flat: int | None = None
+        temps: list[int] = []
+        if ranks == 1:  # no collective: an alias of the shard, or its copy from the host
+            for p in params:
+                if self.on_host[p]:
+                    self.blocks[p] = (alloc(w * numel[p], Buffer.PARAM_FULL, stream=stream, note=p), stream)
+        elif len(params) == 1 or job.zero.allgather_sequential:
+            for p in params:
+                part = shard(numel[p], ranks)
+                self.blocks[p] = (alloc(w * part * ranks, Buffer.PARAM_FULL, stream=stream, note=p), stream)
+                if self.on_host[p]:
+                    temps.append(alloc(w * part, Buffer.STAGE_H2D, stream=stream, note=p))
+        else:
+            parts = sum(shard(numel[p], ranks) for p in params)
+            flat = alloc(w * parts * ranks, Buffer.COMM_ALL_GATHER, stream=stream, note=params[0])
+            copies = [
+                alloc(w * shard(numel[p], ranks), Buffer.STAGE_H2D, stream=stream, note=p) for p in params if self.on_host[p]
+            ]
+            for handle in copies:
+                self.recorder.free(handle)
+        gather = _Gather(params, flat, temps)
+        for p in params:
+            self.status[p] = _IN_FLIGHT
+            self.inflight[p] = gather
+
+    def _wait(self, gather: _Gather) -> None:
+        """pp, AllGatherCoalescedHandle.wait: cuts the flat buffer into parameters; called once a parameter."""
+        free = self.recorder.free
+        if not gather.waited:
+            gather.waited = True
+            for p in gather.params:
+                if gather.flat is not None and self.job.zero.use_all_reduce_for_fetch_params:
+                    self.shared[p] = gather
+                elif gather.flat is not None:
+                    nbytes = self.job.param_bytes * self.job.numel[p]
+                    self.blocks[p] = (self.alloc(nbytes, Buffer.PARAM_FULL, stream=self.stream, note=p), self.stream)
+                self.status[p] = _AVAILABLE
+            for handle in gather.temps:
+                free(handle)
+        if not self.job.zero.use_all_reduce_for_fetch_params:
+            self._unwant(gather)
+
+    def _unwant(self, gather: _Gather) -> None:
+        gather.wanted -= 1
+        if gather.wanted == 0 and gather.flat is not None:
+            self.recorder.free(gather.flat)
+
+    def _release(self, param: int) -> None:
+        """pp, free_param: the block waits until the compute stream is done with it."""
+        if self.status[param] != _AVAILABLE or self.active[param]:
+            return
+        self.before_free(param)
+        self.status[param] = _ABSENT
+        self.live -= self.job.numel[param]
+        if param in self.shared:
+            self._unwant(self.shared.pop(param))
+        block = self.blocks[param]
+        if block is not None:
+            self.blocks[param] = None
+            handle, stream = block
+            if stream != COMPUTE:
+                self.recorder.record_stream(handle, COMPUTE)
+                self.pending = True
+            self.recorder.free(handle)
+
+    def settle(self) -> None:
+        """The compute stream has caught up with the host: it is waited for where stage 3 issues its many small hooks."""
+        if self.pending:
+            self.recorder.synchronize(COMPUTE)
+            self.pending = False

@@ -1,0 +1,106 @@
+"""How DeepSpeed flattens a parameter group and divides it among ranks (stages 1 and 2) and into sub-groups (stage 3)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+#: A flat group is padded so that each rank's part starts on 4 bytes: two 16-bit elements.
+#: Source: runtime/zero/stage_1_and_2.py, nccl_start_alignment_factor.
+START_ALIGNMENT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The part of one parameter that one rank owns. `start` counts from the parameter's first element."""
+
+    rank: int
+    start: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class FlatGroup:
+    """A parameter group as one flat tensor, cut into equal parts.
+
+    Attributes:
+        order: the parameters as they lie in the flat tensor.
+        padding: elements of padding between them, where `parameter_alignment` asks for any.
+        numel: elements of the flat tensor, padding included.
+        partition: elements of one rank's part.
+        slices: by parameter, the parts that ranks own, in order.
+    """
+
+    order: tuple[int, ...]
+    padding: int
+    numel: int
+    partition: int
+    slices: dict[int, tuple[Slice, ...]]
+
+    def owned(self, rank: int) -> list[tuple[int, Slice]]:
+        """The parameters that touch `rank`'s part, in order, with what it owns of them."""
+        return [(p, part) for p in self.order for part in self.slices[p] if part.rank == rank]
+
+
+def flat_group(
+    params: Sequence[int], numel: Sequence[int], ranks: int, *, width: int, round_robin: bool = False, aligned: bool = False
+) -> FlatGroup:
+    """Flattens `params` (indices into `numel`) for `ranks` ranks.
+
+    Source: runtime/zero/stage_1_and_2.py, __init__, _round_robin_reorder, initialize_gradient_partition
+
+    Args:
+        params: the group's parameters in the optimizer's order.
+        numel: elements of every parameter of the model.
+        ranks: data-parallel ranks.
+        width: bytes an element, on which `aligned` depends.
+        round_robin: deal the parameters to the ranks in turn (``round_robin_gradients``).
+        aligned: start every parameter on 16 bytes (``parameter_alignment``).
+    """
+    order = [p for first in range(ranks) for p in params[first::ranks]] if round_robin else list(params)
+    unit = 16 // math.gcd(16, width) if aligned else 1
+    offsets, at, padding = [], 0, 0
+    for p in order:
+        offsets.append(at)
+        at += numel[p]
+        if unit > 1 and p != order[-1]:
+            gap = -at % unit
+            padding += gap
+            at += gap
+    whole = START_ALIGNMENT * ranks
+    total = -(-at // whole) * whole
+    part = total // ranks
+    slices = {}
+    for p, offset in zip(order, offsets, strict=True):
+        end = offset + numel[p]
+        first, last = offset // part, (end - 1) // part
+        slices[p] = tuple(
+            Slice(rank, max(offset, rank * part) - offset, min(end, (rank + 1) * part) - max(offset, rank * part))
+            for rank in range(first, last + 1)
+        )
+    return FlatGroup(tuple(order), padding, total, part, slices)
+
+
+def shard(numel: int, ranks: int) -> int:
+    """Elements of one rank's part of a parameter at stage 3: every parameter is padded by itself."""
+    return -(-numel // ranks)
+
+
+def sub_groups(params: Sequence[int], shards: Sequence[int], size: int) -> list[list[int]]:
+    """The parameters of each sub-group that stage 3 steps at once.
+
+    A sub-group closes with the parameter that reaches `size`, so it may exceed it by one parameter's part.
+    Source: runtime/zero/stage3.py, _create_fp16_sub_groups
+    """
+    if sum(shards[p] for p in params) <= size:
+        return [list(params)] if params else []
+    groups: list[list[int]] = [[]]
+    filled = 0
+    for p in params:
+        if filled >= size:
+            groups.append([])
+            filled = 0
+        groups[-1].append(p)
+        filled += shards[p]
+    return groups

@@ -1,0 +1,152 @@
+"""What a DeepSpeed schedule reads: one rank's job with every width, knob and list of parameters resolved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zeroplan.core.tape import Stream
+from zeroplan.core.workload import DType, OptimizerKind, Workload
+from zeroplan.core.zero_config import Device, ZeroConfig
+from zeroplan.ledger.optimizers import Optimizer, find_optimizer
+
+#: Streams of the simulated device. Blocks are reused only on the stream that allocated them.
+COMPUTE, GATHER, REDUCE = 0, 1, 2
+
+#: engine.py, MEMORY_OPT_ALLREDUCE_SIZE: elements in a bucket of stage 0's gradient all-reduce.
+STAGE0_BUCKET = 500_000_000
+
+#: Bytes of a scalar on the device; the allocator rounds it to 512.
+SCALAR = 4
+
+#: Forwards after which peaks repeat, by stage: stage 3 records its trace in the first, uses it from the second on, and
+#: only the third starts with the optimizer states in place.
+STEPS_UNTIL_STEADY = {0: 2, 1: 2, 2: 2, 3: 3}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One rank's training job under DeepSpeed.
+
+    Counts are elements, widths (`*_bytes`) bytes an element. Lists are in the order of ``module.parameters()``, with tied
+    parameters once.
+
+    Attributes:
+        numel: elements of each parameter.
+        trainable: which parameters receive a gradient.
+        modules: for each module of the tape, the parameters that it owns; tied ones appear in every owner.
+        own_params: the modules that own parameters, in order of construction.
+        zero_init: the model is built under ``deepspeed.zero.Init`` (stage 3), else whole on the GPU.
+        skipped_steps: leading optimizer steps that fp16's falling loss scale discards; data decide, so it is an input.
+        cublas_workspace: bytes of one cuBLAS workspace.
+        device_memory: bytes of the GPU; None for no limit. Flattening goes through the host where it does not fit.
+    """
+
+    zero: ZeroConfig
+    workload: Workload
+    optimizer: Optimizer
+    ranks: int
+    rank: int
+    local_ranks: int
+    numel: tuple[int, ...]
+    trainable: tuple[bool, ...]
+    modules: tuple[tuple[int, ...], ...]
+    param_bytes: int
+    master_bytes: int
+    accum_bytes: int
+    comm_bytes: int
+    state_bytes: int
+    steps: int
+    skipped_steps: int = 0
+    zero_init: bool = True
+    cublas_workspace: int = 0
+    device_memory: int | None = None
+
+    @property
+    def fp16(self) -> bool:
+        """Whether the loss is scaled."""
+        return self.param_bytes == 2 and self.workload.dtype is DType.FP16
+
+    @property
+    def bf16_optimizer(self) -> bool:
+        """Whether DeepSpeed wraps the optimizer in BF16_Optimizer (engine.py, _do_optimizer_sanity_check)."""
+        return (
+            self.zero.stage == 1
+            and self.param_bytes == 2
+            and self.workload.dtype is DType.BF16
+            and self.accum_bytes == 4
+            and self.zero.offload_optimizer.device is not Device.CPU
+        )
+
+    @property
+    def offload_optimizer(self) -> bool:
+        """Whether the optimizer steps on the host; NVMe counts, which stages 1 and 2 treat as the host."""
+        return self.zero.stage > 0 and bool(self.zero.offload_optimizer) and not self.bf16_optimizer
+
+    @property
+    def fused(self) -> bool:
+        """Whether the optimizer is DeepSpeed's FusedAdam, the only one that stage 0 flattens for."""
+        return self.optimizer.name in ("adam", "adamw") and self.workload.optimizer_kind is OptimizerKind.FUSED
+
+    @property
+    def trained(self) -> list[int]:
+        """Indices of the parameters that the optimizer owns (runtime/utils.py, is_optimized_parameter)."""
+        return [i for i, on in enumerate(self.trainable) if on and self.numel[i]]
+
+    @property
+    def checks_overflow(self) -> bool:
+        """Whether gradients are searched for infinities before the step."""
+        return self.fp16 or (self.param_bytes == 2 and self.zero.check_grad_overflow)
+
+
+def resolve(
+    stream: Stream,
+    workload: Workload,
+    zero: ZeroConfig,
+    *,
+    ranks: int,
+    rank: int = 0,
+    local_ranks: int | None = None,
+    cublas_workspace: int = 0,
+    device_memory: int | None = None,
+    steps: int | None = None,
+    skipped_steps: int = 0,
+    zero_init: bool = True,
+) -> Job:
+    """The job of `rank` among `ranks`. `steps` None means until peaks repeat.
+
+    Widths follow engine.py: gradients accumulate in the model's dtype unless `grad_accum_dtype` says otherwise, and travel
+    in it unless `communication_data_type` does.
+    """
+    width = workload.param_bytes
+    masters_16 = width == 2 and (zero.bf16_master_weights_and_grads or zero.fp16_master_weights_and_grads)
+    master = width if masters_16 else 4
+    states_follow = zero.bf16_optimizer_states or not zero.fp32_optimizer_states or not zero.offload_optimizer
+    owners: list[tuple[int, ...]] = [module.params for module in stream.modules]
+    return Job(
+        zero=zero,
+        workload=workload,
+        optimizer=find_optimizer(workload.optimizer),
+        ranks=ranks,
+        rank=rank,
+        local_ranks=local_ranks or ranks,
+        numel=tuple(_count(p.shape) for p in stream.params),
+        trainable=tuple(p.trainable for p in stream.params),
+        modules=tuple(owners),
+        param_bytes=width,
+        master_bytes=master,
+        accum_bytes=width if zero.grad_accum_dtype is None else zero.grad_accum_dtype.bytes,
+        comm_bytes=width if zero.communication_data_type is None else zero.communication_data_type.bytes,
+        state_bytes=master if states_follow else 4,
+        steps=(STEPS_UNTIL_STEADY[zero.stage] if steps is None else steps) + (skipped_steps if steps is None else 0),
+        skipped_steps=skipped_steps,
+        zero_init=zero_init,
+        cublas_workspace=cublas_workspace,
+        device_memory=device_memory,
+    )
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

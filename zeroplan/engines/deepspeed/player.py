@@ -1,0 +1,166 @@
+"""Plays a model's tape for as many micro batches and steps as a job takes, with a stage's schedule laid over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from zeroplan.core.buffers import Buffer
+from zeroplan.core.tape import Kind, Mark, Op, Stream
+from zeroplan.engines.deepspeed.job import Job
+from zeroplan.simulate.stream import Recorder
+
+#: By Kind, the name of a tape's allocation.
+BUFFER_OF_KIND = {
+    Kind.SAVED: Buffer.ACTIVATION,
+    Kind.TEMP: Buffer.ACTIVATION_TEMP,
+    Kind.GRAD: Buffer.GRAD_FULL,
+    Kind.LOGITS: Buffer.LOGITS,
+    Kind.LOSS: Buffer.ACTIVATION_TEMP,
+    Kind.CHECKPOINT: Buffer.ACTIVATION_CHECKPOINT,
+    Kind.CAST: Buffer.ACTIVATION,
+    Kind.WORKSPACE: Buffer.WORKSPACE,
+    Kind.INPUT: Buffer.INPUT,
+    Kind.ACT_GRAD: Buffer.ACTIVATION_TEMP,
+}
+
+#: Micro batches of an accumulation window that differ from each other: the first, a later one, and the last.
+DISTINCT_MICRO_BATCHES = 3
+
+_WORKSPACE = 99  # beside tape.Op: the first matrix product of a thread
+
+Event = tuple[int, int, int, Buffer, int]
+
+
+class StageSchedule(Protocol):
+    """What a stage does at each point of a run. `follows_modules` False leaves out the four module hooks."""
+
+    follows_modules: bool
+
+    def build(self) -> None:
+        """The model is made."""
+
+    def initialize(self) -> None:
+        """``deepspeed.initialize``."""
+
+    def forward_begin(self) -> None:
+        """A micro batch's forward begins."""
+
+    def enter(self, module: int) -> None:
+        """A module's forward begins."""
+
+    def exit(self, module: int) -> None:
+        """A module's forward has returned."""
+
+    def backward_begin(self, boundary: bool) -> None:
+        """A micro batch's backward begins; `boundary` says that a step follows it."""
+
+    def backward_enter(self, module: int) -> None:
+        """The gradient of a module's output has arrived."""
+
+    def backward_exit(self, module: int) -> None:
+        """The gradients of a module's inputs have been made."""
+
+    def grad(self, param: int, handle: int) -> None:
+        """A parameter's gradient is complete; the schedule owns its block from here on."""
+
+    def backward_end(self, boundary: bool) -> None:
+        """The backward has returned and the engine closes the micro batch."""
+
+    def step(self, applied: bool) -> None:
+        """``engine.step()``; `applied` False when the loss scaler discards it."""
+
+
+def play(job: Job, stream: Stream, recorder: Recorder, schedule: StageSchedule) -> None:
+    """Records a whole run: build, initialisation, and `job.steps` steps, with the marks that measured rows have.
+
+    Marks are ``model``, ``init``, then ``fwd``, ``bwd`` (without accumulation only) and ``step0``, ``step1``, …
+    """
+    schedule.build()
+    recorder.mark("model")
+    schedule.initialize()
+    recorder.mark("init")
+    forward, backward = split(stream, modules=schedule.follows_modules)
+    player = _Player(stream, recorder, schedule, job.cublas_workspace)
+    window = job.workload.grad_accum
+    played = min(window, DISTINCT_MICRO_BATCHES)
+    for step in range(job.steps):
+        for micro in range(played):
+            boundary = micro == played - 1
+            schedule.forward_begin()
+            player.run(forward)
+            if window == 1:
+                recorder.mark("fwd")
+            schedule.backward_begin(boundary)
+            player.run(backward)
+            schedule.backward_end(boundary)
+            if window == 1:
+                recorder.mark("bwd")
+        schedule.step(step >= job.skipped_steps)
+        recorder.mark(f"step{step}")
+
+
+def split(stream: Stream, *, modules: bool) -> tuple[list[Event], list[Event]]:
+    """The tape's forward and backward as lists of events, module events only if `modules`.
+
+    A workspace event stands before the first module of each half that multiplies matrices: cuBLAS takes a workspace for
+    each thread that calls it, and autograd runs the backward in its own.
+    """
+    products = [_multiplies(m.type) for m in stream.modules]
+    halves: tuple[list[Event], list[Event]] = ([], [])
+    half, wanted = 0, [True, True]
+    buffers = [BUFFER_OF_KIND[Kind(kind)] for kind in range(len(Kind))]
+    hooks = (Op.ENTER, Op.EXIT, Op.BWD_ENTER, Op.BWD_EXIT)
+    for op, arg, aux, kind, module in zip(stream.op, stream.arg, stream.aux, stream.kind, stream.module, strict=True):
+        if op == Op.MARK:
+            if arg == Mark.BACKWARD_BEGIN:
+                half = 1
+            continue
+        if op in hooks:
+            if wanted[half] and op in (Op.ENTER, Op.BWD_ENTER) and products[arg]:
+                halves[half].append((_WORKSPACE, half, 0, Buffer.WORKSPACE, arg))
+                wanted[half] = False
+            if not modules:
+                continue
+        halves[half].append((op, arg, aux, buffers[kind], module))
+    for half in (0, 1):
+        if wanted[half]:
+            halves[half].insert(0, (_WORKSPACE, half, 0, Buffer.WORKSPACE, -1))
+    return halves
+
+
+def _multiplies(module_type: str) -> bool:
+    return any(word in module_type for word in ("Linear", "Conv1D", "Rotary"))
+
+
+class _Player:
+    def __init__(self, stream: Stream, recorder: Recorder, schedule: StageSchedule, workspace: int) -> None:
+        self.recorder = recorder
+        self.workspace = workspace
+        self.has_workspace = [workspace == 0, workspace == 0]
+        self.grad = schedule.grad
+        self.hooks: dict[int, Callable[[int], None]] = {
+            Op.ENTER: schedule.enter,
+            Op.EXIT: schedule.exit,
+            Op.BWD_ENTER: schedule.backward_enter,
+            Op.BWD_EXIT: schedule.backward_exit,
+        }
+        storages = [arg for op, arg in zip(stream.op, stream.arg, strict=True) if op == Op.ALLOC]
+        self.live = [-1] * (max(storages, default=-1) + 1)
+
+    def run(self, events: list[Event]) -> None:
+        alloc, free, live, hooks = self.recorder.alloc, self.recorder.free, self.live, self.hooks
+        op_alloc, op_free, op_grad = int(Op.ALLOC), int(Op.FREE), int(Op.GRAD)
+        for op, arg, aux, buffer, module in events:
+            if op == op_alloc:
+                live[arg] = alloc(aux, buffer, note=module)
+            elif op == op_free:
+                free(live[arg])
+            elif op == op_grad:
+                self.grad(arg, live[aux])
+            elif op == _WORKSPACE:
+                if not self.has_workspace[arg]:
+                    self.has_workspace[arg] = True
+                    alloc(self.workspace, buffer, note=module)
+            else:
+                hooks[op](arg)

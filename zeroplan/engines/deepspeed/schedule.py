@@ -1,0 +1,88 @@
+"""DeepSpeed's allocations over a whole run: from a tape and a job to what the caching allocator makes of them."""
+
+from __future__ import annotations
+
+from zeroplan.core.tape import Stream
+from zeroplan.core.workload import Workload
+from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.engines.deepspeed.job import Job, resolve
+from zeroplan.engines.deepspeed.player import StageSchedule, play
+from zeroplan.engines.deepspeed.stage0 import Stage1Bf16, stage0_schedule
+from zeroplan.engines.deepspeed.stage3 import Stage3
+from zeroplan.engines.deepspeed.stage12 import Stage12
+from zeroplan.simulate.allocator_config import AllocatorConfig
+from zeroplan.simulate.allocator_config import AllocatorConfig
+from zeroplan.simulate.stream import Recorder, simulate
+from zeroplan.simulate.timeline import Timeline
+
+
+def stage_schedule(job: Job, stream: Stream, recorder: Recorder) -> StageSchedule:
+    """The schedule of the wrapper that DeepSpeed chooses for the job."""
+    if job.zero.stage == 3:
+        return Stage3(job, recorder, stream.modules)
+    if job.bf16_optimizer:
+        return Stage1Bf16(job, recorder)
+    if job.zero.stage in (1, 2):
+        return Stage12(job, recorder)
+    return stage0_schedule(job, recorder)
+
+
+def record_deepspeed(job: Job, stream: Stream) -> Recorder:
+    """Every allocation and free of one rank's run, in order. See :func:`zeroplan.engines.deepspeed.player.play`."""
+    recorder = Recorder()
+    play(job, stream, recorder, stage_schedule(job, stream, recorder))
+    return recorder
+
+
+def distinct_ranks(ranks: int) -> tuple[int, ...]:
+    """The ranks whose layouts differ: all are padded alike, only what falls to the last may be less."""
+    return (0,) if ranks == 1 else (0, ranks - 1)
+
+
+def simulate_deepspeed(
+    stream: Stream,
+    workload: Workload,
+    zero: ZeroConfig,
+    *,
+    ranks: int,
+    rank: int = 0,
+    local_ranks: int | None = None,
+    cublas_workspace: int = 0,
+    device_memory: int | None = None,
+    steps: int | None = None,
+    skipped_steps: int = 0,
+    zero_init: bool = True,
+    config: AllocatorConfig | None = None,
+    limit: int | None = None,
+) -> Timeline:
+    """One rank's memory over building the model, initialisation and as many steps as it takes until peaks repeat.
+
+    Args:
+        stream: the tape of one micro batch, expanded for the workload's numbers.
+        workload: what is computed.
+        zero: how it is sharded and moved.
+        ranks: data-parallel ranks.
+        rank: whose memory; see :func:`distinct_ranks`.
+        local_ranks: ranks on this node (all, if None).
+        cublas_workspace: bytes of one cuBLAS workspace on this GPU.
+        device_memory: bytes of the GPU, which decides whether parameters are flattened there; None for enough.
+        steps: optimizer steps to play; None for as many as differ.
+        skipped_steps: leading steps that fp16's loss scale discards.
+        zero_init: stage 3 builds the model under ``deepspeed.zero.Init``.
+        config: settings of the caching allocator; torch's defaults if None.
+        limit: bytes that the device can give the allocator; None never runs out.
+    """
+    job = resolve(
+        stream,
+        workload,
+        zero,
+        ranks=ranks,
+        rank=rank,
+        local_ranks=local_ranks,
+        cublas_workspace=cublas_workspace,
+        device_memory=device_memory,
+        steps=steps,
+        skipped_steps=skipped_steps,
+        zero_init=zero_init,
+    )
+    return simulate(record_deepspeed(job, stream), config, limit, device_memory=device_memory)

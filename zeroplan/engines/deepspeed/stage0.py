@@ -1,0 +1,190 @@
+"""Stage 0: plain data parallelism, with the three ways in which DeepSpeed wraps the optimizer.
+
+Gradients stay with their parameters through the window; at its end they are flattened bucket by bucket, all-reduced and
+copied back. Source: runtime/engine.py, buffered_allreduce_fallback
+"""
+
+from __future__ import annotations
+
+from zeroplan.core.buffers import Buffer
+from zeroplan.core.workload import DType
+from zeroplan.engines.deepspeed.base import Schedule
+from zeroplan.engines.deepspeed.job import SCALAR, STAGE0_BUCKET, Job
+from zeroplan.simulate.stream import Recorder
+
+
+class Stage0(Schedule):
+    """fp32: the optimizer steps the model's own parameters."""
+
+    def __init__(self, job: Job, recorder: Recorder) -> None:
+        super().__init__(job, recorder)
+        self.grads: dict[int, int] = {}
+        self.trained = job.trained
+
+    def initialize(self) -> None:
+        """Nothing but the optimizer's flag."""
+        self.alloc(SCALAR, Buffer.OPTIM_TEMP)
+
+    def grad(self, param: int, handle: int) -> None:
+        """Keeps the gradient, or adds it to the one that is there."""
+        if param in self.grads:
+            self.free(handle)
+        else:
+            self.grads[param] = handle
+
+    def backward_end(self, boundary: bool) -> None:
+        """engine.py, allreduce_gradients: also with one rank."""
+        if boundary:
+            self.all_reduce([self.job.numel[p] for p in self.trained], self.job.param_bytes)
+
+    def all_reduce(self, counts: list[int], width: int) -> None:
+        """engine.py, allreduce_no_retain: a bucket closes with the tensor that takes it beyond 500 M elements."""
+        bucket = filled = 0
+        for at, count in enumerate(counts):
+            bucket += 1
+            filled += count
+            if filled > STAGE0_BUCKET or at == len(counts) - 1:
+                flat = self.alloc(width * filled, Buffer.COMM_ALL_REDUCE) if bucket > 1 else None
+                if self.job.comm_bytes != width:
+                    self.temporary(self.job.comm_bytes * filled, Buffer.COMM_ALL_REDUCE)
+                if flat is not None:
+                    self.free(flat)
+                bucket = filled = 0
+
+    def step(self, applied: bool) -> None:
+        """engine.py, _take_model_step: clipping, the optimizer, then gradients go."""
+        counts = [self.job.numel[p] for p in self.trained]
+        if self.job.zero.gradient_clipping > 0:
+            self.norms(counts, 0)
+        self.optimizer_step(counts, first=not self.has_states)
+        self.has_states = True
+        self.drop_grads()
+
+    def drop_grads(self) -> None:
+        """``param.grad = None`` for all."""
+        for handle in self.grads.values():
+            self.free(handle)
+        self.grads.clear()
+
+
+class Stage0Flat(Stage0):
+    """16-bit with FusedAdam: FP16_Optimizer, which keeps one flat fp32 master. Source: runtime/fp16/fused_optimizer.py."""
+
+    def initialize(self) -> None:
+        """Clones and flattens the parameters, makes the master, and takes a step on zero gradients for the states."""
+        job = self.job
+        w = job.param_bytes
+        total = sum(job.numel[p] for p in self.trained)
+        self.alloc(SCALAR, Buffer.OPTIM_TEMP)
+        clones = [self.alloc(w * job.numel[p], Buffer.INIT_TEMP) for p in self.trained]
+        if len(clones) > 1:
+            self.alloc(w * total, Buffer.PARAM_FULL)
+            for handle in clones:
+                self.free(handle)
+        for p in self.trained:
+            self.free(self.params.pop(p))
+        clone = self.alloc(w * total, Buffer.INIT_TEMP)
+        self.alloc(4 * total, Buffer.PARAM_MASTER)
+        self.free(clone)
+        grads = self.alloc(4 * total, Buffer.INIT_TEMP)
+        self.optimizer_step([total], first=True)
+        self.has_states = True
+        self.free(grads)
+
+    def step(self, applied: bool) -> None:
+        """fp32 gradients one by one, then flat; the 16-bit ones go when both exist."""
+        job = self.job
+        if applied:
+            casts = [self.alloc(4 * job.numel[p], Buffer.GRAD_MASTER) for p in self.trained]
+            flat = casts[0]
+            if len(casts) > 1:
+                flat = self.alloc(4 * sum(job.numel[p] for p in self.trained), Buffer.GRAD_MASTER)
+                for handle in casts:
+                    self.free(handle)
+            self.drop_grads()
+            self.temporary(SCALAR, Buffer.OPTIM_NORM)
+            self.optimizer_step([sum(job.numel[p] for p in self.trained)], first=False)
+            self.free(flat)
+        self.drop_grads()
+
+
+class Stage0Unfused(Stage0):
+    """16-bit with any other optimizer: FP16_UnfusedOptimizer, a master a parameter. Source: fp16/unfused_optimizer.py."""
+
+    def initialize(self) -> None:
+        """A master a parameter, then a step on zero gradients, 16-bit and fp32, for the states."""
+        job = self.job
+        w = job.param_bytes
+        for p in self.trained:
+            clone = self.alloc(w * job.numel[p], Buffer.INIT_TEMP)
+            self.alloc(4 * job.numel[p], Buffer.PARAM_MASTER)
+            self.free(clone)
+        zeros = [self.alloc(width * job.numel[p], Buffer.INIT_TEMP) for width in (w, 4) for p in self.trained]
+        self.optimizer_step([job.numel[p] for p in self.trained], first=True)
+        self.has_states = True
+        for handle in zeros:
+            self.free(handle)
+
+    def step(self, applied: bool) -> None:
+        """fp32 gradients beside the 16-bit ones until the engine clears those."""
+        job = self.job
+        if applied:
+            counts = [job.numel[p] for p in self.trained]
+            for count in counts:  # utils.py, get_weight_norm: through an fp32 copy
+                self.temporary(4 * count, Buffer.OPTIM_NORM)
+            casts = [self.alloc(4 * count, Buffer.GRAD_MASTER) for count in counts]
+            self.optimizer_step(counts, first=False)
+            for handle in casts:
+                self.free(handle)
+        self.drop_grads()
+
+
+class Stage1Bf16(Stage0):
+    """Stage 1, bf16 with fp32 accumulation: BF16_Optimizer, whose fp32 gradients are never sharded.
+
+    Source: runtime/bf16_optimizer.py
+    """
+
+    def initialize(self) -> None:
+        """Flattens, clones the master's part, and makes the fp32 gradients that live for the whole run."""
+        job = self.job
+        total = sum(job.numel[p] for p in self.trained)
+        whole = 2 * job.ranks
+        aligned = -(-total // whole) * whole
+        self.part, self.aligned = aligned // job.ranks, aligned
+        self.alloc(SCALAR, Buffer.OPTIM_TEMP)
+        self.alloc(job.param_bytes * aligned, Buffer.PARAM_FULL)
+        for p in self.trained:
+            self.free(self.params.pop(p))
+        clone = self.alloc(job.param_bytes * self.part, Buffer.INIT_TEMP)
+        self.alloc(4 * self.part, Buffer.PARAM_MASTER)
+        self.free(clone)
+        self.alloc(job.accum_bytes * aligned, Buffer.GRAD_ACCUM)
+
+    def grad(self, param: int, handle: int) -> None:
+        """bf16 gradients are zeroed, not freed, between micro batches, so autograd adds to them."""
+        super().grad(param, handle)
+        if self.job.zero.immediate_grad_update:
+            self.temporary(self.job.accum_bytes * self.job.numel[param], Buffer.GRAD_ACCUM)
+
+    def backward_end(self, boundary: bool) -> None:
+        """Adds the bf16 gradients to the fp32 ones, each through an fp32 copy; then the flat ones are reduced."""
+        if not self.job.zero.immediate_grad_update:
+            for p in self.trained:
+                self.temporary(self.job.accum_bytes * self.job.numel[p], Buffer.GRAD_ACCUM)
+        if boundary:
+            self.all_reduce([self.aligned], self.job.accum_bytes)
+
+    def step(self, applied: bool) -> None:
+        """Steps this rank's part; parameters are gathered in place and bf16 gradients go."""
+        self.norms([self.job.numel[p] for p in self.trained], 0)
+        self.optimizer_step([self.part], first=not self.has_states)
+        self.has_states = True
+        self.drop_grads()
+
+
+def stage0_schedule(job: Job, recorder: Recorder) -> Stage0:
+    """The schedule that DeepSpeed's choice of wrapper gives (engine.py, _do_optimizer_sanity_check)."""
+    if job.param_bytes == 4 or job.workload.dtype is DType.FP32:
+        return Stage0(job, recorder)
+    return Stage0Flat(job, recorder) if job.fused else Stage0Unfused(job, recorder)

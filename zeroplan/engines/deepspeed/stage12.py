@@ -1,0 +1,328 @@
+"""Stages 1 and 2 (DeepSpeedZeroOptimizer): flat groups, a partition of fp32 masters, buckets of gradients.
+
+Paths of sources are those of DeepSpeed 0.19.8; ``s12`` is runtime/zero/stage_1_and_2.py.
+
+Note [Gradients of stages 1 and 2]
+    Stage 2 copies each gradient into a bucket as soon as it is made; a full bucket is reduced, and what this rank owns is
+    copied on into one buffer for the whole backward. Stage 1 leaves gradients with their parameters until the boundary and
+    then sends them through the same buckets in the order of the parameters. A parameter larger than the bucket is reduced
+    where it lies. While a parameter's gradient is a view of a buffer it owns no block: ``own`` lacks it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from zeroplan.core.buffers import Buffer
+from zeroplan.engines.deepspeed.base import Schedule
+from zeroplan.engines.deepspeed.groups import Slice, flat_group
+from zeroplan.engines.deepspeed.job import REDUCE, SCALAR, Job
+from zeroplan.simulate.stream import Recorder
+
+
+class Stage12(Schedule):
+    """The schedule of stages 1 and 2, with or without the optimizer on the host."""
+
+    def __init__(self, job: Job, recorder: Recorder) -> None:
+        super().__init__(job, recorder)
+        zero = job.zero
+        self.partitions_grads = zero.stage == 2
+        self.offload = job.offload_optimizer
+        self.contiguous = zero.contiguous_gradients or self.offload
+        self.overlap = zero.overlaps_comm
+        self.stream = REDUCE if self.overlap else 0
+        self.bucket_size = zero.reduce_bucket_size
+        # s12, use_grad_accum_attribute: a separate accumulator a parameter, at stage 1 only
+        self.accumulates_apart = job.accum_bytes != job.param_bytes and not self.partitions_grads
+        # s12, _use_compact_grad_partition_buffer: fp32 partitions filled slice by slice
+        self.compact = job.accum_bytes == 4 and job.param_bytes == 2
+        self.group = flat_group(
+            job.trained,
+            job.numel,
+            job.ranks,
+            width=job.param_bytes,
+            round_robin=zero.round_robin_gradients,
+            aligned=zero.parameter_alignment,
+        )
+        self.owned = dict(self.group.owned(job.rank))
+        self.owned_numel = sum(job.numel[p] for p in self.owned)
+
+        self.own: dict[int, int] = {}  # gradients that own a block
+        self.buckets: list[int] = []
+        self.ready = False
+        self.filled = 0
+        self.in_bucket: list[int] = []
+        self.partition_grads: list[int] = []  # this backward's owned gradients, whole parameters
+        self.accumulated: list[int] = []  # those of earlier micro batches of the window
+        self.compact_partition: int | None = None
+        self.micro = 0
+        self.boundary = True
+
+    # Initialisation
+
+    def initialize(self) -> None:
+        """Flattens the group, clones the masters and, for a moment, makes a zero gradient for them."""
+        job, group = self.job, self.group
+        w, m = job.param_bytes, job.master_bytes
+        if not self.offload:
+            self.alloc(SCALAR, Buffer.OPTIM_TEMP)  # FusedAdam's overflow flag
+        self.recorder.empty_cache()  # before it asks how much memory is left
+        flat_bytes = w * group.numel
+        if job.device_memory is not None and job.device_memory - w * sum(job.numel) < flat_bytes:
+            self._free_params()
+            self.recorder.empty_cache()
+            self.alloc(flat_bytes, Buffer.PARAM_FULL)
+        else:
+            pad = group.numel - sum(job.numel[p] for p in group.order)
+            gap = self.alloc(w * pad, Buffer.INIT_TEMP)
+            self.alloc(flat_bytes, Buffer.PARAM_FULL)
+            self.free(gap)
+            self._free_params()
+        clone = self.alloc(w * group.partition, Buffer.INIT_TEMP if self.offload or w != m else Buffer.PARAM_MASTER)
+        if self.offload:
+            self.free(clone)
+            self.alloc(w * max(job.numel[p] for p in group.order), Buffer.STAGE_D2H)  # temp_grad_buffer_for_gpu_offload
+        else:
+            if w != m:
+                self.alloc(m * group.partition, Buffer.PARAM_MASTER)
+                self.free(clone)
+            self.temporary(m * group.partition, Buffer.INIT_TEMP)
+            if job.optimizer.name == "adagrad":  # the one torch optimizer that makes its state when constructed
+                self.optimizer_step([group.partition], first=True)
+                self.has_states = True
+
+    def _free_params(self) -> None:
+        for p in self.group.order:
+            self.free(self.params.pop(p))
+
+    # Backward
+
+    def backward_begin(self, boundary: bool) -> None:
+        """Notes whether a step follows."""
+        self.boundary = boundary
+
+    def grad(self, param: int, handle: int) -> None:
+        """s12, process_gradients: the hook that runs when a gradient has been accumulated."""
+        self._open_buckets()
+        if self.accumulates_apart:
+            if param in self.own:
+                self.temporary(self.job.accum_bytes * self.job.numel[param], Buffer.GRAD_ACCUM)
+            else:
+                self.own[param] = self.alloc(self.job.accum_bytes * self.job.numel[param], Buffer.GRAD_ACCUM)
+            self.free(handle)
+        elif param in self.own:
+            self.free(handle)  # autograd adds it to the gradient that is there
+        else:
+            self.own[param] = handle
+        if self.partitions_grads or (self.overlap and self.boundary):
+            self._reduce(param)
+
+    def backward_end(self, boundary: bool) -> None:
+        """engine.py, allreduce_gradients; s12, independent_gradient_partition_epilogue."""
+        if not self.partitions_grads:
+            if not boundary:
+                return
+            if not self.overlap:
+                for p in self.group.order:
+                    if p in self.own:
+                        self._reduce(p)
+        self._flush()
+        if self.overlap:
+            self.recorder.synchronize(self.stream)
+        if not self.contiguous:
+            self.partition_grads = [self.own.pop(p) for p in self.owned if p in self.own]
+        if not self.accumulated and not self.compact:
+            self.accumulated = self.partition_grads
+        else:
+            self._free_all(self.partition_grads)
+        self.partition_grads = []
+        self._close_buckets()
+
+    def _open_buckets(self) -> None:
+        if self.ready:
+            return
+        self.ready = True
+        self.micro += 1
+        if self.contiguous:
+            width = self.job.accum_bytes if self.accumulates_apart else self.job.param_bytes
+            count = 2 if self.overlap else 1
+            self.buckets = [self.alloc(width * self.bucket_size, Buffer.COMM_BUCKET) for _ in range(count)]
+
+    def _close_buckets(self) -> None:
+        self.ready = False
+        self._free_all(self.buckets)
+        self.buckets = []
+        self._free_all(self.own.values())
+        self.own.clear()
+
+    def _free_all(self, handles: Iterable[int]) -> None:
+        for handle in handles:
+            self.free(handle)
+
+    def _reduce(self, param: int) -> None:
+        """s12, reduce_independent_p_g_buckets_and_remove_grads."""
+        count = self.job.numel[param]
+        if self.filled + count > self.bucket_size:
+            self._flush()
+        if self.contiguous:
+            if count > self.bucket_size:
+                if self.offload:  # a copy that no other stream can overwrite
+                    copy = self.alloc(self.job.param_bytes * count, Buffer.GRAD_FULL)
+                    self.free(self.own[param])
+                    self.own[param] = copy
+            else:
+                self.free(self.own.pop(param))
+        self.filled += count
+        self.in_bucket.append(param)
+
+    def _flush(self) -> None:
+        """s12, reduce_ipg_grads: averages the bucket, then keeps or drops each gradient in it."""
+        bucket, self.in_bucket = self.in_bucket, []
+        elements, self.filled = self.filled, 0
+        if not bucket:
+            return
+        if self.contiguous:
+            self._average(bucket, elements)
+        else:
+            self._average_scattered(bucket, elements)
+        for p in bucket:
+            if p in self.owned:
+                if self.contiguous:
+                    self._keep(p)
+            elif self.partitions_grads and p in self.own:
+                self.free(self.own.pop(p))
+
+    def _average(self, bucket: list[int], elements: int) -> None:
+        """s12, average_tensor: the bucket's slices by owner, flattened anew unless one owner has all."""
+        zero = self.job.zero
+        if not zero.reduce_scatter:
+            if self.job.comm_bytes != self.job.param_bytes:
+                self.temporary(self.job.comm_bytes * elements, Buffer.COMM_ALL_REDUCE, self.stream)
+            if self.compact:
+                for p in bucket:
+                    if p in self.owned:
+                        self._add_to_compact(self.owned[p])
+            return
+        runs: dict[int, list[tuple[int, Slice | None]]] = {}
+        last = -1
+        for p in bucket:
+            for part in self.group.slices[p]:
+                mine = self.compact and part.rank == self.job.rank
+                queue = runs.setdefault(-1 if zero.use_multi_rank_bucket_allreduce else part.rank, [])
+                if part.rank == last and not mine and queue and queue[-1][1] is None:
+                    queue[-1] = (queue[-1][0] + part.count, None)
+                else:
+                    queue.append((part.count, part if mine else None))
+                last = part.rank
+                if mine:
+                    self._open_compact()
+        for queue in runs.values():
+            batch: list[tuple[int, Slice | None]] = []
+            total = 0
+            for item in queue:
+                batch.append(item)
+                total += item[0]
+                if total > self.bucket_size:
+                    self._all_reduce(batch, total)
+                    batch, total = [], 0
+            if batch:
+                self._all_reduce(batch, total)
+
+    def _all_reduce(self, batch: list[tuple[int, Slice | None]], elements: int) -> None:
+        """s12, allreduce_bucket and what copies the result back."""
+        w, c = self.job.param_bytes, self.job.comm_bytes
+        width = self.job.accum_bytes if self.accumulates_apart else w
+        flat = self.alloc(width * elements, Buffer.COMM_ALL_REDUCE, stream=self.stream) if len(batch) > 1 else None
+        if c != width:
+            cast = self.alloc(c * elements, Buffer.COMM_ALL_REDUCE, stream=self.stream)
+            if flat is not None:
+                self.free(flat)
+            flat = cast
+        for _, part in batch:
+            if part is not None:
+                self._add_to_compact(part)
+        if flat is not None:
+            self.free(flat)
+
+    def _average_scattered(self, bucket: list[int], elements: int) -> None:
+        """s12, buffered_reduce_fallback: without contiguous buffers every reduction flattens the gradients."""
+        self._all_reduce([(self.job.numel[p], None) for p in bucket], elements)
+        if self.compact:
+            for p in bucket:
+                if p in self.owned:
+                    self._open_compact()
+                    self._add_to_compact(self.owned[p])
+
+    def _open_compact(self) -> None:
+        if self.compact_partition is None:
+            self.compact_partition = self.alloc(4 * self.group.partition, Buffer.GRAD_SHARD, stream=self.stream)
+
+    def _add_to_compact(self, part: Slice) -> None:
+        self._open_compact()
+        if self.job.comm_bytes != 4:
+            self.temporary(4 * part.count, Buffer.GRAD_SHARD, self.stream)
+
+    def _keep(self, param: int) -> None:
+        """s12, copy_grads_in_partition: an owned gradient moves on to the partition's buffer, or to the host."""
+        job = self.job
+        part = self.owned[param]
+        if self.offload:
+            if self.boundary:
+                self.norms([part.count], 8)
+                if job.param_bytes != job.master_bytes:
+                    self.temporary(job.master_bytes * part.count, Buffer.STAGE_D2H, self.stream)
+                if param in self.own:
+                    self.free(self.own.pop(param))
+            return
+        if self.compact:
+            if self.accumulates_apart and param in self.own:
+                self.free(self.own.pop(param))
+            return
+        if not self.partition_grads:
+            self.partition_grads = [self.alloc(job.param_bytes * self.owned_numel, Buffer.GRAD_SHARD, stream=self.stream)]
+        if param in self.own:
+            self.free(self.own.pop(param))
+
+    # Step
+
+    def step(self, applied: bool) -> None:
+        """s12, step: norm, fp32 gradients, optimizer, gathering (in place)."""
+        job, group = self.job, self.group
+        self.micro = 0
+        if self.offload:
+            return
+        m = job.master_bytes
+        counts = [part.count for part in self.owned.values()] or [group.partition]
+        pad = group.partition - sum(part.count for part in self.owned.values())
+        padding = self.alloc(job.accum_bytes * pad, Buffer.GRAD_SHARD)
+        if applied and job.zero.compute_grad_norm:
+            self.norms(counts, 8)
+        if applied:
+            pieces = len(self.owned) + (1 if pad else 0)
+            if self.compact:
+                self._open_compact()
+                single, self.compact_partition = self.compact_partition, None
+            else:
+                width = job.accum_bytes
+                flat = self.alloc(width * group.partition, Buffer.GRAD_SHARD) if pieces > 1 else None
+                if width != m or flat is None:
+                    single = self.alloc(m * group.partition, Buffer.GRAD_MASTER)
+                    if flat is not None:
+                        self.free(flat)
+                else:
+                    single = flat
+            self._drop_grads()
+            self.free(padding)
+            self.optimizer_step([group.partition], first=not self.has_states)
+            self.has_states = True
+            self.free(single)
+        else:
+            self._drop_grads()
+            self.free(padding)
+
+    def _drop_grads(self) -> None:
+        self._free_all(self.accumulated)
+        self.accumulated = []
+        if self.compact_partition is not None:
+            self.free(self.compact_partition)
+            self.compact_partition = None

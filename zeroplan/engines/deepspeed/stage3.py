@@ -1,0 +1,356 @@
+"""Stage 3 (DeepSpeedZeroOptimizer_Stage3): sharded parameters, gathered for each module and released after it.
+
+Paths of sources are those of DeepSpeed 0.19.8: ``s3`` is runtime/zero/stage3.py, ``pp`` zero/partition_parameters.py.
+"""
+
+from __future__ import annotations
+
+from zeroplan.core.buffers import Buffer
+from zeroplan.core.tape import TapeModule
+from zeroplan.core.zero_config import Device
+from zeroplan.engines.deepspeed.base import Schedule
+from zeroplan.engines.deepspeed.coordinator import Coordinator
+from zeroplan.engines.deepspeed.groups import shard, sub_groups
+from zeroplan.engines.deepspeed.job import COMPUTE, REDUCE, SCALAR, Job
+from zeroplan.engines.deepspeed.leaf_modules import leaf_modules, subtree_params
+from zeroplan.simulate.stream import Recorder
+
+#: s3, _constant_buffered_norm2: elements whose norm is taken at once.
+NORM_CHUNK = 250_000_000
+
+
+class Stage3(Schedule):
+    """The schedule of stage 3, with any of its offloads."""
+
+    follows_modules = True
+
+    def __init__(self, job: Job, recorder: Recorder, modules: tuple[TapeModule, ...]) -> None:
+        super().__init__(job, recorder)
+        zero = job.zero
+        self.offload = job.offload_optimizer
+        self.offload_param = zero.offloads_param
+        self.swaps_optimizer = zero.offload_optimizer.device is Device.NVME
+        self.stream = REDUCE if zero.overlaps_comm else COMPUTE
+        self.shards = [shard(count, job.ranks) for count in job.numel]
+        self.trained = job.trained
+        self.groups = sub_groups(self.trained, self.shards, zero.sub_group_size)
+        self.on_gpu = self._groups_on_gpu()
+        leaves = leaf_modules(modules, job.numel, zero)
+        self.inside_leaf = _below(modules, leaves)
+        fetched = [
+            subtree_params(modules, m) if m in leaves else () if self.inside_leaf[m] else module.params
+            for m, module in enumerate(modules)
+        ]
+        self.leaf_of = {p: m for m in leaves for p in fetched[m]}
+        self.coordinator = Coordinator(
+            job, recorder, fetched, self._persistent(), [self.offload_param] * len(job.numel)
+        )
+        self.twins: list[int] = []  # second owners of tied parameters, alive until they are collected
+        self.own: dict[int, int] = {}  # gradients that own a block
+        self.leaf_grads: dict[int, list[int]] = {m: [] for m in leaves}
+        self.in_bucket: list[int] = []
+        self.filled = 0
+        self.micro = -1
+        self.boundary = True
+        self.backward = False
+        self.norm_results: list[int] = []
+        self.secondary: dict[int, int] = {}
+        if zero.zero_hpz_partition_size > 1:
+            self.coordinator.before_free = self._make_secondary
+
+    def _groups_on_gpu(self) -> list[bool]:
+        """s3, subgroup_to_device: of an offloaded optimizer the first int((1 − ratio) × count) sub-groups stay."""
+        if not self.offload:
+            return [True] * len(self.groups)
+        staying = int((1 - self.job.zero.offload_optimizer.ratio) * len(self.groups))
+        return [i < staying for i in range(len(self.groups))]
+
+    def _persistent(self) -> list[int]:
+        """zero/parameter_offload.py, mark_persistent_parameters: small ones, while they fit the model's threshold."""
+        zero, kept, total = self.job.zero, [], 0
+        for p, count in enumerate(self.job.numel):
+            if count + total <= zero.model_persistence_threshold and count <= zero.param_persistence_threshold:
+                kept.append(p)
+                total += count
+        return kept
+
+    # Initialisation
+
+    def build(self) -> None:
+        """Under zero.Init each module's parameters are made whole and sharded at once; else the whole model comes first."""
+        if not self.job.zero_init:
+            super().build()
+            return
+        w, seen = self.job.param_bytes, set[int]()
+        for owned in self.job.modules:
+            whole = [self.alloc(w * self.job.numel[p], Buffer.PARAM_FULL, note=p) for p in owned]
+            for p, handle in zip(owned, whole, strict=True):
+                part = self._make_shard(p)
+                if part is not None:
+                    if p in seen:
+                        self.twins.append(part)
+                    else:
+                        self.params[p] = part
+                seen.add(p)
+                self.free(handle)
+
+    def _make_shard(self, p: int) -> int | None:
+        """pp, _partition_param: this rank's part, and hpZ's second one."""
+        part = None
+        if not self.offload_param:
+            part = self.alloc(self.job.param_bytes * self.shards[p], self._shard_buffer(p), note=p)
+        if self.job.zero.zero_hpz_partition_size > 1:
+            self._make_secondary(p)
+        return part
+
+    def _shard_buffer(self, p: int) -> Buffer:
+        return Buffer.PARAM_SHARD if self.job.trainable[p] else Buffer.PARAM_FROZEN
+
+    def _make_secondary(self, p: int) -> None:
+        """pp, _partition_param_sec: a shard within the node, made when a whole parameter is at hand."""
+        if p not in self.secondary and not self.offload_param:
+            part = shard(self.job.numel[p], self.job.ranks) * self.job.ranks // self.job.zero.zero_hpz_partition_size
+            self.secondary[p] = self.alloc(self.job.param_bytes * part, Buffer.PARAM_SECONDARY, note=p)
+
+    def initialize(self) -> None:
+        """s3, __init__: shards move into one flat buffer, masters are cloned, buckets and gradient partitions made."""
+        job = self.job
+        w, m = job.param_bytes, job.master_bytes
+        if not self.offload:
+            self.alloc(SCALAR, Buffer.OPTIM_TEMP)
+        if not job.zero_init:
+            for p in range(len(job.numel)):
+                part = self._make_shard(p)
+                self.free(self.params.pop(p))
+                if part is not None:
+                    self.params[p] = part
+        self.alloc(1, Buffer.OPTIM_TEMP)  # inf_or_nan_tracker
+        for handle in self.twins:
+            self.free(handle)
+        self.twins.clear()
+        total = sum(self.shards[p] for p in self.trained)
+        if not self.offload_param:  # zero/utils.py, defragment: by way of the host
+            for p in self.trained:
+                self.free(self.params.pop(p))
+            self.recorder.empty_cache()
+            self.alloc(w * total, Buffer.PARAM_SHARD)
+        self._make_masters()
+        if not self.offload:
+            self.temporary(m * max(self.group_numel(i) for i in range(len(self.groups))), Buffer.INIT_TEMP)
+        if job.zero.contiguous_gradients:
+            self.alloc(job.comm_bytes * job.zero.reduce_bucket_size, Buffer.COMM_BUCKET)
+        if not self.offload:
+            self.alloc(job.accum_bytes * total, Buffer.GRAD_ACCUM)
+        for p in self.trained:  # s3, create_reduce_and_remove_grad_hooks gathers each parameter once
+            whole = self.alloc(w * self.shards[p] * job.ranks, Buffer.PARAM_FULL, note=p)
+            if self.offload_param:
+                self.temporary(w * self.shards[p], Buffer.STAGE_H2D)
+            self.free(whole)
+
+    def group_numel(self, i: int) -> int:
+        """This rank's elements of sub-group `i`."""
+        return sum(self.shards[p] for p in self.groups[i])
+
+    def _make_masters(self) -> None:
+        """s3, _create_fp32_partitions: each sub-group is converted, then cloned; the conversion goes with the next one's."""
+        m, previous = self.job.master_bytes, -1
+        for i, on_gpu in enumerate(self.on_gpu):
+            if not on_gpu:
+                continue
+            count = self.group_numel(i)
+            converted = self.alloc(m * count, Buffer.INIT_TEMP) if m != self.job.param_bytes or self.offload_param else -1
+            if previous >= 0:
+                self.free(previous)
+            previous = converted
+            self.alloc(m * count, Buffer.PARAM_MASTER)
+            if self.offload:
+                self.alloc(m * count, Buffer.GRAD_MASTER)
+        if previous >= 0:
+            self.free(previous)
+
+    # Forward and backward
+
+    def forward_begin(self) -> None:
+        """The coordinator's trace begins anew."""
+        self.micro += 1
+        self.backward = False
+        self.coordinator.begin()
+
+    def enter(self, module: int) -> None:
+        """Before a module's forward, or its recomputation."""
+        if not self.inside_leaf[module]:
+            self.coordinator.fetch(module, forward=True, recomputing=self.backward)
+
+    def exit(self, module: int) -> None:
+        """After a module's forward."""
+        if not self.inside_leaf[module]:
+            self.coordinator.release(module, forward=True)
+
+    def backward_begin(self, boundary: bool) -> None:
+        """Notes whether a step follows."""
+        self.boundary, self.backward = boundary, True
+
+    def backward_enter(self, module: int) -> None:
+        """Before a module's backward."""
+        if not self.inside_leaf[module]:
+            self.coordinator.fetch(module, forward=False)
+
+    def backward_exit(self, module: int) -> None:
+        """After a module's backward."""
+        if self.inside_leaf[module]:
+            return
+        for p in self.leaf_grads.get(module, ()):
+            self._collect(p)
+        if module in self.leaf_grads:
+            self.leaf_grads[module] = []
+        if module in self.coordinator.backward_modules:
+            self.coordinator.release(module, forward=False)
+
+    def grad(self, param: int, handle: int) -> None:
+        """s3, reduce_ready_partitions_and_remove_grads; those of leaf modules wait for the module's end."""
+        self.own[param] = handle
+        leaf = self.leaf_of.get(param)
+        if leaf is None:
+            self._collect(param)
+        else:
+            self.leaf_grads[leaf].append(param)
+
+    def _collect(self, param: int) -> None:
+        """s3, reduce_independent_p_g_buckets_and_remove_grads: into the bucket, which is reduced when it would overflow."""
+        count, size = self.job.numel[param], self.job.zero.reduce_bucket_size
+        if self.filled and self.filled + count > size:
+            self._reduce()
+        if self.job.zero.contiguous_gradients and self.filled + count <= size:
+            self._release_grad(param)
+        self.in_bucket.append(param)
+        self.filled += count
+
+    def _release_grad(self, param: int) -> None:
+        handle = self.own.pop(param, None)
+        if handle is None:
+            return
+        if self.stream != COMPUTE:
+            self.recorder.record_stream(handle, self.stream)
+        self.free(handle)
+
+    def _reduce(self) -> None:
+        """s3, __reduce_and_partition_ipg_grads, on the reduction's stream."""
+        job, stream = self.job, self.stream
+        bucket, self.in_bucket = sorted(self.in_bucket), []
+        elements, self.filled = self.filled, 0
+        if not bucket:
+            return
+        if stream != COMPUTE:
+            self.recorder.synchronize(stream)
+        c, a = job.comm_bytes, job.accum_bytes
+        held: list[int] = []
+        if not job.zero.reduce_scatter and job.zero.contiguous_gradients and elements <= job.zero.reduce_bucket_size:
+            if c != a:
+                held.append(self.alloc(a * elements, Buffer.COMM_REDUCE_SCATTER, stream=stream))
+            uneven = [p for p in bucket if job.numel[p] % job.ranks]
+            held += [self.alloc(a * self.shards[p], Buffer.COMM_REDUCE_SCATTER, stream=stream) for p in uneven]
+        else:
+            if c != job.param_bytes:
+                held += [self.alloc(c * job.numel[p], Buffer.COMM_REDUCE_SCATTER, stream=stream) for p in bucket]
+            if len(bucket) > 1 or job.numel[bucket[0]] % job.ranks:
+                padded = sum(self.shards[p] for p in bucket) * job.ranks
+                flat = self.alloc(c * padded, Buffer.COMM_REDUCE_SCATTER, stream=stream)
+                for handle in held:
+                    self.free(handle)
+                held = [flat]
+            if c != a:
+                held += [self.alloc(a * self.shards[p], Buffer.COMM_REDUCE_SCATTER, stream=stream) for p in bucket]
+        self._partition(bucket)
+        for handle in held:
+            self.free(handle)
+
+    def _partition(self, bucket: list[int]) -> None:
+        """s3, partition_grads: into the gradient partitions, or by way of the GPU to the host."""
+        job, stream = self.job, self.stream
+        a, m = job.accum_bytes, job.master_bytes
+        waiting: list[int] = []
+        for p in bucket:
+            part = min(self.shards[p], job.numel[p] - self.shards[p] * job.rank)
+            if self.offload and part > 0:
+                back = self.alloc(a * part, Buffer.STAGE_H2D, stream=stream, note=p)
+                if self.boundary:
+                    for at in range(0, part, NORM_CHUNK):
+                        self.temporary(8 * min(NORM_CHUNK, part - at), Buffer.OPTIM_NORM, stream)
+                    self.norm_results.append(self.alloc(8, Buffer.OPTIM_NORM, stream=stream))
+                    if a != m:
+                        cast = self.alloc(m * part, Buffer.STAGE_D2H, stream=stream, note=p)
+                        if self.swaps_optimizer:
+                            waiting.append(cast)
+                        else:
+                            self.free(cast)
+                self.free(back)
+            self._release_grad(p)
+        for handle in waiting:
+            self.free(handle)
+
+    def backward_end(self, boundary: bool) -> None:
+        """engine.py, _backward_epilogue: the last bucket, then parameters that no hook released."""
+        self._reduce()
+        if self.stream != COMPUTE:
+            self.recorder.synchronize(self.stream)
+        self.coordinator.end_backward()
+
+    # Step
+
+    def step(self, applied: bool) -> None:
+        """s3, step: sub-group by sub-group, then the persistent parameters are gathered again."""
+        job = self.job
+        self.micro = -1
+        self.coordinator.release_all()
+        if self.stream != COMPUTE:
+            self.coordinator.settle()
+        total = sum(self.shards[p] for p in self.trained)
+        if job.fp16 and not self.offload:  # isinf through the absolute values, then isnan
+            magnitudes = self.alloc(job.accum_bytes * total, Buffer.OPTIM_NORM, stream=self.stream)
+            mask = self.alloc(total, Buffer.OPTIM_NORM, stream=self.stream)
+            self.free(magnitudes)
+            self.free(mask)
+            self.temporary(total, Buffer.OPTIM_NORM, self.stream)
+        if applied:
+            if not self.offload:
+                for group in self.groups:
+                    self.norms([self.shards[p] for p in group], 8)
+            for i, group in enumerate(self.groups):
+                if self.on_gpu[i]:
+                    self._step_group(self.group_numel(i), len(group))
+            self.has_states = True
+        for handle in self.norm_results:
+            self.free(handle)
+        self.norm_results.clear()
+        if applied:
+            if self.coordinator.persistent:
+                self.coordinator.gather_persistent()
+            for p, handle in list(self.secondary.items()):
+                if job.trainable[p]:
+                    self.free(handle)
+                    del self.secondary[p]
+
+    def _step_group(self, count: int, pieces: int) -> None:
+        """s3, _prepare_fp32_grad_for_sub_group and the optimizer."""
+        job = self.job
+        if self.offload:  # its fp32 gradients have their own buffer
+            self.optimizer_step([count], first=not self.has_states)
+            return
+        flat = self.alloc(job.accum_bytes * count, Buffer.GRAD_SHARD) if pieces > 1 else None
+        grads = flat
+        if job.accum_bytes != job.master_bytes:
+            grads = self.alloc(job.master_bytes * count, Buffer.GRAD_MASTER)
+            if flat is not None:
+                self.free(flat)
+        self.optimizer_step([count], first=not self.has_states)
+        if grads is not None:
+            self.free(grads)
+
+
+def _below(modules: tuple[TapeModule, ...], leaves: frozenset[int]) -> list[bool]:
+    """Which modules lie inside a leaf module, whose children have no hooks."""
+    inside = [False] * len(modules)
+    for m, module in enumerate(modules):
+        parent = module.parent
+        inside[m] = parent >= 0 and (parent in leaves or inside[parent])
+    return inside

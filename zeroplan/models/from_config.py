@@ -8,7 +8,7 @@ from typing import Any
 
 from zeroplan.core.errors import BadInput, did_you_mean
 from zeroplan.models.families import FAMILIES, units_of
-from zeroplan.models.families.config import Config
+from zeroplan.models.families.config import Config, NotDescribedError
 from zeroplan.models.spec import ModelSpec
 
 
@@ -54,13 +54,16 @@ def spec_from_config(
     if not model_type:
         raise BadInput("has no model_type", where=where, remedy="give the config.json that transformers writes")
     if model_type in FAMILIES:
-        units, auto_class = units_of(reader, model_type), FAMILIES[model_type][1]
-        return ModelSpec(name, units, source, model_type, dict(config), auto_class=auto_class)
+        try:
+            units = units_of(reader, model_type)
+            return ModelSpec(name, units, source, model_type, dict(config), auto_class=FAMILIES[model_type][1])
+        except NotDescribedError:
+            pass  # a rare variant: transformers describes it below, where it is installed
     if not _transformers_installed():
         near = did_you_mean(model_type, FAMILIES)
         install = "pip install 'zeroplan[torch]' to let transformers describe it"
         raise BadInput(
-            f"model_type {model_type!r} is not of the catalog's families",
+            f"model_type {model_type!r} with this config is not of the families that zeroplan describes itself",
             where=where,
             remedy=f"{near} or {install}" if near else install,
         )

@@ -18,6 +18,10 @@ DEEPEST = 10_000
 _REMEDY = "check the config.json"
 
 
+class NotDescribedError(Exception):
+    """A variant that the family's description does not cover; transformers' meta device describes it instead."""
+
+
 class Config:
     """A config as a mapping of checked values.
 
@@ -39,7 +43,8 @@ class Config:
         for name in names:
             if self.data.get(name) is not None:
                 return name, self.data[name]
-        self.defaults[names[0]] = default
+        if names[0] not in self.data:
+            self.defaults[names[0]] = default
         return names[0], default
 
     def _integer(self, names: tuple[str, ...], default: int | None, low: int, high: int) -> int:
@@ -57,17 +62,38 @@ class Config:
             raise self.bad(f"{name!r} must be between {low:,} and {high:,}, not {_show(value)}")
         return value
 
-    def size(self, *names: str, default: int | None = None, low: int = 1) -> int:
+    def size(self, *names: str, default: int | None = None, null: int | None = None, low: int = 1) -> int:
         """A dimension of a tensor; the first of `names` that is set decides.
+
+        Args:
+            names: the key, and its other spellings.
+            default: the value when no key is there.
+            null: the value when a key is there and holds null; None means `default`.
+            low: the smallest value allowed.
 
         Raises:
             BadInput: when it is missing without a default, no whole number, or out of range.
         """
-        return self._integer(names, default, low, WIDEST)
+        return self._integer(names, self._or_null(names, default, null), low, WIDEST)
 
-    def count(self, *names: str, default: int | None = None, low: int = 1) -> int:
-        """A number of heads, experts or groups."""
-        return self._integer(names, default, low, MOST)
+    def count(self, *names: str, default: int | None = None, null: int | None = None, low: int = 1) -> int:
+        """A number of heads, experts or groups, read as :meth:`size` is."""
+        return self._integer(names, self._or_null(names, default, null), low, MOST)
+
+    def _or_null(self, names: tuple[str, ...], default: int | None, null: int | None) -> int | None:
+        given_null = null is not None and any(name in self.data for name in names)
+        return null if given_null else default
+
+    def optional_size(self, name: str, *, default: int) -> int | None:
+        """A dimension whose part of the model is left out when the key holds null."""
+        return None if name in self.data and self.data[name] is None else self.size(name, default=default)
+
+    def side(self, name: str, *, default: int) -> int:
+        """The side of a square, given as one number or as two that are equal."""
+        value = self.data.get(name)
+        if isinstance(value, list | tuple) and len(value) == 2 and value[0] == value[1]:
+            return Config({name: value[0]}, self.where).size(name)
+        return self.size(name, default=default)
 
     def depth(self, *names: str, default: int | None = None, low: int = 1) -> int:
         """A number of blocks."""
@@ -104,6 +130,16 @@ class Config:
         if not isinstance(value, Mapping):
             raise self.bad(f"{name!r} must be an object, not {_show(value)}")
         return Config(value, f"{self.where}: {name}")
+
+    def none_of(self, *names: str) -> None:
+        """Refuses variants that the description does not cover.
+
+        Raises:
+            NotDescribedError: when one of the flags is set.
+        """
+        for name in names:
+            if self.data.get(name):
+                raise NotDescribedError(name)
 
     def words(self, name: str) -> tuple[str, ...]:
         """A list of words, or words divided by ``|``; missing means none."""

@@ -14,10 +14,15 @@ from zeroplan.models.spec import Tensor, Unit
 Tensors = tuple[Tensor, ...]
 
 
+def _leaf(module: str, name: str) -> str:
+    """The parameter's name; an empty module is one that is a unit of its own."""
+    return f"{module}.{name}" if module else name
+
+
 def linear(name: str, inputs: int, outputs: int, bias: bool = False) -> Tensors:
     """``nn.Linear``: weight ``(outputs, inputs)`` and, if asked for, bias ``(outputs,)``."""
-    weight = Tensor(f"{name}.weight", (outputs, inputs), kind="linear")
-    return (weight, Tensor(f"{name}.bias", (outputs,))) if bias else (weight,)
+    weight = Tensor(_leaf(name, "weight"), (outputs, inputs), kind="linear")
+    return (weight, Tensor(_leaf(name, "bias"), (outputs,))) if bias else (weight,)
 
 
 def conv1d(name: str, inputs: int, outputs: int) -> Tensors:
@@ -26,15 +31,14 @@ def conv1d(name: str, inputs: int, outputs: int) -> Tensors:
 
 
 def norm(name: str, width: int, bias: bool = False) -> Tensors:
-    """RMSNorm (no bias) or LayerNorm: weight ``(width,)``. An empty name is a norm that is a unit of its own."""
-    dot = "." if name else ""
-    weight = Tensor(f"{name}{dot}weight", (width,))
-    return (weight, Tensor(f"{name}{dot}bias", (width,))) if bias else (weight,)
+    """RMSNorm (no bias) or LayerNorm: weight ``(width,)``."""
+    weight = Tensor(_leaf(name, "weight"), (width,))
+    return (weight, Tensor(_leaf(name, "bias"), (width,))) if bias else (weight,)
 
 
 def embedding(name: str, rows: int, width: int, *, trainable: bool = True, tied_to: str | None = None) -> Tensors:
     """``nn.Embedding``: weight ``(rows, width)``."""
-    return (Tensor(f"{name}.weight" if name else "weight", (rows, width), trainable, tied_to, "embedding"),)
+    return (Tensor(_leaf(name, "weight"), (rows, width), trainable, tied_to, "embedding"),)
 
 
 def param(name: str, *shape: int, tied_to: str | None = None) -> Tensors:

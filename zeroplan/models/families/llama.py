@@ -52,12 +52,40 @@ def llama(c: Config) -> tuple[Unit, ...]:
     """Llama 1 to 3.3, TinyLlama, Yi and the like."""
     hidden = c.size("hidden_size", default=4096)
     heads = c.count("num_attention_heads", default=32)
-    kv_heads = c.count("num_key_value_heads", default=heads)
-    head = c.size("head_dim", default=hidden // heads)
     bias = c.flag("attention_bias", default=False)
     block = flat(
-        attention(hidden, heads, kv_heads, head, qkv_bias=bias, out_bias=bias),
+        attention(
+            hidden,
+            heads,
+            c.count("num_key_value_heads", default=heads),
+            c.size("head_dim", default=hidden // heads),
+            qkv_bias=bias,
+            out_bias=bias,
+        ),
         gated_mlp("mlp", hidden, c.size("intermediate_size", default=11008), c.flag("mlp_bias", default=False)),
+        norm("input_layernorm", hidden),
+        norm("post_attention_layernorm", hidden),
+    )
+    return decoder(
+        blocks("model.layers.{}", c.depth("num_hidden_layers", default=32), block),
+        hidden=hidden,
+        vocab=c.size("vocab_size", default=32000),
+        tied=c.flag("tie_word_embeddings", default=False),
+    )
+
+
+def mistral(c: Config) -> tuple[Unit, ...]:
+    """Mistral 7B, Nemo, Small, Large: Llama's block without biases."""
+    hidden = c.size("hidden_size", default=4096)
+    heads = c.count("num_attention_heads", default=32)
+    block = flat(
+        attention(
+            hidden,
+            heads,
+            c.count("num_key_value_heads", default=8, null=heads),
+            c.size("head_dim", default=hidden // heads),
+        ),
+        gated_mlp("mlp", hidden, c.size("intermediate_size", default=14336)),
         norm("input_layernorm", hidden),
         norm("post_attention_layernorm", hidden),
     )

@@ -1,0 +1,96 @@
+"""GPT-2, GPT-J, GPT-NeoX with Pythia, and minGPT.
+
+Source: transformers 5.17 ``modeling_gpt2.py``, ``modeling_gptj.py``, ``modeling_gpt_neox.py``; minGPT's ``mingpt/model.py`` of
+2020–21, the version that was trained with DeepSpeed.
+"""
+
+from __future__ import annotations
+
+from zeroplan.models.families.config import Config
+from zeroplan.models.families.layers import blocks, conv1d, embedding, flat, linear, lm_head, norm, param, table, unit, units
+from zeroplan.models.spec import Unit
+
+
+def gpt2(c: Config) -> tuple[Unit, ...]:
+    """GPT-2: learned positions, Conv1D layers, the head tied to the embedding."""
+    c.none_of("add_cross_attention")
+    hidden = c.size("n_embd", "hidden_size", default=768)
+    inner = c.size("n_inner", default=4 * hidden)
+    vocab = c.size("vocab_size", default=50257)
+    block = flat(
+        norm("ln_1", hidden, bias=True),
+        conv1d("attn.c_attn", hidden, 3 * hidden),
+        conv1d("attn.c_proj", hidden, hidden),
+        norm("ln_2", hidden, bias=True),
+        conv1d("mlp.c_fc", hidden, inner),
+        conv1d("mlp.c_proj", inner, hidden),
+    )
+    tied = c.flag("tie_word_embeddings", default=True)
+    return units(
+        table("transformer.wte", vocab, hidden),
+        table("transformer.wpe", c.size("n_positions", "max_position_embeddings", default=1024), hidden),
+        blocks("transformer.h.{}", c.depth("n_layer", "num_hidden_layers", default=12), block),
+        unit("transformer.ln_f", norm("", hidden, bias=True)),
+        lm_head("lm_head", hidden, vocab, tied_to="transformer.wte.weight" if tied else None),
+    )
+
+
+def gptj(c: Config) -> tuple[Unit, ...]:
+    """GPT-J: rotary positions, no biases in attention, a head with bias."""
+    hidden = c.size("n_embd", "hidden_size", default=4096)
+    inner = c.size("n_inner", default=4 * hidden)
+    vocab = c.size("vocab_size", default=50400)
+    block = flat(
+        norm("ln_1", hidden, bias=True),
+        *(linear(f"attn.{name}", hidden, hidden) for name in ("k_proj", "v_proj", "q_proj", "out_proj")),
+        linear("mlp.fc_in", hidden, inner, True),
+        linear("mlp.fc_out", inner, hidden, True),
+    )
+    tied = c.flag("tie_word_embeddings", default=False)
+    return units(
+        table("transformer.wte", vocab, hidden),
+        blocks("transformer.h.{}", c.depth("n_layer", "num_hidden_layers", default=28), block),
+        unit("transformer.ln_f", norm("", hidden, bias=True)),
+        lm_head("lm_head", hidden, vocab, tied_to="transformer.wte.weight" if tied else None, bias=True),
+    )
+
+
+def gpt_neox(c: Config) -> tuple[Unit, ...]:
+    """GPT-NeoX and Pythia: rotary positions, q, k, v in one matrix, an untied head."""
+    hidden = c.size("hidden_size", default=6144)
+    inner = c.size("intermediate_size", default=24576)
+    vocab = c.size("vocab_size", default=50432)
+    bias = c.flag("attention_bias", default=True)
+    block = flat(
+        norm("input_layernorm", hidden, bias=True),
+        norm("post_attention_layernorm", hidden, bias=True),
+        linear("attention.query_key_value", hidden, 3 * hidden, bias),
+        linear("attention.dense", hidden, hidden, bias),
+        linear("mlp.dense_h_to_4h", hidden, inner, True),
+        linear("mlp.dense_4h_to_h", inner, hidden, True),
+    )
+    tied = c.flag("tie_word_embeddings", default=False)
+    return units(
+        table("gpt_neox.embed_in", vocab, hidden),
+        blocks("gpt_neox.layers.{}", c.depth("num_hidden_layers", default=44), block),
+        unit("gpt_neox.final_layer_norm", norm("", hidden, bias=True)),
+        lm_head("lm_head", hidden, vocab, tied_to="gpt_neox.embed_in.weight" if tied else None),
+    )
+
+
+def mingpt(c: Config) -> tuple[Unit, ...]:
+    """minGPT: its position table is a parameter of the root module, and so comes first; the head is untied."""
+    hidden, vocab = c.size("n_embd"), c.size("vocab_size")
+    block = flat(
+        norm("ln1", hidden, bias=True),
+        norm("ln2", hidden, bias=True),
+        *(linear(f"attn.{name}", hidden, hidden, True) for name in ("key", "query", "value", "proj")),
+        linear("mlp.0", hidden, 4 * hidden, True),
+        linear("mlp.2", 4 * hidden, hidden, True),
+    )
+    return units(
+        unit("", param("pos_emb", 1, c.size("block_size"), hidden), embedding("tok_emb", vocab, hidden)),
+        blocks("blocks.{}", c.depth("n_layer"), block),
+        unit("ln_f", norm("", hidden, bias=True)),
+        lm_head("head", hidden, vocab, tied_to=None),
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib import import_module
 from typing import Annotated
 
 import typer
@@ -35,10 +36,17 @@ def _main(
     """Predict the memory of a ZeRO training run, per GPU, host and disk."""
 
 
+def _register() -> None:
+    """Import the verbs, each of which registers itself: the one asked for, or all of them for help."""
+    verbs = ("estimate", "explain", "check")
+    asked = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+    for verb in (asked,) if asked in verbs else verbs:
+        import_module(f"zeroplan.cli.{verb}")
+
+
 def run() -> None:
     """The console script: never a traceback for bad input, never one for a closed pipe."""
-    from zeroplan.cli import estimate as _estimate  # noqa: F401  (each verb registers itself)
-
+    _register()
     try:
         app(standalone_mode=True)
     except BadInput as error:

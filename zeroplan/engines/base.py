@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -51,6 +52,10 @@ class Engine(Protocol):
         Raises:
             BadInput: naming the conflict.
         """
+        ...
+
+    def glossary(self) -> Mapping[str, str]:
+        """What each name in the ledger's formulas means."""
         ...
 
     def ledger(self, case: Case) -> tuple[Ledger, Any]:

@@ -59,6 +59,7 @@ class Item:
     state: bool
     formula: str = ""
     doc: str = ""
+    source: str = ""
 
 
 class Ledger(tuple[Line, ...]):
@@ -90,12 +91,18 @@ class LedgerBuilder:
 
 
 class _Symbols:
-    """Facts seen through names: every int attribute comes back as a Derived that knows what it is called."""
+    """Facts seen through names: every int attribute comes back as a Derived that knows what it is called.
+
+    A property of the facts is itself a small formula, so it is derived through the same names.
+    """
 
     def __init__(self, facts: Any) -> None:
         self._facts = facts
 
     def __getattr__(self, name: str) -> Any:
+        maker = getattr(type(self._facts), name, None)
+        if isinstance(maker, property) and maker.fget is not None:
+            return maker.fget(self)
         value = getattr(self._facts, name)
         if isinstance(value, bool) or not isinstance(value, int):
             return value
@@ -119,5 +126,13 @@ def derived(ledger: Iterable[Line], facts: Any) -> Iterator[Item]:
         count = line.fn(symbols)
         if count:
             yield Item(
-                line.name, line.buffer, line.place_of(facts), line.phases, int(count), line.state, expression(count), line.doc
+                name=line.name,
+                buffer=line.buffer,
+                place=line.place_of(facts),
+                phases=line.phases,
+                bytes=int(count),
+                state=line.state,
+                formula=expression(count),
+                doc=line.doc,
+                source=line.source,
             )

@@ -15,13 +15,24 @@ class StateFacts(Protocol):
     """What the state lines read: the optimizer, the bytes of one master-wide element, and what Muon splits."""
 
     @property
-    def optimizer(self) -> Optimizer: ...
+    def optimizer(self) -> Optimizer:
+        """Which states there are."""
+        ...
+
     @property
-    def state_bytes(self) -> int: ...
+    def state_bytes(self) -> int:
+        """Bytes of one element of a state."""
+        ...
+
     @property
-    def matrix(self) -> int: ...
+    def matrix(self) -> int:
+        """Elements that Muon updates."""
+        ...
+
     @property
-    def rest(self) -> int: ...
+    def rest(self) -> int:
+        """Elements that it leaves to Adam."""
+        ...
 
 
 #: Every kind of state with what it is for.

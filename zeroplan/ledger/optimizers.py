@@ -71,6 +71,21 @@ OPTIMIZERS: dict[str, Optimizer] = {
             "Jordan et al. 2024; embeddings, head and vectors are left to Adam",
             deepspeed_type="Muon",
         ),
+        Optimizer("nadam", _ADAM, "Dozat 2016; torch/optim/nadam.py", deepspeed_type="NAdam"),
+        Optimizer("radam", _ADAM, "Liu et al. 2020; torch/optim/radam.py", deepspeed_type="RAdam"),
+        Optimizer("adamax", _ADAM, "Kingma & Ba 2015, algorithm 2; torch/optim/adamax.py", deepspeed_type="Adamax"),
+        Optimizer(
+            "rmsprop",
+            (State(Buffer.OPTIM_EXP_AVG_SQ, 1),),
+            "Hinton 2012, lecture 6e; torch/optim/rmsprop.py",
+            deepspeed_type="RMSprop",
+        ),
+        Optimizer(
+            "adadelta",
+            (State(Buffer.OPTIM_EXP_AVG_SQ, 1), State(Buffer.OPTIM_SUM, 1)),
+            "Zeiler 2012; torch/optim/adadelta.py",
+            deepspeed_type="Adadelta",
+        ),
         Optimizer("sgd", (), "Robbins & Monro 1951", deepspeed_type="SGD"),
         Optimizer("sgd_momentum", (State(Buffer.OPTIM_MOMENTUM, 1),), "Polyak 1964", deepspeed_type="SGD"),
     )

@@ -110,16 +110,18 @@ def peer_figures(case: Case) -> PeerFigures | None:
     """What DeepSpeed's own estimator says of this stage and offload; it knows stages 2 and 3, and no NVMe."""
     zero = case.zero
     offload, offload_param = zero.offloads_optimizer, zero.offloads_param
-    sizes = {"gpus": case.cluster.gpus, "nodes": case.cluster.nodes}
+    gpus, nodes = case.cluster.gpus, case.cluster.nodes
     if zero.stage == 2:
-        peer = estimate_zero2(case.spec.params, offload_optimizer=offload, **sizes)
+        peer = estimate_zero2(case.spec.params, gpus=gpus, nodes=nodes, offload_optimizer=offload)
     elif zero.stage == 3 and Device.NVME not in (zero.offload_optimizer.device, zero.offload_param.device):
         if offload_param and not offload:
             return None
         largest = largest_module_params(case.spec)
         if largest is None:
             return None  # a bare count: DeepSpeed's formula for stage 3 needs the largest layer
-        peer = estimate_zero3(case.spec.params, largest, offload_optimizer=offload, offload_param=offload_param, **sizes)
+        peer = estimate_zero3(
+            case.spec.params, largest, gpus=gpus, nodes=nodes, offload_optimizer=offload, offload_param=offload_param
+        )
     else:
         return None
     return PeerFigures(gpu=peer.gpu, cpu=peer.cpu)

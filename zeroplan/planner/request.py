@@ -99,13 +99,24 @@ def resolve(request: Request) -> Resolved:
         from zeroplan.models.lora import with_lora
 
         spec = with_lora(spec, workload.lora_rank, workload.lora_targets)
-    cases = []
-    for zero in zeros:
-        engine.require_runnable(zero)
-        case = Case(spec, workload, cluster, zero)
-        engine.require_workload(case)
-        cases.append(case)
-    return Resolved(spec, workload, cluster, engine, tuple(cases), request.depth, tuple(warnings))
+    cases = _cases(request, engine, [Case(spec, workload, cluster, zero) for zero in zeros])
+    return Resolved(spec, workload, cluster, engine, cases, request.depth, tuple(warnings))
+
+
+def _cases(request: Request, engine: Engine, cases: list[Case]) -> tuple[Case, ...]:
+    """The cases that the engine can run: one that cannot is left out of a table, and alone is bad input."""
+    kept: list[Case] = []
+    for case in cases:
+        if request.ds_config is None:
+            engine.require_runnable(case.zero)
+        try:
+            engine.require_workload(case)
+        except BadInput:
+            if len(cases) == 1 or case is cases[-1] and not kept:
+                raise
+            continue
+        kept.append(case)
+    return tuple(kept)
 
 
 def _model(request: Request) -> ModelSpec:

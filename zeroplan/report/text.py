@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-from typing import Any
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import MemoryPlan, Report
@@ -109,9 +108,7 @@ def _plural(count: int, noun: str) -> str:
 def _legend(report: Report) -> list[str]:
     lines = ["GiB per GPU; host and disk per node. DeepSpeed says: its own estimator, per GPU / per node's host."]
     if any(plan.depth == "formula" for plan in report.plans):
-        lines.append(
-            "states: parameters, gradients, optimizer. fixed: the engine's buffers. Activations are not in this table's figures."
-        )
+        lines.append("states: parameters, gradients, optimizer. fixed: the engine's buffers. Activations are not counted here.")
     return lines
 
 
@@ -179,4 +176,5 @@ def plan_text(plan: MemoryPlan) -> str:
 
 def plan_html(plan: MemoryPlan) -> str:
     """One plan for a notebook."""
-    return f"<p><b>{plan.engine} {plan.engine_version}, {plan.label}</b></p>{plans_table([plan], 'html')}{lines_table(plan, 'html')}"
+    heading = f"<p><b>{plan.engine} {plan.engine_version}, {plan.label}</b></p>"
+    return heading + plans_table([plan], "html") + lines_table(plan, "html")

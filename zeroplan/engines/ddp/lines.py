@@ -18,6 +18,17 @@ _lines = LedgerBuilder()
 _add = _lines.add
 
 
+#: What the names in the formulas mean.
+GLOSSARY = {
+    "ranks": "data-parallel ranks",
+    "params": "elements of the whole model",
+    "trainable": "elements that receive a gradient",
+    "param_bytes": "bytes of one parameter, gradient and state element",
+    "state_bytes": "bytes of one element of an optimizer state",
+    "cublas_workspace": "bytes of one cuBLAS workspace on this GPU",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Facts:
     """Elements and widths of one rank."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from zeroplan.core.errors import BadInput
@@ -58,6 +59,10 @@ class DeepSpeed:
                 where="--optimizer",
                 remedy="use --stage 0, or adamw",
             )
+
+    def glossary(self) -> Mapping[str, str]:
+        """What each name in the ledger's formulas means."""
+        return facts_module.GLOSSARY
 
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
         """DeepSpeed's lines and the facts of rank 0."""

@@ -11,13 +11,48 @@ from dataclasses import dataclass
 from zeroplan.core.buffers import Place
 from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
 from zeroplan.core.zero_config import Device, ZeroConfig
-from zeroplan.ledger.derive import pow2
+from zeroplan.ledger.derive import pow2, shard
 from zeroplan.ledger.optimizers import Optimizer, find_optimizer
 from zeroplan.models.spec import ModelSpec
 
 #: DeepSpeed pads a flat group so that each rank's part starts on 4 bytes: 2 elements of 2 bytes.
 #: Source: runtime/zero/stage_1_and_2.py, nccl_start_alignment_factor.
 ALIGN_ELEMENTS = 2
+
+
+#: What the names in the formulas mean.
+GLOSSARY = {
+    "params": "elements of the whole model",
+    "trainable": "elements that receive a gradient",
+    "frozen": "elements without gradient",
+    "ranks": "data-parallel ranks",
+    "local_ranks": "of those, the ones on one node",
+    "param_bytes": "bytes of one model parameter",
+    "master_bytes": "bytes of one master parameter",
+    "accum_bytes": "bytes of one accumulated gradient element",
+    "comm_bytes": "bytes of one gradient element on its way",
+    "state_bytes": "bytes of one element of an optimizer state",
+    "flat_group": "trainable elements, padded to a multiple of 2 × ranks",
+    "kept_on_gpu": "elements that a partial offload updates on the GPU",
+    "stepped_nvme": "elements whose optimizer states are on disk",
+    "sharded": "elements of this rank's parts of the trainable parameters, each padded",
+    "frozen_sharded": "elements of this rank's parts of the frozen parameters, each padded",
+    "persistent": "elements of parameters at or below stage3_param_persistence_threshold",
+    "largest_param": "elements of the largest trainable parameter",
+    "sub_group": "this rank's elements of the largest sub-group (sub_group_size)",
+    "matrix": "elements that Muon updates",
+    "rest": "elements that Muon leaves to Adam",
+    "reduce_bucket": "reduce_bucket_size, elements",
+    "buckets": "buckets at once: two with overlap_comm",
+    "pinned_grad_block": "bytes of the fp32 gradients' pinned blocks, each sub-group's rounded to a power of two",
+    "small_param_blocks": "bytes of one pinned block for each parameter's part, each rounded to a power of two",
+    "swap_buffers": "offload_optimizer.buffer_count",
+    "swap_buffer": "elements of one swap buffer: the largest sub-group",
+    "param_swap_buffers": "offload_param.buffer_count",
+    "param_swap_buffer": "offload_param.buffer_size, elements",
+    "params_in_cpu": "elements of parameters that stay in host memory (max_in_cpu)",
+    "cublas_workspace": "bytes of one cuBLAS workspace on this GPU",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +73,7 @@ class Facts:
     comm_bytes: int
     state_bytes: int
     flat_group: int  # trainable parameters, padded (stages 1 and 2)
-    stepped: int  # what this rank's optimizer updates
-    stepped_hbm: int
-    stepped_host: int
+    kept_on_gpu: int  # of what this rank's optimizer updates: a partial offload's part on the GPU
     stepped_nvme: int
     sharded: int  # this rank's part of the trainable parameters (stage 3)
     frozen_sharded: int
@@ -69,6 +102,26 @@ class Facts:
     second_moment_always: bool  # DeepSpeedCPULion
     optimizer: Optimizer
     optimizer_kind: OptimizerKind
+
+    @property
+    def stepped(self) -> int:
+        """Elements that this rank's optimizer updates."""
+        if self.stage == 0:
+            return self.trainable
+        return self.sharded if self.stage == 3 else shard(self.flat_group, self.ranks)
+
+    @property
+    def stepped_hbm(self) -> int:
+        """Of those, the ones updated on the GPU."""
+        return self.stepped if self.offload_optimizer is Device.NONE else self.kept_on_gpu
+
+    @property
+    def stepped_host(self) -> int:
+        """Of those, the ones updated on the host."""
+        if self.offload_optimizer is Device.NONE:
+            return 0
+        elsewhere = self.kept_on_gpu + self.stepped_nvme
+        return self.stepped - elsewhere if elsewhere else self.stepped
 
     @property
     def pinned(self) -> Place:
@@ -159,9 +212,9 @@ def facts(
     groups = sub_groups(spec, ranks, zero.sub_group_size) if stage == 3 else [flat_group // ranks]
 
     stepped = {0: spec.trainable, 3: sharded}.get(stage, flat_group // ranks)
-    on_hbm = stepped if offload is Device.NONE else 0
+    kept = 0
     if stage == 3 and offload is Device.CPU and zero.offload_optimizer.ratio < 1:
-        on_hbm = sum(groups[: int((1 - zero.offload_optimizer.ratio) * len(groups))])
+        kept = sum(groups[: int((1 - zero.offload_optimizer.ratio) * len(groups))])
     on_nvme = 0
     if offload is Device.NVME:
         least = max(1 << 20, zero.aio.block_size)  # smaller tensors are not worth a file; swap_tensor/optimizer_utils.py
@@ -184,9 +237,7 @@ def facts(
         comm_bytes=_width(zero.communication_data_type, 2 if workload.precision is Precision.AUTOCAST else w),
         state_bytes=(m or w) if not (masters_16 and not zero.bf16_optimizer_states and zero.fp32_optimizer_states) else 4,
         flat_group=flat_group,
-        stepped=stepped,
-        stepped_hbm=on_hbm,
-        stepped_host=stepped - on_hbm - on_nvme,
+        kept_on_gpu=kept,
         stepped_nvme=on_nvme,
         sharded=sharded,
         frozen_sharded=frozen_sharded,

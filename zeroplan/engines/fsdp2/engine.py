@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from zeroplan.core.errors import BadInput
@@ -35,6 +36,10 @@ class Fsdp2:
 
     def require_workload(self, case: Case) -> None:
         """Every optimizer of torch runs on sharded parameters."""
+
+    def glossary(self) -> Mapping[str, str]:
+        """What each name in the ledger's formulas means."""
+        return lines.GLOSSARY
 
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
         """FSDP2's lines and the facts of rank 0."""

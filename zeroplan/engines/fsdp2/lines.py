@@ -19,6 +19,22 @@ _lines = LedgerBuilder()
 _add = _lines.add
 
 
+#: What the names in the formulas mean.
+GLOSSARY = {
+    "ranks": "data-parallel ranks",
+    "sharded": "elements of this rank's chunks, each parameter padded along its first dimension",
+    "sharded_trainable": "of those, the ones that receive a gradient",
+    "whole": "elements of the whole model",
+    "largest_unit": "elements of the largest block",
+    "root_unit": "elements of the root: embedding, final norm, head",
+    "original_bytes": "bytes of one parameter as the optimizer sees it",
+    "param_bytes": "bytes of one gathered parameter",
+    "reduce_bytes": "bytes of one gradient element in the reduction",
+    "state_bytes": "bytes of one element of an optimizer state",
+    "cublas_workspace": "bytes of one cuBLAS workspace on this GPU",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Facts:
     """One rank's elements and widths."""

@@ -1,0 +1,69 @@
+"""A process's large host buffers: pageable ones as requested, pinned ones as torch's cache of pinned blocks holds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zeroplan.core.buffers import Buffer, Phase
+from zeroplan.simulate.pinned import PinnedAllocator, PinnedConfig
+
+
+@dataclass(frozen=True, slots=True)
+class HostMark:
+    """Bytes at the end of a phase, and the most of their sum within it."""
+
+    phase: Phase
+    pageable: int
+    pinned: int
+    peak: int
+
+
+class HostRecorder:
+    """Adds up host buffers as they come and go, phase by phase.
+
+    Attributes:
+        marks: the phases so far.
+        buffers: by buffer and whether it is pinned, the most bytes alive at once, as requested.
+    """
+
+    def __init__(self, config: PinnedConfig | None = None) -> None:
+        self.pins = PinnedAllocator(config or PinnedConfig())
+        self.marks: list[HostMark] = []
+        self.buffers: dict[tuple[Buffer, bool], int] = {}
+        self._alive: dict[tuple[Buffer, bool], int] = {}
+        self._blocks: list[tuple[Buffer, int, int]] = []  # (buffer, bytes, handle of the pinned allocator or -1)
+        self._pageable = 0
+        self._peak = 0
+
+    def alloc(self, nbytes: int, buffer: Buffer, *, pinned: bool = False) -> int:
+        """Allocates and returns a handle."""
+        if pinned:
+            block = self.pins.alloc(nbytes)
+        else:
+            block = -1
+            self._pageable += nbytes
+        key = (buffer, pinned)
+        self._alive[key] = self._alive.get(key, 0) + nbytes
+        self.buffers[key] = max(self.buffers.get(key, 0), self._alive[key])
+        self._peak = max(self._peak, self._pageable + self.pins.resident)
+        self._blocks.append((buffer, nbytes, block))
+        return len(self._blocks) - 1
+
+    def free(self, handle: int) -> None:
+        """Gives pageable memory back to the system, a pinned block to torch's cache, where it stays resident."""
+        buffer, nbytes, block = self._blocks[handle]
+        if block < 0:
+            self._pageable -= nbytes
+        else:
+            self.pins.free(block)
+        self._alive[(buffer, block >= 0)] -= nbytes
+
+    def pin(self, handle: int) -> int:
+        """``tensor.pin_memory()``: a copy in pinned memory, beside the original until that is freed."""
+        buffer, nbytes, _ = self._blocks[handle]
+        return self.alloc(nbytes, buffer, pinned=True)
+
+    def mark(self, phase: Phase) -> None:
+        """Ends a phase."""
+        self.marks.append(HostMark(phase, self._pageable, self.pins.resident, self._peak))
+        self._peak = self._pageable + self.pins.resident

@@ -11,7 +11,6 @@ from zeroplan.engines.deepspeed.stage0 import Stage1Bf16, stage0_schedule
 from zeroplan.engines.deepspeed.stage3 import Stage3
 from zeroplan.engines.deepspeed.stage12 import Stage12
 from zeroplan.simulate.allocator_config import AllocatorConfig
-from zeroplan.simulate.allocator_config import AllocatorConfig
 from zeroplan.simulate.stream import Recorder, simulate
 from zeroplan.simulate.timeline import Timeline
 

@@ -291,34 +291,35 @@ class Stage12(Schedule):
         self.micro = 0
         if self.offload:
             return
-        m = job.master_bytes
         counts = [part.count for part in self.owned.values()] or [group.partition]
         pad = group.partition - sum(part.count for part in self.owned.values())
         padding = self.alloc(job.accum_bytes * pad, Buffer.GRAD_SHARD)
         if applied and job.zero.compute_grad_norm:
             self.norms(counts, 8)
         if applied:
-            pieces = len(self.owned) + (1 if pad else 0)
-            if self.compact:
-                self._open_compact()
-                single, self.compact_partition = self.compact_partition, None
-            else:
-                width = job.accum_bytes
-                flat = self.alloc(width * group.partition, Buffer.GRAD_SHARD) if pieces > 1 else None
-                if width != m or flat is None:
-                    single = self.alloc(m * group.partition, Buffer.GRAD_MASTER)
-                    if flat is not None:
-                        self.free(flat)
-                else:
-                    single = flat
-            self._drop_grads()
-            self.free(padding)
+            single = self._flat_gradient(pieces=len(self.owned) + (1 if pad else 0))
+        self._drop_grads()
+        self.free(padding)
+        if applied:
             self.optimizer_step([group.partition], first=not self.has_states)
             self.has_states = True
             self.free(single)
-        else:
-            self._drop_grads()
-            self.free(padding)
+
+    def _flat_gradient(self, pieces: int) -> int:
+        """The partition's gradients as one tensor, in the master's dtype; the pieces go after it is made."""
+        job, count = self.job, self.group.partition
+        if self.compact:
+            self._open_compact()
+            single, self.compact_partition = self.compact_partition, None
+            assert single is not None
+            return single
+        flat = self.alloc(job.accum_bytes * count, Buffer.GRAD_SHARD) if pieces > 1 else None
+        if job.accum_bytes == job.master_bytes:
+            return self.accumulated.pop() if flat is None else flat
+        single = self.alloc(job.master_bytes * count, Buffer.GRAD_MASTER)
+        if flat is not None:
+            self.free(flat)
+        return single
 
     def _drop_grads(self) -> None:
         self._free_all(self.accumulated)

@@ -42,9 +42,7 @@ class Stage3(Schedule):
             for m, module in enumerate(modules)
         ]
         self.leaf_of = {p: m for m in leaves for p in fetched[m]}
-        self.coordinator = Coordinator(
-            job, recorder, fetched, self._persistent(), [self.offload_param] * len(job.numel)
-        )
+        self.coordinator = Coordinator(job, recorder, fetched, self._persistent(), [self.offload_param] * len(job.numel))
         self.twins: list[int] = []  # second owners of tied parameters, alive until they are collected
         self.own: dict[int, int] = {}  # gradients that own a block
         self.leaf_grads: dict[int, list[int]] = {m: [] for m in leaves}

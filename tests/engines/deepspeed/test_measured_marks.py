@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llama_stream import llama_stream
 
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.deepspeed.job import resolve
 from zeroplan.engines.deepspeed.schedule import simulate_deepspeed
 from zeroplan.engines.deepspeed.schedule_host import record_host
-
-from llama_stream import llama_stream
 
 ROWS = json.loads((Path(__file__).parent / "measured_marks.json").read_text())
 
@@ -57,3 +56,13 @@ def test_pinned(row: dict[str, Any]) -> None:
     assert by_phase["load"] == measured["model"] // 4096 * 4096
     assert by_phase["init"] == measured["init"] // 4096 * 4096
     assert by_phase["step"] == measured["step0"] // 4096 * 4096
+
+
+@pytest.mark.parametrize("row", [r for r in ROWS if r["forward_growth"] is not None], ids=lambda row: row["id"])
+def test_forward_growth(row: dict[str, Any]) -> None:
+    """What the second forward holds beyond the first: states and, at stage 3, parameters gathered ahead or kept."""
+    zero, workload = _config(row)
+    stream = llama_stream(row["layers"], 4 if row["dtype"] == "fp32" else 2)
+    line = simulate_deepspeed(stream, workload, zero, ranks=row["ranks"], cublas_workspace=32 << 20)
+    first, second, *_ = [mark.allocated for mark in line.marks if mark.name == "fwd"]
+    assert abs(second - first - row["forward_growth"]) <= UNSPLIT

@@ -1,0 +1,51 @@
+"""Partition arithmetic against a slow, literal reading of what each rank owns."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zeroplan.engines.deepspeed.groups import flat_group, shard, sub_groups
+
+SIZES = st.lists(st.integers(1, 400), min_size=1, max_size=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SIZES, st.integers(1, 7), st.booleans(), st.booleans())
+def test_every_element_has_one_owner(sizes: list[int], ranks: int, round_robin: bool, aligned: bool) -> None:
+    group = flat_group(range(len(sizes)), sizes, ranks, width=2, round_robin=round_robin, aligned=aligned)
+    owner: list[tuple[int, int] | None] = []
+    for p in group.order:
+        owner += [(p, i) for i in range(sizes[p])]
+        if aligned and p != group.order[-1]:
+            owner += [None] * (-len(owner) % 8)
+    assert sum(1 for cell in owner if cell is None) == group.padding
+    owner += [None] * (group.numel - len(owner))
+    assert len(owner) == group.numel == group.partition * ranks
+    assert group.numel % (2 * ranks) == 0
+    for rank in range(ranks):
+        part = owner[rank * group.partition : (rank + 1) * group.partition]
+        expected = {
+            p: [i for cell in part if cell and cell[0] == p for i in [cell[1]]] for cell in part if cell for p in [cell[0]]
+        }
+        owned = {p: list(range(piece.start, piece.start + piece.count)) for p, piece in group.owned(rank)}
+        assert owned == expected
+
+
+def test_round_robin_deals_parameters_in_turn() -> None:
+    assert flat_group(range(5), [10] * 5, 2, width=2, round_robin=True).order == (0, 2, 4, 1, 3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SIZES, st.integers(1, 900))
+def test_sub_groups_close_when_they_reach_their_size(sizes: list[int], size: int) -> None:
+    groups = sub_groups(range(len(sizes)), sizes, size)
+    assert [p for group in groups for p in group] == list(range(len(sizes)))
+    for group in groups[:-1]:
+        assert sum(sizes[p] for p in group[:-1]) < size <= sum(sizes[p] for p in group)
+    if sum(sizes) <= size:
+        assert len(groups) == 1
+
+
+def test_shard_pads_each_parameter() -> None:
+    assert [shard(n, 4) for n in (1, 4, 5, 2048)] == [1, 1, 2, 512]

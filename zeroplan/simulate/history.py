@@ -7,8 +7,9 @@ alone to the simulated allocator; what it does about them can then be held again
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.simulate.allocator import run_allocator
@@ -20,6 +21,7 @@ from zeroplan.simulate.stream import Recorder
 _SOME_STREAM = -1
 
 _GROWS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+_ACTIONS = frozenset({"alloc", "free_requested", "free_completed", "oom", *_GROWS})
 _RELEASES = ("segment_free", "segment_unmap")
 
 
@@ -52,11 +54,27 @@ class History:
     unknown_frees: int = 0
 
 
+def from_snapshot(snapshot: Mapping[str, Any], device: int = 0) -> list[HistoryEvent]:
+    """One device's entries of what ``torch.cuda.memory._snapshot()`` returns. Other kinds of entries are left out."""
+    return [
+        HistoryEvent(entry["action"], entry["addr"], entry["size"], entry["stream"])
+        for entry in snapshot["device_traces"][device]
+        if entry["action"] in _ACTIONS
+    ]
+
+
+def from_columns(stored: Mapping[str, Any]) -> list[HistoryEvent]:
+    """The entries of a stored history: ``columns`` of equal length, and the tables ``ops`` and ``streams`` they index."""
+    columns, ops, streams = stored["columns"], stored["ops"], stored["streams"]
+    rows = zip(columns["op"], columns["addr"], columns["size"], columns["stream"], strict=True)
+    return [HistoryEvent(ops[op], address, size, streams[stream]) for op, address, size, stream in rows]
+
+
 def read_history(events: Iterable[HistoryEvent], marks: dict[int, str] | None = None, *, ran_out: bool = False) -> History:
     """Turns a recorded history into a stream of requests.
 
     Args:
-        events: one device's entries in order, such as ``_snapshot()["device_traces"][0]`` holds them.
+        events: one device's entries in order, from :func:`from_snapshot` or :func:`from_columns`.
         marks: names of marks by the index of the event that they precede.
         ran_out: whether the device ran out of memory meanwhile. Segments returned to it mean that the program emptied the
             cache; if it ran out, those followed by a new segment are the allocator's doing and left to the simulation.

@@ -26,7 +26,7 @@ constexpr i64 kRegion = 32 << 20;
 constexpr i64 kRegionsEnd = i64(1) << 48;
 constexpr i64 kFirstRange = i64(1) << 50;
 
-enum Op { kAlloc, kFree, kRecordStream, kSync, kComplete, kEmptyCache, kMark };
+enum Op { kAlloc, kFree, kRecordStream, kSync, kComplete, kEmptyCache, kMark, kResetPeak };
 enum Status { kDone, kOutOfMemory, kUnknownOp, kBadRequest, kNotLive, kNotDeferred };
 enum State : std::uint8_t { kNoBlock, kLive, kDeferred, kGone };
 
@@ -226,6 +226,8 @@ class Allocator {
         return kDone;
       case kMark:
         marks_[marked_++] = totals();
+        [[fallthrough]];
+      case kResetPeak:
         peak_allocated_ = allocated_;
         peak_reserved_ = reserved_;
         return kDone;

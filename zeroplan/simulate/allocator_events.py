@@ -14,6 +14,7 @@ Note [Event columns]
     COMPLETE       handle                 this one deferred free takes effect now
     EMPTY_CACHE    0                      waits for all streams, then returns unused segments to the device
     MARK           index of the mark      totals are reported, and the peaks begin anew
+    RESET_PEAK     0                      the peaks begin anew without a report
     =============  =====================  =======================================================================
 """
 
@@ -34,6 +35,7 @@ class AllocatorOp(IntEnum):
     COMPLETE = 4
     EMPTY_CACHE = 5
     MARK = 6
+    RESET_PEAK = 7
 
 
 #: Bits of a code that hold the operation; the stream lies above them.

@@ -146,7 +146,9 @@ class PythonAllocator:
                 self._release_all()
             elif op == AllocatorOp.MARK:
                 self.marks.append(self._totals())
-                self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
+                self._reset_peaks()
+            elif op == AllocatorOp.RESET_PEAK:
+                self._reset_peaks()
             else:
                 raise BadStream(f"event {self.event}: operation {op} is unknown")
         else:
@@ -164,6 +166,9 @@ class PythonAllocator:
             self.retries,
             oom,
         )
+
+    def _reset_peaks(self) -> None:
+        self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
 
     def _totals(self) -> MarkTotals:
         return MarkTotals(

@@ -11,7 +11,7 @@ from zeroplan.simulate.allocator_config import AllocatorConfig
 from zeroplan.simulate.allocator_events import OP_BITS, AllocatorOp
 from zeroplan.simulate.timeline import Note, Timeline
 
-_FREE, _RECORD, _SYNC, _COMPLETE, _EMPTY, _MARK = (int(op) for op in list(AllocatorOp)[1:])
+_FREE, _RECORD, _SYNC, _COMPLETE, _EMPTY, _MARK, _RESET = (int(op) for op in list(AllocatorOp)[1:])
 
 
 class Recorder:
@@ -80,6 +80,14 @@ class Recorder:
         self.code.append(_MARK)
         self.value.append(len(self.marks))
         self.marks.append(name)
+
+    def reset_peak(self) -> None:
+        """What ``torch.cuda.reset_peak_memory_stats`` does, which DeepSpeed calls while it initialises.
+
+        The next mark's peaks are those since here; the peak of the whole run is not affected.
+        """
+        self.code.append(_RESET)
+        self.value.append(0)
 
 
 def simulate(

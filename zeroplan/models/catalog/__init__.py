@@ -19,7 +19,7 @@ from zeroplan.core.errors import did_you_mean
 _HERE = os.path.dirname(__file__)
 
 #: Words of a model's name that say how it was tuned, not what shape it has.
-_TUNING = frozenset({"instruct", "it", "pt", "chat", "base", "hf", "sft", "dpo", "preview", "thinking"})
+_TUNING = frozenset({"instruct", "it", "pt", "chat", "base", "hf", "sft", "dpo", "preview"})
 #: Organisations that mirror others' models under the same names.
 _MIRRORS = frozenset({"unsloth", "nousresearch", "huggyllama", "hf-internal-testing", "alpindale", "lmsys"})
 
@@ -49,25 +49,31 @@ def _entries() -> dict[str, Entry]:
     return found
 
 
-def _shape_name(name: str) -> str:
-    """The name without the words that only say how the model was tuned, or when."""
+def _shape_name(name: str, *, dates: bool) -> str:
+    """The name without the words that only say how the model was tuned and, if asked, when.
+
+    Only names that state a size (``7b``, ``8x7b``) lose words: in ``bert-base-uncased`` the word ``base`` is the size.
+    """
     words = name.split("-")
-    kept = [word for word in words[1:] if word not in _TUNING and not (word.isdigit() and len(word) in (4, 6, 8))]
+    if not any(word[-1:] in ("b", "m") and any(ch.isdigit() for ch in word) for word in words):
+        return name
+    kept = [
+        word for word in words[1:] if word not in _TUNING and not (dates and word.isdigit() and len(word) in (4, 6, 8))
+    ]
     return "-".join([words[0], *kept])
 
 
 @cache
 def _index() -> dict[str, Entry]:
-    """Every spelling that resolves; an exact id beats an alias, an alias beats a name whose tuning words are dropped."""
-    index: dict[str, Entry] = {}
-    entries = list(_entries().values())
-    for entry in entries:
-        index[entry.id.lower()] = entry
+    """Every spelling that resolves: an id beats an alias, both beat names that lost words, and those lost dates last."""
+    entries = _entries().values()
+    index = {entry.id.lower(): entry for entry in entries}
     for entry in entries:
         for alias in entry.also:
             index.setdefault(alias.lower(), entry)
-    for spelling, entry in list(index.items()):
-        index.setdefault(_shape_name(spelling), entry)
+    for dates in (False, True):
+        for spelling, entry in list(index.items()):
+            index.setdefault(_shape_name(spelling, dates=dates), entry)
     for spelling, entry in list(index.items()):
         index.setdefault(spelling.rpartition("/")[2], entry)
     return index
@@ -83,7 +89,10 @@ def find(name: str) -> Entry | None:
     organisation, _, bare = wanted.rpartition("/")
     if organisation in _MIRRORS:
         wanted = bare
-    return index.get(wanted) or index.get(_shape_name(wanted))
+    for spelling in (wanted, _shape_name(wanted, dates=False), _shape_name(wanted, dates=True)):
+        if spelling in index:
+            return index[spelling]
+    return None
 
 
 def ids() -> tuple[str, ...]:

@@ -40,9 +40,8 @@ def explain(request: Request, line: str | None = None) -> list[Explanation]:
     resolved = resolve(request)
     out = [_explain(resolved.engine, case, line) for case in resolved.cases]
     if line is not None and not any(e.derivations for e in out):
-        known = sorted(
-            {name for case in resolved.cases for i in _items(resolved.engine, case)[0] for name in (i.buffer, i.name)}
-        )
+        items = (item for case in resolved.cases for item in _items(resolved.engine, case)[0])
+        known = sorted({name for item in items for name in (item.buffer.value, item.name)})
         raise BadInput(
             f"no line {line[:60]!r} in these plans",
             where="--line",

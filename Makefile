@@ -1,0 +1,53 @@
+# Each target does all its set-up on a fresh machine, in a virtual environment of its own.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+MODEL  ?= meta-llama/Llama-3.2-1B
+ARGS   ?= --gpus 8 --vram 24G
+
+.PHONY: run test test-fast check docs bench format tapes clean
+.DEFAULT_GOAL := run
+
+# The light core: what `pip install zeroplan` brings.
+$(VENV)/.core: pyproject.toml CMakeLists.txt $(wildcard csrc/cpu/*)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+# Everything that the suite and the checks need, at pinned versions.
+$(VENV)/.dev: $(VENV)/.core requirements-dev.txt
+	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -r requirements-deepspeed.txt
+	touch $@
+
+run: $(VENV)/.core
+	$(BIN)/zeroplan estimate $(MODEL) $(ARGS)
+
+test: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+test-fast: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow"
+
+check: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python docs/generate.py --check
+
+docs: $(VENV)/.dev
+	$(BIN)/python docs/generate.py
+	$(BIN)/mkdocs build --strict
+
+bench: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.cold_start
+	$(BIN)/python -m benchmarks.accuracy
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,62 @@
+"""Measured rows as requests: what a user would have asked to predict that run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from zeroplan.planner.request import Request
+
+HERE = Path(__file__).resolve().parent
+MEASURED = HERE / "ground_truth" / "measured.jsonl"
+EXTRA = HERE / "ground_truth" / "extra.jsonl"
+#: The linear layers that the measured LoRA runs adapt.
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_GPUS = {"NVIDIA H100 80GB HBM3": "H100", "NVIDIA H200": "H200"}
+
+
+def load_rows(*paths: Path) -> list[dict[str, Any]]:
+    """All rows of these files that ran."""
+    rows = [json.loads(line) for path in paths if path.exists() for line in path.read_text().splitlines() if line.strip()]
+    return [row for row in rows if row.get("ok", True)]
+
+
+def ds_config_of(row: dict[str, Any]) -> dict[str, Any]:
+    """The ds_config that a DeepSpeed row ran with (README of the rows)."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": row["micro_batch"],
+        "gradient_accumulation_steps": row["gradient_accumulation_steps"],
+        "gradient_clipping": 1.0,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 1e-5, "betas": [0.9, 0.95], "weight_decay": 0.1, **(row.get("opt_params") or {})},
+        },
+        "zero_optimization": {"stage": row["stage"], **(row.get("zero_overrides") or {})},
+        **(row.get("ds_overrides") or {}),
+    }
+    if row["dtype"] != "fp32":
+        config[row["dtype"]] = {"enabled": True}
+    return config
+
+
+def request_of(row: dict[str, Any], *, depth: str | None = None) -> Request:
+    """The request whose one plan predicts this row."""
+    common: dict[str, Any] = {
+        "model": row["model"],
+        "micro_batch": row["micro_batch"],
+        "seq_len": row["seq_len"],
+        "grad_accum": row["gradient_accumulation_steps"],
+        "dtype": row["dtype"],
+        "gradient_checkpointing": row["gradient_checkpointing"],
+        "attn": row["attn"] or "sdpa",
+        "lora_rank": row["lora_rank"],
+        "lora_targets": LORA_TARGETS if row["lora_rank"] else (),
+        "gpus": row["world"],
+        "gpu": _GPUS[row["gpu"]],
+        "engine": row["engine"],
+        "depth": depth,
+    }
+    if row["engine"] == "deepspeed":
+        return Request(**common, ds_config=ds_config_of(row))
+    return Request(**common, stage=row["stage"])

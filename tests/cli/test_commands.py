@@ -1,0 +1,99 @@
+"""The commands' ordinary answers."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable
+
+import pytest
+
+Cli = Callable[..., tuple[int, str, str]]
+LLAMA = "meta-llama/Llama-3.2-1B"
+
+
+def test_estimate_prints_one_table_and_what_decides(cli: Cli) -> None:
+    code, out, err = cli("estimate", LLAMA, "--gpus", "8", "--vram", "24G", "--depth", "formula")
+    assert (code, err) == (0, "")
+    assert "1,235,814,400 parameters" in out
+    assert "24 GiB (23.4 GiB usable)" in out
+    assert "Largest item at stage 0" in out
+    assert "First that fits: stage 1" in out
+    assert len([line for line in out.splitlines() if line.lstrip().startswith(("0 ", "1 ", "2 ", "3 "))]) == 10
+
+
+def test_names_are_case_insensitive(cli: Cli) -> None:
+    assert cli("estimate", LLAMA.lower(), "--depth", "formula")[0] == 0
+
+
+def test_json_is_one_object(cli: Cli) -> None:
+    code, out, _ = cli("estimate", LLAMA, "--json", "--depth", "formula")
+    data = json.loads(out)
+    assert code == 0
+    assert data["schema"] == 1
+    assert len(data["plans"]) == 10
+
+
+def test_csv_and_github_and_html(cli: Cli) -> None:
+    _, out, _ = cli("estimate", LLAMA, "--format", "csv", "--depth", "formula")
+    rows = list(csv.reader(io.StringIO(out)))
+    assert len(rows) == 11
+    assert len({len(row) for row in rows}) == 1
+    assert cli("estimate", LLAMA, "--format", "github", "--depth", "formula")[1].count("|") > 50
+    assert "<table>" in cli("estimate", LLAMA, "--format", "html", "--depth", "formula")[1]
+
+
+def test_check_exits_1_when_nothing_fits(cli: Cli) -> None:
+    arguments = ("estimate", "meta-llama/Llama-3.1-405B", "--vram", "8G", "--stage", "0", "--check", "--depth", "formula")
+    code, out, _ = cli(*arguments)
+    assert code == 1
+    assert "Nothing fits" in out
+    assert cli("estimate", LLAMA, "--vram", "80G", "--check", "--depth", "formula")[0] == 0
+
+
+def test_explain_derives_one_line_with_the_users_numbers(cli: Cli) -> None:
+    code, out, _ = cli("explain", LLAMA, "--gpus", "8", "--stage", "2", "--line", "optim.exp_avg")
+    assert code == 0
+    assert "589.28 MiB = ⌈flat_group / ranks⌉ × state_bytes" in out
+    assert "flat_group = 1,235,814,400" in out
+
+
+def test_explain_names_the_nearest_line(cli: Cli) -> None:
+    code, _, err = cli("explain", LLAMA, "--stage", "2", "--line", "optim.exp_avgg")
+    assert code == 2
+    assert "did you mean 'optim.exp_avg'" in err
+
+
+def test_explain_json(cli: Cli) -> None:
+    _, out, _ = cli("explain", LLAMA, "--stage", "3", "--json")
+    lines = json.loads(out)["plans"][0]["lines"]
+    assert {"line", "buffer", "place", "bytes", "formula", "purpose", "source", "values"} == set(lines[0])
+
+
+def test_version_and_help(cli: Cli) -> None:
+    assert cli("--version")[1].startswith("zeroplan ")
+    help_text = cli("--help")[1]
+    for verb in ("estimate", "explain", "check"):
+        assert verb in help_text
+
+
+def test_the_same_estimator_by_deepspeeds_names(capsys: pytest.CaptureFixture[str]) -> None:
+    from zeroplan import compat
+
+    compat.estimate_zero2_model_states_mem_needs_all_cold(2_851_598_336, num_gpus_per_node=8)
+    out = capsys.readouterr().out
+    assert "11.29" in out  # 11.287 GiB
+    assert "127.48" in out
+    compat.estimate_zero3_model_states_mem_needs_all_cold(2_851_598_336, 32_000_000, num_gpus_per_node=8)
+    assert "71.71" in capsys.readouterr().out
+
+
+def test_compat_counts_a_meta_model(capsys: pytest.CaptureFixture[str]) -> None:
+    torch = pytest.importorskip("torch")
+    from zeroplan import compat
+
+    with torch.device("meta"):
+        model = torch.nn.Linear(4096, 4096)
+    compat.estimate_zero3_model_states_mem_needs_all_live(model, 1, 1)
+    assert "16M total params, 16M largest layer params" in capsys.readouterr().out

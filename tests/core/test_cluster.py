@@ -1,0 +1,58 @@
+"""Presets and limits."""
+
+from __future__ import annotations
+
+import pytest
+
+from zeroplan.core.cluster import Cluster
+from zeroplan.core.errors import BadInput
+from zeroplan.core.gpus import GPUS, find_gpu
+from zeroplan.core.units import GIB, MIB
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("h100", "H100"),
+        ("NVIDIA H200", "H200"),
+        ("RTX 4090", "RTX4090"),
+        ("A100", "A100-80G"),
+        ("4090", "RTX4090"),
+        ("t4", "T4"),
+    ],
+)
+def test_names_as_people_write_them(name: str, expected: str) -> None:
+    assert find_gpu(name).name == expected
+
+
+def test_every_preset_is_plausible_and_sourced() -> None:
+    wanted = "T4 V100-16G V100-32G A10G L4 L40S RTX3090 RTX4090 RTX5090 A100-40G A100-80G H100 H200 B200 MI300X"
+    assert {gpu.name for gpu in GPUS.values()} == set(wanted.split())
+    for gpu in GPUS.values():
+        assert 15 * GIB <= gpu.usable < gpu.memory <= 200 * GIB or gpu.name == "T4"
+        assert 60 <= gpu.bf16_tflops <= 2500
+        assert 300 <= gpu.bandwidth_gbs <= 8000
+        assert len(gpu.source) > 10
+
+
+def test_hopper_has_the_larger_workspace() -> None:
+    assert find_gpu("H100").workspace == 32 * MIB
+    assert find_gpu("A100").workspace == 8_519_680
+
+
+def test_vram_overrides_the_presets_memory() -> None:
+    cluster = Cluster.of(gpu="H100", vram="24G")
+    assert cluster.vram == 24 * GIB
+    assert cluster.gpu.name == "H100"
+    assert cluster.usable_vram is not None
+    assert cluster.usable_vram < 24 * GIB
+
+
+def test_without_a_card_nothing_is_limited() -> None:
+    assert Cluster.of().usable_vram is None
+
+
+def test_out_of_range() -> None:
+    for wrong in ({"gpus": 0}, {"nodes": -1}, {"gpus": 1 << 40}, {"vram": "0G"}, {"vram": -5}):
+        with pytest.raises(BadInput):
+            Cluster.of(**wrong)  # type: ignore[arg-type]

@@ -1,0 +1,132 @@
+"""Every line of every engine: documented, derived equals plain, and the items add up to the plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zeroplan.core.cluster import Cluster
+from zeroplan.core.errors import BadInput
+from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
+from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.engines.base import Case
+from zeroplan.engines.registry import ENGINE_NAMES, find_engine
+from zeroplan.ledger.derive import Derived
+from zeroplan.ledger.line import _Symbols, derived, evaluate
+from zeroplan.ledger.optimizers import OPTIMIZERS, find_optimizer
+from zeroplan.models.spec import ModelSpec, Tensor, Unit
+from zeroplan.planner.formula import formula_plan
+
+DIM = st.integers(1, 3000)
+
+
+def tiny(hidden: int = 64, layers: int = 3, vocab: int = 1000, *, frozen: bool = False) -> ModelSpec:
+    """A small transformer-like model."""
+    block = (
+        Tensor("attn.weight", (3 * hidden, hidden), trainable=not frozen),
+        Tensor("mlp.weight", (4 * hidden, hidden)),
+        Tensor("norm.weight", (hidden,)),
+    )
+    units = (
+        Unit("embed", (Tensor("weight", (vocab, hidden), trainable=not frozen),)),
+        Unit("blocks.{}", block, count=layers, block=True),
+        Unit("head", (Tensor("bias", (vocab,)),)),
+    )
+    return ModelSpec("tiny", units, "test")
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Any, Case]:
+    """An engine and any case that it can run."""
+    engine = find_engine(draw(st.sampled_from(ENGINE_NAMES)))
+    spec = tiny(draw(DIM), draw(st.integers(1, 40)), draw(DIM), frozen=draw(st.booleans()))
+    zero = draw(st.sampled_from(engine.options()))
+    workload = Workload(
+        seq_len=16,
+        grad_accum=draw(st.integers(1, 3)),
+        dtype=draw(st.sampled_from([DType.BF16, DType.FP16])),
+        precision=draw(st.sampled_from(list(Precision))),
+        optimizer=draw(st.sampled_from(sorted(OPTIMIZERS))),
+        optimizer_kind=draw(st.sampled_from(list(OptimizerKind))),
+    )
+    return engine, Case(spec, workload, Cluster(gpus=draw(st.integers(1, 16)), nodes=draw(st.integers(1, 4))), zero)
+
+
+@settings(max_examples=200, deadline=None)
+@given(cases())
+def test_derived_equals_plain_and_every_item_has_a_formula(drawn: tuple[Any, Case]) -> None:
+    engine, case = drawn
+    ledger, facts = engine.ledger(case)
+    plain = evaluate(ledger, facts)
+    explained = list(derived(ledger, facts))
+    assert [(i.name, i.bytes) for i in plain] == [(i.name, i.bytes) for i in explained]
+    assert all(i.formula and i.doc for i in explained)
+    symbols = _Symbols(facts)
+    for line in ledger:
+        value = line.fn(symbols)
+        assert value == 0 or isinstance(value, Derived), f"{line.name} lost its derivation"
+
+
+@settings(max_examples=200, deadline=None)
+@given(cases())
+def test_the_items_add_up_to_the_plan(drawn: tuple[Any, Case]) -> None:
+    engine, case = drawn
+    plan = formula_plan(engine, case)
+    on_gpu = sum(line.bytes for line in plan.lines if line.place == "hbm")
+    assert plan.gpu.model_states + plan.gpu.fixed_buffers == on_gpu
+    host = sum(line.bytes for line in plan.lines if line.place in ("dram", "pinned"))
+    assert plan.cpu.per_node == host * case.cluster.gpus
+    assert plan.cpu.pinned <= plan.cpu.per_node
+    assert plan.gpu.live_after_step <= max(plan.gpu.phases.values())
+    assert plan.gpu.total is plan.gpu.peak_allocated is plan.gpu.activations is None
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases())
+def test_every_plan_round_trips_through_json(drawn: tuple[Any, Case]) -> None:
+    plan = formula_plan(*drawn)
+    assert type(plan).model_validate_json(plan.model_dump_json()) == plan
+
+
+@pytest.mark.parametrize("name", ENGINE_NAMES)
+def test_every_line_says_what_it_is_for(name: str) -> None:
+    engine = find_engine(name)
+    ledger, facts = engine.ledger(Case(tiny(), Workload(), Cluster(), engine.options()[0]))
+    assert len({line.name for line in ledger}) == len(ledger)
+    assert all(len(line.doc) > 10 for line in ledger)
+    undocumented = {n for n in type(facts).__dataclass_fields__ if isinstance(getattr(facts, n), int)} - set(engine.glossary())
+    assert not {n for n in undocumented if not isinstance(getattr(facts, n), bool) and n not in ("stage", "grad_accum")} - {
+        "matrix",
+        "rest",
+        "largest_shard",
+    }
+
+
+def test_optimizer_states_by_hand() -> None:
+    """Bytes a parameter with fp32 masters, one rank: master 4 + states."""
+    engine = find_engine("deepspeed")
+    spec = ModelSpec("flat", (Unit("m", (Tensor("w", (1024, 1024)),)),), "test")
+    expected = {"adamw": 8, "lion": 4, "adagrad": 4, "sgd": 0, "sgd_momentum": 4, "lamb": 8, "muon": 4, "adafactor": 4}
+    expected["adamw8bit"] = 2 + 8 / 256
+    for name, k in expected.items():
+        plan = formula_plan(engine, Case(spec, Workload(optimizer=name), Cluster(), ZeroConfig.of(2)))
+        states = sum(line.bytes for line in plan.lines if line.buffer.startswith("optim.") and line.buffer != "optim.temp")
+        assert states == k * 1024 * 1024, name
+
+
+def test_muon_leaves_embeddings_and_vectors_to_adam() -> None:
+    engine = find_engine("deepspeed")
+    spec = tiny(hidden=64, layers=1, vocab=1000)
+    plan = formula_plan(engine, Case(spec, Workload(optimizer="muon"), Cluster(), ZeroConfig.of(3)))
+    by_name = {line.buffer: line.bytes for line in plan.lines if line.place == "hbm"}
+    matrix = 7 * 64 * 64
+    assert by_name["optim.momentum"] == 4 * matrix
+    assert by_name["optim.exp_avg"] == by_name["optim.exp_avg_sq"] == 4 * (spec.params - matrix)
+
+
+def test_unknown_optimizers_name_the_nearest() -> None:
+    with pytest.raises(BadInput, match="did you mean 'adamw'"):
+        find_optimizer("adanw")

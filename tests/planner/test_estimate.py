@@ -1,0 +1,146 @@
+"""The API, the paper's numbers through it, and what the flags select."""
+
+from __future__ import annotations
+
+import pytest
+
+import zeroplan
+from zeroplan.core.errors import BadInput
+from zeroplan.core.plan import Report
+from zeroplan.planner.estimate import estimate_report
+from zeroplan.planner.request import Request
+
+LLAMA = "meta-llama/Llama-3.2-1B"
+GB = 10**9
+
+
+def test_the_papers_figure_through_the_api() -> None:
+    plans = zeroplan.estimate(params=7_500_000_000, gpus=8, nodes=8, depth="formula")
+    states = {plan.stage: plan.gpu.model_states / GB for plan in plans if plan.offload_optimizer == "none"}
+    assert states == pytest.approx({0: 120, 1: 31.4, 2: 16.6, 3: 1.9}, abs=0.05)
+
+
+def test_mingpt_45b_with_offload_needs_the_host_memory_its_authors_saw() -> None:
+    plan = zeroplan.estimate_zero3_mem("minGPT-45B", gpus=8, offload_optimizer="cpu", depth="formula")
+    assert 0.8e12 <= plan.cpu.per_node <= 0.92e12
+
+
+def test_every_stage_with_every_offload_it_allows() -> None:
+    plans = zeroplan.estimate(LLAMA, gpus=8)
+    assert [(p.stage, p.offload_optimizer, p.offload_param) for p in plans] == [
+        (0, "none", "none"),
+        (1, "none", "none"),
+        (1, "cpu", "none"),
+        (2, "none", "none"),
+        (2, "cpu", "none"),
+        (3, "none", "none"),
+        (3, "cpu", "none"),
+        (3, "cpu", "cpu"),
+        (3, "nvme", "none"),
+        (3, "nvme", "nvme"),
+    ]
+
+
+def test_the_short_forms_give_the_plan_of_their_stage() -> None:
+    for stage, call in ((1, zeroplan.estimate_zero1_mem), (2, zeroplan.estimate_zero2_mem), (3, zeroplan.estimate_zero3_mem)):
+        plan = call(LLAMA, gpus=4, depth="formula")
+        assert plan.stage == stage
+        same = zeroplan.estimate(LLAMA, gpus=4, stage=stage, offload_optimizer="none", offload_param="none", depth="formula")
+        assert [plan] == same
+
+
+def test_offload_moves_states_from_the_gpu_to_the_host_and_the_disk() -> None:
+    none, cpu, both = (
+        zeroplan.estimate_zero3_mem(LLAMA, gpus=2, offload_optimizer=o, offload_param=p, depth="formula")
+        for o, p in (("none", "none"), ("cpu", "none"), ("cpu", "cpu"))
+    )
+    assert none.gpu.model_states > cpu.gpu.model_states > both.gpu.model_states
+    assert none.cpu.pinned == 0 < cpu.cpu.pinned < both.cpu.pinned
+    disk = zeroplan.estimate_zero3_mem(LLAMA, gpus=2, offload_optimizer="nvme", offload_param="nvme", depth="formula")
+    params = disk.nvme.per_node
+    # Master 4, two moments 8, gradients 4 and parameters 2 bytes each.
+    assert params == pytest.approx(18 * 1_235_814_400, rel=1e-3)
+
+
+def test_a_live_module_on_the_meta_device_is_counted() -> None:
+    torch = pytest.importorskip("torch")
+    with torch.device("meta"):
+        module = torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.Linear(256, 8))
+    (plan,) = zeroplan.estimate(module, stage=0, depth="formula")
+    assert plan.gpu.model_states == 16 * sum(p.numel() for p in module.parameters())
+
+
+def test_limits_decide_what_fits() -> None:
+    report = estimate_report(Request(model=LLAMA, gpus=1, vram="24G", cpu_ram="64G", depth="formula"))
+    by_option = {(p.stage, p.offload_optimizer, p.offload_param): p for p in report.plans}
+    assert by_option[0, "none", "none"].fits is False
+    assert by_option[0, "none", "none"].misfits == ("gpu",)
+    assert by_option[2, "cpu", "none"].fits is True
+    assert all(p.fits is None for p in zeroplan.estimate(LLAMA, depth="formula"))
+
+
+def test_more_host_memory_than_there_is_does_not_fit() -> None:
+    report = estimate_report(Request(model=LLAMA, gpus=1, vram="80G", cpu_ram="8G", stage=2, offload_optimizer="cpu"))
+    assert report.plans[0].misfits == ("cpu",)
+
+
+def test_the_report_is_the_contract() -> None:
+    report = estimate_report(Request(model=LLAMA, gpus=8, stage=2, depth="formula"))
+    data = Report.model_validate_json(report.to_json())
+    assert data == report
+    import json
+
+    plain = json.loads(report.to_json())
+    assert plain["schema"] == 1
+    assert plain["model"] == {"name": LLAMA, "params": 1_235_814_400, "trainable": 1_235_814_400, "source": "catalog"}
+    plan = plain["plans"][0]
+    assert set(plan) >= {
+        "engine",
+        "engine_version",
+        "stage",
+        "offload_optimizer",
+        "offload_param",
+        "depth",
+        "gpu",
+        "cpu",
+        "nvme",
+    }
+    keys = "model_states activations live_after_step peak_allocated peak_reserved total interval peak_phase phases".split()
+    assert set(plan["gpu"]) >= set(keys)
+    assert plan["gpu"]["total"] is None
+    assert {"buffer", "place", "bytes", "phases", "formula"} == set(plan["lines"][0])
+
+
+def test_lora_trains_the_adapters_only() -> None:
+    report = estimate_report(Request(model=LLAMA, lora_rank=16, stage=2, depth="formula"))
+    assert report.model.trainable == 11_272_192  # 16 × (in + out) over the seven linear kinds of 16 blocks
+    assert report.plans[0].gpu.model_states < 2.2 * 1_235_814_400 * 1.1
+
+
+def test_a_ds_config_gives_exactly_one_plan() -> None:
+    config = {"bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
+    report = estimate_report(Request(model=LLAMA, ds_config=config, depth="formula"))
+    assert len(report.plans) == 1
+    assert report.workload["micro_batch"] == 2
+
+
+def test_a_flag_that_contradicts_the_ds_config_is_bad_input() -> None:
+    config = {"bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
+    with pytest.raises(BadInput):
+        estimate_report(Request(model=LLAMA, ds_config=config, stage=3))
+    with pytest.raises(BadInput):
+        estimate_report(Request(model=LLAMA, ds_config=config, micro_batch=4))
+
+
+def test_buckets_of_a_ds_config_change_the_plan() -> None:
+    """A knob of the file has its effect: two overlapping buckets of 5e8 bf16 elements are 2e9 bytes."""
+
+    def buckets(**knobs: object) -> int:
+        config = {"bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2, **knobs}}
+        (plan,) = estimate_report(Request(model=LLAMA, ds_config=config, depth="formula")).plans
+        return sum(line.bytes for line in plan.lines if line.buffer == "comm.bucket")
+
+    assert buckets() == 10**9
+    assert buckets(overlap_comm=True) == 2 * 10**9
+    assert buckets(reduce_bucket_size=2e8) == 4 * 10**8
+    assert buckets(contiguous_gradients=False) == 0

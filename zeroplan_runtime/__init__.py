@@ -1,1 +1,9 @@
-"""A small ZeRO runtime whose memory is what the plan says."""
+"""The included training runtime: ZeRO stages 0 to 3 over units of parameters.
+
+``engine, optimizer, dataloader, scheduler = zeroplan_runtime.initialize(model=model, config=ds_config)``
+"""
+
+from zeroplan_runtime.api import initialize
+from zeroplan_runtime.engine import Engine
+
+__all__ = ["Engine", "initialize"]

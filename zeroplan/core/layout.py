@@ -272,8 +272,7 @@ def runtime_buffers(layout: Layout) -> list[OwnedBuffer]:
         rows += [OwnedBuffer(Buffer.PARAM_MASTER, name, numel, DType.FP32) for name, numel in trained]
     for state in OPTIMIZER_STATES[setup.optimizer]:
         rows += [OwnedBuffer(state, name, numel, DType.FP32) for name, numel in trained]
-    if trained:
-        rows.append(OwnedBuffer(Buffer.OPTIM_NORM, "step", STEP_SCALARS, DType.FP32))
+    rows.append(OwnedBuffer(Buffer.OPTIM_NORM, "step", STEP_SCALARS, DType.FP32))
     return rows
 
 

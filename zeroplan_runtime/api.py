@@ -1,0 +1,124 @@
+"""``initialize``: a model and a ds_config in, an engine out."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from zeroplan.core.errors import BadInput
+from zeroplan_runtime.comm import Ranks
+from zeroplan_runtime.config import RuntimeConfig, read_config
+from zeroplan_runtime.engine import Engine
+from zeroplan_runtime.optim.groups import Params, ZeroOptimizer
+from zeroplan_runtime.optim.rates import make_schedule
+from zeroplan_runtime.units import Policy
+
+logger = logging.getLogger("zeroplan_runtime")
+
+
+def initialize(
+    *,
+    model: nn.Module,
+    config: Mapping[str, Any] | str | Path,
+    model_parameters: Params | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    collate_fn: Callable[..., Any] | None = None,
+    policy: Policy | None = None,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+) -> tuple[Engine, ZeroOptimizer | None, DataLoader[Any] | None, Any]:
+    """Puts `model` under ZeRO as `config` (a ds_config dict or the path of its JSON) says.
+
+    Args:
+        model: any module, with values; its parameters move to the device and are cast as the config says.
+        model_parameters: parameters or parameter groups for the config's optimizer; all trainable ones by default.
+        optimizer: ``torch.optim.AdamW``, ``Adam`` or ``SGD`` instead of the config's; its groups and rates are used.
+        training_data: a dataset; then a loader is returned that gives each rank its own part.
+        lr_scheduler: anything with ``step()``, or a function that makes it from the optimizer.
+        policy: says which modules are block units (name, module); see :func:`zeroplan_runtime.units.find_blocks`.
+        group: the ranks that share the model; all of them by default.
+        device: this rank's device; CUDA device ``LOCAL_RANK`` where there is one, else the CPU.
+
+    Returns:
+        engine, optimizer, dataloader and learning-rate schedule; what there is not is None.
+
+    Raises:
+        BadInput: for a config that is wrong or asks for what this runtime does not do.
+    """
+    where = _device(device)
+    _join(where)
+    ranks = Ranks(group)
+    settings = read_config(config, ranks.count)
+    if settings.without_effect and ranks.rank == 0:
+        logger.warning("keys without effect in this runtime: %s", ", ".join(settings.without_effect))
+    chosen = _optimizer(model, settings, model_parameters, optimizer)
+    engine = Engine(model, settings, chosen, ranks=ranks, device=where, policy=policy)
+    engine.lr_scheduler = _schedule(settings, chosen, lr_scheduler)
+    return engine, chosen, _loader(training_data, settings, ranks, collate_fn), engine.lr_scheduler
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        where = torch.device(device)
+    elif torch.cuda.is_available():
+        where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    else:
+        where = torch.device("cpu")
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    return where
+
+
+def _join(device: torch.device) -> None:
+    """Starts torch.distributed where ``torchrun`` has set the stage and nobody has done it."""
+    if not dist.is_initialized() and "WORLD_SIZE" in os.environ and "RANK" in os.environ:
+        if device.type == "cuda":
+            dist.init_process_group("nccl", device_id=device)
+        else:
+            dist.init_process_group("gloo")
+
+
+def _optimizer(
+    model: nn.Module, settings: RuntimeConfig, params: Params | None, given: torch.optim.Optimizer | None
+) -> ZeroOptimizer | None:
+    if isinstance(given, ZeroOptimizer):
+        return given
+    if given is not None:
+        return ZeroOptimizer.from_torch(given)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if settings.optimizer is None or not trainable:
+        return None
+    hyper = dict(settings.optimizer["params"])
+    if "max_grad_norm" in hyper:
+        raise BadInput("'max_grad_norm' is not a parameter", where="optimizer.params", remedy="use gradient_clipping")
+    kind = str(settings.optimizer["type"]).lower()
+    # DeepSpeed's "Adam" is AdamW unless adam_w_mode says otherwise.
+    decoupled = bool(hyper.pop("adam_w_mode", True)) or kind == "adamw"
+    return ZeroOptimizer(params if params is not None else trainable, kind, hyper, decoupled=decoupled)
+
+
+def _schedule(settings: RuntimeConfig, optimizer: ZeroOptimizer | None, given: Any) -> Any:
+    if given is not None:
+        return given if hasattr(given, "step") else given(optimizer)
+    if settings.scheduler is None or optimizer is None:
+        return None
+    return make_schedule(settings.scheduler["type"], settings.scheduler["params"], optimizer)
+
+
+def _loader(
+    data: Dataset[Any] | None, settings: RuntimeConfig, ranks: Ranks, collate_fn: Callable[..., Any] | None
+) -> DataLoader[Any] | None:
+    if data is None:
+        return None
+    sampler: DistributedSampler[Any] = DistributedSampler(data, ranks.count, ranks.rank, shuffle=True)
+    return DataLoader(data, settings.micro_batch, sampler=sampler, collate_fn=collate_fn, drop_last=True)

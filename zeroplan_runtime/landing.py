@@ -1,0 +1,119 @@
+"""How gradients reach the flat buffers: linear layers multiply straight into them, everything else is copied once.
+
+Autograd would make each gradient in memory of its own and add it to ``param.grad``. Here no parameter has a ``grad``:
+a hook moves each complete gradient into its view of the flat buffer and lets the original go. For ``nn.Linear`` the
+weight's gradient, a matrix product, is written to the view itself (or accumulated there by the product), so that the most
+of a transformer's gradients are neither allocated nor copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from zeroplan_runtime.schedule import NOW, Schedule
+from zeroplan_runtime.store import UnitState
+
+_Place = tuple[UnitState, int]
+
+
+def attach(schedule: Schedule, *, direct: bool = True) -> Callable[[], None]:
+    """Sends all gradients of the store's parameters to the schedule.
+
+    Args:
+        direct: let plain linear layers write their weights' gradients in place.
+
+    Returns:
+        A function that undoes it.
+    """
+    places: dict[int, _Place] = {}
+    handles: list[Any] = []
+    for unit in schedule.store.units:
+        if unit.trainable is not None:
+            for i, param in enumerate(unit.trainable.params):
+                places[id(param)] = (unit, i)
+                hook = partial(_take, schedule, unit, i)
+                handles.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+    changed: list[nn.Module] = []
+    if direct and schedule.store.setup.whole_grad_dtype is schedule.store.setup.param_dtype:
+        for unit in schedule.store.units:
+            for module in unit.module.modules():
+                if _is_plain_linear(module) and id(module.weight) in places and "forward" not in vars(module):
+                    sink = Sink(schedule, places[id(module.weight)], places.get(id(module.bias)))
+                    module.forward = MethodType(partial(_forward, sink), module)
+                    changed.append(module)
+
+    def detach() -> None:
+        for handle in handles:
+            handle.remove()
+        for module in changed:
+            del module.forward
+
+    return detach
+
+
+def _take(schedule: Schedule, unit: UnitState, position: int, param: torch.Tensor) -> None:
+    grad, param.grad = param.grad, None
+    if grad is not None:
+        schedule.land(unit, position, grad)
+
+
+def _is_plain_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear and not hasattr(module, "parametrizations")
+
+
+class Sink:
+    """Where one linear layer's gradients go."""
+
+    __slots__ = ("bias", "schedule", "weight")
+
+    def __init__(self, schedule: Schedule, weight: _Place, bias: _Place | None) -> None:
+        self.schedule, self.weight, self.bias = schedule, weight, bias
+
+    def multiply(self, grad: torch.Tensor, x: torch.Tensor) -> None:
+        """``weight.grad += gradᵀ x`` for `grad` [tokens, out] and `x` [tokens, in], in the flat buffer."""
+        unit, position = self.weight
+        self.schedule.acquire(unit)
+        view = unit.grad_views[position]
+        if unit.landed[position]:
+            view.addmm_(grad.t(), x)
+        else:
+            torch.mm(grad.t(), x, out=view)
+        unit.landed[position] = NOW
+
+
+def _forward(sink: Sink, module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    weight, bias = module.weight, module.bias
+    if not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type) or x.dtype != weight.dtype or not x.numel():
+        return functional.linear(x, weight, bias)
+    return DirectLinear.apply(x, weight, bias, sink)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class DirectLinear(torch.autograd.Function):
+    """``x Wᵀ + b`` whose weight gradient goes to a :class:`Sink` instead of autograd.
+
+    The weight is remembered as the parameter itself, not saved: its address is constant (Note [Addresses] in store).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sink: Sink) -> torch.Tensor:
+        """`x` [..., in] to [..., out]."""
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.sink, ctx.needs_bias = weight, sink, bias is not None and bias.requires_grad
+        return functional.linear(x, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, torch.Tensor | None, None]:
+        """The gradient of `x`, and of the bias, which is small and takes autograd's way."""
+        (x,) = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        grad_x = grad.matmul(ctx.weight) if ctx.needs_input_grad[0] else None
+        ctx.sink.multiply(rows, x.reshape(-1, x.shape[-1]))
+        return grad_x, None, rows.sum(0) if ctx.needs_bias else None, None

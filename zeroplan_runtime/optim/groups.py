@@ -1,0 +1,116 @@
+"""The optimizer that users hold: parameter groups and hyperparameters, whose step the engine takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroplan.core.errors import BadInput, did_you_mean
+from zeroplan_runtime.optim.reference import Hyper
+
+#: Hyperparameters by kind, with their defaults (those of DeepSpeed's classes; SGD: torch's).
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "adamw": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True},
+    "adam": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True},
+    "lamb": {
+        "lr": 1e-3,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "bias_correction": True,
+        "min_coeff": 0.01,
+        "max_coeff": 10.0,
+    },
+    "lion": {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0},
+    "sgd": {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
+}
+#: Settings of torch's and DeepSpeed's optimizers that choose an implementation or are off by default here.
+_IGNORED = frozenset({"torch_adam", "foreach", "fused", "capturable", "differentiable", "fp32_optimizer_states"})
+_MUST_BE_FALSE = ("amsgrad", "maximize", "eps_inside_sqrt")
+
+Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
+    """Holds the parameter groups. Learning-rate schedules act on ``param_groups``; the engine reads them at each step.
+
+    `kind` is one of :data:`DEFAULTS`; `decoupled` tells AdamW from Adam with L2 regularisation.
+    """
+
+    def __init__(self, params: Params, kind: str, hyper: dict[str, Any], *, decoupled: bool = True) -> None:
+        if kind not in DEFAULTS:
+            remedy = did_you_mean(kind, DEFAULTS) or f"use one of {', '.join(DEFAULTS)}"
+            raise BadInput(f"optimizer {kind!r} is not supported", where="optimizer.type", remedy=remedy)
+        known = DEFAULTS[kind]
+        for key, value in hyper.items():
+            if key in _MUST_BE_FALSE and value:
+                raise BadInput(f"{key!r} is not supported", where="optimizer.params")
+            if key not in known and key not in _IGNORED and key not in _MUST_BE_FALSE:
+                raise BadInput(f"unknown key {key!r} for {kind}", where="optimizer.params", remedy=did_you_mean(key, known))
+        self.kind, self.decoupled = kind, decoupled
+        self.take_step: Callable[[], None] | None = None
+        super().__init__(params, {**known, **{k: v for k, v in hyper.items() if k in known}})
+
+    @classmethod
+    def from_torch(cls, optimizer: torch.optim.Optimizer) -> ZeroOptimizer:
+        """The same groups and hyperparameters as a torch optimizer's, sharing its group dicts, so that learning-rate
+        schedules made on it keep acting.
+
+        Raises:
+            BadInput: when it is not AdamW, Adam or SGD, or uses AMSGrad or maximises.
+        """
+        kinds = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.SGD: "sgd"}
+        kind = kinds.get(type(optimizer))
+        if kind is None:
+            raise BadInput(
+                f"an optimizer of type {type(optimizer).__name__} is not supported",
+                where="optimizer",
+                remedy="give torch.optim.AdamW, Adam or SGD, or name the optimizer in the config",
+            )
+        for key in ("amsgrad", "maximize"):
+            if any(group.get(key) for group in optimizer.param_groups):
+                raise BadInput(f"{key!r} is not supported", where="optimizer")
+        if kind == "adam" and any(group.get("decoupled_weight_decay") for group in optimizer.param_groups):
+            kind = "adamw"
+        made = cls(optimizer.param_groups, kind, {}, decoupled=kind == "adamw")
+        made.param_groups = optimizer.param_groups
+        return made
+
+    @property
+    def layout_kind(self) -> str:
+        """The key of :data:`zeroplan.core.layout.OPTIMIZER_STATES`."""
+        momentum = self.kind == "sgd" and any(group["momentum"] for group in self.param_groups)
+        return "sgd_momentum" if momentum else self.kind
+
+    def hyper(self, group: int, step: int) -> Hyper:
+        """One group's hyperparameters for the applied step number `step`, from 1."""
+        values = self.param_groups[group]
+        beta1, beta2 = values.get("betas", (0.9, 0.999))
+        return Hyper(
+            lr=float(values["lr"]),
+            step=step,
+            beta1=beta1,
+            beta2=beta2,
+            eps=values.get("eps", 1e-8),
+            weight_decay=values["weight_decay"],
+            decoupled=self.decoupled,
+            bias_correction=values.get("bias_correction", True),
+            momentum=values.get("momentum", 0.0),
+            dampening=values.get("dampening", 0.0),
+            nesterov=values.get("nesterov", False),
+            min_coeff=values.get("min_coeff", 0.01),
+            max_coeff=values.get("max_coeff", 10.0),
+        )
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Takes the engine's step; a closure is not supported."""
+        if closure is not None:
+            raise BadInput("a closure is not supported", where="optimizer.step")
+        if self.take_step is not None:
+            self.take_step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: the engine begins new gradients after each step."""

@@ -1,0 +1,67 @@
+"""Loss scales for fp16, by DeepSpeed's rules (runtime/fp16/loss_scaler.py of 0.19.8)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from zeroplan.core.errors import BadInput
+
+
+@dataclass(slots=True)
+class LossScaler:
+    """The factor on the loss. Dynamic: halved on overflow once `hysteresis` is used up, doubled after `window` good steps.
+
+    A static scale has ``dynamic=False``; bf16 and fp32 use the static scale 1.
+    """
+
+    scale: float = 1.0
+    dynamic: bool = False
+    window: int = 1000
+    hysteresis: int = 2
+    consecutive_hysteresis: bool = False
+    min_scale: float = 1.0
+    iteration: int = 0
+    last_overflow: int = -1
+    left: int = field(default=-1)
+
+    def __post_init__(self) -> None:
+        if self.left < 0:
+            self.left = self.hysteresis
+
+    def update(self, overflow: bool) -> None:
+        """Takes notice of one step.
+
+        Raises:
+            BadInput: on overflow at the least scale, when training cannot go on.
+        """
+        if not self.dynamic:
+            return
+        if overflow:
+            if self.hysteresis == 1 or self.left == 1:
+                if self.scale == self.min_scale:
+                    raise BadInput(
+                        f"the gradients overflow at the least loss scale, {self.min_scale:g}",
+                        where="fp16.min_loss_scale",
+                        remedy="train in bf16, or lower the learning rate",
+                    )
+                self.scale = max(self.scale / 2, self.min_scale)
+            else:
+                self.left -= 1
+            self.last_overflow = self.iteration
+        else:
+            if self.consecutive_hysteresis:
+                self.left = self.hysteresis
+            stable = self.iteration - self.last_overflow - 1
+            if stable > 0 and stable % self.window == 0:
+                self.left = self.hysteresis
+                self.scale *= 2
+        self.iteration += 1
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return {"scale": self.scale, "iteration": self.iteration, "last_overflow": self.last_overflow, "left": self.left}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Goes on from :meth:`state_dict`."""
+        self.scale = float(state["scale"])
+        self.iteration, self.last_overflow, self.left = (int(state[k]) for k in ("iteration", "last_overflow", "left"))

@@ -1,0 +1,316 @@
+"""The Schedule: when units are gathered, when their gradients are reduced, and which lane waits for which.
+
+Note [Order of collectives]
+    All ranks must issue the same collectives in the same order. So gathers and reductions are issued from the forward and
+    backward of *modules*, which all ranks run alike, and never from the arrival of single gradients, which may differ
+    (an expert that one rank did not use). A unit's gradients are reduced when the backward reaches the next unit; those of
+    the root, and of units whose backward was not seen, when the backward has ended.
+
+Note [Backward of a unit]
+    The backward of a unit begins when a gradient of its output arrives, or when gradient checkpointing runs its forward
+    again, whichever is first. It is over when another unit's begins: autograd runs the youngest operation first, so all of
+    the later unit's work has been issued by then. Weights that are read later still would be those of
+    another unit; units that interleave like this need separate slots, and :meth:`Schedule.gather` refuses the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from zeroplan.core.buffers import Phase
+from zeroplan_runtime.comm import Lane, Mark
+from zeroplan_runtime.store import Store, UnitState
+
+#: `UnitState.landed`, per parameter: its gradient came in an earlier micro batch, or in this one.
+EARLIER, NOW = 1, 2
+
+
+class Schedule:
+    """Hooks a model's units to the store's slots and the ranks' collectives."""
+
+    def __init__(self, store: Store) -> None:
+        self.store, self.setup, self.ranks = store, store.setup, store.ranks
+        device = store.arena.device
+        self.compute = Lane(device, own=False)
+        self.gather_lane = Lane(device, own=True)
+        self.reduce_lane = Lane(device, own=True)
+        self.updated = Mark(device)  # the optimizer has written the shards
+        self._produced = Mark(device)
+        self.boundary = True  # this micro batch is the last before the step
+        self.where = "start"  # for the watchdog
+        self.ticks = 0
+        self._backward = False
+        self._current: UnitState | None = None
+        units = store.units
+        rest = [u for u in units if not u.is_root]
+        self._after = dict(pairwise(units))
+        self._before = {later: earlier for earlier, later in pairwise(rest)}
+        self._last: UnitState | None = None
+        self._handles: list[Any] = []
+        if self.ranks.count > 1:
+            for unit in units:
+                self._hook(unit)
+
+    def _hook(self, unit: UnitState) -> None:
+        # First of all hooks before the forward and last after it, so that what others hook in finds the parameters.
+        enter = unit.module.register_forward_pre_hook(partial(self._enter_hook, unit), prepend=True)
+        leave = unit.module.register_forward_hook(partial(self._leave_hook, unit), with_kwargs=True)
+        self._handles += [enter, leave]
+
+    def remove(self) -> None:
+        """Takes the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+
+    # ------------------------------------------------------------------ forward
+
+    def begin_forward(self) -> None:
+        """Called before a forward of the whole model; forgets what an interrupted one left."""
+        self._set_phase(backward=False)
+        self._current = self._last = None
+        for slot in self.store.param_slots.values():
+            slot.busy = False
+
+    def _enter_hook(self, unit: UnitState, _module: torch.nn.Module, _args: Any) -> None:
+        if self._backward:  # recomputed under gradient checkpointing
+            self.begin_backward(unit, recompute=True)
+            return
+        self._tick("forward", unit)
+        self.gather(unit)
+        unit.param_slot.ready.wait(self.compute)
+        unit.param_slot.busy = not unit.is_root
+        if self._last is not None and self._last is not unit:
+            self._after[self._last] = unit
+        self._last = unit
+        unit.visits += 1
+        self._prefetch(self._after.get(unit))
+
+    def _leave_hook(self, unit: UnitState, _module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self._backward:
+            return
+        self._release(unit)
+        if torch.is_grad_enabled():
+            passed_through = {id(tensor) for tensor in tensors_of((args, kwargs))}
+            for tensor in tensors_of(output):
+                if tensor.requires_grad and id(tensor) not in passed_through:
+                    tensor.register_hook(partial(self._grad_hook, unit))  # type: ignore[no-untyped-call]
+
+    def _release(self, unit: UnitState) -> None:
+        slot = unit.param_slot
+        if slot.holder is unit and not unit.is_root:
+            slot.busy = False
+            slot.free.record(self.compute)
+
+    # ------------------------------------------------------------------ gathering
+
+    def gather(self, unit: UnitState) -> None:
+        """Starts to bring `unit`'s current parameters into its place, unless they are there.
+
+        Raises:
+            RuntimeError: when another unit is still computing in the same slot.
+        """
+        slot = unit.param_slot
+        if slot.holder is unit and slot.fresh:
+            return
+        if slot.busy and slot.holder is not unit:
+            raise RuntimeError(
+                f"unit {unit.name!r} is needed while {slot.holder.name if slot.holder else '?'!r} still computes in the slot "
+                f'{slot.name!r} that they share; set {{"zeroplan": {{"ring": N}}}} higher, or give a policy that joins them'
+            )
+        slot.free.wait(self.gather_lane)
+        self.updated.wait(self.gather_lane)
+        with self.gather_lane.run():
+            if unit.trainable is not None:
+                self.ranks.all_gather(unit.trainable.full, unit.trainable.shard)
+            if unit.frozen is not None and slot.holder is not unit:
+                self.ranks.all_gather(unit.frozen.full, unit.frozen.shard)
+        slot.ready.record(self.gather_lane)
+        slot.holder, slot.fresh = unit, True
+
+    def _prefetch(self, unit: UnitState | None) -> None:
+        if unit is not None and (not unit.param_slot.busy or unit.param_slot.holder is unit):
+            self.gather(unit)
+
+    def parameters_changed(self) -> None:
+        """Called when the optimizer has been given all updates: gathered copies are out of date from here on."""
+        self.updated.record(self.compute)
+        if self.setup.shards_states:
+            for slot in {id(u.param_slot): u.param_slot for u in self.store.units if u.trainable is not None}.values():
+                slot.fresh = False
+
+    def gather_ahead(self) -> None:
+        """Starts the gathers that the next forward will ask for first, as far as their slots are free."""
+        if self.ranks.count == 1:
+            return
+        if not self.setup.shards_params:
+            for unit in self.store.units:
+                self.gather(unit)
+            return
+        taken: set[str] = set()
+        upcoming: UnitState | None = self.store.units[0]
+        while upcoming is not None and upcoming.param_slot.name not in taken:
+            self.gather(upcoming)
+            taken.add(upcoming.param_slot.name)
+            upcoming = self._after.get(upcoming)
+
+    def wait_gathered(self) -> None:
+        """Makes the model's stream wait for every gather that was started."""
+        for unit in self.store.units:
+            unit.param_slot.ready.wait(self.compute)
+
+    # ------------------------------------------------------------------ backward
+
+    def _grad_hook(self, unit: UnitState, _grad: torch.Tensor) -> None:
+        self.begin_backward(unit)
+
+    def begin_backward(self, unit: UnitState, *, recompute: bool = False) -> None:
+        """The backward has reached `unit`: see Note [Backward of a unit]."""
+        if not self._backward:
+            self._set_phase(backward=True)
+        if unit is self._current or (unit.is_root and not recompute and unit.param_slot.fresh):
+            return
+        self._tick("backward", unit)
+        before, self._current = self._current, None if unit.is_root else unit
+        if before is not None and not unit.is_root:
+            self._before[before] = unit
+        if before is not None:
+            self._finish(before)
+        if unit.gathers_in_backward or recompute:
+            self.gather(unit)
+            unit.param_slot.ready.wait(self.compute)
+            unit.param_slot.busy = not unit.is_root
+        following = self._before.get(unit)
+        if following is not None and following.gathers_in_backward:
+            self._prefetch(following)
+
+    def _finish(self, unit: UnitState) -> None:
+        self._release(unit)
+        # Gradients kept whole are reduced once, so not before the last of several forwards has been gone back through.
+        if NOW in unit.landed and (unit.visits == 1 or self.setup.shards_grads):
+            self.reduce(unit)
+
+    def end_backward(self) -> None:
+        """Called when a micro batch's backward has returned: reduces what is left."""
+        if self._current is not None:
+            self._finish(self._current)
+        for unit in reversed(self.store.units):
+            if unit.trainable is not None and not unit.reduced:
+                self.reduce(unit)
+        for unit in self.store.units:
+            unit.reduced, unit.visits = False, 0
+            unit.landed = unit.landed.replace(b"\x02", b"\x01")
+        self._set_phase(backward=False)
+        self._current = self._last = None
+
+    # ------------------------------------------------------------------ gradients
+
+    def acquire(self, unit: UnitState) -> None:
+        """Makes the place for `unit`'s whole gradients ready to be written on the model's stream."""
+        slot = unit.grad_slot
+        if slot is not None and slot.holder is not unit:
+            if slot.holder is not None:
+                self.reduce(slot.holder)
+            slot.free.wait(self.compute)
+            slot.holder = unit
+        elif unit.reduced and slot is None and self.boundary and self.ranks.count > 1:
+            raise RuntimeError(
+                f"a gradient of unit {unit.name!r} came after the unit was reduced: its parameters are used outside its "
+                "forward; use stage 2 or 3, or a policy that leaves the module to the root"
+            )
+
+    def land(self, unit: UnitState, position: int, grad: torch.Tensor) -> None:
+        """Takes over the complete gradient of one parameter, adding to what this one has received before."""
+        self.acquire(unit)
+        if unit.landed[position]:
+            unit.grad_views[position].add_(grad)
+        else:
+            unit.grad_views[position].copy_(grad)
+        unit.landed[position] = NOW
+
+    def reduce(self, unit: UnitState) -> None:
+        """Averages `unit`'s gradients over the ranks, in the reduce lane; parameters without gradient count as zero.
+
+        Whole gradients (stages 0 and 1) wait for the last micro batch; from stage 2 on each micro batch is reduced.
+        """
+        unit.reduced = True
+        if not self.setup.shards_grads and not self.boundary:
+            return
+        assert unit.grad_full is not None
+        self.acquire_for_reduce(unit)
+        missing = [view for view, landed in zip(unit.grad_views, unit.landed, strict=True) if not landed]
+        if unit.grad_slot is not None:
+            missing += unit.grad_gaps  # another unit's gradients may lie there
+        if missing:
+            torch._foreach_zero_(missing)
+        if self.ranks.count > 1:
+            self._produced.record(self.compute)
+            self._produced.wait(self.reduce_lane)
+            with self.reduce_lane.run():
+                self._reduce_now(unit)
+        if unit.grad_slot is not None:
+            unit.grad_slot.free.record(self.reduce_lane)
+            unit.grad_slot.holder = None
+            unit.landed = bytearray(len(unit.landed))
+
+    def acquire_for_reduce(self, unit: UnitState) -> None:
+        """A unit none of whose gradients came still needs a place for its zeros."""
+        if unit.grad_slot is not None and unit.grad_slot.holder is not unit:
+            self.acquire(unit)
+
+    def _reduce_now(self, unit: UnitState) -> None:
+        assert unit.grad is not None
+        assert unit.grad_full is not None
+        if not self.setup.shards_states:
+            self.ranks.all_reduce_mean(unit.grad_full)
+        elif not self.setup.shards_grads or not self.store.needs_temp(unit):
+            self.ranks.reduce_scatter(unit.grad, unit.grad_full)
+        else:
+            assert self.store.reduce_temp is not None
+            arrived = self.store.reduce_temp[: unit.grad.numel()]
+            self.ranks.reduce_scatter(arrived, unit.grad_full)
+            if unit.accumulated:
+                unit.grad.add_(arrived)
+            else:
+                unit.grad.copy_(arrived)
+        unit.accumulated = True
+
+    def gradients_ready(self) -> None:
+        """Makes the model's stream wait for all reductions, before the optimizer reads the gradients."""
+        self._produced.record(self.reduce_lane)
+        self._produced.wait(self.compute)
+
+    def gradients_taken(self) -> None:
+        """Called after the step: the next micro batch begins new sums."""
+        for unit in self.store.units:
+            unit.accumulated = False
+            unit.landed = bytearray(len(unit.landed))
+
+    # ------------------------------------------------------------------ progress
+
+    def _set_phase(self, *, backward: bool) -> None:
+        self._backward = backward
+        self.store.arena.phase = Phase.BACKWARD if backward else Phase.FORWARD
+
+    def _tick(self, doing: str, unit: UnitState) -> None:
+        self.where = f"{doing} of {unit.name}"
+        self.ticks += 1
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors within tuples, lists, dicts and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_of(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_of(item)
+    elif hasattr(value, "__dataclass_fields__"):
+        for name in value.__dataclass_fields__:
+            yield from tensors_of(getattr(value, name))

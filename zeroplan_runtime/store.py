@@ -1,0 +1,226 @@
+"""The Store: every unit's flats as tensors, carved by the Arena from the layout, and the parameters as views of them.
+
+Note [Addresses]
+    A parameter's ``data`` is set once, to a view of its unit's place: a permanent buffer, or, at stage 3, its unit's slot.
+    It never moves afterwards. What autograd saved in the forward (the weight, or a transposed view of it) is therefore
+    right again in the backward as soon as the unit is gathered again into the same slot: no saved tensor needs a hook,
+    no storage is resized, and no parameter is touched one by one. The price is that a parameter read while its unit is
+    not gathered shows another unit's bytes; :mod:`zeroplan_runtime.audit` watches the first steps for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from zeroplan.core.buffers import Buffer
+from zeroplan.core.errors import BadInput
+from zeroplan.core.layout import Flat, Layout, UnitKind, UnitLayout, plan_layout, runtime_buffers
+from zeroplan.core.layout import RuntimeSetup as Setup
+from zeroplan_runtime.arena import DTYPES, Arena
+from zeroplan_runtime.comm import Mark, Ranks
+from zeroplan_runtime.units import Unit, reads_params_in_backward
+
+_Carved = dict[tuple[Buffer, str], torch.Tensor]
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """Memory that units take turns in, or that one unit has for itself.
+
+    `holder` is the unit whose data it holds; `fresh` tells whether that is current; `busy` whether it is being read.
+    `free` marks the last use of the previous data, `ready` the arrival of the present.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    free: Mark
+    ready: Mark
+    holder: UnitState | None = None
+    fresh: bool = False
+    busy: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class FlatState:
+    """One flat: `full` is where the parameters live, `shard` this rank's part (inside `full`, unless stage 3)."""
+
+    layout: Flat
+    params: list[nn.Parameter]
+    full: torch.Tensor
+    shard: torch.Tensor
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """`flat`, laid out like this one, as tensors of the parameters' shapes."""
+        return [
+            flat[offset : offset + numel].view(param.shape)
+            for offset, numel, param in zip(self.layout.offsets, self.layout.numels, self.params, strict=True)
+        ]
+
+
+@dataclass(slots=True, eq=False)
+class UnitState:
+    """One unit's tensors. The optimizer's (`grad`, `master`, `states`) cover the rank's share of the trainable flat.
+
+    `grad_full` are the whole gradients (in a slot from stage 2 on), `grad` this rank's averaged share of them.
+    `landed` says which parameters' gradients have arrived in `grad_full` since it was last taken.
+    """
+
+    index: int
+    layout: UnitLayout
+    module: nn.Module
+    trainable: FlatState | None
+    frozen: FlatState | None
+    param_slot: Slot
+    gathers_in_backward: bool
+    grad_slot: Slot | None = None
+    grad_full: torch.Tensor | None = None
+    grad: torch.Tensor | None = None
+    grad_views: list[torch.Tensor] = field(default_factory=list)
+    grad_gaps: list[torch.Tensor] = field(default_factory=list)
+    landed: bytearray = field(default_factory=bytearray)
+    reduced: bool = False  # in this micro batch
+    visits: int = 0  # forwards in this micro batch
+    accumulated: bool = False  # `grad` holds earlier micro batches
+    master: torch.Tensor | None = None
+    states: dict[Buffer, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The module's full name, or ``root``."""
+        return self.layout.shape.name
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this is the root unit, which stays gathered."""
+        return self.layout.shape.kind is UnitKind.ROOT
+
+    def flats(self) -> Iterator[FlatState]:
+        """The trainable flat and the frozen one, where they exist."""
+        if self.trainable is not None:
+            yield self.trainable
+        if self.frozen is not None:
+            yield self.frozen
+
+
+class Store:
+    """All units of one model on one rank. Building it moves the parameters into the Arena, one after another."""
+
+    def __init__(self, units: Sequence[Unit], setup: Setup, ranks: Ranks, arena: Arena) -> None:
+        self.setup, self.ranks, self.arena = setup, ranks, arena
+        self.layout: Layout = plan_layout([unit.shape for unit in units], setup)
+        carved = arena.allocate(runtime_buffers(self.layout))
+        self.param_slots = {n: self._slot(n, carved[Buffer.PARAM_FULL, n]) for n in self.layout.param_slots}
+        self.grad_slots = {n: self._slot(n, carved[Buffer.GRAD_FULL, n]) for n in self.layout.grad_slots}
+        self.scalars = carved[Buffer.OPTIM_NORM, "step"]
+        self.reduce_temp = carved.get((Buffer.COMM_REDUCE_SCATTER, "ring"))
+        self.units = [self._unit(i, unit, carved) for i, unit in enumerate(units)]
+        for state in self.units:
+            self._fill(state)
+
+    def _slot(self, name: str, tensor: torch.Tensor) -> Slot:
+        return Slot(name, tensor, Mark(self.arena.device), Mark(self.arena.device))
+
+    def _unit(self, index: int, unit: Unit, carved: _Carved) -> UnitState:
+        layout, setup = self.layout.units[index], self.setup
+        name = layout.shape.name
+        begin = 0
+        flats: list[FlatState | None] = []
+        for flat, own in ((layout.trainable, _own_buffer(setup)), (layout.frozen, Buffer.PARAM_FROZEN)):
+            if flat is None:
+                flats.append(None)
+                continue
+            if layout.param_slot is not None:
+                shard = carved[own, name]
+                full = self.param_slots[layout.param_slot].tensor[begin : begin + flat.full]
+                begin += flat.full
+            else:
+                full = carved[own, name]
+                shard = self._part(full, flat) if setup.shards_states else full
+            flats.append(FlatState(flat, [unit.params[i] for i in flat.params], full, shard))
+        trainable, frozen = flats
+        if layout.param_slot is not None:
+            slot = self.param_slots[layout.param_slot]
+        else:
+            slot = self._slot(name, next(flat.full for flat in flats if flat is not None))
+        state = UnitState(index, layout, unit.module, trainable, frozen, slot, reads_params_in_backward(unit.module))
+        if trainable is not None:
+            self._add_training(state, trainable, carved)
+        return state
+
+    def _add_training(self, state: UnitState, trainable: FlatState, carved: _Carved) -> None:
+        setup, flat, name = self.setup, trainable.layout, state.name
+        if state.layout.grad_slot is not None:
+            state.grad_slot = self.grad_slots[state.layout.grad_slot]
+            state.grad_full = state.grad_slot.tensor[: flat.full]
+            state.grad = carved[Buffer.GRAD_SHARD, name]
+        else:
+            state.grad_full = carved[Buffer.GRAD_SHARD if setup.stage >= 2 else Buffer.GRAD_FULL, name]
+            state.grad = self._part(state.grad_full, flat) if setup.shards_states else state.grad_full
+        state.grad_views = trainable.views(state.grad_full)
+        state.grad_gaps = [state.grad_full[a:b] for a, b in flat.gaps()]
+        state.landed = bytearray(len(flat.params))
+        state.master = carved[Buffer.PARAM_MASTER, name] if setup.has_masters else trainable.shard
+        state.states = {buffer: tensor for (buffer, unit), tensor in carved.items() if unit == name and _is_state(buffer)}
+
+    def needs_temp(self, unit: UnitState) -> bool:
+        """Whether `unit`'s reduced gradients cannot be written straight to where they are kept."""
+        return unit.accumulated or self.setup.accum_dtype is not self.setup.reduce_dtype
+
+    def _part(self, full: torch.Tensor, flat: Flat) -> torch.Tensor:
+        return full[self.ranks.rank * flat.shard : (self.ranks.rank + 1) * flat.shard]
+
+    def share(self, flat: Flat) -> tuple[int, int]:
+        """``(start, end)`` of the part of a trainable flat that this rank's optimizer owns."""
+        if not self.setup.shards_states:
+            return 0, flat.full
+        return self.ranks.rank * flat.shard, (self.ranks.rank + 1) * flat.shard
+
+    @torch.no_grad()
+    def _fill(self, unit: UnitState) -> None:
+        """Takes the parameters' values from the first rank, and makes the parameters views of the unit's place."""
+        for flat in unit.flats():
+            flat.full.zero_()
+            for i, (param, view) in enumerate(zip(flat.params, flat.views(flat.full), strict=True)):
+                name = unit.layout.shape.params[flat.layout.params[i]].name
+                if param.is_meta:
+                    raise BadInput(f"parameter {name!r} has no values (meta device)", remedy="initialise the model first")
+                if not param.is_floating_point():
+                    raise BadInput(f"parameter {name!r} has dtype {param.dtype}, which cannot be cast", where="model")
+                value = param.data.to(self.arena.device)
+                if self.ranks.count > 1:
+                    value = value.contiguous()
+                    self.ranks.broadcast(value)
+                view.copy_(value)
+                if flat is unit.trainable and unit.master is not None and unit.master is not flat.shard:
+                    self._fill_master(unit.master, flat.layout, i, value)
+                param.data = view
+                param.grad = None
+            if flat.shard.untyped_storage().data_ptr() != flat.full.untyped_storage().data_ptr():
+                flat.shard.copy_(self._part(flat.full, flat.layout))
+        if not self.setup.shards_params:
+            unit.param_slot.holder, unit.param_slot.fresh = unit, True
+
+    def _fill_master(self, master: torch.Tensor, flat: Flat, position: int, value: torch.Tensor) -> None:
+        """Masters begin at the model's original precision, not at that of its 16-bit copy."""
+        start, end = self.share(flat)
+        offset, numel = flat.offsets[position], flat.numels[position]
+        first, last = max(start, offset), min(end, offset + numel)
+        if first < last:
+            master[first - start : last - start].copy_(value.reshape(-1)[first - offset : last - offset])
+
+
+def _own_buffer(setup: Setup) -> Buffer:
+    return Buffer.PARAM_SHARD if setup.stage >= 3 else Buffer.PARAM_FULL
+
+
+def _is_state(buffer: Buffer) -> bool:
+    return buffer in (Buffer.OPTIM_EXP_AVG, Buffer.OPTIM_EXP_AVG_SQ, Buffer.OPTIM_MOMENTUM)
+
+
+def model_dtype(setup: Setup) -> torch.dtype:
+    """The dtype of the model's parameters."""
+    return DTYPES[setup.param_dtype]

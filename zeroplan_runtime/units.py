@@ -1,0 +1,143 @@
+"""Finds the units of a module: blocks, large embeddings and heads, and the root. See Note [Layout] in core/layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.layout import ParamShape, UnitKind, UnitShape
+
+#: An embedding or head outside the blocks with at least this many elements is a unit of its own.
+WIDE_NUMEL = 1 << 20
+
+Policy = Callable[[str, nn.Module], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A unit's shape and what it stands for: the module whose forward needs it and its parameters, in the shape's order."""
+
+    shape: UnitShape
+    module: nn.Module
+    params: tuple[nn.Parameter, ...]
+
+
+def find_blocks(model: nn.Module, policy: Policy | None = None) -> dict[str, nn.Module]:
+    """The modules that become block units, by full name, in order of definition.
+
+    Without a `policy` these are the members of the outermost ``nn.ModuleList`` containers of two or more members with
+    parameters, or, if there is none, of the outermost such ``nn.Sequential``. A `policy` says yes to the modules to take.
+
+    Raises:
+        BadInput: when the policy takes a module inside another.
+    """
+    if policy is not None:
+        taken: dict[str, nn.Module] = {}
+        for name, module in model.named_modules():
+            if name and policy(name, module):
+                outer = next((n for n in taken if name.startswith(n + ".")), None)
+                if outer is not None:
+                    raise BadInput(f"units may not nest: {name!r} is inside {outer!r}", where="policy")
+                taken[name] = module
+        return taken
+    for container in (nn.ModuleList, nn.Sequential):
+        blocks: dict[str, nn.Module] = {}
+        lists: list[str] = []
+        for name, module in model.named_modules():
+            if not isinstance(module, container) or any(name.startswith(f"{n}.") for n in lists if n):
+                continue
+            members = {
+                f"{name}.{key}" if name else key: child
+                for key, child in module.named_children()
+                if next(child.parameters(), None) is not None and _is_called(child)
+            }
+            if len(members) >= 2:
+                lists.append(name)
+                blocks.update(members)
+        if blocks:
+            return blocks
+    return {}
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Containers have no forward of their own, so a hook on them would never run."""
+    return not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
+
+
+def find_units(
+    model: nn.Module,
+    groups: Mapping[int, int] | None = None,
+    *,
+    policy: Policy | None = None,
+    wide_numel: int = WIDE_NUMEL,
+) -> list[Unit]:
+    """Every parameter of `model` in exactly one unit: the root first, the others in order of definition.
+
+    Args:
+        groups: the optimizer group of each trainable parameter, by ``id``; 0 where absent.
+        policy: which modules are blocks; see :func:`find_blocks`.
+        wide_numel: the least elements of an embedding or linear layer outside the blocks to be a unit of its own.
+    """
+    groups = groups or {}
+    names: dict[int, str] = {}
+    owners: dict[int, list[str]] = {}  # by parameter: full names of the modules that hold it
+    params: dict[int, nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        for name, param in module.named_parameters(recurse=False):
+            full = f"{prefix}.{name}" if prefix else name
+            names.setdefault(id(param), full)
+            params[id(param)] = param
+            owners.setdefault(id(param), []).append(prefix)
+
+    modules = dict(model.named_modules())
+    homes: dict[str, tuple[UnitKind, nn.Module]] = {
+        name: (UnitKind.BLOCK, block) for name, block in find_blocks(model, policy).items()
+    }
+    for name, module in modules.items():
+        inside = any(name == block or name.startswith(block + ".") for block in homes)
+        alone = all(len(owners[id(p)]) == 1 for p in module.parameters(recurse=False))
+        if name and not inside and alone and _may_be_wide(module, wide_numel):
+            homes[name] = (UnitKind.WIDE, module)
+
+    members: dict[str, list[int]] = {"": [], **{name: [] for name in homes}}
+    for key, holders in owners.items():
+        found = {next((h for h in homes if holder == h or holder.startswith(h + ".")), "") for holder in holders}
+        members[found.pop() if len(found) == 1 else ""].append(key)
+
+    order = ["", *sorted(homes, key=list(modules).index)]
+    units = []
+    for home in order:
+        kind, module = homes[home] if home else (UnitKind.ROOT, model)
+        if members[home]:
+            shapes = tuple(
+                ParamShape(names[k], params[k].numel(), params[k].requires_grad, groups.get(k, 0)) for k in members[home]
+            )
+            units.append(Unit(UnitShape(home or "root", kind, shapes), module, tuple(params[k] for k in members[home])))
+    return units
+
+
+def _may_be_wide(module: nn.Module, wide_numel: int) -> bool:
+    # Only these are surely used through their own forward. Anything else may read its parameters from elsewhere.
+    if type(module) not in (nn.Embedding, nn.Linear):
+        return False
+    return sum(p.numel() for p in module.parameters(recurse=False)) >= wide_numel
+
+
+def reads_params_in_backward(module: nn.Module) -> bool:
+    """False for a plain embedding, whose backward needs the indices alone."""
+    return not (type(module) is nn.Embedding and module.max_norm is None and not module.sparse)
+
+
+def cast_floating(model: nn.Module, dtype: torch.dtype) -> None:
+    """Casts persistent floating buffers, such as running statistics, to the model's dtype, as ``module.to(dtype)`` does.
+
+    Buffers that are not saved with the model (tables of rotary frequencies) keep their precision.
+    """
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
+                module._buffers[name] = buffer.to(dtype)

@@ -61,11 +61,12 @@ class Schedule:
         """Allocates and frees at once."""
         self.free(self.alloc(nbytes, buffer, stream=stream))
 
-    def optimizer_step(self, counts: Sequence[int], first: bool) -> None:
+    def optimizer_step(self, counts: Sequence[int], first: bool, kind: OptimizerKind | None = None) -> None:
         """The optimizer steps tensors of `counts` elements: states at the first step, then its temporaries.
 
         FusedAdam and torch's fused kernels need none; torch's multi-tensor AdamW makes the denominators of all tensors;
-        its loop makes a square root and a quotient, one tensor after another. Sources: torch/optim/adam.py
+        its loop makes a square root and a quotient, one tensor after another. `kind` None is the workload's. Sources:
+        torch/optim/adam.py
         (_multi_tensor_adam, _single_tensor_adam), deepspeed/ops/adam/fused_adam.py
         """
         job = self.job
@@ -75,7 +76,7 @@ class Schedule:
                     nbytes = state.per_master * job.state_bytes * count + state.numerator * count // state.denominator
                     if nbytes:
                         self.alloc(nbytes, state.buffer)
-        kind = job.workload.optimizer_kind
+        kind = kind or job.workload.optimizer_kind
         width = job.master_bytes
         if kind is OptimizerKind.FOREACH:
             temps = [self.alloc(width * count, Buffer.OPTIM_TEMP) for count in counts]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from zeroplan.core.tape import Stream
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.engines.deepspeed.groups import flat_group
 from zeroplan.engines.deepspeed.job import Job, resolve
 from zeroplan.engines.deepspeed.player import StageSchedule, play
 from zeroplan.engines.deepspeed.stage0 import Stage1Bf16, stage0_schedule
@@ -33,9 +34,27 @@ def record_deepspeed(job: Job, stream: Stream) -> Recorder:
     return recorder
 
 
-def distinct_ranks(ranks: int) -> tuple[int, ...]:
-    """The ranks whose layouts differ: all are padded alike, only what falls to the last may be less."""
-    return (0,) if ranks == 1 else (0, ranks - 1)
+def distinct_ranks(job: Job) -> tuple[int, ...]:
+    """The ranks that can need the most: the first, and at stages 1 and 2 the one whose part touches the most parameters.
+
+    Those stages keep the gradients of all parameters that a rank's part touches, whole; everything else is padded alike.
+    """
+    if job.ranks == 1 or job.zero.stage not in (1, 2) or job.bf16_optimizer:
+        return (0,)
+    zero = job.zero
+    group = flat_group(
+        job.trained,
+        job.numel,
+        job.ranks,
+        width=job.param_bytes,
+        round_robin=zero.round_robin_gradients,
+        aligned=zero.parameter_alignment,
+    )
+    touched = [0] * job.ranks
+    for p, parts in group.slices.items():
+        for part in parts:
+            touched[part.rank] += job.numel[p]
+    return tuple(sorted({0, max(range(job.ranks), key=touched.__getitem__)}))
 
 
 def simulate_deepspeed(

@@ -1,12 +1,18 @@
 """Stage 3 (DeepSpeedZeroOptimizer_Stage3): sharded parameters, gathered for each module and released after it.
 
 Paths of sources are those of DeepSpeed 0.19.8: ``s3`` is runtime/zero/stage3.py, ``pp`` zero/partition_parameters.py.
+
+Note [Lag]
+    A block that another stream used is reusable when that stream has passed its free. Stage 3's Python hooks take longer
+    than the copies and kernels between them, so the device follows closely: recorded histories show a gradient's block
+    back in the pool one allocation after the next one, a parameter's at once.
 """
 
 from __future__ import annotations
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.tape import TapeModule
+from zeroplan.core.workload import OptimizerKind
 from zeroplan.core.zero_config import Device
 from zeroplan.engines.deepspeed.base import Schedule
 from zeroplan.engines.deepspeed.coordinator import Coordinator
@@ -52,6 +58,7 @@ class Stage3(Schedule):
         self.boundary = True
         self.backward = False
         self.norm_results: list[int] = []
+        self.lagging = -1  # the gradient freed last, which the reduction's stream may still read
         self.secondary: dict[int, int] = {}
         if zero.zero_hpz_partition_size > 1:
             self.coordinator.before_free = self._make_secondary
@@ -227,9 +234,19 @@ class Stage3(Schedule):
         handle = self.own.pop(param, None)
         if handle is None:
             return
-        if self.stream != COMPUTE:
-            self.recorder.record_stream(handle, self.stream)
+        if self.stream == COMPUTE:
+            self.free(handle)
+            return
+        self._settle_grad()
+        self.recorder.record_stream(handle, self.stream)
         self.free(handle)
+        self.lagging = handle
+
+    def _settle_grad(self) -> None:
+        """The copy out of the gradient freed last is done: hooks take longer than copies (see Note [Lag])."""
+        if self.lagging >= 0:
+            self.recorder.complete(self.lagging)
+            self.lagging = -1
 
     def _reduce(self) -> None:
         """s3, __reduce_and_partition_ipg_grads, on the reduction's stream."""
@@ -238,8 +255,6 @@ class Stage3(Schedule):
         elements, self.filled = self.filled, 0
         if not bucket:
             return
-        if stream != COMPUTE:
-            self.recorder.synchronize(stream)
         c, a = job.comm_bytes, job.accum_bytes
         held: list[int] = []
         if not job.zero.reduce_scatter and job.zero.contiguous_gradients and elements <= job.zero.reduce_bucket_size:
@@ -289,8 +304,7 @@ class Stage3(Schedule):
     def backward_end(self, boundary: bool) -> None:
         """engine.py, _backward_epilogue: the last bucket, then parameters that no hook released."""
         self._reduce()
-        if self.stream != COMPUTE:
-            self.recorder.synchronize(self.stream)
+        self._settle_grad()
         self.coordinator.end_backward()
 
     # Step
@@ -331,8 +345,8 @@ class Stage3(Schedule):
     def _step_group(self, count: int, pieces: int) -> None:
         """s3, _prepare_fp32_grad_for_sub_group and the optimizer."""
         job = self.job
-        if self.offload:  # its fp32 gradients have their own buffer
-            self.optimizer_step([count], first=not self.has_states)
+        if self.offload:  # s3, backup_optimizer: torch's AdamW, whose gradients have their own fp32 buffer
+            self.optimizer_step([count], first=not self.has_states, kind=OptimizerKind.FOREACH)
             return
         flat = self.alloc(job.accum_bytes * count, Buffer.GRAD_SHARD) if pieces > 1 else None
         grads = flat

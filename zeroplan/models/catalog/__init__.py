@@ -57,9 +57,7 @@ def _shape_name(name: str, *, dates: bool) -> str:
     words = name.split("-")
     if not any(word[-1:] in ("b", "m") and any(ch.isdigit() for ch in word) for word in words):
         return name
-    kept = [
-        word for word in words[1:] if word not in _TUNING and not (dates and word.isdigit() and len(word) in (4, 6, 8))
-    ]
+    kept = [word for word in words[1:] if word not in _TUNING and not (dates and word.isdigit() and len(word) in (4, 6, 8))]
     return "-".join([words[0], *kept])
 
 
@@ -117,3 +115,17 @@ def near_names(name: str) -> str:
     for bare, full in by_bare.items():
         near = near.replace(f"'{bare}'", f"'{full}'")
     return near
+
+
+def catalog_table() -> list[dict[str, Any]]:
+    """One row a model for tables and docs: ``id``, ``family``, ``params``, ``also`` (other ids of its shapes), ``source``."""
+    return [
+        {
+            "id": entry.id,
+            "family": entry.config["model_type"],
+            "params": entry.params,
+            "also": list(entry.also),
+            "source": entry.source,
+        }
+        for entry in entries()
+    ]

@@ -1,0 +1,139 @@
+"""The timeline's picture and the HTML page: what they show is what was simulated, and nothing in them can break out."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+
+import pytest
+
+from zeroplan.core.buffers import Buffer
+from zeroplan.core.units import GIB, MIB
+from zeroplan.report.html import html_report
+from zeroplan.report.timeline import Frame, layers, timeline_svg
+from zeroplan.simulate.stream import Recorder, simulate
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture
+def timeline():
+    recorder = Recorder()
+    recorder.alloc(4 * GIB, Buffer.PARAM_FULL, note="weights")
+    recorder.mark("init")
+    for _ in range(2):
+        saved = [recorder.alloc(256 * MIB, Buffer.ACTIVATION, note=f"layer {at}") for at in range(8)]
+        logits = recorder.alloc(GIB, Buffer.LOGITS, note="<head>")
+        recorder.mark("fwd")
+        recorder.free(logits)
+        for handle in reversed(saved):
+            gradient = recorder.alloc(128 * MIB, Buffer.GRAD_FULL)
+            recorder.free(handle)
+            recorder.free(gradient)
+        recorder.mark("bwd")
+    return simulate(recorder)
+
+
+def report(**gpu):
+    numbers = {"model_states": 4 * GIB, "live_after_step": 4 * GIB, "phases": {}, "total": 8 * GIB, "usable": 10 * GIB, **gpu}
+    plan = {
+        "engine": "deepspeed", "engine_version": "0.19.8", "stage": 2, "offload_optimizer": "cpu", "offload_param": "none",
+        "gpu": numbers, "cpu": {"per_node": 3 * GIB, "pinned": GIB}, "nvme": {"per_node": 0}, "fits": True, "warnings": ["<i>"],
+        "lines": [{"buffer": "param.full", "place": "hbm", "bytes": 4 * GIB, "phases": ["init"], "formula": "a < b"}],
+    }  # fmt: skip
+    model = {"name": "<script>alert(1)</script>", "params": 2 * 10**9, "trainable": 2 * 10**9, "source": ""}
+    return {"model": model, "workload": {"micro_batch": 1, "seq_len": 8}, "cluster": {"nodes": 1, "gpus": 2}, "plans": [plan]}
+
+
+def test_the_curve_adds_up_and_holds_the_peak(timeline):
+    curve = timeline.curve(points=20)
+    assert max(curve.allocated) == timeline.peak_allocated == 7 * GIB
+    assert max(curve.reserved) == timeline.peak_reserved
+    for at, allocated in enumerate(curve.allocated):
+        assert sum(values[at] for values in curve.by_buffer.values()) == allocated <= curve.reserved[at]
+    assert list(curve.positions) == sorted(curve.positions)
+    assert [name for _, name in curve.marks] == ["init", "fwd", "bwd", "fwd", "bwd"]
+    assert curve.marks[-1][0] == pytest.approx(1.0)
+
+
+def test_the_contents_of_the_peak(timeline):
+    assert timeline.alive_by_buffer() == {Buffer.PARAM_FULL: 4 * GIB, Buffer.ACTIVATION: 2 * GIB, Buffer.LOGITS: GIB}
+    assert list(timeline.alive_by_note())[:2] == ["weights", "<head>"]
+    assert sum(timeline.alive_by_note().values()) == timeline.peak_allocated
+    assert timeline.peak_mark() == "fwd"
+    assert timeline.fragmentation() == timeline.peak_reserved - timeline.peak_allocated
+
+
+def test_the_picture_is_to_scale(timeline):
+    curve, frame = timeline.curve(), Frame()
+    root = ElementTree.fromstring(timeline_svg(curve, title="A & B", limit=8 * GIB))
+    polygons = root.findall(f"{SVG}polygon")
+    assert [polygon.find(f"{SVG}title").text for polygon in polygons] == [name for name, _, _ in layers(curve)]
+    heights = [float(point.split(",")[1]) for polygon in polygons for point in polygon.get("points").split()]
+    top = 8 * GIB * 1.04
+    assert min(heights) == pytest.approx(frame.y(7 * GIB, top), abs=0.1)
+    assert max(heights) == pytest.approx(frame.y(0, top), abs=0.1)
+    words = [text.text for text in root.findall(f"{SVG}text")]
+    assert {"A & B", "usable 8.00 GiB", "peak 7.00 GiB"} <= set(words)
+
+
+def test_a_limit_out_of_reach_does_not_squash_the_picture(timeline):
+    assert "usable" not in timeline_svg(timeline.curve(), limit=80 * GIB)
+
+
+def test_small_buffers_become_one_layer():
+    recorder = Recorder()
+    for size, buffer in enumerate(list(Buffer)[:20], start=1):
+        recorder.alloc(size * 1024, buffer)
+    stack = layers(simulate(recorder).curve(), most=5)
+    assert len(stack) == 6
+    assert stack[-1][0] == "15 smaller"
+    assert stack[-1][2][-1] == sum(range(1, 16)) * 1024
+
+
+def test_an_empty_run_can_be_drawn():
+    ElementTree.fromstring(timeline_svg(simulate(Recorder()).curve()))
+
+
+class _Tags(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.open, self.scripts, self.words = [], 0, []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in ("meta", "circle", "line", "rect", "polyline"):
+            self.open.append(tag)
+        self.scripts += tag == "script"
+
+    def handle_endtag(self, tag):
+        if tag not in ("circle", "line", "rect", "polyline"):
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def test_the_page_is_whole_and_escapes_what_it_is_given(timeline):
+    page = html_report(report(), {0: timeline}, lambda buffer, note: f"{buffer.value} of {note}")
+    tags = _Tags()
+    tags.feed(page)
+    assert tags.open == []
+    assert tags.scripts == 2  # the points and the script, none from the model's name
+    assert {"<i>", "a < b", "logits of <head>", "fits"} <= {word.strip() for word in tags.words}
+    assert not re.search(r"(src|href)=|url\(|@import", page)
+
+
+def test_the_points_beside_the_picture_are_the_curve(timeline):
+    page = html_report(report(), {0: timeline})
+    data = json.loads(re.search(r"<script type='application/json'>(.*?)</script>", page)[1])
+    curve = timeline.curve()
+    assert data["allocated"] == list(curve.allocated)
+    assert data["buffers"]["logits"] == list(curve.by_buffer[Buffer.LOGITS])
+
+
+def test_a_plan_of_formulas_alone_has_a_page():
+    page = html_report(report(total=None, phases={"init": 5 * GIB}))
+    assert "<svg" not in page
+    assert "5.00 GiB" in page

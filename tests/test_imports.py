@@ -11,7 +11,10 @@ import pytest
 import zeroplan
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
-HEAVY = "heavy = [m for m in ('torch', 'transformers', 'numpy', 'pandas', 'deepspeed') if m in sys.modules]; assert not heavy, heavy"
+HEAVY = """
+heavy = [m for m in ("torch", "transformers", "numpy", "pandas", "deepspeed") if m in sys.modules]
+assert not heavy, heavy
+"""
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,11 @@ from zeroplan.core.units import format_bytes, format_count, format_gib
 
 FORMATS = ("plain", "github", "html", "csv")
 _TABULATE = {"plain": "simple", "github": "github", "html": "html"}
+#: Columns of figures, which are formatted already; all others are text.
+_FIGURES = frozenset(
+    ("stage", "states", "fixed", "activations", "allocated", "reserved", "total", "host (pinned)", "disk", "DeepSpeed says")
+    + ("bytes", "parameters", "short", "memory", "usable", "memory GB/s", "link GB/s", "host link GB/s")
+)
 _FITS = {True: "yes", False: "no", None: "-"}
 
 
@@ -28,9 +33,7 @@ def render(headers: list[str], rows: list[list[str]], style: str) -> str:
         raise BadInput(f"unknown format {style[:40]!r}", where="--format", remedy=f"use one of {', '.join(FORMATS)}")
     from tabulate import tabulate
 
-    # Text columns align left and figures, which are all formatted already, align right.
-    left = {"offload", "fits", "buffer", "place", "phases", "formula", "peak in", "what"}
-    align = ["left" if h in left else "right" for h in headers]
+    align = ["right" if h in _FIGURES else "left" for h in headers]
     return str(tabulate(rows, headers, tablefmt=_TABULATE[style], disable_numparse=True, colalign=align if rows else None))
 
 

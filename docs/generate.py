@@ -1,0 +1,134 @@
+"""Writes the pages that are made from the code: the ledger, the models, the GPUs, the keys of a ds_config.
+
+``python docs/generate.py`` writes them; with ``--check`` it exits with 1 when one is stale.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT.parent))
+
+from zeroplan.core.cluster import Cluster  # noqa: E402
+from zeroplan.core.gpus import GPUS  # noqa: E402
+from zeroplan.core.units import format_bytes, format_count  # noqa: E402
+from zeroplan.core.workload import Precision, Workload  # noqa: E402
+from zeroplan.core.zero_config import DEEPSPEED_VERSION  # noqa: E402
+from zeroplan.engines.base import Case, Engine  # noqa: E402
+from zeroplan.engines.registry import ENGINE_NAMES, find_engine  # noqa: E402
+from zeroplan.interop.ds_config.schema_rest import SECTIONS  # noqa: E402
+from zeroplan.ledger.line import derived  # noqa: E402
+from zeroplan.models.catalog import catalog_table  # noqa: E402
+from zeroplan.models.load import load_model  # noqa: E402
+from zeroplan.report.text import render  # noqa: E402
+
+MODEL = "meta-llama/Llama-3.2-1B"
+_NOTE = "<!-- Made by docs/generate.py; edit the code, not this page. -->\n\n"
+
+
+def ledger() -> str:
+    """Every line of every engine, derived once per stage and offload."""
+    out = [
+        "# The ledger",
+        "",
+        "Each row is one formula: the function that gives the number in `estimate` is the function that was derived here,",
+        f"for `{MODEL}` on 8 GPUs. Bytes are of one rank. `zeroplan explain` does the same with your numbers.",
+        "",
+    ]
+    spec = load_model(MODEL)
+    for name in ENGINE_NAMES:
+        engine = find_engine(name)
+        out += [f"## {name} {engine.version}", "", "### Names", ""]
+        out += [render(["name", "what"], [[f"`{key}`", text] for key, text in engine.glossary().items()], "github"), ""]
+        for zero in engine.options():
+            offload = f", optimizer {zero.offload_optimizer.device}" if zero.offload_optimizer else ""
+            offload += f", parameters {zero.offload_param.device}" if zero.offload_param else ""
+            workload = Workload(seq_len=2048, precision=Precision.AUTOCAST if name == "ddp" else Precision.MIXED)
+            out += [f"### Stage {zero.stage}{offload}", "", _lines(engine, Case(spec, workload, Cluster(gpus=8), zero)), ""]
+    return "\n".join(out)
+
+
+def _lines(engine: Engine, case: Case) -> str:
+    lines, facts = engine.ledger(case)
+    rows = [
+        [f"`{item.buffer.value}`", item.place.value, format_bytes(item.bytes), f"`{item.formula}`", item.doc, item.source]
+        for item in derived(lines, facts)
+    ]
+    return render(["buffer", "place", "bytes", "formula", "what", "source"], rows, "github")
+
+
+def models() -> str:
+    """The catalog."""
+    table = catalog_table()
+    rows = [
+        [f"`{row['id']}`", row["family"], f"{row['params']:,}", format_count(row["params"]), row["source"]] for row in table
+    ]
+    also = sum(len(row["also"]) for row in table)
+    return "\n".join(
+        [
+            "# Models in the catalog",
+            "",
+            f"{len(table)} models by id, and {also} more ids of the same shapes (instruction-tuned variants and old names).",
+            "Any other model loads from the hub, a folder, a config, checkpoint headers or a live module.",
+            "",
+            render(["id", "family", "parameters", "short", "source"], rows, "github"),
+            "",
+        ]
+    )
+
+
+def gpus() -> str:
+    """The presets."""
+    rows = [
+        [
+            g.name,
+            format_bytes(g.memory, digits=1),
+            format_bytes(g.usable, digits=1),
+            f"{g.bf16_tflops:g}" + ("" if g.bf16 else " (fp16)"),
+            f"{g.bandwidth_gbs:g}",
+            f"{g.link_gbs:g}",
+            f"{g.pcie_gbs:g}",
+            g.source,
+        ]
+        for g in GPUS.values()
+    ]
+    headers = ["GPU", "memory", "usable", "bf16 TFLOP/s", "memory GB/s", "link GB/s", "host link GB/s", "source"]
+    text = "Rates are dense; links are one direction."
+    return "\n".join(["# GPU presets", "", text, "", render(headers, rows, "github"), ""])
+
+
+def keys() -> str:
+    """Every key of a ds_config."""
+    text = f"What each key of DeepSpeed {DEEPSPEED_VERSION}'s config does to memory, as far as zeroplan knows."
+    out = ["# Keys of a ds_config", "", text, ""]
+    for path, section in SECTIONS.items():
+        rows = [[f"`{key.name}`", key.kind.value, f"`{key.default!r}`", key.effect.value] for key in section.keys.values()]
+        if rows:
+            out += [f"## {path or 'Top level'}", "", render(["key", "type", "default", "effect"], rows, "github"), ""]
+    return "\n".join(out)
+
+
+PAGES: dict[str, Callable[[], str]] = {"ledger.md": ledger, "models.md": models, "gpus.md": gpus, "ds_config_keys.md": keys}
+
+
+def main() -> int:
+    """Write the pages, or say which are stale."""
+    stale = []
+    for name, make in PAGES.items():
+        text = _NOTE + make().rstrip() + "\n"
+        path = ROOT / name
+        if "--check" in sys.argv[1:]:
+            if not path.exists() or path.read_text() != text:
+                stale.append(name)
+        else:
+            path.write_text(text)
+    if stale:
+        print(f"stale: {', '.join(stale)}; run python docs/generate.py", file=sys.stderr)
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,7 +1,8 @@
 """How long a cold ``zeroplan estimate`` takes, beside what it must import and beside DeepSpeed's estimator on a live model.
 
-``python -m benchmarks.cold_start [--runs 11] [--live] [--json FILE]``. Correctness first: the answer holds the model's exact parameter count. Each command runs in a fresh process, in turn, so
-that a drift of the machine's speed touches all alike; medians are printed, and the ratio to the bare imports.
+``python -m benchmarks.cold_start [--runs 11] [--live] [--json FILE]``. Correctness first: the answer holds the model's
+exact parameter count. Each command runs in a fresh process, in turn, so that a drift of the machine's speed touches all
+alike; medians are printed, and the ratio to the bare imports.
 """
 
 from __future__ import annotations

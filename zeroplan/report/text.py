@@ -13,8 +13,11 @@ FORMATS = ("plain", "github", "html", "csv")
 _TABULATE = {"plain": "simple", "github": "github", "html": "html"}
 #: Columns of figures, which are formatted already; all others are text.
 _FIGURES = frozenset(
-    ("stage", "states", "fixed", "activations", "allocated", "reserved", "total", "host (pinned)", "disk", "DeepSpeed says")
-    + ("bytes", "parameters", "short", "memory", "usable", "memory GB/s", "link GB/s", "host link GB/s")
+    [
+        *("stage", "states", "fixed", "activations", "allocated", "reserved", "total", "host (pinned)", "disk"),
+        *("DeepSpeed says", "bytes", "parameters", "short", "memory", "usable"),
+        *("memory GB/s", "link GB/s", "host link GB/s"),
+    ]
 )
 _FITS = {True: "yes", False: "no", None: "-"}
 

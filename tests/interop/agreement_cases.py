@@ -27,7 +27,7 @@ def job(*parts: Config) -> Config:
 
 
 def optimizer(kind: Any, **params: Any) -> Config:
-    return {"optimizer": {"type": kind, "params": {"lr": 1e-3, **params}}}
+    return {"optimizer": {"type": kind, "params": {"lr": 1e-3} | params}}
 
 
 CASES: dict[str, tuple[Config, str | None]] = {

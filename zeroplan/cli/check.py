@@ -38,7 +38,7 @@ def check_command(path: str, *, as_json: bool, world_size: int | None = None) ->
         BadInput: when the file cannot be read as JSON at all.
     """
     config = inspect_ds_config(path, world_size=world_size)
-    print(json.dumps(check_json(config), indent=2, ensure_ascii=False) if as_json else check_text(config))
+    print(json.dumps(check_json(config), indent=2) if as_json else check_text(config))
     return EXIT_OK if config.runs_filled else EXIT_BAD_INPUT
 
 
@@ -94,7 +94,7 @@ def check_json(config: DsConfig) -> dict[str, Any]:
 
 def check_text(config: DsConfig) -> str:
     """The same for a terminal: verdict, findings by severity, then the keys by what is known of them."""
-    lines = [f"{config.source}: {verdict(config)}"]
+    lines = [_one_line(f"{config.source}: {verdict(config)}")]
     for severity, title in _TITLES.items():
         found = config.of_severity(severity)
         if found:

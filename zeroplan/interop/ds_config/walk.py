@@ -89,7 +89,7 @@ def _walk_section(reading: Reading, section: Section, data: Mapping[str, Any]) -
         key = section.find(name)
         if section.mode is Mode.OPEN:
             _open_key(reading, section, where, value)
-        elif where in REMOVED:
+        elif where in REMOVED and "." not in name:
             reading.keys.append(KeyReport(where, Effect.REMOVED, value))
             what = "was removed from DeepSpeed, which refuses the key"
             reading.add("key.removed", Severity.ERROR, where, what, f"{_NOWHERE}: {REMOVED[where]}", "runtime/config.py")
@@ -225,8 +225,9 @@ def _left_open(reading: Reading, where: str, canonical: str, value: Any, mode: M
         reading.add("auto.dropped", severity, where, what, "", "runtime/config_utils.py")
     else:
         severity = Severity.OPEN if trainer else Severity.ERROR
-        what = f'"auto" is rejected by DeepSpeed alone, which takes it as a string; {who}'
-        at = At.CONFIG if canonical in _BATCH or (key is not None and key.kind is Kind.SECTION) else At.ENGINE
+        what = f'"auto" is rejected by DeepSpeed alone; {who}'
+        early = canonical in _BATCH or (key is not None and key.kind is Kind.SECTION)
+        at = At.CONFIG if early else At.RUN if canonical == "gradient_clipping" else At.ENGINE
         remedy = "" if trainer else "write a value"
         reading.add("auto.rejected", severity, where, what, remedy, "runtime/config.py", at)
 

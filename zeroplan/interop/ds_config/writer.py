@@ -69,7 +69,7 @@ def write_ds_config(
 
 def dump_ds_config(config: Mapping[str, Any]) -> str:
     """The text of a ds_config.json, with a newline at its end."""
-    return json.dumps(config, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return json.dumps(config, indent=2, allow_nan=False) + "\n"
 
 
 def _write_workload(config: dict[str, Any], workload: Workload, world_size: int | None) -> None:

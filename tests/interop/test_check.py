@@ -1,0 +1,159 @@
+"""``zeroplan check``: the fixtures get the answers that their README names, every key is accounted for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zeroplan.cli.check import check_command
+from zeroplan.core.errors import BadInput
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "ds_configs"
+
+
+def run(capsys: pytest.CaptureFixture[str], path: Path, **more: Any) -> tuple[int, str]:
+    code = check_command(str(path), as_json=False, **more)
+    return code, capsys.readouterr().out
+
+
+def write(tmp_path: Path, config: dict[str, Any]) -> Path:
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+ANSWERS: dict[str, tuple[int, list[str]]] = {
+    "zero3_offload_auto.json": (
+        0,
+        [
+            "DeepSpeed 0.19.8 alone refuses this file; once what is open is filled, it runs: stage 3, optimizer on cpu,"
+            " parameters on cpu",
+            'train_batch_size: "auto" is rejected by DeepSpeed alone; the HF Trainer fills it',
+            'gradient_clipping: "auto" is rejected by DeepSpeed alone; the HF Trainer fills it',
+            'optimizer.params.lr: "auto" is rejected by DeepSpeed alone; the HF Trainer fills it',
+            'fp16.enabled: "auto" is dropped by DeepSpeed alone, which takes the default false; the HF Trainer fills it',
+        ],
+    ),
+    "lightning_onebit_stage2_offload.json": (
+        2,
+        [
+            "DeepSpeed 0.19.8 refuses this file: 1 error.",
+            "OneBitAdam is gone from DeepSpeed 0.19, and before that the 1-bit optimizers refused ZeRO (here stage 2)",
+            'the nearest config that runs: optimizer.type "AdamW" with the same ZeRO block',
+        ],
+    ),
+    "gpt2_zero_true.json": (
+        0,
+        [
+            "DeepSpeed 0.19.8 runs this file as it is: stage 1, fp16; it builds DeepSpeedZeroOptimizer.",
+            "zero_optimization: true means stage 1",
+            "deprecated",
+            "512 = 16 × accumulation × ranks, so accumulation × ranks = 32",
+        ],
+    ),
+    "slides_top_level_zero.json": (
+        0,
+        [
+            "stage 0, fp32",
+            "zero: DeepSpeed ignores a top-level key of this name, so the run trains at stage 0",
+            "did you mean 'zero_optimization'?",
+            "zero.offload_param.device: '[cpu|nvme]' is a placeholder, not a device",
+            "Keys: unknown (1)",
+        ],
+    ),
+}
+
+
+def test_every_fixture_has_its_answer() -> None:
+    assert {path.name for path in FIXTURES.glob("*.json")} == set(ANSWERS)
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_fixtures_get_honest_answers(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, phrases = ANSWERS[name]
+    found, text = run(capsys, FIXTURES / name)
+    assert found == code
+    for phrase in phrases:
+        assert phrase in text
+
+
+def test_the_nearest_config_of_the_one_bit_fixture_does_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.loads((FIXTURES / "lightning_onebit_stage2_offload.json").read_text())
+    config["optimizer"]["type"] = "AdamW"
+    del config["optimizer"]["params"]["cuda_aware"]
+    config["train_micro_batch_size_per_gpu"] = 1
+    code, text = run(capsys, write(tmp_path, config))
+    assert code == 0
+    assert "runs this file as it is: stage 2, optimizer on cpu" in text
+
+
+def test_renaming_zero_in_the_slides_leaves_the_placeholders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.loads((FIXTURES / "slides_top_level_zero.json").read_text())
+    config["zero_optimization"] = config.pop("zero")
+    code, text = run(capsys, write(tmp_path, config))
+    assert code == 2
+    assert text.count("'[cpu|nvme]' is a placeholder") == 2
+
+
+def test_ranks_settle_the_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, FIXTURES / "gpt2_zero_true.json", world_size=8)[0] == 0
+    code, text = run(capsys, FIXTURES / "gpt2_zero_true.json", world_size=12)
+    assert code == 2
+    assert "512 does not divide by micro batch 16 × 12 ranks; use a multiple of 192" in text
+
+
+def test_all_problems_are_listed_one_line_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {
+        "train_batch_size": 0,
+        "fp16": {"enabled": True},
+        "bf16": {"enabled": True, "nope\nnewline": 1},
+        "zero_optimization": {"stage": 5, "offload_param": {"device": "gpu"}, "mics_shard_size": 2},
+        "optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}},
+    }
+    code, text = run(capsys, write(tmp_path, config))
+    assert code == 2
+    start = text.index("DeepSpeed refuses (7)")
+    lines = text[start:].split("\n\n")[0].splitlines()[1:]
+    assert len(lines) == 7
+    assert [line.split(":")[0].strip() for line in lines] == [
+        "bf16.nope newline",
+        "zero_optimization.stage",
+        "zero_optimization.offload_param.device",
+        "zero_optimization.mics_shard_size",
+        "train_batch_size",
+        "fp16",
+        "optimizer.params.max_grad_norm",
+    ]
+
+
+def test_json_accounts_for_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    code = check_command(str(FIXTURES / "lightning_onebit_stage2_offload.json"), as_json=True)
+    answer = json.loads(capsys.readouterr().out)
+    assert code == 2
+    assert (answer["runs"], answer["runs_alone"], answer["stage"], answer["wrapper"]) == (False, False, 2, None)
+    assert answer["findings"][0]["id"] == "optimizer.one_bit"
+    effects = {key["key"]: key["effect"] for key in answer["keys"]}
+    assert len(effects) == 24
+    assert effects["zero_optimization.reduce_bucket_size"] == "understood"
+    assert effects["optimizer.params.lr"] == "no effect on memory"
+
+
+def test_a_file_that_is_no_json(tmp_path: Path) -> None:
+    path = tmp_path / "broken.json"
+    path.write_text('{"zero_optimization": ')
+    with pytest.raises(BadInput, match="is not JSON"):
+        check_command(str(path), as_json=False)
+
+
+def test_the_verb(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from zeroplan.cli.main import app
+
+    done = CliRunner().invoke(app, ["check", str(FIXTURES / "lightning_onebit_stage2_offload.json"), "--json"])
+    assert done.exit_code == 2
+    assert json.loads(done.stdout)["runs"] is False
+    assert CliRunner().invoke(app, ["check", str(FIXTURES / "gpt2_zero_true.json"), "--gpus", "4"]).exit_code == 0

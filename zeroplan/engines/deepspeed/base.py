@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.workload import OptimizerKind
@@ -28,13 +28,20 @@ class Schedule:
         width, twins = self.job.param_bytes, []
         for owned in self.job.modules:
             for p in owned:
+                if self.job.adapter[p]:
+                    continue
                 handle = self.alloc(width * self.job.numel[p], self._param_buffer(p), note=p)
                 if p in self.params:
                     twins.append(handle)
                 else:
                     self.params[p] = handle
-        for handle in twins:
-            self.free(handle)
+        self.free_all(twins)
+
+    def add_adapters(self) -> None:
+        """Parameters that peft adds to the built model, whole and on the GPU."""
+        for p, added in enumerate(self.job.adapter):
+            if added:
+                self.params[p] = self.alloc(self.job.param_bytes * self.job.numel[p], self._param_buffer(p), note=p)
 
     def _param_buffer(self, p: int) -> Buffer:
         return Buffer.PARAM_FULL if self.job.trainable[p] else Buffer.PARAM_FROZEN
@@ -61,6 +68,11 @@ class Schedule:
         """Allocates and frees at once."""
         self.free(self.alloc(nbytes, buffer, stream=stream))
 
+    def free_all(self, handles: Iterable[int]) -> None:
+        """Frees blocks in order."""
+        for handle in handles:
+            self.free(handle)
+
     def optimizer_step(self, counts: Sequence[int], first: bool, kind: OptimizerKind | None = None) -> None:
         """The optimizer steps tensors of `counts` elements: states at the first step, then its temporaries.
 
@@ -79,9 +91,7 @@ class Schedule:
         kind = kind or job.workload.optimizer_kind
         width = job.master_bytes
         if kind is OptimizerKind.FOREACH:
-            temps = [self.alloc(width * count, Buffer.OPTIM_TEMP) for count in counts]
-            for handle in temps:
-                self.free(handle)
+            self.free_all([self.alloc(width * count, Buffer.OPTIM_TEMP) for count in counts])
         elif kind is OptimizerKind.LOOP:
             for count in counts:
                 root = self.alloc(width * count, Buffer.OPTIM_TEMP)
@@ -102,5 +112,4 @@ class Schedule:
                 self.free(copy)
             else:
                 results.append(self.alloc(SCALAR, Buffer.OPTIM_NORM))
-        for handle in results:
-            self.free(handle)
+        self.free_all(results)

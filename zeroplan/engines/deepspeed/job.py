@@ -33,8 +33,8 @@ class Job:
     Attributes:
         numel: elements of each parameter.
         trainable: which parameters receive a gradient.
+        adapter: which parameters were added to the built model (LoRA).
         modules: for each module of the tape, the parameters that it owns; tied ones appear in every owner.
-        own_params: the modules that own parameters, in order of construction.
         zero_init: the model is built under ``deepspeed.zero.Init`` (stage 3), else whole on the GPU.
         skipped_steps: leading optimizer steps that fp16's falling loss scale discards; data decide, so it is an input.
         cublas_workspace: bytes of one cuBLAS workspace.
@@ -49,6 +49,7 @@ class Job:
     local_ranks: int
     numel: tuple[int, ...]
     trainable: tuple[bool, ...]
+    adapter: tuple[bool, ...]
     modules: tuple[tuple[int, ...], ...]
     param_bytes: int
     master_bytes: int
@@ -121,7 +122,6 @@ def resolve(
     masters_16 = width == 2 and (zero.bf16_master_weights_and_grads or zero.fp16_master_weights_and_grads)
     master = width if masters_16 else 4
     states_follow = zero.bf16_optimizer_states or not zero.fp32_optimizer_states or not zero.offload_optimizer
-    owners: list[tuple[int, ...]] = [module.params for module in stream.modules]
     return Job(
         zero=zero,
         workload=workload,
@@ -131,7 +131,8 @@ def resolve(
         local_ranks=local_ranks or ranks,
         numel=tuple(_count(p.shape) for p in stream.params),
         trainable=tuple(p.trainable for p in stream.params),
-        modules=tuple(owners),
+        adapter=tuple(".lora_" in p.name for p in stream.params),
+        modules=tuple(module.params for module in stream.modules),
         param_bytes=width,
         master_bytes=master,
         accum_bytes=width if zero.grad_accum_dtype is None else zero.grad_accum_dtype.bytes,

@@ -40,6 +40,9 @@ class StageSchedule(Protocol):
     def build(self) -> None:
         """The model is made."""
 
+    def add_adapters(self) -> None:
+        """peft adds its parameters."""
+
     def initialize(self) -> None:
         """``deepspeed.initialize``."""
 
@@ -78,6 +81,7 @@ def play(job: Job, stream: Stream, recorder: Recorder, schedule: StageSchedule) 
     """
     schedule.build()
     recorder.mark("model")
+    schedule.add_adapters()
     schedule.initialize()
     recorder.mark("init")
     forward, backward = split(stream, modules=schedule.follows_modules)

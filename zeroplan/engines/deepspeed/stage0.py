@@ -62,8 +62,7 @@ class Stage0(Schedule):
 
     def drop_grads(self) -> None:
         """``param.grad = None`` for all."""
-        for handle in self.grads.values():
-            self.free(handle)
+        self.free_all(self.grads.values())
         self.grads.clear()
 
 
@@ -79,8 +78,7 @@ class Stage0Flat(Stage0):
         clones = [self.alloc(w * job.numel[p], Buffer.INIT_TEMP) for p in self.trained]
         if len(clones) > 1:
             self.alloc(w * total, Buffer.PARAM_FULL)
-            for handle in clones:
-                self.free(handle)
+            self.free_all(clones)
         for p in self.trained:
             self.free(self.params.pop(p))
         clone = self.alloc(w * total, Buffer.INIT_TEMP)
@@ -99,8 +97,7 @@ class Stage0Flat(Stage0):
             flat = casts[0]
             if len(casts) > 1:
                 flat = self.alloc(4 * sum(job.numel[p] for p in self.trained), Buffer.GRAD_MASTER)
-                for handle in casts:
-                    self.free(handle)
+                self.free_all(casts)
             self.drop_grads()
             self.temporary(SCALAR, Buffer.OPTIM_NORM)
             self.optimizer_step([sum(job.numel[p] for p in self.trained)], first=False)
@@ -122,8 +119,7 @@ class Stage0Unfused(Stage0):
         zeros = [self.alloc(width * job.numel[p], Buffer.INIT_TEMP) for width in (w, 4) for p in self.trained]
         self.optimizer_step([job.numel[p] for p in self.trained], first=True)
         self.has_states = True
-        for handle in zeros:
-            self.free(handle)
+        self.free_all(zeros)
 
     def step(self, applied: bool) -> None:
         """fp32 gradients beside the 16-bit ones until the engine clears those."""
@@ -134,8 +130,7 @@ class Stage0Unfused(Stage0):
                 self.temporary(4 * count, Buffer.OPTIM_NORM)
             casts = [self.alloc(4 * count, Buffer.GRAD_MASTER) for count in counts]
             self.optimizer_step(counts, first=False)
-            for handle in casts:
-                self.free(handle)
+            self.free_all(casts)
         self.drop_grads()
 
 

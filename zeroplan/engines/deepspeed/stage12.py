@@ -11,8 +11,6 @@ Note [Gradients of stages 1 and 2]
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from zeroplan.core.buffers import Buffer
 from zeroplan.engines.deepspeed.base import Schedule
 from zeroplan.engines.deepspeed.groups import Slice, flat_group
@@ -134,7 +132,7 @@ class Stage12(Schedule):
         if not self.accumulated and not self.compact:
             self.accumulated = self.partition_grads
         else:
-            self._free_all(self.partition_grads)
+            self.free_all(self.partition_grads)
         self.partition_grads = []
         self._close_buckets()
 
@@ -150,14 +148,10 @@ class Stage12(Schedule):
 
     def _close_buckets(self) -> None:
         self.ready = False
-        self._free_all(self.buckets)
+        self.free_all(self.buckets)
         self.buckets = []
-        self._free_all(self.own.values())
+        self.free_all(self.own.values())
         self.own.clear()
-
-    def _free_all(self, handles: Iterable[int]) -> None:
-        for handle in handles:
-            self.free(handle)
 
     def _reduce(self, param: int) -> None:
         """s12, reduce_independent_p_g_buckets_and_remove_grads."""
@@ -269,7 +263,7 @@ class Stage12(Schedule):
         if self.offload:
             if self.boundary:
                 self.norms([part.count], 8)
-                if job.param_bytes != job.master_bytes:
+                if not self.compact and job.param_bytes != job.master_bytes:
                     self.temporary(job.master_bytes * part.count, Buffer.STAGE_D2H, self.stream)
                 if param in self.own:
                     self.free(self.own.pop(param))
@@ -290,6 +284,7 @@ class Stage12(Schedule):
         job, group = self.job, self.group
         self.micro = 0
         if self.offload:
+            self._drop_grads()
             return
         counts = [part.count for part in self.owned.values()] or [group.partition]
         pad = group.partition - sum(part.count for part in self.owned.values())
@@ -322,7 +317,7 @@ class Stage12(Schedule):
         return single
 
     def _drop_grads(self) -> None:
-        self._free_all(self.accumulated)
+        self.free_all(self.accumulated)
         self.accumulated = []
         if self.compact_partition is not None:
             self.free(self.compact_partition)

@@ -87,7 +87,8 @@ class Stage3(Schedule):
             super().build()
             return
         w, seen = self.job.param_bytes, set[int]()
-        for owned in self.job.modules:
+        for params in self.job.modules:
+            owned = [p for p in params if not self.job.adapter[p]]
             whole = [self.alloc(w * self.job.numel[p], Buffer.PARAM_FULL, note=p) for p in owned]
             for p, handle in zip(owned, whole, strict=True):
                 part = self._make_shard(p)
@@ -123,15 +124,14 @@ class Stage3(Schedule):
         w, m = job.param_bytes, job.master_bytes
         if not self.offload:
             self.alloc(SCALAR, Buffer.OPTIM_TEMP)
-        if not job.zero_init:
-            for p in range(len(job.numel)):
+        for p in range(len(job.numel)):  # zero/parameter_offload.py, _convert_to_zero_parameters
+            if job.adapter[p] or not job.zero_init:
                 part = self._make_shard(p)
                 self.free(self.params.pop(p))
                 if part is not None:
                     self.params[p] = part
         self.alloc(1, Buffer.OPTIM_TEMP)  # inf_or_nan_tracker
-        for handle in self.twins:
-            self.free(handle)
+        self.free_all(self.twins)
         self.twins.clear()
         total = sum(self.shards[p] for p in self.trained)
         if not self.offload_param:  # zero/utils.py, defragment: by way of the host
@@ -258,24 +258,29 @@ class Stage3(Schedule):
         c, a = job.comm_bytes, job.accum_bytes
         held: list[int] = []
         if not job.zero.reduce_scatter and job.zero.contiguous_gradients and elements <= job.zero.reduce_bucket_size:
+            if job.ranks != job.zero.gradient_predivide_factor:  # scaled out of place, by 1 as well
+                held.append(self.alloc(c * elements, Buffer.COMM_REDUCE_SCATTER, stream=stream))
             if c != a:
-                held.append(self.alloc(a * elements, Buffer.COMM_REDUCE_SCATTER, stream=stream))
+                cast = self.alloc(a * elements, Buffer.COMM_REDUCE_SCATTER, stream=stream)
+                self.free_all(held)
+                held = [cast]
             uneven = [p for p in bucket if job.numel[p] % job.ranks]
             held += [self.alloc(a * self.shards[p], Buffer.COMM_REDUCE_SCATTER, stream=stream) for p in uneven]
         else:
-            if c != job.param_bytes:
-                held += [self.alloc(c * job.numel[p], Buffer.COMM_REDUCE_SCATTER, stream=stream) for p in bucket]
+            if c != job.param_bytes:  # those in the bucket have its dtype already
+                apart = [p for p in bucket if p in self.own]
+                held = [self.alloc(c * job.numel[p], Buffer.COMM_REDUCE_SCATTER, stream=stream) for p in apart]
+            flat = -1
             if len(bucket) > 1 or job.numel[bucket[0]] % job.ranks:
                 padded = sum(self.shards[p] for p in bucket) * job.ranks
                 flat = self.alloc(c * padded, Buffer.COMM_REDUCE_SCATTER, stream=stream)
-                for handle in held:
-                    self.free(handle)
-                held = [flat]
             if c != a:
                 held += [self.alloc(a * self.shards[p], Buffer.COMM_REDUCE_SCATTER, stream=stream) for p in bucket]
+                self.free_all([flat] if flat >= 0 else [])
+            elif flat >= 0:
+                held.append(flat)
         self._partition(bucket)
-        for handle in held:
-            self.free(handle)
+        self.free_all(held)
 
     def _partition(self, bucket: list[int]) -> None:
         """s3, partition_grads: into the gradient partitions, or by way of the GPU to the host."""
@@ -298,8 +303,7 @@ class Stage3(Schedule):
                             self.free(cast)
                 self.free(back)
             self._release_grad(p)
-        for handle in waiting:
-            self.free(handle)
+        self.free_all(waiting)
 
     def backward_end(self, boundary: bool) -> None:
         """engine.py, _backward_epilogue: the last bucket, then parameters that no hook released."""
@@ -331,8 +335,7 @@ class Stage3(Schedule):
                 if self.on_gpu[i]:
                     self._step_group(self.group_numel(i), len(group))
             self.has_states = True
-        for handle in self.norm_results:
-            self.free(handle)
+        self.free_all(self.norm_results)
         self.norm_results.clear()
         if applied:
             if self.coordinator.persistent:

@@ -1,5 +1,5 @@
 // The CUDA caching allocator, simulated: the compiled twin of zeroplan/simulate/allocator_python.py, equal to it event by
-// event. Its notes say what the rules are; the columns are those of zeroplan/simulate/allocator_events.py.
+// event. The notes in allocator_segments.py say what the rules are; the columns are those of zeroplan/simulate/allocator_events.py.
 #include <algorithm>
 #include <cstdint>
 #include <deque>

@@ -9,7 +9,6 @@ from zeroplan.core.units import GIB
 from zeroplan.simulate import native
 from zeroplan.simulate.allocator_config import UNLIMITED, AllocatorConfig
 from zeroplan.simulate.allocator_events import AllocatorResult
-from zeroplan.simulate.allocator_python import PythonAllocator
 
 
 def run_allocator(
@@ -41,4 +40,6 @@ def run_allocator(
         compiled = native.available()
     if compiled:
         return native.run_allocator(code, value, config, most, device_memory, addresses)
+    from zeroplan.simulate.allocator_python import PythonAllocator  # not needed where the library is
+
     return PythonAllocator(config, most, device_memory, addresses).run(code, value)

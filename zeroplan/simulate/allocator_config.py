@@ -80,6 +80,17 @@ class AllocatorConfig:
     expandable_segments: bool = False
     large_segment_size: int = LARGE_SEGMENT
 
+    def allowed(self, device_memory: int) -> int:
+        """Bytes that may be reserved on a device of so many bytes."""
+        return int(self.memory_fraction * device_memory) if self.memory_fraction < 1 else UNLIMITED
+
+    def collect_above(self, device_memory: int) -> int:
+        """Bytes reserved beyond which old segments are returned."""
+        allowed = self.allowed(device_memory)
+        if not self.garbage_collection_threshold or allowed == UNLIMITED:
+            return UNLIMITED
+        return int(self.garbage_collection_threshold * allowed)
+
     @staticmethod
     def parse(text: str, *, where: str = _WHERE) -> AllocatorConfig:
         """Reads ``"expandable_segments:True,max_split_size_mb:128"``; an empty text gives the defaults.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import cache
 
 from zeroplan.core.native import library
-from zeroplan.simulate.allocator_config import UNLIMITED, AllocatorConfig
+from zeroplan.simulate.allocator_config import AllocatorConfig
 from zeroplan.simulate.allocator_events import AllocatorResult, BadStream, MarkTotals, OutOfMemory, SegmentChange
 
 # Layouts shared with csrc/cpu/allocator.cpp.
@@ -114,15 +114,13 @@ def _result(
 
 
 def _settings(config: AllocatorConfig, limit: int, device_memory: int) -> array[int]:
-    allowed = int(config.memory_fraction * device_memory) if config.memory_fraction < 1 else UNLIMITED
-    collects = config.garbage_collection_threshold > 0 and allowed != UNLIMITED
     return array(
         "q",
         [
             config.max_split_size,
             config.max_non_split_rounding,
-            int(config.garbage_collection_threshold * allowed) if collects else UNLIMITED,
-            allowed,
+            config.collect_above(device_memory),
+            config.allowed(device_memory),
             limit,
             device_memory,
             config.expandable_segments,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +15,7 @@ from zeroplan.core.buffers import Phase
 from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import RuntimeSetup
 from zeroplan_runtime.arena import DTYPES, Arena
+from zeroplan_runtime.audit import Audit
 from zeroplan_runtime.comm import Ranks
 from zeroplan_runtime.config import RuntimeConfig
 from zeroplan_runtime.landing import attach
@@ -21,9 +24,7 @@ from zeroplan_runtime.optim.step import Outcome, Stepper
 from zeroplan_runtime.schedule import Schedule
 from zeroplan_runtime.store import Store
 from zeroplan_runtime.units import Policy, cast_floating, find_units
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from zeroplan_runtime.watchdog import watch
 
 logger = logging.getLogger("zeroplan_runtime")
 
@@ -60,6 +61,7 @@ class Engine(nn.Module):
         self._outcome: Outcome | None = None
         self._unsettled: Outcome | None = None
         self._boundary: bool | None = None
+        self._audit: Audit | None = None
 
         setup = RuntimeSetup(
             ranks=ranks.count,
@@ -86,6 +88,7 @@ class Engine(nn.Module):
                     module._buffers[name] = buffer.to(device)
         self.schedule = Schedule(self.store)
         attach(self.schedule, direct=config.direct_linear)
+        self.watchdog = watch(ranks.rank, ranks.count, self._where, config.timeout) if ranks.group is None else None
         self.stepper: Stepper | None = None
         if optimizer is not None:
             self.stepper = Stepper(self.schedule, optimizer, clip=config.clip, may_skip=config.check_overflow)
@@ -98,7 +101,8 @@ class Engine(nn.Module):
         self.schedule.begin_forward()
         if self.config.auto_cast:
             args, kwargs = _cast(args, DTYPES[self.config.dtype]), _cast(kwargs, DTYPES[self.config.dtype])
-        return self.module(*args, **kwargs)
+        with self._watched():
+            return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor) -> torch.Tensor:
         """Gradients of `loss`, divided by the accumulation steps as DeepSpeed does, averaged over the ranks.
@@ -106,13 +110,22 @@ class Engine(nn.Module):
         Returns:
             The loss divided by the accumulation steps.
         """
-        self._settle()
+        self.settle()
         scaled = loss / self.config.grad_accum if self.config.grad_accum > 1 else loss
         self.schedule.boundary = self.is_gradient_accumulation_boundary()
         self.arena.phase = Phase.BACKWARD
-        (scaled * self.scaler.scale if self.scaler.scale != 1.0 else scaled).backward()  # type: ignore[no-untyped-call]
+        with self._watched():
+            (scaled * self.scaler.scale if self.scaler.scale != 1.0 else scaled).backward()  # type: ignore[no-untyped-call]
         self.schedule.end_backward()
         return scaled
+
+    def _watched(self) -> AbstractContextManager[object]:
+        """The audit of parameter reads, in the first micro batches at stage 3."""
+        if self.micro_steps < self.config.audit_steps and self.store.setup.shards_params:
+            self._audit = self._audit or Audit(self.store)
+            return self._audit
+        self._audit = None
+        return nullcontext()
 
     def step(self) -> None:
         """Ends a micro batch; the last one of an accumulation updates the parameters and the learning rate."""
@@ -122,7 +135,7 @@ class Engine(nn.Module):
             return
         if self.stepper is None:
             raise BadInput("there is no optimizer", where="engine.step", remedy="name one in the config or pass one")
-        self._settle()
+        self.settle()
         self.arena.phase = Phase.STEP
         self.schedule.where = "the optimizer's step"
         self.schedule.ticks += 1
@@ -131,9 +144,9 @@ class Engine(nn.Module):
         self.global_steps += 1
         self._outcome = self._unsettled = outcome
         if not self.config.check_overflow or self.device.type == "cpu":
-            self._settle()
+            self.settle()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Draws the conclusions of the last step, once its outcome is known: loss scale, step count, learning rate.
 
         The host waits here, at the next backward at the earliest, while the device still has a forward to do.
@@ -170,13 +183,13 @@ class Engine(nn.Module):
     @property
     def skipped_steps(self) -> int:
         """Steps that infinite gradients prevented."""
-        self._settle()
+        self.settle()
         return self._skipped
 
     @property
     def loss_scale(self) -> float:
         """The present factor on the loss."""
-        self._settle()
+        self.settle()
         return self.scaler.scale
 
     @property
@@ -192,7 +205,7 @@ class Engine(nn.Module):
 
     def get_lr(self) -> list[float]:
         """The groups' learning rates for the next step."""
-        self._settle()
+        self.settle()
         return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer is not None else []
 
     def gradient_accumulation_steps(self) -> int:
@@ -249,28 +262,78 @@ class Engine(nn.Module):
         """The units that the model was divided into."""
         return [unit.name for unit in self.store.units]
 
+    def whole_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter, then every persistent buffer, by name and whole, each valid until the next is asked for.
+
+        Every rank must go through all of them. Tied parameters come once, under their first name.
+        """
+        for unit in self.store.units:
+            with self.gathered(unit.name):
+                for flat in unit.flats():
+                    for i, param in zip(flat.layout.params, flat.params, strict=True):
+                        yield unit.layout.shape.params[i].name, param.detach()
+        for prefix, module in self.module.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    yield f"{prefix}.{name}" if prefix else name, buffer.detach()
+
     def module_state_dict(self) -> dict[str, torch.Tensor] | None:
-        """All parameters and persistent buffers, whole, in the model's dtype, on the CPU of the first rank; else None.
+        """The model's whole state dict in its own dtype, on the CPU of the first rank; None on the others.
 
         Every rank must call it. Tied parameters appear under each of their names, sharing memory.
         """
         keep = self.ranks.rank == 0
-        values: dict[int, torch.Tensor] = {}
-        for unit in self.store.units:
-            with self.gathered(unit.name):
-                if keep:
-                    for flat in unit.flats():
-                        values.update((id(p), p.detach().to("cpu", copy=True)) for p in flat.params)
+        state = {name: tensor.to("cpu", copy=True) for name, tensor in self.whole_tensors() if keep}
         if not keep:
             return None
-        state: dict[str, torch.Tensor] = {}
+        names = {id(param): name for name, param in self.module.named_parameters()}
         for name, param in self.module.named_parameters(remove_duplicate=False):
-            state[name] = values[id(param)] if id(param) in values else param.detach().to("cpu", copy=True)
-        for prefix, module in self.module.named_modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and name not in module._non_persistent_buffers_set:
-                    state[f"{prefix}.{name}" if prefix else name] = buffer.detach().to("cpu", copy=True)
+            state.setdefault(name, state[names[id(param)]] if names[id(param)] in state else param.detach().cpu())
         return state
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def save_checkpoint(
+        self, save_dir: str | Path, tag: str | None = None, client_state: dict[str, Any] | None = None, save_latest: bool = True
+    ) -> Path:
+        """See :func:`zeroplan_runtime.checkpoint.save.save_checkpoint`."""
+        from zeroplan_runtime.checkpoint.save import save_checkpoint
+
+        return save_checkpoint(self, save_dir, tag, client_state, latest=save_latest)
+
+    def load_checkpoint(
+        self, load_dir: str | Path, tag: str | None = None, **options: bool
+    ) -> tuple[str | None, dict[str, Any]]:
+        """See :func:`zeroplan_runtime.checkpoint.save.load_checkpoint`."""
+        from zeroplan_runtime.checkpoint.save import load_checkpoint
+
+        return load_checkpoint(self, load_dir, tag, **options)
+
+    def save_16bit_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> None:
+        """See :func:`zeroplan_runtime.checkpoint.export.save_16bit_model`."""
+        from zeroplan_runtime.checkpoint.export import save_16bit_model
+
+        save_16bit_model(self, save_dir, save_filename)
+
+    def _where(self) -> tuple[int, str]:
+        return self.schedule.ticks, f"{self.schedule.where}, step {self.global_steps}"
+
+    def progress(self) -> dict[str, Any]:
+        """Step counts and loss scale, for a checkpoint."""
+        return {
+            "global_steps": self.global_steps,
+            "micro_steps": self.micro_steps,
+            "applied": self._applied,
+            "skipped": self._skipped,
+            "loss_scaler": self.scaler.state_dict(),
+        }
+
+    def load_progress(self, progress: dict[str, Any]) -> None:
+        """Goes on from :meth:`progress`. Whole accumulations only: counting begins at a boundary."""
+        self.global_steps = progress["global_steps"]
+        self.micro_steps = self.global_steps * self.config.grad_accum
+        self._applied, self._skipped = progress["applied"], progress["skipped"]
+        self.scaler.load_state_dict(progress["loss_scaler"])
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -1,0 +1,63 @@
+"""Watches the first micro batches at stage 3 for parameters that are used while their unit is not gathered.
+
+Parameters there have constant addresses in memory that units share (Note [Addresses] in store). A module that reads another
+unit's parameter outside that unit's forward would get other numbers without any error. So every operation of the first
+micro batches is looked at, and such a read ends the run with the parameter's name.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zeroplan.core.errors import BadInput
+from zeroplan_runtime.schedule import tensors_of
+from zeroplan_runtime.store import Store, UnitState
+
+
+class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within it, every operation that is handed a parameter, or a view of one, must find its unit gathered."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._owners: dict[int, tuple[UnitState, str]] = {}
+        self._views: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+        self._view_owners: dict[int, tuple[UnitState, str]] = {}
+        for unit in store.units:
+            for flat in unit.flats():
+                for i, param in zip(flat.layout.params, flat.params, strict=True):
+                    self._owners[id(param)] = (unit, unit.layout.shape.params[i].name)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        owner = None
+        for tensor in tensors_of((args, dict(kwargs or {}))):
+            found = self._owner(tensor)
+            if found is not None:
+                unit, name = owner = found
+                if unit.param_slot.holder is not unit and func not in _HARMLESS:
+                    raise BadInput(
+                        f"parameter {name!r} is read by {func} while its unit {unit.name!r} is not gathered",
+                        where="stage 3",
+                        remedy="give initialize() a policy that takes a module in whose forward all uses of it lie",
+                    )
+        result = func(*args, **(kwargs or {}))
+        if owner is not None and func.is_view and isinstance(result, torch.Tensor):
+            self._views[id(result)] = result
+            self._view_owners[id(result)] = owner
+        return result
+
+    def _owner(self, tensor: torch.Tensor) -> tuple[UnitState, str] | None:
+        found = self._owners.get(id(tensor))
+        if found is None and self._views.get(id(tensor)) is tensor:
+            found = self._view_owners[id(tensor)]
+        return found
+
+
+#: Operations that do not read what they are given.
+_HARMLESS = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.empty_like.default})

@@ -1,0 +1,169 @@
+"""Saving and resuming, by torch.distributed.checkpoint: any stage, any number of ranks, all or nothing."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from zeroplan.core.buffers import Phase
+from zeroplan.core.errors import BadInput
+from zeroplan_runtime.checkpoint import files
+from zeroplan_runtime.checkpoint.pieces import LoadPieces, Piece, SafeReader, SavePieces, pieces
+
+if TYPE_CHECKING:
+    from zeroplan_runtime.engine import Engine
+
+
+def save_checkpoint(
+    engine: Engine,
+    folder: str | Path,
+    tag: str | None = None,
+    client_state: dict[str, Any] | None = None,
+    *,
+    latest: bool = True,
+) -> Path:
+    """Writes masters, optimizer states, frozen parameters, buffers, loss scale, schedule and `client_state`.
+
+    Every rank must call it, between two steps. The checkpoint appears under its name when all of it is on the disk; until then
+    the last one stays the latest.
+
+    Args:
+        tag: the checkpoint's name; ``global_step<N>`` by default.
+        client_state: anything that JSON can hold.
+        latest: point the file ``latest`` at it.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        BadInput: for a tag with a path in it, or a state that JSON cannot hold.
+    """
+    folder, tag = Path(folder), tag or f"global_step{engine.global_steps}"
+    if tag != Path(tag).name or tag.startswith("."):
+        raise BadInput(f"{tag!r} is not a name", where="save_checkpoint")
+    engine.settle()
+    first = engine.ranks.rank == 0
+    engine.arena.phase = Phase.SAVE
+    if first:
+        files.write_state(files.begin(folder, tag), _state(engine, client_state))
+    engine.ranks.barrier()
+    wanted = [*pieces(engine.store, loading=False), *(_buffers(engine) if first else ())]
+    path = files.unfinished(folder, tag)
+    if engine.device.type == "cuda":
+        torch.cuda.current_stream(engine.device).synchronize()
+    save(
+        {},
+        storage_writer=FileSystemWriter(path, sync_files=True),
+        planner=SavePieces(wanted),
+        process_group=engine.ranks.group,
+        no_dist=engine.ranks.count == 1,
+    )
+    engine.ranks.barrier()
+    if first:
+        files.finish(folder, tag)
+        if latest:
+            files.write_durably(folder / files.LATEST, tag.encode())
+    engine.ranks.barrier()
+    return folder / tag
+
+
+def load_checkpoint(
+    engine: Engine,
+    folder: str | Path,
+    tag: str | None = None,
+    *,
+    load_optimizer_states: bool = True,
+    load_lr_scheduler_states: bool = True,
+    load_module_only: bool = False,
+) -> tuple[str | None, dict[str, Any]]:
+    """Resumes from a checkpoint saved by any number of ranks at any stage.
+
+    Args:
+        tag: the checkpoint's name; the one that ``latest`` names by default.
+        load_module_only: the parameters alone, with a fresh optimizer, schedule and step count.
+
+    Returns:
+        The checkpoint's folder and the client state; ``(None, {})`` when there is none to load.
+
+    Raises:
+        BadInput: when it is damaged, of another model, or of another optimizer.
+    """
+    path = files.find(Path(folder), tag)
+    if path is None:
+        return None, {}
+    state = files.read_state(path)
+    optimizer = load_optimizer_states and not load_module_only
+    kind = engine.optimizer.kind if engine.optimizer is not None else None
+    if optimizer and kind is not None and state["optimizer"] != kind:
+        raise BadInput(
+            f"the checkpoint's optimizer is {state['optimizer']}, not {kind}", where=str(path), remedy="load_module_only=True"
+        )
+    wanted = [*pieces(engine.store, loading=True, optimizer=optimizer), *_buffers(engine)]
+    load(
+        {},
+        storage_reader=SafeReader(path),
+        planner=LoadPieces(wanted),
+        process_group=engine.ranks.group,
+        no_dist=engine.ranks.count == 1,
+    )
+    _refresh(engine)
+    if not load_module_only:
+        engine.load_progress(state["progress"])
+        if optimizer and engine.optimizer is not None:
+            for group, values in zip(engine.optimizer.param_groups, state["groups"], strict=False):
+                group.update({k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        if load_lr_scheduler_states and engine.lr_scheduler is not None and state["schedule"] is not None:
+            engine.lr_scheduler.load_state_dict(state["schedule"])
+    engine.ranks.barrier()
+    return str(path), state["client_state"]
+
+
+def _state(engine: Engine, client_state: dict[str, Any] | None) -> dict[str, Any]:
+    groups = engine.optimizer.param_groups if engine.optimizer is not None else []
+    return {
+        "format": 1,
+        "ranks": engine.ranks.count,
+        "stage": engine.config.stage,
+        "dtype": engine.config.dtype,
+        "optimizer": engine.optimizer.kind if engine.optimizer is not None else None,
+        "groups": [{k: v for k, v in group.items() if k != "params"} for group in groups],
+        "progress": engine.progress(),
+        "schedule": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
+        "client_state": client_state or {},
+    }
+
+
+def _buffers(engine: Engine) -> list[Piece]:
+    """The model's persistent buffers, equal on all ranks."""
+    made = []
+    for prefix, module in engine.module.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.numel() and name not in module._non_persistent_buffers_set:
+                full = f"{prefix}.{name}" if prefix else name
+                made.append(Piece(f"buffer/{full}", buffer.numel(), 0, buffer.view(-1)))
+    return made
+
+
+@torch.no_grad()
+def _refresh(engine: Engine) -> None:
+    """Derives the 16-bit parameters from the masters that were read, and sends them where they are needed."""
+    for unit in engine.store.units:
+        if unit.trainable is not None and unit.master is not None and unit.master is not unit.trainable.shard:
+            unit.trainable.shard.copy_(unit.master)
+        unit.param_slot.holder = unit if not engine.store.setup.shards_params else None
+    engine.schedule.parameters_changed()
+    engine.schedule.gather_ahead()
+
+
+def remove_checkpoint(folder: str | Path, tag: str) -> None:
+    """Deletes one checkpoint; ``latest`` must not name it."""
+    pointer = Path(folder) / files.LATEST
+    if pointer.exists() and pointer.read_text().strip() == tag:
+        raise BadInput(f"{tag!r} is the latest checkpoint", where=str(folder))
+    shutil.rmtree(Path(folder) / tag)

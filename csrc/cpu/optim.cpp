@@ -123,8 +123,8 @@ ZEROPLAN_API void zeroplan_lamb_moments(const ZeroplanStep* step, const Tile* ti
     }
 }
 
-// p -= lr * trust * direction, trust = ‖p‖ / ‖direction‖ within [min_trust, max_trust], 1 where either is 0.
-ZEROPLAN_API void zeroplan_lamb_apply(const ZeroplanStep* step, const Tile* tiles, std::int64_t count, const double* norms, double lr,
+// p -= rate * trust * direction, trust = ‖p‖ / ‖direction‖ within [min_trust, max_trust], 1 where either is 0.
+ZEROPLAN_API void zeroplan_lamb_apply(const ZeroplanStep* step, const Tile* tiles, std::int64_t count, const double* norms, double rate,
                                          double min_trust, double max_trust, int threads) {
     const Kernels& kernels = *chosen().load();
     zeroplan::parallel(threads, static_cast<std::size_t>(count), [&](std::size_t t) {
@@ -135,7 +135,7 @@ ZEROPLAN_API void zeroplan_lamb_apply(const ZeroplanStep* step, const Tile* tile
             trust = trust > max_trust ? max_trust : (trust < min_trust ? min_trust : trust);
         }
         ZeroplanStep part = *step;
-        part.rate = static_cast<float>(lr * trust);
+        part.rate = static_cast<float>(rate * trust);
         kernels.lamb_apply(part, tiles[t].begin, tiles[t].end);
     });
 }

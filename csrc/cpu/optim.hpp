@@ -24,9 +24,9 @@ struct ZeroplanStep {
     std::int32_t out_type;
     float scale; // multiplies the gradient
     float beta1, one_minus_beta1, beta2, one_minus_beta2;
-    float root1, root2; // 1 / (1 - beta1^t), 1 / sqrt(1 - beta2^t)
+    float root2; // 1 / sqrt(1 - beta2^t)
     float eps;
-    float l2;   // adds l2 * param to the gradient
+    float l2;   // adds l2 * param to the gradient, in LAMB to the direction
     float keep; // multiplies the parameter: 1 - lr * weight decay, or 1
     float rate; // the step size
     std::int32_t nesterov;

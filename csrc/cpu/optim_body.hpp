@@ -167,7 +167,7 @@ inline double total(Vec x) {
 }
 
 inline Vec lamb_direction(const ZeroplanStep& a, Vec p, Vec m, Vec v) {
-    return m * splat(a.root1) / (root(v) * splat(a.root2) + splat(a.eps)) + splat(a.l2) * p;
+    return m / (root(v) + splat(a.eps)) + splat(a.l2) * p;
 }
 
 void lamb_moments(const ZeroplanStep& a, size_t begin, size_t end, double sums[2]) {

@@ -46,11 +46,11 @@ struct Adam {
 // root2 = 1 / sqrt(1 - beta2^t), step_size = lr / (1 - beta1^t); Adam: l2 = weight decay, keep = 1; AdamW: l2 = 0,
 // keep = 1 - lr * weight decay.
 extern "C" __global__ void __launch_bounds__(ZP_THREADS)
-    zp_adam(float* p, const ZP_GRAD* g, float* m, float* v, ZP_OUT* out, long long n, long long head, const zp::Control* control,
+    zp_adam(float* p, const ZP_GRAD* g, float* m, float* v, ZP_OUT* out, long long n, long long head, const zp::Scalars* scalars,
             float beta1, float one_minus_beta1, float beta2, float one_minus_beta2, float root2, float eps, float l2, float keep,
             float step_size) {
-    if (zp::skips(control)) return;
-    const zp::Adam op{p, m, v, g, out, zp::grad_scale(control), beta1, one_minus_beta1, beta2, one_minus_beta2, root2, eps, l2,
+    if (zp::skips(scalars)) return;
+    const zp::Adam op{p, m, v, g, out, zp::factor(scalars), beta1, one_minus_beta1, beta2, one_minus_beta2, root2, eps, l2,
                       keep, step_size};
     zp::for_each<ZP_VEC, ZP_UNROLL>(op, n, head);
 }

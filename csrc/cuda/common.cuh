@@ -1,4 +1,4 @@
-// What every kernel shares: element types, vector access, the step's control block, reductions.
+// What every kernel shares: element types, vector access, the step's scalars, loops, reductions.
 //
 // No header is included, so NVRTC needs none; nvcc compiles the same files. Macros that the compiler's command line sets:
 //   ZP_GRAD   element type of the gradient: zp::bf16, zp::fp16 or float
@@ -174,22 +174,17 @@ __device__ inline void write_at(T* base, i64 i, const float (&r)[V]) {
 template <int V>
 __device__ inline void write_at(void*, i64, const float (&)[V]) {}
 
-// ---- the control block (zeroplan_runtime/kernels/control.py states its layout) --------------------------------------
+// ---- the step's scalars (zeroplan_runtime/kernels/scalars.py) ---------------------------------------------------------
 
-struct Control {
-    float grad_scale;    // multiplies every gradient: clip factor over loss scale and divisor
-    float skip;          // 1: optimizer kernels leave everything as it is
-    float found_inf;     // 1: the gradient holds an infinity or a NaN
-    float norm;          // of the unscaled gradient, before clipping
-    float loss_scale;    // for the next backward
-    float good_steps;    // without overflow, since the last change of the loss scale
-    float hysteresis;    // overflows still tolerated before the scale falls
-    float skipped_steps; // since the start
+struct Scalars {
+    float squares; // sum of the squares of the gradient as it lies, loss scale and all
+    float norm;    // of the gradient without loss scale, before clipping
+    float factor;  // multiplies every gradient: clip factor over loss scale
+    float skip;    // 1: optimizer kernels leave everything as it is
 };
 
-// Gradient multiplier; 1 without a control block.
-__device__ inline float grad_scale(const Control* control) { return control ? control->grad_scale : 1.0f; }
-__device__ inline bool skips(const Control* control) { return control && control->skip != 0.0f; }
+__device__ inline float factor(const Scalars* scalars) { return scalars ? scalars->factor : 1.0f; }
+__device__ inline bool skips(const Scalars* scalars) { return scalars && scalars->skip != 0.0f; }
 
 // ---- loops ----------------------------------------------------------------------------------------------------------
 

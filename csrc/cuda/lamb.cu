@@ -1,4 +1,5 @@
-// LAMB (You et al. 2020, algorithm 2): Adam's direction, scaled for each tensor by ‖p‖ / ‖direction‖.
+// LAMB (You et al. 2020, algorithm 2): Adam's direction, scaled for each tensor by ‖p‖ / ‖direction‖. As in DeepSpeed's
+// FusedLamb the direction is made of uncorrected moments, and the step size carries the bias correction.
 //
 // Two passes over flat buffers that hold many tensors (segments), with the segments' norms between them, so that ranks which
 // hold parts of one tensor can add theirs. The second pass computes the direction again from the moments: storing it would
@@ -7,15 +8,7 @@
 
 namespace zp {
 
-struct Direction {
-    float beta1, one_minus_beta1, beta2, one_minus_beta2, root1, root2, eps, decay;
-
-    __device__ void moments(float& m, float& v, float grad) const {
-        m = beta1 * m + one_minus_beta1 * grad;
-        v = beta2 * v + one_minus_beta2 * grad * grad;
-    }
-    __device__ float direction(float p, float m, float v) const { return m * root1 / (sqrtf(v) * root2 + eps) + decay * p; }
-};
+__device__ inline float direction(float p, float m, float v, float eps, float decay) { return m / (sqrtf(v) + eps) + decay * p; }
 
 // A run of elements within one segment, cut so that its first is aligned or it is the segment's first.
 struct Tile {
@@ -26,7 +19,7 @@ struct Tile {
 template <int V, class Body>
 __device__ inline void for_tile(const Tile& tile, i64 n, i64 head, Body& body) {
     i64 first = tile.end;
-    if (head < n || n == 0) {
+    if (head < n) {
         const i64 lead = ((head - tile.begin) % V + V) % V;
         if (tile.begin + lead < tile.end) first = tile.begin + lead;
     }
@@ -41,8 +34,8 @@ struct Moments {
     const ZP_GRAD* __restrict__ g;
     float* __restrict__ m;
     float* __restrict__ v;
-    Direction d;
-    float scale, weight, update;
+    float scale, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay;
+    float weight, update; // this thread's sums of squares of p and of the direction
 
     template <int V>
     __device__ void run(i64 i) {
@@ -53,8 +46,10 @@ struct Moments {
         read<V>(v + i, second);
 #pragma unroll
         for (int k = 0; k < V; ++k) {
-            d.moments(first[k], second[k], grad[k] * scale);
-            const float u = d.direction(x[k], first[k], second[k]);
+            const float scaled = grad[k] * scale;
+            first[k] = beta1 * first[k] + one_minus_beta1 * scaled;
+            second[k] = beta2 * second[k] + one_minus_beta2 * scaled * scaled;
+            const float u = direction(x[k], first[k], second[k], eps, decay);
             weight = fmaf(x[k], x[k], weight);
             update = fmaf(u, u, update);
         }
@@ -68,8 +63,7 @@ struct Apply {
     const float* __restrict__ m;
     const float* __restrict__ v;
     ZP_OUT* __restrict__ out;
-    Direction d;
-    float rate;
+    float eps, decay, rate;
 
     template <int V>
     __device__ void run(i64 i) {
@@ -78,7 +72,7 @@ struct Apply {
         read<V>(m + i, first);
         read<V>(v + i, second);
 #pragma unroll
-        for (int k = 0; k < V; ++k) x[k] = x[k] - rate * d.direction(x[k], first[k], second[k]);
+        for (int k = 0; k < V; ++k) x[k] = x[k] - rate * direction(x[k], first[k], second[k], eps, decay);
         write<V>(p + i, x);
         write_at(out, i, x);
     }
@@ -89,11 +83,10 @@ struct Apply {
 // One block a tile. partial[tile] = {‖p‖², ‖direction‖²} of the tile.
 extern "C" __global__ void __launch_bounds__(ZP_THREADS)
     zp_lamb_moments(const float* p, const ZP_GRAD* g, float* m, float* v, const zp::Tile* tiles, double2* partial, long long n,
-                    long long head, const zp::Control* control, float beta1, float one_minus_beta1, float beta2, float one_minus_beta2,
-                    float root1, float root2, float eps, float decay) {
-    if (zp::skips(control)) return;
-    zp::Moments body{p, g, m, v, {beta1, one_minus_beta1, beta2, one_minus_beta2, root1, root2, eps, decay}, zp::grad_scale(control),
-                     0.0f, 0.0f};
+                    long long head, const zp::Scalars* scalars, float beta1, float one_minus_beta1, float beta2, float one_minus_beta2,
+                    float eps, float decay) {
+    if (zp::skips(scalars)) return;
+    zp::Moments body{p, g, m, v, zp::factor(scalars), beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay, 0.0f, 0.0f};
     zp::for_tile<ZP_VEC>(tiles[blockIdx.x], n, head, body);
     const double weight = zp::block_sum(body.weight), update = zp::block_sum(body.update);
     if (threadIdx.x == 0) partial[blockIdx.x] = make_double2(weight, update);
@@ -112,14 +105,13 @@ extern "C" __global__ void __launch_bounds__(ZP_THREADS)
     if (threadIdx.x == 0) norms[blockIdx.x] = make_double2(weight, update);
 }
 
-// One block a tile. p -= lr * trust * direction, trust = ‖p‖ / ‖direction‖ within [min_trust, max_trust], 1 where either is 0.
+// One block a tile. p -= rate * trust * direction, trust = ‖p‖ / ‖direction‖ within [min_trust, max_trust], 1 where either is 0.
 extern "C" __global__ void __launch_bounds__(ZP_THREADS)
     zp_lamb_apply(float* p, const float* m, const float* v, ZP_OUT* out, const zp::Tile* tiles, const double2* norms, long long n,
-                  long long head, const zp::Control* control, float beta1, float one_minus_beta1, float beta2, float one_minus_beta2,
-                  float root1, float root2, float eps, float decay, double lr, double min_trust, double max_trust) {
-    if (zp::skips(control)) return;
+                  long long head, const zp::Scalars* scalars, float eps, float decay, double rate, double min_trust, double max_trust) {
+    if (zp::skips(scalars)) return;
     const zp::Tile tile = tiles[blockIdx.x];
-    __shared__ float rate;
+    __shared__ float step_size;
     if (threadIdx.x == 0) {
         const double2 norm = norms[tile.segment];
         double trust = 1.0;
@@ -127,9 +119,9 @@ extern "C" __global__ void __launch_bounds__(ZP_THREADS)
             trust = sqrt(norm.x) / sqrt(norm.y);
             trust = trust > max_trust ? max_trust : (trust < min_trust ? min_trust : trust);
         }
-        rate = static_cast<float>(lr * trust);
+        step_size = static_cast<float>(rate * trust);
     }
     __syncthreads();
-    zp::Apply body{p, m, v, out, {beta1, one_minus_beta1, beta2, one_minus_beta2, root1, root2, eps, decay}, rate};
+    zp::Apply body{p, m, v, out, eps, decay, step_size};
     zp::for_tile<ZP_VEC>(tile, n, head, body);
 }

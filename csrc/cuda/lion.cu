@@ -44,9 +44,9 @@ struct Lion {
 
 // keep = 1 - lr * weight decay.
 extern "C" __global__ void __launch_bounds__(ZP_THREADS)
-    zp_lion(float* p, const ZP_GRAD* g, float* m, ZP_OUT* out, long long n, long long head, const zp::Control* control, float beta1,
+    zp_lion(float* p, const ZP_GRAD* g, float* m, ZP_OUT* out, long long n, long long head, const zp::Scalars* scalars, float beta1,
             float one_minus_beta1, float beta2, float one_minus_beta2, float keep, float lr) {
-    if (zp::skips(control)) return;
-    const zp::Lion op{p, m, g, out, zp::grad_scale(control), beta1, one_minus_beta1, beta2, one_minus_beta2, keep, lr};
+    if (zp::skips(scalars)) return;
+    const zp::Lion op{p, m, g, out, zp::factor(scalars), beta1, one_minus_beta1, beta2, one_minus_beta2, keep, lr};
     zp::for_each<ZP_VEC, ZP_UNROLL>(op, n, head);
 }

@@ -46,10 +46,10 @@ struct Sgd {
 
 // gain = 1 - dampening, 1 on the first step; b == nullptr: no momentum.
 extern "C" __global__ void __launch_bounds__(ZP_THREADS)
-    zp_sgd(float* p, const ZP_GRAD* g, float* b, ZP_OUT* out, long long n, long long head, const zp::Control* control, float momentum,
+    zp_sgd(float* p, const ZP_GRAD* g, float* b, ZP_OUT* out, long long n, long long head, const zp::Scalars* scalars, float momentum,
            float gain, float l2, float lr, int nesterov) {
-    if (zp::skips(control)) return;
-    const float scale = zp::grad_scale(control);
+    if (zp::skips(scalars)) return;
+    const float scale = zp::factor(scalars);
     if (b) {
         const zp::Sgd<true> op{p, b, g, out, scale, momentum, gain, l2, lr, nesterov != 0};
         zp::for_each<ZP_VEC, ZP_UNROLL>(op, n, head);

@@ -1,0 +1,79 @@
+"""Which backend serves a device, and why: CUDA kernels, CPU routines, else plain torch operations."""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from zeroplan_runtime.kernels import cuda_path, native_path, nvrtc, torch_path
+
+#: ``torch`` keeps to plain torch operations everywhere; anything else takes the best that works.
+ENVIRONMENT = "ZEROPLAN_KERNELS"
+
+_log = logging.getLogger("zeroplan")
+
+
+def backend(device: torch.device) -> ModuleType:
+    """The module whose functions work on `device`: :mod:`.cuda_path`, :mod:`.native_path` or :mod:`.torch_path`."""
+    if os.environ.get(ENVIRONMENT) == "torch":
+        return torch_path
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch_path if cuda_fault(index) else cuda_path
+    if device.type == "cpu" and native_path.library() is not None:
+        return native_path
+    return torch_path
+
+
+@cache
+def cuda_fault(index: int) -> str:
+    """Why the CUDA kernels cannot be had on this device; empty when they can. Compiles and runs the smallest of them once."""
+    try:
+        device = torch.device("cuda", index)
+        source = torch.arange(8, dtype=torch.float32, device=device)
+        out = torch.empty(8, dtype=torch.bfloat16, device=device)
+        cuda_path.cast(source, out, 2.0)
+        if out.tolist() != [0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0]:
+            return "a first kernel gave a wrong result"
+    except Exception as fault:  # whatever it is, torch's own operations remain
+        lines = str(fault).strip().splitlines() or [""]
+        reason = f"{type(fault).__name__}: {lines[0]}"
+        _log.warning("CUDA kernels are not used on cuda:%d, torch operations are: %s", index, reason)
+        return reason
+    return ""
+
+
+def backend_report() -> list[dict[str, Any]]:
+    """For each device of this machine the backend in use and why: ``device``, ``backend``, ``reason``. Ready for JSON."""
+    rows = [{"device": "cpu", **_cpu_report()}]
+    if torch.cuda.is_available():
+        rows += [
+            {"device": f"cuda:{i} {torch.cuda.get_device_name(i)}", **_cuda_report(i)} for i in range(torch.cuda.device_count())
+        ]
+    return rows
+
+
+def _cpu_report() -> dict[str, str]:
+    chosen = backend(torch.device("cpu"))
+    if chosen is native_path:
+        threads = torch.get_num_threads()
+        return {"backend": "native", "reason": f"libzeroplan_cpu with {native_path.instructions()}, {threads} threads"}
+    if os.environ.get(ENVIRONMENT) == "torch":
+        return {"backend": "torch", "reason": f"{ENVIRONMENT}=torch"}
+    return {"backend": "torch", "reason": "libzeroplan_cpu was not built or does not load"}
+
+
+def _cuda_report(index: int) -> dict[str, str]:
+    if os.environ.get(ENVIRONMENT) == "torch":
+        return {"backend": "torch", "reason": f"{ENVIRONMENT}=torch"}
+    fault = cuda_fault(index)
+    if fault:
+        return {"backend": "torch", "reason": fault}
+    version = ".".join(map(str, nvrtc.nvrtc_version()))
+    major, minor = torch.cuda.get_device_capability(index)
+    return {"backend": "cuda", "reason": f"NVRTC {version} for sm_{major}{minor}, cubins in {nvrtc.cache_folder() or 'memory'}"}

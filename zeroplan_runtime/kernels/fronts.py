@@ -1,0 +1,280 @@
+"""The public functions: hyperparameters to coefficients, arguments checked, the device's backend called.
+
+All work in place on flat, contiguous 1-D tensors of n elements on one device. `param` and the states are fp32, `grad` is
+fp32, bf16 or fp16, `param_out` (bf16 or fp16, or None) receives the updated parameters in the model's dtype in the same
+pass. `scalars` (fp32, at least 4; see :data:`FACTOR` and :data:`SKIP`) holds what :func:`grad_norm` left: the factor on the
+gradients and whether to skip the update. On a GPU nothing waits for the host. CPU updates use ``torch.get_num_threads()``
+threads. Note [Arithmetic] in :mod:`.step` says why all backends give the same bits.
+
+Raises (all): ValueError for tensors that do not fit together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from zeroplan_runtime.kernels import cuda_path, torch_path
+from zeroplan_runtime.kernels.backends import backend
+from zeroplan_runtime.kernels.segments import Segments
+from zeroplan_runtime.kernels.step import NORM, SQUARES, Step, bias_corrections, check_elements
+
+Betas = tuple[float, float]
+
+
+def _here(scalars: torch.Tensor | None, param: torch.Tensor) -> torch.Tensor | None:
+    """The scalars on the parameters' device; for parameters in host memory and scalars on a GPU this waits for the GPU."""
+    return scalars if scalars is None or scalars.device == param.device else scalars.to(param.device)
+
+
+@torch.no_grad()
+def adamw(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    *,
+    lr: float,
+    step: int,
+    betas: Betas = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    decoupled: bool = True,
+    bias_correction: bool = True,
+    param_out: torch.Tensor | None = None,
+    scalars: torch.Tensor | None = None,
+) -> None:
+    """AdamW (Loshchilov & Hutter 2019, algorithm 2); with ``decoupled=False`` Adam with L2 regularisation.
+
+    g ← factor·g (+ λp if not decoupled), m ← β₁m + (1−β₁)g, v ← β₂v + (1−β₂)g²,
+    p ← (1 − ηλ)p − η/(1−β₁ᵗ) · m / (√v / √(1−β₂ᵗ) + ε), where t is `step`, counted from 1.
+    """
+    beta1, beta2 = betas
+    correction1, correction2 = bias_corrections(step, beta1, beta2, wanted=bias_correction)
+    work = Step(
+        param=param,
+        grad=grad,
+        first=exp_avg,
+        second=exp_avg_sq,
+        out=param_out,
+        scalars=_here(scalars, param),
+        beta1=beta1,
+        one_minus_beta1=1 - beta1,
+        beta2=beta2,
+        one_minus_beta2=1 - beta2,
+        root2=1 / math.sqrt(correction2),
+        eps=eps,
+        l2=0.0 if decoupled else weight_decay,
+        keep=1 - lr * weight_decay if decoupled else 1.0,
+        rate=lr / correction1,
+    )
+    work.check()
+    backend(param.device).adam(work)
+
+
+def adam(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    *,
+    lr: float,
+    step: int,
+    betas: Betas = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    bias_correction: bool = True,
+    param_out: torch.Tensor | None = None,
+    scalars: torch.Tensor | None = None,
+) -> None:
+    """Adam (Kingma & Ba 2015, algorithm 1) with L2 regularisation: :func:`adamw` with ``decoupled=False``."""
+    adamw(
+        param,
+        grad,
+        exp_avg,
+        exp_avg_sq,
+        lr=lr,
+        step=step,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        decoupled=False,
+        bias_correction=bias_correction,
+        param_out=param_out,
+        scalars=scalars,
+    )
+
+
+@torch.no_grad()
+def lion(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    *,
+    lr: float,
+    betas: Betas = (0.9, 0.99),
+    weight_decay: float = 0.0,
+    param_out: torch.Tensor | None = None,
+    scalars: torch.Tensor | None = None,
+) -> None:
+    """Lion (Chen et al. 2023, algorithm 2).
+
+    p ← (1 − ηλ)p − η·sign(β₁m + (1−β₁)g), m ← β₂m + (1−β₂)g, with g scaled by the factor first.
+    """
+    beta1, beta2 = betas
+    work = Step(
+        param=param,
+        grad=grad,
+        first=exp_avg,
+        out=param_out,
+        scalars=_here(scalars, param),
+        beta1=beta1,
+        one_minus_beta1=1 - beta1,
+        beta2=beta2,
+        one_minus_beta2=1 - beta2,
+        keep=1 - lr * weight_decay,
+        rate=lr,
+    )
+    work.check()
+    backend(param.device).lion(work)
+
+
+@torch.no_grad()
+def sgd(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    momentum_buffer: torch.Tensor | None,
+    *,
+    lr: float,
+    step: int = 1,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    param_out: torch.Tensor | None = None,
+    scalars: torch.Tensor | None = None,
+) -> None:
+    """SGD as ``torch.optim.SGD``: b ← μb + (1−τ)g (b ← g at `step` 1, when b must hold zeros), p ← p − ηb.
+
+    Nesterov: p ← p − η(g + μb). `momentum_buffer` None: p ← p − ηg. g is scaled by the factor, then λp is added.
+    """
+    work = Step(
+        param=param,
+        grad=grad,
+        first=momentum_buffer,
+        out=param_out,
+        scalars=_here(scalars, param),
+        beta1=momentum,
+        one_minus_beta1=1.0 if step == 1 else 1 - dampening,
+        l2=weight_decay,
+        rate=lr,
+        nesterov=nesterov,
+    )
+    work.check()
+    backend(param.device).sgd(work)
+
+
+@torch.no_grad()
+def lamb(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    segments: Segments,
+    *,
+    lr: float,
+    step: int,
+    betas: Betas = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    bias_correction: bool = True,
+    min_trust: float = 0.01,
+    max_trust: float = 10.0,
+    reduce: Callable[[torch.Tensor], object] | None = None,
+    param_out: torch.Tensor | None = None,
+    scalars: torch.Tensor | None = None,
+) -> None:
+    """LAMB (You et al. 2020, algorithm 2) in the form of DeepSpeed's FusedLamb, over the tensors that `segments` name.
+
+    u = m / (√v + ε) + λp, p ← p − η √(1−β₂ᵗ)/(1−β₁ᵗ) · clamp(‖p‖/‖u‖, `min_trust`, `max_trust`) · u. `reduce` is called with
+    the squared norms (fp64 [segments, 2]) between the passes, to add those of other ranks in place.
+    """
+    beta1, beta2 = betas
+    correction1, correction2 = bias_corrections(step, beta1, beta2, wanted=bias_correction)
+    work = Step(
+        param=param,
+        grad=grad,
+        first=exp_avg,
+        second=exp_avg_sq,
+        out=param_out,
+        scalars=_here(scalars, param),
+        beta1=beta1,
+        one_minus_beta1=1 - beta1,
+        beta2=beta2,
+        one_minus_beta2=1 - beta2,
+        eps=eps,
+        l2=weight_decay,
+        rate=lr * math.sqrt(correction2) / correction1,
+    )
+    work.check()
+    if segments.bounds[-1] != param.numel() or segments.tiles.device != param.device:
+        raise ValueError(f"expected segments of {param.numel()} elements on {param.device} but got {segments.bounds[-1]}")
+    path = backend(param.device)
+    path.lamb_moments(work, segments)
+    if reduce is not None:
+        reduce(segments.norms)
+    path.lamb_apply(work, segments, min_trust, max_trust)
+
+
+@torch.no_grad()
+def grad_norm(
+    grads: torch.Tensor | Sequence[torch.Tensor],
+    scalars: torch.Tensor,
+    *,
+    max_norm: float = 0.0,
+    loss_scale: float = 1.0,
+    may_skip: bool = False,
+    reduce: Callable[[torch.Tensor], object] | None = None,
+    workspace: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The norm of the gradients and what follows from it, in one pass over them and without waiting for a GPU.
+
+    Fills `scalars`: SQUARES, NORM (without loss scale), FACTOR (clip factor over loss scale, with the clip factor of
+    ``torch.nn.utils.clip_grad_norm_``; `max_norm` 0 does not clip), SKIP (1 if `may_skip` and the sum is not finite: some
+    gradient is infinite or NaN, or its square is beyond fp32). `reduce` is called with SQUARES alone (shape [1]) to add the
+    other ranks' in place. `workspace`: ``WORKSPACE_BYTES`` of :mod:`.cuda_path`, zeroed once, where it shall be the caller's.
+
+    Returns:
+        The norm: a view of `scalars`.
+    """
+    grads = [grads] if isinstance(grads, torch.Tensor) else list(grads)
+    if scalars.dtype != torch.float32 or scalars.numel() < 4 or not scalars.is_contiguous():
+        raise ValueError(f"expected at least 4 contiguous fp32 scalars but got {scalars.numel()} of {scalars.dtype}")
+    if loss_scale <= 0:
+        raise ValueError(f"expected a positive loss scale but got {loss_scale}")
+    for grad in grads:
+        check_elements(grad, "gradient", scalars.device)
+    path = backend(scalars.device)
+    more = {"workspace": workspace} if path is cuda_path else {}
+    if not grads:
+        scalars[SQUARES].zero_()
+    for i, grad in enumerate(grads):
+        path.sum_of_squares(grad, scalars, accumulate=i > 0, **more)
+    if reduce is not None:
+        reduce(scalars[SQUARES : SQUARES + 1])
+    finish = cuda_path.finalize if path is cuda_path else torch_path.finalize
+    finish(scalars, max_norm, loss_scale, may_skip=may_skip)
+    return scalars[NORM]
+
+
+@torch.no_grad()
+def cast(source: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+    """``out = source · scale`` between fp32, bf16 and fp16, rounded to nearest even. Returns `out`."""
+    check_elements(source, "source", source.device)
+    check_elements(out, "out", source.device)
+    if source.numel() != out.numel():
+        raise ValueError(f"expected out of {source.numel()} elements but got {out.numel()}")
+    backend(source.device).cast(source, out, scale)
+    return out

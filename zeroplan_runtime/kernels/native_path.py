@@ -1,0 +1,175 @@
+"""The updates on CPU tensors by ``libzeroplan_cpu`` (``csrc/cpu/optim.hpp``), called through ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import torch
+
+from zeroplan.core.native import library as shared_library
+from zeroplan_runtime.kernels.segments import Segments
+from zeroplan_runtime.kernels.step import FACTOR, SKIP, SQUARES, Step
+
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_NONE = -1
+_COEFFICIENTS = ("beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "root2", "eps", "l2", "keep", "rate")
+
+
+class _Step(ctypes.Structure):
+    """``ZeroplanStep``."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("param", "grad", "first", "second", "out")),
+        ("n", ctypes.c_int64),
+        ("grad_type", ctypes.c_int32),
+        ("out_type", ctypes.c_int32),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_float) for name in _COEFFICIENTS),
+        ("nesterov", ctypes.c_int32),
+    ]
+
+
+class _Cast(ctypes.Structure):
+    """``ZeroplanCast``."""
+
+    _fields_ = [
+        ("source", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("n", ctypes.c_int64),
+        ("source_type", ctypes.c_int32),
+        ("out_type", ctypes.c_int32),
+        ("scale", ctypes.c_float),
+    ]
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The library with its functions declared, or None where it cannot be had or is older than these."""
+    found = shared_library()
+    if found is None:
+        return None
+    pointer, count, threads, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
+    try:
+        for name in ("adam", "lion", "sgd", "cast"):
+            function = getattr(found, f"zeroplan_{name}")
+            function.argtypes, function.restype = [pointer, threads], None
+        found.zeroplan_sum_of_squares.argtypes = [pointer, ctypes.c_int32, count, threads]
+        found.zeroplan_sum_of_squares.restype = real
+        found.zeroplan_lamb_moments.argtypes = [pointer, pointer, count, pointer, count, threads]
+        found.zeroplan_lamb_moments.restype = None
+        found.zeroplan_lamb_apply.argtypes = [pointer, pointer, count, pointer, real, real, real, threads]
+        found.zeroplan_lamb_apply.restype = None
+        found.zeroplan_use_instructions.argtypes, found.zeroplan_use_instructions.restype = [ctypes.c_char_p], ctypes.c_int
+        found.zeroplan_instructions.argtypes, found.zeroplan_instructions.restype = [], ctypes.c_char_p
+    except AttributeError:
+        return None
+    return found
+
+
+def _loaded() -> ctypes.CDLL:
+    loaded = library()
+    assert loaded is not None, "the native path was chosen without its library"
+    return loaded
+
+
+def instructions() -> str:
+    """The instruction set in use: avx512, avx2 or plain."""
+    name: bytes = _loaded().zeroplan_instructions()
+    return name.decode()
+
+
+def use_instructions(name: str | None) -> bool:
+    """Restricts the routines to one instruction set, or lifts the restriction. False where this processor lacks it."""
+    done: int = _loaded().zeroplan_use_instructions(None if name is None else name.encode())
+    return done == 0
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _arguments(step: Step) -> _Step | None:
+    """The C form of a step, or None where it is skipped."""
+    scale = 1.0
+    if step.scalars is not None:
+        if float(step.scalars[SKIP]):
+            return None
+        scale = float(step.scalars[FACTOR])
+    return _Step(
+        param=_pointer(step.param),
+        grad=_pointer(step.grad),
+        first=_pointer(step.first),
+        second=_pointer(step.second),
+        out=_pointer(step.out),
+        n=step.param.numel(),
+        grad_type=_NONE if step.grad is None else _TYPES[step.grad.dtype],
+        out_type=_NONE if step.out is None else _TYPES[step.out.dtype],
+        scale=scale,
+        nesterov=int(step.nesterov),
+        **{name: getattr(step, name) for name in _COEFFICIENTS},
+    )
+
+
+def _update(name: str, step: Step) -> None:
+    arguments = _arguments(step)
+    if arguments is not None:
+        getattr(_loaded(), name)(ctypes.byref(arguments), torch.get_num_threads())
+
+
+def adam(step: Step) -> None:
+    """Adam and AdamW."""
+    _update("zeroplan_adam", step)
+
+
+def lion(step: Step) -> None:
+    """Lion."""
+    _update("zeroplan_lion", step)
+
+
+def sgd(step: Step) -> None:
+    """SGD with `beta1` as momentum and `one_minus_beta1` as what the gradient adds to it."""
+    _update("zeroplan_sgd", step)
+
+
+def lamb_moments(step: Step, segments: Segments) -> None:
+    """LAMB's first pass: the moments, and each segment's squared norms."""
+    arguments = _arguments(step)
+    if arguments is not None:
+        _loaded().zeroplan_lamb_moments(
+            ctypes.byref(arguments),
+            segments.tiles.data_ptr(),
+            len(segments.tiles),
+            segments.norms.data_ptr(),
+            segments.count,
+            torch.get_num_threads(),
+        )
+
+
+def lamb_apply(step: Step, segments: Segments, min_trust: float, max_trust: float) -> None:
+    """LAMB's second pass, with the norms of whole tensors in ``segments.norms``."""
+    arguments = _arguments(step)
+    if arguments is not None:
+        _loaded().zeroplan_lamb_apply(
+            ctypes.byref(arguments),
+            segments.tiles.data_ptr(),
+            len(segments.tiles),
+            segments.norms.data_ptr(),
+            step.rate,
+            min_trust,
+            max_trust,
+            torch.get_num_threads(),
+        )
+
+
+def sum_of_squares(grad: torch.Tensor, scalars: torch.Tensor, *, accumulate: bool) -> None:
+    """``scalars[SQUARES]`` = (itself, if `accumulate`) + the sum of the gradient's squares."""
+    before = float(scalars[SQUARES]) if accumulate else 0.0
+    total = _loaded().zeroplan_sum_of_squares(grad.data_ptr(), _TYPES[grad.dtype], grad.numel(), torch.get_num_threads())
+    scalars[SQUARES] = before + total
+
+
+def cast(source: torch.Tensor, out: torch.Tensor, scale: float) -> None:
+    """``out = source * scale`` through fp32."""
+    arguments = _Cast(_pointer(source), _pointer(out), source.numel(), _TYPES[source.dtype], _TYPES[out.dtype], scale)
+    _loaded().zeroplan_cast(ctypes.byref(arguments), torch.get_num_threads())

@@ -1,0 +1,167 @@
+"""CUDA sources to loaded kernels: NVRTC through ``cuda.core``, with a cache of cubins on disk that ranks share.
+
+A cubin's name is a hash of all that decides its content: the sources, the options, the architecture, NVRTC's version. It is
+written under another name and moved into place, so that no reader sees half of one; ranks that want the same one wait for the
+first to finish. Without a place to write, kernels are compiled in each process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import os
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+#: Names the folder of compiled kernels; empty keeps none on disk.
+ENVIRONMENT = "ZEROPLAN_KERNEL_CACHE"
+
+
+@cache
+def core() -> ModuleType:
+    """``cuda.core``, under the name that its version uses.
+
+    Raises:
+        ImportError: when neither is installed or their libraries cannot be loaded.
+    """
+    for name in ("cuda.core", "cuda.core.experimental"):
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as fault:
+            if fault.name is None or not (name + ".").startswith(fault.name + "."):
+                raise
+            continue
+        if hasattr(module, "Program"):
+            return module
+    raise ImportError("cuda.core is not installed (pip install 'zeroplan[cuda]')")
+
+
+@cache
+def nvrtc_version() -> tuple[int, int]:
+    """NVRTC's version.
+
+    Raises:
+        ImportError, RuntimeError: when it cannot be loaded.
+    """
+    _fault, major, minor = importlib.import_module("cuda.bindings.nvrtc").nvrtcVersion()
+    return int(major), int(minor)
+
+
+@cache
+def sources() -> Path:
+    """The folder of the CUDA sources: beside this file in an installed package, ``csrc/cuda`` in a checkout.
+
+    Raises:
+        FileNotFoundError: when neither is there.
+    """
+    here = Path(__file__).resolve().parent
+    for folder in (here / "cuda", here.parent.parent / "csrc" / "cuda"):
+        if (folder / "common.cuh").is_file():
+            return folder
+    raise FileNotFoundError(f"no CUDA sources in {here / 'cuda'}")
+
+
+def cache_folder() -> Path | None:
+    """Where cubins are kept: the environment's choice, else ``zeroplan/kernels`` in the user's cache folder."""
+    given = os.environ.get(ENVIRONMENT)
+    if given is not None:
+        return Path(given) if given else None
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "zeroplan" / "kernels"
+    except RuntimeError:  # no home folder
+        return None
+
+
+def kernel(file: str, name: str, macros: tuple[tuple[str, str], ...], arch: str) -> Any:
+    """A launchable kernel, on the current device, of one source file compiled for `arch` (``"sm_90"``).
+
+    Raises:
+        ImportError: when there is no compiler.
+        Exception: cuda.core's, with NVRTC's log, when the source does not compile.
+    """
+    path = _place(file, macros, arch)
+    code = cubin(path, file, macros, arch)
+    try:
+        return _load(code, name)
+    except Exception:
+        if path is None or not path.exists():
+            raise
+        path.unlink()  # a damaged file
+        return _load(cubin(path, file, macros, arch), name)
+
+
+def cubin(path: Path | None, file: str, macros: tuple[tuple[str, str], ...], arch: str) -> bytes:
+    """The machine code of one source file: what `path` holds, else compiled, and kept there where that is possible."""
+    if path is None:
+        return compile_source(file, macros, arch)
+    with contextlib.suppress(OSError):
+        return path.read_bytes()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path.with_suffix(".lock")):
+            with contextlib.suppress(OSError):
+                return path.read_bytes()  # another rank was first
+            code = compile_source(file, macros, arch)
+            _write(path, code)
+            return code
+    except OSError:  # nowhere to write
+        return compile_source(file, macros, arch)
+
+
+def compile_source(file: str, macros: tuple[tuple[str, str], ...], arch: str) -> bytes:
+    """Compiles one source file, past the cache."""
+    cuda = core()
+    # No fused multiply-add: Note [Arithmetic] of zeroplan_runtime.kernels.step.
+    options = cuda.ProgramOptions(
+        name=file, std="c++17", arch=arch, fma=False, include_path=str(sources()), define_macro=list(macros)
+    )
+    code = cuda.Program((sources() / file).read_text(encoding="utf-8"), "c++", options).compile("cubin").code
+    return bytes(code)
+
+
+def _load(code: bytes, name: str) -> Any:
+    return core().ObjectCode.from_cubin(code).get_kernel(name)
+
+
+def _place(file: str, macros: tuple[tuple[str, str], ...], arch: str) -> Path | None:
+    folder = cache_folder()
+    return folder and folder / f"{Path(file).stem}-{arch}-{_key(file, macros, arch)[:32]}.cubin"
+
+
+def _key(file: str, macros: tuple[tuple[str, str], ...], arch: str) -> str:
+    digest = hashlib.sha256(repr((file, macros, arch, nvrtc_version(), getattr(core(), "__version__", ""))).encode())
+    for path in [*sorted(sources().glob("*.cuh")), sources() / file]:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def _write(path: Path, content: bytes) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds an exclusive lock on a file; where locks do not exist, duplicate work is harmless."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    with path.open("ab") as file:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -93,4 +93,6 @@ def test_segments_returned_when_the_device_ran_out_are_the_allocator_s_doing():
     result = replay(history, AllocatorConfig(), limit=100 * MIB)
     assert [change.size for change in result.segments] == history.segments == [60 * MIB, -60 * MIB, 80 * MIB]
     assert result.retries == 1
+    failed = read_history([*rows, HistoryEvent("oom", 0, 30 * MIB, 0), *rows], ran_out=True)
+    assert replay(failed, AllocatorConfig(), limit=100 * MIB).oom.requested == 30 * MIB
     assert [change.size for change in replay(read_history(rows), AllocatorConfig()).segments] == history.segments

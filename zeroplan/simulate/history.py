@@ -77,7 +77,8 @@ def read_history(events: Iterable[HistoryEvent], marks: dict[int, str] | None = 
         events: one device's entries in order, from :func:`from_snapshot` or :func:`from_columns`.
         marks: names of marks by the index of the event that they precede.
         ran_out: whether the device ran out of memory meanwhile. Segments returned to it mean that the program emptied the
-            cache; if it ran out, those followed by a new segment are the allocator's doing and left to the simulation.
+            cache; if it ran out, those followed by a new segment are the allocator's doing and left to the simulation, and
+            the first request that could not be served is the last event.
     """
     entries = list(events)
     marks = marks or {}
@@ -112,6 +113,10 @@ def read_history(events: Iterable[HistoryEvent], marks: dict[int, str] | None = 
                 history.addresses.append(entry.address)
             elif _GROWS[entry.action] < 0 and _begins_flush(entries, at, ran_out):
                 recorder.empty_cache()
+        elif entry.action == "oom" and ran_out:
+            recorder.alloc(entry.size, Buffer.UNATTRIBUTED, stream=stream, note=at)
+            history.origin.append(at)
+            return history
         history.origin.extend([at] * (len(recorder) - before))
     for at, name in sorted(marks.items()):
         if at >= len(entries):

@@ -20,13 +20,23 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class TimelineMark:
-    """Bytes at a named point. `peak` and `peak_reserved` are the most since the mark before (as in measured rows)."""
+    """Bytes at a named point. `peak` and `peak_reserved` are the most since the mark before (as in measured rows).
+
+    `active` counts what is freed but awaits a stream as well; `largest_free` is the largest cached block.
+    """
 
     name: str
     allocated: int
     peak: int
     reserved: int
     peak_reserved: int
+    active: int
+    largest_free: int
+
+    @property
+    def fragmentation(self) -> int:
+        """Bytes reserved and not handed out."""
+        return self.reserved - self.allocated
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +84,7 @@ class Timeline:
         self._buffers, self._notes = buffers, notes
         self.result = result
         self.marks = tuple(
-            TimelineMark(name, at.allocated, at.peak_allocated, at.reserved, at.peak_reserved)
+            TimelineMark(name, at.allocated, at.peak_allocated, at.reserved, at.peak_reserved, at.active, at.largest_free)
             for name, at in zip(names, result.marks, strict=False)
         )
         self.peak_allocated = result.peak_allocated
@@ -128,7 +138,7 @@ class Timeline:
 
     def curve(self, points: int = 600) -> Curve:
         """The run in about `points` points, for drawing. Costs a few tenths of a microsecond an event."""
-        allocated = self._allocated()
+        allocated = self.allocated_by_event()
         slices, positions, marks = self._slices(len(allocated), points)
         chosen = [max(range(start, end), key=allocated.__getitem__) for start, end in slices]
         return Curve(
@@ -161,7 +171,7 @@ class Timeline:
                 marks.append((left, names[end - 1]))
         return slices, positions, marks
 
-    def _allocated(self) -> list[int]:
+    def allocated_by_event(self) -> list[int]:
         """Bytes allocated after each event."""
         sizes, free, alloc = self.result.block_sizes, int(AllocatorOp.FREE), int(AllocatorOp.ALLOC)
         now = handle = 0
@@ -175,6 +185,10 @@ class Timeline:
                 now -= sizes[self._value[at]]
             totals.append(now)
         return totals
+
+    def reserved_by_event(self) -> list[int]:
+        """Bytes reserved after each event (the most while it was handled)."""
+        return self._reserved([(at, at + 1) for at in range(self.result.events)])
 
     def _reserved(self, slices: Sequence[tuple[int, int]]) -> list[int]:
         """The most bytes reserved within each slice of events."""

@@ -53,6 +53,8 @@ def test_the_curve_adds_up_and_holds_the_peak(timeline):
     assert max(curve.reserved) == timeline.peak_reserved
     for at, allocated in enumerate(curve.allocated):
         assert sum(values[at] for values in curve.by_buffer.values()) == allocated <= curve.reserved[at]
+    assert max(timeline.allocated_by_event()) == timeline.peak_allocated
+    assert max(timeline.reserved_by_event()) == timeline.peak_reserved
     assert list(curve.positions) == sorted(curve.positions)
     assert [name for _, name in curve.marks] == ["init", "fwd", "bwd", "fwd", "bwd"]
     assert curve.marks[-1][0] == pytest.approx(1.0)

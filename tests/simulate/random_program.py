@@ -36,9 +36,8 @@ def main(seed: int, fraction: float, streams: int, out: str) -> None:
                     tensor.record_stream(rng.choice(queues))
                 del tensor
             else:
-                size = (
-                    int(2 ** rng.uniform(0, 26.5)) if rng.random() < 0.7 else rng.choice((1 << 20, 20 << 20, 30 << 20, LARGEST))
-                )
+                odd, even = int(2 ** rng.uniform(0, 26.5)), rng.choice((1 << 20, 20 << 20, 30 << 20, LARGEST))
+                size = odd if rng.random() < 0.7 else even
                 with torch.cuda.stream(rng.choice(queues)):
                     live.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
             if fraction == 1 and step % 1500 == 1499:

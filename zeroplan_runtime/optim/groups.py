@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from zeroplan.core.errors import BadInput, did_you_mean
-from zeroplan_runtime.optim.reference import Hyper
 
 #: Hyperparameters by kind, with their defaults (those of DeepSpeed's classes; SGD: torch's).
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -30,6 +29,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 #: Settings of torch's and DeepSpeed's optimizers that choose an implementation or are off by default here.
 _IGNORED = frozenset({"torch_adam", "foreach", "fused", "capturable", "differentiable", "fp32_optimizer_states"})
 _MUST_BE_FALSE = ("amsgrad", "maximize", "eps_inside_sqrt")
+
+#: DeepSpeed's names for LAMB's bounds, by the kernels'.
+_KERNEL_NAMES = {"min_coeff": "min_trust", "max_coeff": "max_trust"}
 
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
@@ -85,25 +87,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         momentum = self.kind == "sgd" and any(group["momentum"] for group in self.param_groups)
         return "sgd_momentum" if momentum else self.kind
 
-    def hyper(self, group: int, step: int) -> Hyper:
-        """One group's hyperparameters for the applied step number `step`, from 1."""
+    def hyper(self, group: int) -> dict[str, Any]:
+        """One group's present hyperparameters, by the names that the kernels' functions take."""
         values = self.param_groups[group]
-        beta1, beta2 = values.get("betas", (0.9, 0.999))
-        return Hyper(
-            lr=float(values["lr"]),
-            step=step,
-            beta1=beta1,
-            beta2=beta2,
-            eps=values.get("eps", 1e-8),
-            weight_decay=values["weight_decay"],
-            decoupled=self.decoupled,
-            bias_correction=values.get("bias_correction", True),
-            momentum=values.get("momentum", 0.0),
-            dampening=values.get("dampening", 0.0),
-            nesterov=values.get("nesterov", False),
-            min_coeff=values.get("min_coeff", 0.01),
-            max_coeff=values.get("max_coeff", 10.0),
-        )
+        hyper = {_KERNEL_NAMES.get(key, key): values[key] for key in DEFAULTS[self.kind] if key in values}
+        hyper["lr"] = float(hyper["lr"])
+        if self.kind in ("adam", "adamw"):
+            hyper["decoupled"] = self.decoupled
+        return hyper
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Takes the engine's step; a closure is not supported."""

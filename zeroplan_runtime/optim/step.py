@@ -8,18 +8,16 @@ host must learn (was the step skipped?) is copied behind its back and read when 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from zeroplan.core.buffers import Buffer
-from zeroplan_runtime.optim import reference
+from zeroplan.core.layout import Flat
+from zeroplan_runtime import kernels
 from zeroplan_runtime.optim.groups import ZeroOptimizer
-from zeroplan_runtime.optim.reference import Hyper
 from zeroplan_runtime.schedule import Schedule
 from zeroplan_runtime.store import UnitState
-
-#: Places in the step's scalars.
-SQUARES, NORM, FACTOR, SKIP = range(4)
 
 
 @dataclass(slots=True)
@@ -32,6 +30,7 @@ class Segment:
     param: torch.Tensor | None  # the 16-bit parameters to refresh; None where the master is the parameter
     grad: torch.Tensor
     states: list[torch.Tensor]
+    tensors: kernels.Segments | None  # the parameters within, for LAMB
 
 
 class Outcome:
@@ -55,12 +54,12 @@ class Outcome:
     @property
     def skipped(self) -> bool:
         """Waits until it is known."""
-        return bool(self._wait()[SKIP])
+        return bool(self._wait()[kernels.SKIP])
 
     @property
     def norm(self) -> float:
         """The norm of the unclipped gradients, without loss scale. Waits until it is known."""
-        return float(self._wait()[NORM])
+        return float(self._wait()[kernels.NORM])
 
 
 class Stepper:
@@ -87,12 +86,25 @@ class Stepper:
         made = []
         for (begin, group), end in zip(begins, ends, strict=True):
             part = slice(max(begin, first) - first, min(end, last) - first)
-            if part.start < part.stop:
+            # LAMB adds norms over the ranks, so even a rank with nothing of a run takes part.
+            if part.start < part.stop or self.optimizer.kind == "lamb":
+                part = slice(part.start, max(part.stop, part.start))
                 same = unit.master is unit.trainable.shard
                 states = [unit.states[b][part] for b in _STATE_ORDER if b in unit.states]
                 param = None if same else unit.trainable.shard[part]
-                made.append(Segment(unit, group, unit.master[part], param, unit.grad[part], states))
+                tensors = self._tensors(flat, begin, end, part) if self.optimizer.kind == "lamb" else None
+                made.append(Segment(unit, group, unit.master[part], param, unit.grad[part], states, tensors))
         return made
+
+    def _tensors(self, flat: Flat, begin: int, end: int, part: slice) -> kernels.Segments:
+        """The parameters of the run ``[begin, end)`` of a flat, as bounds within this rank's `part`; padding follows its
+        parameter, where its zeros change no norm.
+        """
+        first = self.store.share(flat)[0] + part.start
+        starts = [offset for offset in flat.offsets if begin <= offset < end]
+        length = part.stop - part.start
+        bounds = [min(max(start - first, 0), length) for start in [*starts[1:], end]]
+        return kernels.make_segments([0, *bounds], self.store.arena.device)
 
     @torch.no_grad()
     def step(self, number: int, loss_scale: float = 1.0) -> Outcome:
@@ -101,89 +113,52 @@ class Stepper:
         `loss_scale` is what the loss was multiplied by. The gradients must have been reduced.
         """
         self.schedule.gradients_ready()
-        factor = self._measure(loss_scale)
+        scalars = self._measure(loss_scale)
         outcome = Outcome(self.store.scalars)
-        hypers = [self.optimizer.hyper(i, number) for i in range(len(self.optimizer.param_groups))]
-        # This path asks the device whether to skip, which waits; the kernels read the flag themselves.
-        if not (self.may_skip and outcome.skipped):
-            if self.optimizer.kind == "lamb":
-                self._lamb(hypers, factor)
-            else:
-                for segment in self.segments:
-                    self._update(segment, hypers[segment.group], factor)
+        hypers = [self.optimizer.hyper(i) for i in range(len(self.optimizer.param_groups))]
+        for segment in self.segments:
+            self._update(segment, hypers[segment.group], number, scalars)
         self.schedule.parameters_changed()
         self.schedule.gradients_taken()
         return outcome
 
     def _measure(self, loss_scale: float) -> torch.Tensor | None:
-        """Fills the scalars; returns the factor on the gradients, or None when it is surely one."""
-        scalars = self.store.scalars
-        scalars.zero_()
-        if not self.clip and not self.may_skip:
-            return None if loss_scale == 1.0 else scalars[FACTOR].fill_(1.0 / loss_scale)
-        for unit in self.store.units:
-            if unit.grad is not None:
-                scalars[SQUARES] += reference.square_sum(unit.grad)
-        if self.store.setup.shards_states:
-            self.store.ranks.all_reduce_sum(scalars[SQUARES])
-        torch.sqrt(scalars[SQUARES], out=scalars[NORM])
-        scalars[NORM].div_(loss_scale)
-        if self.may_skip:
-            scalars[SKIP].copy_(~torch.isfinite(scalars[SQUARES]))
-        factor = scalars[FACTOR].fill_(1.0)
-        if self.clip:
-            factor.copy_((self.clip / (scalars[NORM] + 1e-6)).clamp(max=1.0))
-        return factor.div_(loss_scale) if self.clip or loss_scale != 1.0 else None
+        """Fills the scalars for the updates to read; None when these would surely say: as it is."""
+        scalars, setup = self.store.scalars, self.store.setup
+        if self.clip or self.may_skip:
+            kernels.grad_norm(
+                [unit.grad for unit in self.store.units if unit.grad is not None],
+                scalars,
+                max_norm=self.clip,
+                loss_scale=loss_scale,
+                may_skip=self.may_skip,
+                reduce=self.store.ranks.all_reduce_sum if setup.shards_states else None,
+            )
+            return scalars
+        if loss_scale == 1.0:
+            return None
+        scalars.zero_()[kernels.FACTOR] = 1.0 / loss_scale
+        return scalars
 
-    def _update(self, segment: Segment, hyper: Hyper, factor: torch.Tensor | None) -> None:
-        kind = self.optimizer.kind
-        if kind in ("adam", "adamw"):
-            reference.in_chunks(reference.adam, [segment.master, *segment.states, segment.grad], hyper, factor)
-        elif kind == "lion":
-            reference.in_chunks(reference.lion, [segment.master, *segment.states, segment.grad], hyper, factor)
-        elif segment.states:
-            reference.in_chunks(reference.sgd, [segment.master, *segment.states, segment.grad], hyper, factor)
-        else:
-            reference.sgd(segment.master, None, segment.grad, hyper, factor)
-        if segment.param is not None:
-            segment.param.copy_(segment.master)
-
-    def _lamb(self, hypers: list[Hyper], factor: torch.Tensor | None) -> None:
-        """Both passes; the norms of parameters that lie on several ranks are summed in one collective between them."""
-        parts: list[tuple[list[torch.Tensor], Hyper]] = []
-        for unit in self.store.units:
-            parts += self._lamb_parts(unit, hypers)
-        norms = torch.zeros(len(parts), 2, device=self.store.scalars.device)
-        for row, ((master, exp_avg, exp_avg_sq, grad), hyper) in zip(norms, parts, strict=True):
-            for part in reference.chunks(master.numel()):
-                reference.lamb_moments(exp_avg[part], exp_avg_sq[part], grad[part], hyper, factor)
-                direction = reference.lamb_direction(master[part], exp_avg[part], exp_avg_sq[part], hyper)
-                row[0] += reference.square_sum(master[part])
-                row[1] += reference.square_sum(direction)
-        if self.store.setup.shards_states:
-            self.store.ranks.all_reduce_sum(norms)
-        for row, ((master, exp_avg, exp_avg_sq, _grad), hyper) in zip(norms, parts, strict=True):
-            reference.lamb_apply(master, exp_avg, exp_avg_sq, hyper, row)
-        for segment in self.segments:
-            if segment.param is not None:
-                segment.param.copy_(segment.master)
-
-    def _lamb_parts(self, unit: UnitState, hypers: list[Hyper]) -> list[tuple[list[torch.Tensor], Hyper]]:
-        """This rank's part, possibly empty, of each of `unit`'s parameters: all ranks list the same parameters."""
-        if unit.trainable is None:
-            return []
-        assert unit.grad is not None
-        assert unit.master is not None
-        flat = unit.trainable.layout
-        first, last = self.store.share(flat)
-        made: list[tuple[list[torch.Tensor], Hyper]] = []
-        for i, offset, numel in zip(flat.params, flat.offsets, flat.numels, strict=True):
-            begin = min(max(offset, first), last) - first
-            end = min(max(offset + numel, first), last) - first
-            states = [unit.states[b] for b in _STATE_ORDER if b in unit.states]
-            tensors = [t[begin:end] for t in (unit.master, *states, unit.grad)]
-            made.append((tensors, hypers[unit.layout.shape.params[i].group]))
-        return made
+    def _update(self, segment: Segment, hyper: dict[str, Any], number: int, scalars: torch.Tensor | None) -> None:
+        master, grad, states = segment.master, segment.grad, segment.states
+        common: dict[str, Any] = {"param_out": segment.param, "scalars": scalars}
+        match self.optimizer.kind:
+            case "adam" | "adamw":
+                kernels.adamw(master, grad, states[0], states[1], step=number, **hyper, **common)
+            case "lion":
+                kernels.lion(master, grad, states[0], **hyper, **common)
+            case "sgd":
+                kernels.sgd(master, grad, states[0] if states else None, step=number, **hyper, **common)
+            case "lamb":
+                assert segment.tensors is not None
+                reduce = self.store.ranks.all_reduce_sum if self.store.setup.shards_states else None
+                if master.numel():
+                    kernels.lamb(
+                        master, grad, states[0], states[1], segment.tensors, step=number, reduce=reduce, **hyper, **common
+                    )
+                elif reduce is not None:
+                    reduce(segment.tensors.norms)
 
 
 _STATE_ORDER = (Buffer.OPTIM_EXP_AVG, Buffer.OPTIM_EXP_AVG_SQ, Buffer.OPTIM_MOMENTUM)

@@ -1,0 +1,180 @@
+"""Builds a model under each engine and gives one training step of it.
+
+Every engine follows ``benchmarks/ground_truth/README.md``: DeepSpeed builds the model on the GPU
+in the run's dtype (under ``zero.Init`` at stage 3); FSDP2 and DDP hold fp32 parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from models import auto_class, build_config
+from probe import Probe
+from spec import Spec
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+_BLOCKS = ("DecoderLayer", "GPT2Block", "Block", "RobertaLayer", "BertLayer", "GPTNeoXLayer")
+
+
+class Trained:
+    """A model ready to train: ``step(inputs)`` is one optimizer step and returns the loss."""
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        model: Any,
+        optimizer: str,
+        skipped: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self.step = step
+        self.optimizer = optimizer
+        self.skipped = skipped  # optimizer steps that the loss scaler left out so far
+        self.n_params, self.trainable = _count(model)
+
+
+def build(spec: Spec, probe: Probe, device: torch.device) -> Trained:
+    """The engine's training step; marks ``model`` once built and ``init`` once wrapped."""
+    return {"deepspeed": _deepspeed, "fsdp2": _fsdp2, "ddp": _ddp}[spec.engine](spec, probe, device)
+
+
+def _from_config(spec: Spec, dtype: torch.dtype) -> Any:
+    config = build_config(spec.model, spec.model_overrides)
+    model = auto_class(config.model_type).from_config(config, dtype=dtype, attn_implementation=spec.attn)
+    return model.train()
+
+
+def _count(model: Any) -> tuple[int, int]:
+    """Parameters and trainable parameters of the whole model, however they are split."""
+    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
+    return sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains)
+
+
+def _prepare(spec: Spec, model: Any) -> Any:
+    """Adapters, checkpointing and no key-value cache, as the spec asks."""
+    if spec.lora_rank is not None:
+        from peft import LoraConfig, get_peft_model
+
+        lora = LoraConfig(r=spec.lora_rank, lora_alpha=32, target_modules=LORA_TARGETS, task_type="CAUSAL_LM")
+        model = get_peft_model(model, lora, autocast_adapter_dtype=False)
+        if spec.checkpointing:
+            model.enable_input_require_grads()
+    if spec.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.config.use_cache = False
+    return model
+
+
+def _deepspeed(spec: Spec, probe: Probe, device: torch.device) -> Trained:
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo")
+    config, dtype = spec.ds_config(), DTYPES[spec.dtype]
+    if spec.stage == 3:
+        # zero.Init replaces torch.tensor, whose signature dynamo checks when first imported.
+        import_module("torch._dynamo")
+
+        with deepspeed.zero.Init(config_dict_or_path=config, dtype=dtype):
+            model = _from_config(spec, dtype)
+    else:
+        with torch.device(device):
+            model = _from_config(spec, dtype)
+    probe.mark("model")
+    model = _prepare(spec, model)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    engine, optimizer, *_ = deepspeed.initialize(model=model, config=config, model_parameters=trainable)
+    probe.mark("init")
+
+    def step(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        for micro in range(spec.grad_accum):
+            loss: torch.Tensor = engine(**inputs).loss
+            probe.mark("fwd")
+            engine.backward(loss)
+            probe.mark("bwd")
+            engine.step()
+            if micro + 1 < spec.grad_accum:
+                probe.mark("accumulated")
+        return loss
+
+    inner = getattr(optimizer, "optimizer", optimizer)
+    name = f"{type(optimizer).__name__}/{type(inner).__name__}"
+    return Trained(step, engine.module, name, lambda: int(engine.skipped_steps))
+
+
+def _fsdp2(spec: Spec, probe: Probe, device: torch.device) -> Trained:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    _init_process_group(device)
+    with torch.device("meta"):
+        model = _from_config(spec, torch.float32)
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh(device.type, (spec.world,)),
+        "reshard_after_forward": spec.reshard,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES[spec.dtype], reduce_dtype=torch.float32),
+    }
+    if spec.offload:
+        options["offload_policy"] = CPUOffloadPolicy()
+    for module in model.modules():
+        if type(module).__name__.endswith(_BLOCKS):
+            fully_shard(module, **options)
+    fully_shard(model, **options)
+    model.to_empty(device="cpu" if spec.offload else device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.02)
+    return _torch_loop(spec, probe, device, model)
+
+
+def _ddp(spec: Spec, probe: Probe, device: torch.device) -> Trained:
+    _init_process_group(device)
+    with torch.device(device):
+        model = _from_config(spec, torch.float32)
+    if spec.world > 1:
+        ids = [device.index] if device.type == "cuda" else None
+        model = torch.nn.parallel.DistributedDataParallel(model, device_ids=ids)
+    return _torch_loop(spec, probe, device, model)
+
+
+def _init_process_group(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.distributed.init_process_group("nccl", device_id=device)
+    else:
+        torch.distributed.init_process_group("gloo")
+
+
+def _torch_loop(spec: Spec, probe: Probe, device: torch.device, model: Any) -> Trained:
+    """AdamW with clipping around an FSDP2 or DDP model; autocast for DDP's fp32 parameters."""
+    _prepare(spec, getattr(model, "module", model))
+    probe.mark("model")
+    optimizer = torch.optim.AdamW(model.parameters(), **{"lr": 1e-5, "fused": True, **spec.optimizer})
+    probe.mark("init")
+    dtype = DTYPES[spec.dtype]
+    mixed = spec.engine == "ddp" and dtype != torch.float32
+    autocast = torch.autocast(device.type, dtype=dtype, enabled=mixed)
+
+    def step(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        for micro in range(spec.grad_accum):
+            _sync_gradients(model, micro + 1 == spec.grad_accum)
+            with autocast:
+                loss: torch.Tensor = model(**inputs).loss
+            probe.mark("fwd")
+            loss.backward()
+            probe.mark("bwd")
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    return Trained(step, model, type(optimizer).__name__)
+
+
+def _sync_gradients(model: Any, last: bool) -> None:
+    """Let only the last micro batch reduce gradients across the ranks."""
+    if hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(last)
+    elif hasattr(model, "require_backward_grad_sync"):
+        model.require_backward_grad_sync = last

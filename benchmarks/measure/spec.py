@@ -1,0 +1,82 @@
+"""One configuration to measure, as read from a line of a specs file."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """One training run to measure. Sizes are bytes unless a name says otherwise."""
+
+    id: str
+    model: str
+    engine: str = "deepspeed"  # deepspeed | fsdp2 | ddp
+    stage: int = 0
+    world: int = 1
+    dtype: str = "bf16"  # bf16 | fp16 | fp32
+    micro_batch: int = 1
+    seq_len: int = 1024
+    grad_accum: int = 1
+    checkpointing: bool = False
+    attn: str = "sdpa"
+    lora_rank: int | None = None
+    model_overrides: dict[str, Any] = field(default_factory=dict)
+    zero: dict[str, Any] = field(default_factory=dict)  # overrides of zero_optimization
+    ds: dict[str, Any] = field(default_factory=dict)  # overrides at the config's top level
+    optimizer: dict[str, Any] = field(default_factory=dict)  # overrides of optimizer.params
+    optimizer_type: str = "AdamW"
+    reshard: bool = True  # fsdp2: reshard_after_forward
+    offload: bool = False  # fsdp2: CPUOffloadPolicy
+    cap: int | None = None  # upper limit of this process on its GPU
+    env: dict[str, str] = field(default_factory=dict)
+    steps: int = 5
+    history: bool = False  # record every allocator event
+    cpp_stacks: bool = False  # with history: keep the C++ frames that name an autograd node
+    free_stacks: bool = True  # with history: keep who frees; see history.start
+    gib: float = 20.0  # what the launcher reserves on each GPU for this run, GiB
+    limit: float = 180.0  # seconds until the launcher gives the run up
+
+    def __post_init__(self) -> None:
+        if self.engine not in ("deepspeed", "fsdp2", "ddp"):
+            raise ValueError(f"{self.id}: engine must be deepspeed, fsdp2 or ddp, not {self.engine}")
+        if self.dtype not in ("bf16", "fp16", "fp32"):
+            raise ValueError(f"{self.id}: dtype must be bf16, fp16 or fp32, not {self.dtype}")
+        if self.stage not in range(4):
+            raise ValueError(f"{self.id}: stage must be 0 to 3, not {self.stage}")
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Spec:
+        """Raises ``ValueError`` naming the keys that no spec has."""
+        unknown = set(values) - {f.name for f in fields(cls)}
+        if unknown:
+            raise ValueError(f"unknown spec keys: {', '.join(sorted(unknown))}")
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The inverse of ``from_dict``."""
+        return asdict(self)
+
+    def ds_config(self) -> dict[str, Any]:
+        """The DeepSpeed config of the run: what the spec says, else DeepSpeed's defaults."""
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": self.micro_batch,
+            "gradient_accumulation_steps": self.grad_accum,
+            "gradient_clipping": 1.0,
+            "zero_optimization": {"stage": self.stage, **self.zero},
+            "optimizer": {
+                "type": self.optimizer_type,
+                "params": {
+                    "lr": 1e-5,
+                    "betas": [0.9, 0.95],
+                    "weight_decay": 0.1,
+                    **self.optimizer,
+                },
+            },
+            "wall_clock_breakdown": False,
+            "steps_per_print": 10**9,
+        }
+        if self.dtype != "fp32":
+            config[self.dtype] = {"enabled": True}
+        return config | self.ds

@@ -1,0 +1,108 @@
+"""DDP's allocations over a run: a whole fp32 model, gradients, and the reducer's buckets.
+
+Until the first backward has shown in which order gradients arrive, one bucket holds all of them; the second forward
+replaces it by buckets of 25 MiB in that order (the first of 1 MiB). One rank alone is not wrapped.
+Source: torch/nn/parallel/distributed.py, _ddp_init_helper; torch/csrc/distributed/c10d/reducer.cpp, rebuild_buckets and
+compute_bucket_assignment_by_size, of torch 2.11.
+"""
+
+from __future__ import annotations
+
+from zeroplan.core.buffers import Buffer
+from zeroplan.core.units import MIB
+from zeroplan.core.workload import OptimizerKind
+from zeroplan.engines.torch_step import TorchJob, adam_states, step_temporaries
+from zeroplan.simulate.stream import Recorder
+
+FIRST_BUCKET = MIB
+BUCKET = 25 * MIB
+
+
+class DdpSchedule:
+    """One rank's run. Hooks as in :class:`zeroplan.engines.player.StageSchedule`."""
+
+    follows_modules = False
+
+    def __init__(self, job: TorchJob, recorder: Recorder) -> None:
+        self.job, self.recorder = job, recorder
+        self.alloc, self.free = recorder.alloc, recorder.free
+        self.grads: dict[int, int] = {}
+        self.arrived: list[int] = []
+        self.buckets: list[int] = []
+        self.rebuilt = False
+        self.stepped = False
+
+    def build(self) -> None:
+        """The model, whole and in fp32; a tied parameter's second owner has its own until the tie is made."""
+        made: set[int] = set()
+        for owned in self.job.modules:
+            for p in owned:
+                block = self.alloc(self.job.original_bytes * self.job.numel[p], Buffer.PARAM_FULL, note=p)
+                if p in made:
+                    self.free(block)
+                made.add(p)
+        if self.job.ranks > 1:
+            total = sum(n for n, on in zip(self.job.numel, self.job.trainable, strict=True) if on)
+            self.buckets = [self.alloc(self.job.original_bytes * total, Buffer.COMM_ALL_REDUCE)]
+
+    def add_adapters(self) -> None:
+        """Adapters are part of the model."""
+
+    def initialize(self) -> None:
+        """The optimizer allocates nothing before its first step."""
+
+    def forward_begin(self) -> None:
+        """The second forward rebuilds the buckets."""
+        if self.arrived and not self.rebuilt and self.job.ranks > 1:
+            self.rebuilt = True
+            for block in self.buckets:
+                self.free(block)
+            self.buckets = [self.alloc(nbytes, Buffer.COMM_ALL_REDUCE) for nbytes in self._bucket_sizes()]
+
+    def _bucket_sizes(self) -> list[int]:
+        sizes, current, limit = [], 0, FIRST_BUCKET
+        for p in self.arrived:
+            current += self.job.original_bytes * self.job.numel[p]
+            if current >= limit:
+                sizes.append(current)
+                current, limit = 0, BUCKET
+        return [*sizes, current] if current else sizes
+
+    def enter(self, module: int) -> None:
+        """Nothing."""
+
+    def exit(self, module: int) -> None:
+        """Nothing."""
+
+    def backward_begin(self, boundary: bool) -> None:
+        """Nothing."""
+
+    def backward_enter(self, module: int) -> None:
+        """Nothing."""
+
+    def backward_exit(self, module: int) -> None:
+        """Nothing."""
+
+    def grad(self, param: int, handle: int) -> None:
+        """The first micro batch's gradient is kept until zero_grad; a later one is added to it."""
+        if param in self.grads:
+            self.free(handle)
+        else:
+            self.grads[param] = handle
+            if not self.rebuilt:
+                self.arrived.append(param)
+
+    def backward_end(self, boundary: bool) -> None:
+        """Buckets are reduced in place."""
+
+    def step(self, applied: bool) -> None:
+        """Clipping, AdamW, zero_grad."""
+        job = self.job
+        counts = [n for n, on in zip(job.numel, job.trainable, strict=True) if on]
+        step_temporaries(self.recorder, counts, job, OptimizerKind.FUSED)
+        if applied and not self.stepped:
+            adam_states(self.recorder, counts, job)
+            self.stepped = True
+        for handle in self.grads.values():
+            self.free(handle)
+        self.grads.clear()

@@ -1,0 +1,258 @@
+"""FSDP2's allocations over a run: what `fully_shard` on each block and the root gathers, reduces and frees, and when.
+
+Note [FSDP2's buffers]
+    A group is a block's parameters, or the root's (all that no block holds). To unshard one, its chunks are cast into a
+    flat input, gathered into an output of ranks × that, and copied out into one tensor a parameter. In the forward the
+    output lives until the next group's copy-out; in the backward it is freed at once, and the group before it in the
+    forward's order is gathered ahead. After a block's backward its gradients are packed, in the reduction's dtype, into a
+    flat input that lives until the next block's, and reduced into this rank's part, of which the sharded gradients are
+    views until ``zero_grad``. With one rank there is no gather: each parameter is cast and copied.
+    Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, _fsdp_collectives.py, _fsdp_state.py of torch 2.11.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from zeroplan.core.buffers import Buffer
+from zeroplan.core.tape import Stream, TapeModule
+from zeroplan.core.workload import OptimizerKind
+from zeroplan.engines.torch_step import TorchJob, adam_states, step_temporaries
+from zeroplan.simulate.stream import Recorder
+
+#: Streams of the simulated device: compute, the all-gathers', the reductions'.
+COMPUTE, GATHER, REDUCE = 0, 1, 2
+_BLOCK = re.compile(r"^(?:[a-zA-Z_]\w*\.)+\d+$")
+
+
+@dataclass(slots=True)
+class Group:
+    """The parameters that are gathered together, and the blocks that hold them while they are."""
+
+    params: list[int]
+    module: int
+    input_numel: int = 0
+    parameters: list[int] = field(default_factory=list)
+    output: int = -1
+    grads: list[int] = field(default_factory=list)
+    reduced: int = -1
+
+
+def blocks_of(modules: Sequence[TapeModule]) -> list[int]:
+    """The modules that `fully_shard` wraps: entries of a module list that no other such entry holds."""
+    found: list[int] = []
+    inside: set[int] = set()
+    for index, module in enumerate(modules):
+        if module.parent in inside:
+            inside.add(index)
+        elif _BLOCK.match(module.name):
+            found.append(index)
+            inside.add(index)
+    return found
+
+
+class Fsdp2Schedule:
+    """One rank's run. Hooks as in :class:`zeroplan.engines.player.StageSchedule`."""
+
+    follows_modules = True
+
+    def __init__(self, job: TorchJob, stream: Stream, recorder: Recorder, *, reshard: bool) -> None:
+        self.job, self.recorder, self.reshard = job, recorder, reshard
+        self.alloc, self.free = recorder.alloc, recorder.free
+        self.names = stream.params
+        self.groups: dict[int, Group] = {}
+        self.order: list[int] = []  # modules of groups, as the forward first meets them
+        self.in_backward = False
+        self.stepped = False
+        self.kept_output: int = -1  # the forward's last all-gather output
+        self.reduce_input = -1
+        self.prefetched = -1
+        self._group(stream)
+
+    def _group(self, stream: Stream) -> None:
+        owner: dict[int, int] = {}
+        blocks = blocks_of(stream.modules)
+        inside = {block: block for block in blocks}
+        for index, module in enumerate(stream.modules):
+            home = inside.get(index, inside.get(module.parent, -1))
+            if home >= 0:
+                inside[index] = home
+            for p in module.params:
+                owner.setdefault(p, home)
+        for p in range(len(stream.params)):
+            home = owner.get(p, -1)
+            self.groups.setdefault(home, Group([], home)).params.append(p)
+        for group in self.groups.values():
+            group.input_numel = sum(self.job.chunk[p] for p in group.params)
+        self.root = self.groups.get(-1)
+
+    # --- building -------------------------------------------------------------------------------------------------------
+
+    def build(self) -> None:
+        """Sharded parameters are made on the meta device and filled on the GPU, a tied one twice."""
+        made: set[int] = set()
+        for owned in self.job.modules:
+            for p in owned:
+                block = self.alloc(self.job.original_bytes * self.job.chunk[p], Buffer.PARAM_SHARD, note=p)
+                if p in made:
+                    self.free(block)
+                made.add(p)
+
+    def add_adapters(self) -> None:
+        """Adapters are sharded with the rest."""
+
+    def initialize(self) -> None:
+        """The optimizer allocates nothing before its first step."""
+
+    # --- gathering ------------------------------------------------------------------------------------------------------
+
+    def _gather(self, group: Group) -> None:
+        if group.output >= 0 or group.parameters or self.job.ranks == 1:
+            return
+        width = self.job.param_bytes
+        source = self.alloc(width * group.input_numel, Buffer.COMM_ALL_GATHER, stream=GATHER, note=group.module)
+        group.output = self.alloc(
+            width * group.input_numel * self.job.ranks, Buffer.COMM_ALL_GATHER, stream=GATHER, note=group.module
+        )
+        self.free(source)
+
+    def _copy_out(self, group: Group) -> None:
+        if group.parameters:
+            return
+        job, width = self.job, self.job.param_bytes
+        cast = -1
+        for p in group.params:
+            if job.ranks == 1 and width != job.original_bytes:  # the cast is the gather's input; it outlives one copy
+                following = self.alloc(width * job.numel[p], Buffer.COMM_ALL_GATHER, note=p)
+                if cast >= 0:
+                    self.free(cast)
+                cast = following
+            group.parameters.append(self.alloc(width * job.padded(p), Buffer.PARAM_FULL, note=p))
+        if cast >= 0:
+            self.free(cast)
+        if self.in_backward:
+            self._release_output(group)
+        else:
+            if self.kept_output >= 0:
+                self.free(self.kept_output)
+            self.kept_output, group.output = group.output, -1
+
+    def _release_output(self, group: Group) -> None:
+        if group.output >= 0:
+            self.free(group.output)
+            group.output = -1
+
+    def _reshard(self, group: Group) -> None:
+        for block in group.parameters:
+            self.free(block)
+        group.parameters.clear()
+
+    def forward_begin(self) -> None:
+        """The root is gathered first."""
+        self.in_backward = False
+        self.order.clear()
+        if self.root is not None:
+            self._gather(self.root)
+            self._copy_out(self.root)
+
+    def enter(self, module: int) -> None:
+        """A block is gathered when its forward begins; a recomputation finds it gathered."""
+        group = self.groups.get(module)
+        if group is None or self.in_backward:
+            return
+        self.order.append(module)
+        self._gather(group)
+        self._copy_out(group)
+
+    def exit(self, module: int) -> None:
+        """A block is resharded after its forward."""
+        group = self.groups.get(module)
+        if group is not None and self.reshard and not self.in_backward:
+            self._reshard(group)
+
+    def backward_begin(self, boundary: bool) -> None:
+        """The last output goes, the root is resharded and gathered again, and the last block is gathered ahead."""
+        if self.kept_output >= 0:
+            self.free(self.kept_output)
+            self.kept_output = -1
+        if self.root is not None and self.reshard:
+            self._reshard(self.root)
+        self.in_backward = True
+        if self.root is not None:
+            self._gather(self.root)
+            self._copy_out(self.root)
+        self._prefetch(len(self.order) - 1)
+
+    def _prefetch(self, position: int) -> None:
+        if position >= 0:
+            self._gather(self.groups[self.order[position]])
+
+    def backward_enter(self, module: int) -> None:
+        """A block is there before its backward, and the one before it in the forward is gathered ahead."""
+        group = self.groups.get(module)
+        if group is None or module < 0:
+            return
+        self._gather(group)
+        self._copy_out(group)
+        if module in self.order:
+            self._prefetch(self.order.index(module) - 1)
+
+    # --- reducing -------------------------------------------------------------------------------------------------------
+
+    def grad(self, param: int, handle: int) -> None:
+        """A whole gradient waits for its group's reduction."""
+        for group in self.groups.values():
+            if param in group.params:
+                group.grads.append(handle)
+
+    def backward_exit(self, module: int) -> None:
+        """A block's gradients are packed and reduced."""
+        group = self.groups.get(module)
+        if group is not None and module >= 0:
+            self._reduce(group)
+
+    def _reduce(self, group: Group) -> None:
+        self._reshard(group)
+        self._free_reduce_input()
+        if not group.grads:
+            return
+        width, job = self.job.reduce_bytes, self.job
+        count = sum(job.chunk[p] for p in group.params if job.trainable[p])
+        self.reduce_input = self.alloc(width * count * job.ranks, Buffer.COMM_REDUCE_SCATTER, note=group.module)
+        for handle in group.grads:
+            self.free(handle)
+        group.grads.clear()
+        reduced = self.alloc(width * count, Buffer.GRAD_SHARD, stream=REDUCE, note=group.module)
+        if group.reduced >= 0:
+            self.free(reduced)  # a later micro batch adds to the gradients that are there
+        else:
+            group.reduced = reduced
+
+    def _free_reduce_input(self) -> None:
+        if self.reduce_input >= 0:
+            self.free(self.reduce_input)
+            self.reduce_input = -1
+
+    def backward_end(self, boundary: bool) -> None:
+        """Groups whose inputs need no gradient, and the root, are reduced at the end."""
+        for module in reversed(self.order):
+            if self.groups[module].grads or self.groups[module].parameters:
+                self._reduce(self.groups[module])
+        if self.root is not None:
+            self._reduce(self.root)
+        self._free_reduce_input()
+
+    def step(self, applied: bool) -> None:
+        """Clipping, AdamW on this rank's chunks, and zero_grad."""
+        job = self.job
+        counts = [job.chunk[p] for p in range(len(job.numel)) if job.trainable[p]]
+        step_temporaries(self.recorder, counts, job, OptimizerKind.FUSED)
+        if applied and not self.stepped:
+            adam_states(self.recorder, counts, job)
+            self.stepped = True
+        for group in self.groups.values():
+            if group.reduced >= 0:
+                self.free(group.reduced)
+                group.reduced = -1

@@ -10,6 +10,7 @@ from typing import Any
 from zeroplan.core.errors import BadInput
 from zeroplan.core.workload import DType, Workload
 from zeroplan.core.zero_config import (
+    DEEPSPEED_VERSION,
     ActivationCheckpointing,
     Aio,
     Device,
@@ -26,6 +27,7 @@ from zeroplan.interop.ds_config.rules import View, run_rules
 from zeroplan.interop.ds_config.schema import Effect
 from zeroplan.interop.ds_config.schema_rest import SECTIONS
 from zeroplan.interop.ds_config.source import load_source
+from zeroplan.interop.ds_config.versions import older_defaults
 from zeroplan.interop.ds_config.walk import KeyReport, Reading, walk
 from zeroplan.interop.ds_config.wrappers import Wrapper, wrapper
 
@@ -97,6 +99,7 @@ def inspect_ds_config(
     fill: Mapping[str, Any] | None = None,
     world_size: int | None = None,
     hidden_size: int | None = None,
+    engine_version: str = DEEPSPEED_VERSION,
 ) -> DsConfig:
     """Everything there is to say of a ds_config, errors included.
 
@@ -106,6 +109,7 @@ def inspect_ds_config(
             :func:`fill_from`. One that contradicts the file is an error.
         world_size: data-parallel ranks, for the batch arithmetic; None leaves them open.
         hidden_size: of the model, for the buckets that the HF Trainer derives from it.
+        engine_version: whose defaults hold where the file is silent. The rules are those of 0.19.8 throughout.
 
     Raises:
         BadInput: when the source cannot be read as an object at all.
@@ -121,7 +125,7 @@ def inspect_ds_config(
     _deprecated_pairs(raw, reading)
     _checkpoint(raw, reading)
     micro, accum, train = _batch(reading, world_size)
-    zero = _zero(reading.values)
+    zero = _zero(older_defaults(engine_version) | reading.values)
     job = _job(reading, micro, accum, train)
     reading.findings += run_rules(View(zero, job, reading.values, tuple(reading.autos)))
     _placements(reading)
@@ -135,13 +139,14 @@ def read_ds_config(
     fill: Mapping[str, Any] | None = None,
     world_size: int | None = None,
     hidden_size: int | None = None,
+    engine_version: str = DEEPSPEED_VERSION,
 ) -> DsConfig:
     """The ds_config, if DeepSpeed runs it; arguments as for :func:`inspect_ds_config`.
 
     Raises:
         BadInput: the first thing that DeepSpeed refuses, and how many more there are.
     """
-    config = inspect_ds_config(source, fill=fill, world_size=world_size, hidden_size=hidden_size)
+    config = inspect_ds_config(source, fill=fill, world_size=world_size, hidden_size=hidden_size, engine_version=engine_version)
     errors = config.errors
     if errors:
         more = f" ({len(errors) - 1} more: zeroplan check)" if len(errors) > 1 else ""

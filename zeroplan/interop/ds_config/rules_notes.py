@@ -13,8 +13,9 @@ _EN, _S12, _S3 = "runtime/engine.py", "runtime/zero/stage_1_and_2.py", "runtime/
 
 
 def _pinned_by_default(v: View) -> bool:
-    optimizer = v.zero.stage > 0 and bool(v.zero.offload_optimizer) and not v.in_file(f"{_OFF}.pin_memory")
-    return optimizer or (v.zero.offloads_param and not v.in_file(f"{_PAR}.pin_memory"))
+    optimizer, param = v.zero.offload_optimizer, v.zero.offload_param
+    first = v.zero.stage > 0 and bool(optimizer) and optimizer.pin_memory and not v.in_file(f"{_OFF}.pin_memory")
+    return first or (v.zero.offloads_param and param.pin_memory and not v.in_file(f"{_PAR}.pin_memory"))
 
 
 def _accumulates(v: View) -> bool:
@@ -99,7 +100,7 @@ REMARKS: tuple[Rule, ...] = (
         f"{_OFF}.pin_memory",
         "runtime/zero/offload_config.py",
         _pinned_by_default,
-        "unset, so offloaded memory is pinned: true is the default by now, and pinned memory cannot be swapped out",
+        "unset, so offloaded memory is pinned: true is the default since 0.19.5, and pinned memory cannot be swapped out",
         "set pin_memory to false where host memory is tight",
     ),
     Rule(
@@ -117,8 +118,8 @@ REMARKS: tuple[Rule, ...] = (
         At.CONFIG,
         "gradient_clipping",
         "runtime/constants.py",
-        lambda v: not v.in_file("gradient_clipping") and v.zero.stage > 0,
-        "unset, so gradients are clipped at 1.0, the default by now",
+        lambda v: not v.in_file("gradient_clipping") and v.zero.stage > 0 and v.zero.gradient_clipping > 0,
+        "unset, so gradients are clipped at 1.0, the default since 0.19.3",
         "set it to 0 to clip nothing",
     ),
     Rule(

@@ -173,11 +173,15 @@ def _known_key(reading: Reading, section: Section, key: Key, where: str, value: 
         what = f"{_show(value)} is out of range ({_bounds(key)})"
         reading.add("value.range", Severity.ERROR, where, what, "", section.source, _when(section))
         return
-    if canonical in reading.fill and reading.fill[canonical] != found:
-        what = f"the file says {_show(value)}, the flags {_show(reading.fill[canonical])}"
-        reading.add("flag.contradicts", Severity.ERROR, where, what, "change one of the two")
+    _contradiction(reading, canonical, where, found)
     reading.values[canonical] = found
     _deprecated(reading, section, key, where)
+
+
+def _contradiction(reading: Reading, canonical: str, where: str, found: Any) -> None:
+    if canonical in reading.fill and reading.fill[canonical] != found:
+        what = f"the file says {_show(found)}, the flags {_show(reading.fill[canonical])}"
+        reading.add("flag.contradicts", Severity.ERROR, where, what, "change one of the two")
 
 
 def _deprecated(reading: Reading, section: Section, key: Key, where: str) -> None:
@@ -191,6 +195,7 @@ def _subsection(reading: Reading, section: Section, key: Key, where: str, value:
     if isinstance(value, bool) and path == "zero_optimization":
         # read_zero_config_deprecated: true is stage 1, with the all-gather bucket from the top level
         reading.values["zero_optimization.stage"] = int(value)
+        _contradiction(reading, "zero_optimization.stage", where, int(value))
         what = f"{str(value).lower()} means stage {int(value)}, in the form of DeepSpeed's first years"
         remedy = f'deprecated: write {{"stage": {int(value)}}}'
         reading.add("zero.boolean", Severity.WARNING, where, what, remedy, "runtime/zero/config.py")

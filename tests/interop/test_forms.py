@@ -1,0 +1,119 @@
+"""The Trainer's and Lightning's own code turns each form back into the explicit config."""
+
+from __future__ import annotations
+
+import json
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.workload import DType, Precision, Workload
+from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.interop.ds_config import (
+    DEFAULT_CHANGES,
+    inspect_ds_config,
+    lightning_form,
+    older_defaults,
+    read_ds_config,
+    trainer_form,
+    write_ds_config,
+)
+
+OPTIMIZER = {"type": "AdamW", "params": {"lr": 2e-5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}}
+WORKLOADS = {
+    "bf16": Workload(micro_batch=4, grad_accum=2),
+    "fp16": Workload(micro_batch=1, grad_accum=1, dtype=DType.FP16),
+    "fp32": Workload(micro_batch=2, grad_accum=8, dtype=DType.FP32, precision=Precision.FP32),
+}
+
+
+def explicit(name: str) -> dict[str, Any]:
+    zero = ZeroConfig.of(3, "cpu", "cpu", reduce_bucket_size=4_000_000, gradient_clipping=0.5)
+    return write_ds_config(zero, WORKLOADS[name], world_size=8, optimizer=OPTIMIZER)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_the_trainer_makes_the_explicit_config_of_its_form(name: str) -> None:
+    pytest.importorskip("deepspeed")
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
+
+    config = explicit(name)
+    form, arguments = trainer_form(config)
+    assert form["train_batch_size"] == form["gradient_clipping"] == form["optimizer"]["params"]["lr"] == "auto"
+    assert form["zero_optimization"] == config["zero_optimization"]
+    assert inspect_ds_config(form).errors == []
+    defaults = {"save_on_each_node": False, "fp16_full_eval": False, "bf16_full_eval": False, "bf16": False, "fp16": False}
+    args = SimpleNamespace(world_size=8, get_warmup_steps=lambda steps: 0, **(defaults | arguments))
+    try:
+        trainer = HfTrainerDeepSpeedConfig(form)
+        trainer.trainer_config_process(args)
+        trainer.trainer_config_finalize(args, SimpleNamespace(config=SimpleNamespace(hidden_size=64)), 100)
+    finally:
+        unset_hf_deepspeed_config()
+    assert trainer.config == config
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_lightning_makes_the_explicit_config_of_its_form(name: str) -> None:
+    pytest.importorskip("deepspeed")
+    pytest.importorskip("lightning")
+    logging.getLogger("lightning").setLevel(logging.CRITICAL)
+    from lightning.pytorch.plugins.precision import DeepSpeedPrecision
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+
+    config = explicit(name)
+    form, arguments = lightning_form(config)
+    strategy = DeepSpeedStrategy(config=form)
+    strategy.precision_plugin = DeepSpeedPrecision(arguments["precision"])
+    trainer = SimpleNamespace(accumulate_grad_batches=arguments["accumulate_grad_batches"], gradient_clip_val=None)
+    strategy._lightning_module = SimpleNamespace(trainer=trainer)  # type: ignore[assignment]
+    strategy._format_config()
+    made = read_ds_config(json.loads(json.dumps(strategy.config)), world_size=8)
+    wanted = read_ds_config(config, world_size=8)
+    assert made.zero == wanted.zero
+    assert made.job == wanted.job
+
+
+def test_a_form_leaves_its_source_alone() -> None:
+    config = explicit("bf16")
+    before = json.dumps(config)
+    trainer_form(config)
+    lightning_form(config)
+    assert json.dumps(config) == before
+
+
+@pytest.mark.parametrize(
+    ("version", "clipping", "checks", "pinned"),
+    [("0.18.9", 0.0, False, False), ("0.19.2", 0.0, False, False), ("0.19.3", 1.0, True, False), ("0.19.5", 1.0, True, True)],
+)
+def test_defaults_of_older_versions(version: str, clipping: float, checks: bool, pinned: bool) -> None:
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    zero = read_ds_config(config, engine_version=version).zero
+    found = (zero.gradient_clipping, zero.check_grad_overflow, zero.offload_optimizer.pin_memory)
+    assert found == (clipping, checks, pinned)
+
+
+def test_what_the_file_says_holds_in_every_version() -> None:
+    config = {"train_batch_size": 1, "gradient_clipping": 0.3, "zero_optimization": {"stage": 2}}
+    assert read_ds_config(config, engine_version="0.18.0").zero.gradient_clipping == 0.3
+
+
+def test_changed_defaults_are_todays_defaults_no_more() -> None:
+    from zeroplan.interop.ds_config.schema_rest import find_key
+
+    for change in DEFAULT_CHANGES:
+        key = find_key(change.path)
+        assert key is not None
+        assert key.default != change.before
+    assert older_defaults("0.19.8") == {}
+
+
+@pytest.mark.parametrize("text", ["", "latest", "v1", "x.y.z"])
+def test_no_version(text: str) -> None:
+    with pytest.raises(BadInput, match="is not a version"):
+        older_defaults(text)

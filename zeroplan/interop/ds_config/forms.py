@@ -1,0 +1,62 @@
+"""An explicit ds_config in the forms that the HF Trainer and Lightning want, with the arguments that belong beside it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from zeroplan.interop.ds_config.batch import ACCUM, MICRO, TRAIN
+from zeroplan.interop.ds_config.schema_rest import HF_FILLS
+
+#: Buckets stay as they are: what the Trainer would derive is not what was planned.
+_KEPT = frozenset(path for path in HF_FILLS if path.startswith("zero_optimization."))
+#: ds_config paths and the TrainingArguments that fill them.
+_TRAINER_ARGUMENTS = {
+    MICRO: "per_device_train_batch_size",
+    ACCUM: "gradient_accumulation_steps",
+    "gradient_clipping": "max_grad_norm",
+    "bf16.enabled": "bf16",
+    "fp16.enabled": "fp16",
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.eps": "adam_epsilon",
+    "optimizer.params.weight_decay": "weight_decay",
+}
+
+
+def trainer_form(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The config with ``auto`` where the HF Trainer fills, and the TrainingArguments that make it the same again.
+
+    Source: ``HfTrainerDeepSpeedConfig`` of transformers 5.17 (integrations/deepspeed.py).
+    """
+    form = copy.deepcopy(dict(config))
+    arguments: dict[str, Any] = {}
+    for path in sorted(HF_FILLS - _KEPT):
+        *parents, name = path.split(".")
+        node: Any = form
+        for parent in parents:
+            node = node.get(parent) if isinstance(node, dict) else None
+        if not isinstance(node, dict) or (parents and name not in node):
+            continue
+        value = node.get(name)
+        if path in _TRAINER_ARGUMENTS and value is not None:
+            arguments[_TRAINER_ARGUMENTS[path]] = value
+        elif name == "betas" and isinstance(value, list) and len(value) == 2:
+            arguments |= {"adam_beta1": value[0], "adam_beta2": value[1]}
+        node[name] = "auto"
+    return form, arguments
+
+
+def lightning_form(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The config for ``DeepSpeedStrategy(config=…)``, and the Trainer's arguments.
+
+    Lightning refuses ``gradient_accumulation_steps`` and sets it from ``accumulate_grad_batches``; it sets precision
+    blocks from ``precision`` (pytorch/strategies/deepspeed.py).
+    """
+    form = copy.deepcopy(dict(config))
+    arguments: dict[str, Any] = {"accumulate_grad_batches": form.pop(ACCUM, 1)}
+    form.pop(TRAIN, None)
+    modes = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
+    enabled = [name for name in modes if isinstance(form.get(name), dict) and form[name].get("enabled")]
+    arguments["precision"] = modes[enabled[0]] if enabled else "32-true"
+    return form, arguments

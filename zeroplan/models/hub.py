@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from zeroplan.core.errors import BadInput
 from zeroplan.models import catalog
+from zeroplan.models.files import read_json
 from zeroplan.models.from_config import describable, spec_from_config
-from zeroplan.models.local import read_json
 from zeroplan.models.spec import ModelSpec
 
 #: Seconds after which a look-up gives up.

@@ -8,6 +8,7 @@ from typing import Any
 
 from zeroplan.core.errors import BadInput
 from zeroplan.models import catalog
+from zeroplan.models.files import is_local
 from zeroplan.models.from_config import spec_from_config
 from zeroplan.models.spec import ModelSpec, Tensor, Unit
 
@@ -62,9 +63,9 @@ def _from_text(
         raise BadInput(
             f"{text[:60]!r} is no model", where=where, remedy="give an id such as meta-llama/Llama-3.2-1B, or a path"
         )
-    from zeroplan.models.local import is_local, spec_from_path
-
     if is_local(text):
+        from zeroplan.models.local import spec_from_path
+
         return spec_from_path(text, where=where, trust_remote_code=trust_remote_code)
     if revision is None:
         entry = catalog.find(text)

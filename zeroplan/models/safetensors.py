@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zeroplan.core.errors import BadInput
+from zeroplan.models.files import file_kind, parse_json, unreadable
 
 #: The format's own limit on a header.
 _LARGEST_HEADER = 100_000_000
@@ -37,8 +38,8 @@ def read_header(path: str, *, where: str = "MODEL") -> dict[str, tuple[int, ...]
     Raises:
         BadInput: when the file cannot be read, is truncated, or its header contradicts itself or the file's size.
     """
-    from zeroplan.models.local import parse_json
-
+    if file_kind(path, where=where) == "folder":
+        raise BadInput(f"{path} is a folder, not a safetensors file", where=where)
     try:
         with open(path, "rb") as stream:
             size = os.fstat(stream.fileno()).st_size
@@ -52,7 +53,7 @@ def read_header(path: str, *, where: str = "MODEL") -> dict[str, tuple[int, ...]
                 raise BadInput(f"{path} is truncated inside its header", where=where, remedy=_REMEDY)
             raw = stream.read(length)
     except OSError as error:
-        raise BadInput(f"{path}: {error.strerror or error}", where=where, remedy="check the path") from None
+        raise unreadable(path, error, where) from None
     header = parse_json(raw, path, where=where)
     if not isinstance(header, dict):
         raise BadInput(f"{path} has a header that is no object", where=where, remedy=_REMEDY)

@@ -6,7 +6,7 @@ Source: transformers 5.17 ``modeling_bert.py``, ``modeling_roberta.py``, ``model
 from __future__ import annotations
 
 from zeroplan.models.families.config import Config
-from zeroplan.models.families.layers import Tensors, blocks, embedding, flat, linear, norm, param, stack, under, unit, units
+from zeroplan.models.families.layers import Tensors, blocks, embedding, flat, linear, norm, param, stack, unit, units
 from zeroplan.models.spec import Tensor, Unit
 
 
@@ -112,6 +112,6 @@ def modernbert(c: Config) -> tuple[Unit, ...]:
         unit("model.embeddings", embedding("tok_embeddings", vocab, hidden), norm("norm", hidden, norm_bias)),
         stack("model.layers.{}", [first] + [others] * (depth - 1)),
         unit("model.final_norm", norm("", hidden, norm_bias)),
-        unit("", under("head", linear("dense", hidden, hidden, head_bias), norm("norm", hidden, norm_bias))),
+        unit("head", linear("dense", hidden, hidden, head_bias), norm("norm", hidden, norm_bias)),
         unit("decoder", decoder),
     )

@@ -6,7 +6,6 @@ Each returns a tuple of tensors, so that a block reads as the table of its modul
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from itertools import groupby
 
 from zeroplan.models.spec import Tensor, Unit
@@ -49,11 +48,6 @@ def param(name: str, *shape: int, tied_to: str | None = None) -> Tensors:
 def flat(*parts: Tensors) -> Tensors:
     """The parts' tensors, one after another."""
     return tuple(tensor for part in parts for tensor in part)
-
-
-def under(prefix: str, *parts: Tensors) -> Tensors:
-    """The parts' tensors with `prefix` before their names."""
-    return tuple(replace(tensor, name=f"{prefix}.{tensor.name}") for tensor in flat(*parts))
 
 
 def unit(name: str, *parts: Tensors) -> tuple[Unit, ...]:

@@ -1,0 +1,343 @@
+"""The tape's stored form: sizes as expressions, blocks that are alike once; expanded to a :class:`Stream` on demand.
+
+Note [Folding]
+    A trace of a few blocks is cut into *pieces*: those outside the blocks (the embedding, the head and the loss, …) and
+    *loops*, one :class:`Segment` a traced block, forward in order and backward in reverse. `plan` says for each stack of
+    blocks which traced block each real one repeats. Events refer to storages, modules and parameters as (anchor, offset):
+    an anchor is a piece and a block relative to the current one or to either end, so a segment fits at any depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.tape import Op, Stream, TapeModule, TapeParam
+from zeroplan.core.tape_sizes import FUNCTIONS, Device, Poly, evaluate
+
+#: Bumped when the stored form changes, so that older caches are not read.
+FORMAT = 1
+
+
+class Anchor(NamedTuple):
+    """Where an offset counts from: a piece (or a stack, for modules and parameters) and a block of it.
+
+    `mode` says what `block` is relative to: ``"="`` the piece is no loop, ``"."`` the current block, ``"<"`` the first
+    block, ``">"`` the last block, counted backwards.
+    """
+
+    space: str  # "s" storages, "m" modules, "p" parameters
+    index: int  # piece, or stack; -1: modules and parameters outside all stacks
+    mode: str
+    block: int
+
+
+class Size(NamedTuple):
+    """Bytes: a polynomial, or a function of :data:`zeroplan.core.tape_sizes.FUNCTIONS` applied to polynomials."""
+
+    function: str  # "" for the polynomial itself
+    args: tuple[Poly, ...]
+
+    def bytes(self, device: Device, batch: int, seq: int, rank: int) -> int:
+        """The value."""
+        values = [evaluate(poly, batch, seq, rank) for poly in self.args]
+        return FUNCTIONS[self.function](device, *values) if self.function else values[0]
+
+
+@dataclass(slots=True)
+class Segment:
+    """Events of one piece, or of one block within a loop, as columns.
+
+    | op | anchor, offset | aux_anchor, aux |
+    | --- | --- | --- |
+    | ALLOC | innermost module (anchor -1: none) | -1, index of the size |
+    | FREE | storage | |
+    | ENTER, EXIT, BWD_ENTER, BWD_EXIT | module | |
+    | GRAD | parameter | storage |
+    | MARK | -1, the mark | |
+
+    The storages of a segment are numbered in the order of their ALLOC events.
+    """
+
+    op: list[int] = field(default_factory=list)
+    anchor: list[int] = field(default_factory=list)
+    offset: list[int] = field(default_factory=list)
+    aux_anchor: list[int] = field(default_factory=list)
+    aux: list[int] = field(default_factory=list)
+    kind: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Piece:
+    """`stack` is -1 for a piece outside the blocks (one segment), else segments are those of the traced blocks.
+
+    A loop's segments stand in the order of the blocks; `reverse` runs them last to first.
+    """
+
+    stack: int
+    reverse: bool
+    segments: list[Segment]
+
+
+@dataclass(slots=True)
+class Program:
+    """The events for a range of micro batches and sequence lengths (both ends included; 0 is no upper end)."""
+
+    batches: tuple[int, int]
+    seqs: tuple[int, int]
+    sizes: list[Size]
+    anchors: list[Anchor]
+    pieces: list[Piece]
+
+    def fits(self, batch: int, seq: int) -> bool:
+        """Whether this program was traced for these numbers."""
+        return _within(batch, self.batches) and _within(seq, self.seqs)
+
+
+def _within(value: int, bounds: tuple[int, int]) -> bool:
+    return value >= bounds[0] and (not bounds[1] or value <= bounds[1])
+
+
+@dataclass(slots=True)
+class Stack:
+    """Blocks in a row. `plan[i]` is the traced block that block i repeats.
+
+    `modules` and `params` are those of each traced block; their names are relative to the block, whose name is `name` with
+    ``{}`` for its index, and modules' parents are indices within the block (-1: `parent`, a module outside all stacks).
+    """
+
+    name: str
+    parent: int
+    plan: list[int]
+    modules: list[list[TapeModule]]
+    params: list[list[TapeParam]]
+
+
+@dataclass(slots=True)
+class Tape:
+    """One model's micro batch, stored.
+
+    `order` and `param_order` lay out modules and parameters as ``named_modules()`` and ``named_parameters()`` would: an
+    index ≥ 0 is one of `modules` (`params`), -1-k stands for all of stack k. `buffers` are bytes of registered buffers.
+    """
+
+    modules: list[TapeModule]
+    params: list[TapeParam]
+    order: list[int]
+    param_order: list[int]
+    stacks: list[Stack]
+    programs: list[Program]
+    buffers: int = 0
+    about: dict[str, Any] = field(default_factory=dict)
+    _layout: Layout | None = field(default=None, repr=False, compare=False)
+
+    def expand(self, micro_batch: int, seq_len: int, lora_rank: int | None = None, *, device: Device | None = None) -> Stream:
+        """The events for these numbers.
+
+        Raises:
+            BadInput: when the tape was traced for other micro batches or sequence lengths.
+        """
+        for program in self.programs:
+            if program.fits(micro_batch, seq_len):
+                break
+        else:
+            raise BadInput(
+                f"no trace for micro batch {micro_batch} and sequence length {seq_len}",
+                remedy=f"stay within {', '.join(str(p.seqs) for p in self.programs)}",
+            )
+        if self._layout is None:
+            self._layout = Layout(self)
+        layout = self._layout
+        sizes = [s.bytes(device or Device(), micro_batch, seq_len, lora_rank or 0) for s in program.sizes]
+        return _Expansion(self, layout, program, sizes, lora_rank or 0).stream
+
+
+class Layout:
+    """Indices of modules and parameters at full depth."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.module_at: list[int] = [0] * len(tape.modules)
+        self.param_at: list[int] = [0] * len(tape.params)
+        self.block_modules: list[list[int]] = [[] for _ in tape.stacks]
+        self.block_params: list[list[int]] = [[] for _ in tape.stacks]
+        modules: list[TapeModule] = []
+        params: list[TapeParam] = []
+        for index in tape.order:
+            if index >= 0:
+                self.module_at[index] = len(modules)
+                modules.append(tape.modules[index])
+                continue
+            stack = tape.stacks[-1 - index]
+            for i, traced in enumerate(stack.plan):
+                base = len(modules)
+                self.block_modules[-1 - index].append(base)
+                prefix = stack.name.replace("{}", str(i))
+                for m in stack.modules[traced]:
+                    name = f"{prefix}.{m.name}" if m.name else prefix
+                    # Parents outside are resolved below, parameters after those have their places.
+                    modules.append(TapeModule(name, m.type, base + m.parent if m.parent >= 0 else -2 - stack.parent, m.params))
+        owner = {at: index for index, at in enumerate(self.module_at)}
+        for index in tape.param_order:
+            if index >= 0:
+                self.param_at[index] = len(params)
+                params.append(tape.params[index])
+                continue
+            stack = tape.stacks[-1 - index]
+            for i, traced in enumerate(stack.plan):
+                self.block_params[-1 - index].append(len(params))
+                prefix = stack.name.replace("{}", str(i))
+                params.extend(TapeParam(f"{prefix}.{p.name}", p.shape, p.trainable, p.itemsize) for p in stack.params[traced])
+        for index, places in enumerate(self.block_modules):
+            stack = tape.stacks[index]
+            for i, base in enumerate(places):
+                shift = self.block_params[index][i]
+                for at in range(base, base + len(stack.modules[stack.plan[i]])):
+                    m = modules[at]
+                    parent = self.module_at[-2 - m.parent] if m.parent < -1 else m.parent
+                    # A negative index marks a parameter that is owned outside the block, such as a tied one.
+                    own = tuple(p + shift if p >= 0 else self.param_at[-1 - p] for p in m.params)
+                    modules[at] = TapeModule(m.name, m.type, parent, own)
+        for at, index in owner.items():
+            m = tape.modules[index]
+            modules[at] = TapeModule(
+                m.name, m.type, self.module_at[m.parent] if m.parent >= 0 else -1, tuple(self.param_at[p] for p in m.params)
+            )
+        self.modules = tuple(modules)
+        self.params = tuple(params)
+
+
+class _Expansion:
+    """Lays a program's segments end to end."""
+
+    def __init__(self, tape: Tape, layout: Layout, program: Program, sizes: Sequence[int], rank: int) -> None:
+        self.tape, self.layout, self.program, self.sizes = tape, layout, program, sizes
+        self._counts = [[_storage_sizes(s, sizes) for s in piece.segments] for piece in program.pieces]
+        self._bases: list[list[int]] = []
+        self.stream = Stream(_with_rank(layout.modules), _ranked(layout.params, rank))
+        self._place()
+        self._lay()
+
+    def _runs(self, piece: Piece) -> Iterable[tuple[int, int]]:
+        """(block, traced block) in the order in which they run."""
+        if piece.stack < 0:
+            return [(0, 0)]
+        plan = self.tape.stacks[piece.stack].plan
+        return reversed(list(enumerate(plan))) if piece.reverse else list(enumerate(plan))
+
+    def _place(self) -> None:
+        """Number the storages: `_bases[piece][block]` is a segment's first."""
+        total = 0
+        for piece, counts in zip(self.program.pieces, self._counts, strict=True):
+            depth = 1 if piece.stack < 0 else len(self.tape.stacks[piece.stack].plan)
+            bases = [0] * depth
+            for block, traced in self._runs(piece):
+                bases[block] = total
+                total += len(counts[traced])
+            self._bases.append(bases)
+
+    def _lay(self) -> None:
+        stream = self.stream
+        for number, piece in enumerate(self.program.pieces):
+            compiled: dict[int, _Compiled] = {}
+            for block, traced in self._runs(piece):
+                code = compiled.get(traced)
+                if code is None:
+                    code = compiled[traced] = _Compiled(self, piece, number, traced)
+                bases = [0] * (len(self.program.anchors) + 2)
+                for i, anchor in code.used:
+                    bases[i] = self._base(anchor, block)
+                bases[-1] = self._bases[number][block]
+                stream.op += code.op
+                stream.kind += code.kind
+                stream.arg += [bases[a] + x for a, x in code.arg]
+                stream.module += [bases[a] + x for a, x in code.module]
+                at = len(stream.aux)
+                stream.aux += code.aux
+                for i, a, x in code.grads:
+                    stream.aux[at + i] = bases[a] + x
+
+    def _base(self, anchor: Anchor, block: int) -> int:
+        if anchor.space == "s":
+            blocks = self._bases[anchor.index]
+        elif anchor.index < 0:
+            return 0
+        else:
+            blocks = (self.layout.block_modules if anchor.space == "m" else self.layout.block_params)[anchor.index]
+        return blocks[_resolve(anchor, block, len(blocks))]
+
+
+def _resolve(anchor: Anchor, block: int, depth: int) -> int:
+    if anchor.mode == ".":
+        return block + anchor.block
+    if anchor.mode == ">":
+        return depth - 1 - anchor.block
+    return anchor.block
+
+
+def _storage_sizes(segment: Segment, sizes: Sequence[int]) -> list[int]:
+    return [sizes[x] for op, x in zip(segment.op, segment.aux, strict=True) if op == Op.ALLOC]
+
+
+class _Compiled:
+    """A segment for given sizes: storages without bytes dropped, numbers outside blocks resolved."""
+
+    def __init__(self, run: _Expansion, piece: Piece, number: int, traced: int) -> None:
+        segment = piece.segments[traced]
+        anchors = run.program.anchors
+        plain, own = len(anchors), len(anchors) + 1
+        self.op: list[int] = []
+        self.kind: list[int] = []
+        self.arg: list[tuple[int, int]] = []
+        self.aux: list[int] = []
+        self.module: list[tuple[int, int]] = []
+        self.grads: list[tuple[int, int, int]] = []
+        outside = {"m": run.layout.module_at, "p": run.layout.param_at}
+        local = -1
+
+        def fixed(a: int, x: int) -> tuple[int, int]:
+            if a >= 0 and anchors[a].space != "s" and anchors[a].index < 0:
+                return plain, outside[anchors[a].space][x]
+            return (a, x) if a >= 0 else (plain, x)
+
+        columns = zip(segment.op, segment.anchor, segment.offset, segment.aux_anchor, segment.aux, segment.kind, strict=True)
+        for op, a, x, b, y, kind in columns:
+            if op == Op.ALLOC:
+                local += 1
+                size = run.sizes[y]
+                if size <= 0:
+                    continue
+                self.arg.append((own, local))
+                self.aux.append(size)
+                self.module.append(fixed(a, x) if a >= 0 else (plain, -1))
+            else:
+                if op == Op.FREE and _size_at(run, anchors[a], x, piece, traced) <= 0:
+                    continue
+                self.arg.append(fixed(a, x))
+                if op == Op.GRAD:
+                    self.grads.append((len(self.aux), b, y))
+                self.aux.append(0)
+                self.module.append((plain, -1))
+            self.op.append(op)
+            self.kind.append(kind)
+        indices = {a for a, _ in self.arg} | {a for a, _ in self.module} | {a for _, a, _ in self.grads}
+        self.used = [(i, anchors[i]) for i in sorted(indices) if i < plain]
+
+
+def _size_at(run: _Expansion, anchor: Anchor, local: int, piece: Piece, traced: int) -> int:
+    """Bytes of a storage that the segment of a traced block refers to."""
+    target = run._counts[anchor.index]
+    block = _resolve(anchor, traced, len(target)) if piece.stack >= 0 or anchor.mode != "." else anchor.block
+    return target[block][local]
+
+
+def _with_rank(modules: tuple[TapeModule, ...]) -> tuple[TapeModule, ...]:
+    return modules
+
+
+def _ranked(params: tuple[TapeParam, ...], rank: int) -> tuple[TapeParam, ...]:
+    """Parameters with a LoRA rank (stored as -1) filled in."""
+    if not any(-1 in p.shape for p in params):
+        return params
+    return tuple(TapeParam(p.name, tuple(rank if d == -1 else d for d in p.shape), p.trainable, p.itemsize) for p in params)

@@ -1,0 +1,76 @@
+"""What a tape depends on besides the model, and how a Workload says it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from zeroplan.core.workload import Attention, Precision, Workload
+
+
+class Arithmetic(StrEnum):
+    """Dtypes of a trace: fp16 and bf16 allocate alike."""
+
+    HALF = "half"
+    FP32 = "fp32"
+    AUTOCAST = "autocast"
+
+
+class Checkpointing(StrEnum):
+    """Whether each block is recomputed in backward, and by which of torch's two ways."""
+
+    NONE = "none"
+    NON_REENTRANT = "ckpt"
+    REENTRANT = "ckpt-reentrant"
+
+
+class Routing(StrEnum):
+    """How a mixture of experts spreads its tokens: evenly, or all onto as few experts as can be."""
+
+    EXPECTED = "expected"
+    WORST = "worst"
+
+
+@dataclass(frozen=True, slots=True)
+class TraceOptions:
+    """One way to run a model.
+
+    `zero3`: as ZeRO stage 3 changes the graph (identity nodes around modules, its own linear function). `lora` None means
+    no LoRA, empty all linear layers of the blocks, else names of the layers.
+    """
+
+    attn: Attention = Attention.SDPA
+    checkpointing: Checkpointing = Checkpointing.NONE
+    arithmetic: Arithmetic = Arithmetic.HALF
+    zero3: bool = False
+    lora: tuple[str, ...] | None = None
+    routing: Routing = Routing.EXPECTED
+
+    @property
+    def key(self) -> str:
+        """A short name, unique for the options."""
+        parts = [self.attn.value, self.checkpointing.value, self.arithmetic.value]
+        if self.zero3:
+            parts.append("zero3")
+        if self.lora is not None:
+            parts.append("lora" + "".join(f"+{name}" for name in sorted(self.lora)))
+        if self.routing is Routing.WORST:
+            parts.append("worst")
+        return "_".join(parts)
+
+
+def options_for(workload: Workload, *, zero3: bool = False) -> TraceOptions:
+    """The options that a workload runs with; `zero3` for DeepSpeed's stage 3."""
+    if workload.precision is Precision.AUTOCAST:
+        arithmetic = Arithmetic.AUTOCAST
+    elif workload.param_bytes == 4:
+        arithmetic = Arithmetic.FP32
+    else:
+        arithmetic = Arithmetic.HALF
+    return TraceOptions(
+        attn=workload.attn,
+        checkpointing=Checkpointing.NON_REENTRANT if workload.gradient_checkpointing else Checkpointing.NONE,
+        arithmetic=arithmetic,
+        zero3=zero3,
+        lora=None if workload.lora_rank is None else workload.lora_targets,
+    )

@@ -1,0 +1,138 @@
+"""Sizes of a tape's allocations, as exact expressions in micro batch B, sequence length S and LoRA rank R.
+
+Nearly every storage is a polynomial with one term, such as ``4096·B·S``. The few that are not (a kernel's sorting buffers,
+padded rows) are one of :data:`FUNCTIONS` applied to such polynomials.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+#: coefficient, exponent of B, of S, of R
+Term = tuple[int, int, int, int]
+Poly = tuple[Term, ...]
+
+
+#: Scratch bytes of CUB's scan, and of its radix sort beside two bytes-for-bytes copies of keys and values (CUDA 13).
+_SCAN_SCRATCH, _SORT_SCRATCH = 1279, 17919
+
+
+def align(value: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is not below `value`."""
+    return -(-value // multiple) * multiple
+
+
+def _sorting(count: int) -> bool:
+    """CUDA's embedding backward sorts the indices when there are more than 3072 of them (``Embedding.cu``)."""
+    return count > 3072
+
+
+def _sort_index(count: int) -> int:
+    return 8 * count if _sorting(count) else 0
+
+
+def _embedding_index(count: int, weights: int) -> int:
+    return 8 * min(count, weights) if _sorting(count) else 0
+
+
+def _embedding_partials(count: int, weights: int) -> int:
+    # A segment holds the rows of one index; partial segments hold at most ten of them.
+    return count // 10 + min(count, weights)
+
+
+def _embedding_partial_index(count: int, weights: int) -> int:
+    return 8 * _embedding_partials(count, weights) if _sorting(count) else 0
+
+
+def _embedding_partial_grad(count: int, weights: int, width: int) -> int:
+    return 4 * _embedding_partials(count, weights) * align(width, 32) if _sorting(count) else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What a tape's sizes depend on besides the workload. The default is a Hopper GPU (H100, H200).
+
+    `cudnn_attention`: PyTorch prefers cuDNN's attention kernels on compute capabilities 9 and 10 (``sdp_utils.cpp``).
+    """
+
+    multiprocessors: int = 132
+    threads_per_multiprocessor: int = 2048
+    cudnn_attention: bool = True
+
+
+def _last_power_of_two(value: int) -> int:
+    return 1 << (value.bit_length() - 1) if value > 0 else 1
+
+
+def _reduction(device: Device, outputs: int, inputs: int, fastest: int, vector: int, acc_size: int) -> tuple[int, int]:
+    """Bytes of the partial results and of the semaphores of a reduction that is split across thread blocks.
+
+    Args:
+        outputs: elements of the result.
+        inputs: elements reduced to each.
+        fastest: 1 when the fastest moving dimension is reduced.
+        vector: elements a thread loads at once, along the output.
+        acc_size: bytes of an accumulator.
+
+    Source: ``setReduceConfig`` in ``aten/src/ATen/native/cuda/Reduce.cuh``.
+    """
+    if outputs <= 0 or inputs <= 0:
+        return 0, 0
+    dim0, dim1 = (inputs, outputs) if fastest else (outputs // vector, inputs)
+    most = 512 // vector
+    wide, high = (min(_last_power_of_two(d), most) for d in (dim0, dim1))
+    width = min(wide, 32)
+    height = min(high, most // width)
+    width = min(wide, most // height)
+    step_input = width if fastest else 1
+    step_output = 1 if fastest else width
+    split_warps = -(-inputs // step_input) >= min(height * 16, 256)
+    if split_warps:
+        step_input *= height
+    else:
+        step_output *= height
+    values = -(-inputs // step_input)
+    grid = -(-(outputs // vector) // step_output)
+    blocks = device.threads_per_multiprocessor // (width * height)
+    target = device.multiprocessors * blocks
+    if not split_warps or values < 256 or grid > target:
+        return 0, 0
+    blocks_per_output = max(min(-(-target // grid), -(-values // 16)), -(-values // 256))
+    if blocks_per_output <= 1:
+        return 0, 0
+    size = acc_size * outputs * blocks_per_output
+    return (size if fastest else size * width * vector), 4 * grid
+
+
+def _cudnn_backward(device: Device, rows: int, dim: int, grouped: int) -> int:
+    """cuDNN's workspace: gradient of the queries in fp32, row sums, and whole key and value gradients if heads are grouped.
+
+    `rows` is batch × heads × sequence.
+    """
+    return (rows * dim * (8 if grouped else 4) + rows * 4 + 256) if device.cudnn_attention else 0
+
+
+#: name -> bytes, given the device and integers
+FUNCTIONS: dict[str, Callable[..., int]] = {
+    "sort_index": lambda _, count: _sort_index(count),
+    "sort_number": lambda _, count: 8 if _sorting(count) else 0,
+    "sort_scan": lambda _, count: _SCAN_SCRATCH if _sorting(count) else 0,
+    "sort_scratch": lambda _, count: 16 * count + _SORT_SCRATCH if _sorting(count) else 0,
+    "scan_scratch": lambda _, count, row: _SCAN_SCRATCH if count == row else 0,
+    "embedding_index": lambda _, count, weights: _embedding_index(count, weights),
+    "embedding_partial_index": lambda _, count, weights: _embedding_partial_index(count, weights),
+    "embedding_partial_grad": lambda _, count, weights, width: _embedding_partial_grad(count, weights, width),
+    "reduce_partial": lambda *args: _reduction(*args)[0],
+    "reduce_semaphores": lambda *args: _reduction(*args)[1],
+    "cudnn": lambda device, size: size if device.cudnn_attention else 0,
+    "flash": lambda device, size: 0 if device.cudnn_attention else size,
+    "flash_rows": lambda device, seq, factor: 0 if device.cudnn_attention else align(seq, 128) * factor,
+    "rows": lambda _, seq, multiple, factor: align(seq, multiple) * factor,
+    "cudnn_backward": _cudnn_backward,
+}
+
+
+def evaluate(poly: Poly, batch: int, seq: int, rank: int) -> int:
+    """The polynomial's value."""
+    return sum(c * batch**b * seq**s * rank**r for c, b, s, r in poly)

@@ -1,0 +1,208 @@
+"""From a model and its traces to a stored tape."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from zeroplan.core.tape import Kind, Mark, Op, TapeModule, TapeParam
+from zeroplan.core.tape_format import Program, Stack, Tape
+from zeroplan.core.tape_options import Checkpointing, TraceOptions
+from zeroplan.trace.fit import Point
+from zeroplan.trace.fold import DoesNotFoldError, Folder, TracedStack, kinds_of
+from zeroplan.trace.recorder import Recording
+
+_BLOCK = re.compile(r"^(.*\D)\.(\d+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A stack of blocks of the traced model: the name before the index, traced and real depth."""
+
+    prefix: str
+    traced: int
+    real: int
+
+
+def find_blocks(model: nn.Module, depths: Sequence[tuple[int, int]]) -> list[Blocks]:
+    """Outermost module lists with as many members as a depth of the config says. `depths`: (traced, real) pairs.
+
+    Where two depths are traced alike, encoder lists take the first and decoder lists the last.
+    """
+    found: list[Blocks] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or any(name.startswith(b.prefix + ".") for b in found):
+            continue
+        real = [d for d in depths if d[0] == len(module)]
+        if len(module) > 1 and real:
+            pick = real[-1] if "decoder" in name else real[0]
+            found.append(Blocks(name, pick[0], pick[1]))
+    return found
+
+
+class Assembler:
+    """Collects the parts of one model's tape."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[Blocks], options: TraceOptions, vocab: int) -> None:
+        self.options, self.vocab = options, vocab
+        self.blocks = list(blocks)
+        self.modules = list(model.named_modules())
+        self.params = list(model.named_parameters())
+        self._index = {name: i for i, (name, _) in enumerate(self.modules)}
+        self._place = [self._find(name) for name, _ in self.modules]
+        self._param_place = [self._find(name) for name, _ in self.params]
+        self.outside_modules = _numbered(i for i, p in enumerate(self._place) if p is None)
+        self.outside_params = _numbered(i for i, p in enumerate(self._param_place) if p is None)
+        self.buffers = sum({b.untyped_storage()._cdata: b.untyped_storage().nbytes() for b in model.buffers()}.values())
+        self.traced = [self._traced(s) for s in range(len(self.blocks))]
+        owners = {id(p): i for i, (_, p) in enumerate(self.params)}
+        self._own = [
+            tuple(dict.fromkeys(owners[id(p)] for p in module.parameters(recurse=False))) for _, module in self.modules
+        ]
+
+    def _find(self, name: str) -> tuple[int, int] | None:
+        """(stack, block) that a module or parameter belongs to."""
+        for s, blocks in enumerate(self.blocks):
+            if name.startswith(blocks.prefix + "."):
+                return s, int(name[len(blocks.prefix) + 1 :].split(".", 1)[0])
+        return None
+
+    def _traced(self, stack: int) -> TracedStack:
+        members: list[list[int]] = [[] for _ in range(self.blocks[stack].traced)]
+        for i, place in enumerate(self._place):
+            if place is not None and place[0] == stack:
+                members[place[1]].append(i)
+        param_of: dict[int, tuple[int, int]] = {}
+        counts = [0] * self.blocks[stack].traced
+        for i, place in enumerate(self._param_place):
+            if place is not None and place[0] == stack:
+                param_of[i] = (place[1], counts[place[1]])
+                counts[place[1]] += 1
+        return TracedStack(tuple(m[0] for m in members), tuple(len(m) for m in members), param_of)
+
+    def program(
+        self, points: Sequence[Point], traces: Sequence[Recording], batches: tuple[int, int], seqs: tuple[int, int]
+    ) -> Program:
+        """One program from traces with the same events."""
+        kinds = self._kinds(traces[0])
+        folder = Folder(points, traces, self.traced, self.outside_modules, self.outside_params, kinds)
+        return folder.program(batches, seqs)
+
+    def _kinds(self, trace: Recording) -> list[Kind]:
+        heads = frozenset(i for i, (_, m) in enumerate(self.modules) if getattr(m, "out_features", 0) == self.vocab)
+        kept: frozenset[int] = frozenset()
+        if self.options.checkpointing is not Checkpointing.NONE:
+            kept = _kept_outside(trace, {m for t in self.traced for m in t.modules})
+        return kinds_of(trace, self.vocab, heads, kept)
+
+    def tape(self, programs: list[Program], shapes: Sequence[tuple[int, ...]]) -> Tape:
+        """The stored tape. `shapes`: of each parameter, with -1 for the LoRA rank.
+
+        Raises:
+            DoesNotFoldError: when inner blocks differ, so that the depth cannot be extrapolated.
+        """
+        stacks = [self._stack(s, programs, shapes) for s in range(len(self.blocks))]
+        modules = [self._module(i, None) for i in self.outside_modules]
+        params = [self._param(i, shapes, "") for i in self.outside_params]
+        return Tape(
+            modules,
+            params,
+            _order(self._place, self.outside_modules),
+            _order(self._param_place, self.outside_params),
+            stacks,
+            programs,
+            self.buffers,
+        )
+
+    def _stack(self, s: int, programs: list[Program], shapes: Sequence[tuple[int, ...]]) -> Stack:
+        blocks, traced = self.blocks[s], self.traced[s]
+        modules = [
+            [self._module(i, base) for i in range(base, base + count)]
+            for base, count in zip(traced.modules, traced.module_counts, strict=True)
+        ]
+        params: list[list[TapeParam]] = [[] for _ in range(blocks.traced)]
+        for i, (block, _) in traced.param_of.items():
+            params[block].append(self._param(i, shapes, f"{blocks.prefix}.{block}."))
+        signatures = [
+            (modules[b], params[b], [piece.segments[b] for prog in programs for piece in prog.pieces if piece.stack == s])
+            for b in range(blocks.traced)
+        ]
+        return Stack(
+            blocks.prefix + ".{}",
+            self.outside_modules.get(self._index[blocks.prefix], -1),
+            _plan(signatures, blocks),
+            modules,
+            params,
+        )
+
+    def _module(self, i: int, base: int | None) -> TapeModule:
+        name, module = self.modules[i]
+        parent = self._index[name.rpartition(".")[0]] if name else -1
+        stack = self._place[i]
+        own = []
+        for p in self._own[i]:
+            place = self._param_place[p]
+            if place is None:
+                own.append(self.outside_params[p] if base is None else -1 - self.outside_params[p])
+            elif base is not None and place == stack:
+                own.append(self.traced[place[0]].param_of[p][1])
+        if base is None:
+            return TapeModule(name, type(module).__name__, self.outside_modules.get(parent, -1), tuple(own))
+        inner = name[len(self.modules[base][0]) + 1 :]
+        return TapeModule(inner, type(module).__name__, parent - base if parent >= base else -1, tuple(own))
+
+    def _param(self, i: int, shapes: Sequence[tuple[int, ...]], prefix: str) -> TapeParam:
+        name, param = self.params[i]
+        return TapeParam(name[len(prefix) :], tuple(shapes[i]), param.requires_grad, param.element_size())
+
+
+def _numbered(items: object) -> dict[int, int]:
+    return {item: k for k, item in enumerate(items)}  # type: ignore[call-overload,attr-defined]
+
+
+def _order(places: Sequence[tuple[int, int] | None], outside: dict[int, int]) -> list[int]:
+    order: list[int] = []
+    for i, place in enumerate(places):
+        if place is None:
+            order.append(outside[i])
+        elif -1 - place[0] not in order:
+            order.append(-1 - place[0])
+    return order
+
+
+def _plan(signatures: Sequence[object], blocks: Blocks) -> list[int]:
+    """Which traced block each real one repeats.
+
+    The first and the last blocks stand for themselves; between them, blocks must repeat with a period that the difference
+    between traced and real depth is a multiple of.
+    """
+    n, real = blocks.traced, blocks.real
+    if n == real:
+        return list(range(n))
+    for period in range(1, n // 2 + 1):
+        if (real - n) % period:
+            continue
+        for first in range(1, n - 2 * period):
+            # Blocks from `first` on to one before the last repeat; two whole periods of them prove it.
+            if all(signatures[i] == signatures[i + period] for i in range(first, n - 1 - period)):
+                head = list(range(first + period))
+                middle = [first + period + (k % period) for k in range(real - n)]
+                tail = list(range(first + period, n))
+                return head + middle + tail
+    raise DoesNotFoldError(f"the {n} traced blocks of {blocks.prefix} show no period")
+
+
+def _kept_outside(trace: Recording, blocks: set[int]) -> frozenset[int]:
+    """Storages allocated while no block's forward runs, or by a block last, that live to the forward's end."""
+    live: dict[int, None] = {}
+    for op, arg in zip(trace.op, trace.arg, strict=True):
+        if op == Op.ALLOC:
+            live[arg] = None
+        elif op == Op.FREE:
+            live.pop(arg, None)
+        elif op == Op.MARK and arg == Mark.FORWARD_END:
+            break
+    return frozenset(i for i in live if trace.allocs[i].phase == 1 and trace.allocs[i].module in blocks)

@@ -1,0 +1,172 @@
+"""Models and inputs on the meta device, with as few blocks as show the pattern of their depth."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.tape_options import Arithmetic, Checkpointing, TraceOptions
+from zeroplan.core.workload import Attention
+from zeroplan.trace.fit import Point
+
+#: Config keys that hold a number of blocks.
+_DEPTHS = (
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "num_decoder_layers",
+    "encoder_layers",
+    "decoder_layers",
+    "num_encoder_layers",
+)
+#: Config keys that say from which block on, or how often, a block is of another kind.
+_PERIODS = (
+    "decoder_sparse_step",
+    "moe_layer_freq",
+    "interleave_moe_layer_step",
+    "sliding_window_pattern",
+    "moe_every_n_layers",
+)
+_PREFIXES = ("first_k_dense_replace", "first_dense_layers", "num_dense_layers", "n_dense_first_layers")
+_ATTENTION = {Attention.SDPA: "sdpa", Attention.EAGER: "eager", Attention.FLASH: "flash_attention_2"}
+
+
+@dataclass(frozen=True, slots=True)
+class Depth:
+    """A number of blocks in the config at `path`: the real one, and the one to trace."""
+
+    path: tuple[str, ...]
+    real: int
+    traced: int
+
+
+def depths_of(config: Mapping[str, Any], *, extra: int = 0) -> list[Depth]:
+    """How many blocks to trace of each stack; `extra` periods more than are usually enough."""
+    found: list[Depth] = []
+    _find_depths(config, (), extra, found)
+    return found
+
+
+def _find_depths(config: Mapping[str, Any], path: tuple[str, ...], extra: int, found: list[Depth]) -> None:
+    for key in _DEPTHS:
+        real = config.get(key)
+        if isinstance(real, int) and not isinstance(real, bool):
+            prefix, period = _pattern(config, real)
+            traced = prefix + 2 + (2 + extra) * period
+            traced += (real - traced) % period
+            found.append(Depth((*path, key), real, min(real, traced)))
+    for key, value in config.items():
+        if isinstance(value, Mapping) and key.endswith("config"):
+            _find_depths(value, (*path, key), extra, found)
+
+
+def _pattern(config: Mapping[str, Any], depth: int) -> tuple[int, int]:
+    """(blocks before the pattern begins, its period), from lists with one entry a block and from known keys."""
+    columns = [v for v in config.values() if isinstance(v, list) and len(v) == depth and depth > 1]
+    kinds = [tuple(str(c[i]) for c in columns) for i in range(depth)]
+    prefix = max((int(config[k]) for k in _PREFIXES if isinstance(config.get(k), int)), default=0)
+    period = 1
+    for key in _PERIODS:
+        if isinstance(config.get(key), int) and config[key] > 1:
+            period = max(period, int(config[key]))
+    for p in range(period, max(period, depth // 2) + 1):
+        for a in range(prefix, min(prefix + 4, depth)):
+            if all(kinds[i] == kinds[i + p] for i in range(a, depth - p)):
+                return a, p
+    return depth, 1
+
+
+def shorten(config: dict[str, Any], depths: list[Depth]) -> dict[str, Any]:
+    """The config with the traced numbers of blocks; lists with one entry a block are cut likewise."""
+    out = copy.deepcopy(config)
+    for depth in depths:
+        inner = out
+        for key in depth.path[:-1]:
+            inner = inner[key]
+        inner[depth.path[-1]] = depth.traced
+        for key, value in inner.items():
+            if isinstance(value, list) and len(value) == depth.real:
+                inner[key] = value[: depth.traced]
+    return out
+
+
+def full_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with the defaults that transformers gives it, such as the kinds of layers.
+
+    Raises:
+        BadInput: when transformers does not know the architecture.
+    """
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    values = {k: v for k, v in config.items() if k not in ("auto_map", "quantization_config", "torch_dtype", "dtype")}
+    model_type = values.pop("model_type", None)
+    if model_type not in CONFIG_MAPPING:
+        raise BadInput(
+            f"transformers {transformers.__version__} knows no model_type {str(model_type)[:60]!r}",
+            remedy="install a newer transformers",
+        )
+    built = transformers.AutoConfig.for_model(model_type, **values).to_dict()
+    # Names that a config class translates must not stand twice, or the second would undo a shortening.
+    return {k: v for k, v in built.items() if v is not None or k in values} | {"model_type": model_type}
+
+
+def build_model(config: Mapping[str, Any], auto_class: str, options: TraceOptions, rank: int) -> nn.Module:
+    """The model on the meta device, in training mode, ready to run as `options` say. `rank` 0 means no LoRA."""
+    import transformers
+    from transformers.initialization import no_init_weights
+
+    values = dict(config)
+    built = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+    dtype = torch.bfloat16 if options.arithmetic is Arithmetic.HALF else torch.float32
+    attention = _ATTENTION[options.attn]
+    with torch.device("meta"), no_init_weights():
+        model = getattr(transformers, auto_class).from_config(
+            built, dtype=dtype, attn_implementation="sdpa" if attention == "flash_attention_2" else attention
+        )
+    model.tie_weights()
+    if options.lora is not None:
+        model = _with_lora(model, options, rank)
+    model.train()
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base.config.use_cache = False
+    if options.checkpointing is not Checkpointing.NONE and options.lora is not None:
+        base.enable_input_require_grads()
+    return model  # type: ignore[no-any-return]
+
+
+def _with_lora(model: Any, options: TraceOptions, rank: int) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    targets: Any = list(options.lora or ()) or "all-linear"
+    lora = LoraConfig(r=rank, lora_alpha=32, target_modules=targets)
+    return get_peft_model(model, lora, autocast_adapter_dtype=False)
+
+
+def build_inputs(config: Mapping[str, Any], auto_class: str, options: TraceOptions, point: Point) -> dict[str, Any]:
+    """One micro batch on the meta device: the model's own loss, labels being the inputs themselves."""
+    dtype = torch.bfloat16 if options.arithmetic is Arithmetic.HALF else torch.float32
+
+    def tokens(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int64, device="meta")
+
+    if auto_class == "AutoModelForImageClassification":
+        size = config.get("image_size", 224)
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        pixels = torch.empty(point.batch, config.get("num_channels", 3), height, width, dtype=dtype, device="meta")
+        return {"pixel_values": pixels, "labels": tokens(point.batch)}
+    if auto_class == "AutoModelForSpeechSeq2Seq":
+        frames = 2 * int(config.get("max_source_positions", 1500))
+        features = torch.empty(point.batch, config.get("num_mel_bins", 80), frames, dtype=dtype, device="meta")
+        return {"input_features": features, "labels": tokens(point.batch, point.seq)}
+    ids = tokens(point.batch, point.seq)
+    if auto_class == "AutoModelForSequenceClassification":
+        return {"input_ids": ids, "labels": tokens(point.batch)}
+    return {"input_ids": ids, "labels": ids}

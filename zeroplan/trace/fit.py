@@ -1,0 +1,98 @@
+"""Exact expressions for sizes that were traced at several points."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+from zeroplan.core.tape_format import Size
+from zeroplan.core.tape_sizes import Poly
+from zeroplan.trace import kernels
+
+
+class Point(NamedTuple):
+    """Where a trace was taken: micro batch, sequence length, LoRA rank (0: none)."""
+
+    batch: int
+    seq: int
+    rank: int = 0
+
+
+class DoesNotFitError(ValueError):
+    """The sizes at the traced points are not those of a short polynomial."""
+
+
+_EXPONENTS = [(b, s, r) for r in (0, 1) for s in (0, 1, 2) for b in (0, 1)]
+
+
+def fit_poly(points: Sequence[Point], values: Sequence[int]) -> Poly:
+    """The shortest polynomial with integer coefficients and at most three terms through all values.
+
+    Raises:
+        DoesNotFitError: when there is none.
+    """
+    if not any(values):
+        return ()
+    used = [e for e in _EXPONENTS if _distinguishable(e, points)]
+    for terms in (1, 2, 3):
+        if terms >= len(points) and terms > 1:
+            break
+        for exponents in itertools.combinations(used, terms):
+            coefficients = _solve(points, values, exponents)
+            if coefficients is not None:
+                return tuple((c, *e) for c, e in zip(coefficients, exponents, strict=True))
+    raise DoesNotFitError(f"{list(values)} at {list(points)}")
+
+
+def _distinguishable(exponents: tuple[int, int, int], points: Sequence[Point]) -> bool:
+    """Powers of a variable that does not vary are left out."""
+    return all(e == 0 or len({p[i] for p in points}) > 1 for i, e in enumerate(exponents))
+
+
+def _value(point: Point, exponents: tuple[int, int, int]) -> int:
+    return point.batch ** exponents[0] * point.seq ** exponents[1] * point.rank ** exponents[2]
+
+
+def _solve(points: Sequence[Point], values: Sequence[int], exponents: Sequence[tuple[int, int, int]]) -> list[int] | None:
+    """Integer coefficients that meet every point, or None. Solves on the first independent rows, checks on all."""
+    n = len(exponents)
+    if n == 1:
+        base = _value(points[0], exponents[0])
+        if base == 0 or values[0] % base:
+            return None
+        c = values[0] // base
+        met = c != 0 and all(c * _value(p, exponents[0]) == v for p, v in zip(points, values, strict=True))
+        return [c] if met else None
+    rows = [[Fraction(_value(p, e)) for e in exponents] + [Fraction(v)] for p, v in zip(points, values, strict=True)]
+    rank = 0
+    for column in range(n):
+        pivot = next((i for i in range(rank, len(rows)) if rows[i][column] != 0), None)
+        if pivot is None:
+            return None
+        rows[rank], rows[pivot] = rows[pivot], rows[rank]
+        rows[rank] = [x / rows[rank][column] for x in rows[rank]]
+        for i, row in enumerate(rows):
+            if i != rank and row[column] != 0:
+                factor = row[column]
+                rows[i] = [x - factor * y for x, y in zip(row, rows[rank], strict=True)]
+        rank += 1
+    if any(row[n] != 0 for row in rows[n:]) or any(row[n].denominator != 1 or row[n] == 0 for row in rows[:n]):
+        return None
+    return [int(row[n]) for row in rows[:n]]
+
+
+def fit_size(points: Sequence[Point], values: Sequence[kernels.Size]) -> Size:
+    """The expression through sizes that are all numbers, or all the same function's.
+
+    Raises:
+        DoesNotFitError: when there is none.
+    """
+    first = values[0]
+    if isinstance(first, int):
+        return Size("", (fit_poly(points, [v if isinstance(v, int) else -1 for v in values]),))
+    if any(not isinstance(v, tuple) or v[0] != first[0] for v in values):
+        raise DoesNotFitError(f"{values}")
+    columns = zip(*(v[1:] for v in values if isinstance(v, tuple)), strict=True)
+    return Size(first[0], tuple(fit_poly(points, column) for column in columns))

@@ -1,0 +1,335 @@
+"""Cuts traces of a few blocks into pieces and loops. See Note [Folding] in :mod:`zeroplan.core.tape_format`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zeroplan.core.tape import Kind, Mark, Op
+from zeroplan.core.tape_format import Anchor, Piece, Program, Segment, Size
+from zeroplan.trace.fit import Point, fit_size
+from zeroplan.trace.recorder import RawAlloc, Recording
+
+
+class DoesNotFoldError(ValueError):
+    """Blocks run in another order than one after another, or inner ones differ."""
+
+
+class UnlikeError(ValueError):
+    """Two traces hold different events, so their sizes cannot be compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class TracedStack:
+    """A stack of `depth` traced blocks: for modules and parameters, the index of the first of each block, in order."""
+
+    modules: tuple[int, ...]  # each block's own module
+    module_counts: tuple[int, ...]
+    param_of: dict[int, tuple[int, int]]  # parameter -> (block, index within it)
+
+    @property
+    def depth(self) -> int:
+        """Traced blocks."""
+        return len(self.modules)
+
+
+@dataclass(slots=True)
+class _Span:
+    """A run of events: of block `block` of stack `stack` (-1: none) in loop or piece number `piece`."""
+
+    stack: int
+    block: int
+    begin: int
+    end: int
+    piece: int = -1
+
+
+class Folder:
+    """Folds one group of like traces; :meth:`program` is the result.
+
+    Args:
+        points: where each trace was taken.
+        traces: one a point, with the same events.
+        stacks: the stacks of blocks.
+        outside_modules: module index -> index among those outside all stacks.
+        outside_params: the same for parameters.
+        kinds: what each storage is.
+    """
+
+    def __init__(
+        self,
+        points: Sequence[Point],
+        traces: Sequence[Recording],
+        stacks: Sequence[TracedStack],
+        outside_modules: dict[int, int],
+        outside_params: dict[int, int],
+        kinds: Sequence[Kind],
+    ) -> None:
+        self.points, self.traces, self.stacks = points, traces, stacks
+        self.outside_modules, self.outside_params, self.kinds = outside_modules, outside_params, kinds
+        self.trace = traces[0]
+        for other in traces[1:]:
+            if other.op != self.trace.op or other.arg != self.trace.arg or other.aux != self.trace.aux:
+                raise UnlikeError("events differ")
+        self.anchors: dict[Anchor, int] = {}
+        self.sizes: dict[Size, int] = {}
+        self._fitted: dict[tuple[object, ...], int] = {}
+        self._piece_stacks: dict[int, int] = {}
+        self._block_of = {
+            base + i: (s, block, i)
+            for s, stack in enumerate(stacks)
+            for block, (base, count) in enumerate(zip(stack.modules, stack.module_counts, strict=True))
+            for i in range(count)
+        }
+
+    def _group_frees(self, spans: list[_Span]) -> dict[int, tuple[int, int, int]]:
+        """Runs of frees that go through all blocks of a stack (autocast's casts at its exit), ordered by block.
+
+        Returns start -> (stack, block, end) of the loops that they make.
+        """
+        owner: dict[int, tuple[int, int]] = {}
+        for span in spans:
+            if span.stack >= 0:
+                for i in range(span.begin, span.end):
+                    if self.trace.op[i] == Op.ALLOC:
+                        owner[self.trace.arg[i]] = (span.stack, span.block)
+        loops: dict[int, tuple[int, int, int]] = {}
+        for span in spans:
+            i = span.begin
+            while span.stack < 0 and i < span.end:
+                end = i
+                stack = owner.get(self.trace.arg[i], (-1, 0))[0]
+                while end < span.end and self.trace.op[end] == Op.FREE and owner.get(self.trace.arg[end], (-1,))[0] == stack:
+                    end += 1
+                if stack >= 0 and end - i >= self.stacks[stack].depth:
+                    freed = sorted(self.trace.arg[i:end], key=lambda ident: (owner[ident][1], ident))
+                    blocks = [owner[ident][1] for ident in freed]
+                    if set(blocks) == set(range(self.stacks[stack].depth)):
+                        self.trace.arg[i:end] = freed
+                        for block in range(self.stacks[stack].depth):
+                            first = i + blocks.index(block)
+                            loops[first] = (stack, block, first + blocks.count(block))
+                i = max(end, i + 1)
+        return loops
+
+    def program(self, batches: tuple[int, int], seqs: tuple[int, int]) -> Program:
+        """Pieces and loops for a range of micro batches and sequence lengths.
+
+        Raises:
+            DoesNotFitError: when a size is no short polynomial.
+            DoesNotFoldError: when the blocks do not run one after another.
+        """
+        spans = self._spans()
+        self._piece_stacks = {span.piece: span.stack for span in spans}
+        home: dict[int, tuple[int, int, int]] = {}  # storage -> piece, block, index within
+        for span in spans:
+            count = 0
+            for i in range(span.begin, span.end):
+                if self.trace.op[i] == Op.ALLOC:
+                    home[self.trace.arg[i]] = (span.piece, span.block, count)
+                    count += 1
+        pieces: list[Piece] = []
+        for span in spans:
+            segment = self._segment(span, home)
+            if span.piece == len(pieces):
+                pieces.append(Piece(span.stack, False, []))
+            piece = pieces[span.piece]
+            piece.reverse = piece.reverse or (bool(piece.segments) and span.block == 0)
+            piece.segments.append(segment)
+        for piece in pieces:
+            if piece.reverse:
+                piece.segments.reverse()
+        return Program(batches, seqs, list(self.sizes), list(self.anchors), pieces)
+
+    # ---- cutting -------------------------------------------------------------------------------------------------------
+    def _spans(self) -> list[_Span]:
+        spans = self._cut(self._starts())
+        loops = self._group_frees(spans)
+        if loops:
+            starts = [s for s in self._starts() if s[0] not in loops]
+            spans = self._cut(sorted(starts + [(i, *loop) for i, loop in loops.items()]))
+        return self._number(spans)
+
+    def _cut(self, starts: list[tuple[int, int, int, int]]) -> list[_Span]:
+        spans: list[_Span] = []
+        at = 0
+        for i, stack, block, end in starts:
+            if i > at:
+                spans.append(_Span(-1, 0, at, i))
+            spans.append(_Span(stack, block, i, end))
+            at = end
+        if at < len(self.trace.op):
+            spans.append(_Span(-1, 0, at, len(self.trace.op)))
+        return spans
+
+    def _number(self, spans: list[_Span]) -> list[_Span]:
+        """Gives each piece and each loop its number."""
+        piece, run = -1, 0
+        for k, span in enumerate(spans):
+            before = spans[k - 1] if k else None
+            if span.stack >= 0 and before is not None and before.stack == span.stack and run:
+                step = span.block - before.block
+                if abs(step) != 1 or (run > 1 and step != spans[k - 1].block - spans[k - 2].block):
+                    raise DoesNotFoldError(f"block {span.block} after block {before.block}")
+                run += 1
+            else:
+                if before is not None and before.stack >= 0 and run != self.stacks[before.stack].depth:
+                    raise DoesNotFoldError("a stack runs in part")
+                piece, run = piece + 1, 1
+            span.piece = piece
+        return spans
+
+    def _starts(self) -> list[tuple[int, int, int, int]]:
+        """(first event, stack, block, end) of each block's forward and backward.
+
+        A block's part reaches up to the next block's begin, the last one's up to its own end.
+        """
+        block_of = {m: (s, b) for s, stack in enumerate(self.stacks) for b, m in enumerate(stack.modules)}
+        backward = False
+        begun: set[tuple[int, int, bool]] = set()
+        starts: list[tuple[int, int, int]] = []
+        ends: dict[tuple[int, int, bool], int] = {}
+        for i, (op, arg) in enumerate(zip(self.trace.op, self.trace.arg, strict=True)):
+            if op == Op.MARK:
+                backward = backward or arg == Mark.BACKWARD_BEGIN
+            elif op in (Op.ENTER, Op.BWD_ENTER) and arg in block_of:
+                key = (*block_of[arg], backward)
+                if key not in begun:
+                    begun.add(key)
+                    starts.append((i, *block_of[arg]))
+            elif op in (Op.EXIT, Op.BWD_EXIT) and arg in block_of:
+                # Recomputation leaves a block in backward as well; the block's end is where backward leaves it.
+                if (op == Op.BWD_EXIT) == backward:
+                    ends[(*block_of[arg], backward)] = i + 1
+        out = []
+        half = len(starts) and sum(len(s.modules) for s in self.stacks)
+        for k, (i, stack, block) in enumerate(starts):
+            following = starts[k + 1] if k + 1 < len(starts) else None
+            if following is not None and following[1] == stack and (k + 1 < half) == (k < half):
+                end = following[0]
+            else:
+                end = ends.get((stack, block, k >= half), following[0] if following else len(self.trace.op))
+            out.append((i, stack, block, end))
+        return out
+
+    # ---- references ------------------------------------------------------------------------------------------------------
+    def _anchor(self, space: str, index: int, target_stack: int, block: int, span: _Span) -> int:
+        if target_stack < 0:
+            anchor = Anchor(space, index, "=", 0)
+        elif target_stack == span.stack:
+            anchor = Anchor(space, index, ".", block - span.block)
+            if abs(block - span.block) > 1:
+                anchor = self._from_ends(space, index, target_stack, block)
+        else:
+            anchor = self._from_ends(space, index, target_stack, block)
+        return self.anchors.setdefault(anchor, len(self.anchors))
+
+    def _from_ends(self, space: str, index: int, stack: int, block: int) -> Anchor:
+        depth = self.stacks[stack].depth
+        return Anchor(space, index, "<", block) if block < depth / 2 else Anchor(space, index, ">", depth - 1 - block)
+
+    def _module(self, index: int, span: _Span) -> tuple[int, int]:
+        if index < 0:
+            return -1, 0
+        place = self._block_of.get(index)
+        if place is None:
+            return self._anchor("m", -1, -1, 0, span), self.outside_modules[index]
+        return self._anchor("m", place[0], place[0], place[1], span), place[2]
+
+    def _param(self, index: int, span: _Span) -> tuple[int, int]:
+        for s, stack in enumerate(self.stacks):
+            if index in stack.param_of:
+                block, local = stack.param_of[index]
+                return self._anchor("p", s, s, block, span), local
+        return self._anchor("p", -1, -1, 0, span), self.outside_params[index]
+
+    def _storage(
+        self, ident: int, home: dict[int, tuple[int, int, int]], spans: dict[int, int], span: _Span
+    ) -> tuple[int, int]:
+        piece, block, local = home[ident]
+        return self._anchor("s", piece, spans[piece], block, span), local
+
+    def _size(self, ident: int) -> int:
+        values = tuple(t.allocs[ident].size for t in self.traces)
+        known = self._fitted.get(values)
+        if known is None:
+            size = fit_size(self.points, values)
+            known = self._fitted[values] = self.sizes.setdefault(size, len(self.sizes))
+        return known
+
+    def _segment(self, span: _Span, home: dict[int, tuple[int, int, int]]) -> Segment:
+        out = Segment()
+        trace = self.trace
+        stack_of = self._piece_stacks
+        for i in range(span.begin, span.end):
+            op, arg = trace.op[i], trace.arg[i]
+            anchor, offset, aux_anchor, aux, kind = -1, 0, -1, 0, 0
+            if op == Op.ALLOC:
+                anchor, offset = self._module(trace.allocs[arg].module, span)
+                aux, kind = self._size(arg), self.kinds[arg]
+            elif op == Op.FREE:
+                anchor, offset = self._storage(arg, home, stack_of, span)
+            elif op == Op.GRAD:
+                anchor, offset = self._param(arg, span)
+                aux_anchor, aux = self._storage(trace.aux[i], home, stack_of, span)
+            elif op == Op.MARK:
+                offset = arg
+            else:
+                anchor, offset = self._module(arg, span)
+            for column, value in (
+                (out.op, op),
+                (out.anchor, anchor),
+                (out.offset, offset),
+                (out.aux_anchor, aux_anchor),
+                (out.aux, aux),
+                (out.kind, int(kind)),
+            ):
+                column.append(int(value))
+        return out
+
+
+def kinds_of(trace: Recording, vocab: int, head: frozenset[int], block_inputs: frozenset[int]) -> list[Kind]:
+    """What each storage is.
+
+    Args:
+        trace: the events.
+        vocab: the size of the vocabulary, which tells logits.
+        head: indices of the modules that make the logits.
+        block_inputs: storages that checkpointed blocks keep.
+    """
+    allocs = trace.allocs
+    gradients = {aux for op, aux in zip(trace.op, trace.aux, strict=True) if op == Op.GRAD}
+    saved: set[int] = set()
+    live: set[int] = set()
+    for op, arg in zip(trace.op, trace.arg, strict=True):
+        if op == Op.ALLOC:
+            live.add(arg)
+        elif op == Op.FREE:
+            live.discard(arg)
+        elif op == Op.MARK and arg == Mark.FORWARD_END:
+            saved = set(live)
+    return [_kind(i, a, gradients, saved, vocab, head, block_inputs) for i, a in enumerate(allocs)]
+
+
+def _kind(
+    ident: int,
+    alloc: RawAlloc,
+    gradients: set[int],
+    saved: set[int],
+    vocab: int,
+    head: frozenset[int],
+    block_inputs: frozenset[int],
+) -> Kind:
+    if alloc.phase == 0:
+        return Kind.INPUT
+    if ident in gradients:
+        return Kind.GRAD
+    if alloc.cast_of_param:
+        return Kind.CAST
+    if vocab and alloc.last == vocab:
+        return Kind.LOGITS if alloc.module in head else Kind.LOSS
+    if ident in block_inputs:
+        return Kind.CHECKPOINT
+    if alloc.phase == 2 and not alloc.recomputed:
+        return Kind.ACT_GRAD
+    return Kind.SAVED if ident in saved or alloc.recomputed else Kind.TEMP

@@ -1,0 +1,151 @@
+"""Torch functions that take another path on CUDA than on the meta device, redirected to what CUDA does.
+
+Covers attention, dropout (CUDA keeps a one-byte mask), and autocast (which has no key for the meta device, so its casting
+rules, ``aten/src/ATen/autocast_mode.h``, are applied here).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from zeroplan.trace.attention import scaled_dot_product_attention
+
+#: Functions that autocast runs in 16 bits, by name.
+_LOWER = frozenset(
+    "conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution prelu addmm addmv addr "
+    "matmul __matmul__ __rmatmul__ einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot "
+    "scaled_dot_product_attention".split()
+)
+#: Functions that autocast runs in fp32.
+_FP32 = frozenset(
+    "__rpow__ __rtruediv__ acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__ "
+    "softplus layer_norm native_layer_norm group_norm frobenius_norm nuclear_norm cosine_similarity poisson_nll_loss "
+    "cosine_embedding_loss nll_loss nll_loss_nd hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss "
+    "margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss "
+    "binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp prod softmax log_softmax cumprod cumsum "
+    "linalg_vector_norm linalg_matrix_norm norm sum cross_entropy cross_entropy_loss".split()
+) - {"__rtruediv__"}
+_NO_SUM_CAST = frozenset(("sum", "prod", "cumsum", "cumprod", "softmax", "log_softmax"))
+
+
+class CudaFunctions(TorchFunctionMode):
+    """Redirects torch functions while it is entered. `autocast` is the 16-bit dtype, or None.
+
+    `zero3` replaces linear layers by DeepSpeed's (``deepspeed/runtime/zero/linear.py``), as stage 3 does by default.
+    """
+
+    def __init__(self, autocast: torch.dtype | None = None, *, zero3: bool = False) -> None:
+        super().__init__()
+        self.autocast = autocast
+        self._zero3 = zero3
+        self._casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def drop_casts(self) -> None:
+        """Let go of the 16-bit copies of weights, as autocast does when its region ends."""
+        self._casts.clear()
+
+    def recomputation(self) -> tuple[Any, Any]:
+        """Contexts for a checkpointed block's forward and recomputation; the latter is an autocast region of its own."""
+        return contextlib.nullcontext(), _Region(self)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if self.autocast is not None:
+            if name in _LOWER:
+                args, kwargs = self._cast_all(args, kwargs, self._lower)
+            elif name in _FP32 and kwargs.get("dtype") is None:
+                args, kwargs = self._cast_all(args, kwargs, _upper)
+        if self._zero3 and func is torch.nn.functional.linear:
+            return _Zero3Linear.apply(*args, **kwargs)
+        redirect = _REDIRECTS.get(name)
+        if redirect is not None:
+            return redirect(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _lower(self, tensor: torch.Tensor) -> torch.Tensor:
+        assert self.autocast is not None
+        if not tensor.is_floating_point() or tensor.dtype == self.autocast or tensor.dtype == torch.float64:
+            return tensor
+        if tensor.dtype == torch.float32 and tensor.is_leaf and tensor.requires_grad and not tensor._is_view():
+            kept = self._casts.get(id(tensor))
+            if kept is None:
+                kept = self._casts[id(tensor)] = (tensor, tensor.to(self.autocast))
+            return kept[1]
+        return tensor.to(self.autocast)
+
+    @staticmethod
+    def _cast_all(args: Any, kwargs: Any, cast: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, Any]:
+        def one(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return cast(value)
+            return type(value)(map(one, value)) if type(value) in (list, tuple) else value
+
+        return tuple(map(one, args)), {key: one(value) for key, value in kwargs.items()}
+
+
+class _Region:
+    """An autocast region within backward."""
+
+    def __init__(self, functions: CudaFunctions) -> None:
+        self._functions = functions
+
+    def __enter__(self) -> None:
+        self._functions.drop_casts()
+
+    def __exit__(self, *exc: object) -> None:
+        self._functions.drop_casts()
+
+
+def _upper(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+class _Zero3Linear(torch.autograd.Function):
+    """y = x·Wᵀ + b with the operators, and in the order, of DeepSpeed's replacement."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        if x.dim() == 2 and bias is not None:
+            return torch.addmm(bias, x, weight.t())
+        out = x.matmul(weight.t())
+        if bias is not None:
+            out += bias
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight, bias = ctx.saved_tensors
+        grad_x = grad_weight = grad_bias = None
+        flat = list(range(grad.dim() - 1))
+        if ctx.needs_input_grad[0]:
+            grad_x = grad.matmul(weight)
+        if ctx.needs_input_grad[1]:
+            grad_weight = grad.reshape(-1, grad.shape[-1]).t().matmul(x.reshape(-1, x.shape[-1]))
+        if bias is not None and ctx.needs_input_grad[2]:
+            grad_bias = grad.sum(flat)
+        return grad_x, grad_weight, grad_bias
+
+
+def _attention(func: Any, args: Any, kwargs: Any) -> Any:
+    return scaled_dot_product_attention(*args, **kwargs)
+
+
+def _dropout(func: Any, args: Any, kwargs: Any) -> Any:
+    bound = dict(zip(("input", "p", "training", "inplace"), args, strict=False), **kwargs)
+    x, p, training = bound["input"], bound.get("p", 0.5), bound.get("training", bound.get("train", True))
+    if training and 0 < p < 1 and x.numel() > 0 and not bound.get("inplace", False):
+        return torch.native_dropout(x, p, True)[0]
+    return func(*args, **kwargs)
+
+
+_REDIRECTS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "scaled_dot_product_attention": _attention,
+    "dropout": _dropout,
+}

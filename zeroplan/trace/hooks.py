@@ -1,0 +1,127 @@
+"""Module and gradient events: where forward enters and leaves each module, and where backward does.
+
+Note [Backward positions]
+    Backward has no modules. Where nothing is attached to the graph, its position follows from the nodes that run
+    (:class:`zeroplan.trace.recorder.CallTree`). ZeRO stage 3 attaches identity nodes: a module's backward begins when the
+    gradient of its output arrives, and ends when the gradients of all its positional tensor inputs have been made
+    (``deepspeed/runtime/zero/parameter_offload.py``); a module that is given keyword arguments alone has no end, there as
+    here. They allocate nothing, but shift some frees, so `zero3` attaches the same.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from zeroplan.core.tape import Op
+from zeroplan.trace.recorder import CallTree, Recorder
+
+
+class Follower:
+    """Attaches events to every module and trainable parameter of `model`; :meth:`detach` removes them."""
+
+    def __init__(self, model: nn.Module, recorder: Recorder, *, zero3: bool = False) -> None:
+        self.recorder = recorder
+        self.modules = list(model.named_modules())
+        self.params = list(model.named_parameters())
+        self._awaited = [0] * len(self.modules)
+        self._pending = [0] * len(self.modules)
+        self._handles: list[Any] = []
+        self._begun: list[tuple[int, int]] = []
+        recorder.calls = None if zero3 else CallTree()
+        for index, (_, module) in enumerate(self.modules):
+            self._attach(index, module, zero3)
+        for index, (_, param) in enumerate(self.params):
+            if param.requires_grad:
+                self._handles.append(param.register_post_accumulate_grad_hook(self._gradient(index)))
+
+    def detach(self) -> None:
+        """Remove every hook."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _gradient(self, index: int) -> Any:
+        def hook(param: torch.Tensor) -> None:
+            assert param.grad is not None
+            self.recorder.gradient(index, param.grad)
+            param.grad = None
+
+        return hook
+
+    def _attach(self, index: int, module: nn.Module, zero3: bool) -> None:
+        recorder, out = self.recorder, self.recorder.out
+        begin, end = self._identities(index) if zero3 else (None, None)
+
+        def before(_: nn.Module, args: Any) -> Any:
+            out.add(Op.ENTER, index)
+            recorder.modules.append(index)
+            if end is None:
+                self._begun.append((index, torch._C._autograd._get_sequence_nr()))
+                return None
+            self._awaited[index] = 0
+            return tree_map_only(torch.Tensor, end.apply, args) if torch.is_grad_enabled() else None
+
+        def after(_: nn.Module, args: Any, output: Any) -> Any:
+            began = self._end_call(index)
+            if output is None and sys.exc_info()[0] is not None:  # recomputation stops early by an exception
+                while recorder.modules and recorder.modules.pop() != index:
+                    pass
+                return None
+            if recorder.calls is not None and began >= 0:
+                recorder.calls.add(began, torch._C._autograd._get_sequence_nr(), index)
+            out.add(Op.EXIT, index)
+            if recorder.modules and recorder.modules[-1] == index:
+                recorder.modules.pop()
+            if begin is None:
+                return None
+            return tree_map_only(torch.Tensor, begin.apply, output) if torch.is_grad_enabled() else None
+
+        self._handles.append(module.register_forward_pre_hook(before))
+        self._handles.append(module.register_forward_hook(after, always_call=True))
+
+    def _end_call(self, index: int) -> int:
+        """The sequence number at which the innermost call of the module began, -1 if none is open."""
+        while self._begun:
+            module, began = self._begun.pop()
+            if module == index:
+                return began
+        return -1
+
+    def _identities(self, index: int) -> tuple[Any, Any]:
+        follower, recorder = self, self.recorder
+
+        class BackwardBegin(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+                follower._pending[index] += 1
+                return tensor.detach()
+
+            @staticmethod
+            def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+                if follower._pending[index] > 0:
+                    follower._pending[index] -= 1
+                    recorder.out.add(Op.BWD_ENTER, index)
+                    recorder.modules.append(index)
+                return grad
+
+        class BackwardEnd(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+                if tensor.requires_grad:
+                    follower._awaited[index] += 1
+                return tensor.detach()
+
+            @staticmethod
+            def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+                follower._awaited[index] -= 1
+                if follower._awaited[index] == 0:
+                    recorder.out.add(Op.BWD_EXIT, index)
+                    while index in recorder.modules and recorder.modules.pop() != index:
+                        pass
+                return grad
+
+        return BackwardBegin, BackwardEnd

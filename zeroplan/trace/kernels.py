@@ -1,0 +1,134 @@
+"""What CUDA kernels allocate that their operators' signatures do not show.
+
+Three tables by operator: blocks that are taken before the outputs (`BEFORE`) or after them (`AFTER`), both given back when
+the operator returns, and outputs whose bytes on CUDA differ from those on the meta device (`OUTPUT_BYTES`).
+Sources: the kernels' host code in PyTorch (``aten/src/ATen/native/cuda``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+#: Bytes, or a function of :data:`zeroplan.core.tape_sizes.FUNCTIONS` with its arguments where the bytes are no polynomial.
+Size = int | tuple[Any, ...]
+
+_aten = torch.ops.aten
+
+#: A list inside a list is taken and given back at that point.
+Sizes = list[Any]
+
+BEFORE: dict[Any, Callable[[Any, Any], Sizes]] = {}
+AFTER: dict[Any, Callable[[Any, Any, Any], Sizes]] = {}
+OUTPUT_BYTES: dict[Any, Callable[[int, Size, Any], Size]] = {}
+#: Operators whose outputs CUDA allocates last to first.
+REVERSED_OUTPUTS = {_aten.native_dropout.default}
+
+
+def _embedding_sort(args: Any, kwargs: Any) -> Sizes:
+    """Sorted indices and where they came from; CUDA sorts when there are more than 3072 (``Embedding.cu``)."""
+    count = args[1].numel()
+    return [("sort_index", count), ("sort_index", count), [("sort_index", count), ("sort_scratch", count)]]
+
+
+def _embedding_sum(args: Any, kwargs: Any, out: Any) -> Sizes:
+    """Sums of at most ten rows of one index each, then of those sums (``EmbeddingBackwardKernel.cu``)."""
+    count, weights, width = args[1].numel(), int(args[2]), args[0].shape[-1]
+    scan = ("sort_scan", count)
+    return [
+        ("sort_index", count),  # segment offsets
+        ("sort_number", count),
+        [("sort_index", count), scan],
+        ("embedding_index", count, weights),  # partial segments per segment
+        ("embedding_index", count, weights),  # their offsets
+        [scan],
+        ("sort_number", count),
+        ("embedding_partial_index", count, weights),
+        ("embedding_partial_grad", count, weights, width),
+    ]
+
+
+BEFORE[_aten.embedding_dense_backward.default] = _embedding_sort
+AFTER[_aten.embedding_dense_backward.default] = _embedding_sum
+
+
+def _scan(args: Any, kwargs: Any, out: Any) -> Sizes:
+    """A cumulative sum casts its input first, and scans a single row with a scratch block (``ScanUtils.cuh``)."""
+    cast = 0 if args[0].dtype == out.dtype else out.numel() * out.element_size()
+    return [cast, ("scan_scratch", out.numel(), out.shape[-1] if out.dim() else 1)]
+
+
+def _softmax_backward(args: Any, kwargs: Any, out: Any) -> Sizes:
+    """The product of gradient and output (``SoftMax.cu``)."""
+    return [args[0].numel() * max(args[0].element_size(), args[1].element_size())]
+
+
+def _safe_softmax(args: Any, kwargs: Any, out: Any) -> Sizes:
+    """Which scores, and which whole rows, are minus infinity (``SoftMax.cpp``)."""
+    return [out.numel(), out.numel() // max(out.shape[-1], 1), out.element_size()]
+
+
+AFTER[_aten.cumsum.default] = _scan
+AFTER[_aten._softmax_backward_data.default] = _softmax_backward
+AFTER[_aten._safe_softmax.default] = _safe_softmax
+
+
+def _reduce(args: Any, kwargs: Any, out: Any) -> Sizes:
+    """A reduction's partial results and semaphores (``Reduce.cuh``): see ``reduce_partial``."""
+    tensor, result = args[0], out
+    outputs, inputs = result.numel(), tensor.numel() // max(result.numel(), 1)
+    if inputs <= 1:
+        return []
+    dims = _reduced(args, kwargs, tensor.dim())
+    moving = [
+        (stride, i in dims, size)
+        for i, (stride, size) in enumerate(zip(tensor.stride(), tensor.shape, strict=True))
+        if size > 1
+    ]
+    inner = [m for m in moving if m[1]]
+    outer = [m for m in moving if not m[1]]
+    fastest = not outer or min(inner)[0] < min(outer)[0]
+    vector = 1
+    if not fastest and min(outer)[0] == 1:
+        vector = 4
+        for stride, reduced, size in moving:
+            while (size if stride == 1 and not reduced else stride) % vector:
+                vector //= 2
+    acc = max(4, tensor.element_size())
+    shape = (outputs, inputs, int(fastest), vector, acc)
+    cast = tensor.numel() * 8 if not tensor.is_floating_point() and result.element_size() > tensor.element_size() else 0
+    return [cast, ("reduce_partial", *shape), ("reduce_semaphores", *shape)]
+
+
+def _reduced(args: Any, kwargs: Any, ndim: int) -> set[int]:
+    dims = args[1] if len(args) > 1 else kwargs.get("dim")
+    if dims is None or dims == [] or isinstance(dims, bool):
+        return set(range(ndim))
+    return {d % ndim for d in (dims if isinstance(dims, (list, tuple)) else (dims,))} if ndim else set()
+
+
+for _op in (
+    _aten.sum.default,
+    _aten.sum.dim_IntList,
+    _aten.mean.default,
+    _aten.mean.dim,
+    _aten.amax.default,
+    _aten.linalg_vector_norm.default,
+):
+    AFTER[_op] = _reduce
+for _op in (_aten.all.default, _aten.any.default):
+    AFTER[_op] = lambda args, kwargs, out: _reduce((args[0],), {}, out)
+
+#: True while attention runs as separate operators, which then adds the mask in place.
+in_math_attention = False
+
+#: Sizes that the next allocations are recorded with, instead of their own.
+pending: list[Size] = []
+
+
+def block(size: Size) -> torch.Tensor:
+    """A storage that is recorded with `size`, which may be an expression."""
+    pending.append(size)
+    return torch.empty(1, dtype=torch.uint8, device="meta")

@@ -1,0 +1,314 @@
+"""Records what a model's forward and backward allocate, without a GPU and without weights.
+
+Note [Meta tracing]
+    The model lives on the meta device, where operators compute shapes and strides only. A dispatch mode sees every
+    operator that autograd issues, and follows *storages*, not tensors: a storage is allocated when an operator returns one
+    not seen before, and freed when its last reference dies, which is when eager CUDA gives the block back. What CUDA kernels
+    allocate inside themselves is added by :mod:`zeroplan.trace.kernels`.
+
+Note [Accumulating in place]
+    Where two gradients of one tensor meet, autograd adds the later into the earlier in place if nothing else refers to it,
+    but never while a dispatch mode is on. The recorder sees such an addition, asks the question that autograd would ask, and
+    if the answer is yes, lets the result inherit the earlier gradient's identity.
+"""
+
+from __future__ import annotations
+
+import bisect
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zeroplan.core.tape import Mark, Op
+from zeroplan.trace import kernels
+from zeroplan.trace.kernels import Size
+
+_aten = torch.ops.aten
+_PRIM_DEVICE = torch.ops.prim.device.default
+_ADD = _aten.add.Tensor
+_READ = _aten._local_scalar_dense.default
+#: What reading a number back from the device gives. Models ask whether *all* tokens are unpadded, or not packed (yes), and
+#: whether a random number is below a layer's drop probability (no).
+_READ_AS = {torch.bool: False, torch.float32: 1.0, torch.float16: 1.0, torch.bfloat16: 1.0}
+_TRUE_OF = (_aten.all.default, _aten.all.dim, _aten.all.dims, _aten.eq.Scalar)
+#: Out-of-place operators that stand for an in-place one in these nodes while a dispatch mode is on.
+_IN_PLACE_IN_EAGER = {
+    ("IndexBackward0", _aten.index_put.default),
+    ("GatherBackward0", _aten.scatter_add.default),
+    ("IndexSelectBackward0", _aten.index_add.default),
+    ("CumsumBackward0", _aten.index_put.default),
+}
+
+
+@dataclass(slots=True)
+class RawAlloc:
+    """One allocation as recorded. `last` is the last dimension's size, from which logits are recognised."""
+
+    size: Size
+    module: int
+    phase: int  # 0 before the forward, 1 forward, 2 backward
+    recomputed: bool
+    last: int
+    cast_of_param: bool = False
+
+
+@dataclass(slots=True)
+class Recording:
+    """Events in order, as parallel lists (see :class:`zeroplan.core.tape.Op`), and each storage's allocation."""
+
+    op: list[int] = field(default_factory=list)
+    arg: list[int] = field(default_factory=list)
+    aux: list[int] = field(default_factory=list)
+    allocs: list[RawAlloc] = field(default_factory=list)
+
+    def add(self, op: Op, arg: int, aux: int = 0) -> None:
+        """Append one event."""
+        self.op.append(op)
+        self.arg.append(arg)
+        self.aux.append(aux)
+
+
+class CallTree:
+    """Which module calls made which autograd nodes, by the nodes' sequence numbers.
+
+    A call made the nodes numbered from its begin to its end, and backward runs nodes from the highest number down, so the
+    number of the node that runs tells which calls backward is inside. Nodes that accumulate gradients have no place.
+    """
+
+    _NO_PLACE = 1 << 62
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[int, int, int]] = []  # begin, -end, module
+        self._parents: list[int] = []
+        self._sorted = True
+        self._inside: list[tuple[int, int, int]] = []
+        self._at = self._NO_PLACE
+
+    def add(self, begin: int, end: int, module: int) -> None:
+        """A call of `module` that made the nodes from `begin` to before `end`."""
+        if end > begin:
+            self._calls.append((begin, -end, module))
+            self._sorted = False
+
+    def _sort(self) -> None:
+        self._calls.sort()
+        self._parents, open_calls = [], []
+        for i, (begin, _, _) in enumerate(self._calls):
+            while open_calls and -self._calls[open_calls[-1]][1] <= begin:
+                open_calls.pop()
+            self._parents.append(open_calls[-1] if open_calls else -1)
+            open_calls.append(i)
+        self._sorted = True
+
+    def moved(self, number: int) -> Iterator[tuple[bool, int]]:
+        """Modules left (False) and entered (True) on the way to node `number`; -1 leaves all."""
+        if number == self._at or number >= self._NO_PLACE:
+            return
+        self._at = number
+        if not self._sorted:
+            self._sort()
+        chain: list[tuple[int, int, int]] = []
+        i = bisect.bisect_right(self._calls, (number, 1, 0)) - 1 if number >= 0 else -1
+        while i >= 0:
+            if -self._calls[i][1] > number:
+                chain.append(self._calls[i])
+            i = self._parents[i]
+        chain.reverse()
+        keep = 0
+        while keep < min(len(chain), len(self._inside)) and chain[keep] == self._inside[keep]:
+            keep += 1
+        for call in reversed(self._inside[keep:]):
+            yield False, call[2]
+        for call in chain[keep:]:
+            yield True, call[2]
+        self._inside = chain
+
+
+class Recorder(TorchDispatchMode):
+    """The dispatch mode. Use as a context manager around inputs, forward and backward."""
+
+    def __init__(self, outside: Sequence[torch.Tensor]) -> None:
+        """`outside`: tensors that are not the tape's: parameters and registered buffers."""
+        super().__init__()
+        self.out = Recording()
+        self.phase = 0
+        self.modules: list[int] = []
+        self._last: Any = None
+        self._ids: dict[int, int] = {}
+        self._refs: dict[int, weakref.ref[Any]] = {}
+        self._holders: list[int] = []
+        self._engine_owned: set[int] = set()
+        self._param_storages: set[int] = set()
+        for tensor in outside:
+            self._param_storages.add(self._follow(tensor, -1))
+        self._sole_tensor, self._sole_storage = _uncontended_counts()
+        self.calls: CallTree | None = None
+
+    # ---- storages ----------------------------------------------------------------------------------------------------
+    def _follow(self, tensor: torch.Tensor, ident: int) -> int:
+        storage = tensor.untyped_storage()
+        key = int(storage._cdata)
+        self._ids[key] = ident
+
+        def dead(_: object, key: int = key) -> None:
+            self._refs.pop(key, None)
+            self._release(self._ids.pop(key, -1))
+
+        self._refs[key] = weakref.ref(storage, dead)
+        return key
+
+    def _release(self, ident: int) -> None:
+        if ident < 0:
+            return
+        self._holders[ident] -= 1
+        if self._holders[ident] == 0 and ident not in self._engine_owned:
+            self.out.add(Op.FREE, ident)
+
+    def _new(self, size: Size, last: int = 0, *, cast: bool = False) -> int:
+        ident = len(self.out.allocs)
+        self.out.allocs.append(
+            RawAlloc(
+                size,
+                self.modules[-1] if self.modules else -1,
+                self.phase,
+                self.phase == 2 and torch.is_grad_enabled(),
+                last,
+                cast,
+            )
+        )
+        self._holders.append(1)
+        self.out.add(Op.ALLOC, ident)
+        return ident
+
+    def _take(self, sizes: kernels.Sizes) -> list[int]:
+        """Take blocks in order; those of inner lists are given back at once."""
+        held = []
+        for size in sizes:
+            if isinstance(size, list):
+                self._give_back(self._take(size))
+            elif size != 0:
+                held.append(self._new(size))
+        return held
+
+    def _give_back(self, idents: list[int]) -> None:
+        for ident in reversed(idents):
+            self._release(ident)
+
+    def ident(self, tensor: torch.Tensor) -> int:
+        """The storage's id, -1 for one that is not followed."""
+        return self._ids.get(int(tensor.untyped_storage()._cdata), -1)
+
+    # ---- operators -----------------------------------------------------------------------------------------------------
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _PRIM_DEVICE:
+            return func(*args)
+        if func is _READ:
+            return True if self._last in _TRUE_OF else _READ_AS.get(args[0].dtype, 0)
+        kwargs = kwargs or {}
+        self._last = func
+        heir = -1
+        if self.phase == 2 and self.calls is not None:
+            self._locate(self.calls)
+        if self.phase == 2 and not torch.is_grad_enabled():
+            heir = self._heir(func, args, kwargs)
+        elif kernels.in_math_attention and func is _ADD:
+            heir = self.ident(args[0])
+        before = kernels.BEFORE.get(func)
+        if before is not None:
+            held = self._take(before(args, kwargs))
+        out = func(*args, **kwargs)
+        patch = kernels.OUTPUT_BYTES.get(func)
+        outputs = list(enumerate(out if isinstance(out, (tuple, list)) else (out,)))
+        if func in kernels.REVERSED_OUTPUTS:
+            outputs.reverse()
+        for i, tensor in outputs:
+            if not isinstance(tensor, torch.Tensor) or tensor.device.type != "meta":
+                continue
+            storage = tensor.untyped_storage()
+            if int(storage._cdata) in self._ids:
+                continue
+            size: Size = kernels.pending.pop() if kernels.pending else storage.nbytes()
+            if patch is not None:
+                size = patch(i, size, args)
+            if size == 0:
+                self._follow(tensor, -1)
+            elif heir >= 0:
+                self._holders[heir] += 1
+                self._follow(tensor, heir)
+            else:
+                cast = func is _aten._to_copy.default and int(args[0].untyped_storage()._cdata) in self._param_storages
+                self._follow(tensor, self._new(size, tensor.shape[-1] if tensor.dim() else 0, cast=cast))
+        after = kernels.AFTER.get(func)
+        if after is not None:
+            self._give_back(self._take(after(args, kwargs, out)))
+        if before is not None:
+            self._give_back(held)
+        return out
+
+    def _heir(self, func: Any, args: Any, kwargs: Any) -> int:
+        """The storage that eager would have written into, or -1. See Note [Accumulating in place]."""
+        if func is _ADD:
+            old, new = args[0], args[1]
+            if kwargs or not isinstance(new, torch.Tensor) or old.shape != new.shape or old.dtype != new.dtype:
+                return -1
+            if old._use_count() > self._sole_tensor or not torch.ops.aten.is_non_overlapping_and_dense.default(old):
+                return -1
+            if torch._C._storage_Use_Count(old.untyped_storage()._cdata) > self._sole_storage:
+                return -1
+            return self.ident(old)
+        node = torch._C._current_autograd_node()
+        if node is not None and (node.name(), func) in _IN_PLACE_IN_EAGER:
+            return self.ident(args[0])
+        return -1
+
+    def _locate(self, calls: CallTree) -> None:
+        """Emit the module boundaries that backward has crossed since the last operator."""
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return
+        for entered, module in calls.moved(node._sequence_nr()):
+            if entered:
+                self.out.add(Op.BWD_ENTER, module)
+                self.modules.append(module)
+            else:
+                self.out.add(Op.BWD_EXIT, module)
+                if self.modules and self.modules[-1] == module:
+                    self.modules.pop()
+
+    # ---- marks -----------------------------------------------------------------------------------------------------------
+    def mark(self, mark: Mark) -> None:
+        """A point of the micro batch; sets the phase."""
+        if mark is Mark.BACKWARD_END and self.calls is not None:
+            for _, module in self.calls.moved(-1):
+                self.out.add(Op.BWD_EXIT, module)
+        self.modules.clear()
+        self.out.add(Op.MARK, mark)
+        self.phase = {Mark.FORWARD_BEGIN: 1, Mark.FORWARD_END: 1, Mark.BACKWARD_BEGIN: 2, Mark.BACKWARD_END: 0}[mark]
+
+    def gradient(self, param: int, tensor: torch.Tensor) -> None:
+        """A parameter's gradient is complete: from here on it belongs to the engine."""
+        ident = self.ident(tensor)
+        self._engine_owned.add(ident)
+        self.out.add(Op.GRAD, param, ident)
+
+
+def _uncontended_counts() -> tuple[int, int]:
+    """Reference counts, as a dispatch mode sees them, of a gradient that autograd's buffer alone holds."""
+    seen: list[tuple[int, int]] = []
+
+    class Probe(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is _ADD and not torch.is_grad_enabled():
+                seen.append((args[0]._use_count(), torch._C._storage_Use_Count(args[0].untyped_storage()._cdata)))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.empty(2, device="meta", requires_grad=True)
+    y = x * 2.0
+    z = (y * 2.0) * (y * 3.0)
+    with Probe():
+        z.backward(torch.empty(2, device="meta"))
+    return seen[0]

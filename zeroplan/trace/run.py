@@ -1,0 +1,65 @@
+"""Runs one micro batch of a model on the meta device and records it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroplan.core.tape import Mark
+from zeroplan.core.tape_options import Arithmetic, Checkpointing, TraceOptions
+from zeroplan.trace.functions import CudaFunctions
+from zeroplan.trace.hooks import Follower
+from zeroplan.trace.recorder import Recorder, Recording
+
+
+def record(model: nn.Module, inputs: Callable[[], Mapping[str, Any]], options: TraceOptions) -> Recording:
+    """Forward, loss and backward of one micro batch. `inputs` makes the keyword arguments of the model's forward."""
+    recorder = Recorder([*model.parameters(), *model.buffers()])
+    follower = Follower(model, recorder, zero3=options.zero3)
+    autocast = torch.bfloat16 if options.arithmetic is Arithmetic.AUTOCAST else None
+    functions = CudaFunctions(autocast, zero3=options.zero3)
+    if options.checkpointing is not Checkpointing.NONE:
+        checkpoint_blocks(model, options, functions)
+    try:
+        with recorder, functions:
+            batch = inputs()
+            recorder.mark(Mark.FORWARD_BEGIN)
+            loss = loss_of(model(**batch))
+            functions.drop_casts()
+            recorder.mark(Mark.FORWARD_END)
+            recorder.mark(Mark.BACKWARD_BEGIN)
+            _backward(loss)
+            del loss
+            recorder.mark(Mark.BACKWARD_END)
+            del batch
+    finally:
+        follower.detach()
+    return recorder.out
+
+
+def _backward(loss: torch.Tensor) -> None:
+    """``loss.backward()``, which would leave the function mode that recomputation needs."""
+    run = torch.autograd.Variable._execution_engine.run_backward  # type: ignore[attr-defined]
+    run((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def checkpoint_blocks(model: nn.Module, options: TraceOptions, functions: CudaFunctions) -> None:
+    """Turn on the model's gradient checkpointing. Random states are not kept: on a GPU they lie in host memory."""
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    kwargs: dict[str, Any] = {"use_reentrant": options.checkpointing is Checkpointing.REENTRANT, "preserve_rng_state": False}
+    if not kwargs["use_reentrant"]:
+        kwargs["context_fn"] = functions.recomputation
+    base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The loss of what a model returned: its `loss`, the first tensor, or the sum of the only one."""
+    loss = getattr(output, "loss", None)
+    if loss is None and isinstance(output, Mapping):
+        loss = output.get("loss")
+    if loss is None:
+        loss = output[0] if isinstance(output, (tuple, list)) else output
+    return loss if loss.dim() == 0 else loss.float().mean()

@@ -1,4 +1,11 @@
-"""Plays a model's tape for as many micro batches and steps as a job takes, with a stage's schedule laid over it."""
+"""Plays a model's tape for as many micro batches and steps as a job takes, with a stage's schedule laid over it.
+
+Note [The kept loss]
+    A training loop keeps its last loss until the next one takes its place, and with it what hangs on the loss's graph: the
+    scalar itself, and leaves that are no parameters with their gradients, such as the embeddings that LoRA with gradient
+    checkpointing makes require one. A tape frees them after BACKWARD_END; here they go when the loop's variable is
+    assigned again: after the next micro batch's forward, or after the step that follows it for the last of a window.
+"""
 
 from __future__ import annotations
 
@@ -84,53 +91,57 @@ def play(job: Job, stream: Stream, recorder: Recorder, schedule: StageSchedule) 
     schedule.add_adapters()
     schedule.initialize()
     recorder.mark("init")
-    forward, backward = split(stream, modules=schedule.follows_modules)
+    forward, backward, tail = split(stream, modules=schedule.follows_modules)
     player = _Player(stream, recorder, schedule, job.cublas_workspace)
+    kept: list[int] = []
     window = job.workload.grad_accum
     played = min(window, DISTINCT_MICRO_BATCHES)
     for step in range(job.steps):
+        previous, kept = kept, []
         for micro in range(played):
             boundary = micro == played - 1
             schedule.forward_begin()
             player.run(forward)
+            player.drop(kept)
             if window == 1:
                 recorder.mark("fwd")
             schedule.backward_begin(boundary)
             player.run(backward)
             schedule.backward_end(boundary)
+            kept = player.end(tail)
             if window == 1:
                 recorder.mark("bwd")
         schedule.step(step >= job.skipped_steps)
+        player.drop(previous)
         recorder.mark(f"step{step}")
 
 
-def split(stream: Stream, *, modules: bool) -> tuple[list[Event], list[Event]]:
-    """The tape's forward and backward as lists of events, module events only if `modules`.
+def split(stream: Stream, *, modules: bool) -> tuple[list[Event], list[Event], list[Event]]:
+    """The tape's forward, its backward and what follows it as lists of events, module events only if `modules`.
 
     A workspace event stands before the first module of each half that multiplies matrices: cuBLAS takes a workspace for
     each thread that calls it, and autograd runs the backward in its own.
     """
     products = [_multiplies(m.type) for m in stream.modules]
-    halves: tuple[list[Event], list[Event]] = ([], [])
-    half, wanted = 0, [True, True]
+    parts: tuple[list[Event], list[Event], list[Event]] = ([], [], [])
+    half, wanted = 0, [True, True, False]
     buffers = [BUFFER_OF_KIND[Kind(kind)] for kind in range(len(Kind))]
     hooks = (Op.ENTER, Op.EXIT, Op.BWD_ENTER, Op.BWD_EXIT)
     for op, arg, aux, kind, module in zip(stream.op, stream.arg, stream.aux, stream.kind, stream.module, strict=True):
         if op == Op.MARK:
-            if arg == Mark.BACKWARD_BEGIN:
-                half = 1
+            half = {Mark.BACKWARD_BEGIN: 1, Mark.BACKWARD_END: 2}.get(Mark(arg), half)
             continue
         if op in hooks:
             if wanted[half] and op in (Op.ENTER, Op.BWD_ENTER) and products[arg]:
-                halves[half].append((_WORKSPACE, half, 0, Buffer.WORKSPACE, arg))
+                parts[half].append((_WORKSPACE, half, 0, Buffer.WORKSPACE, arg))
                 wanted[half] = False
             if not modules:
                 continue
-        halves[half].append((op, arg, aux, buffers[kind], module))
+        parts[half].append((op, arg, aux, buffers[kind], module))
     for half in (0, 1):
         if wanted[half]:
-            halves[half].insert(0, (_WORKSPACE, half, 0, Buffer.WORKSPACE, -1))
-    return halves
+            parts[half].insert(0, (_WORKSPACE, half, 0, Buffer.WORKSPACE, -1))
+    return parts
 
 
 def _multiplies(module_type: str) -> bool:
@@ -151,6 +162,28 @@ class _Player:
         }
         storages = [arg for op, arg in zip(stream.op, stream.arg, strict=True) if op == Op.ALLOC]
         self.live = [-1] * (max(storages, default=-1) + 1)
+        self.inputs = {
+            arg
+            for op, arg, kind in zip(stream.op, stream.arg, stream.kind, strict=True)
+            if op == Op.ALLOC and kind == Kind.INPUT
+        }
+
+    def end(self, events: list[Event]) -> list[int]:
+        """Frees the inputs; returns the blocks that the loss keeps."""
+        kept = []
+        for op, arg, *_ in events:
+            if op == Op.FREE:
+                if arg in self.inputs:
+                    self.recorder.free(self.live[arg])
+                else:
+                    kept.append(self.live[arg])
+        return kept
+
+    def drop(self, kept: list[int]) -> None:
+        """Frees what an earlier loss kept."""
+        for handle in kept:
+            self.recorder.free(handle)
+        kept.clear()
 
     def run(self, events: list[Event]) -> None:
         alloc, free, live, hooks = self.recorder.alloc, self.recorder.free, self.live, self.hooks

@@ -86,36 +86,48 @@ class _Look:
         self.endpoint = os.environ.get("HF_ENDPOINT") or None
 
     def config(self) -> dict[str, Any] | None:
-        """The repository's config.json, None when it has none."""
-        from huggingface_hub import hf_hub_download
+        """The repository's config.json, from the cache when the hub cannot be reached; None when it has none."""
         from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-        def ask(local: bool) -> str:
-            return hf_hub_download(
-                self.repository,
-                "config.json",
-                revision=self.revision,
-                token=self.token,
-                endpoint=self.endpoint,
-                local_files_only=local,
-                etag_timeout=PATIENCE - 1,
-            )
-
         try:
-            path = ask(True) if self.offline else _within(PATIENCE, lambda: ask(False))
-        except (EntryNotFoundError, OSError, ValueError, TimeoutError) as error:
-            if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
-                return None
-            if not isinstance(error, TimeoutError):
+            path = self._cached() if self.offline else _within(PATIENCE, self._downloaded)
+        except LocalEntryNotFoundError as error:
+            raise self._refusal(error) from None
+        except EntryNotFoundError:
+            return None
+        except Exception as error:  # of the hub's library, of its HTTP client or of the system, by version
+            if self.offline or not _unreachable(error):
                 raise self._refusal(error) from None
             try:
-                path = ask(True)
+                path = self._cached()
             except (EntryNotFoundError, OSError, ValueError):
                 raise self._refusal(error) from None
         data = read_json(path, where=self.where)
         if not isinstance(data, dict):
             raise BadInput(f"{self.repository}: config.json holds no object", where=self.where)
         return data
+
+    def _cached(self) -> str:
+        from huggingface_hub import hf_hub_download
+
+        return hf_hub_download(self.repository, "config.json", revision=self.revision, local_files_only=True)
+
+    def _downloaded(self) -> str:
+        """Asks for the file's metadata first, since that raises at once what the download would retry for half a minute."""
+        from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+        from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+        url = hf_hub_url(self.repository, "config.json", revision=self.revision, endpoint=self.endpoint)
+        get_hf_file_metadata(url, token=self.token, timeout=PATIENCE - 1)
+        shown = not are_progress_bars_disabled()
+        disable_progress_bars()
+        try:
+            return hf_hub_download(
+                self.repository, "config.json", revision=self.revision, token=self.token, endpoint=self.endpoint
+            )
+        finally:
+            if shown:
+                enable_progress_bars()
 
     def shapes(self) -> dict[str, tuple[int, ...]] | None:
         """Shapes of all tensors, from the headers of the safetensors files; None when there are none."""
@@ -127,7 +139,10 @@ class _Look:
             found = _within(PATIENCE, lambda: api.get_safetensors_metadata(self.repository, revision=self.revision))
         except NotASafetensorsRepoError:
             return None
-        except (SafetensorsParsingError, OSError, ValueError, TimeoutError) as error:
+        except SafetensorsParsingError:
+            what = f"{self.repository!r} holds safetensors files with a malformed header"
+            raise BadInput(what, where=self.where, remedy="give --params") from None
+        except Exception as error:  # as in config()
             raise self._refusal(error) from None
         return {name: tuple(tensor.shape) for file in found.files_metadata.values() for name, tensor in file.tensors.items()}
 
@@ -157,7 +172,7 @@ class _Look:
         elif isinstance(error, errors.HfHubHTTPError) and error.response is not None:
             code = error.response.status_code
             what, remedy = f"the hub answered {code} for {name}", "check the token" if code in (401, 403) else "try again later"
-        elif isinstance(error, TimeoutError):
+        elif _timed_out(error):
             what, remedy = (
                 f"the hub did not answer within {PATIENCE:.0f} s for {name}",
                 near or "try again, or give a local folder",
@@ -165,6 +180,17 @@ class _Look:
         else:
             what, remedy = f"the hub cannot be reached for {name}", near or "check the network, or give a local folder"
         return BadInput(what, where=self.where, remedy=remedy)
+
+
+def _timed_out(error: Exception) -> bool:
+    """Whether the error is a timeout: Python's, or one of an HTTP client's, which are no subclasses of it."""
+    return any("Timeout" in kind.__name__ for kind in type(error).__mro__)
+
+
+def _unreachable(error: Exception) -> bool:
+    """Whether the hub gave no answer, or none of its own (a server's fault)."""
+    response = getattr(error, "response", None)
+    return response is None or response.status_code >= 500
 
 
 def _within(seconds: float, ask: Callable[[], _Answer]) -> _Answer:

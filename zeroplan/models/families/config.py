@@ -54,13 +54,11 @@ class Config:
             raise self.bad(f"key {name!r} is missing", near or _REMEDY)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.bad(f"{name!r} must be a whole number, not {_show(value)}")
-        if isinstance(value, float):
-            if not math.isfinite(value) or value != int(value):
-                raise self.bad(f"{name!r} must be a whole number, not {_show(value)}")
-            value = int(value)
+        if isinstance(value, float) and (not math.isfinite(value) or value != int(value)):
+            raise self.bad(f"{name!r} must be a whole number, not {_show(value)}")
         if not low <= value <= high:
             raise self.bad(f"{name!r} must be between {low:,} and {high:,}, not {_show(value)}")
-        return value
+        return int(value)
 
     def size(self, *names: str, default: int | None = None, null: int | None = None, low: int = 1) -> int:
         """A dimension of a tensor; the first of `names` that is set decides.

@@ -32,8 +32,8 @@ def record(model: nn.Module, inputs: Callable[[], Mapping[str, Any]], options: T
             recorder.mark(Mark.FORWARD_END)
             recorder.mark(Mark.BACKWARD_BEGIN)
             _backward(loss)
-            del loss
             recorder.mark(Mark.BACKWARD_END)
+            del loss  # loops keep it, and what hangs on its graph, until the next one: hence after the mark
             del batch
     finally:
         follower.detach()

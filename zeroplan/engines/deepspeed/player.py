@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.tape import Kind, Mark, Op, Stream
-from zeroplan.engines.deepspeed.job import Job
+from zeroplan.core.tape import Kind, Mark, Op, Stream, TapeModule
+from zeroplan.core.workload import Workload
 from zeroplan.simulate.stream import Recorder
 
 #: By Kind, the name of a tape's allocation.
@@ -34,7 +34,10 @@ BUFFER_OF_KIND = {
 #: Micro batches of an accumulation window that differ from each other: the first, a later one, and the last.
 DISTINCT_MICRO_BATCHES = 3
 
-_WORKSPACE = 99  # beside tape.Op: the first matrix product of a thread
+_WORKSPACE = 99  # beside tape.Op: a thread's first call of cuBLAS or cuBLASLt; arg is an index into workspaces
+
+#: cuBLASLt's workspace, which torch takes for products with a bias (CUDABlas.cpp, gemm_and_bias).
+CUBLASLT_WORKSPACE = 1 << 20
 
 Event = tuple[int, int, int, Buffer, int]
 
@@ -81,17 +84,38 @@ class StageSchedule(Protocol):
         """``engine.step()``; `applied` False when the loss scaler discards it."""
 
 
-def play(job: Job, stream: Stream, recorder: Recorder, schedule: StageSchedule) -> None:
+class PlayedJob(Protocol):
+    """What the player reads of a job."""
+
+    @property
+    def workload(self) -> Workload:
+        """For the number of micro batches in a window."""
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps to play."""
+
+    @property
+    def skipped_steps(self) -> int:
+        """Leading steps that the loss scaler discards."""
+
+    @property
+    def cublas_workspace(self) -> int:
+        """Bytes of one cuBLAS workspace; 0 leaves cuBLASLt's out, too."""
+
+
+def play(job: PlayedJob, stream: Stream, recorder: Recorder, schedule: StageSchedule, *, own_linear: bool = False) -> None:
     """Records a whole run: build, initialisation, and `job.steps` steps, with the marks that measured rows have.
 
     Marks are ``model``, ``init``, then ``fwd``, ``bwd`` (without accumulation only) and ``step0``, ``step1``, …
+    `own_linear` says that the engine put a function of its own in place of ``torch.nn.functional.linear``.
     """
     schedule.build()
     recorder.mark("model")
     schedule.add_adapters()
     schedule.initialize()
     recorder.mark("init")
-    forward, backward, tail = split(stream, modules=schedule.follows_modules)
+    forward, backward, tail = split(stream, modules=schedule.follows_modules, own_linear=own_linear)
     player = _Player(stream, recorder, schedule, job.cublas_workspace)
     kept: list[int] = []
     window = job.workload.grad_accum
@@ -116,15 +140,17 @@ def play(job: Job, stream: Stream, recorder: Recorder, schedule: StageSchedule) 
         recorder.mark(f"step{step}")
 
 
-def split(stream: Stream, *, modules: bool) -> tuple[list[Event], list[Event], list[Event]]:
+def split(stream: Stream, *, modules: bool, own_linear: bool) -> tuple[list[Event], list[Event], list[Event]]:
     """The tape's forward, its backward and what follows it as lists of events, module events only if `modules`.
 
-    A workspace event stands before the first module of each half that multiplies matrices: cuBLAS takes a workspace for
-    each thread that calls it, and autograd runs the backward in its own.
+    Workspace events stand before the first module of each half that multiplies matrices, and before the first that adds
+    a bias in the same kernel: cuBLAS and cuBLASLt take a workspace for each thread that calls them, and autograd runs the
+    backward (and recomputations within it) in its own. Stage 3's own linear function adds the bias apart (zero/linear.py).
     """
     products = [_multiplies(m.type) for m in stream.modules]
+    biased = [_adds_bias(m, stream, own_linear=own_linear) for m in stream.modules]
     parts: tuple[list[Event], list[Event], list[Event]] = ([], [], [])
-    half, wanted = 0, [True, True, False]
+    half, wanted = 0, [True, True, True, True]  # cuBLAS by half, then cuBLASLt by half
     buffers = [BUFFER_OF_KIND[Kind(kind)] for kind in range(len(Kind))]
     hooks = (Op.ENTER, Op.EXIT, Op.BWD_ENTER, Op.BWD_EXIT)
     for op, arg, aux, kind, module in zip(stream.op, stream.arg, stream.aux, stream.kind, stream.module, strict=True):
@@ -132,9 +158,12 @@ def split(stream: Stream, *, modules: bool) -> tuple[list[Event], list[Event], l
             half = {Mark.BACKWARD_BEGIN: 1, Mark.BACKWARD_END: 2}.get(Mark(arg), half)
             continue
         if op in hooks:
-            if wanted[half] and op in (Op.ENTER, Op.BWD_ENTER) and products[arg]:
+            if half < 2 and wanted[half] and op in (Op.ENTER, Op.BWD_ENTER) and products[arg]:
                 parts[half].append((_WORKSPACE, half, 0, Buffer.WORKSPACE, arg))
                 wanted[half] = False
+            if half < 2 and wanted[2 + half] and op == Op.ENTER and biased[arg]:
+                parts[half].append((_WORKSPACE, 2 + half, 0, Buffer.WORKSPACE, arg))
+                wanted[2 + half] = False
             if not modules:
                 continue
         parts[half].append((op, arg, aux, buffers[kind], module))
@@ -148,11 +177,16 @@ def _multiplies(module_type: str) -> bool:
     return any(word in module_type for word in ("Linear", "Conv1D", "Rotary"))
 
 
+def _adds_bias(module: TapeModule, stream: Stream, *, own_linear: bool) -> bool:
+    shapes = [len(stream.params[p].shape) for p in module.params]
+    linear = "Linear" in module.type and not own_linear
+    return (linear or "Conv1D" in module.type) and sorted(shapes) == [1, 2]
+
+
 class _Player:
     def __init__(self, stream: Stream, recorder: Recorder, schedule: StageSchedule, workspace: int) -> None:
         self.recorder = recorder
-        self.workspace = workspace
-        self.has_workspace = [workspace == 0, workspace == 0]
+        self.workspaces = [workspace, workspace, CUBLASLT_WORKSPACE, CUBLASLT_WORKSPACE] if workspace else [0] * 4
         self.grad = schedule.grad
         self.hooks: dict[int, Callable[[int], None]] = {
             Op.ENTER: schedule.enter,
@@ -196,8 +230,8 @@ class _Player:
             elif op == op_grad:
                 self.grad(arg, live[aux])
             elif op == _WORKSPACE:
-                if not self.has_workspace[arg]:
-                    self.has_workspace[arg] = True
-                    alloc(self.workspace, buffer, note=module)
+                if self.workspaces[arg]:
+                    alloc(self.workspaces[arg], buffer, note=module)
+                    self.workspaces[arg] = 0
             else:
                 hooks[op](arg)

@@ -30,7 +30,8 @@ def stage_schedule(job: Job, stream: Stream, recorder: Recorder) -> StageSchedul
 def record_deepspeed(job: Job, stream: Stream) -> Recorder:
     """Every allocation and free of one rank's run, in order. See :func:`zeroplan.engines.deepspeed.player.play`."""
     recorder = Recorder()
-    play(job, stream, recorder, stage_schedule(job, stream, recorder))
+    own_linear = job.zero.stage == 3 and job.zero.memory_efficient_linear
+    play(job, stream, recorder, stage_schedule(job, stream, recorder), own_linear=own_linear)
     return recorder
 
 

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from reference import assert_same_rows, build_on_meta, rows_of_module, rows_of_spec
-
+from tests.models.reference import assert_same_rows, build_on_meta, rows_of_module, rows_of_spec
 from zeroplan.models import catalog
 from zeroplan.models.load import load_model
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from reference import assert_same_rows, build_on_meta, rows_of_module, rows_of_spec
-from test_families import VARIANTS, _with_depth
-
+from tests.models.reference import assert_same_rows, build_on_meta, rows_of_module, rows_of_spec
+from tests.models.test_families import VARIANTS, _with_depth
 from zeroplan.core.errors import BadInput
 from zeroplan.models.facts import largest_module_params
 from zeroplan.models.live import spec_from_module
@@ -42,7 +39,7 @@ def test_a_module_says_what_its_description_says(config: dict[str, Any]) -> None
     live = load_model(module)
     assert live.source == "module"
     assert live.model_type == described.model_type
-    assert live.auto_class in ("", described.auto_class)
+    assert live.auto_class == described.auto_class
     assert_same_rows(rows_of_spec(live), rows_of_module(module))
     assert _kinds(live) == _kinds(described)
     assert [u.count for u in live.units if u.block] == [u.count for u in described.units if u.block]

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from reference import Row, assert_same_rows, build_on_meta, rows_of_module, rows_of_spec
-
+from tests.models.reference import Row, assert_same_rows, build_on_meta, rows_of_module, rows_of_spec
 from zeroplan.core.errors import BadInput
 from zeroplan.models.load import bare_params, load_model
 from zeroplan.models.lora import with_lora

@@ -13,7 +13,7 @@ _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads", "n_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 _INNER = ("intermediate_size", "ffn_dim", "n_inner", "d_ff", "encoder_ffn_dim")
-_POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "seq_length", "max_seq_len", "n_ctx")
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "seq_length", "max_seq_len", "block_size")
 
 #: RoBERTa counts its positions from padding_idx + 1 = 2 on, so two rows of the table are never used.
 _POSITION_OFFSET = {"roberta": 2, "xlm-roberta": 2, "camembert": 2}

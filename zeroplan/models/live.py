@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zeroplan.core.errors import BadInput
+from zeroplan.models.families import FAMILIES
 from zeroplan.models.grouping import units_of_tensors
 from zeroplan.models.spec import ModelSpec, Tensor, Unit
 
@@ -41,8 +42,17 @@ def spec_from_module(module: Any, *, name: str | None = None) -> ModelSpec:
         "module",
         model_type if isinstance(model_type, str) else "",
         config,
-        auto_class=next((auto for end, auto in _AUTO_CLASSES.items() if kind.endswith(end)), ""),
+        auto_class=_auto_class(kind, str(model_type)),
     )
+
+
+def _auto_class(kind: str, model_type: str) -> str:
+    """The auto class that builds a module of class `kind`; an adapter's wrapper is built by none."""
+    if kind.startswith("Peft"):
+        return ""
+    if kind.endswith("ForConditionalGeneration") and model_type in FAMILIES:
+        return FAMILIES[model_type][1]
+    return next((auto for end, auto in _AUTO_CLASSES.items() if kind.endswith(end)), "")
 
 
 def units_from_module(module: Any) -> tuple[Unit, ...]:

@@ -47,6 +47,17 @@ inline void set(T* p, size_t count, Vec x) {
         std::memcpy(p, padded, count * sizeof(T));
     }
 }
+// x with zeros for the lanes from `count` on, whatever arithmetic on their padding made of them.
+template <bool Full>
+inline Vec only(Vec x, size_t count) {
+    if constexpr (Full) {
+        return x;
+    } else {
+        float lanes[W];
+        store(lanes, x);
+        return get<false>(lanes, count);
+    }
+}
 // As set, past the caches where Stream: the output is read by a copy engine or much later.
 template <bool Full, bool Stream, class T>
 inline void emit(T* p, size_t count, Vec x) {
@@ -181,7 +192,7 @@ void lamb_moments(const ZeroplanStep& a, size_t begin, size_t end, double sums[2
             const Vec p = get<full>(param + i, count), g = get<full>(grad + i, count) * scale;
             const Vec m = beta1 * get<full>(exp_avg + i, count) + one_minus_beta1 * g;
             const Vec v = beta2 * get<full>(exp_avg_sq + i, count) + one_minus_beta2 * g * g;
-            const Vec u = lamb_direction(a, p, m, v);
+            const Vec u = only<full>(lamb_direction(a, p, m, v), count);
             set<full>(exp_avg + i, count, m);
             set<full>(exp_avg_sq + i, count, v);
             weight = weight + p * p;

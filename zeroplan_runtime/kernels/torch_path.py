@@ -57,8 +57,9 @@ def lion(step: Step) -> None:
     for part, grad in _chunks(step):
         p, m = step.param[part], step.first[part]
         direction = (m * step.beta1).add_(grad * step.one_minus_beta1)
-        # torch.sign takes NaN to 0 on some devices; x - x keeps it.
-        p.mul_(step.keep).sub_((direction.sign() + (direction - direction)).mul_(step.rate))
+        # torch.sign takes NaN to 0; it must reach the parameter.
+        sign = torch.where(direction.isnan(), direction, direction.sign())
+        p.mul_(step.keep).sub_(sign.mul_(step.rate))
         m.mul_(step.beta2).add_(grad * step.one_minus_beta2)
         _emit(step, part)
 

@@ -1,0 +1,64 @@
+"""The implementations under test: each backend, on each instruction set or device that this machine has."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+
+from zeroplan_runtime.kernels import backends, cuda_path, fronts, native_path, torch_path
+
+#: name → (path module, device type, instruction set of the native routines)
+TARGETS = {
+    "torch": (torch_path, "cpu", None),
+    "native-plain": (native_path, "cpu", "plain"),
+    "native-avx2": (native_path, "cpu", "avx2"),
+    "native-avx512": (native_path, "cpu", "avx512"),
+    "cuda": (cuda_path, "cuda", None),
+    "torch-cuda": (torch_path, "cuda", None),
+}
+
+all_targets = pytest.mark.parametrize(
+    "target", [pytest.param(name, marks=pytest.mark.gpu) if name.endswith("cuda") else name for name in TARGETS]
+)
+
+
+@contextmanager
+def using(target: str):
+    """Routes the public functions to one target and yields its device; skips where this machine lacks it."""
+    path, device, instructions = TARGETS[target]
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+        if path is cuda_path:
+            fault = backends.cuda_fault(0)
+            assert not fault, fault
+    if path is native_path:
+        if native_path.library() is None:
+            pytest.skip("libzeroplan_cpu is not built")
+        if not native_path.use_instructions(instructions):
+            pytest.skip(f"this processor has no {instructions}")
+    try:
+        with mock.patch.object(fronts, "backend", return_value=path):
+            yield torch.device(device)
+    finally:
+        if path is native_path:
+            native_path.use_instructions(None)
+
+
+def buffer(values: torch.Tensor, device: torch.device, offset: int = 0) -> torch.Tensor:
+    """A copy of `values` that begins `offset` elements after a boundary of 64 bytes."""
+    room = torch.empty(values.numel() + 64, dtype=values.dtype, device=device)
+    first = (-room.data_ptr() % 64) // room.element_size() + offset
+    part = room[first : first + values.numel()]
+    part.copy_(values)
+    return part
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal bit for bit, all NaN alike."""
+    a, b = a.cpu(), b.cpu()
+    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return bool(((a.view(kind) == b.view(kind)) | (a.isnan() & b.isnan())).all())

@@ -1,0 +1,182 @@
+"""How kernels come to be: sources that compile everywhere, the cubin cache, the choice of a backend, the threads."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from zeroplan_runtime.kernels import backends, cuda_path, fronts, native_path, nvrtc, torch_path
+
+ARCHITECTURES = (75, 80, 90, 100)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize("file", sorted(path.name for path in nvrtc.sources().glob("*.cu")))
+def test_sources_compile_for_every_architecture(file, tmp_path):
+    """And without a warning."""
+    command = ["nvcc", "-std=c++17", "-fmad=false", "-Werror", "all-warnings", "--threads", "2", "-fatbin"]
+    command += [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
+    command += ["-DZP_GRAD=zp::bf16", "-DZP_OUT=zp::fp16", "-DZP_VEC=8"]
+    target = tmp_path / "out.fatbin"
+    done = subprocess.run(
+        [*command, "-o", str(target), str(nvrtc.sources() / file)], capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert target.stat().st_size > 0
+
+
+class Compiler:
+    """Stands in for NVRTC: counts calls, gives different code for different input."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.calls = 0
+        self.lock = threading.Lock()
+        monkeypatch.setenv(nvrtc.ENVIRONMENT, str(folder))
+        monkeypatch.setattr(nvrtc, "compile_source", self)
+        monkeypatch.setattr(nvrtc, "nvrtc_version", lambda: (13, 0))
+        monkeypatch.setattr(nvrtc, "core", lambda: torch)
+        monkeypatch.setattr(nvrtc, "_load", self.load)
+
+    def __call__(self, file, macros, arch) -> bytes:
+        with self.lock:
+            self.calls += 1
+        return f"good {file} {macros} {arch}".encode()
+
+    def load(self, code: bytes, name: str) -> str:
+        if not code.startswith(b"good"):
+            raise RuntimeError("CUDA_ERROR_INVALID_IMAGE")
+        return f"{name} of {code.decode()}"
+
+
+MACROS = (("ZP_GRAD", "float"),)
+
+
+def test_a_kernel_is_compiled_once(monkeypatch, tmp_path):
+    compiler = Compiler(monkeypatch, tmp_path / "not" / "there yet")
+    made = {nvrtc.kernel("adam.cu", "zp_adam", MACROS, "sm_90") for _ in range(3)}
+    assert made == {f"zp_adam of good adam.cu {MACROS} sm_90"}
+    assert compiler.calls == 1
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_all_that_decides_the_code_is_in_its_name(monkeypatch, tmp_path):
+    compiler = Compiler(monkeypatch, tmp_path)
+    wanted = itertools.product(("adam.cu", "lion.cu"), (MACROS, (("ZP_GRAD", "zp::bf16"),)), ("sm_80", "sm_90"))
+    made = [nvrtc.kernel(file, "k", macros, arch) for file, macros, arch in wanted]
+    assert len(set(made)) == compiler.calls == 8
+    monkeypatch.setattr(nvrtc, "nvrtc_version", lambda: (13, 1))
+    nvrtc.kernel("adam.cu", "k", MACROS, "sm_90")
+    assert compiler.calls == 9
+    copy = tmp_path / "sources"
+    shutil.copytree(nvrtc.sources(), copy)
+    monkeypatch.setattr(nvrtc, "sources", lambda: copy)
+    nvrtc.kernel("adam.cu", "k", MACROS, "sm_90")
+    assert compiler.calls == 9
+    with (copy / "common.cuh").open("a") as file:
+        file.write("// changed\n")
+    nvrtc.kernel("adam.cu", "k", MACROS, "sm_90")
+    assert compiler.calls == 10
+
+
+def test_a_damaged_file_is_replaced(monkeypatch, tmp_path):
+    compiler = Compiler(monkeypatch, tmp_path)
+    want = nvrtc.kernel("adam.cu", "k", MACROS, "sm_90")
+    (kept,) = tmp_path.glob("*.cubin")
+    kept.write_bytes(b"torn")
+    assert nvrtc.kernel("adam.cu", "k", MACROS, "sm_90") == want
+    assert compiler.calls == 2
+    assert kept.read_bytes().startswith(b"good")
+
+
+@pytest.mark.parametrize("folder", ["", "a file/below"])
+def test_without_a_place_to_write_kernels_still_compile(monkeypatch, tmp_path, folder):
+    (tmp_path / "a file").write_text("")
+    compiler = Compiler(monkeypatch, tmp_path)
+    monkeypatch.setenv(nvrtc.ENVIRONMENT, folder and str(tmp_path / folder))
+    assert nvrtc.kernel("adam.cu", "k", MACROS, "sm_90").startswith("k of good")
+    assert compiler.calls == 1
+
+
+def test_ranks_that_start_together_compile_once(monkeypatch, tmp_path):
+    compiler = Compiler(monkeypatch, tmp_path)
+    ranks = [threading.Thread(target=nvrtc.kernel, args=("adam.cu", "k", MACROS, "sm_90")) for _ in range(8)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert compiler.calls == 1
+
+
+def test_head_is_where_all_tensors_align():
+    room = torch.zeros(64)
+    halves = torch.zeros(64, dtype=torch.bfloat16)
+    first, half = (-room.data_ptr() % 64) // 4, (-halves.data_ptr() % 64) // 2
+    assert cuda_path._head(4, room[first:], halves[half:]) == 0
+    assert cuda_path._head(4, room[first + 1 :], halves[half + 1 :]) == 3
+    assert cuda_path._head(8, room[first + 5 :], halves[half + 5 :]) == 3
+    assert cuda_path._head(4, room[first + 1 : first + 11], halves[half + 2 : half + 12]) == 10  # never together
+    assert cuda_path._head(4, room[first + 1 : first + 3]) == 2
+    assert cuda_path._head(4, room[:0]) == 0
+
+
+def test_environment_keeps_to_torch(monkeypatch):
+    monkeypatch.setenv(backends.ENVIRONMENT, "torch")
+    assert fronts.backend(torch.device("cpu")) is torch_path
+    assert backends.backend_report()[0] == {"device": "cpu", "backend": "torch", "reason": "ZEROPLAN_KERNELS=torch"}
+
+
+def test_report_says_what_is_in_use(monkeypatch):
+    monkeypatch.delenv(backends.ENVIRONMENT, raising=False)
+    (cpu, *_gpus) = backends.backend_report()
+    if native_path.library() is None:
+        assert cpu["backend"] == "torch"
+        assert "libzeroplan_cpu" in cpu["reason"]
+    else:
+        assert cpu["backend"] == "native"
+        assert native_path.instructions() in cpu["reason"]
+
+
+def test_without_the_library_torch_serves(monkeypatch):
+    monkeypatch.delenv(backends.ENVIRONMENT, raising=False)
+    monkeypatch.setattr(native_path, "library", lambda: None)
+    assert backends.backend(torch.device("cpu")) is torch_path
+
+
+@pytest.mark.gpu
+def test_the_kernels_are_in_use_on_a_gpu():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    row = backends.backend_report()[1]
+    assert row["backend"] == "cuda", row["reason"]
+    assert "NVRTC" in row["reason"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_threads_survive_a_fork(fresh_python):
+    """The child has none of its parent's threads, and must not wait for them."""
+    if native_path.library() is None:
+        pytest.skip("libzeroplan_cpu is not built")
+    code = """
+import ctypes, os
+from zeroplan.core.native import library
+sum_of_squares = library().zeroplan_sum_of_squares
+sum_of_squares.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_int]
+sum_of_squares.restype = ctypes.c_double
+n = 1 << 20
+values = (ctypes.c_float * n)(*([1.0] * n))
+assert sum_of_squares(values, 0, n, 4) == n
+child = os.fork()
+if child == 0:
+    os._exit(0 if sum_of_squares(values, 0, n, 4) == n else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    done = fresh_python(code)
+    assert done.stdout.strip() == "0", done.stderr

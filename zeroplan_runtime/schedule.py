@@ -267,11 +267,11 @@ class Schedule:
         assert unit.grad_full is not None
         if not self.setup.shards_states:
             self.ranks.all_reduce_mean(unit.grad_full)
-        elif not self.setup.shards_grads or not self.store.needs_temp(unit):
+        elif not self.setup.shards_grads or (not unit.accumulated and unit.grad.dtype == unit.grad_full.dtype):
             self.ranks.reduce_scatter(unit.grad, unit.grad_full)
         else:
-            assert self.store.reduce_temp is not None
-            arrived = self.store.reduce_temp[: unit.grad.numel()]
+            assert unit.trainable is not None
+            arrived = self.store.part(unit.grad_full, unit.trainable.layout)  # in place: what lay there is sent first
             self.ranks.reduce_scatter(arrived, unit.grad_full)
             if unit.accumulated:
                 unit.grad.add_(arrived)

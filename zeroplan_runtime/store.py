@@ -116,7 +116,6 @@ class Store:
         self.param_slots = {n: self._slot(n, carved[Buffer.PARAM_FULL, n]) for n in self.layout.param_slots}
         self.grad_slots = {n: self._slot(n, carved[Buffer.GRAD_FULL, n]) for n in self.layout.grad_slots}
         self.scalars = carved[Buffer.OPTIM_NORM, "step"]
-        self.reduce_temp = carved.get((Buffer.COMM_REDUCE_SCATTER, "ring"))
         self.units = [self._unit(i, unit, carved) for i, unit in enumerate(units)]
         for state in self.units:
             self._fill(state)
@@ -139,7 +138,7 @@ class Store:
                 begin += flat.full
             else:
                 full = carved[own, name]
-                shard = self._part(full, flat) if setup.shards_states else full
+                shard = self.part(full, flat) if setup.shards_states else full
             flats.append(FlatState(flat, [unit.params[i] for i in flat.params], full, shard))
         trainable, frozen = flats
         if layout.param_slot is not None:
@@ -159,18 +158,15 @@ class Store:
             state.grad = carved[Buffer.GRAD_SHARD, name]
         else:
             state.grad_full = carved[Buffer.GRAD_SHARD if setup.stage >= 2 else Buffer.GRAD_FULL, name]
-            state.grad = self._part(state.grad_full, flat) if setup.shards_states else state.grad_full
+            state.grad = self.part(state.grad_full, flat) if setup.shards_states else state.grad_full
         state.grad_views = trainable.views(state.grad_full)
         state.grad_gaps = [state.grad_full[a:b] for a, b in flat.gaps()]
         state.landed = bytearray(len(flat.params))
         state.master = carved[Buffer.PARAM_MASTER, name] if setup.has_masters else trainable.shard
         state.states = {buffer: tensor for (buffer, unit), tensor in carved.items() if unit == name and _is_state(buffer)}
 
-    def needs_temp(self, unit: UnitState) -> bool:
-        """Whether `unit`'s reduced gradients cannot be written straight to where they are kept."""
-        return unit.accumulated or self.setup.accum_dtype is not self.setup.reduce_dtype
-
-    def _part(self, full: torch.Tensor, flat: Flat) -> torch.Tensor:
+    def part(self, full: torch.Tensor, flat: Flat) -> torch.Tensor:
+        """This rank's shard of a whole flat."""
         return full[self.ranks.rank * flat.shard : (self.ranks.rank + 1) * flat.shard]
 
     def share(self, flat: Flat) -> tuple[int, int]:
@@ -200,7 +196,7 @@ class Store:
                 param.data = view
                 param.grad = None
             if flat.shard.untyped_storage().data_ptr() != flat.full.untyped_storage().data_ptr():
-                flat.shard.copy_(self._part(flat.full, flat.layout))
+                flat.shard.copy_(self.part(flat.full, flat.layout))
         if not self.setup.shards_params:
             unit.param_slot.holder, unit.param_slot.fresh = unit, True
 

@@ -111,3 +111,28 @@ class Plain:
             for name, p in self.params.items():
                 p.copy_(self.masters[name])
         return losses
+
+
+class RoundedAdamW(torch.optim.Optimizer):
+    """AdamW whose every operation rounds on its own, in the order that zeroplan_runtime's kernels keep.
+
+    torch's own fuses some multiplications and additions, so it agrees to rounding only; this one should agree bitwise.
+    """
+
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, m=torch.zeros_like(p), v=torch.zeros_like(p))
+                state["step"] += 1
+                m, v, root2 = state["m"], state["v"], 1 / (1 - 0.999 ** state["step"]) ** 0.5
+                m.copy_(m * 0.9 + p.grad * (1 - 0.9))
+                v.copy_(v * 0.999 + p.grad * (1 - 0.999) * p.grad)
+                root = v.double().sqrt().float()  # correctly rounded, which torch's fp32 root is not everywhere
+                step = (m / (root * root2 + 1e-8)) * (group["lr"] / (1 - 0.9 ** state["step"]))
+                p.copy_(p * (1 - group["lr"] * group["weight_decay"]) - step)

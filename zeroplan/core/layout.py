@@ -120,11 +120,6 @@ class RuntimeSetup:
         """Dtype of gradients kept whole, which are accumulated and reduced in one buffer."""
         return DType.FP32 if DType.FP32 in (self.reduce_dtype, self.accum_dtype) else self.reduce_dtype
 
-    @property
-    def needs_reduce_temp(self) -> bool:
-        """A reduced shard that cannot be written straight over the accumulated one passes through a buffer."""
-        return self.shards_grads and (self.grad_accum > 1 or self.accum_dtype is not self.reduce_dtype)
-
 
 @dataclass(frozen=True, slots=True)
 class Flat:
@@ -208,11 +203,6 @@ class Layout:
         """Elements of each slot for whole gradients."""
         return _slot_sizes((u.grad_slot, u.trainable.full) for u in self.units if u.trainable)
 
-    @property
-    def largest_shard(self) -> int:
-        """Elements of the largest trainable shard."""
-        return max((u.trainable.shard for u in self.units if u.trainable), default=0)
-
 
 def _slot_sizes(uses: Iterable[tuple[str | None, int]]) -> dict[str, int]:
     sizes: dict[str, int] = {}
@@ -294,6 +284,4 @@ def _grad_rows(layout: Layout) -> list[OwnedBuffer]:
         return [OwnedBuffer(own, name, flat.full, setup.whole_grad_dtype) for name, flat in trained]
     rows = [OwnedBuffer(Buffer.GRAD_SHARD, name, flat.shard, setup.accum_dtype) for name, flat in trained]
     rows += [OwnedBuffer(Buffer.GRAD_FULL, slot, numel, setup.reduce_dtype) for slot, numel in layout.grad_slots.items()]
-    if setup.needs_reduce_temp and trained:
-        rows.append(OwnedBuffer(Buffer.COMM_REDUCE_SCATTER, "ring", layout.largest_shard, setup.reduce_dtype))
     return rows

@@ -7,11 +7,18 @@ Note [Trace]
     complete: each module's fetch then also gathers what comes next (prefetch), as far as `prefetch_bucket_size` more
     elements and `max_live_parameters` in all allow, and a module's release keeps what returns within `max_reuse_distance`.
     Every fetch is one step of the trace, forwards, backwards and recomputations alike.
+
+Note [Lag]
+    A block that another stream used is reusable when that stream has passed its free. Stage 3's Python hooks take longer
+    than the kernels between them, so the device follows closely. In recorded histories a gradient's block is back in the
+    pool one allocation after the next one, and a parameter's at once, or with several ranks a few modules later. Where a
+    run differs, so does its fragmentation: by at most the largest parameter or two.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from zeroplan.core.buffers import Buffer
@@ -21,6 +28,10 @@ from zeroplan.simulate.stream import Recorder
 
 _ABSENT, _IN_FLIGHT, _AVAILABLE = range(3)
 _NEVER = -(10**10)
+
+#: How many fetches the device is behind the host, in freeing what the compute stream used: with several ranks it waits for
+#: their collectives; a single rank, or one that copies from the host, is waited for at every fetch. See Note [Lag].
+FETCHES_BEHIND = 3
 
 
 class _Gather:
@@ -85,6 +96,8 @@ class Coordinator:
         self.persistent = frozenset(persistent)
         self.on_host = on_host
         self.stream = GATHER if zero.overlaps_comm else COMPUTE
+        waits = job.ranks == 1 or job.offload_optimizer or zero.offloads_param
+        self.lag = 0 if waits else FETCHES_BEHIND
         self.prefetch = 1 if zero.allgather_sequential else zero.prefetch_bucket_size
         count = len(job.numel)
         self.status = [_ABSENT] * count
@@ -101,7 +114,8 @@ class Coordinator:
         self.backward_modules: dict[int, None] = {}
         self.recomputed: dict[int, set[int]] = {}
         self.kept: dict[tuple[int, int], frozenset[int]] = {}
-        self.pending = False
+        self.lagging: deque[tuple[int, int]] = deque()  # (fetches so far, block) of frees that wait for the compute stream
+        self.fetches = 0
         self.before_free: Callable[[int], None] = lambda param: None  # hpZ makes its secondary shard there
 
     # A micro batch
@@ -122,6 +136,7 @@ class Coordinator:
 
     def fetch(self, module: int, *, forward: bool, recomputing: bool = False) -> None:
         """co, fetch_sub_module: gathers what the module needs, waits for it, and prefetches."""
+        self.fetches += 1
         if self.trace is None and self.recorded is not None:
             self.recorded.append(module)
         if not forward:
@@ -234,7 +249,7 @@ class Coordinator:
 
     def _gather(self, params: list[int]) -> None:
         """pp, all_gather_coalesced: alone straight into place, several through one flat buffer."""
-        self.settle()
+        self.settle(self.lag)
         job, alloc, stream = self.job, self.alloc, self.stream
         w, ranks, numel = job.param_bytes, job.ranks, job.numel
         self.live += sum(numel[p] for p in params)
@@ -300,11 +315,10 @@ class Coordinator:
             handle, stream = block
             if stream != COMPUTE:
                 self.recorder.record_stream(handle, COMPUTE)
-                self.pending = True
+                self.lagging.append((self.fetches, handle))
             self.recorder.free(handle)
 
-    def settle(self) -> None:
-        """The compute stream has caught up with the host: it is waited for where stage 3 issues its many small hooks."""
-        if self.pending:
-            self.recorder.synchronize(COMPUTE)
-            self.pending = False
+    def settle(self, lag: int = 0) -> None:
+        """The compute stream has caught up with the host, up to what was freed during the last `lag` fetches."""
+        while self.lagging and self.lagging[0][0] <= self.fetches - lag:
+            self.recorder.complete(self.lagging.popleft()[1])

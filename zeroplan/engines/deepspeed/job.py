@@ -18,9 +18,9 @@ STAGE0_BUCKET = 500_000_000
 #: Bytes of a scalar on the device; the allocator rounds it to 512.
 SCALAR = 4
 
-#: Forwards after which peaks repeat, by stage: stage 3 records its trace in the first, uses it from the second on, and
-#: only the third starts with the optimizer states in place.
-STEPS_UNTIL_STEADY = {0: 2, 1: 2, 2: 2, 3: 3}
+#: Optimizer steps until peaks repeat: the first makes the states, the second runs with them (and at stage 3 with the
+#: complete trace), the third meets the blocks that the second left in the allocator's cache.
+STEPS_UNTIL_STEADY = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def resolve(
         accum_bytes=width if zero.grad_accum_dtype is None else zero.grad_accum_dtype.bytes,
         comm_bytes=width if zero.communication_data_type is None else zero.communication_data_type.bytes,
         state_bytes=master if states_follow else 4,
-        steps=(STEPS_UNTIL_STEADY[zero.stage] if steps is None else steps) + (skipped_steps if steps is None else 0),
+        steps=(STEPS_UNTIL_STEADY if steps is None else steps) + (skipped_steps if steps is None else 0),
         skipped_steps=skipped_steps,
         zero_init=zero_init,
         cublas_workspace=cublas_workspace,

@@ -1,11 +1,6 @@
 """Stage 3 (DeepSpeedZeroOptimizer_Stage3): sharded parameters, gathered for each module and released after it.
 
 Paths of sources are those of DeepSpeed 0.19.8: ``s3`` is runtime/zero/stage3.py, ``pp`` zero/partition_parameters.py.
-
-Note [Lag]
-    A block that another stream used is reusable when that stream has passed its free. Stage 3's Python hooks take longer
-    than the copies and kernels between them, so the device follows closely: recorded histories show a gradient's block
-    back in the pool one allocation after the next one, a parameter's at once.
 """
 
 from __future__ import annotations
@@ -243,7 +238,7 @@ class Stage3(Schedule):
         self.lagging = handle
 
     def _settle_grad(self) -> None:
-        """The copy out of the gradient freed last is done: hooks take longer than copies (see Note [Lag])."""
+        """The copy out of the gradient freed last is done: hooks take longer than copies (coordinator.py, Note [Lag])."""
         if self.lagging >= 0:
             self.recorder.complete(self.lagging)
             self.lagging = -1

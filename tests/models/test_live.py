@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -186,3 +187,38 @@ def test_flan_t5_loads_with_an_untied_head(tmp_path: Path) -> None:
     loaded = T5ForConditionalGeneration.from_pretrained(tmp_path)
     assert sum(p.numel() for p in loaded.parameters()) == load_model(tmp_path).params
     assert sum(p.numel() for p in built.parameters()) == load_model(tmp_path).params - 32 * 8
+
+
+_REMOTE_CODE = """
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+class TinyConfig(PretrainedConfig):
+    model_type = "tiny_remote"
+
+class TinyForCausalLM(PreTrainedModel):
+    config_class = TinyConfig
+    def __init__(self, config):
+        super().__init__(config)
+        self.layers = nn.ModuleList(nn.Linear(config.width, config.width) for _ in range(2))
+        self.post_init()
+"""
+
+
+def test_code_of_a_folder_runs_only_when_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import dynamic_module_utils
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "tiny.py").write_text(_REMOTE_CODE)
+    auto_map = {"AutoConfig": "tiny.TinyConfig", "AutoModelForCausalLM": "tiny.TinyForCausalLM"}
+    config = {"model_type": "tiny_remote", "architectures": ["TinyForCausalLM"], "auto_map": auto_map, "width": 6}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BadInput, match="brings its own code; give --trust-remote-code"):
+        load_model(folder)
+    assert not (tmp_path / "modules").exists()
+    spec = load_model(folder, trust_remote_code=True)
+    assert [(unit.name, unit.count) for unit in spec.units] == [("layers.{}", 2)]
+    assert spec.params == 2 * (36 + 6)

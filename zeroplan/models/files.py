@@ -10,7 +10,7 @@ from typing import Any
 from zeroplan.core.errors import BadInput
 
 #: A config or index larger than this is none (the largest published index is about 15 MB).
-_LARGEST_JSON = 64 << 20
+_LARGEST_JSON = 32 << 20
 
 
 def is_local(text: str) -> bool:

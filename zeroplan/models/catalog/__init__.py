@@ -21,7 +21,7 @@ _HERE = os.path.dirname(__file__)
 #: Words of a model's name that say how it was tuned, not what shape it has.
 _TUNING = frozenset({"instruct", "it", "pt", "chat", "base", "hf", "sft", "dpo", "preview"})
 #: Organisations that mirror others' models under the same names.
-_MIRRORS = frozenset({"unsloth", "nousresearch", "huggyllama", "hf-internal-testing", "alpindale", "lmsys"})
+_MIRRORS = frozenset({"unsloth", "nousresearch"})
 
 
 @dataclass(frozen=True, slots=True)

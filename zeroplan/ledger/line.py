@@ -109,6 +109,11 @@ class _Symbols:
         return Derived(value, name)
 
 
+def symbols(facts: Any) -> Any:
+    """The facts with every integer replaced by one that remembers its name, for formulas to be derived with."""
+    return _Symbols(facts)
+
+
 def evaluate(ledger: Iterable[Line], facts: Any) -> list[Item]:
     """Every line that is not zero, in bytes on one rank, without derivations."""
     items = []
@@ -121,9 +126,9 @@ def evaluate(ledger: Iterable[Line], facts: Any) -> list[Item]:
 
 def derived(ledger: Iterable[Line], facts: Any) -> Iterator[Item]:
     """The same items, each with its formula and what it is for."""
-    symbols = _Symbols(facts)
+    named = symbols(facts)
     for line in ledger:
-        count = line.fn(symbols)
+        count = line.fn(named)
         if count:
             yield Item(
                 name=line.name,

@@ -1,0 +1,103 @@
+"""Which launch shape is fastest: threads, vector width, vectors in flight, grid, cache hints. Says what to put in SHAPES.
+
+    python -m benchmarks.kernels.tune [--numel 400000000] [--out FOLDER]
+
+Two rounds a kernel: shapes without hints first, then grids and hints around the best of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
+from itertools import product
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from benchmarks.kernels.measure import machine, save, seconds
+from zeroplan_runtime import kernels
+from zeroplan_runtime.kernels import backends, cuda_path
+from zeroplan_runtime.kernels.cuda_path import SHAPES, Shape
+
+Row = tuple[float, Shape]
+
+
+def best_of(name: str, shapes: Iterable[Shape], call: Callable[[], object], size: float) -> list[Row]:
+    """Times the call under each shape; gigabytes a second and shape, best first."""
+    rows = []
+    for shape in dict.fromkeys(shapes):
+        SHAPES[name] = shape
+        seconds(call, torch.device("cuda"), 2)
+        rows.append((size / median(seconds(call, torch.device("cuda"), 9)) / 1e9, shape))
+    return sorted(rows, key=lambda row: -row[0])
+
+
+def tune(
+    name: str, call: Callable[[], object], size: float, grid: Iterable[Shape], hints: Iterable[tuple[int, int]]
+) -> list[Row]:
+    """Both rounds for one kernel; leaves SHAPES as it was."""
+    before = SHAPES[name]
+    first = best_of(name, grid, call, size)
+    near = [
+        replace(shape, blocks=blocks, load=load, store=store)
+        for (_, shape), blocks, (load, store) in product(first[:4], (0, 2, 4, 8, 16), hints)
+    ]
+    rows = sorted(first + best_of(name, near, call, size), key=lambda row: -row[0])
+    SHAPES[name] = before
+    print(f"\n{name} (now {before})")
+    for speed, shape in [*rows[:6], *rows[-1:]]:
+        print(f"  {speed:8.1f} GB/s  {shape}")
+    return rows
+
+
+def copy_speed(size: int, device: torch.device) -> float:
+    """Gigabytes a second, read and written, of a plain copy of `size` bytes."""
+    source = torch.ones(size // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / median(seconds(lambda: target.copy_(source), device, 12)[2:]) / 1e9
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--numel", type=int, default=400_000_000)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    n, device = given.numel, torch.device("cuda")
+    fault = backends.cuda_fault(0)
+    if fault:
+        print(f"the kernels do not run here: {fault}")
+        return 2
+    p, m, v = torch.randn(n, device=device), torch.randn(n, device=device) * 0.01, torch.rand(n, device=device) * 0.01
+    grad, out = torch.randn(n, device=device).bfloat16(), torch.empty(n, dtype=torch.bfloat16, device=device)
+    scalars = torch.tensor([0.0, 1.0, 0.999, 0.0], device=device)
+    copy = copy_speed(14 * n, device)
+    print(f"copy {copy:.1f} GB/s")
+
+    def adamw() -> None:
+        kernels.adamw(p, grad, m, v, lr=1e-3, step=10, param_out=out, scalars=scalars)
+
+    def norm() -> None:
+        cuda_path.sum_of_squares(grad, scalars, accumulate=False)
+
+    def cast() -> None:
+        cuda_path.cast(p, out, 1.0)
+
+    shapes = [
+        Shape(t, v, u, b) for t, v, u, b in product((128, 256, 512, 1024), (4, 8), (1, 2, 4), (0, 8)) if t * v * u <= 8192
+    ]
+    reading = [Shape(t, 8, u, b) for t, u, b in product((256, 512, 1024), (1, 2, 4, 8), (1, 2, 4)) if t * u <= 4096]
+    hints = [(load, store) for load in (0, 1, 2) for store in (0, 1)]
+    rows = {
+        "adam": tune("adam", adamw, 28.0 * n, shapes, hints),
+        "norm": tune("norm", norm, 2.0 * n, reading, [(0, 0), (1, 0), (2, 0)]),
+        "cast": tune("cast", cast, 6.0 * n, shapes, [(0, 0), (1, 1), (2, 1)]),
+    }
+    kept = {name: [{"gb_per_s": speed, **asdict(shape)} for speed, shape in found] for name, found in rows.items()}
+    save("kernels_tune", {"machine": machine(device), "numel": n, "copy_gb_per_s": copy, "rows": kept}, given.out)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -148,38 +148,32 @@ class _Look:
 
     def _refusal(self, error: Exception) -> BadInput:
         """What the hub's error means, in one line with the remedy."""
+        what, remedy = self._meaning(error, repr(self.repository[:100]), catalog.near_names(self.repository))
+        return BadInput(what, where=self.where, remedy=remedy)
+
+    def _meaning(self, error: Exception, name: str, near: str) -> tuple[str, str]:
+        """What is wrong and what to do about it; `near` names models of the catalog, or is empty."""
         from huggingface_hub import errors
 
-        name = repr(self.repository[:100])
-        near = catalog.near_names(self.repository)
-        link = f"{self.endpoint or 'https://huggingface.co'}/{self.repository}"
         if isinstance(error, errors.GatedRepoError):
-            what, remedy = f"{name} is gated", f"ask for access at {link} and give --token or run 'hf auth login'"
-        elif isinstance(error, errors.RepositoryNotFoundError):
-            what, remedy = (
-                f"no model {name} in the catalog or on the hub",
-                near or "check the id, or give --token if it is private",
-            )
-        elif isinstance(error, errors.RevisionNotFoundError):
-            what, remedy = f"{name} has no revision {str(self.revision)[:60]!r}", "give a branch, tag or commit"
-        elif isinstance(error, errors.HFValidationError):
-            what, remedy = f"{name} is no model id", near or "write it as organisation/name, or give a path"
-        elif self.offline:
-            what, remedy = (
-                f"{name} is neither in the catalog nor in the local cache, and offline was asked for",
-                near or "go online once",
-            )
-        elif isinstance(error, errors.HfHubHTTPError) and error.response is not None:
+            link = f"{self.endpoint or 'https://huggingface.co'}/{self.repository}"
+            return f"{name} is gated", f"ask for access at {link} and give --token or run 'hf auth login'"
+        if isinstance(error, errors.RepositoryNotFoundError):
+            remedy = near or "check the id, or give --token if it is private"
+            return f"no model {name} in the catalog or on the hub", remedy
+        if isinstance(error, errors.RevisionNotFoundError):
+            return f"{name} has no revision {str(self.revision)[:60]!r}", "give a branch, tag or commit"
+        if isinstance(error, errors.HFValidationError):
+            return f"{name} is no model id", near or "write it as organisation/name, or give a path"
+        if isinstance(error, errors.HfHubHTTPError) and error.response is not None:
             code = error.response.status_code
-            what, remedy = f"the hub answered {code} for {name}", "check the token" if code in (401, 403) else "try again later"
-        elif _timed_out(error):
-            what, remedy = (
-                f"the hub did not answer within {PATIENCE:.0f} s for {name}",
-                near or "try again, or give a local folder",
-            )
-        else:
-            what, remedy = f"the hub cannot be reached for {name}", near or "check the network, or give a local folder"
-        return BadInput(what, where=self.where, remedy=remedy)
+            return f"the hub answered {code} for {name}", "check the token" if code in (401, 403) else "try again later"
+        unknown = "" if catalog.find(self.repository) else f"{name} is not in the catalog, and "
+        if self.offline:
+            return f"{unknown}offline, the local cache does not hold it", near or "go online once"
+        if _timed_out(error):
+            return f"{unknown}the hub did not answer within {PATIENCE:.0f} s", near or "try again, or give a local folder"
+        return f"{unknown}the hub cannot be reached", near or "check the network, or give a local folder"
 
 
 def _timed_out(error: Exception) -> bool:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from zeroplan.cli import flags
 from zeroplan.cli.main import app
-from zeroplan.core.errors import EXIT_DOES_NOT_FIT
+from zeroplan.core.errors import EXIT_DOES_NOT_FIT, BadInput
+
+if TYPE_CHECKING:
+    from zeroplan.planner.estimate import Estimate
+
+Style = Annotated[str, typer.Option("--format", help="plain, github, html or csv.")]
+Check = Annotated[bool, typer.Option("--check", help="Exit with 1 when no listed plan fits.")]
+Peak = Annotated[bool, typer.Option("--peak", help="List what is alive at each plan's peak, largest first.")]
+Html = Annotated[
+    str | None, typer.Option("--html", metavar="FILE", help="Write the whole report, with timelines, as one page.")
+]
+Timeline = Annotated[str | None, typer.Option("--timeline", metavar="FILE", help="Draw the one plan's timeline as SVG.")]
 
 
 @app.command()
@@ -39,20 +51,76 @@ def estimate(
     alloc_conf: flags.AllocConf = "",
     token: flags.Token = None,
     trust_remote_code: flags.TrustRemoteCode = False,
-    style: Annotated[str, typer.Option("--format", help="plain, github, html or csv.")] = "plain",
+    style: Style = "plain",
     as_json: flags.Json = False,
-    check: Annotated[bool, typer.Option("--check", help="Exit with 1 when no listed plan fits.")] = False,
+    check: Check = False,
+    peak: Peak = False,
+    html: Html = None,
+    timeline: Timeline = None,
 ) -> None:
     """Predict GPU, host and disk memory of training MODEL at every ZeRO stage and offload."""
-    from zeroplan.planner.estimate import estimate_report
+    from zeroplan.planner.estimate import estimate_runs
 
-    request = flags.request(locals())
-    report = estimate_report(request)
+    answer = estimate_runs(flags.request(locals()))
+    report = answer.report
+    if html is not None:
+        _write_html(answer, html)
+    if timeline is not None:
+        _write_timeline(answer, timeline)
     if as_json:
-        typer.echo(report.to_json())
+        typer.echo(_json(answer, peak=peak))
     else:
         from zeroplan.report.text import report_text
 
         typer.echo(report_text(report, style))
+        if peak:
+            typer.echo("\n" + _peaks(answer, style))
     if check and not any(plan.fits for plan in report.plans):
         raise typer.Exit(EXIT_DOES_NOT_FIT)
+
+
+def _json(answer: Estimate, *, peak: bool) -> str:
+    if not peak:
+        return answer.report.to_json()
+    from zeroplan.report.peak import peak_json
+
+    data = json.loads(answer.report.to_json())
+    for plan, run in zip(data["plans"], answer.runs, strict=True):
+        plan["peak"] = None if run is None else peak_json(run.simulation.timeline, run.stream)
+    return json.dumps(data, indent=2)
+
+
+def _peaks(answer: Estimate, style: str) -> str:
+    from zeroplan.report.peak import peak_tables
+
+    parts = []
+    for plan, run in zip(answer.report.plans, answer.runs, strict=True):
+        if run is None:
+            parts.append(f"{plan.label}: no peak at formula depth")
+        else:
+            parts.append(f"{plan.label}: alive at the peak, in {plan.gpu.peak_phase}")
+            parts.append(peak_tables(run.simulation.timeline, run.stream, style=style))
+    return "\n\n".join(parts)
+
+
+def _write_html(answer: Estimate, path: str) -> None:
+    from zeroplan.core.files import write_atomic
+    from zeroplan.report.html import html_report
+    from zeroplan.report.peak import origin_in
+
+    timelines = {index: run.simulation.timeline for index, run in enumerate(answer.runs) if run is not None}
+    run = next((run for run in answer.runs if run is not None), None)
+    origin = origin_in(run.stream) if run is not None else None
+    write_atomic(path, html_report(json.loads(answer.report.to_json()), timelines, origin))
+
+
+def _write_timeline(answer: Estimate, path: str) -> None:
+    from zeroplan.core.files import write_atomic
+    from zeroplan.report.timeline import timeline_svg
+
+    runs = [(plan, run) for plan, run in zip(answer.report.plans, answer.runs, strict=True) if run is not None]
+    if len(runs) != 1:
+        raise BadInput(f"{len(runs)} simulated plans", where="--timeline", remedy="name one by --stage and --offload-optimizer")
+    plan, run = runs[0]
+    title = f"{answer.report.model.name}, {plan.engine} {plan.label}"
+    write_atomic(path, timeline_svg(run.simulation.timeline.curve(), title=title, limit=plan.gpu.usable))

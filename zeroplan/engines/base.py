@@ -7,10 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from zeroplan.core.cluster import Cluster
+from zeroplan.core.tape import Stream
+from zeroplan.core.tape_options import TraceOptions
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.engines.simulation import Simulation
 from zeroplan.ledger.line import Ledger
 from zeroplan.models.spec import ModelSpec
+from zeroplan.simulate.allocator_config import AllocatorConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,4 +64,12 @@ class Engine(Protocol):
 
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
         """The engine's lines, and the facts they read, for rank 0."""
+        ...
+
+    def trace_options(self, case: Case) -> TraceOptions:
+        """How the model must be traced to run under this engine."""
+        ...
+
+    def simulate(self, case: Case, stream: Stream, config: AllocatorConfig | None = None) -> Simulation:
+        """The run, laid over the model's expanded tape, of the rank that needs the most."""
         ...

@@ -12,8 +12,9 @@ from zeroplan.core.workload import OptimizerKind, Workload
 from zeroplan.ledger.optimizers import Optimizer, find_optimizer
 from zeroplan.simulate.stream import Recorder
 
-#: Optimizer steps until peaks repeat: the first makes the states, the second runs with them.
-STEPS_UNTIL_STEADY = 2
+#: Optimizer steps until peaks repeat: the first makes the states, the second runs with them, the third meets the blocks
+#: that the second left in the cache.
+STEPS_UNTIL_STEADY = 3
 _SCALAR = 4
 
 

@@ -112,7 +112,7 @@ def _cases(request: Request, engine: Engine, cases: list[Case]) -> tuple[Case, .
         try:
             engine.require_workload(case)
         except BadInput:
-            if len(cases) == 1 or case is cases[-1] and not kept:
+            if len(cases) == 1 or (case is cases[-1] and not kept):
                 raise
             continue
         kept.append(case)

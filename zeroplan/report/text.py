@@ -46,7 +46,7 @@ def _offload(plan: MemoryPlan) -> str:
         return "none"
     if param == "none":
         return f"optimizer {optimizer}"
-    return f"optimizer + parameters {param}" if optimizer == param else f"optimizer {optimizer}, parameters {param}"
+    return f"optimizer, params {param}" if optimizer == param else f"optimizer {optimizer}, params {param}"
 
 
 def _fits(plan: MemoryPlan) -> str:
@@ -60,17 +60,18 @@ def _host(plan: MemoryPlan) -> str:
 def plans_table(plans: tuple[MemoryPlan, ...] | list[MemoryPlan], style: str = "plain") -> str:
     """One row a plan, sizes in GiB."""
     simulated = any(plan.gpu.peak_allocated is not None for plan in plans)
-    headers = ["stage", "offload", "states", "fixed"]
-    if simulated:
-        headers += ["activations", "allocated", "reserved", "total", "peak in"]
+    headers = ["stage", "offload", "states"]
+    headers += ["activations", "allocated", "reserved", "total", "peak in"] if simulated else ["fixed"]
     headers += ["host (pinned)", "disk", "fits", "DeepSpeed says"]
     rows = []
     for plan in plans:
-        row = [str(plan.stage), _offload(plan), format_gib(plan.gpu.model_states), format_gib(plan.gpu.fixed_buffers)]
+        gpu = plan.gpu
+        row = [str(plan.stage), _offload(plan), format_gib(gpu.model_states)]
         if simulated:
-            gpu = plan.gpu
             row += [format_gib(v) for v in (gpu.activations, gpu.peak_allocated, gpu.peak_reserved, gpu.total)]
             row.append(gpu.peak_phase or "-")
+        else:
+            row.append(format_gib(gpu.fixed_buffers))
         peer = plan.deepspeed_estimator
         row += [
             _host(plan),
@@ -113,6 +114,9 @@ def _plural(count: int, noun: str) -> str:
 
 def _legend(report: Report) -> list[str]:
     lines = ["GiB per GPU; host and disk per node. DeepSpeed says: its own estimator, per GPU / per node's host."]
+    if any(plan.depth == "simulated" for plan in report.plans):
+        lines.append("total: reserved by torch's allocator, and what the context, kernels and NCCL take beside it.")
+        lines.append("fits: the upper end of total's interval against what is usable.")
     if any(plan.depth == "formula" for plan in report.plans):
         lines.append("states: parameters, gradients, optimizer. fixed: the engine's buffers. Activations are not counted here.")
     return lines

@@ -6,12 +6,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.tape import Stream
+from zeroplan.core.tape_options import TraceOptions, options_for
+from zeroplan.core.workload import DType
 from zeroplan.core.zero_config import DEEPSPEED_VERSION, ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.deepspeed import facts as facts_module
+from zeroplan.engines.deepspeed.job import Job, resolve
 from zeroplan.engines.deepspeed.lines import LEDGER
+from zeroplan.engines.deepspeed.schedule import distinct_ranks, record_deepspeed
+from zeroplan.engines.deepspeed.schedule_host import record_host
+from zeroplan.engines.simulation import HostPhase, Simulation
 from zeroplan.ledger.line import Ledger
 from zeroplan.ledger.optimizers import find_optimizer
+from zeroplan.simulate.allocator_config import AllocatorConfig
+from zeroplan.simulate.stream import simulate
 
 #: Every stage with each offload it allows: (stage, optimizer, parameters).
 OPTIONS = (
@@ -26,6 +35,27 @@ OPTIONS = (
     (3, "nvme", "none"),
     (3, "nvme", "nvme"),
 )
+
+
+#: With fp16, the loss scale starts too high and the first steps are discarded. How many depends on the data; one is
+#: enough to make the order of allocations that of a run whose states appear late.
+FP16_SKIPPED_STEPS = 1
+
+
+#: Up to so many ranks are all simulated at stages 1 and 2, where each keeps gradients of other sizes and so fragments its
+#: memory in its own way; of more, this many evenly spaced ones beside those that hold the most.
+MOST_RANKS_SIMULATED = 8
+
+
+def worth_simulating(job: Job) -> tuple[int, ...]:
+    """The ranks whose runs can differ in what they reserve."""
+    most = distinct_ranks(job)
+    if len(most) == 1 and (job.ranks == 1 or job.zero.stage not in (1, 2)):
+        return most
+    if job.ranks <= MOST_RANKS_SIMULATED:
+        return tuple(range(job.ranks))
+    spaced = {index * (job.ranks - 1) // (MOST_RANKS_SIMULATED - 1) for index in range(MOST_RANKS_SIMULATED)}
+    return tuple(sorted(spaced | set(most)))
 
 
 class DeepSpeed:
@@ -73,4 +103,33 @@ class DeepSpeed:
             ranks=case.ranks,
             local_ranks=case.cluster.gpus,
             cublas_workspace=case.cluster.gpu.workspace,
+        )
+
+    def trace_options(self, case: Case) -> TraceOptions:
+        """Stage 3 runs the model through its own hooks and linear function."""
+        return options_for(case.workload, zero3=case.zero.stage == 3)
+
+    def simulate(self, case: Case, stream: Stream, config: AllocatorConfig | None = None) -> Simulation:
+        """The schedule of the stage, on each rank that can be the worst."""
+        job = self._job(case, stream, 0)
+        runs = {}
+        for rank in worth_simulating(job):
+            ranked = job if rank == 0 else self._job(case, stream, rank)
+            runs[rank] = simulate(record_deepspeed(ranked, stream), config, device_memory=case.cluster.vram)
+        rank = max(runs, key=lambda r: (runs[r].peak_reserved, runs[r].peak_allocated))
+        host = tuple(HostPhase(mark.phase, mark.peak, mark.pinned) for mark in record_host(job).marks)
+        return Simulation(runs[rank], rank, host)
+
+    def _job(self, case: Case, stream: Stream, rank: int) -> Job:
+        skipped = FP16_SKIPPED_STEPS if case.workload.dtype is DType.FP16 else 0
+        return resolve(
+            stream,
+            case.workload,
+            case.zero,
+            ranks=case.ranks,
+            rank=rank,
+            local_ranks=case.cluster.gpus,
+            cublas_workspace=case.cluster.gpu.workspace,
+            device_memory=case.cluster.vram,
+            skipped_steps=skipped,
         )

@@ -6,11 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.tape import Stream
+from zeroplan.core.tape_options import TraceOptions, options_for
 from zeroplan.core.versions import TORCH_GPU
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
+from zeroplan.engines.deepspeed.player import play
 from zeroplan.engines.fsdp2 import lines
+from zeroplan.engines.fsdp2.schedule import Fsdp2Schedule
+from zeroplan.engines.simulation import Simulation
+from zeroplan.engines.torch_step import torch_job
 from zeroplan.ledger.line import Ledger
+from zeroplan.simulate.allocator_config import AllocatorConfig
+from zeroplan.simulate.stream import Recorder, simulate
 
 
 class Fsdp2:
@@ -50,3 +58,15 @@ class Fsdp2:
             reshard=case.zero.stage == 3,
             cublas_workspace=case.cluster.gpu.workspace,
         )
+
+    def trace_options(self, case: Case) -> TraceOptions:
+        """As the workload says."""
+        return options_for(case.workload)
+
+    def simulate(self, case: Case, stream: Stream, config: AllocatorConfig | None = None) -> Simulation:
+        """The run of rank 0, which holds the most."""
+        workspace = case.cluster.gpu.workspace
+        job = torch_job(stream, case.workload, ranks=case.ranks, sharded=True, cublas_workspace=workspace)
+        recorder = Recorder()
+        play(job, stream, recorder, Fsdp2Schedule(job, stream, recorder, reshard=case.zero.stage == 3))
+        return Simulation(simulate(recorder, config, device_memory=case.cluster.vram))

@@ -61,14 +61,14 @@ class Fsdp2Schedule:
     def __init__(self, job: TorchJob, stream: Stream, recorder: Recorder, *, reshard: bool) -> None:
         self.job, self.recorder, self.reshard = job, recorder, reshard
         self.alloc, self.free = recorder.alloc, recorder.free
-        self.names = stream.params
         self.groups: dict[int, Group] = {}
         self.order: list[int] = []  # modules of groups, as the forward first meets them
+        self.position: dict[int, int] = {}
         self.in_backward = False
         self.stepped = False
         self.kept_output: int = -1  # the forward's last all-gather output
         self.reduce_input = -1
-        self.prefetched = -1
+        self.root_module = next((i for i, m in enumerate(stream.modules) if m.parent < 0), -1)
         self._group(stream)
 
     def _group(self, stream: Stream) -> None:
@@ -81,8 +81,8 @@ class Fsdp2Schedule:
                 inside[index] = home
             for p in module.params:
                 owner.setdefault(p, home)
-        for p in range(len(stream.params)):
-            home = owner.get(p, -1)
+        self.home = [owner.get(p, -1) for p in range(len(stream.params))]
+        for p, home in enumerate(self.home):
             self.groups.setdefault(home, Group([], home)).params.append(p)
         for group in self.groups.values():
             group.input_numel = sum(self.job.chunk[p] for p in group.params)
@@ -162,23 +162,30 @@ class Fsdp2Schedule:
         group = self.groups.get(module)
         if group is None or self.in_backward:
             return
+        self.position[module] = len(self.order)
         self.order.append(module)
         self._gather(group)
         self._copy_out(group)
 
     def exit(self, module: int) -> None:
-        """A block is resharded after its forward."""
+        """A block is resharded after its forward; with the root's, the last gather's output goes too."""
+        if self.in_backward:
+            return
+        if module == self.root_module:
+            self._forward_end()
         group = self.groups.get(module)
-        if group is not None and self.reshard and not self.in_backward:
+        if group is not None and self.reshard:
             self._reshard(group)
 
-    def backward_begin(self, boundary: bool) -> None:
-        """The last output goes, the root is resharded and gathered again, and the last block is gathered ahead."""
+    def _forward_end(self) -> None:
         if self.kept_output >= 0:
             self.free(self.kept_output)
             self.kept_output = -1
         if self.root is not None and self.reshard:
             self._reshard(self.root)
+
+    def backward_begin(self, boundary: bool) -> None:
+        """The root is gathered again, and the last block is gathered ahead."""
         self.in_backward = True
         if self.root is not None:
             self._gather(self.root)
@@ -196,16 +203,13 @@ class Fsdp2Schedule:
             return
         self._gather(group)
         self._copy_out(group)
-        if module in self.order:
-            self._prefetch(self.order.index(module) - 1)
+        self._prefetch(self.position.get(module, 0) - 1)
 
     # --- reducing -------------------------------------------------------------------------------------------------------
 
     def grad(self, param: int, handle: int) -> None:
         """A whole gradient waits for its group's reduction."""
-        for group in self.groups.values():
-            if param in group.params:
-                group.grads.append(handle)
+        self.groups[self.home[param]].grads.append(handle)
 
     def backward_exit(self, module: int) -> None:
         """A block's gradients are packed and reduced."""

@@ -1,0 +1,67 @@
+"""What is alive when a plan's memory peaks, largest first: by buffer, and by the module that asked for it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from zeroplan.core.buffers import Buffer
+from zeroplan.core.tape import Stream
+from zeroplan.core.units import format_bytes
+from zeroplan.report.text import render
+from zeroplan.simulate.timeline import Note, Timeline
+
+#: A block's place in its list.
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
+#: Buffers whose note is a parameter's index; the others' is a module's.
+_OF_PARAMETERS = frozenset(
+    {
+        Buffer.PARAM_FULL,
+        Buffer.PARAM_SHARD,
+        Buffer.PARAM_FROZEN,
+        Buffer.PARAM_PERSISTENT,
+        Buffer.PARAM_MASTER,
+    }
+)
+
+
+def origin_in(stream: Stream) -> Callable[[Buffer, Note], str]:
+    """What to call a block's origin, given its buffer and note, in this model."""
+
+    def origin(buffer: Buffer, note: Note) -> str:
+        if isinstance(note, str):
+            return note
+        names = stream.params if buffer in _OF_PARAMETERS else stream.modules
+        if note < 0 or note >= len(names):
+            return ""
+        return names[note].name or "the whole model"
+
+    return origin
+
+
+def peak_tables(timeline: Timeline, stream: Stream, *, most: int = 20, style: str = "plain") -> str:
+    """Two tables: buffers, and the `most` largest origins; what differs only in the block's number is one row."""
+    origin = origin_in(stream)
+    by_buffer = [[buffer.value, format_bytes(count)] for buffer, count in timeline.alive_by_buffer().items()]
+    totals: dict[tuple[str, str], int] = {}
+    for (buffer, note), count in timeline.alive_by_buffer_and_note().items():
+        where = (buffer.value, _NUMBER.sub(".*", origin(buffer, note)))
+        totals[where] = totals.get(where, 0) + count
+    largest = sorted(totals.items(), key=lambda item: -item[1])[:most]
+    by_origin = [[buffer, where or "-", format_bytes(count)] for (buffer, where), count in largest]
+    return "\n\n".join(
+        [render(["buffer", "bytes"], by_buffer, style), render(["buffer", "module or parameter", "bytes"], by_origin, style)]
+    )
+
+
+def peak_json(timeline: Timeline, stream: Stream) -> dict[str, object]:
+    """The same as plain data."""
+    origin = origin_in(stream)
+    return {
+        "mark": timeline.peak_mark(),
+        "by_buffer": {buffer.value: count for buffer, count in timeline.alive_by_buffer().items()},
+        "alive": [
+            {"buffer": buffer.value, "origin": origin(buffer, note), "bytes": count}
+            for (buffer, note), count in timeline.alive_by_buffer_and_note().items()
+        ],
+    }

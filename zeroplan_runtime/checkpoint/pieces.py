@@ -74,6 +74,27 @@ def _of_flat(
             yield Piece(f"{kind}/{unit.layout.shape.params[i].name}", numel, start, tensor)
 
 
+def check(store: Store, metadata: Metadata, *, optimizer: bool) -> None:
+    """Compares the whole model with a checkpoint's table of contents, so that all ranks find the same fault.
+
+    Raises:
+        BadInput: for the first tensor that the checkpoint lacks or holds with another number of elements.
+    """
+    for unit in store.units:
+        for shape in unit.layout.shape.params:
+            states = [buffer.value for buffer in unit.states] if optimizer else []
+            for kind in ["master", *states] if shape.trainable else ["param"]:
+                name = f"{kind}/{shape.name}"
+                stored = metadata.state_dict_metadata.get(name)
+                if shape.numel and not isinstance(stored, TensorStorageMetadata):
+                    raise BadInput(f"the checkpoint has no {name!r}", where="load_checkpoint")
+                if isinstance(stored, TensorStorageMetadata) and stored.size[0] != shape.numel:
+                    raise BadInput(
+                        f"{name!r} has {stored.size[0]} elements in the checkpoint and {shape.numel} here",
+                        where="load_checkpoint",
+                    )
+
+
 class SavePieces(DefaultSavePlanner):
     """Plans the writing of pieces."""
 
@@ -105,11 +126,7 @@ class SavePieces(DefaultSavePlanner):
 
 
 class LoadPieces(DefaultLoadPlanner):
-    """Plans the reading of pieces, in place.
-
-    Raises:
-        BadInput: when the checkpoint lacks a tensor or holds one of another size.
-    """
+    """Plans the reading of pieces, in place. The checkpoint has been found to hold them: :func:`check`."""
 
     def __init__(self, wanted: list[Piece]) -> None:
         super().__init__(flatten_state_dict=False)
@@ -120,14 +137,8 @@ class LoadPieces(DefaultLoadPlanner):
         assert self.metadata is not None
         items: list[ReadItem] = []
         for piece in self._pieces.values():
-            stored = self.metadata.state_dict_metadata.get(piece.name)
-            if not isinstance(stored, TensorStorageMetadata):
-                raise BadInput(f"the checkpoint has no {piece.name!r}", where="load_checkpoint")
-            if stored.size[0] != piece.numel:
-                raise BadInput(
-                    f"{piece.name!r} has {stored.size[0]} elements in the checkpoint and {piece.numel} here",
-                    where="load_checkpoint",
-                )
+            stored = self.metadata.state_dict_metadata[piece.name]
+            assert isinstance(stored, TensorStorageMetadata)
             chunk = ChunkStorageMetadata(torch.Size([piece.offset]), torch.Size([piece.tensor.numel()]))
             items += create_read_items_for_chunk_list(piece.name, stored, [chunk])
         return LoadPlan(items)
@@ -170,7 +181,7 @@ class _KnownOnly(pickle.Unpickler):
             ("builtins", "getattr"),
             ("pathlib", "PosixPath"),
             ("pathlib._local", "PosixPath"),
-            *(("torch", str(dtype).removeprefix("torch.")) for dtype in (torch.float32, torch.float16, torch.bfloat16)),
+            *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
         }
     )
 

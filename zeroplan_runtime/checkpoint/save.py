@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from zeroplan.core.buffers import Phase
 from zeroplan.core.errors import BadInput
 from zeroplan_runtime.checkpoint import files
-from zeroplan_runtime.checkpoint.pieces import LoadPieces, Piece, SafeReader, SavePieces, pieces
+from zeroplan_runtime.checkpoint.pieces import LoadPieces, Piece, SafeReader, SavePieces, check, pieces
 
 if TYPE_CHECKING:
     from zeroplan_runtime.engine import Engine
@@ -57,13 +60,14 @@ def save_checkpoint(
     path = files.unfinished(folder, tag)
     if engine.device.type == "cuda":
         torch.cuda.current_stream(engine.device).synchronize()
-    save(
-        {},
-        storage_writer=FileSystemWriter(path, sync_files=True),
-        planner=SavePieces(wanted),
-        process_group=engine.ranks.group,
-        no_dist=engine.ranks.count == 1,
-    )
+    with _quiet():
+        save(
+            {},
+            storage_writer=FileSystemWriter(path, sync_files=True),
+            planner=SavePieces(wanted),
+            process_group=engine.ranks.group,
+            no_dist=engine.ranks.count == 1,
+        )
     engine.ranks.barrier()
     if first:
         files.finish(folder, tag)
@@ -105,13 +109,15 @@ def load_checkpoint(
             f"the checkpoint's optimizer is {state['optimizer']}, not {kind}", where=str(path), remedy="load_module_only=True"
         )
     wanted = [*pieces(engine.store, loading=True, optimizer=optimizer), *_buffers(engine)]
-    load(
-        {},
-        storage_reader=SafeReader(path),
-        planner=LoadPieces(wanted),
-        process_group=engine.ranks.group,
-        no_dist=engine.ranks.count == 1,
-    )
+    check(engine.store, SafeReader(path).read_metadata(), optimizer=optimizer)
+    with _quiet():
+        load(
+            {},
+            storage_reader=SafeReader(path),
+            planner=LoadPieces(wanted),
+            process_group=engine.ranks.group,
+            no_dist=engine.ranks.count == 1,
+        )
     _refresh(engine)
     if not load_module_only:
         engine.load_progress(state["progress"])
@@ -122,6 +128,14 @@ def load_checkpoint(
             engine.lr_scheduler.load_state_dict(state["schedule"])
     engine.ranks.barrier()
     return str(path), state["client_state"]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """One rank alone is no reason for a warning."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
 
 
 def _state(engine: Engine, client_state: dict[str, Any] | None) -> dict[str, Any]:

@@ -1,0 +1,211 @@
+"""Checkpoints resume on another number of ranks and another stage, and are either whole or not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zeroplan_runtime
+from tests.runtime import models
+from tests.runtime.ranks import RankPool
+from tests.runtime.train import ds_config
+from zeroplan.core.errors import BadInput
+from zeroplan_runtime.checkpoint.files import find
+
+SCHEDULE = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_min_lr": 1e-3}}}
+
+
+def start(group: dist.ProcessGroup, stage: int, dtype: str, seed: int = 0, **changes: Any) -> zeroplan_runtime.Engine:
+    config = ds_config(stage, dtype, **SCHEDULE, **changes)
+    engine, *_ = zeroplan_runtime.initialize(model=models.make(seed), config=config, group=group, device="cpu")
+    return engine
+
+
+def go_on(engine: zeroplan_runtime.Engine, first: int, last: int) -> list[float]:
+    """Every rank sees the same tokens, so that the mean over any number of ranks is the same up to rounding."""
+    losses = []
+    for number in range(first, last):
+        losses.append(engine.backward(engine(models.batch(number, 0, 0))).item())
+        engine.step()
+    return losses
+
+
+def save(group: dist.ProcessGroup, folder: str, stage: int, dtype: str) -> list[float]:
+    engine = start(group, stage, dtype)
+    go_on(engine, 0, 4)
+    engine.save_checkpoint(folder, client_state={"epoch": 3, "names": ["a", "b"]})
+    return go_on(engine, 4, 8)
+
+
+def resume(group: dist.ProcessGroup, folder: str, stage: int, dtype: str) -> dict[str, Any]:
+    engine = start(group, stage, dtype, seed=9)
+    path, client = engine.load_checkpoint(folder)
+    at = (engine.global_steps, engine.get_lr()[0], engine.loss_scale)
+    return {"losses": go_on(engine, 4, 8), "path": path, "client": client, "at": at}
+
+
+@pytest.mark.parametrize(("ranks", "stage", "dtype"), [(2, 3, "fp32"), (3, 2, "bf16"), (1, 0, "fp16"), (2, 1, "fp32")])
+def test_resume_on_other_ranks_and_stages(pool: RankPool, tmp_path: Path, ranks: int, stage: int, dtype: str) -> None:
+    expected = pool.run(ranks, save, str(tmp_path), stage, dtype)[0]
+    assert (tmp_path / "latest").read_text() == "global_step4"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step4", "latest"]
+    for others, another in ((1, 3), (3, 3), (2, 0), (4, 1), (2, 2), (ranks, stage)):
+        result = pool.run(others, resume, str(tmp_path), another, dtype)[0]
+        # Equal where the ranks add alike; three or four add bf16 in another order than two.
+        bound = (
+            0.0
+            if {ranks, others} <= {1, 2} or (others, another) == (ranks, stage)
+            else {"fp32": 2e-6, "bf16": 1e-2, "fp16": 1e-3}[dtype]
+        )
+        assert result["losses"] == pytest.approx(expected, abs=bound), (others, another)
+        assert result["client"] == {"epoch": 3, "names": ["a", "b"]}
+        assert result["at"][0] == 4
+        assert result["at"][1] > 1e-3
+        assert result["at"][2] == (1024 if dtype == "fp16" else 1)
+
+
+def resume_with_other_optimizer(group: dist.ProcessGroup, folder: str) -> tuple[str, int, bool]:
+    engine = start(group, 2, "fp32", seed=9, optimizer={"type": "Lion", "params": {"lr": 1e-3}})
+    try:
+        engine.load_checkpoint(folder)
+    except BadInput as fault:
+        said = str(fault)
+    engine.load_checkpoint(folder, load_module_only=True)
+    return said, engine.global_steps, bool((engine.store.units[1].states["optim.exp_avg"] == 0).all())
+
+
+def test_parameters_alone_for_another_optimizer(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(2, save, str(tmp_path), 3, "fp32")
+    said, steps, fresh = pool.run(2, resume_with_other_optimizer, str(tmp_path))[0]
+    assert "the checkpoint's optimizer is adamw, not lion" in said
+    assert (steps, fresh) == (0, True)
+
+
+def single(folder: Path, **model: Any) -> zeroplan_runtime.Engine:
+    engine, *_ = zeroplan_runtime.initialize(model=models.make(**model), config=ds_config(2), device="cpu")
+    return engine
+
+
+def test_nothing_to_load(tmp_path: Path) -> None:
+    engine = single(tmp_path)
+    assert engine.load_checkpoint(tmp_path) == (None, {})
+    with pytest.raises(BadInput, match="there is no checkpoint 'step9'"):
+        engine.load_checkpoint(tmp_path, tag="step9")
+    with pytest.raises(BadInput, match="is not a name"):
+        engine.save_checkpoint(tmp_path, tag="../up")
+    with pytest.raises(BadInput, match="cannot be written as JSON"):
+        engine.save_checkpoint(tmp_path, client_state={"x": object()})
+    assert not (tmp_path / "latest").exists()
+
+
+def test_another_model_is_refused_by_the_parameters_name(tmp_path: Path) -> None:
+    single(tmp_path).save_checkpoint(tmp_path)
+    with pytest.raises(BadInput, match=r"the checkpoint has no 'master/blocks\.5"):
+        single(tmp_path, depth=6).load_checkpoint(tmp_path)
+
+
+class Trap:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.system, ("touch sprung",))
+
+
+def test_a_foreign_pickle_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    single(tmp_path).save_checkpoint(tmp_path)
+    (tmp_path / "global_step0" / ".metadata").write_bytes(pickle.dumps(Trap()))
+    with pytest.raises(BadInput, match=r"it names posix\.system"):
+        single(tmp_path).load_checkpoint(tmp_path)
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
+    single(tmp_path).save_checkpoint(tmp_path)
+    (tmp_path / "global_step0" / "state.json").write_text('{"format": 1, ')
+    with pytest.raises(BadInput, match="damaged checkpoint"):
+        single(tmp_path).load_checkpoint(tmp_path)
+
+
+def test_saving_again_under_the_same_name(tmp_path: Path) -> None:
+    engine = single(tmp_path)
+    engine.save_checkpoint(tmp_path, tag="best", client_state={"n": 1})
+    engine.save_checkpoint(tmp_path, tag="best", client_state={"n": 2})
+    assert engine.load_checkpoint(tmp_path)[1] == {"n": 2}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "latest"]
+    # Killed between the two renames: the older one is found.
+    os.rename(tmp_path / "best", tmp_path / ".best.replaced")
+    assert find(tmp_path, "best") == tmp_path / ".best.replaced"
+
+
+_SAVER = """
+import sys, torch
+sys.path[:0] = [{root!r}]
+torch.set_num_threads(1)
+import zeroplan_runtime
+from tests.runtime import models
+from tests.runtime.train import ds_config
+engine, *_ = zeroplan_runtime.initialize(model=models.make(depth=24), config=ds_config(2), device="cpu")
+print("ready", flush=True)
+for number in range(10_000):
+    engine.backward(engine(models.batch(number, 0, 0)))
+    engine.step()
+    tag = "same" if {same} else None
+    engine.save_checkpoint({folder!r}, tag=tag, client_state={{"number": number}})
+    print(number, flush=True)
+"""
+
+
+@pytest.mark.parametrize("same", [False, True], ids=["new_names", "same_name"])
+def test_a_kill_at_any_moment_leaves_the_last_good_one(tmp_path: Path, same: bool) -> None:
+    root = str(Path(__file__).resolve().parents[2])
+    draw = random.Random(7)
+    for attempt in range(3):
+        folder = tmp_path / str(attempt)
+        code = _SAVER.format(root=root, folder=str(folder), same=same)
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        assert process.stdout.readline() == "0\n"
+        time.sleep(draw.uniform(0.02, 0.5))
+        process.send_signal(signal.SIGKILL)
+        told = [0, *(int(line) for line in process.stdout.read().split())]
+        process.wait()
+        engine = single(folder, depth=24)
+        path, client = engine.load_checkpoint(folder)
+        # The last that was reported, or the next if the kill came between its end and its report.
+        assert client["number"] in (told[-1], told[-1] + 1)
+        assert engine.global_steps == client["number"] + 1
+        assert path is not None
+        plain = models.Plain(models.make(depth=24), lambda p: models.RoundedAdamW(p, lr=1e-2, weight_decay=0.1))
+        for number in range(engine.global_steps):
+            plain.step(number)
+        state = engine.module_state_dict()
+        assert state is not None
+        assert all((state[name] == p).all() for name, p in plain.model.state_dict().items())
+        assert json.loads((Path(path) / "state.json").read_text())["progress"]["global_steps"] == engine.global_steps
+
+
+def test_buffers_are_kept(tmp_path: Path) -> None:
+    def build() -> zeroplan_runtime.Engine:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+        return zeroplan_runtime.initialize(model=model, config=ds_config(1), device="cpu")[0]
+
+    engine = build()
+    engine.backward(engine(torch.randn(8, 4)).square().mean())
+    engine.step()
+    engine.save_checkpoint(tmp_path)
+    again = build()
+    again.load_checkpoint(tmp_path)
+    assert (again.module[1].running_mean == engine.module[1].running_mean).all()
+    assert int(again.module[1].num_batches_tracked) == 1

@@ -1,0 +1,122 @@
+"""What of a ds_config the runtime takes, refuses by name, or lists as without effect."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zeroplan_runtime
+from zeroplan.core.errors import BadInput
+from zeroplan.core.workload import DType
+from zeroplan_runtime.config import read_config
+
+
+def test_defaults_are_deepspeeds() -> None:
+    config = read_config({}, 4)
+    assert (config.stage, config.micro_batch, config.grad_accum, config.clip, config.dtype) == (0, 1, 1, 1.0, DType.FP32)
+    scaler = read_config({"fp16": {"enabled": True}}, 1).loss_scaler()
+    assert (scaler.scale, scaler.dynamic, scaler.window, scaler.hysteresis, scaler.min_scale) == (65536, True, 1000, 2, 1)
+    assert read_config({"bf16": {"enabled": True}}, 1).check_overflow
+
+
+def test_auto_counts_as_absent(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    text = {"train_batch_size": "auto", "gradient_clipping": "auto", "zero_optimization": {"stage": 2, "overlap_comm": True}}
+    path.write_text(json.dumps(text))
+    config = read_config(path, 2)
+    assert (config.stage, config.clip) == (2, 1.0)
+    assert config.without_effect == ("zero_optimization.overlap_comm",)
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "expected"),
+    [
+        ({"train_batch_size": 24}, 4, (6, 1)),
+        ({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2}, 4, (2, 3)),
+        ({"train_batch_size": 24, "gradient_accumulation_steps": 3}, 4, (2, 3)),
+        ({"train_micro_batch_size_per_gpu": 5, "gradient_accumulation_steps": 3}, 4, (5, 3)),
+    ],
+)
+def test_batch_sizes(given: dict[str, Any], ranks: int, expected: tuple[int, int]) -> None:
+    config = read_config(given, ranks)
+    assert (config.micro_batch, config.grad_accum) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"zero_optimization": {"stge": 2}}, "'stge' is not supported; did you mean 'stage'"),
+        ({"zero_optimisation": {}}, "did you mean 'zero_optimization'"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "zero_optimization.offload_optimizer.device: 'cpu'"),
+        ({"zero_optimization": {"stage": 2, "zero_quantized_weights": True}}, "'zero_quantized_weights' is not supported"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "both enabled"),
+        ({"train_batch_size": 7}, "is not micro batch"),
+        ({"communication_data_type": "fp8"}, "communication_data_type: 'fp8' is not a dtype"),
+        ({"optimizer": {"params": {}}}, "optimizer: 'type' is missing"),
+        ({"gradient_accumulation_steps": -1}, "-1 is not a whole number"),
+        ({"zeroplan": {"rings": 2}}, "did you mean 'ring'"),
+        ({"zero_optimization": 3}, "zero_optimization: 3 is not an object"),
+    ],
+)
+def test_what_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadInput) as fault:
+        read_config(given, 2)
+    assert said in str(fault.value)
+    assert "\n" not in str(fault.value)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        ({"type": "AdamW", "params": {"lr": 1, "amsgrad": True}}, "'amsgrad' is not supported"),
+        ({"type": "AdamV"}, "did you mean 'adam' or 'adamw'"),
+        ({"type": "AdamW", "params": {"beta": 1}}, "unknown key 'beta' for adamw; did you mean 'betas'"),
+        ({"type": "AdamW", "params": {"max_grad_norm": 1}}, "use gradient_clipping"),
+    ],
+)
+def test_which_optimizers_are_refused(optimizer: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadInput) as fault:
+        zeroplan_runtime.initialize(model=torch.nn.Linear(2, 2), config={"optimizer": optimizer}, device="cpu")
+    assert said in str(fault.value)
+
+
+def test_other_inputs_are_refused(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(BadInput, match="cannot read"):
+        zeroplan_runtime.initialize(model=model, config=tmp_path / "none.json", device="cpu")
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(BadInput, match="not JSON"):
+        zeroplan_runtime.initialize(model=model, config=tmp_path / "bad.json", device="cpu")
+    with pytest.raises(BadInput, match="Adagrad is not supported"):
+        zeroplan_runtime.initialize(model=model, config={}, optimizer=torch.optim.Adagrad(model.parameters()), device="cpu")
+    with pytest.raises(BadInput, match="'bias' is in no optimizer group"):
+        zeroplan_runtime.initialize(model=model, config={}, optimizer=torch.optim.SGD([model.weight], lr=1), device="cpu")
+    with pytest.raises(BadInput, match="'weight' has no values"):
+        zeroplan_runtime.initialize(model=torch.nn.Linear(2, 2, device="meta"), config={}, device="cpu")
+    nested = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    with pytest.raises(BadInput, match="units may not nest"):
+        zeroplan_runtime.initialize(model=nested, config={}, policy=lambda name, module: True, device="cpu")
+
+
+def test_the_loader_gives_micro_batches() -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(12).float().unsqueeze(1))
+    config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    model = torch.nn.Linear(1, 1)
+    engine, optimizer, loader, schedule = zeroplan_runtime.initialize(
+        model=model,
+        config=config,
+        training_data=data,
+        lr_scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1),
+        device="cpu",
+    )
+    assert loader is not None
+    assert [len(x) for (x,) in loader] == [4, 4, 4]
+    engine.backward(engine(torch.ones(4, 1)).mean())
+    optimizer.step()  # as loops written for plain torch do
+    assert engine.global_steps == 1
+    assert engine.get_lr() == pytest.approx([0.01])
+    assert schedule.last_epoch == 1

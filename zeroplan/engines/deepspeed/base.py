@@ -77,9 +77,8 @@ class Schedule:
         """The optimizer steps tensors of `counts` elements: states at the first step, then its temporaries.
 
         FusedAdam and torch's fused kernels need none; torch's multi-tensor AdamW makes the denominators of all tensors;
-        its loop makes a square root and a quotient, one tensor after another. `kind` None is the workload's. Sources:
-        torch/optim/adam.py
-        (_multi_tensor_adam, _single_tensor_adam), deepspeed/ops/adam/fused_adam.py
+        its loop makes a square root and a quotient, one tensor after another. `kind` None is the workload's.
+        Sources: torch/optim/adam.py (_multi_tensor_adam, _single_tensor_adam), deepspeed/ops/adam/fused_adam.py
         """
         job = self.job
         if first:
@@ -93,11 +92,14 @@ class Schedule:
         if kind is OptimizerKind.FOREACH:
             self.free_all([self.alloc(width * count, Buffer.OPTIM_TEMP) for count in counts])
         elif kind is OptimizerKind.LOOP:
+            before: list[int] = []  # a quotient keeps its name until the next tensor's is made
             for count in counts:
                 root = self.alloc(width * count, Buffer.OPTIM_TEMP)
                 quotient = self.alloc(width * count, Buffer.OPTIM_TEMP)
                 self.free(root)
-                self.free(quotient)
+                self.free_all(before)
+                before = [quotient]
+            self.free_all(before)
 
     def norms(self, counts: Sequence[int], width: int) -> None:
         """Norms of tensors of `counts` elements, each through a copy of `width` bytes an element (0: none).

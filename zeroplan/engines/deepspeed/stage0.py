@@ -157,10 +157,12 @@ class Stage1Bf16(Stage0):
         self.alloc(job.accum_bytes * aligned, Buffer.GRAD_ACCUM)
 
     def grad(self, param: int, handle: int) -> None:
-        """bf16 gradients are zeroed, not freed, between micro batches, so autograd adds to them."""
-        super().grad(param, handle)
+        """bf16 gradients are zeroed, not freed, between micro batches, so autograd adds to them; unless each goes at once."""
         if self.job.zero.immediate_grad_update:
             self.temporary(self.job.accum_bytes * self.job.numel[param], Buffer.GRAD_ACCUM)
+            self.free(handle)
+        else:
+            super().grad(param, handle)
 
     def backward_end(self, boundary: bool) -> None:
         """Adds the bf16 gradients to the fp32 ones, each through an fp32 copy; then the flat ones are reduced."""

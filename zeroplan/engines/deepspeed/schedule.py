@@ -35,13 +35,17 @@ def record_deepspeed(job: Job, stream: Stream) -> Recorder:
     return recorder
 
 
-def distinct_ranks(job: Job) -> tuple[int, ...]:
-    """The ranks that can need the most: the first, and at stages 1 and 2 the one whose part touches the most parameters.
+def distinct_ranks(job: Job, most: int = 8) -> tuple[int, ...]:
+    """The ranks that may need the most, at most `most` of them, the first always.
 
-    Those stages keep the gradients of all parameters that a rank's part touches, whole; everything else is padded alike.
+    At stages 1 and 2 a rank keeps the gradients of all parameters that its part touches, whole: the one that touches the
+    most has the highest allocated peak. Each rank's blocks have sizes of their own, which decides how they fragment the
+    cache, so beyond those two the ranks stand for all others, evenly spaced. At other stages all ranks are alike.
     """
     if job.ranks == 1 or job.zero.stage not in (1, 2) or job.bf16_optimizer:
         return (0,)
+    if job.ranks <= most:
+        return tuple(range(job.ranks))
     zero = job.zero
     group = flat_group(
         job.trained,
@@ -55,7 +59,10 @@ def distinct_ranks(job: Job) -> tuple[int, ...]:
     for p, parts in group.slices.items():
         for part in parts:
             touched[part.rank] += job.numel[p]
-    return tuple(sorted({0, max(range(job.ranks), key=touched.__getitem__)}))
+    chosen = {0, max(range(job.ranks), key=touched.__getitem__), job.ranks - 1}
+    spaced = max(1, most - len(chosen))
+    chosen.update(round(i * job.ranks / (spaced + 1)) for i in range(1, spaced + 1))
+    return tuple(sorted(chosen))[:most]
 
 
 def simulate_deepspeed(

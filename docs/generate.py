@@ -142,7 +142,7 @@ def accuracy() -> str:
         "",
         render(["figure", "runs", "median", "95 %", "worst"], table, "github"),
         "",
-        f"By phase: {marks['within']:.1%} of {marks['marks']} marks within {marks['tolerance']:.0%} of what was allocated then.",
+        f"By phase: {marks['within']:.1%} of {marks['marks']} marks are within {marks['tolerance']:.0%} of what was allocated.",
         "",
         "What is left: which cached block a request lands in decides how far reserved memory exceeds allocated memory, and at",
         "a few runs hangs on timing between streams. Host figures rest on how many library pages a process has touched.",

@@ -17,13 +17,17 @@ if TYPE_CHECKING:
     from zeroplan.planner.api import estimate_zero1_mem as estimate_zero1_mem
     from zeroplan.planner.api import estimate_zero2_mem as estimate_zero2_mem
     from zeroplan.planner.api import estimate_zero3_mem as estimate_zero3_mem
+    from zeroplan.search.answer import Recommendation as Recommendation
+    from zeroplan.search.api import recommend as recommend
 
 _HOMES = {
     "estimate": "zeroplan.planner.api",
+    "recommend": "zeroplan.search.api",
     "estimate_zero1_mem": "zeroplan.planner.api",
     "estimate_zero2_mem": "zeroplan.planner.api",
     "estimate_zero3_mem": "zeroplan.planner.api",
     "MemoryPlan": "zeroplan.core.plan",
+    "Recommendation": "zeroplan.search.answer",
     "BadInput": "zeroplan.core.errors",
 }
 

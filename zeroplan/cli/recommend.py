@@ -1,0 +1,137 @@
+"""``zeroplan recommend``: the fastest configuration that fits, as files that run."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from zeroplan.cli import flags
+from zeroplan.cli.main import app
+from zeroplan.core.errors import EXIT_DOES_NOT_FIT, BadInput
+
+if TYPE_CHECKING:
+    from zeroplan.planner.request import Request
+    from zeroplan.search.answer import Answer
+    from zeroplan.search.api import Wish
+
+_SEARCH = "Search"
+Checkpointing = Annotated[
+    bool | None,
+    typer.Option(
+        "--gradient-checkpointing/--no-gradient-checkpointing", rich_help_panel="Workload", help="Recompute blocks. [both]"
+    ),
+]
+GlobalBatch = Annotated[int | None, typer.Option("--global-batch", rich_help_panel=_SEARCH, help="Sequences a step.")]
+Goal = Annotated[str, typer.Option("--goal", rich_help_panel=_SEARCH, help="throughput or memory.")]
+Candidates = Annotated[
+    str | None,
+    typer.Option("--candidates", rich_help_panel=_SEARCH, help='Rank these: JSON lines of {"ds_config": {…}}.'),
+]
+From = Annotated[
+    str | None,
+    typer.Option(
+        "--from", rich_help_panel=_SEARCH, help="What is in use: ds_config, TrainingArguments, accelerate, axolotl, LLaMA-Factory."
+    ),
+]
+Profile = Annotated[str | None, typer.Option("--profile", rich_help_panel=_SEARCH, help="Rates by doctor --calibrate.")]
+NvmePath = Annotated[str, typer.Option("--nvme-path", rich_help_panel=_SEARCH, help="Where swap files may go.")]
+
+_FILES = "Files"
+Output = Annotated[str | None, typer.Option("-o", "--output", rich_help_panel=_FILES, help="Write the best: ds_config.json.")]
+Form = Annotated[
+    str, typer.Option("--form", rich_help_panel=_FILES, help="explicit, trainer, lightning, accelerate or accelerate-fsdp2.")
+]
+Launcher = Annotated[
+    str, typer.Option("--launcher", rich_help_panel=_FILES, help="deepspeed, torchrun, accelerate or slurm.")
+]
+Script = Annotated[str, typer.Option("--script", rich_help_panel=_FILES, help="The program that the command starts.")]
+
+
+@app.command()
+def recommend(
+    model: flags.Model = None,
+    params: flags.Params = None,
+    micro_batch: flags.MicroBatch = None,
+    seq_len: flags.SeqLen = None,
+    grad_accum: flags.GradAccum = None,
+    dtype: flags.Dtype = None,
+    optimizer: flags.OptimizerName = None,
+    gradient_checkpointing: Checkpointing = None,
+    attn: flags.Attn = "sdpa",
+    lora_rank: flags.LoraRank = None,
+    lora_targets: flags.LoraTargets = None,
+    gpus: flags.Gpus = 1,
+    nodes: flags.Nodes = 1,
+    gpu: flags.GpuName = None,
+    vram: flags.Vram = None,
+    cpu_ram: flags.CpuRam = None,
+    nvme: flags.Nvme = None,
+    engine: flags.EngineName = "deepspeed",
+    stage: flags.Stage = None,
+    offload_optimizer: flags.OffloadOptimizer = None,
+    offload_param: flags.OffloadParam = None,
+    global_batch: GlobalBatch = None,
+    goal: Goal = "throughput",
+    candidates: Candidates = None,
+    source: From = None,
+    profile: Profile = None,
+    nvme_path: NvmePath = "/local_nvme",
+    depth: flags.Depth = None,
+    alloc_conf: flags.AllocConf = "",
+    token: flags.Token = None,
+    trust_remote_code: flags.TrustRemoteCode = False,
+    style: Annotated[str, typer.Option("--format", help="plain, github, html or csv.")] = "plain",
+    as_json: flags.Json = False,
+    output: Output = None,
+    form: Form = "explicit",
+    launcher: Launcher = "deepspeed",
+    script: Script = "train.py",
+) -> None:
+    """Find the fastest configuration of MODEL that fits, say why, and write the files that run it.
+
+    Without MODEL: what such a card can train.
+    """
+    from zeroplan.report.recommendation import answer_text
+    from zeroplan.search.api import Wish, answer
+
+    values = locals() | {"gradient_checkpointing": bool(gradient_checkpointing)}
+    request = flags.request(values)
+    wish = Wish(
+        global_batch=global_batch,
+        goal=goal,
+        gradient_checkpointing=gradient_checkpointing,
+        profile=profile,
+        nvme_path=nvme_path,
+        given=candidates,
+    )
+    if model is None and params is None and source is None:
+        _catalog(request, wish, output, as_json=as_json, style=style)
+        return
+    if candidates is not None and source is not None:
+        raise BadInput("cannot stand beside --candidates", where="--from", remedy="use one of the two")
+    found = answer(request, wish)
+    written, start = _write(found, output, form, launcher, script)
+    if as_json:
+        typer.echo(json.dumps(found.to_dict(), indent=2))
+    else:
+        typer.echo(answer_text(found, style, written=written, start=start))
+    if found.best is None:
+        raise typer.Exit(EXIT_DOES_NOT_FIT)
+
+
+def _write(found: Answer, output: str | None, form: str, launcher: str, script: str) -> tuple[str, str]:
+    """Write the best one's files; returns the file's name and the command that starts it, empty where none was asked for."""
+    best = found.best
+    if output is None or best is None:
+        return "", ""
+    from zeroplan.core.files import write_atomic
+    from zeroplan.interop.ds_config import dump_ds_config
+
+    write_atomic(output, dump_ds_config(best.ds_config()))
+    return output, ""
+
+
+def _catalog(request: Request, wish: Wish, output: str | None, *, as_json: bool, style: str) -> None:
+    raise NotImplementedError

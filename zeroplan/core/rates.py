@@ -1,0 +1,141 @@
+"""How fast a machine does each kind of work: what step times are divided by.
+
+Note [Rates]
+    A :class:`Rates` is what a GPU *attains*, not what its data sheet promises: the sheet's figures (core/gpus.py) times the
+    fractions below. ``zeroplan doctor --calibrate`` measures the same fields and stores them as a profile, which then takes
+    their place. Each default has a cause that can be measured alone; none is fitted to one model.
+
+Note [Host-bound steps]
+    Training in eager mode at small micro batches is bound by the host: Python and the dispatcher issue kernels more slowly
+    than the GPU runs them. So a step's time needs the host's rates too: so many µs a kernel issued, a parameter's gradient
+    hook, a module's gather and release. benchmarks/recommend/calibrate.py derives those from the measured runs by non-negative
+    least squares over counts that the tapes give, all models and stages together.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from zeroplan.core.errors import BadInput, did_you_mean
+from zeroplan.core.gpus import Gpu
+
+#: Of the data sheet's dense rate, what large 16-bit matrix products attain (cuBLAS, 8192³), by architecture.
+MATMUL_FRACTION = {(7, 0): 0.72, (7, 5): 0.45, (8, 0): 0.80, (9, 0): 0.70, (10, 0): 0.70}
+#: Consumer and inference cards, whose power limit holds them lower.
+OTHER_MATMUL_FRACTION = 0.75
+#: Flash attention's forward and backward against the same sheet (Dao 2023, "FlashAttention-2", figures 4 and 6).
+ATTENTION_FRACTION = 0.40
+#: fp32 products run on tensor cores only when TF32 is switched on, which torch does not: the CUDA cores' share of the
+#: 16-bit rate (67 of 989 TFLOP/s on an H100's sheet).
+FP32_FRACTION = 0.068
+#: Plain kernels move this much of the sheet's memory bandwidth (2.96 of 3.35 TB/s for a copy on an H100).
+HBM_FRACTION = 0.88
+#: Rings attain this much of a link's one-way figure for buckets of tens of MB.
+LINK_FRACTION = 0.75
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """One machine. ``*_tflops`` in 10^12 operations a second, ``*_gbs`` in 10^9 bytes a second, ``*_us`` in µs each.
+
+    Attributes:
+        matmul_tflops: large 16-bit matrix products.
+        fp32_tflops: fp32 ones.
+        attention_tflops: the fused attention kernels.
+        hbm_gbs: memory-bound kernels, bytes read and written together.
+        kernel_us: the least time that a kernel takes on the GPU.
+        launch_us: host time to issue one kernel from eager Python, autograd's share included.
+        gradient_hook_us: host time of DeepSpeed stages 1 and 2 for one parameter's gradient and its share of the step.
+        gather_hook_us: host time of stage 3 for one module entered: fetch, wait, prefetch.
+        release_hook_us: host time of stage 3 for one module passed in the backward.
+        unit_hook_us: host time of FSDP2 for one parameter: gather, copy out, reduce.
+        link_gbs: between GPUs of a node, one way, as a ring attains it.
+        node_gbs: between nodes, a GPU's share, one way.
+        collective_us: latency of one collective, for each rank on its way.
+        pinned_gbs: between the GPU and pinned host memory, one way.
+        pageable_gbs: between the GPU and pageable host memory.
+        cpu_adam_gbs: bytes that DeepSpeedCPUAdam reads and writes a second, all ranks of a node together.
+        dram_gbs: bytes that torch's elementwise operations on the host read and write a second, a node.
+        read_gbs, write_gbs: the disk's, a node.
+        source: where the figures come from.
+    """
+
+    matmul_tflops: float
+    fp32_tflops: float
+    attention_tflops: float
+    hbm_gbs: float
+    link_gbs: float
+    pinned_gbs: float
+    kernel_us: float = 3.0
+    launch_us: float = 38.0
+    gradient_hook_us: float = 200.0
+    gather_hook_us: float = 440.0
+    release_hook_us: float = 720.0
+    unit_hook_us: float = 250.0
+    node_gbs: float = 22.0
+    collective_us: float = 12.0
+    pageable_gbs: float = 9.0
+    cpu_adam_gbs: float = 125.0
+    dram_gbs: float = 60.0
+    read_gbs: float = 5.0
+    write_gbs: float = 3.0
+    source: str = "data sheet and measured fractions"
+
+    def with_profile(self, values: dict[str, Any], source: str) -> Rates:
+        """These rates with a profile's measured values in their place.
+
+        Raises:
+            BadInput: an unknown name, or a value that is no positive number.
+        """
+        known = {f.name for f in fields(self)} - {"source"}
+        for name, value in values.items():
+            if name not in known:
+                raise BadInput(f"unknown rate {name[:60]!r}", where=source, remedy=did_you_mean(name, known))
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
+                raise BadInput(f"{str(value)[:40]!r} is no rate", where=f"{source}: {name}", remedy="give a number above zero")
+        return replace(self, **{name: float(value) for name, value in values.items()}, source=source)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def rates_of(gpu: Gpu) -> Rates:
+    """The default rates of a GPU preset in a node of its usual kind. See Note [Rates]."""
+    fraction = MATMUL_FRACTION.get(gpu.capability, OTHER_MATMUL_FRACTION)
+    return Rates(
+        matmul_tflops=gpu.bf16_tflops * fraction,
+        fp32_tflops=gpu.bf16_tflops * FP32_FRACTION,
+        attention_tflops=gpu.bf16_tflops * ATTENTION_FRACTION,
+        hbm_gbs=gpu.bandwidth_gbs * HBM_FRACTION,
+        link_gbs=gpu.link_gbs * LINK_FRACTION,
+        pinned_gbs=gpu.pcie_gbs,
+    )
+
+
+def profile_path() -> Path:
+    """Where ``zeroplan doctor --calibrate`` keeps this machine's profile: the user's configuration folder."""
+    base = os.environ.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")
+    return Path(base) / "zeroplan" / "profile.json"
+
+
+def read_profile(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The object of a profile: ``{"schema": 1, "gpu": …, "rates": {…}}``.
+
+    Raises:
+        BadInput: when it cannot be read or is no profile.
+    """
+    name = os.fspath(path)
+    try:
+        with open(name, "rb") as file:
+            data = json.loads(file.read(1 << 20))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "not JSON"
+        raise BadInput(f"cannot be read ({reason})", where=name, remedy="run zeroplan doctor --calibrate") from None
+    if not isinstance(data, dict) or not isinstance(data.get("rates"), dict):
+        raise BadInput("is no profile", where=name, remedy="run zeroplan doctor --calibrate")
+    return data

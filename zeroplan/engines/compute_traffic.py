@@ -1,0 +1,168 @@
+"""The work that every engine does alike: matrix products, attention, memory-bound kernels, and issuing them.
+
+Counted for one micro batch on one rank. A product of ``(tokens, in)`` with ``(in, out)`` takes 2 operations an element of
+the matrix and token; the backward takes as many for the input's gradient and again for the weight's.
+Source: Kaplan et al. 2020, "Scaling Laws for Neural Language Models", section 2.1; Korthikanti et al. 2022, appendix A.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zeroplan.core.buffers import Phase
+from zeroplan.core.workload import DType, Precision, Workload
+from zeroplan.ledger.derive import fraction
+from zeroplan.ledger.traffic import Resource, WorkBuilder
+from zeroplan.ledger.work import Counts, Matrices
+
+#: A kernel reads about two operands for each result that it writes.
+PASSES = 3
+
+WORK_GLOSSARY = {
+    "tokens": "micro batch × sequence length",
+    "seq_len": "tokens a sequence",
+    "matrices": "elements of all matrices that a token is multiplied with",
+    "trained_matrices": "of those, the ones with a weight gradient",
+    "recomputed_matrices": "of those, the ones in checkpointed blocks",
+    "attention": "heads × head size, over all blocks",
+    "attention_ops": "operations a query, key and channel: 4, halved by the causal mask",
+    "recomputed_attention": "attention in checkpointed blocks",
+    "forward_kernels": "kernels of the forward",
+    "backward_kernels": "kernels of the backward, recomputation included",
+    "forward_written": "bytes that the forward's kernels write",
+    "backward_written": "bytes that the backward's kernels write",
+    "forward_modules": "modules entered in the forward",
+    "recomputed_modules": "modules entered again in recomputation",
+    "backward_modules": "modules passed in the backward",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeFacts:
+    """What the model's own computation takes; names as in :data:`WORK_GLOSSARY`."""
+
+    tokens: int
+    seq_len: int
+    matrices: int
+    trained_matrices: int
+    recomputed_matrices: int
+    attention: int
+    attention_ops: int
+    recomputed_attention: int
+    forward_kernels: int
+    backward_kernels: int
+    forward_written: int
+    backward_written: int
+    forward_modules: int
+    recomputed_modules: int
+    backward_modules: int
+    fp32: bool
+
+
+def compute_facts(model: Matrices, counts: Counts, workload: Workload) -> ComputeFacts:
+    """The facts of one micro batch."""
+    seq = workload.seq_len or 0
+    again = workload.gradient_checkpointing
+    return ComputeFacts(
+        tokens=workload.micro_batch * seq,
+        seq_len=seq,
+        matrices=model.all,
+        trained_matrices=model.trained,
+        recomputed_matrices=model.blocks if again else 0,
+        attention=model.attention,
+        attention_ops=2 if model.causal else 4,
+        recomputed_attention=model.attention if again else 0,
+        forward_kernels=counts.forward_kernels,
+        backward_kernels=counts.backward_kernels,
+        forward_written=counts.forward_written,
+        backward_written=counts.backward_written,
+        forward_modules=counts.forward_modules,
+        recomputed_modules=counts.recomputed_modules,
+        backward_modules=counts.backward_modules,
+        fp32=workload.dtype is DType.FP32 and workload.precision is not Precision.AUTOCAST,
+    )
+
+
+def _matmul(c: ComputeFacts) -> Resource:
+    return Resource.FP32_MATMUL if c.fp32 else Resource.MATMUL
+
+
+_lines = WorkBuilder()
+
+
+@_lines.add(_matmul, Phase.FORWARD)
+def matmul_forward(c: ComputeFacts) -> int:
+    """Matrix products of the forward."""
+    return 2 * c.matrices * c.tokens
+
+
+@_lines.add(_matmul, Phase.BACKWARD)
+def matmul_backward(c: ComputeFacts) -> int:
+    """Gradients of inputs, and of the weights that are trained."""
+    return 2 * (c.matrices + c.trained_matrices) * c.tokens
+
+
+@_lines.add(_matmul, Phase.BACKWARD)
+def matmul_recomputed(c: ComputeFacts) -> int:
+    """Products of checkpointed blocks, once more."""
+    return 2 * c.recomputed_matrices * c.tokens
+
+
+@_lines.add(Resource.ATTENTION, Phase.FORWARD)
+def attention_forward(c: ComputeFacts) -> int:
+    """Scores and their product with the values."""
+    return c.attention_ops * c.attention * c.seq_len * c.tokens
+
+
+@_lines.add(Resource.ATTENTION, Phase.BACKWARD)
+def attention_backward(c: ComputeFacts) -> int:
+    """Five products in place of two: the fused kernel recomputes the scores.
+
+    Source: Dao 2023, "FlashAttention-2", section 4.1 (2.5 times the forward)
+    """
+    return fraction(c.attention_ops * c.attention * c.seq_len * c.tokens, 5, 2)
+
+
+@_lines.add(Resource.ATTENTION, Phase.BACKWARD)
+def attention_recomputed(c: ComputeFacts) -> int:
+    """Attention of checkpointed blocks, once more."""
+    return c.attention_ops * c.recomputed_attention * c.seq_len * c.tokens
+
+
+@_lines.add(Resource.HBM, Phase.FORWARD)
+def memory_forward(c: ComputeFacts) -> int:
+    """Bytes read and written by the forward's kernels."""
+    return PASSES * c.forward_written
+
+
+@_lines.add(Resource.HBM, Phase.BACKWARD)
+def memory_backward(c: ComputeFacts) -> int:
+    """Bytes read and written by the backward's kernels."""
+    return PASSES * c.backward_written
+
+
+@_lines.add(Resource.KERNEL, Phase.FORWARD)
+def kernels_forward(c: ComputeFacts) -> int:
+    """Each kernel's start and end on the GPU."""
+    return c.forward_kernels
+
+
+@_lines.add(Resource.KERNEL, Phase.BACKWARD)
+def kernels_backward(c: ComputeFacts) -> int:
+    """Each kernel's start and end on the GPU."""
+    return c.backward_kernels
+
+
+@_lines.add(Resource.LAUNCH, Phase.FORWARD)
+def launches_forward(c: ComputeFacts) -> int:
+    """Kernels issued by the host."""
+    return c.forward_kernels
+
+
+@_lines.add(Resource.LAUNCH, Phase.BACKWARD)
+def launches_backward(c: ComputeFacts) -> int:
+    """Kernels issued by the host."""
+    return c.backward_kernels
+
+
+COMPUTE = _lines.ledger()

@@ -1,0 +1,336 @@
+"""DeepSpeed's traffic: what each stage sends, copies and steps, beside the model's own computation.
+
+Lines of the forward and the backward are of one micro batch, those of the step of one optimizer step, all on one rank; host
+and disk lines are of all ranks of a node, which share them. Bytes on a link are those that one GPU sends in a ring.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zeroplan.core.buffers import Phase
+from zeroplan.core.workload import Workload
+from zeroplan.core.zero_config import Device, ZeroConfig
+from zeroplan.engines.compute_traffic import COMPUTE, WORK_GLOSSARY, ComputeFacts
+from zeroplan.ledger.derive import fraction, shard
+from zeroplan.ledger.optimizers import find_optimizer
+from zeroplan.ledger.traffic import Resource, WorkBuilder, WorkLedger
+from zeroplan.models.spec import ModelSpec
+
+GLOSSARY = {
+    **WORK_GLOSSARY,
+    "ranks": "data-parallel ranks",
+    "local_ranks": "of those, the ones on one node",
+    "steps_before": "ranks − 1, the steps of a ring",
+    "gathered": "elements that stage 3 gathers: all but the persistent ones",
+    "persistent": "elements of parameters at or below stage3_param_persistence_threshold",
+    "tensors": "parameters that are gathered",
+    "trained_tensors": "parameters with a gradient",
+    "reduced": "elements whose gradients are reduced in each micro batch (stages 2 and 3)",
+    "reduced_at_step": "elements whose gradients are reduced once a step (stages 0 and 1)",
+    "updated": "elements that this rank's optimizer updates",
+    "on_gpu": "of those, the ones updated on the GPU",
+    "on_host": "of those, the ones updated on the host",
+    "on_disk": "of those, the ones whose states are on disk",
+    "params_on_host": "this rank's elements of parameters that stay in host memory",
+    "params_on_disk": "this rank's elements of parameters that stay on disk",
+    "param_bytes": "bytes of one model parameter",
+    "comm_bytes": "bytes of one gradient element on its way",
+    "state_bytes": "bytes of one element's optimizer states",
+    "repeats": "micro batches after the first",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficFacts:
+    """One rank of one configuration; names as in :data:`GLOSSARY`. `compute` is the model's own work."""
+
+    compute: ComputeFacts
+    stage: int
+    ranks: int
+    local_ranks: int
+    steps_before: int
+    gathered: int
+    persistent: int
+    tensors: int
+    trained_tensors: int
+    reduced: int
+    reduced_at_step: int
+    updated: int
+    on_gpu: int
+    on_host: int
+    on_disk: int
+    params_on_host: int
+    params_on_disk: int
+    param_bytes: int
+    comm_bytes: int
+    state_bytes: int
+    repeats: int
+    overlap: bool
+    all_reduce: bool
+    one_node: bool
+    pinned: bool
+    mixed: bool
+
+
+def _link(c: TrafficFacts) -> Resource:
+    return Resource.LINK if c.one_node else Resource.NODE_LINK
+
+
+def _to_host(c: TrafficFacts) -> Resource:
+    return Resource.PINNED if c.pinned else Resource.PAGEABLE
+
+
+_lines = WorkBuilder()
+
+
+@_lines.add(_link, Phase.FORWARD)
+def gather_forward(c: TrafficFacts) -> int:
+    """Parameters gathered module by module.
+
+    Source: deepspeed/runtime/zero/partitioned_param_coordinator.py
+    """
+    return fraction(c.param_bytes * c.gathered, c.steps_before, c.ranks) if c.stage == 3 and c.ranks > 1 else 0
+
+
+@_lines.add(_link, Phase.BACKWARD)
+def gather_backward(c: TrafficFacts) -> int:
+    """Parameters gathered again, in reverse."""
+    return fraction(c.param_bytes * c.gathered, c.steps_before, c.ranks) if c.stage == 3 and c.ranks > 1 else 0
+
+
+@_lines.add(Resource.COLLECTIVE, Phase.FORWARD)
+def gather_calls_forward(c: TrafficFacts) -> int:
+    """Gathers times the ring's steps: their latency."""
+    return c.tensors * c.steps_before if c.stage == 3 and c.ranks > 1 else 0
+
+
+@_lines.add(Resource.COLLECTIVE, Phase.BACKWARD)
+def gather_calls_backward(c: TrafficFacts) -> int:
+    """The same in the backward."""
+    return c.tensors * c.steps_before if c.stage == 3 and c.ranks > 1 else 0
+
+
+@_lines.add(_link, Phase.BACKWARD)
+def reduce_each_micro_batch(c: TrafficFacts) -> int:
+    """Gradients: stage 2 all-reduces its buckets (twice a reduce-scatter's bytes), stage 3 reduce-scatters.
+
+    Source: deepspeed/runtime/zero/stage_1_and_2.py, average_tensor (use_multi_rank_bucket_allreduce)
+    """
+    if c.ranks == 1 or not c.reduced:
+        return 0
+    return fraction(c.comm_bytes * c.reduced * (1 if c.stage == 3 else 2), c.steps_before, c.ranks)
+
+
+@_lines.add(_link, Phase.STEP)
+def reduce_at_step(c: TrafficFacts) -> int:
+    """Gradients all-reduced once all micro batches are done (stages 0 and 1)."""
+    return fraction(2 * c.comm_bytes * c.reduced_at_step, c.steps_before, c.ranks) if c.ranks > 1 else 0
+
+
+@_lines.add(Resource.HBM, Phase.BACKWARD)
+def bucket_copies(c: TrafficFacts) -> int:
+    """Gradients copied into their bucket and out of it: two reads, two writes."""
+    return 4 * c.comm_bytes * c.reduced
+
+
+@_lines.add(_to_host, Phase.FORWARD)
+def upload_forward(c: TrafficFacts) -> int:
+    """This rank's parameters from host memory."""
+    return c.param_bytes * (c.params_on_host + c.params_on_disk)
+
+
+@_lines.add(_to_host, Phase.BACKWARD)
+def upload_backward(c: TrafficFacts) -> int:
+    """The same again for the backward."""
+    return c.param_bytes * (c.params_on_host + c.params_on_disk)
+
+
+@_lines.add(Resource.READ, Phase.FORWARD)
+def read_params_forward(c: TrafficFacts) -> int:
+    """Parameters from disk, all ranks of the node."""
+    return c.param_bytes * c.params_on_disk * c.local_ranks
+
+
+@_lines.add(Resource.READ, Phase.BACKWARD)
+def read_params_backward(c: TrafficFacts) -> int:
+    """The same again for the backward."""
+    return c.param_bytes * c.params_on_disk * c.local_ranks
+
+
+@_lines.add(_to_host, Phase.BACKWARD)
+def download_gradients(c: TrafficFacts) -> int:
+    """Gradients to the host's fp32 buffer.
+
+    Source: deepspeed/runtime/zero/stage_1_and_2.py, async_inplace_copy_grad_to_fp32_buffer_from_gpu; stage3.py
+    """
+    return 4 * (c.on_host + c.on_disk)
+
+
+@_lines.add(Resource.GRADIENT_HOOK, Phase.BACKWARD)
+def gradient_hooks(c: TrafficFacts) -> int:
+    """Stage 2's hooks, one a parameter and micro batch."""
+    return c.trained_tensors if c.stage == 2 else 0
+
+
+@_lines.add(Resource.GRADIENT_HOOK, Phase.STEP)
+def gradient_hooks_at_step(c: TrafficFacts) -> int:
+    """Stage 1 reduces once a step."""
+    return c.trained_tensors if c.stage == 1 else 0
+
+
+@_lines.add(Resource.GATHER_HOOK, Phase.FORWARD)
+def gather_hooks(c: TrafficFacts) -> int:
+    """Stage 3's hooks before and after every module.
+
+    Source: deepspeed/runtime/zero/parameter_offload.py, _register_deepspeed_module
+    """
+    return c.compute.forward_modules if c.stage == 3 else 0
+
+
+@_lines.add(Resource.GATHER_HOOK, Phase.BACKWARD)
+def gather_hooks_recomputed(c: TrafficFacts) -> int:
+    """The same for modules that recomputation enters again."""
+    return c.compute.recomputed_modules if c.stage == 3 else 0
+
+
+@_lines.add(Resource.RELEASE_HOOK, Phase.BACKWARD)
+def release_hooks(c: TrafficFacts) -> int:
+    """Stage 3's hooks around every module of the backward, with the reduction of its gradients."""
+    return c.compute.backward_modules if c.stage == 3 else 0
+
+
+@_lines.add(Resource.HBM, Phase.STEP)
+def step_on_gpu(c: TrafficFacts) -> int:
+    """Norm and cast of the gradients, the update, and the 16-bit copy: states, masters and gradients read, most written back.
+
+    Source: deepspeed/ops/adam/fused_adam.py; deepspeed/runtime/zero/stage_1_and_2.py, step
+    """
+    casts = 3 * c.param_bytes + 8 if c.mixed else 0  # norm and cast read 16 bits; fp32 written; masters read, copies written
+    return c.on_gpu * (4 + 8 + 2 * c.state_bytes + casts)
+
+
+@_lines.add(Resource.CPU_ADAM, Phase.STEP)
+def step_on_host(c: TrafficFacts) -> int:
+    """The update on the host, all ranks of the node: gradient and master read, states read and written."""
+    return (c.on_host + c.on_disk) * c.local_ranks * (4 + 8 + 2 * c.state_bytes)
+
+
+@_lines.add(Resource.DRAM, Phase.STEP)
+def unscale_on_host(c: TrafficFacts) -> int:
+    """Gradients clipped on the host: read and written.
+
+    Source: deepspeed/runtime/zero/stage_1_and_2.py, unscale_and_clip_grads
+    """
+    return 8 * (c.on_host + c.on_disk) * c.local_ranks
+
+
+@_lines.add(_to_host, Phase.STEP)
+def upload_updated(c: TrafficFacts) -> int:
+    """Updated parameters to the GPU, in fp32, and cast there; parameters that stay on the host do not move."""
+    return 4 * (c.on_host + c.on_disk) if not c.params_on_host + c.params_on_disk else 0
+
+
+@_lines.add(Resource.READ, Phase.STEP)
+def read_states(c: TrafficFacts) -> int:
+    """Masters, states and gradients from disk, all ranks of the node."""
+    return c.on_disk * c.local_ranks * (8 + c.state_bytes)
+
+
+@_lines.add(Resource.WRITE, Phase.STEP)
+def write_states(c: TrafficFacts) -> int:
+    """Masters and states to disk; gradients were written during the backward."""
+    return c.on_disk * c.local_ranks * (8 + c.state_bytes)
+
+
+@_lines.add(_link, Phase.STEP)
+def gather_updated(c: TrafficFacts) -> int:
+    """Updated parameters gathered: all of them at stages 1 and 2, the persistent ones at stage 3."""
+    if c.ranks == 1 or c.stage == 0:
+        return 0
+    elements = c.persistent if c.stage == 3 else shard(c.updated * c.ranks, 1)
+    return fraction(c.param_bytes * elements, c.steps_before, c.ranks)
+
+
+@_lines.add(_to_host, Phase.BACKWARD)
+def accumulate_on_host(c: TrafficFacts) -> int:
+    """With accumulation, 16-bit gradients go back up to be added to (stages 1 and 2)."""
+    return c.param_bytes * c.on_host if c.repeats and c.stage < 3 else 0
+
+
+TRAFFIC: WorkLedger = _lines.ledger()
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sums over a model's parameters that traffic needs, for one persistence threshold."""
+
+    params: int
+    trainable: int
+    persistent: int
+    tensors: int
+    trained_tensors: int
+
+    @classmethod
+    def of(cls, spec: ModelSpec, threshold: int) -> Sizes:
+        """Of a model."""
+        persistent = tensors = trained = 0
+        for tensor, count in spec.tensor_groups():
+            if tensor.numel <= threshold:
+                persistent += tensor.numel * count
+            else:
+                tensors += count
+            trained += count if tensor.trainable else 0
+        return cls(spec.params, spec.trainable, persistent, tensors, trained)
+
+
+def traffic_facts(
+    sizes: Sizes, compute: ComputeFacts, workload: Workload, zero: ZeroConfig, *, ranks: int, local_ranks: int
+) -> TrafficFacts:
+    """The facts of rank 0.
+
+    `sizes` must be those of the configuration's ``param_persistence_threshold``.
+    """
+    stage = zero.stage
+    width = workload.param_bytes
+    updated = sizes.trainable if stage == 0 else -(-sizes.trainable // ranks)
+    device = zero.offload_optimizer.device if stage else Device.NONE
+    if stage < 3 and device is Device.NVME:
+        device = Device.CPU
+    moved = 0 if device is Device.NONE else round(updated * (zero.offload_optimizer.ratio if stage == 3 else 1))
+    params = -(-(sizes.params - sizes.persistent) // ranks)
+    param_device = zero.offload_param.device if stage == 3 else Device.NONE
+    per_element = sum(
+        4 * state.per_master + state.numerator / state.denominator for state in find_optimizer(workload.optimizer).states
+    )
+    return TrafficFacts(
+        compute=compute,
+        stage=stage,
+        ranks=ranks,
+        local_ranks=local_ranks,
+        steps_before=ranks - 1,
+        gathered=sizes.params - sizes.persistent,
+        persistent=sizes.persistent,
+        tensors=sizes.tensors,
+        trained_tensors=sizes.trained_tensors,
+        reduced=sizes.trainable if stage >= 2 else 0,
+        reduced_at_step=sizes.trainable if stage < 2 else 0,
+        updated=updated,
+        on_gpu=updated - moved,
+        on_host=moved if device is Device.CPU else 0,
+        on_disk=moved if device is Device.NVME else 0,
+        params_on_host=params if param_device is Device.CPU else 0,
+        params_on_disk=params if param_device is Device.NVME else 0,
+        param_bytes=width,
+        comm_bytes=width if zero.communication_data_type is None else zero.communication_data_type.bytes,
+        state_bytes=round(per_element),
+        repeats=workload.grad_accum - 1,
+        overlap=zero.overlaps_comm,
+        all_reduce=stage < 3,
+        one_node=ranks <= local_ranks,
+        pinned=zero.offload_optimizer.pin_memory if zero.offload_optimizer else zero.offload_param.pin_memory,
+        mixed=width == 2,
+    )
+
+
+__all__ = ["COMPUTE", "GLOSSARY", "TRAFFIC", "Sizes", "TrafficFacts", "traffic_facts"]

@@ -1,0 +1,132 @@
+"""FSDP2's and DDP's traffic, in the setups that the measured rows describe: fp32 parameters, 16-bit arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zeroplan.core.buffers import Phase
+from zeroplan.core.workload import DType, Workload
+from zeroplan.engines.compute_traffic import WORK_GLOSSARY, ComputeFacts
+from zeroplan.ledger.derive import fraction
+from zeroplan.ledger.optimizers import find_optimizer
+from zeroplan.ledger.traffic import Resource, WorkBuilder, WorkLedger
+from zeroplan.models.spec import ModelSpec
+
+GLOSSARY = {
+    **WORK_GLOSSARY,
+    "ranks": "data-parallel ranks",
+    "steps_before": "ranks − 1, the steps of a ring",
+    "params": "elements of the model",
+    "trainable": "elements with a gradient",
+    "tensors": "parameters",
+    "updated": "elements that this rank's optimizer updates",
+    "param_bytes": "bytes of one gathered parameter element",
+    "state_bytes": "bytes of one element's optimizer states",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TorchFacts:
+    """One rank; names as in :data:`GLOSSARY`."""
+
+    compute: ComputeFacts
+    sharded: bool
+    resharded: bool
+    ranks: int
+    steps_before: int
+    params: int
+    trainable: int
+    tensors: int
+    updated: int
+    param_bytes: int
+    state_bytes: int
+    one_node: bool
+    overlap: bool = True
+
+
+def _link(c: TorchFacts) -> Resource:
+    return Resource.LINK if c.one_node else Resource.NODE_LINK
+
+
+_lines = WorkBuilder()
+
+
+@_lines.add(_link, Phase.FORWARD)
+def gather_forward(c: TorchFacts) -> int:
+    """FSDP2 gathers each block's parameters in the arithmetic's dtype."""
+    return fraction(c.param_bytes * c.params, c.steps_before, c.ranks) if c.sharded else 0
+
+
+@_lines.add(_link, Phase.BACKWARD)
+def gather_backward(c: TorchFacts) -> int:
+    """And again for the backward, where they were resharded."""
+    return fraction(c.param_bytes * c.params, c.steps_before, c.ranks) if c.sharded and c.resharded else 0
+
+
+@_lines.add(_link, Phase.BACKWARD)
+def reduce_gradients(c: TorchFacts) -> int:
+    """Gradients in fp32: FSDP2 reduce-scatters, DDP all-reduces."""
+    return fraction(4 * c.trainable * (1 if c.sharded else 2), c.steps_before, c.ranks)
+
+
+@_lines.add(Resource.HBM, Phase.FORWARD)
+def cast_and_copy_forward(c: TorchFacts) -> int:
+    """FSDP2 casts its shard, gathers and copies out; autocast casts every weight."""
+    return (4 + 3 * c.param_bytes) * c.params
+
+
+@_lines.add(Resource.HBM, Phase.BACKWARD)
+def copy_backward(c: TorchFacts) -> int:
+    """Gradients copied in, cast to fp32 and averaged."""
+    return (2 * c.param_bytes + 8) * c.trainable
+
+
+@_lines.add(Resource.UNIT_HOOK, Phase.FORWARD)
+def unit_hooks_forward(c: TorchFacts) -> int:
+    """FSDP2's share of a parameter: chunk, copy out, views."""
+    return c.tensors if c.sharded else 0
+
+
+@_lines.add(Resource.UNIT_HOOK, Phase.BACKWARD)
+def unit_hooks_backward(c: TorchFacts) -> int:
+    """The same in the backward, with the reduction."""
+    return c.tensors if c.sharded else 0
+
+
+@_lines.add(Resource.LAUNCH, Phase.FORWARD)
+def casts_forward(c: TorchFacts) -> int:
+    """Autocast's casts of weights are kernels too."""
+    return 0 if c.sharded else c.tensors
+
+
+@_lines.add(Resource.HBM, Phase.STEP)
+def step_on_gpu(c: TorchFacts) -> int:
+    """Norm, clipping and the update of fp32 parameters."""
+    return c.updated * (4 + 8 + 4 + 8 + 2 * c.state_bytes)
+
+
+TRAFFIC: WorkLedger = _lines.ledger()
+
+
+def torch_facts(
+    spec: ModelSpec, compute: ComputeFacts, workload: Workload, *, stage: int, ranks: int, local_ranks: int
+) -> TorchFacts:
+    """The facts of rank 0: stage 0 is DDP, 2 FSDP2 without resharding, 3 FSDP2."""
+    tensors = sum(count for _, count in spec.tensor_groups())
+    per_element = sum(
+        4 * state.per_master + state.numerator / state.denominator for state in find_optimizer(workload.optimizer).states
+    )
+    return TorchFacts(
+        compute=compute,
+        sharded=stage > 0,
+        resharded=stage == 3,
+        ranks=ranks,
+        steps_before=ranks - 1,
+        params=spec.params,
+        trainable=spec.trainable,
+        tensors=tensors,
+        updated=-(-spec.trainable // ranks) if stage else spec.trainable,
+        param_bytes=4 if workload.dtype is DType.FP32 else 2,
+        state_bytes=round(per_element),
+        one_node=ranks <= local_ranks,
+    )

@@ -1,0 +1,193 @@
+"""Lines of work and traffic: operations, kernels and bytes moved, one formula each, in the ledger's form.
+
+A memory line says how many bytes a buffer holds; a traffic line says how much of a resource one micro batch or one optimizer
+step takes. Divided by the machine's rate for that resource it is a time. The same function gives the number, the ranking
+and the derivation, as in :mod:`zeroplan.ledger.line`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from zeroplan.core.buffers import Phase
+from zeroplan.core.rates import Rates
+from zeroplan.ledger.derive import expression
+from zeroplan.ledger.line import symbols
+
+
+class Lane(StrEnum):
+    """What a piece of work keeps busy. Work of different lanes can run at the same time, where the engine lets it."""
+
+    PYTHON = "python"  # the process that issues kernels
+    GPU = "gpu"
+    LINK = "link"  # between GPUs
+    PCIE = "pcie"  # between a GPU and its host
+    HOST = "host"  # the host's cores and memory
+    DISK = "disk"
+
+
+class Resource(StrEnum):
+    """What is used up, and in which unit it is counted."""
+
+    MATMUL = "matmul"  # operations
+    FP32_MATMUL = "fp32 matmul"  # operations
+    ATTENTION = "attention"  # operations
+    HBM = "hbm"  # bytes
+    KERNEL = "kernel"  # calls, on the GPU
+    LAUNCH = "launch"  # calls, on the host
+    GRADIENT_HOOK = "gradient hook"
+    GATHER_HOOK = "gather hook"
+    RELEASE_HOOK = "release hook"
+    UNIT_HOOK = "unit hook"
+    LINK = "link"  # bytes
+    NODE_LINK = "node link"  # bytes
+    COLLECTIVE = "collective"  # calls × ranks
+    PINNED = "pinned"  # bytes
+    PAGEABLE = "pageable"  # bytes
+    CPU_ADAM = "cpu adam"  # bytes
+    DRAM = "dram"  # bytes
+    READ = "disk read"  # bytes
+    WRITE = "disk write"  # bytes
+
+
+_TERA, _GIGA, _MICRO = 1e12, 1e9, 1e6
+#: lane, the rate's field in Rates, and its unit: amount ÷ (rate × unit) for throughputs, amount × rate ÷ 10^6 for µs each.
+_RATES: dict[Resource, tuple[Lane, str, float]] = {
+    Resource.MATMUL: (Lane.GPU, "matmul_tflops", _TERA),
+    Resource.FP32_MATMUL: (Lane.GPU, "fp32_tflops", _TERA),
+    Resource.ATTENTION: (Lane.GPU, "attention_tflops", _TERA),
+    Resource.HBM: (Lane.GPU, "hbm_gbs", _GIGA),
+    Resource.KERNEL: (Lane.GPU, "kernel_us", 0),
+    Resource.LAUNCH: (Lane.PYTHON, "launch_us", 0),
+    Resource.GRADIENT_HOOK: (Lane.PYTHON, "gradient_hook_us", 0),
+    Resource.GATHER_HOOK: (Lane.PYTHON, "gather_hook_us", 0),
+    Resource.RELEASE_HOOK: (Lane.PYTHON, "release_hook_us", 0),
+    Resource.UNIT_HOOK: (Lane.PYTHON, "unit_hook_us", 0),
+    Resource.LINK: (Lane.LINK, "link_gbs", _GIGA),
+    Resource.NODE_LINK: (Lane.LINK, "node_gbs", _GIGA),
+    Resource.COLLECTIVE: (Lane.LINK, "collective_us", 0),
+    Resource.PINNED: (Lane.PCIE, "pinned_gbs", _GIGA),
+    Resource.PAGEABLE: (Lane.PCIE, "pageable_gbs", _GIGA),
+    Resource.CPU_ADAM: (Lane.HOST, "cpu_adam_gbs", _GIGA),
+    Resource.DRAM: (Lane.HOST, "dram_gbs", _GIGA),
+    Resource.READ: (Lane.DISK, "read_gbs", _GIGA),
+    Resource.WRITE: (Lane.DISK, "write_gbs", _GIGA),
+}
+
+
+def lane_of(resource: Resource) -> Lane:
+    """What the resource keeps busy."""
+    return _RATES[resource][0]
+
+
+def rate_name(resource: Resource) -> str:
+    """The field of :class:`~zeroplan.core.rates.Rates` that it is divided by."""
+    return _RATES[resource][1]
+
+
+def seconds_for(resource: Resource, amount: int, rates: Rates) -> float:
+    """Seconds that so much of a resource takes."""
+    _, name, unit = _RATES[resource]
+    rate: float = getattr(rates, name)
+    return amount / (rate * unit) if unit else amount * rate / _MICRO
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One formula: ``fn(facts)`` operations, bytes or calls on one rank, each micro batch or (`step`) each optimizer step."""
+
+    name: str
+    resource: Resource | Callable[[Any], Resource]
+    phase: Phase
+    fn: Callable[[Any], int]
+
+    @property
+    def doc(self) -> str:
+        """What it is: the first line of the formula's docstring."""
+        return (self.fn.__doc__ or "").strip().split("\n")[0]
+
+    @property
+    def source(self) -> str:
+        """Where the fact comes from."""
+        for text in (self.fn.__doc__ or "").splitlines():
+            if text.strip().startswith("Source:"):
+                return text.strip().removeprefix("Source:").strip()
+        return ""
+
+    def resource_of(self, facts: Any) -> Resource:
+        """What it uses, given the facts."""
+        return self.resource if isinstance(self.resource, Resource) else self.resource(facts)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkItem:
+    """A line evaluated: so much of a resource, for so many seconds. Backward and forward are those of one micro batch."""
+
+    name: str
+    resource: Resource
+    phase: Phase
+    amount: int
+    seconds: float
+    formula: str = ""
+    doc: str = ""
+    source: str = ""
+
+    @property
+    def lane(self) -> Lane:
+        """What it keeps busy."""
+        return lane_of(self.resource)
+
+
+class WorkLedger(tuple[Work, ...]):
+    """Lines in the order in which they are shown."""
+
+    __slots__ = ()
+
+
+class WorkBuilder:
+    """Collects a module's lines: ``@lines.add(Resource.MATMUL, Phase.FORWARD)`` above each formula."""
+
+    def __init__(self) -> None:
+        self._lines: list[Work] = []
+
+    def add(
+        self, resource: Resource | Callable[[Any], Resource], phase: Phase
+    ) -> Callable[[Callable[[Any], int]], Callable[[Any], int]]:
+        """Register the decorated formula as a line named after the function."""
+
+        def register(fn: Callable[[Any], int]) -> Callable[[Any], int]:
+            self._lines.append(Work(fn.__name__, resource, phase, fn))
+            return fn
+
+        return register
+
+    def ledger(self) -> WorkLedger:
+        """All lines registered so far."""
+        return WorkLedger(self._lines)
+
+
+def work_items(ledger: Iterable[Work], facts: Any, rates: Rates) -> list[WorkItem]:
+    """Every line that is not zero, without derivations."""
+    items = []
+    for line in ledger:
+        amount = line.fn(facts)
+        if amount:
+            resource = line.resource_of(facts)
+            items.append(WorkItem(line.name, resource, line.phase, int(amount), seconds_for(resource, amount, rates)))
+    return items
+
+
+def derived_work(ledger: Iterable[Work], facts: Any, rates: Rates) -> Iterator[WorkItem]:
+    """The same items, each with its formula and what it is."""
+    named = symbols(facts)
+    for line in ledger:
+        amount = line.fn(named)
+        if amount:
+            resource = line.resource_of(facts)
+            seconds = seconds_for(resource, int(amount), rates)
+            yield WorkItem(
+                line.name, resource, line.phase, int(amount), seconds, expression(amount), line.doc, line.source
+            )

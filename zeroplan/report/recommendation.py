@@ -1,0 +1,123 @@
+"""A recommendation for the terminal: the ranked table, the reasons, and what to do when nothing fits. No formulas here."""
+
+from __future__ import annotations
+
+from zeroplan.core.units import format_bytes, format_count, format_gib
+from zeroplan.report.text import render
+from zeroplan.search.answer import Answer, Recommendation
+from zeroplan.search.changes import shortfalls
+from zeroplan.search.reasons import name_of
+
+_FITS = {True: "yes", False: "no", None: "-"}
+
+
+def answer_text(answer: Answer, style: str = "plain", *, written: str = "", start: str = "") -> str:
+    """The whole answer.
+
+    Args:
+        answer: what was found.
+        style: plain, github, html or csv.
+        written: the file that the best was written to.
+        start: the command that starts it.
+    """
+    if style in ("csv", "html"):
+        return ranking_table(answer.ranking, style)
+    parts = [_heading(answer), ""]
+    if answer.current is not None:
+        parts += [f"In use: {_sentence(answer.current)}", ""]
+    if answer.ranking:
+        parts += [ranking_table(answer.ranking, style), "", "GiB per GPU; host per node. up to: the upper end of the interval."]
+    best = answer.best
+    if best is not None and best.reasons:
+        parts += ["", f"Why {name_of(best.zero, best.workload.gradient_checkpointing)}:", *(f"- {r}" for r in best.reasons)]
+    if best is None:
+        parts += _nothing(answer)
+    if written:
+        parts += ["", f"Wrote {written}. Start it: {start}" if start else f"Wrote {written}."]
+    parts += [f"warning: {text}" for text in answer.warnings]
+    parts.append(f"({answer.considered} configurations, {answer.simulated} simulated)")
+    return "\n".join(parts)
+
+
+def ranking_table(ranking: tuple[Recommendation, ...], style: str = "plain") -> str:
+    """One row a configuration, best first."""
+    headers = ["", "stage", "offload", "micro × accum", "ckpt", "tokens/s", "s a step", "total", "up to", "host", "fits", "buckets"]
+    rows = []
+    for place, one in enumerate(ranking, 1):
+        plan, work = one.plan, one.workload
+        rows.append(
+            [
+                str(place),
+                str(one.zero.stage),
+                _offload(one),
+                f"{work.micro_batch} × {work.grad_accum}",
+                "yes" if work.gradient_checkpointing else "no",
+                f"{one.tokens_per_second:,.0f}",
+                f"{one.step_seconds:.3g}",
+                format_gib(plan.gpu.total),
+                format_gib(plan.gpu.interval[1] if plan.gpu.interval else None),
+                format_gib(plan.cpu.per_node, digits=0) + (f" + disk {format_gib(plan.nvme.per_node, digits=0)}" if plan.nvme.per_node else ""),
+                _FITS[plan.fits] + (f" ({', '.join(plan.misfits)})" if plan.misfits else ""),
+                _knobs(one),
+            ]
+        )
+    return render(headers, rows, style)
+
+
+def _offload(one: Recommendation) -> str:
+    parts = []
+    if one.zero.offload_optimizer:
+        parts.append(f"optimizer {one.zero.offload_optimizer.device}")
+    if one.zero.offloads_param:
+        parts.append(f"parameters {one.zero.offload_param.device}")
+    return ", ".join(parts) or "none"
+
+
+def _knobs(one: Recommendation) -> str:
+    zero, parts = one.zero, []
+    if one.plan.engine in ("deepspeed", "zeroplan") and zero.stage:
+        parts.append(format_count(zero.reduce_bucket_size).replace(" ", ""))
+    if zero.stage in (1, 2) and zero.overlap_comm:
+        parts.append("overlap")
+    if one.alloc_conf:
+        parts.append("expandable" if one.alloc_conf == "expandable_segments:True" else one.alloc_conf)
+    return ", ".join(parts) or "-"
+
+
+def _heading(answer: Answer) -> str:
+    model, work, cluster = answer.model, answer.workload, answer.cluster
+    text = f"{model['name']}: {model['params']:,} parameters"
+    if model["trainable"] != model["params"]:
+        text += f" ({format_count(model['trainable'])} trainable)"
+    gpus = f"{cluster.nodes} × {cluster.gpus} GPUs" if cluster.nodes > 1 else f"{cluster.gpus} GPU{'s' if cluster.gpus > 1 else ''}"
+    text += f" · {gpus} of {format_bytes(cluster.vram, digits=0)} ({format_bytes(cluster.usable_vram, digits=1)} usable)"
+    if cluster.cpu_ram:
+        text += f", {format_bytes(cluster.cpu_ram, digits=0)} host"
+    batch = f"global batch {answer.global_batch} × " if answer.global_batch else "sequences of "
+    text += f" · {batch}{work.seq_len} tokens · {work.dtype} {work.optimizer}"
+    return text + (f" · LoRA rank {work.lora_rank}" if work.lora_rank else "")
+
+
+def _sentence(one: Recommendation) -> str:
+    gpu = one.plan.gpu
+    need = f"{format_bytes(gpu.total)} a GPU" if gpu.total is not None else f"at least {format_bytes(gpu.needed)} a GPU"
+    fits = {True: "fits", False: "does not fit", None: "no limit given"}[one.fits]
+    work = one.workload
+    return (
+        f"{name_of(one.zero, work.gradient_checkpointing)}, {work.micro_batch} × {work.grad_accum}: {need}, {fits}, "
+        f"{one.tokens_per_second:,.0f} tokens/s"
+    )
+
+
+def _nothing(answer: Answer) -> list[str]:
+    parts = ["Nothing fits."]
+    if answer.nearest is not None:
+        cluster = answer.cluster
+        lack = shortfalls(answer.nearest, cluster.usable_vram, cluster.cpu_ram, cluster.nvme)
+        parts.append(f"Nearest: {_sentence(answer.nearest)}; it lacks {' and '.join(lack) or 'memory'}.")
+    if answer.changes:
+        parts += ["", "What would make it fit, cheapest first:"]
+        parts += [f"{i}. {change.what}: {_sentence(change.best)}" for i, change in enumerate(answer.changes, 1)]
+    elif answer.nearest is not None:
+        parts.append("No single change of sequence length, adapters, host memory, disk, GPUs or cards makes it fit.")
+    return parts

@@ -1,0 +1,1 @@
+"""recommend(): candidates, their step times, the fastest that fits, and why."""

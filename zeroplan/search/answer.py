@@ -1,0 +1,151 @@
+"""The nouns of an answer: a Recommendation, and the Answer that holds several with what they were asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from zeroplan.core.cluster import Cluster
+from zeroplan.core.plan import MemoryPlan
+from zeroplan.core.workload import Workload
+from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.ledger.traffic import Lane
+from zeroplan.planner.request import describe_cluster, describe_workload
+from zeroplan.search.cost import StepTime
+from zeroplan.search.recommend import Ranked
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    """One configuration with its predicted step time, its memory and its reasons.
+
+    `index` is its place in a given list of candidates (counted from 0), else in the ranking. `alloc_conf` is what
+    PYTORCH_ALLOC_CONF should hold. `fits` is None when no limit was given.
+    """
+
+    index: int
+    zero: ZeroConfig
+    workload: Workload
+    plan: MemoryPlan
+    time: StepTime
+    ranks: int
+    alloc_conf: str = ""
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool | None:
+        """Total plus interval against the usable memory, and host and disk against theirs."""
+        return self.plan.fits
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks together."""
+        return self.time.tokens_per_second
+
+    @property
+    def step_seconds(self) -> float:
+        """One optimizer step."""
+        return self.time.total
+
+    def ds_config(self) -> dict[str, Any]:
+        """The explicit ds_config that runs this: no ``auto``, an optimizer of its own."""
+        from zeroplan.interop.launch import explicit_ds_config
+
+        return explicit_ds_config(self.zero, self.workload, self.ranks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; bytes are integers, times seconds."""
+        return {
+            "index": self.index,
+            "fits": self.fits,
+            "tokens_per_second": self.tokens_per_second,
+            "step_seconds": self.step_seconds,
+            "micro_batch": self.workload.micro_batch,
+            "grad_accum": self.workload.grad_accum,
+            "gradient_checkpointing": self.workload.gradient_checkpointing,
+            "alloc_conf": self.alloc_conf,
+            "time": {
+                "forward": self.time.forward,
+                "backward": self.time.backward,
+                "step": self.time.step,
+                "bound": self.time.bound.value,
+                "lanes": {lane.value: seconds for lane, seconds in self.time.lanes.items() if seconds},
+            },
+            "reasons": list(self.reasons),
+            "ds_config": self.ds_config() if self.plan.engine in ("deepspeed", "zeroplan") else None,
+            "plan": self.plan.model_dump(mode="json"),
+        }
+
+
+def recommendation(ranked: Ranked, index: int, ranks: int, reasons: tuple[str, ...] = ()) -> Recommendation:
+    """A ranked candidate as users see it."""
+    candidate = ranked.candidate
+    place = candidate.index if candidate.index >= 0 else index
+    return Recommendation(
+        place, candidate.zero, candidate.workload, ranked.plan, ranked.time, ranks, candidate.alloc_conf, reasons
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Something that would make it fit: what to change, and the best that then runs."""
+
+    what: str
+    best: Recommendation
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One configuration in the picture of memory against speed. `floor` says that `bytes` is a floor, not a simulation."""
+
+    label: str
+    bytes: int
+    tokens_per_second: float
+    fits: bool
+    floor: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What ``recommend`` answers. `ranking` is best first; `nearest` is the nearest miss when nothing fits."""
+
+    model: dict[str, Any]
+    workload: Workload
+    cluster: Cluster
+    ranking: tuple[Recommendation, ...]
+    nearest: Recommendation | None = None
+    changes: tuple[Change, ...] = ()
+    current: Recommendation | None = None
+    points: tuple[Point, ...] = ()
+    warnings: tuple[str, ...] = ()
+    considered: int = 0
+    simulated: int = 0
+    goal: str = "throughput"
+    global_batch: int | None = None
+    rates: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def best(self) -> Recommendation | None:
+        """The first that fits, if any does."""
+        return next((r for r in self.ranking if r.fits is not False), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON (DESIGN, "recommend")."""
+        return {
+            "schema": 1,
+            "model": self.model,
+            "workload": describe_workload(self.workload) | {"global_batch": self.global_batch},
+            "cluster": describe_cluster(self.cluster),
+            "goal": self.goal,
+            "warnings": list(self.warnings),
+            "ranking": [r.to_dict() for r in self.ranking],
+            "current": None if self.current is None else self.current.to_dict(),
+            "nearest": None if self.nearest is None else self.nearest.to_dict(),
+            "changes": [{"what": c.what, "best": c.best.to_dict()} for c in self.changes],
+            "considered": self.considered,
+            "simulated": self.simulated,
+            "rates": self.rates,
+        }
+
+
+LANES_SHOWN = (Lane.PYTHON, Lane.GPU, Lane.LINK, Lane.PCIE, Lane.HOST, Lane.DISK)

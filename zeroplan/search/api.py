@@ -1,0 +1,214 @@
+"""The Python API of the search: :func:`recommend`, and :func:`answer`, which holds what the command line shows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from zeroplan.core.cluster import Cluster
+from zeroplan.core.errors import BadInput
+from zeroplan.core.rates import Rates, profile_path, rates_of, read_profile
+from zeroplan.core.units import GIB
+from zeroplan.core.workload import Workload
+from zeroplan.engines.base import Engine
+from zeroplan.models.spec import ModelSpec
+from zeroplan.planner.request import Request, resolve
+from zeroplan.search.answer import Answer, Recommendation, recommendation
+from zeroplan.search.changes import cheapest_changes, nearest_miss
+from zeroplan.search.cost import CostModel
+from zeroplan.search.memory import Memory
+from zeroplan.search.reasons import points, reasons_for, what_more_buys
+from zeroplan.search.recommend import SHOWN, least_memory, rank_all, search
+from zeroplan.search.space import NVME_PATH, Candidate, batch_splits, candidates, zero_configs
+
+GOALS = ("throughput", "memory")
+#: Host memory a GPU that is assumed where none is given.
+ASSUMED_HOST = 64 * GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is asked of the search beside the :class:`~zeroplan.planner.request.Request`.
+
+    Attributes:
+        global_batch: sequences an optimizer step; None keeps accumulation at 1 and lets the batch follow.
+        goal: throughput, or memory: the least on the GPU.
+        gradient_checkpointing: None lets the search choose.
+        given: candidates to rank in place of the search's own, or the file that holds them.
+        current: a configuration that is in use, to be compared with.
+        profile: a profile's path; None takes the user's own where it is of this GPU.
+        nvme_path: where swap files may go.
+        explain: whether reasons are worked out.
+    """
+
+    global_batch: int | None = None
+    goal: str = "throughput"
+    gradient_checkpointing: bool | None = None
+    given: Sequence[Candidate] | str | None = None
+    current: Candidate | None = None
+    profile: str | os.PathLike[str] | None = None
+    nvme_path: str = NVME_PATH
+    explain: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A request made definite: what the search works on."""
+
+    spec: ModelSpec
+    workload: Workload
+    cluster: Cluster
+    engine: Engine
+    rates: Rates
+    warnings: list[str] = field(default_factory=list)
+
+
+def recommend(model: Any = None, **options: Any) -> list[Recommendation]:
+    """The fastest configurations that fit, best first.
+
+    Args:
+        model: as for :func:`zeroplan.estimate`.
+        options: the fields of :class:`~zeroplan.planner.request.Request` and of :class:`Wish`: ``vram="24G"``, ``gpus=4``,
+            ``global_batch=128``, …
+
+    Returns:
+        One recommendation a stage, offload and checkpointing that fits; empty when nothing does.
+
+    Raises:
+        BadInput: a value that cannot be used, with the remedy.
+        TypeError: an option that does not exist.
+    """
+    wishes = {f.name for f in fields(Wish)}
+    wish = Wish(**{name: value for name, value in options.items() if name in wishes})
+    rest = {name: value for name, value in options.items() if name not in wishes}
+    return list(answer(Request(model=model, **rest), wish).ranking)
+
+
+def problem_of(request: Request, wish: Wish) -> Problem:
+    """The request resolved, with rates, and the assumptions that were made for it.
+
+    Raises:
+        BadInput: a value that cannot be used.
+    """
+    if wish.goal not in GOALS:
+        raise BadInput(f"unknown goal {wish.goal[:40]!r}", where="--goal", remedy=f"use one of {', '.join(GOALS)}")
+    resolved = resolve(replace(request, stage=None, offload_optimizer=None, offload_param=None, ds_config=None))
+    cluster, warnings = resolved.cluster, list(resolved.warnings)
+    if cluster.vram is None and wish.given is None:
+        raise BadInput("no GPU memory is given", where="--vram", remedy="give --vram 24G, or a card: --gpu A100-80G")
+    if cluster.cpu_ram is None:
+        cluster = replace(cluster, cpu_ram=ASSUMED_HOST * cluster.gpus)
+        warnings.append(f"host memory is assumed to be 64 GiB a GPU ({64 * cluster.gpus} GiB a node); give --cpu-ram")
+    rates = _rates(cluster, wish, warnings)
+    if request.gpu is None:
+        warnings.append(f"speeds are those of an {cluster.gpu.name}; name the card by --gpu")
+    return Problem(resolved.spec, resolved.workload, cluster, resolved.engine, rates, warnings)
+
+
+def _rates(cluster: Cluster, wish: Wish, warnings: list[str]) -> Rates:
+    rates = rates_of(cluster.gpu)
+    path = Path(wish.profile) if wish.profile is not None else profile_path()
+    if wish.profile is None and not path.exists():
+        return rates
+    profile = read_profile(path)
+    if wish.profile is None and profile.get("gpu") != cluster.gpu.name:
+        return rates
+    warnings.append(f"rates from {path}")
+    return rates.with_profile(profile["rates"], str(path))
+
+
+def space_of(problem: Problem, request: Request, wish: Wish) -> list[Candidate]:
+    """The candidates that the request leaves open.
+
+    Raises:
+        BadInput: batch arithmetic that cannot work out, or a stage and offload that no option has.
+    """
+    zeros = [
+        (zero, effort)
+        for zero, effort in zero_configs(problem.engine, problem.cluster, nvme_path=wish.nvme_path)
+        if (request.stage is None or zero.stage == request.stage)
+        and (request.offload_optimizer is None or zero.offload_optimizer.device == request.offload_optimizer)
+        and (request.offload_param is None or zero.offload_param.device == request.offload_param)
+    ]
+    if not zeros:
+        raise BadInput(
+            "no configuration has this stage and offload", where="--stage", remedy="leave one of the flags out, or give --nvme"
+        )
+    splits = batch_splits(
+        wish.global_batch, problem.cluster.ranks, micro_batch=request.micro_batch, grad_accum=request.grad_accum
+    )
+    again = (False, True) if wish.gradient_checkpointing is None else (wish.gradient_checkpointing,)
+    confs = (request.alloc_conf,) if request.alloc_conf else ("", "expandable_segments:True")
+    return list(candidates(zeros, problem.workload, splits, again, confs))
+
+
+def answer(request: Request, wish: Wish | None = None) -> Answer:
+    """Everything that ``zeroplan recommend`` tells of a request.
+
+    Raises:
+        BadInput: a value that cannot be used.
+    """
+    wish = wish or Wish()
+    problem = problem_of(request, wish)
+    memory = Memory(problem.engine, problem.spec, problem.cluster, simulate=request.depth != "formula")
+    cost = CostModel(problem.engine.name, problem.spec, problem.cluster, problem.rates)
+    ranks = problem.cluster.ranks
+    current = None
+    if wish.current is not None:
+        current = recommendation(rank_all([wish.current], memory, cost)[0], 0, ranks)
+    if wish.given is not None:
+        ranked = rank_all(_given(wish.given, problem, request), memory, cost)
+        found = [recommendation(r, i, ranks) for i, r in enumerate(ranked)]
+        return _answer(problem, wish, tuple(found), memory, considered=len(found))
+    space = space_of(problem, request, wish)
+    outcome = (least_memory if wish.goal == "memory" else search)(space, memory, cost, shown=SHOWN)
+    ranking = [recommendation(r, i, ranks) for i, r in enumerate(outcome.ranking)]
+    nearest, changes = None, ()
+    if not ranking:
+        miss = nearest_miss(space, memory, cost)
+        nearest = recommendation(miss, 0, ranks)
+        changes = tuple(cheapest_changes(problem, request, wish, nearest))
+    elif wish.explain:
+        said = reasons_for(outcome.ranking[0], space, memory, cost)
+        if wish.goal == "throughput":
+            said += what_more_buys(problem, request, wish, outcome.ranking[0], memory)
+        ranking[0] = replace(ranking[0], reasons=tuple(said))
+    return replace(
+        _answer(problem, wish, tuple(ranking), memory, considered=outcome.considered),
+        nearest=nearest,
+        changes=changes,
+        current=current,
+        points=tuple(points(space, outcome, memory, cost)) if wish.explain else (),
+    )
+
+
+def _given(given: Sequence[Candidate] | str, problem: Problem, request: Request) -> Sequence[Candidate]:
+    if not isinstance(given, str):
+        return given
+    from zeroplan.search.given import read_candidates
+
+    return read_candidates(given, problem, request)
+
+
+def _answer(
+    problem: Problem, wish: Wish, ranking: tuple[Recommendation, ...], memory: Memory, *, considered: int
+) -> Answer:
+    warnings = list(problem.warnings)
+    if memory.problem:
+        warnings.append(f"formula depth: {memory.problem}; what fits is judged by an analytic bound on activations")
+    spec = problem.spec
+    return Answer(
+        model={"name": spec.name, "params": spec.params, "trainable": spec.trainable, "source": spec.source},
+        workload=problem.workload,
+        cluster=problem.cluster,
+        ranking=ranking,
+        warnings=tuple(warnings),
+        considered=considered,
+        simulated=memory.simulated,
+        goal=wish.goal,
+        global_batch=wish.global_batch,
+        rates=problem.rates.as_dict(),
+    )

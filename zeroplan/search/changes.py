@@ -1,0 +1,148 @@
+"""When nothing fits: the nearest miss, and the cheapest changes that would make it fit, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.units import GIB, TIB, format_bytes
+from zeroplan.search.answer import Change, Recommendation, recommendation
+from zeroplan.search.cost import CostModel
+from zeroplan.search.memory import Memory
+from zeroplan.search.recommend import Ranked
+from zeroplan.search.space import Candidate
+
+if TYPE_CHECKING:
+    from zeroplan.planner.request import Request
+    from zeroplan.search.api import Problem, Wish
+
+#: Simulations that the nearest miss and each change may take.
+_TRIES = 3
+#: Changes that an answer names.
+_NAMED = 4
+#: Memories of cards that are sold, in GiB.
+_CARDS = (16, 24, 32, 40, 48, 80, 141, 180)
+
+
+def nearest_miss(space: Sequence[Candidate], memory: Memory, cost: CostModel) -> Ranked:
+    """The candidate that lacks least, in its worst limit."""
+    lightest: dict[object, Candidate] = {}
+    for candidate in sorted(space, key=lambda c: (_lack_of_floors(c, memory), memory.floor(c), c.effort)):
+        lightest.setdefault(candidate.family, candidate)
+    tried = [c for c in list(lightest.values()) if memory.runnable(c)][:_TRIES]
+    ranked = [Ranked(c, cost.step_time(c.workload, c.zero, memory.counts(c)), memory.plan(c)) for c in tried]
+    return min(ranked, key=lambda r: lack(r, memory))
+
+
+def lack(ranked: Ranked, memory: Memory) -> float:
+    """By how much the worst limit is exceeded, as a share of it."""
+    plan, cluster = ranked.plan, memory.cluster
+    high = plan.gpu.interval[1] if plan.gpu.interval else plan.gpu.needed
+    over = [high / cluster.usable_vram] if cluster.usable_vram else []
+    over += [plan.cpu.per_node / cluster.cpu_ram] if cluster.cpu_ram else []
+    over += [plan.nvme.per_node / cluster.nvme] if cluster.nvme else []
+    return max(over, default=0.0)
+
+
+def _lack_of_floors(candidate: Candidate, memory: Memory) -> float:
+    cluster = memory.cluster
+    host, disk = memory.host_floor(candidate)
+    over = [memory.floor(candidate) / cluster.usable_vram] if cluster.usable_vram else []
+    over += [host / cluster.cpu_ram] if cluster.cpu_ram else []
+    over += [disk / cluster.nvme] if cluster.nvme else []
+    return max(1.0, max(over, default=0.0))
+
+
+def shortfalls(missed: Recommendation, usable_vram: int | None, cpu_ram: int | None, nvme: int | None) -> list[str]:
+    """What it lacks: ``"3.2 GiB a GPU"``, ``"41 GiB of host memory a node"``."""
+    plan = missed.plan
+    high = plan.gpu.interval[1] if plan.gpu.interval else plan.gpu.needed
+    said = []
+    if "gpu" in plan.misfits and usable_vram is not None:
+        said.append(f"{format_bytes(max(0, high - usable_vram))} a GPU")
+    if "cpu" in plan.misfits and cpu_ram is not None:
+        said.append(f"{format_bytes(plan.cpu.per_node - cpu_ram)} of host memory a node")
+    if "nvme" in plan.misfits and nvme is not None:
+        said.append(f"{format_bytes(plan.nvme.per_node - nvme)} of disk a node")
+    return said
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    what: str
+    request: Request
+    wish: Wish
+    last: bool = False  # of a row of ever larger steps; the first that fits ends the row
+    row: str = ""
+
+
+def _options(problem: Problem, request: Request, wish: Wish, nearest: Recommendation) -> Iterator[_Option]:
+    """Cheapest first: what costs a flag, then quality, then what costs money."""
+    cluster, workload = problem.cluster, problem.workload
+    if workload.optimizer == "adamw" and workload.lora_rank is None:
+        yield _Option("8-bit AdamW (--optimizer adamw8bit)", replace(request, optimizer="adamw8bit"), wish)
+    seq = workload.seq_len or 0
+    for parts in (2, 4):
+        if seq // parts >= 512:
+            shorter = replace(request, seq_len=seq // parts)
+            yield _Option(f"sequences of {seq // parts} (--seq-len {seq // parts})", shorter, wish, row="seq")
+    if cluster.nvme is None:
+        yield _Option("2 TiB of disk a node (--nvme 2T)", replace(request, nvme=2 * TIB), wish)
+    if workload.lora_rank is None:
+        yield _Option("LoRA adapters of rank 16 (--lora-rank 16)", replace(request, lora_rank=16), wish)
+    need = nearest.plan.cpu.per_node
+    if cluster.cpu_ram is not None and need > cluster.cpu_ram:
+        size = 64 * GIB
+        while size < 1.05 * need:
+            size *= 2
+        yield _Option(f"{size // GIB} GiB of host memory a node", replace(request, cpu_ram=size), wish)
+    host = cluster.cpu_ram or 0
+    for factor in (2, 4, 8):
+        gpus = cluster.gpus * factor
+        if gpus <= 8 and (wish.global_batch or gpus * cluster.nodes) % (gpus * cluster.nodes) == 0:
+            more = replace(request, gpus=gpus, cpu_ram=host * factor)
+            yield _Option(f"{gpus} GPUs a node (--gpus {gpus}) with as much host memory each", more, wish, row="gpus")
+    for size in _CARDS:
+        if cluster.vram is not None and size * GIB > cluster.vram:
+            yield _Option(f"cards of {size} GiB (--vram {size}G)", replace(request, vram=size * GIB), wish, row="vram")
+
+
+def cheapest_changes(problem: Problem, request: Request, wish: Wish, nearest: Recommendation) -> Iterator[Change]:
+    """Changes that work, cheapest first, each with the configuration of it that needs the least."""
+    done: set[str] = set()
+    named = 0
+    for option in _options(problem, request, wish, nearest):
+        if named >= _NAMED:
+            return
+        if option.row and option.row in done:
+            continue
+        found = _least(option)
+        if found is not None:
+            done.add(option.row)
+            named += 1
+            yield Change(option.what, found)
+
+
+def _least(option: _Option) -> Recommendation | None:
+    """A configuration that fits after the change, the lightest by its floor first; None when none of the lightest does."""
+    from zeroplan.search.api import problem_of, space_of
+
+    try:
+        changed = problem_of(option.request, option.wish)
+        space = space_of(changed, option.request, option.wish)
+    except BadInput:
+        return None
+    memory = Memory(changed.engine, changed.spec, changed.cluster, simulate=option.request.depth != "formula")
+    cost = CostModel(changed.engine.name, changed.spec, changed.cluster, changed.rates)
+    likely = sorted((c for c in space if not memory.cannot_fit(c)), key=lambda c: (memory.floor(c), c.effort))
+    lightest: dict[object, Candidate] = {}
+    for candidate in likely:
+        lightest.setdefault(candidate.family, candidate)
+    for candidate in [c for c in lightest.values() if memory.runnable(c)][:_TRIES]:
+        plan = memory.plan(candidate)
+        if plan.fits is not False:
+            time = cost.step_time(candidate.workload, candidate.zero, memory.counts(candidate))
+            return recommendation(Ranked(candidate, time, plan), 0, changed.cluster.ranks)
+    return None

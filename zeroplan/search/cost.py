@@ -1,0 +1,106 @@
+"""A step's predicted time: the engine's traffic lines over the machine's rates, laid side by side where they overlap.
+
+Note [Overlap]
+    The host issues kernels ahead of the GPU, so a pass takes the longer of the two: Python's time or the device's. On the
+    device, collectives run beside the computation where the engine overlaps them (stage 3, `overlap_comm`, FSDP2, DDP) and
+    after it where it does not (stages 1 and 2 by default). Copies to pinned host memory overlap likewise. An optimizer step
+    reads the gradient norm on the host, so its parts follow each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from zeroplan.core.buffers import Phase
+from zeroplan.core.cluster import Cluster
+from zeroplan.core.rates import Rates
+from zeroplan.core.workload import Workload
+from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.engines import torch_traffic
+from zeroplan.engines.compute_traffic import COMPUTE, ComputeFacts, compute_facts
+from zeroplan.engines.deepspeed import traffic as deepspeed_traffic
+from zeroplan.ledger.traffic import Lane, WorkItem, derived_work, work_items
+from zeroplan.ledger.work import Counts, Matrices, matrices
+from zeroplan.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds. `forward` and `backward` are of one micro batch, `step` of the optimizer; `total` is a whole step.
+
+    `lanes` is the whole step's busy time by lane, which adds up to more than `total` where work overlaps; `bound` is what a
+    faster step would need most.
+    """
+
+    forward: float
+    backward: float
+    step: float
+    total: float
+    tokens_per_second: float
+    lanes: dict[Lane, float]
+    bound: Lane
+
+
+class CostModel:
+    """Step times of one model on one cluster under one engine; sums over parameters are kept."""
+
+    def __init__(self, engine: str, spec: ModelSpec, cluster: Cluster, rates: Rates) -> None:
+        self.engine, self.spec, self.cluster, self.rates = engine, spec, cluster, rates
+        self.matrices: Matrices = matrices(spec)
+        self._sizes: dict[int, deepspeed_traffic.Sizes] = {}
+
+    def items(self, workload: Workload, zero: ZeroConfig, counts: Counts, *, derive: bool = False) -> list[WorkItem]:
+        """Every line of work of one configuration, with its formula if `derive`."""
+        compute = compute_facts(self.matrices, counts, workload)
+        own, ledger = self._engine_work(compute, workload, zero)
+        if derive:
+            return [*derived_work(COMPUTE, compute, self.rates), *derived_work(ledger, own, self.rates)]
+        return work_items(COMPUTE, compute, self.rates) + work_items(ledger, own, self.rates)
+
+    def step_time(self, workload: Workload, zero: ZeroConfig, counts: Counts) -> StepTime:
+        """The predicted time of one optimizer step."""
+        overlap = zero.overlaps_comm if self.engine in ("deepspeed", "zeroplan") else True
+        return compose(self.items(workload, zero, counts), workload, overlap, self.cluster.ranks)
+
+    def _engine_work(self, compute: ComputeFacts, workload: Workload, zero: ZeroConfig) -> tuple[object, Sequence[object]]:
+        ranks, local = self.cluster.ranks, self.cluster.gpus
+        if self.engine in ("fsdp2", "ddp"):
+            facts = torch_traffic.torch_facts(
+                self.spec, compute, workload, stage=zero.stage, ranks=ranks, local_ranks=local
+            )
+            return facts, torch_traffic.TRAFFIC
+        threshold = zero.param_persistence_threshold
+        sizes = self._sizes.get(threshold)
+        if sizes is None:
+            sizes = self._sizes[threshold] = deepspeed_traffic.Sizes.of(self.spec, threshold)
+        own = deepspeed_traffic.traffic_facts(sizes, compute, workload, zero, ranks=ranks, local_ranks=local)
+        return own, deepspeed_traffic.TRAFFIC
+
+
+def compose(items: Sequence[WorkItem], workload: Workload, overlap: bool, ranks: int) -> StepTime:
+    """Lay the lines of work side by side. See Note [Overlap]."""
+    busy = {phase: dict.fromkeys(Lane, 0.0) for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)}
+    for item in items:
+        busy[item.phase][item.lane] += item.seconds
+
+    def one_pass(lanes: dict[Lane, float]) -> float:
+        side = (lanes[Lane.LINK], lanes[Lane.PCIE], lanes[Lane.DISK])
+        device = max(lanes[Lane.GPU], *side) if overlap else lanes[Lane.GPU] + sum(side)
+        return max(lanes[Lane.PYTHON], device)
+
+    forward, backward = one_pass(busy[Phase.FORWARD]), one_pass(busy[Phase.BACKWARD])
+    last = busy[Phase.STEP]
+    # Disk and host work in a pipeline of sub-groups; what the link and the GPU do comes before or after.
+    step = last[Lane.PYTHON] + last[Lane.GPU] + last[Lane.LINK] + last[Lane.PCIE] + max(last[Lane.HOST], last[Lane.DISK])
+    count = workload.grad_accum
+    total = count * (forward + backward) + step
+    lanes = {lane: count * (busy[Phase.FORWARD][lane] + busy[Phase.BACKWARD][lane]) + last[lane] for lane in Lane}
+    tokens = workload.micro_batch * (workload.seq_len or 0) * count * ranks
+    bound = max(lanes, key=lambda lane: lanes[lane])
+    return StepTime(forward, backward, step, total, tokens / total if total else 0.0, lanes, bound)
+
+
+def with_batch(workload: Workload, micro_batch: int, grad_accum: int) -> Workload:
+    """The workload with another split of its batch."""
+    return replace(workload, micro_batch=micro_batch, grad_accum=grad_accum)

@@ -1,0 +1,95 @@
+"""Candidates that a user hands in: JSON lines of ``{"ds_config": {…}, "gradient_checkpointing": bool}``."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from typing import Any
+
+from zeroplan.core.errors import BadInput, did_you_mean
+from zeroplan.planner.from_ds_config import workload_and_zero
+from zeroplan.planner.request import Request
+from zeroplan.search.api import Problem
+from zeroplan.search.space import Candidate
+
+_KEYS = ("ds_config", "gradient_checkpointing", "alloc_conf")
+_MOST_BYTES = 64 << 20
+_MOST_LINES = 100_000
+
+
+def read_candidates(path: str, problem: Problem, request: Request) -> list[Candidate]:
+    """The candidates of a file, `index` counted from 0 over its non-empty lines.
+
+    Raises:
+        BadInput: an unreadable file, a line that is no such object, or a ds_config that DeepSpeed refuses.
+    """
+    found = []
+    for number, line in _lines(path):
+        where = f"{path}:{number}"
+        entry = _entry(line, where)
+        found.append(_candidate(entry, problem, request, where, len(found)))
+    if not found:
+        raise BadInput("holds no candidate", where=path, remedy='write lines of {"ds_config": {…}}')
+    return found
+
+
+def _lines(path: str) -> list[tuple[int, str]]:
+    try:
+        if os.path.getsize(path) > _MOST_BYTES:
+            raise BadInput(f"is larger than {_MOST_BYTES >> 20} MiB", where=path)
+        with open(path, encoding="utf-8-sig") as file:
+            lines = [(number, text) for number, text in enumerate(file, 1) if text.strip()]
+    except UnicodeDecodeError:
+        raise BadInput("is not UTF-8", where=path, remedy="save it as UTF-8") from None
+    except OSError as error:
+        raise BadInput(f"cannot be read ({error.strerror})", where=path, remedy="give a file of JSON lines") from None
+    if len(lines) > _MOST_LINES:
+        raise BadInput(f"holds more than {_MOST_LINES:,} candidates", where=path)
+    return lines
+
+
+def _entry(line: str, where: str) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else "not usable"
+        raise BadInput(f"is not JSON ({reason})", where=where, remedy='write {"ds_config": {…}} on one line') from None
+    if not isinstance(entry, dict) or not isinstance(entry.get("ds_config"), dict):
+        raise BadInput("is no object with a ds_config", where=where, remedy='write {"ds_config": {…}}')
+    for key in entry:
+        if key not in _KEYS:
+            raise BadInput(f"unknown key {key[:60]!r}", where=where, remedy=did_you_mean(key, _KEYS) or f"use {', '.join(_KEYS)}")
+    if not isinstance(entry.get("gradient_checkpointing", False), bool):
+        raise BadInput("gradient_checkpointing is neither true nor false", where=where)
+    if not isinstance(entry.get("alloc_conf", ""), str):
+        raise BadInput("alloc_conf is no string", where=where)
+    return entry
+
+
+def _candidate(entry: dict[str, Any], problem: Problem, request: Request, where: str, index: int) -> Candidate:
+    try:
+        return candidate_of(entry["ds_config"], problem, request, entry.get("gradient_checkpointing"), index, entry.get("alloc_conf", ""))
+    except BadInput as error:
+        raise BadInput(error.what, where=f"{where}: {error.where}" if error.where else where, remedy=error.remedy) from None
+
+
+def candidate_of(
+    ds_config: dict[str, Any] | str,
+    problem: Problem,
+    request: Request,
+    gradient_checkpointing: bool | None,
+    index: int = 0,
+    alloc_conf: str = "",
+) -> Candidate:
+    """One ds_config as a candidate; flags fill what it leaves open, and its warnings join the problem's.
+
+    Raises:
+        BadInput: what DeepSpeed refuses, or a flag that contradicts it.
+    """
+    again = request.gradient_checkpointing if gradient_checkpointing is None else gradient_checkpointing
+    asked = replace(request, ds_config=ds_config, gradient_checkpointing=again)
+    warnings: list[str] = []
+    workload, zeros = workload_and_zero(asked, problem.engine, problem.cluster, problem.spec, warnings)
+    problem.warnings += [f"candidate {index}: {text}" for text in warnings]
+    return Candidate(zeros[0], workload, alloc_conf or request.alloc_conf, index=index)

@@ -1,0 +1,187 @@
+"""What a candidate's memory is: a floor from formulas in microseconds, and the simulated plan of those that survive it.
+
+Note [Floors]
+    A floor is what must be allocated at once whatever the schedule does: the engine's buffers that live through forward and
+    step, the most that the model's own computation holds at once, and what lies outside torch. It is never above the simulated total
+    (a test holds that on every tape), so a candidate whose floor exceeds the card cannot fit and need not be simulated.
+    Sums over parameters and tapes are kept by what they depend on, so a floor is two look-ups and a sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from zeroplan.core.buffers import Place
+from zeroplan.core.cluster import Cluster
+from zeroplan.core.errors import BadInput
+from zeroplan.core.plan import MemoryPlan
+from zeroplan.core.tape import Stream
+from zeroplan.core.workload import Workload
+from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.engines.base import Case, Engine
+from zeroplan.engines.process import outside_torch
+from zeroplan.ledger.line import evaluate
+from zeroplan.ledger.work import Counts, Matrices, count_stream, guess_counts, matrices, scale_counts
+from zeroplan.models.spec import ModelSpec
+from zeroplan.planner.bound import activation_bound
+from zeroplan.planner.formula import formula_plan, lives_between_steps, misfits, verdict
+from zeroplan.planner.simulated import activation_peak, simulated_plan
+from zeroplan.planner.tapes import NoTapeError, stream_of
+from zeroplan.search.space import Candidate
+from zeroplan.simulate.allocator_config import AllocatorConfig
+
+#: Formulas of states that the schedule frees for a moment, and pads, may be off by this much.
+FLOOR_SLACK = 0.98
+#: Without a tape, how far the analytic bound on activations may be from the truth, either way.
+ANALYTIC_SPREAD = 0.25
+
+
+class Memory:
+    """Floors and plans of one model on one cluster under one engine."""
+
+    def __init__(self, engine: Engine, spec: ModelSpec, cluster: Cluster, *, simulate: bool = True) -> None:
+        self.engine, self.spec, self.cluster = engine, spec, cluster
+        self.simulate = simulate
+        self.problem = ""  # why there is no tape, once that is known
+        self.simulated = 0
+        self._matrices: Matrices = matrices(spec)
+        self._streams: dict[tuple[str, int, int], Stream | None] = {}
+        self._counts: dict[tuple[str, int, int], Counts] = {}
+        self._computed: dict[tuple[str, int, int], tuple[int, int]] = {}
+        self._states: dict[ZeroConfig, int] = {}
+        self._host: dict[ZeroConfig, tuple[int, int]] = {}
+        self._plans: dict[Candidate, MemoryPlan] = {}
+
+    def on(self, cluster: Cluster) -> Memory:
+        """The same on another cluster; tapes and counts are shared, sums over ranks are not."""
+        other = Memory(self.engine, self.spec, cluster, simulate=self.simulate)
+        other.problem = self.problem
+        other._streams, other._counts, other._computed = self._streams, self._counts, self._computed
+        return other
+
+    def case(self, candidate: Candidate) -> Case:
+        """The candidate as the engines take it."""
+        return Case(self.spec, candidate.workload, self.cluster, candidate.zero)
+
+    def runnable(self, candidate: Candidate) -> bool:
+        """Whether the engine trains this at all."""
+        try:
+            self.engine.require_workload(self.case(candidate))
+        except BadInput:
+            return False
+        return True
+
+    def counts(self, candidate: Candidate) -> Counts:
+        """Kernels, bytes and modules of one micro batch."""
+        workload = candidate.workload
+        key = (self._tape_key(candidate), workload.micro_batch, workload.seq_len or 0)
+        found = self._counts.get(key)
+        if found is None:
+            # Stage 3's identity functions are counted as its hooks, so the plain tape serves every stage.
+            plain = replace(candidate, zero=ZeroConfig())
+            one, two = self._stream(plain, 1), self._stream(plain, 2)
+            if one is None or two is None:
+                tokens = workload.micro_batch * (workload.seq_len or 0)
+                found = guess_counts(self._matrices, workload, tokens)
+            else:
+                found = scale_counts(count_stream(one), count_stream(two), workload.micro_batch)
+            self._counts[key] = found
+        return found
+
+    def floor(self, candidate: Candidate) -> int:
+        """Bytes a GPU that this cannot do without. See Note [Floors]."""
+        zero, workload = candidate.zero, candidate.workload
+        states = self._states.get(zero)
+        if states is None:
+            states = self._states[zero] = self._live_states(candidate)
+        key = (self._tape_key(candidate), workload.seq_len or 0, 0)
+        most = self._computed.get(key)
+        if most is None:
+            most = self._computed[key] = self._computation(candidate)
+        return states + most[0] + most[1] * workload.micro_batch
+
+    def host_floor(self, candidate: Candidate) -> tuple[int, int]:
+        """Bytes of a node's host memory and disk that this cannot do without."""
+        found = self._host.get(candidate.zero)
+        if found is None:
+            ledger, facts = self.engine.ledger(self.case(candidate))
+            items = evaluate(ledger, facts)
+            local = self.cluster.gpus
+            host = sum(i.bytes for i in items if i.place in (Place.PINNED, Place.DRAM) and lives_between_steps(i))
+            disk = sum(i.bytes for i in items if i.place is Place.NVME)
+            found = self._host[candidate.zero] = (round(FLOOR_SLACK * host) * local, disk * local)
+        return found
+
+    def cannot_fit(self, candidate: Candidate) -> bool:
+        """Whether the floors alone exceed a limit."""
+        cluster = self.cluster
+        if cluster.usable_vram is not None and self.floor(candidate) > cluster.usable_vram:
+            return True
+        if cluster.cpu_ram is None and cluster.nvme is None:
+            return False
+        host, disk = self.host_floor(candidate)
+        return (cluster.cpu_ram is not None and host > cluster.cpu_ram) or (cluster.nvme is not None and disk > cluster.nvme)
+
+    def plan(self, candidate: Candidate) -> MemoryPlan:
+        """The candidate's plan at the deepest depth there is; kept, because several questions ask for it."""
+        found = self._plans.get(candidate)
+        if found is None:
+            case = self.case(candidate)
+            stream = self._stream(candidate, candidate.workload.micro_batch) if self.simulate else None
+            if stream is None:
+                found = self._analytic(case)
+            else:
+                conf = AllocatorConfig.parse(candidate.alloc_conf, where="alloc_conf") if candidate.alloc_conf else None
+                found = simulated_plan(self.engine, case, stream, conf).plan
+                self.simulated += 1
+            self._plans[candidate] = found
+        return found
+
+    def _analytic(self, case: Case) -> MemoryPlan:
+        """A formula plan; its total and interval stay open, but whether it fits is judged with the analytic bound."""
+        plan = formula_plan(self.engine, case)
+        bound = activation_bound(case.spec, case.workload)
+        if bound is None:
+            return plan
+        need = max(plan.gpu.phases.values()) + round(bound * (1 + ANALYTIC_SPREAD)) + self._outside(case)
+        broken = misfits(case, need, plan.cpu.per_node, plan.nvme.per_node)
+        return plan.model_copy(update={"fits": verdict(case, broken), "misfits": broken})
+
+    def _outside(self, case: Case) -> int:
+        capability = case.cluster.gpu.capability
+        return outside_torch(self.engine.name, case.workload, case.zero, ranks=case.ranks, capability=capability).total
+
+    def _live_states(self, candidate: Candidate) -> int:
+        case = self.case(candidate)
+        ledger, facts = self.engine.ledger(case)
+        live = sum(i.bytes for i in evaluate(ledger, facts) if i.place is Place.HBM and lives_between_steps(i))
+        return round(FLOOR_SLACK * live) + self._outside(case)
+
+    def _computation(self, candidate: Candidate) -> tuple[int, int]:
+        """The most that the computation holds at once: a constant, and what each sample adds.
+
+        That maximum is of sums that grow linearly, so it is convex in the micro batch, and the line through its values at
+        one and two lies below it from there on.
+        """
+        one, two = self._stream(candidate, 1), self._stream(candidate, 2)
+        if one is None or two is None:
+            bound = activation_bound(self.spec, candidate.workload) or 0
+            return 0, round((1 - ANALYTIC_SPREAD) * bound / candidate.workload.micro_batch / 2)
+        first, second = activation_peak(one), activation_peak(two)
+        slope = max(0, second - first)
+        return first - slope, slope
+
+    def _tape_key(self, candidate: Candidate) -> str:
+        return f"{candidate.workload.gradient_checkpointing} {candidate.zero.stage == 3}"
+
+    def _stream(self, candidate: Candidate, micro_batch: int) -> Stream | None:
+        workload: Workload = replace(candidate.workload, micro_batch=micro_batch, grad_accum=1)
+        key = (self._tape_key(candidate), micro_batch, workload.seq_len or 0)
+        if key not in self._streams:
+            try:
+                case = Case(self.spec, workload, self.cluster, candidate.zero)
+                self._streams[key] = None if self.problem else stream_of(self.engine, case)
+            except NoTapeError as error:
+                self.problem = str(error)
+                self._streams[key] = None
+        return self._streams[key]

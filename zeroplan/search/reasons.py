@@ -1,0 +1,173 @@
+"""Why the first is first: what stands beside it, what each of its choices costs, and what more hardware would buy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from zeroplan.core.cluster import Cluster
+from zeroplan.core.units import GIB, format_bytes
+from zeroplan.core.zero_config import OffloadOptimizer, OffloadParam, ZeroConfig
+from zeroplan.ledger.traffic import Lane
+from zeroplan.search.answer import Point
+from zeroplan.search.cost import CostModel
+from zeroplan.search.memory import Memory
+from zeroplan.search.recommend import Outcome, Ranked, search
+from zeroplan.search.space import Candidate
+
+if TYPE_CHECKING:
+    from zeroplan.planner.request import Request
+    from zeroplan.search.api import Problem, Wish
+
+#: Simulations that one "what if" may take.
+_WHAT_IF = 4
+_MORE_VRAM = 8 * GIB
+_BOUND = {
+    Lane.PYTHON: "the host issues kernels and hooks more slowly than the GPU runs them: a larger micro batch costs little time",
+    Lane.GPU: "the GPU's own computation decides",
+    Lane.LINK: "traffic between the GPUs decides",
+    Lane.PCIE: "copies between GPU and host decide",
+    Lane.HOST: "the optimizer's step on the host decides",
+    Lane.DISK: "the disk decides",
+}
+
+
+def name_of(zero: ZeroConfig, checkpointing: bool | None = None) -> str:
+    """``"stage 3, optimizer on cpu, checkpointing"``."""
+    text = f"stage {zero.stage}"
+    if zero.offload_optimizer:
+        text += f", optimizer on {zero.offload_optimizer.device}"
+    if zero.offloads_param:
+        text += f", parameters on {zero.offload_param.device}"
+    if checkpointing is not None:
+        text += ", checkpointing" if checkpointing else ", no checkpointing"
+    return text
+
+
+def reasons_for(best: Ranked, space: Sequence[Candidate], memory: Memory, cost: CostModel) -> list[str]:
+    """Sentences on the stages beside it, on what its offload and checkpointing cost, and on what its time is made of."""
+    return [*_faster_that_do_not_fit(best, space, memory, cost), *_costs(best, memory, cost), _bound(best)]
+
+
+def _faster_that_do_not_fit(
+    best: Ranked, space: Sequence[Candidate], memory: Memory, cost: CostModel, most: int = 3
+) -> list[str]:
+    """Of each faster family the candidate that needs least: what it would gain, and what it lacks."""
+    limit = memory.cluster.usable_vram or 0
+    lightest: dict[object, tuple[int, float, Candidate]] = {}
+    for candidate in space:
+        if candidate.family == best.candidate.family:
+            continue
+        time = cost.step_time(candidate.workload, candidate.zero, memory.counts(candidate))
+        if time.tokens_per_second <= 1.02 * best.time.tokens_per_second:
+            continue
+        floor = memory.floor(candidate)
+        old = lightest.get(candidate.family)
+        if old is None or floor < old[0]:
+            lightest[candidate.family] = (floor, time.tokens_per_second, candidate)
+    said = []
+    for floor, speed, candidate in sorted(lightest.values(), key=lambda entry: entry[0])[:most]:
+        gain = f"{100 * (speed / best.time.tokens_per_second - 1):.0f} % faster"
+        name = name_of(candidate.zero, candidate.workload.gradient_checkpointing)
+        if floor > limit:
+            said.append(f"{name} would be {gain} and needs at least {format_bytes(floor)} a GPU of {format_bytes(limit)} usable")
+            continue
+        plan = memory.plan(candidate)
+        if plan.fits is False:
+            lacks = " and ".join({"gpu": "GPU", "cpu": "host", "nvme": "disk"}[m] for m in plan.misfits)
+            high = plan.gpu.interval[1] if plan.gpu.interval else plan.gpu.needed
+            said.append(f"{name} would be {gain} and does not fit ({lacks} memory; up to {format_bytes(high)} a GPU)")
+    return said
+
+
+def _costs(best: Ranked, memory: Memory, cost: CostModel) -> list[str]:
+    """What each offload and checkpointing add to a step, all else alike."""
+    candidate, total = best.candidate, best.time.total
+    zero, workload = candidate.zero, candidate.workload
+
+    def without(**changes: object) -> float:
+        other = replace(candidate, zero=replace(zero, **changes))  # type: ignore[arg-type]
+        return cost.step_time(workload, other.zero, memory.counts(other)).total
+
+    said = []
+    if zero.offloads_param:
+        gained = total - without(offload_param=OffloadParam())
+        said.append(f"parameters on {zero.offload_param.device} cost {_seconds(gained)} of {_seconds(total)} a step")
+    if zero.offload_optimizer:
+        gained = total - without(offload_optimizer=OffloadOptimizer(), offload_param=OffloadParam())
+        both = "all offload costs" if zero.offloads_param else f"the optimizer on {zero.offload_optimizer.device} costs"
+        said.append(f"{both} {_seconds(gained)} of {_seconds(total)} a step")
+    if workload.gradient_checkpointing:
+        kept = replace(candidate, workload=replace(workload, gradient_checkpointing=False))
+        gained = total - cost.step_time(kept.workload, zero, memory.counts(kept)).total
+        need = memory.floor(kept) - memory.floor(candidate)
+        said.append(f"checkpointing costs {_seconds(gained)} of {_seconds(total)} a step and saves at least {format_bytes(need)}")
+    return said
+
+
+def _bound(best: Ranked) -> str:
+    lanes = best.time.lanes
+    busiest = best.time.bound
+    share = 100 * lanes[busiest] / best.time.total
+    return f"{_BOUND[busiest]} ({min(share, 100):.0f} % of the step)"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if abs(value) >= 0.1 else f"{1000 * value:.0f} ms"
+
+
+def what_more_buys(problem: Problem, request: Request, wish: Wish, best: Ranked, memory: Memory) -> list[str]:
+    """What 8 GiB more a GPU, and the next GPUs that the batch divides by, would make of it."""
+    cluster = problem.cluster
+    assert cluster.vram is not None
+    said = []
+    more = cluster.gpus + 1
+    if wish.global_batch is not None:
+        while wish.global_batch % (more * cluster.nodes) and more < 2 * cluster.gpus:
+            more += 1
+    host = None if cluster.cpu_ram is None else cluster.cpu_ram * more // cluster.gpus
+    larger = replace(cluster, vram=cluster.vram + _MORE_VRAM)
+    for what, grown in (("8 GiB more a GPU", larger), (f"{more} GPUs a node", replace(cluster, gpus=more, cpu_ram=host))):
+        found = _best_on(grown, problem, request, wish, memory)
+        if found is None:
+            continue
+        gain = found.time.tokens_per_second / best.time.tokens_per_second
+        if gain < 1.02:
+            said.append(f"{what} would gain nothing")
+            continue
+        name = name_of(found.candidate.zero, found.candidate.workload.gradient_checkpointing)
+        said.append(f"{what} would make it {gain:.2f} × as fast ({name}, micro batch {found.candidate.workload.micro_batch})")
+    return said
+
+
+def _best_on(cluster: Cluster, problem: Problem, request: Request, wish: Wish, memory: Memory) -> Ranked | None:
+    from zeroplan.search.api import space_of
+
+    grown = replace(problem, cluster=cluster)
+    if wish.global_batch is not None and wish.global_batch % cluster.ranks:
+        return None
+    other = memory.on(cluster)
+    cost = CostModel(problem.engine.name, problem.spec, cluster, problem.rates)
+    outcome = search(space_of(grown, request, wish), other, cost, shown=1, most=_WHAT_IF, strict=True)
+    return outcome.ranking[0] if outcome.ranking else None
+
+
+def points(space: Iterable[Candidate], outcome: Outcome, memory: Memory, cost: CostModel) -> list[Point]:
+    """The picture of memory against speed: what was simulated, and of every other family its lightest floor."""
+    found = []
+    seen = set()
+    for ranked in (*outcome.ranking, *outcome.misses):
+        plan, candidate = ranked.plan, ranked.candidate
+        high = plan.gpu.interval[1] if plan.gpu.interval else plan.gpu.needed
+        label = f"{name_of(candidate.zero, candidate.workload.gradient_checkpointing)}, micro batch {candidate.workload.micro_batch}"
+        found.append(Point(label, high, ranked.time.tokens_per_second, plan.fits is not False, False))
+        seen.add((candidate.family, candidate.workload.micro_batch))
+    for candidate in space:
+        key = (candidate.family, candidate.workload.micro_batch)
+        if key not in seen and candidate.effort % 4 == 0:
+            seen.add(key)
+            time = cost.step_time(candidate.workload, candidate.zero, memory.counts(candidate))
+            label = f"{name_of(candidate.zero, candidate.workload.gradient_checkpointing)}, micro batch {candidate.workload.micro_batch}"
+            found.append(Point(label, memory.floor(candidate), time.tokens_per_second, False, True))
+    return found

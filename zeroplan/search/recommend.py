@@ -1,0 +1,140 @@
+"""recommend(): the fastest configurations that fit, best first.
+
+Note [Search]
+    Step times need no simulation, so candidates are sorted by speed first and simulated in that order: the first that fits
+    is the fastest that fits. Floors (search/memory.py) skip those that cannot fit. Of a stage, offload and micro batch the
+    variant with the smallest buckets is tried first: where that does not fit, neither do the others, nor do larger micro
+    batches. A test compares the answer with brute force over the whole space.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from zeroplan.core.plan import MemoryPlan
+from zeroplan.search.cost import CostModel, StepTime
+from zeroplan.search.memory import Memory
+from zeroplan.search.space import Candidate
+
+#: Families (stage, offloads, checkpointing) that an answer shows.
+SHOWN = 6
+#: Simulations that an answer may take: about two seconds' worth for a model of 32 blocks.
+MOST_SIMULATIONS = 48
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """A candidate with its predicted time and its memory."""
+
+    candidate: Candidate
+    time: StepTime
+    plan: MemoryPlan
+
+    @property
+    def fits(self) -> bool | None:
+        """As the plan says; None without a limit."""
+        return self.plan.fits
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a search found. `ranking` holds the best of each family that fits, fastest first.
+
+    `misses` are candidates that were simulated and do not fit; `considered`, `pruned` and `simulated` count candidates.
+    """
+
+    ranking: list[Ranked] = field(default_factory=list)
+    misses: list[Ranked] = field(default_factory=list)
+    considered: int = 0
+    pruned: int = 0
+    simulated: int = 0
+
+
+def rank_key(candidate: Candidate, time: StepTime) -> tuple[float, int, int]:
+    """Fastest first; among equals the one nearest to the defaults, then the smaller micro batch."""
+    return (-round(time.tokens_per_second, 3), candidate.effort, candidate.workload.micro_batch)
+
+
+def search(
+    space: Iterable[Candidate],
+    memory: Memory,
+    cost: CostModel,
+    *,
+    shown: int = SHOWN,
+    most: int = MOST_SIMULATIONS,
+    strict: bool = False,
+) -> Outcome:
+    """The fastest candidate of each family that fits, at most `shown` families. See Note [Search].
+
+    After `most` simulations the search ends with what it has; `strict` ends it even with nothing.
+    """
+    outcome = Outcome()
+    timed = []
+    for candidate in space:
+        outcome.considered += 1
+        if memory.cannot_fit(candidate):
+            outcome.pruned += 1
+            continue
+        timed.append((candidate, cost.step_time(candidate.workload, candidate.zero, memory.counts(candidate))))
+    timed.sort(key=lambda pair: rank_key(*pair))
+    groups: dict[object, list[Candidate]] = {}
+    for candidate, _ in timed:
+        groups.setdefault(_group(candidate), []).append(candidate)
+    done: set[object] = set()
+    too_large: dict[object, int] = {}
+    for candidate, time in timed:
+        if len(done) >= shown or (memory.simulated >= most and (strict or outcome.ranking)):
+            break
+        family, micro = candidate.family, candidate.workload.micro_batch
+        if family in done or micro >= too_large.get(family, micro + 1) or not memory.runnable(candidate):
+            continue
+        frugal = min(groups[_group(candidate)], key=lambda c: (memory.floor(c), not c.alloc_conf))
+        if memory.plan(frugal).fits is False:
+            too_large[family] = micro
+            outcome.misses.append(Ranked(frugal, cost.step_time(frugal.workload, frugal.zero, memory.counts(frugal)), memory.plan(frugal)))
+            continue
+        found = Ranked(candidate, time, memory.plan(candidate))
+        if found.fits is False:
+            outcome.misses.append(found)
+        else:
+            outcome.ranking.append(found)
+            done.add(family)
+    outcome.simulated = memory.simulated
+    return outcome
+
+
+def _group(candidate: Candidate) -> object:
+    """What differs only in buckets and allocator settings."""
+    return candidate.family, candidate.workload.micro_batch
+
+
+def rank_all(given: Sequence[Candidate], memory: Memory, cost: CostModel) -> list[Ranked]:
+    """Every given candidate: those that fit by speed, then those that do not by how much they lack."""
+    ranked = [
+        Ranked(candidate, cost.step_time(candidate.workload, candidate.zero, memory.counts(candidate)), memory.plan(candidate))
+        for candidate in given
+    ]
+    return sorted(ranked, key=lambda r: (r.fits is False, *rank_key(r.candidate, r.time)))
+
+
+def least_memory(space: Iterable[Candidate], memory: Memory, cost: CostModel, *, shown: int = SHOWN) -> Outcome:
+    """The candidates that need the least GPU memory, one a family: what ``--goal memory`` asks for."""
+    outcome = Outcome()
+    smallest: dict[object, Candidate] = {}
+    for candidate in space:
+        outcome.considered += 1
+        best = smallest.get(candidate.family)
+        if best is None or memory.floor(candidate) < memory.floor(best):
+            smallest[candidate.family] = candidate
+    chosen = sorted(smallest.values(), key=memory.floor)[: 2 * shown]
+    outcome.pruned = outcome.considered - len(chosen)
+    for candidate in chosen:
+        if memory.runnable(candidate):
+            time = cost.step_time(candidate.workload, candidate.zero, memory.counts(candidate))
+            found = Ranked(candidate, time, memory.plan(candidate))
+            (outcome.misses if found.fits is False else outcome.ranking).append(found)
+    outcome.ranking.sort(key=lambda r: (r.plan.gpu.needed, rank_key(r.candidate, r.time)))
+    del outcome.ranking[shown:]
+    outcome.simulated = memory.simulated
+    return outcome

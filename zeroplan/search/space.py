@@ -1,0 +1,129 @@
+"""The candidates: every configuration that one might run, as lean records in a fixed order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from zeroplan.core.cluster import Cluster
+from zeroplan.core.errors import BadInput
+from zeroplan.core.workload import Workload
+from zeroplan.core.zero_config import Device, OffloadOptimizer, OffloadParam, ZeroConfig
+from zeroplan.engines.base import Engine
+
+_Block = TypeVar("_Block", OffloadOptimizer, OffloadParam)
+
+#: Without a global batch, micro batches are tried up to this.
+MOST_MICRO_BATCH = 256
+#: Where swap files go until the user names a place: a local disk.
+NVME_PATH = "/local_nvme"
+EXPANDABLE = "expandable_segments:True"
+
+#: Buckets at stages 1 and 2 (elements): DeepSpeed's own; a tenth, which saves 1.8 GB a bucket; and overlap with small ones,
+#: because `overlap_comm` keeps two.
+_FLAT_KNOBS: tuple[dict[str, object], ...] = (
+    {},
+    {"reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000},
+    {"overlap_comm": True, "reduce_bucket_size": 100_000_000, "allgather_bucket_size": 100_000_000},
+)
+#: Stage 3: its own; and a tenth of what it prefetches, keeps alive and reduces at once.
+_SHARDED_KNOBS: tuple[dict[str, object], ...] = (
+    {},
+    {
+        "reduce_bucket_size": 50_000_000,
+        "prefetch_bucket_size": 5_000_000,
+        "max_live_parameters": 100_000_000,
+        "sub_group_size": 100_000_000,
+    },
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One configuration. `effort` orders equals: how far it is from the defaults. `index` is its place in a given list."""
+
+    zero: ZeroConfig
+    workload: Workload
+    alloc_conf: str = ""
+    effort: int = 0
+    index: int = -1
+
+    @property
+    def family(self) -> tuple[int, str, str, bool]:
+        """Stage, offloads and checkpointing: what a table shows one row of."""
+        zero = self.zero
+        return (zero.stage, zero.offload_optimizer.device, zero.offload_param.device, self.workload.gradient_checkpointing)
+
+
+def batch_splits(
+    global_batch: int | None, ranks: int, *, micro_batch: int | None = None, grad_accum: int | None = None
+) -> list[tuple[int, int]]:
+    """(micro batch, accumulation) pairs that make the global batch, smallest micro batch first.
+
+    Raises:
+        BadInput: when the batch does not divide by the ranks and by what is fixed.
+    """
+    if global_batch is None:
+        accum = grad_accum or 1
+        if micro_batch is not None:
+            return [(micro_batch, accum)]
+        return [(1 << power, accum) for power in range(MOST_MICRO_BATCH.bit_length())]
+    if global_batch < 1:
+        raise BadInput(f"{global_batch} is out of range", where="--global-batch", remedy="use 1 or more")
+    fixed = ranks * (micro_batch or 1) * (grad_accum or 1)
+    if global_batch % fixed:
+        near = max(fixed, round(global_batch / fixed) * fixed)
+        said = [f"{ranks} ranks" if ranks > 1 else "1 rank"]
+        said += [f"micro batch {micro_batch}"] if micro_batch else []
+        said += [f"accumulation {grad_accum}"] if grad_accum else []
+        raise BadInput(
+            f"{global_batch} does not divide by {' × '.join(said)}", where="--global-batch", remedy=f"use {near}, for one"
+        )
+    share = global_batch // ranks
+    pairs = [(m, share // m) for m in range(1, min(share, 4096) + 1) if share % m == 0]
+    return [
+        (m, a) for m, a in pairs if (micro_batch is None or m == micro_batch) and (grad_accum is None or a == grad_accum)
+    ]
+
+
+def zero_configs(engine: Engine, cluster: Cluster, *, nvme_path: str = NVME_PATH) -> list[tuple[ZeroConfig, int]]:
+    """The sharding, offload and buckets to try, each with its effort."""
+    found: list[tuple[ZeroConfig, int]] = []
+    if engine.name not in ("deepspeed", "zeroplan"):
+        return [(zero, 0) for zero in engine.options()]
+    for zero in engine.options():
+        devices = (zero.offload_optimizer.device, zero.offload_param.device)
+        if Device.NVME in devices and cluster.nvme is None:
+            continue
+        base = replace(
+            zero,
+            offload_optimizer=_placed(zero.offload_optimizer, nvme_path),
+            offload_param=_placed(zero.offload_param, nvme_path),
+        )
+        moves = sum(device is not Device.NONE for device in devices)
+        knobs = _SHARDED_KNOBS if zero.stage == 3 else _FLAT_KNOBS if zero.stage else ({},)
+        if cluster.ranks == 1 and zero.stage in (1, 2):
+            knobs = knobs[:2]  # one rank has nothing to overlap
+        found += [(replace(base, **knob), 4 * moves + 2 * bool(knob)) for knob in knobs]  # type: ignore[arg-type]
+    return found
+
+
+def _placed(block: _Block, path: str) -> _Block:
+    return replace(block, nvme_path=path) if block.device is Device.NVME else block
+
+
+def candidates(
+    zeros: list[tuple[ZeroConfig, int]],
+    base: Workload,
+    splits: list[tuple[int, int]],
+    checkpointing: tuple[bool, ...],
+    alloc_confs: tuple[str, ...] = ("", EXPANDABLE),
+) -> Iterator[Candidate]:
+    """The product of all choices."""
+    for again in checkpointing:
+        for micro, accum in splits:
+            workload = replace(base, micro_batch=micro, grad_accum=accum, gradient_checkpointing=again)
+            for zero, effort in zeros:
+                for conf in alloc_confs:
+                    yield Candidate(zero, workload, conf, effort + bool(conf))

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from zeroplan.core.errors import BadInput, did_you_mean
+from zeroplan.core.layout import WIDE_NUMEL
 from zeroplan.core.workload import DType
 from zeroplan_runtime.optim.scaler import LossScaler
-from zeroplan_runtime.units import WIDE_NUMEL
 
 _TOP = {
     "train_batch_size",

@@ -9,10 +9,7 @@ import torch
 from torch import nn
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.layout import ParamShape, UnitKind, UnitShape
-
-#: An embedding or head outside the blocks with at least this many elements is a unit of its own.
-WIDE_NUMEL = 1 << 20
+from zeroplan.core.layout import WIDE_NUMEL, ParamShape, UnitKind, UnitShape
 
 Policy = Callable[[str, nn.Module], bool]
 

@@ -29,6 +29,9 @@ from zeroplan.core.workload import DType
 #: Parameters and shards begin on multiples of this many elements: 128 bytes in 16 bits, a line of the GPU's L2 cache.
 ALIGN = 64
 
+#: An embedding or head outside the blocks with at least this many elements is a unit of its own.
+WIDE_NUMEL = 1 << 20
+
 #: Scalars of one step on the device: sum of squares, norm, factor, skip flag; the rest keeps the line whole.
 STEP_SCALARS = 16
 

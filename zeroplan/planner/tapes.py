@@ -6,12 +6,25 @@ import sys
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.tape import Stream
+from zeroplan.core.tape_format import Tape
+from zeroplan.core.workload import Workload
 from zeroplan.engines.base import Case, Engine
+from zeroplan.models.spec import ModelSpec
 from zeroplan.tapes import find_tape, get_tape
 
 
 class NoTapeError(Exception):
     """There is no tape and none can be made; the text says why."""
+
+
+def _traced(spec: ModelSpec, workload: Workload, zero3: bool) -> Tape:
+    try:
+        return get_tape(spec, workload, zero3=zero3)
+    except BadInput:
+        raise
+    except Exception as error:  # the model's own code runs here, and what it raises says only that it cannot be traced
+        text = " ".join(str(error).split())[:160]
+        raise NoTapeError(f"{spec.name} cannot be traced ({type(error).__name__}: {text})") from error
 
 
 def stream_of(engine: Engine, case: Case) -> Stream:
@@ -29,7 +42,7 @@ def stream_of(engine: Engine, case: Case) -> Stream:
         if tape is None:
             if sys.stderr.isatty():
                 print(f"tracing {spec.name}, once …", file=sys.stderr)
-            tape = get_tape(spec, workload, zero3=zero3)
+            tape = _traced(spec, workload, zero3)
         return tape.expand(workload.micro_batch, workload.seq_len or 1, workload.lora_rank)
     except BadInput as error:
         raise NoTapeError(str(error)) from None

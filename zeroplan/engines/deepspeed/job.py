@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zeroplan.core.tape import Stream
-from zeroplan.core.workload import DType, OptimizerKind, Workload
+from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
 from zeroplan.core.zero_config import Device, ZeroConfig
 from zeroplan.ledger.optimizers import Optimizer, find_optimizer
 
@@ -14,6 +14,9 @@ COMPUTE, GATHER, REDUCE = 0, 1, 2
 
 #: engine.py, MEMORY_OPT_ALLREDUCE_SIZE: elements in a bucket of stage 0's gradient all-reduce.
 STAGE0_BUCKET = 500_000_000
+
+#: torch_autocast.py, LOWER_PRECISION_SAFE_MODULES.
+AUTOCAST_SAFE = frozenset({"Linear", "Conv1d", "Conv2d", "Conv3d"})
 
 #: Bytes of a scalar on the device; the allocator rounds it to 512.
 SCALAR = 4
@@ -36,6 +39,7 @@ class Job:
         adapter: which parameters were added to the built model (LoRA).
         modules: for each module of the tape, the parameters that it owns; tied ones appear in every owner.
         zero_init: the model is built under ``deepspeed.zero.Init`` (stage 3), else whole on the GPU.
+        comm_of: bytes an element of each parameter while it is gathered or its gradient is reduced.
         skipped_steps: leading optimizer steps that fp16's falling loss scale discards; data decide, so it is an input.
         cublas_workspace: bytes of one cuBLAS workspace.
         device_memory: bytes of the GPU; None for no limit. Flattening goes through the host where it does not fit.
@@ -55,6 +59,7 @@ class Job:
     master_bytes: int
     accum_bytes: int
     comm_bytes: int
+    comm_of: tuple[int, ...]
     state_bytes: int
     steps: int
     skipped_steps: int = 0
@@ -121,6 +126,7 @@ def resolve(
     width = workload.param_bytes
     masters_16 = width == 2 and (zero.bf16_master_weights_and_grads or zero.fp16_master_weights_and_grads)
     master = width if masters_16 else 4
+    comm = width if zero.communication_data_type is None else zero.communication_data_type.bytes
     states_follow = zero.bf16_optimizer_states or not zero.fp32_optimizer_states or not zero.offload_optimizer
     return Job(
         zero=zero,
@@ -136,7 +142,8 @@ def resolve(
         param_bytes=width,
         master_bytes=master,
         accum_bytes=width if zero.grad_accum_dtype is None else zero.grad_accum_dtype.bytes,
-        comm_bytes=width if zero.communication_data_type is None else zero.communication_data_type.bytes,
+        comm_bytes=comm,
+        comm_of=_comm_of(stream, workload, comm),
         state_bytes=master if states_follow else 4,
         steps=(STEPS_UNTIL_STEADY if steps is None else steps) + (skipped_steps if steps is None else 0),
         skipped_steps=skipped_steps,
@@ -144,6 +151,17 @@ def resolve(
         cublas_workspace=cublas_workspace,
         device_memory=device_memory,
     )
+
+
+def _comm_of(stream: Stream, workload: Workload, comm: int) -> tuple[int, ...]:
+    """Under ``torch_autocast`` parameters of linear layers and convolutions travel in 16 bits, all others in their own dtype.
+
+    Source: runtime/torch_autocast.py, init_autocast_params, whose attribute outranks `communication_data_type`
+    """
+    if workload.precision is not Precision.AUTOCAST:
+        return (comm,) * len(stream.params)
+    safe = {p for module in stream.modules if module.type in AUTOCAST_SAFE for p in module.params}
+    return tuple(workload.dtype.bytes if p in safe else workload.param_bytes for p in range(len(stream.params)))
 
 
 def _count(shape: tuple[int, ...]) -> int:

@@ -11,11 +11,25 @@ Note [Gradients of stages 1 and 2]
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from zeroplan.core.buffers import Buffer
 from zeroplan.engines.deepspeed.base import Schedule
 from zeroplan.engines.deepspeed.groups import Slice, flat_group
 from zeroplan.engines.deepspeed.job import REDUCE, SCALAR, Job
 from zeroplan.simulate.stream import Recorder
+
+
+class _Bucket:
+    """Gradients on their way to one reduction: its buffers (two if overlapped), and what has been copied there."""
+
+    __slots__ = ("blocks", "comm", "filled", "params")
+
+    def __init__(self, comm: int) -> None:
+        self.comm = comm  # bytes an element while it is reduced
+        self.blocks: list[int] = []
+        self.filled = 0
+        self.params: list[int] = []
 
 
 class Stage12(Schedule):
@@ -32,6 +46,7 @@ class Stage12(Schedule):
         self.bucket_size = zero.reduce_bucket_size
         # s12, use_grad_accum_attribute: a separate accumulator a parameter, at stage 1 only
         self.accumulates_apart = job.accum_bytes != job.param_bytes and not self.partitions_grads
+        self.bucket_bytes = job.accum_bytes if self.accumulates_apart else job.param_bytes
         # s12, _use_compact_grad_partition_buffer: fp32 partitions filled slice by slice
         self.compact = job.accum_bytes == 4 and job.param_bytes == 2
         self.group = flat_group(
@@ -46,10 +61,9 @@ class Stage12(Schedule):
         self.owned_numel = sum(job.numel[p] for p in self.owned)
 
         self.own: dict[int, int] = {}  # gradients that own a block
-        self.buckets: list[int] = []
+        self.buckets = {comm: _Bucket(comm) for comm in sorted({job.comm_of[p] for p in job.trained})}
         self.ready = False
-        self.filled = 0
-        self.in_bucket: list[int] = []
+        self.norm_results: list[int] = []
         self.partition_grads: list[int] = []  # this backward's owned gradients, whole parameters
         self.accumulated: list[int] = []  # those of earlier micro batches of the window
         self.compact_partition: int | None = None
@@ -124,7 +138,7 @@ class Stage12(Schedule):
                 for p in self.group.order:
                     if p in self.own:
                         self._reduce(p)
-        self._flush()
+        self._flush(self.buckets.values())
         if self.overlap:
             self.recorder.synchronize(self.stream)
         if not self.contiguous:
@@ -142,22 +156,23 @@ class Stage12(Schedule):
         self.ready = True
         self.micro += 1
         if self.contiguous:
-            width = self.job.accum_bytes if self.accumulates_apart else self.job.param_bytes
-            count = 2 if self.overlap else 1
-            self.buckets = [self.alloc(width * self.bucket_size, Buffer.COMM_BUCKET) for _ in range(count)]
+            for _ in range(2 if self.overlap else 1):
+                for bucket in self.buckets.values():
+                    bucket.blocks.append(self.alloc(self.bucket_bytes * self.bucket_size, Buffer.COMM_BUCKET))
 
     def _close_buckets(self) -> None:
         self.ready = False
-        self.free_all(self.buckets)
-        self.buckets = []
+        for bucket in self.buckets.values():
+            self.free_all(bucket.blocks)
+            bucket.blocks.clear()
         self.free_all(self.own.values())
         self.own.clear()
 
     def _reduce(self, param: int) -> None:
         """s12, reduce_independent_p_g_buckets_and_remove_grads."""
-        count = self.job.numel[param]
-        if self.filled + count > self.bucket_size:
-            self._flush()
+        count, bucket = self.job.numel[param], self.buckets[self.job.comm_of[param]]
+        if bucket.filled + count > self.bucket_size:
+            self._flush([bucket])
         if self.contiguous:
             if count > self.bucket_size:
                 if self.offload:  # a copy that no other stream can overwrite
@@ -166,40 +181,40 @@ class Stage12(Schedule):
                     self.own[param] = copy
             else:
                 self.free(self.own.pop(param))
-        self.filled += count
-        self.in_bucket.append(param)
+        bucket.filled += count
+        bucket.params.append(param)
 
-    def _flush(self) -> None:
-        """s12, reduce_ipg_grads: averages the bucket, then keeps or drops each gradient in it."""
-        bucket, self.in_bucket = self.in_bucket, []
-        elements, self.filled = self.filled, 0
-        if not bucket:
-            return
-        if self.contiguous:
-            self._average(bucket, elements)
-        else:
-            self._average_scattered(bucket, elements)
-        for p in bucket:
-            if p in self.owned:
-                if self.contiguous:
-                    self._keep(p)
-            elif self.partitions_grads and p in self.own:
-                self.free(self.own.pop(p))
+    def _flush(self, buckets: Iterable[_Bucket]) -> None:
+        """s12, reduce_ipg_grads: averages the buckets, then keeps or drops each gradient in them."""
+        buckets = [bucket for bucket in buckets if bucket.params]
+        for bucket in buckets:
+            if self.contiguous:
+                self._average(bucket)
+            else:
+                self._average_scattered(bucket)
+        for bucket in buckets:
+            for p in bucket.params:
+                if p in self.owned:
+                    if self.contiguous:
+                        self._keep(p)
+                elif self.partitions_grads and p in self.own:
+                    self.free(self.own.pop(p))
+            bucket.params, bucket.filled = [], 0
 
-    def _average(self, bucket: list[int], elements: int) -> None:
+    def _average(self, bucket: _Bucket) -> None:
         """s12, average_tensor: the bucket's slices by owner, flattened anew unless one owner has all."""
         zero = self.job.zero
         if not zero.reduce_scatter:
-            if self.job.comm_bytes != self.job.param_bytes:
-                self.temporary(self.job.comm_bytes * elements, Buffer.COMM_ALL_REDUCE, self.stream)
+            if bucket.comm != self.bucket_bytes:
+                self.temporary(bucket.comm * bucket.filled, Buffer.COMM_ALL_REDUCE, self.stream)
             if self.compact:
-                for p in bucket:
+                for p in bucket.params:
                     if p in self.owned:
-                        self._add_to_compact(self.owned[p])
+                        self._add_to_compact(self.owned[p], bucket.comm)
             return
         runs: dict[int, list[tuple[int, Slice | None]]] = {}
         last = -1
-        for p in bucket:
+        for p in bucket.params:
             for part in self.group.slices[p]:
                 mine = self.compact and part.rank == self.job.rank
                 queue = runs.setdefault(-1 if zero.use_multi_rank_bucket_allreduce else part.rank, [])
@@ -217,43 +232,42 @@ class Stage12(Schedule):
                 batch.append(item)
                 total += item[0]
                 if total > self.bucket_size:
-                    self._all_reduce(batch, total)
+                    self._all_reduce(batch, total, bucket.comm)
                     batch, total = [], 0
             if batch:
-                self._all_reduce(batch, total)
+                self._all_reduce(batch, total, bucket.comm)
 
-    def _all_reduce(self, batch: list[tuple[int, Slice | None]], elements: int) -> None:
+    def _all_reduce(self, batch: list[tuple[int, Slice | None]], elements: int, comm: int) -> None:
         """s12, allreduce_bucket and what copies the result back."""
-        w, c = self.job.param_bytes, self.job.comm_bytes
-        width = self.job.accum_bytes if self.accumulates_apart else w
-        flat = self.alloc(width * elements, Buffer.COMM_ALL_REDUCE, stream=self.stream) if len(batch) > 1 else None
-        if c != width:
-            cast = self.alloc(c * elements, Buffer.COMM_ALL_REDUCE, stream=self.stream)
+        width, flat = self.bucket_bytes, None
+        if len(batch) > 1:
+            flat = self.alloc(width * elements, Buffer.COMM_ALL_REDUCE, stream=self.stream)
+        if comm != width:
+            cast = self.alloc(comm * elements, Buffer.COMM_ALL_REDUCE, stream=self.stream)
             if flat is not None:
                 self.free(flat)
             flat = cast
         for _, part in batch:
             if part is not None:
-                self._add_to_compact(part)
+                self._add_to_compact(part, comm)
         if flat is not None:
             self.free(flat)
 
-    def _average_scattered(self, bucket: list[int], elements: int) -> None:
+    def _average_scattered(self, bucket: _Bucket) -> None:
         """s12, buffered_reduce_fallback: without contiguous buffers every reduction flattens the gradients."""
-        self._all_reduce([(self.job.numel[p], None) for p in bucket], elements)
+        self._all_reduce([(self.job.numel[p], None) for p in bucket.params], bucket.filled, bucket.comm)
         if self.compact:
-            for p in bucket:
+            for p in bucket.params:
                 if p in self.owned:
-                    self._open_compact()
-                    self._add_to_compact(self.owned[p])
+                    self._add_to_compact(self.owned[p], bucket.comm)
 
     def _open_compact(self) -> None:
         if self.compact_partition is None:
             self.compact_partition = self.alloc(4 * self.group.partition, Buffer.GRAD_SHARD, stream=self.stream)
 
-    def _add_to_compact(self, part: Slice) -> None:
+    def _add_to_compact(self, part: Slice, comm: int) -> None:
         self._open_compact()
-        if self.job.comm_bytes != 4:
+        if comm != 4:
             self.temporary(4 * part.count, Buffer.GRAD_SHARD, self.stream)
 
     def _keep(self, param: int) -> None:
@@ -262,7 +276,9 @@ class Stage12(Schedule):
         part = self.owned[param]
         if self.offload:
             if self.boundary:
-                self.norms([part.count], 8)
+                copy = self.alloc(8 * part.count, Buffer.OPTIM_NORM, stream=self.stream)
+                self.norm_results.append(self.alloc(8, Buffer.OPTIM_NORM, stream=self.stream))
+                self.free(copy)
                 if not self.compact and job.param_bytes != job.master_bytes:
                     self.temporary(job.master_bytes * part.count, Buffer.STAGE_D2H, self.stream)
                 if param in self.own:
@@ -284,6 +300,8 @@ class Stage12(Schedule):
         job, group = self.job, self.group
         self.micro = 0
         if self.offload:
+            self.free_all(self.norm_results)
+            self.norm_results.clear()
             self._drop_grads()
             return
         counts = [part.count for part in self.owned.values()] or [group.partition]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from zeroplan.core.cluster import Cluster
@@ -52,7 +52,12 @@ def cases(draw: st.DrawFn) -> tuple[Any, Case]:
         optimizer=draw(st.sampled_from(sorted(OPTIMIZERS))),
         optimizer_kind=draw(st.sampled_from(list(OptimizerKind))),
     )
-    return engine, Case(spec, workload, Cluster(gpus=draw(st.integers(1, 16)), nodes=draw(st.integers(1, 4))), zero)
+    case = Case(spec, workload, Cluster(gpus=draw(st.integers(1, 16)), nodes=draw(st.integers(1, 4))), zero)
+    try:
+        engine.require_workload(case)
+    except BadInput:
+        reject()
+    return engine, case
 
 
 @settings(max_examples=200, deadline=None)

@@ -44,7 +44,7 @@ CpuRam = Annotated[str | None, typer.Option("--cpu-ram", rich_help_panel=_CLUSTE
 Nvme = Annotated[str | None, typer.Option("--nvme", rich_help_panel=_CLUSTER, help="Disk of one node: 2T.")]
 
 _ZERO = "Sharding"
-EngineName = Annotated[str, typer.Option("--engine", rich_help_panel=_ZERO, help="deepspeed, fsdp2 or ddp.")]
+EngineName = Annotated[str, typer.Option("--engine", rich_help_panel=_ZERO, help="deepspeed, fsdp2, ddp or zeroplan.")]
 Stage = Annotated[int | None, typer.Option("--stage", rich_help_panel=_ZERO, help="0 to 3. [all]")]
 OffloadOptimizer = Annotated[
     str | None, typer.Option("--offload-optimizer", rich_help_panel=_ZERO, help="none, cpu or nvme. [all]")

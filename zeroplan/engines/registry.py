@@ -5,7 +5,7 @@ from __future__ import annotations
 from zeroplan.core.errors import BadInput, did_you_mean
 from zeroplan.engines.base import Engine
 
-ENGINE_NAMES = ("deepspeed", "fsdp2", "ddp")
+ENGINE_NAMES = ("deepspeed", "fsdp2", "ddp", "zeroplan")
 
 
 def find_engine(name: str, *, where: str = "--engine") -> Engine:
@@ -28,5 +28,9 @@ def find_engine(name: str, *, where: str = "--engine") -> Engine:
         from zeroplan.engines.ddp.engine import Ddp
 
         return Ddp()
+    if key == "zeroplan":
+        from zeroplan.engines.runtime.engine import Runtime
+
+        return Runtime()
     near = did_you_mean(key, ENGINE_NAMES)
     raise BadInput(f"unknown engine {name[:60]!r}", where=where, remedy=near or f"use one of {', '.join(ENGINE_NAMES)}")

@@ -1,0 +1,92 @@
+"""The plan of every owned buffer equals what the Arena measured, to the byte: 1 to 4 gloo ranks, every stage and precision.
+
+The model has odd sizes throughout; the plan starts from its spec, the measurement from the live module on each rank.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.runtime import models
+from tests.runtime.ranks import RankPool
+from tests.runtime.train import ADAMW, ds_config, train_all
+from zeroplan.core.buffers import Place
+from zeroplan.core.cluster import Cluster
+from zeroplan.core.layout import runtime_buffers
+from zeroplan.core.workload import DType, Precision, Workload
+from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.engines.base import Case
+from zeroplan.engines.runtime.engine import Runtime
+from zeroplan.engines.runtime.lines import OWNED
+from zeroplan.ledger.line import evaluate
+from zeroplan.models.live import spec_from_module
+
+pytestmark = pytest.mark.torch
+
+STAGES = (0, 1, 2, 3)
+
+
+def plan_rows(config: dict[str, Any], model: dict[str, Any], ranks: int) -> tuple[dict[tuple[str, str], int], dict[str, int]]:
+    """Bytes by buffer and unit, and the ledger's by buffer."""
+    engine = Runtime()
+    engine.configure(config)
+    dtype = next((DType(name) for name in ("bf16", "fp16") if name in config), DType.FP32)
+    accum = config.get("data_types", {}).get("grad_accum_dtype")
+    zero = ZeroConfig.of(config["zero_optimization"]["stage"], grad_accum_dtype=DType(accum) if accum else None)
+    workload = Workload(
+        micro_batch=models.BATCH,
+        seq_len=models.LENGTH,
+        grad_accum=config.get("gradient_accumulation_steps", 1),
+        dtype=dtype,
+        precision=Precision.FP32 if dtype is DType.FP32 else Precision.MIXED,
+        optimizer=config["optimizer"]["type"].lower(),
+    )
+    case = Case(spec_from_module(models.make(**model)), workload, Cluster(gpus=ranks), zero)
+    rows = {(row.buffer.value, row.unit): row.bytes for row in runtime_buffers(engine.layout(case))}
+    totals: Counter[str] = Counter()
+    for item in evaluate(*engine.ledger(case)):
+        if item.name in OWNED:
+            assert item.place is Place.HBM
+            totals[item.buffer.value] += item.bytes
+    return rows, dict(totals)
+
+
+def hold(config: dict[str, Any], model: dict[str, Any], ranks: int, measured: list[dict[str, Any]]) -> None:
+    """Every rank's Arena has the plan's rows and no other, live and at their peak."""
+    rows, totals = plan_rows(config, model, ranks)
+    for rank, result in enumerate(measured):
+        what = f"{ranks} ranks, rank {rank}, {config}"
+        assert {(row["buffer"], row["unit"]): row["bytes"] for row in result["rows"]} == rows, what
+        assert {(row["buffer"], row["unit"]): row["peak"] for row in result["rows"]} == rows, what
+        sums: Counter[str] = Counter()
+        for row in result["rows"]:
+            sums[row["buffer"]] += row["bytes"]
+        assert dict(sums) == totals, what
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_every_stage_and_precision(pool: RankPool, ranks: int) -> None:
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (ds_config(stage, dtype), {"tied": stage % 2 == 1}) for stage in STAGES for dtype in ("bf16", "fp32", "fp16")
+    ]
+    results = pool.run(ranks, train_all, cases, 2)
+    for index, (config, model) in enumerate(cases):
+        hold(config, model, ranks, [rank[index] for rank in results])
+
+
+def test_other_optimizers_rings_and_accumulation(pool: RankPool) -> None:
+    lion = {"type": "Lion", "params": {"lr": 1e-3}}
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (ds_config(3, "bf16", optimizer=lion), {}),
+        (ds_config(3, "bf16", zeroplan={"ring": 4}), {}),
+        (ds_config(2, "bf16", gradient_accumulation_steps=2, data_types={"grad_accum_dtype": "fp32"}), {}),
+        (ds_config(1, "bf16", gradient_accumulation_steps=2, data_types={"grad_accum_dtype": "fp32"}), {"unused": True}),
+        (ds_config(3, "fp32", zeroplan={"wide_numel": 1 << 20}), {"depth": 2}),
+        (ds_config(2, "bf16", optimizer={**ADAMW, "type": "Lamb", "params": {"lr": 1e-3}}), {}),
+    ]
+    results = pool.run(3, train_all, cases, 2)
+    for index, (config, model) in enumerate(cases):
+        hold(config, model, 3, [rank[index] for rank in results])

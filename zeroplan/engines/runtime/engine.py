@@ -1,0 +1,98 @@
+"""The included runtime as an Engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from zeroplan.core.buffers import Phase
+from zeroplan.core.errors import BadInput
+from zeroplan.core.layout import Layout
+from zeroplan.core.tape import Stream
+from zeroplan.core.tape_options import TraceOptions, options_for
+from zeroplan.core.workload import DType
+from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.engines.base import Case
+from zeroplan.engines.deepspeed.player import play
+from zeroplan.engines.runtime import lines
+from zeroplan.engines.runtime.job import Knobs, layout_of, require_trainable
+from zeroplan.engines.runtime.schedule import RuntimeJob, RuntimeSchedule, with_direct_gradients
+from zeroplan.engines.simulation import HostPhase, Simulation
+from zeroplan.ledger.line import Ledger
+from zeroplan.simulate.allocator_config import AllocatorConfig
+from zeroplan.simulate.stream import Recorder, simulate
+
+#: The runtime's memory model; it changes when `zeroplan.core.layout` does.
+VERSION = "0.1.0"
+
+
+class Runtime:
+    """`zeroplan_runtime`, stages 0 to 3, everything on the GPU."""
+
+    name = "zeroplan"
+    version = VERSION
+
+    def __init__(self, knobs: Knobs | None = None) -> None:
+        self.knobs = knobs or Knobs()
+
+    def configure(self, ds_config: Mapping[str, Any]) -> None:
+        """Take the ``zeroplan`` section of a ds_config.
+
+        Raises:
+            BadInput: a value of the wrong type.
+        """
+        section = ds_config.get("zeroplan")
+        if isinstance(section, Mapping):
+            self.knobs = Knobs.of(section)
+
+    def options(self) -> list[ZeroConfig]:
+        """The four stages."""
+        return [ZeroConfig.of(stage) for stage in range(4)]
+
+    def require_runnable(self, zero: ZeroConfig) -> None:
+        """Refuse what the runtime does not do.
+
+        Raises:
+            BadInput: offload, and impossible combinations.
+        """
+        zero.require_possible()
+        if zero.offload_optimizer or zero.offload_param:
+            where = "--offload-optimizer" if zero.offload_optimizer else "--offload-param"
+            raise BadInput("the runtime keeps everything on the GPU", where=where, remedy="use --engine deepspeed")
+
+    def require_workload(self, case: Case) -> None:
+        """Refuse what the runtime does not train.
+
+        Raises:
+            BadInput: its other optimizers, and mixed kinds of precision.
+        """
+        self.require_runnable(case.zero)
+        require_trainable(case.workload)
+
+    def glossary(self) -> Mapping[str, str]:
+        """What each name in the ledger's formulas means."""
+        return lines.GLOSSARY
+
+    def layout(self, case: Case) -> Layout:
+        """What the Arena will allocate by."""
+        return layout_of(case.spec, case.workload, case.zero, ranks=case.ranks, knobs=self.knobs)
+
+    def ledger(self, case: Case) -> tuple[Ledger, Any]:
+        """The runtime's lines and the facts of any rank."""
+        return lines.LEDGER, lines.facts(self.layout(case), cublas_workspace=case.cluster.gpu.workspace)
+
+    def trace_options(self, case: Case) -> TraceOptions:
+        """As the workload says."""
+        return options_for(case.workload)
+
+    def simulate(self, case: Case, stream: Stream, config: AllocatorConfig | None = None) -> Simulation:
+        """The run of any rank: all own and do the same."""
+        layout = self.layout(case)
+        skipped = 1 if case.workload.dtype is DType.FP16 else 0
+        job = RuntimeJob(case.workload, layout, case.cluster.gpu.workspace, skipped_steps=skipped)
+        direct = self.knobs.direct_linear and layout.setup.whole_grad_dtype is layout.setup.param_dtype
+        recorder = Recorder()
+        play(job, with_direct_gradients(stream) if direct else stream, recorder, RuntimeSchedule(job, recorder))
+        model = case.spec.params * case.workload.param_bytes
+        host = (HostPhase(Phase.LOAD, model, 0), HostPhase(Phase.INIT, model, 0))
+        return Simulation(simulate(recorder, config, device_memory=case.cluster.vram), host=host)

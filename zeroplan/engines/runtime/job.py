@@ -1,0 +1,85 @@
+"""What one rank of the runtime owns in a case: the setup, and the layout that the Arena allocates by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any
+
+from zeroplan.core.errors import BadInput, did_you_mean
+from zeroplan.core.layout import OPTIMIZER_STATES, WIDE_NUMEL, Layout, RuntimeSetup, UnitShape, plan_layout
+from zeroplan.core.workload import DType, Precision, Workload
+from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.engines.runtime.units import unit_shapes
+from zeroplan.models.spec import ModelSpec, Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Knobs:
+    """Keys of a ds_config's ``zeroplan`` section that decide memory: slots of the ring, and what counts as wide."""
+
+    ring: int = 2
+    wide_numel: int = WIDE_NUMEL
+    direct_linear: bool = True
+
+    @classmethod
+    def of(cls, section: Mapping[str, Any]) -> Knobs:
+        """The knobs that a section gives, defaults for the others; keys that decide no memory are left out.
+
+        Raises:
+            BadInput: a value of another type.
+        """
+        given = {}
+        for field in fields(cls):
+            value = section.get(field.name, field.default)
+            if type(value) is not type(field.default):
+                raise BadInput(f"{value!r} is no {type(field.default).__name__}", where=f"zeroplan.{field.name}")
+            given[field.name] = value
+        return cls(**given)
+
+
+def setup_of(workload: Workload, zero: ZeroConfig, *, ranks: int, knobs: Knobs) -> RuntimeSetup:
+    """The runtime's setup, as ``zeroplan_runtime.config`` and its engine take it from the same ds_config."""
+    dtype = workload.dtype
+    reduce = zero.communication_data_type or dtype
+    return RuntimeSetup(
+        ranks=ranks,
+        stage=zero.stage,
+        param_dtype=dtype,
+        reduce_dtype=reduce,
+        accum_dtype=zero.grad_accum_dtype or reduce,
+        optimizer=workload.optimizer,
+        grad_accum=workload.grad_accum,
+        block_slots=knobs.ring,
+    )
+
+
+@lru_cache(maxsize=64)
+def _shapes(units: tuple[Unit, ...], model_type: str, wide_numel: int) -> tuple[UnitShape, ...]:
+    return tuple(unit_shapes(ModelSpec("", units, "units", model_type), wide_numel=wide_numel))
+
+
+def layout_of(spec: ModelSpec, workload: Workload, zero: ZeroConfig, *, ranks: int, knobs: Knobs) -> Layout:
+    """The layout of one rank; all ranks are equal."""
+    return plan_layout(
+        _shapes(spec.units, spec.model_type, knobs.wide_numel), setup_of(workload, zero, ranks=ranks, knobs=knobs)
+    )
+
+
+def require_trainable(workload: Workload) -> None:
+    """Refuse what the runtime does not train.
+
+    Raises:
+        BadInput: other optimizers than its own, autocast, and pure 16-bit states.
+    """
+    if workload.optimizer not in OPTIMIZER_STATES:
+        near = did_you_mean(workload.optimizer, OPTIMIZER_STATES)
+        remedy = near or f"use one of {', '.join(OPTIMIZER_STATES)}"
+        raise BadInput(f"the runtime has no optimizer {workload.optimizer!r}", where="--optimizer", remedy=remedy)
+    if workload.precision not in (Precision.MIXED, Precision.FP32):
+        raise BadInput(
+            f"the runtime does not train in {workload.precision} precision", where="--dtype", remedy="use bf16, fp16 or fp32"
+        )
+    if (workload.precision is Precision.FP32) is not (workload.dtype is DType.FP32):
+        raise BadInput(f"{workload.dtype} is not {workload.precision} precision", where="--dtype")

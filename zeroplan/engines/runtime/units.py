@@ -1,0 +1,87 @@
+"""The runtime's units, found in a ModelSpec by the rules that `zeroplan_runtime.units` applies to a live module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from zeroplan.core.layout import WIDE_NUMEL, ParamShape, UnitKind, UnitShape
+from zeroplan.models.spec import ModelSpec, Tensor
+
+#: Kinds of tensors whose modules may be units of their own: plain embeddings and linear layers.
+_WIDE_KINDS = frozenset({"embedding", "linear", "head"})
+#: What peft puts before the names of the model that it wraps; a spec's names lack it.
+PEFT_PREFIX = "base_model.model."
+
+#: Embeddings that are classes of their own in transformers, by model type and leaf name: their forward is not
+#: ``nn.Embedding``'s (it scales, or shifts positions), so the runtime leaves them to the root.
+_OWN_CLASSES = {
+    **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "embed_tokens"),
+    **dict.fromkeys(("opt", "bart", "mbart", "whisper"), "embed_positions"),
+}
+
+_ROOT = ""
+
+
+def unit_shapes(spec: ModelSpec, *, wide_numel: int = WIDE_NUMEL) -> list[UnitShape]:
+    """Every parameter of the model in exactly one unit: the root first, the others in order of definition.
+
+    Blocks are the members of every stack of two or more; an embedding or linear layer outside them with at least
+    `wide_numel` elements of its own is a unit, too; everything else, and what is tied across units, is the root's.
+    """
+    tensors = list(_placed(spec))
+    homes = _homes(tensors, wide_numel, _OWN_CLASSES.get(spec.model_type, ""))
+    shared = _shared(tensors, homes)
+    members: dict[str, list[ParamShape]] = {_ROOT: []}
+    for name, block, tensor in tensors:
+        home = _home(name, block, homes)
+        members.setdefault(home, [])
+        if tensor.tied_to is None:
+            members[_ROOT if name in shared else home].append(ParamShape(name, tensor.numel, tensor.trainable))
+    return [
+        UnitShape(home or "root", homes[home] if home else UnitKind.ROOT, tuple(params))
+        for home, params in members.items()
+        if params
+    ]
+
+
+def _placed(spec: ModelSpec) -> Iterator[tuple[str, str, Tensor]]:
+    """Every tensor, tied ones too, with its full name and the block that it lies in (or "")."""
+    stacks: dict[str, int] = {}
+    for unit in spec.units:
+        stacks[unit.name] = stacks.get(unit.name, 0) + unit.count
+    marked = any(unit.block and stacks[unit.name] >= 2 for unit in spec.units)
+    for unit in spec.units:
+        stack = "{}" in unit.name and stacks[unit.name] >= 2 and (unit.block or not marked)
+        for prefix in unit.names():
+            for tensor in unit.tensors:
+                yield (f"{prefix}.{tensor.name}" if prefix else tensor.name), (prefix if stack else ""), tensor
+
+
+def _homes(tensors: list[tuple[str, str, Tensor]], wide_numel: int, own_class: str) -> dict[str, UnitKind]:
+    """The units beside the root, by the full name of their module; `own_class` names modules that are none."""
+    tied = {tensor.tied_to for _, _, tensor in tensors} | {name for name, _, tensor in tensors if tensor.tied_to}
+    homes: dict[str, UnitKind] = {}
+    loose: dict[str, list[tuple[str, Tensor]]] = {}
+    for name, block, tensor in tensors:
+        if block:
+            homes[block] = UnitKind.BLOCK
+        else:
+            loose.setdefault(name.rpartition(".")[0], []).append((name, tensor))
+    for module, own in loose.items():
+        plain = any(tensor.kind in _WIDE_KINDS for _, tensor in own) and not any(name in tied for name, _ in own)
+        if module and plain and module.rpartition(".")[2] != own_class and sum(tensor.numel for _, tensor in own) >= wide_numel:
+            homes[module] = UnitKind.WIDE
+    return homes
+
+
+def _home(name: str, block: str, homes: dict[str, UnitKind]) -> str:
+    module = name.rpartition(".")[0]
+    return block or (module if module in homes else _ROOT)
+
+
+def _shared(tensors: list[tuple[str, str, Tensor]], homes: dict[str, UnitKind]) -> set[str]:
+    """Names of the tensors that modules of more than one unit hold."""
+    users: dict[str, set[str]] = {}
+    for name, block, tensor in tensors:
+        users.setdefault(tensor.tied_to or name, set()).add(_home(name, block, homes))
+    return {name for name, where in users.items() if len(where) > 1}

@@ -37,13 +37,14 @@ FETCHES_BEHIND = 3
 class _Gather:
     """One collective on its way (pp, AllGatherCoalescedHandle).
 
-    `flat` is its buffer, which goes when the last of its parameters has been asked for; `temps` go when it is waited for.
+    `flats` are its buffers, one a dtype, which go when the last of its parameters has been asked for; `temps` go when it is
+    waited for. `cut` says that a buffer holds several parameters, each rank's part of all of them in a row.
     """
 
-    __slots__ = ("flat", "params", "temps", "waited", "wanted")
+    __slots__ = ("cut", "flats", "params", "temps", "waited", "wanted")
 
-    def __init__(self, params: list[int], flat: int | None, temps: list[int]) -> None:
-        self.params, self.flat, self.temps = list(params), flat, temps
+    def __init__(self, params: list[int], flats: list[int], temps: list[int], *, cut: bool) -> None:
+        self.params, self.flats, self.temps, self.cut = list(params), flats, temps, cut
         self.wanted = len(params)
         self.waited = False
 
@@ -253,52 +254,67 @@ class Coordinator:
         job, alloc, stream = self.job, self.alloc, self.stream
         w, ranks, numel = job.param_bytes, job.ranks, job.numel
         self.live += sum(numel[p] for p in params)
-        flat: int | None = None
+        flats: list[int] = []
         temps: list[int] = []
+        cut = len(params) > 1 and not job.zero.allgather_sequential
         if ranks == 1:  # no collective: an alias of the shard, or its copy from the host
             for p in params:
                 if self.on_host[p]:
                     self.blocks[p] = (alloc(w * numel[p], Buffer.PARAM_FULL, stream=stream, note=p), stream)
-        elif len(params) == 1 or job.zero.allgather_sequential:
+        elif not cut:
             for p in params:
-                part = shard(numel[p], ranks)
-                self.blocks[p] = (alloc(w * part * ranks, Buffer.PARAM_FULL, stream=stream, note=p), stream)
-                if self.on_host[p]:
-                    temps.append(alloc(w * part, Buffer.STAGE_H2D, stream=stream, note=p))
+                part, travel = shard(numel[p], ranks), job.gather_of[p]
+                whole = alloc(travel * part * ranks, Buffer.PARAM_FULL, stream=stream, note=p)
+                if travel == w:
+                    self.blocks[p] = (whole, stream)
+                else:
+                    flats.append(whole)
+                temps += self._shard_copies(p)
         else:
-            parts = sum(shard(numel[p], ranks) for p in params)
-            flat = alloc(w * parts * ranks, Buffer.COMM_ALL_GATHER, stream=stream, note=params[0])
-            copies = [
-                alloc(w * shard(numel[p], ranks), Buffer.STAGE_H2D, stream=stream, note=p) for p in params if self.on_host[p]
-            ]
-            for handle in copies:
-                self.recorder.free(handle)
-        gather = _Gather(params, flat, temps)
+            for travel in sorted({job.gather_of[p] for p in params}):
+                alike = [p for p in params if job.gather_of[p] == travel]
+                parts = sum(shard(numel[p], ranks) for p in alike)
+                flats.append(alloc(travel * parts * ranks, Buffer.COMM_ALL_GATHER, stream=stream, note=alike[0]))
+                for handle in [copy for p in alike for copy in self._shard_copies(p)]:
+                    self.recorder.free(handle)
+        gather = _Gather(params, flats, temps, cut=cut)
         for p in params:
             self.status[p] = _IN_FLIGHT
             self.inflight[p] = gather
 
+    def _shard_copies(self, p: int) -> list[int]:
+        """A shard's copy from the host, and its cast to the dtype that it travels in."""
+        job, part = self.job, shard(self.job.numel[p], self.job.ranks)
+        widths = [job.param_bytes] * self.on_host[p] + [job.gather_of[p]] * (job.gather_of[p] != job.param_bytes)
+        return [self.alloc(width * part, Buffer.STAGE_H2D, stream=self.stream, note=p) for width in widths]
+
     def _wait(self, gather: _Gather) -> None:
-        """pp, AllGatherCoalescedHandle.wait: cuts the flat buffer into parameters; called once a parameter."""
-        free = self.recorder.free
+        """pp, AllGatherCoalescedHandle.wait: cuts the flat buffers into parameters; called once a parameter."""
+        free, w = self.recorder.free, self.job.param_bytes
+        in_place = self.job.zero.use_all_reduce_for_fetch_params
         if not gather.waited:
             gather.waited = True
             for p in gather.params:
-                if gather.flat is not None and self.job.zero.use_all_reduce_for_fetch_params:
+                if gather.flats and in_place:
                     self.shared[p] = gather
-                elif gather.flat is not None:
-                    nbytes = self.job.param_bytes * self.job.numel[p]
-                    self.blocks[p] = (self.alloc(nbytes, Buffer.PARAM_FULL, stream=self.stream, note=p), self.stream)
+                elif gather.flats:
+                    count, travel = self.job.numel[p], self.job.gather_of[p]
+                    widths = [travel] * gather.cut + [w] * (travel != w)  # cut out, then cast
+                    whole = [self.alloc(width * count, Buffer.PARAM_FULL, stream=self.stream, note=p) for width in widths]
+                    for handle in whole[:-1]:
+                        free(handle)
+                    self.blocks[p] = (whole[-1], self.stream)
                 self.status[p] = _AVAILABLE
             for handle in gather.temps:
                 free(handle)
-        if not self.job.zero.use_all_reduce_for_fetch_params:
+        if not (gather.flats and in_place):
             self._unwant(gather)
 
     def _unwant(self, gather: _Gather) -> None:
         gather.wanted -= 1
-        if gather.wanted == 0 and gather.flat is not None:
-            self.recorder.free(gather.flat)
+        if gather.wanted == 0:
+            for handle in gather.flats:
+                self.recorder.free(handle)
 
     def _release(self, param: int) -> None:
         """pp, free_param: the block waits until the compute stream is done with it."""

@@ -39,7 +39,8 @@ class Job:
         adapter: which parameters were added to the built model (LoRA).
         modules: for each module of the tape, the parameters that it owns; tied ones appear in every owner.
         zero_init: the model is built under ``deepspeed.zero.Init`` (stage 3), else whole on the GPU.
-        comm_of: bytes an element of each parameter while it is gathered or its gradient is reduced.
+        comm_of: bytes an element of each parameter's gradient while it is reduced.
+        gather_of: bytes an element of each parameter while stage 3 gathers it.
         skipped_steps: leading optimizer steps that fp16's falling loss scale discards; data decide, so it is an input.
         cublas_workspace: bytes of one cuBLAS workspace.
         device_memory: bytes of the GPU; None for no limit. Flattening goes through the host where it does not fit.
@@ -60,6 +61,7 @@ class Job:
     accum_bytes: int
     comm_bytes: int
     comm_of: tuple[int, ...]
+    gather_of: tuple[int, ...]
     state_bytes: int
     steps: int
     skipped_steps: int = 0
@@ -143,7 +145,8 @@ def resolve(
         master_bytes=master,
         accum_bytes=width if zero.grad_accum_dtype is None else zero.grad_accum_dtype.bytes,
         comm_bytes=comm,
-        comm_of=_comm_of(stream, workload, comm),
+        comm_of=_travelling(stream, workload, comm),
+        gather_of=_travelling(stream, workload, width),
         state_bytes=master if states_follow else 4,
         steps=(STEPS_UNTIL_STEADY if steps is None else steps) + (skipped_steps if steps is None else 0),
         skipped_steps=skipped_steps,
@@ -153,13 +156,13 @@ def resolve(
     )
 
 
-def _comm_of(stream: Stream, workload: Workload, comm: int) -> tuple[int, ...]:
+def _travelling(stream: Stream, workload: Workload, otherwise: int) -> tuple[int, ...]:
     """Under ``torch_autocast`` parameters of linear layers and convolutions travel in 16 bits, all others in their own dtype.
 
     Source: runtime/torch_autocast.py, init_autocast_params, whose attribute outranks `communication_data_type`
     """
     if workload.precision is not Precision.AUTOCAST:
-        return (comm,) * len(stream.params)
+        return (otherwise,) * len(stream.params)
     safe = {p for module in stream.modules if module.type in AUTOCAST_SAFE for p in module.params}
     return tuple(workload.dtype.bytes if p in safe else workload.param_bytes for p in range(len(stream.params)))
 

@@ -47,8 +47,8 @@ class Stage3(Schedule):
         self.twins: list[int] = []  # second owners of tied parameters, alive until they are collected
         self.own: dict[int, int] = {}  # gradients that own a block
         self.leaf_grads: dict[int, list[int]] = {m: [] for m in leaves}
-        self.in_bucket: list[int] = []
-        self.filled = 0
+        self.buckets: dict[int, list[int]] = {comm: [] for comm in sorted({job.comm_of[p] for p in self.trained})}
+        self.filled = dict.fromkeys(self.buckets, 0)
         self.micro = -1
         self.boundary = True
         self.backward = False
@@ -138,7 +138,8 @@ class Stage3(Schedule):
         if not self.offload:
             self.temporary(m * max(self.group_numel(i) for i in range(len(self.groups))), Buffer.INIT_TEMP)
         if job.zero.contiguous_gradients:
-            self.alloc(job.comm_bytes * job.zero.reduce_bucket_size, Buffer.COMM_BUCKET)
+            for comm in self.buckets:
+                self.alloc(comm * job.zero.reduce_bucket_size, Buffer.COMM_BUCKET)
         if not self.offload:
             self.alloc(job.accum_bytes * total, Buffer.GRAD_ACCUM)
         for p in self.trained:  # s3, create_reduce_and_remove_grad_hooks gathers each parameter once
@@ -218,12 +219,13 @@ class Stage3(Schedule):
     def _collect(self, param: int) -> None:
         """s3, reduce_independent_p_g_buckets_and_remove_grads: into the bucket, which is reduced when it would overflow."""
         count, size = self.job.numel[param], self.job.zero.reduce_bucket_size
-        if self.filled and self.filled + count > size:
-            self._reduce()
-        if self.job.zero.contiguous_gradients and self.filled + count <= size:
+        comm = self.job.comm_of[param]
+        if self.filled[comm] and self.filled[comm] + count > size:
+            self._reduce(comm)
+        if self.job.zero.contiguous_gradients and self.filled[comm] + count <= size:
             self._release_grad(param)
-        self.in_bucket.append(param)
-        self.filled += count
+        self.buckets[comm].append(param)
+        self.filled[comm] += count
 
     def _release_grad(self, param: int) -> None:
         handle = self.own.pop(param, None)
@@ -243,14 +245,14 @@ class Stage3(Schedule):
             self.recorder.complete(self.lagging)
             self.lagging = -1
 
-    def _reduce(self) -> None:
-        """s3, __reduce_and_partition_ipg_grads, on the reduction's stream."""
+    def _reduce(self, comm: int) -> None:
+        """s3, __reduce_and_partition_ipg_grads, on the reduction's stream: the bucket of gradients of `comm` bytes."""
         job, stream = self.job, self.stream
-        bucket, self.in_bucket = sorted(self.in_bucket), []
-        elements, self.filled = self.filled, 0
+        bucket, elements = sorted(self.buckets[comm]), self.filled[comm]
+        self.buckets[comm], self.filled[comm] = [], 0
         if not bucket:
             return
-        c, a = job.comm_bytes, job.accum_bytes
+        c, a = comm, job.accum_bytes
         held: list[int] = []
         if not job.zero.reduce_scatter and job.zero.contiguous_gradients and elements <= job.zero.reduce_bucket_size:
             if job.ranks != job.zero.gradient_predivide_factor:  # scaled out of place, by 1 as well
@@ -302,7 +304,8 @@ class Stage3(Schedule):
 
     def backward_end(self, boundary: bool) -> None:
         """engine.py, _backward_epilogue: the last bucket, then parameters that no hook released."""
-        self._reduce()
+        for comm in self.buckets:
+            self._reduce(comm)
         self._settle_grad()
         self.coordinator.end_backward()
 

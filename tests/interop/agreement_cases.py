@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 Config = dict[str, Any]
@@ -164,3 +165,66 @@ CASES: dict[str, tuple[Config, str | None]] = {
         "auto.rejected",
     ),
 }
+
+
+_KNOBS: dict[str, tuple[float, list[Any]]] = {
+    "reduce_scatter": (0.25, [False]),
+    "overlap_comm": (0.2, [True, False]),
+    "contiguous_gradients": (0.1, [False]),
+    "allgather_bucket_size": (0.1, [100, 101]),
+    "compute_grad_norm": (0.1, [False]),
+    "round_robin_gradients": (0.1, [True]),
+    "parameter_alignment": (0.1, [True]),
+    "legacy_stage1": (0.03, [True]),
+    "zero_quantized_weights": (0.05, [True]),
+    "zero_quantized_gradients": (0.05, [True]),
+    "sub_group_size": (0.1, [10, 10**6]),
+    "stage3_allgather_sequential": (0.1, [True]),
+}
+_TOP: dict[str, tuple[float, list[Any]]] = {
+    "train_micro_batch_size_per_gpu": (0.3, [1, 2]),
+    "gradient_accumulation_steps": (0.3, [1, 2, 4]),
+    "zero_allow_untested_optimizer": (0.6, [True]),
+    "gradient_clipping": (0.3, [0, 1.0]),
+    "prescale_gradients": (0.1, [True]),
+    "gradient_predivide_factor": (0.05, [2.0]),
+    "gradient_allreduce_op": (0.1, ["sum", "mean"]),
+    "communication_data_type": (0.1, ["fp32", "bf16"]),
+    "managed_gradient_accumulation": (0.08, [False]),
+    "data_types": (0.25, [{"grad_accum_dtype": dtype} for dtype in ("fp32", "bf16", "fp16")]),
+}
+_OPTIMIZERS = ["Adam", "AdamW", "AdamW", "AdamW", "SGD", "Adagrad", "Lamb", "Lion", "Muon", "RMSprop", "Adafactor", "adam"]
+
+
+def _some(draw: random.Random, knobs: dict[str, tuple[float, list[Any]]]) -> Config:
+    return {name: draw.choice(values) for name, (chance, values) in knobs.items() if draw.random() < chance}
+
+
+def random_config(draw: random.Random) -> Config:
+    """A plausible config, about a quarter of which run."""
+    config: Config = {"train_batch_size": draw.choice([1, 1, 1, 4])} | _some(draw, _TOP)
+    precision = draw.choice(["bf16", "bf16", "bf16", "fp16", "torch_autocast", "none"])
+    half = {"enabled": True}
+    if precision == "bf16":
+        half |= _some(draw, {"bf16_master_weights_and_grads": (0.25, [True]), "bf16_optimizer_states": (0.2, [True])})
+    elif precision == "fp16":
+        half |= _some(draw, {"fp16_master_weights_and_grads": (0.2, [True]), "loss_scale": (0.2, [0, 128])})
+    elif precision == "torch_autocast":
+        half |= {"dtype": "bfloat16"}
+    if precision != "none":
+        config[precision] = half
+    kind = draw.choice(_OPTIMIZERS)
+    torch_adam = kind.lower() in ("adam", "adamw") and draw.random() < 0.2
+    config |= optimizer(kind, torch_adam=True) if torch_adam else optimizer(kind)
+    knobs = _some(draw, _KNOBS)
+    if draw.random() < 0.4:
+        device = draw.choice(["cpu", "cpu", "none", "nvme"])
+        knobs["offload_optimizer"] = {"device": device} | _some(draw, {"ratio": (0.15, [0.5]), "pin_memory": (0.2, [False])})
+    if draw.random() < 0.25:
+        knobs["offload_param"] = {"device": draw.choice(["cpu", "none", "nvme"])}
+    if draw.random() < 0.1:
+        choices = {"select_strategy": (0.4, ["step"]), "select_interval": (0.4, [4]), "update_interval": (0.4, [2, 8])}
+        knobs["zenflow"] = {"topk_ratio": 0.3} | _some(
+            draw, choices | {"offload": (0.3, [True]), "overlap_step": (0.2, [True])}
+        )
+    return config | zero(draw.choice([0, 1, 1, 2, 2, 3, 3]), **knobs)

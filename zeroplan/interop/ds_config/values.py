@@ -49,10 +49,17 @@ def to_int(value: Any) -> int:
     if isinstance(value, float) and value.is_integer() and abs(value) < sys.maxsize:
         return int(value)
     if isinstance(value, str):
-        match = re.fullmatch(r"([+-]?[0-9]+(?:_[0-9]+)*)(?:\.0+)?", value.strip(), re.ASCII)
+        match = re.fullmatch(r"([+-]?[0-9]+(?:_[0-9]+)*)(?:\.0+)?", _trimmed(value), re.ASCII)
         if match and len(value) < 64:
             return int(match[1])
     raise ValueError
+
+
+def _trimmed(text: str) -> str:
+    """Without the white space around it; Python's idea of white space holds four separators that pydantic's does not."""
+    if any("\x1c" <= ch <= "\x1f" for ch in text):
+        raise ValueError
+    return text.strip()
 
 
 def to_float(value: Any) -> float:
@@ -62,6 +69,11 @@ def to_float(value: Any) -> float:
         ValueError: for anything else, or a number too large for a float.
     """
     if isinstance(value, int | float) or (isinstance(value, str) and value.isascii()):
+        if isinstance(value, str):
+            inner = _trimmed(value)
+            if "_" in inner and (inner != value or "__" in inner or inner.startswith("_") or inner.endswith("_")):
+                raise ValueError
+            value = inner.replace("_", "")  # pydantic drops single underscores wherever they stand
         try:
             return float(value)
         except OverflowError:

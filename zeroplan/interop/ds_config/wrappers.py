@@ -17,7 +17,8 @@ class Wrapper(StrEnum):
     FP16_UNFUSED = "FP16_UnfusedOptimizer"
     BF16 = "BF16_Optimizer"
     ZERO_1_2 = "DeepSpeedZeroOptimizer"
-    ZENFLOW_1_2 = "ZenFlowZeroOptimizer"
+    ZENFLOW_1_2 = "ZenFlowZeroOptimizerSequential"
+    ZENFLOW_1_2_OVERLAPPED = "ZenFlowZeroOptimizerParallel"
     ZERO_3 = "DeepSpeedZeroOptimizer_Stage3"
     SUPER_OFFLOAD = "SuperOffloadOptimizer_Stage3"
 
@@ -44,7 +45,9 @@ def wrapper(zero: ZeroConfig, dtype: DType, *, fused: bool = True, pipeline: boo
             return Wrapper.BF16
         if zero.stage == 3:
             return Wrapper.SUPER_OFFLOAD if zero.offload_optimizer.super_offload else Wrapper.ZERO_3
-        return Wrapper.ZERO_1_2 if zero.zenflow is None else Wrapper.ZENFLOW_1_2
+        if zero.zenflow is None:
+            return Wrapper.ZERO_1_2
+        return Wrapper.ZENFLOW_1_2_OVERLAPPED if zero.zenflow.overlap_step else Wrapper.ZENFLOW_1_2
     if accum is not dtype:
         raise BadInput(
             f"stage 0 cannot accumulate {dtype} gradients in {accum}",

@@ -32,7 +32,9 @@ Candidates = Annotated[
 From = Annotated[
     str | None,
     typer.Option(
-        "--from", rich_help_panel=_SEARCH, help="What is in use: ds_config, TrainingArguments, accelerate, axolotl, LLaMA-Factory."
+        "--from",
+        rich_help_panel=_SEARCH,
+        help="What is in use: ds_config, TrainingArguments, accelerate, axolotl, LLaMA-Factory.",
     ),
 ]
 Profile = Annotated[str | None, typer.Option("--profile", rich_help_panel=_SEARCH, help="Rates by doctor --calibrate.")]
@@ -43,9 +45,7 @@ Output = Annotated[str | None, typer.Option("-o", "--output", rich_help_panel=_F
 Form = Annotated[
     str, typer.Option("--form", rich_help_panel=_FILES, help="explicit, trainer, lightning, accelerate or accelerate-fsdp2.")
 ]
-Launcher = Annotated[
-    str, typer.Option("--launcher", rich_help_panel=_FILES, help="deepspeed, torchrun, accelerate or slurm.")
-]
+Launcher = Annotated[str, typer.Option("--launcher", rich_help_panel=_FILES, help="deepspeed, torchrun, accelerate or slurm.")]
 Script = Annotated[str, typer.Option("--script", rich_help_panel=_FILES, help="The program that the command starts.")]
 
 
@@ -105,6 +105,7 @@ def recommend(
         profile=profile,
         nvme_path=nvme_path,
         given=candidates,
+        source=source,
     )
     if model is None and params is None and source is None:
         _catalog(request, wish, output, as_json=as_json, style=style)
@@ -127,11 +128,26 @@ def _write(found: Answer, output: str | None, form: str, launcher: str, script: 
     if output is None or best is None:
         return "", ""
     from zeroplan.core.files import write_atomic
-    from zeroplan.interop.ds_config import dump_ds_config
+    from zeroplan.search.files import files_of
 
-    write_atomic(output, dump_ds_config(best.ds_config()))
-    return output, ""
+    files = files_of(best, found.cluster, output, form=form, launcher=launcher, script=script)
+    for path, text in files.texts.items():
+        write_atomic(path, text)
+    return ", ".join(files.texts), files.start.shell()
 
 
 def _catalog(request: Request, wish: Wish, output: str | None, *, as_json: bool, style: str) -> None:
-    raise NotImplementedError
+    """What such a machine can train; writes the config of the largest full fine-tune."""
+    from zeroplan.report.overview import overview_json, overview_text
+    from zeroplan.search.catalog import overview
+
+    if wish.given is not None:
+        raise BadInput("needs a model", where="--candidates", remedy="name the model that the configurations train")
+    found = overview(request, wish)
+    written, start = ("", "") if found.best is None else _write(found.best, output, "explicit", "deepspeed", "train.py")
+    if as_json:
+        typer.echo(json.dumps(overview_json(found), indent=2))
+    else:
+        typer.echo(overview_text(found, style, written=written, start=start))
+    if found.best is None:
+        raise typer.Exit(EXIT_DOES_NOT_FIT)

@@ -60,6 +60,8 @@ class Rates:
         pageable_gbs: between the GPU and pageable host memory.
         cpu_adam_gbs: bytes that DeepSpeedCPUAdam reads and writes a second, all ranks of a node together.
         dram_gbs: bytes that torch's elementwise operations on the host read and write a second, a node.
+        fresh_gbs: bytes a second that one process casts into newly allocated host memory and copies from there to its GPU: page
+            faults decide.
         read_gbs, write_gbs: the disk's, a node.
         source: where the figures come from.
     """
@@ -71,16 +73,17 @@ class Rates:
     link_gbs: float
     pinned_gbs: float
     kernel_us: float = 3.0
-    launch_us: float = 38.0
-    gradient_hook_us: float = 200.0
-    gather_hook_us: float = 440.0
-    release_hook_us: float = 720.0
-    unit_hook_us: float = 250.0
+    launch_us: float = 46.0
+    gradient_hook_us: float = 290.0
+    gather_hook_us: float = 530.0
+    release_hook_us: float = 750.0
+    unit_hook_us: float = 325.0
     node_gbs: float = 22.0
     collective_us: float = 12.0
     pageable_gbs: float = 9.0
     cpu_adam_gbs: float = 125.0
     dram_gbs: float = 60.0
+    fresh_gbs: float = 2.5
     read_gbs: float = 5.0
     write_gbs: float = 3.0
     source: str = "data sheet and measured fractions"

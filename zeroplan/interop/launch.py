@@ -88,7 +88,9 @@ def launch(
         if nodes == 1:
             return Launch(f"deepspeed --num_gpus {gpus} {tail}", {}, environment)
         hostfile = "".join(f"{name} slots={gpus}\n" for name in names)
-        return Launch(f"deepspeed --hostfile hostfile --num_nodes {nodes} --num_gpus {gpus} {tail}", {"hostfile": hostfile}, environment)
+        return Launch(
+            f"deepspeed --hostfile hostfile --num_nodes {nodes} --num_gpus {gpus} {tail}", {"hostfile": hostfile}, environment
+        )
     if launcher == "torchrun":
         if nodes == 1:
             return Launch(f"torchrun --standalone --nproc-per-node {gpus} {tail}", {}, environment)

@@ -49,6 +49,7 @@ class Resource(StrEnum):
     PAGEABLE = "pageable"  # bytes
     CPU_ADAM = "cpu adam"  # bytes
     DRAM = "dram"  # bytes
+    FRESH = "fresh host memory"  # bytes
     READ = "disk read"  # bytes
     WRITE = "disk write"  # bytes
 
@@ -73,6 +74,7 @@ _RATES: dict[Resource, tuple[Lane, str, float]] = {
     Resource.PAGEABLE: (Lane.PCIE, "pageable_gbs", _GIGA),
     Resource.CPU_ADAM: (Lane.HOST, "cpu_adam_gbs", _GIGA),
     Resource.DRAM: (Lane.HOST, "dram_gbs", _GIGA),
+    Resource.FRESH: (Lane.HOST, "fresh_gbs", _GIGA),
     Resource.READ: (Lane.DISK, "read_gbs", _GIGA),
     Resource.WRITE: (Lane.DISK, "write_gbs", _GIGA),
 }
@@ -188,6 +190,4 @@ def derived_work(ledger: Iterable[Work], facts: Any, rates: Rates) -> Iterator[W
         if amount:
             resource = line.resource_of(facts)
             seconds = seconds_for(resource, int(amount), rates)
-            yield WorkItem(
-                line.name, resource, line.phase, int(amount), seconds, expression(amount), line.doc, line.source
-            )
+            yield WorkItem(line.name, resource, line.phase, int(amount), seconds, expression(amount), line.doc, line.source)

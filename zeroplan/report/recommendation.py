@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
+
 from zeroplan.core.units import format_bytes, format_count, format_gib
+from zeroplan.interop.ds_config import dump_ds_config
 from zeroplan.report.text import render
 from zeroplan.search.answer import Answer, Recommendation
 from zeroplan.search.changes import shortfalls
@@ -32,6 +35,8 @@ def answer_text(answer: Answer, style: str = "plain", *, written: str = "", star
         parts += ["", f"Why {name_of(best.zero, best.workload.gradient_checkpointing)}:", *(f"- {r}" for r in best.reasons)]
     if best is None:
         parts += _nothing(answer)
+    elif answer.current is not None:
+        parts += ["", *_difference(answer.current, best)]
     if written:
         parts += ["", f"Wrote {written}. Start it: {start}" if start else f"Wrote {written}."]
     parts += [f"warning: {text}" for text in answer.warnings]
@@ -41,7 +46,20 @@ def answer_text(answer: Answer, style: str = "plain", *, written: str = "", star
 
 def ranking_table(ranking: tuple[Recommendation, ...], style: str = "plain") -> str:
     """One row a configuration, best first."""
-    headers = ["", "stage", "offload", "micro × accum", "ckpt", "tokens/s", "s a step", "total", "up to", "host", "fits", "buckets"]
+    headers = [
+        "",
+        "stage",
+        "offload",
+        "micro × accum",
+        "ckpt",
+        "tokens/s",
+        "s a step",
+        "total",
+        "up to",
+        "host",
+        "fits",
+        "buckets",
+    ]
     rows = []
     for place, one in enumerate(ranking, 1):
         plan, work = one.plan, one.workload
@@ -56,7 +74,8 @@ def ranking_table(ranking: tuple[Recommendation, ...], style: str = "plain") -> 
                 f"{one.step_seconds:.3g}",
                 format_gib(plan.gpu.total),
                 format_gib(plan.gpu.interval[1] if plan.gpu.interval else None),
-                format_gib(plan.cpu.per_node, digits=0) + (f" + disk {format_gib(plan.nvme.per_node, digits=0)}" if plan.nvme.per_node else ""),
+                format_gib(plan.cpu.per_node, digits=0)
+                + (f" + disk {format_gib(plan.nvme.per_node, digits=0)}" if plan.nvme.per_node else ""),
                 _FITS[plan.fits] + (f" ({', '.join(plan.misfits)})" if plan.misfits else ""),
                 _knobs(one),
             ]
@@ -89,7 +108,11 @@ def _heading(answer: Answer) -> str:
     text = f"{model['name']}: {model['params']:,} parameters"
     if model["trainable"] != model["params"]:
         text += f" ({format_count(model['trainable'])} trainable)"
-    gpus = f"{cluster.nodes} × {cluster.gpus} GPUs" if cluster.nodes > 1 else f"{cluster.gpus} GPU{'s' if cluster.gpus > 1 else ''}"
+    gpus = (
+        f"{cluster.nodes} × {cluster.gpus} GPUs"
+        if cluster.nodes > 1
+        else f"{cluster.gpus} GPU{'s' if cluster.gpus > 1 else ''}"
+    )
     text += f" · {gpus} of {format_bytes(cluster.vram, digits=0)} ({format_bytes(cluster.usable_vram, digits=1)} usable)"
     if cluster.cpu_ram:
         text += f", {format_bytes(cluster.cpu_ram, digits=0)} host"
@@ -121,3 +144,23 @@ def _nothing(answer: Answer) -> list[str]:
     elif answer.nearest is not None:
         parts.append("No single change of sequence length, adapters, host memory, disk, GPUs or cards makes it fit.")
     return parts
+
+
+def _difference(current: Recommendation, best: Recommendation) -> list[str]:
+    """What to change to get from one to the other, as a diff of the ds_configs."""
+    gain = best.tokens_per_second / current.tokens_per_second if current.tokens_per_second else 0.0
+    if current.fits is not False and gain < 1.02:
+        return ["What is in use is as good as anything that fits."]
+    before = [] if current.plan.engine not in ("deepspeed", "zeroplan") else _lines(current)
+    after = _lines(best)
+    head = "It would be" if current.fits is not False else "What is in use does not fit. The best that does is"
+    lines = [f"{head} {gain:.2f} × as fast with:"] if current.fits is not False else [f"{head}:"]
+    lines += list(difflib.unified_diff(before, after, "in use", "recommended", lineterm="", n=1))
+    if current.alloc_conf != best.alloc_conf:
+        lines.append(f"PYTORCH_ALLOC_CONF={best.alloc_conf}")
+    return lines
+
+
+def _lines(one: Recommendation) -> list[str]:
+    again = str(one.workload.gradient_checkpointing).lower()
+    return [*dump_ds_config(one.ds_config()).splitlines(), f"gradient_checkpointing: {again}"]

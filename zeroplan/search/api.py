@@ -16,7 +16,7 @@ from zeroplan.core.workload import Workload
 from zeroplan.engines.base import Engine
 from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.request import Request, resolve
-from zeroplan.search.answer import Answer, Recommendation, recommendation
+from zeroplan.search.answer import Answer, Change, Recommendation, recommendation
 from zeroplan.search.changes import cheapest_changes, nearest_miss
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
@@ -38,20 +38,22 @@ class Wish:
         goal: throughput, or memory: the least on the GPU.
         gradient_checkpointing: None lets the search choose.
         given: candidates to rank in place of the search's own, or the file that holds them.
-        current: a configuration that is in use, to be compared with.
+        source: what is in use, to be compared with: a path, a dict or TrainingArguments (interop/setups.py).
         profile: a profile's path; None takes the user's own where it is of this GPU.
         nvme_path: where swap files may go.
         explain: whether reasons are worked out.
+        notes: warnings that the answer should repeat.
     """
 
     global_batch: int | None = None
     goal: str = "throughput"
     gradient_checkpointing: bool | None = None
     given: Sequence[Candidate] | str | None = None
-    current: Candidate | None = None
+    source: Any = None
     profile: str | os.PathLike[str] | None = None
     nvme_path: str = NVME_PATH
     explain: bool = True
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +154,15 @@ def answer(request: Request, wish: Wish | None = None) -> Answer:
         BadInput: a value that cannot be used.
     """
     wish = wish or Wish()
+    current = None
+    if wish.source is not None:
+        from zeroplan.search.inherit import inherit
+
+        request, wish, current = inherit(request, wish)
     problem = problem_of(request, wish)
     memory = Memory(problem.engine, problem.spec, problem.cluster, simulate=request.depth != "formula")
     cost = CostModel(problem.engine.name, problem.spec, problem.cluster, problem.rates)
     ranks = problem.cluster.ranks
-    current = None
-    if wish.current is not None:
-        current = recommendation(rank_all([wish.current], memory, cost)[0], 0, ranks)
     if wish.given is not None:
         ranked = rank_all(_given(wish.given, problem, request), memory, cost)
         found = [recommendation(r, i, ranks) for i, r in enumerate(ranked)]
@@ -166,7 +170,8 @@ def answer(request: Request, wish: Wish | None = None) -> Answer:
     space = space_of(problem, request, wish)
     outcome = (least_memory if wish.goal == "memory" else search)(space, memory, cost, shown=SHOWN)
     ranking = [recommendation(r, i, ranks) for i, r in enumerate(outcome.ranking)]
-    nearest, changes = None, ()
+    nearest: Recommendation | None = None
+    changes: tuple[Change, ...] = ()
     if not ranking:
         miss = nearest_miss(space, memory, cost)
         nearest = recommendation(miss, 0, ranks)
@@ -193,10 +198,8 @@ def _given(given: Sequence[Candidate] | str, problem: Problem, request: Request)
     return read_candidates(given, problem, request)
 
 
-def _answer(
-    problem: Problem, wish: Wish, ranking: tuple[Recommendation, ...], memory: Memory, *, considered: int
-) -> Answer:
-    warnings = list(problem.warnings)
+def _answer(problem: Problem, wish: Wish, ranking: tuple[Recommendation, ...], memory: Memory, *, considered: int) -> Answer:
+    warnings = [*wish.notes, *problem.warnings]
     if memory.problem:
         warnings.append(f"formula depth: {memory.problem}; what fits is judged by an analytic bound on activations")
     spec = problem.spec

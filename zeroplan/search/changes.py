@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from zeroplan.search.api import Problem, Wish
 
 #: Simulations that the nearest miss and each change may take.
-_TRIES = 3
+_TRIES = 2
 #: Changes that an answer names.
 _NAMED = 4
 #: Memories of cards that are sold, in GiB.

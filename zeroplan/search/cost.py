@@ -20,7 +20,7 @@ from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines import torch_traffic
 from zeroplan.engines.compute_traffic import COMPUTE, ComputeFacts, compute_facts
 from zeroplan.engines.deepspeed import traffic as deepspeed_traffic
-from zeroplan.ledger.traffic import Lane, WorkItem, derived_work, work_items
+from zeroplan.ledger.traffic import Lane, WorkItem, WorkLedger, derived_work, work_items
 from zeroplan.ledger.work import Counts, Matrices, matrices
 from zeroplan.models.spec import ModelSpec
 
@@ -63,12 +63,10 @@ class CostModel:
         overlap = zero.overlaps_comm if self.engine in ("deepspeed", "zeroplan") else True
         return compose(self.items(workload, zero, counts), workload, overlap, self.cluster.ranks)
 
-    def _engine_work(self, compute: ComputeFacts, workload: Workload, zero: ZeroConfig) -> tuple[object, Sequence[object]]:
+    def _engine_work(self, compute: ComputeFacts, workload: Workload, zero: ZeroConfig) -> tuple[object, WorkLedger]:
         ranks, local = self.cluster.ranks, self.cluster.gpus
         if self.engine in ("fsdp2", "ddp"):
-            facts = torch_traffic.torch_facts(
-                self.spec, compute, workload, stage=zero.stage, ranks=ranks, local_ranks=local
-            )
+            facts = torch_traffic.torch_facts(self.spec, compute, workload, stage=zero.stage, ranks=ranks, local_ranks=local)
             return facts, torch_traffic.TRAFFIC
         threshold = zero.param_persistence_threshold
         sizes = self._sizes.get(threshold)

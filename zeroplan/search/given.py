@@ -24,7 +24,7 @@ def read_candidates(path: str, problem: Problem, request: Request) -> list[Candi
     Raises:
         BadInput: an unreadable file, a line that is no such object, or a ds_config that DeepSpeed refuses.
     """
-    found = []
+    found: list[Candidate] = []
     for number, line in _lines(path):
         where = f"{path}:{number}"
         entry = _entry(line, where)
@@ -59,7 +59,9 @@ def _entry(line: str, where: str) -> dict[str, Any]:
         raise BadInput("is no object with a ds_config", where=where, remedy='write {"ds_config": {…}}')
     for key in entry:
         if key not in _KEYS:
-            raise BadInput(f"unknown key {key[:60]!r}", where=where, remedy=did_you_mean(key, _KEYS) or f"use {', '.join(_KEYS)}")
+            raise BadInput(
+                f"unknown key {key[:60]!r}", where=where, remedy=did_you_mean(key, _KEYS) or f"use {', '.join(_KEYS)}"
+            )
     if not isinstance(entry.get("gradient_checkpointing", False), bool):
         raise BadInput("gradient_checkpointing is neither true nor false", where=where)
     if not isinstance(entry.get("alloc_conf", ""), str):
@@ -69,7 +71,9 @@ def _entry(line: str, where: str) -> dict[str, Any]:
 
 def _candidate(entry: dict[str, Any], problem: Problem, request: Request, where: str, index: int) -> Candidate:
     try:
-        return candidate_of(entry["ds_config"], problem, request, entry.get("gradient_checkpointing"), index, entry.get("alloc_conf", ""))
+        return candidate_of(
+            entry["ds_config"], problem, request, entry.get("gradient_checkpointing"), index, entry.get("alloc_conf", "")
+        )
     except BadInput as error:
         raise BadInput(error.what, where=f"{where}: {error.where}" if error.where else where, remedy=error.remedy) from None
 
@@ -91,5 +95,5 @@ def candidate_of(
     asked = replace(request, ds_config=ds_config, gradient_checkpointing=again)
     warnings: list[str] = []
     workload, zeros = workload_and_zero(asked, problem.engine, problem.cluster, problem.spec, warnings)
-    problem.warnings += [f"candidate {index}: {text}" for text in warnings]
+    problem.warnings.extend(f"candidate {index}: {text}" for text in warnings)
     return Candidate(zeros[0], workload, alloc_conf or request.alloc_conf, index=index)

@@ -2,8 +2,8 @@
 
 Note [Floors]
     A floor is what must be allocated at once whatever the schedule does: the engine's buffers that live through forward and
-    step, the most that the model's own computation holds at once, and what lies outside torch. It is never above the simulated total
-    (a test holds that on every tape), so a candidate whose floor exceeds the card cannot fit and need not be simulated.
+    step, the most that the model's own computation holds at once, and what lies outside torch. It is never above the
+    simulated total (a test holds that), so a candidate whose floor exceeds the card cannot fit and need not be simulated.
     Sums over parameters and tapes are kept by what they depend on, so a floor is two look-ups and a sum.
 """
 
@@ -29,6 +29,7 @@ from zeroplan.planner.simulated import activation_peak, simulated_plan
 from zeroplan.planner.tapes import NoTapeError, stream_of
 from zeroplan.search.space import Candidate
 from zeroplan.simulate.allocator_config import AllocatorConfig
+from zeroplan.tapes import find_tape
 
 #: Formulas of states that the schedule frees for a moment, and pads, may be off by this much.
 FLOOR_SLACK = 0.98
@@ -39,9 +40,10 @@ ANALYTIC_SPREAD = 0.25
 class Memory:
     """Floors and plans of one model on one cluster under one engine."""
 
-    def __init__(self, engine: Engine, spec: ModelSpec, cluster: Cluster, *, simulate: bool = True) -> None:
+    def __init__(self, engine: Engine, spec: ModelSpec, cluster: Cluster, *, simulate: bool = True, trace: bool = True) -> None:
+        """`simulate` False stays with formulas; `trace` False takes only tapes that are at hand."""
         self.engine, self.spec, self.cluster = engine, spec, cluster
-        self.simulate = simulate
+        self.simulate, self.trace = simulate, trace
         self.problem = ""  # why there is no tape, once that is known
         self.simulated = 0
         self._matrices: Matrices = matrices(spec)
@@ -54,7 +56,7 @@ class Memory:
 
     def on(self, cluster: Cluster) -> Memory:
         """The same on another cluster; tapes and counts are shared, sums over ranks are not."""
-        other = Memory(self.engine, self.spec, cluster, simulate=self.simulate)
+        other = Memory(self.engine, self.spec, cluster, simulate=self.simulate, trace=self.trace)
         other.problem = self.problem
         other._streams, other._counts, other._computed = self._streams, self._counts, self._computed
         return other
@@ -180,8 +182,17 @@ class Memory:
         if key not in self._streams:
             try:
                 case = Case(self.spec, workload, self.cluster, candidate.zero)
-                self._streams[key] = None if self.problem else stream_of(self.engine, case)
+                self._streams[key] = None if self.problem else self._tape(case)
             except NoTapeError as error:
                 self.problem = str(error)
                 self._streams[key] = None
         return self._streams[key]
+
+    def _tape(self, case: Case) -> Stream:
+        if self.trace:
+            return stream_of(self.engine, case)
+        workload = case.workload
+        tape = find_tape(case.spec, workload, zero3=self.engine.trace_options(case).zero3)
+        if tape is None:
+            raise NoTapeError(f"no tape of {case.spec.name} is at hand")
+        return tape.expand(workload.micro_batch, workload.seq_len or 1, workload.lora_rank)

@@ -71,7 +71,9 @@ def _faster_that_do_not_fit(
         gain = f"{100 * (speed / best.time.tokens_per_second - 1):.0f} % faster"
         name = name_of(candidate.zero, candidate.workload.gradient_checkpointing)
         if floor > limit:
-            said.append(f"{name} would be {gain} and needs at least {format_bytes(floor)} a GPU of {format_bytes(limit)} usable")
+            said.append(
+                f"{name} would be {gain} and needs at least {format_bytes(floor)} a GPU of {format_bytes(limit)} usable"
+            )
             continue
         plan = memory.plan(candidate)
         if plan.fits is False:
@@ -102,7 +104,9 @@ def _costs(best: Ranked, memory: Memory, cost: CostModel) -> list[str]:
         kept = replace(candidate, workload=replace(workload, gradient_checkpointing=False))
         gained = total - cost.step_time(kept.workload, zero, memory.counts(kept)).total
         need = memory.floor(kept) - memory.floor(candidate)
-        said.append(f"checkpointing costs {_seconds(gained)} of {_seconds(total)} a step and saves at least {format_bytes(need)}")
+        said.append(
+            f"checkpointing costs {_seconds(gained)} of {_seconds(total)} a step and saves at least {format_bytes(need)}"
+        )
     return said
 
 
@@ -153,6 +157,11 @@ def _best_on(cluster: Cluster, problem: Problem, request: Request, wish: Wish, m
     return outcome.ranking[0] if outcome.ranking else None
 
 
+def _label(candidate: Candidate) -> str:
+    work = candidate.workload
+    return f"{name_of(candidate.zero, work.gradient_checkpointing)}, micro batch {work.micro_batch}"
+
+
 def points(space: Iterable[Candidate], outcome: Outcome, memory: Memory, cost: CostModel) -> list[Point]:
     """The picture of memory against speed: what was simulated, and of every other family its lightest floor."""
     found = []
@@ -160,7 +169,7 @@ def points(space: Iterable[Candidate], outcome: Outcome, memory: Memory, cost: C
     for ranked in (*outcome.ranking, *outcome.misses):
         plan, candidate = ranked.plan, ranked.candidate
         high = plan.gpu.interval[1] if plan.gpu.interval else plan.gpu.needed
-        label = f"{name_of(candidate.zero, candidate.workload.gradient_checkpointing)}, micro batch {candidate.workload.micro_batch}"
+        label = _label(candidate)
         found.append(Point(label, high, ranked.time.tokens_per_second, plan.fits is not False, False))
         seen.add((candidate.family, candidate.workload.micro_batch))
     for candidate in space:
@@ -168,6 +177,6 @@ def points(space: Iterable[Candidate], outcome: Outcome, memory: Memory, cost: C
         if key not in seen and candidate.effort % 4 == 0:
             seen.add(key)
             time = cost.step_time(candidate.workload, candidate.zero, memory.counts(candidate))
-            label = f"{name_of(candidate.zero, candidate.workload.gradient_checkpointing)}, micro batch {candidate.workload.micro_batch}"
+            label = _label(candidate)
             found.append(Point(label, memory.floor(candidate), time.tokens_per_second, False, True))
     return found

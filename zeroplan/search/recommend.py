@@ -92,7 +92,9 @@ def search(
         frugal = min(groups[_group(candidate)], key=lambda c: (memory.floor(c), not c.alloc_conf))
         if memory.plan(frugal).fits is False:
             too_large[family] = micro
-            outcome.misses.append(Ranked(frugal, cost.step_time(frugal.workload, frugal.zero, memory.counts(frugal)), memory.plan(frugal)))
+            outcome.misses.append(
+                Ranked(frugal, cost.step_time(frugal.workload, frugal.zero, memory.counts(frugal)), memory.plan(frugal))
+            )
             continue
         found = Ranked(candidate, time, memory.plan(candidate))
         if found.fits is False:
@@ -110,7 +112,7 @@ def _group(candidate: Candidate) -> object:
 
 
 def rank_all(given: Sequence[Candidate], memory: Memory, cost: CostModel) -> list[Ranked]:
-    """Every given candidate: those that fit by speed, then those that do not by how much they lack."""
+    """Every given candidate, fastest first: those that fit, then those that do not."""
     ranked = [
         Ranked(candidate, cost.step_time(candidate.workload, candidate.zero, memory.counts(candidate)), memory.plan(candidate))
         for candidate in given

@@ -82,9 +82,7 @@ def batch_splits(
         )
     share = global_batch // ranks
     pairs = [(m, share // m) for m in range(1, min(share, 4096) + 1) if share % m == 0]
-    return [
-        (m, a) for m, a in pairs if (micro_batch is None or m == micro_batch) and (grad_accum is None or a == grad_accum)
-    ]
+    return [(m, a) for m, a in pairs if (micro_batch is None or m == micro_batch) and (grad_accum is None or a == grad_accum)]
 
 
 def zero_configs(engine: Engine, cluster: Cluster, *, nvme_path: str = NVME_PATH) -> list[tuple[ZeroConfig, int]]:

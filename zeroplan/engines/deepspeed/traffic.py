@@ -227,8 +227,28 @@ def unscale_on_host(c: TrafficFacts) -> int:
 
 @_lines.add(_to_host, Phase.STEP)
 def upload_updated(c: TrafficFacts) -> int:
-    """Updated parameters to the GPU, in fp32, and cast there; parameters that stay on the host do not move."""
-    return 4 * (c.on_host + c.on_disk) if not c.params_on_host + c.params_on_disk else 0
+    """Stages 1 and 2: updated masters to the GPU in fp32, cast there.
+
+    Source: deepspeed/runtime/zero/stage_1_and_2.py, step (fp32_partition.to(device))
+    """
+    return 4 * c.on_host if c.stage < 3 else 0
+
+
+@_lines.add(Resource.FRESH, Phase.STEP)
+def cast_updated(c: TrafficFacts) -> int:
+    """Stage 3 with parameters on the GPU: a blocking copy between dtypes casts on the host, into new memory, each step.
+
+    Source: deepspeed/runtime/zero/stage3.py, _reassign_or_swap_out_partitioned_parameters; torch, native/cuda/Copy.cu
+    """
+    if c.stage < 3 or c.params_on_host or c.params_on_disk or not c.mixed:
+        return 0
+    return c.param_bytes * (c.on_host + c.on_disk)
+
+
+@_lines.add(Resource.DRAM, Phase.STEP)
+def cast_updated_on_host(c: TrafficFacts) -> int:
+    """Stage 3 with parameters on the host: masters cast into the shard that is there, all ranks of the node."""
+    return (4 + c.param_bytes) * (c.on_host + c.on_disk) * c.local_ranks if c.params_on_host + c.params_on_disk else 0
 
 
 @_lines.add(Resource.READ, Phase.STEP)

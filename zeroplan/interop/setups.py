@@ -1,0 +1,198 @@
+"""A Setup is what another program's file says of a training run, in zeroplan's words; None is what it leaves open."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from zeroplan.core.errors import BadInput
+from zeroplan.interop.documents import load_document
+from zeroplan.interop.ds_config.source import load_source
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """One run as a file describes it.
+
+    `kind` names the file's program. `engine` is what trains (deepspeed, fsdp2, ddp); `ds_config` what DeepSpeed is given.
+    `notes` say what of the file is not modelled.
+    """
+
+    kind: str
+    engine: str = "deepspeed"
+    model: str | None = None
+    micro_batch: int | None = None
+    grad_accum: int | None = None
+    seq_len: int | None = None
+    dtype: str | None = None
+    optimizer: str | None = None
+    attn: str | None = None
+    gradient_checkpointing: bool | None = None
+    lora_rank: int | None = None
+    lora_targets: tuple[str, ...] = ()
+    gpus: int | None = None
+    nodes: int | None = None
+    ds_config: Mapping[str, Any] | None = None
+    notes: tuple[str, ...] = field(default=())
+
+
+class Keys:
+    """A mapping read with types: a value of another type is bad input that names the key."""
+
+    def __init__(self, data: Mapping[str, Any], name: str) -> None:
+        self.data, self.name = data, name
+
+    def number(self, key: str, default: int | None = None, *, least: int = 1) -> int | None:
+        """A whole number; ``auto`` and null are the default."""
+        value = self.data.get(key)
+        if value is None or value == "auto":
+            return default
+        if isinstance(value, str) and value.strip().isdigit():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= 1 << 31:
+            raise BadInput(f"{str(value)[:40]!r} is no whole number from {least} on", where=f"{self.name}: {key}")
+        return value
+
+    def flag(self, key: str, default: bool | None = None) -> bool | None:
+        """True or false; ``auto`` and null are the default."""
+        value = self.data.get(key)
+        if value is None or value == "auto":
+            return default
+        if isinstance(value, str) and value.lower() in ("true", "false", "yes", "no"):
+            return value.lower() in ("true", "yes")
+        if not isinstance(value, bool):
+            raise BadInput(f"{str(value)[:40]!r} is neither true nor false", where=f"{self.name}: {key}")
+        return value
+
+    def text(self, key: str) -> str | None:
+        """A string; null and the empty one are None."""
+        value = self.data.get(key)
+        if value is None or value == "":
+            return None
+        if not isinstance(value, str):
+            raise BadInput(f"{str(value)[:40]!r} is no string", where=f"{self.name}: {key}")
+        return value
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """A list of strings, or one with commas."""
+        value = self.data.get(key)
+        if value is None:
+            return ()
+        parts = value.split(",") if isinstance(value, str) else value
+        if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
+            raise BadInput(f"{str(value)[:40]!r} is no list of names", where=f"{self.name}: {key}")
+        return tuple(part.strip() for part in parts if part.strip())
+
+    def mapping(self, key: str) -> Keys:
+        """A nested mapping, empty where missing."""
+        value = self.data.get(key)
+        if value is None:
+            value = {}
+        if not isinstance(value, Mapping):
+            raise BadInput("is no mapping", where=f"{self.name}: {key}")
+        return Keys(value, f"{self.name}: {key}")
+
+    def ds_config(self, key: str) -> Mapping[str, Any] | None:
+        """A ds_config: the object itself, or the path of one, relative to this file or to the working folder."""
+        value = self.data.get(key)
+        if value is None or value == "" or value is False:
+            return None
+        if isinstance(value, Mapping):
+            return load_source(value)[0]
+        if not isinstance(value, str):
+            raise BadInput("is neither a path nor an object", where=f"{self.name}: {key}")
+        for place in (Path(self.name.partition(": ")[0]).parent / value, Path(value)):
+            if place.is_file():
+                return load_source(place)[0]
+        raise BadInput(f"there is no {value[:200]!r}", where=f"{self.name}: {key}", remedy="put the file where it says")
+
+
+#: The optimizers of transformers' TrainingArguments by the ledger's names, where they differ.
+_OPTIMIZERS = {
+    "adamw_hf": "adamw",
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    "adamw_apex_fused": "adamw",
+    "adamw_torch_xla": "adamw",
+    "adamw_bnb_8bit": "adamw8bit",
+    "adamw_8bit": "adamw8bit",
+    "paged_adamw_8bit": "adamw8bit",
+    "paged_adamw_32bit": "adamw",
+    "paged_adamw": "adamw",
+    "lion_32bit": "lion",
+    "paged_lion_32bit": "lion",
+}
+
+
+def optimizer_of(name: str | None) -> str | None:
+    """The ledger's name of an optimizer as the HF Trainer, axolotl and LLaMA-Factory write it."""
+    return None if name is None else _OPTIMIZERS.get(name.lower(), name.lower())
+
+
+def attention_of(name: str | None) -> str | None:
+    """sdpa, flash or eager from transformers' and others' names."""
+    if name is None:
+        return None
+    key = name.lower()
+    return "flash" if key.startswith(("fa2", "fa3", "flash")) else key if key in ("sdpa", "eager") else None
+
+
+def precision_of(keys: Keys) -> str:
+    """``bf16`` and ``fp16`` switches as transformers has them: neither means fp32."""
+    if keys.flag("bf16"):
+        return "bf16"
+    return "fp16" if keys.flag("fp16") else "fp32"
+
+
+def read_setup(source: Any) -> Setup:
+    """What a file or an object says: a ds_config, TrainingArguments, or a file of accelerate, axolotl or LLaMA-Factory.
+
+    Args:
+        source: a path, a mapping, or a ``transformers.TrainingArguments``.
+
+    Raises:
+        BadInput: when it cannot be read, holds values of wrong types, or is none of these.
+    """
+    name = "--from"
+    if isinstance(source, str | os.PathLike):
+        name = os.fspath(source)
+        data: Mapping[str, Any] = load_document(name)
+    elif isinstance(source, Mapping):
+        data = source
+    elif callable(getattr(source, "to_dict", None)):
+        data, name = source.to_dict(), type(source).__name__
+    else:
+        raise BadInput(f"a {type(source).__name__} is no configuration", where=name, remedy="give a path, a dict or arguments")
+    return _reader(data, name)(data, name)
+
+
+def _reader(data: Mapping[str, Any], name: str) -> Callable[[Mapping[str, Any], str], Setup]:
+    from zeroplan.interop import accelerate, axolotl, hf_trainer, llama_factory
+
+    if "zero_optimization" in data or "train_micro_batch_size_per_gpu" in data or "train_batch_size" in data:
+        return _plain_ds_config
+    if "distributed_type" in data or "compute_environment" in data:
+        return accelerate.read_accelerate
+    if "base_model" in data:
+        return axolotl.read_axolotl
+    if "model_name_or_path" in data:
+        return llama_factory.read_llama_factory
+    if any(key in data for key in ("per_device_train_batch_size", "output_dir", "deepspeed", "gradient_accumulation_steps")):
+        return hf_trainer.read_training_arguments
+    raise BadInput(
+        "is no configuration that is known",
+        where=name,
+        remedy="give a ds_config, TrainingArguments, or a file of accelerate, axolotl or LLaMA-Factory",
+    )
+
+
+def _plain_ds_config(data: Mapping[str, Any], name: str) -> Setup:
+    return Setup(kind="ds_config", ds_config=load_source(data)[0])
+
+
+def with_notes(setup: Setup, *notes: str) -> Setup:
+    """The setup with more notes."""
+    return replace(setup, notes=(*setup.notes, *(note for note in notes if note)))

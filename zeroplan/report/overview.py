@@ -1,0 +1,49 @@
+"""What a machine can train, for the terminal and as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zeroplan.core.units import format_count, format_gib
+from zeroplan.report.recommendation import answer_text
+from zeroplan.report.text import render
+from zeroplan.search.catalog import Overview
+from zeroplan.search.reasons import name_of
+
+
+def overview_text(found: Overview, style: str = "plain", *, written: str = "", start: str = "") -> str:
+    """One row a method and model, largest first; below them the answer for the largest full fine-tune."""
+    headers = ["method", "model", "parameters", "how", "total", "host", "tokens/s"]
+    rows = []
+    for row in found.rows:
+        for name, params, one in row.found:
+            how = name_of(one.zero)
+            figures = [format_gib(one.plan.gpu.total), format_gib(one.plan.cpu.per_node, digits=0)]
+            rows.append([row.method.name, name, format_count(params), how, *figures, f"{one.tokens_per_second:,.0f}"])
+        if not row.found:
+            rows.append([row.method.name, "nothing", "-", "-", "-", "-", "-"])
+    table = render(headers, rows, style)
+    if style in ("csv", "html"):
+        return table
+    parts = ["The largest models of the catalog that fit, by method (one sequence a GPU, checkpointing):", "", table, ""]
+    if found.best is None:
+        parts += ["No model of the catalog can be trained in full here."]
+        return "\n".join([*parts, *(f"warning: {text}" for text in found.warnings)])
+    parts += ["The largest full fine-tune:", answer_text(found.best, style, written=written, start=start)]
+    return "\n".join(parts)
+
+
+def overview_json(found: Overview) -> dict[str, Any]:
+    """The same as one object."""
+    return {
+        "schema": 1,
+        "warnings": list(found.warnings),
+        "methods": [
+            {
+                "method": row.method.name,
+                "models": [{"model": name, "params": params, **one.to_dict()} for name, params, one in row.found],
+            }
+            for row in found.rows
+        ],
+        "best": None if found.best is None else found.best.to_dict(),
+    }

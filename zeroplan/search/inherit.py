@@ -1,0 +1,85 @@
+"""``--from``: what a run in use would need, and the search over everything that its file does not have to decide."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.interop.setups import Setup, read_setup
+from zeroplan.planner.request import Request
+from zeroplan.search.answer import Recommendation, recommendation
+from zeroplan.search.cost import CostModel
+from zeroplan.search.memory import Memory
+from zeroplan.search.recommend import rank_all
+from zeroplan.search.space import Candidate
+
+if TYPE_CHECKING:
+    from zeroplan.search.api import Problem, Wish
+
+#: Fields of a Setup that a Request has under the same name, with the Request's value when nothing was said.
+_SHARED = ("model", "micro_batch", "grad_accum", "seq_len", "dtype", "optimizer", "lora_rank")
+
+
+def inherit(request: Request, wish: Wish) -> tuple[Request, Wish, Recommendation]:
+    """The request and the wish with what the source says, and the source's own configuration, predicted.
+
+    The search keeps the source's model, sequence length, precision, optimizer, adapters and global batch, and is free in
+    how the batch is split, sharded, offloaded and checkpointed.
+
+    Raises:
+        BadInput: a source that cannot be read, lacks a model, or contradicts a flag.
+    """
+    from zeroplan.search.api import problem_of
+
+    setup = read_setup(wish.source)
+    asked = _filled(request, setup)
+    if asked.model is None and asked.params is None:
+        raise BadInput(f"the {setup.kind} names no model", where="MODEL", remedy="give one before --from")
+    plain = replace(wish, source=None, given=None)
+    problem = problem_of(replace(asked, engine=setup.engine), plain)
+    candidate = _candidate(setup, asked, problem)
+    memory = Memory(problem.engine, problem.spec, problem.cluster, simulate=request.depth != "formula")
+    cost = CostModel(problem.engine.name, problem.spec, problem.cluster, problem.rates)
+    current = recommendation(rank_all([candidate], memory, cost)[0], 0, problem.cluster.ranks)
+    work = candidate.workload
+    batch = wish.global_batch or work.micro_batch * work.grad_accum * problem.cluster.ranks
+    free = replace(
+        asked,
+        micro_batch=request.micro_batch,
+        grad_accum=request.grad_accum,
+        dtype=work.dtype.value,
+        optimizer=work.optimizer,
+        gradient_checkpointing=False,
+    )
+    notes = (*setup.notes, *(text.removeprefix("candidate 0: ") for text in problem.warnings if text.startswith("candidate")))
+    return free, replace(plain, global_batch=batch, notes=notes), current
+
+
+def _filled(request: Request, setup: Setup) -> Request:
+    changes: dict[str, Any] = {}
+    for name in _SHARED:
+        said = getattr(setup, name)
+        if said is not None and getattr(request, name) is None and not (name == "model" and request.params is not None):
+            changes[name] = said
+    if setup.lora_targets and not request.lora_targets:
+        changes["lora_targets"] = setup.lora_targets
+    if setup.attn is not None and request.attn == "sdpa":
+        changes["attn"] = setup.attn
+    if setup.gpus is not None and request.gpus == 1:
+        changes["gpus"] = setup.gpus
+    if setup.nodes is not None and request.nodes == 1:
+        changes["nodes"] = setup.nodes
+    return replace(request, **changes)
+
+
+def _candidate(setup: Setup, request: Request, problem: Problem) -> Candidate:
+    again = bool(setup.gradient_checkpointing)
+    if setup.ds_config is not None:
+        from zeroplan.search.given import candidate_of
+
+        return candidate_of(dict(setup.ds_config), problem, request, again)
+    stage = 3 if setup.engine == "fsdp2" else 0
+    workload = replace(problem.workload, gradient_checkpointing=again)
+    return Candidate(ZeroConfig.of(stage), workload, request.alloc_conf)

@@ -84,7 +84,7 @@ class Schedule:
         if first:
             for count in counts:
                 for state in job.optimizer.states:
-                    nbytes = state.per_master * job.state_bytes * count + state.numerator * count // state.denominator
+                    nbytes = job.state_size(state, count)
                     if nbytes:
                         self.alloc(nbytes, state.buffer)
         kind = kind or job.workload.optimizer_kind

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from zeroplan.core.tape import Stream
 from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
 from zeroplan.core.zero_config import Device, ZeroConfig
-from zeroplan.ledger.optimizers import Optimizer, find_optimizer
+from zeroplan.ledger.optimizers import Optimizer, State, find_optimizer
 
 #: Streams of the simulated device. Blocks are reused only on the stream that allocated them.
 COMPUTE, GATHER, REDUCE = 0, 1, 2
@@ -41,6 +41,7 @@ class Job:
         zero_init: the model is built under ``deepspeed.zero.Init`` (stage 3), else whole on the GPU.
         comm_of: bytes an element of each parameter's gradient while it is reduced.
         gather_of: bytes an element of each parameter while stage 3 gathers it.
+        matrix_share: part of the trainable elements that Muon updates (deepspeed/__init__.py, set_optimizer_flags).
         skipped_steps: leading optimizer steps that fp16's falling loss scale discards; data decide, so it is an input.
         cublas_workspace: bytes of one cuBLAS workspace.
         device_memory: bytes of the GPU; None for no limit. Flattening goes through the host where it does not fit.
@@ -64,6 +65,7 @@ class Job:
     gather_of: tuple[int, ...]
     state_bytes: int
     steps: int
+    matrix_share: float = 0.0
     skipped_steps: int = 0
     zero_init: bool = True
     cublas_workspace: int = 0
@@ -100,10 +102,11 @@ class Job:
         """Indices of the parameters that the optimizer owns (runtime/utils.py, is_optimized_parameter)."""
         return [i for i, on in enumerate(self.trainable) if on and self.numel[i]]
 
-    @property
-    def checks_overflow(self) -> bool:
-        """Whether gradients are searched for infinities before the step."""
-        return self.fp16 or (self.param_bytes == 2 and self.zero.check_grad_overflow)
+    def state_size(self, state: State, count: int) -> int:
+        """Bytes of an optimizer state for `count` stepped elements; of those, the model's share is in the state's domain."""
+        share = {"matrix": self.matrix_share, "rest": 1 - self.matrix_share}.get(state.domain, 1.0)
+        held = count if share == 1.0 else round(count * share)
+        return state.per_master * self.state_bytes * held + state.numerator * held // state.denominator
 
 
 def resolve(
@@ -149,6 +152,7 @@ def resolve(
         gather_of=_travelling(stream, workload, width),
         state_bytes=master if states_follow else 4,
         steps=(STEPS_UNTIL_STEADY if steps is None else steps) + (skipped_steps if steps is None else 0),
+        matrix_share=_matrix_share(stream),
         skipped_steps=skipped_steps,
         zero_init=zero_init,
         cublas_workspace=cublas_workspace,
@@ -165,6 +169,12 @@ def _travelling(stream: Stream, workload: Workload, otherwise: int) -> tuple[int
         return (otherwise,) * len(stream.params)
     safe = {p for module in stream.modules if module.type in AUTOCAST_SAFE for p in module.params}
     return tuple(workload.dtype.bytes if p in safe else workload.param_bytes for p in range(len(stream.params)))
+
+
+def _matrix_share(stream: Stream) -> float:
+    trainable = [p for p in stream.params if p.trainable]
+    matrices = [p for p in trainable if len(p.shape) >= 2 and not any(word in p.name.lower() for word in ("embed", "lm_head"))]
+    return sum(_count(p.shape) for p in matrices) / max(1, sum(_count(p.shape) for p in trainable))
 
 
 def _count(shape: tuple[int, ...]) -> int:

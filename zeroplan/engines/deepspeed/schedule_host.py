@@ -35,7 +35,7 @@ def _states(job: Job, host: HostRecorder, count: int) -> None:
     if job.optimizer.name == "lion":  # ops/lion/cpu_lion.py makes a second moment that it never reads
         host.alloc(job.state_bytes * count, Buffer.OPTIM_EXP_AVG_SQ)
     for state in job.optimizer.states:
-        host.alloc(state.per_master * job.state_bytes * count, state.buffer)
+        host.alloc(job.state_size(state, count), state.buffer)
 
 
 def _stage12(job: Job, host: HostRecorder) -> None:
@@ -66,7 +66,7 @@ def _stage12(job: Job, host: HostRecorder) -> None:
     staging = host.alloc(w * part, Buffer.STAGE_H2D)
     if pin:
         host.pin(staging)  # the pageable one keeps its name, and so lives, until the constructor returns
-    temp = host.alloc(w * max(job.numel[p] for p in group.order), Buffer.STAGE_D2H)
+    temp = host.alloc(w * max((job.numel[p] for p in group.order), default=0), Buffer.STAGE_D2H)
     if pin:
         host.pin(temp)
         host.free(temp)
@@ -149,7 +149,7 @@ def _offloaded_optimizer(job: Job, host: HostRecorder, counts: list[int], total:
     offload, m, a = job.zero.offload_optimizer, job.master_bytes, job.accum_bytes
     on_host = _host_counts(job, counts)
     if offload.device is Device.NVME:
-        host.alloc(m * max(counts) * offload.buffer_count, Buffer.SWAP_BUFFER, pinned=True)
+        host.alloc(m * max(counts, default=0) * offload.buffer_count, Buffer.SWAP_BUFFER, pinned=True)
     converted = -1
     for count in on_host:
         following = host.alloc(m * count, Buffer.INIT_TEMP)
@@ -159,7 +159,7 @@ def _offloaded_optimizer(job: Job, host: HostRecorder, counts: list[int], total:
         host.alloc(m * count, Buffer.PARAM_MASTER)
     if converted >= 0:
         host.free(converted)
-    largest = host.alloc(m * max(counts), Buffer.INIT_TEMP)
+    largest = host.alloc(m * max(counts, default=0), Buffer.INIT_TEMP)
     for count in on_host:
         grads = host.alloc(m * count, Buffer.GRAD_MASTER)
         if offload.pin_memory:

@@ -93,7 +93,9 @@ class Stage12(Schedule):
         clone = self.alloc(w * group.partition, Buffer.INIT_TEMP if self.offload or w != m else Buffer.PARAM_MASTER)
         if self.offload:
             self.free(clone)
-            self.alloc(w * max(job.numel[p] for p in group.order), Buffer.STAGE_D2H)  # temp_grad_buffer_for_gpu_offload
+            self.alloc(
+                w * max((job.numel[p] for p in group.order), default=0), Buffer.STAGE_D2H
+            )  # temp_grad_buffer_for_gpu_offload
         else:
             if w != m:
                 self.alloc(m * group.partition, Buffer.PARAM_MASTER)

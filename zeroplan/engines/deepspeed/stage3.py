@@ -136,7 +136,10 @@ class Stage3(Schedule):
             self.alloc(w * total, Buffer.PARAM_SHARD)
         self._make_masters()
         if not self.offload:
-            self.temporary(m * max(self.group_numel(i) for i in range(len(self.groups))), Buffer.INIT_TEMP)
+            self.temporary(m * max(map(self.group_numel, range(len(self.groups))), default=0), Buffer.INIT_TEMP)
+            if job.optimizer.name == "adagrad":  # the one torch optimizer that makes its state when constructed
+                self.optimizer_step([self.group_numel(i) for i in range(len(self.groups))], first=True)
+                self.has_states = True
         if job.zero.contiguous_gradients:
             for comm in self.buckets:
                 self.alloc(comm * job.zero.reduce_bucket_size, Buffer.COMM_BUCKET)
@@ -200,10 +203,7 @@ class Stage3(Schedule):
         """After a module's backward."""
         if self.inside_leaf[module]:
             return
-        for p in self.leaf_grads.get(module, ()):
-            self._collect(p)
-        if module in self.leaf_grads:
-            self.leaf_grads[module] = []
+        self._collect_leaf(module)
         if module in self.coordinator.backward_modules:
             self.coordinator.release(module, forward=False)
 
@@ -215,6 +215,14 @@ class Stage3(Schedule):
             self._collect(param)
         else:
             self.leaf_grads[leaf].append(param)
+
+    def _collect_leaf(self, module: int) -> None:
+        """s3, reduce_leaf_module_grads: all at once, when the module's backward is over."""
+        waiting = self.leaf_grads.get(module)
+        if waiting:
+            self.leaf_grads[module] = []
+            for p in waiting:
+                self._collect(p)
 
     def _collect(self, param: int) -> None:
         """s3, reduce_independent_p_g_buckets_and_remove_grads: into the bucket, which is reduced when it would overflow."""
@@ -304,6 +312,8 @@ class Stage3(Schedule):
 
     def backward_end(self, boundary: bool) -> None:
         """engine.py, _backward_epilogue: the last bucket, then parameters that no hook released."""
+        for module in self.leaf_grads:  # modules whose inputs needed no gradient
+            self._collect_leaf(module)
         for comm in self.buckets:
             self._reduce(comm)
         self._settle_grad()

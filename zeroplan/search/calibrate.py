@@ -1,0 +1,251 @@
+"""Measures what this machine attains, in the fields of :class:`zeroplan.core.rates.Rates`, and keeps it as a profile.
+
+Every figure is the best of a few repetitions, since whatever else runs can only slow one down. What the machine does not have
+is left out and keeps its default. Needs torch; takes well under a minute.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.files import write_atomic
+from zeroplan.core.rates import Rates, profile_path
+from zeroplan.core.units import MIB
+from zeroplan.search.machine import Machine
+
+_REPEATS = 5
+_HOOKS = ("gradient_hook_us", "gather_hook_us", "release_hook_us", "unit_hook_us")
+_DEFAULTS = Rates.__dataclass_fields__
+_FILE_BYTES = 256 * MIB
+_LINK_SIZES = (1 << 20, 1 << 23, 1 << 26)
+
+
+def calibrate(machine: Machine, folder: str, report: Callable[[str], None] = lambda _: None) -> dict[str, float]:
+    """The rates that can be measured here.
+
+    Args:
+        machine: what :func:`zeroplan.search.machine.look` found.
+        folder: where the disk is measured.
+        report: told what is being measured.
+
+    Raises:
+        BadInput: without torch.
+    """
+    try:
+        import torch
+    except ImportError:
+        raise BadInput("needs torch", where="--calibrate", remedy="pip install zeroplan[torch]") from None
+    found: dict[str, float] = {}
+    report("host: memory")
+    found |= _host_memory(torch)
+    report("host: Adam")
+    found["cpu_adam_gbs"] = _cpu_adam(torch)
+    report("disk")
+    found |= _disk(folder)
+    if torch.cuda.is_available():
+        report("host: issuing kernels")
+        found["launch_us"] = _launch(torch)
+        slower = found["launch_us"] / _DEFAULTS["launch_us"].default
+        # Hooks are Python like the rest of the step, so they are as much slower or faster.
+        found |= {name: _DEFAULTS[name].default * slower for name in _HOOKS}
+        report("GPU: products, copies, transfers")
+        found |= _gpu(torch)
+        if torch.cuda.device_count() > 1:
+            report("links between GPUs")
+            found |= _links(torch)
+    return {name: round(value, 4) for name, value in found.items()}
+
+
+def store(rates: dict[str, float], machine: Machine, path: str | os.PathLike[str] | None = None) -> str:
+    """Write the profile, by default where the search looks for it; returns the path.
+
+    Raises:
+        BadInput: when the place cannot be written.
+    """
+    target = os.fspath(path or profile_path())
+    try:
+        os.makedirs(os.path.dirname(target) or ".", exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"cannot be made ({error.strerror})", where=os.path.dirname(target)) from None
+    gpu = machine.cards[0].preset if machine.cards else ""
+    profile = {"schema": 1, "gpu": gpu, "cores": machine.cores, "packages": machine.packages, "rates": rates}
+    write_atomic(target, json.dumps(profile, indent=2) + "\n")
+    return target
+
+
+def _best(run: Callable[[], object], repeats: int = _REPEATS) -> float:
+    """Seconds of the fastest run, after one that warms up."""
+    run()
+    fastest = float("inf")
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        run()
+        fastest = min(fastest, time.perf_counter() - begin)
+    return fastest
+
+
+def _launch(torch: Any) -> float:
+    """µs of host time a kernel, in a Llama so small that computing it takes no time; modules and hooks count as they come.
+
+    Kernels are counted by the dispatcher as tapes count them: every operation that makes a new storage.
+    """
+    import transformers
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Count(TorchDispatchMode):
+        kernels = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            known = {t.untyped_storage()._cdata for t in args if isinstance(t, torch.Tensor)}
+            self.kernels += isinstance(out, torch.Tensor) and out.untyped_storage()._cdata not in known
+            return out
+
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 128}
+    config = transformers.LlamaConfig(**shape, num_key_value_heads=2, use_cache=False)
+    model = transformers.LlamaForCausalLM(config).cuda().bfloat16().train()
+    tokens = torch.randint(0, 128, (1, 16), device="cuda")
+
+    def step() -> None:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+
+    with Count() as count:
+        step()
+    return _best(step, repeats=20) / count.kernels * 1e6
+
+
+def _host_memory(torch: Any) -> dict[str, float]:
+    size = 32 * MIB
+    values = torch.ones(size, dtype=torch.float32)
+    scaled = _best(lambda: values.mul_(1.0))
+    cast = _best(lambda: values.to(torch.bfloat16))
+    return {"dram_gbs": 8 * size / scaled / 1e9, "fresh_gbs": 2 * size / cast / 1e9}
+
+
+def _cpu_adam(torch: Any) -> float:
+    """28 bytes an element: gradient, master and two moments read, all but the gradient written."""
+    count = 16 * MIB
+    master, first, second = (torch.zeros(count) for _ in range(3))
+    grad = torch.ones(count)
+    try:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        parameter = torch.nn.Parameter(master)
+        parameter.grad = grad
+        optimizer = DeepSpeedCPUAdam([parameter])
+        return 28 * count / _best(optimizer.step) / 1e9
+    except Exception:  # its op needs a compiler; the runtime's own kernel does the same work
+        from zeroplan_runtime.kernels import adamw
+
+        def step() -> None:
+            adamw(master, grad, first, second, step=2, lr=1e-5)
+
+        return 28 * count / _best(step) / 1e9
+
+
+def _disk(folder: str) -> dict[str, float]:
+    """A file written and synced, then read past the page cache where the system drops it on request."""
+    blob = os.urandom(MIB) * (_FILE_BYTES // MIB)
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            begin = time.perf_counter()
+            file.write(blob)
+            file.flush()
+            os.fsync(file.fileno())
+            written = time.perf_counter() - begin
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            begin = time.perf_counter()
+            while file.read(8 * MIB):
+                pass
+            read = time.perf_counter() - begin
+    except OSError as error:
+        raise BadInput(f"cannot be written ({error.strerror})", where=folder, remedy="name a folder by --nvme-path") from None
+    return {"write_gbs": _FILE_BYTES / written / 1e9, "read_gbs": _FILE_BYTES / read / 1e9}
+
+
+def _gpu(torch: Any) -> dict[str, float]:
+    def timed(run: Callable[[], object]) -> float:
+        def whole() -> None:
+            run()
+            torch.cuda.synchronize()
+
+        return _best(whole)
+
+    found = {}
+    n = 8192
+    for name, dtype in (("matmul_tflops", torch.bfloat16), ("fp32_tflops", torch.float32)):
+        a, b = (torch.randn(n, n, device="cuda", dtype=dtype) for _ in range(2))
+        found[name] = 2 * n**3 / timed(lambda a=a, b=b: a @ b) / 1e12  # type: ignore[misc]
+    q = torch.randn(1, 16, 4096, 128, device="cuda", dtype=torch.bfloat16)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    found["attention_tflops"] = 2 * 4096 * 4096 * 16 * 128 / timed(lambda: attend(q, q, q, is_causal=True)) / 1e12
+    size = 512 * MIB
+    source, target = (torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2))
+    found["hbm_gbs"] = 2 * size / timed(lambda: target.copy_(source)) / 1e9
+    pinned = torch.empty(size // 2, dtype=torch.uint8, pin_memory=True)
+    part = source[: size // 2]
+    up = timed(lambda: part.copy_(pinned, non_blocking=True))
+    down = timed(lambda: pinned.copy_(part, non_blocking=True))
+    found["pinned_gbs"] = size // 2 / max(up, down) / 1e9
+    plain = torch.zeros(size // 2, dtype=torch.uint8)
+    found["pageable_gbs"] = size // 2 / timed(lambda: part.copy_(plain)) / 1e9
+    small = torch.empty(1, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(200):
+            small.add_(1)
+    found["kernel_us"] = timed(graph.replay) / 200 * 1e6
+    return found
+
+
+def _links(torch: Any) -> dict[str, float]:
+    """All-gather and reduce-scatter at a few sizes: bandwidth from the largest, latency from the smallest."""
+    count = torch.cuda.device_count()
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_link_rank, args=(count, folder), nprocs=count)
+        with open(os.path.join(folder, "links.json"), encoding="utf-8") as file:
+            seconds = {int(size): value for size, value in json.load(file).items()}
+    small, large = min(seconds), max(seconds)
+    steps = count - 1
+    return {
+        "link_gbs": large * steps / count / seconds[large] / 1e9,
+        "collective_us": max(
+            0.1, (seconds[small] - small * steps / count / (large * steps / count / seconds[large])) / steps * 1e6
+        ),
+    }
+
+
+def _link_rank(rank: int, count: int, folder: str) -> None:
+    """One rank: the slower of both collectives at each size; rank 0 writes them down."""
+    import torch
+    import torch.distributed as dist
+
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/meet", rank=rank, world_size=count)
+    found = {}
+    for size in _LINK_SIZES:
+        whole = torch.empty(size * count, dtype=torch.bfloat16, device="cuda")
+        part = torch.empty(size, dtype=torch.bfloat16, device="cuda")
+
+        def gather(whole: Any = whole, part: Any = part) -> None:
+            dist.all_gather_into_tensor(whole, part)
+            torch.cuda.synchronize()
+
+        def scatter(whole: Any = whole, part: Any = part) -> None:
+            dist.reduce_scatter_tensor(part, whole)
+            torch.cuda.synchronize()
+
+        found[2 * size * count] = max(_best(gather), _best(scatter))
+    if rank == 0:
+        with open(os.path.join(folder, "links.json"), "w", encoding="utf-8") as file:
+            json.dump(found, file)
+    dist.barrier()
+    dist.destroy_process_group()

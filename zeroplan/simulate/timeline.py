@@ -186,6 +186,26 @@ class Timeline:
             totals.append(now)
         return totals
 
+    def requested_peaks(self) -> list[int]:
+        """The most bytes alive in the stretch before each mark, as requested: without the allocator's rounding."""
+        sizes: list[int] = []
+        ends = {totals.event for totals in self.result.marks}
+        alloc, free = int(AllocatorOp.ALLOC), int(AllocatorOp.FREE)
+        now = peak = 0
+        peaks = []
+        for at in range(self.result.events):
+            op = self._code[at] & _OP_MASK
+            if op == alloc:
+                sizes.append(self._value[at])
+                now += sizes[-1]
+                peak = max(peak, now)
+            elif op == free:
+                now -= sizes[self._value[at]]
+            if at in ends:
+                peaks.append(peak)
+                peak = now
+        return peaks
+
     def reserved_by_event(self) -> list[int]:
         """Bytes reserved after each event (the most while it was handled)."""
         return self._reserved([(at, at + 1) for at in range(self.result.events)])

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,16 +20,13 @@ def oracle() -> Callable[[list[dict[str, Any]]], list[dict[str, Any]]]:
     pytest.importorskip("deepspeed")
 
     def ask(configs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         done = subprocess.run(
             [sys.executable, str(HERE / "deepspeed_oracle.py")],
             input="\n".join(json.dumps(config) for config in configs),
             capture_output=True,
             text=True,
             timeout=280,
-            env=os.environ | {"ORACLE_PORT": str(port), "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
             check=False,
         )
         assert done.returncode == 0, done.stderr[-2000:]

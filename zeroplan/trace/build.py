@@ -125,6 +125,8 @@ def build_model(config: Mapping[str, Any], auto_class: str, options: TraceOption
 
     values = dict(config)
     built = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+    if built.is_encoder_decoder and getattr(built, "decoder_start_token_id", None) is None:
+        built.decoder_start_token_id = 0  # labels are shifted by one; the token itself changes no shape
     dtype = torch.bfloat16 if options.arithmetic is Arithmetic.HALF else torch.float32
     attention = _ATTENTION[options.attn]
     with torch.device("meta"), no_init_weights():

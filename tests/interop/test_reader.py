@@ -182,6 +182,10 @@ class TestNames:
         with pytest.raises(BadInput, match=message):
             read_ds_config(config)
 
+    def test_an_empty_name_is_unknown_too(self) -> None:
+        assert "key.unknown" in ids(zero(2) | {"bf16": {"enabled": True, "": 1}}, Severity.ERROR)
+        assert read_ds_config(zero() | {"aio": {"": 7}}).zero.aio.block_size == 1_048_576
+
     def test_unknown_at_the_top_is_a_warning_with_the_nearest(self) -> None:
         config = read_ds_config(zero() | {"gradient_cliping": 0.5})
         assert any("did you mean 'gradient_clipping'" in str(f) for f in config.warnings)

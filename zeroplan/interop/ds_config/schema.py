@@ -80,7 +80,7 @@ class Section:
 
     def find(self, name: str) -> Key | None:
         """The key of that name or alias."""
-        return self.keys.get(name) or next((key for key in self.keys.values() if key.alias == name), None)
+        return self.keys.get(name) or next((key for key in self.keys.values() if key.alias and key.alias == name), None)
 
     @property
     def names(self) -> list[str]:

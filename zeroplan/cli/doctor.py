@@ -66,8 +66,7 @@ def _text(answer: dict[str, Any]) -> str:
         lines.append(f"GPU: {card['name']}, {format_bytes(card['memory'])} ({preset})")
     if not answer["gpus"]:
         lines.append(f"no GPU: {answer['gpu_problem'] or 'the driver reports none'}")
-    for row in answer["kernels"]:
-        lines.append(f"kernels on {row['device']}: {row['backend']} ({row['reason']})")
+    lines += [f"kernels on {row['device']}: {row['backend']} ({row['reason']})" for row in answer["kernels"]]
     if answer["kernels_problem"]:
         lines.append(f"kernels: {answer['kernels_problem']}")
     if "rates" in answer:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.workload import DType, Workload
-from zeroplan.engines.compute_traffic import WORK_GLOSSARY, ComputeFacts
+from zeroplan.engines.compute_traffic import WORK_GLOSSARY
 from zeroplan.ledger.derive import fraction
 from zeroplan.ledger.optimizers import find_optimizer
 from zeroplan.ledger.traffic import Resource, WorkBuilder, WorkLedger
@@ -29,7 +29,6 @@ GLOSSARY = {
 class TorchFacts:
     """One rank; names as in :data:`GLOSSARY`."""
 
-    compute: ComputeFacts
     sharded: bool
     resharded: bool
     ranks: int
@@ -41,7 +40,6 @@ class TorchFacts:
     param_bytes: int
     state_bytes: int
     one_node: bool
-    overlap: bool = True
 
 
 def _link(c: TorchFacts) -> Resource:
@@ -108,16 +106,13 @@ def step_on_gpu(c: TorchFacts) -> int:
 TRAFFIC: WorkLedger = _lines.ledger()
 
 
-def torch_facts(
-    spec: ModelSpec, compute: ComputeFacts, workload: Workload, *, stage: int, ranks: int, local_ranks: int
-) -> TorchFacts:
+def torch_facts(spec: ModelSpec, workload: Workload, *, stage: int, ranks: int, local_ranks: int) -> TorchFacts:
     """The facts of rank 0: stage 0 is DDP, 2 FSDP2 without resharding, 3 FSDP2."""
     tensors = sum(count for _, count in spec.tensor_groups())
     per_element = sum(
         4 * state.per_master + state.numerator / state.denominator for state in find_optimizer(workload.optimizer).states
     )
     return TorchFacts(
-        compute=compute,
         sharded=stage > 0,
         resharded=stage == 3,
         ranks=ranks,

@@ -15,13 +15,13 @@ from typing import Any
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.files import write_atomic
-from zeroplan.core.rates import Rates, profile_path
+from zeroplan.core.gpus import DEFAULT_GPU
+from zeroplan.core.rates import profile_path, rates_of
 from zeroplan.core.units import MIB
 from zeroplan.search.machine import Machine
 
 _REPEATS = 5
 _HOOKS = ("gradient_hook_us", "gather_hook_us", "release_hook_us", "unit_hook_us")
-_DEFAULTS = Rates.__dataclass_fields__
 _FILE_BYTES = 256 * MIB
 _LINK_SIZES = (1 << 20, 1 << 23, 1 << 26)
 
@@ -51,9 +51,10 @@ def calibrate(machine: Machine, folder: str, report: Callable[[str], None] = lam
     if torch.cuda.is_available():
         report("host: issuing kernels")
         found["launch_us"] = _launch(torch)
-        slower = found["launch_us"] / _DEFAULTS["launch_us"].default
+        usual = rates_of(DEFAULT_GPU)
+        slower = found["launch_us"] / usual.launch_us
         # Hooks are Python like the rest of the step, so they are as much slower or faster.
-        found |= {name: _DEFAULTS[name].default * slower for name in _HOOKS}
+        found |= {name: getattr(usual, name) * slower for name in _HOOKS}
         report("GPU: products, copies, transfers")
         found |= _gpu(torch)
         if torch.cuda.device_count() > 1:
@@ -98,8 +99,8 @@ def _launch(torch: Any) -> float:
     import transformers
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    class Count(TorchDispatchMode):
-        kernels = 0
+    class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        kernels: int = 0
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             out = func(*args, **(kwargs or {}))
@@ -115,9 +116,9 @@ def _launch(torch: Any) -> float:
     def step() -> None:
         model(input_ids=tokens, labels=tokens).loss.backward()
 
-    with Count() as count:
+    with Count() as count:  # type: ignore[no-untyped-call]
         step()
-    return _best(step, repeats=20) / count.kernels * 1e6
+    return _best(step, repeats=20) / int(count.kernels) * 1e6
 
 
 def _host_memory(torch: Any) -> dict[str, float]:

@@ -66,7 +66,7 @@ class CostModel:
     def _engine_work(self, compute: ComputeFacts, workload: Workload, zero: ZeroConfig) -> tuple[object, WorkLedger]:
         ranks, local = self.cluster.ranks, self.cluster.gpus
         if self.engine in ("fsdp2", "ddp"):
-            facts = torch_traffic.torch_facts(self.spec, compute, workload, stage=zero.stage, ranks=ranks, local_ranks=local)
+            facts = torch_traffic.torch_facts(self.spec, workload, stage=zero.stage, ranks=ranks, local_ranks=local)
             return facts, torch_traffic.TRAFFIC
         threshold = zero.param_persistence_threshold
         sizes = self._sizes.get(threshold)

@@ -3,8 +3,8 @@
 Note [Search]
     Step times need no simulation, so candidates are sorted by speed first and simulated in that order: the first that fits
     is the fastest that fits. Floors (search/memory.py) skip those that cannot fit. Of a stage, offload and micro batch the
-    variant with the smallest buckets is tried first: where that does not fit, neither do the others, nor do larger micro
-    batches. A test compares the answer with brute force over the whole space.
+    variant with the smallest buckets is tried first: where that misses by a margin, so do the others, and so do larger
+    micro batches. A test compares the answer with brute force over the whole space.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from zeroplan.search.space import Candidate
 SHOWN = 6
 #: Simulations that an answer may take: about two seconds' worth for a model of 32 blocks.
 MOST_SIMULATIONS = 48
+#: The variant with the smallest buckets may need a little more than another: pages of expandable segments round up.
+_REACH = 1.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +91,11 @@ def search(
         family, micro = candidate.family, candidate.workload.micro_batch
         if family in done or micro >= too_large.get(family, micro + 1) or not memory.runnable(candidate):
             continue
-        frugal = min(groups[_group(candidate)], key=lambda c: (memory.floor(c), not c.alloc_conf))
-        if memory.plan(frugal).fits is False:
+        frugal = min(groups[_group(candidate)], key=lambda c: (c.zero.reduce_bucket_size, memory.floor(c), not c.alloc_conf))
+        if _hopeless(memory.plan(frugal)):
             too_large[family] = micro
-            outcome.misses.append(
-                Ranked(frugal, cost.step_time(frugal.workload, frugal.zero, memory.counts(frugal)), memory.plan(frugal))
-            )
+            again = cost.step_time(frugal.workload, frugal.zero, memory.counts(frugal))
+            outcome.misses.append(Ranked(frugal, again, memory.plan(frugal)))
             continue
         found = Ranked(candidate, time, memory.plan(candidate))
         if found.fits is False:
@@ -104,6 +105,14 @@ def search(
             done.add(family)
     outcome.simulated = memory.simulated
     return outcome
+
+
+def _hopeless(plan: MemoryPlan) -> bool:
+    """Whether it misses by more than buckets and the allocator's settings can change."""
+    if plan.fits is not False:
+        return False
+    high = plan.gpu.interval[1] if plan.gpu.interval else plan.gpu.needed
+    return plan.misfits != ("gpu",) or high > _REACH * (plan.gpu.usable or 0)
 
 
 def _group(candidate: Candidate) -> object:

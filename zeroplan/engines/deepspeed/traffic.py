@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from zeroplan.core.buffers import Phase
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import Device, ZeroConfig
-from zeroplan.engines.compute_traffic import COMPUTE, WORK_GLOSSARY, ComputeFacts
-from zeroplan.ledger.derive import fraction, shard
+from zeroplan.engines.compute_traffic import WORK_GLOSSARY, ComputeFacts
+from zeroplan.ledger.derive import fraction
 from zeroplan.ledger.optimizers import find_optimizer
 from zeroplan.ledger.traffic import Resource, WorkBuilder, WorkLedger
 from zeroplan.models.spec import ModelSpec
@@ -43,9 +43,11 @@ GLOSSARY = {
 
 @dataclass(frozen=True, slots=True)
 class TrafficFacts:
-    """One rank of one configuration; names as in :data:`GLOSSARY`. `compute` is the model's own work."""
+    """One rank of one configuration; names as in :data:`GLOSSARY`. Modules are those of one micro batch."""
 
-    compute: ComputeFacts
+    forward_modules: int
+    recomputed_modules: int
+    backward_modules: int
     stage: int
     ranks: int
     local_ranks: int
@@ -66,8 +68,6 @@ class TrafficFacts:
     comm_bytes: int
     state_bytes: int
     repeats: int
-    overlap: bool
-    all_reduce: bool
     one_node: bool
     pinned: bool
     mixed: bool
@@ -185,19 +185,19 @@ def gather_hooks(c: TrafficFacts) -> int:
 
     Source: deepspeed/runtime/zero/parameter_offload.py, _register_deepspeed_module
     """
-    return c.compute.forward_modules if c.stage == 3 else 0
+    return c.forward_modules if c.stage == 3 else 0
 
 
 @_lines.add(Resource.GATHER_HOOK, Phase.BACKWARD)
 def gather_hooks_recomputed(c: TrafficFacts) -> int:
     """The same for modules that recomputation enters again."""
-    return c.compute.recomputed_modules if c.stage == 3 else 0
+    return c.recomputed_modules if c.stage == 3 else 0
 
 
 @_lines.add(Resource.RELEASE_HOOK, Phase.BACKWARD)
 def release_hooks(c: TrafficFacts) -> int:
     """Stage 3's hooks around every module of the backward, with the reduction of its gradients."""
-    return c.compute.backward_modules if c.stage == 3 else 0
+    return c.backward_modules if c.stage == 3 else 0
 
 
 @_lines.add(Resource.HBM, Phase.STEP)
@@ -268,7 +268,7 @@ def gather_updated(c: TrafficFacts) -> int:
     """Updated parameters gathered: all of them at stages 1 and 2, the persistent ones at stage 3."""
     if c.ranks == 1 or c.stage == 0:
         return 0
-    elements = c.persistent if c.stage == 3 else shard(c.updated * c.ranks, 1)
+    elements = c.persistent if c.stage == 3 else c.updated * c.ranks
     return fraction(c.param_bytes * elements, c.steps_before, c.ranks)
 
 
@@ -324,7 +324,9 @@ def traffic_facts(
         4 * state.per_master + state.numerator / state.denominator for state in find_optimizer(workload.optimizer).states
     )
     return TrafficFacts(
-        compute=compute,
+        forward_modules=compute.forward_modules,
+        recomputed_modules=compute.recomputed_modules,
+        backward_modules=compute.backward_modules,
         stage=stage,
         ranks=ranks,
         local_ranks=local_ranks,
@@ -345,12 +347,7 @@ def traffic_facts(
         comm_bytes=width if zero.communication_data_type is None else zero.communication_data_type.bytes,
         state_bytes=round(per_element),
         repeats=workload.grad_accum - 1,
-        overlap=zero.overlaps_comm,
-        all_reduce=stage < 3,
         one_node=ranks <= local_ranks,
         pinned=zero.offload_optimizer.pin_memory if zero.offload_optimizer else zero.offload_param.pin_memory,
         mixed=width == 2,
     )
-
-
-__all__ = ["COMPUTE", "GLOSSARY", "TRAFFIC", "Sizes", "TrafficFacts", "traffic_facts"]

@@ -1,0 +1,119 @@
+"""The search against brute force, its floors against simulations, and its speed."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from zeroplan.core.cluster import Cluster
+from zeroplan.core.rates import rates_of
+from zeroplan.core.units import GIB
+from zeroplan.core.workload import Workload
+from zeroplan.engines.registry import find_engine
+from zeroplan.models.load import load_model
+from zeroplan.search.cost import CostModel
+from zeroplan.search.memory import Memory
+from zeroplan.search.recommend import Ranked, least_memory, rank_all, rank_key, search
+from zeroplan.search.space import Candidate, batch_splits, candidates, zero_configs
+
+pytestmark = pytest.mark.torch
+
+SMALL = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+}
+SEQ = 1024
+
+
+@pytest.fixture(scope="module")
+def problem() -> tuple[Memory, list[Candidate]]:
+    """Every candidate of a small Llama on two cards, and a Memory that keeps their simulations."""
+    pytest.importorskip("transformers")
+    engine, cluster = find_engine("deepspeed"), Cluster.of(gpus=2, vram="80G", gpu="H100", cpu_ram="64G")
+    memory = Memory(engine, load_model(SMALL), cluster)
+    zeros = zero_configs(engine, cluster)
+    space = list(candidates(zeros, Workload(seq_len=SEQ), batch_splits(8, 2), (False, True)))
+    return memory, space
+
+
+def limited(memory: Memory, gib: float, host: float) -> Memory:
+    """The same with smaller limits; simulated totals do not depend on them."""
+    cluster = replace(memory.cluster, vram=round(gib * GIB), cpu_ram=round(host * GIB))
+    other = memory.on(cluster)
+    for candidate, plan in memory._plans.items():
+        assert plan.gpu.interval is not None
+        broken = [
+            name
+            for name, need, limit in (
+                ("gpu", plan.gpu.interval[1], cluster.usable_vram or 0),
+                ("cpu", plan.cpu.per_node, cluster.cpu_ram or 0),
+            )
+            if need > limit
+        ]
+        other._plans[candidate] = plan.model_copy(update={"fits": not broken, "misfits": tuple(broken)})
+    return other
+
+
+@pytest.mark.slow
+def test_search_is_exact_and_floors_are_floors(problem: tuple[Memory, list[Candidate]]) -> None:
+    memory, space = problem
+    cost = CostModel("deepspeed", memory.spec, memory.cluster, rates_of(memory.cluster.gpu))
+    everything = rank_all(space, memory, cost)
+    for one in everything:
+        assert one.plan.gpu.total is not None
+        assert memory.floor(one.candidate) <= one.plan.gpu.total, one.candidate
+    totals = sorted(one.plan.gpu.total / GIB for one in everything if one.plan.gpu.total is not None)
+    limits = [totals[0] * 0.9, *(totals[len(totals) * k // 12] * 1.06 for k in range(12)), totals[-1] * 1.2]
+    for gib in limits:
+        for host in (8, 64):
+            tight = limited(memory, gib + 0.6, host)
+            fitting = [Ranked(o.candidate, o.time, tight.plan(o.candidate)) for o in everything if tight.plan(o.candidate).fits]
+            best = min(fitting, key=lambda r: rank_key(r.candidate, r.time), default=None)
+            found = search(space, tight, cost, shown=1).ranking
+            assert (found[0].candidate if found else None) == (best.candidate if best else None), (gib, host)
+
+
+def test_families_come_fastest_first_and_fit(problem: tuple[Memory, list[Candidate]]) -> None:
+    memory, space = problem
+    cost = CostModel("deepspeed", memory.spec, memory.cluster, rates_of(memory.cluster.gpu))
+    outcome = search(space, memory.on(replace(memory.cluster, vram=6 * GIB)), cost)
+    speeds = [r.time.tokens_per_second for r in outcome.ranking]
+    assert speeds == sorted(speeds, reverse=True)
+    assert all(r.fits for r in outcome.ranking)
+    families = [r.candidate.family for r in outcome.ranking]
+    assert len(families) == len(set(families))
+    assert outcome.considered == len(space)
+
+
+def test_least_memory_needs_less_than_the_fastest(problem: tuple[Memory, list[Candidate]]) -> None:
+    memory, space = problem
+    cost = CostModel("deepspeed", memory.spec, memory.cluster, rates_of(memory.cluster.gpu))
+    least = least_memory(space, memory.on(memory.cluster), cost).ranking
+    fastest = search(space, memory.on(memory.cluster), cost, shown=1).ranking[0]
+    assert least[0].plan.gpu.needed < fastest.plan.gpu.needed
+    needs = [r.plan.gpu.needed for r in least]
+    assert needs == sorted(needs)
+
+
+def test_fifty_thousand_floors_a_second(problem: tuple[Memory, list[Candidate]]) -> None:
+    memory, space = problem
+    for candidate in space:
+        memory.cannot_fit(candidate)  # sums over parameters, once for each configuration
+    rounds = 40
+    fastest = float("inf")
+    for _ in range(5):  # the machine may be busy with something else
+        begin = time.perf_counter()
+        for _ in range(rounds):
+            for candidate in space:
+                memory.floor(candidate)
+        fastest = min(fastest, time.perf_counter() - begin)
+    assert rounds * len(space) / fastest > 50_000

@@ -1,0 +1,52 @@
+"""Batch arithmetic and the candidates."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeroplan.core.cluster import Cluster
+from zeroplan.core.errors import BadInput
+from zeroplan.core.workload import Workload
+from zeroplan.engines.registry import find_engine
+from zeroplan.search.space import EXPANDABLE, batch_splits, candidates, zero_configs
+
+
+@given(st.integers(1, 64), st.integers(1, 64))
+def test_splits_make_the_batch(share: int, ranks: int) -> None:
+    pairs = batch_splits(share * ranks, ranks)
+    assert all(micro * accum * ranks == share * ranks for micro, accum in pairs)
+    assert len(pairs) == sum(share % d == 0 for d in range(1, share + 1))
+    assert [micro for micro, _ in pairs] == sorted(micro for micro, _ in pairs)
+
+
+@pytest.mark.parametrize(
+    ("batch", "ranks", "micro", "accum"), [(30, 4, None, None), (32, 4, 3, None), (32, 4, None, 5), (0, 1, None, None)]
+)
+def test_impossible_batches_are_refused(batch: int, ranks: int, micro: int | None, accum: int | None) -> None:
+    with pytest.raises(BadInput, match="--global-batch"):
+        batch_splits(batch, ranks, micro_batch=micro, grad_accum=accum)
+
+
+def test_fixed_parts_hold() -> None:
+    assert batch_splits(32, 4, micro_batch=2) == [(2, 4)]
+    assert batch_splits(32, 4, grad_accum=8) == [(1, 8)]
+    assert batch_splits(None, 4, micro_batch=3, grad_accum=5) == [(3, 5)]
+
+
+def test_disk_is_tried_only_where_there_is_one() -> None:
+    engine = find_engine("deepspeed")
+    without = zero_configs(engine, Cluster.of(gpus=2))
+    assert not [z for z, _ in without if "nvme" in (z.offload_optimizer.device, z.offload_param.device)]
+    found = zero_configs(engine, Cluster.of(gpus=2, nvme="2T"), nvme_path="/disk")
+    paths = {z.offload_optimizer.nvme_path for z, _ in found if z.offload_optimizer.device == "nvme"}
+    assert paths == {"/disk"}
+
+
+def test_the_space_is_the_product_without_repeats() -> None:
+    zeros = zero_configs(find_engine("deepspeed"), Cluster.of(gpus=4))
+    space = list(candidates(zeros, Workload(seq_len=128), [(1, 2), (2, 1)], (False, True)))
+    assert len(space) == len(set(space)) == len(zeros) * 2 * 2 * 2
+    assert {c.alloc_conf for c in space} == {"", EXPANDABLE}
+    assert min(c.effort for c in space) == 0

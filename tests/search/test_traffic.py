@@ -1,0 +1,138 @@
+"""Lines of work against hand-computed figures, and the properties that hold for all of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from zeroplan.core.buffers import Phase
+from zeroplan.core.cluster import Cluster
+from zeroplan.core.gpus import GPUS
+from zeroplan.core.rates import rates_of
+from zeroplan.core.workload import Workload
+from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.engines import torch_traffic
+from zeroplan.engines.compute_traffic import COMPUTE, WORK_GLOSSARY
+from zeroplan.engines.deepspeed import traffic
+from zeroplan.ledger.traffic import Lane, Resource, WorkItem, seconds_for
+from zeroplan.ledger.work import Counts, guess_counts, matrices, scale_counts
+from zeroplan.models.load import load_model
+from zeroplan.search.cost import CostModel, compose
+
+LLAMA = "meta-llama/Llama-3.2-1B"
+COUNTS = Counts(700, 1100, 4_000_000_000, 10_000_000_000, 214, 0, 213)
+WORK = Workload(micro_batch=2, seq_len=1024)
+
+
+def items(stage: int, *, gpus: int = 4, nodes: int = 1, model: str = LLAMA, **changes: object) -> dict[str, WorkItem]:
+    spec = load_model(model)
+    cluster = Cluster.of(gpus=gpus, nodes=nodes, gpu="H100")
+    offload = {k: str(changes.pop(k)) for k in ("offload_optimizer", "offload_param") if k in changes}
+    zero = ZeroConfig.of(stage, **offload)  # type: ignore[arg-type]
+    cost = CostModel("deepspeed", spec, cluster, rates_of(cluster.gpu))
+    work = replace(WORK, **changes)  # type: ignore[arg-type]
+    return {item.name: item for item in cost.items(work, zero, COUNTS, derive=True)}
+
+
+def test_matrix_products_are_counted_by_hand() -> None:
+    # Llama-3.2-1B: hidden 2048, 8 of 64 for keys and values, inner 8192, 16 blocks, and the tied head.
+    block = 2048 * 2048 * 2 + 2 * 2048 * 512 + 3 * 2048 * 8192
+    whole = 16 * block + 128256 * 2048
+    found = matrices(load_model(LLAMA))
+    assert (found.all, found.blocks, found.trained) == (whole, 16 * block, whole)
+    assert found.attention == 16 * 32 * 64
+    lines = items(0)
+    assert lines["matmul_forward"].amount == 2 * whole * 2048
+    assert lines["matmul_backward"].amount == 4 * whole * 2048
+    assert lines["attention_forward"].amount == 2 * 16 * 2048 * 1024 * 2048
+
+
+def test_a_mixture_multiplies_only_the_experts_that_a_token_meets() -> None:
+    # Mixtral: 2 of 8 experts of three matrices 4096 × 14336; attention, router and head are whole.
+    experts = 32 * 2 * 3 * 4096 * 14336
+    rest = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 8 * 4096) + 32000 * 4096
+    assert matrices(load_model("mistralai/Mixtral-8x7B-v0.1")).all == experts + rest
+
+
+def test_lora_skips_the_gradients_of_frozen_weights() -> None:
+    from zeroplan.models.lora import with_lora
+
+    spec = load_model(LLAMA)
+    found = matrices(with_lora(spec, 16))
+    added = 16 * 16 * ((2048 + 2048) * 2 + (2048 + 512) * 2 + (2048 + 8192) * 3)
+    assert found.trained == added
+    assert found.all == matrices(spec).all + added
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_rings_carry_what_the_textbook_says(ranks: int) -> None:
+    params = 1_235_814_400
+    reduced = math.ceil(2 * 2 * params * (ranks - 1) / ranks)
+    assert items(0, gpus=ranks)["reduce_at_step"].amount == reduced
+    assert items(2, gpus=ranks)["reduce_each_micro_batch"].amount == reduced  # all-reduced, as DeepSpeed does by default
+    assert items(3, gpus=ranks)["reduce_each_micro_batch"].amount == math.ceil(reduced / 2)
+    gathered = params - 33 * 2048  # 33 norms stay gathered
+    assert items(3, gpus=ranks)["gather_forward"].amount == math.ceil(2 * gathered * (ranks - 1) / ranks)
+
+
+def test_one_rank_sends_nothing() -> None:
+    for stage in (0, 1, 2, 3):
+        assert not [i for i in items(stage, gpus=1).values() if i.lane is Lane.LINK]
+
+
+def test_several_nodes_use_the_slower_link() -> None:
+    assert items(2, gpus=4, nodes=2)["gather_updated"].resource is Resource.NODE_LINK
+    assert items(2, gpus=8)["gather_updated"].resource is Resource.LINK
+
+
+def test_offload_moves_the_step_to_the_host() -> None:
+    lines = items(2, gpus=4, offload_optimizer="cpu")
+    share = -(-1_235_814_400 // 4)
+    assert lines["step_on_host"].amount == 28 * share * 4  # all ranks of the node share its memory
+    assert lines["download_gradients"].amount == 4 * share
+    assert "step_on_gpu" not in lines
+    both = items(3, gpus=4, offload_optimizer="cpu", offload_param="cpu")
+    assert both["upload_forward"].amount == 2 * -(-(1_235_814_400 - 33 * 2048) // 4)
+    assert "cast_updated" not in both
+    assert "cast_updated" in items(3, gpus=4, offload_optimizer="cpu")
+
+
+def test_every_line_says_what_it_is_and_derives_its_number() -> None:
+    for line in (*COMPUTE, *traffic.TRAFFIC, *torch_traffic.TRAFFIC):
+        assert line.doc, line.name
+    for stage, offload in ((0, "none"), (1, "none"), (2, "cpu"), (3, "none"), (3, "nvme")):
+        for item in items(stage, gpus=4, offload_optimizer=offload).values():
+            assert item.formula, item.name
+            assert item.formula != f"{item.amount:,}", item.name
+            assert item.seconds == pytest.approx(seconds_for(item.resource, item.amount, rates_of(GPUS["h100"])))
+    assert set(WORK_GLOSSARY) <= set(traffic.GLOSSARY)
+
+
+def test_python_and_device_overlap_and_the_step_does_not() -> None:
+    def item(resource: Resource, phase: Phase, seconds: float) -> WorkItem:
+        return WorkItem("x", resource, phase, 1, seconds)
+
+    work = Workload(micro_batch=1, seq_len=100, grad_accum=3)
+    lines = [
+        item(Resource.LAUNCH, Phase.FORWARD, 2.0),
+        item(Resource.MATMUL, Phase.FORWARD, 3.0),
+        item(Resource.LINK, Phase.BACKWARD, 1.0),
+        item(Resource.MATMUL, Phase.BACKWARD, 4.0),
+        item(Resource.HBM, Phase.STEP, 0.5),
+        item(Resource.LINK, Phase.STEP, 0.25),
+    ]
+    serial = compose(lines, work, overlap=False, ranks=2)
+    assert (serial.forward, serial.backward, serial.step) == (3.0, 5.0, 0.75)
+    assert serial.total == 3 * 8.0 + 0.75
+    assert serial.tokens_per_second == pytest.approx(600 / serial.total)
+    assert compose(lines, work, overlap=True, ranks=2).backward == 4.0
+
+
+def test_counts_grow_by_a_line_and_guesses_say_so() -> None:
+    two = replace(COUNTS, forward_written=7_000_000_000)
+    assert scale_counts(COUNTS, two, 4).forward_written == 13_000_000_000
+    guess = guess_counts(matrices(load_model(LLAMA)), WORK, 2048)
+    assert not guess.traced
+    assert 0.5 < guess.forward_kernels / 708 < 2  # a tape of it counts 708

@@ -1,0 +1,179 @@
+"""Other programs' files: what each says in zeroplan's words, and what is refused in one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from zeroplan.core.errors import BadInput
+from zeroplan.interop.documents import MAX_ALIASES, dump_yaml, load_document
+from zeroplan.interop.setups import read_setup
+
+Cli = Callable[..., tuple[int, str, str]]
+ZERO2 = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}, "train_micro_batch_size_per_gpu": "auto"}
+
+AXOLOTL = """
+base_model: meta-llama/Llama-3.2-1B
+adapter: lora
+lora_r: 32
+lora_target_linear: true
+sequence_len: 2048
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+optimizer: adamw_bnb_8bit
+bf16: auto
+gradient_checkpointing: true
+flash_attention: true
+deepspeed: ds.json
+sample_packing: true
+"""
+LLAMA_FACTORY = """
+model_name_or_path: meta-llama/Llama-3.2-1B
+stage: sft
+finetuning_type: full
+cutoff_len: 1024
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 2
+bf16: true
+deepspeed: ds.json
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str, str], str]:
+    """Write a file beside a ds.json; returns its path."""
+    (tmp_path / "ds.json").write_text(json.dumps(ZERO2))
+
+    def call(name: str, text: str) -> str:
+        (tmp_path / name).write_text(text)
+        return str(tmp_path / name)
+
+    return call
+
+
+def test_axolotl(write: Callable[[str, str], str]) -> None:
+    setup = read_setup(write("a.yaml", AXOLOTL))
+    assert (setup.kind, setup.engine, setup.model) == ("axolotl", "deepspeed", "meta-llama/Llama-3.2-1B")
+    assert (setup.micro_batch, setup.grad_accum, setup.seq_len) == (2, 4, 2048)
+    assert (setup.dtype, setup.optimizer, setup.attn, setup.gradient_checkpointing) == ("bf16", "adamw8bit", "flash", True)
+    assert (setup.lora_rank, setup.lora_targets, setup.ds_config) == (32, (), ZERO2)
+    assert setup.notes == ("packed samples are counted as full sequences",)
+
+
+def test_llama_factory(write: Callable[[str, str], str]) -> None:
+    setup = read_setup(write("l.yml", LLAMA_FACTORY))
+    assert (setup.kind, setup.lora_rank, setup.gradient_checkpointing, setup.seq_len) == ("LLaMA-Factory", None, True, 1024)
+    lora = read_setup(write("m.yml", LLAMA_FACTORY.replace("full", "lora") + "lora_target: q_proj,v_proj\n"))
+    assert (lora.lora_rank, lora.lora_targets) == (8, ("q_proj", "v_proj"))
+    assert read_setup(write("n.yml", LLAMA_FACTORY + "quantization_bit: 4\n")).notes
+
+
+def test_training_arguments_as_yaml_and_json(write: Callable[[str, str], str]) -> None:
+    said = {"output_dir": "out", "per_device_train_batch_size": 3, "bf16": True, "deepspeed": "ds.json"}
+    setup = read_setup(write("t.json", json.dumps(said)))
+    assert (setup.kind, setup.engine, setup.micro_batch, setup.dtype) == ("TrainingArguments", "deepspeed", 3, "bf16")
+    alone = read_setup({"output_dir": "out", "fp16": True})
+    assert (alone.engine, alone.micro_batch, alone.dtype, alone.gradient_checkpointing) == ("ddp", 8, "fp16", False)
+    assert read_setup({"output_dir": "out", "fsdp": "full_shard"}).engine == "fsdp2"
+
+
+@pytest.mark.torch
+def test_training_arguments_as_the_object(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from transformers import TrainingArguments
+
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=8, use_cpu=True, report_to=[]
+    )
+    setup = read_setup(arguments)
+    assert (setup.micro_batch, setup.grad_accum, setup.engine, setup.dtype) == (2, 8, "ddp", "fp32")
+    assert setup.optimizer == "adamw"
+
+
+def test_accelerate_with_its_own_keys() -> None:
+    setup = read_setup(
+        {
+            "distributed_type": "DEEPSPEED",
+            "num_processes": 8,
+            "num_machines": 2,
+            "mixed_precision": "bf16",
+            "deepspeed_config": {"zero_stage": 3, "offload_optimizer_device": "cpu", "gradient_clipping": 1.0},
+        }
+    )
+    assert (setup.gpus, setup.nodes) == (4, 2)
+    assert setup.ds_config is not None
+    assert setup.ds_config["zero_optimization"] == {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    assert setup.ds_config["bf16"] == {"enabled": True}
+
+
+def test_a_plain_ds_config(write: Callable[[str, str], str]) -> None:
+    assert read_setup(write("plain.json", json.dumps(ZERO2))).kind == "ds_config"
+
+
+BAD = {
+    "wrong type": "base_model: x\nmicro_batch_size: [1, 2]\n",
+    "negative": "base_model: x\nmicro_batch_size: -1\n",
+    "huge": "base_model: x\nmicro_batch_size: 99999999999999\n",
+    "not a flag": "base_model: x\nfp16: maybe\n",
+    "no such ds_config": "base_model: x\ndeepspeed: nowhere.json\n",
+    "model of another type": "base_model: {a: 1}\n",
+    "a list": "- 1\n- 2\n",
+    "a scalar": "just words\n",
+    "empty": "",
+    "unknown": "colour: green\n",
+    "broken": "a: [1, 2\n",
+    "python object": "base_model: !!python/object/apply:os.system ['true']\n",
+    "deep": "a: " + "[" * 60 + "]" * 60 + "\n",
+    "many aliases": "a: &a [1]\nb: [" + ", ".join(["*a"] * (MAX_ALIASES + 1)) + "]\n",
+    "bomb": "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9) if i else '1,1,1,1,1,1,1,1,1'}]\n" for i in range(7)),
+    "itself": "a: &a [*a]\n",
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_files_are_one_line_and_exit_2(write: Callable[[str, str], str], cli: Cli, name: str) -> None:
+    path = write("bad.yaml", BAD[name])
+    code, out, err = cli("recommend", "meta-llama/Llama-3.2-1B", "--from", path, "--vram", "24G", "--depth", "formula")
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert err.startswith("zeroplan: ")
+
+
+def test_binary_and_missing_files(write: Callable[[str, str], str], tmp_path: Path) -> None:
+    (tmp_path / "b.yaml").write_bytes(b"\xff\xfe\x00")
+    for path in (tmp_path / "b.yaml", tmp_path / "none.yaml", tmp_path):
+        with pytest.raises(BadInput):
+            read_setup(path)
+    with pytest.raises(BadInput, match="int"):
+        read_setup(3)
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+        lambda inner: st.dictionaries(st.text(max_size=6), inner, max_size=3),
+        max_leaves=8,
+    ).filter(lambda value: isinstance(value, dict))
+)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+def test_any_mapping_is_read_or_refused(data: dict[str, Any]) -> None:
+    for keys in ({"base_model": "m"}, {"model_name_or_path": "m"}, {"output_dir": "o"}, {"distributed_type": "FSDP"}):
+        try:
+            read_setup({**data, **keys})
+        except BadInput as error:
+            assert "\n" not in str(error)
+
+
+def test_yaml_that_is_written_reads_back(tmp_path: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    data = {"a": "no", "b": {"c": True, "d": 1, "e": "x y: z", "f": "'q'", "g": "1e3", "h": None}, "i": "", "j": "-k"}
+    assert yaml.safe_load(dump_yaml(data)) == data
+    path = tmp_path / "y.yaml"
+    path.write_text(dump_yaml(data))
+    assert load_document(path) == data

@@ -1,0 +1,246 @@
+"""Every file that a recommendation writes, taken by the program that it is for, and read back to the same plan."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from zeroplan.core.cluster import Cluster
+from zeroplan.core.errors import BadInput
+from zeroplan.core.rates import rates_of
+from zeroplan.core.workload import DType, Precision, Workload
+from zeroplan.engines.registry import find_engine
+from zeroplan.interop.ds_config import read_ds_config
+from zeroplan.interop.launch import LAUNCHERS, launch
+from zeroplan.interop.setups import read_setup
+from zeroplan.models.load import load_model
+from zeroplan.search.answer import Recommendation, recommendation
+from zeroplan.search.cost import CostModel
+from zeroplan.search.files import FORMS, files_of
+from zeroplan.search.memory import Memory
+from zeroplan.search.recommend import rank_all
+from zeroplan.search.space import Candidate, zero_configs
+
+CLUSTER = Cluster.of(gpus=4, nodes=2, vram="24G", cpu_ram="512G", nvme="2T")
+WORKLOADS = {
+    "bf16": Workload(micro_batch=2, seq_len=1024, grad_accum=4),
+    "fp16": Workload(micro_batch=1, seq_len=1024, dtype=DType.FP16, gradient_checkpointing=True),
+    "fp32": Workload(micro_batch=1, seq_len=1024, dtype=DType.FP32, precision=Precision.FP32),
+}
+
+
+def recommended(workload: Workload, engine: str = "deepspeed") -> list[Recommendation]:
+    """A recommendation of every configuration that the search may name."""
+    found = find_engine(engine)
+    spec = load_model("meta-llama/Llama-3.2-1B")
+    memory = Memory(found, spec, CLUSTER, simulate=False)
+    cost = CostModel(engine, spec, CLUSTER, rates_of(CLUSTER.gpu))
+    given = [Candidate(zero, workload, "", 0, i) for i, (zero, _) in enumerate(zero_configs(found, CLUSTER))]
+    return [recommendation(r, 0, CLUSTER.ranks) for r in rank_all(given, memory, cost)]
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_explicit_configs_read_back_to_the_same_plan(name: str) -> None:
+    for one in recommended(WORKLOADS[name]):
+        config = one.ds_config()
+        assert "auto" not in json.dumps(config)
+        read = read_ds_config(config, world_size=CLUSTER.ranks)
+        assert read.zero == one.zero
+        assert read.runs_alone
+        base = Workload(seq_len=1024, gradient_checkpointing=one.workload.gradient_checkpointing)
+        assert read.workload(base) == one.workload
+
+
+@pytest.mark.torch
+def test_deepspeed_parses_every_explicit_config() -> None:
+    pytest.importorskip("deepspeed")
+    configs = [one.ds_config() for name in WORKLOADS for one in recommended(WORKLOADS[name])]
+    code = (
+        "import json, sys, os\n"
+        "os.environ['DS_ACCELERATOR'] = 'cpu'\n"
+        "from unittest.mock import patch\n"
+        "from deepspeed.runtime.config import DeepSpeedConfig\n"
+        "for line in sys.stdin:\n"
+        "    c = json.loads(line)\n"
+        f"    with patch('deepspeed.comm.get_world_size', return_value={CLUSTER.ranks}), "
+        "patch('deepspeed.comm.get_rank', return_value=0):\n"
+        "        d = DeepSpeedConfig(c)\n"
+        "    z = d.zero_config\n"
+        "    print(json.dumps(['answer', d.train_batch_size, d.train_micro_batch_size_per_gpu,"
+        " d.gradient_accumulation_steps, z.stage, z.reduce_bucket_size, str(z.overlap_comm)]))\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        input="\n".join(map(json.dumps, configs)),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    answers = [json.loads(line) for line in run.stdout.splitlines() if line.startswith('["answer"')]
+    assert len(answers) == len(configs), run.stderr[-2000:]
+    for config, (_, batch, micro, accum, stage, bucket, _) in zip(configs, answers, strict=True):
+        assert batch == micro * accum * CLUSTER.ranks == config["train_batch_size"]
+        assert micro == config["train_micro_batch_size_per_gpu"]
+        assert accum == config["gradient_accumulation_steps"]
+        assert stage == config["zero_optimization"]["stage"]
+        assert bucket == config["zero_optimization"]["reduce_bucket_size"]
+
+
+@pytest.mark.torch
+def test_the_trainer_takes_its_form_with_the_arguments_beside_it(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
+
+    one = recommended(WORKLOADS["bf16"])[0]
+    files = files_of(one, CLUSTER, str(tmp_path / "ds.json"), form="trainer", script="train.py")
+    form = json.loads(files.texts[str(tmp_path / "ds.json")])
+    said = json.loads(files.texts[str(tmp_path / "training_arguments.json")])
+    assert said["per_device_train_batch_size"] == 2
+    assert said["gradient_checkpointing"] is False
+    defaults = {"save_on_each_node": False, "fp16_full_eval": False, "bf16_full_eval": False, "bf16": False, "fp16": False}
+    arguments = SimpleNamespace(world_size=CLUSTER.ranks, get_warmup_steps=lambda steps: 0, **(defaults | said))
+    try:
+        trainer = HfTrainerDeepSpeedConfig(form)
+        trainer.trainer_config_process(arguments)
+        trainer.trainer_config_finalize(arguments, SimpleNamespace(config=SimpleNamespace(hidden_size=2048)), 100)
+    finally:
+        unset_hf_deepspeed_config()
+    assert trainer.config == one.ds_config()
+
+
+@pytest.mark.torch
+def test_lightning_takes_its_form(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    pytest.importorskip("lightning")
+    logging.getLogger("lightning").setLevel(logging.CRITICAL)
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+
+    one = recommended(WORKLOADS["bf16"])[0]
+    files = files_of(one, CLUSTER, str(tmp_path / "ds.json"), form="lightning", script="train.py")
+    form = json.loads(files.texts[str(tmp_path / "ds.json")])
+    said = json.loads(files.texts[str(tmp_path / "trainer.json")])
+    assert said == {
+        "accumulate_grad_batches": 4,
+        "precision": "bf16-mixed",
+        "gradient_clip_val": 1.0,
+        "devices": 4,
+        "num_nodes": 2,
+        "accelerator": "gpu",
+    }
+    strategy = DeepSpeedStrategy(config=form)
+    assert isinstance(strategy.config, dict)
+    assert strategy.config["zero_optimization"] == one.ds_config()["zero_optimization"]
+
+
+def _load_accelerate(path: Path) -> Any:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    return load_config_from_file(str(path))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("index", range(4))
+def test_accelerate_loads_its_yaml_and_it_reads_back(tmp_path: Path, index: int) -> None:
+    pytest.importorskip("accelerate")
+    one = recommended(WORKLOADS["bf16"])[index]
+    files = files_of(one, CLUSTER, str(tmp_path / "ds.json"), form="accelerate", script="train.py")
+    for path, text in files.texts.items():
+        Path(path).write_text(text)
+    loaded = _load_accelerate(tmp_path / "accelerate.yaml")
+    assert str(loaded.distributed_type).endswith("DEEPSPEED")
+    assert (loaded.num_processes, loaded.num_machines) == (8, 2)
+    assert loaded.deepspeed_config["deepspeed_config_file"] == str(tmp_path / "ds.json")
+    assert loaded.deepspeed_config["zero3_init_flag"] is (one.zero.stage == 3)
+    setup = read_setup(tmp_path / "accelerate.yaml")
+    assert (setup.engine, setup.gpus, setup.nodes) == ("deepspeed", 4, 2)
+    assert setup.ds_config is not None
+    assert read_ds_config(setup.ds_config, world_size=8).zero == one.zero
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("again", [False, True])
+def test_accelerate_loads_the_fsdp2_variant(tmp_path: Path, again: bool) -> None:
+    pytest.importorskip("accelerate")
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    for one in recommended(replace(WORKLOADS["bf16"], gradient_checkpointing=again), "fsdp2"):
+        path = tmp_path / "accelerate.yaml"
+        files = files_of(one, CLUSTER, str(path), form="accelerate-fsdp2", script="train.py")
+        path.write_text(files.texts[str(path)])
+        loaded = _load_accelerate(path)
+        assert str(loaded.distributed_type).endswith("FSDP")
+        assert loaded.mixed_precision == "bf16"
+        block = {key.removeprefix("fsdp_"): value for key, value in loaded.fsdp_config.items()}
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=block["version"],
+            reshard_after_forward=block["reshard_after_forward"],
+            activation_checkpointing=block["activation_checkpointing"],
+            state_dict_type=block["state_dict_type"],
+        )
+        assert plugin.fsdp_version == 2
+        assert plugin.reshard_after_forward is (one.zero.stage == 3)
+        setup = read_setup(path)
+        assert (setup.engine, setup.dtype, setup.gradient_checkpointing) == ("fsdp2", "bf16", again)
+
+
+def test_deepspeeds_launcher_reads_the_hostfile() -> None:
+    pytest.importorskip("deepspeed")
+    from deepspeed.launcher.runner import _parse_hostfile, parse_args
+
+    start = launch("deepspeed", gpus=4, nodes=2, hosts=("alpha",), arguments=("--deepspeed_config", "a b.json"))
+    assert dict(_parse_hostfile(start.files["hostfile"].splitlines())) == {"alpha": 4, "node1": 4}
+    words = shlex.split(start.command)
+    read = parse_args(words[1:])
+    assert (read.hostfile, read.num_nodes, read.num_gpus, read.user_script) == ("hostfile", 2, 4, "train.py")
+    assert read.user_args == ["--deepspeed_config", "a b.json"]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_torchruns_own_parser_takes_the_command(nodes: int) -> None:
+    pytest.importorskip("torch")
+    from torch.distributed.run import parse_args
+
+    words = shlex.split(launch("torchrun", gpus=4, nodes=nodes, alloc_conf="expandable_segments:True").command)
+    read = parse_args(words[1:])
+    assert (str(read.nnodes), str(read.nproc_per_node), read.training_script) == (
+        "1:1" if nodes == 1 else "3",
+        "4",
+        "train.py",
+    )
+
+
+def test_slurm_scripts_are_shell_and_carry_the_allocators_settings() -> None:
+    start = launch("slurm", gpus=8, nodes=4, alloc_conf="expandable_segments:True")
+    script = start.files["train.sbatch"]
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+    assert "#SBATCH --nodes=4\n" in script
+    assert "#SBATCH --gpus-per-node=8\n" in script
+    assert "export PYTORCH_ALLOC_CONF=expandable_segments:True\n" in script
+
+
+def test_accelerates_command_names_the_node() -> None:
+    assert "--machine_rank" in launch("accelerate", gpus=4, nodes=2).command
+    assert "--machine_rank" not in launch("accelerate", gpus=4).command
+
+
+def test_unknown_names_are_refused() -> None:
+    one = recommended(WORKLOADS["bf16"])[0]
+    with pytest.raises(BadInput, match="--launcher"):
+        launch("mpirun", gpus=1)
+    with pytest.raises(BadInput, match="--form"):
+        files_of(one, CLUSTER, "x.json", form="yaml", script="train.py")
+    with pytest.raises(BadInput, match="fsdp2"):
+        files_of(one, CLUSTER, "x.yaml", form="accelerate-fsdp2", script="train.py")
+    assert set(LAUNCHERS) == {"deepspeed", "torchrun", "accelerate", "slurm"}
+    assert len(FORMS) == 5

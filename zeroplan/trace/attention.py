@@ -34,7 +34,7 @@ class FusedAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         batch, heads, seq, _ = query.shape
         seed, offset = block(("cudnn", 8)), block(("cudnn", 8))
-        out = _like_transposed(query, dim=value.shape[-1])
+        out = torch.empty_like(query)  # both lay it out as the query is (MHA.cpp, flash_api.cpp)
         lse = query.new_empty((batch, heads, seq), dtype=torch.float32)
         block(("cudnn", 256))
         state, unused = block(("flash", 16)), block(("flash", 8))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from zeroplan.cli import flags
 from zeroplan.cli.main import app
+
+if TYPE_CHECKING:
+    from zeroplan.planner.request import Request
 
 
 @app.command()
@@ -35,15 +39,17 @@ def explain(
     ds_config: flags.DsConfig = None,
     token: flags.Token = None,
     trust_remote_code: flags.TrustRemoteCode = False,
+    time: Annotated[bool, typer.Option("--time", help="Derive the step time in place of the memory.")] = False,
     as_json: flags.Json = False,
 ) -> None:
     """Derive every line of MODEL's plans with your numbers: the formula, its values, its source."""
+    if time:
+        typer.echo(_time(flags.request(locals()), as_json=as_json))
+        return
     from zeroplan.planner.explain import explain as derive
 
     explanations = derive(flags.request(locals()), line)
     if as_json:
-        import json
-
         from zeroplan.report.explanation import explanation_json
 
         typer.echo(json.dumps({"schema": 1, "plans": explanation_json(explanations)}, indent=2))
@@ -51,3 +57,11 @@ def explain(
         from zeroplan.report.explanation import explanation_text
 
         typer.echo(explanation_text(explanations))
+
+
+def _time(request: Request, *, as_json: bool) -> str:
+    from zeroplan.report.work import time_json, time_text
+    from zeroplan.search.explain_time import explain_time
+
+    found = explain_time(request)
+    return json.dumps({"schema": 1, "plans": time_json(found)}, indent=2) if as_json else time_text(found)

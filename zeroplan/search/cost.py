@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.cluster import Cluster
@@ -48,6 +49,7 @@ class CostModel:
     def __init__(self, engine: str, spec: ModelSpec, cluster: Cluster, rates: Rates) -> None:
         self.engine, self.spec, self.cluster, self.rates = engine, spec, cluster, rates
         self.matrices: Matrices = matrices(spec)
+        self._units = sum(unit.count for unit in spec.units)
         self._sizes: dict[int, deepspeed_traffic.Sizes] = {}
 
     def items(self, workload: Workload, zero: ZeroConfig, counts: Counts, *, derive: bool = False) -> list[WorkItem]:
@@ -60,8 +62,16 @@ class CostModel:
 
     def step_time(self, workload: Workload, zero: ZeroConfig, counts: Counts) -> StepTime:
         """The predicted time of one optimizer step."""
-        overlap = zero.overlaps_comm if self.engine in ("deepspeed", "zeroplan") else True
-        return compose(self.items(workload, zero, counts), workload, overlap, self.cluster.ranks)
+        return compose(self.items(workload, zero, counts), workload, self.overlaps(zero), self.cluster.ranks)
+
+    def overlaps(self, zero: ZeroConfig) -> bool:
+        """Whether collectives run beside the computation."""
+        return zero.overlaps_comm if self.engine == "deepspeed" else True
+
+    def facts(self, workload: Workload, zero: ZeroConfig, counts: Counts) -> tuple[Any, Any]:
+        """What the lines read: the computation's facts, and the engine's."""
+        compute = compute_facts(self.matrices, counts, workload)
+        return compute, self._engine_work(compute, workload, zero)[0]
 
     def _engine_work(self, compute: ComputeFacts, workload: Workload, zero: ZeroConfig) -> tuple[object, WorkLedger]:
         ranks, local = self.cluster.ranks, self.cluster.gpus
@@ -73,6 +83,11 @@ class CostModel:
         if sizes is None:
             sizes = self._sizes[threshold] = deepspeed_traffic.Sizes.of(self.spec, threshold)
         own = deepspeed_traffic.traffic_facts(sizes, compute, workload, zero, ranks=ranks, local_ranks=local)
+        if self.engine == "zeroplan":
+            # The runtime hooks units, never parameters or modules.
+            again = self._units if workload.gradient_checkpointing else 0
+            own = replace(own, trained_tensors=self._units, tensors=self._units, forward_modules=self._units)
+            own = replace(own, recomputed_modules=again, backward_modules=self._units)
         return own, deepspeed_traffic.TRAFFIC
 
 
@@ -97,8 +112,3 @@ def compose(items: Sequence[WorkItem], workload: Workload, overlap: bool, ranks:
     tokens = workload.micro_batch * (workload.seq_len or 0) * count * ranks
     bound = max(lanes, key=lambda lane: lanes[lane])
     return StepTime(forward, backward, step, total, tokens / total if total else 0.0, lanes, bound)
-
-
-def with_batch(workload: Workload, micro_batch: int, grad_accum: int) -> Workload:
-    """The workload with another split of its batch."""
-    return replace(workload, micro_batch=micro_batch, grad_accum=grad_accum)

@@ -1,0 +1,60 @@
+"""Derivations of step times as text and plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from zeroplan.search.explain_time import TimeExplanation
+
+
+def time_text(explanations: Iterable[TimeExplanation]) -> str:
+    """Every line of work: amount, formula, purpose, rate and milliseconds, by phase."""
+    out: list[str] = []
+    for one in explanations:
+        time = one.time
+        out += [
+            f"{one.engine}, {one.label}: {time.total:.3f} s a step "
+            f"({1000 * time.forward:.0f} ms forward, {1000 * time.backward:.0f} backward, {1000 * time.step:.0f} step)",
+            "",
+        ]
+        for line in one.derivations:
+            item = line.item
+            rate = f"{line.rate[0]} = {line.rate[1]:g}"
+            out.append(
+                f"  {item.phase.value:<8} {item.lane.value:<6} {1000 * item.seconds:9.2f} ms  {item.name}   # {item.doc}"
+            )
+            out.append(f"      {item.amount:,} = {item.formula}; {rate}")
+            out += [f"      {name} = {value:,}" + (f"   {what}" if what else "") for name, value, what in line.values]
+            if item.source:
+                out.append(f"      source: {item.source}")
+        out.append("")
+    return "\n".join(out).rstrip()
+
+
+def time_json(explanations: Iterable[TimeExplanation]) -> list[dict[str, Any]]:
+    """The same as plain data; seconds."""
+    return [
+        {
+            "engine": one.engine,
+            "configuration": one.label,
+            "step_seconds": one.time.total,
+            "lines": [
+                {
+                    "line": line.item.name,
+                    "phase": line.item.phase.value,
+                    "lane": line.item.lane.value,
+                    "resource": line.item.resource.value,
+                    "amount": line.item.amount,
+                    "seconds": line.item.seconds,
+                    "formula": line.item.formula,
+                    "purpose": line.item.doc,
+                    "source": line.item.source,
+                    "rate": {line.rate[0]: line.rate[1]},
+                    "values": {name: value for name, value, _ in line.values},
+                }
+                for line in one.derivations
+            ],
+        }
+        for one in explanations
+    ]

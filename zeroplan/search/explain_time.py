@@ -1,0 +1,70 @@
+"""How a step's predicted time came about: every line of work with its formula, the values of its names, and its rate."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from zeroplan.core.rates import Rates, rates_of
+from zeroplan.engines import torch_traffic
+from zeroplan.engines.deepspeed import traffic
+from zeroplan.ledger.traffic import WorkItem, rate_name
+from zeroplan.planner.request import Request, resolve
+from zeroplan.search.cost import CostModel, StepTime, compose
+from zeroplan.search.memory import Memory
+from zeroplan.search.reasons import name_of
+from zeroplan.search.space import Candidate
+
+_NAME = re.compile(r"[a-z][a-z_0-9]*")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkDerivation:
+    """One line of work, the values of the names in its formula with what they mean, and the rate it is divided by."""
+
+    item: WorkItem
+    values: tuple[tuple[str, int, str], ...]
+    rate: tuple[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class TimeExplanation:
+    """One configuration's step."""
+
+    engine: str
+    label: str
+    time: StepTime
+    derivations: tuple[WorkDerivation, ...]
+
+
+def explain_time(request: Request) -> list[TimeExplanation]:
+    """Derive the step time of every configuration of the request.
+
+    Raises:
+        BadInput: a value that cannot be used.
+    """
+    resolved = resolve(request)
+    memory = Memory(resolved.engine, resolved.spec, resolved.cluster)
+    rates = rates_of(resolved.cluster.gpu)
+    cost = CostModel(resolved.engine.name, resolved.spec, resolved.cluster, rates)
+    glossary = torch_traffic.GLOSSARY if resolved.engine.name in ("fsdp2", "ddp") else traffic.GLOSSARY
+    found = []
+    for case in resolved.cases:
+        counts = memory.counts(Candidate(case.zero, case.workload))
+        items = cost.items(case.workload, case.zero, counts, derive=True)
+        facts = cost.facts(case.workload, case.zero, counts)
+        time = compose(items, case.workload, cost.overlaps(case.zero), case.ranks)
+        lines = tuple(_derivation(item, facts, glossary, rates) for item in items)
+        found.append(TimeExplanation(f"{resolved.engine.name} {resolved.engine.version}", name_of(case.zero), time, lines))
+    return found
+
+
+def _derivation(item: WorkItem, facts: tuple[Any, ...], glossary: dict[str, str], rates: Rates) -> WorkDerivation:
+    values = []
+    for name in dict.fromkeys(_NAME.findall(item.formula)):
+        holder = next((f for f in facts if hasattr(f, name)), None)
+        if holder is not None:
+            values.append((name, int(getattr(holder, name)), glossary.get(name, "")))
+    rate = rate_name(item.resource)
+    return WorkDerivation(item, tuple(values), (rate, float(getattr(rates, rate))))

@@ -1,6 +1,7 @@
 """zeroplan: the memory of a ZeRO training run, before the GPUs are rented.
 
-``estimate`` predicts, ``estimate_zero1_mem`` to ``estimate_zero3_mem`` are its short forms by stage. Everything is loaded
+``estimate`` predicts, ``estimate_zero1_mem`` to ``estimate_zero3_mem`` are its short forms by stage, ``verify`` runs what was
+predicted and measures it. Everything is loaded
 on first use, so that importing the package costs nothing.
 """
 
@@ -19,19 +20,37 @@ if TYPE_CHECKING:
     from zeroplan.planner.api import estimate_zero3_mem as estimate_zero3_mem
     from zeroplan.search.answer import Recommendation as Recommendation
     from zeroplan.search.api import recommend as recommend
+    from zeroplan.validate.api import verify as verify
+    from zeroplan.validate.results import Drift as Drift
+    from zeroplan.validate.results import Measurement as Measurement
 
 _HOMES = {
     "estimate": "zeroplan.planner.api",
     "recommend": "zeroplan.search.api",
+    "verify": "zeroplan.validate.api",
     "estimate_zero1_mem": "zeroplan.planner.api",
     "estimate_zero2_mem": "zeroplan.planner.api",
     "estimate_zero3_mem": "zeroplan.planner.api",
     "MemoryPlan": "zeroplan.core.plan",
     "Recommendation": "zeroplan.search.answer",
+    "Drift": "zeroplan.validate.results",
+    "Measurement": "zeroplan.validate.results",
     "BadInput": "zeroplan.core.errors",
 }
 
-__all__ = ["BadInput", "MemoryPlan", "estimate", "estimate_zero1_mem", "estimate_zero2_mem", "estimate_zero3_mem"]
+__all__ = [
+    "BadInput",
+    "Drift",
+    "Measurement",
+    "MemoryPlan",
+    "Recommendation",
+    "estimate",
+    "estimate_zero1_mem",
+    "estimate_zero2_mem",
+    "estimate_zero3_mem",
+    "recommend",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -70,6 +70,10 @@ def request(values: Mapping[str, Any]) -> Request:
     chosen = {name: value for name, value in values.items() if name in _REQUEST_FIELDS}
     if isinstance(chosen.get("params"), str):
         chosen["params"] = parse_count(chosen["params"], where="--params")
-    targets = chosen.get("lora_targets")
-    chosen["lora_targets"] = tuple(t.strip() for t in targets.split(",") if t.strip()) if targets else ()
+    chosen["lora_targets"] = names(chosen.get("lora_targets"))
     return Request(**chosen)
+
+
+def names(text: str | None) -> tuple[str, ...]:
+    """The names in a list by comma."""
+    return tuple(name.strip() for name in text.split(",") if name.strip()) if text else ()

@@ -186,13 +186,13 @@ class Timeline:
             totals.append(now)
         return totals
 
-    def requested_peaks(self) -> list[int]:
-        """The most bytes alive in the stretch before each mark, as requested: without the allocator's rounding."""
+    def requested(self) -> list[tuple[int, int]]:
+        """For each mark, bytes as requested, without the allocator's rounding: the most alive since the mark before, and at it."""
         sizes: list[int] = []
-        ends = {totals.event for totals in self.result.marks}
+        ends = {mark.event for mark in self.result.marks}
         alloc, free = int(AllocatorOp.ALLOC), int(AllocatorOp.FREE)
         now = peak = 0
-        peaks = []
+        totals: list[tuple[int, int]] = []
         for at in range(self.result.events):
             op = self._code[at] & _OP_MASK
             if op == alloc:
@@ -202,9 +202,9 @@ class Timeline:
             elif op == free:
                 now -= sizes[self._value[at]]
             if at in ends:
-                peaks.append(peak)
+                totals.append((peak, now))
                 peak = now
-        return peaks
+        return totals
 
     def reserved_by_event(self) -> list[int]:
         """Bytes reserved after each event (the most while it was handled)."""

@@ -30,7 +30,7 @@ class Knobs:
         Raises:
             BadInput: a value of another type.
         """
-        given = {}
+        given: dict[str, Any] = {}
         for field in fields(cls):
             value = section.get(field.name, field.default)
             if type(value) is not type(field.default):

@@ -1,0 +1,206 @@
+"""verify(): predicts, runs and measures a request's configurations on this machine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.plan import ModelInfo
+from zeroplan.engines.base import Case
+from zeroplan.planner.request import Request, Resolved, describe_workload, resolve
+from zeroplan.validate.builtin import builtin_request
+from zeroplan.validate.compare import compare
+from zeroplan.validate.job import STEPS, Job, job_of
+from zeroplan.validate.launch import Launch
+from zeroplan.validate.machine import Machine, find_machine, ranks_to_use
+from zeroplan.validate.measured import measurement_of
+from zeroplan.validate.planned import Planned, predict
+from zeroplan.validate.results import Comparison, Drift, Measurement
+
+#: How far the total may be from the plan, as a fraction.
+TOLERANCE = 0.02
+#: Seconds without any sign of life from any rank after which a run is ended.
+TIMEOUT = 300.0
+
+Say = Callable[[str], None]
+
+
+def verify(
+    model: Any = None,
+    *,
+    tolerance: float = TOLERANCE,
+    timeout: float = TIMEOUT,
+    steps: int = STEPS,
+    progress: Say | None = None,
+    **options: Any,
+) -> Drift:
+    """Run training for a few steps on what this machine has, and hold the plan against the measurement.
+
+    Args:
+        model: a catalog or hub id, a path, or a config as a dict; none runs a built-in set within five minutes. Weights are
+            random, so nothing is downloaded but the config.
+        tolerance: how far the total may be from the plan, as a fraction; owned buffers must be equal.
+        timeout: seconds without a sign of life from any rank after which the run is ended.
+        steps: optimizer steps; peaks repeat from the second applied one on.
+        progress: called with a line of text as things happen; by default they are printed to stderr.
+        options: the fields of :class:`zeroplan.planner.request.Request`, such as ``engine="fsdp2"`` (``"zeroplan"`` unless
+            given), ``stage=2``, ``gpus=2``, ``ds_config=…``.
+
+    Returns:
+        Every configuration's plan beside its measurement. Out of memory, and ranks that die or hang, are results.
+
+    Raises:
+        BadInput: a value that cannot be used, or what the engine refuses to run.
+    """
+    say = progress or _to_stderr
+    if not 0 < tolerance < 1:
+        raise BadInput(f"{tolerance} is no fraction", where="--tolerance", remedy="write 2 % as 0.02")
+    if steps < 2:
+        raise BadInput(f"{steps} is too few", where="--steps", remedy="use 2 or more: peaks repeat from the second on")
+    machine = find_machine()
+    ranks = ranks_to_use(machine, options.pop("gpus", None))
+    given = {"model": model} if model is not None else builtin_request(machine)
+    fields = {"engine": "zeroplan", **given, **{k: v for k, v in options.items() if v is not None}}
+    cluster = machine.cluster(ranks)
+    resolved = resolve(Request(**fields, gpus=cluster.gpus, nodes=cluster.nodes))
+    cases = [replace(case, cluster=cluster) for case in resolved.cases]
+    raw = _raw(options.get("ds_config"))
+    name = resolved.engine.name
+    jobs = [job_of(case, name, _label(case), raw=raw, steps=steps, timeout=timeout) for case in cases]
+    run = _run_here if machine.launched else _run_launched
+    comparisons, skipped = run(resolved, cases, jobs, machine, ranks, tolerance, say, model is None)
+    spec = resolved.spec
+    return Drift(
+        model=ModelInfo(name=spec.name, params=spec.params, trainable=spec.trainable, source=spec.source),
+        workload=describe_workload(resolved.workload),
+        machine={**machine.describe(), "ranks": ranks},
+        tolerance=tolerance,
+        warnings=(*resolved.warnings, *skipped),
+        within=all(comparison.within for comparison in comparisons),
+        comparisons=tuple(comparisons),
+    )
+
+
+def _to_stderr(text: str) -> None:
+    print(f"zeroplan verify: {text}", file=sys.stderr, flush=True)
+
+
+def _label(case: Case) -> str:
+    zero = case.zero
+    text = f"stage {zero.stage}"
+    if zero.offload_optimizer:
+        text += f", optimizer {zero.offload_optimizer.device}"
+    return text + (f", parameters {zero.offload_param.device}" if zero.offload_param else "")
+
+
+def _raw(source: Any) -> dict[str, Any] | None:
+    if source is None or isinstance(source, dict):
+        return source
+    with open(source, encoding="utf-8") as file:  # read and checked once already, by resolve
+        return dict(json.load(file))
+
+
+_Outcome = tuple[list[Comparison], list[str]]
+
+
+def _run_launched(
+    resolved: Resolved,
+    cases: Sequence[Case],
+    jobs: Sequence[Job],
+    machine: Machine,
+    ranks: int,
+    tolerance: float,
+    say: Say,
+    builtin: bool,
+) -> _Outcome:
+    """Ranks of our own: on GPUs one torchrun a configuration, so that each starts clean; on a CPU one for all of them."""
+    comparisons: list[Comparison] = []
+    skipped: list[str] = []
+    alone = machine.device == "cuda"
+    planned: list[Planned | None] = [None] * len(cases)
+    waiting = list(range(len(cases)))
+    while waiting:
+        taken = waiting[:1] if alone else list(waiting)
+        if alone and builtin:
+            first = planned[taken[0]] = predict(resolved.engine, cases[taken[0]])
+            if first.plan.fits is False:
+                skipped.append(f"{jobs[taken[0]].label} is left out: the plan does not fit this GPU")
+                waiting.remove(taken[0])
+                continue
+        launch = Launch([jobs[i] for i in taken], ranks, machine.device, _progress(jobs, taken, say), timeout=jobs[0].timeout)
+        say(f"{', '.join(jobs[i].label for i in taken)}: starting {ranks} ranks ({machine.device})")
+        try:
+            launch.start()
+            for i in taken:  # while the ranks start
+                planned[i] = planned[i] or predict(resolved.engine, cases[i])
+            results = launch.finish()
+        finally:
+            launch.close()
+        for place, i in enumerate(taken):
+            got = results.get(place, [])
+            if not got and place and not launch.failure:
+                break
+            measured = measurement_of(got, device=machine.device, ranks=ranks, failure=launch.failure)
+            plan = planned[i]
+            assert plan is not None
+            comparisons.append(_compared(plan, measured, tolerance, jobs[i], say))
+            waiting.remove(i)
+            if measured.failure or measured.out_of_memory:
+                break  # what follows it is started anew
+    return comparisons, skipped
+
+
+def _progress(jobs: Sequence[Job], taken: Sequence[int], say: Say) -> Callable[[int, str], None]:
+    def show(place: int, doing: str) -> None:
+        if doing.startswith("step ") or "model" in doing:
+            say(f"{jobs[taken[place]].label}: {doing}")
+
+    return show
+
+
+def _compared(plan: Planned, measured: Measurement, tolerance: float, job: Job, say: Say) -> Comparison:
+    comparison = compare(plan, measured, tolerance)
+    say(f"{job.label}: {comparison.verdict}")
+    return comparison
+
+
+def _run_here(
+    resolved: Resolved,
+    cases: Sequence[Case],
+    jobs: Sequence[Job],
+    machine: Machine,
+    ranks: int,
+    tolerance: float,
+    say: Say,
+    builtin: bool,
+) -> _Outcome:
+    """Within a torchrun: this process is one of its ranks; every rank gets every result."""
+    import os
+
+    from zeroplan.validate.rank.exchange import everyone
+    from zeroplan.validate.rank.worker import EXIT_EARLY, ended_early, join, run_here
+
+    place = join(machine.device, int(os.environ.get("LOCAL_RANK", "0")), jobs[0].timeout)
+    first = machine.rank == 0
+    comparisons: list[Comparison] = []
+    skipped: list[str] = []
+    for case, job in zip(cases, jobs, strict=True):
+        planned = predict(resolved.engine, case)
+        if builtin and planned.plan.fits is False:
+            skipped.append(f"{job.label} is left out: the plan does not fit this GPU")
+            continue
+        result = run_here(job, place, lambda text, label=job.label: say(f"{label}: {text}") if first else None)
+        if ended_early(result):  # the other ranks may wait for this one in vain, so torchrun is to end them
+            measured = measurement_of([result], device=machine.device, ranks=ranks)
+            _to_stderr(f"{job.label}: {compare(planned, measured, tolerance).verdict}")
+            os._exit(EXIT_EARLY)
+        measured = measurement_of(everyone(result), device=machine.device, ranks=ranks)
+        comparison = compare(planned, measured, tolerance)
+        if first:
+            say(f"{job.label}: {comparison.verdict}")
+        comparisons.append(comparison)
+    return comparisons, skipped

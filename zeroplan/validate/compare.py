@@ -1,0 +1,233 @@
+"""Plan beside measurement: rows joined by buffer, totals, what is left over, and the verdict.
+
+Note [What is judged]
+    Buffers that the runtime owns must be equal, unit by unit. On GPUs the total (the process's device memory, or without
+    NVML what the allocator reserved) must lie within the tolerance. A CPU has no caching allocator, no context and no NCCL;
+    there the tensors alive between steps, and at training's peak, are held against the plan's requested bytes, without
+    workspaces and rounding. Peaks are judged where a CPU runs the kernels that the plan was traced for: CUDA's attention in
+    fp32 and its dropout keep other tensors than a CPU's. A run that ends for want of memory agrees with a plan that did not
+    fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from zeroplan.core.units import format_bytes
+from zeroplan.core.workload import Attention, DType
+from zeroplan.engines.runtime.units import PEFT_PREFIX
+from zeroplan.validate.planned import Key, Planned
+from zeroplan.validate.results import Comparison, DriftRow, Measurement
+
+#: Phases of training; a CPU holds the model's first copy in the same memory while the engine initialises.
+_TRAINING = ("forward", "backward", "step")
+_BESIDE = "activations, temporaries, workspaces"
+
+
+def compare(planned: Planned, measured: Measurement, tolerance: float) -> Comparison:
+    """One configuration's comparison; `tolerance` is a fraction of the planned total."""
+    mismatches = _mismatches(planned, measured)
+    ended = measured.failure or measured.out_of_memory is not None
+    rows = _buffer_rows(planned, measured)
+    totals = [] if ended else _totals(planned, measured, tolerance)
+    if not ended:
+        rows += _torch_rows(planned, measured)
+    unattributed = None if ended else _unattributed(rows, measured)
+    within, verdict = _verdict(planned, measured, mismatches, totals)
+    return Comparison(
+        plan=planned.plan,
+        measurement=measured,
+        rows=tuple(rows),
+        totals=tuple(totals),
+        unattributed=unattributed,
+        mismatches=tuple(mismatches),
+        within=within,
+        verdict=verdict,
+    )
+
+
+def _by_buffer(rows: Iterable[tuple[Key, int]]) -> dict[tuple[str, str], int]:
+    totals: dict[tuple[str, str], int] = {}
+    for (buffer, _, place), count in rows:
+        totals[buffer, place] = totals.get((buffer, place), 0) + count
+    return totals
+
+
+def _measured_keys(measured: Measurement) -> dict[Key, int]:
+    return {(row.buffer, row.unit.removeprefix(PEFT_PREFIX), row.place): row.bytes for row in measured.rows}
+
+
+def _mismatches(planned: Planned, measured: Measurement) -> list[str]:
+    """Owned buffers that differ, unit by unit."""
+    if planned.owned is None or not measured.owned:
+        return []
+    found = _measured_keys(measured)
+    out = []
+    for key in dict.fromkeys([*planned.owned, *found]):
+        want, have = planned.owned.get(key, 0), found.get(key, 0)
+        if want != have:
+            out.append(f"{key[0]} of {key[1]} ({key[2]}): planned {want:,}, measured {have:,} bytes")
+    return out
+
+
+def _buffer_rows(planned: Planned, measured: Measurement) -> list[DriftRow]:
+    """What the engine keeps: exact where it is its own account, else for information."""
+    found = _by_buffer(_measured_keys(measured).items())
+    if planned.owned is not None:
+        wanted, exact = _by_buffer(planned.owned.items()), measured.owned
+    else:
+        lines = (((line.buffer, "", line.place), line.bytes) for line in planned.plan.lines)
+        wanted, exact = {key: count for key, count in _by_buffer(lines).items() if key in found}, False
+    rows = []
+    for key in dict.fromkeys([*wanted, *found]):
+        want, have = wanted.get(key, 0), found.get(key, 0)
+        rows.append(
+            DriftRow(
+                name=key[0],
+                place=key[1],
+                planned=want,
+                measured=have if measured.rows else None,
+                judged="exact" if exact else "",
+                within=want == have if exact else None,
+            )
+        )
+    return rows
+
+
+def _kept(rows: Iterable[DriftRow]) -> tuple[int, int]:
+    on_device = [row for row in rows if row.place == "hbm"]
+    return sum(row.planned or 0 for row in on_device), sum(row.measured or 0 for row in on_device)
+
+
+def _training_peak(measured: Measurement) -> int | None:
+    return max((measured.phases[phase] for phase in _TRAINING if phase in measured.phases), default=None)
+
+
+def _torch_rows(planned: Planned, measured: Measurement) -> list[DriftRow]:
+    """What torch allocates beside the engine's buffers, what it caches, and what lies outside it."""
+    gpu = planned.plan.gpu
+    want, have = _kept(_buffer_rows(planned, measured))
+    peak = measured.peak_allocated if measured.device == "cuda" else _training_peak(measured)
+    plan_peak = gpu.peak_allocated if measured.device == "cuda" else planned.requested
+    rows = [
+        DriftRow(
+            name=_BESIDE,
+            place="hbm",
+            planned=None if plan_peak is None else plan_peak - want,
+            measured=None if peak is None else peak - have,
+            note="at the peak, beside the buffers above",
+        )
+    ]
+    if measured.device == "cuda":
+        rows.append(
+            DriftRow(
+                name="allocator.fragmentation",
+                place="hbm",
+                planned=_less(gpu.peak_reserved, gpu.peak_allocated),
+                measured=_less(measured.peak_reserved, measured.peak_allocated),
+                note="reserved beyond allocated",
+            )
+        )
+        context = sum(line.bytes for line in planned.plan.lines if line.formula == "measured: the CUDA context")
+        rows.append(DriftRow(name="device.context", place="hbm", planned=context or None, measured=measured.context))
+    else:
+        rows.append(
+            DriftRow(name="host.process", place="dram", planned=None, measured=measured.host_before, note="before the model")
+        )
+    return rows
+
+
+def _less(a: int | None, b: int | None) -> int | None:
+    return None if a is None or b is None else a - b
+
+
+def _totals(planned: Planned, measured: Measurement, tolerance: float) -> list[DriftRow]:
+    gpu = planned.plan.gpu
+    simulated = planned.requested is not None
+    if measured.device == "cpu":
+        live = _judged("live after a step", planned.requested_live, measured.live_after_step, tolerance, "tensors")
+        same = _same_kernels(planned)
+        note = "tensors in forward, backward and step" if same else "not judged: a CPU's kernels keep other tensors than CUDA's"
+        peak = _judged("peak of tensors", planned.requested, _training_peak(measured), tolerance, note)
+        rows = [live, peak if same else peak.model_copy(update={"judged": "", "within": None})]
+        rows.append(DriftRow(name="resident memory", place="dram", planned=None, measured=measured.host, note="all ranks"))
+        return rows
+    rows = [
+        DriftRow(name="live after a step", place="hbm", planned=gpu.live_after_step, measured=measured.live_after_step),
+        DriftRow(name="peak allocated", place="hbm", planned=gpu.peak_allocated, measured=measured.peak_allocated),
+    ]
+    if measured.total is None:
+        rows.append(_judged("peak reserved", gpu.peak_reserved, measured.peak_reserved, tolerance, "no NVML here"))
+    else:
+        rows.append(DriftRow(name="peak reserved", place="hbm", planned=gpu.peak_reserved, measured=measured.peak_reserved))
+        rows.append(_judged("total", gpu.total, measured.total, tolerance, measured.total_source))
+    host = planned.plan.cpu.per_node if simulated else None
+    rows.append(DriftRow(name="resident memory", place="dram", planned=host, measured=measured.host, note="all ranks"))
+    return rows
+
+
+def _same_kernels(planned: Planned) -> bool:
+    """Whether a CPU's kernels keep what CUDA's do: fused attention in 16 bits, no dropout."""
+    work = planned.case.workload
+    return work.dtype is not DType.FP32 and work.attn is Attention.SDPA and not planned.drops
+
+
+def _judged(name: str, want: int | None, have: int | None, tolerance: float, note: str) -> DriftRow:
+    known = want is not None and have is not None
+    within = abs(have - want) <= tolerance * want if want is not None and have is not None else None
+    return DriftRow(
+        name=name,
+        place="hbm",
+        planned=want,
+        measured=have,
+        judged="tolerance" if known else "",
+        within=within,
+        note=note,
+    )
+
+
+def _unattributed(rows: list[DriftRow], measured: Measurement) -> int | None:
+    """Of the measured total (a CPU's: resident memory), what no measured row holds."""
+    if measured.device == "cpu":
+        per_rank = [row.measured or 0 for row in rows if row.name != "host.process"]
+        # Tensors are counted on the worst rank, resident memory over all of them.
+        return measured.host - measured.host_before - measured.ranks * sum(per_rank) if measured.tensors_counted else None
+    if measured.total is None:
+        return None
+    return measured.total - sum(row.measured or 0 for row in rows if row.place == "hbm")
+
+
+def _verdict(planned: Planned, measured: Measurement, mismatches: list[str], totals: list[DriftRow]) -> tuple[bool, str]:
+    if measured.failure:
+        return False, measured.failure
+    if measured.out_of_memory is not None:
+        return _out_of_memory(planned, measured)
+    if mismatches:
+        return False, f"{len(mismatches)} owned buffers differ; first: {mismatches[0]}"
+    for row in totals:
+        if row.within is False and row.planned and row.measured is not None:
+            share = (row.measured - row.planned) / row.planned
+            return False, f"{row.name} is off by {share:+.1%}"
+    exact = "owned buffers exact" if measured.owned else "run complete"
+    judged = [row for row in totals if row.judged and row.planned and row.measured is not None]
+    parts = [f"{row.name} {((row.measured or 0) - (row.planned or 0)) / (row.planned or 1):+.2%}" for row in judged]
+    if not parts:
+        parts = [f"totals not judged: {planned.undone}" if planned.undone else "totals not judged"]
+    return True, ", ".join([exact, *parts])
+
+
+def _out_of_memory(planned: Planned, measured: Measurement) -> tuple[bool, str]:
+    out = measured.out_of_memory
+    assert out is not None
+    wanted = f"{format_bytes(out.requested)} more" if out.requested is not None else "more"
+    had = f" with {format_bytes(out.allocated)} allocated" if out.allocated is not None else ""
+    text = f"out of memory in {out.phase} on rank {out.rank}: {out.buffer} wanted {wanted}{had}"
+    peak = planned.plan.gpu.peak_allocated
+    if peak is not None:
+        text += f"; the plan's peak is {format_bytes(peak)}"
+        if out.allocated is not None and out.requested is not None:
+            reached = out.allocated + out.requested
+            text += f", {format_bytes(abs(peak - reached))} {'above' if peak >= reached else 'below'} what it had asked for"
+    if planned.plan.fits is False:
+        return True, f"{text}; the plan said that it does not fit"
+    return False, text

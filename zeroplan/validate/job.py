@@ -1,0 +1,121 @@
+"""A run as the ranks get it: plain values, written as JSON for processes of their own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.tape_options import auto_class_of
+from zeroplan.core.workload import DType
+from zeroplan.engines.base import Case
+from zeroplan.interop.ds_config import write_ds_config
+from zeroplan.ledger.optimizers import find_optimizer
+
+#: Optimizer steps that a run takes; peaks repeat from the second applied one on.
+STEPS = 3
+#: fp16 begins at this loss scale where no file says otherwise, so that no step is lost to finding it.
+_FP16_POWER = 8
+_ADAM_LIKE = ("adam", "adamw", "lamb")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One configuration to run. `model` is a transformers config; `ds_config` serves the engines that read one."""
+
+    label: str
+    engine: str
+    stage: int
+    model: dict[str, Any]
+    auto_class: str
+    micro_batch: int
+    seq_len: int
+    grad_accum: int
+    dtype: str
+    optimizer: str
+    attn: str
+    gradient_checkpointing: bool
+    lora_rank: int | None
+    lora_targets: tuple[str, ...]
+    steps: int
+    timeout: float
+    ds_config: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Job:
+        """The inverse of :meth:`to_json`."""
+        return cls(**{**values, "lora_targets": tuple(values["lora_targets"])})
+
+
+def job_of(
+    case: Case, engine: str, label: str, *, raw: Mapping[str, Any] | None = None, steps: int = STEPS, timeout: float = 300.0
+) -> Job:
+    """The job of a case. `raw` is the ds_config that the case came from.
+
+    Raises:
+        BadInput: when the model has no config to build it from.
+    """
+    spec, work = case.spec, case.workload
+    if not spec.config:
+        raise BadInput(
+            f"{spec.name} has no config to build it from", where="MODEL", remedy="give a hub id, a folder or a config.json"
+        )
+    config: dict[str, Any] = {}
+    if engine == "zeroplan":
+        config = _runtime_config(case, raw or {}, timeout)
+    elif engine == "deepspeed":
+        given = _optimizer(work.optimizer) if "optimizer" not in (raw or {}) else None
+        config = write_ds_config(case.zero, work, world_size=case.ranks, optimizer=given, source=raw)
+    return Job(
+        label=label,
+        engine=engine,
+        stage=case.zero.stage,
+        model=json.loads(json.dumps(dict(spec.config), default=str)),
+        auto_class=spec.auto_class or auto_class_of(spec.config),
+        micro_batch=work.micro_batch,
+        seq_len=work.seq_len or 1,
+        grad_accum=work.grad_accum,
+        dtype=work.dtype.value,
+        optimizer=work.optimizer,
+        attn=work.attn.value,
+        gradient_checkpointing=work.gradient_checkpointing,
+        lora_rank=work.lora_rank,
+        lora_targets=tuple(work.lora_targets),
+        steps=steps,
+        timeout=timeout,
+        ds_config=config,
+    )
+
+
+def _optimizer(name: str) -> dict[str, Any]:
+    """The ``optimizer`` section for one of the ledger's names."""
+    params: dict[str, Any] = {"lr": 1e-5}
+    if name in _ADAM_LIKE:
+        params |= {"betas": [0.9, 0.95], "weight_decay": 0.1}
+    if name == "sgd_momentum":
+        params["momentum"] = 0.9
+    return {"type": find_optimizer(name).deepspeed_type or name, "params": params}
+
+
+def _runtime_config(case: Case, raw: Mapping[str, Any], timeout: float) -> dict[str, Any]:
+    """The file as it is, with the batches and the precision made definite; without a file, what the flags say."""
+    work = case.workload
+    config = {key: value for key, value in raw.items() if key not in ("train_batch_size", "fp16", "bf16")}
+    config["train_micro_batch_size_per_gpu"] = work.micro_batch
+    config["gradient_accumulation_steps"] = work.grad_accum
+    config.setdefault("gradient_clipping", 1.0)
+    zero = config.get("zero_optimization")
+    config["zero_optimization"] = {**(zero if isinstance(zero, Mapping) else {}), "stage": case.zero.stage}
+    config.setdefault("optimizer", _optimizer(work.optimizer))
+    config["zeroplan"] = {"timeout": timeout, **dict(config.get("zeroplan") or {})}
+    if work.dtype is not DType.FP32:
+        section = raw.get(work.dtype.value)
+        own = {"initial_scale_power": _FP16_POWER} if work.dtype is DType.FP16 and not section else {}
+        config[work.dtype.value] = {**own, **(section if isinstance(section, Mapping) else {}), "enabled": True}
+    return config

@@ -1,0 +1,109 @@
+"""What this machine has to run on: its GPUs, else its CPU, as a Cluster to plan for."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any
+
+from zeroplan.core.cluster import Cluster
+from zeroplan.core.errors import BadInput
+from zeroplan.core.gpus import DEFAULT_GPU, GPUS, Gpu
+
+#: Ranks on a CPU unless told otherwise.
+CPU_RANKS = 2
+
+
+class _Host(Gpu):
+    """A CPU in a GPU's place: no cuBLAS, so no workspace."""
+
+    __slots__ = ()
+
+    @property
+    def workspace(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """`device` is ``cuda`` or ``cpu``; `count` its GPUs (of this node), or the ranks to start on a CPU.
+
+    `launched` says that a torchrun has started this process: `ranks` is then its world, of which this is `rank`.
+    """
+
+    device: str
+    count: int
+    name: str
+    memory: int | None
+    capability: tuple[int, int]
+    launched: bool = False
+    rank: int = 0
+    ranks: int = 0
+
+    def cluster(self, ranks: int) -> Cluster:
+        """So many ranks of this machine, to plan for."""
+        if self.device == "cpu":
+            host = {name: getattr(DEFAULT_GPU, name) for name in Gpu.__dataclass_fields__}
+            return Cluster(gpus=ranks, gpu=_Host(**{**host, "name": "cpu", "capability": (0, 0)}))
+        gpu = replace(_preset(self.name), memory=self.memory or 0, capability=self.capability)
+        nodes = max(1, ranks // self.count) if self.launched else 1
+        return Cluster(gpus=ranks // nodes, nodes=nodes, gpu=gpu, vram=self.memory)
+
+    def describe(self) -> dict[str, Any]:
+        """As the JSON shows it."""
+        backend = "nccl" if self.device == "cuda" else "gloo"
+        return {"device": self.device, "name": self.name, "memory": self.memory, "count": self.count, "backend": backend}
+
+
+def _preset(name: str) -> Gpu:
+    """The preset whose name stands in the driver's, such as H100 in ``NVIDIA H100 80GB HBM3``; else the default's rates."""
+    words = name.upper().replace("RTX ", "RTX").split()
+    for gpu in GPUS.values():
+        if gpu.name.upper().partition("-")[0] in words:
+            return gpu
+    return replace(DEFAULT_GPU, name=name)
+
+
+def find_machine() -> Machine:
+    """What there is here.
+
+    Raises:
+        BadInput: when torch is not installed.
+    """
+    if find_spec("torch") is None:
+        raise BadInput("torch is not installed", where="verify", remedy="pip install 'zeroplan[torch]'")
+    import torch
+
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    rank, ranks = (int(os.environ[key]) if launched else 0 for key in ("RANK", "WORLD_SIZE"))
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        return Machine(
+            device="cuda",
+            count=torch.cuda.device_count(),
+            name=str(properties.name),
+            memory=int(properties.total_memory),
+            capability=(int(properties.major), int(properties.minor)),
+            launched=launched,
+            rank=rank,
+            ranks=ranks,
+        )
+    return Machine("cpu", CPU_RANKS, "cpu", None, (0, 0), launched, rank, ranks)
+
+
+def ranks_to_use(machine: Machine, asked: int | None) -> int:
+    """How many ranks to run.
+
+    Raises:
+        BadInput: more than there are GPUs, or another number than the torchrun that started this process.
+    """
+    if machine.launched:
+        if asked is not None and asked != machine.ranks:
+            raise BadInput(f"torchrun started {machine.ranks} ranks, not {asked}", where="--gpus", remedy="leave it out")
+        return machine.ranks
+    if asked is None:
+        return machine.count
+    if asked < 1 or (machine.device == "cuda" and asked > machine.count):
+        raise BadInput(f"{asked} is not among the {machine.count} that are here", where="--gpus", remedy="ask for fewer")
+    return asked

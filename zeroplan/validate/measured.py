@@ -1,0 +1,71 @@
+"""Every rank's figures into one Measurement: the worst rank's, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from zeroplan.core.errors import BadInput
+from zeroplan.validate.results import MeasuredRow, Measurement, OutOfMemory
+
+_FIGURES = ("live_after_step", "peak_allocated", "peak_reserved", "context", "total", "step_seconds", "steps")
+
+
+def measurement_of(results: Sequence[Mapping[str, Any]], *, device: str, ranks: int, failure: str = "") -> Measurement:
+    """The measurement of one job.
+
+    Args:
+        results: what each rank that got so far wrote.
+        device: ``cuda`` or ``cpu``.
+        ranks: how many were started.
+        failure: what the launcher says of a job that ended early.
+
+    Raises:
+        BadInput: when a rank refused the job.
+    """
+    for result in results:
+        if "bad_input" in result:
+            raise BadInput(**result["bad_input"])
+    ran_out = next((result for result in results if "out_of_memory" in result), None)
+    errors = [f"rank {result['rank']} failed: {result['error']}" for result in results if "error" in result]
+    if ran_out is None and (errors or len(results) < ranks):
+        failure = next(iter(errors), failure or f"{ranks - len(results)} of {ranks} ranks gave no result")
+    else:
+        failure = ""
+    first: Mapping[str, Any] = results[0] if results else {}
+    return Measurement(
+        device=device,
+        ranks=ranks,
+        rows=_worst_rows(results),
+        owned=bool(first.get("owned")),
+        tensors_counted=bool(first.get("tensors_counted")),
+        total_source=str(first.get("total_source", "")),
+        phases=_most_by_phase(results),
+        host=sum(int(result.get("host", 0)) for result in results),
+        host_before=sum(int(result.get("host_before", 0)) for result in results),
+        out_of_memory=None if ran_out is None else OutOfMemory(rank=ran_out["rank"], **ran_out["out_of_memory"]),
+        failure=failure,
+        versions=dict(first.get("versions", {})),
+        **{name: _most(results, name) for name in _FIGURES if _most(results, name) is not None},
+    )
+
+
+def _most(results: Sequence[Mapping[str, Any]], name: str) -> Any:
+    return max((result[name] for result in results if result.get(name) is not None), default=None)
+
+
+def _worst_rows(results: Sequence[Mapping[str, Any]]) -> tuple[MeasuredRow, ...]:
+    most: dict[tuple[str, str, str], int] = {}
+    for result in results:
+        for buffer, unit, place, count in result.get("rows", ()):
+            key = (buffer, unit, place)
+            most[key] = max(most.get(key, 0), count)
+    return tuple(MeasuredRow(buffer=b, unit=u, place=p, bytes=count) for (b, u, p), count in most.items())
+
+
+def _most_by_phase(results: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    phases: dict[str, int] = {}
+    for result in results:
+        for phase, peak in result.get("phases", {}).items():
+            phases[phase] = max(phases.get(phase, 0), peak)
+    return phases

@@ -1,0 +1,1 @@
+"""What runs on a rank: builds the model under an engine, trains a few steps, measures. Imports torch."""

@@ -1,0 +1,107 @@
+"""The model and one micro batch, with random weights and tokens, as every engine of a job gets them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroplan.core.tape_options import Checkpointing, TraceOptions
+from zeroplan.core.workload import Attention
+from zeroplan.validate.job import Job
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_ATTENTION = {"sdpa": "sdpa", "eager": "eager", "flash": "flash_attention_2"}
+#: Weights repeat a random pattern of so many elements: memory does not depend on them, and time to make them would count.
+_PATTERN = 1 << 20
+
+
+def make_model(job: Job, dtype: torch.dtype, *, cheap: bool = False) -> Any:
+    """The transformers model of the job's config on the current device, in training mode.
+
+    `cheap` skips transformers' initialisation and fills the weights with a repeated random pattern.
+    """
+    import transformers
+    from transformers.initialization import no_init_weights
+
+    transformers.utils.logging.set_verbosity_error()
+    values = {k: v for k, v in job.model.items() if k not in ("auto_map", "quantization_config", "torch_dtype", "dtype")}
+    config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+    build = getattr(transformers, job.auto_class).from_config
+    if cheap:
+        with no_init_weights():
+            model = build(config, dtype=dtype, attn_implementation=_ATTENTION[job.attn])
+        model.tie_weights()  # which initialisation would have done
+        fill(model)
+    else:
+        model = build(config, dtype=dtype, attn_implementation=_ATTENTION[job.attn])
+    return model.train()
+
+
+@torch.no_grad()
+def fill(model: nn.Module) -> None:
+    """Random matrices of deviation 0.02, vectors of ones and zeros by name."""
+    pattern = torch.randn(_PATTERN) * 0.02
+    for name, parameter in model.named_parameters():
+        flat = parameter.data.view(-1)
+        if parameter.dim() < 2:
+            flat.fill_(0.0 if name.endswith("bias") else 1.0)
+            continue
+        for begin in range(0, flat.numel(), _PATTERN):
+            part = flat[begin : begin + _PATTERN]
+            part.copy_(pattern[: part.numel()])
+
+
+def prepare(job: Job, model: Any) -> Any:
+    """Adapters, checkpointing and no key-value cache, as the job asks."""
+    if job.lora_rank is not None:
+        from peft import LoraConfig, get_peft_model
+
+        targets: Any = list(job.lora_targets) or "all-linear"
+        lora = LoraConfig(r=job.lora_rank, lora_alpha=32, target_modules=targets)
+        model = get_peft_model(model, lora, autocast_adapter_dtype=False)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base.config.use_cache = False
+    if job.gradient_checkpointing:
+        if job.lora_rank is not None:
+            base.enable_input_require_grads()
+        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def make_batch(job: Job, device: torch.device, seed: int) -> dict[str, torch.Tensor]:
+    """One micro batch of random values, of the shapes that the job's tape was traced with."""
+    from zeroplan.trace.build import build_inputs
+    from zeroplan.trace.fit import Point
+
+    options = TraceOptions(attn=Attention(job.attn), checkpointing=Checkpointing.NONE)
+    shapes = build_inputs(job.model, job.auto_class, options, Point(job.micro_batch, job.seq_len, 0))
+    generator = torch.Generator().manual_seed(seed)
+    classes = int(job.model.get("num_labels") or 2)
+    made: dict[int, torch.Tensor] = {}
+    for name, meta in shapes.items():
+        if id(meta) in made:
+            continue
+        if meta.is_floating_point():
+            value = torch.randn(meta.shape, generator=generator).to(DTYPES[job.dtype])
+        else:
+            most = classes if name == "labels" and meta.dim() == 1 else max(4, _vocabulary(job.model))
+            value = torch.randint(0, most, meta.shape, generator=generator)
+        made[id(meta)] = value.to(device)
+    return {name: made[id(meta)] for name, meta in shapes.items()}
+
+
+def _vocabulary(config: Mapping[str, Any]) -> int:
+    inner = config.get("text_config")
+    size = config.get("vocab_size") or (inner.get("vocab_size") if isinstance(inner, Mapping) else 0)
+    return int(size or 0)
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The model's own loss."""
+    loss = getattr(output, "loss", None)
+    if loss is None:
+        loss = output[0] if isinstance(output, tuple | list) else output
+    return loss if loss.dim() == 0 else loss.float().mean()

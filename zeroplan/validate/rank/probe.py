@@ -1,0 +1,200 @@
+"""Reads memory on one rank: torch's allocator and NVML on a GPU, the tensors alive on a CPU, and resident memory."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import weakref
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_STATUS = "/proc/self/status"
+
+
+def resident() -> tuple[int, int]:
+    """This process's resident memory now, and its highest since :func:`reset_resident`. Bytes."""
+    try:
+        with open(_STATUS) as lines:
+            pairs = dict(line.split(":", 1) for line in lines)
+        return int(pairs["VmRSS"].split()[0]) * 1024, int(pairs["VmHWM"].split()[0]) * 1024
+    except (OSError, KeyError):
+        import resource
+
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return most, most
+
+
+def reset_resident() -> None:
+    """Begins a new highest mark, where the kernel allows it."""
+    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+
+
+def give_back_freed() -> None:
+    """Collects garbage, and has the C library return what is free to the system, so that resident memory means something."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+class Nvml:
+    """One GPU as the driver sees it, found without touching CUDA. Everything is None where NVML cannot be had."""
+
+    def __init__(self, local_rank: int | None) -> None:
+        self._handle: Any = None
+        if local_rank is None:
+            return
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+            name = visible[local_rank] if visible else str(local_rank)
+            by_index = name.isdigit()
+            self._handle = pynvml.nvmlDeviceGetHandleByIndex(int(name)) if by_index else pynvml.nvmlDeviceGetHandleByUUID(name)
+            self._nvml = pynvml
+        except Exception:  # no library, no permission, no such device: the total is then not measured
+            self._handle = None
+
+    def used(self) -> int | None:
+        """Bytes in use on the device, by whomever."""
+        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used) if self._handle is not None else None
+
+    def by_process(self) -> int | None:
+        """Bytes that NVML attributes to this process; None where it cannot tell (as in most containers)."""
+        if self._handle is None:
+            return None
+        try:
+            running = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
+        except self._nvml.NVMLError:
+            return None
+        mine = [p.usedGpuMemory for p in running if p.pid == os.getpid()]
+        return int(mine[0]) if mine and mine[0] else None
+
+
+class TensorCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of the CPU tensors that operators return, by storage, while they live.
+
+    What an operator takes and gives back within itself is not seen, and autograd does not add gradients in place while a
+    dispatch mode is on.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self._alive: dict[int, tuple[int, Any]] = {}
+
+    def follow(self, tensor: torch.Tensor) -> None:
+        """Counts a tensor's storage until it dies."""
+        storage = tensor.untyped_storage()
+        key = int(storage._cdata)
+        if key in self._alive or tensor.device.type != "cpu":
+            return
+        size = storage.nbytes()
+
+        def dead(_: object, key: int = key, size: int = size) -> None:
+            self._alive.pop(key, None)
+            self.now -= size
+
+        self._alive[key] = (size, weakref.ref(storage, dead))
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for item in out if isinstance(out, tuple | list) else (out,):
+            if type(item) is torch.Tensor:
+                self.follow(item)
+        return out
+
+
+@dataclass(slots=True)
+class Place:
+    """One rank's device: NVML's view of it, what was in use before this process, and what CUDA's context took."""
+
+    device: torch.device
+    nvml: Nvml
+    used_before: int | None = None
+    context: int | None = None
+
+    @classmethod
+    def of(cls, device: str, local_rank: int) -> Place:
+        """Makes the first CUDA call of the process, and looks before and after."""
+        if device != "cuda":
+            return cls(torch.device("cpu"), Nvml(None))
+        nvml = Nvml(local_rank)
+        before = nvml.used()
+        where = torch.device("cuda", local_rank)
+        torch.cuda.set_device(where)
+        torch.zeros(1, device=where)
+        torch.cuda.synchronize(where)
+        torch.cuda.empty_cache()
+        after = nvml.used()
+        return cls(where, nvml, before, after - before if after is not None and before is not None else None)
+
+
+class Probe:
+    """Marks the ends of phases: peaks since the mark before, by phase. `count` asks for the tensors on a CPU."""
+
+    def __init__(self, place: Place, *, count: bool) -> None:
+        self.place, self.device, self.cuda = place, place.device, place.device.type == "cuda"
+        if self.cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self.tensors = TensorCount() if count and not self.cuda else None
+        self.phases: dict[str, int] = {}
+        self.peak = self.reserved = 0
+        self.phase = "load"
+        give_back_freed()
+        reset_resident()
+        self.host_before = resident()[0]
+
+    def counting(self) -> AbstractContextManager[object]:
+        """Within it, tensors are counted on a CPU."""
+        return self.tensors if self.tensors is not None else nullcontext()
+
+    def allocated(self) -> int | None:
+        """Bytes allocated now, where that is known."""
+        if self.cuda:
+            return int(torch.cuda.memory_allocated(self.device))
+        return self.tensors.now if self.tensors is not None else None
+
+    def end(self, phase: str, following: str) -> None:
+        """The phase has ended and `following` begins. Waits for the device."""
+        self.phase = following
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+            peak = int(torch.cuda.max_memory_allocated(self.device))
+            self.reserved = max(self.reserved, int(torch.cuda.max_memory_reserved(self.device)))
+            torch.cuda.reset_peak_memory_stats(self.device)
+        elif self.tensors is not None:
+            peak, self.tensors.peak = self.tensors.peak, self.tensors.now
+        else:
+            return
+        self.peak = max(self.peak, peak)
+        self.phases[phase] = max(self.phases.get(phase, 0), peak)
+
+    def figures(self) -> dict[str, Any]:
+        """What the run used on this rank so far."""
+        place = self.place
+        used, total, source = place.nvml.used(), place.nvml.by_process(), "NVML, by process"
+        if total is None and used is not None and place.used_before is not None:
+            total, source = used - place.used_before, "NVML, device now less device before"
+        known = self.cuda or self.tensors is not None
+        return {
+            "peak_allocated": self.peak if known else None,
+            "peak_reserved": self.reserved if self.cuda else None,
+            "tensors_counted": self.tensors is not None,
+            "phases": dict(self.phases),
+            "context": place.context,
+            "total": total,
+            "total_source": source if total is not None else "",
+            "host": resident()[1],
+            "host_before": self.host_before,
+        }

@@ -1,0 +1,131 @@
+"""Runs one job on this rank and says what it used, also when it ends early."""
+
+from __future__ import annotations
+
+import gc
+import re
+import statistics
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zeroplan.core.buffers import Buffer
+from zeroplan.core.errors import BadInput
+from zeroplan.validate.job import Job
+from zeroplan.validate.rank.engines import Trained, build
+from zeroplan.validate.rank.models import make_batch
+from zeroplan.validate.rank.probe import Place, Probe
+
+#: Called with what the rank does next.
+Say = Callable[[str], None]
+_ASKED = re.compile(r"[Tt]ried to allocate ([0-9.]+) ?(B|bytes|KiB|MiB|GiB|TiB)")
+_UNITS = {"B": 1, "bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_VERSIONS = ("torch", "transformers", "deepspeed", "peft")
+
+
+def run_job(job: Job, place: Place, say: Say) -> dict[str, Any]:
+    """One rank's figures; ``out_of_memory``, ``bad_input`` or ``error`` tell of a run that ended early."""
+    probe = Probe(place, count=True)
+    state: dict[str, Any] = {"trained": None}
+    result: dict[str, Any] = {"rank": this_rank()}
+    try:
+        result |= _train(job, place, probe, say, state)
+    except BadInput as error:
+        result["bad_input"] = {"what": error.what, "where": error.where, "remedy": error.remedy}
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        result["out_of_memory"] = _out_of_memory(error, probe, state["trained"])
+    result |= probe.figures()
+    trained = state.pop("trained")
+    if trained is not None:
+        result["rows"] = trained.rows()
+        result["owned"] = trained.owned
+        trained.close()
+    del trained
+    gc.collect()
+    return result
+
+
+def _train(job: Job, place: Place, probe: Probe, say: Say, state: dict[str, Any]) -> dict[str, Any]:
+    torch.manual_seed(0)
+    seconds: list[float] = []
+    with probe.counting():
+
+        def mark(phase: str, following: str) -> None:
+            probe.end(phase, following)
+            say(f"{phase} done")
+
+        say("building the model")
+        trained = state["trained"] = build(job, place.device, mark)
+        batch = make_batch(job, place.device, seed=this_rank())
+        for index in range(job.steps):
+            say(f"step {index + 1} of {job.steps}")
+            begin = time.perf_counter()
+            loss = trained.step(batch)
+            probe.end("step", "forward")
+            seconds.append(time.perf_counter() - begin)
+        live = probe.allocated()
+        value = float(loss.detach())
+    return {
+        "live_after_step": live,
+        "step_seconds": statistics.median(seconds[1:] or seconds),
+        "steps": job.steps,
+        "loss": value,
+        "versions": _versions(),
+    }
+
+
+def this_rank() -> int:
+    """This process's rank, which seeds its tokens."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _VERSIONS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    text = str(error)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text or "out of memory" in text
+
+
+def _out_of_memory(error: BaseException, probe: Probe, trained: Trained | None) -> dict[str, Any]:
+    text = str(error)
+    found = _ASKED.search(text)
+    asked = round(float(found[1]) * _UNITS[found[2]]) if found else None
+    plain = re.search(r"tried to allocate (\d+) bytes", text)
+    if plain:
+        asked = int(plain[1])
+    where = trained.where() if trained is not None else ""
+    return {
+        "phase": probe.phase,
+        "buffer": _buffer_of(error, probe.phase) + (f" ({where})" if where else ""),
+        "requested": asked,
+        "allocated": probe.allocated(),
+        "message": text.splitlines()[0][:300] if text else type(error).__name__,
+    }
+
+
+#: What a phase allocates, where the failing call does not say.
+_OF_PHASE = {"load": Buffer.HOST_MODEL, "init": Buffer.INIT_TEMP, "step": Buffer.OPTIM_TEMP}
+
+
+def _buffer_of(error: BaseException, phase: str) -> str:
+    """The buffer that was being made: the one that the innermost frame of the failing call names (the Arena's does)."""
+    trace, found = error.__traceback__, None
+    while trace is not None:
+        named = trace.tb_frame.f_locals.get("buffer")
+        found = named if isinstance(named, Buffer) else found
+        trace = trace.tb_next
+    return str(found or _OF_PHASE.get(phase, Buffer.ACTIVATION))

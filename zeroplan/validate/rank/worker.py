@@ -1,0 +1,91 @@
+"""A rank's process: ``python -m zeroplan.validate.rank.worker FOLDER``, started by torchrun.
+
+Reads ``jobs.json`` in the folder, runs the jobs one after another, and writes ``result-JOB-RANK.json`` for each, and a line
+to ``beat-RANK.jsonl`` for all that it begins, by which the launcher sees that it lives.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from zeroplan.core.files import write_atomic
+from zeroplan.validate.job import Job
+
+#: The exit code of a rank whose run ended early, whose result says why.
+EXIT_EARLY = 70
+
+
+class Beat:
+    """Says what this rank is doing, in a file of its own."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._file = (folder / f"beat-{rank}.jsonl").open("a", buffering=1)
+        self.job = 0
+
+    def say(self, text: str) -> None:
+        """One line."""
+        self._file.write(json.dumps({"job": self.job, "at": time.time(), "doing": text}) + "\n")
+
+
+def join(device: str, local_rank: int, timeout: float) -> Any:
+    """Makes the first CUDA call, then joins the other ranks; returns this rank's place."""
+    import torch.distributed as dist
+
+    from zeroplan.validate.rank.probe import Place
+
+    place = Place.of(device, local_rank)
+    if not dist.is_initialized():
+        longest = timedelta(seconds=timeout)
+        if device == "cuda":
+            dist.init_process_group("nccl", device_id=place.device, timeout=longest)
+        else:
+            dist.init_process_group("gloo", timeout=longest)
+    return place
+
+
+def run_here(job: Job, place: Any, say: Any) -> dict[str, Any]:
+    """One job's result on this rank, an unexpected error included."""
+    from zeroplan.validate.rank.run import run_job, this_rank
+
+    try:
+        return run_job(job, place, say)
+    except Exception as error:
+        traceback.print_exc()
+        text = str(error).strip().splitlines() or [""]
+        return {"rank": this_rank(), "error": f"{type(error).__name__}: {text[0][:300]}"}
+
+
+def ended_early(result: dict[str, Any]) -> bool:
+    """Whether the other ranks would wait for this one in vain."""
+    return any(key in result for key in ("out_of_memory", "error", "bad_input"))
+
+
+def main(folder: Path) -> None:
+    """Run every job, or as many as go well."""
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    beat = Beat(folder, rank)
+    beat.say("importing torch")
+    jobs = [Job.from_json(values) for values in json.loads((folder / "jobs.json").read_text())]
+    device = (folder / "device").read_text()
+    beat.say("joining the other ranks")
+    place = join(device, local_rank, jobs[0].timeout)
+    for index, job in enumerate(jobs):
+        beat.job = index
+        result = run_here(job, place, beat.say)
+        write_atomic(folder / f"result-{index}-{rank}.json", json.dumps(result))
+        beat.say("done")
+        if ended_early(result):
+            os._exit(EXIT_EARLY)
+    sys.stdout.flush()
+    os._exit(0)  # engines' tear-down can hang and changes nothing measured
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

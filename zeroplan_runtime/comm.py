@@ -9,10 +9,13 @@ Note [Lanes]
 from __future__ import annotations
 
 import contextlib
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 import torch.distributed as dist
+
+from zeroplan_runtime.watchdog import RankLost
 
 
 class Mark:
@@ -27,6 +30,10 @@ class Mark:
         """Marks what `lane` has been given so far."""
         if self._event is not None:
             self._event.record(lane.stream())
+
+    def done(self) -> bool:
+        """Whether the marked work is done (true, if never recorded)."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self, lane: Lane) -> None:
         """Makes `lane` wait until the marked work is done (nothing, if never recorded)."""
@@ -62,22 +69,36 @@ class Ranks:
         self.group = group
         self.count = dist.get_world_size(group) if dist.is_initialized() else 1
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
+        self.explain: Callable[[str], str] | None = None  # says which rank is to blame for a failed collective
+
+    @contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as fault:  # gloo's and NCCL's errors name addresses, not ranks
+            if self.explain is None:
+                raise
+            raise RankLost(self.explain(f"could not {what}")) from fault
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
         """Fills `whole` with every rank's `shard`, which may be this rank's part of `whole`."""
-        _all_gather(whole, shard, group=self.group)
+        with self._named("gather"):
+            _all_gather(whole, shard, group=self.group)
 
     def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> None:
         """Writes this rank's part of the mean of `whole` over the ranks to `shard`, which may be that part of `whole`."""
-        _reduce_scatter(shard, whole, op=dist.ReduceOp.AVG, group=self.group)
+        with self._named("reduce"):
+            _reduce_scatter(shard, whole, op=dist.ReduceOp.AVG, group=self.group)
 
     def all_reduce_mean(self, whole: torch.Tensor) -> None:
         """Replaces `whole` by its mean over the ranks."""
-        dist.all_reduce(whole, op=dist.ReduceOp.AVG, group=self.group)
+        with self._named("reduce"):
+            dist.all_reduce(whole, op=dist.ReduceOp.AVG, group=self.group)
 
     def all_reduce_sum(self, values: torch.Tensor) -> None:
         """Replaces `values` by their sum over the ranks."""
-        dist.all_reduce(values, group=self.group)
+        with self._named("reduce"):
+            dist.all_reduce(values, group=self.group)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Replaces `tensor` by the first rank's."""
@@ -86,4 +107,5 @@ class Ranks:
     def barrier(self) -> None:
         """Returns when every rank has called it."""
         if self.count > 1:
-            dist.barrier(self.group)
+            with self._named("meet"):
+                dist.barrier(self.group)

@@ -16,7 +16,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import RuntimeSetup
 from zeroplan_runtime.arena import DTYPES, Arena
 from zeroplan_runtime.audit import Audit
-from zeroplan_runtime.comm import Ranks
+from zeroplan_runtime.comm import Mark, Ranks
 from zeroplan_runtime.config import RuntimeConfig
 from zeroplan_runtime.landing import attach
 from zeroplan_runtime.optim.groups import ZeroOptimizer
@@ -88,7 +88,10 @@ class Engine(nn.Module):
                     module._buffers[name] = buffer.to(device)
         self.schedule = Schedule(self.store)
         attach(self.schedule, direct=config.direct_linear)
+        self._inside = False
+        self._tail = Mark(device)
         self.watchdog = watch(ranks.rank, ranks.count, self._where, config.timeout) if ranks.group is None else None
+        ranks.explain = self.watchdog.diagnose if self.watchdog is not None else None
         self.stepper: Stepper | None = None
         if optimizer is not None:
             self.stepper = Stepper(self.schedule, optimizer, clip=config.clip, may_skip=config.check_overflow)
@@ -101,7 +104,7 @@ class Engine(nn.Module):
         self.schedule.begin_forward()
         if self.config.auto_cast:
             args, kwargs = _cast(args, DTYPES[self.config.dtype]), _cast(kwargs, DTYPES[self.config.dtype])
-        with self._watched():
+        with self._working(), self._watched():
             return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor) -> torch.Tensor:
@@ -114,9 +117,9 @@ class Engine(nn.Module):
         scaled = loss / self.config.grad_accum if self.config.grad_accum > 1 else loss
         self.schedule.boundary = self.is_gradient_accumulation_boundary()
         self.arena.phase = Phase.BACKWARD
-        with self._watched():
+        with self._working(), self._watched():
             (scaled * self.scaler.scale if self.scaler.scale != 1.0 else scaled).backward()  # type: ignore[no-untyped-call]
-        self.schedule.end_backward()
+            self.schedule.end_backward()
         return scaled
 
     def _watched(self) -> AbstractContextManager[object]:
@@ -139,8 +142,9 @@ class Engine(nn.Module):
         self.arena.phase = Phase.STEP
         self.schedule.where = "the optimizer's step"
         self.schedule.ticks += 1
-        outcome = self.stepper.step(self._applied + 1, self.scaler.scale)
-        self.schedule.gather_ahead()
+        with self._working():
+            outcome = self.stepper.step(self._applied + 1, self.scaler.scale)
+            self.schedule.gather_ahead()
         self.global_steps += 1
         self._outcome = self._unsettled = outcome
         if not self.config.check_overflow or self.device.type == "cpu":
@@ -315,8 +319,20 @@ class Engine(nn.Module):
 
         save_16bit_model(self, save_dir, save_filename)
 
-    def _where(self) -> tuple[int, str]:
-        return self.schedule.ticks, f"{self.schedule.where}, step {self.global_steps}"
+    def _where(self) -> tuple[int, str, bool]:
+        """For the watchdog: how far, where, and whether in the engine or with work on the device still to be done."""
+        outside = "" if self._inside else ", outside the engine since"
+        waiting = self._inside or not self._tail.done()
+        return self.schedule.ticks, f"{self.schedule.where}, step {self.global_steps}{outside}", waiting
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside = False
+            self._tail.record(self.schedule.compute)
 
     def progress(self) -> dict[str, Any]:
         """Step counts and loss scale, for a checkpoint."""

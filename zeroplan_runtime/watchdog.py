@@ -1,8 +1,9 @@
 """Ends a job whose ranks no longer get on, and says which rank is to blame, instead of standing still.
 
-Every rank's watcher, a thread, writes where its rank is to the store that the ranks met in, several times within the
-timeout. When its own rank has made no progress for the timeout, it reads the others': a rank whose watcher has stopped
-writing is dead or stopped, one that is behind the others is stuck. The message names them and the process ends.
+Every rank's watcher, a thread, writes where its rank is to the store that the ranks met in. When its own rank has waited
+for others for the timeout, it reads what they wrote: a rank whose watcher has stopped writing is dead or stopped, one that is
+behind is stuck. The message names them and the process ends. A rank that is busy elsewhere (loading data, evaluating) waits
+for nobody and is left alone; those that wait for it name it.
 """
 
 from __future__ import annotations
@@ -22,13 +23,22 @@ import torch.distributed as dist
 EXIT_STALLED = 75
 
 
+#: How far a rank is, where, and whether it may be waiting for others.
+Progress = Callable[[], tuple[int, str, bool]]
+
+
+class RankLost(RuntimeError):
+    """A collective failed because another rank is gone; the message names it."""
+
+
 class Watchdog:
     """Watches one rank's progress.
 
     Args:
         store: where the ranks meet; it must not be used by others while they wait, so give a connection of its own.
-        progress: gives (a count that rises with every piece of work, what is being done).
-        timeout: seconds without progress that are too many.
+        progress: gives a count that rises with every piece of work, what is being done, and whether it may be waiting for
+            other ranks.
+        timeout: seconds of waiting that are too many.
         on_stall: called with the message; by default it is printed to stderr and the process ends at once.
     """
 
@@ -37,14 +47,14 @@ class Watchdog:
         store: Any,
         rank: int,
         ranks: int,
-        progress: Callable[[], tuple[int, str]],
+        progress: Progress,
         timeout: float,
         on_stall: Callable[[str], None] | None = None,
     ) -> None:
         self._store, self._rank, self._ranks = store, rank, ranks
         self._progress, self._timeout = progress, timeout
         self._on_stall = on_stall or _end
-        self._interval = min(5.0, timeout / 8)
+        self._interval = min(2.0, timeout / 8)
         self._beats = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="zeroplan-watchdog", daemon=True)
@@ -58,20 +68,20 @@ class Watchdog:
         self._stop.set()
 
     def _watch(self) -> None:
-        last, since = self._progress()[0], time.monotonic()
+        last, since = -1, time.monotonic()
         while not self._stop.wait(self._interval):
-            count, _ = self._progress()
-            if count != last:
+            count, _, waiting = self._progress()
+            if count != last or not waiting:
                 last, since = count, time.monotonic()
+            overdue = time.monotonic() - since > self._timeout
             try:
                 self._beat(count)
-                if count and time.monotonic() - since > self._timeout:
-                    self._on_stall(self._diagnose())
-                    return
+                message = self.diagnose(f"has waited {self._timeout:g} s") if overdue else ""
             except (RuntimeError, ValueError):
-                if not self._stop.is_set() and count and time.monotonic() - since > self._timeout:
-                    self._on_stall(f"rank {self._rank} has stood still for {self._timeout:g} s and cannot reach the first rank")
-                    return
+                message = f"rank {self._rank} has waited {self._timeout:g} s and cannot reach the first rank" if overdue else ""
+            if message and not self._stop.is_set():
+                self._on_stall(message)
+                return
 
     def _beat(self, count: int) -> None:
         self._beats += 1
@@ -86,28 +96,21 @@ class Watchdog:
                 found[rank] = (beats, count, where)
         return found
 
-    def _diagnose(self) -> str:
+    def diagnose(self, what: str) -> str:
+        """One line that says `what` befell this rank, and which ranks are silent or behind. Takes a few seconds."""
         before = self._read()
-        time.sleep(3 * self._interval)
+        time.sleep(2.5 * self._interval)
         after = self._read()
-        mine = self._progress()
-        silent = [
-            r for r in range(self._ranks) if r != self._rank and (r not in after or before.get(r, ())[:1] == after[r][:1])
-        ]
-        behind = [r for r in after if r not in silent and r != self._rank and after[r][1] < mine[0]]
-        text = f"rank {self._rank} has stood still in {mine[1]} for {self._timeout:g} s"
-        if silent:
-            text += "; " + ", ".join(
-                f"rank {r} is dead or stopped (last {after[r][2] if r in after else 'never seen'})" for r in silent
-            )
-        if behind:
-            text += "; " + ", ".join(f"rank {r} is behind, in {after[r][2]}" for r in behind)
-        if not silent and not behind:
-            text += "; no other rank is behind it: this rank itself is stuck, or the network between them"
-        return text
+        count, where, _ = self._progress()
+        others = [rank for rank in range(self._ranks) if rank != self._rank]
+        silent = [r for r in others if r not in after or (r in before and before[r][0] == after[r][0])]
+        behind = [r for r in others if r not in silent and after[r][1] < count]
+        faults = [f"rank {r} is dead or stopped (last seen in {after[r][2] if r in after else 'nothing'})" for r in silent]
+        faults += [f"rank {r} is behind, in {after[r][2]}" for r in behind]
+        return "; ".join([f"rank {self._rank} {what} in {where}", *(faults or ["no other rank is silent or behind"])])
 
 
-def watch(rank: int, ranks: int, progress: Callable[[], tuple[int, str]], timeout: float) -> Watchdog | None:
+def watch(rank: int, ranks: int, progress: Progress, timeout: float) -> Watchdog | None:
     """Starts a watcher on the store of the default process group; None where there is nothing to wait for."""
     if ranks < 2 or not dist.is_initialized() or timeout <= 0:
         return None

@@ -1,0 +1,69 @@
+"""Finding a tape for a model and a workload: shipped, cached, or traced now.
+
+Shipped tapes lie in ``data/``, one file a model (xz-compressed JSON: options key -> tape), written by
+``python -m zeroplan.tapes.ship``. Traced ones are cached under ``$XDG_CACHE_HOME/zeroplan/tapes``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.tape_format import Tape
+from zeroplan.core.tape_options import TraceOptions, auto_class_of, options_for
+from zeroplan.core.workload import Workload
+from zeroplan.models.spec import ModelSpec
+
+
+def find_tape(spec: ModelSpec, workload: Workload, *, zero3: bool = False) -> Tape | None:
+    """The tape at hand for a model, without torch: shipped, else cached; None when there is neither.
+
+    Args:
+        spec: the model; its `config` is what identifies it.
+        workload: decides attention, checkpointing, dtypes and LoRA.
+        zero3: as ZeRO stage 3 runs it. Where only the plain tape is shipped, that is returned: it differs in when some
+            activations are freed.
+    """
+    return lookup(spec, options_for(workload, zero3=zero3))
+
+
+def lookup(spec: ModelSpec, options: TraceOptions) -> Tape | None:
+    """:func:`find_tape` for options."""
+    from zeroplan.tapes import shipped
+    from zeroplan.tapes.cache import read
+
+    if not spec.config:
+        return None
+    for wanted in (options, replace(options, zero3=False)) if options.zero3 else (options,):
+        tape = shipped.find(spec, wanted) or read(spec.config, wanted)
+        if tape is not None:
+            return tape
+    return None
+
+
+def get_tape(spec: ModelSpec, workload: Workload, *, zero3: bool = False) -> Tape:
+    """The tape for a model, traced now (and cached) if none is at hand.
+
+    Raises:
+        BadInput: when it must be traced and torch is missing, or the model cannot be traced.
+    """
+    from zeroplan.tapes import shipped
+    from zeroplan.tapes.cache import read, write
+
+    options = options_for(workload, zero3=zero3)
+    tape = shipped.find(spec, options) or read(spec.config, options) if spec.config else None
+    if tape is not None:
+        return tape
+    if not spec.config:
+        raise BadInput(f"{spec.name} has no config to trace", remedy="give a config.json or a hub id")
+    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
+        plain = lookup(spec, options)
+        if plain is not None:
+            return plain
+        raise BadInput(f"no tape of {spec.name} is shipped", remedy="install zeroplan[torch] to trace it")
+    from zeroplan.trace.api import trace_model
+
+    tape = trace_model(spec.config, auto_class_of(spec.config), options)
+    write(spec.config, options, tape)
+    return tape

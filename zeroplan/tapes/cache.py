@@ -1,0 +1,75 @@
+"""Traced tapes, kept in the user's cache directory."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import lzma
+import os
+import tempfile
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+from zeroplan.core.tape_codec import from_json, to_json
+from zeroplan.core.tape_format import FORMAT, Tape
+from zeroplan.core.tape_options import TraceOptions
+
+#: Config keys that change no allocation and differ between copies of one model.
+_NOISE = frozenset(
+    {"_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype", "auto_map", "bos_token_id",
+     "eos_token_id", "id2label", "label2id", "_commit_hash"}
+)  # fmt: skip
+
+
+def folder() -> str:
+    """Where traced tapes are kept: ``$XDG_CACHE_HOME/zeroplan/tapes``, by default under ``~/.cache``."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(base, "zeroplan", "tapes")
+
+
+def path_of(config: Mapping[str, Any], options: TraceOptions) -> str:
+    """The file for a config and options, under the versions that are installed."""
+    facts = {key: value for key, value in config.items() if key not in _NOISE}
+    key = json.dumps([FORMAT, _versions(), options.key, facts], sort_keys=True, default=str)
+    return os.path.join(folder(), hashlib.sha256(key.encode()).hexdigest()[:32] + ".json.xz")
+
+
+def _versions() -> list[str]:
+    found = []
+    for name in ("torch", "transformers", "peft"):
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            found.append(f"{name} -")
+    return found
+
+
+def read(config: Mapping[str, Any], options: TraceOptions) -> Tape | None:
+    """The cached tape; None when there is none, or what is there cannot be read."""
+    path = path_of(config, options)
+    try:
+        with lzma.open(path, "rt", encoding="utf-8") as stream:
+            return from_json(json.load(stream))
+    except (OSError, EOFError, lzma.LZMAError, ValueError, KeyError, TypeError, IndexError):
+        return None
+
+
+def write(config: Mapping[str, Any], options: TraceOptions, tape: Tape) -> str | None:
+    """Keep a tape, atomically; returns the path, or None where the folder cannot be written."""
+    path = path_of(config, options)
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path), suffix=".part")
+    except OSError:
+        return None
+    try:
+        with os.fdopen(handle, "wb") as raw, lzma.open(raw, "wt", encoding="utf-8", preset=1) as stream:
+            json.dump(to_json(tape), stream, separators=(",", ":"))
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        return None
+    return path

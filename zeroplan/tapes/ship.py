@@ -1,0 +1,98 @@
+"""Regenerates the shipped tapes: ``python -m zeroplan.tapes.ship [--only TEXT] [--missing] [--jobs N]``.
+
+Needs torch, transformers and peft. Models of one family differ in widths only, so the first is traced at several points
+and the others borrow the exponents of its sizes (:class:`zeroplan.trace.api.Donors`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import lzma
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.tape_codec import to_json
+from zeroplan.core.tape_options import Arithmetic, Checkpointing, TraceOptions, auto_class_of
+from zeroplan.core.workload import Attention
+from zeroplan.models import catalog
+from zeroplan.tapes import shipped
+
+
+def variants() -> Iterator[TraceOptions]:
+    """What each model is shipped with, most used first."""
+    for checkpointing in (Checkpointing.NONE, Checkpointing.NON_REENTRANT):
+        for zero3 in (False, True):
+            yield TraceOptions(checkpointing=checkpointing, zero3=zero3)
+    for attn in (Attention.SDPA, Attention.EAGER):
+        for checkpointing in (Checkpointing.NONE, Checkpointing.NON_REENTRANT):
+            if attn is Attention.EAGER:
+                yield TraceOptions(attn, checkpointing)
+            yield TraceOptions(attn, checkpointing, lora=())
+            yield TraceOptions(attn, checkpointing, Arithmetic.AUTOCAST)
+            yield TraceOptions(attn, checkpointing, Arithmetic.FP32)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Trace and write; returns the number of models that failed."""
+    from zeroplan.trace.api import Donors
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="models whose id contains this")
+    parser.add_argument("--missing", action="store_true", help="keep variants that are there")
+    parser.add_argument("--part", default="0/1", help="the i-th of n parts of the families, for several processes")
+    options = parser.parse_args(arguments)
+    part, parts = (int(x) for x in options.part.split("/"))
+    entries = [e for e in catalog.entries() if options.only in e.id]
+    families = sorted({str(e.config["model_type"]) for e in entries})
+    mine = set(families[part::parts])
+    entries = [e for e in entries if e.config["model_type"] in mine]
+    os.makedirs(shipped.DATA, exist_ok=True)
+    donors, failed, began = Donors(), 0, time.time()
+    for number, entry in enumerate(entries, 1):
+        path = shipped.path_of(entry.id)
+        kept: dict[str, Any] = {}
+        if options.missing and os.path.exists(path):
+            with lzma.open(path, "rt", encoding="utf-8") as stream:
+                kept = json.load(stream)
+        problems = _fill(kept, entry, donors)
+        failed += bool(problems)
+        _write(path, kept)
+        size = os.path.getsize(path) / 1024
+        note = f"  {problems[0]}" if problems else ""
+        print(f"[{number}/{len(entries)}] {time.time() - began:5.0f} s  {entry.id}: {len(kept)} tapes, {size:.0f} KiB{note}")
+        sys.stdout.flush()
+    return failed
+
+
+def _fill(kept: dict[str, Any], entry: catalog.Entry, donors: Any) -> list[str]:
+    """Trace what is missing; returns what went wrong."""
+    problems = []
+    for options in variants():
+        if options.key in kept:
+            continue
+        try:
+            tape = donors.trace(entry.config, auto_class_of(entry.config), options)
+        except (BadInput, RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError, KeyError) as error:
+            problems.append(f"{options.key}: {str(error).splitlines()[0][:160] if str(error) else type(error).__name__}")
+            continue
+        kept[options.key] = to_json(tape)
+    return problems
+
+
+def _write(path: str, kept: dict[str, Any]) -> None:
+    temporary = path + ".part"
+    with lzma.open(temporary, "wt", encoding="utf-8", preset=6) as stream:
+        json.dump(kept, stream, separators=(",", ":"))
+    os.replace(temporary, path)
+    with contextlib.suppress(OSError):
+        os.unlink(temporary)
+
+
+if __name__ == "__main__":
+    raise SystemExit(1 if main() else 0)

@@ -1,0 +1,65 @@
+"""The tapes that come with zeroplan."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import os
+from functools import lru_cache
+from typing import Any
+
+from zeroplan.core.tape_codec import from_json
+from zeroplan.core.tape_format import Tape
+from zeroplan.core.tape_options import TraceOptions
+from zeroplan.models import catalog
+from zeroplan.models.spec import ModelSpec
+
+DATA = os.path.join(os.path.dirname(__file__), "data")
+
+
+def path_of(model: str) -> str:
+    """The file that holds a catalog model's tapes."""
+    return os.path.join(DATA, model.replace("/", "--") + ".json.xz")
+
+
+@lru_cache(maxsize=4)
+def _load(path: str) -> dict[str, Any]:
+    with lzma.open(path, "rt", encoding="utf-8") as stream:
+        loaded: dict[str, Any] = json.load(stream)
+    return loaded
+
+
+@lru_cache(maxsize=64)
+def _tape(path: str, key: str) -> Tape | None:
+    if not os.path.exists(path):
+        return None
+    stored = _load(path).get(key)
+    return from_json(stored) if stored is not None else None
+
+
+def find(spec: ModelSpec, options: TraceOptions) -> Tape | None:
+    """The shipped tape of a model that the catalog holds, under its own name or with the same config facts."""
+    entry = _entry(spec)
+    return _tape(path_of(entry.id), options.key) if entry is not None else None
+
+
+def _entry(spec: ModelSpec) -> catalog.Entry | None:
+    named = catalog.find(spec.name)
+    if named is not None and _alike(named, spec):
+        return named
+    for entry in catalog.entries():
+        if entry.params == spec.params and _alike(entry, spec):
+            return entry
+    return None
+
+
+def _alike(entry: catalog.Entry, spec: ModelSpec) -> bool:
+    """Whether every fact that the catalog knows is the same in the model's config, where that says it at all."""
+    config = spec.config
+    if entry.params != spec.params or config.get("model_type") != entry.config.get("model_type"):
+        return False
+    return all(config.get(key, value) == value for key, value in entry.config.items() if key not in _NOT_MEMORY)
+
+
+#: Config keys that change no allocation.
+_NOT_MEMORY = frozenset({"architectures", "max_position_embeddings", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"})

@@ -45,6 +45,7 @@ Output = Annotated[str | None, typer.Option("-o", "--output", rich_help_panel=_F
 Form = Annotated[
     str, typer.Option("--form", rich_help_panel=_FILES, help="explicit, trainer, lightning, accelerate or accelerate-fsdp2.")
 ]
+Html = Annotated[str | None, typer.Option("--html", rich_help_panel=_FILES, help="Write a page with memory against speed.")]
 Launcher = Annotated[str, typer.Option("--launcher", rich_help_panel=_FILES, help="deepspeed, torchrun, accelerate or slurm.")]
 Script = Annotated[str, typer.Option("--script", rich_help_panel=_FILES, help="The program that the command starts.")]
 
@@ -88,6 +89,7 @@ def recommend(
     form: Form = "explicit",
     launcher: Launcher = "deepspeed",
     script: Script = "train.py",
+    html: Html = None,
 ) -> None:
     """Find the fastest configuration of MODEL that fits, say why, and write the files that run it.
 
@@ -114,6 +116,11 @@ def recommend(
         raise BadInput("cannot stand beside --candidates", where="--from", remedy="use one of the two")
     found = answer(request, wish)
     written, start = _write(found, output, form, launcher, script)
+    if html is not None:
+        from zeroplan.core.files import write_atomic
+        from zeroplan.report.recommendation_html import answer_html
+
+        write_atomic(html, answer_html(found))
     if as_json:
         typer.echo(json.dumps(found.to_dict(), indent=2))
     else:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from zeroplan.search.api import Problem, Wish
 
 #: Simulations that one "what if" may take.
-_WHAT_IF = 4
+_WHAT_IF = 3
 _MORE_VRAM = 8 * GIB
 _BOUND = {
     Lane.PYTHON: "the host issues kernels and hooks more slowly than the GPU runs them: a larger micro batch costs little time",
@@ -95,7 +95,10 @@ def _costs(best: Ranked, memory: Memory, cost: CostModel) -> list[str]:
     said = []
     if zero.offloads_param:
         gained = total - without(offload_param=OffloadParam())
-        said.append(f"parameters on {zero.offload_param.device} cost {_seconds(gained)} of {_seconds(total)} a step")
+        does = "cost" if gained >= 0 else "save"
+        why = "" if gained >= 0 else ": their updates are cast where they lie, without a new copy on the host"
+        where = zero.offload_param.device
+        said.append(f"parameters on {where} {does} {_seconds(abs(gained))} of {_seconds(total)} a step{why}")
     if zero.offload_optimizer:
         gained = total - without(offload_optimizer=OffloadOptimizer(), offload_param=OffloadParam())
         both = "all offload costs" if zero.offloads_param else f"the optimizer on {zero.offload_optimizer.device} costs"

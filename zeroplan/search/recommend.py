@@ -18,11 +18,13 @@ from zeroplan.search.memory import Memory
 from zeroplan.search.space import Candidate
 
 #: Families (stage, offloads, checkpointing) that an answer shows.
-SHOWN = 6
+SHOWN = 5
 #: Simulations that an answer may take: about two seconds' worth for a model of 32 blocks.
 MOST_SIMULATIONS = 48
 #: The variant with the smallest buckets may need a little more than another: pages of expandable segments round up.
 _REACH = 1.05
+#: A floor below this share of the card: likely to fit as it is, so the smallest variant is not asked first.
+_LIKELY = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,7 @@ def search(
         groups.setdefault(_group(candidate), []).append(candidate)
     done: set[object] = set()
     too_large: dict[object, int] = {}
+    missed: dict[Candidate, Ranked] = {}
     for candidate, time in timed:
         if len(done) >= shown or (memory.simulated >= most and (strict or outcome.ranking)):
             break
@@ -92,17 +95,20 @@ def search(
         if family in done or micro >= too_large.get(family, micro + 1) or not memory.runnable(candidate):
             continue
         frugal = min(groups[_group(candidate)], key=lambda c: (c.zero.reduce_bucket_size, memory.floor(c), not c.alloc_conf))
-        if _hopeless(memory.plan(frugal)):
-            too_large[family] = micro
-            again = cost.step_time(frugal.workload, frugal.zero, memory.counts(frugal))
-            outcome.misses.append(Ranked(frugal, again, memory.plan(frugal)))
-            continue
-        found = Ranked(candidate, time, memory.plan(candidate))
-        if found.fits is False:
-            outcome.misses.append(found)
-        else:
-            outcome.ranking.append(found)
-            done.add(family)
+        likely = memory.floor(candidate) < _LIKELY * (memory.cluster.usable_vram or 0)
+        tried = (candidate, frugal) if likely else (frugal, candidate)
+        for one in tried:
+            plan = memory.plan(one)
+            if plan.fits is False:
+                missed[one] = Ranked(one, cost.step_time(one.workload, one.zero, memory.counts(one)), plan)
+                if one is frugal and _hopeless(plan):
+                    too_large[family] = micro
+                    break
+            elif one is candidate:
+                outcome.ranking.append(Ranked(candidate, time, plan))
+                done.add(family)
+                break
+    outcome.misses = list(missed.values())
     outcome.simulated = memory.simulated
     return outcome
 

@@ -9,6 +9,7 @@ import lzma
 import os
 import tempfile
 from collections.abc import Mapping
+from functools import cache
 from importlib import metadata
 from typing import Any
 
@@ -36,6 +37,7 @@ def path_of(config: Mapping[str, Any], options: TraceOptions) -> str:
     return os.path.join(folder(), hashlib.sha256(key.encode()).hexdigest()[:32] + ".json.xz")
 
 
+@cache
 def _versions() -> list[str]:
     found = []
     for name in ("torch", "transformers", "peft"):

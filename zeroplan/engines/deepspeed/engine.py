@@ -20,7 +20,7 @@ from zeroplan.engines.simulation import HostPhase, Simulation
 from zeroplan.ledger.line import Ledger
 from zeroplan.ledger.optimizers import find_optimizer
 from zeroplan.simulate.allocator_config import AllocatorConfig
-from zeroplan.simulate.stream import simulate
+from zeroplan.simulate.stream import Recorder, simulate
 
 #: Every stage with each offload it allows: (stage, optimizer, parameters).
 OPTIONS = (
@@ -63,6 +63,9 @@ class DeepSpeed:
 
     name = "deepspeed"
     version = DEEPSPEED_VERSION
+
+    def __init__(self) -> None:
+        self._recorded: tuple[Case, Stream, dict[int, Recorder]] | None = None  # of the last case
 
     def options(self) -> list[ZeroConfig]:
         """Stages 0 to 3, each with the offloads it allows."""
@@ -112,13 +115,25 @@ class DeepSpeed:
     def simulate(self, case: Case, stream: Stream, config: AllocatorConfig | None = None) -> Simulation:
         """The schedule of the stage, on each rank that can be the worst."""
         job = self._job(case, stream, 0)
-        runs = {}
-        for rank in worth_simulating(job):
-            ranked = job if rank == 0 else self._job(case, stream, rank)
-            runs[rank] = simulate(record_deepspeed(ranked, stream), config, device_memory=case.cluster.vram)
+        recorded = self._recordings(case, stream, job)
+        runs = {rank: simulate(run, config, device_memory=case.cluster.vram) for rank, run in recorded.items()}
         rank = max(runs, key=lambda r: (runs[r].peak_reserved, runs[r].peak_allocated))
         host = tuple(HostPhase(mark.phase, mark.peak, mark.pinned) for mark in record_host(job).marks)
         return Simulation(runs[rank], rank, host)
+
+    def _recordings(self, case: Case, stream: Stream, job: Job) -> dict[int, Recorder]:
+        """By rank, what it allocates and frees: the same under every setting of the allocator, so the last case's are kept."""
+        last = self._recorded
+        if last is not None and last[1] is stream and last[0].spec is case.spec:
+            old = last[0]
+            if (old.workload, old.cluster, old.zero) == (case.workload, case.cluster, case.zero):
+                return last[2]
+        runs = {}
+        for rank in worth_simulating(job):
+            ranked = job if rank == 0 else self._job(case, stream, rank)
+            runs[rank] = record_deepspeed(ranked, stream)
+        self._recorded = (case, stream, runs)
+        return runs
 
     def _job(self, case: Case, stream: Stream, rank: int) -> Job:
         skipped = FP16_SKIPPED_STEPS if case.workload.dtype is DType.FP16 else 0

@@ -1,0 +1,274 @@
+"""``zeroplan recommend`` and ``zeroplan doctor`` as users call them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zeroplan
+from zeroplan.core.errors import BadInput
+from zeroplan.core.rates import read_profile
+from zeroplan.interop.ds_config import read_ds_config
+from zeroplan.report.recommendation_html import pareto_front
+from zeroplan.search.answer import Point
+from zeroplan.search.machine import preset_of
+
+Cli = Callable[..., tuple[int, str, str]]
+LLAMA = "meta-llama/Llama-3.2-1B"
+#: Formula depth keeps these tests independent of torch; what simulation adds is tested in test_search.py.
+FAST = ("--depth", "formula")
+
+
+def ds_config(stage: int, **changes: Any) -> dict[str, Any]:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage},
+    }
+    return config | changes
+
+
+def write_lines(path: Path, entries: list[Any]) -> str:
+    path.write_text("\n".join(json.dumps(entry) if not isinstance(entry, str) else entry for entry in entries))
+    return str(path)
+
+
+def test_the_written_config_is_the_first_row(cli: Cli, tmp_path: Path) -> None:
+    out_file = tmp_path / "ds_config.json"
+    words = (LLAMA, "--vram", "40G", "--gpus", "4", "--global-batch", "64", "--seq-len", "1024", *FAST)
+    code, out, err = cli("recommend", *words, "-o", str(out_file), "--json")
+    assert (code, err) == (0, "")
+    data = json.loads(out)
+    written = json.loads(out_file.read_text())
+    best = data["ranking"][0]
+    assert written == best["ds_config"]
+    read = read_ds_config(written, world_size=4)
+    assert read.job.micro_batch == best["micro_batch"]
+    assert best["micro_batch"] * best["grad_accum"] * 4 == 64
+    assert best["fits"] is True
+    assert best["reasons"]
+    assert best["plan"]["stage"] == read.zero.stage
+    speeds = [r["tokens_per_second"] for r in data["ranking"]]
+    assert speeds == sorted(speeds, reverse=True)
+    assert best["step_seconds"] * best["tokens_per_second"] == pytest.approx(64 * 1024)
+
+
+def test_text_names_the_choice_its_reasons_and_how_to_start(cli: Cli, tmp_path: Path) -> None:
+    code, out, _ = cli("recommend", LLAMA, "--vram", "40G", "--gpus", "2", *FAST, "-o", str(tmp_path / "ds.json"))
+    assert code == 0
+    assert "Why stage" in out
+    assert f"deepspeed --num_gpus 2 train.py --deepspeed_config {tmp_path / 'ds.json'}" in out
+    assert "host memory is assumed to be 64 GiB a GPU" in out
+
+
+def test_candidates_are_ranked_as_given(cli: Cli, tmp_path: Path) -> None:
+    path = write_lines(
+        tmp_path / "c.jsonl",
+        [
+            {"ds_config": ds_config(3), "gradient_checkpointing": True},
+            {"ds_config": ds_config(0)},
+            "",
+            {"ds_config": ds_config(2, train_micro_batch_size_per_gpu=4), "gradient_checkpointing": False},
+        ],
+    )
+    code, out, _ = cli("recommend", LLAMA, "--candidates", path, "--gpu", "H100", "--seq-len", "1024", "--json", *FAST)
+    ranking = json.loads(out)["ranking"]
+    assert code == 0
+    assert sorted(r["index"] for r in ranking) == [0, 1, 2]
+    assert ranking[0]["index"] == 2  # four times the tokens for little more time
+    assert ranking[-1]["index"] == 0  # stage 3's hooks and recomputation
+    for entry in ranking:
+        assert {"index", "fits", "tokens_per_second", "step_seconds", "plan"} <= set(entry)
+    stages = {r["index"]: r["plan"]["stage"] for r in ranking}
+    assert stages == {0: 3, 1: 0, 2: 2}
+
+
+def test_candidates_without_a_limit_fit_null_or_follow_the_host(cli: Cli, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "c.jsonl", [{"ds_config": ds_config(2)}])
+    code, out, _ = cli("recommend", LLAMA, "--candidates", path, "--json", *FAST)
+    assert code == 0
+    assert json.loads(out)["ranking"][0]["fits"] in (True, None)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "not json",
+        "[1]",
+        '{"gradient_checkpointing": true}',
+        '{"ds_config": {"zero_optimization": {"stage": 9}}}',
+        '{"ds_config": {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}}',
+        '{"ds_config": {}, "color": 1}',
+        '{"ds_config": {}, "gradient_checkpointing": "yes"}',
+        "[" * 100_000,
+        "",
+    ],
+)
+def test_bad_candidates_are_one_line(cli: Cli, tmp_path: Path, line: str) -> None:
+    code, out, err = cli("recommend", LLAMA, "--vram", "24G", "--candidates", write_lines(tmp_path / "c", [line]), *FAST)
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (LLAMA,),
+        (LLAMA, "--vram", "24G", "--global-batch", "30", "--gpus", "4"),
+        (LLAMA, "--vram", "24G", "--goal", "fame"),
+        (LLAMA, "--vram", "24G", "--stage", "3", "--offload-param", "nvme"),
+        (LLAMA, "--vram", "24G", "--candidates", "nowhere.jsonl"),
+        (LLAMA, "--vram", "24G", "--from", "nowhere.yaml"),
+        (LLAMA, "--vram", "24G", "--profile", "nowhere.json"),
+        ("--vram", "24G", "--candidates", "x"),
+        (LLAMA, "--vram", "24G", "-o", "/nowhere/x.json"),
+        (LLAMA, "--vram", "24G", "-o", "x.json", "--form", "toml"),
+        (LLAMA, "--vram", "24G", "--format", "pdf"),
+    ],
+)
+def test_bad_requests_are_one_line(cli: Cli, words: tuple[str, ...]) -> None:
+    code, _, err = cli("recommend", *words, *FAST)
+    assert code == 2
+    assert err.startswith("zeroplan: ")
+    assert err.count("\n") == 1
+
+
+def test_when_nothing_fits_the_nearest_and_the_remedies_are_named(cli: Cli) -> None:
+    words = (LLAMA, "--vram", "8G", "--cpu-ram", "6G", "--no-gradient-checkpointing", *FAST)
+    code, out, _ = cli("recommend", *words)
+    assert code == 1
+    assert "Nothing fits." in out
+    assert "it lacks" in out
+    assert "1. " in out
+
+
+def test_a_run_in_use_is_compared(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(ds_config(3, gradient_accumulation_steps=8)))
+    words = (LLAMA, "--vram", "80G", "--gpus", "2", "--seq-len", "1024", "--from", str(tmp_path / "ds.json"))
+    code, out, _ = cli("recommend", *words, *FAST)
+    assert code == 0
+    assert "In use: stage 3" in out
+    assert '-    "stage": 3' in out
+    code, out, _ = cli("recommend", *words, *FAST, "--json")
+    data = json.loads(out)
+    assert data["current"]["plan"]["stage"] == 3
+    assert data["workload"]["global_batch"] == 16
+    assert data["ranking"][0]["tokens_per_second"] > data["current"]["tokens_per_second"]
+
+
+@pytest.mark.slow
+def test_without_a_model_it_says_what_the_card_can_train(cli: Cli, tmp_path: Path) -> None:
+    code, out, _ = cli("recommend", "--vram", "24G", "-o", str(tmp_path / "ds.json"), "--json", *FAST)
+    data = json.loads(out)
+    assert code == 0
+    by_method = {row["method"]: [m["params"] for m in row["models"]] for row in data["methods"]}
+    assert set(by_method) == {"full", "full, offload", "LoRA", "LoRA, offload"}
+    for sizes in by_method.values():
+        assert sizes == sorted(sizes, reverse=True)
+        assert len(sizes) == 3
+    assert by_method["full"][0] < by_method["full, offload"][0] <= by_method["LoRA, offload"][0]
+    assert 14 * by_method["full"][0] < 24 << 30
+    assert read_ds_config(tmp_path / "ds.json").runs_alone
+
+
+def test_the_python_api_gives_the_same(cli: Cli) -> None:
+    found = zeroplan.recommend(LLAMA, vram="40G", gpus=4, global_batch=64, seq_len=1024, depth="formula")
+    _, out, _ = cli(
+        "recommend", LLAMA, "--vram", "40G", "--gpus", "4", "--global-batch", "64", "--seq-len", "1024", "--json", *FAST
+    )
+    assert found[0].ds_config() == json.loads(out)["ranking"][0]["ds_config"]
+    with pytest.raises(BadInput):
+        zeroplan.recommend(LLAMA)
+    with pytest.raises(TypeError):
+        zeroplan.recommend(LLAMA, vram="24G", colour="green")
+
+
+@pytest.mark.torch
+def test_a_whole_answer_within_two_seconds(cli: Cli) -> None:
+    pytest.importorskip("transformers")
+    words = (LLAMA, "--vram", "24G", "--gpus", "4", "--cpu-ram", "256G", "--global-batch", "128", "--seq-len", "4096")
+    cli("recommend", *words)  # traces, where no tape is at hand
+    fastest = float("inf")
+    for _ in range(3):
+        begin = time.perf_counter()
+        code, _, _ = cli("recommend", *words)
+        fastest = min(fastest, time.perf_counter() - begin)
+    assert code == 0
+    assert fastest < 2
+
+
+def test_the_page_shows_the_front(cli: Cli, tmp_path: Path) -> None:
+    page = tmp_path / "r.html"
+    code, _, _ = cli("recommend", LLAMA, "--vram", "40G", "--html", str(page), *FAST)
+    assert code == 0
+    text = page.read_text()
+    assert text.count("<circle") > 10
+    assert "usable" in text
+    points = [Point("a", 1, 10.0, True, False), Point("b", 2, 9.0, True, False), Point("c", 3, 11.0, True, False)]
+    assert [p.label for p in pareto_front([*points, Point("d", 0, 99.0, False, True)])] == ["a", "c"]
+
+
+def test_step_times_are_explained(cli: Cli) -> None:
+    code, out, _ = cli("explain", LLAMA, "--gpus", "4", "--stage", "2", "--time")
+    assert code == 0
+    assert "2 × matrices × tokens; matmul_tflops = 692.3" in out
+    code, out, _ = cli("explain", LLAMA, "--gpus", "4", "--stage", "2", "--time", "--json")
+    plan = json.loads(out)["plans"][0]
+    assert {"gather_updated", "reduce_each_micro_batch", "matmul_backward"} <= {line["line"] for line in plan["lines"]}
+
+
+def test_doctor_says_what_is_there(cli: Cli) -> None:
+    code, out, _ = cli("doctor", "--json")
+    data = json.loads(out)
+    assert code == 0
+    assert data["cores"] >= 1
+    assert data["memory"] > 1 << 28
+    assert "python" in data
+    assert cli("doctor")[0] == 0
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_calibration_is_kept_and_used(cli: Cli, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    path = tmp_path / "profile.json"
+    code, _, _ = cli("doctor", "--calibrate", "-o", str(path), "--nvme-path", str(tmp_path))
+    assert code == 0
+    rates = read_profile(path)["rates"]
+    assert {"cpu_adam_gbs", "dram_gbs", "read_gbs", "write_gbs"} <= set(rates)
+    assert all(value > 0 for value in rates.values())
+    words = (LLAMA, "--vram", "40G", "--profile", str(path), *FAST, "--json")
+    code, out, _ = cli("recommend", *words)
+    assert code == 0
+    assert json.loads(out)["rates"]["cpu_adam_gbs"] == rates["cpu_adam_gbs"]
+
+
+def test_a_profile_of_nonsense_is_refused(cli: Cli, tmp_path: Path) -> None:
+    for text in ("[]", "{", '{"rates": {"speed": 1}}', '{"rates": {"hbm_gbs": "fast"}}', '{"rates": {"hbm_gbs": -1}}'):
+        (tmp_path / "p.json").write_text(text)
+        code, _, err = cli("recommend", LLAMA, "--vram", "24G", "--profile", str(tmp_path / "p.json"), *FAST)
+        assert code == 2, text
+        assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80G"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40G"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA L40S", "L40S"),
+        ("Something Else", ""),
+    ],
+)
+def test_drivers_names_find_their_preset(name: str, preset: str) -> None:
+    assert preset_of(name) == preset

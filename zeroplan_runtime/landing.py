@@ -41,7 +41,7 @@ def attach(schedule: Schedule, *, direct: bool = True) -> Callable[[], None]:
                 hook = partial(_take, schedule, unit, i)
                 handles.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
     changed: list[nn.Module] = []
-    if direct and schedule.store.setup.whole_grad_dtype is schedule.store.setup.param_dtype:
+    if direct:
         for unit in schedule.store.units:
             for module in unit.module.modules():
                 if _is_plain_linear(module) and id(module.weight) in places and "forward" not in vars(module):
@@ -79,12 +79,17 @@ class Sink:
     def multiply(self, grad: torch.Tensor, x: torch.Tensor) -> None:
         """``weight.grad += gradᵀ x`` for `grad` [tokens, out] and `x` [tokens, in], in the flat buffer."""
         unit, position = self.weight
-        self.schedule.acquire(unit)
         view = unit.grad_views[position]
+        if view.dtype != grad.dtype and not grad.is_cuda:
+            self.schedule.land(unit, position, torch.mm(grad.t(), x))
+            return
+        self.schedule.acquire(unit)
+        # Where gradients are reduced in fp32, the product of 16-bit factors is kept as the GPU summed it, in fp32.
+        wider: dict[str, Any] = {} if view.dtype == grad.dtype else {"out_dtype": view.dtype}
         if unit.landed[position]:
-            view.addmm_(grad.t(), x)
+            torch.addmm(view, grad.t(), x, out=view, **wider)
         else:
-            torch.mm(grad.t(), x, out=view)
+            torch.mm(grad.t(), x, out=view, **wider)
         unit.landed[position] = NOW
 
 

@@ -90,23 +90,6 @@ __device__ inline W fetch(const W* p) {
     return *p;
 #endif
 }
-#if ZP_LOAD == 2 && __CUDA_ARCH__ >= 800
-__device__ inline float4 fetch(const float4* p) {
-    float4 x;
-    asm volatile("ld.global.L1::no_allocate.L2::256B.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(p));
-    return x;
-}
-__device__ inline uint4 fetch(const uint4* p) {
-    uint4 x;
-    asm volatile("ld.global.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p));
-    return x;
-}
-__device__ inline uint2 fetch(const uint2* p) {
-    uint2 x;
-    asm volatile("ld.global.L1::no_allocate.L2::256B.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(p));
-    return x;
-}
-#endif
 template <class W>
 __device__ inline void put(W* p, W x) {
 #if ZP_STORE == 1

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
+import re
 import shutil
 import subprocess
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from zeroplan_runtime.kernels import backends, cuda_path, fronts, native_path, nvrtc, torch_path
+from zeroplan_runtime.kernels import backends, cuda_path, fronts, make_segments, native_path, nvrtc, torch_path
 
 ARCHITECTURES = (75, 80, 90, 100)
 
@@ -180,3 +183,52 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     done = fresh_python(code)
     assert done.stdout.strip() == "0", done.stderr
+
+
+class Recorder:
+    """Stands in for cuda.core where there is no GPU: keeps what would be launched."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.launches: list[tuple[str, int, tuple[object, ...]]] = []
+        monkeypatch.setattr(nvrtc, "core", lambda: self)
+        monkeypatch.setattr(cuda_path, "_kernel", lambda _device, _file, name, *_rest: name)
+        monkeypatch.setattr(cuda_path, "_config", lambda blocks, threads: blocks * threads)
+        monkeypatch.setattr(cuda_path, "_stream", lambda handle: handle)
+        monkeypatch.setattr(cuda_path, "_multiprocessors", lambda _device: 4)
+        monkeypatch.setattr(cuda_path, "_index", lambda _device: 0)
+        monkeypatch.setattr(cuda_path, "_workspace", lambda _device: torch.zeros(cuda_path.WORKSPACE_BYTES, dtype=torch.uint8))
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: SimpleNamespace(cuda_stream=7))
+        monkeypatch.setattr(fronts, "backend", lambda _device: cuda_path)
+
+    def launch(self, _stream, threads, kernel, *arguments) -> None:
+        self.launches.append((kernel, threads, arguments))
+
+
+def test_arguments_are_those_of_the_sources(monkeypatch):
+    """Each launch passes as many arguments as its kernel declares, of their sizes, and covers the buffer."""
+    recorder = Recorder(monkeypatch)
+    n = 5000
+    p, m, v = torch.ones(n), torch.ones(n), torch.ones(n)
+    g, out, scalars = torch.ones(n).bfloat16(), torch.ones(n).bfloat16(), torch.zeros(16)
+    fronts.adamw(p, g, m, v, lr=0.1, step=1, param_out=out, scalars=scalars)
+    fronts.lion(p, g, m, lr=0.1, param_out=out)
+    fronts.sgd(p, g, None, lr=0.1)
+    fronts.lamb(p, g, m, v, make_segments([0, 17, n], "cpu"), lr=0.1, step=1, param_out=out)
+    fronts.grad_norm([g, m], scalars, max_norm=1.0)
+    fronts.cast(p, out)
+    declared = {}
+    for path in nvrtc.sources().glob("*.cu"):
+        for name, parameters in re.findall(r"__global__[^{;]*?(zp_\w+)\(([^)]*)\)", path.read_text(), re.S):
+            declared[name] = [p.split() for p in parameters.split(",")]
+    launched = [name for name, _, _ in recorder.launches]
+    assert set(launched) == set(declared)
+    sizes = {"float": ctypes.c_float, "double": ctypes.c_double, "int": ctypes.c_int}
+    for name, threads, arguments in recorder.launches:
+        assert len(arguments) == len(declared[name]), name
+        for words, argument in zip(declared[name], arguments, strict=True):
+            pointer = any("*" in word for word in words)
+            want = int if pointer or "long" in words else sizes[words[0]]
+            assert type(argument) is want, f"{name}: {words} is given {argument!r}"
+        if name in ("zp_adam", "zp_lion", "zp_sgd", "zp_cast"):
+            assert threads * cuda_path.SHAPES[name[3:]].vector * cuda_path.SHAPES[name[3:]].unroll >= n

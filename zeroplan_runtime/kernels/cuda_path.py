@@ -33,13 +33,15 @@ class Shape:
     store: int = 0
 
 
+#: The fastest of benchmarks/kernels/tune.py on an H100 (benchmarks/results/kernels_tune.json).
 SHAPES = {
-    "adam": Shape(),
-    "lion": Shape(),
-    "sgd": Shape(),
-    "cast": Shape(vector=8, unroll=2),
-    "norm": Shape(vector=8, unroll=4, blocks=4),
-    "lamb": Shape(),
+    "adam": Shape(threads=1024),
+    "lion": Shape(threads=1024),
+    "sgd": Shape(threads=1024),
+    "cast": Shape(),
+    "norm": Shape(threads=512, vector=8, unroll=2, blocks=16, load=1),
+    "norm_fp32": Shape(threads=512, vector=4, unroll=4, blocks=16, load=1),
+    "lamb": Shape(threads=1024),
 }
 #: Blocks of the norm at most, each of which leaves an fp64 part in the workspace.
 _MOST_PARTS = 2048
@@ -49,6 +51,11 @@ WORKSPACE_BYTES = _MOST_PARTS * 8 + 64
 
 def _head(vector: int, *tensors: torch.Tensor) -> int:
     """Elements before the first that is aligned in every tensor for accesses of `vector` elements; all, if none is."""
+    pointers = 0
+    for tensor in tensors:
+        pointers |= tensor.data_ptr()
+    if pointers % 16 == 0:  # as it nearly always is
+        return 0
     n = tensors[0].numel()
     for head in range(min(vector, n + 1)):
         if all((t.data_ptr() + head * t.element_size()) % min(16, vector * t.element_size()) == 0 for t in tensors):
@@ -90,9 +97,13 @@ def _stream(handle: int) -> Any:
 
 
 def _launch(device: torch.device, kernel: Any, blocks: int, threads: int, *arguments: object) -> None:
-    with torch.cuda.device(device):
-        stream = _stream(torch.cuda.current_stream(device).cuda_stream)
-        nvrtc.core().launch(stream, _config(blocks, threads), kernel, *arguments)
+    core, index = nvrtc.core(), _index(device)
+    stream = _stream(torch.cuda.current_stream(index).cuda_stream)
+    if index == torch.cuda.current_device():
+        core.launch(stream, _config(blocks, threads), kernel, *arguments)
+    else:
+        with torch.cuda.device(index):
+            core.launch(stream, _config(blocks, threads), kernel, *arguments)
 
 
 def _blocks(shape: Shape, device: torch.device, n: int) -> int:
@@ -211,7 +222,7 @@ def sum_of_squares(
 
     `workspace`: :data:`WORKSPACE_BYTES` zeroed bytes, for one stream at a time; by default the device's own.
     """
-    device, shape = grad.device, SHAPES["norm"]
+    device, shape = grad.device, SHAPES["norm_fp32" if grad.dtype == torch.float32 else "norm"]
     index = _index(device)
     space = _workspace(index) if workspace is None else workspace
     blocks = min(_blocks(shape, device, grad.numel()), _MOST_PARTS)

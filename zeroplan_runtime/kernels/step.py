@@ -51,6 +51,7 @@ class Step:
 
     def check(self) -> None:
         """Raises ValueError unless the buffers are flat, contiguous, of one length, on one device and of known dtypes."""
+        n, device = self.param.numel(), self.param.device
         for name, tensor, dtypes in (
             ("param", self.param, _MASTERS),
             ("grad", self.grad, _ELEMENTS),
@@ -64,11 +65,8 @@ class Step:
                 raise ValueError(f"expected {name} of {' or '.join(map(str, dtypes))} but got {tensor.dtype}")
             if tensor.dim() != 1 or not tensor.is_contiguous():
                 raise ValueError(f"expected {name} flat and contiguous but got shape {tuple(tensor.shape)}")
-            if tensor.numel() != self.param.numel() or tensor.device != self.param.device:
-                raise ValueError(
-                    f"expected {name} of {self.param.numel()} elements on {self.param.device} "
-                    f"but got {tensor.numel()} on {tensor.device}"
-                )
+            if tensor.numel() != n or tensor.device != device:
+                raise ValueError(f"expected {name} of {n} elements on {device} but got {tensor.numel()} on {tensor.device}")
 
 
 _MASTERS = (torch.float32,)

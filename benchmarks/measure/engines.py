@@ -11,9 +11,10 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from models import auto_class, build_config
-from probe import Probe
-from spec import Spec
+
+from benchmarks.measure.models import auto_class, build_config
+from benchmarks.measure.probe import Probe
+from benchmarks.measure.spec import Spec
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -162,7 +163,7 @@ def _torch_loop(spec: Spec, probe: Probe, device: torch.device, model: Any) -> T
             with autocast:
                 loss: torch.Tensor = model(**inputs).loss
             probe.mark("fwd")
-            loss.backward()
+            torch.autograd.backward(loss)
             probe.mark("bwd")
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

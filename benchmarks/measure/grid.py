@@ -1,6 +1,6 @@
 """Runs many specs within a time bound, several at once, a spec as soon as it fits.
 
-``grid.py SPECS.jsonl --out DIR --seconds N [--jobs 4] [--gib 72] [--port P]``: rows go to
+``python -m benchmarks.measure.grid SPECS.jsonl --out DIR --seconds N [--jobs 4] [--gib 72] [--port P]``: rows go to
 ``DIR/rows.jsonl`` (a failed run gives ``{"id", "ok": false, "error", "spec"}``), histories, bundled
 in tar files of at most 15 MiB, to ``DIR/SPECS-K.tar``.
 """
@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spec import Spec
+from benchmarks.measure.spec import Spec
 
-_HERE = Path(__file__).resolve().parent
+_ROOT = Path(__file__).resolve().parents[2]
 _BUNDLE_BYTES = 15 << 20
 
 
@@ -75,7 +75,7 @@ class Grid:
         log = self.scratch / f"{spec.id}.log"
         command = [sys.executable, "-m", "torch.distributed.run"]
         command += [f"--nproc_per_node={spec.world}", f"--master_port={self._port}"]
-        command += [str(_HERE / "worker.py"), json.dumps(spec.to_dict())]
+        command += ["-m", "benchmarks.measure.worker", json.dumps(spec.to_dict())]
         command += [str(self.scratch / f"{spec.id}.row"), str(self.scratch / f"{spec.id}.json.gz")]
         threads = max(1, (os.cpu_count() or 1) // (self.jobs * spec.world))
         env = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"} | spec.env

@@ -1,6 +1,6 @@
 """Host and device memory of a process that has trained nothing yet, step by step.
 
-``host_baseline.py OUT.json``: starts a fresh interpreter for each sequence of stages, so that one
+``python -m benchmarks.measure.host_baseline OUT.json``: starts a fresh interpreter for each sequence of stages, so that one
 stage's pages never hide in another's, and records after every stage what the kernel and NVML say.
 """
 
@@ -48,8 +48,8 @@ SEQUENCES: list[list[str]] = [
 ]
 _CHILD = """
 import json, sys
-sys.path.insert(0, {here!r})
-from probe import Device, host_status
+sys.path.insert(0, {root!r})
+from benchmarks.measure.probe import Device, host_status
 rows = [dict(after="python", **host_status())]
 gpu = None
 for name, code in {stages!r}:
@@ -73,7 +73,7 @@ def run_sequence(stages: list[str]) -> list[dict[str, Any]]:
     Raises ``RuntimeError`` with the end of its output when the interpreter fails.
     """
     code = _CHILD.format(
-        here=str(Path(__file__).resolve().parent),
+        root=str(Path(__file__).resolve().parents[2]),
         stages=[(name, STAGES[name]) for name in stages],
         on_gpu=_ON_GPU,
     )
@@ -87,7 +87,7 @@ def run_sequence(stages: list[str]) -> list[dict[str, Any]]:
 
 def main(out: Path) -> None:
     """Run every sequence and write one JSON object."""
-    from worker import versions
+    from benchmarks.measure.worker import versions
 
     results: list[dict[str, Any]] = []
     for stages in SEQUENCES:

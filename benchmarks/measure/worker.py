@@ -1,7 +1,8 @@
-"""Measures one configuration on this rank; rank 0 writes the row (start it with torchrun).
+"""Measures one configuration on this rank; rank 0 writes the row.
 
-``worker.py SPEC_JSON ROW_FILE [HISTORY_FILE]``: the row is one JSON object with the fields of
-``benchmarks/ground_truth/README.md``; the history is written when the spec asks for one.
+``torchrun --nproc_per_node=N -m benchmarks.measure.worker SPEC_JSON ROW_FILE [HISTORY_FILE]``; the
+row is one JSON object with the fields of ``benchmarks/ground_truth/README.md``, and the history is
+written when the spec asks for one.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import history
-from probe import Device, Probe, host_status
-from spec import Spec
+from benchmarks.measure import history
+from benchmarks.measure.probe import Device, Probe, host_status
+from benchmarks.measure.spec import Spec
 
 
 def main(spec: Spec, row_file: Path, history_file: Path | None) -> None:
@@ -45,7 +46,8 @@ def main(spec: Spec, row_file: Path, history_file: Path | None) -> None:
     context_process = gpu.used_by_process()
 
     import transformers
-    from engines import build
+
+    from benchmarks.measure.engines import build
 
     transformers.utils.logging.set_verbosity_error()
     torch.manual_seed(0)
@@ -103,7 +105,7 @@ def _row(spec: Spec, trained: Any, everyone: list[dict[str, Any]], probe: Probe)
     import torch
 
     def most(key: str) -> int:
-        return max(r[key] for r in everyone)
+        return max(int(r[key]) for r in everyone)
 
     step_seconds = max(r["step_seconds"] for r in everyone)
     tokens = spec.world * spec.micro_batch * spec.seq_len * spec.grad_accum
@@ -134,11 +136,13 @@ def _row(spec: Spec, trained: Any, everyone: list[dict[str, Any]], probe: Probe)
         row[key] = most(key)
     row["cuda_context"] = most("cuda_context")
     defaults = Spec(id=spec.id, model=spec.model)
-    for key in ("model_overrides", "ds", "optimizer_type", "reshard", "offload", "cap", "env"):
+    for key in ("model_overrides", "optimizer_type", "reshard", "offload", "cap", "env"):
         if getattr(spec, key) != getattr(defaults, key):
             row[key] = getattr(spec, key)
+    if spec.ds:
+        row["ds_overrides"] = spec.ds
     if spec.optimizer:
-        row["optimizer_params"] = spec.optimizer
+        row["opt_params"] = spec.optimizer
     row["alloc_conf"] = _alloc_conf()
     row["per_rank"] = everyone
     row["marks"] = [{k: v for k, v in m.items() if k != "time_us"} for m in probe.marks]

@@ -87,7 +87,7 @@ class Engine(nn.Module):
                 if buffer is not None:
                     module._buffers[name] = buffer.to(device)
         self.schedule = Schedule(self.store)
-        attach(self.schedule, direct=config.direct_linear)
+        self._detach = attach(self.schedule, direct=config.direct_linear)
         self._inside = False
         self._tail = Mark(device)
         self.watchdog = watch(ranks.rank, ranks.count, self._where, config.timeout) if ranks.group is None else None
@@ -181,6 +181,21 @@ class Engine(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients accumulated so far."""
         self.schedule.gradients_taken()
+
+    def destroy(self) -> None:
+        """Gives all memory of the runtime back. The model's parameters are empty afterwards."""
+        self.settle()
+        if self.watchdog is not None:
+            self.watchdog.stop()
+            self.ranks.explain = None
+        self._detach()
+        self.schedule.remove()
+        for unit in self.store.units:
+            for flat in unit.flats():
+                for param in flat.params:
+                    param.data = torch.empty(0, dtype=param.dtype, device=self.device)
+        self.stepper = self._outcome = self._audit = None
+        self.store.drop()
 
     # ------------------------------------------------------------------ questions
 

@@ -165,6 +165,19 @@ class Store:
         state.master = carved[Buffer.PARAM_MASTER, name] if setup.has_masters else trainable.shard
         state.states = {buffer: tensor for (buffer, unit), tensor in carved.items() if unit == name and _is_state(buffer)}
 
+    def drop(self) -> None:
+        """Lets go of every tensor, so that their memory returns to the allocator even while something keeps the units."""
+        nothing = torch.empty(0, device=self.arena.device)
+        for unit in self.units:
+            unit.grad_full = unit.grad = unit.master = None
+            unit.grad_views, unit.grad_gaps, unit.states = [], [], {}
+            unit.param_slot.tensor = nothing
+            for flat in unit.flats():
+                flat.full = flat.shard = nothing
+        for slot in (*self.param_slots.values(), *self.grad_slots.values()):
+            slot.tensor = nothing
+        self.scalars = nothing
+
     def part(self, full: torch.Tensor, flat: Flat) -> torch.Tensor:
         """This rank's shard of a whole flat."""
         return full[self.ranks.rank * flat.shard : (self.ranks.rank + 1) * flat.shard]

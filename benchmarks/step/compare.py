@@ -137,6 +137,7 @@ def correct(device: torch.device, ranks: int, rank: int) -> list[dict[str, Any]]
             if ranks > 1:
                 dist.all_reduce(worst, op=dist.ReduceOp.MAX)
             rows.append({"check": stage, "reduce32": reduce32, "worst_loss_difference": worst.item(), "losses": losses})
+            engine.destroy()
             del step, engine
     return rows
 
@@ -177,9 +178,10 @@ def main() -> None:
     parser.add_argument("--cases", default="z1,z2,z3,f2,f3,z3r32,f3r32")
     parser.add_argument("--profile", default="", help="a case whose step is profiled into OUT.trace.json")
     arguments = parser.parse_args()
-    dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cuda", torch.cuda.current_device())
     rows: list[dict[str, Any]] = []
 
     def note(row: dict[str, Any]) -> None:
@@ -210,6 +212,8 @@ def main() -> None:
                 step(batch(0, rank, arguments.micro, arguments.seq, device))
             owned = {"owned": keep.arena.peak()} if engine == "z" else {}
             note({"case": case, "micro": arguments.micro, "seq": arguments.seq, **owned, **found})
+            if engine == "z":
+                keep.destroy()
             del step, keep
         except (RuntimeError, ValueError) as fault:
             note({"case": case, "fault": f"{type(fault).__name__}: {fault}"[:300]})
@@ -222,7 +226,10 @@ def profile(step: Step, tokens: torch.Tensor, out: Path) -> None:
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
         step(tokens)
         torch.cuda.synchronize()
-    print(seen.key_averages().table(sort_by="cuda_time_total", row_limit=22, max_name_column_width=60), flush=True)
+    for order in ("self_cuda_time_total", "self_cpu_time_total"):
+        table = seen.key_averages().table(sort_by=order, row_limit=16, max_name_column_width=48)
+        print("\n".join(line[:49] + line[-130:] for line in table.splitlines()), flush=True)
+    seen.export_chrome_trace(f"{out}.trace.json")
 
 
 if __name__ == "__main__":

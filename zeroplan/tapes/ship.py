@@ -1,7 +1,7 @@
 """Regenerates the shipped tapes: ``python -m zeroplan.tapes.ship [--only TEXT] [--missing] [--jobs N]``.
 
-Needs torch, transformers and peft. Models of one family differ in widths only, so the first is traced at several points
-and the others borrow the exponents of its sizes (:class:`zeroplan.trace.api.Donors`).
+Needs torch, transformers and peft. ``--first N`` traces only the N most used variants of each model, so that a long run
+begins with what is asked for most; ``--part i/n`` divides the models over processes.
 """
 
 from __future__ import annotations
@@ -34,33 +34,32 @@ def variants() -> Iterator[TraceOptions]:
             if attn is Attention.EAGER:
                 yield TraceOptions(attn, checkpointing)
             yield TraceOptions(attn, checkpointing, lora=())
+            if attn is Attention.SDPA:
+                yield TraceOptions(attn, checkpointing, zero3=True, lora=())
             yield TraceOptions(attn, checkpointing, Arithmetic.AUTOCAST)
             yield TraceOptions(attn, checkpointing, Arithmetic.FP32)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Trace and write; returns the number of models that failed."""
-    from zeroplan.trace.api import Donors
-
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--only", default="", help="models whose id contains this")
     parser.add_argument("--missing", action="store_true", help="keep variants that are there")
-    parser.add_argument("--part", default="0/1", help="the i-th of n parts of the families, for several processes")
+    parser.add_argument("--first", type=int, default=0, help="only the N most used variants of each model (0: all)")
+    parser.add_argument("--part", default="0/1", help="the i-th of n parts of the models, for several processes")
     options = parser.parse_args(arguments)
     part, parts = (int(x) for x in options.part.split("/"))
-    entries = [e for e in catalog.entries() if options.only in e.id]
-    families = sorted({str(e.config["model_type"]) for e in entries})
-    mine = set(families[part::parts])
-    entries = [e for e in entries if e.config["model_type"] in mine]
+    entries = [e for e in catalog.entries() if options.only in e.id][part::parts]
+    wanted = list(variants())[: options.first or None]
     os.makedirs(shipped.DATA, exist_ok=True)
-    donors, failed, began = Donors(), 0, time.time()
+    failed, began = 0, time.time()
     for number, entry in enumerate(entries, 1):
         path = shipped.path_of(entry.id)
         kept: dict[str, Any] = {}
         if options.missing and os.path.exists(path):
             with lzma.open(path, "rt", encoding="utf-8") as stream:
                 kept = json.load(stream)
-        problems = _fill(kept, entry, donors)
+        problems = _fill(kept, entry, wanted)
         failed += bool(problems)
         _write(path, kept)
         size = os.path.getsize(path) / 1024
@@ -70,14 +69,16 @@ def main(arguments: list[str] | None = None) -> int:
     return failed
 
 
-def _fill(kept: dict[str, Any], entry: catalog.Entry, donors: Any) -> list[str]:
+def _fill(kept: dict[str, Any], entry: catalog.Entry, wanted: list[TraceOptions]) -> list[str]:
     """Trace what is missing; returns what went wrong."""
+    from zeroplan.trace.api import trace_model
+
     problems = []
-    for options in variants():
+    for options in wanted:
         if options.key in kept:
             continue
         try:
-            tape = donors.trace(entry.config, auto_class_of(entry.config), options)
+            tape = trace_model(entry.config, auto_class_of(entry.config), options)
         except (BadInput, RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError, KeyError) as error:
             problems.append(f"{options.key}: {str(error).splitlines()[0][:160] if str(error) else type(error).__name__}")
             continue

@@ -13,6 +13,7 @@ from torch import nn
 from zeroplan.core.errors import BadInput
 from zeroplan.core.tape_options import Arithmetic, Checkpointing, TraceOptions
 from zeroplan.core.workload import Attention
+from zeroplan.trace.attention import FLASH, register_flash
 from zeroplan.trace.fit import Point
 
 #: Config keys that hold a number of blocks.
@@ -35,7 +36,7 @@ _PERIODS = (
     "moe_every_n_layers",
 )
 _PREFIXES = ("first_k_dense_replace", "first_dense_layers", "num_dense_layers", "n_dense_first_layers")
-_ATTENTION = {Attention.SDPA: "sdpa", Attention.EAGER: "eager", Attention.FLASH: "flash_attention_2"}
+_ATTENTION = {Attention.SDPA: "sdpa", Attention.EAGER: "eager", Attention.FLASH: FLASH}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,22 @@ def _pattern(config: Mapping[str, Any], depth: int) -> tuple[int, int]:
             if all(kinds[i] == kinds[i + p] for i in range(a, depth - p)):
                 return a, p
     return depth, 1
+
+
+#: Config keys of sequence lengths beyond which a model may run otherwise.
+_THRESHOLDS = ("sliding_window", "local_attention", "attention_window", "attention_chunk_size", "original_max_position_embeddings")
+
+
+def thresholds(config: Mapping[str, Any]) -> list[int]:
+    """Sequence lengths from which on the model may run otherwise: at, and just beyond, each window of the config."""
+    found: list[int] = []
+    for key, value in sorted(config.items()):
+        if isinstance(value, Mapping):
+            found += thresholds(value)
+        elif key in _THRESHOLDS and isinstance(value, int) and value > 1:
+            found += [value // 2, value // 2 + 1] if key == "local_attention" else []
+            found += [value, value + 1]
+    return found
 
 
 def shorten(config: dict[str, Any], depths: list[Depth]) -> dict[str, Any]:
@@ -129,10 +146,15 @@ def build_model(config: Mapping[str, Any], auto_class: str, options: TraceOption
         built.decoder_start_token_id = 0  # labels are shifted by one; the token itself changes no shape
     dtype = torch.bfloat16 if options.arithmetic is Arithmetic.HALF else torch.float32
     attention = _ATTENTION[options.attn]
+    made = getattr(transformers, auto_class)
+    wanted = "sdpa" if attention == "flash_attention_2" else attention
     with torch.device("meta"), no_init_weights():
-        model = getattr(transformers, auto_class).from_config(
-            built, dtype=dtype, attn_implementation="sdpa" if attention == "flash_attention_2" else attention
-        )
+        try:
+            model = made.from_config(built, dtype=dtype, attn_implementation=wanted)
+        except ValueError:
+            if wanted == "eager":
+                raise
+            model = made.from_config(built, dtype=dtype, attn_implementation="eager")  # all that some models have
     model.tie_weights()
     if options.lora is not None:
         model = _with_lora(model, options, rank)
@@ -169,6 +191,8 @@ def build_inputs(config: Mapping[str, Any], auto_class: str, options: TraceOptio
         features = torch.empty(point.batch, config.get("num_mel_bins", 80), frames, dtype=dtype, device="meta")
         return {"input_features": features, "labels": tokens(point.batch, point.seq)}
     ids = tokens(point.batch, point.seq)
+    if auto_class == "AutoModelForImageTextToText" and config.get("model_type") == "gemma3":
+        return {"input_ids": ids, "token_type_ids": tokens(point.batch, point.seq), "labels": ids}
     if auto_class == "AutoModelForSequenceClassification":
         return {"input_ids": ids, "labels": tokens(point.batch)}
     return {"input_ids": ids, "labels": ids}

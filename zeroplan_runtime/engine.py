@@ -88,6 +88,7 @@ class Engine(nn.Module):
                     module._buffers[name] = buffer.to(device)
         self.schedule = Schedule(self.store)
         self._detach = attach(self.schedule, direct=config.direct_linear)
+        self._guard = model.register_state_dict_pre_hook(self._before_state_dict)  # type: ignore[no-untyped-call]
         self._inside = False
         self._tail = Mark(device)
         self.watchdog = watch(ranks.rank, ranks.count, self._where, config.timeout) if ranks.group is None else None
@@ -189,6 +190,7 @@ class Engine(nn.Module):
             self.watchdog.stop()
             self.ranks.explain = None
         self._detach()
+        self._guard.remove()
         self.schedule.remove()
         for unit in self.store.units:
             for flat in unit.flats():
@@ -276,6 +278,16 @@ class Engine(nn.Module):
         finally:
             unit.param_slot.busy = busy
             unit.param_slot.free.record(self.schedule.compute)
+
+    def _before_state_dict(self, *_: Any) -> None:
+        """Keeps ``module.state_dict()`` from showing bytes that are on their way, or another unit's."""
+        if self.store.setup.shards_params:
+            raise BadInput(
+                "state_dict() cannot show parameters that are sharded",
+                where="stage 3",
+                remedy="use engine.module_state_dict(), save_checkpoint() or save_16bit_model()",
+            )
+        self.wait_parameters()
 
     def unit_names(self) -> list[str]:
         """The units that the model was divided into."""

@@ -39,7 +39,6 @@ class Schedule:
         self.compute = Lane(device, own=False)
         self.gather_lane = Lane(device, own=True)
         self.reduce_lane = Lane(device, own=True)
-        self.updated = Mark(device)  # the optimizer has written the shards
         self._produced = Mark(device)
         self.boundary = True  # this micro batch is the last before the step
         self.where = "start"  # for the watchdog
@@ -123,7 +122,7 @@ class Schedule:
                 f'{slot.name!r} that they share; set {{"zeroplan": {{"ring": N}}}} higher, or give a policy that joins them'
             )
         slot.free.wait(self.gather_lane)
-        self.updated.wait(self.gather_lane)
+        unit.updated.wait(self.gather_lane)
         with self.gather_lane.run():
             if unit.trainable is not None:
                 self.ranks.all_gather(unit.trainable.full, unit.trainable.shard)
@@ -136,12 +135,14 @@ class Schedule:
         if unit is not None and (not unit.param_slot.busy or unit.param_slot.holder is unit):
             self.gather(unit)
 
-    def parameters_changed(self) -> None:
-        """Called when the optimizer has been given all updates: gathered copies are out of date from here on."""
-        self.updated.record(self.compute)
-        if self.setup.shards_states:
-            for slot in {id(u.param_slot): u.param_slot for u in self.store.units if u.trainable is not None}.values():
-                slot.fresh = False
+    def updated(self, unit: UnitState) -> None:
+        """Called when the optimizer has been given `unit`'s update: gathered copies of it are out of date from here on.
+
+        Its gather may then run beside the updates of the units that follow.
+        """
+        unit.updated.record(self.compute)
+        if self.setup.shards_states and unit.trainable is not None and unit.param_slot.holder is unit:
+            unit.param_slot.fresh = False
 
     def gather_ahead(self) -> None:
         """Starts the gathers that the next forward will ask for first, as far as their slots are free."""

@@ -76,6 +76,7 @@ class UnitState:
     frozen: FlatState | None
     param_slot: Slot
     gathers_in_backward: bool
+    updated: Mark  # the optimizer has written the shards
     grad_slot: Slot | None = None
     grad_full: torch.Tensor | None = None
     grad: torch.Tensor | None = None
@@ -145,7 +146,8 @@ class Store:
             slot = self.param_slots[layout.param_slot]
         else:
             slot = self._slot(name, next(flat.full for flat in flats if flat is not None))
-        state = UnitState(index, layout, unit.module, trainable, frozen, slot, reads_params_in_backward(unit.module))
+        reads, mark = reads_params_in_backward(unit.module), Mark(self.arena.device)
+        state = UnitState(index, layout, unit.module, trainable, frozen, slot, reads, mark)
         if trainable is not None:
             self._add_training(state, trainable, carved)
         return state

@@ -377,3 +377,35 @@ def test_adamw_defaults_are_deepspeeds() -> None:
     _, optimizer, _, _ = zeroplan_runtime.initialize(model=nn.Linear(2, 2), config=engine_config, device="cpu")
     assert optimizer.param_groups[0]["weight_decay"] == 0.0
     assert ADAMW["params"]["weight_decay"] == 0.1
+
+
+def read_state_dict(group: dist.ProcessGroup, stage: int) -> str:
+    engine, *_ = zeroplan_runtime.initialize(model=models.make(), config=ds_config(stage), group=group, device="cpu")
+    try:
+        state = engine.module.state_dict()
+    except BadInput as fault:
+        return str(fault)
+    whole = engine.module_state_dict()
+    return "" if whole is None else str(all((state[name] == value).all().item() for name, value in whole.items()))
+
+
+def test_a_sharded_state_dict_is_refused_not_wrong(pool: RankPool) -> None:
+    assert pool.run(2, read_state_dict, 2)[0] == "True"
+    assert all("use engine.module_state_dict()" in said for said in pool.run(2, read_state_dict, 3))
+    assert pool.run(1, read_state_dict, 3) == ["True"]
+
+
+def test_destroy_gives_all_memory_back() -> None:
+    import gc
+    import weakref
+
+    engine, *_ = zeroplan_runtime.initialize(model=models.make(), config=ds_config(3), device="cpu")
+    engine.backward(engine(models.batch(0, 0, 0)))
+    engine.step()
+    kept = [weakref.ref(t.untyped_storage()) for u in engine.store.units for f in u.flats() for t in (f.full, f.shard)]
+    sizes = [p.numel() for p in engine.module.parameters()]
+    engine.destroy()
+    assert sum(sizes) > 0
+    assert [p.numel() for p in engine.module.parameters()] == [0] * len(sizes)
+    gc.collect()
+    assert all(reference() is None for reference in kept)

@@ -171,7 +171,7 @@ def _refresh(engine: Engine) -> None:
         if unit.trainable is not None and unit.master is not None and unit.master is not unit.trainable.shard:
             unit.trainable.shard.copy_(unit.master)
         unit.param_slot.holder = unit if not engine.store.setup.shards_params else None
-    engine.schedule.parameters_changed()
+        engine.schedule.updated(unit)
     engine.schedule.gather_ahead()
 
 

@@ -68,7 +68,7 @@ class Stepper:
     def __init__(self, schedule: Schedule, optimizer: ZeroOptimizer, *, clip: float, may_skip: bool) -> None:
         self.schedule, self.store, self.optimizer = schedule, schedule.store, optimizer
         self.clip, self.may_skip = clip, may_skip
-        self.segments = [segment for unit in self.store.units for segment in self._segments(unit)]
+        self.segments = [self._segments(unit) for unit in self.store.units]
 
     def _segments(self, unit: UnitState) -> list[Segment]:
         if unit.trainable is None:
@@ -116,9 +116,11 @@ class Stepper:
         scalars = self._measure(loss_scale)
         outcome = Outcome(self.store.scalars)
         hypers = [self.optimizer.hyper(i) for i in range(len(self.optimizer.param_groups))]
-        for segment in self.segments:
-            self._update(segment, hypers[segment.group], number, scalars)
-        self.schedule.parameters_changed()
+        for segments in self.segments:  # unit by unit, in the order in which the next forward needs them
+            for segment in segments:
+                self._update(segment, hypers[segment.group], number, scalars)
+            if segments:
+                self.schedule.updated(segments[0].unit)
         self.schedule.gradients_taken()
         return outcome
 

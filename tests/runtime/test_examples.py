@@ -1,0 +1,38 @@
+"""The examples run as their pages say, and learn."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*words: str, ranks: int = 1) -> list[float]:
+    """The losses that an example prints."""
+    start = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*start, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return [float(found) for found in re.findall(r"loss ([0-9.]+)", done.stdout)]
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_causal_lm_on_two_ranks(tmp_path: Path) -> None:
+    losses = run("examples/causal_lm.py", "--stage", "3", "--steps", "50", "--save", str(tmp_path), ranks=2)
+    assert losses[0] > 4.7  # ln 128 is 4.85
+    assert losses[-1] < 3
+    assert (tmp_path / "checkpoint" / "latest").read_text() == "global_step50"
+    assert (tmp_path / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_sentiment() -> None:
+    losses = run("examples/sentiment.py", "--small", "--stage", "1", "--steps", "60", "--dtype", "fp32")
+    assert losses[-1] < 0.4 < losses[0]

@@ -1,0 +1,69 @@
+"""The same on GPUs over NCCL: every stage equals plain torch, memory equals the layout, nothing fragments."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+_RANK = """
+import gc, os, sys
+sys.path[:0] = [{root!r}]
+import torch, torch.distributed as dist
+import zeroplan_runtime
+from tests.runtime import models
+from tests.runtime.train import ds_config
+device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+torch.cuda.set_device(device)
+dist.init_process_group("nccl", device_id=device)
+rank, ranks = dist.get_rank(), dist.get_world_size()
+for dtype, kind in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+    plain = models.Plain(models.make().to(device), lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1), ranks, dtype=kind)
+    real = models.batch
+    models.batch = lambda *where: real(*where).to(device)
+    expected = [plain.step(number)[rank] for number in range(20)]
+    for stage in range(4):
+        for remat in ("", "plain", "reentrant"):
+            before = torch.cuda.memory_allocated()
+            model = models.make(remat=remat)
+            engine, *_ = zeroplan_runtime.initialize(model=model, config=ds_config(stage, dtype), device=device)
+            rows = engine.arena.measurement()
+            grown = torch.cuda.memory_allocated() - before
+            kinds = len({{(row["buffer"], row["place"]) for row in rows}})
+            owned = sum(row["bytes"] for row in rows)
+            assert owned <= grown <= owned + 1024 * (kinds + 4), (stage, owned, grown)
+            losses = []
+            for number in range(20):
+                loss = engine(models.batch(number, 0, rank))
+                losses.append(engine.backward(loss).item())
+                engine.step()
+            worst = max(abs(a - b) for a, b in zip(losses, expected))
+            assert worst < (2e-4 if dtype == "fp32" else 5e-2), (stage, dtype, remat, worst)
+            del loss
+            engine.destroy()
+            del engine, model
+            gc.collect()
+    models.batch = real
+dist.destroy_process_group()
+print("well", flush=True)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_stages_on_gpus(tmp_path: Path, ranks: int) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} CUDA devices")
+    script = tmp_path / "rank.py"
+    script.write_text(_RANK.format(root=str(ROOT)))
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", str(script)]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ}, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("well") == ranks

@@ -97,7 +97,7 @@ class Coordinator:
         self.persistent = frozenset(persistent)
         self.on_host = on_host
         self.stream = GATHER if zero.overlaps_comm else COMPUTE
-        waits = job.ranks == 1 or job.offload_optimizer or zero.offloads_param
+        waits = job.ranks == 1 or job.offloads_optimizer or zero.offloads_param
         self.lag = 0 if waits else FETCHES_BEHIND
         self.prefetch = 1 if zero.allgather_sequential else zero.prefetch_bucket_size
         count = len(job.numel)

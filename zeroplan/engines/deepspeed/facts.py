@@ -9,16 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zeroplan.core.buffers import Place
-from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
+from zeroplan.core.workload import OptimizerKind, Precision, Workload
 from zeroplan.core.zero_config import Device, ZeroConfig
+from zeroplan.engines.deepspeed.groups import flat_group, padded, persistent, sub_groups
+from zeroplan.engines.deepspeed.resolution import Resolution, groups_on_gpu, muon_updates, resolution
 from zeroplan.ledger.derive import pow2, shard
 from zeroplan.ledger.optimizers import Optimizer, find_optimizer
 from zeroplan.models.spec import ModelSpec
-
-#: DeepSpeed pads a flat group so that each rank's part starts on 4 bytes: 2 elements of 2 bytes.
-#: Source: runtime/zero/stage_1_and_2.py, nccl_start_alignment_factor.
-ALIGN_ELEMENTS = 2
-
 
 #: What the names in the formulas mean.
 GLOSSARY = {
@@ -43,6 +40,8 @@ GLOSSARY = {
     "matrix": "elements that Muon updates",
     "rest": "elements that Muon leaves to Adam",
     "reduce_bucket": "reduce_bucket_size, elements",
+    "bucket_bytes": "bytes of one element of the gradient buckets, one for each dtype that travels",
+    "least_swapped": "bytes from which on a tensor is swapped to disk",
     "buckets": "buckets at once: two with overlap_comm",
     "pinned_grad_block": "bytes of the fp32 gradients' pinned blocks, each sub-group's rounded to a power of two",
     "small_param_blocks": "bytes of one pinned block for each parameter's part, each rounded to a power of two",
@@ -56,22 +55,15 @@ GLOSSARY = {
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(Resolution):
     """What one rank of one run holds, in elements, and how wide the elements are."""
 
     stage: int
-    offload_optimizer: Device
-    offload_param: Device
     params: int
     trainable: int
     frozen: int
     ranks: int
     local_ranks: int
-    param_bytes: int
-    master_bytes: int  # 0 where the optimizer steps the model's own parameters
-    accum_bytes: int
-    comm_bytes: int
-    state_bytes: int
     flat_group: int  # trainable parameters, padded (stages 1 and 2)
     kept_on_gpu: int  # of what this rank's optimizer updates: a partial offload's part on the GPU
     stepped_nvme: int
@@ -83,6 +75,7 @@ class Facts:
     sub_group: int  # largest sub-group's elements
     matrix: int  # of `stepped`: what Muon updates
     rest: int
+    bucket_bytes: int
     reduce_bucket: int
     buckets: int
     grad_accum: int
@@ -94,10 +87,6 @@ class Facts:
     param_swap_buffer: int
     params_in_cpu: int
     cublas_workspace: int
-    overlap_comm: bool
-    contiguous_gradients: bool
-    full_fp32_grads: bool  # BF16_Optimizer
-    flat_stage0: bool  # stage 0 with a 16-bit wrapper
     pin_optimizer: bool
     second_moment_always: bool  # DeepSpeedCPULion
     optimizer: Optimizer
@@ -113,12 +102,12 @@ class Facts:
     @property
     def stepped_hbm(self) -> int:
         """Of those, the ones updated on the GPU."""
-        return self.stepped if self.offload_optimizer is Device.NONE else self.kept_on_gpu
+        return self.stepped if self.optimizer_device is Device.NONE else self.kept_on_gpu
 
     @property
     def stepped_host(self) -> int:
         """Of those, the ones updated on the host."""
-        if self.offload_optimizer is Device.NONE:
+        if self.optimizer_device is Device.NONE:
             return 0
         elsewhere = self.kept_on_gpu + self.stepped_nvme
         return self.stepped - elsewhere if elsewhere else self.stepped
@@ -129,32 +118,55 @@ class Facts:
         return Place.PINNED if self.pin_optimizer else Place.DRAM
 
 
-def sub_groups(spec: ModelSpec, ranks: int, sub_group_size: int) -> list[int]:
-    """The elements of this rank in each stage-3 sub-group.
+def _shards(spec: ModelSpec, ranks: int) -> list[int]:
+    """This rank's elements of every trainable parameter, in order."""
+    counts: list[int] = []
+    for unit in spec.units:
+        counts += [shard(t.numel, ranks) for t in unit.tensors if t.trainable and t.tied_to is None] * unit.count
+    return counts
 
-    A sub-group closes with the parameter that reaches `sub_group_size`, so it may exceed it by one parameter's part.
-    Source: deepspeed/runtime/zero/stage3.py, _create_fp16_sub_groups.
+
+def _persistent(spec: ModelSpec, zero: ZeroConfig) -> int:
+    """Elements of the parameters that stay gathered."""
+    threshold, most = zero.param_persistence_threshold, zero.model_persistence_threshold
+    small = sum(t.numel * count for t, count in spec.tensor_groups() if t.numel <= threshold)
+    if small <= most:
+        return small
+    numel = [t.numel for _, t in spec.tensors()]
+    return sum(numel[p] for p in persistent(numel, threshold, most))
+
+
+def _flat_elements(spec: ModelSpec, zero: ZeroConfig, ranks: int, width: int) -> int:
+    """Elements of the trainable parameters as one flat tensor, padded."""
+    if not zero.parameter_alignment:
+        return padded(spec.trainable, ranks)
+    numel = [t.numel for _, t in spec.tensors() if t.trainable]
+    order = range(len(numel))
+    return flat_group(order, numel, ranks, width=width, round_robin=zero.round_robin_gradients, aligned=True).numel
+
+
+def _of_linear(name: str, dimensions: int) -> bool:
+    """Whether a parameter looks like a linear layer's: a matrix that is no embedding. A spec does not tell modules' types."""
+    return dimensions >= 2 and not any(word in name.lower() for word in ("emb", "wte", "wpe", "shared"))
+
+
+def _bucket_bytes(spec: ModelSpec, workload: Workload, stage: int, resolved: Resolution) -> int:
+    """Bytes of one element of every bucket of gradients: one for each dtype in which gradients travel.
+
+    Under ``torch_autocast`` the gradients of linear layers travel in 16 bits.
+    Source: zero/stage_1_and_2.py, setup_buckets (all buckets have one dtype); zero/stage3.py, ipg_buckets
     """
-    total = sum(-(-t.numel // ranks) * n for t, n in spec.tensor_groups() if t.trainable)
-    if total <= sub_group_size:
-        return [total] if total else []
-    groups, current = [], 0
-    for _, tensor in spec.tensors():
-        if tensor.trainable:
-            current += -(-tensor.numel // ranks)
-            if current >= sub_group_size:
-                groups.append(current)
-                current = 0
-    return [*groups, current] if current else groups
-
-
-def _width(dtype: DType | None, default: int) -> int:
-    return default if dtype is None else dtype.bytes
-
-
-def _is_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether Muon updates it. Source: deepspeed/__init__.py, set_optimizer_flags."""
-    return len(shape) >= 2 and "embed" not in name.lower() and "lm_head" not in name.lower()
+    travelling = {resolved.comm_bytes}
+    if workload.precision is Precision.AUTOCAST:
+        travelling = {
+            workload.dtype.bytes if _of_linear(f"{unit.name}.{t.name}", len(t.shape)) else resolved.param_bytes
+            for unit in spec.units
+            for t in unit.tensors
+            if t.trainable and t.tied_to is None
+        }
+    if stage == 3:
+        return sum(travelling)
+    return len(travelling) * (resolved.accum_bytes if resolved.accumulates_apart else resolved.param_bytes)
 
 
 def facts(
@@ -163,94 +175,63 @@ def facts(
     """The facts of rank 0 for one configuration."""
     optimizer = find_optimizer(workload.optimizer)
     stage = zero.stage
-    w = workload.param_bytes
-    fp32 = w == 4
-    masters_16 = (
-        zero.bf16_master_weights_and_grads or zero.fp16_master_weights_and_grads or workload.precision is Precision.PURE
-    )
-    m = w if masters_16 else 4
-    if stage == 0 and fp32:
-        m = 0  # DeepSpeed steps the model's own fp32 parameters
-    accum = _width(zero.grad_accum_dtype, w)
-    offload = zero.offload_optimizer.device if stage else Device.NONE
-    offload_param = zero.offload_param.device if stage == 3 else Device.NONE
-    if stage in (1, 2) and offload is Device.NVME:
-        offload = Device.CPU  # DeepSpeed only asks whether the device is "none" there
-    bf16_optimizer = (
-        stage == 1
-        and workload.dtype is DType.BF16
-        and not fp32
-        and accum == 4
-        and zero.offload_optimizer.device is not Device.CPU
-    )
-    if bf16_optimizer:
-        offload = Device.NONE
-
-    flat_group = -(-spec.trainable // (ALIGN_ELEMENTS * ranks)) * ALIGN_ELEMENTS * ranks
-    threshold = zero.param_persistence_threshold
-    sharded = frozen_sharded = persistent = largest_param = largest_shard = matrix = small_blocks = 0
+    resolved = resolution(workload, zero)
+    w, m, offload = resolved.param_bytes, resolved.master_bytes, resolved.optimizer_device
+    flat_elements = _flat_elements(spec, zero, ranks, w)
+    sharded = frozen_sharded = largest_param = largest_shard = matrix = small_blocks = 0
     for unit in spec.units:
         for t in unit.tensors:
             if t.tied_to is not None:
                 continue
-            part = -(-t.numel // ranks)
-            largest_param = max(largest_param, t.numel if t.trainable else 0)
-            largest_shard = max(largest_shard, part if t.trainable else 0)
+            part = shard(t.numel, ranks)
             small_blocks += pow2(part * w) * unit.count
-            if t.numel <= threshold:
-                persistent += t.numel * unit.count
-            if t.trainable:
-                sharded += part * unit.count
-                if _is_matrix(f"{unit.name}.{t.name}", t.shape):
-                    matrix += (part if stage == 3 else t.numel) * unit.count
-            else:
+            if not t.trainable:
                 frozen_sharded += part * unit.count
+                continue
+            largest_param = max(largest_param, t.numel)
+            largest_shard = max(largest_shard, part)
+            sharded += part * unit.count
+            if muon_updates(f"{unit.name}.{t.name}", len(t.shape)):
+                matrix += (part if stage == 3 else t.numel) * unit.count
     if not spec.has_shapes:
         largest_param = spec.largest_module or 0  # a bare count's one stand-in tensor says nothing of its layers
-    if persistent > zero.model_persistence_threshold:
-        persistent = zero.model_persistence_threshold
-    groups = sub_groups(spec, ranks, zero.sub_group_size) if stage == 3 else [flat_group // ranks]
-
-    stepped = {0: spec.trainable, 3: sharded}.get(stage, flat_group // ranks)
-    kept = 0
-    if stage == 3 and offload is Device.CPU and zero.offload_optimizer.ratio < 1:
-        kept = sum(groups[: int((1 - zero.offload_optimizer.ratio) * len(groups))])
-    on_nvme = 0
-    if offload is Device.NVME:
-        least = max(1 << 20, zero.aio.block_size)  # smaller tensors are not worth a file; swap_tensor/optimizer_utils.py
-        on_nvme = sum(g for g in groups if g * m >= least)
+    groups, stepped = [], spec.trainable
+    if stage == 3:
+        shards = _shards(spec, ranks)
+        groups = [sum(shards[p] for p in group) for group in sub_groups(range(len(shards)), shards, zero.sub_group_size)]
+        stepped = sharded
+    elif stage:
+        groups = [flat_elements // ranks]
+        stepped = flat_elements // ranks
+    staying = groups_on_gpu(len(groups), zero) if stage == 3 else 0
+    on_nvme = sum(g for g in groups if g * m >= resolved.least_swapped) if offload is Device.NVME else 0
     if stage in (1, 2):
         matrix = -(-matrix // ranks)
     off = zero.offload_optimizer
     return Facts(
+        **resolved.values(),
         stage=stage,
-        offload_optimizer=offload,
-        offload_param=offload_param,
         params=spec.params,
         trainable=spec.trainable,
         frozen=spec.frozen,
         ranks=ranks,
         local_ranks=local_ranks,
-        param_bytes=w,
-        master_bytes=m,
-        accum_bytes=accum,
-        comm_bytes=_width(zero.communication_data_type, 2 if workload.precision is Precision.AUTOCAST else w),
-        state_bytes=(m or w) if not (masters_16 and not zero.bf16_optimizer_states and zero.fp32_optimizer_states) else 4,
-        flat_group=flat_group,
-        kept_on_gpu=kept,
+        flat_group=flat_elements,
+        kept_on_gpu=sum(groups[:staying]),
         stepped_nvme=on_nvme,
         sharded=sharded,
         frozen_sharded=frozen_sharded,
-        persistent=persistent,
+        persistent=_persistent(spec, zero),
         largest_param=largest_param,
         largest_shard=largest_shard,
         sub_group=max(groups, default=0),
         matrix=min(matrix, stepped),
         rest=stepped - min(matrix, stepped),
+        bucket_bytes=_bucket_bytes(spec, workload, stage, resolved),
         reduce_bucket=zero.reduce_bucket_size,
         buckets=2 if zero.overlaps_comm else 1,
         grad_accum=workload.grad_accum,
-        pinned_grad_block=sum(pow2(g * m) for g in groups[len(groups) - _host_groups(groups, zero) :]),
+        pinned_grad_block=sum(pow2(g * m) for g in groups[staying:]),
         small_param_blocks=small_blocks,
         swap_buffers=off.buffer_count,
         swap_buffer=max(groups, default=0),
@@ -258,17 +239,8 @@ def facts(
         param_swap_buffer=zero.offload_param.buffer_size,
         params_in_cpu=min(sharded, zero.offload_param.max_in_cpu),
         cublas_workspace=cublas_workspace,
-        overlap_comm=zero.overlaps_comm,
-        contiguous_gradients=zero.contiguous_gradients or offload is not Device.NONE,
-        full_fp32_grads=bf16_optimizer,
-        flat_stage0=stage == 0 and not fp32,
         pin_optimizer=off.pin_memory,
         second_moment_always=offload is not Device.NONE and optimizer.name == "lion",
         optimizer=optimizer,
         optimizer_kind=workload.optimizer_kind,
     )
-
-
-def _host_groups(groups: list[int], zero: ZeroConfig) -> int:
-    """How many of the sub-groups are offloaded: all but the first int((1 − ratio) × count). Source: stage3.py."""
-    return len(groups) - int((1 - zero.offload_optimizer.ratio) * len(groups))

@@ -68,8 +68,7 @@ def flat_group(
             gap = -at % unit
             padding += gap
             at += gap
-    whole = START_ALIGNMENT * ranks
-    total = -(-at // whole) * whole
+    total = padded(at, ranks)
     part = total // ranks
     slices = {}
     for p, offset in zip(order, offsets, strict=True):
@@ -80,6 +79,12 @@ def flat_group(
             for rank in range(first, last + 1)
         )
     return FlatGroup(tuple(order), padding, total, part, slices)
+
+
+def padded(numel: int, ranks: int) -> int:
+    """Elements of a flat tensor of `numel` elements once it is padded for `ranks` equal parts."""
+    whole = START_ALIGNMENT * ranks
+    return -(-numel // whole) * whole
 
 
 def shard(numel: int, ranks: int) -> int:
@@ -104,3 +109,16 @@ def sub_groups(params: Sequence[int], shards: Sequence[int], size: int) -> list[
         groups[-1].append(p)
         filled += shards[p]
     return groups
+
+
+def persistent(numel: Sequence[int], threshold: int, model_threshold: int) -> list[int]:
+    """The parameters that stage 3 keeps gathered: small ones, while all of them fit the model's threshold.
+
+    Source: runtime/zero/parameter_offload.py, mark_persistent_parameters
+    """
+    kept, total = [], 0
+    for p, count in enumerate(numel):
+        if count <= threshold and count + total <= model_threshold:
+            kept.append(p)
+            total += count
+    return kept

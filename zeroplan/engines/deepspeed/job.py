@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from zeroplan.core.tape import Stream
 from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
-from zeroplan.core.zero_config import Device, ZeroConfig
+from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.engines.deepspeed.resolution import Resolution, muon_updates, resolution
 from zeroplan.ledger.optimizers import Optimizer, State, find_optimizer
 
 #: Streams of the simulated device. Blocks are reused only on the stream that allocated them.
@@ -27,10 +28,10 @@ STEPS_UNTIL_STEADY = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class Job(Resolution):
     """One rank's training job under DeepSpeed.
 
-    Counts are elements, widths (`*_bytes`) bytes an element. Lists are in the order of ``module.parameters()``, with tied
+    Counts are elements. Lists are in the order of ``module.parameters()``, with tied
     parameters once.
 
     Attributes:
@@ -41,7 +42,7 @@ class Job:
         zero_init: the model is built under ``deepspeed.zero.Init`` (stage 3), else whole on the GPU.
         comm_of: bytes an element of each parameter's gradient while it is reduced.
         gather_of: bytes an element of each parameter while stage 3 gathers it.
-        matrix_share: part of the trainable elements that Muon updates (deepspeed/__init__.py, set_optimizer_flags).
+        matrix_share: part of the trainable elements that Muon updates.
         skipped_steps: leading optimizer steps that fp16's falling loss scale discards; data decide, so it is an input.
         cublas_workspace: bytes of one cuBLAS workspace.
         device_memory: bytes of the GPU; None for no limit. Flattening goes through the host where it does not fit.
@@ -57,13 +58,8 @@ class Job:
     trainable: tuple[bool, ...]
     adapter: tuple[bool, ...]
     modules: tuple[tuple[int, ...], ...]
-    param_bytes: int
-    master_bytes: int
-    accum_bytes: int
-    comm_bytes: int
     comm_of: tuple[int, ...]
     gather_of: tuple[int, ...]
-    state_bytes: int
     steps: int
     matrix_share: float = 0.0
     skipped_steps: int = 0
@@ -75,22 +71,6 @@ class Job:
     def fp16(self) -> bool:
         """Whether the loss is scaled."""
         return self.param_bytes == 2 and self.workload.dtype is DType.FP16
-
-    @property
-    def bf16_optimizer(self) -> bool:
-        """Whether DeepSpeed wraps the optimizer in BF16_Optimizer (engine.py, _do_optimizer_sanity_check)."""
-        return (
-            self.zero.stage == 1
-            and self.param_bytes == 2
-            and self.workload.dtype is DType.BF16
-            and self.accum_bytes == 4
-            and self.zero.offload_optimizer.device is not Device.CPU
-        )
-
-    @property
-    def offload_optimizer(self) -> bool:
-        """Whether the optimizer steps on the host; NVMe counts, which stages 1 and 2 treat as the host."""
-        return self.zero.stage > 0 and bool(self.zero.offload_optimizer) and not self.bf16_optimizer
 
     @property
     def fused(self) -> bool:
@@ -123,17 +103,10 @@ def resolve(
     skipped_steps: int = 0,
     zero_init: bool = True,
 ) -> Job:
-    """The job of `rank` among `ranks`. `steps` None means until peaks repeat.
-
-    Widths follow engine.py: gradients accumulate in the model's dtype unless `grad_accum_dtype` says otherwise, and travel
-    in it unless `communication_data_type` does.
-    """
-    width = workload.param_bytes
-    masters_16 = width == 2 and (zero.bf16_master_weights_and_grads or zero.fp16_master_weights_and_grads)
-    master = width if masters_16 else 4
-    comm = width if zero.communication_data_type is None else zero.communication_data_type.bytes
-    states_follow = zero.bf16_optimizer_states or not zero.fp32_optimizer_states or not zero.offload_optimizer
+    """The job of `rank` among `ranks`. `steps` None means until peaks repeat."""
+    resolved = resolution(workload, zero)
     return Job(
+        **resolved.values(),
         zero=zero,
         workload=workload,
         optimizer=find_optimizer(workload.optimizer),
@@ -144,13 +117,8 @@ def resolve(
         trainable=tuple(p.trainable for p in stream.params),
         adapter=tuple(".lora_" in p.name for p in stream.params),
         modules=tuple(module.params for module in stream.modules),
-        param_bytes=width,
-        master_bytes=master,
-        accum_bytes=width if zero.grad_accum_dtype is None else zero.grad_accum_dtype.bytes,
-        comm_bytes=comm,
-        comm_of=_travelling(stream, workload, comm),
-        gather_of=_travelling(stream, workload, width),
-        state_bytes=master if states_follow else 4,
+        comm_of=_travelling(stream, workload, resolved.comm_bytes),
+        gather_of=_travelling(stream, workload, resolved.param_bytes),
         steps=(STEPS_UNTIL_STEADY if steps is None else steps) + (skipped_steps if steps is None else 0),
         matrix_share=_matrix_share(stream),
         skipped_steps=skipped_steps,
@@ -173,7 +141,7 @@ def _travelling(stream: Stream, workload: Workload, otherwise: int) -> tuple[int
 
 def _matrix_share(stream: Stream) -> float:
     trainable = [p for p in stream.params if p.trainable]
-    matrices = [p for p in trainable if len(p.shape) >= 2 and not any(word in p.name.lower() for word in ("embed", "lm_head"))]
+    matrices = [p for p in trainable if muon_updates(p.name, len(p.shape))]
     return sum(_count(p.shape) for p in matrices) / max(1, sum(_count(p.shape) for p in trainable))
 
 

@@ -49,7 +49,7 @@ def param_shard(c: Facts) -> int:
 
     Source: zero/partition_parameters.py, _partition_param
     """
-    return c.param_bytes * c.sharded if c.stage == 3 and c.offload_param is Device.NONE else 0
+    return c.param_bytes * c.sharded if c.stage == 3 and c.param_device is Device.NONE else 0
 
 
 @_add(Buffer.PARAM_SHARD, Place.PINNED, ALWAYS, state=True)
@@ -58,9 +58,9 @@ def param_shard_host(c: Facts) -> int:
 
     Source: s3, _create_param_groups_fp16_flat_cpu_memory
     """
-    if c.offload_param is Device.CPU:
+    if c.param_device is Device.CPU:
         return pow2(c.param_bytes * c.sharded)
-    return pow2(c.param_bytes * c.params_in_cpu) if c.offload_param is Device.NVME else 0
+    return pow2(c.param_bytes * c.params_in_cpu) if c.param_device is Device.NVME else 0
 
 
 @_add(Buffer.INIT_TEMP, Place.PINNED, ALWAYS)
@@ -69,7 +69,7 @@ def param_first_shards(c: Facts) -> int:
 
     Source: zero/partition_parameters.py, _partition_param
     """
-    return c.small_param_blocks if c.offload_param is Device.CPU else 0
+    return c.small_param_blocks if c.param_device is Device.CPU else 0
 
 
 @_add(Buffer.PARAM_SHARD, Place.NVME, ALWAYS, state=True)
@@ -78,7 +78,7 @@ def param_shard_nvme(c: Facts) -> int:
 
     Source: swap_tensor/partitioned_param_swapper.py
     """
-    return c.param_bytes * (c.sharded + c.frozen_sharded) if c.offload_param is Device.NVME else 0
+    return c.param_bytes * (c.sharded + c.frozen_sharded) if c.param_device is Device.NVME else 0
 
 
 @_add(Buffer.PARAM_FROZEN, Place.HBM, ALWAYS, state=True)
@@ -86,13 +86,13 @@ def param_frozen(c: Facts) -> int:
     """Parameters without gradient: whole below stage 3, this rank's part at stage 3."""
     if c.stage < 3:
         return c.param_bytes * c.frozen
-    return c.param_bytes * c.frozen_sharded if c.offload_param is Device.NONE else 0
+    return c.param_bytes * c.frozen_sharded if c.param_device is Device.NONE else 0
 
 
 @_add(Buffer.PARAM_FROZEN, Place.PINNED, ALWAYS, state=True)
 def param_frozen_host(c: Facts) -> int:
     """Offloaded parameters without gradient, each in a pinned block of its own."""
-    return c.param_bytes * c.frozen_sharded if c.offload_param is Device.CPU else 0
+    return c.param_bytes * c.frozen_sharded if c.param_device is Device.CPU else 0
 
 
 @_add(Buffer.PARAM_PERSISTENT, Place.HBM, ALWAYS)
@@ -110,7 +110,7 @@ def param_master(c: Facts) -> int:
 
     Source: s12, single_partition_of_fp32_groups; s3, _create_fp32_partitions
     """
-    return c.master_bytes * c.stepped_hbm
+    return c.master_bytes * c.stepped_hbm if c.own_masters else 0
 
 
 @_add(Buffer.PARAM_MASTER, _pinned, ALWAYS, state=True)
@@ -164,7 +164,7 @@ def grad_shard_stage1(c: Facts) -> int:
 
     Source: s12, copy_grads_in_partition
     """
-    if c.stage == 1 and c.offload_optimizer is Device.NONE and not c.full_fp32_grads:
+    if c.stage == 1 and c.optimizer_device is Device.NONE and not c.full_fp32_grads:
         return c.param_bytes * c.stepped
     return 0
 
@@ -175,7 +175,7 @@ def grad_accum_fp32(c: Facts) -> int:
 
     Source: bf16_optimizer.py, fp32_groups_gradients_flat
     """
-    return 4 * c.trainable if c.full_fp32_grads else 0
+    return c.accum_bytes * c.flat_group if c.full_fp32_grads else 0
 
 
 @_add(Buffer.GRAD_SHARD, Place.HBM, _BACKWARD_TO_STEP, state=True)
@@ -184,7 +184,7 @@ def grad_shard(c: Facts) -> int:
 
     Source: s12, copy_grads_in_partition
     """
-    return c.param_bytes * c.stepped if c.stage == 2 and c.offload_optimizer is Device.NONE else 0
+    return c.param_bytes * c.stepped if c.stage == 2 and c.optimizer_device is Device.NONE else 0
 
 
 @_add(Buffer.GRAD_ACCUM, Place.HBM, ALWAYS, state=True)
@@ -193,7 +193,7 @@ def grad_accum(c: Facts) -> int:
 
     Source: s3, grad_partitions_flat_buffer
     """
-    return c.accum_bytes * c.sharded if c.stage == 3 and c.offload_optimizer is Device.NONE else 0
+    return c.accum_bytes * c.sharded if c.stage == 3 and c.optimizer_device is Device.NONE else 0
 
 
 @_add(Buffer.GRAD_ACCUM, _pinned, ALWAYS, state=True)
@@ -202,7 +202,7 @@ def grad_accum_host(c: Facts) -> int:
 
     Source: s3, grad_partitions_flat_buffer
     """
-    if c.stage != 3 or c.offload_optimizer is Device.NONE:
+    if c.stage != 3 or c.optimizer_device is Device.NONE:
         return 0
     return _block(c, c.accum_bytes * c.sharded)
 
@@ -213,7 +213,7 @@ def grad_master_host(c: Facts) -> int:
 
     Source: s12, single_partition_of_fp32_groups[i].grad; s3, initialize_optimizer_states
     """
-    if c.offload_optimizer is not Device.CPU:
+    if c.optimizer_device is not Device.CPU:
         return 0
     if c.stage == 3:
         return c.pinned_grad_block if c.pin_optimizer else c.master_bytes * c.stepped_host
@@ -226,7 +226,7 @@ def grad_master_kept(c: Facts) -> int:
 
     Source: s3, initialize_optimizer_states
     """
-    return c.master_bytes * c.stepped_hbm if c.stage == 3 and c.offload_optimizer is Device.CPU else 0
+    return c.master_bytes * c.stepped_hbm if c.stage == 3 and c.optimizer_device is Device.CPU else 0
 
 
 @_add(Buffer.GRAD_MASTER, Place.NVME, FROM_FIRST_STEP, state=True)
@@ -244,7 +244,7 @@ def grad_accum_host_stage2(c: Facts) -> int:
 
     Source: s12, accumulated_grads_in_cpu (a pinned buffer for every parameter)
     """
-    if c.stage in (1, 2) and c.offload_optimizer is Device.CPU and c.grad_accum > 1:
+    if c.stage in (1, 2) and c.optimizer_device is Device.CPU and c.grad_accum > 1:
         return c.param_bytes * c.stepped_host
     return 0
 
@@ -287,7 +287,7 @@ def ipg_bucket(c: Facts) -> int:
     Source: s12, setup_buckets
     """
     if c.stage in (1, 2) and c.contiguous_gradients and not c.full_fp32_grads:
-        return c.comm_bytes * c.reduce_bucket * c.buckets
+        return c.bucket_bytes * c.reduce_bucket * c.buckets
     return 0
 
 
@@ -297,7 +297,7 @@ def ipg_bucket_stage3(c: Facts) -> int:
 
     Source: s3, ipg_buckets
     """
-    return c.comm_bytes * c.reduce_bucket if c.stage == 3 and c.contiguous_gradients else 0
+    return c.bucket_bytes * c.reduce_bucket if c.stage == 3 and c.contiguous_gradients else 0
 
 
 @_add(Buffer.STAGE_D2H, Place.HBM, ALWAYS)
@@ -306,7 +306,7 @@ def offload_staging(c: Facts) -> int:
 
     Source: s12, temp_grad_buffer_for_gpu_offload
     """
-    return c.param_bytes * c.largest_param if c.stage in (1, 2) and c.offload_optimizer is Device.CPU else 0
+    return c.param_bytes * c.largest_param if c.stage in (1, 2) and c.optimizer_device is Device.CPU else 0
 
 
 @_add(Buffer.STAGE_D2H, _pinned, ALWAYS)
@@ -315,7 +315,7 @@ def offload_staging_host(c: Facts) -> int:
 
     Source: s12, temp_grad_buffer_for_cpu_offload
     """
-    if c.stage in (1, 2) and c.offload_optimizer is Device.CPU:
+    if c.stage in (1, 2) and c.optimizer_device is Device.CPU:
         return _block(c, c.param_bytes * c.largest_param)
     return 0
 
@@ -326,7 +326,7 @@ def updated_params_host(c: Facts) -> int:
 
     Source: s12, param_buffer_of_bit16_for_cpu_offload_groups
     """
-    if c.stage in (1, 2) and c.offload_optimizer is Device.CPU:
+    if c.stage in (1, 2) and c.optimizer_device is Device.CPU:
         return _block(c, c.param_bytes * c.stepped_host)
     return 0
 
@@ -337,7 +337,7 @@ def updated_params_cast(c: Facts) -> int:
 
     Source: s3, _reassign_or_swap_out_partitioned_parameters (a copy across devices casts first)
     """
-    if c.stage == 3 and c.offload_optimizer is Device.CPU and c.offload_param is Device.NONE:
+    if c.stage == 3 and c.optimizer_device is Device.CPU and c.param_device is Device.NONE:
         return c.param_bytes * c.sub_group
     return 0
 
@@ -357,7 +357,7 @@ def param_swap_buffers(c: Facts) -> int:
 
     Source: swap_tensor/partitioned_param_swapper.py
     """
-    return c.param_swap_buffers * c.param_swap_buffer * c.param_bytes if c.offload_param is Device.NVME else 0
+    return c.param_swap_buffers * c.param_swap_buffer * c.param_bytes if c.param_device is Device.NVME else 0
 
 
 # --- the optimizer step's temporaries -----------------------------------------------------------------------------------
@@ -369,14 +369,14 @@ def step_gradients(c: Facts) -> int:
 
     Source: s12, step; s3, _prepare_sub_group (one sub-group at a time)
     """
-    if c.offload_optimizer is not Device.NONE or c.full_fp32_grads:
+    if c.optimizer_device is not Device.NONE or c.full_fp32_grads:
         return 0
     if c.stage == 3:
         cat = c.accum_bytes if c.accum_bytes != c.master_bytes else 0
         return (cat + c.master_bytes) * c.sub_group
     if c.stage:
         return (c.param_bytes + c.master_bytes) * c.stepped if c.param_bytes != c.master_bytes else c.master_bytes * c.stepped
-    return (4 + 4 + c.param_bytes) * c.stepped if c.flat_stage0 else 0
+    return (4 + 4 + c.param_bytes) * c.stepped if c.own_masters else 0
 
 
 @_add(Buffer.OPTIM_TEMP, Place.HBM, (Phase.STEP,))
@@ -385,7 +385,7 @@ def optimizer_temporaries(c: Facts) -> int:
 
     Source: torch/optim/adamw.py (foreach keeps one temporary, the plain loop two)
     """
-    if c.offload_optimizer is not Device.NONE or c.optimizer_kind is OptimizerKind.FUSED:
+    if c.optimizer_device is not Device.NONE or c.optimizer_kind is OptimizerKind.FUSED:
         return 0
     tensor = c.sub_group if c.stage == 3 else c.stepped if c.stage else c.largest_param
     return largest(c.master_bytes, c.param_bytes) * tensor * (1 if c.optimizer_kind is OptimizerKind.FOREACH else 2)

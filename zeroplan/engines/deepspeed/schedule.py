@@ -20,7 +20,7 @@ def stage_schedule(job: Job, stream: Stream, recorder: Recorder) -> StageSchedul
     """The schedule of the wrapper that DeepSpeed chooses for the job."""
     if job.zero.stage == 3:
         return Stage3(job, recorder, stream.modules)
-    if job.bf16_optimizer:
+    if job.full_fp32_grads:
         return Stage1Bf16(job, recorder)
     if job.zero.stage in (1, 2):
         return Stage12(job, recorder)
@@ -42,7 +42,7 @@ def distinct_ranks(job: Job, most: int = 8) -> tuple[int, ...]:
     most has the highest allocated peak. Each rank's blocks have sizes of their own, which decides how they fragment the
     cache, so beyond those two the ranks stand for all others, evenly spaced. At other stages all ranks are alike.
     """
-    if job.ranks == 1 or job.zero.stage not in (1, 2) or job.bf16_optimizer:
+    if job.ranks == 1 or job.zero.stage not in (1, 2) or job.full_fp32_grads:
         return (0,)
     if job.ranks <= most:
         return tuple(range(job.ranks))

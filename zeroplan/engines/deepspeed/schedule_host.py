@@ -11,10 +11,8 @@ from zeroplan.core.zero_config import Device
 from zeroplan.engines.deepspeed.groups import flat_group, shard, sub_groups
 from zeroplan.engines.deepspeed.host_recorder import HostRecorder
 from zeroplan.engines.deepspeed.job import Job
+from zeroplan.engines.deepspeed.resolution import groups_on_gpu
 from zeroplan.simulate.pinned import PinnedConfig
-
-#: swap_tensor/utils.py, MIN_AIO_BYTES: smaller tensors are not worth a file.
-LEAST_SWAPPED_BYTES = 1 << 20
 
 
 def record_host(job: Job, config: PinnedConfig | None = None) -> HostRecorder:
@@ -40,7 +38,7 @@ def _states(job: Job, host: HostRecorder, count: int) -> None:
 
 def _stage12(job: Job, host: HostRecorder) -> None:
     host.mark(Phase.LOAD)
-    if not job.offload_optimizer:
+    if not job.offloads_optimizer:
         for phase in (Phase.INIT, Phase.FORWARD, Phase.BACKWARD, Phase.STEP):
             host.mark(phase)
         return
@@ -109,12 +107,12 @@ def _stage3(job: Job, host: HostRecorder) -> None:
         host.alloc(w * room, Buffer.PARAM_SHARD, pinned=True)
         for handle in first:
             host.free(handle)
-    if job.offload_optimizer:
+    if job.offloads_optimizer:
         _offloaded_optimizer(job, host, counts, total)
     host.mark(Phase.INIT)
     host.mark(Phase.FORWARD)
     host.mark(Phase.BACKWARD)
-    if job.offload_optimizer:
+    if job.offloads_optimizer:
         on_host = _host_counts(job, counts)
         for count in on_host:
             _states(job, host, count)
@@ -137,11 +135,9 @@ def _first_shards(job: Job, host: HostRecorder, shards: list[int]) -> list[int]:
 
 def _host_counts(job: Job, counts: list[int]) -> list[int]:
     """Elements of the sub-groups whose optimizer state stays in host memory between steps."""
-    offload = job.zero.offload_optimizer
-    if offload.device is Device.NVME:
-        least = max(LEAST_SWAPPED_BYTES, job.zero.aio.block_size)
-        return [count for count in counts if count * job.master_bytes < least]
-    return counts[int((1 - offload.ratio) * len(counts)) :]
+    if job.optimizer_device is Device.NVME:
+        return [count for count in counts if count * job.master_bytes < job.least_swapped]
+    return counts[groups_on_gpu(len(counts), job.zero) :]
 
 
 def _offloaded_optimizer(job: Job, host: HostRecorder, counts: list[int], total: int) -> None:

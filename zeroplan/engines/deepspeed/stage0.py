@@ -7,8 +7,8 @@ copied back. Source: runtime/engine.py, buffered_allreduce_fallback
 from __future__ import annotations
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.workload import DType
 from zeroplan.engines.deepspeed.base import Schedule
+from zeroplan.engines.deepspeed.groups import padded
 from zeroplan.engines.deepspeed.job import SCALAR, STAGE0_BUCKET, Job
 from zeroplan.simulate.stream import Recorder
 
@@ -144,8 +144,7 @@ class Stage1Bf16(Stage0):
         """Flattens, clones the master's part, and makes the fp32 gradients that live for the whole run."""
         job = self.job
         total = sum(job.numel[p] for p in self.trained)
-        whole = 2 * job.ranks
-        aligned = -(-total // whole) * whole
+        aligned = padded(total, job.ranks)
         self.part, self.aligned = aligned // job.ranks, aligned
         self.alloc(SCALAR, Buffer.OPTIM_TEMP)
         self.alloc(job.param_bytes * aligned, Buffer.PARAM_FULL)
@@ -182,6 +181,6 @@ class Stage1Bf16(Stage0):
 
 def stage0_schedule(job: Job, recorder: Recorder) -> Stage0:
     """The schedule that DeepSpeed's choice of wrapper gives (engine.py, _do_optimizer_sanity_check)."""
-    if job.param_bytes == 4 or job.workload.dtype is DType.FP32:
+    if not job.own_masters:
         return Stage0(job, recorder)
     return Stage0Flat(job, recorder) if job.fused else Stage0Unfused(job, recorder)

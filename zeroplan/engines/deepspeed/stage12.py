@@ -39,13 +39,12 @@ class Stage12(Schedule):
         super().__init__(job, recorder)
         zero = job.zero
         self.partitions_grads = zero.stage == 2
-        self.offload = job.offload_optimizer
-        self.contiguous = zero.contiguous_gradients or self.offload
+        self.offload = job.offloads_optimizer
+        self.contiguous = job.contiguous_gradients
         self.overlap = zero.overlaps_comm
         self.stream = REDUCE if self.overlap else 0
         self.bucket_size = zero.reduce_bucket_size
-        # s12, use_grad_accum_attribute: a separate accumulator a parameter, at stage 1 only
-        self.accumulates_apart = job.accum_bytes != job.param_bytes and not self.partitions_grads
+        self.accumulates_apart = job.accumulates_apart  # s12, use_grad_accum_attribute
         self.bucket_bytes = job.accum_bytes if self.accumulates_apart else job.param_bytes
         # s12, _use_compact_grad_partition_buffer: fp32 partitions filled slice by slice
         self.compact = job.accum_bytes == 4 and job.param_bytes == 2

@@ -11,9 +11,10 @@ from zeroplan.core.workload import OptimizerKind
 from zeroplan.core.zero_config import Device
 from zeroplan.engines.deepspeed.base import Schedule
 from zeroplan.engines.deepspeed.coordinator import Coordinator
-from zeroplan.engines.deepspeed.groups import shard, sub_groups
+from zeroplan.engines.deepspeed.groups import persistent, shard, sub_groups
 from zeroplan.engines.deepspeed.job import COMPUTE, REDUCE, SCALAR, Job
 from zeroplan.engines.deepspeed.leaf_modules import leaf_modules, subtree_params
+from zeroplan.engines.deepspeed.resolution import groups_on_gpu
 from zeroplan.simulate.stream import Recorder
 
 #: s3, _constant_buffered_norm2: elements whose norm is taken at once.
@@ -28,9 +29,9 @@ class Stage3(Schedule):
     def __init__(self, job: Job, recorder: Recorder, modules: tuple[TapeModule, ...]) -> None:
         super().__init__(job, recorder)
         zero = job.zero
-        self.offload = job.offload_optimizer
+        self.offload = job.offloads_optimizer
         self.offload_param = zero.offloads_param
-        self.swaps_optimizer = zero.offload_optimizer.device is Device.NVME
+        self.swaps_optimizer = job.optimizer_device is Device.NVME
         self.stream = REDUCE if zero.overlaps_comm else COMPUTE
         self.shards = [shard(count, job.ranks) for count in job.numel]
         self.trained = job.trained
@@ -43,7 +44,8 @@ class Stage3(Schedule):
             for m, module in enumerate(modules)
         ]
         self.leaf_of = {p: m for m in leaves for p in fetched[m]}
-        self.coordinator = Coordinator(job, recorder, fetched, self._persistent(), [self.offload_param] * len(job.numel))
+        kept = persistent(job.numel, zero.param_persistence_threshold, zero.model_persistence_threshold)
+        self.coordinator = Coordinator(job, recorder, fetched, kept, [self.offload_param] * len(job.numel))
         self.twins: list[int] = []  # second owners of tied parameters, alive until they are collected
         self.own: dict[int, int] = {}  # gradients that own a block
         self.leaf_grads: dict[int, list[int]] = {m: [] for m in leaves}
@@ -59,20 +61,10 @@ class Stage3(Schedule):
             self.coordinator.before_free = self._make_secondary
 
     def _groups_on_gpu(self) -> list[bool]:
-        """s3, subgroup_to_device: of an offloaded optimizer the first int((1 − ratio) × count) sub-groups stay."""
-        if not self.offload:
-            return [True] * len(self.groups)
-        staying = int((1 - self.job.zero.offload_optimizer.ratio) * len(self.groups))
-        return [i < staying for i in range(len(self.groups))]
-
-    def _persistent(self) -> list[int]:
-        """zero/parameter_offload.py, mark_persistent_parameters: small ones, while they fit the model's threshold."""
-        zero, kept, total = self.job.zero, [], 0
-        for p, count in enumerate(self.job.numel):
-            if count + total <= zero.model_persistence_threshold and count <= zero.param_persistence_threshold:
-                kept.append(p)
-                total += count
-        return kept
+        """Which sub-groups the GPU steps: all, unless the optimizer is offloaded."""
+        count = len(self.groups)
+        staying = groups_on_gpu(count, self.job.zero) if self.offload else count
+        return [i < staying for i in range(count)]
 
     # Initialisation
 

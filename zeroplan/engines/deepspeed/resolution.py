@@ -1,0 +1,112 @@
+"""What DeepSpeed makes of a workload and a config: widths, wrappers and devices, resolved once for ledger and schedules.
+
+Paths of sources are those of DeepSpeed 0.19.8 under ``deepspeed/runtime/``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from zeroplan.core.workload import DType, Precision, Workload
+from zeroplan.core.zero_config import Device, ZeroConfig
+
+#: swap_tensor/utils.py, MIN_AIO_BYTES: smaller tensors are not worth a file.
+_MIN_AIO_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    """How wide elements are and where they go. Widths (``*_bytes``) are bytes an element.
+
+    Attributes:
+        param_bytes: of a model parameter and, unless said otherwise, of its gradient.
+        master_bytes: of what the optimizer steps.
+        accum_bytes: of an accumulated gradient.
+        comm_bytes: of a gradient while it is reduced; under ``torch_autocast`` of those that are not cast.
+        state_bytes: of an element of an optimizer state.
+        own_masters: whether the optimizer steps copies of its own; stage 0 in fp32 steps the model's parameters.
+        full_fp32_grads: whether DeepSpeed wraps the optimizer in BF16_Optimizer, whose gradients are never sharded.
+        accumulates_apart: whether gradients are added up in an attribute of their own, beside ``.grad``.
+        contiguous_gradients: whether gradients are copied into a bucket before they are reduced.
+        optimizer_device: where optimizer states are.
+        param_device: where parameters are.
+        least_swapped: bytes from which on a tensor goes to a file.
+    """
+
+    param_bytes: int
+    master_bytes: int
+    accum_bytes: int
+    comm_bytes: int
+    state_bytes: int
+    own_masters: bool
+    full_fp32_grads: bool
+    accumulates_apart: bool
+    contiguous_gradients: bool
+    optimizer_device: Device
+    param_device: Device
+    least_swapped: int
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether optimizer states leave the GPU."""
+        return self.optimizer_device is not Device.NONE
+
+    def values(self) -> dict[str, Any]:
+        """The fields by name, for classes that extend this one."""
+        return {field.name: getattr(self, field.name) for field in fields(Resolution)}
+
+
+def resolution(workload: Workload, zero: ZeroConfig) -> Resolution:
+    """The widths and devices of one configuration.
+
+    Gradients accumulate in the model's dtype unless ``grad_accum_dtype`` says otherwise, and travel in it unless
+    ``communication_data_type`` does. States are as wide as masters; only DeepSpeedCPUAdam keeps fp32 ones beside 16-bit
+    masters (``fp32_optimizer_states``).
+
+    Source: engine.py, _do_optimizer_sanity_check, get_data_types, communication_data_type, _configure_basic_optimizer;
+        base_optimizer.py, _configure_master_weights; zero/stage_1_and_2.py, __init__
+    """
+    stage, width = zero.stage, workload.param_bytes
+    masters_16 = width == 2 and (
+        zero.bf16_master_weights_and_grads or zero.fp16_master_weights_and_grads or workload.precision is Precision.PURE
+    )
+    master = width if masters_16 else 4
+    accum = width if zero.grad_accum_dtype is None else zero.grad_accum_dtype.bytes
+    offload = zero.offload_optimizer.device if stage else Device.NONE
+    full_fp32_grads = stage == 1 and width == 2 and workload.dtype is DType.BF16 and accum == 4 and offload is not Device.CPU
+    if full_fp32_grads:
+        offload = Device.NONE
+    elif stage < 3 and offload is Device.NVME:
+        offload = Device.CPU  # stages 1 and 2 only ask whether the device is "none"
+    states_follow = zero.bf16_optimizer_states or not zero.fp32_optimizer_states or offload is Device.NONE
+    return Resolution(
+        param_bytes=width,
+        master_bytes=master,
+        accum_bytes=accum,
+        comm_bytes=width if zero.communication_data_type is None else zero.communication_data_type.bytes,
+        state_bytes=master if states_follow else 4,
+        own_masters=stage > 0 or width == 2,
+        full_fp32_grads=full_fp32_grads,
+        accumulates_apart=stage == 1 and not full_fp32_grads and accum != width,
+        contiguous_gradients=zero.contiguous_gradients or (stage in (1, 2) and offload is not Device.NONE),
+        optimizer_device=offload,
+        param_device=zero.offload_param.device if stage == 3 else Device.NONE,
+        least_swapped=max(_MIN_AIO_BYTES, zero.aio.block_size),
+    )
+
+
+def groups_on_gpu(count: int, zero: ZeroConfig) -> int:
+    """How many of `count` sub-groups a partial offload leaves on the GPU: the first ones.
+
+    Source: zero/stage3.py, subgroup_to_device
+    """
+    return int((1 - zero.offload_optimizer.ratio) * count) if zero.offload_optimizer.device is Device.CPU else 0
+
+
+def muon_updates(name: str, dimensions: int) -> bool:
+    """Whether Muon updates a parameter; it leaves embeddings, the head and vectors to Adam.
+
+    Source: deepspeed/__init__.py, set_optimizer_flags
+    """
+    return dimensions >= 2 and "embed" not in name.lower() and "lm_head" not in name.lower()

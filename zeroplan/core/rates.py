@@ -30,8 +30,8 @@ OTHER_MATMUL_FRACTION = 0.75
 #: Flash attention's forward and backward against the same sheet (Dao 2023, "FlashAttention-2", figures 4 and 6).
 ATTENTION_FRACTION = 0.40
 #: fp32 products run on tensor cores only when TF32 is switched on, which torch does not: the CUDA cores' share of the
-#: 16-bit rate (67 of 989 TFLOP/s on an H100's sheet).
-FP32_FRACTION = 0.068
+#: 16-bit rate (67 of 989 TFLOP/s on an H100's sheet), three quarters of which large products attain.
+FP32_FRACTION = 0.051
 #: Plain kernels move this much of the sheet's memory bandwidth (2.96 of 3.35 TB/s for a copy on an H100).
 HBM_FRACTION = 0.88
 #: Rings attain this much of a link's one-way figure for buckets of tens of MB.

@@ -12,7 +12,7 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.rates import Rates, profile_path, rates_of, read_profile
 from zeroplan.core.units import GIB
-from zeroplan.core.workload import Workload
+from zeroplan.core.workload import DType, Workload
 from zeroplan.engines.base import Engine
 from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.request import Request, resolve
@@ -101,13 +101,17 @@ def problem_of(request: Request, wish: Wish) -> Problem:
     cluster, warnings = resolved.cluster, list(resolved.warnings)
     if cluster.vram is None and wish.given is None:
         raise BadInput("no GPU memory is given", where="--vram", remedy="give --vram 24G, or a card: --gpu A100-80G")
+    spec, workload = resolved.spec, resolved.workload
+    if request.dtype is None and not cluster.gpu.bf16 and workload.dtype is DType.BF16:
+        workload = replace(workload, dtype=DType.FP16)
+        warnings.append(f"{cluster.gpu.name} has no bf16: fp16 is used; give --dtype fp32 for full precision")
     if cluster.cpu_ram is None:
         cluster = replace(cluster, cpu_ram=ASSUMED_HOST * cluster.gpus)
         warnings.append(f"host memory is assumed to be 64 GiB a GPU ({64 * cluster.gpus} GiB a node); give --cpu-ram")
     rates = _rates(cluster, wish, warnings)
     if request.gpu is None:
         warnings.append(f"speeds are those of an {cluster.gpu.name}; name the card by --gpu")
-    return Problem(resolved.spec, resolved.workload, cluster, resolved.engine, rates, warnings)
+    return Problem(spec, workload, cluster, resolved.engine, rates, warnings)
 
 
 def _rates(cluster: Cluster, wish: Wish, warnings: list[str]) -> Rates:
@@ -198,10 +202,16 @@ def _given(given: Sequence[Candidate] | str, problem: Problem, request: Request)
     return read_candidates(given, problem, request)
 
 
+def _judged_by(problem: Problem) -> str:
+    if problem.spec.has_shapes:
+        return "an analytic bound on activations"
+    return "the activations of a model of usual shape"
+
+
 def _answer(problem: Problem, wish: Wish, ranking: tuple[Recommendation, ...], memory: Memory, *, considered: int) -> Answer:
     warnings = [*wish.notes, *problem.warnings]
     if memory.problem:
-        warnings.append(f"formula depth: {memory.problem}; what fits is judged by an analytic bound on activations")
+        warnings.append(f"formula depth: {memory.problem}; what fits is judged by {_judged_by(problem)}")
     spec = problem.spec
     return Answer(
         model={"name": spec.name, "params": spec.params, "trainable": spec.trainable, "source": spec.source},

@@ -142,12 +142,14 @@ class Memory:
     def _analytic(self, case: Case) -> MemoryPlan:
         """A formula plan; its total and interval stay open, but whether it fits is judged with the analytic bound."""
         plan = formula_plan(self.engine, case)
-        bound = activation_bound(case.spec, case.workload)
-        if bound is None:
-            return plan
+        bound = self._bound(case.workload)
         need = max(plan.gpu.phases.values()) + round(bound * (1 + ANALYTIC_SPREAD)) + self._outside(case)
         broken = misfits(case, need, plan.cpu.per_node, plan.nvme.per_node)
         return plan.model_copy(update={"fits": verdict(case, broken), "misfits": broken})
+
+    def _bound(self, workload: Workload) -> int:
+        bound = activation_bound(self.spec, workload)
+        return usual_activations(self.spec.params, workload) if bound is None else bound
 
     def _outside(self, case: Case) -> int:
         capability = case.cluster.gpu.capability
@@ -167,7 +169,7 @@ class Memory:
         """
         one, two = self._stream(candidate, 1), self._stream(candidate, 2)
         if one is None or two is None:
-            bound = activation_bound(self.spec, candidate.workload) or 0
+            bound = self._bound(candidate.workload)
             return 0, round((1 - ANALYTIC_SPREAD) * bound / candidate.workload.micro_batch / 2)
         first, second = activation_peak(one), activation_peak(two)
         slope = max(0, second - first)
@@ -196,3 +198,19 @@ class Memory:
         if tape is None:
             raise NoTapeError(f"no tape of {case.spec.name} is at hand")
         return tape.expand(workload.micro_batch, workload.seq_len or 1, workload.lora_rank)
+
+
+def usual_activations(params: int, workload: Workload) -> int:
+    """Bytes of one micro batch's activations for a bare count, whose shape is taken to be the usual one.
+
+    With layers = hidden / 128, as in the GPT-3 family and after it, 12 · layers · hidden² parameters give the hidden size.
+    A layer keeps 34 bytes a token and hidden unit; logits over 2^16 words take 16 bytes each.
+    Source: Brown et al. 2020, table 2.1; Korthikanti et al. 2022, equation 2
+    """
+    hidden = max(1, round((params * 128 / 12) ** (1 / 3)))
+    layers = max(1, hidden // 128)
+    tokens = workload.micro_batch * (workload.seq_len or 1)
+    width = workload.dtype.bytes
+    layer = 34 * tokens * hidden * width // 2
+    kept = layers * tokens * hidden * width + layer if workload.gradient_checkpointing else layers * layer
+    return kept + 16 * tokens * (1 << 16)

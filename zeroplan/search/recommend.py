@@ -23,6 +23,8 @@ SHOWN = 5
 MOST_SIMULATIONS = 48
 #: The variant with the smallest buckets may need a little more than another: pages of expandable segments round up.
 _REACH = 1.05
+#: What an environment variable that must be set beside the config has to gain.
+_ALLOC_CONF_COST = 0.03
 #: A floor below this share of the card: likely to fit as it is, so the smallest variant is not asked first.
 _LIKELY = 0.8
 
@@ -56,8 +58,12 @@ class Outcome:
 
 
 def rank_key(candidate: Candidate, time: StepTime) -> tuple[float, int, int]:
-    """Fastest first; among equals the one nearest to the defaults, then the smaller micro batch."""
-    return (-round(time.tokens_per_second, 3), candidate.effort, candidate.workload.micro_batch)
+    """Fastest first; among equals the one nearest to the defaults, then the smaller micro batch.
+
+    What runs only with settings of the allocator, which no file carries, must be worth it.
+    """
+    worth = 1 - _ALLOC_CONF_COST if candidate.alloc_conf else 1
+    return (-round(worth * time.tokens_per_second, 3), candidate.effort, candidate.workload.micro_batch)
 
 
 def search(

@@ -43,9 +43,8 @@ def find_blocks(model: nn.Module, policy: Policy | None = None) -> dict[str, nn.
         return taken
     for container in (nn.ModuleList, nn.Sequential):
         blocks: dict[str, nn.Module] = {}
-        lists: list[str] = []
         for name, module in model.named_modules():
-            if not isinstance(module, container) or any(name.startswith(f"{n}.") for n in lists if n):
+            if not isinstance(module, container) or any(name == block or name.startswith(block + ".") for block in blocks):
                 continue
             members = {
                 f"{name}.{key}" if name else key: child
@@ -53,7 +52,6 @@ def find_blocks(model: nn.Module, policy: Policy | None = None) -> dict[str, nn.
                 if next(child.parameters(), None) is not None and _is_called(child)
             }
             if len(members) >= 2:
-                lists.append(name)
                 blocks.update(members)
         if blocks:
             return blocks

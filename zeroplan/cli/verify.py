@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -57,7 +57,7 @@ def verify(
     """
     from zeroplan.validate.api import verify as run
 
-    options = {
+    options: dict[str, Any] = {
         "micro_batch": micro_batch,
         "seq_len": seq_len,
         "grad_accum": grad_accum,

@@ -53,7 +53,7 @@ def _rest(comparison: Comparison) -> str:
             if line.buffer in ("device.context", "device.nccl") and line.formula != "measured: the CUDA context"
         )
         return f"the plan expects {format_bytes(outside)} of kernels and NCCL here"
-    return "resident memory beyond the tensors: libraries, allocator, other ranks' buffers"
+    return "resident beyond the tensors at their peak: libraries, gloo; pages never touched count against it"
 
 
 def _row(row: DriftRow) -> list[str]:
@@ -88,6 +88,10 @@ def _conclusion(drift: Drift) -> str:
     if not drift.comparisons:
         return "Nothing was run."
     if not outside:
-        return f"All {len(drift.comparisons)} within: owned buffers equal, totals within {drift.tolerance:.1%}."
+        count = len(drift.comparisons)
+        owned = "owned buffers equal" if all(c.measurement.owned for c in drift.comparisons) else ""
+        judged = sum(any(row.judged for row in c.totals) for c in drift.comparisons)
+        totals = f"{judged} of {count} totals judged, within {drift.tolerance:.1%}"
+        return f"{count} of {count} as planned: {'; '.join(part for part in (owned, totals) if part)}."
     names = ", ".join(comparison.plan.label for comparison in outside)
     return f"{len(outside)} of {len(drift.comparisons)} outside the tolerance: {names}."

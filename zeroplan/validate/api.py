@@ -6,15 +6,17 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import ModelInfo
+from zeroplan.core.zero_config import Device
 from zeroplan.engines.base import Case
 from zeroplan.planner.request import Request, Resolved, describe_workload, resolve
 from zeroplan.validate.builtin import builtin_request
 from zeroplan.validate.compare import compare
-from zeroplan.validate.job import STEPS, Job, job_of
+from zeroplan.validate.job import STEPS, Job, ended_early, job_of
 from zeroplan.validate.launch import Launch
 from zeroplan.validate.machine import Machine, find_machine, ranks_to_use
 from zeroplan.validate.measured import measurement_of
@@ -67,7 +69,10 @@ def verify(
     fields = {"engine": "zeroplan", **given, **{k: v for k, v in options.items() if v is not None}}
     cluster = machine.cluster(ranks)
     resolved = resolve(Request(**fields, gpus=cluster.gpus, nodes=cluster.nodes))
-    cases = [replace(case, cluster=cluster) for case in resolved.cases]
+    cases = [replace(case, cluster=cluster) for case in resolved.cases if not _lacks_path(case)]
+    left_out = [f"{_label(case)} is left out: it needs a folder on a disk" for case in resolved.cases if _lacks_path(case)]
+    if not cases:
+        raise BadInput("NVMe without a folder", where="--offload-optimizer", remedy="give nvme_path in a --ds-config")
     raw = _raw(options.get("ds_config"))
     name = resolved.engine.name
     jobs = [job_of(case, name, _label(case), raw=raw, steps=steps, timeout=timeout) for case in cases]
@@ -79,7 +84,7 @@ def verify(
         workload=describe_workload(resolved.workload),
         machine={**machine.describe(), "ranks": ranks},
         tolerance=tolerance,
-        warnings=(*resolved.warnings, *skipped),
+        warnings=(*resolved.warnings, *left_out, *skipped),
         within=all(comparison.within for comparison in comparisons),
         comparisons=tuple(comparisons),
     )
@@ -95,6 +100,12 @@ def _label(case: Case) -> str:
     if zero.offload_optimizer:
         text += f", optimizer {zero.offload_optimizer.device}"
     return text + (f", parameters {zero.offload_param.device}" if zero.offload_param else "")
+
+
+def _lacks_path(case: Case) -> bool:
+    """Whether a table's option goes to NVMe without saying where."""
+    parts = (case.zero.offload_optimizer, case.zero.offload_param)
+    return any(part.device is Device.NVME and part.nvme_path is None for part in parts)
 
 
 def _raw(source: Any) -> dict[str, Any] | None:
@@ -156,16 +167,26 @@ def _run_launched(
 
 def _progress(jobs: Sequence[Job], taken: Sequence[int], say: Say) -> Callable[[int, str], None]:
     def show(place: int, doing: str) -> None:
-        if doing.startswith("step ") or "model" in doing:
+        if _worth_saying(doing):
             say(f"{jobs[taken[place]].label}: {doing}")
 
     return show
+
+
+def _worth_saying(doing: str) -> bool:
+    """Whether a rank's line is one for people: the ends of phases are signs of life only."""
+    return not doing.endswith("done")
 
 
 def _compared(plan: Planned, measured: Measurement, tolerance: float, job: Job, say: Say) -> Comparison:
     comparison = compare(plan, measured, tolerance)
     say(f"{job.label}: {comparison.verdict}")
     return comparison
+
+
+def _told(say: Say | None, label: str, doing: str) -> None:
+    if say is not None and _worth_saying(doing):
+        say(f"{label}: {doing}")
 
 
 def _run_here(
@@ -181,19 +202,19 @@ def _run_here(
     """Within a torchrun: this process is one of its ranks; every rank gets every result."""
     import os
 
-    from zeroplan.validate.rank.exchange import everyone
-    from zeroplan.validate.rank.worker import EXIT_EARLY, ended_early, join, run_here
+    from zeroplan.validate.rank.exchange import everyone, from_first
+    from zeroplan.validate.rank.worker import EXIT_EARLY, join, run_here
 
     place = join(machine.device, int(os.environ.get("LOCAL_RANK", "0")), jobs[0].timeout)
     first = machine.rank == 0
     comparisons: list[Comparison] = []
     skipped: list[str] = []
     for case, job in zip(cases, jobs, strict=True):
-        planned = predict(resolved.engine, case)
+        planned = from_first(partial(predict, resolved.engine, case))
         if builtin and planned.plan.fits is False:
             skipped.append(f"{job.label} is left out: the plan does not fit this GPU")
             continue
-        result = run_here(job, place, lambda text, label=job.label: say(f"{label}: {text}") if first else None)
+        result = run_here(job, place, partial(_told, say if first else None, job.label))
         if ended_early(result):  # the other ranks may wait for this one in vain, so torchrun is to end them
             measured = measurement_of([result], device=machine.device, ranks=ranks)
             _to_stderr(f"{job.label}: {compare(planned, measured, tolerance).verdict}")

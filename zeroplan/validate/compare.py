@@ -4,9 +4,9 @@ Note [What is judged]
     Buffers that the runtime owns must be equal, unit by unit. On GPUs the total (the process's device memory, or without
     NVML what the allocator reserved) must lie within the tolerance. A CPU has no caching allocator, no context and no NCCL;
     there the tensors alive between steps, and at training's peak, are held against the plan's requested bytes, without
-    workspaces and rounding. Peaks are judged where a CPU runs the kernels that the plan was traced for: CUDA's attention in
-    fp32 and its dropout keep other tensors than a CPU's. A run that ends for want of memory agrees with a plan that did not
-    fit.
+    workspaces and rounding, unless part of them is offloaded: host and device are one memory there. Peaks are judged where
+    a CPU runs the kernels that the plan was traced for: CUDA's attention in fp32 and its dropout keep other tensors than a
+    CPU's. A run that ends for want of memory agrees with a plan that did not fit.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from zeroplan.validate.results import Comparison, DriftRow, Measurement
 
 #: Phases of training; a CPU holds the model's first copy in the same memory while the engine initialises.
 _TRAINING = ("forward", "backward", "step")
+#: What a device's memory is called in the rows.
+_MEMORY = {"cuda": "hbm", "cpu": "dram"}
 _BESIDE = "activations, temporaries, workspaces"
 
 
@@ -46,10 +48,12 @@ def compare(planned: Planned, measured: Measurement, tolerance: float) -> Compar
     )
 
 
-def _by_buffer(rows: Iterable[tuple[Key, int]]) -> dict[tuple[str, str], int]:
+def _by_buffer(rows: Iterable[tuple[Key, int]], device: str) -> dict[tuple[str, str], int]:
+    """Bytes by buffer and place; on a CPU all places are one."""
     totals: dict[tuple[str, str], int] = {}
     for (buffer, _, place), count in rows:
-        totals[buffer, place] = totals.get((buffer, place), 0) + count
+        key = (buffer, place if device == "cuda" else _MEMORY[device])
+        totals[key] = totals.get(key, 0) + count
     return totals
 
 
@@ -72,12 +76,13 @@ def _mismatches(planned: Planned, measured: Measurement) -> list[str]:
 
 def _buffer_rows(planned: Planned, measured: Measurement) -> list[DriftRow]:
     """What the engine keeps: exact where it is its own account, else for information."""
-    found = _by_buffer(_measured_keys(measured).items())
+    found = _by_buffer(_measured_keys(measured).items(), measured.device)
     if planned.owned is not None:
-        wanted, exact = _by_buffer(planned.owned.items()), measured.owned
+        wanted, exact = _by_buffer(planned.owned.items(), measured.device), measured.owned
     else:
         lines = (((line.buffer, "", line.place), line.bytes) for line in planned.plan.lines)
-        wanted, exact = {key: count for key, count in _by_buffer(lines).items() if key in found}, False
+        lined = _by_buffer(lines, measured.device)
+        wanted, exact = {key: count for key, count in lined.items() if key in found}, False
     rows = []
     for key in dict.fromkeys([*wanted, *found]):
         want, have = wanted.get(key, 0), found.get(key, 0)
@@ -94,8 +99,12 @@ def _buffer_rows(planned: Planned, measured: Measurement) -> list[DriftRow]:
     return rows
 
 
-def _kept(rows: Iterable[DriftRow]) -> tuple[int, int]:
-    on_device = [row for row in rows if row.place == "hbm"]
+def _offloads(planned: Planned) -> bool:
+    return planned.plan.offload_optimizer != "none" or planned.plan.offload_param != "none"
+
+
+def _kept(rows: Iterable[DriftRow], device: str) -> tuple[int, int]:
+    on_device = [row for row in rows if row.place == _MEMORY[device]]
     return sum(row.planned or 0 for row in on_device), sum(row.measured or 0 for row in on_device)
 
 
@@ -106,13 +115,13 @@ def _training_peak(measured: Measurement) -> int | None:
 def _torch_rows(planned: Planned, measured: Measurement) -> list[DriftRow]:
     """What torch allocates beside the engine's buffers, what it caches, and what lies outside it."""
     gpu = planned.plan.gpu
-    want, have = _kept(_buffer_rows(planned, measured))
+    want, have = _kept(_buffer_rows(planned, measured), measured.device)
     peak = measured.peak_allocated if measured.device == "cuda" else _training_peak(measured)
-    plan_peak = gpu.peak_allocated if measured.device == "cuda" else planned.requested
+    plan_peak = gpu.peak_allocated if measured.device == "cuda" else None if _offloads(planned) else planned.requested
     rows = [
         DriftRow(
             name=_BESIDE,
-            place="hbm",
+            place=_MEMORY[measured.device],
             planned=None if plan_peak is None else plan_peak - want,
             measured=None if peak is None else peak - have,
             note="at the peak, beside the buffers above",
@@ -145,11 +154,7 @@ def _totals(planned: Planned, measured: Measurement, tolerance: float) -> list[D
     gpu = planned.plan.gpu
     simulated = planned.requested is not None
     if measured.device == "cpu":
-        live = _judged("live after a step", planned.requested_live, measured.live_after_step, tolerance, "tensors")
-        same = _same_kernels(planned)
-        note = "tensors in forward, backward and step" if same else "not judged: a CPU's kernels keep other tensors than CUDA's"
-        peak = _judged("peak of tensors", planned.requested, _training_peak(measured), tolerance, note)
-        rows = [live, peak if same else peak.model_copy(update={"judged": "", "within": None})]
+        rows = _cpu_totals(planned, measured, tolerance)
         rows.append(DriftRow(name="resident memory", place="dram", planned=None, measured=measured.host, note="all ranks"))
         return rows
     rows = [
@@ -164,6 +169,23 @@ def _totals(planned: Planned, measured: Measurement, tolerance: float) -> list[D
     host = planned.plan.cpu.per_node if simulated else None
     rows.append(DriftRow(name="resident memory", place="dram", planned=host, measured=measured.host, note="all ranks"))
     return rows
+
+
+def _cpu_totals(planned: Planned, measured: Measurement, tolerance: float) -> list[DriftRow]:
+    """The tensors alive, where they are counted and all of them are the plan's GPU's."""
+    live, peak = measured.live_after_step, _training_peak(measured)
+    if _offloads(planned):
+        note = "not compared: host and device are one memory on a CPU"
+        return [
+            DriftRow(name="live after a step", place="dram", planned=None, measured=live, note=note),
+            DriftRow(name="peak of tensors", place="dram", planned=None, measured=peak, note=note),
+        ]
+    row = _judged("peak of tensors", planned.requested, peak, tolerance, "in forward, backward and step")
+    if not _same_kernels(planned):
+        note = "not judged: a CPU's kernels keep other tensors than CUDA's"
+        row = row.model_copy(update={"judged": "", "within": None, "note": note})
+    rows = [_judged("live after a step", planned.requested_live, live, tolerance, "tensors"), row]
+    return [row.model_copy(update={"place": "dram"}) for row in rows]
 
 
 def _same_kernels(planned: Planned) -> bool:
@@ -227,7 +249,7 @@ def _out_of_memory(planned: Planned, measured: Measurement) -> tuple[bool, str]:
         text += f"; the plan's peak is {format_bytes(peak)}"
         if out.allocated is not None and out.requested is not None:
             reached = out.allocated + out.requested
-            text += f", {format_bytes(abs(peak - reached))} {'above' if peak >= reached else 'below'} what it had asked for"
+            text += f", {format_bytes(abs(peak - reached))} {'more' if peak >= reached else 'less'} than it would have had"
     if planned.plan.fits is False:
         return True, f"{text}; the plan said that it does not fit"
     return False, text

@@ -119,3 +119,8 @@ def _runtime_config(case: Case, raw: Mapping[str, Any], timeout: float) -> dict[
         own = {"initial_scale_power": _FP16_POWER} if work.dtype is DType.FP16 and not section else {}
         config[work.dtype.value] = {**own, **(section if isinstance(section, Mapping) else {}), "enabled": True}
     return config
+
+
+def ended_early(result: Mapping[str, Any]) -> bool:
+    """Whether a rank's result says that its run ended early, so that the other ranks wait for it in vain."""
+    return any(key in result for key in ("out_of_memory", "error", "bad_input"))

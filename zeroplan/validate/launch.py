@@ -2,11 +2,13 @@
 
 Note [Following]
     Each rank writes a line to a file of its own whenever it begins something. The first rank's lines are the progress shown.
-    When no rank has written for the timeout, those furthest behind are named and the job is ended.
+    When no rank has written for the timeout and a little more, those furthest behind are named and the job is ended; by then
+    the runtime's own watchdog, or a collective's time limit, has usually spoken, and says more.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -19,13 +21,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from zeroplan.validate.job import Job
+from zeroplan.validate.job import Job, ended_early
 
 #: Called with a job's index and what its first rank is doing.
 Progress = Callable[[int, str], None]
 _POLL_SECONDS = 0.05
-#: After the first rank has ended early, the others get so long to write what they have.
-_GRACE_SECONDS = 10.0
+_WATCHDOG = "zeroplan_runtime: "
+#: How much longer than the ranks themselves the launcher waits.
+_PATIENCE_SECONDS = 20.0
+#: How long torchrun gets to end by itself.
+_GRACE_SECONDS = 5.0
 
 Results = dict[int, list[dict[str, Any]]]
 
@@ -79,14 +84,18 @@ class Launch:
         self._folder.cleanup()
 
     def _follow(self, process: subprocess.Popen[bytes]) -> None:
-        size, since = -1, time.monotonic()
+        size, since, early = -1, time.monotonic(), 0.0
         while process.poll() is None:
             time.sleep(_POLL_SECONDS)
             self._show_progress()
+            if not early and any(ended_early(result) for results in self._results().values() for result in results):
+                early = time.monotonic()
+            if early and time.monotonic() - early > _GRACE_SECONDS:
+                return  # that rank's result says why; torchrun would wait longer for the others
             written = sum(file.stat().st_size for file in self.folder.glob("beat-*.jsonl"))
             if written != size:
                 size, since = written, time.monotonic()
-            elif time.monotonic() - since > self.timeout:
+            elif time.monotonic() - since > self.timeout + _PATIENCE_SECONDS:
                 self.failure = self._who_hangs()
                 return
         self._show_progress()
@@ -107,7 +116,8 @@ class Launch:
     def _who_hangs(self) -> str:
         """The ranks that did the least, with what they were doing."""
         counts = {rank: len(self._beats(rank)) for rank in range(self.ranks)}
-        behind = [rank for rank, count in counts.items() if count == min(counts.values())]
+        stopped = [rank for rank, pid in self.pids().items() if _is_stopped(pid)]
+        behind = stopped or [rank for rank, count in counts.items() if count == min(counts.values())]
         named = ", ".join(f"rank {rank}" for rank in behind)
         return f"{named} did not move for {self.timeout:g} s (last: {self._last(behind[0])})"
 
@@ -117,6 +127,9 @@ class Launch:
 
     def _why_ended(self) -> str:
         """What torchrun, or a rank's own result, says of the first failure."""
+        spoken = self._watchdogs_words()
+        if spoken:
+            return spoken
         log = (self.folder / "torchrun.log").read_text(errors="replace")
         root = log[log.rfind("Root Cause") :] if "Root Cause" in log else log
         found = re.search(r"rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", root, re.DOTALL)
@@ -126,6 +139,14 @@ class Launch:
         rank, code = int(found[1]), int(found[2])
         return f"rank {rank} ended with {_exit(code)} (last: {self._last(rank)})"
 
+    def _watchdogs_words(self) -> str:
+        """What the runtime's watchdog said on any rank, which names the rank to blame."""
+        for file in sorted(self.folder.glob("logs/**/stderr.log")):
+            for line in file.read_text(errors="replace").splitlines():
+                if line.startswith(_WATCHDOG):
+                    return line.removeprefix(_WATCHDOG)
+        return ""
+
     def _results(self) -> Results:
         found: Results = {}
         for index in range(len(self.jobs)):
@@ -133,15 +154,41 @@ class Launch:
             found[index] = [json.loads(file.read_text()) for file in files]
         return found
 
+    def pids(self) -> dict[int, int]:
+        """The ranks' processes, as far as they have begun."""
+        firsts = {rank: self._beats(rank)[:1] for rank in range(self.ranks)}
+        return {rank: int(beats[0]["pid"]) for rank, beats in firsts.items() if beats}
+
     def _end(self, process: subprocess.Popen[bytes]) -> None:
-        """End torchrun and, should they outlive it, the ranks, which are in sessions of their own."""
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(_GRACE_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        """End the ranks, which a stopped one would hold up, then torchrun."""
+        if process.poll() is not None:
+            return
+        for pid in self.pids().values():
+            if self._is_ours(pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_SECONDS)
+        process.terminate()
+        try:
+            process.wait(_GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _is_ours(self, pid: int) -> bool:
+        """Whether the process with that id is still a rank of this launch."""
+        try:
+            return str(self.folder).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            return False
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("T")
+    except OSError:
+        return False
 
 
 def _exit(code: int) -> str:

@@ -206,9 +206,9 @@ def _bytes(tensors: Iterable[Any]) -> int:
 
 def _place(tensors: Iterable[Any]) -> str:
     first = next(iter(tensors), None)
-    # On a machine without GPUs the CPU stands in for one.
-    off = first is not None and torch.cuda.is_available() and _local(first).device.type == "cpu"
-    return "dram" if off else "hbm"
+    if first is None or _local(first).device.type != "cpu":
+        return "hbm"
+    return "pinned" if torch.cuda.is_available() and _local(first).is_pinned() else "dram"
 
 
 def _state_rows(optimizer: Any) -> Rows:

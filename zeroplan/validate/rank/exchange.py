@@ -1,10 +1,15 @@
-"""Every rank's result on every rank."""
+"""What ranks tell each other: every rank's result to all, and the first rank's plan to the others."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+
+from zeroplan.core.errors import BadInput
+
+_T = TypeVar("_T")
 
 
 def everyone(result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -12,3 +17,22 @@ def everyone(result: dict[str, Any]) -> list[dict[str, Any]]:
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, result)
     return gathered
+
+
+def from_first(make: Callable[[], _T]) -> _T:
+    """What `make` returns on the first rank, the only one that calls it, on every rank.
+
+    Raises:
+        BadInput: on every rank, when it does on the first.
+    """
+    box: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            box[0] = (make(), None)
+        except BadInput as error:
+            box[0] = (None, (error.what, error.where, error.remedy))
+    dist.broadcast_object_list(box, src=0)
+    value, refused = box[0]
+    if refused is not None:
+        raise BadInput(refused[0], where=refused[1], remedy=refused[2])
+    return value  # type: ignore[no-any-return]

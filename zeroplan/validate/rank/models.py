@@ -104,4 +104,5 @@ def loss_of(output: Any) -> torch.Tensor:
     loss = getattr(output, "loss", None)
     if loss is None:
         loss = output[0] if isinstance(output, tuple | list) else output
-    return loss if loss.dim() == 0 else loss.float().mean()
+    scalar: torch.Tensor = loss if loss.dim() == 0 else loss.float().mean()
+    return scalar

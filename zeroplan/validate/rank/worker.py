@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from zeroplan.core.files import write_atomic
-from zeroplan.validate.job import Job
+from zeroplan.validate.job import Job, ended_early
 
 #: The exit code of a rank whose run ended early, whose result says why.
 EXIT_EARLY = 70
@@ -31,7 +30,7 @@ class Beat:
 
     def say(self, text: str) -> None:
         """One line."""
-        self._file.write(json.dumps({"job": self.job, "at": time.time(), "doing": text}) + "\n")
+        self._file.write(json.dumps({"job": self.job, "pid": os.getpid(), "doing": text}) + "\n")
 
 
 def join(device: str, local_rank: int, timeout: float) -> Any:
@@ -60,11 +59,6 @@ def run_here(job: Job, place: Any, say: Any) -> dict[str, Any]:
         traceback.print_exc()
         text = str(error).strip().splitlines() or [""]
         return {"rank": this_rank(), "error": f"{type(error).__name__}: {text[0][:300]}"}
-
-
-def ended_early(result: dict[str, Any]) -> bool:
-    """Whether the other ranks would wait for this one in vain."""
-    return any(key in result for key in ("out_of_memory", "error", "bad_input"))
 
 
 def main(folder: Path) -> None:

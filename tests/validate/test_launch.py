@@ -1,0 +1,80 @@
+"""Ranks that die, hang or run out of memory become one line that names them, and nothing is left running."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.validate.small import CONFIG
+from zeroplan.planner.request import Request, resolve
+from zeroplan.validate.job import Job, job_of
+from zeroplan.validate.launch import Launch
+from zeroplan.validate.measured import measurement_of
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+
+
+def endless(timeout: float) -> Job:
+    """A job that ends only when it is ended."""
+    case = resolve(Request(model=CONFIG, engine="zeroplan", gpus=2, stage=3, seq_len=16)).cases[0]
+    return job_of(case, "zeroplan", "stage 3", steps=100_000, timeout=timeout)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("blow", ["SIGKILL", "SIGSTOP"])
+def test_a_rank_that_dies_or_stops_is_named(blow: str) -> None:
+    struck: list[dict[int, int]] = []
+
+    def strike(job: int, doing: str) -> None:
+        if doing.startswith("step 3 ") and not struck:
+            struck.append(launch.pids())
+            os.kill(struck[0][1], getattr(signal, blow))
+
+    launch = Launch([endless(6.0)], 2, "cpu", strike, timeout=6.0)
+    begin = time.monotonic()
+    try:
+        launch.start()
+        results = launch.finish()
+    finally:
+        launch.close()
+    assert time.monotonic() - begin < 60
+    measured = measurement_of(results[0], device="cpu", ranks=2, failure=launch.failure)
+    assert "rank 1" in measured.failure
+    assert "\n" not in measured.failure
+    assert len(struck[0]) == 2
+    assert not [pid for pid in struck[0].values() if alive(pid)]
+
+
+def test_out_of_memory_says_in_which_phase_and_how_far_from_the_plan() -> None:
+    code = (
+        "import resource, sys, json; resource.setrlimit(resource.RLIMIT_DATA, (3 << 30, 3 << 30))\n"
+        "import zeroplan\n"
+        f"drift = zeroplan.verify({CONFIG!r}, stage=2, gpus=1, micro_batch=20_000, seq_len=128, progress=lambda text: None)\n"
+        "one = drift.comparisons[0]; out = one.measurement.out_of_memory\n"
+        "print(json.dumps([drift.within, out.phase, out.requested, out.allocated, one.verdict]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False, env={**os.environ}
+    )
+    assert done.returncode == 0, done.stderr
+    within, phase, requested, allocated, verdict = json.loads(done.stdout)
+    assert not within
+    assert phase == "forward"
+    assert requested > 0
+    assert allocated > 0
+    assert verdict.startswith("out of memory in forward on rank 0")
+    assert "the plan's peak is" in verdict

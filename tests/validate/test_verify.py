@@ -1,0 +1,112 @@
+"""The whole command on a CPU: the built-in set, its exit codes, its JSON, and inside a torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.validate.small import CONFIG
+from tests.validate.test_compare import measured, planned, result
+from zeroplan.core.errors import EXIT_BAD_INPUT, EXIT_OUT_OF_TOLERANCE
+from zeroplan.core.plan import ModelInfo
+from zeroplan.core.units import GIB
+from zeroplan.planner.request import describe_workload
+from zeroplan.report.drift import drift_text
+from zeroplan.validate.compare import compare
+from zeroplan.validate.results import Drift
+
+pytestmark = [pytest.mark.torch]
+
+Cli = Callable[..., tuple[int, str, str]]
+
+
+def run(*words: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", *launcher, "zeroplan", "verify", *words]
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, timeout=200, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+
+
+@pytest.mark.slow
+def test_the_built_in_set_is_exact_at_every_stage() -> None:
+    begin = time.monotonic()
+    done = run("--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert time.monotonic() - begin < 150  # some 15 s on two free cores
+    assert "stage 3: owned buffers exact" in done.stderr
+    drift = Drift.model_validate_json(done.stdout)
+    assert drift.machine["ranks"] == 2
+    assert [one.plan.stage for one in drift.comparisons] == [0, 1, 2, 3]
+    for one in drift.comparisons:
+        assert one.plan.depth == "simulated"
+        exact = [row for row in one.rows if row.judged == "exact"]
+        assert len(exact) >= 6
+        assert all(row.planned == row.measured for row in exact)
+        # What torch allocates beside the runtime comes from the tape: forward and backward, tensor by tensor.
+        peak = next(row for row in one.totals if row.name == "peak of tensors")
+        assert peak.difference is not None
+        assert abs(peak.difference) < 4096
+    assert json.loads(done.stdout)["schema"] == 1
+    text = drift_text(drift)
+    assert "4 of 4 as planned: owned buffers equal" in text
+    assert "unattributed" in text
+
+
+def test_outside_the_tolerance_exits_with_3(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    from zeroplan.validate import api
+
+    plan = planned()
+    off = compare(plan, measured(result(plan, total=5 * GIB)), 0.02)
+    drift = Drift(
+        schema=1,
+        model=ModelInfo(name="small", params=1, trainable=1, source="config"),
+        workload=describe_workload(plan.case.workload),
+        machine={"device": "cuda", "name": "H100", "memory": None, "count": 1, "backend": "nccl", "ranks": 1},
+        tolerance=0.02,
+        within=False,
+        comparisons=(off,),
+    )
+    monkeypatch.setattr(api, "verify", lambda *_, **__: drift)
+    code, out, _ = cli("verify")
+    assert code == EXIT_OUT_OF_TOLERANCE
+    assert "OUTSIDE: total is off by +25.0%" in out
+    assert "1 of 1 outside the tolerance: stage 3." in out
+
+
+@pytest.mark.slow
+def test_inside_a_torchrun_every_rank_takes_part_and_the_first_prints(tmp_path_factory: pytest.TempPathFactory) -> None:
+    config = tmp_path_factory.mktemp("model") / "config.json"
+    config.write_text(json.dumps(CONFIG))
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m")
+    done = run(str(config), "--stage", "3", "--seq-len", "64", "--json", launcher=launcher)
+    assert done.returncode == 0, done.stderr
+    drift = Drift.model_validate_json(done.stdout[done.stdout.index("{") :])
+    assert drift.machine["ranks"] == 3
+    assert drift.within
+    assert drift.comparisons[0].measurement.owned
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (("--tolerance", "2"), "is no fraction"),
+        (("--steps", "1"), "is too few"),
+        (("--gpus", "0"), "is not among"),
+        (("--offload-optimizer", "cpu"), "keeps everything on the GPU"),
+        (("--optimizer", "muon"), "has no optimizer 'muon'"),
+        (("--engine", "zeroplam"), "did you mean 'zeroplan'"),
+    ],
+)
+def test_bad_input_is_one_line(words: tuple[str, ...], what: str, cli: Cli) -> None:
+    code, out, err = cli("verify", *words)
+    assert code == EXIT_BAD_INPUT
+    assert what in err
+    assert err.count("\n") == 1
+    assert not out

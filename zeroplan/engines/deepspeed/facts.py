@@ -15,7 +15,7 @@ from zeroplan.engines.deepspeed.groups import flat_group, padded, persistent, su
 from zeroplan.engines.deepspeed.resolution import Resolution, groups_on_gpu, muon_updates, resolution
 from zeroplan.ledger.derive import pow2, shard
 from zeroplan.ledger.optimizers import Optimizer, find_optimizer
-from zeroplan.models.spec import ModelSpec
+from zeroplan.models.spec import ModelSpec, Tensor
 
 #: What the names in the formulas mean.
 GLOSSARY = {
@@ -34,7 +34,7 @@ GLOSSARY = {
     "stepped_nvme": "elements whose optimizer states are on disk",
     "sharded": "elements of this rank's parts of the trainable parameters, each padded",
     "frozen_sharded": "elements of this rank's parts of the frozen parameters, each padded",
-    "persistent": "elements of parameters at or below stage3_param_persistence_threshold",
+    "persistent": "elements of parameters at or below stage3_param_persistence_threshold, each padded",
     "largest_param": "elements of the largest trainable parameter",
     "sub_group": "this rank's elements of the largest sub-group (sub_group_size)",
     "matrix": "elements that Muon updates",
@@ -126,14 +126,14 @@ def _shards(spec: ModelSpec, ranks: int) -> list[int]:
     return counts
 
 
-def _persistent(spec: ModelSpec, zero: ZeroConfig) -> int:
-    """Elements of the parameters that stay gathered."""
+def _persistent(spec: ModelSpec, zero: ZeroConfig, ranks: int) -> int:
+    """Elements of the parameters that stay gathered, each padded as it is gathered."""
     threshold, most = zero.param_persistence_threshold, zero.model_persistence_threshold
-    small = sum(t.numel * count for t, count in spec.tensor_groups() if t.numel <= threshold)
-    if small <= most:
-        return small
-    numel = [t.numel for _, t in spec.tensors()]
-    return sum(numel[p] for p in persistent(numel, threshold, most))
+    small = [(t.numel, count) for t, count in spec.tensor_groups() if t.numel <= threshold]
+    if sum(numel * count for numel, count in small) > most:
+        numel = [t.numel for _, t in spec.tensors()]
+        small = [(numel[p], 1) for p in persistent(numel, threshold, most)]
+    return sum(shard(numel, ranks) * ranks * count for numel, count in small)
 
 
 def _flat_elements(spec: ModelSpec, zero: ZeroConfig, ranks: int, width: int) -> int:
@@ -145,9 +145,9 @@ def _flat_elements(spec: ModelSpec, zero: ZeroConfig, ranks: int, width: int) ->
     return flat_group(order, numel, ranks, width=width, round_robin=zero.round_robin_gradients, aligned=True).numel
 
 
-def _of_linear(name: str, dimensions: int) -> bool:
-    """Whether a parameter looks like a linear layer's: a matrix that is no embedding. A spec does not tell modules' types."""
-    return dimensions >= 2 and not any(word in name.lower() for word in ("emb", "wte", "wpe", "shared"))
+def _of_linear(tensor: Tensor) -> bool:
+    """Whether a parameter is a linear layer's; of a matrix that nobody named it is assumed."""
+    return tensor.kind in ("linear", "head") if tensor.kind else len(tensor.shape) >= 2
 
 
 def _bucket_bytes(spec: ModelSpec, workload: Workload, stage: int, resolved: Resolution) -> int:
@@ -159,10 +159,7 @@ def _bucket_bytes(spec: ModelSpec, workload: Workload, stage: int, resolved: Res
     travelling = {resolved.comm_bytes}
     if workload.precision is Precision.AUTOCAST:
         travelling = {
-            workload.dtype.bytes if _of_linear(f"{unit.name}.{t.name}", len(t.shape)) else resolved.param_bytes
-            for unit in spec.units
-            for t in unit.tensors
-            if t.trainable and t.tied_to is None
+            workload.dtype.bytes if _of_linear(t) else resolved.param_bytes for t, _ in spec.tensor_groups() if t.trainable
         }
     if stage == 3:
         return sum(travelling)
@@ -221,7 +218,7 @@ def facts(
         stepped_nvme=on_nvme,
         sharded=sharded,
         frozen_sharded=frozen_sharded,
-        persistent=_persistent(spec, zero),
+        persistent=_persistent(spec, zero, ranks),
         largest_param=largest_param,
         largest_shard=largest_shard,
         sub_group=max(groups, default=0),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zeroplan.core.tape import Stream
-from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
+from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.deepspeed.resolution import Resolution, muon_updates, resolution
 from zeroplan.ledger.optimizers import Optimizer, State, find_optimizer
@@ -71,11 +71,6 @@ class Job(Resolution):
     def fp16(self) -> bool:
         """Whether the loss is scaled."""
         return self.param_bytes == 2 and self.workload.dtype is DType.FP16
-
-    @property
-    def fused(self) -> bool:
-        """Whether the optimizer is DeepSpeed's FusedAdam, the only one that stage 0 flattens for."""
-        return self.optimizer.name in ("adam", "adamw") and self.workload.optimizer_kind is OptimizerKind.FUSED
 
     @property
     def trained(self) -> list[int]:

@@ -10,7 +10,7 @@ from zeroplan.core.buffers import ALWAYS, FROM_FIRST_STEP, Buffer, Phase, Place
 from zeroplan.core.workload import OptimizerKind
 from zeroplan.core.zero_config import Device
 from zeroplan.engines.deepspeed.facts import Facts
-from zeroplan.ledger.derive import largest, pow2, shard
+from zeroplan.ledger.derive import pow2, shard
 from zeroplan.ledger.line import LedgerBuilder
 from zeroplan.ledger.optimizer_lines import add_state_lines
 
@@ -18,6 +18,7 @@ _lines = LedgerBuilder()
 _add = _lines.add
 
 _BACKWARD_TO_STEP = (Phase.BACKWARD, Phase.STEP)
+_FROM_FIRST_FORWARD = (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)
 
 
 def _pinned(c: Facts) -> Place:
@@ -27,6 +28,14 @@ def _pinned(c: Facts) -> Place:
 def _block(c: Facts, count: int) -> int:
     """A host block of `count` bytes: torch rounds pinned blocks to a power of two (CachingHostAllocator)."""
     return pow2(count) if c.pin_optimizer else count
+
+
+def _kept_width(c: Facts) -> int:
+    """Bytes of an element of the reduced gradients that stages 1 and 2 keep on the GPU, besides those left where they are."""
+    if c.compact:
+        return c.accum_bytes
+    kept = c.contiguous_gradients and c.optimizer_device is Device.NONE and not c.full_fp32_grads
+    return c.param_bytes if kept else 0
 
 
 # --- parameters ---------------------------------------------------------------------------------------------------------
@@ -95,13 +104,17 @@ def param_frozen_host(c: Facts) -> int:
     return c.param_bytes * c.frozen_sharded if c.param_device is Device.CPU else 0
 
 
-@_add(Buffer.PARAM_PERSISTENT, Place.HBM, ALWAYS)
+@_add(Buffer.PARAM_PERSISTENT, Place.HBM, _FROM_FIRST_FORWARD)
 def param_persistent(c: Facts) -> int:
     """Small parameters that stay gathered beside their part (stage3_param_persistence_threshold).
 
-    Source: zero/parameter_offload.py, mark_persistent_parameters
+    A single rank's part is the whole: it is gathered only where that means from the host.
+
+    Source: zero/parameter_offload.py, mark_persistent_parameters; zero/partition_parameters.py, all_gather_coalesced
     """
-    return c.param_bytes * c.persistent if c.stage == 3 else 0
+    if c.stage != 3 or (c.ranks == 1 and c.param_device is Device.NONE):
+        return 0
+    return c.param_bytes * c.persistent
 
 
 @_add(Buffer.PARAM_MASTER, Place.HBM, ALWAYS, state=True)
@@ -155,18 +168,25 @@ def grad_full_stage1(c: Facts) -> int:
 
     Source: s12 keeps .grad until the boundary when gradients are not partitioned
     """
-    return c.param_bytes * c.trainable if c.stage == 1 else 0
+    return c.param_bytes * c.trainable if c.stage == 1 and not c.accumulates_apart else 0
+
+
+@_add(Buffer.GRAD_ACCUM, Place.HBM, (Phase.BACKWARD,), state=True)
+def grad_accum_stage1(c: Facts) -> int:
+    """Whole gradients in the accumulation's dtype, in place of those of the model's (stage 1).
+
+    Source: s12, fill_grad_accum_attribute
+    """
+    return c.accum_bytes * c.trainable if c.accumulates_apart else 0
 
 
 @_add(Buffer.GRAD_SHARD, Place.HBM, (Phase.STEP,))
 def grad_shard_stage1(c: Facts) -> int:
     """The reduced gradients of this rank's partition, from the boundary to the step (stage 1).
 
-    Source: s12, copy_grads_in_partition
+    Source: s12, copy_grads_in_partition, _add_full_reduction_to_compact_grad_partition
     """
-    if c.stage == 1 and c.optimizer_device is Device.NONE and not c.full_fp32_grads:
-        return c.param_bytes * c.stepped
-    return 0
+    return _kept_width(c) * c.stepped if c.stage == 1 else 0
 
 
 @_add(Buffer.GRAD_ACCUM, Place.HBM, ALWAYS, state=True)
@@ -182,9 +202,9 @@ def grad_accum_fp32(c: Facts) -> int:
 def grad_shard(c: Facts) -> int:
     """Averaged gradients of this rank's partition, alive from the backward to the step (stage 2).
 
-    Source: s12, copy_grads_in_partition
+    Source: s12, copy_grads_in_partition, _add_full_reduction_to_compact_grad_partition
     """
-    return c.param_bytes * c.stepped if c.stage == 2 and c.optimizer_device is Device.NONE else 0
+    return _kept_width(c) * c.stepped if c.stage == 2 else 0
 
 
 @_add(Buffer.GRAD_ACCUM, Place.HBM, ALWAYS, state=True)
@@ -363,32 +383,46 @@ def param_swap_buffers(c: Facts) -> int:
 # --- the optimizer step's temporaries -----------------------------------------------------------------------------------
 
 
-@_add(Buffer.OPTIM_TEMP, Place.HBM, (Phase.STEP,))
-def step_gradients(c: Facts) -> int:
-    """The step's own copy of the gradients: concatenated, then cast to the master's dtype.
+@_add(Buffer.GRAD_SHARD, Place.HBM, (Phase.STEP,))
+def step_gradients_flat(c: Facts) -> int:
+    """The step's own copy of the gradients as one tensor, where they are more than one.
 
-    Source: s12, step; s3, _prepare_sub_group (one sub-group at a time)
+    Source: s12, flatten_dense_tensors_aligned; s3, _prepare_fp32_grad_for_sub_group (one sub-group at a time)
     """
-    if c.optimizer_device is not Device.NONE or c.full_fp32_grads:
+    if c.stage == 0 or c.optimizer_device is not Device.NONE or c.full_fp32_grads or c.compact:
         return 0
-    if c.stage == 3:
-        cat = c.accum_bytes if c.accum_bytes != c.master_bytes else 0
-        return (cat + c.master_bytes) * c.sub_group
-    if c.stage:
-        return (c.param_bytes + c.master_bytes) * c.stepped if c.param_bytes != c.master_bytes else c.master_bytes * c.stepped
-    return (4 + 4 + c.param_bytes) * c.stepped if c.own_masters else 0
+    return c.accum_bytes * (c.sub_group if c.stage == 3 else c.stepped)
+
+
+@_add(Buffer.GRAD_MASTER, Place.HBM, (Phase.STEP,))
+def step_gradients_cast(c: Facts) -> int:
+    """The same in the master's dtype, where that is another; at stage 0 also one by one, before FusedAdam's are flattened.
+
+    Source: s12, step; s3, _prepare_fp32_grad_for_sub_group; fp16/fused_optimizer.py and unfused_optimizer.py, step
+    """
+    if c.stage == 0:
+        return c.master_bytes * c.stepped * (2 if c.fused_adam else 1) if c.own_masters else 0
+    if c.optimizer_device is not Device.NONE or c.full_fp32_grads or c.accum_bytes == c.master_bytes:
+        return 0
+    return c.master_bytes * (c.sub_group if c.stage == 3 else c.stepped)
 
 
 @_add(Buffer.OPTIM_TEMP, Place.HBM, (Phase.STEP,))
 def optimizer_temporaries(c: Facts) -> int:
     """What the optimizer itself needs while it steps: nothing when fused, one or two tensors otherwise.
 
-    Source: torch/optim/adamw.py (foreach keeps one temporary, the plain loop two)
+    A partial offload's part on the GPU is stepped by torch's multi-tensor AdamW, one sub-group at a time.
+
+    Source: torch/optim/adamw.py (the multi-tensor step keeps a temporary for every tensor, the plain loop two for one);
+        s3, backup_optimizer
     """
+    if c.kept_on_gpu:
+        return c.master_bytes * c.sub_group
     if c.optimizer_device is not Device.NONE or c.optimizer_kind is OptimizerKind.FUSED:
         return 0
-    tensor = c.sub_group if c.stage == 3 else c.stepped if c.stage else c.largest_param
-    return largest(c.master_bytes, c.param_bytes) * tensor * (1 if c.optimizer_kind is OptimizerKind.FOREACH else 2)
+    if c.optimizer_kind is OptimizerKind.FOREACH:
+        return c.master_bytes * (c.sub_group if c.stage == 3 else c.stepped)
+    return 2 * c.master_bytes * (c.sub_group if c.stage == 3 else c.stepped if c.stage else c.largest_param)
 
 
 @_add(Buffer.WORKSPACE, Place.HBM, FROM_FIRST_STEP)

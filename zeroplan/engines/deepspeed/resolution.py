@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from zeroplan.core.workload import DType, Precision, Workload
+from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
 from zeroplan.core.zero_config import Device, ZeroConfig
+from zeroplan.ledger.optimizers import find_optimizer
 
 #: swap_tensor/utils.py, MIN_AIO_BYTES: smaller tensors are not worth a file.
 _MIN_AIO_BYTES = 1 << 20
@@ -28,9 +29,11 @@ class Resolution:
         own_masters: whether the optimizer steps copies of its own; stage 0 in fp32 steps the model's parameters.
         full_fp32_grads: whether DeepSpeed wraps the optimizer in BF16_Optimizer, whose gradients are never sharded.
         accumulates_apart: whether gradients are added up in an attribute of their own, beside ``.grad``.
+        compact: whether stages 1 and 2 reduce into one fp32 partition, slice by slice.
         contiguous_gradients: whether gradients are copied into a bucket before they are reduced.
         optimizer_device: where optimizer states are.
         param_device: where parameters are.
+        fused_adam: whether the optimizer is DeepSpeed's FusedAdam, the only one that stage 0 flattens for.
         least_swapped: bytes from which on a tensor goes to a file.
     """
 
@@ -42,9 +45,11 @@ class Resolution:
     own_masters: bool
     full_fp32_grads: bool
     accumulates_apart: bool
+    compact: bool
     contiguous_gradients: bool
     optimizer_device: Device
     param_device: Device
+    fused_adam: bool
     least_swapped: int
 
     @property
@@ -65,7 +70,7 @@ def resolution(workload: Workload, zero: ZeroConfig) -> Resolution:
     masters (``fp32_optimizer_states``).
 
     Source: engine.py, _do_optimizer_sanity_check, get_data_types, communication_data_type, _configure_basic_optimizer;
-        base_optimizer.py, _configure_master_weights; zero/stage_1_and_2.py, __init__
+        base_optimizer.py, _configure_master_weights; zero/stage_1_and_2.py, __init__, _use_compact_grad_partition_buffer
     """
     stage, width = zero.stage, workload.param_bytes
     masters_16 = width == 2 and (
@@ -89,9 +94,12 @@ def resolution(workload: Workload, zero: ZeroConfig) -> Resolution:
         own_masters=stage > 0 or width == 2,
         full_fp32_grads=full_fp32_grads,
         accumulates_apart=stage == 1 and not full_fp32_grads and accum != width,
+        compact=stage in (1, 2) and not full_fp32_grads and accum == 4 and width == 2,
         contiguous_gradients=zero.contiguous_gradients or (stage in (1, 2) and offload is not Device.NONE),
         optimizer_device=offload,
         param_device=zero.offload_param.device if stage == 3 else Device.NONE,
+        fused_adam=find_optimizer(workload.optimizer).name in ("adam", "adamw")
+        and workload.optimizer_kind is OptimizerKind.FUSED,
         least_swapped=max(_MIN_AIO_BYTES, zero.aio.block_size),
     )
 

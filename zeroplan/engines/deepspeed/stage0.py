@@ -183,4 +183,4 @@ def stage0_schedule(job: Job, recorder: Recorder) -> Stage0:
     """The schedule that DeepSpeed's choice of wrapper gives (engine.py, _do_optimizer_sanity_check)."""
     if not job.own_masters:
         return Stage0(job, recorder)
-    return Stage0Flat(job, recorder) if job.fused else Stage0Unfused(job, recorder)
+    return Stage0Flat(job, recorder) if job.fused_adam else Stage0Unfused(job, recorder)

@@ -46,8 +46,7 @@ class Stage12(Schedule):
         self.bucket_size = zero.reduce_bucket_size
         self.accumulates_apart = job.accumulates_apart  # s12, use_grad_accum_attribute
         self.bucket_bytes = job.accum_bytes if self.accumulates_apart else job.param_bytes
-        # s12, _use_compact_grad_partition_buffer: fp32 partitions filled slice by slice
-        self.compact = job.accum_bytes == 4 and job.param_bytes == 2
+        self.compact = job.compact
         self.group = flat_group(
             job.trained,
             job.numel,

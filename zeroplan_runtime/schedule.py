@@ -50,6 +50,8 @@ class Schedule:
         self._after = dict(pairwise(units))
         self._before = {later: earlier for earlier, later in pairwise(rest)}
         self._last: UnitState | None = None
+        for unit in units:
+            unit.updated.record(self.compute)  # the store has filled the shards in this lane
         self._handles: list[Any] = []
         if self.ranks.count > 1:
             for unit in units:

@@ -18,7 +18,7 @@ from zeroplan.core.tape import Op, Stream, TapeModule, TapeParam
 from zeroplan.core.tape_sizes import FUNCTIONS, Device, Poly, evaluate
 
 #: Bumped when the stored form changes, so that older caches are not read.
-FORMAT = 1
+FORMAT = 2
 
 
 class Anchor(NamedTuple):
@@ -29,7 +29,7 @@ class Anchor(NamedTuple):
     """
 
     space: str  # "s" storages, "m" modules, "p" parameters
-    index: int  # piece, or stack; -1: modules and parameters outside all stacks
+    number: int  # piece, or stack; -1: modules and parameters outside all stacks
     mode: str
     block: int
 
@@ -260,11 +260,11 @@ class _Expansion:
 
     def _base(self, anchor: Anchor, block: int) -> int:
         if anchor.space == "s":
-            blocks = self._bases[anchor.index]
-        elif anchor.index < 0:
+            blocks = self._bases[anchor.number]
+        elif anchor.number < 0:
             return 0
         else:
-            blocks = (self.layout.block_modules if anchor.space == "m" else self.layout.block_params)[anchor.index]
+            blocks = (self.layout.block_modules if anchor.space == "m" else self.layout.block_params)[anchor.number]
         return blocks[_resolve(anchor, block, len(blocks))]
 
 
@@ -297,7 +297,7 @@ class _Compiled:
         local = -1
 
         def fixed(a: int, x: int) -> tuple[int, int]:
-            if a >= 0 and anchors[a].space != "s" and anchors[a].index < 0:
+            if a >= 0 and anchors[a].space != "s" and anchors[a].number < 0:
                 return plain, outside[anchors[a].space][x]
             return (a, x) if a >= 0 else (plain, x)
 
@@ -327,7 +327,7 @@ class _Compiled:
 
 def _size_at(run: _Expansion, anchor: Anchor, local: int, piece: Piece, traced: int) -> int:
     """Bytes of a storage that the segment of a traced block refers to."""
-    target = run._counts[anchor.index]
+    target = run._counts[anchor.number]
     block = _resolve(anchor, traced, len(target)) if piece.stack >= 0 or anchor.mode != "." else anchor.block
     return target[block][local]
 

@@ -26,13 +26,6 @@ class Checkpointing(StrEnum):
     REENTRANT = "ckpt-reentrant"
 
 
-class Routing(StrEnum):
-    """How a mixture of experts spreads its tokens: evenly, or all onto as few experts as can be."""
-
-    EXPECTED = "expected"
-    WORST = "worst"
-
-
 @dataclass(frozen=True, slots=True)
 class TraceOptions:
     """One way to run a model.
@@ -46,7 +39,6 @@ class TraceOptions:
     arithmetic: Arithmetic = Arithmetic.HALF
     zero3: bool = False
     lora: tuple[str, ...] | None = None
-    routing: Routing = Routing.EXPECTED
 
     @property
     def key(self) -> str:
@@ -56,8 +48,6 @@ class TraceOptions:
             parts.append("zero3")
         if self.lora is not None:
             parts.append("lora" + "".join(f"+{name}" for name in sorted(self.lora)))
-        if self.routing is Routing.WORST:
-            parts.append("worst")
         return "_".join(parts)
 
 
@@ -86,6 +76,7 @@ _AUTO_CLASSES = (
     ("ForImageClassification", "AutoModelForImageClassification"),
     ("ForSequenceClassification", "AutoModelForSequenceClassification"),
     ("WhisperForConditionalGeneration", "AutoModelForSpeechSeq2Seq"),
+    ("Gemma3ForConditionalGeneration", "AutoModelForImageTextToText"),
     ("ForConditionalGeneration", "AutoModelForSeq2SeqLM"),
 )
 _AUTO_CLASS_OF_TYPE = {

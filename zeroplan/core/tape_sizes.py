@@ -127,7 +127,8 @@ FUNCTIONS: dict[str, Callable[..., int]] = {
     "reduce_semaphores": lambda *args: _reduction(*args)[1],
     "cudnn": lambda device, size: size if device.cudnn_attention else 0,
     "flash": lambda device, size: 0 if device.cudnn_attention else size,
-    "flash_rows": lambda device, seq, factor: 0 if device.cudnn_attention else align(seq, 128) * factor,
+    "flash_rows": lambda device, seq, multiple, factor: 0 if device.cudnn_attention else align(seq, multiple) * factor,
+    "mask_rows": lambda _, last, factor: align(last, 16) * factor if last % 16 else 0,
     "rows": lambda _, seq, multiple, factor: align(seq, multiple) * factor,
     "cudnn_backward": _cudnn_backward,
 }

@@ -62,8 +62,8 @@ def get_tape(spec: ModelSpec, workload: Workload, *, zero3: bool = False) -> Tap
         if plain is not None:
             return plain
         raise BadInput(f"no tape of {spec.name} is shipped", remedy="install zeroplan[torch] to trace it")
-    from zeroplan.trace.api import trace_model
+    from zeroplan.trace.api import traced
 
-    tape = trace_model(spec.config, auto_class_of(spec.config), options)
+    tape = traced(spec.config, auto_class_of(spec.config), options, workload.micro_batch, workload.seq_len, workload.lora_rank)
     write(spec.config, options, tape)
     return tape

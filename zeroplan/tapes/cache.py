@@ -67,8 +67,9 @@ def write(config: Mapping[str, Any], options: TraceOptions, tape: Tape) -> str |
     except OSError:
         return None
     try:
-        with os.fdopen(handle, "wb") as raw, lzma.open(raw, "wt", encoding="utf-8", preset=1) as stream:
-            json.dump(to_json(tape), stream, separators=(",", ":"))
+        text = json.dumps(to_json(tape), separators=(",", ":"))
+        with os.fdopen(handle, "wb") as raw:
+            raw.write(lzma.compress(text.encode(), preset=1))
         os.replace(temporary, path)
     except OSError:
         with contextlib.suppress(OSError):

@@ -1,9 +1,15 @@
-"""Traces a model: a few blocks at a few points, folded and fitted into a :class:`~zeroplan.core.tape_format.Tape`."""
+"""Traces a model: a few blocks at a few points, folded and fitted into a :class:`~zeroplan.core.tape_format.Tape`.
+
+Note [Ranges]
+    What a model allocates may change with the micro batch (a broadcast over one row makes no copy) and with the sequence
+    length (a sliding window needs a mask once the sequence is longer). So a tape holds one program for each range of micro
+    batches and sequence lengths within which the events are the same.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -11,17 +17,81 @@ from torch import nn
 from zeroplan.core.errors import BadInput
 from zeroplan.core.tape_format import Program, Tape
 from zeroplan.core.tape_options import TraceOptions
-from zeroplan.trace.assemble import Assembler, Blocks, find_blocks
-from zeroplan.trace.build import build_inputs, build_model, depths_of, full_config, shorten
-from zeroplan.trace.fit import DoesNotFitError, Point
+from zeroplan.trace.assemble import Assembler, find_blocks
+from zeroplan.trace.build import build_inputs, build_model, depths_of, full_config, shorten, thresholds
+from zeroplan.trace.fit import DoesNotFitError, Form, Point, form_of
 from zeroplan.trace.fold import DoesNotFoldError, UnlikeError
 from zeroplan.trace.recorder import Recording
 from zeroplan.trace.run import record
 
-#: Sequence lengths to trace at: alike modulo nothing, so that padding shows; the last checks the others.
-_SEQS = (192, 320, 448)
+#: How far apart the sequence lengths of a range are traced: no multiples of 128, so that padding shows.
+_STEPS = (192, 320, 448)
 _RANKS = (6, 10)
 _ANY = (1, 0)
+
+
+@dataclass(slots=True)
+class Pattern:
+    """What models of one family share in one range: the events, and the form of each storage's size."""
+
+    batches: tuple[int, int]
+    piece: int  # which range of sequence lengths
+    events: tuple[list[int], list[int], list[int]]
+    forms: list[Form]
+
+
+@dataclass(slots=True)
+class Donor:
+    """A traced model whose patterns others of its family may share."""
+
+    cuts: list[int]  # which thresholds of the config change the events
+    patterns: list[Pattern]
+    shapes: list[tuple[int, ...]]
+
+
+@dataclass(slots=True)
+class Donors:
+    """Traces many models, each family's patterns once. See :func:`trace_model` for the arguments and errors."""
+
+    _known: dict[tuple[str, str, str], list[Donor]] = field(default_factory=dict)
+
+    def trace(self, config: Mapping[str, Any], auto_class: str, options: TraceOptions) -> Tape:
+        """The model's tape, from one point a range where its events are those of a model seen before."""
+        key = (str(config.get("model_type")), auto_class, options.key)
+        known = self._known.setdefault(key, [])
+        for attempt in _attempts(config, auto_class, options):
+            for donor in known:
+                try:
+                    return attempt.like(donor)
+                except (UnlikeError, DoesNotFitError, DoesNotFoldError):
+                    continue
+            try:
+                tape, donor = attempt.whole()
+            except DoesNotFoldError:
+                continue
+            known.append(donor)
+            return tape
+        raise _no_period(config)
+
+
+def trace_at(config: Mapping[str, Any], auto_class: str, options: TraceOptions, point: Point) -> Tape:
+    """The tape for one micro batch, sequence length and LoRA rank alone, where :func:`trace_model` finds no expressions."""
+    for attempt in _attempts(config, auto_class, options, point.rank or None):
+        try:
+            return attempt.at(point)
+        except DoesNotFoldError:
+            continue
+    raise _no_period(config)
+
+
+def traced(
+    config: Mapping[str, Any], auto_class: str, options: TraceOptions, batch: int, seq: int | None, rank: int | None
+) -> Tape:
+    """The tape for any numbers if it can be had, else for these alone."""
+    try:
+        return trace_model(config, auto_class, options)
+    except (UnlikeError, DoesNotFitError):
+        return trace_at(config, auto_class, options, Point(batch, seq or 1, rank or 0))
 
 
 def trace_model(config: Mapping[str, Any], auto_class: str, options: TraceOptions | None = None) -> Tape:
@@ -33,69 +103,200 @@ def trace_model(config: Mapping[str, Any], auto_class: str, options: TraceOption
         options: how it runs; sdpa, 16 bits and no checkpointing by default.
 
     Raises:
-        BadInput: when transformers does not know the model or it cannot run on the meta device.
+        BadInput: when transformers does not know the model.
+        UnlikeError, DoesNotFitError: when its sizes follow no short expressions; see :func:`trace_at`.
+    """
+    for attempt in _attempts(config, auto_class, options or TraceOptions()):
+        try:
+            return attempt.whole()[0]
+        except DoesNotFoldError:
+            continue
+    raise _no_period(config)
+
+
+def trace_module(
+    module: nn.Module, inputs: Callable[[], Mapping[str, Any]], options: TraceOptions | None = None, *, vocab: int = 0
+) -> Tape:
+    """The tape of any module for one example batch, which it holds for every micro batch and sequence length asked.
+
+    Args:
+        module: the module; it is moved to the meta device (its weights are lost) and run as it is configured.
+        inputs: makes the keyword arguments of its forward, on the meta device. What it returns is, or has as `loss`, the
+            loss; of any other tensor the mean is taken.
+        options: `arithmetic` AUTOCAST and `zero3` apply; the module's own dtypes and attention stand.
+        vocab: the size of the vocabulary, from which logits are recognised.
     """
     options = options or TraceOptions()
+    module = module.to("meta")
+    point = Point(1, 1)
+    assembler = Assembler(module, [], options, vocab)
+    program, _ = assembler.program([point], [record(module, inputs, options)], _ANY, _ANY)
+    return assembler.tape([program], [tuple(p.shape) for p in module.parameters()])
+
+
+def _no_period(config: Mapping[str, Any]) -> BadInput:
+    return BadInput("its blocks show no order that can be traced", where=str(config.get("model_type")))
+
+
+def _attempts(config: Mapping[str, Any], auto_class: str, options: TraceOptions, rank: int | None = None) -> Iterator[_Attempt]:
+    """With few blocks, with two periods more, and with all."""
     whole = full_config(config)
-    problem: Exception | None = None
     for extra in (0, 2, None):
         depths = depths_of(whole, extra=extra or 0)
         if extra is None:
             depths = [replace(d, traced=d.real) for d in depths]
-        try:
-            return _trace(shorten(whole, depths), [(d.traced, d.real) for d in depths], auto_class, options)
-        except DoesNotFoldError as error:
-            problem = error
-    raise BadInput(f"cannot be traced: {problem}", where=str(config.get("model_type")))
+        short = shorten(whole, depths)
+        ranks = (rank,) if rank else _RANKS
+        yield _Attempt(short, [(d.traced, d.real) for d in depths], auto_class, options, ranks)
 
 
-def _trace(config: dict[str, Any], depths: list[tuple[int, int]], auto_class: str, options: TraceOptions) -> Tape:
-    ranks = _RANKS if options.lora is not None else (0,)
-    models = [build_model(config, auto_class, options, rank) for rank in ranks]
-    shapes = _shapes(models)
+class _Attempt:
+    """One model with a certain number of blocks."""
 
-    def run(point: Point) -> Recording:
-        model = models[ranks.index(point.rank)]
-        return record(model, lambda: build_inputs(config, auto_class, options, point), options)
+    def __init__(
+        self,
+        config: dict[str, Any],
+        depths: list[tuple[int, int]],
+        auto_class: str,
+        options: TraceOptions,
+        ranks: tuple[int, ...],
+    ) -> None:
+        self._config, self._auto_class, self._options = config, auto_class, options
+        self._ranks = ranks if options.lora is not None else (0,)
+        self._models: dict[int, nn.Module] = {}
+        self._traces: dict[Point, Recording] = {}
+        model = self._model(self._ranks[0])
+        inner = config.get("text_config")
+        vocab = config.get("vocab_size") or (inner.get("vocab_size") if isinstance(inner, Mapping) else 0)
+        self._assembler = Assembler(model, find_blocks(model, depths), options, int(vocab or 0))
+        self._thresholds = thresholds(config)
 
-    vocab = _vocabulary(config)
-    assembler = Assembler(models[0], find_blocks(models[0], depths), options, vocab)
-    programs = trace_points(assembler, run, ranks, _SEQS)
-    return assembler.tape(programs, shapes)
+    def _model(self, rank: int) -> nn.Module:
+        if rank not in self._models:
+            self._models[rank] = build_model(self._config, self._auto_class, self._options, rank)
+        return self._models[rank]
+
+    def _run(self, point: Point) -> Recording:
+        if point not in self._traces:
+            inputs = lambda: build_inputs(self._config, self._auto_class, self._options, point)  # noqa: E731
+            self._traces[point] = record(self._model(point.rank), inputs, self._options)
+        return self._traces[point]
+
+    # ---- ranges of sequence lengths ------------------------------------------------------------------------------------
+    def _cuts(self) -> list[int]:
+        """Which thresholds are sequence lengths from which on the events differ."""
+        rank = self._ranks[0]
+        return [
+            i
+            for i, at in enumerate(self._thresholds)
+            if at > 1 and _events(self._run(Point(1, at - 1, rank))) != _events(self._run(Point(1, at, rank)))
+        ]
+
+    def _pieces(self, cuts: Sequence[int]) -> list[tuple[int, int]]:
+        ends = sorted({self._thresholds[i] for i in cuts})
+        return list(zip([1, *ends], [*(e - 1 for e in ends), 0], strict=True))
+
+    # ---- tracing -------------------------------------------------------------------------------------------------------
+    def whole(self) -> tuple[Tape, Donor]:
+        """Traced at every point that the sizes' forms need, and at others that check them.
+
+        Raises:
+            DoesNotFoldError: when the traced blocks show no period.
+        """
+        cuts = self._cuts()
+        programs: list[Program] = []
+        patterns: list[Pattern] = []
+        for piece, seqs in enumerate(self._pieces(cuts)):
+            for batches, points in self._groups(_lengths(seqs)):
+                traces = [self._run(p) for p in points]
+                program, sizes = self._assembler.program(points, traces, batches, seqs)
+                programs.append(program)
+                patterns.append(Pattern(batches, piece, _events(traces[0]), [form_of(size) for size in sizes]))
+        shapes = self._shapes()
+        return self._assembler.tape(programs, shapes), Donor(cuts, patterns, shapes)
+
+    def _groups(self, seqs: tuple[int, int, int]) -> list[tuple[tuple[int, int], list[Point]]]:
+        """Ranges of micro batches with the points to trace: one for all if they fit together."""
+        first, *others = self._ranks
+        lengths = [Point(1, s, first) for s in seqs]
+        wider = [Point(2, seqs[0], first), Point(3, seqs[1], first)]
+        ranked = [Point(2, seqs[0], r) for r in others]
+        together = [*lengths, *wider, *ranked]
+        if len({id(t) for t in _distinct(self._run(p) for p in together)}) == 1:
+            try:
+                self._assembler.program(together, [self._run(p) for p in together], _ANY, _ANY)
+                return [(_ANY, together)]
+            except DoesNotFitError:
+                pass
+        alone = [*lengths, *(Point(1, seqs[0], r) for r in others)]
+        more = [*wider, Point(2, seqs[2], first), Point(4, seqs[0], first), *ranked]
+        return [((1, 1), alone), ((2, 0), more)]
+
+    def like(self, donor: Donor) -> Tape:
+        """From as few points as the donor's forms need.
+
+        Raises:
+            UnlikeError: when the events are not the donor's.
+            DoesNotFitError: when a size has not the form of the donor's.
+        """
+        if any(i >= len(self._thresholds) for i in donor.cuts) or len(donor.shapes) != len(self._assembler.params):
+            raise UnlikeError("another kind of model")
+        pieces = self._pieces(donor.cuts)
+        programs = []
+        for pattern in donor.patterns:
+            if pattern.piece >= len(pieces):
+                raise UnlikeError("fewer ranges")
+            first = self._ranks[0]
+            seqs = _lengths(pieces[pattern.piece])
+            batch = max(pattern.batches[0], 1)
+            points = [Point(batch, seqs[0], first), Point(batch + (batch > 1), seqs[1], first)]
+            points = points[: max(form.terms for form in pattern.forms)]
+            traces = [self._run(p) for p in points]
+            if _events(traces[0]) != pattern.events:
+                raise UnlikeError("events differ")
+            program, _ = self._assembler.program(points, traces, pattern.batches, pieces[pattern.piece], pattern.forms)
+            programs.append(program)
+        own = [tuple(p.shape) for _, p in self._assembler.params]
+        shapes = [
+            tuple(-1 if d == -1 else x for x, d in zip(a, b, strict=True)) for a, b in zip(own, donor.shapes, strict=True)
+        ]
+        return self._assembler.tape(programs, shapes)
+
+    def at(self, point: Point) -> Tape:
+        """Traced at one point, for it alone."""
+        traces = [self._run(point)]
+        batches, seqs = (point.batch, point.batch), (point.seq, point.seq)
+        program, _ = self._assembler.program([point], traces, batches, seqs)
+        return self._assembler.tape([program], self._shapes())
+
+    def _shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of the parameters, with -1 where they follow the LoRA rank."""
+        each = [[tuple(p.shape) for p in self._model(rank).parameters()] for rank in self._ranks]
+        if len(each) == 1:
+            return each[0]
+        pairs = zip(each[0], each[1], strict=True)
+        return [tuple(-1 if a != b else a for a, b in zip(one, two, strict=True)) for one, two in pairs]
 
 
-def trace_points(
-    assembler: Assembler, run: Callable[[Point], Recording], ranks: Sequence[int], seqs: Sequence[int]
-) -> list[Program]:
-    """One program for all micro batches, or one for a micro batch of one and one for more, where they differ."""
-    first = ranks[0]
-    lengths = [Point(1, s, first) for s in seqs]
-    wider = [Point(2, seqs[0], first), Point(3, seqs[1], first)]
-    ranked = [Point(2, seqs[0], r) for r in ranks[1:]]
-    points = [*lengths, *wider, *ranked]
-    traces = [run(p) for p in points]
-    try:
-        return [assembler.program(points, traces, _ANY, _ANY)]
-    except (UnlikeError, DoesNotFitError):
-        pass
-    single = [Point(1, seqs[0], r) for r in ranks[1:]]
-    alone = assembler.program([*lengths, *single], [*traces[:3], *map(run, single)], (1, 1), _ANY)
-    more = [*wider, Point(2, seqs[2], first), Point(4, seqs[0], first), *ranked]
-    known = traces[3:5] + [run(p) for p in more[2:4]] + traces[5:]
-    return [alone, assembler.program(more, known, (2, 0), _ANY)]
+def _lengths(seqs: tuple[int, int]) -> tuple[int, int, int]:
+    """Three sequence lengths within a range."""
+    low, high = seqs
+    if not high:
+        low = -(-low // 128) * 128 if low > 1 else 0
+        return low + _STEPS[0], low + _STEPS[1], low + _STEPS[2]
+    if high - low >= _STEPS[2]:
+        return low + _STEPS[0], low + _STEPS[1], low + _STEPS[2]
+    step = max((high - low) // 3, 1)
+    return max(high - 2 * step, 1), max(high - step, 1), high
 
 
-def _vocabulary(config: Mapping[str, Any]) -> int:
-    inner = config.get("text_config")
-    size = config.get("vocab_size") or (inner.get("vocab_size") if isinstance(inner, Mapping) else 0)
-    return int(size or 0)
+def _events(trace: Recording) -> tuple[list[int], list[int], list[int]]:
+    return trace.op, trace.arg, trace.aux
 
 
-def _shapes(models: Sequence[nn.Module]) -> list[tuple[int, ...]]:
-    """Shapes of the parameters, with -1 where they follow the LoRA rank."""
-    each = [[tuple(p.shape) for p in model.parameters()] for model in models]
-    if len(each) == 1:
-        return each[0]
-    return [
-        tuple(-1 if a != b else a for a, b in zip(one, two, strict=True)) for one, two in zip(each[0], each[1], strict=True)
-    ]
+def _distinct(traces: Iterator[Recording]) -> list[Recording]:
+    kept: list[Recording] = []
+    for trace in traces:
+        if all(_events(trace) != _events(k) for k in kept):
+            kept.append(trace)
+    return kept

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from zeroplan.core.tape import Kind, Mark, Op, TapeModule, TapeParam
-from zeroplan.core.tape_format import Program, Stack, Tape
+from zeroplan.core.tape_format import Program, Size, Stack, Tape
 from zeroplan.core.tape_options import Checkpointing, TraceOptions
-from zeroplan.trace.fit import Point
+from zeroplan.trace.fit import Form, Point
 from zeroplan.trace.fold import DoesNotFoldError, Folder, TracedStack, kinds_of
 from zeroplan.trace.recorder import Recording
 
@@ -84,12 +84,18 @@ class Assembler:
         return TracedStack(tuple(m[0] for m in members), tuple(len(m) for m in members), param_of)
 
     def program(
-        self, points: Sequence[Point], traces: Sequence[Recording], batches: tuple[int, int], seqs: tuple[int, int]
-    ) -> Program:
-        """One program from traces with the same events."""
+        self,
+        points: Sequence[Point],
+        traces: Sequence[Recording],
+        batches: tuple[int, int],
+        seqs: tuple[int, int],
+        forms: Sequence[Form] | None = None,
+    ) -> tuple[Program, list[Size]]:
+        """One program from traces with the same events, and the size of each storage as recorded."""
         kinds = self._kinds(traces[0])
-        folder = Folder(points, traces, self.traced, self.outside_modules, self.outside_params, kinds)
-        return folder.program(batches, seqs)
+        folder = Folder(points, traces, self.traced, self.outside_modules, self.outside_params, kinds, forms)
+        program = folder.program(batches, seqs)
+        return program, [program.sizes[i] for i in folder.size_of]
 
     def _kinds(self, trace: Recording) -> list[Kind]:
         heads = frozenset(i for i, (_, m) in enumerate(self.modules) if getattr(m, "out_features", 0) == self.vocab)
@@ -159,8 +165,8 @@ class Assembler:
         return TapeParam(name[len(prefix) :], tuple(shapes[i]), param.requires_grad, param.element_size())
 
 
-def _numbered(items: object) -> dict[int, int]:
-    return {item: k for k, item in enumerate(items)}  # type: ignore[call-overload,attr-defined]
+def _numbered(items: Iterable[int]) -> dict[int, int]:
+    return {item: k for k, item in enumerate(items)}
 
 
 def _order(places: Sequence[tuple[int, int] | None], outside: dict[int, int]) -> list[int]:

@@ -21,44 +21,62 @@ def _like_transposed(tensor: torch.Tensor, heads: int | None = None, dim: int | 
     return tensor.new_empty((batch, seq, heads or own_heads, dim or own_dim)).transpose(1, 2)
 
 
+def _cudnn_takes(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether cuDNN's kernels take these head dimensions, forward and backward (``sdp_utils.cpp``)."""
+    dim, value_dim = query.shape[-1], value.shape[-1]
+    if dim % 8 or value_dim % 8:
+        return False
+    return (dim <= 128 and value_dim <= 128) or (dim, value_dim) == (192, 128)
+
+
 class FusedAttention(torch.autograd.Function):
     """cuDNN's attention, or FlashAttention-2 as PyTorch builds it, whichever the device prefers. KV heads are not repeated.
 
     Both save query, key, value, output and lse; they differ in the random state and in what the backward takes, so the
-    blocks of either have no bytes where the other runs.
+    blocks of either have no bytes where the other runs. Head dimensions that cuDNN does not take run flash everywhere.
+    With a mask, devices without cuDNN run the memory-efficient kernel, which takes the row sums alone.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, fixed: str
+    def forward(  # noqa: D102
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        batch, heads, seq, _ = query.shape
-        seed, offset = block(("cudnn", 8)), block(("cudnn", 8))
-        out = torch.empty_like(query)  # both lay it out as the query is (MHA.cpp, flash_api.cpp)
+        batch, heads, seq, dim = query.shape
+        ctx.cudnn = _cudnn_takes(query, value)
+        seed, offset = (block(("cudnn", 8)), block(("cudnn", 8))) if ctx.cudnn else (None, None)
+        # Both kernels lay the output out as the query is (MHA.cpp, flash_api.cpp).
+        out = torch.empty_like(query) if value.shape[-1] == dim else _like_transposed(query, dim=value.shape[-1])
         lse = query.new_empty((batch, heads, seq), dtype=torch.float32)
-        block(("cudnn", 256))
-        state, unused = block(("flash", 16)), block(("flash", 8))
+        if ctx.cudnn:
+            block(("cudnn", 256))
+            state, unused = block(("flash", 16)), block(("flash", 8))
+        else:
+            state, unused = block(16), block(8)
         ctx.save_for_backward(bias, key, query, value, lse, out, offset, seed, state, unused)
         ctx.bias_grad = bias is not None and ctx.needs_input_grad[3]
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *grads: Any) -> Any:  # noqa: D102
         bias, key, query, value = ctx.saved_tensors[:4]
         batch, heads, seq, dim = query.shape
         grouped = key.shape[1] != heads
         grad_q, grad_k, grad_v = (torch.empty_like(t) for t in (query, key, value))
         grad_bias = torch.empty_like(bias) if ctx.bias_grad else None
-        block(("cudnn_backward", batch * heads * seq, dim, int(grouped)))
-        width = _flash_width(dim)
-        delta = block(("flash_rows", seq, 4 * batch * heads))
-        accumulator = block(("flash_rows", seq, 4 * batch * heads * width))
-        if grouped:
-            whole = query.element_size() * batch * heads * key.shape[2] * dim
-            whole_k, whole_v = block(("flash", whole)), block(("flash", whole))
-            del whole_k, whole_v
-        del delta, accumulator
-        return grad_q, grad_k, grad_v, grad_bias, None
+        rows, flash = ("flash_rows", "flash") if ctx.cudnn else ("rows", "")
+        if ctx.cudnn:
+            block(("cudnn_backward", batch * heads * seq, dim, int(grouped)))
+        delta = block((rows, seq, 128, 4 * batch * heads))
+        if bias is None:
+            accumulator = block((rows, seq, 128, 4 * batch * heads * _flash_width(dim)))
+            if grouped:
+                whole = query.element_size() * batch * heads * key.shape[2] * dim
+                size = (flash, whole) if flash else whole
+                whole_k, whole_v = block(size), block(size)
+                del whole_k, whole_v
+            del accumulator
+        del delta
+        return grad_q, grad_k, grad_v, grad_bias
 
 
 def _flash_width(dim: int) -> int:
@@ -70,7 +88,7 @@ class EfficientAttention(torch.autograd.Function):
     """``_scaled_dot_product_efficient_attention``: takes fp32 and masks; lse is padded to a multiple of 32 rows."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: D102
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         batch, heads, seq, _ = query.shape
@@ -83,7 +101,7 @@ class EfficientAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *grads: Any) -> Any:  # noqa: D102
         query, key, value, bias, _out, _lse, _seed, _offset = ctx.saved_tensors
         batch, heads, seq, _ = query.shape
         grad_q, grad_k, grad_v = _like_transposed(query), _like_transposed(key), _like_transposed(value)
@@ -95,6 +113,16 @@ class EfficientAttention(torch.autograd.Function):
 
 def _repeat(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     return tensor if tensor.shape[1] == heads else tensor.repeat_interleave(heads // tensor.shape[1], dim=1)
+
+
+def _additive(mask: torch.Tensor, query: torch.Tensor, *, padded: bool) -> torch.Tensor:
+    """The mask as numbers to add to the scores; the memory-efficient kernel copies it where its rows are not aligned."""
+    if mask.dtype == torch.bool:
+        mask = torch.where(mask, 0.0, torch.empty((), dtype=query.dtype, device=query.device))
+    last = mask.shape[-1]
+    if padded:
+        block(("mask_rows", last, mask.element_size() * mask.numel() // last))
+    return mask.expand(query.shape[0], query.shape[1], query.shape[2], last)
 
 
 def scaled_dot_product_attention(
@@ -116,21 +144,68 @@ def scaled_dot_product_attention(
         if dim % 8:
             pad = [0, 8 - dim % 8]
             query, key, value = (torch.nn.functional.pad(t, pad) for t in (query, key, value))
-            return FusedAttention.apply(query, key, value, None, "")[..., :dim]
-        return FusedAttention.apply(query, key, value, None, "")  # type: ignore[no-any-return]
+            return FusedAttention.apply(query, key, value, None)[..., :dim]  # type: ignore[no-any-return,no-untyped-call]
+        return FusedAttention.apply(query, key, value, None)  # type: ignore[no-any-return,no-untyped-call]
     alignment = 8 if half else 4
     if four and not enable_gqa and dim % alignment == 0 and value.shape[-1] % alignment == 0:
+        fused = half and _cudnn_takes(query, value)
         if attn_mask is not None:
-            if attn_mask.dtype == torch.bool:
-                attn_mask = torch.where(attn_mask, 0.0, torch.empty((), dtype=query.dtype, device=query.device))
-            last = attn_mask.shape[-1]
-            if last % 16:
-                attn_mask = torch.nn.functional.pad(attn_mask, [0, 16 - last % 16])[..., :last]
-            attn_mask = attn_mask.expand(query.shape[0], query.shape[1], query.shape[2], last)
-        return EfficientAttention.apply(query, key, value, attn_mask)  # type: ignore[no-any-return]
+            attn_mask = _additive(attn_mask, query, padded=not fused)
+        kernel = FusedAttention if fused else EfficientAttention
+        return kernel.apply(query, key, value, attn_mask)  # type: ignore[no-any-return,no-untyped-call]
     math = torch.ops.aten._scaled_dot_product_attention_math
     kernels.in_math_attention = True
     try:
         return math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]  # type: ignore[no-any-return]
     finally:
         kernels.in_math_attention = False
+
+
+#: The name under which transformers finds :func:`flash_attention`; a name with "flash" in it would make it look for the package.
+FLASH = "zeroplan_fa2"
+
+
+class FlashAttention2(torch.autograd.Function):
+    """The package ``flash-attn``: FlashAttention-2 on any device. Shapes [B, S, H, D]; KV heads are not repeated."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:  # noqa: D102
+        batch, seq, heads, _ = query.shape
+        out = torch.empty_like(query)
+        lse = query.new_empty((batch, heads, seq), dtype=torch.float32)
+        state = torch.empty(2, dtype=torch.int64, device=query.device)
+        ctx.save_for_backward(query, key, value, out, lse, state)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # noqa: D102
+        query, key, value = ctx.saved_tensors[:3]
+        batch, seq, heads, dim = query.shape
+        grad_q, grad_k, grad_v = (torch.empty_like(t) for t in (query, key, value))
+        delta = block(("rows", seq, 128, 4 * batch * heads))
+        accumulator = block(("rows", seq, 128, 4 * batch * heads * _flash_width(dim)))
+        if key.shape[2] != heads:
+            whole_k, whole_v = (t.new_empty((batch, t.shape[1], heads, dim)) for t in (key, value))
+            del whole_k, whole_v
+        del delta, accumulator
+        return grad_q, grad_k, grad_v
+
+
+def flash_attention(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """``flash_attention_2`` as transformers calls it: [B, H, S, D] in, [B, S, H, D] out, padded to query's head dimension."""
+    query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+    short = query.shape[-1] - value.shape[-1]
+    padded = torch.nn.functional.pad(value, [0, short]) if short else value
+    out = FlashAttention2.apply(query, key, padded)  # type: ignore[no-untyped-call]
+    return (out[..., : value.shape[-1]] if short else out), None
+
+
+def register_flash() -> None:
+    """Make :data:`FLASH` an attention implementation of transformers; it takes no mask when nothing is padded."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import flash_attention_mask
+
+    AttentionInterface.register(FLASH, flash_attention)
+    AttentionMaskInterface.register(FLASH, flash_attention_mask)

@@ -85,7 +85,13 @@ def _pattern(config: Mapping[str, Any], depth: int) -> tuple[int, int]:
 
 
 #: Config keys of sequence lengths beyond which a model may run otherwise.
-_THRESHOLDS = ("sliding_window", "local_attention", "attention_window", "attention_chunk_size", "original_max_position_embeddings")
+_THRESHOLDS = (
+    "sliding_window",
+    "local_attention",
+    "attention_window",
+    "attention_chunk_size",
+    "original_max_position_embeddings",
+)
 
 
 def thresholds(config: Mapping[str, Any]) -> list[int]:
@@ -147,12 +153,13 @@ def build_model(config: Mapping[str, Any], auto_class: str, options: TraceOption
     dtype = torch.bfloat16 if options.arithmetic is Arithmetic.HALF else torch.float32
     attention = _ATTENTION[options.attn]
     made = getattr(transformers, auto_class)
-    wanted = "sdpa" if attention == "flash_attention_2" else attention
+    if attention == FLASH:
+        register_flash()
     with torch.device("meta"), no_init_weights():
         try:
-            model = made.from_config(built, dtype=dtype, attn_implementation=wanted)
+            model = made.from_config(built, dtype=dtype, attn_implementation=attention)
         except ValueError:
-            if wanted == "eager":
+            if attention != "sdpa":
                 raise
             model = made.from_config(built, dtype=dtype, attn_implementation="eager")  # all that some models have
     model.tie_weights()

@@ -20,6 +20,23 @@ class Point(NamedTuple):
     rank: int = 0
 
 
+class Form(NamedTuple):
+    """A size without its numbers: the function, and the exponents of each argument's terms."""
+
+    function: str
+    exponents: tuple[tuple[tuple[int, int, int], ...], ...]
+
+    @property
+    def terms(self) -> int:
+        """Points that the numbers need."""
+        return max((len(e) for e in self.exponents), default=1) or 1
+
+
+def form_of(size: Size) -> Form:
+    """The form of a fitted size."""
+    return Form(size.function, tuple(tuple((b, s, r) for _, b, s, r in poly) for poly in size.args))
+
+
 class DoesNotFitError(ValueError):
     """The sizes at the traced points are not those of a short polynomial."""
 
@@ -52,7 +69,7 @@ def _distinguishable(exponents: tuple[int, int, int], points: Sequence[Point]) -
 
 
 def _value(point: Point, exponents: tuple[int, int, int]) -> int:
-    return point.batch ** exponents[0] * point.seq ** exponents[1] * point.rank ** exponents[2]
+    return int(point.batch ** exponents[0] * point.seq ** exponents[1] * point.rank ** exponents[2])
 
 
 def _solve(points: Sequence[Point], values: Sequence[int], exponents: Sequence[tuple[int, int, int]]) -> list[int] | None:
@@ -66,30 +83,45 @@ def _solve(points: Sequence[Point], values: Sequence[int], exponents: Sequence[t
         met = c != 0 and all(c * _value(p, exponents[0]) == v for p, v in zip(points, values, strict=True))
         return [c] if met else None
     rows = [[Fraction(_value(p, e)) for e in exponents] + [Fraction(v)] for p, v in zip(points, values, strict=True)]
-    rank = 0
     for column in range(n):
-        pivot = next((i for i in range(rank, len(rows)) if rows[i][column] != 0), None)
+        pivot = next((i for i in range(column, len(rows)) if rows[i][column] != 0), None)
         if pivot is None:
             return None
-        rows[rank], rows[pivot] = rows[pivot], rows[rank]
-        rows[rank] = [x / rows[rank][column] for x in rows[rank]]
+        rows[column], rows[pivot] = rows[pivot], rows[column]
+        rows[column] = [x / rows[column][column] for x in rows[column]]
         for i, row in enumerate(rows):
-            if i != rank and row[column] != 0:
+            if i != column and row[column] != 0:
                 factor = row[column]
-                rows[i] = [x - factor * y for x, y in zip(row, rows[rank], strict=True)]
-        rank += 1
+                rows[i] = [x - factor * y for x, y in zip(row, rows[column], strict=True)]
     if any(row[n] != 0 for row in rows[n:]) or any(row[n].denominator != 1 or row[n] == 0 for row in rows[:n]):
         return None
     return [int(row[n]) for row in rows[:n]]
 
 
-def fit_size(points: Sequence[Point], values: Sequence[kernels.Size]) -> Size:
-    """The expression through sizes that are all numbers, or all the same function's.
+def _fit_form(points: Sequence[Point], values: Sequence[int], exponents: tuple[tuple[int, int, int], ...]) -> Poly:
+    if not exponents:
+        if any(values):
+            raise DoesNotFitError(f"{list(values)} are not all zero")
+        return ()
+    coefficients = _solve(points, values, exponents)
+    if coefficients is None:
+        raise DoesNotFitError(f"{list(values)} at {list(points)} have not the exponents {exponents}")
+    return tuple((c, *e) for c, e in zip(coefficients, exponents, strict=True))
+
+
+def fit_size(points: Sequence[Point], values: Sequence[kernels.Size], form: Form | None = None) -> Size:
+    """The expression through sizes that are all numbers, or all the same function's; of the given form, if any.
 
     Raises:
         DoesNotFitError: when there is none.
     """
     first = values[0]
+    if form is not None:
+        function, rows = ("", [(v,) for v in values]) if isinstance(first, int) else (first[0], [v[1:] for v in values])  # type: ignore[index]
+        if function != form.function:
+            raise DoesNotFitError(f"{function!r} is not {form.function!r}")
+        columns = zip(*rows, strict=True)
+        return Size(function, tuple(_fit_form(points, c, e) for c, e in zip(columns, form.exponents, strict=True)))
     if isinstance(first, int):
         return Size("", (fit_poly(points, [v if isinstance(v, int) else -1 for v in values]),))
     if any(not isinstance(v, tuple) or v[0] != first[0] for v in values):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from zeroplan.core.tape import Kind, Mark, Op
 from zeroplan.core.tape_format import Anchor, Piece, Program, Segment, Size
-from zeroplan.trace.fit import Point, fit_size
+from zeroplan.trace.fit import Form, Point, fit_size
 from zeroplan.trace.recorder import RawAlloc, Recording
 
 
@@ -54,6 +54,7 @@ class Folder:
         outside_modules: module index -> index among those outside all stacks.
         outside_params: the same for parameters.
         kinds: what each storage is.
+        forms: of each storage's size, where known from a model of the same family.
     """
 
     def __init__(
@@ -64,16 +65,19 @@ class Folder:
         outside_modules: dict[int, int],
         outside_params: dict[int, int],
         kinds: Sequence[Kind],
+        forms: Sequence[Form] | None = None,
     ) -> None:
         self.points, self.traces, self.stacks = points, traces, stacks
         self.outside_modules, self.outside_params, self.kinds = outside_modules, outside_params, kinds
         self.trace = traces[0]
+        self.forms = forms
         for other in traces[1:]:
             if other.op != self.trace.op or other.arg != self.trace.arg or other.aux != self.trace.aux:
                 raise UnlikeError("events differ")
         self.anchors: dict[Anchor, int] = {}
         self.sizes: dict[Size, int] = {}
-        self._fitted: dict[tuple[object, ...], int] = {}
+        self._fitted: dict[tuple[object, object], int] = {}
+        self.size_of = [0] * len(self.trace.allocs)
         self._piece_stacks: dict[int, int] = {}
         self._block_of = {
             base + i: (s, block, i)
@@ -167,7 +171,8 @@ class Folder:
         piece, run = -1, 0
         for k, span in enumerate(spans):
             before = spans[k - 1] if k else None
-            if span.stack >= 0 and before is not None and before.stack == span.stack and run:
+            whole = span.stack >= 0 and run == self.stacks[span.stack].depth
+            if span.stack >= 0 and before is not None and before.stack == span.stack and not whole:
                 step = span.block - before.block
                 if abs(step) != 1 or (run > 1 and step != spans[k - 1].block - spans[k - 2].block):
                     raise DoesNotFoldError(f"block {span.block} after block {before.block}")
@@ -197,10 +202,9 @@ class Folder:
                 if key not in begun:
                     begun.add(key)
                     starts.append((i, *block_of[arg]))
-            elif op in (Op.EXIT, Op.BWD_EXIT) and arg in block_of:
-                # Recomputation leaves a block in backward as well; the block's end is where backward leaves it.
-                if (op == Op.BWD_EXIT) == backward:
-                    ends[(*block_of[arg], backward)] = i + 1
+            # Recomputation leaves a block in backward as well; the block's end is where backward leaves it.
+            elif arg in block_of and op == (Op.BWD_EXIT if backward else Op.EXIT):
+                ends[(*block_of[arg], backward)] = i + 1
         out = []
         half = len(starts) and sum(len(s.modules) for s in self.stacks)
         for k, (i, stack, block) in enumerate(starts):
@@ -251,10 +255,12 @@ class Folder:
 
     def _size(self, ident: int) -> int:
         values = tuple(t.allocs[ident].size for t in self.traces)
-        known = self._fitted.get(values)
+        form = self.forms[ident] if self.forms is not None else None
+        known = self._fitted.get((values, form))
         if known is None:
-            size = fit_size(self.points, values)
-            known = self._fitted[values] = self.sizes.setdefault(size, len(self.sizes))
+            size = fit_size(self.points, values, form)
+            known = self._fitted[values, form] = self.sizes.setdefault(size, len(self.sizes))
+        self.size_of[ident] = known
         return known
 
     def _segment(self, span: _Span, home: dict[int, tuple[int, int, int]]) -> Segment:

@@ -17,20 +17,20 @@ from zeroplan.trace.attention import scaled_dot_product_attention
 
 #: Functions that autocast runs in 16 bits, by name.
 _LOWER = frozenset(
-    "conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution prelu addmm addmv addr "
-    "matmul __matmul__ __rmatmul__ einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot "
-    "scaled_dot_product_attention".split()
-)
+    ("conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution",
+     "prelu", "addmm", "addmv", "addr", "matmul", "__matmul__", "__rmatmul__", "einsum", "mm", "mv", "linalg_vecdot",
+     "linear", "addbmm", "baddbmm", "bmm", "chain_matmul", "linalg_multi_dot", "scaled_dot_product_attention")
+)  # fmt: skip
 #: Functions that autocast runs in fp32.
 _FP32 = frozenset(
-    "__rpow__ __rtruediv__ acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__ "
-    "softplus layer_norm native_layer_norm group_norm frobenius_norm nuclear_norm cosine_similarity poisson_nll_loss "
-    "cosine_embedding_loss nll_loss nll_loss_nd hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss "
-    "margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss "
-    "binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp prod softmax log_softmax cumprod cumsum "
-    "linalg_vector_norm linalg_matrix_norm norm sum cross_entropy cross_entropy_loss".split()
-) - {"__rtruediv__"}
-_NO_SUM_CAST = frozenset(("sum", "prod", "cumsum", "cumprod", "softmax", "log_softmax"))
+    ("__rpow__", "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt",
+     "sinh", "tan", "pow", "__pow__", "softplus", "layer_norm", "native_layer_norm", "group_norm", "frobenius_norm",
+     "nuclear_norm", "cosine_similarity", "poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "nll_loss_nd",
+     "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss",
+     "multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss",
+     "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm", "logsumexp", "prod", "softmax", "log_softmax",
+     "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm", "norm", "sum", "cross_entropy", "cross_entropy_loss")
+)  # fmt: skip
 
 
 class CudaFunctions(TorchFunctionMode):
@@ -62,7 +62,7 @@ class CudaFunctions(TorchFunctionMode):
             elif name in _FP32 and kwargs.get("dtype") is None:
                 args, kwargs = self._cast_all(args, kwargs, _upper)
         if self._zero3 and func is torch.nn.functional.linear:
-            return _Zero3Linear.apply(*args, **kwargs)
+            return _Zero3Linear.apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         redirect = _REDIRECTS.get(name)
         if redirect is not None:
             return redirect(func, args, kwargs)
@@ -133,6 +133,26 @@ class _Zero3Linear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias
 
 
+class _GroupedProduct(torch.autograd.Function):
+    """A product of each group of rows with its own matrix, in dtypes that the meta device does not take."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, matrices)
+        return rows.new_empty((rows.shape[0], matrices.shape[-1]))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        rows, matrices = ctx.saved_tensors
+        return torch.empty_like(rows), torch.empty_like(matrices)
+
+
+def _grouped(func: Any, args: Any, kwargs: Any) -> Any:
+    if args[0].dtype is torch.bfloat16:
+        return func(*args, **kwargs)
+    return _GroupedProduct.apply(args[0], args[1])  # type: ignore[no-untyped-call]
+
+
 def _attention(func: Any, args: Any, kwargs: Any) -> Any:
     return scaled_dot_product_attention(*args, **kwargs)
 
@@ -148,4 +168,6 @@ def _dropout(func: Any, args: Any, kwargs: Any) -> Any:
 _REDIRECTS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "scaled_dot_product_attention": _attention,
     "dropout": _dropout,
+    "grouped_mm": _grouped,
+    "_grouped_mm": _grouped,
 }

@@ -37,7 +37,8 @@ class Follower:
             self._attach(index, module, zero3)
         for index, (_, param) in enumerate(self.params):
             if param.requires_grad:
-                self._handles.append(param.register_post_accumulate_grad_hook(self._gradient(index)))
+                handle = param.register_post_accumulate_grad_hook(self._gradient(index))  # type: ignore[no-untyped-call]
+                self._handles.append(handle)
 
     def detach(self) -> None:
         """Remove every hook."""

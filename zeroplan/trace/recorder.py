@@ -24,7 +24,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroplan.core.tape import Mark, Op
-from zeroplan.trace import kernels
+from zeroplan.trace import kernels, pointwise
 from zeroplan.trace.kernels import Size
 
 _aten = torch.ops.aten
@@ -96,7 +96,8 @@ class CallTree:
 
     def _sort(self) -> None:
         self._calls.sort()
-        self._parents, open_calls = [], []
+        self._parents = []
+        open_calls: list[int] = []
         for i, (begin, _, _) in enumerate(self._calls):
             while open_calls and -self._calls[open_calls[-1]][1] <= begin:
                 open_calls.pop()
@@ -128,12 +129,12 @@ class CallTree:
         self._inside = chain
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The dispatch mode. Use as a context manager around inputs, forward and backward."""
 
     def __init__(self, outside: Sequence[torch.Tensor]) -> None:
         """`outside`: tensors that are not the tape's: parameters and registered buffers."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.out = Recording()
         self.phase = 0
         self.modules: list[int] = []
@@ -220,7 +221,9 @@ class Recorder(TorchDispatchMode):
         before = kernels.BEFORE.get(func)
         if before is not None:
             held = self._take(before(args, kwargs))
-        out = func(*args, **kwargs)
+        out = pointwise.result(func, args, kwargs)
+        if out is None:
+            out = func(*args, **kwargs)
         patch = kernels.OUTPUT_BYTES.get(func)
         outputs = list(enumerate(out if isinstance(out, (tuple, list)) else (out,)))
         if func in kernels.REVERSED_OUTPUTS:
@@ -267,7 +270,7 @@ class Recorder(TorchDispatchMode):
 
     def _locate(self, calls: CallTree) -> None:
         """Emit the module boundaries that backward has crossed since the last operator."""
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()  # None before the first
         if node is None:
             return
         for entered, module in calls.moved(node._sequence_nr()):
@@ -300,7 +303,7 @@ def _uncontended_counts() -> tuple[int, int]:
     """Reference counts, as a dispatch mode sees them, of a gradient that autograd's buffer alone holds."""
     seen: list[tuple[int, int]] = []
 
-    class Probe(TorchDispatchMode):
+    class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is _ADD and not torch.is_grad_enabled():
                 seen.append((args[0]._use_count(), torch._C._storage_Use_Count(args[0].untyped_storage()._cdata)))
@@ -309,6 +312,8 @@ def _uncontended_counts() -> tuple[int, int]:
     x = torch.empty(2, device="meta", requires_grad=True)
     y = x * 2.0
     z = (y * 2.0) * (y * 3.0)
-    with Probe():
-        z.backward(torch.empty(2, device="meta"))
+    with Probe():  # type: ignore[no-untyped-call]
+        z.backward(  # type: ignore[no-untyped-call]
+            torch.empty(2, device="meta")
+        )
     return seen[0]

@@ -42,8 +42,8 @@ def record(model: nn.Module, inputs: Callable[[], Mapping[str, Any]], options: T
 
 def _backward(loss: torch.Tensor) -> None:
     """``loss.backward()``, which would leave the function mode that recomputation needs."""
-    run = torch.autograd.Variable._execution_engine.run_backward  # type: ignore[attr-defined]
-    run((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.run_backward((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def checkpoint_blocks(model: nn.Module, options: TraceOptions, functions: CudaFunctions) -> None:
@@ -62,4 +62,5 @@ def loss_of(output: Any) -> torch.Tensor:
         loss = output.get("loss")
     if loss is None:
         loss = output[0] if isinstance(output, (tuple, list)) else output
-    return loss if loss.dim() == 0 else loss.float().mean()
+    tensor: torch.Tensor = loss
+    return tensor if tensor.dim() == 0 else tensor.float().mean()

@@ -65,7 +65,9 @@ def verify(
         raise BadInput(f"{steps} is too few", where="--steps", remedy="use 2 or more: peaks repeat from the second on")
     machine = find_machine()
     ranks = ranks_to_use(machine, options.pop("gpus", None))
-    given = {"model": model} if model is not None else builtin_request(machine)
+    given: dict[str, Any] = {"model": model} if model is not None else builtin_request(machine)
+    if options.get("ds_config") is not None and model is None:
+        given.pop("micro_batch")  # the file's to say
     fields = {"engine": "zeroplan", **given, **{k: v for k, v in options.items() if v is not None}}
     cluster = machine.cluster(ranks)
     resolved = resolve(Request(**fields, gpus=cluster.gpus, nodes=cluster.nodes))
@@ -205,7 +207,7 @@ def _run_here(
     from zeroplan.validate.rank.exchange import everyone, from_first
     from zeroplan.validate.rank.worker import EXIT_EARLY, join, run_here
 
-    place = join(machine.device, int(os.environ.get("LOCAL_RANK", "0")), jobs[0].timeout)
+    place = join(jobs[0], machine.device, int(os.environ.get("LOCAL_RANK", "0")))
     first = machine.rank == 0
     comparisons: list[Comparison] = []
     skipped: list[str] = []
@@ -219,7 +221,7 @@ def _run_here(
             measured = measurement_of([result], device=machine.device, ranks=ranks)
             _to_stderr(f"{job.label}: {compare(planned, measured, tolerance).verdict}")
             os._exit(EXIT_EARLY)
-        measured = measurement_of(everyone(result), device=machine.device, ranks=ranks)
+        measured = measurement_of(everyone(result), device=machine.device, ranks=ranks, nodes=case.cluster.nodes)
         comparison = compare(planned, measured, tolerance)
         if first:
             say(f"{job.label}: {comparison.verdict}")

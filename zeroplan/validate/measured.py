@@ -11,13 +11,16 @@ from zeroplan.validate.results import MeasuredRow, Measurement, OutOfMemory
 _FIGURES = ("live_after_step", "peak_allocated", "peak_reserved", "context", "total", "step_seconds", "steps")
 
 
-def measurement_of(results: Sequence[Mapping[str, Any]], *, device: str, ranks: int, failure: str = "") -> Measurement:
+def measurement_of(
+    results: Sequence[Mapping[str, Any]], *, device: str, ranks: int, nodes: int = 1, failure: str = ""
+) -> Measurement:
     """The measurement of one job.
 
     Args:
         results: what each rank that got so far wrote.
         device: ``cuda`` or ``cpu``.
         ranks: how many were started.
+        nodes: on how many nodes, which share them evenly.
         failure: what the launcher says of a job that ended early.
 
     Raises:
@@ -41,8 +44,8 @@ def measurement_of(results: Sequence[Mapping[str, Any]], *, device: str, ranks: 
         tensors_counted=bool(first.get("tensors_counted")),
         total_source=str(first.get("total_source", "")),
         phases=_most_by_phase(results),
-        host=sum(int(result.get("host", 0)) for result in results),
-        host_before=sum(int(result.get("host_before", 0)) for result in results),
+        host=sum(int(result.get("host", 0)) for result in results) // nodes,
+        host_before=sum(int(result.get("host_before", 0)) for result in results) // nodes,
         out_of_memory=None if ran_out is None else OutOfMemory(rank=ran_out["rank"], **ran_out["out_of_memory"]),
         failure=failure,
         versions=dict(first.get("versions", {})),

@@ -33,17 +33,21 @@ class Beat:
         self._file.write(json.dumps({"job": self.job, "pid": os.getpid(), "doing": text}) + "\n")
 
 
-def join(device: str, local_rank: int, timeout: float) -> Any:
-    """Makes the first CUDA call, then joins the other ranks; returns this rank's place."""
+def join(job: Job, device: str, local_rank: int) -> Any:
+    """Makes the first CUDA call, then joins the other ranks; returns this rank's place.
+
+    DeepSpeed's own start-up names no device, so that its communicator is made by the first collective.
+    """
     import torch.distributed as dist
 
     from zeroplan.validate.rank.probe import Place
 
     place = Place.of(device, local_rank)
     if not dist.is_initialized():
-        longest = timedelta(seconds=timeout)
+        longest = timedelta(seconds=job.timeout)
         if device == "cuda":
-            dist.init_process_group("nccl", device_id=place.device, timeout=longest)
+            bound = None if job.engine == "deepspeed" else place.device
+            dist.init_process_group("nccl", device_id=bound, timeout=longest)
         else:
             dist.init_process_group("gloo", timeout=longest)
     return place
@@ -69,7 +73,7 @@ def main(folder: Path) -> None:
     jobs = [Job.from_json(values) for values in json.loads((folder / "jobs.json").read_text())]
     device = (folder / "device").read_text()
     beat.say("joining the other ranks")
-    place = join(device, local_rank, jobs[0].timeout)
+    place = join(jobs[0], device, local_rank)
     for index, job in enumerate(jobs):
         beat.job = index
         result = run_here(job, place, beat.say)

@@ -1,4 +1,4 @@
-"""What a simulated run of one configuration tells: the GPU's timeline on the worst rank, and the host by phase."""
+"""What a simulated run of one configuration tells: the GPU's timelines on the ranks that differ, and the host by phase."""
 
 from __future__ import annotations
 
@@ -27,16 +27,43 @@ class HostPhase:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """The run of the rank that needs the most, and every rank's host (all are alike)."""
+    """A run as it may go: on the rank that allocates the most, and wherever else it can come out otherwise.
+
+    Attributes:
+        timeline: the run of `rank`.
+        rank: the rank that allocates the most.
+        host: every rank's host by phase (all are alike).
+        others: the runs of other ranks, which may reserve more, and the same rank's where data decide how it goes.
+        least_reserved: where data decide, the least that the worst rank may reserve; None where they do not.
+    """
 
     timeline: Timeline
     rank: int = 0
     host: tuple[HostPhase, ...] = field(default=())
+    others: tuple[Timeline, ...] = field(default=())
+    least_reserved: int | None = None
+
+    @property
+    def peak_allocated(self) -> int:
+        """The most that any rank allocates."""
+        return max(run.peak_allocated for run in (self.timeline, *self.others))
+
+    @property
+    def peak_reserved(self) -> int:
+        """The most that any rank reserves, which need not be the one that allocates the most."""
+        return max(run.peak_reserved for run in (self.timeline, *self.others))
+
+    def live_after_step(self) -> int | None:
+        """The most that any rank holds after its last step; None where none was played."""
+        runs = (self.timeline, *self.others)
+        last = [[mark.allocated for mark in run.marks if phase_of_mark(mark.name) is Phase.STEP][-1:] for run in runs]
+        return max((allocated for one in last for allocated in one), default=None)
 
     def phases(self) -> dict[str, int]:
-        """Peak allocated bytes by phase."""
+        """Peak allocated bytes by phase, on the rank where it is highest."""
         peaks: dict[str, int] = {}
-        for mark in self.timeline.marks:
-            phase = phase_of_mark(mark.name).value
-            peaks[phase] = max(peaks.get(phase, 0), mark.peak)
+        for run in (self.timeline, *self.others):
+            for mark in run.marks:
+                phase = phase_of_mark(mark.name).value
+                peaks[phase] = max(peaks.get(phase, 0), mark.peak)
         return peaks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zeroplan.core.buffers import Buffer, Phase
+from zeroplan.core.buffers import Buffer
 from zeroplan.core.plan import CpuMemory, MemoryPlan, PlanLine
 from zeroplan.core.tape import Kind, Op, Stream
 from zeroplan.core.units import MIB
@@ -56,16 +56,18 @@ def simulated_plan(engine: Engine, case: Case, stream: Stream, config: Allocator
     outside = outside_torch(
         engine.name, case.workload, case.zero, ranks=case.ranks, capability=case.cluster.gpu.capability, pinned=pinned
     )
-    total = timeline.peak_reserved + outside.total
-    unsure = outside.spread + round(RESERVED_SPREAD * timeline.peak_reserved)
-    low = max(timeline.peak_allocated + outside.total - outside.spread, total - unsure)
-    steps = [mark for mark in timeline.marks if phase_of_mark(mark.name) is Phase.STEP]
+    allocated, reserved = simulation.peak_allocated, simulation.peak_reserved
+    least = reserved if simulation.least_reserved is None else min(reserved, simulation.least_reserved)
+    total = reserved + outside.total
+    unsure = outside.spread + round(RESERVED_SPREAD * reserved)
+    low = max(allocated + outside.total - outside.spread, least + outside.total - unsure)
+    live = simulation.live_after_step()
     gpu = formula.gpu.model_copy(
         update={
             "activations": activation_peak(stream),
-            "live_after_step": steps[-1].allocated if steps else formula.gpu.live_after_step,
-            "peak_allocated": timeline.peak_allocated,
-            "peak_reserved": timeline.peak_reserved,
+            "live_after_step": formula.gpu.live_after_step if live is None else live,
+            "peak_allocated": allocated,
+            "peak_reserved": reserved,
             "total": total,
             "interval": (low, total + unsure),
             "peak_phase": phase_of_mark(timeline.peak_mark()).value,

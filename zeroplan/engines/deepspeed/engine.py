@@ -37,8 +37,8 @@ OPTIONS = (
 )
 
 
-#: With fp16, the loss scale starts too high and the first steps are discarded. How many depends on the data; one is
-#: enough to make the order of allocations that of a run whose states appear late.
+#: With fp16, the loss scale mostly starts too high and the first steps are discarded. How many depends on the data; one
+#: is enough to make the order of allocations that of a run whose states appear late.
 FP16_SKIPPED_STEPS = 1
 
 
@@ -65,7 +65,7 @@ class DeepSpeed:
     version = DEEPSPEED_VERSION
 
     def __init__(self) -> None:
-        self._recorded: tuple[Case, Stream, dict[int, Recorder]] | None = None  # of the last case
+        self._recorded: tuple[Case, Stream, dict[tuple[int, int], Recorder]] | None = None  # of the last case
 
     def options(self) -> list[ZeroConfig]:
         """Stages 0 to 3, each with the offloads it allows."""
@@ -113,30 +113,48 @@ class DeepSpeed:
         return options_for(case.workload, zero3=case.zero.stage == 3)
 
     def simulate(self, case: Case, stream: Stream, config: AllocatorConfig | None = None) -> Simulation:
-        """The schedule of the stage, on each rank that can be the worst."""
-        job = self._job(case, stream, 0)
-        recorded = self._recordings(case, stream, job)
-        runs = {rank: simulate(run, config, device_memory=case.cluster.vram) for rank, run in recorded.items()}
-        rank = max(runs, key=lambda r: (runs[r].peak_reserved, runs[r].peak_allocated))
-        host = tuple(HostPhase(mark.phase, mark.peak, mark.pinned) for mark in record_host(job).marks)
-        return Simulation(runs[rank], rank, host)
+        """The schedule of the stage, on each rank that can be the worst.
 
-    def _recordings(self, case: Case, stream: Stream, job: Job) -> dict[int, Recorder]:
-        """By rank, what it allocates and frees: the same under every setting of the allocator, so the last case's are kept."""
+        With fp16 data decide how many steps the loss scale discards, and with them the order of allocations: the worst rank
+        is simulated with and without.
+        """
+        recorded = self._recordings(case, stream)
+        runs = {key: simulate(run, config, device_memory=case.cluster.vram) for key, run in recorded.items()}
+        usual = _skipped(case)
+        ranks = {rank: run for (rank, skipped), run in runs.items() if skipped == usual}
+        rank = max(ranks, key=lambda r: (ranks[r].peak_allocated, ranks[r].peak_reserved))
+        least = None
+        if usual:
+            fullest = max(ranks, key=lambda r: ranks[r].peak_reserved)
+            if (fullest, 0) not in runs:
+                other = record_deepspeed(self._job(case, stream, fullest, 0), stream)
+                recorded[fullest, 0] = other
+                runs[fullest, 0] = simulate(other, config, device_memory=case.cluster.vram)
+            least = min(ranks[fullest].peak_reserved, runs[fullest, 0].peak_reserved)
+        timeline = runs.pop((rank, usual))
+        host = tuple(HostPhase(mark.phase, mark.peak, mark.pinned) for mark in record_host(self._job(case, stream, 0)).marks)
+        return Simulation(timeline, rank, host, tuple(runs.values()), least)
+
+    def _recordings(self, case: Case, stream: Stream) -> dict[tuple[int, int], Recorder]:
+        """By rank and skipped steps, what is allocated and freed: the same under every setting of the allocator.
+
+        Those of the last case are kept.
+        """
         last = self._recorded
         if last is not None and last[1] is stream and last[0].spec is case.spec:
             old = last[0]
             if (old.workload, old.cluster, old.zero) == (case.workload, case.cluster, case.zero):
                 return last[2]
+        skipped = _skipped(case)
+        first = self._job(case, stream, 0, skipped)
         runs = {}
-        for rank in worth_simulating(job):
-            ranked = job if rank == 0 else self._job(case, stream, rank)
-            runs[rank] = record_deepspeed(ranked, stream)
+        for rank in worth_simulating(first):
+            job = first if rank == 0 else self._job(case, stream, rank, skipped)
+            runs[rank, skipped] = record_deepspeed(job, stream)
         self._recorded = (case, stream, runs)
         return runs
 
-    def _job(self, case: Case, stream: Stream, rank: int) -> Job:
-        skipped = FP16_SKIPPED_STEPS if case.workload.dtype is DType.FP16 else 0
+    def _job(self, case: Case, stream: Stream, rank: int, skipped: int = 0) -> Job:
         return resolve(
             stream,
             case.workload,
@@ -148,3 +166,7 @@ class DeepSpeed:
             device_memory=case.cluster.vram,
             skipped_steps=skipped,
         )
+
+
+def _skipped(case: Case) -> int:
+    return FP16_SKIPPED_STEPS if case.workload.dtype is DType.FP16 else 0

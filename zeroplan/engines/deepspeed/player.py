@@ -105,9 +105,9 @@ class PlayedJob(Protocol):
 
 
 def play(job: PlayedJob, stream: Stream, recorder: Recorder, schedule: StageSchedule, *, own_linear: bool = False) -> None:
-    """Records a whole run: build, initialisation, and `job.steps` steps, with the marks that measured rows have.
+    """Records a whole run: build, initialisation, and `job.steps` steps, each stretch of it ended by a mark.
 
-    Marks are ``model``, ``init``, then ``fwd``, ``bwd`` (without accumulation only) and ``step0``, ``step1``, …
+    Marks are ``model``, ``init``, then ``fwd`` and ``bwd`` for every micro batch and ``step0``, ``step1``, …
     `own_linear` says that the engine put a function of its own in place of ``torch.nn.functional.linear``.
     """
     schedule.build()
@@ -118,8 +118,7 @@ def play(job: PlayedJob, stream: Stream, recorder: Recorder, schedule: StageSche
     forward, backward, tail = split(stream, modules=schedule.follows_modules, own_linear=own_linear)
     player = _Player(stream, recorder, schedule, job.cublas_workspace)
     kept: list[int] = []
-    window = job.workload.grad_accum
-    played = min(window, DISTINCT_MICRO_BATCHES)
+    played = min(job.workload.grad_accum, DISTINCT_MICRO_BATCHES)
     for step in range(job.steps):
         previous, kept = kept, []
         for micro in range(played):
@@ -127,14 +126,12 @@ def play(job: PlayedJob, stream: Stream, recorder: Recorder, schedule: StageSche
             schedule.forward_begin()
             player.run(forward)
             player.drop(kept)
-            if window == 1:
-                recorder.mark("fwd")
+            recorder.mark("fwd")
             schedule.backward_begin(boundary)
             player.run(backward)
             schedule.backward_end(boundary)
             kept = player.end(tail)
-            if window == 1:
-                recorder.mark("bwd")
+            recorder.mark("bwd")
         schedule.step(step >= job.skipped_steps)
         player.drop(previous)
         recorder.mark(f"step{step}")

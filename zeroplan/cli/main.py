@@ -38,7 +38,7 @@ def _main(
 
 def _register() -> None:
     """Import the verbs, each of which registers itself: the one asked for, or all of them for help."""
-    verbs = ("estimate", "explain", "check", "recommend", "verify", "doctor")
+    verbs = ("estimate", "explain", "check", "recommend", "verify", "doctor", "trace")
     asked = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
     for verb in (asked,) if asked in verbs else verbs:
         import_module(f"zeroplan.cli.{verb}")

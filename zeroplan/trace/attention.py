@@ -161,7 +161,7 @@ def scaled_dot_product_attention(
         kernels.in_math_attention = False
 
 
-#: The name under which transformers finds :func:`flash_attention`; a name with "flash" in it would make it look for the package.
+#: The name under which transformers finds :func:`flash_attention`; one with "flash" in it would make it look for the package.
 FLASH = "zeroplan_fa2"
 
 

@@ -48,7 +48,8 @@ def _backward(loss: torch.Tensor) -> None:
 
 def checkpoint_blocks(model: nn.Module, options: TraceOptions, functions: CudaFunctions) -> None:
     """Turn on the model's gradient checkpointing. Random states are not kept: on a GPU they lie in host memory."""
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    peft: Any = getattr(model, "get_base_model", None)
+    base: Any = peft() if peft is not None else model
     kwargs: dict[str, Any] = {"use_reentrant": options.checkpointing is Checkpointing.REENTRANT, "preserve_rng_state": False}
     if not kwargs["use_reentrant"]:
         kwargs["context_fn"] = functions.recomputation

@@ -42,7 +42,7 @@ def recommended(workload: Workload, engine: str = "deepspeed") -> list[Recommend
     """A recommendation of every configuration that the search may name."""
     found = find_engine(engine)
     spec = load_model("meta-llama/Llama-3.2-1B")
-    memory = Memory(found, spec, CLUSTER, simulate=False)
+    memory = Memory(found, spec, CLUSTER, depth="formula")
     cost = CostModel(engine, spec, CLUSTER, rates_of(CLUSTER.gpu))
     given = [Candidate(zero, workload, "", 0, i) for i, (zero, _) in enumerate(zero_configs(found, CLUSTER))]
     return [recommendation(r, 0, CLUSTER.ranks) for r in rank_all(given, memory, cost)]

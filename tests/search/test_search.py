@@ -47,20 +47,7 @@ def problem() -> tuple[Memory, list[Candidate]]:
 
 def limited(memory: Memory, gib: float, host: float) -> Memory:
     """The same with smaller limits; simulated totals do not depend on them."""
-    cluster = replace(memory.cluster, vram=round(gib * GIB), cpu_ram=round(host * GIB))
-    other = memory.on(cluster)
-    for candidate, plan in memory._plans.items():
-        assert plan.gpu.interval is not None
-        broken = [
-            name
-            for name, need, limit in (
-                ("gpu", plan.gpu.interval[1], cluster.usable_vram or 0),
-                ("cpu", plan.cpu.per_node, cluster.cpu_ram or 0),
-            )
-            if need > limit
-        ]
-        other._plans[candidate] = plan.model_copy(update={"fits": not broken, "misfits": tuple(broken)})
-    return other
+    return memory.on(replace(memory.cluster, vram=round(gib * GIB), cpu_ram=round(host * GIB)))
 
 
 @pytest.mark.slow

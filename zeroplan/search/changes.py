@@ -39,7 +39,7 @@ def nearest_miss(space: Sequence[Candidate], memory: Memory, cost: CostModel) ->
 def lack(ranked: Ranked, memory: Memory) -> float:
     """By how much the worst limit is exceeded, as a share of it."""
     plan, cluster = ranked.plan, memory.cluster
-    high = plan.gpu.interval[1] if plan.gpu.interval else plan.gpu.needed
+    high = plan.gpu.interval[1] if plan.gpu.interval else max(plan.gpu.needed, memory.floor(ranked.candidate))
     over = [high / cluster.usable_vram] if cluster.usable_vram else []
     over += [plan.cpu.per_node / cluster.cpu_ram] if cluster.cpu_ram else []
     over += [plan.nvme.per_node / cluster.nvme] if cluster.nvme else []
@@ -134,7 +134,7 @@ def _least(option: _Option) -> Recommendation | None:
         space = space_of(changed, option.request, option.wish)
     except BadInput:
         return None
-    memory = Memory(changed.engine, changed.spec, changed.cluster, simulate=option.request.depth != "formula")
+    memory = Memory(changed.engine, changed.spec, changed.cluster, depth=option.request.depth)
     cost = CostModel(changed.engine.name, changed.spec, changed.cluster, changed.rates)
     likely = sorted((c for c in space if not memory.cannot_fit(c)), key=lambda c: (memory.floor(c), c.effort))
     lightest: dict[object, Candidate] = {}

@@ -45,7 +45,7 @@ def explain_time(request: Request) -> list[TimeExplanation]:
         BadInput: a value that cannot be used.
     """
     resolved = resolve(request)
-    memory = Memory(resolved.engine, resolved.spec, resolved.cluster)
+    memory = Memory(resolved.engine, resolved.spec, resolved.cluster, trace=False)
     rates = rates_of(resolved.cluster.gpu)
     cost = CostModel(resolved.engine.name, resolved.spec, resolved.cluster, rates)
     glossary = torch_traffic.GLOSSARY if resolved.engine.name in ("fsdp2", "ddp") else traffic.GLOSSARY

@@ -40,7 +40,7 @@ def inherit(request: Request, wish: Wish) -> tuple[Request, Wish, Recommendation
     plain = replace(wish, source=None, given=None)
     problem = problem_of(replace(asked, engine=setup.engine), plain)
     candidate = _candidate(setup, asked, problem)
-    memory = Memory(problem.engine, problem.spec, problem.cluster, simulate=request.depth != "formula")
+    memory = Memory(problem.engine, problem.spec, problem.cluster, depth=request.depth)
     cost = CostModel(problem.engine.name, problem.spec, problem.cluster, problem.rates)
     current = recommendation(rank_all([candidate], memory, cost)[0], 0, problem.cluster.ranks)
     work = candidate.workload

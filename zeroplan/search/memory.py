@@ -24,7 +24,7 @@ from zeroplan.ledger.line import evaluate
 from zeroplan.ledger.work import Counts, Matrices, count_stream, guess_counts, matrices, scale_counts
 from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.bound import activation_bound
-from zeroplan.planner.formula import formula_plan, lives_between_steps, misfits, verdict
+from zeroplan.planner.formula import FORMULA, formula_plan, lives_between_steps, misfits, verdict
 from zeroplan.planner.simulated import activation_peak, simulated_plan
 from zeroplan.planner.tapes import NoTapeError, stream_of
 from zeroplan.search.space import Candidate
@@ -40,10 +40,12 @@ ANALYTIC_SPREAD = 0.25
 class Memory:
     """Floors and plans of one model on one cluster under one engine."""
 
-    def __init__(self, engine: Engine, spec: ModelSpec, cluster: Cluster, *, simulate: bool = True, trace: bool = True) -> None:
-        """`simulate` False stays with formulas; `trace` False takes only tapes that are at hand."""
+    def __init__(
+        self, engine: Engine, spec: ModelSpec, cluster: Cluster, *, depth: str | None = None, trace: bool = True
+    ) -> None:
+        """Depth ``"formula"`` simulates nothing; it and `trace` False take only tapes that are at hand, and trace none."""
         self.engine, self.spec, self.cluster = engine, spec, cluster
-        self.simulate, self.trace = simulate, trace
+        self.depth, self.trace = depth, trace and depth != FORMULA
         self.problem = ""  # why there is no tape, once that is known
         self.simulated = 0
         self._matrices: Matrices = matrices(spec)
@@ -55,11 +57,25 @@ class Memory:
         self._plans: dict[Candidate, MemoryPlan] = {}
 
     def on(self, cluster: Cluster) -> Memory:
-        """The same on another cluster; tapes and counts are shared, sums over ranks are not."""
-        other = Memory(self.engine, self.spec, cluster, simulate=self.simulate, trace=self.trace)
+        """The same on another cluster. Tapes and counts are shared; plans only where just the limits differ."""
+        other = Memory(self.engine, self.spec, cluster, depth=self.depth, trace=self.trace)
         other.problem = self.problem
         other._streams, other._counts, other._computed = self._streams, self._counts, self._computed
+        if (cluster.gpus, cluster.nodes, cluster.gpu) == (self.cluster.gpus, self.cluster.nodes, self.cluster.gpu):
+            other._plans = {
+                candidate: other._judged(candidate, plan)
+                for candidate, plan in self._plans.items()
+                if plan.gpu.interval is not None
+            }
         return other
+
+    def _judged(self, candidate: Candidate, plan: MemoryPlan) -> MemoryPlan:
+        """A simulated plan held against this cluster's limits."""
+        case = self.case(candidate)
+        assert plan.gpu.interval is not None
+        broken = misfits(case, plan.gpu.interval[1], plan.cpu.per_node, plan.nvme.per_node)
+        gpu = plan.gpu.model_copy(update={"usable": self.cluster.usable_vram})
+        return plan.model_copy(update={"gpu": gpu, "fits": verdict(case, broken), "misfits": broken})
 
     def case(self, candidate: Candidate) -> Case:
         """The candidate as the engines take it."""
@@ -129,7 +145,7 @@ class Memory:
         found = self._plans.get(candidate)
         if found is None:
             case = self.case(candidate)
-            stream = self._stream(candidate, candidate.workload.micro_batch) if self.simulate else None
+            stream = self._stream(candidate, candidate.workload.micro_batch) if self.depth != FORMULA else None
             if stream is None:
                 found = self._analytic(case)
             else:
@@ -207,10 +223,10 @@ def usual_activations(params: int, workload: Workload) -> int:
     A layer keeps 34 bytes a token and hidden unit; logits over 2^16 words take 16 bytes each.
     Source: Brown et al. 2020, table 2.1; Korthikanti et al. 2022, equation 2
     """
-    hidden = max(1, round((params * 128 / 12) ** (1 / 3)))
+    hidden = max(1, round(float(params * 128 / 12) ** (1 / 3)))
     layers = max(1, hidden // 128)
     tokens = workload.micro_batch * (workload.seq_len or 1)
     width = workload.dtype.bytes
     layer = 34 * tokens * hidden * width // 2
     kept = layers * tokens * hidden * width + layer if workload.gradient_checkpointing else layers * layer
-    return kept + 16 * tokens * (1 << 16)
+    return int(kept + 16 * tokens * (1 << 16))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from zeroplan.search.api import Problem, Wish
 
 #: Simulations that one "what if" may take.
-_WHAT_IF = 3
+_WHAT_IF = 2
 _MORE_VRAM = 8 * GIB
 _BOUND = {
     Lane.PYTHON: "the host issues kernels and hooks more slowly than the GPU runs them: a larger micro batch costs little time",
@@ -78,8 +78,8 @@ def _faster_that_do_not_fit(
         plan = memory.plan(candidate)
         if plan.fits is False:
             lacks = " and ".join({"gpu": "GPU", "cpu": "host", "nvme": "disk"}[m] for m in plan.misfits)
-            high = plan.gpu.interval[1] if plan.gpu.interval else plan.gpu.needed
-            said.append(f"{name} would be {gain} and does not fit ({lacks} memory; up to {format_bytes(high)} a GPU)")
+            high = f"; up to {format_bytes(plan.gpu.interval[1])} a GPU" if plan.gpu.interval else ""
+            said.append(f"{name} would be {gain} and does not fit ({lacks} memory{high})")
     return said
 
 
@@ -171,7 +171,7 @@ def points(space: Iterable[Candidate], outcome: Outcome, memory: Memory, cost: C
     seen = set()
     for ranked in (*outcome.ranking, *outcome.misses):
         plan, candidate = ranked.plan, ranked.candidate
-        high = plan.gpu.interval[1] if plan.gpu.interval else plan.gpu.needed
+        high = plan.gpu.interval[1] if plan.gpu.interval else max(plan.gpu.needed, memory.floor(candidate))
         label = _label(candidate)
         found.append(Point(label, high, ranked.time.tokens_per_second, plan.fits is not False, False))
         seen.add((candidate.family, candidate.workload.micro_batch))

@@ -9,7 +9,7 @@ from typing import Any
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.workload import Workload
-from zeroplan.core.zero_config import Device, ZeroConfig
+from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.interop.ds_config import write_ds_config
 
 LAUNCHERS = ("deepspeed", "torchrun", "accelerate", "slurm")
@@ -123,8 +123,3 @@ def _sbatch(gpus: int, nodes: int, tail: str, environment: dict[str, str]) -> st
         f'  --rdzv-endpoint "$head:{_PORT}" --rdzv-id "$SLURM_JOB_ID" {tail}',
     ]
     return "\n".join(lines) + "\n"
-
-
-def uses_nvme(zero: ZeroConfig) -> bool:
-    """Whether the plan needs a path on a disk, which the user must check."""
-    return Device.NVME in (zero.offload_optimizer.device, zero.offload_param.device)

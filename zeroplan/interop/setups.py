@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -191,8 +191,3 @@ def _reader(data: Mapping[str, Any], name: str) -> Callable[[Mapping[str, Any], 
 
 def _plain_ds_config(data: Mapping[str, Any], name: str) -> Setup:
     return Setup(kind="ds_config", ds_config=load_source(data)[0])
-
-
-def with_notes(setup: Setup, *notes: str) -> Setup:
-    """The setup with more notes."""
-    return replace(setup, notes=(*setup.notes, *(note for note in notes if note)))

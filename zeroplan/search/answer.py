@@ -9,7 +9,6 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.plan import MemoryPlan
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.ledger.traffic import Lane
 from zeroplan.planner.request import describe_cluster, describe_workload
 from zeroplan.search.cost import StepTime
 from zeroplan.search.recommend import Ranked
@@ -146,6 +145,3 @@ class Answer:
             "simulated": self.simulated,
             "rates": self.rates,
         }
-
-
-LANES_SHOWN = (Lane.PYTHON, Lane.GPU, Lane.LINK, Lane.PCIE, Lane.HOST, Lane.DISK)

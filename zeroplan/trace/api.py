@@ -15,11 +15,11 @@ from typing import Any
 from torch import nn
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.tape_format import Program, Tape
+from zeroplan.core.tape_format import Program, Size, Tape
 from zeroplan.core.tape_options import TraceOptions
 from zeroplan.trace.assemble import Assembler, find_blocks
 from zeroplan.trace.build import build_inputs, build_model, depths_of, full_config, shorten, thresholds
-from zeroplan.trace.fit import DoesNotFitError, Form, Point, form_of
+from zeroplan.trace.fit import DoesNotFitError, Form, Point, fit_size, form_of
 from zeroplan.trace.fold import DoesNotFoldError, UnlikeError
 from zeroplan.trace.recorder import Recording
 from zeroplan.trace.run import record
@@ -37,13 +37,29 @@ class Pattern:
     batches: tuple[int, int]
     piece: int  # which range of sequence lengths
     events: tuple[list[int], list[int], list[int]]
+    program: Program
+    size_of: list[int]  # of each storage, an index of the program's sizes
     forms: list[Form]
+
+    def with_sizes(self, seqs: tuple[int, int], points: Sequence[Point], traces: Sequence[Recording]) -> Program | None:
+        """The program with another model's sizes; None where storages that had one size here differ there."""
+        sizes: dict[int, Size] = {}
+        fitted: dict[object, Size] = {}
+        for ident, (index, form) in enumerate(zip(self.size_of, self.forms, strict=True)):
+            values = tuple(t.allocs[ident].size for t in traces)
+            if (values, form) not in fitted:
+                fitted[values, form] = fit_size(points, values, form)
+            if sizes.setdefault(index, fitted[values, form]) != fitted[values, form]:
+                return None
+        own = [sizes[i] for i in range(len(self.program.sizes))]
+        return Program(self.batches, seqs, own, self.program.anchors, self.program.pieces)
 
 
 @dataclass(slots=True)
 class Donor:
     """A traced model whose patterns others of its family may share."""
 
+    attempt: int  # how many numbers of blocks did not suffice
     cuts: list[int]  # which thresholds of the config change the events
     patterns: list[Pattern]
     shapes: list[tuple[int, ...]]
@@ -59,16 +75,21 @@ class Donors:
         """The model's tape, from one point a range where its events are those of a model seen before."""
         key = (str(config.get("model_type")), auto_class, options.key)
         known = self._known.setdefault(key, [])
-        for attempt in _attempts(config, auto_class, options):
+        for number, attempt in enumerate(_attempts(config, auto_class, options)):
             for donor in known:
+                if donor.attempt != number:
+                    continue
                 try:
                     return attempt.like(donor)
                 except (UnlikeError, DoesNotFitError, DoesNotFoldError):
                     continue
+            if known and all(donor.attempt > number for donor in known):
+                continue  # the family needs more blocks
             try:
                 tape, donor = attempt.whole()
             except DoesNotFoldError:
                 continue
+            donor.attempt = number
             known.append(donor)
             return tape
         raise _no_period(config)
@@ -209,11 +230,12 @@ class _Attempt:
         for piece, seqs in enumerate(self._pieces(cuts)):
             for batches, points in self._groups(_lengths(seqs)):
                 traces = [self._run(p) for p in points]
-                program, sizes = self._assembler.program(points, traces, batches, seqs)
+                program, size_of = self._assembler.program(points, traces, batches, seqs)
                 programs.append(program)
-                patterns.append(Pattern(batches, piece, _events(traces[0]), [form_of(size) for size in sizes]))
+                forms = [form_of(program.sizes[i]) for i in size_of]
+                patterns.append(Pattern(batches, piece, _events(traces[0]), program, size_of, forms))
         shapes = self._shapes()
-        return self._assembler.tape(programs, shapes), Donor(cuts, patterns, shapes)
+        return self._assembler.tape(programs, shapes), Donor(0, cuts, patterns, shapes)
 
     def _groups(self, seqs: tuple[int, int, int]) -> list[tuple[tuple[int, int], list[Point]]]:
         """Ranges of micro batches with the points to trace: one for all if they fit together."""
@@ -254,7 +276,10 @@ class _Attempt:
             traces = [self._run(p) for p in points]
             if _events(traces[0]) != pattern.events:
                 raise UnlikeError("events differ")
-            program, _ = self._assembler.program(points, traces, pattern.batches, pieces[pattern.piece], pattern.forms)
+            piece = pieces[pattern.piece]
+            program = pattern.with_sizes(piece, points, traces)
+            if program is None:
+                program, _ = self._assembler.program(points, traces, pattern.batches, piece, pattern.forms)
             programs.append(program)
         own = [tuple(p.shape) for _, p in self._assembler.params]
         shapes = [

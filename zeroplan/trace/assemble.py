@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from zeroplan.core.tape import Kind, Mark, Op, TapeModule, TapeParam
-from zeroplan.core.tape_format import Program, Size, Stack, Tape
+from zeroplan.core.tape_format import Program, Stack, Tape
 from zeroplan.core.tape_options import Checkpointing, TraceOptions
 from zeroplan.trace.fit import Form, Point
 from zeroplan.trace.fold import DoesNotFoldError, Folder, TracedStack, kinds_of
@@ -90,12 +90,11 @@ class Assembler:
         batches: tuple[int, int],
         seqs: tuple[int, int],
         forms: Sequence[Form] | None = None,
-    ) -> tuple[Program, list[Size]]:
-        """One program from traces with the same events, and the size of each storage as recorded."""
+    ) -> tuple[Program, list[int]]:
+        """One program from traces with the same events, and for each storage as recorded the index of its size."""
         kinds = self._kinds(traces[0])
         folder = Folder(points, traces, self.traced, self.outside_modules, self.outside_params, kinds, forms)
-        program = folder.program(batches, seqs)
-        return program, [program.sizes[i] for i in folder.size_of]
+        return folder.program(batches, seqs), folder.size_of
 
     def _kinds(self, trace: Recording) -> list[Kind]:
         heads = frozenset(i for i, (_, m) in enumerate(self.modules) if getattr(m, "out_features", 0) == self.vocab)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +17,20 @@ from zeroplan.trace.recorder import Recorder, Recording
 
 
 def record(model: nn.Module, inputs: Callable[[], Mapping[str, Any]], options: TraceOptions) -> Recording:
-    """Forward, loss and backward of one micro batch. `inputs` makes the keyword arguments of the model's forward."""
+    """Forward, loss and backward of one micro batch. `inputs` makes the keyword arguments of the model's forward.
+
+    The garbage collector rests meanwhile: what lives is to follow from references alone.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return _record(model, inputs, options)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _record(model: nn.Module, inputs: Callable[[], Mapping[str, Any]], options: TraceOptions) -> Recording:
     recorder = Recorder([*model.parameters(), *model.buffers()])
     follower = Follower(model, recorder, zero3=options.zero3)
     autocast = torch.bfloat16 if options.arithmetic is Arithmetic.AUTOCAST else None

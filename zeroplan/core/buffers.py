@@ -84,6 +84,7 @@ class Phase(StrEnum):
     BACKWARD = "backward"
     STEP = "step"
     SAVE = "save"
+    RESUME = "resume"  # a checkpoint is loaded, between initialisation and the first forward
 
 
 #: Lives from initialisation to the end of the run.

@@ -26,6 +26,16 @@ class HostPhase:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointPhase:
+    """Saving or resuming: bytes at its peak on the GPU, of the engine on every rank's host, and on one rank's host beside."""
+
+    phase: Phase
+    gpu: int
+    host: int
+    host_once: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Simulation:
     """A run as it may go: on the rank that allocates the most, and wherever else it can come out otherwise.
 
@@ -34,6 +44,7 @@ class Simulation:
         rank: the rank that allocates the most.
         host: every rank's host by phase (all are alike).
         others: the runs of other ranks, which may reserve more, and the same rank's where data decide how it goes.
+        checkpoint: saving and resuming, which a run need not do and its peaks leave out; empty where not derived.
         least_reserved: where data decide, the least that the worst rank may reserve; None where they do not.
     """
 
@@ -42,6 +53,7 @@ class Simulation:
     host: tuple[HostPhase, ...] = field(default=())
     others: tuple[Timeline, ...] = field(default=())
     least_reserved: int | None = None
+    checkpoint: tuple[CheckpointPhase, ...] = field(default=())
 
     @property
     def peak_allocated(self) -> int:
@@ -53,17 +65,17 @@ class Simulation:
         """The most that any rank reserves, which need not be the one that allocates the most."""
         return max(run.peak_reserved for run in (self.timeline, *self.others))
 
-    def live_after_step(self) -> int | None:
-        """The most that any rank holds after its last step; None where none was played."""
+    def held_after(self, phase: Phase) -> int | None:
+        """The most that any rank holds at the last end of a phase; None where the run did not come so far."""
         runs = (self.timeline, *self.others)
-        last = [[mark.allocated for mark in run.marks if phase_of_mark(mark.name) is Phase.STEP][-1:] for run in runs]
+        last = [[mark.allocated for mark in run.marks if phase_of_mark(mark.name) is phase][-1:] for run in runs]
         return max((allocated for one in last for allocated in one), default=None)
 
     def phases(self) -> dict[str, int]:
-        """Peak allocated bytes by phase, on the rank where it is highest."""
+        """Peak allocated bytes by phase, on the rank where it is highest, saving and resuming included."""
         peaks: dict[str, int] = {}
         for run in (self.timeline, *self.others):
             for mark in run.marks:
                 phase = phase_of_mark(mark.name).value
                 peaks[phase] = max(peaks.get(phase, 0), mark.peak)
-        return peaks
+        return peaks | {one.phase.value: one.gpu for one in self.checkpoint}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zeroplan.core.buffers import Buffer
+from zeroplan.core.buffers import Buffer, Phase
 from zeroplan.core.plan import CpuMemory, MemoryPlan, PlanLine
 from zeroplan.core.tape import Kind, Op, Stream
 from zeroplan.core.units import MIB
@@ -61,7 +62,7 @@ def simulated_plan(engine: Engine, case: Case, stream: Stream, config: Allocator
     total = reserved + outside.total
     unsure = outside.spread + round(RESERVED_SPREAD * reserved)
     low = max(allocated + outside.total - outside.spread, least + outside.total - unsure)
-    live = simulation.live_after_step()
+    live = simulation.held_after(Phase.STEP)
     gpu = formula.gpu.model_copy(
         update={
             "activations": activation_peak(stream),
@@ -78,7 +79,9 @@ def simulated_plan(engine: Engine, case: Case, stream: Stream, config: Allocator
     rss = HOST_RSS[engine.name]
     engine_peaks = {host.phase: host.peak for host in simulation.host}
     by_phase = {phase.value: (base * MIB + engine_peaks.get(phase, 0)) * local for phase, base in rss.items()}
-    cpu = CpuMemory(per_node=max(by_phase.values()), pinned=pinned * local, phases=by_phase)
+    cpu = CpuMemory(
+        per_node=max(by_phase.values()), pinned=pinned * local, phases=by_phase | _checkpoint_on_host(simulation, rss, local)
+    )
     broken = misfits(case, gpu.interval[1] if gpu.interval else total, cpu.per_node, formula.nvme.per_node)
     plan = formula.model_copy(
         update={
@@ -91,6 +94,17 @@ def simulated_plan(engine: Engine, case: Case, stream: Stream, config: Allocator
         }
     )
     return Simulated(plan, simulation, stream)
+
+
+#: The phase whose process saves or resumes: kernels and libraries loaded so far.
+_LOADED_BY = {Phase.SAVE: Phase.STEP, Phase.RESUME: Phase.INIT}
+
+
+def _checkpoint_on_host(simulation: Simulation, rss: Mapping[Phase, int], local: int) -> dict[str, int]:
+    """Resident bytes of a node while its ranks save or resume; a run that does neither never has them."""
+    return {
+        one.phase.value: (rss[_LOADED_BY[one.phase]] * MIB + one.host) * local + one.host_once for one in simulation.checkpoint
+    }
 
 
 def activation_peak(stream: Stream) -> int:

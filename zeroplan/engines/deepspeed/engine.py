@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from zeroplan.core.buffers import Phase
 from zeroplan.core.errors import BadInput
 from zeroplan.core.tape import Stream
 from zeroplan.core.tape_options import TraceOptions, options_for
@@ -12,6 +14,7 @@ from zeroplan.core.workload import DType
 from zeroplan.core.zero_config import DEEPSPEED_VERSION, ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.deepspeed import facts as facts_module
+from zeroplan.engines.deepspeed.checkpoint import checkpoint_phases
 from zeroplan.engines.deepspeed.job import Job, resolve
 from zeroplan.engines.deepspeed.lines import LEDGER
 from zeroplan.engines.deepspeed.schedule import distinct_ranks, record_deepspeed
@@ -132,8 +135,19 @@ class DeepSpeed:
                 runs[fullest, 0] = simulate(other, config, device_memory=case.cluster.vram)
             least = min(ranks[fullest].peak_reserved, runs[fullest, 0].peak_reserved)
         timeline = runs.pop((rank, usual))
-        host = tuple(HostPhase(mark.phase, mark.peak, mark.pinned) for mark in record_host(self._job(case, stream, 0)).marks)
-        return Simulation(timeline, rank, host, tuple(runs.values()), least)
+        job = self._job(case, stream, 0)
+        marks = record_host(job).marks
+        host = tuple(HostPhase(mark.phase, mark.peak, mark.pinned) for mark in marks)
+        on_host = {mark.phase: mark.pageable + mark.pinned for mark in marks}
+        found = Simulation(timeline, rank, host, tuple(runs.values()), least)
+        checkpoint = checkpoint_phases(
+            job,
+            after_init=found.held_after(Phase.INIT) or 0,
+            after_step=found.held_after(Phase.STEP) or 0,
+            host_init=on_host[Phase.INIT],
+            host_step=on_host[Phase.STEP],
+        )
+        return replace(found, checkpoint=checkpoint)
 
     def _recordings(self, case: Case, stream: Stream) -> dict[tuple[int, int], Recorder]:
         """By rank and skipped steps, what is allocated and freed: the same under every setting of the allocator.

@@ -113,7 +113,7 @@ def _stage3(job: Job, host: HostRecorder) -> None:
     host.mark(Phase.FORWARD)
     host.mark(Phase.BACKWARD)
     if job.offloads_optimizer:
-        on_host = _host_counts(job, counts)
+        on_host = host_counts(job, counts)
         for count in on_host:
             _states(job, host, count)
             if not zero.offloads_param and m != w:  # a blocking copy to the GPU converts on the host
@@ -133,7 +133,7 @@ def _first_shards(job: Job, host: HostRecorder, shards: list[int]) -> list[int]:
     return handles
 
 
-def _host_counts(job: Job, counts: list[int]) -> list[int]:
+def host_counts(job: Job, counts: list[int]) -> list[int]:
     """Elements of the sub-groups whose optimizer state stays in host memory between steps."""
     if job.optimizer_device is Device.NVME:
         return [count for count in counts if count * job.master_bytes < job.least_swapped]
@@ -143,7 +143,7 @@ def _host_counts(job: Job, counts: list[int]) -> list[int]:
 def _offloaded_optimizer(job: Job, host: HostRecorder, counts: list[int], total: int) -> None:
     """s3, _create_fp32_partitions, initialize_optimizer_states, _setup_for_real_optimizer."""
     offload, m, a = job.zero.offload_optimizer, job.master_bytes, job.accum_bytes
-    on_host = _host_counts(job, counts)
+    on_host = host_counts(job, counts)
     if offload.device is Device.NVME:
         host.alloc(m * max(counts, default=0) * offload.buffer_count, Buffer.SWAP_BUFFER, pinned=True)
     converted = -1

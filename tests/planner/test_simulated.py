@@ -1,0 +1,146 @@
+"""What a simulated plan makes of a run: phases, ranks, skipped steps, checkpoints. On a model small enough to count by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from zeroplan.core.buffers import Phase
+from zeroplan.core.cluster import Cluster
+from zeroplan.core.plan import MemoryPlan
+from zeroplan.core.tape import Kind, Mark, Op, Stream, TapeModule, TapeParam
+from zeroplan.core.units import MIB
+from zeroplan.core.workload import DType, Precision, Workload
+from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.engines.base import Case
+from zeroplan.engines.deepspeed.engine import DeepSpeed
+from zeroplan.engines.process import HOST_RSS
+from zeroplan.models.spec import ModelSpec, Tensor, Unit
+from zeroplan.planner.simulated import Simulated, simulated_plan
+
+#: Elements of each layer's weight; the second is the largest.
+SHAPES = ((1024, 4096), (2048, 8192), (1024, 2048), (1024, 4096))
+PARAMS = sum(math.prod(shape) for shape in SHAPES)
+SAVED = 48 * MIB  # activation of a layer
+
+
+def _stream(width: int, saved: int) -> Stream:
+    params = tuple(TapeParam(f"layers.{i}.weight", shape, True, width) for i, shape in enumerate(SHAPES))
+    modules = (TapeModule("", "Net", -1, ()), *(TapeModule(f"layers.{i}", "Linear", 0, (i,)) for i in range(len(SHAPES))))
+    stream = Stream(modules, params)
+
+    def add(op: Op, arg: int, aux: int = 0, kind: Kind = Kind.SAVED, module: int = -1) -> None:
+        for column, value in zip(
+            (stream.op, stream.arg, stream.aux, stream.kind, stream.module), (op, arg, aux, kind, module), strict=True
+        ):
+            column.append(value)
+
+    add(Op.MARK, Mark.FORWARD_BEGIN)
+    add(Op.ENTER, 0)
+    for i in range(len(SHAPES)):
+        add(Op.ENTER, i + 1)
+        add(Op.ALLOC, i, saved, Kind.SAVED, i + 1)
+        add(Op.EXIT, i + 1)
+    add(Op.EXIT, 0)
+    add(Op.MARK, Mark.FORWARD_END)
+    add(Op.MARK, Mark.BACKWARD_BEGIN)
+    add(Op.BWD_ENTER, 0)
+    for i in reversed(range(len(SHAPES))):
+        add(Op.BWD_ENTER, i + 1)
+        add(Op.ALLOC, len(SHAPES) + i, width * math.prod(SHAPES[i]), Kind.GRAD, i + 1)
+        add(Op.FREE, i)
+        add(Op.GRAD, i, len(SHAPES) + i)
+        add(Op.BWD_EXIT, i + 1)
+    add(Op.BWD_EXIT, 0)
+    add(Op.MARK, Mark.BACKWARD_END)
+    return stream
+
+
+def _simulated(stage: int, *, gpus: int = 2, work: dict[str, Any] | None = None, saved: int = SAVED, **knobs: Any) -> Simulated:
+    workload = Workload(seq_len=8, **(work or {}))
+    spec = ModelSpec("net", (Unit("", tuple(Tensor(f"layers.{i}.weight", s) for i, s in enumerate(SHAPES))),), "test")
+    case = Case(spec, workload, Cluster(gpus=gpus), ZeroConfig.of(stage, reduce_bucket_size=1 << 20, **knobs))
+    return simulated_plan(DeepSpeed(), case, _stream(workload.param_bytes, saved))
+
+
+def _plan(stage: int, **more: Any) -> MemoryPlan:
+    return _simulated(stage, **more).plan
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_accumulation_shows_every_phase(stage: int) -> None:
+    """With four micro batches the most is held where the activations are, as with one."""
+    one, four = _plan(stage).gpu, _plan(stage, work={"grad_accum": 4}).gpu
+    assert set(one.phases) == set(four.phases) == {"load", "init", "forward", "backward", "step", "save", "resume"}
+    for gpu in (one, four):
+        trained = {phase: gpu.phases[phase] for phase in ("load", "init", "forward", "backward", "step")}
+        assert gpu.peak_phase is not None
+        assert trained[gpu.peak_phase] == max(trained.values()) == gpu.peak_allocated
+    assert four.phases["step"] == one.phases["step"]
+    assert four.phases["forward"] >= one.phases["forward"] >= len(SHAPES) * SAVED
+    if stage < 2:  # a later forward runs beside the whole gradients of those before it
+        assert four.phases["forward"] - one.phases["forward"] >= 2 * PARAMS
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_allocated_and_reserved_are_each_the_most_of_any_rank(stage: int) -> None:
+    run = _simulated(stage, gpus=4, saved=MIB)
+    timelines = [run.simulation.timeline, *run.simulation.others]
+    assert len(timelines) == 4
+    allocated = [timeline.peak_allocated for timeline in timelines]
+    assert min(allocated) < max(allocated)  # ranks own different parameters
+    assert run.plan.gpu.peak_allocated == max(allocated) == timelines[0].peak_allocated
+    assert run.plan.gpu.peak_reserved == max(timeline.peak_reserved for timeline in timelines)
+
+
+def test_fp16_is_planned_with_and_without_a_skipped_step() -> None:
+    run = _simulated(2, gpus=1, work={"dtype": DType.FP16})
+    usual, other = run.simulation.timeline, *run.simulation.others
+    first_applied = [mark.allocated for mark in usual.marks if mark.name.startswith("step")]
+    assert first_applied[0] < first_applied[1]  # states appear at the second step
+    assert other.marks[-1].allocated == usual.marks[-1].allocated
+    reserved = (usual.peak_reserved, other.peak_reserved)
+    assert run.plan.gpu.peak_reserved == max(reserved)
+    assert run.simulation.least_reserved == min(reserved)
+    assert _simulated(2, gpus=1).simulation.least_reserved is None
+
+
+def _part(ranks: int) -> int:
+    return PARAMS // ranks  # every shape divides
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_checkpoint_needs_room_for_states_on_the_gpu_and_for_one_storage_on_the_host(stage: int) -> None:
+    run = _simulated(stage)
+    gpu, cpu = run.plan.gpu, run.plan.cpu
+    after_init = run.simulation.held_after(Phase.INIT)
+    assert after_init is not None
+    assert gpu.phases["save"] == gpu.live_after_step
+    assert gpu.phases["resume"] == after_init + 8 * _part(2)
+    rss = HOST_RSS["deepspeed"]
+    assert cpu.phases["save"] == 2 * (rss[Phase.STEP] * MIB + 4 * _part(2))
+    own, model = 12 * _part(2), 2 * PARAMS if stage < 3 else 0
+    assert cpu.phases["resume"] == 2 * (rss[Phase.INIT] * MIB + max(own, model))
+    assert cpu.per_node == max(cpu.phases[phase.value] for phase in rss)
+
+
+def test_gathering_the_model_to_save_it_takes_its_largest_module_and_the_first_rank_s_host() -> None:
+    plain, gathered = _plan(3, gpus=8), _plan(3, gpus=8, gather_16bit_weights_on_model_save=True)
+    assert gathered.gpu.phases["save"] - plain.gpu.phases["save"] == 2 * 2048 * 8192
+    assert gathered.cpu.phases["save"] - plain.cpu.phases["save"] == 2 * PARAMS - 4 * _part(8)
+
+
+def test_offloaded_states_are_saved_from_where_they_are() -> None:
+    plan = _plan(2, offload_optimizer="cpu")
+    pinned_and_states = plan.cpu.phases["step"]
+    model = 2 * PARAMS  # the first rank writes the flat group's one storage
+    assert plan.cpu.phases["save"] == pinned_and_states + model
+    assert plan.gpu.phases["save"] == plan.gpu.live_after_step
+
+
+def test_fp32_at_stage_0_has_no_masters_to_load() -> None:
+    run = _simulated(0, work={"dtype": DType.FP32, "precision": Precision.FP32})
+    whole = 4 * PARAMS
+    assert run.plan.cpu.phases["resume"] == 2 * (HOST_RSS["deepspeed"][Phase.INIT] * MIB + 3 * whole)

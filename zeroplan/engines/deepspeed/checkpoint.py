@@ -1,0 +1,118 @@
+"""Saving and resuming under DeepSpeed: what lies beside the run's own buffers on the GPU and on the host.
+
+Paths of sources are those of DeepSpeed 0.19.8 under ``deepspeed/runtime/``.
+
+Note [Checkpoints]
+    A checkpoint holds references, no copies: ``torch.save`` brings one storage after another to the host and writes it, so
+    a rank needs room for its largest one (torch/serialization.py, _save). The first rank writes the model's file, at stages
+    1 and 2 from the flat group's one storage; every rank writes what its optimizer owns. What is on the host or on disk
+    already is written from there. Frozen parameters are copied to the host first, from stage 2 on.
+    A checkpoint is loaded to the host: the model's file by every rank, at stage 3 without parameters, then the rank's own
+    file. Masters are copied in place; states are made anew on the device of their masters
+    (torch/optim/optimizer.py, load_state_dict), beside those that initialisation made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zeroplan.core.buffers import Phase
+from zeroplan.core.zero_config import Device
+from zeroplan.engines.deepspeed.groups import padded, persistent, shard, sub_groups
+from zeroplan.engines.deepspeed.job import Job
+from zeroplan.engines.deepspeed.resolution import groups_on_gpu
+from zeroplan.engines.deepspeed.schedule_host import host_counts
+from zeroplan.engines.simulation import CheckpointPhase
+
+
+@dataclass(frozen=True, slots=True)
+class _Owned:
+    """Elements of the tensors that this rank's optimizer steps, by where they are."""
+
+    gpu: list[int]
+    host: list[int]
+
+
+def checkpoint_phases(
+    job: Job, *, after_init: int, after_step: int, host_init: int, host_step: int
+) -> tuple[CheckpointPhase, ...]:
+    """``engine.save_checkpoint`` after a step and ``engine.load_checkpoint`` after initialisation. See Note [Checkpoints].
+
+    With ``stage3_gather_16bit_weights_on_model_save`` saving includes ``engine.save_16bit_model``.
+
+    Source: engine.py, _save_checkpoint, _save_zero_checkpoint, save_16bit_model, _load_checkpoint, _load_zero_checkpoint;
+        zero/stage_1_and_2.py and zero/stage3.py, state_dict, load_state_dict, checkpoint_event_prologue
+
+    Args:
+        job: whose.
+        after_init: bytes allocated on the GPU after initialisation.
+        after_step: bytes allocated on the GPU between two steps.
+        host_init: bytes of the engine's buffers on the host after initialisation.
+        host_step: the same between two steps.
+    """
+    owned = _owned(job)
+    return (_save(job, owned, after_step, host_step), _resume(job, owned, after_init, host_init))
+
+
+def _owned(job: Job) -> _Owned:
+    stage, numel = job.zero.stage, job.numel
+    if stage == 0:
+        flat = job.own_masters and job.fused_adam
+        counts = [numel[p] for p in job.trained]
+        return _Owned([sum(counts)] if flat else counts, [])
+    if stage < 3:
+        part = [padded(sum(numel[p] for p in job.trained), job.ranks) // job.ranks]
+        return _Owned([], part) if job.offloads_optimizer else _Owned(part, [])
+    shards = [shard(count, job.ranks) for count in numel]
+    counts = [sum(shards[p] for p in group) for group in sub_groups(job.trained, shards, job.zero.sub_group_size)]
+    if not job.offloads_optimizer:
+        return _Owned(counts, [])
+    return _Owned(counts[: groups_on_gpu(len(counts), job.zero)], host_counts(job, counts))
+
+
+def _states(job: Job, counts: list[int]) -> int:
+    return sum(job.state_size(state, count) for state in job.optimizer.states for count in counts)
+
+
+def _save(job: Job, owned: _Owned, gpu: int, host: int) -> CheckpointPhase:
+    zero, w = job.zero, job.param_bytes
+    masters = [job.master_bytes * count for count in owned.gpu] if job.own_masters else []
+    states = [job.state_size(state, count) for state in job.optimizer.states for count in owned.gpu]
+    storage = max([*masters, *states], default=0)
+    frozen_counts = [count for count, trained in zip(job.numel, job.trainable, strict=True) if not trained]
+    module = 0  # the largest storage of the model's file
+    if zero.stage < 3:
+        trained = [job.numel[p] for p in job.trained]
+        flat = zero.stage > 0 or (job.own_masters and job.fused_adam)
+        module = w * max([sum(trained)] if flat else trained, default=0)
+        module = max(module, w * max(frozen_counts, default=0))
+    frozen = 0
+    if zero.stage >= 2:
+        frozen = w * sum(shard(count, job.ranks) if zero.stage == 3 else count for count in frozen_counts)
+    if zero.stage == 0:  # one file has all
+        return CheckpointPhase(Phase.SAVE, gpu, host, max(storage, module))
+    whole = 0
+    if zero.stage == 3 and zero.gather_16bit_weights_on_model_save:
+        gathered = max((sum(shard(job.numel[p], job.ranks) * job.ranks for p in set(own)) for own in job.modules), default=0)
+        gpu = max(gpu, gpu - _persistent_bytes(job) + w * gathered)
+        whole = w * sum(job.numel)
+    every = max(storage, frozen)
+    return CheckpointPhase(Phase.SAVE, gpu, host + every, max(0, frozen + module - every, whole - every))
+
+
+def _resume(job: Job, owned: _Owned, gpu: int, host: int) -> CheckpointPhase:
+    w, counts = job.param_bytes, [*owned.gpu, *owned.host]
+    own = (job.master_bytes * sum(counts) if job.own_masters else 0) + _states(job, counts)
+    model = w * sum(job.numel) if job.zero.stage < 3 else 0
+    file = model + own if job.zero.stage == 0 else max(model, own)
+    gathered = _persistent_bytes(job) if job.zero.stage == 3 else 0
+    return CheckpointPhase(Phase.RESUME, gpu + _states(job, owned.gpu) + gathered, host + file)
+
+
+def _persistent_bytes(job: Job) -> int:
+    """Bytes of the parameters that stay gathered; with one rank they alias their parts unless those are on the host."""
+    zero = job.zero
+    if job.ranks == 1 and job.param_device is Device.NONE:
+        return 0
+    kept = persistent(job.numel, zero.param_persistence_threshold, zero.model_persistence_threshold)
+    return sum(job.param_bytes * shard(job.numel[p], job.ranks) * job.ranks for p in kept)

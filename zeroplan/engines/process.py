@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.units import MIB
-from zeroplan.core.workload import Attention, DType, Workload
+from zeroplan.core.workload import Attention, DType, OptimizerKind, Workload
 from zeroplan.core.zero_config import ZeroConfig
 
 #: Used on the device after the first CUDA call: the context itself.
@@ -35,13 +35,47 @@ GUESSED_SPREAD = 512 * MIB
 _MEASURED_CAPABILITY = (9, 0)
 
 #: Resident memory of a rank by the end of each phase, without the engine's buffers: interpreter, torch, transformers, the
-#: engine, and what CUDA's and NCCL's libraries map as they come into use. MiB.
-HOST_RSS = {
-    "deepspeed": {Phase.LOAD: 1400, Phase.INIT: 1480, Phase.FORWARD: 1870, Phase.BACKWARD: 1930, Phase.STEP: 2130},
+#: engine, and what CUDA's and NCCL's libraries map as they come into use. MiB; bf16, fused attention; DeepSpeed's stage 2.
+_HOST_RSS = {
+    "deepspeed": {Phase.LOAD: 1400, Phase.INIT: 1480, Phase.FORWARD: 1870, Phase.BACKWARD: 1920, Phase.STEP: 2147},
     "fsdp2": {Phase.LOAD: 1315, Phase.INIT: 1315, Phase.FORWARD: 1790, Phase.BACKWARD: 1860, Phase.STEP: 1970},
     "ddp": {Phase.LOAD: 1390, Phase.INIT: 1390, Phase.FORWARD: 1780, Phase.BACKWARD: 1840, Phase.STEP: 1935},
     "zeroplan": {Phase.LOAD: 1315, Phase.INIT: 1315, Phase.FORWARD: 1790, Phase.BACKWARD: 1860, Phase.STEP: 1970},
 }
+#: CUDA keeps a copy of every kernel's module on the host once it is called. What other kernels mean for that, in MiB, each
+#: from measured runs that differ in little else: no 16-bit products, casts or flash attention (fp32: rows a8 and a4);
+#: matrix products and a softmax in place of fused attention (a10 and a5).
+_FP32 = {Phase.FORWARD: -60, Phase.BACKWARD: -75, Phase.STEP: -110}
+_EAGER = {Phase.FORWARD: -15, Phase.BACKWARD: -30, Phase.STEP: -64}
+#: DeepSpeed's step beside that of stages 1 and 2: neither stage 0 nor stage 3 takes norms of slices in double precision and
+#: flattens them (a4 and a5; D04 and D03); torch's multi-tensor AdamW has kernels for lists of tensors (E17 and a5).
+_STEP_OF_STAGE = {0: -120, 3: -88}
+_FOREACH_STEP = 50
+#: peft with its layers' kernels (E01); stage 3 also partitions the adapters itself, made after zero.Init (E08, E107).
+_ADAPTERS, _ADAPTERS_STAGE3 = 20, 105
+
+
+def host_rss(engine: str, workload: Workload, zero: ZeroConfig) -> dict[Phase, int]:
+    """Resident bytes of one rank by the end of each phase, without the engine's own buffers. See Note [Measured, not derived].
+
+    Args:
+        engine: its name.
+        workload: decides, with `zero`, which kernels are loaded.
+        zero: the stage, which only DeepSpeed's step depends on.
+    """
+    found = dict(_HOST_RSS[engine])
+    fewer = _FP32 if workload.dtype is DType.FP32 else _EAGER if workload.attn is Attention.EAGER else {}
+    for phase, change in fewer.items():
+        found[phase] += change
+    if engine == "deepspeed":
+        found[Phase.STEP] += _STEP_OF_STAGE.get(zero.stage, 0)
+        if workload.optimizer_kind is OptimizerKind.FOREACH and not zero.offloads_optimizer:
+            found[Phase.STEP] += _FOREACH_STEP
+    if workload.lora_rank:
+        more = _ADAPTERS_STAGE3 if engine == "deepspeed" and zero.stage == 3 else _ADAPTERS
+        for phase in found:
+            found[phase] += more if phase is not Phase.LOAD else 0
+    return {phase: size * MIB for phase, size in found.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from zeroplan.core.buffers import Buffer, Phase
 from zeroplan.core.plan import CpuMemory, MemoryPlan, PlanLine
 from zeroplan.core.tape import Kind, Op, Stream
-from zeroplan.core.units import MIB
 from zeroplan.engines.base import Case, Engine
-from zeroplan.engines.process import HOST_RSS, outside_torch
+from zeroplan.engines.process import host_rss, outside_torch
 from zeroplan.engines.simulation import Simulation, phase_of_mark
 from zeroplan.planner.formula import formula_plan, misfits, verdict
 from zeroplan.simulate.allocator_config import AllocatorConfig
@@ -76,9 +75,9 @@ def simulated_plan(engine: Engine, case: Case, stream: Stream, config: Allocator
             "outside_torch": outside.total,
         }
     )
-    rss = HOST_RSS[engine.name]
+    rss = host_rss(engine.name, case.workload, case.zero)
     engine_peaks = {host.phase: host.peak for host in simulation.host}
-    by_phase = {phase.value: (base * MIB + engine_peaks.get(phase, 0)) * local for phase, base in rss.items()}
+    by_phase = {phase.value: (base + engine_peaks.get(phase, 0)) * local for phase, base in rss.items()}
     cpu = CpuMemory(
         per_node=max(by_phase.values()), pinned=pinned * local, phases=by_phase | _checkpoint_on_host(simulation, rss, local)
     )
@@ -102,9 +101,7 @@ _LOADED_BY = {Phase.SAVE: Phase.STEP, Phase.RESUME: Phase.INIT}
 
 def _checkpoint_on_host(simulation: Simulation, rss: Mapping[Phase, int], local: int) -> dict[str, int]:
     """Resident bytes of a node while its ranks save or resume; a run that does neither never has them."""
-    return {
-        one.phase.value: (rss[_LOADED_BY[one.phase]] * MIB + one.host) * local + one.host_once for one in simulation.checkpoint
-    }
+    return {one.phase.value: (rss[_LOADED_BY[one.phase]] + one.host) * local + one.host_once for one in simulation.checkpoint}
 
 
 def activation_peak(stream: Stream) -> int:

@@ -27,8 +27,8 @@ PARAMS = sum(math.prod(shape) for shape in SHAPES)
 SAVED = 48 * MIB  # activation of a layer
 
 
-def _stream(width: int, saved: int) -> Stream:
-    params = tuple(TapeParam(f"layers.{i}.weight", shape, True, width) for i, shape in enumerate(SHAPES))
+def _stream(width: int, saved: int, frozen: int) -> Stream:
+    params = tuple(TapeParam(f"layers.{i}.weight", shape, i != frozen, width) for i, shape in enumerate(SHAPES))
     modules = (TapeModule("", "Net", -1, ()), *(TapeModule(f"layers.{i}", "Linear", 0, (i,)) for i in range(len(SHAPES))))
     stream = Stream(modules, params)
 
@@ -50,20 +50,33 @@ def _stream(width: int, saved: int) -> Stream:
     add(Op.BWD_ENTER, 0)
     for i in reversed(range(len(SHAPES))):
         add(Op.BWD_ENTER, i + 1)
-        add(Op.ALLOC, len(SHAPES) + i, width * math.prod(SHAPES[i]), Kind.GRAD, i + 1)
+        if i != frozen:
+            add(Op.ALLOC, len(SHAPES) + i, width * math.prod(SHAPES[i]), Kind.GRAD, i + 1)
         add(Op.FREE, i)
-        add(Op.GRAD, i, len(SHAPES) + i)
+        if i != frozen:
+            add(Op.GRAD, i, len(SHAPES) + i)
         add(Op.BWD_EXIT, i + 1)
     add(Op.BWD_EXIT, 0)
     add(Op.MARK, Mark.BACKWARD_END)
     return stream
 
 
-def _simulated(stage: int, *, gpus: int = 2, work: dict[str, Any] | None = None, saved: int = SAVED, **knobs: Any) -> Simulated:
+def _simulated(
+    stage: int,
+    *,
+    gpus: int = 2,
+    work: dict[str, Any] | None = None,
+    saved: int = SAVED,
+    frozen: int = -1,
+    **knobs: Any,
+) -> Simulated:
+    """The layer `frozen` gets no gradient; `saved` are the bytes of each layer's activation."""
     workload = Workload(seq_len=8, **(work or {}))
-    spec = ModelSpec("net", (Unit("", tuple(Tensor(f"layers.{i}.weight", s) for i, s in enumerate(SHAPES))),), "test")
+    spec = ModelSpec(
+        "net", (Unit("", tuple(Tensor(f"layers.{i}.weight", s, i != frozen) for i, s in enumerate(SHAPES))),), "test"
+    )
     case = Case(spec, workload, Cluster(gpus=gpus), ZeroConfig.of(stage, reduce_bucket_size=1 << 20, **knobs))
-    return simulated_plan(DeepSpeed(), case, _stream(workload.param_bytes, saved))
+    return simulated_plan(DeepSpeed(), case, _stream(workload.param_bytes, saved, frozen))
 
 
 def _plan(stage: int, **more: Any) -> MemoryPlan:
@@ -139,6 +152,19 @@ def test_offloaded_states_are_saved_from_where_they_are() -> None:
     model = 2 * PARAMS  # the first rank writes the flat group's one storage
     assert plan.cpu.phases["save"] == pinned_and_states + model
     assert plan.gpu.phases["save"] == plan.gpu.live_after_step
+
+
+@pytest.mark.parametrize(("stage", "copied"), [(1, 0), (2, 2048 * 8192), (3, 2048 * 8192 // 2)])
+def test_frozen_parameters_are_copied_where_gradients_are_partitioned(stage: int, copied: int) -> None:
+    run = _simulated(stage, frozen=1)
+    rss = host_rss("deepspeed", Workload(), ZeroConfig.of(stage))
+    trained = PARAMS - 2048 * 8192
+    master, own, model = 4 * trained // 2, 12 * trained // 2, 2 * PARAMS if stage < 3 else 0
+    every = max(master, 2 * copied)
+    largest = 2 * max(trained, 2048 * 8192) if stage < 3 else 0
+    first = max(0, 2 * copied + largest - every)
+    assert run.plan.cpu.phases["save"] == 2 * (rss[Phase.STEP] + every) + first
+    assert run.plan.cpu.phases["resume"] == 2 * (rss[Phase.INIT] + 2 * copied + max(own, model))
 
 
 def test_fp32_at_stage_0_has_no_masters_to_load() -> None:

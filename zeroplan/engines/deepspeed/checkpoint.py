@@ -4,12 +4,15 @@ Paths of sources are those of DeepSpeed 0.19.8 under ``deepspeed/runtime/``.
 
 Note [Checkpoints]
     A checkpoint holds references, no copies: ``torch.save`` brings one storage after another to the host and writes it, so
-    a rank needs room for its largest one (torch/serialization.py, _save). The first rank writes the model's file, at stages
-    1 and 2 from the flat group's one storage; every rank writes what its optimizer owns. What is on the host or on disk
-    already is written from there. Frozen parameters are copied to the host first, from stage 2 on.
+    a rank needs room for its largest one (torch/serialization.py, _save; torch/csrc/serialization.cpp). The first rank
+    writes the model's file, at stages 1 and 2 from the flat group's one storage; every rank writes what its optimizer owns.
+    What is on the host or on disk already is written from there. Frozen parameters are copied to the host first, from
+    stage 2 on.
+
     A checkpoint is loaded to the host: the model's file by every rank, at stage 3 without parameters, then the rank's own
-    file. Masters are copied in place; states are made anew on the device of their masters
-    (torch/optim/optimizer.py, load_state_dict), beside those that initialisation made.
+    file. The copies of frozen parameters stay, as part of what ``load_checkpoint`` returns. Masters are copied in place;
+    states are made anew on the device of their masters (torch/optim/optimizer.py, load_state_dict), beside those that
+    initialisation made.
 """
 
 from __future__ import annotations
@@ -79,16 +82,13 @@ def _save(job: Job, owned: _Owned, gpu: int, host: int) -> CheckpointPhase:
     masters = [job.master_bytes * count for count in owned.gpu] if job.own_masters else []
     states = [job.state_size(state, count) for state in job.optimizer.states for count in owned.gpu]
     storage = max([*masters, *states], default=0)
-    frozen_counts = [count for count, trained in zip(job.numel, job.trainable, strict=True) if not trained]
     module = 0  # the largest storage of the model's file
     if zero.stage < 3:
         trained = [job.numel[p] for p in job.trained]
         flat = zero.stage > 0 or (job.own_masters and job.fused_adam)
         module = w * max([sum(trained)] if flat else trained, default=0)
-        module = max(module, w * max(frozen_counts, default=0))
-    frozen = 0
-    if zero.stage >= 2:
-        frozen = w * sum(shard(count, job.ranks) if zero.stage == 3 else count for count in frozen_counts)
+        module = max(module, w * max(_frozen(job), default=0))
+    frozen = _frozen_copies(job)
     if zero.stage == 0:  # one file has all
         return CheckpointPhase(Phase.SAVE, gpu, host, max(storage, module))
     whole = 0
@@ -104,9 +104,20 @@ def _resume(job: Job, owned: _Owned, gpu: int, host: int) -> CheckpointPhase:
     w, counts = job.param_bytes, [*owned.gpu, *owned.host]
     own = (job.master_bytes * sum(counts) if job.own_masters else 0) + _states(job, counts)
     model = w * sum(job.numel) if job.zero.stage < 3 else 0
-    file = model + own if job.zero.stage == 0 else max(model, own)
+    file = model + own if job.zero.stage == 0 else _frozen_copies(job) + max(model, own)
     gathered = _persistent_bytes(job) if job.zero.stage == 3 else 0
     return CheckpointPhase(Phase.RESUME, gpu + _states(job, owned.gpu) + gathered, host + file)
+
+
+def _frozen(job: Job) -> list[int]:
+    return [count for count, trained in zip(job.numel, job.trainable, strict=True) if not trained]
+
+
+def _frozen_copies(job: Job) -> int:
+    """Bytes of what this rank copies of the frozen parameters, where gradients are partitioned (save_frozen_param)."""
+    if job.zero.stage < 2:
+        return 0
+    return job.param_bytes * sum(shard(count, job.ranks) if job.zero.stage == 3 else count for count in _frozen(job))
 
 
 def _persistent_bytes(job: Job) -> int:

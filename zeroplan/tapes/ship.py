@@ -55,6 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--only", default="", help="models whose id contains this")
     parser.add_argument("--missing", action="store_true", help="keep variants that are there")
+    parser.add_argument("--variants", default="", metavar="TEXT", help="only variants whose key contains this")
     parser.add_argument("--first", type=int, default=0, help="only the N most used variants of each model (0: all)")
     parser.add_argument("--part", default="0/1", help="the i-th of n parts of the models, for several processes")
     options = parser.parse_args(arguments)
@@ -62,15 +63,17 @@ def main(arguments: list[str] | None = None) -> int:
     entries = [e for e in catalog.entries() if options.only in e.id]
     entries.sort(key=lambda e: _place(str(e.config["model_type"])))  # neighbours share patterns
     entries = entries[part * len(entries) // parts : (part + 1) * len(entries) // parts]
-    wanted = list(variants())[: options.first or None]
+    wanted = [v for v in list(variants())[: options.first or None] if options.variants in v.key]
     os.makedirs(shipped.DATA, exist_ok=True)
     donors, failed, began = Donors(), 0, time.time()
     for number, entry in enumerate(entries, 1):
         path = shipped.path_of(entry.id)
         kept: dict[str, Any] = {}
-        if options.missing and os.path.exists(path):
+        if os.path.exists(path):
             with lzma.open(path, "rt", encoding="utf-8") as stream:
                 kept = json.load(stream)
+        if not options.missing:
+            kept = {key: tape for key, tape in kept.items() if all(key != v.key for v in wanted)}
         problems = _fill(kept, entry, wanted, donors)
         failed += bool(problems)
         if kept:

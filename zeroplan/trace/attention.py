@@ -58,7 +58,8 @@ class FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:  # noqa: D102
-        bias, key, query, value = ctx.saved_tensors[:4]
+        saved = ctx.saved_tensors  # kept whole: recomputed tensors have no other holder
+        bias, key, query, value = saved[:4]
         batch, heads, seq, dim = query.shape
         grouped = key.shape[1] != heads
         grad_q, grad_k, grad_v = (torch.empty_like(t) for t in (query, key, value))
@@ -179,7 +180,8 @@ class FlashAttention2(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:  # noqa: D102
-        query, key, value = ctx.saved_tensors[:3]
+        saved = ctx.saved_tensors
+        query, key, value = saved[:3]
         batch, seq, heads, dim = query.shape
         grad_q, grad_k, grad_v = (torch.empty_like(t) for t in (query, key, value))
         delta = block(("rows", seq, 128, 4 * batch * heads))

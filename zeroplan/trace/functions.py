@@ -7,7 +7,7 @@ rules, ``aten/src/ATen/autocast_mode.h``, are applied here).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -36,14 +36,34 @@ _FP32 = frozenset(
 class CudaFunctions(TorchFunctionMode):
     """Redirects torch functions while it is entered. `autocast` is the 16-bit dtype, or None.
 
+    `switching`: the modules of code in which models switch autocast off for some of their arithmetic.
     `zero3` replaces linear layers by DeepSpeed's (``deepspeed/runtime/zero/linear.py``), as stage 3 does by default.
     """
 
-    def __init__(self, autocast: torch.dtype | None = None, *, zero3: bool = False) -> None:
+    def __init__(self, autocast: torch.dtype | None = None, *, zero3: bool = False, switching: Iterable[Any] = ()) -> None:
         super().__init__()
         self.autocast = autocast
         self._zero3 = zero3
+        self._switching = [m for m in switching if hasattr(m, "maybe_autocast")]
+        self._replaced: list[tuple[Any, str, Any]] = []
         self._casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __enter__(self) -> Any:
+        if self.autocast is not None:
+            nested = lambda *args, **kwargs: _Nested(self, kwargs.get("enabled", True))  # noqa: E731
+            self._replace(torch, "autocast", nested)
+            for module in self._switching:  # transformers' own switch looks away from the meta device
+                self._replace(module, "maybe_autocast", nested)
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        while self._replaced:
+            setattr(*self._replaced.pop())
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        self._replaced.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
 
     def drop_casts(self) -> None:
         """Let go of the 16-bit copies of weights, as autocast does when its region ends."""
@@ -86,7 +106,24 @@ class CudaFunctions(TorchFunctionMode):
                 return cast(value)
             return type(value)(map(one, value)) if type(value) in (list, tuple) else value
 
-        return tuple(map(one, args)), {key: one(value) for key, value in kwargs.items()}
+        # Last to first, which is the order in which PyTorch's binaries evaluate the arguments of a call.
+        named = {key: one(value) for key, value in reversed(kwargs.items())}
+        return tuple(reversed([one(value) for value in reversed(args)])), named
+
+
+class _Nested:
+    """``torch.autocast`` within the region, by which models switch it off for some of their arithmetic."""
+
+    def __init__(self, functions: CudaFunctions, enabled: bool) -> None:
+        self._functions, self._enabled = functions, enabled
+
+    def __enter__(self) -> None:
+        self._before = self._functions.autocast
+        if not self._enabled:
+            self._functions.autocast = None
+
+    def __exit__(self, *exc: object) -> None:
+        self._functions.autocast = self._before
 
 
 class _Region:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,7 +35,8 @@ def _record(model: nn.Module, inputs: Callable[[], Mapping[str, Any]], options: 
     recorder = Recorder([*model.parameters(), *model.buffers()])
     follower = Follower(model, recorder, zero3=options.zero3)
     autocast = torch.bfloat16 if options.arithmetic is Arithmetic.AUTOCAST else None
-    functions = CudaFunctions(autocast, zero3=options.zero3)
+    code = {sys.modules[type(module).__module__] for module in model.modules()} if autocast else ()
+    functions = CudaFunctions(autocast, zero3=options.zero3, switching=code)
     if options.checkpointing is not Checkpointing.NONE:
         checkpoint_blocks(model, options, functions)
     try:

@@ -1,0 +1,176 @@
+"""Depth and size: an expanded tape equals a trace of the whole model at that very point, event by event."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import torch
+from torch import nn
+
+from zeroplan.core.tape import Mark, Op, Stream
+from zeroplan.core.tape_codec import from_json, to_json
+from zeroplan.core.tape_options import Arithmetic, Checkpointing, TraceOptions, auto_class_of
+from zeroplan.core.tape_sizes import Device
+from zeroplan.core.workload import Attention
+from zeroplan.trace import pointwise
+from zeroplan.trace.api import Donors, trace_at, trace_model, trace_module
+from zeroplan.trace.fit import DoesNotFitError, Point, fit_poly
+
+pytestmark = pytest.mark.torch
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "vocab_size": 1000,
+    "tie_word_embeddings": True,
+}
+GEMMA2 = {
+    **LLAMA,
+    "model_type": "gemma2",
+    "num_hidden_layers": 9,
+    "sliding_window": 600,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+T5: dict[str, Any] = {
+    "model_type": "t5",
+    "d_model": 64,
+    "d_kv": 16,
+    "d_ff": 128,
+    "num_layers": 8,
+    "num_decoder_layers": 8,
+    "num_heads": 4,
+    "vocab_size": 500,
+    "decoder_start_token_id": 0,
+}
+MOE = {
+    **LLAMA,
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "decoder_sparse_step": 1,
+}
+
+
+def columns(stream: Stream) -> tuple[list[int], ...]:
+    return stream.op, stream.arg, stream.aux, stream.kind, stream.module
+
+
+def renumbered(stream: Stream) -> tuple[list[int], ...]:
+    """Columns with storages numbered in the order of their allocation."""
+    number: dict[int, int] = {}
+    arg, aux = [], []
+    for op, a, x in zip(stream.op, stream.arg, stream.aux, strict=True):
+        if op == Op.ALLOC:
+            number[a] = len(number)
+        arg.append(number[a] if op in (Op.ALLOC, Op.FREE) else a)
+        aux.append(number[x] if op == Op.GRAD else x)
+    return stream.op, arg, aux, stream.kind, stream.module
+
+
+@pytest.mark.parametrize(
+    "config, options, points",
+    [
+        (LLAMA, TraceOptions(), [(1, 100), (3, 333)]),
+        (LLAMA, TraceOptions(attn=Attention.EAGER, arithmetic=Arithmetic.FP32), [(2, 77)]),
+        (LLAMA, TraceOptions(attn=Attention.FLASH), [(2, 77)]),
+        (LLAMA, TraceOptions(checkpointing=Checkpointing.NON_REENTRANT, zero3=True), [(1, 100), (5, 64)]),
+        (LLAMA, TraceOptions(checkpointing=Checkpointing.REENTRANT), [(2, 100)]),
+        (LLAMA, TraceOptions(arithmetic=Arithmetic.AUTOCAST), [(1, 100), (2, 50)]),
+        (LLAMA, TraceOptions(lora=(), checkpointing=Checkpointing.NON_REENTRANT), [(2, 100)]),
+        (GEMMA2, TraceOptions(), [(1, 599), (1, 600), (2, 1024)]),
+        (T5, TraceOptions(), [(2, 96)]),
+        (MOE, TraceOptions(), [(2, 96)]),
+    ],
+    ids=lambda value: value.key if isinstance(value, TraceOptions) else value["model_type"] if isinstance(value, dict) else "",
+)
+def test_an_expanded_tape_equals_the_whole_model_traced_there(
+    config: dict[str, Any], options: TraceOptions, points: list[tuple[int, int]]
+) -> None:
+    tape = trace_model(config, auto_class_of(config), options)
+    assert any(len(set(stack.plan)) < len(stack.plan) for stack in tape.stacks), "no block was left out"
+    for batch, seq in points:
+        whole = {key: value for key, value in config.items() if "layers" not in key}
+        depths = {key: value for key, value in config.items() if "layers" in key}
+        there = _whole(whole | depths, options, Point(batch, seq, 4 if options.lora is not None else 0))
+        folded = tape.expand(batch, seq, 4)
+        assert renumbered(folded) == renumbered(there)
+        assert folded.params == there.params
+        assert folded.modules == there.modules
+
+
+def _whole(config: dict[str, Any], options: TraceOptions, point: Point) -> Stream:
+    """Every block traced, nothing fitted."""
+    from zeroplan.trace import api
+
+    whole = api.full_config(config)
+    depths = [(d.real, d.real) for d in api.depths_of(whole)]
+    attempt = api._Attempt(whole, depths, auto_class_of(config), options, (point.rank,) if point.rank else (6,))
+    return attempt.at(point).expand(point.batch, point.seq, point.rank)
+
+
+def test_models_of_a_family_share_patterns_and_come_out_the_same() -> None:
+    donors = Donors()
+    donors.trace(LLAMA, "AutoModelForCausalLM", TraceOptions())
+    wider = {**LLAMA, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 11, "head_dim": 40, "vocab_size": 777}
+    borrowed = donors.trace(wider, "AutoModelForCausalLM", TraceOptions())
+    own = trace_model(wider, "AutoModelForCausalLM", TraceOptions())
+    assert sum(map(len, donors._known.values())) == 1
+    for batch, seq in ((1, 50), (4, 999)):
+        assert columns(borrowed.expand(batch, seq)) == columns(own.expand(batch, seq))
+
+
+def test_a_tape_survives_its_stored_form() -> None:
+    tape = trace_model(LLAMA, "AutoModelForCausalLM", TraceOptions())
+    again = from_json(to_json(tape))
+    assert columns(again.expand(2, 100)) == columns(tape.expand(2, 100))
+
+
+def test_other_devices_run_other_attention_kernels() -> None:
+    tape = trace_model(LLAMA, "AutoModelForCausalLM", TraceOptions())
+    hopper, ampere = tape.expand(2, 100), tape.expand(2, 100, device=Device(108, 2048, cudnn_attention=False))
+    rows, heads, dim = 128, 4, 32  # flash's fp32 gradient of the queries: rows padded to 128, head dimension to 32
+    assert 4 * 2 * rows * heads * dim in set(ampere.aux) - set(hopper.aux)
+
+
+def test_torch_agrees_on_pointwise_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = Point(2, 96)
+    quick = trace_at(T5, auto_class_of(T5), TraceOptions(), point)
+    monkeypatch.setattr(pointwise, "result", lambda *_: None)
+    slow = trace_at(T5, auto_class_of(T5), TraceOptions(), point)
+    assert columns(quick.expand(2, 96)) == columns(slow.expand(2, 96))
+
+
+def test_a_plain_module_is_traced_with_an_example_batch() -> None:
+    module = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    tape = trace_module(module, lambda: {"input": torch.empty(32, 8, device="meta")})
+    stream = tape.expand(1, 1)
+    live, saved = {}, 0
+    for op, arg, aux in zip(stream.op, stream.arg, stream.aux, strict=True):
+        if op == Op.ALLOC:
+            live[arg] = aux
+        elif op == Op.FREE:
+            live.pop(arg)
+        elif op == Op.MARK and arg == Mark.FORWARD_END:
+            saved = sum(live.values())
+    # the batch, what the ReLU made (saved once for it and the second layer), the mean
+    assert saved == 4 * (32 * 8 + 32 * 16 + 1)
+    assert sum(op == Op.GRAD for op in stream.op) == 4
+
+
+def test_sizes_are_fitted_exactly_or_not_at_all() -> None:
+    points = [Point(1, 192), Point(2, 320), Point(3, 448), Point(5, 64)]
+    assert fit_poly(points, [b * s * 24 for b, s, _ in points]) == ((24, 1, 1, 0),)
+    assert fit_poly(points, [8 * b * (s + 1) for b, s, _ in points]) == ((8, 1, 0, 0), (8, 1, 1, 0))
+    with pytest.raises(DoesNotFitError):
+        fit_poly(points, [b * (s // 100) * 512 for b, s, _ in points])

@@ -1,0 +1,141 @@
+"""Shipped tapes against real runs on GPUs, which measured the bytes live after the forward. No torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from zeroplan.core.tape import Mark, Op, Stream
+from zeroplan.core.tape_options import Arithmetic, Checkpointing, TraceOptions, auto_class_of
+from zeroplan.core.workload import Attention, DType, Precision, Workload
+from zeroplan.models.load import load_model
+from zeroplan.tapes import find_tape, shipped
+
+_ROWS = os.path.join(os.path.dirname(__file__), "..", "..", "benchmarks", "ground_truth", "measured.jsonl")
+
+
+def live_after_forward(stream: Stream) -> int:
+    """Bytes live at the forward's end, each block rounded up to 512 as CUDA's allocator does, the inputs left out."""
+    live: dict[int, int] = {}
+    inside = False
+    for op, arg, size in zip(stream.op, stream.arg, stream.aux, strict=True):
+        if op == Op.ALLOC and inside:
+            live[arg] = -(-size // 512) * 512
+        elif op == Op.FREE:
+            live.pop(arg, None)
+        elif op == Op.MARK:
+            inside = arg == Mark.FORWARD_BEGIN or inside
+            if arg == Mark.FORWARD_END:
+                return sum(live.values())
+    raise AssertionError("no end of the forward")
+
+
+def measured(row_id: str) -> tuple[dict[str, object], int]:
+    """The row, and what its last forward left allocated: the difference of two marks."""
+    with open(_ROWS, encoding="utf-8") as stream:
+        row = next(r for r in map(json.loads, stream) if r["id"] == row_id)
+    marks = row["marks"]
+    last = max(i for i, m in enumerate(marks) if m["at"] == "fwd")
+    return row, marks[last]["alloc"] - marks[last - 1]["alloc"]
+
+
+@pytest.mark.parametrize(
+    "row_id, slack",
+    [
+        ("a4", 0),  # bf16, sdpa
+        ("a8", 0),  # fp32: attention falls back to separate operators
+        ("a10", 0),  # eager attention
+        ("D06", 0),  # two samples of 2048
+        ("D13", 0),  # OPT, fp16, dropout
+        ("D14", 0),  # RoBERTa, fp16
+        ("D15", 3 << 19),  # checkpointed; slack: blocks that the allocator leaves unsplit
+        ("D17", 3 << 19),  # GPT-2, fp32, dropout
+        ("D18", 3 << 19),  # Qwen2
+        ("p5", 3 << 19),  # autocast
+    ],
+)
+def test_live_after_forward_is_the_gpus(row_id: str, slack: int) -> None:
+    row, expected = measured(row_id)
+    precision = Precision.AUTOCAST if row["engine"] == "ddp" else Precision.FP32 if row["dtype"] == "fp32" else Precision.MIXED
+    workload = Workload(
+        micro_batch=int(str(row["micro_batch"])),
+        seq_len=int(str(row["seq_len"])),
+        dtype=DType(str(row["dtype"])),
+        precision=precision,
+        attn=Attention(str(row["attn"])),
+        gradient_checkpointing=bool(row["gradient_checkpointing"]),
+    )
+    tape = find_tape(load_model(str(row["model"])), workload)
+    assert tape is not None
+    live = live_after_forward(tape.expand(workload.micro_batch, workload.seq_len or 0))
+    assert abs(live - expected) <= slack, f"{live:,} bytes predicted, {expected:,} measured"
+
+
+def test_every_tape_has_the_catalogs_parameters() -> None:
+    import math
+
+    spec = load_model("meta-llama/Llama-3.1-70B")
+    tape = find_tape(spec, Workload())
+    assert tape is not None
+    params = tape.expand(1, 128).params
+    assert [(p.name, p.shape) for p in params] == [(name, t.shape) for name, t in spec.tensors()]
+    assert sum(math.prod(p.shape) for p in params) == spec.params
+
+
+def test_a_users_copy_of_a_shipped_config_finds_its_tape() -> None:
+    from zeroplan.models import catalog
+
+    entry = catalog.find("meta-llama/Llama-3.2-1B")
+    assert entry is not None
+    copy = {**entry.config, "torch_dtype": "bfloat16", "bos_token_id": 1, "transformers_version": "4.40.0"}
+    assert find_tape(load_model(copy), Workload()) is not None
+    assert find_tape(load_model({**copy, "num_attention_heads": 16, "head_dim": 128}), Workload()) is None
+
+
+def test_tapes_are_found_without_torch() -> None:
+    code = (
+        "import sys\n"
+        "from zeroplan.models.load import load_model\n"
+        "from zeroplan.core.tape_options import Arithmetic, Checkpointing, TraceOptions, auto_class_of
+from zeroplan.core.workload import Workload\n"
+        "from zeroplan.tapes import find_tape\n"
+        "assert find_tape(load_model('meta-llama/Llama-3.1-8B'), Workload()).expand(1, 2048)\n"
+        "print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert out.stdout.strip() == "[]"
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    "model, options",
+    [
+        ("meta-llama/Llama-3.1-8B", TraceOptions()),
+        ("openai-community/gpt2", TraceOptions(checkpointing=Checkpointing.NON_REENTRANT, arithmetic=Arithmetic.AUTOCAST)),
+        ("facebook/opt-350m", TraceOptions(lora=())),
+        ("Qwen/Qwen2.5-7B", TraceOptions(zero3=True)),
+        ("FacebookAI/roberta-base", TraceOptions(arithmetic=Arithmetic.FP32)),
+    ],
+)
+def test_tracing_again_gives_what_is_shipped(model: str, options: TraceOptions) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from zeroplan.trace.api import trace_model
+
+    spec = load_model(model)
+    kept = shipped.find(spec, options)
+    assert kept is not None
+    again = trace_model(spec.config, auto_class_of(spec.config), options)
+    for batch, seq in ((1, 384), (4, 1000)):
+        one, two = kept.expand(batch, seq, 8), again.expand(batch, seq, 8)
+        assert (one.op, one.arg, one.aux, one.kind, one.module) == (two.op, two.arg, two.aux, two.kind, two.module)
+        assert one.params == two.params
+
+
+def test_shipped_tapes_stay_within_25_mb() -> None:
+    files = [os.path.join(shipped.DATA, name) for name in os.listdir(shipped.DATA)]
+    assert sum(map(os.path.getsize, files)) <= 25 << 20

@@ -100,8 +100,7 @@ def test_tapes_are_found_without_torch() -> None:
     code = (
         "import sys\n"
         "from zeroplan.models.load import load_model\n"
-        "from zeroplan.core.tape_options import Arithmetic, Checkpointing, TraceOptions, auto_class_of
-from zeroplan.core.workload import Workload\n"
+        "from zeroplan.core.workload import Workload\n"
         "from zeroplan.tapes import find_tape\n"
         "assert find_tape(load_model('meta-llama/Llama-3.1-8B'), Workload()).expand(1, 2048)\n"
         "print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))\n"

@@ -54,10 +54,10 @@ class CudaFunctions(TorchFunctionMode):
             self._replace(torch, "autocast", nested)
             for module in self._switching:  # transformers' own switch looks away from the meta device
                 self._replace(module, "maybe_autocast", nested)
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *exc: Any) -> None:
-        super().__exit__(*exc)
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
         while self._replaced:
             setattr(*self._replaced.pop())
 

@@ -192,7 +192,7 @@ class Folder:
         block_of = {m: (s, b) for s, stack in enumerate(self.stacks) for b, m in enumerate(stack.modules)}
         backward = False
         begun: set[tuple[int, int, bool]] = set()
-        starts: list[tuple[int, int, int]] = []
+        starts: list[tuple[int, int, int, bool]] = []
         ends: dict[tuple[int, int, bool], int] = {}
         for i, (op, arg) in enumerate(zip(self.trace.op, self.trace.arg, strict=True)):
             if op == Op.MARK:
@@ -201,18 +201,17 @@ class Folder:
                 key = (*block_of[arg], backward)
                 if key not in begun:
                     begun.add(key)
-                    starts.append((i, *block_of[arg]))
+                    starts.append((i, *key))
             # Recomputation leaves a block in backward as well; the block's end is where backward leaves it.
             elif arg in block_of and op == (Op.BWD_EXIT if backward else Op.EXIT):
                 ends[(*block_of[arg], backward)] = i + 1
         out = []
-        half = len(starts) and sum(len(s.modules) for s in self.stacks)
-        for k, (i, stack, block) in enumerate(starts):
+        for k, (i, stack, block, back) in enumerate(starts):
             following = starts[k + 1] if k + 1 < len(starts) else None
-            if following is not None and following[1] == stack and (k + 1 < half) == (k < half):
+            if following is not None and (following[1], following[3]) == (stack, back):
                 end = following[0]
             else:
-                end = ends.get((stack, block, k >= half), following[0] if following else len(self.trace.op))
+                end = ends.get((stack, block, back), following[0] if following else len(self.trace.op))
             out.append((i, stack, block, end))
         return out
 

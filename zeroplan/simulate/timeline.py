@@ -187,7 +187,7 @@ class Timeline:
         return totals
 
     def requested(self) -> list[tuple[int, int]]:
-        """For each mark, bytes as requested, without the allocator's rounding: the most alive since the mark before, and at it."""
+        """For each mark, bytes as requested, not rounded: the most alive since the mark before, and those alive at it."""
         sizes: list[int] = []
         ends = {mark.event for mark in self.result.marks}
         alloc, free = int(AllocatorOp.ALLOC), int(AllocatorOp.FREE)

@@ -96,6 +96,19 @@ def test_a_users_copy_of_a_shipped_config_finds_its_tape() -> None:
     assert find_tape(load_model({**copy, "num_attention_heads": 16, "head_dim": 128}), Workload()) is None
 
 
+def test_adapters_on_all_linear_layers_are_found_however_they_are_named() -> None:
+    from zeroplan.models.lora import with_lora
+
+    spec = with_lora(load_model("meta-llama/Llama-3.1-8B"), 16)
+    names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    for targets in ((), names):
+        tape = find_tape(spec, Workload(lora_rank=16, lora_targets=targets))
+        assert tape is not None
+        params = tape.expand(1, 128, 16).params
+        assert sum(p.shape[0] * p.shape[1] for p in params if p.trainable) == spec.trainable
+    assert shipped.find(spec, TraceOptions(lora=("q_proj",))) is None
+
+
 def test_tapes_are_found_without_torch() -> None:
     code = (
         "import sys\n"

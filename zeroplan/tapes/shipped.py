@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import lzma
 import os
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -40,7 +41,18 @@ def _tape(path: str, key: str) -> Tape | None:
 def find(spec: ModelSpec, options: TraceOptions) -> Tape | None:
     """The shipped tape of a model that the catalog holds, under its own name or with the same config facts."""
     entry = _entry(spec)
-    return _tape(path_of(entry.id), options.key) if entry is not None else None
+    if entry is None:
+        return None
+    if options.lora and _linear_layers(spec) <= set(options.lora):
+        options = replace(options, lora=())
+    return _tape(path_of(entry.id), options.key)
+
+
+def _linear_layers(spec: ModelSpec) -> set[str]:
+    """Names of the blocks' layers that hold a matrix."""
+    matrices = [t.name for unit in spec.units if unit.block for t in unit.tensors if len(t.shape) == 2]
+    layers = [name.removesuffix(".weight").removesuffix(".base_layer") for name in matrices if "lora_" not in name]
+    return {layer.rpartition(".")[2] for layer in layers}
 
 
 def _entry(spec: ModelSpec) -> catalog.Entry | None:
@@ -48,7 +60,7 @@ def _entry(spec: ModelSpec) -> catalog.Entry | None:
     if named is not None and _alike(named, spec):
         return named
     for entry in catalog.entries():
-        if entry.params == spec.params and _alike(entry, spec):
+        if _alike(entry, spec):
             return entry
     return None
 
@@ -56,9 +68,11 @@ def _entry(spec: ModelSpec) -> catalog.Entry | None:
 def _alike(entry: catalog.Entry, spec: ModelSpec) -> bool:
     """Whether every fact that the catalog knows is the same in the model's config, where that says it at all."""
     config = spec.config
-    if entry.params != spec.params or config.get("model_type") != entry.config.get("model_type"):
+    if config.get("model_type") != entry.config.get("model_type"):
         return False
-    return all(config.get(key, value) == value for key, value in entry.config.items() if key not in _NOT_MEMORY)
+    if any(config.get(key, value) != value for key, value in entry.config.items() if key not in _NOT_MEMORY):
+        return False
+    return entry.params == spec.params - sum(t.numel * count for t, count in spec.tensor_groups() if "lora_" in t.name)
 
 
 #: Config keys that change no allocation.

@@ -45,20 +45,15 @@ OPTIONS = (
 FP16_SKIPPED_STEPS = 1
 
 
-#: Up to so many ranks are all simulated at stages 1 and 2, where each keeps gradients of other sizes and so fragments its
-#: memory in its own way; of more, this many evenly spaced ones beside those that hold the most.
-MOST_RANKS_SIMULATED = 8
+#: Events of the tape that one plan's ranks may play together, a run each: eight ranks of a model of thirty blocks. In a
+#: deeper model each rank's odd blocks are a smaller part of the whole, and fewer ranks stand for all.
+EVENTS_OVER_RANKS = 80_000
+FEWEST_RANKS, MOST_RANKS = 2, 8
 
 
-def worth_simulating(job: Job) -> tuple[int, ...]:
-    """The ranks whose runs can differ in what they reserve."""
-    most = distinct_ranks(job)
-    if len(most) == 1 and (job.ranks == 1 or job.zero.stage not in (1, 2)):
-        return most
-    if job.ranks <= MOST_RANKS_SIMULATED:
-        return tuple(range(job.ranks))
-    spaced = {index * (job.ranks - 1) // (MOST_RANKS_SIMULATED - 1) for index in range(MOST_RANKS_SIMULATED)}
-    return tuple(sorted(spaced | set(most)))
+def worth_simulating(job: Job, stream: Stream) -> tuple[int, ...]:
+    """The ranks whose runs can differ in what they reserve, as many as the model's depth affords."""
+    return distinct_ranks(job, max(FEWEST_RANKS, min(MOST_RANKS, EVENTS_OVER_RANKS // max(1, len(stream)))))
 
 
 class DeepSpeed:
@@ -162,7 +157,7 @@ class DeepSpeed:
         skipped = _skipped(case)
         first = self._job(case, stream, 0, skipped)
         runs = {}
-        for rank in worth_simulating(first):
+        for rank in worth_simulating(first, stream):
             job = first if rank == 0 else self._job(case, stream, rank, skipped)
             runs[rank, skipped] = record_deepspeed(job, stream)
         self._recorded = (case, stream, runs)

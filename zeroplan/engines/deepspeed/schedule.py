@@ -59,10 +59,10 @@ def distinct_ranks(job: Job, most: int = 8) -> tuple[int, ...]:
     for p, parts in group.slices.items():
         for part in parts:
             touched[part.rank] += job.numel[p]
-    chosen = {0, max(range(job.ranks), key=touched.__getitem__), job.ranks - 1}
-    spaced = max(1, most - len(chosen))
-    chosen.update(round(i * job.ranks / (spaced + 1)) for i in range(1, spaced + 1))
-    return tuple(sorted(chosen))[:most]
+    first = [0, max(range(job.ranks), key=touched.__getitem__), job.ranks - 1]
+    spaced = max(1, most - len(first))
+    first += [round(i * job.ranks / (spaced + 1)) for i in range(1, spaced + 1)]
+    return tuple(sorted(list(dict.fromkeys(first))[:most]))
 
 
 def simulate_deepspeed(

@@ -22,8 +22,8 @@ def find_tape(spec: ModelSpec, workload: Workload, *, zero3: bool = False) -> Ta
     Args:
         spec: the model; its `config` is what identifies it.
         workload: decides attention, checkpointing, dtypes and LoRA.
-        zero3: as ZeRO stage 3 runs it. Where only the plain tape is shipped, that is returned: it differs in when some
-            activations are freed.
+        zero3: as ZeRO stage 3 runs it. Where that is not at hand and cannot be traced here, the plain tape is returned: it
+            differs in when some activations are freed.
     """
     return lookup(spec, options_for(workload, zero3=zero3))
 
@@ -35,11 +35,16 @@ def lookup(spec: ModelSpec, options: TraceOptions) -> Tape | None:
 
     if not spec.config:
         return None
-    for wanted in (options, replace(options, zero3=False)) if options.zero3 else (options,):
-        tape = shipped.find(spec, wanted) or read(spec.config, wanted)
-        if tape is not None:
-            return tape
-    return None
+    tape = shipped.find(spec, options) or read(spec.config, options)
+    if tape is None and options.zero3 and not can_trace():
+        plain = replace(options, zero3=False)
+        tape = shipped.find(spec, plain) or read(spec.config, plain)
+    return tape
+
+
+def can_trace() -> bool:
+    """Whether torch and transformers are installed (they are not imported)."""
+    return all(importlib.util.find_spec(name) is not None for name in ("torch", "transformers"))
 
 
 def get_tape(spec: ModelSpec, workload: Workload, *, zero3: bool = False) -> Tape:
@@ -57,7 +62,7 @@ def get_tape(spec: ModelSpec, workload: Workload, *, zero3: bool = False) -> Tap
         return tape
     if not spec.config:
         raise BadInput(f"{spec.name} has no config to trace", remedy="give a config.json or a hub id")
-    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
+    if not can_trace():
         plain = lookup(spec, options)
         if plain is not None:
             return plain

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -76,14 +77,25 @@ def test_live_after_forward_is_the_gpus(row_id: str, slack: int) -> None:
 
 
 def test_every_tape_has_the_catalogs_parameters() -> None:
-    import math
-
     spec = load_model("meta-llama/Llama-3.1-70B")
     tape = find_tape(spec, Workload())
     assert tape is not None
     params = tape.expand(1, 128).params
     assert [(p.name, p.shape) for p in params] == [(name, t.shape) for name, t in spec.tensors()]
     assert sum(math.prod(p.shape) for p in params) == spec.params
+
+
+@pytest.mark.slow
+def test_every_shipped_model_has_the_parameters_that_the_catalog_counts() -> None:
+    from zeroplan.models import catalog
+
+    wrong = []
+    for entry in catalog.entries():
+        tape = shipped._tape(shipped.path_of(entry.id), TraceOptions().key)
+        if tape is not None:
+            count = sum(math.prod(p.shape) for p in tape.expand(1, 64).params)
+            wrong += [] if count == entry.params else [(entry.id, count, entry.params)]
+    assert wrong == []
 
 
 def test_a_users_copy_of_a_shipped_config_finds_its_tape() -> None:

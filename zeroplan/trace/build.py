@@ -138,7 +138,10 @@ def full_config(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     built = transformers.AutoConfig.for_model(model_type, **values).to_dict()
     # Names that a config class translates must not stand twice, or the second would undo a shortening.
-    return {k: v for k, v in built.items() if v is not None or k in values} | {"model_type": model_type}
+    kept = {k: v for k, v in built.items() if v is not None or k in values} | {"model_type": model_type}
+    if values.get("tie_word_embeddings") is False:
+        kept["tie_word_embeddings"] = False  # T5's config class says True whatever it is told
+    return kept
 
 
 def build_model(config: Mapping[str, Any], auto_class: str, options: TraceOptions, rank: int) -> nn.Module:
@@ -163,6 +166,8 @@ def build_model(config: Mapping[str, Any], auto_class: str, options: TraceOption
                 raise
             model = made.from_config(built, dtype=dtype, attn_implementation="eager")  # all that some models have
     model.tie_weights()
+    if config.get("tie_word_embeddings") is False:
+        _untie(model)
     if options.lora is not None:
         model = _with_lora(model, options, rank)
     model.train()
@@ -171,6 +176,13 @@ def build_model(config: Mapping[str, Any], auto_class: str, options: TraceOption
     if options.checkpointing is not Checkpointing.NONE and options.lora is not None:
         base.enable_input_require_grads()
     return model  # type: ignore[no-any-return]
+
+
+def _untie(model: Any) -> None:
+    """Give the head its own matrix, as loading a checkpoint that holds one does."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is not None and embedding is not None and head.weight is embedding.weight:
+        head.weight = nn.Parameter(torch.empty_like(embedding.weight))
 
 
 def _with_lora(model: Any, options: TraceOptions, rank: int) -> Any:

@@ -43,7 +43,9 @@ docs: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.cold_start
+	$(BIN)/python -m benchmarks.allocator
 	$(BIN)/python -m benchmarks.accuracy
+	$(BIN)/python -m benchmarks.peers --no-mem-tracker
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .

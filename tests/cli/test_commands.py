@@ -6,6 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -97,3 +98,41 @@ def test_compat_counts_a_meta_model(capsys: pytest.CaptureFixture[str]) -> None:
         model = torch.nn.Linear(4096, 4096)
     compat.estimate_zero3_model_states_mem_needs_all_live(model, 1, 1)
     assert "16M total params, 16M largest layer params" in capsys.readouterr().out
+
+
+def test_explain_reaches_what_only_the_schedule_knows(cli: Cli) -> None:
+    """At 1 × 1024 tokens, twice the tokens are twice the activations alive at the peak, and the formula says so."""
+    found = {}
+    for tokens in (1024, 2048):
+        _, out, _ = cli("explain", LLAMA, "--stage", "2", "--seq-len", str(tokens), "--line", "activation.temp", "--json")
+        (line,) = json.loads(out)["plans"][0]["lines"]
+        found[tokens] = line["bytes"]
+        assert line["formula"].startswith(f"{line['bytes'] // tokens:,} × micro_batch × seq_len")
+    assert found[2048] == pytest.approx(2 * found[1024], rel=1e-3)
+
+
+def test_the_peak_lists_what_is_alive_by_buffer_and_module(cli: Cli) -> None:
+    code, out, _ = cli("estimate", LLAMA, "--stage", "2", "--gpus", "2", "--peak", "--json")
+    (plan,) = json.loads(out)["plans"]
+    assert code == 0
+    assert sum(plan["peak"]["by_buffer"].values()) == plan["gpu"]["peak_allocated"]
+    assert any(part["origin"] == "model.layers.3.mlp.up_proj" for part in plan["peak"]["alive"])
+
+
+def test_a_report_and_a_timeline_are_written_whole(cli: Cli, tmp_path: Path) -> None:
+    page, picture = tmp_path / "report.html", tmp_path / "timeline.svg"
+    code, _, err = cli("estimate", LLAMA, "--stage", "3", "--html", str(page), "--timeline", str(picture))
+    assert (code, err) == (0, "")
+    assert page.read_text().startswith("<!doctype html>")
+    assert "http" not in page.read_text().replace("http://www.w3.org", "")  # self-contained
+    assert picture.read_text().lstrip().startswith("<svg")
+
+
+def test_the_simulated_plan_fills_every_figure(cli: Cli) -> None:
+    _, out, _ = cli("estimate", LLAMA, "--stage", "2", "--gpus", "2", "--gpu", "H100", "--json")
+    gpu = json.loads(out)["plans"][0]["gpu"]
+    low, high = gpu["interval"]
+    assert gpu["live_after_step"] < gpu["peak_allocated"] <= gpu["peak_reserved"] < gpu["total"]
+    assert low <= gpu["total"] <= high
+    assert gpu["peak_phase"] in gpu["phases"]
+    assert gpu["phases"][gpu["peak_phase"]] == gpu["peak_allocated"]

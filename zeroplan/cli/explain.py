@@ -37,6 +37,7 @@ def explain(
     offload_optimizer: flags.OffloadOptimizer = None,
     offload_param: flags.OffloadParam = None,
     ds_config: flags.DsConfig = None,
+    depth: flags.Depth = None,
     token: flags.Token = None,
     trust_remote_code: flags.TrustRemoteCode = False,
     time: Annotated[bool, typer.Option("--time", help="Derive the step time in place of the memory.")] = False,

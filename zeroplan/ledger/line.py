@@ -61,6 +61,11 @@ class Item:
     doc: str = ""
     source: str = ""
 
+    @property
+    def names(self) -> tuple[str, str]:
+        """What users may call it: the buffer and the line."""
+        return self.buffer.value, self.name
+
 
 class Ledger(tuple[Line, ...]):
     """Lines in the order in which they are shown."""

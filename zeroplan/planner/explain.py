@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
+from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.errors import BadInput, did_you_mean
 from zeroplan.engines.base import Case, Engine
+from zeroplan.engines.simulation import phase_of_mark
 from zeroplan.ledger.line import Item, derived
+from zeroplan.planner.formula import FORMULA
 from zeroplan.planner.request import Request, resolve
+from zeroplan.planner.tapes import NoTapeError, stream_of
 
 _NAME = re.compile(r"[a-z][a-z_0-9]*")
 
@@ -38,32 +41,70 @@ def explain(request: Request, line: str | None = None) -> list[Explanation]:
         BadInput: a value that cannot be used, or a line that no plan has.
     """
     resolved = resolve(request)
-    out = [_explain(resolved.engine, case, line) for case in resolved.cases]
-    if line is not None and not any(e.derivations for e in out):
-        items = (item for case in resolved.cases for item in _items(resolved.engine, case)[0])
-        known = sorted({name for item in items for name in (item.buffer.value, item.name)})
+    simulate = resolved.depth != FORMULA
+    every = [_explain(resolved.engine, case, simulate) for case in resolved.cases]
+    out = [replace(e, derivations=tuple(d for d in e.derivations if line in (None, *d.item.names))) for e in every]
+    if not any(e.derivations for e in out):
+        known = sorted({name for e in every for d in e.derivations for name in d.item.names})
         raise BadInput(
-            f"no line {line[:60]!r} in these plans",
+            f"no line {(line or '')[:60]!r} in these plans",
             where="--line",
-            remedy=did_you_mean(line, known) or f"known: {', '.join(known)}",
+            remedy=did_you_mean(line or "", known) or f"known: {', '.join(known)}",
         )
     return out
 
 
-def _items(engine: Engine, case: Case) -> tuple[list[Item], Any]:
+def _explain(engine: Engine, case: Case, simulate: bool) -> Explanation:
     ledger, facts = engine.ledger(case)
-    return list(derived(ledger, facts)), facts
-
-
-def _explain(engine: Engine, case: Case, line: str | None) -> Explanation:
-    items, facts = _items(engine, case)
     meanings = engine.glossary()
     derivations = []
-    for item in items:
-        if line is None or line in (item.buffer.value, item.name):
-            names = dict.fromkeys(_NAME.findall(item.formula))
-            values = tuple((name, getattr(facts, name), meanings.get(name, "")) for name in names if hasattr(facts, name))
-            derivations.append(Derivation(item, values))
+    for item in derived(ledger, facts):
+        names = dict.fromkeys(_NAME.findall(item.formula))
+        values = tuple((name, getattr(facts, name), meanings.get(name, "")) for name in names if hasattr(facts, name))
+        derivations.append(Derivation(item, values))
+    if simulate:
+        derivations += _at_the_peak(engine, case, {d.item.buffer for d in derivations if d.item.place is Place.HBM})
     zero = case.zero
     label = f"stage {zero.stage}, optimizer {zero.offload_optimizer.device}, parameters {zero.offload_param.device}"
     return Explanation(f"{engine.name} {engine.version}", label, tuple(derivations))
+
+
+#: What a schedule's buffers without a closed formula are for.
+_PURPOSES = {
+    Buffer.ACTIVATION: "Tensors that autograd keeps for the backward.",
+    Buffer.ACTIVATION_TEMP: "Temporaries and gradients of activations at that moment.",
+    Buffer.ACTIVATION_CHECKPOINT: "Inputs of checkpointed blocks.",
+    Buffer.LOGITS: "The logits.",
+    Buffer.INPUT: "The batch.",
+    Buffer.PARAM_FULL: "Parameters gathered for the modules that run, or fetched ahead.",
+    Buffer.GRAD_FULL: "Gradients that no reduction has taken yet.",
+    Buffer.COMM_ALL_GATHER: "Inputs and outputs of gathers under way.",
+    Buffer.COMM_REDUCE_SCATTER: "Inputs and outputs of reductions under way.",
+}
+
+
+def _at_the_peak(engine: Engine, case: Case, known: set[Buffer]) -> list[Derivation]:
+    """The schedule's buffers that no line sizes, as they are when allocated memory peaks; none without a tape."""
+    try:
+        stream = stream_of(engine, case)
+    except NoTapeError:
+        return []
+    timeline = engine.simulate(case, stream).timeline
+    phase: Phase = phase_of_mark(timeline.peak_mark())
+    batch, length = case.workload.micro_batch, case.workload.seq_len or 1
+    out = []
+    for buffer, count in timeline.alive_by_buffer().items():
+        if buffer in known:
+            continue
+        a_token, rest = divmod(count, batch * length)
+        formula = f"simulated: alive at the peak, in {phase.value}"
+        values: tuple[tuple[str, int, str], ...] = ()
+        if a_token and buffer in (Buffer.ACTIVATION, Buffer.ACTIVATION_TEMP, Buffer.ACTIVATION_CHECKPOINT, Buffer.LOGITS):
+            formula = f"{a_token:,} × micro_batch × seq_len" + (f" + {rest:,}" if rest else "") + f" (alive in {phase.value})"
+            values = (("micro_batch", batch, "samples a GPU and pass"), ("seq_len", length, "tokens a sample"))
+        purpose = _PURPOSES.get(buffer, "Temporaries of the schedule.")
+        name = f"peak_{buffer.value.replace('.', '_')}"
+        source = f"the tape, and {type(engine).__module__.rpartition('.')[0]}"
+        item = Item(name, buffer, Place.HBM, (phase,), count, False, formula, purpose, source)
+        out.append(Derivation(item, values))
+    return out

@@ -22,6 +22,7 @@ def trace_command(
     seq_len: flags.SeqLen = None,
     dtype: flags.Dtype = None,
     gradient_checkpointing: flags.Checkpointing = False,
+    gpu: flags.GpuName = None,
     attn: flags.Attn = "sdpa",
     lora_rank: flags.LoraRank = None,
     lora_targets: flags.LoraTargets = None,
@@ -33,6 +34,7 @@ def trace_command(
     as_json: flags.Json = False,
 ) -> None:
     """Trace one micro batch of MODEL: what its forward and backward allocate, kept for later predictions."""
+    from zeroplan.core.tape_sizes import Device
     from zeroplan.core.tape_summary import summarise
     from zeroplan.planner.request import resolve
     from zeroplan.tapes import find_tape, get_tape
@@ -45,7 +47,8 @@ def trace_command(
     source = "at hand"
     if tape is None:
         tape, source = get_tape(spec, workload, zero3=zero3), "traced now"
-    stream = tape.expand(workload.micro_batch, workload.seq_len or 1, workload.lora_rank)
+    device = Device.of(resolved.cluster.gpu)
+    stream = tape.expand(workload.micro_batch, workload.seq_len or 1, workload.lora_rank, device=device)
     summary = summarise(stream)
     facts: dict[str, Any] = {
         "model": spec.name,

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from zeroplan.core.gpus import Gpu
+
 #: coefficient, exponent of B, of S, of R
 Term = tuple[int, int, int, int]
 Poly = tuple[Term, ...]
@@ -59,6 +61,30 @@ class Device:
     multiprocessors: int = 132
     threads_per_multiprocessor: int = 2048
     cudnn_attention: bool = True
+
+    @classmethod
+    def of(cls, gpu: Gpu) -> Device:
+        """The device of a preset; one whose multiprocessors are not listed counts as a Hopper GPU's number of them."""
+        threads = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}.get(gpu.capability, 2048)
+        return cls(_MULTIPROCESSORS.get(gpu.name, 132), threads, gpu.capability[0] in (9, 10))
+
+
+#: Source: the vendors' data sheets and white papers.
+_MULTIPROCESSORS = {
+    "T4": 40,
+    "V100-16G": 80,
+    "V100-32G": 80,
+    "A10G": 80,
+    "L4": 58,
+    "L40S": 142,
+    "RTX3090": 82,
+    "RTX4090": 128,
+    "RTX5090": 170,
+    "A100-40G": 108,
+    "A100-80G": 108,
+    "B200": 148,
+    "MI300X": 304,
+}
 
 
 def _last_power_of_two(value: int) -> int:

@@ -7,6 +7,7 @@ import sys
 from zeroplan.core.errors import BadInput
 from zeroplan.core.tape import Stream
 from zeroplan.core.tape_format import Tape
+from zeroplan.core.tape_sizes import Device
 from zeroplan.core.workload import Workload
 from zeroplan.engines.base import Case, Engine
 from zeroplan.models.spec import ModelSpec
@@ -43,6 +44,7 @@ def stream_of(engine: Engine, case: Case) -> Stream:
             if sys.stderr.isatty():
                 print(f"tracing {spec.name}, once …", file=sys.stderr)
             tape = _traced(spec, workload, zero3)
-        return tape.expand(workload.micro_batch, workload.seq_len or 1, workload.lora_rank)
+        device = Device.of(case.cluster.gpu)
+        return tape.expand(workload.micro_batch, workload.seq_len or 1, workload.lora_rank, device=device)
     except BadInput as error:
         raise NoTapeError(str(error)) from None

@@ -16,6 +16,7 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import MemoryPlan
 from zeroplan.core.tape import Stream
+from zeroplan.core.tape_sizes import Device
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case, Engine
@@ -210,10 +211,11 @@ class Memory:
         if self.trace:
             return stream_of(self.engine, case)
         workload = case.workload
-        tape = find_tape(case.spec, workload, zero3=self.engine.trace_options(case).zero3)
+        tape = find_tape(case.spec, workload, zero3=self.engine.trace_options(case).zero3, plain=True)
         if tape is None:
             raise NoTapeError(f"no tape of {case.spec.name} is at hand")
-        return tape.expand(workload.micro_batch, workload.seq_len or 1, workload.lora_rank)
+        device = Device.of(case.cluster.gpu)
+        return tape.expand(workload.micro_batch, workload.seq_len or 1, workload.lora_rank, device=device)
 
 
 def usual_activations(params: int, workload: Workload) -> int:

@@ -16,19 +16,20 @@ from zeroplan.core.workload import Workload
 from zeroplan.models.spec import ModelSpec
 
 
-def find_tape(spec: ModelSpec, workload: Workload, *, zero3: bool = False) -> Tape | None:
+def find_tape(spec: ModelSpec, workload: Workload, *, zero3: bool = False, plain: bool | None = None) -> Tape | None:
     """The tape at hand for a model, without torch: shipped, else cached; None when there is neither.
 
     Args:
         spec: the model; its `config` is what identifies it.
         workload: decides attention, checkpointing, dtypes and LoRA.
-        zero3: as ZeRO stage 3 runs it. Where that is not at hand and cannot be traced here, the plain tape is returned: it
-            differs in when some activations are freed.
+        zero3: as ZeRO stage 3 runs it.
+        plain: whether the plain tape will do where stage 3's is not at hand: it differs in when some activations are freed.
+            None: only where nothing can be traced.
     """
-    return lookup(spec, options_for(workload, zero3=zero3))
+    return lookup(spec, options_for(workload, zero3=zero3), plain=plain)
 
 
-def lookup(spec: ModelSpec, options: TraceOptions) -> Tape | None:
+def lookup(spec: ModelSpec, options: TraceOptions, *, plain: bool | None = None) -> Tape | None:
     """:func:`find_tape` for options."""
     from zeroplan.tapes import shipped
     from zeroplan.tapes.cache import read
@@ -36,9 +37,9 @@ def lookup(spec: ModelSpec, options: TraceOptions) -> Tape | None:
     if not spec.config:
         return None
     tape = shipped.find(spec, options) or read(spec.config, options)
-    if tape is None and options.zero3 and not can_trace():
-        plain = replace(options, zero3=False)
-        tape = shipped.find(spec, plain) or read(spec.config, plain)
+    if tape is None and options.zero3 and (not can_trace() if plain is None else plain):
+        options = replace(options, zero3=False)
+        tape = shipped.find(spec, options) or read(spec.config, options)
     return tape
 
 

@@ -337,7 +337,7 @@ def _with_rank(modules: tuple[TapeModule, ...]) -> tuple[TapeModule, ...]:
 
 
 def _ranked(params: tuple[TapeParam, ...], rank: int) -> tuple[TapeParam, ...]:
-    """Parameters with a LoRA rank (stored as -1) filled in."""
-    if not any(-1 in p.shape for p in params):
+    """Parameters with the LoRA rank filled in; -k in a stored shape stands for k times the rank."""
+    if not any(min(p.shape, default=0) < 0 for p in params):
         return params
-    return tuple(TapeParam(p.name, tuple(rank if d == -1 else d for d in p.shape), p.trainable, p.itemsize) for p in params)
+    return tuple(TapeParam(p.name, tuple(-d * rank if d < 0 else d for d in p.shape), p.trainable, p.itemsize) for p in params)

@@ -282,9 +282,8 @@ class _Attempt:
                 program, _ = self._assembler.program(points, traces, pattern.batches, piece, pattern.forms)
             programs.append(program)
         own = [tuple(p.shape) for _, p in self._assembler.params]
-        shapes = [
-            tuple(-1 if d == -1 else x for x, d in zip(a, b, strict=True)) for a, b in zip(own, donor.shapes, strict=True)
-        ]
+        pairs, rank = zip(own, donor.shapes, strict=True), self._ranks[0]
+        shapes = [tuple(-(x // rank) if d < 0 else x for x, d in zip(a, b, strict=True)) for a, b in pairs]
         return self._assembler.tape(programs, shapes)
 
     def at(self, point: Point) -> Tape:
@@ -295,12 +294,13 @@ class _Attempt:
         return self._assembler.tape([program], self._shapes())
 
     def _shapes(self) -> list[tuple[int, ...]]:
-        """Shapes of the parameters, with -1 where they follow the LoRA rank."""
+        """Shapes of the parameters; -k stands for k times the LoRA rank."""
         each = [[tuple(p.shape) for p in self._model(rank).parameters()] for rank in self._ranks]
         if len(each) == 1:
             return each[0]
         pairs = zip(each[0], each[1], strict=True)
-        return [tuple(-1 if a != b else a for a, b in zip(one, two, strict=True)) for one, two in pairs]
+        rank = self._ranks[0]
+        return [tuple(-(a // rank) if a != b else a for a, b in zip(one, two, strict=True)) for one, two in pairs]
 
 
 def _lengths(seqs: tuple[int, int]) -> tuple[int, int, int]:

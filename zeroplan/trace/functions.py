@@ -49,9 +49,9 @@ class CudaFunctions(TorchFunctionMode):
         self._casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __enter__(self) -> Any:
+        nested = lambda *args, **kwargs: _Nested(self, kwargs.get("enabled", True))  # noqa: E731
+        self._replace(torch, "autocast", nested)
         if self.autocast is not None:
-            nested = lambda *args, **kwargs: _Nested(self, kwargs.get("enabled", True))  # noqa: E731
-            self._replace(torch, "autocast", nested)
             for module in self._switching:  # transformers' own switch looks away from the meta device
                 self._replace(module, "maybe_autocast", nested)
         return super().__enter__()  # type: ignore[no-untyped-call]

@@ -46,6 +46,8 @@ def _register() -> None:
 
 def run() -> None:
     """The console script: never a traceback for bad input, never one for a closed pipe."""
+    # Plans are plain models: looking for pydantic's plugins would read the metadata of every installed package.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     _register()
     try:
         app(standalone_mode=True)

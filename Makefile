@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 MODEL  ?= meta-llama/Llama-3.2-1B
 ARGS   ?= --gpus 8 --vram 24G
 
-.PHONY: run test test-fast check docs bench format tapes clean
+.PHONY: run test test-fast check docs bench format clean
 .DEFAULT_GOAL := run
 
 # The light core: what `pip install zeroplan` brings.

@@ -144,3 +144,20 @@ def test_buckets_of_a_ds_config_change_the_plan() -> None:
     assert buckets(overlap_comm=True) == 2 * 10**9
     assert buckets(reduce_bucket_size=2e8) == 4 * 10**8
     assert buckets(contiguous_gradients=False) == 0
+
+
+def test_a_model_that_cannot_be_traced_is_tried_once_for_each_way_of_running_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten configurations of DeepSpeed run the model in two ways: as stage 3 does, and plainly."""
+    from zeroplan.planner import tapes
+
+    tried = []
+
+    def fail(engine: object, case: object) -> None:
+        tried.append(case)
+        raise tapes.NoTapeError("no way")
+
+    monkeypatch.setattr(tapes, "stream_of", fail)
+    report = estimate_report(Request(model=LLAMA))
+    assert len(tried) == 2
+    assert {plan.depth for plan in report.plans} == {"formula"}
+    assert len(report.warnings) == 1

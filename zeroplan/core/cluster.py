@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.gpus import DEFAULT_GPU, DRIVER_RESERVE, Gpu, find_gpu
@@ -60,10 +60,6 @@ class Cluster:
         if size is None and preset is not None:
             size = preset.memory
         return cls(gpus, nodes, preset or DEFAULT_GPU, size, _size(cpu_ram, "--cpu-ram"), _size(nvme, "--nvme"))
-
-    def with_ranks(self, ranks: int) -> Cluster:
-        """The same machine with so many ranks, on one node where they fit."""
-        return replace(self, gpus=ranks, nodes=1)
 
 
 def _size(value: str | int | None, where: str) -> int | None:

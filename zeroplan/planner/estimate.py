@@ -6,14 +6,13 @@ from dataclasses import dataclass
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import MemoryPlan, ModelInfo, Report
-from zeroplan.core.tape import Stream
 from zeroplan.core.units import format_bytes
 from zeroplan.engines.base import Case
 from zeroplan.planner.bound import activation_bound
 from zeroplan.planner.formula import FORMULA, formula_plan
 from zeroplan.planner.request import Request, Resolved, describe_cluster, describe_workload, resolve
 from zeroplan.planner.simulated import SIMULATED, Simulated, simulated_plan
-from zeroplan.planner.tapes import NoTapeError, stream_of
+from zeroplan.planner.tapes import NoTapeError, Streams
 from zeroplan.simulate.allocator_config import AllocatorConfig
 
 
@@ -45,7 +44,7 @@ def estimate_runs(request: Request) -> Estimate:
     warnings = list(resolved.warnings)
     plans: list[MemoryPlan] = []
     runs: list[Simulated | None] = []
-    streams: dict[str, Stream] = {}
+    streams = Streams(resolved.engine)
     for case in resolved.cases:
         run = None if resolved.depth == FORMULA else _simulated(resolved, case, config, streams, warnings)
         runs.append(run)
@@ -62,23 +61,21 @@ def estimate_runs(request: Request) -> Estimate:
 
 
 def _simulated(
-    resolved: Resolved, case: Case, config: AllocatorConfig | None, streams: dict[str, Stream], warnings: list[str]
+    resolved: Resolved, case: Case, config: AllocatorConfig | None, streams: Streams, warnings: list[str]
 ) -> Simulated | None:
     """The simulated plan, or None with a warning where the model cannot be traced.
 
     Raises:
         BadInput: when simulated depth was asked for by name and cannot be had.
     """
-    key = resolved.engine.trace_options(case).key
     try:
-        if key not in streams:
-            streams[key] = stream_of(resolved.engine, case)
+        stream = streams.of(case)
     except NoTapeError as error:
         if resolved.depth == SIMULATED:
             raise BadInput(str(error), where="--depth simulated", remedy="use --depth formula") from None
         _warn(str(error), case, warnings)
         return None
-    return simulated_plan(resolved.engine, case, streams[key], config)
+    return simulated_plan(resolved.engine, case, stream, config)
 
 
 def _warn(reason: str, case: Case, warnings: list[str]) -> None:

@@ -12,7 +12,7 @@ from zeroplan.engines.simulation import phase_of_mark
 from zeroplan.ledger.line import Item, derived
 from zeroplan.planner.formula import FORMULA
 from zeroplan.planner.request import Request, resolve
-from zeroplan.planner.tapes import NoTapeError, stream_of
+from zeroplan.planner.tapes import NoTapeError, Streams
 
 _NAME = re.compile(r"[a-z][a-z_0-9]*")
 
@@ -41,8 +41,8 @@ def explain(request: Request, line: str | None = None) -> list[Explanation]:
         BadInput: a value that cannot be used, or a line that no plan has.
     """
     resolved = resolve(request)
-    simulate = resolved.depth != FORMULA
-    every = [_explain(resolved.engine, case, simulate) for case in resolved.cases]
+    streams = None if resolved.depth == FORMULA else Streams(resolved.engine)
+    every = [_explain(resolved.engine, case, streams) for case in resolved.cases]
     out = [replace(e, derivations=tuple(d for d in e.derivations if line in (None, *d.item.names))) for e in every]
     if not any(e.derivations for e in out):
         known = sorted({name for e in every for d in e.derivations for name in d.item.names})
@@ -54,7 +54,7 @@ def explain(request: Request, line: str | None = None) -> list[Explanation]:
     return out
 
 
-def _explain(engine: Engine, case: Case, simulate: bool) -> Explanation:
+def _explain(engine: Engine, case: Case, streams: Streams | None) -> Explanation:
     ledger, facts = engine.ledger(case)
     meanings = engine.glossary()
     derivations = []
@@ -62,8 +62,8 @@ def _explain(engine: Engine, case: Case, simulate: bool) -> Explanation:
         names = dict.fromkeys(_NAME.findall(item.formula))
         values = tuple((name, getattr(facts, name), meanings.get(name, "")) for name in names if hasattr(facts, name))
         derivations.append(Derivation(item, values))
-    if simulate:
-        derivations += _at_the_peak(engine, case, {d.item.buffer for d in derivations if d.item.place is Place.HBM})
+    if streams is not None:
+        derivations += _at_the_peak(engine, case, streams, {d.item.buffer for d in derivations if d.item.place is Place.HBM})
     zero = case.zero
     label = f"stage {zero.stage}, optimizer {zero.offload_optimizer.device}, parameters {zero.offload_param.device}"
     return Explanation(f"{engine.name} {engine.version}", label, tuple(derivations))
@@ -83,10 +83,10 @@ _PURPOSES = {
 }
 
 
-def _at_the_peak(engine: Engine, case: Case, known: set[Buffer]) -> list[Derivation]:
+def _at_the_peak(engine: Engine, case: Case, streams: Streams, known: set[Buffer]) -> list[Derivation]:
     """The schedule's buffers that no line sizes, as they are when allocated memory peaks; none without a tape."""
     try:
-        stream = stream_of(engine, case)
+        stream = streams.of(case)
     except NoTapeError:
         return []
     timeline = engine.simulate(case, stream).timeline

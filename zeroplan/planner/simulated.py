@@ -9,7 +9,7 @@ from zeroplan.core.buffers import Buffer, Phase
 from zeroplan.core.plan import CpuMemory, MemoryPlan, PlanLine
 from zeroplan.core.tape import Kind, Op, Stream
 from zeroplan.engines.base import Case, Engine
-from zeroplan.engines.process import host_rss, outside_torch
+from zeroplan.engines.process import Outside, host_rss, outside_torch
 from zeroplan.engines.simulation import Simulation, phase_of_mark
 from zeroplan.planner.formula import formula_plan, misfits, verdict
 from zeroplan.simulate.allocator_config import AllocatorConfig
@@ -137,17 +137,16 @@ def _traced_lines(formula: MemoryPlan, simulation: Simulation) -> list[PlanLine]
     ]
 
 
-def _outside_lines(outside: object) -> list[PlanLine]:
+def _outside_lines(outside: Outside) -> list[PlanLine]:
     always = ("init", "forward", "backward", "step")
     parts = (
-        (Buffer.CONTEXT, "context", "measured: the CUDA context"),
-        (Buffer.CONTEXT, "kernels", "measured: kernels that CUDA loads as they are called"),
-        (Buffer.CONTEXT, "page_tables", "pinned / 512: entries of 8 bytes for pages of 4 KiB"),
-        (Buffer.NCCL, "nccl", "measured: NCCL's buffers and kernels"),
+        (Buffer.CONTEXT, outside.context, "measured: the CUDA context"),
+        (Buffer.CONTEXT, outside.kernels, "measured: kernels that CUDA loads as they are called"),
+        (Buffer.CONTEXT, outside.page_tables, "pinned / 512: entries of 8 bytes for pages of 4 KiB"),
+        (Buffer.NCCL, outside.nccl, "measured: NCCL's buffers and kernels"),
     )
-    lines = []
-    for buffer, name, how in parts:
-        count = getattr(outside, name)
-        if count:
-            lines.append(PlanLine(buffer=buffer.value, place="hbm", bytes=count, phases=always, formula=how))
-    return lines
+    return [
+        PlanLine(buffer=buffer.value, place="hbm", bytes=count, phases=always, formula=how)
+        for buffer, count, how in parts
+        if count
+    ]

@@ -48,3 +48,28 @@ def stream_of(engine: Engine, case: Case) -> Stream:
         return tape.expand(workload.micro_batch, workload.seq_len or 1, workload.lora_rank, device=device)
     except BadInput as error:
         raise NoTapeError(str(error)) from None
+
+
+class Streams:
+    """The expanded tapes of one request, whose cases differ in sharding only: each is looked for once, found or not."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._known: dict[str, Stream | NoTapeError] = {}
+
+    def of(self, case: Case) -> Stream:
+        """As :func:`stream_of`.
+
+        Raises:
+            NoTapeError: when the model cannot be traced here.
+        """
+        key = self._engine.trace_options(case).key
+        if key not in self._known:
+            try:
+                self._known[key] = stream_of(self._engine, case)
+            except NoTapeError as error:
+                self._known[key] = error
+        found = self._known[key]
+        if isinstance(found, NoTapeError):
+            raise found
+        return found

@@ -1,0 +1,84 @@
+"""What one timed case is: an engine, a stage and how gradients are reduced, on a model shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+CLIP = 1.0
+
+_LLAMA: dict[str, Any] = {
+    "vocab_size": 128256,
+    "head_dim": 64,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 131072,
+}
+#: Shapes by name, as changes of transformers' LlamaConfig: Llama-3.2-1B, Llama-3.1-8B, and a toy for CPUs.
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-1b": _LLAMA,
+    "llama-8b": _LLAMA
+    | {
+        "head_dim": 128,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "tie_word_embeddings": False,
+    },
+    "toy": _LLAMA
+    | {
+        "vocab_size": 512,
+        "head_dim": 16,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """``ENGINE:STAGE[+r32][+ckpt]``, as in ``zeroplan:3+r32``.
+
+    `engine` is zeroplan, deepspeed, fsdp2 (stage 3 reshards after the forward, stage 2 does not) or ddp (stage 0; stage 1
+    with ZeroRedundancyOptimizer). `fp32_reduce`: gradients are reduced in fp32, else in bf16.
+    """
+
+    engine: str
+    stage: int
+    fp32_reduce: bool
+    checkpointing: bool
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """The case that `text` names."""
+        head, *options = text.split("+")
+        engine, _, stage = head.partition(":")
+        return cls(engine, int(stage), "r32" in options, "ckpt" in options)
+
+    def __str__(self) -> str:
+        return f"{self.engine}:{self.stage}{'+r32' * self.fp32_reduce}{'+ckpt' * self.checkpointing}"
+
+    @property
+    def group(self) -> str:
+        """Cases with equal groups do the same work and are compared."""
+        return f"{self.stage}{'+r32' * self.fp32_reduce}{'+ckpt' * self.checkpointing}"
+
+    def ds_config(self, micro: int, ranks: int) -> dict[str, Any]:
+        """The ds_config of this case, for DeepSpeed and the included runtime alike."""
+        return {
+            "train_micro_batch_size_per_gpu": micro,
+            "train_batch_size": micro * ranks,
+            "gradient_clipping": CLIP,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": ADAMW},
+            "zero_optimization": {"stage": self.stage, "overlap_comm": True, "contiguous_gradients": True},
+            "communication_data_type": "fp32" if self.fp32_reduce else "bf16",
+        }

@@ -1,0 +1,115 @@
+"""Builds a model under each engine and gives one training step of it.
+
+All are given the same model with the same random weights, bf16 parameters in the forward and fp32 masters, fused AdamW and
+clipping by the global norm. FSDP2 shards every block and the root; DDP holds fp32 parameters under autocast, and its bf16
+reduction is torch's compression hook. DeepSpeed and the runtime read the same ds_config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.step.case import ADAMW, CLIP, SHAPES, Case
+
+Step = Callable[[torch.Tensor], torch.Tensor]
+
+
+def llama(shape: str, dtype: torch.dtype, device: torch.device, *, checkpointing: bool = False) -> Any:
+    """The model of `shape` with random weights, the same on every rank and for every engine."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(**SHAPES[shape], use_cache=False)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def build(case: Case, shape: str, micro: int, device: torch.device) -> tuple[Step, Any]:
+    """One training step on this rank's token ids [micro, seq], giving the loss; and what keeps the engine alive."""
+    dtype = torch.bfloat16 if case.engine in ("zeroplan", "deepspeed") else torch.float32
+    model = llama(shape, dtype, device, checkpointing=case.checkpointing)
+    return {"zeroplan": _zeroplan, "deepspeed": _deepspeed, "fsdp2": _fsdp2, "ddp": _ddp}[case.engine](
+        case, model, micro, device
+    )
+
+
+def _zeroplan(case: Case, model: Any, micro: int, device: torch.device) -> tuple[Step, Any]:
+    import zeroplan_runtime
+
+    config = case.ds_config(micro, dist.get_world_size()) | {"zeroplan": {"audit_steps": 0}}
+    engine, *_ = zeroplan_runtime.initialize(model=model, config=config, device=device)
+    return _engine_step(engine), engine
+
+
+def _deepspeed(case: Case, model: Any, micro: int, device: torch.device) -> tuple[Step, Any]:
+    import deepspeed
+
+    config = case.ds_config(micro, dist.get_world_size())
+    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters()))
+    return _engine_step(engine), engine
+
+
+def _engine_step(engine: Any) -> Step:
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step
+
+
+def _fsdp2(case: Case, model: Any, micro: int, device: torch.device) -> tuple[Step, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh(device.type, (dist.get_world_size(),)),
+        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32 if case.fp32_reduce else torch.bfloat16),
+        "reshard_after_forward": case.stage == 3,
+    }
+    for block in model.model.layers:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+    return _torch_step(model, optimizer), (model, optimizer)
+
+
+def _ddp(case: Case, model: Any, micro: int, device: torch.device) -> tuple[Step, Any]:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
+
+    ids = [device.index] if device.type == "cuda" else None
+    wrapped = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+    if not case.fp32_reduce:
+        wrapped.register_comm_hook(None, bf16_compress_hook)
+    adamw = torch.optim.AdamW
+    optimizer: Any
+    if case.stage:
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), adamw, fused=True, **ADAMW)
+    else:
+        optimizer = adamw(model.parameters(), fused=True, **ADAMW)
+    return _torch_step(wrapped, optimizer, autocast=device.type), (wrapped, optimizer)
+
+
+def _torch_step(model: Any, optimizer: Any, autocast: str | None = None) -> Step:
+    mixed = torch.autocast(autocast or "cpu", torch.bfloat16, enabled=autocast is not None)
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        with mixed:
+            loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step

@@ -94,7 +94,7 @@ class EfficientAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         batch, heads, seq, _ = query.shape
         out = _like_transposed(query, dim=value.shape[-1])
-        lse = query.new_empty((batch, heads, align(seq, 32)), dtype=torch.float32)
+        lse = block(("rows", seq, 32, 4 * batch * heads))
         seed = torch.empty((), dtype=torch.int64, device=query.device)
         offset = torch.empty((), dtype=torch.int64, device=query.device)
         ctx.save_for_backward(query, key, value, bias, out, lse, seed, offset)

@@ -131,4 +131,6 @@ pending: list[Size] = []
 def block(size: Size) -> torch.Tensor:
     """A storage that is recorded with `size`, which may be an expression."""
     pending.append(size)
-    return torch.empty(1, dtype=torch.uint8, device="meta")
+    made = torch.empty(1, dtype=torch.uint8, device="meta")
+    pending.clear()  # left over where selective checkpointing answered from its cache, so that nothing was allocated
+    return made

@@ -31,7 +31,7 @@ _aten = torch.ops.aten
 _PRIM_DEVICE = torch.ops.prim.device.default
 _ADD = _aten.add.Tensor
 _READ = _aten._local_scalar_dense.default
-#: What reading a number back from the device gives. Models ask whether *all* tokens are unpadded, or not packed (yes), and
+#: What reading a number back from the device gives (a number on the host reads as it is). Models ask whether *all* tokens are unpadded, or not packed (yes), and
 #: whether a random number is below a layer's drop probability (no).
 _READ_AS = {torch.bool: False, torch.float32: 1.0, torch.float16: 1.0, torch.bfloat16: 1.0}
 _TRUE_OF = (_aten.all.default, _aten.all.dim, _aten.all.dims, _aten.eq.Scalar)
@@ -207,7 +207,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _PRIM_DEVICE:
             return func(*args)
-        if func is _READ:
+        if func is _READ and args[0].device.type == "meta":
             return True if self._last in _TRUE_OF else _READ_AS.get(args[0].dtype, 0)
         kwargs = kwargs or {}
         self._last = func

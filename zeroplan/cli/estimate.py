@@ -10,11 +10,11 @@ import typer
 from zeroplan.cli import flags
 from zeroplan.cli.main import app
 from zeroplan.core.errors import EXIT_DOES_NOT_FIT, BadInput
+from zeroplan.planner.request import Request
 
 if TYPE_CHECKING:
     from zeroplan.planner.estimate import Estimate
 
-Style = Annotated[str, typer.Option("--format", help="plain, github, html or csv.")]
 Check = Annotated[bool, typer.Option("--check", help="Exit with 1 when no listed plan fits.")]
 Peak = Annotated[bool, typer.Option("--peak", help="List what is alive at each plan's peak, largest first.")]
 Html = Annotated[
@@ -24,34 +24,10 @@ Timeline = Annotated[str | None, typer.Option("--timeline", metavar="FILE", help
 
 
 @app.command()
+@flags.takes_request()
 def estimate(
-    model: flags.Model = None,
-    params: flags.Params = None,
-    micro_batch: flags.MicroBatch = None,
-    seq_len: flags.SeqLen = None,
-    grad_accum: flags.GradAccum = None,
-    dtype: flags.Dtype = None,
-    optimizer: flags.OptimizerName = None,
-    gradient_checkpointing: flags.Checkpointing = False,
-    attn: flags.Attn = "sdpa",
-    lora_rank: flags.LoraRank = None,
-    lora_targets: flags.LoraTargets = None,
-    gpus: flags.Gpus = 1,
-    nodes: flags.Nodes = 1,
-    gpu: flags.GpuName = None,
-    vram: flags.Vram = None,
-    cpu_ram: flags.CpuRam = None,
-    nvme: flags.Nvme = None,
-    engine: flags.EngineName = "deepspeed",
-    stage: flags.Stage = None,
-    offload_optimizer: flags.OffloadOptimizer = None,
-    offload_param: flags.OffloadParam = None,
-    ds_config: flags.DsConfig = None,
-    depth: flags.Depth = None,
-    alloc_conf: flags.AllocConf = "",
-    token: flags.Token = None,
-    trust_remote_code: flags.TrustRemoteCode = False,
-    style: Style = "plain",
+    request: Request,
+    style: flags.Style = "plain",
     as_json: flags.Json = False,
     check: Check = False,
     peak: Peak = False,
@@ -61,7 +37,7 @@ def estimate(
     """Predict GPU, host and disk memory of training MODEL at every ZeRO stage and offload."""
     from zeroplan.planner.estimate import estimate_runs
 
-    answer = estimate_runs(flags.request(locals()))
+    answer = estimate_runs(request)
     report = answer.report
     if html is not None:
         _write_html(answer, html)

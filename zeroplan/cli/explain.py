@@ -3,53 +3,30 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from zeroplan.cli import flags
 from zeroplan.cli.main import app
-
-if TYPE_CHECKING:
-    from zeroplan.planner.request import Request
+from zeroplan.planner.request import Request
 
 
 @app.command()
+@flags.takes_request("cpu_ram", "nvme", "alloc_conf")
 def explain(
-    model: flags.Model = None,
-    params: flags.Params = None,
+    request: Request,
     line: Annotated[str | None, typer.Option("--line", help="One buffer or line only: optim.exp_avg.")] = None,
-    micro_batch: flags.MicroBatch = None,
-    seq_len: flags.SeqLen = None,
-    grad_accum: flags.GradAccum = None,
-    dtype: flags.Dtype = None,
-    optimizer: flags.OptimizerName = None,
-    gradient_checkpointing: flags.Checkpointing = False,
-    attn: flags.Attn = "sdpa",
-    lora_rank: flags.LoraRank = None,
-    lora_targets: flags.LoraTargets = None,
-    gpus: flags.Gpus = 1,
-    nodes: flags.Nodes = 1,
-    gpu: flags.GpuName = None,
-    vram: flags.Vram = None,
-    engine: flags.EngineName = "deepspeed",
-    stage: flags.Stage = None,
-    offload_optimizer: flags.OffloadOptimizer = None,
-    offload_param: flags.OffloadParam = None,
-    ds_config: flags.DsConfig = None,
-    depth: flags.Depth = None,
-    token: flags.Token = None,
-    trust_remote_code: flags.TrustRemoteCode = False,
     time: Annotated[bool, typer.Option("--time", help="Derive the step time in place of the memory.")] = False,
     as_json: flags.Json = False,
 ) -> None:
     """Derive every line of MODEL's plans with your numbers: the formula, its values, its source."""
     if time:
-        typer.echo(_time(flags.request(locals()), as_json=as_json))
+        typer.echo(_time(request, as_json=as_json))
         return
     from zeroplan.planner.explain import explain as derive
 
-    explanations = derive(flags.request(locals()), line)
+    explanations = derive(request, line)
     if as_json:
         from zeroplan.report.explanation import explanation_json
 

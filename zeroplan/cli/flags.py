@@ -1,9 +1,11 @@
-"""The flags that several verbs share, each described once, and how they become a Request."""
+"""The options of a request, each stated once, and the decorator that gives them to a verb."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields
+import inspect
+from collections.abc import Callable
+from dataclasses import Field, fields
+from functools import wraps
 from typing import Annotated, Any
 
 import typer
@@ -11,69 +13,93 @@ import typer
 from zeroplan.core.units import parse_count
 from zeroplan.planner.request import Request
 
-Model = Annotated[
-    str | None, typer.Argument(metavar="MODEL", help="A hub id, a folder, a config.json, a safetensors file or index.")
-]
-Params = Annotated[str | None, typer.Option("--params", metavar="COUNT", help="A bare count instead of MODEL: 7.5B.")]
-
-_WORK = "Workload"
-MicroBatch = Annotated[int | None, typer.Option("--micro-batch", rich_help_panel=_WORK, help="Samples a GPU and pass. [1]")]
-SeqLen = Annotated[
-    int | None, typer.Option("--seq-len", rich_help_panel=_WORK, help="Tokens a sample. [2048, or the model's most]")
-]
-GradAccum = Annotated[int | None, typer.Option("--grad-accum", rich_help_panel=_WORK, help="Passes a step. [1]")]
-Dtype = Annotated[str | None, typer.Option("--dtype", rich_help_panel=_WORK, help="bf16, fp16 or fp32. [bf16]")]
-OptimizerName = Annotated[str | None, typer.Option("--optimizer", rich_help_panel=_WORK, help="adamw, lion, sgd, … [adamw]")]
-Checkpointing = Annotated[
-    bool, typer.Option("--gradient-checkpointing/--no-gradient-checkpointing", rich_help_panel=_WORK, help="Recompute blocks.")
-]
-Attn = Annotated[str, typer.Option("--attn", rich_help_panel=_WORK, help="sdpa, flash or eager.")]
-LoraRank = Annotated[
-    int | None, typer.Option("--lora-rank", rich_help_panel=_WORK, help="Train LoRA adapters of this rank only.")
-]
-LoraTargets = Annotated[
-    str | None, typer.Option("--lora-targets", rich_help_panel=_WORK, help="Layers to adapt, by comma. [all linear layers]")
-]
-
-_CLUSTER = "Cluster"
-Gpus = Annotated[int, typer.Option("--gpus", rich_help_panel=_CLUSTER, help="GPUs a node.")]
-Nodes = Annotated[int, typer.Option("--nodes", rich_help_panel=_CLUSTER, help="Nodes.")]
-GpuName = Annotated[str | None, typer.Option("--gpu", rich_help_panel=_CLUSTER, help="A preset: H100, A100-80G, RTX4090, …")]
-Vram = Annotated[str | None, typer.Option("--vram", rich_help_panel=_CLUSTER, help="Memory of one GPU: 24G.")]
-CpuRam = Annotated[str | None, typer.Option("--cpu-ram", rich_help_panel=_CLUSTER, help="Memory of one node's host: 256G.")]
-Nvme = Annotated[str | None, typer.Option("--nvme", rich_help_panel=_CLUSTER, help="Disk of one node: 2T.")]
-
-_ZERO = "Sharding"
-EngineName = Annotated[str, typer.Option("--engine", rich_help_panel=_ZERO, help="deepspeed, fsdp2, ddp or zeroplan.")]
-Stage = Annotated[int | None, typer.Option("--stage", rich_help_panel=_ZERO, help="0 to 3. [all]")]
-OffloadOptimizer = Annotated[
-    str | None, typer.Option("--offload-optimizer", rich_help_panel=_ZERO, help="none, cpu or nvme. [all]")
-]
-OffloadParam = Annotated[str | None, typer.Option("--offload-param", rich_help_panel=_ZERO, help="none, cpu or nvme. [all]")]
-DsConfig = Annotated[str | None, typer.Option("--ds-config", rich_help_panel=_ZERO, help="A ds_config.json: exactly one plan.")]
-
-Depth = Annotated[str | None, typer.Option("--depth", help="formula or simulated. [simulated where a tape is at hand]")]
-AllocConf = Annotated[str, typer.Option("--alloc-conf", help="PYTORCH_ALLOC_CONF: expandable_segments:True,…")]
-Token = Annotated[str | None, typer.Option("--token", help="The hub's token, for gated models.")]
-TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Let an unknown architecture run its own code.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Style = Annotated[str, typer.Option("--format", help="plain, github, html or csv.")]
 
-_REQUEST_FIELDS = frozenset(f.name for f in fields(Request))
+_WORK, _CLUSTER, _ZERO = "Workload", "Cluster", "Sharding"
 
 
-def request(values: Mapping[str, Any]) -> Request:
-    """A Request from a verb's parameters; the parameters that are not a request's are left out.
+def _option(kind: Any, flag: str, help_text: str, panel: str | None = None, metavar: str | None = None) -> Any:
+    """An option of type ``kind``, as the annotation of a verb's parameter."""
+    return Annotated[kind, typer.Option(flag, metavar=metavar, rich_help_panel=panel, help=help_text)]
 
-    Raises:
-        BadInput: a malformed count.
+
+#: The fields of a Request that have a flag, in the order of the help; their defaults are the Request's own.
+OPTIONS: dict[str, Any] = {
+    "model": Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="A hub id, a folder, a config.json, a safetensors file or index.")
+    ],
+    "params": _option(str | None, "--params", "A bare count instead of MODEL: 7.5B.", metavar="COUNT"),
+    "micro_batch": _option(int | None, "--micro-batch", "Samples a GPU and pass. [1]", _WORK),
+    "seq_len": _option(int | None, "--seq-len", "Tokens a sample. [2048, or the model's most]", _WORK),
+    "grad_accum": _option(int | None, "--grad-accum", "Passes a step. [1]", _WORK),
+    "dtype": _option(str | None, "--dtype", "bf16, fp16 or fp32. [bf16]", _WORK),
+    "optimizer": _option(str | None, "--optimizer", "adamw, lion, sgd, … [adamw]", _WORK),
+    "gradient_checkpointing": _option(bool, "--gradient-checkpointing/--no-gradient-checkpointing", "Recompute blocks.", _WORK),
+    "attn": _option(str, "--attn", "sdpa, flash or eager.", _WORK),
+    "lora_rank": _option(int | None, "--lora-rank", "Train LoRA adapters of this rank only.", _WORK),
+    "lora_targets": _option(str | None, "--lora-targets", "Layers to adapt, by comma. [all linear layers]", _WORK),
+    "gpus": _option(int, "--gpus", "GPUs a node.", _CLUSTER),
+    "nodes": _option(int, "--nodes", "Nodes.", _CLUSTER),
+    "gpu": _option(str | None, "--gpu", "A preset: H100, A100-80G, RTX4090, …", _CLUSTER),
+    "vram": _option(str | None, "--vram", "Memory of one GPU: 24G.", _CLUSTER),
+    "cpu_ram": _option(str | None, "--cpu-ram", "Memory of one node's host: 256G.", _CLUSTER),
+    "nvme": _option(str | None, "--nvme", "Disk of one node: 2T.", _CLUSTER),
+    "engine": _option(str, "--engine", "deepspeed, fsdp2, ddp or zeroplan.", _ZERO),
+    "stage": _option(int | None, "--stage", "0 to 3. [all]", _ZERO),
+    "offload_optimizer": _option(str | None, "--offload-optimizer", "none, cpu or nvme. [all]", _ZERO),
+    "offload_param": _option(str | None, "--offload-param", "none, cpu or nvme. [all]", _ZERO),
+    "ds_config": _option(str | None, "--ds-config", "A ds_config.json: exactly one plan.", _ZERO),
+    "depth": _option(str | None, "--depth", "formula or simulated. [simulated where a tape is at hand]"),
+    "alloc_conf": _option(str, "--alloc-conf", "PYTORCH_ALLOC_CONF: expandable_segments:True,…"),
+    "token": _option(str | None, "--token", "The hub's token, for gated models."),
+    "trust_remote_code": _option(bool, "--trust-remote-code", "Let an unknown architecture run its own code."),
+}
+#: Fields that a flag gives as text of another form, and how the text is read.
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "params": lambda text: None if text is None else parse_count(text, where="--params"),
+    "lora_targets": lambda text: tuple(name.strip() for name in (text or "").split(",") if name.strip()),
+}
+
+
+def takes_request(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A verb whose first parameter is a :class:`~zeroplan.planner.request.Request`, made of the options.
+
+    The verb gets every option but those named ``without``. A parameter of its own that bears an option's name stands in that
+    option's place, with its own type, default and help; its value goes to the verb and not to the Request.
     """
-    chosen = {name: value for name, value in values.items() if name in _REQUEST_FIELDS}
-    if isinstance(chosen.get("params"), str):
-        chosen["params"] = parse_count(chosen["params"], where="--params")
-    chosen["lora_targets"] = names(chosen.get("lora_targets"))
-    return Request(**chosen)
+
+    def decorate(verb: Callable[..., None]) -> Callable[..., None]:
+        own = dict(list(inspect.signature(verb, eval_str=True).parameters.items())[1:])
+        defaults = {field.name: field for field in fields(Request)}
+        shared = [name for name in OPTIONS if name not in without]
+        asked = [own.get(name) or _parameter(defaults[name]) for name in shared]
+        asked += [parameter for name, parameter in own.items() if name not in shared]
+
+        @wraps(verb)
+        def run(**values: Any) -> None:
+            given = {name: values.pop(name) for name in shared if name not in own}
+            verb(Request(**{name: _READERS.get(name, _same)(value) for name, value in given.items()}), **values)
+
+        keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in asked]
+        run.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in keywords}
+        return run
+
+    return decorate
 
 
-def names(text: str | None) -> tuple[str, ...]:
-    """The names in a list by comma."""
-    return tuple(name.strip() for name in text.split(",") if name.strip()) if text else ()
+def chosen(request: Request) -> dict[str, Any]:
+    """The fields of the request that differ from their defaults."""
+    values = {field.name: (getattr(request, field.name), field.default) for field in fields(request)}
+    return {name: value for name, (value, default) in values.items() if value != default}
+
+
+def _parameter(field: Field[Any]) -> inspect.Parameter:
+    """The parameter of a Request's field; one that is read from text is left out as None."""
+    default = None if field.name in _READERS else field.default
+    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=OPTIONS[field.name])
+
+
+def _same(value: Any) -> Any:
+    return value

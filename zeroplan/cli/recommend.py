@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,9 +11,9 @@ import typer
 from zeroplan.cli import flags
 from zeroplan.cli.main import app
 from zeroplan.core.errors import EXIT_DOES_NOT_FIT, BadInput
+from zeroplan.planner.request import Request
 
 if TYPE_CHECKING:
-    from zeroplan.planner.request import Request
     from zeroplan.search.answer import Answer
     from zeroplan.search.api import Wish
 
@@ -51,39 +52,17 @@ Script = Annotated[str, typer.Option("--script", rich_help_panel=_FILES, help="T
 
 
 @app.command()
+@flags.takes_request("ds_config")
 def recommend(
-    model: flags.Model = None,
-    params: flags.Params = None,
-    micro_batch: flags.MicroBatch = None,
-    seq_len: flags.SeqLen = None,
-    grad_accum: flags.GradAccum = None,
-    dtype: flags.Dtype = None,
-    optimizer: flags.OptimizerName = None,
+    request: Request,
     gradient_checkpointing: Checkpointing = None,
-    attn: flags.Attn = "sdpa",
-    lora_rank: flags.LoraRank = None,
-    lora_targets: flags.LoraTargets = None,
-    gpus: flags.Gpus = 1,
-    nodes: flags.Nodes = 1,
-    gpu: flags.GpuName = None,
-    vram: flags.Vram = None,
-    cpu_ram: flags.CpuRam = None,
-    nvme: flags.Nvme = None,
-    engine: flags.EngineName = "deepspeed",
-    stage: flags.Stage = None,
-    offload_optimizer: flags.OffloadOptimizer = None,
-    offload_param: flags.OffloadParam = None,
     global_batch: GlobalBatch = None,
     goal: Goal = "throughput",
     candidates: Candidates = None,
     source: From = None,
     profile: Profile = None,
     nvme_path: NvmePath = "/local_nvme",
-    depth: flags.Depth = None,
-    alloc_conf: flags.AllocConf = "",
-    token: flags.Token = None,
-    trust_remote_code: flags.TrustRemoteCode = False,
-    style: Annotated[str, typer.Option("--format", help="plain, github, html or csv.")] = "plain",
+    style: flags.Style = "plain",
     as_json: flags.Json = False,
     output: Output = None,
     form: Form = "explicit",
@@ -98,8 +77,7 @@ def recommend(
     from zeroplan.report.recommendation import answer_text
     from zeroplan.search.api import Wish, answer
 
-    values = locals() | {"gradient_checkpointing": bool(gradient_checkpointing)}
-    request = flags.request(values)
+    request = replace(request, gradient_checkpointing=bool(gradient_checkpointing))
     wish = Wish(
         global_batch=global_batch,
         goal=goal,
@@ -109,7 +87,7 @@ def recommend(
         given=candidates,
         source=source,
     )
-    if model is None and params is None and source is None:
+    if request.model is None and request.params is None and source is None:
         _catalog(request, wish, output, as_json=as_json, style=style)
         return
     if candidates is not None and source is not None:

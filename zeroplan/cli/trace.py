@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -13,33 +14,39 @@ from zeroplan.cli import flags
 from zeroplan.cli.main import app
 from zeroplan.core.errors import BadInput
 from zeroplan.core.units import format_bytes
+from zeroplan.planner.request import Request, resolve
+
+Stage = Annotated[int, typer.Option("--stage", rich_help_panel="Sharding", help="0 to 3.")]
 
 
 @app.command(name="trace")
+@flags.takes_request(
+    "params",
+    "grad_accum",
+    "optimizer",
+    "gpus",
+    "nodes",
+    "vram",
+    "cpu_ram",
+    "nvme",
+    "offload_optimizer",
+    "offload_param",
+    "ds_config",
+    "depth",
+    "alloc_conf",
+)
 def trace_command(
-    model: flags.Model = None,
-    micro_batch: flags.MicroBatch = None,
-    seq_len: flags.SeqLen = None,
-    dtype: flags.Dtype = None,
-    gradient_checkpointing: flags.Checkpointing = False,
-    gpu: flags.GpuName = None,
-    attn: flags.Attn = "sdpa",
-    lora_rank: flags.LoraRank = None,
-    lora_targets: flags.LoraTargets = None,
-    engine: flags.EngineName = "deepspeed",
-    stage: flags.Stage = 2,
+    request: Request,
+    stage: Stage = 2,
     output: Annotated[str | None, typer.Option("-o", "--output", metavar="FILE", help="Write the tape there as JSON.")] = None,
-    token: flags.Token = None,
-    trust_remote_code: flags.TrustRemoteCode = False,
     as_json: flags.Json = False,
 ) -> None:
     """Trace one micro batch of MODEL: what its forward and backward allocate, kept for later predictions."""
     from zeroplan.core.tape_sizes import Device
     from zeroplan.core.tape_summary import summarise
-    from zeroplan.planner.request import resolve
     from zeroplan.tapes import find_tape, get_tape
 
-    resolved = resolve(flags.request(locals()))
+    resolved = resolve(replace(request, stage=stage))
     spec, workload, case = resolved.spec, resolved.workload, resolved.cases[0]
     zero3 = resolved.engine.trace_options(case).zero3
     began = time.perf_counter()

@@ -40,6 +40,11 @@ class Mark:
         if self._event is not None:
             lane.stream().wait_event(self._event)
 
+    def finish(self) -> None:
+        """Makes the calling thread wait until the marked work is done; other threads go on."""
+        if self._event is not None:
+            self._event.synchronize()
+
 
 class Lane:
     """An order of work: a CUDA stream, or (`own` False) whatever stream is current, which the model computes on."""

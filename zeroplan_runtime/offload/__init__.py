@@ -1,0 +1,1 @@
+"""Buffers in other places than the GPU: optimizer, parameters and saved activations on the host, states in files."""

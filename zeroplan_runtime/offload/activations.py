@@ -1,0 +1,232 @@
+"""Checkpointed inputs in host memory (``activation_checkpointing.cpu_checkpointing``), brought back ahead of the backward.
+
+Gradient checkpointing keeps each block's input until the backward. Here the input leaves for pinned memory while the next
+block computes, and returns while the backward of the block after it runs.
+
+Note [Which tensors]
+    A saved-tensor hook sees every tensor that autograd saves, and cannot tell what for. What a checkpoint saves is told by
+    the order of events: ``torch.utils.checkpoint`` saves a block's arguments just before it calls the block (or, reentrant,
+    just after, with gradients off inside). So a saved tensor is a checkpoint's when a block is entered with it next, or was
+    entered with it without gradients. Nothing else is moved, so a model that does not checkpoint is left as it is.
+
+Note [Two on the device]
+    The copy of an input begins when the next block is entered, and its memory is given up when the one after is: the model's
+    stream then waits for the copy, not the host. So two inputs at most are on the device in the forward, the newest stays
+    for the backward's beginning, and two at most return at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroplan.core.buffers import Buffer, Place
+from zeroplan_runtime.arena import Arena
+from zeroplan_runtime.comm import Lane, Mark
+from zeroplan_runtime.schedule import tensors_of
+
+#: Smaller tensors (masks, positions) stay where they are: a copy would cost more than it frees.
+LEAST_BYTES = 1 << 16
+
+_Key = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+class HostPool:
+    """Pinned buffers that saved inputs take turns in. There are never more than were in use at once."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._free: list[HostBuffer] = []
+        self._made = 0
+
+    def take(self, numel: int, dtype: torch.dtype) -> HostBuffer:
+        """A buffer for `numel` elements: the smallest free one that holds them, else a new one in place of the largest."""
+        nbytes = numel * dtype.itemsize
+        fitting = [one for one in self._free if one.memory.numel() >= nbytes]
+        if fitting:
+            found = min(fitting, key=lambda one: one.memory.numel())
+            self._free.remove(found)
+            return found
+        if self._free:
+            small = max(self._free, key=lambda one: one.memory.numel())
+            self._free.remove(small)
+            name = small.name
+            small.read.finish()
+            self._arena.free(small.memory)
+        else:
+            name, self._made = f"checkpoint.{self._made}", self._made + 1
+        memory = self._arena.empty(Buffer.ACTIVATION_CHECKPOINT, nbytes, torch.uint8, unit=name, place=Place.PINNED)
+        return HostBuffer(name, memory, Mark(self._arena.device))
+
+    def give_back(self, buffer: HostBuffer) -> None:
+        """Its content is not needed any more."""
+        self._free.append(buffer)
+
+
+class HostBuffer:
+    """Bytes in pinned memory; `read` marks the last copy out of them."""
+
+    __slots__ = ("memory", "name", "read")
+
+    def __init__(self, name: str, memory: torch.Tensor, read: Mark) -> None:
+        self.name, self.memory, self.read = name, memory, read
+
+    def like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The buffer's beginning as a contiguous tensor of `tensor`'s shape and dtype."""
+        return self.memory[: tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
+
+
+class Saved:
+    """One saved tensor: on the device (`tensor`), or in the host's `buffer`, or on its way back (`returning`)."""
+
+    __slots__ = ("before", "buffer", "copied", "pool", "ready", "returning", "shape_of", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, pool: HostPool) -> None:
+        self.tensor: torch.Tensor | None = tensor
+        self.version = tensor._version
+        self.pool = pool
+        self.buffer: HostBuffer | None = None
+        self.shape_of = torch.empty_like(tensor, device="meta", memory_format=torch.contiguous_format)
+        self.copied = self.ready = Mark(tensor.device)
+        self.returning: torch.Tensor | None = None
+        self.before: Saved | None = None  # the block before needs this one next in the backward
+
+    def __del__(self) -> None:
+        if self.buffer is not None:
+            self.pool.give_back(self.buffer)
+
+
+class ActivationOffload:
+    """Moves the checkpointed inputs of `blocks` to the host and back. Its results are bitwise those without it."""
+
+    def __init__(self, blocks: Sequence[nn.Module], arena: Arena, *, least_bytes: int = LEAST_BYTES) -> None:
+        device = arena.device
+        self.pool = HostPool(arena)
+        self._compute = Lane(device, own=False)
+        self._down, self._up = Lane(device, own=True), Lane(device, own=True)
+        self._device, self._least = device, least_bytes
+        self._saving = False
+        self._fresh: dict[_Key, Saved] = {}  # saved since the last block was entered
+        self._entered: set[_Key] = set()  # what the last block was entered with, gradients off
+        self._newest: Saved | None = None
+        self._leaving: Saved | None = None
+        self._handles = [block.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True) for block in blocks]
+
+    def remove(self) -> None:
+        """Takes the hooks off the blocks."""
+        for handle in self._handles:
+            handle.remove()
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Around a forward: what its checkpoints save goes to the host."""
+        if not torch.is_grad_enabled():
+            yield
+            return
+        self._saving = True
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        finally:
+            self._saving = False
+            self._let_go(self._leaving)
+            self._newest = self._leaving = None
+            self._fresh.clear()
+            self._entered.clear()
+
+    # ------------------------------------------------------------------ forward
+
+    def _pack(self, tensor: torch.Tensor) -> Saved | torch.Tensor:
+        if tensor.device != self._device or not tensor.is_floating_point() or isinstance(tensor, nn.Parameter):
+            return tensor
+        if tensor.numel() * tensor.element_size() < self._least:
+            return tensor
+        key = _key(tensor)
+        saved = self._fresh.get(key)
+        if saved is None:
+            saved = self._fresh[key] = Saved(tensor, self.pool)
+            if key in self._entered:
+                self._claim(saved)
+        return saved
+
+    def _enter(self, _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if not self._saving:
+            return  # a forward again in the backward, or one without gradients
+        keys = {_key(tensor) for tensor in tensors_of((args, dict(kwargs)))}
+        if not torch.is_grad_enabled():
+            self._entered = keys
+            return
+        for key, saved in self._fresh.items():
+            if key in keys:
+                self._claim(saved)
+        self._fresh.clear()
+        self._entered.clear()
+
+    def _claim(self, saved: Saved) -> None:
+        """`saved` is a checkpoint's: see Note [Two on the device]."""
+        self._let_go(self._leaving)
+        before, self._newest = self._newest, saved
+        saved.before = before
+        if before is not None:
+            self._send(before)
+        self._leaving = before
+
+    def _send(self, saved: Saved) -> None:
+        tensor = saved.tensor
+        assert tensor is not None
+        if tensor._version != saved.version:
+            raise RuntimeError("the input of a checkpointed block was changed in place after the block saved it")
+        saved.buffer = self.pool.take(tensor.numel(), tensor.dtype)
+        produced = Mark(self._device)
+        produced.record(self._compute)
+        produced.wait(self._down)
+        saved.buffer.read.wait(self._down)
+        with self._down.run():
+            saved.buffer.like(tensor).copy_(tensor.detach(), non_blocking=True)
+        saved.copied = Mark(self._device)
+        saved.copied.record(self._down)
+
+    def _let_go(self, saved: Saved | None) -> None:
+        if saved is not None and saved.buffer is not None:
+            saved.copied.wait(self._compute)
+            saved.tensor = None
+
+    # ------------------------------------------------------------------ backward
+
+    def _unpack(self, saved: Saved | torch.Tensor) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        found = saved.tensor
+        if found is None:
+            self._fetch(saved)
+            saved.ready.wait(self._compute)
+            found, saved.returning = saved.returning, None
+            assert found is not None
+        if saved.before is not None and saved.before.tensor is None:
+            self._fetch(saved.before)
+        return found
+
+    def _fetch(self, saved: Saved) -> None:
+        """Starts to bring a tensor back, unless it is on its way."""
+        if saved.returning is not None:
+            return
+        assert saved.buffer is not None
+        target = torch.empty_like(saved.shape_of, device=self._device)
+        allocated = Mark(self._device)
+        allocated.record(self._compute)  # its memory may still be in use by what was freed there
+        allocated.wait(self._up)
+        saved.copied.wait(self._up)
+        with self._up.run():
+            target.copy_(saved.buffer.like(saved.shape_of), non_blocking=True)
+        saved.buffer.read.record(self._up)
+        saved.ready = Mark(self._device)
+        saved.ready.record(self._up)
+        saved.returning = target
+
+
+def _key(tensor: torch.Tensor) -> _Key:
+    return tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype

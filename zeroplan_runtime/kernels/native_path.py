@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from functools import cache
 
 import torch
@@ -85,6 +86,18 @@ def use_instructions(name: str | None) -> bool:
     return done == 0
 
 
+_local = threading.local()
+
+
+def use_threads(count: int | None) -> None:
+    """Sets how many threads the routines use when called from this thread; None for ``torch.get_num_threads()``."""
+    _local.threads = count
+
+
+def _threads() -> int:
+    return getattr(_local, "threads", None) or torch.get_num_threads()
+
+
 def _pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
@@ -114,7 +127,7 @@ def _arguments(step: Step) -> _Step | None:
 def _update(name: str, step: Step) -> None:
     arguments = _arguments(step)
     if arguments is not None:
-        getattr(_loaded(), name)(ctypes.byref(arguments), torch.get_num_threads())
+        getattr(_loaded(), name)(ctypes.byref(arguments), _threads())
 
 
 def adam(step: Step) -> None:
@@ -142,7 +155,7 @@ def lamb_moments(step: Step, segments: Segments) -> None:
             len(segments.tiles),
             segments.norms.data_ptr(),
             segments.count,
-            torch.get_num_threads(),
+            _threads(),
         )
 
 
@@ -158,18 +171,18 @@ def lamb_apply(step: Step, segments: Segments, min_trust: float, max_trust: floa
             step.rate,
             min_trust,
             max_trust,
-            torch.get_num_threads(),
+            _threads(),
         )
 
 
 def sum_of_squares(grad: torch.Tensor, scalars: torch.Tensor, *, accumulate: bool) -> None:
     """``scalars[SQUARES]`` = (itself, if `accumulate`) + the sum of the gradient's squares."""
     before = float(scalars[SQUARES]) if accumulate else 0.0
-    total = _loaded().zeroplan_sum_of_squares(grad.data_ptr(), _TYPES[grad.dtype], grad.numel(), torch.get_num_threads())
+    total = _loaded().zeroplan_sum_of_squares(grad.data_ptr(), _TYPES[grad.dtype], grad.numel(), _threads())
     scalars[SQUARES] = before + total
 
 
 def cast(source: torch.Tensor, out: torch.Tensor, scale: float) -> None:
     """``out = source * scale`` through fp32."""
     arguments = _Cast(_pointer(source), _pointer(out), source.numel(), _TYPES[source.dtype], _TYPES[out.dtype], scale)
-    _loaded().zeroplan_cast(ctypes.byref(arguments), torch.get_num_threads())
+    _loaded().zeroplan_cast(ctypes.byref(arguments), _threads())

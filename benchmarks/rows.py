@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from zeroplan.models.catalog import find
 from zeroplan.planner.request import Request
 
 HERE = Path(__file__).resolve().parent
@@ -13,7 +14,8 @@ MEASURED = HERE / "ground_truth" / "measured.jsonl"
 EXTRA = HERE / "ground_truth" / "extra.jsonl"
 #: The linear layers that the measured LoRA runs adapt.
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-_GPUS = {"NVIDIA H100 80GB HBM3": "H100", "NVIDIA H200": "H200"}
+#: Drivers' names of GPUs, and their presets'.
+GPUS = {"NVIDIA H100 80GB HBM3": "H100", "NVIDIA H200": "H200"}
 
 
 def load_rows(*paths: Path) -> list[dict[str, Any]]:
@@ -29,7 +31,7 @@ def ds_config_of(row: dict[str, Any]) -> dict[str, Any]:
         "gradient_accumulation_steps": row["gradient_accumulation_steps"],
         "gradient_clipping": 1.0,
         "optimizer": {
-            "type": "AdamW",
+            "type": row.get("optimizer_type", "AdamW"),
             "params": {"lr": 1e-5, "betas": [0.9, 0.95], "weight_decay": 0.1, **(row.get("opt_params") or {})},
         },
         "zero_optimization": {"stage": row["stage"], **(row.get("zero_overrides") or {})},
@@ -43,7 +45,7 @@ def ds_config_of(row: dict[str, Any]) -> dict[str, Any]:
 def request_of(row: dict[str, Any], *, depth: str | None = None) -> Request:
     """The request whose one plan predicts this row."""
     common: dict[str, Any] = {
-        "model": row["model"],
+        "model": model_of(row),
         "micro_batch": row["micro_batch"],
         "seq_len": row["seq_len"],
         "grad_accum": row["gradient_accumulation_steps"],
@@ -53,10 +55,22 @@ def request_of(row: dict[str, Any], *, depth: str | None = None) -> Request:
         "lora_rank": row["lora_rank"],
         "lora_targets": LORA_TARGETS if row["lora_rank"] else (),
         "gpus": row["world"],
-        "gpu": _GPUS[row["gpu"]],
+        "gpu": GPUS[row["gpu"]],
         "engine": row["engine"],
         "depth": depth,
+        "alloc_conf": row.get("alloc_conf") or "",
     }
     if row["engine"] == "deepspeed":
         return Request(**common, ds_config=ds_config_of(row))
-    return Request(**common, stage=row["stage"])
+    offload = "cpu" if row.get("offload") else None
+    return Request(**common, stage=row["stage"], offload_optimizer=offload, offload_param=offload)
+
+
+def model_of(row: dict[str, Any]) -> str | dict[str, Any]:
+    """The model's name, or the config of one that has single values changed."""
+    changes = row.get("model_overrides")
+    if not changes:
+        return str(row["model"])
+    entry = find(row["model"])
+    assert entry is not None, row["model"]
+    return dict(entry.config) | changes

@@ -61,14 +61,14 @@ def main(spec: Spec, row_file: Path, history_file: Path | None) -> None:
         probe.mark(f"step{index}")
         seconds.append(time.perf_counter() - begin)
 
-    mine = _figures(probe, gpu, nvml_before, context) | {
+    mine = figures(probe, gpu, nvml_before, context) | {
         "context_process": context_process,
         "step_seconds": statistics.median(seconds[1:]),
     }
     everyone: list[Any] = [None] * spec.world
     dist.all_gather_object(everyone, mine)
     if rank == 0:
-        row = _row(spec, trained, everyone, probe) | {
+        row = row_of(spec, trained, everyone, probe) | {
             "loss": float(loss.detach()),
             "skipped_steps": trained.skipped(),
             "wall_seconds": round(time.monotonic() - started, 1),
@@ -87,7 +87,8 @@ def main(spec: Spec, row_file: Path, history_file: Path | None) -> None:
     os._exit(0)  # engines' tear-down can hang and changes nothing measured
 
 
-def _figures(probe: Probe, gpu: Device, nvml_before: int, context: int) -> dict[str, Any]:
+def figures(probe: Probe, gpu: Device, nvml_before: int, context: int) -> dict[str, Any]:
+    """This rank's peaks over all marks, device memory since `nvml_before`, and peak host memory."""
     marks = probe.marks
     training = [m for m in marks if m["at"] not in ("model", "init")]
     return {
@@ -101,7 +102,8 @@ def _figures(probe: Probe, gpu: Device, nvml_before: int, context: int) -> dict[
     }
 
 
-def _row(spec: Spec, trained: Any, everyone: list[dict[str, Any]], probe: Probe) -> dict[str, Any]:
+def row_of(spec: Spec, trained: Any, everyone: list[dict[str, Any]], probe: Probe) -> dict[str, Any]:
+    """The row of a run, from every rank's figures and rank 0's marks."""
     import torch
 
     def most(key: str) -> int:

@@ -1,185 +1,157 @@
 """The recommendation against the truth: a grid of candidates, each measured under DeepSpeed on a capped GPU.
 
-``python -m benchmarks.recommend.measure specs --setup NAME > specs.jsonl`` writes what ``benchmarks.measure.grid`` runs (one
-at a time, ``--jobs 1``: speeds must not share a host). ``… compare --setup NAME ROWS.jsonl`` then holds its rows against the
-ranking that the same candidates get from ``zeroplan.search``: whether the first of those that fit reaches the best measured
-speed, how far step times are off, Kendall's τ, and what was said to fit and did not, or the other way round.
-
-A cap on torch's allocator stands for a smaller card: what the card's driver leaves, less what lies outside torch.
+``python -m benchmarks.recommend.measure specs --setup NAME > specs.jsonl`` writes what ``benchmarks.recommend.driver`` runs.
+``… emit FOLDER`` writes the recommended config of Llama-3.2-1B on one 24 GB card, and the jobs that train it as it is.
+``… compare ROWS.jsonl…`` holds the measured rows against the ranking that the same candidates get from ``zeroplan.search``:
+whether the first of those that fit reaches the best measured speed, how far step times are off, Kendall's τ, and what was
+said to fit and did not, or the other way round. ``benchmarks/recommend/grid.sh`` does the measuring.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure.spec import Spec
+from benchmarks.recommend.setups import SETUPS, Choice, Setup, request_of, specs
 from benchmarks.recommend.speeds import kendall, within
-from zeroplan.core.cluster import Cluster
+from benchmarks.rows import GPUS
 from zeroplan.core.units import GIB
-from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.process import outside_torch
 from zeroplan.planner.request import Request
-from zeroplan.search.answer import Answer
+from zeroplan.search.answer import Answer, Recommendation
 from zeroplan.search.api import Wish, answer, problem_of
 from zeroplan.search.given import candidate_of
 from zeroplan.search.space import Candidate
 
 RESULT = Path(__file__).resolve().parent.parent / "results" / "recommend.json"
-_CPU = {"device": "cpu", "pin_memory": True}
-_NAMES = {"": {}, "o": {"offload_optimizer": _CPU}, "op": {"offload_optimizer": _CPU, "offload_param": _CPU}}
+#: The check that an emitted config trains as it is: this model on one card of so many GiB.
+EMITTED_MODEL, EMITTED_VRAM, EMITTED_STEPS = "meta-llama/Llama-3.2-1B", 24, 10
 
 
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """A model on a machine, and the candidates: (stage, offload, micro batch, checkpointing)."""
-
-    model: str
-    gpus: int
-    vram: int
-    seq_len: int
-    grid: tuple[tuple[int, str, int, bool], ...]
-
-
-SETUPS = {
-    "llama1b_1x24": Setup(
-        "meta-llama/Llama-3.2-1B",
-        1,
-        24,
-        1024,
-        (
-            *((2, "o", m, again) for m in (1, 4, 8) for again in (False, True)),
-            *((3, "o", m, True) for m in (1, 8)),
-            *((3, "op", m, True) for m in (1, 8, 16)),
-            (0, "", 1, True),
-            (2, "", 1, True),
-            (3, "", 1, True),
-            (1, "o", 4, True),
-        ),
-    ),
-    "qwen05b_1x24": Setup(
-        "Qwen/Qwen2.5-0.5B",
-        1,
-        24,
-        2048,
-        tuple((s, o, m, again) for s, o in ((0, ""), (2, ""), (2, "o"), (3, "")) for m in (1, 4) for again in (False, True)),
-    ),
-    "llama1b_4x24": Setup(
-        "meta-llama/Llama-3.2-1B",
-        4,
-        24,
-        1024,
-        tuple((s, o, m, again) for s, o in ((0, ""), (1, ""), (2, ""), (3, "")) for m in (1, 4) for again in (False, True)),
-    ),
-    "llama3b_4x40": Setup(
-        "meta-llama/Llama-3.2-3B",
-        4,
-        40,
-        1024,
-        tuple((s, o, m, True) for s, o in ((1, ""), (2, ""), (2, "o"), (3, ""), (3, "op")) for m in (1, 4, 8)),
-    ),
-}
-
-
-def request_of(setup: Setup) -> Request:
-    """What a user would ask for."""
-    return Request(
-        model=setup.model,
-        gpus=setup.gpus,
-        gpu="H100",
-        vram=setup.vram * GIB,
-        cpu_ram=128 * GIB,
-        seq_len=setup.seq_len,
-    )
-
-
-def specs(name: str, setup: Setup) -> Iterator[Spec]:
-    """One measured run a candidate."""
-    cluster = Cluster.of(gpus=setup.gpus, gpu="H100", vram=setup.vram * GIB)
-    for index, (stage, offload, micro, again) in enumerate(setup.grid):
-        zero = ZeroConfig.of(stage, "cpu" if offload else "none", "cpu" if offload == "op" else "none")
-        workload = problem_of(request_of(setup), Wish()).workload
-        outside = outside_torch("deepspeed", workload, zero, ranks=setup.gpus, capability=(9, 0))
-        yield Spec(
-            id=f"{name}-{index:02d}",
-            model=setup.model,
-            stage=stage,
-            world=setup.gpus,
-            micro_batch=micro,
-            seq_len=setup.seq_len,
-            checkpointing=again,
-            zero=_NAMES[offload],
-            cap=(cluster.usable_vram or 0) - outside.total,
-            gib=float(setup.vram),
-            steps=6,
-        )
-
-
-def ranked(name: str, setup: Setup) -> Answer:
-    """The same candidates as zeroplan ranks them."""
-    request, wish = request_of(setup), Wish()
+def ranked(name: str, setup: Setup, gpu: str = "H100") -> Answer:
+    """The same candidates as zeroplan ranks them on such a GPU."""
+    request, wish = request_of(setup, gpu), Wish()
     problem = problem_of(request, wish)
     given: list[Candidate] = [
-        candidate_of(spec.ds_config(), problem, request, spec.checkpointing, index)
-        for index, spec in enumerate(specs(name, setup))
+        candidate_of(spec.ds_config(), problem, request, spec.checkpointing, index, choice.alloc_conf)
+        for index, (spec, choice) in enumerate(zip(specs(name, setup), setup.grid, strict=True))
     ]
     return answer(request, Wish(given=given))
 
 
 def compare(name: str, setup: Setup, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The issue's figures for one setup."""
+    """The figures for one setup. Only runs that ended by themselves count: through, or out of the GPU's memory."""
     measured = {int(row["id"].rsplit("-", 1)[1]): row for row in rows if row["id"].startswith(f"{name}-")}
-    ranking = [one for one in ranked(name, setup).ranking if one.index in measured]
-    ran = {i: row for i, row in measured.items() if row.get("ok", True)}
-    died = {i for i, row in measured.items() if row.get("error") == "out of memory"}
+    measured = {i: row for i, row in measured.items() if row["ok"] or row["error"] == "out of memory"}
+    gpu = GPUS[next(iter(measured.values()))["gpu"]]
+    ranking = [one for one in ranked(name, setup, gpu).ranking if one.index in measured]
+    ran = {i: row for i, row in measured.items() if row["ok"]}
     best = max((row["tokens_per_s"] for row in ran.values()), default=0.0)
     first = next((one for one in ranking if one.fits), None)
-    reached = ran[first.index]["tokens_per_s"] / best if first is not None and first.index in ran and best else 0.0
+    reached = ran[first.index]["tokens_per_s"] / best if first is not None and first.index in ran else 0.0
     pairs = [(one.step_seconds, ran[one.index]["step_seconds"]) for one in ranking if one.index in ran]
+    speeds = [(one.tokens_per_second, ran[one.index]["tokens_per_s"]) for one in ranking if one.index in ran]
     said_not = [one.index for one in ranking if one.fits is False]
     return {
         "setup": name,
+        "gpu": gpu,
         "measured": len(measured),
         "ran": len(ran),
+        "recommended": None if first is None else first.index,
         "reached_of_best": round(reached, 3),
         "within_15_percent": round(within(pairs, 0.15), 3) if pairs else None,
-        "kendall_tau": round(kendall(pairs), 3) if len(pairs) > 1 else None,
-        "said_to_fit_and_died": [one.index for one in ranking if one.fits and one.index in died],
+        "kendall_tau": round(kendall(speeds), 3) if len(speeds) > 1 else None,
+        "said_to_fit_and_died": [one.index for one in ranking if one.fits and one.index not in ran],
         "said_not_to_fit": len(said_not),
-        "of_those_died": sum(i in died for i in said_not),
-        "table": [
-            {
-                "index": one.index,
-                "fits": one.fits,
-                "ran": one.index in ran,
-                "predicted_seconds": round(one.step_seconds, 4),
-                "measured_seconds": round(ran[one.index]["step_seconds"], 4) if one.index in ran else None,
-            }
-            for one in ranking
-        ],
+        "of_those_died": sum(i not in ran for i in said_not),
+        "table": [_line(setup.grid[one.index], one, ran.get(one.index)) for one in ranking],
     }
 
 
+def _line(choice: Choice, one: Recommendation, row: dict[str, Any] | None) -> dict[str, Any]:
+    gpu = one.plan.gpu
+    line: dict[str, Any] = {
+        "index": one.index,
+        "choice": f"{choice.stage}{choice.offload} micro {choice.micro}{' ckpt' if choice.again else ''} {choice.buckets}"
+        f"{' expandable' if choice.expandable else ''}".strip(),
+        "fits": one.fits,
+        "ran": row is not None,
+        "predicted_seconds": round(one.step_seconds, 4),
+        "predicted_reserved": gpu.peak_reserved,
+        "bound": one.time.bound.value,
+    }
+    if row is not None:
+        line |= {
+            "measured_seconds": round(row["step_seconds"], 4),
+            "off": round(one.step_seconds / row["step_seconds"] - 1, 3),
+            "measured_reserved": row["peak_reserved"],
+            "retries": max(mark.get("retries", 0) for mark in row["marks"]),
+        }
+    return line
+
+
+def overall(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """All setups together."""
+    ran = [line for one in found for line in one["table"] if line["ran"]]
+    said_not = sum(one["said_not_to_fit"] for one in found)
+    return {
+        "setups": len(found),
+        "measured": sum(one["measured"] for one in found),
+        "least_reached_of_best": min(one["reached_of_best"] for one in found),
+        "within_15_percent": round(sum(abs(line["off"]) < 0.15 for line in ran) / len(ran), 3),
+        "least_kendall_tau": min(one["kendall_tau"] for one in found),
+        "said_to_fit_and_died": sum(len(one["said_to_fit_and_died"]) for one in found),
+        "said_not_to_fit_and_died": round(sum(one["of_those_died"] for one in found) / said_not, 3) if said_not else None,
+    }
+
+
+def emit(folder: Path) -> None:
+    """Write what ``zeroplan recommend`` emits for one 24 GB card, and the jobs that train it under both engines."""
+    request = Request(model=EMITTED_MODEL, gpu="H100", vram=EMITTED_VRAM * GIB, cpu_ram=64 * GIB, seq_len=1024)
+    best = answer(request, Wish(explain=False)).best
+    assert best is not None
+    setup = Setup(EMITTED_MODEL, 1, EMITTED_VRAM, 1024, (Choice(best.zero.stage, "o", best.workload.micro_batch, False),))
+    spec = replace(
+        next(specs("emitted", setup)),
+        checkpointing=best.workload.gradient_checkpointing,
+        grad_accum=best.workload.grad_accum,
+        env={"PYTORCH_ALLOC_CONF": best.alloc_conf} if best.alloc_conf else {},
+        steps=EMITTED_STEPS,
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    config = folder / "ds_config.json"
+    config.write_text(json.dumps(best.ds_config(), indent=2) + "\n")
+    for engine in ("deepspeed", "zeroplan"):
+        job = replace(spec, id=f"emitted-{engine}").to_dict() | {"config": str(config), "runtime": engine == "zeroplan"}
+        print(json.dumps(job))
+
+
 def main() -> None:
+    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("verb", choices=("specs", "compare"))
+    parser.add_argument("verb", choices=("specs", "emit", "compare"))
     parser.add_argument("--setup", choices=sorted(SETUPS), action="append")
-    parser.add_argument("rows", nargs="?", type=Path)
+    parser.add_argument("paths", nargs="*", type=Path)
     arguments = parser.parse_args()
-    names = arguments.setup or sorted(SETUPS)
+    if arguments.verb == "emit":
+        emit(arguments.paths[0])
+        return
+    names = arguments.setup or list(SETUPS)
     if arguments.verb == "specs":
         for name in names:
             for spec in specs(name, SETUPS[name]):
                 print(json.dumps(spec.to_dict()))
         return
-    rows = [json.loads(line) for line in arguments.rows.read_text().splitlines() if line.strip()]
-    found = [compare(name, SETUPS[name], rows) for name in names]
-    RESULT.write_text(json.dumps(found, indent=1) + "\n")
+    lines = [line for path in arguments.paths for line in path.read_text().splitlines() if line.strip()]
+    rows = [json.loads(line) for line in lines]
+    found = [compare(name, SETUPS[name], rows) for name in names if any(row["id"].startswith(f"{name}-") for row in rows)]
+    emitted = [row for row in rows if row["id"].startswith("emitted-")]
+    summary = overall(found)
+    RESULT.write_text(json.dumps({"overall": summary, "setups": found, "emitted": emitted}, indent=1) + "\n")
     print(json.dumps([{k: v for k, v in one.items() if k != "table"} for one in found], indent=1))
+    print(json.dumps(summary))
 
 
 if __name__ == "__main__":

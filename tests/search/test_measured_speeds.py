@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
+import time
+from pathlib import Path
+
 import pytest
 
+from benchmarks.recommend import driver
+from benchmarks.recommend.measure import compare, overall, ranked
+from benchmarks.recommend.setups import SETUPS, specs
 from benchmarks.recommend.speeds import COUNTS, kendall, predictions, prepared, within
+from benchmarks.recommend.trial import Job
 from benchmarks.rows import MEASURED, load_rows
 
 
@@ -34,20 +43,37 @@ def test_each_stage_is_near_on_the_whole() -> None:
 
 @pytest.mark.torch
 def test_the_grid_is_specified_and_compared() -> None:
-    from benchmarks.recommend.measure import SETUPS, compare, ranked, specs
-
     name = "llama1b_4x24"
     setup = SETUPS[name]
     written = list(specs(name, setup))
     assert [spec.id for spec in written] == [f"{name}-{i:02d}" for i in range(len(setup.grid))]
     assert all(spec.cap is not None and spec.cap < 24 << 30 for spec in written)
     rows = []
-    for one in ranked(name, setup).ranking:
-        row = {"id": f"{name}-{one.index:02d}", "ok": True, "tokens_per_s": one.tokens_per_second}
-        if one.fits is False:
-            row |= {"ok": False, "error": "out of memory"}
-        rows.append(row | {"step_seconds": one.step_seconds * 1.1})
-    found = compare(name, setup, rows)
+    for one in ranked(name, setup, "H200").ranking:
+        row = {"id": f"{name}-{one.index:02d}", "gpu": "NVIDIA H200", "ok": one.fits, "error": "out of memory"}
+        speed = {"step_seconds": one.step_seconds * 1.1, "tokens_per_s": one.tokens_per_second / 1.1}
+        rows.append(row | speed | {"peak_reserved": one.plan.gpu.peak_reserved, "marks": [{"at": "init"}]})
+    found = compare(
+        name, setup, [row for row in rows if row["id"] != f"{name}-00"] + [{**rows[0], "error": "failed", "ok": False}][:0]
+    )
     assert (found["kendall_tau"], found["within_15_percent"], found["reached_of_best"]) == (1.0, 1.0, 1.0)
+    assert found["measured"] == len(setup.grid) - 1
     assert found["said_to_fit_and_died"] == []
     assert found["of_those_died"] == found["said_not_to_fit"]
+    assert overall([found])["said_not_to_fit_and_died"] == 1.0
+
+
+def _one_rank_fails(job: Job, rank: int, port: int, folder: str) -> None:
+    if rank == 0:
+        time.sleep(60)  # as a rank does that waits in a collective for the one that failed
+    Path(folder, f"{rank}.json").write_text(json.dumps({"error": "out of memory", "detail": "", "phase": "backward"}))
+    os._exit(1)
+
+
+def test_a_rank_that_fails_ends_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "trial", _one_rank_fails)
+    job = Job.from_dict({"id": "x", "model": "tiny/llama", "world": 2, "threads": 3})
+    row = driver.Driver(tmp_path / "rows.jsonl", method="fork", port=29900).run(job, limit=30)
+    assert (row["ok"], row["error"], row["phase"], job.threads) == (False, "out of memory", "backward", 3)
+    assert row["whole_seconds"] < 10
+    assert json.loads((tmp_path / "rows.jsonl").read_text())["id"] == "x"

@@ -19,11 +19,15 @@ class Arithmetic(StrEnum):
 
 
 class Checkpointing(StrEnum):
-    """Whether each block is recomputed in backward, and by which of torch's two ways."""
+    """What is recomputed in backward, and by which of torch's ways.
+
+    SELECTIVE keeps the outputs of matrix products and attention within blocks (:mod:`zeroplan.trace.selective`).
+    """
 
     NONE = "none"
     NON_REENTRANT = "ckpt"
     REENTRANT = "ckpt-reentrant"
+    SELECTIVE = "ckpt-selective"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +35,8 @@ class TraceOptions:
     """One way to run a model.
 
     `zero3`: as ZeRO stage 3 changes the graph (identity nodes around modules, its own linear function). `lora` None means
-    no LoRA, empty all linear layers of the blocks, else names of the layers.
+    no LoRA, empty all linear layers of the blocks, else names of the layers. `every` is k where only each k-th block is
+    checkpointed: blocks k, 2k, … counted from 1.
     """
 
     attn: Attention = Attention.SDPA
@@ -39,11 +44,13 @@ class TraceOptions:
     arithmetic: Arithmetic = Arithmetic.HALF
     zero3: bool = False
     lora: tuple[str, ...] | None = None
+    every: int = 1
 
     @property
     def key(self) -> str:
         """A short name, unique for the options."""
-        parts = [self.attn.value, self.checkpointing.value, self.arithmetic.value]
+        checkpointing = self.checkpointing.value + (f"-every{self.every}" if self.every > 1 else "")
+        parts = [self.attn.value, checkpointing, self.arithmetic.value]
         if self.zero3:
             parts.append("zero3")
         if self.lora is not None:
@@ -59,12 +66,17 @@ def options_for(workload: Workload, *, zero3: bool = False) -> TraceOptions:
         arithmetic = Arithmetic.FP32
     else:
         arithmetic = Arithmetic.HALF
+    policy = workload.recomputation
+    checkpointing = Checkpointing.NONE
+    if policy is not None:
+        checkpointing = Checkpointing.SELECTIVE if policy.selective else Checkpointing.NON_REENTRANT
     return TraceOptions(
         attn=workload.attn,
-        checkpointing=Checkpointing.NON_REENTRANT if workload.gradient_checkpointing else Checkpointing.NONE,
+        checkpointing=checkpointing,
         arithmetic=arithmetic,
         zero3=zero3,
         lora=None if workload.lora_rank is None else workload.lora_targets,
+        every=policy.every if policy is not None else 1,
     )
 
 

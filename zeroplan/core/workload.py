@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from zeroplan.core.errors import BadInput
+
 
 class DType(StrEnum):
     """Element types by the names users write."""
@@ -36,6 +38,36 @@ class Attention(StrEnum):
     EAGER = "eager"
 
 
+@dataclass(frozen=True, slots=True)
+class CheckpointPolicy:
+    """What gradient checkpointing recomputes: whole blocks, every k-th block, or all but the costly operators' outputs.
+
+    torchtitan's ``activation_checkpoint`` calls them mode ``full``, mode ``selective`` with option k, and with option
+    ``op``. `every` is 1 but for the second; `selective` means the third: outputs of matrix products and of attention are kept
+    (``torch.utils.checkpoint.create_selective_checkpoint_contexts``).
+    """
+
+    every: int = 1
+    selective: bool = False
+
+    @classmethod
+    def parse(cls, text: str, where: str = "--checkpoint-policy") -> CheckpointPolicy:
+        """From ``full``, ``selective`` or ``every:K``.
+
+        Raises:
+            BadInput: any other text.
+        """
+        name, _, number = text.strip().lower().partition(":")
+        if name in ("full", "selective") and not number:
+            return cls(selective=name == "selective")
+        if name == "every" and number.isascii() and number.isdigit() and 1 <= int(number) <= 10_000:
+            return cls(int(number))
+        raise BadInput(f"unknown policy {text[:60]!r}", where=where, remedy="use full, selective or every:K, such as every:2")
+
+    def __str__(self) -> str:
+        return "selective" if self.selective else f"every:{self.every}" if self.every > 1 else "full"
+
+
 class OptimizerKind(StrEnum):
     """How an optimizer walks its tensors, which decides its temporaries."""
 
@@ -48,8 +80,9 @@ class OptimizerKind(StrEnum):
 class Workload:
     """One training job's computation on one rank.
 
-    `optimizer` is a key of :data:`zeroplan.ledger.optimizers.OPTIMIZERS`. `lora_targets` empty means all linear layers of
-    the blocks. `seq_len` None means 2048, or the model's maximum if that is less.
+    `optimizer` is a key of :data:`zeroplan.ledger.optimizers.OPTIMIZERS`. `checkpoint_policy` is ``full``, ``selective`` or
+    ``every:K`` (:class:`CheckpointPolicy`) and takes effect with `gradient_checkpointing`. `lora_targets` empty means all
+    linear layers of the blocks. `seq_len` None means 2048, or the model's maximum if that is less.
     """
 
     micro_batch: int = 1
@@ -63,6 +96,12 @@ class Workload:
     gradient_checkpointing: bool = False
     lora_rank: int | None = None
     lora_targets: tuple[str, ...] = ()
+    checkpoint_policy: str = "full"
+
+    @property
+    def recomputation(self) -> CheckpointPolicy | None:
+        """What is recomputed in the backward; None without checkpointing."""
+        return CheckpointPolicy.parse(self.checkpoint_policy) if self.gradient_checkpointing else None
 
     @property
     def param_bytes(self) -> int:

@@ -18,7 +18,7 @@ from zeroplan.core.tape_format import FORMAT, Tape
 from zeroplan.core.tape_options import TraceOptions
 
 #: Bumped when a trace of the same model comes out otherwise, so that older ones are not read.
-_REVISION = 2
+_REVISION = 3
 #: Config keys that change no allocation and differ between copies of one model.
 _NOISE = frozenset(
     {"_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype", "auto_map", "bos_token_id",
@@ -35,12 +35,13 @@ def folder() -> str:
 def path_of(config: Mapping[str, Any], options: TraceOptions) -> str:
     """The file for a config and options, under the versions that are installed."""
     facts = {key: value for key, value in config.items() if key not in _NOISE}
-    key = json.dumps([FORMAT, _REVISION, _versions(), options.key, facts], sort_keys=True, default=str)
+    key = json.dumps([FORMAT, _REVISION, versions(), options.key, facts], sort_keys=True, default=str)
     return os.path.join(folder(), hashlib.sha256(key.encode()).hexdigest()[:32] + ".json.xz")
 
 
 @cache
-def _versions() -> list[str]:
+def versions() -> list[str]:
+    """The installed software that a trace depends on."""
     found = []
     for name in ("torch", "transformers", "peft"):
         try:

@@ -1,113 +1,124 @@
-"""Regenerates the shipped tapes: ``python -m zeroplan.tapes.ship [--only TEXT] [--missing] [--first N] [--part I/N]``.
+"""Makes the shipped tapes, and says what state they are in.
 
-Needs torch, transformers and peft. Models of one family differ in widths only, so the first is traced at several points
-and the others borrow the forms of its sizes (:class:`zeroplan.trace.api.Donors`).
-Models that transformers does not know, or cannot run so, are named. ``--first N`` traces only the N most used variants of
-each model, so that a long run begins with what is asked for most; ``--part I/N`` divides the models over processes.
+``python -m zeroplan.tapes.ship`` traces every catalog model under every variant anew, ``--missing`` only what is not there.
+``--status`` says what a folder holds and exits 1 unless it is complete; ``--compare DIR`` says which tapes of another
+folder differ. Tracing needs torch, transformers and peft, and no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
-import lzma
 import os
-import sys
-import time
-from collections.abc import Iterator
-from typing import Any
+import shutil
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 
-from zeroplan.core.tape_codec import to_json
-from zeroplan.core.tape_options import Arithmetic, Checkpointing, TraceOptions, auto_class_of
-from zeroplan.core.workload import Attention
+from zeroplan.core.tape import Stream
+from zeroplan.core.tape_codec import from_json
+from zeroplan.core.tape_options import TraceOptions
 from zeroplan.models import catalog
 from zeroplan.tapes import shipped
-from zeroplan.trace.api import Donors
+from zeroplan.tapes.cache import versions
+from zeroplan.tapes.regenerate import Folder, run, units
+from zeroplan.tapes.variants import variants
 
 
-def variants() -> Iterator[TraceOptions]:
-    """What each model is shipped with, most used first."""
-    for checkpointing in (Checkpointing.NONE, Checkpointing.NON_REENTRANT):
-        for zero3 in (False, True):
-            yield TraceOptions(checkpointing=checkpointing, zero3=zero3)
-    for attn in (Attention.SDPA, Attention.EAGER):
-        for checkpointing in (Checkpointing.NONE, Checkpointing.NON_REENTRANT):
-            if attn is Attention.EAGER:
-                yield TraceOptions(attn, checkpointing)
-            yield TraceOptions(attn, checkpointing, lora=())
-            if attn is Attention.SDPA:
-                yield TraceOptions(attn, checkpointing, zero3=True, lora=())
-            yield TraceOptions(attn, checkpointing, Arithmetic.AUTOCAST)
-            yield TraceOptions(attn, checkpointing, Arithmetic.FP32)
-
-
-#: Families that come first.
-_FIRST = ("llama", "qwen2", "gpt2", "opt", "roberta", "mistral", "qwen3", "gemma2", "phi3", "bert", "t5", "gpt_neox", "mixtral")
-
-
-def _place(family: str) -> tuple[int, str]:
-    return (_FIRST.index(family) if family in _FIRST else len(_FIRST)), family
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Trace and write; returns the number of models that failed."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 1 where tapes are missing (``--status``) or differ (``--compare``), else 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--only", default="", help="models whose id contains this")
-    parser.add_argument("--missing", action="store_true", help="keep variants that are there")
-    parser.add_argument("--variants", default="", metavar="TEXT", help="only variants whose key contains this")
-    parser.add_argument("--first", type=int, default=0, help="only the N most used variants of each model (0: all)")
-    parser.add_argument("--part", default="0/1", help="the i-th of n parts of the models, for several processes")
+    parser.add_argument("--into", default=shipped.DATA, metavar="DIR", help="the folder of tapes (the package's own)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (all cores)")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no tape after this time")
+    parser.add_argument("--only", default="", metavar="TEXT", help="models whose id contains this")
+    parser.add_argument("--variants", default="", metavar="TEXT", help="variants whose key contains this")
+    parser.add_argument("--missing", action="store_true", help="keep the tapes, and the known failures, that are there")
+    parser.add_argument("--status", action="store_true", help="trace nothing: say what is there")
+    parser.add_argument("--compare", metavar="DIR", help="trace nothing: say how another folder's tapes differ")
     options = parser.parse_args(arguments)
-    part, parts = (int(x) for x in options.part.split("/"))
     entries = [e for e in catalog.entries() if options.only in e.id]
-    entries.sort(key=lambda e: _place(str(e.config["model_type"])))  # neighbours share patterns
-    entries = entries[part * len(entries) // parts : (part + 1) * len(entries) // parts]
-    wanted = [v for v in list(variants())[: options.first or None] if options.variants in v.key]
-    os.makedirs(shipped.DATA, exist_ok=True)
-    donors, failed, began = Donors(), 0, time.time()
-    for number, entry in enumerate(entries, 1):
-        path = shipped.path_of(entry.id)
-        kept: dict[str, Any] = {}
-        if os.path.exists(path):
-            with lzma.open(path, "rt", encoding="utf-8") as stream:
-                kept = json.load(stream)
-        if not options.missing:
-            kept = {key: tape for key, tape in kept.items() if all(key != v.key for v in wanted)}
-        problems = _fill(kept, entry, wanted, donors)
-        failed += bool(problems)
-        if kept:
-            _write(path, kept)
-        size = os.path.getsize(path) / 1024 if kept else 0
-        note = f"  {problems[0]}" if problems else ""
-        print(f"[{number}/{len(entries)}] {time.time() - began:5.0f} s  {entry.id}: {len(kept)} tapes, {size:.0f} KiB{note}")
-        sys.stdout.flush()
-    return failed
+    wanted = [v for v in variants() if options.variants in v.key]
+    if options.status:
+        return status(entries, wanted, options.into)
+    if options.compare:
+        return compare(entries, wanted, options.into, options.compare)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # read when the processes import torch: a trace is the same with and without
+    os.makedirs(options.into, exist_ok=True)
+    folder = Folder(options.into)
+    if not options.missing:
+        shutil.rmtree(os.path.join(options.into, ".parts"), ignore_errors=True)
+    done = {e.id: folder.done(e.id) if options.missing else set() for e in entries}
+    work = units(entries, wanted, lambda model, key: key not in done[model])
+    software = ", ".join(versions())
+    failures = run(work, [e.id for e in entries], folder, jobs=options.jobs, seconds=options.seconds, software=software)
+    for line in failures:
+        print(line)
+    return 0
 
 
-def _fill(kept: dict[str, Any], entry: catalog.Entry, wanted: list[TraceOptions], donors: Donors) -> list[str]:
-    """Trace what is missing; returns what went wrong."""
-    problems = []
-    for options in wanted:
-        if options.key in kept:
+def status(entries: Sequence[catalog.Entry], wanted: Sequence[TraceOptions], folder: str) -> int:
+    """Print what a folder holds; 1 where a tape is missing that is not known to fail."""
+    missing: list[str] = []
+    failed: dict[str, list[str]] = defaultdict(list)
+    software: Counter[str] = Counter()
+    count = size = 0
+    for entry in entries:
+        path = shipped.path_of(entry.id, folder)
+        content = shipped.read_file(path)
+        size += os.path.getsize(path) if content else 0
+        for options in wanted:
+            if options.key in content:
+                count += 1
+                software[content.get(shipped.SOFTWARE, {}).get(options.key, "unknown versions")] += 1
+            elif options.key in content.get(shipped.FAILED, {}):
+                failed[content[shipped.FAILED][options.key]].append(f"{entry.id} {options.key}")
+            else:
+                missing.append(f"{entry.id} {options.key}")
+    for reason, names in sorted(failed.items()):
+        print(f"{len(names)} cannot be traced ({names[0]}{', …' if len(names) > 1 else ''}): {reason}")
+    for name in missing[:20]:
+        print(f"missing: {name}")
+    for versions_, number in software.most_common():
+        print(f"{number} tapes by {versions_}")
+    known = sum(map(len, failed.values()))
+    print(
+        f"{count} of {len(entries) * len(wanted)} tapes, {known} known to fail, {len(missing)} missing; {size / 2**20:.1f} MiB"
+    )
+    return 1 if missing else 0
+
+
+def compare(entries: Sequence[catalog.Entry], wanted: Sequence[TraceOptions], folder: str, other: str) -> int:
+    """Print which tapes that both folders hold differ in their events; 1 if any does."""
+    same, differ = 0, []
+    for entry in entries:
+        one, two = (shipped.read_file(shipped.path_of(entry.id, path)) for path in (folder, other))
+        for key in (v.key for v in wanted if v.key in one and v.key in two):
+            note = "" if one[key] == two[key] else _difference(one[key], two[key])
+            same += not note
+            if note:
+                differ.append(f"{entry.id} {key}: {note}")
+    for line in differ:
+        print(line)
+    print(f"{same} tapes are the same, {len(differ)} differ")
+    return 1 if differ else 0
+
+
+def _difference(one: dict[str, object], two: dict[str, object]) -> str:
+    """Where two stored tapes first differ when expanded, empty if nowhere."""
+    for batch, seq in ((1, 384), (4, 1000)):
+        first, second = (from_json(tape).expand(batch, seq, 8) for tape in (one, two))
+        if _columns(first) == _columns(second):
             continue
-        try:
-            tape = donors.trace(entry.config, auto_class_of(entry.config), options)
-        except Exception as error:  # whatever one model's code raises, the others go on
-            problems.append(f"{options.key}: {str(error).splitlines()[0][:160] if str(error) else type(error).__name__}")
-            continue
-        kept[options.key] = to_json(tape)
-    return problems
+        for i, (a, b) in enumerate(zip(_columns(first), _columns(second), strict=False)):
+            if a != b:
+                module = first.modules[first.module[i]].name if first.module[i] >= 0 else "-"
+                return f"event {i} in {module}, micro batch {batch}, {seq} tokens: {a} and {b}"
+        return f"{len(first)} and {len(second)} events"
+    return ""
 
 
-def _write(path: str, kept: dict[str, Any]) -> None:
-    temporary = path + ".part"
-    with lzma.open(temporary, "wt", encoding="utf-8", preset=6) as stream:
-        json.dump(kept, stream, separators=(",", ":"))
-    os.replace(temporary, path)
-    with contextlib.suppress(OSError):
-        os.unlink(temporary)
+def _columns(stream: Stream) -> list[tuple[int, int, int]]:
+    return list(zip(stream.op, stream.arg, stream.aux, strict=True))
 
 
 if __name__ == "__main__":
-    raise SystemExit(1 if main() else 0)
+    raise SystemExit(main())

@@ -1,4 +1,9 @@
-"""The tapes that come with zeroplan."""
+"""The tapes that come with zeroplan: one file a catalog model, ``data/OWNER--NAME.json.xz``.
+
+A file holds an object: options key -> tape. Two more keys describe the rest: ``software`` (options key -> the versions that
+traced it) and ``failed`` (options key -> why there is none). Tapes are found by model and options alone, whatever is
+installed: they are read where no torch is. The versions that decide are transformers' (see the page on tapes).
+"""
 
 from __future__ import annotations
 
@@ -18,22 +23,38 @@ from zeroplan.models.spec import ModelSpec
 DATA = os.path.join(os.path.dirname(__file__), "data")
 
 
-def path_of(model: str) -> str:
+SOFTWARE, FAILED = "software", "failed"
+
+
+def path_of(model: str, folder: str = DATA) -> str:
     """The file that holds a catalog model's tapes."""
-    return os.path.join(DATA, model.replace("/", "--") + ".json.xz")
+    return os.path.join(folder, model.replace("/", "--") + ".json.xz")
 
 
-@lru_cache(maxsize=4)
-def _load(path: str) -> dict[str, Any]:
+def read_file(path: str) -> dict[str, Any]:
+    """What a file holds; empty if there is none."""
+    if not os.path.exists(path):
+        return {}
     with lzma.open(path, "rt", encoding="utf-8") as stream:
         loaded: dict[str, Any] = json.load(stream)
     return loaded
 
 
+def write_file(path: str, content: dict[str, Any]) -> None:
+    """Replace a file, atomically."""
+    temporary = path + ".part"
+    with lzma.open(temporary, "wt", encoding="utf-8", preset=6) as stream:
+        json.dump(content, stream, separators=(",", ":"))
+    os.replace(temporary, path)
+
+
+@lru_cache(maxsize=4)
+def _load(path: str) -> dict[str, Any]:
+    return read_file(path)
+
+
 @lru_cache(maxsize=64)
 def _tape(path: str, key: str) -> Tape | None:
-    if not os.path.exists(path):
-        return None
     stored = _load(path).get(key)
     return from_json(stored) if stored is not None else None
 

@@ -163,7 +163,7 @@ def _attempts(config: Mapping[str, Any], auto_class: str, options: TraceOptions,
     """With few blocks, with two periods more, and with all."""
     whole = full_config(config)
     for extra in (0, 2, None):
-        depths = depths_of(whole, extra=extra or 0)
+        depths = depths_of(whole, extra=extra or 0, every=options.every)
         if extra is None:
             depths = [replace(d, traced=d.real) for d in depths]
         short = shorten(whole, depths)

@@ -100,7 +100,9 @@ class Assembler:
         heads = frozenset(i for i, (_, m) in enumerate(self.modules) if getattr(m, "out_features", 0) == self.vocab)
         kept: frozenset[int] = frozenset()
         if self.options.checkpointing is not Checkpointing.NONE:
-            kept = _kept_outside(trace, {m for t in self.traced for m in t.modules})
+            # What a block makes last is the next one's input, kept for it where that is checkpointed.
+            every = self.options.every
+            kept = _kept_outside(trace, {m for t in self.traced for b, m in enumerate(t.modules) if (b + 2) % every == 0})
         return kinds_of(trace, self.vocab, heads, kept)
 
     def tape(self, programs: list[Program], shapes: Sequence[tuple[int, ...]]) -> Tape:

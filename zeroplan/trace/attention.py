@@ -6,6 +6,8 @@ Each class stands for one kernel of ``aten/src/ATen/native/transformers/cuda``. 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,6 +15,24 @@ import torch
 from zeroplan.core.tape_sizes import align
 from zeroplan.trace import kernels
 from zeroplan.trace.kernels import block
+
+#: How many fused kernels are being run, one inside another.
+_depth = 0
+
+
+def inside_kernel() -> bool:
+    """Whether what is allocated now is a fused kernel's: part of one operator on CUDA."""
+    return _depth > 0
+
+
+@contextlib.contextmanager
+def _kernel() -> Iterator[None]:
+    global _depth
+    _depth += 1
+    try:
+        yield
+    finally:
+        _depth -= 1
 
 
 def _like_transposed(tensor: torch.Tensor, heads: int | None = None, dim: int | None = None) -> torch.Tensor:
@@ -126,6 +146,11 @@ def _additive(mask: torch.Tensor, query: torch.Tensor, *, padded: bool) -> torch
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], last)
 
 
+def _run(kernel: type[torch.autograd.Function], *args: torch.Tensor | None) -> torch.Tensor:
+    with _kernel():
+        return kernel.apply(*args)  # type: ignore[no-any-return,no-untyped-call]
+
+
 def scaled_dot_product_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -145,15 +170,15 @@ def scaled_dot_product_attention(
         if dim % 8:
             pad = [0, 8 - dim % 8]
             query, key, value = (torch.nn.functional.pad(t, pad) for t in (query, key, value))
-            return FusedAttention.apply(query, key, value, None)[..., :dim]  # type: ignore[no-any-return,no-untyped-call]
-        return FusedAttention.apply(query, key, value, None)  # type: ignore[no-any-return,no-untyped-call]
+            return _run(FusedAttention, query, key, value, None)[..., :dim]
+        return _run(FusedAttention, query, key, value, None)
     alignment = 8 if half else 4
     if four and not enable_gqa and dim % alignment == 0 and value.shape[-1] % alignment == 0:
         fused = half and _cudnn_takes(query, value)
         if attn_mask is not None:
             attn_mask = _additive(attn_mask, query, padded=not fused)
         kernel = FusedAttention if fused else EfficientAttention
-        return kernel.apply(query, key, value, attn_mask)  # type: ignore[no-any-return,no-untyped-call]
+        return _run(kernel, query, key, value, attn_mask)
     math = torch.ops.aten._scaled_dot_product_attention_math
     kernels.in_math_attention = True
     try:
@@ -200,7 +225,7 @@ def flash_attention(
     query, key, value = (t.transpose(1, 2) for t in (query, key, value))
     short = query.shape[-1] - value.shape[-1]
     padded = torch.nn.functional.pad(value, [0, short]) if short else value
-    out = FlashAttention2.apply(query, key, padded)  # type: ignore[no-untyped-call]
+    out = _run(FlashAttention2, query, key, padded)
     return (out[..., : value.shape[-1]] if short else out), None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -48,24 +49,31 @@ class Depth:
     traced: int
 
 
-def depths_of(config: Mapping[str, Any], *, extra: int = 0) -> list[Depth]:
-    """How many blocks to trace of each stack; `extra` periods more than are usually enough."""
+def depths_of(config: Mapping[str, Any], *, extra: int = 0, every: int = 1) -> list[Depth]:
+    """How many blocks to trace of each stack.
+
+    Args:
+        config: the config, with its defaults.
+        extra: periods more than are usually enough.
+        every: how often a block is run otherwise than the config says (only each k-th is checkpointed).
+    """
     found: list[Depth] = []
-    _find_depths(config, (), extra, found)
+    _find_depths(config, (), extra, every, found)
     return found
 
 
-def _find_depths(config: Mapping[str, Any], path: tuple[str, ...], extra: int, found: list[Depth]) -> None:
+def _find_depths(config: Mapping[str, Any], path: tuple[str, ...], extra: int, every: int, found: list[Depth]) -> None:
     for key in _DEPTHS:
         real = config.get(key)
         if isinstance(real, int) and not isinstance(real, bool):
             prefix, period = _pattern(config, real)
+            period = math.lcm(period, every)
             traced = prefix + 2 + (2 + extra) * period
             traced += (real - traced) % period
             found.append(Depth((*path, key), real, min(real, traced)))
     for key, value in config.items():
         if isinstance(value, Mapping) and key.endswith("config"):
-            _find_depths(value, (*path, key), extra, found)
+            _find_depths(value, (*path, key), extra, every, found)
 
 
 def _pattern(config: Mapping[str, Any], depth: int) -> tuple[int, int]:

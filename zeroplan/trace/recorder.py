@@ -31,8 +31,8 @@ _aten = torch.ops.aten
 _PRIM_DEVICE = torch.ops.prim.device.default
 _ADD = _aten.add.Tensor
 _READ = _aten._local_scalar_dense.default
-#: What reading a number back from the device gives (a number on the host reads as it is). Models ask whether *all* tokens are unpadded, or not packed (yes), and
-#: whether a random number is below a layer's drop probability (no).
+#: What reading a number back from the device gives (one on the host reads as it is). Models ask whether *all* tokens are
+#: unpadded, or not packed (yes), and whether a random number is below a layer's drop probability (no).
 _READ_AS = {torch.bool: False, torch.float32: 1.0, torch.float16: 1.0, torch.bfloat16: 1.0}
 _TRUE_OF = (_aten.all.default, _aten.all.dim, _aten.all.dims, _aten.eq.Scalar)
 #: Out-of-place operators that stand for an in-place one in these nodes while a dispatch mode is on.

@@ -15,6 +15,7 @@ from zeroplan.core.tape_options import Arithmetic, Checkpointing, TraceOptions
 from zeroplan.trace.functions import CudaFunctions
 from zeroplan.trace.hooks import Follower
 from zeroplan.trace.recorder import Recorder, Recording
+from zeroplan.trace.selective import checkpoint_every, contexts
 
 
 def record(model: nn.Module, inputs: Callable[[], Mapping[str, Any]], options: TraceOptions) -> Recording:
@@ -67,9 +68,13 @@ def checkpoint_blocks(model: nn.Module, options: TraceOptions, functions: CudaFu
     peft: Any = getattr(model, "get_base_model", None)
     base: Any = peft() if peft is not None else model
     kwargs: dict[str, Any] = {"use_reentrant": options.checkpointing is Checkpointing.REENTRANT, "preserve_rng_state": False}
-    if not kwargs["use_reentrant"]:
+    if options.checkpointing is Checkpointing.SELECTIVE:
+        kwargs["context_fn"] = lambda: contexts(functions)
+    elif not kwargs["use_reentrant"]:
         kwargs["context_fn"] = functions.recomputation
     base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+    if options.every > 1:
+        checkpoint_every(base, options.every)
 
 
 def loss_of(output: Any) -> torch.Tensor:

@@ -1,0 +1,30 @@
+"""Which tapes each catalog model is shipped with."""
+
+from __future__ import annotations
+
+from zeroplan.core.tape_options import Arithmetic, Checkpointing, TraceOptions
+from zeroplan.core.workload import Attention
+
+_NONE, _FULL, _SELECTIVE = Checkpointing.NONE, Checkpointing.NON_REENTRANT, Checkpointing.SELECTIVE
+_SDPA, _EAGER, _FLASH = Attention.SDPA, Attention.EAGER, Attention.FLASH
+_HALF, _FP32, _AUTOCAST = Arithmetic.HALF, Arithmetic.FP32, Arithmetic.AUTOCAST
+
+
+def variants() -> tuple[TraceOptions, ...]:
+    """What the flags of ``estimate`` ask for, most used first.
+
+    16 bits with and without DeepSpeed's stage 3, fp32 (with stage 3 under sdpa) and autocast (DDP); each without
+    checkpointing and with it; LoRA on all linear layers; selective checkpointing in 16 bits under sdpa.
+    """
+    both = (_NONE, _FULL)
+    wanted = [TraceOptions(_SDPA, how, zero3=zero3) for how in both for zero3 in (False, True)]
+    wanted += [TraceOptions(_SDPA, how, zero3=zero3, lora=()) for how in both for zero3 in (False, True)]
+    wanted += [TraceOptions(_SDPA, how, arithmetic) for how in both for arithmetic in (_AUTOCAST, _FP32)]
+    wanted += [TraceOptions(_SDPA, how, _FP32, zero3=True) for how in both]
+    wanted += [TraceOptions(_EAGER, how, zero3=zero3) for how in both for zero3 in (False, True)]
+    wanted += [TraceOptions(_EAGER, how, arithmetic) for how in both for arithmetic in (_AUTOCAST, _FP32)]
+    wanted += [TraceOptions(_EAGER, how, lora=()) for how in both]
+    wanted += [TraceOptions(_FLASH, how, zero3=zero3) for how in both for zero3 in (False, True)]
+    wanted += [TraceOptions(_SDPA, _SELECTIVE, zero3=zero3) for zero3 in (False, True)]
+    wanted += [TraceOptions(_SDPA, how, arithmetic, lora=()) for how in both for arithmetic in (_AUTOCAST, _FP32)]
+    return tuple(wanted)

@@ -1,0 +1,82 @@
+"""Checkpointing in part: some operators' outputs are kept, or some blocks are not checkpointed.
+
+Note [Selective checkpointing]
+    torch keeps what the policy names in a cache beside the graph, detached, and hands it out in the recomputation in place
+    of running the operator (``torch.utils.checkpoint.create_selective_checkpoint_contexts``). The same two contexts run
+    here, above the recorder, so what a cached output spares the recorder never sees. CUDA's fused attention is one operator
+    there and several allocations here: all that are made within it are kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from zeroplan.core.errors import BadInput
+from zeroplan.trace import attention
+from zeroplan.trace.functions import CudaFunctions
+
+_aten = torch.ops.aten
+#: Operators whose outputs are kept: the products, whole or batched, and attention in one kernel.
+#: Source: ``op_sac_save_list`` of torchtitan and ``compute_intensive_ops`` of ``torch/_functorch/partitioners.py``.
+SAVED = frozenset(
+    getattr(_aten, name).default
+    for name in (
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "convolution",
+        "_grouped_mm",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    )
+)
+
+
+def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep what is costly to compute again. For ``create_selective_checkpoint_contexts``."""
+    keep = operator in SAVED or attention.inside_kernel()
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def contexts(functions: CudaFunctions) -> tuple[Any, Any]:
+    """Contexts for a checkpointed block's forward and its recomputation, as ``checkpoint(context_fn=…)`` takes them."""
+    first, again = functions.recomputation()
+    caching, cached = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+    return _both(first, caching), _both(again, cached)
+
+
+@contextlib.contextmanager
+def _both(outer: Any, inner: Any) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
+def checkpoint_every(model: nn.Module, every: int) -> None:
+    """Leave checkpointing on in blocks k, 2k, … of each stack alone, counted from 1 as torchtitan counts them.
+
+    Raises:
+        BadInput: when the model's blocks have no switch of their own.
+    """
+    switched = 0
+    for module in model.modules():
+        if not isinstance(module, nn.ModuleList):
+            continue
+        for number, block in enumerate(module, 1):
+            if getattr(block, "gradient_checkpointing", None) is True:
+                block.gradient_checkpointing = number % every == 0  # type: ignore[assignment]
+                switched += 1
+    if not switched:
+        raise BadInput(
+            f"{type(model).__name__}'s blocks cannot be checkpointed one by one",
+            where="--checkpoint-policy",
+            remedy="use full or selective",
+        )

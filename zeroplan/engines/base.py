@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from zeroplan.core.cluster import Cluster
-from zeroplan.core.tape import Stream
 from zeroplan.core.tape_options import TraceOptions
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.simulation import Simulation
 from zeroplan.ledger.line import Ledger
 from zeroplan.models.spec import ModelSpec
-from zeroplan.simulate.allocator_config import AllocatorConfig
+
+if TYPE_CHECKING:  # a plan from the ledger alone needs no simulator
+    from zeroplan.core.tape import Stream
+    from zeroplan.engines.simulation import Simulation
+    from zeroplan.simulate.allocator_config import AllocatorConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,16 +62,18 @@ class ComputeFacts:
 def compute_facts(model: Matrices, counts: Counts, workload: Workload) -> ComputeFacts:
     """The facts of one micro batch."""
     seq = workload.seq_len or 0
-    again = workload.gradient_checkpointing
+    policy = workload.recomputation
+    # Selective checkpointing keeps what products and attention made; else each k-th block is run again.
+    again = 0 if policy is None or policy.selective else policy.every
     return ComputeFacts(
         tokens=workload.micro_batch * seq,
         seq_len=seq,
         matrices=model.all,
         trained_matrices=model.trained,
-        recomputed_matrices=model.blocks if again else 0,
+        recomputed_matrices=model.blocks // again if again else 0,
         attention=model.attention,
         attention_ops=2 if model.causal else 4,
-        recomputed_attention=model.attention if again else 0,
+        recomputed_attention=model.attention // again if again else 0,
         forward_kernels=counts.forward_kernels,
         backward_kernels=counts.backward_kernels,
         forward_written=counts.forward_written,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from zeroplan.core.buffers import Phase
-from zeroplan.simulate.timeline import Timeline
+
+if TYPE_CHECKING:
+    from zeroplan.simulate.timeline import Timeline
 
 #: Marks by the phase that they end.
 _PHASE_OF_MARK = {"model": Phase.LOAD, "init": Phase.INIT, "fwd": Phase.FORWARD, "bwd": Phase.BACKWARD}

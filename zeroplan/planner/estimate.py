@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.plan import MemoryPlan, ModelInfo, Report
+from zeroplan.core.plan import ModelInfo, Report
 from zeroplan.core.units import format_bytes
 from zeroplan.engines.base import Case
 from zeroplan.planner.bound import activation_bound
 from zeroplan.planner.formula import FORMULA, formula_plan
 from zeroplan.planner.request import Request, Resolved, describe_cluster, describe_workload, resolve
-from zeroplan.planner.simulated import SIMULATED, Simulated, simulated_plan
-from zeroplan.planner.tapes import NoTapeError, Streams
-from zeroplan.simulate.allocator_config import AllocatorConfig
+
+if TYPE_CHECKING:
+    from zeroplan.planner.simulated import Simulated
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +41,11 @@ def estimate_runs(request: Request) -> Estimate:
         BadInput: a value that cannot be used.
     """
     resolved = resolve(request)
-    config = AllocatorConfig.parse(request.alloc_conf, where="--alloc-conf") if request.alloc_conf else None
     warnings = list(resolved.warnings)
-    plans: list[MemoryPlan] = []
-    runs: list[Simulated | None] = []
-    streams = Streams(resolved.engine)
-    for case in resolved.cases:
-        run = None if resolved.depth == FORMULA else _simulated(resolved, case, config, streams, warnings)
-        runs.append(run)
-        plans.append(run.plan if run is not None else formula_plan(resolved.engine, case))
+    runs = _simulated(resolved, request.alloc_conf, warnings)
+    plans = [
+        formula_plan(resolved.engine, case) if run is None else run.plan for case, run in zip(resolved.cases, runs, strict=True)
+    ]
     spec = resolved.spec
     report = Report(
         model=ModelInfo(name=spec.name, params=spec.params, trainable=spec.trainable, source=spec.source),
@@ -60,22 +57,33 @@ def estimate_runs(request: Request) -> Estimate:
     return Estimate(report, tuple(runs))
 
 
-def _simulated(
-    resolved: Resolved, case: Case, config: AllocatorConfig | None, streams: Streams, warnings: list[str]
-) -> Simulated | None:
-    """The simulated plan, or None with a warning where the model cannot be traced.
+def _simulated(resolved: Resolved, alloc_conf: str, warnings: list[str]) -> list[Simulated | None]:
+    """By case the simulated plan, or None where formula depth was asked for or, with a warning, the model cannot be traced.
 
     Raises:
-        BadInput: when simulated depth was asked for by name and cannot be had.
+        BadInput: when simulated depth was asked for by name and cannot be had, or the allocator's settings cannot be read.
     """
-    try:
-        stream = streams.of(case)
-    except NoTapeError as error:
-        if resolved.depth == SIMULATED:
-            raise BadInput(str(error), where="--depth simulated", remedy="use --depth formula") from None
-        _warn(str(error), case, warnings)
-        return None
-    return simulated_plan(resolved.engine, case, stream, config)
+    config = None
+    if alloc_conf:
+        from zeroplan.simulate.allocator_config import AllocatorConfig
+
+        config = AllocatorConfig.parse(alloc_conf, where="--alloc-conf")
+    if resolved.depth == FORMULA:
+        return [None] * len(resolved.cases)
+    from zeroplan.planner.simulated import SIMULATED, simulated_plan
+    from zeroplan.planner.tapes import NoTapeError, Streams
+
+    streams = Streams(resolved.engine)
+    runs: list[Simulated | None] = []
+    for case in resolved.cases:
+        try:
+            runs.append(simulated_plan(resolved.engine, case, streams.of(case), config))
+        except NoTapeError as error:
+            if resolved.depth == SIMULATED:
+                raise BadInput(str(error), where="--depth simulated", remedy="use --depth formula") from None
+            _warn(str(error), case, warnings)
+            runs.append(None)
+    return runs
 
 
 def _warn(reason: str, case: Case, warnings: list[str]) -> None:

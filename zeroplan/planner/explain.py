@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.errors import BadInput, did_you_mean
 from zeroplan.engines.base import Case, Engine
-from zeroplan.engines.simulation import phase_of_mark
 from zeroplan.ledger.line import Item, derived
 from zeroplan.planner.formula import FORMULA
 from zeroplan.planner.request import Request, resolve
-from zeroplan.planner.tapes import NoTapeError, Streams
+
+if TYPE_CHECKING:
+    from zeroplan.planner.tapes import Streams
 
 _NAME = re.compile(r"[a-z][a-z_0-9]*")
 
@@ -41,7 +43,11 @@ def explain(request: Request, line: str | None = None) -> list[Explanation]:
         BadInput: a value that cannot be used, or a line that no plan has.
     """
     resolved = resolve(request)
-    streams = None if resolved.depth == FORMULA else Streams(resolved.engine)
+    streams = None
+    if resolved.depth != FORMULA:
+        from zeroplan.planner.tapes import Streams
+
+        streams = Streams(resolved.engine)
     every = [_explain(resolved.engine, case, streams) for case in resolved.cases]
     out = [replace(e, derivations=tuple(d for d in e.derivations if line in (None, *d.item.names))) for e in every]
     if not any(e.derivations for e in out):
@@ -85,6 +91,9 @@ _PURPOSES = {
 
 def _at_the_peak(engine: Engine, case: Case, streams: Streams, known: set[Buffer]) -> list[Derivation]:
     """The schedule's buffers that no line sizes, as they are when allocated memory peaks; none without a tape."""
+    from zeroplan.engines.simulation import phase_of_mark
+    from zeroplan.planner.tapes import NoTapeError
+
     try:
         stream = streams.of(case)
     except NoTapeError:

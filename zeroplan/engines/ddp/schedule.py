@@ -9,9 +9,12 @@ compute_bucket_assignment_by_size, of torch 2.11.
 from __future__ import annotations
 
 from zeroplan.core.buffers import Buffer
+from zeroplan.core.tape import Stream
 from zeroplan.core.units import MIB
 from zeroplan.core.workload import OptimizerKind
-from zeroplan.engines.torch_step import TorchJob, adam_states, step_temporaries
+from zeroplan.engines.base import Case
+from zeroplan.engines.player import play
+from zeroplan.engines.torch_step import TorchJob, adam_states, step_temporaries, torch_job
 from zeroplan.simulate.stream import Recorder
 
 FIRST_BUCKET = MIB
@@ -106,3 +109,12 @@ class DdpSchedule:
         for handle in self.grads.values():
             self.free(handle)
         self.grads.clear()
+
+
+def record_ddp(case: Case, stream: Stream) -> Recorder:
+    """Every allocation and free of rank 0's run, in order. See :func:`zeroplan.engines.player.play`."""
+    workspace = case.cluster.gpu.workspace
+    job = torch_job(stream, case.workload, ranks=case.ranks, sharded=False, cublas_workspace=workspace)
+    recorder = Recorder()
+    play(job, stream, recorder, DdpSchedule(job, recorder))
+    return recorder

@@ -7,10 +7,10 @@ from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.deepspeed.groups import flat_group
 from zeroplan.engines.deepspeed.job import Job, resolve
-from zeroplan.engines.deepspeed.player import StageSchedule, play
 from zeroplan.engines.deepspeed.stage0 import Stage1Bf16, stage0_schedule
 from zeroplan.engines.deepspeed.stage3 import Stage3
 from zeroplan.engines.deepspeed.stage12 import Stage12
+from zeroplan.engines.player import StageSchedule, play
 from zeroplan.simulate.allocator_config import AllocatorConfig
 from zeroplan.simulate.stream import Recorder, simulate
 from zeroplan.simulate.timeline import Timeline
@@ -28,7 +28,7 @@ def stage_schedule(job: Job, stream: Stream, recorder: Recorder) -> StageSchedul
 
 
 def record_deepspeed(job: Job, stream: Stream) -> Recorder:
-    """Every allocation and free of one rank's run, in order. See :func:`zeroplan.engines.deepspeed.player.play`."""
+    """Every allocation and free of one rank's run, in order. See :func:`zeroplan.engines.player.play`."""
     recorder = Recorder()
     own_linear = job.zero.stage == 3 and job.zero.memory_efficient_linear
     play(job, stream, recorder, stage_schedule(job, stream, recorder), own_linear=own_linear)

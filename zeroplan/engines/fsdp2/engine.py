@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.tape import Stream
-from zeroplan.core.tape_options import TraceOptions, options_for
-from zeroplan.core.versions import TORCH_GPU
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
-from zeroplan.engines.deepspeed.player import play
 from zeroplan.engines.fsdp2 import lines
-from zeroplan.engines.fsdp2.schedule import Fsdp2Schedule
-from zeroplan.engines.simulation import Simulation
-from zeroplan.engines.torch_step import torch_job
+from zeroplan.engines.torch_engine import TorchEngine
 from zeroplan.ledger.line import Ledger
-from zeroplan.simulate.allocator_config import AllocatorConfig
-from zeroplan.simulate.stream import Recorder, simulate
+
+if TYPE_CHECKING:
+    from zeroplan.core.tape import Stream
+    from zeroplan.simulate.stream import Recorder
 
 
-class Fsdp2:
+class Fsdp2(TorchEngine):
     """``fully_shard``: stage 3 when parameters are resharded after the forward, stage 2 when they are not."""
 
     name = "fsdp2"
-    version = TORCH_GPU
 
     def options(self) -> list[ZeroConfig]:
         """Without and with resharding."""
@@ -42,9 +37,6 @@ class Fsdp2:
         if zero.offload_optimizer or zero.offload_param:
             raise BadInput("fsdp2 is planned without offload", where="--offload-optimizer", remedy="use --engine deepspeed")
 
-    def require_workload(self, case: Case) -> None:
-        """Every optimizer of torch runs on sharded parameters."""
-
     def glossary(self) -> Mapping[str, str]:
         """What each name in the ledger's formulas means."""
         return lines.GLOSSARY
@@ -59,14 +51,8 @@ class Fsdp2:
             cublas_workspace=case.cluster.gpu.workspace,
         )
 
-    def trace_options(self, case: Case) -> TraceOptions:
-        """As the workload says."""
-        return options_for(case.workload)
+    def record(self, case: Case, stream: Stream) -> Recorder:
+        """See :func:`zeroplan.engines.fsdp2.schedule.record_fsdp2`."""
+        from zeroplan.engines.fsdp2.schedule import record_fsdp2
 
-    def simulate(self, case: Case, stream: Stream, config: AllocatorConfig | None = None) -> Simulation:
-        """The run of rank 0, which holds the most."""
-        workspace = case.cluster.gpu.workspace
-        job = torch_job(stream, case.workload, ranks=case.ranks, sharded=True, cublas_workspace=workspace)
-        recorder = Recorder()
-        play(job, stream, recorder, Fsdp2Schedule(job, stream, recorder, reshard=case.zero.stage == 3))
-        return Simulation(simulate(recorder, config, device_memory=case.cluster.vram))
+        return record_fsdp2(case, stream)

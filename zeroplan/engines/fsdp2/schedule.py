@@ -19,7 +19,9 @@ from dataclasses import dataclass, field
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.tape import Stream, TapeModule
 from zeroplan.core.workload import OptimizerKind
-from zeroplan.engines.torch_step import TorchJob, adam_states, step_temporaries
+from zeroplan.engines.base import Case
+from zeroplan.engines.player import play
+from zeroplan.engines.torch_step import TorchJob, adam_states, step_temporaries, torch_job
 from zeroplan.simulate.stream import Recorder
 
 #: Streams of the simulated device: compute, the all-gathers', the reductions'.
@@ -260,3 +262,12 @@ class Fsdp2Schedule:
             if group.reduced >= 0:
                 self.free(group.reduced)
                 group.reduced = -1
+
+
+def record_fsdp2(case: Case, stream: Stream) -> Recorder:
+    """Every allocation and free of rank 0's run, in order. See :func:`zeroplan.engines.player.play`."""
+    workspace = case.cluster.gpu.workspace
+    job = torch_job(stream, case.workload, ranks=case.ranks, sharded=True, cublas_workspace=workspace)
+    recorder = Recorder()
+    play(job, stream, recorder, Fsdp2Schedule(job, stream, recorder, reshard=case.zero.stage == 3))
+    return recorder

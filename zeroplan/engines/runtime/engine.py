@@ -13,7 +13,7 @@ from zeroplan.core.tape_options import TraceOptions, options_for
 from zeroplan.core.workload import DType
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
-from zeroplan.engines.deepspeed.player import play
+from zeroplan.engines.player import play
 from zeroplan.engines.runtime import lines
 from zeroplan.engines.runtime.job import Knobs, layout_of, require_trainable
 from zeroplan.engines.runtime.schedule import RuntimeJob, RuntimeSchedule, with_direct_gradients

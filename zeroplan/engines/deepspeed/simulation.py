@@ -1,0 +1,113 @@
+"""A DeepSpeed case simulated: the ranks that can be the worst, with and without skipped steps, and the host beside them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from zeroplan.core.buffers import Phase
+from zeroplan.core.tape import Stream
+from zeroplan.core.workload import DType
+from zeroplan.engines.base import Case
+from zeroplan.engines.deepspeed.checkpoint import checkpoint_phases
+from zeroplan.engines.deepspeed.job import Job, resolve
+from zeroplan.engines.deepspeed.schedule import distinct_ranks, record_deepspeed
+from zeroplan.engines.deepspeed.schedule_host import record_host
+from zeroplan.engines.simulation import HostPhase, Simulation
+from zeroplan.simulate.allocator_config import AllocatorConfig
+from zeroplan.simulate.stream import Recorder, simulate
+from zeroplan.simulate.timeline import Timeline
+
+#: With fp16, the loss scale mostly starts too high and the first steps are discarded. How many depends on the data; one
+#: is enough to make the order of allocations that of a run whose states appear late.
+FP16_SKIPPED_STEPS = 1
+
+#: Events of the tape that one plan's ranks may play together, a run each: eight ranks of a model of thirty blocks. In a
+#: deeper model each rank's odd blocks are a smaller part of the whole, and fewer ranks stand for all.
+EVENTS_OVER_RANKS = 80_000
+FEWEST_RANKS, MOST_RANKS = 2, 8
+
+#: By rank and skipped steps.
+_Recordings = dict[tuple[int, int], Recorder]
+
+
+def worth_simulating(job: Job, stream: Stream) -> tuple[int, ...]:
+    """The ranks whose runs can differ in what they reserve, as many as the model's depth affords."""
+    return distinct_ranks(job, max(FEWEST_RANKS, min(MOST_RANKS, EVENTS_OVER_RANKS // max(1, len(stream)))))
+
+
+class Simulator:
+    """Simulates one case after another, and keeps the last one's recordings for other settings of the allocator."""
+
+    def __init__(self) -> None:
+        self._recorded: tuple[Case, Stream, _Recordings] | None = None
+
+    def simulate(self, case: Case, stream: Stream, config: AllocatorConfig | None = None) -> Simulation:
+        """The schedule of the stage, on each rank that can be the worst.
+
+        With fp16 data decide how many steps the loss scale discards, and with them the order of allocations: the worst rank
+        is simulated with and without.
+        """
+        recorded = self._recordings(case, stream)
+        runs = {key: simulate(run, config, device_memory=case.cluster.vram) for key, run in recorded.items()}
+        usual = _skipped(case)
+        ranks = {rank: run for (rank, skipped), run in runs.items() if skipped == usual}
+        rank = max(ranks, key=lambda r: (ranks[r].peak_allocated, ranks[r].peak_reserved))
+        least = None
+        if usual:
+            fullest = max(ranks, key=lambda r: ranks[r].peak_reserved)
+            if (fullest, 0) not in runs:
+                recorded[fullest, 0] = record_deepspeed(_job(case, stream, fullest, 0), stream)
+                runs[fullest, 0] = simulate(recorded[fullest, 0], config, device_memory=case.cluster.vram)
+            least = min(ranks[fullest].peak_reserved, runs[fullest, 0].peak_reserved)
+        timeline = runs.pop((rank, usual))
+        return _with_host(_job(case, stream, 0, 0), timeline, rank, tuple(runs.values()), least)
+
+    def _recordings(self, case: Case, stream: Stream) -> _Recordings:
+        """What is allocated and freed: the same under every setting of the allocator."""
+        last = self._recorded
+        if last is not None and last[1] is stream and last[0].spec is case.spec:
+            old = last[0]
+            if (old.workload, old.cluster, old.zero) == (case.workload, case.cluster, case.zero):
+                return last[2]
+        skipped = _skipped(case)
+        first = _job(case, stream, 0, skipped)
+        runs = {}
+        for rank in worth_simulating(first, stream):
+            job = first if rank == 0 else _job(case, stream, rank, skipped)
+            runs[rank, skipped] = record_deepspeed(job, stream)
+        self._recorded = (case, stream, runs)
+        return runs
+
+
+def _with_host(job: Job, timeline: Timeline, rank: int, others: tuple[Timeline, ...], least: int | None) -> Simulation:
+    """The runs on the GPU with the host's phases, and with what saving and resuming would add to both."""
+    marks = record_host(job).marks
+    host = tuple(HostPhase(mark.phase, mark.peak, mark.pinned) for mark in marks)
+    on_host = {mark.phase: mark.pageable + mark.pinned for mark in marks}
+    found = Simulation(timeline, rank, host, others, least)
+    checkpoint = checkpoint_phases(
+        job,
+        after_init=found.held_after(Phase.INIT) or 0,
+        after_step=found.held_after(Phase.STEP) or 0,
+        host_init=on_host[Phase.INIT],
+        host_step=on_host[Phase.STEP],
+    )
+    return replace(found, checkpoint=checkpoint)
+
+
+def _job(case: Case, stream: Stream, rank: int, skipped: int) -> Job:
+    return resolve(
+        stream,
+        case.workload,
+        case.zero,
+        ranks=case.ranks,
+        rank=rank,
+        local_ranks=case.cluster.gpus,
+        cublas_workspace=case.cluster.gpu.workspace,
+        device_memory=case.cluster.vram,
+        skipped_steps=skipped,
+    )
+
+
+def _skipped(case: Case) -> int:
+    return FP16_SKIPPED_STEPS if case.workload.dtype is DType.FP16 else 0

@@ -1,0 +1,40 @@
+"""What FSDP2 and DDP share as engines: any of torch's optimizers runs, and one rank stands for all."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from zeroplan.core.tape_options import TraceOptions, options_for
+from zeroplan.core.versions import TORCH_GPU
+from zeroplan.engines.base import Case
+
+if TYPE_CHECKING:
+    from zeroplan.core.tape import Stream
+    from zeroplan.engines.simulation import Simulation
+    from zeroplan.simulate.allocator_config import AllocatorConfig
+    from zeroplan.simulate.stream import Recorder
+
+
+class TorchEngine(ABC):
+    """An engine that is part of torch."""
+
+    version = TORCH_GPU
+
+    def require_workload(self, case: Case) -> None:  # noqa: B027  (nothing to refuse)
+        """Every optimizer of torch runs, on sharded parameters as well."""
+
+    def trace_options(self, case: Case) -> TraceOptions:
+        """As the workload says."""
+        return options_for(case.workload)
+
+    @abstractmethod
+    def record(self, case: Case, stream: Stream) -> Recorder:
+        """The allocations and frees of rank 0, which holds the most."""
+
+    def simulate(self, case: Case, stream: Stream, config: AllocatorConfig | None = None) -> Simulation:
+        """The run of rank 0."""
+        from zeroplan.engines.simulation import Simulation
+        from zeroplan.simulate.stream import simulate
+
+        return Simulation(simulate(self.record(case, stream), config, device_memory=case.cluster.vram))

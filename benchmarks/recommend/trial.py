@@ -117,6 +117,9 @@ def _device(job: Job, probe: QuietProbe) -> Any:
     if job.spec.cap is not None:
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, job.spec.cap / total), device)
+    if job.spec.env.get("PYTORCH_ALLOC_CONF"):
+        # Whatever read the environment before the fork, this rank's allocator obeys its own spec.
+        torch.cuda.memory._set_allocator_settings(job.spec.env["PYTORCH_ALLOC_CONF"])
     torch.zeros(1, device=device)
     torch.cuda.synchronize()
     return device

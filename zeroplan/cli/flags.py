@@ -36,6 +36,9 @@ OPTIONS: dict[str, Any] = {
     "dtype": _option(str | None, "--dtype", "bf16, fp16 or fp32. [bf16]", _WORK),
     "optimizer": _option(str | None, "--optimizer", "adamw, lion, sgd, … [adamw]", _WORK),
     "gradient_checkpointing": _option(bool, "--gradient-checkpointing/--no-gradient-checkpointing", "Recompute blocks.", _WORK),
+    "checkpoint_policy": _option(
+        str, "--checkpoint-policy", "What that recomputes: full, selective (not products, attention) or every:K blocks.", _WORK
+    ),
     "attn": _option(str, "--attn", "sdpa, flash or eager.", _WORK),
     "lora_rank": _option(int | None, "--lora-rank", "Train LoRA adapters of this rank only.", _WORK),
     "lora_targets": _option(str | None, "--lora-targets", "Layers to adapt, by comma. [all linear layers]", _WORK),

@@ -52,7 +52,7 @@ Script = Annotated[str, typer.Option("--script", rich_help_panel=_FILES, help="T
 
 
 @app.command()
-@flags.takes_request("ds_config")
+@flags.takes_request("ds_config", "checkpoint_policy")
 def recommend(
     request: Request,
     gradient_checkpointing: Checkpointing = None,

@@ -26,7 +26,7 @@ Timeout = Annotated[
 
 
 @app.command()
-@flags.takes_request("params", "nodes", "gpu", "vram", "cpu_ram", "nvme", "depth", "alloc_conf")
+@flags.takes_request("params", "nodes", "gpu", "vram", "cpu_ram", "nvme", "depth", "alloc_conf", "checkpoint_policy")
 def verify(
     request: Request,
     engine: EngineName = "zeroplan",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeroplan.core.workload import Attention, Workload
+from zeroplan.core.workload import Attention, CheckpointPolicy, Workload
 from zeroplan.models.facts import spec_facts
 from zeroplan.models.spec import ModelSpec
 
@@ -17,7 +17,8 @@ _LOGIT_BYTES = 2 + 4 + 4 + 4 + 2
 def activation_bound(spec: ModelSpec, workload: Workload) -> int | None:
     """Bytes that one micro batch's activations should stay below, or None where the config does not tell.
 
-    Checkpointing keeps each layer's input and recomputes one layer; flash and sdpa attention keep no scores.
+    Checkpointing whole blocks keeps each layer's input and recomputes one layer; where it keeps more, the bound is that without
+    checkpointing. Flash and sdpa attention keep no scores.
     """
     facts = spec_facts(spec)
     hidden, layers, heads = facts.hidden_size, facts.layers, facts.heads
@@ -28,7 +29,6 @@ def activation_bound(spec: ModelSpec, workload: Workload) -> int | None:
     per_layer = _LINEAR * tokens * hidden * width
     if workload.attn is Attention.EAGER and heads:
         per_layer += _SCORES * heads * tokens * (workload.seq_len or 1) * width
-    kept = (
-        layers * tokens * hidden * workload.dtype.bytes + per_layer if workload.gradient_checkpointing else layers * per_layer
-    )
+    whole = workload.recomputation == CheckpointPolicy()
+    kept = layers * tokens * hidden * workload.dtype.bytes + per_layer if whole else layers * per_layer
     return kept + _LOGIT_BYTES * tokens * (facts.vocab_size or 0)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
-from zeroplan.core.workload import Attention, DType, Precision, Workload
+from zeroplan.core.workload import Attention, CheckpointPolicy, DType, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.registry import find_engine
@@ -42,6 +42,7 @@ class Request:
     dtype: str | None = None
     optimizer: str | None = None
     gradient_checkpointing: bool = False
+    checkpoint_policy: str = "full"
     attn: str = "sdpa"
     lora_rank: int | None = None
     lora_targets: Sequence[str] = ()
@@ -157,6 +158,11 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
     optimizer = find_optimizer(request.optimizer or "adamw")
     if request.lora_targets and request.lora_rank is None:
         raise BadInput("targets without a rank", where="--lora-targets", remedy="give --lora-rank 16 as well")
+    policy = CheckpointPolicy.parse(request.checkpoint_policy)
+    if policy != CheckpointPolicy() and not request.gradient_checkpointing:
+        raise BadInput(
+            "a policy without checkpointing", where="--checkpoint-policy", remedy="give --gradient-checkpointing as well"
+        )
     precision = Precision.FP32 if dtype is DType.FP32 else Precision.MIXED
     if engine.name == "ddp" and dtype is not DType.FP32:
         precision = Precision.AUTOCAST
@@ -169,6 +175,7 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         optimizer=optimizer.name,
         attn=_one_of(Attention, request.attn, "--attn"),
         gradient_checkpointing=request.gradient_checkpointing,
+        checkpoint_policy=str(policy),
         lora_rank=request.lora_rank,
         lora_targets=tuple(request.lora_targets),
     )

@@ -69,7 +69,8 @@ def _lead(report: Mapping[str, Any]) -> str:
     parts.append(f"micro batch {workload.get('micro_batch')} × {workload.get('seq_len')} tokens")
     parts += [str(workload[key]) for key in ("dtype", "optimizer", "attn") if workload.get(key)]
     if workload.get("gradient_checkpointing"):
-        parts.append("gradient checkpointing")
+        policy = workload.get("checkpoint_policy", "full")
+        parts.append("gradient checkpointing" + (f" ({policy})" if policy != "full" else ""))
     nodes, gpus = cluster.get("nodes", 1), cluster.get("gpus", 1)
     parts.append(f"{nodes} × {gpus} GPUs" if nodes > 1 else f"{gpus} GPU{'s' if gpus > 1 else ''}")
     if cluster.get("gpu"):

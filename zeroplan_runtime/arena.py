@@ -16,6 +16,7 @@ import torch
 from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.layout import ALIGN, OwnedBuffer, align
 from zeroplan.core.workload import DType
+from zeroplan_runtime.offload import pinned
 
 DTYPES: dict[DType, torch.dtype] = {DType.FP32: torch.float32, DType.FP16: torch.float16, DType.BF16: torch.bfloat16}
 
@@ -130,7 +131,9 @@ class Arena:
     def _allocate(self, numel: int, dtype: torch.dtype, place: Place) -> torch.Tensor:
         if place is Place.HBM:
             return torch.empty(numel, dtype=dtype, device=self.device)
-        return torch.empty(numel, dtype=dtype, pin_memory=place is Place.PINNED and self.device.type == "cuda")
+        if place is Place.PINNED:
+            return pinned.allocate(numel, dtype, register=self.device.type == "cuda")
+        return torch.empty(numel, dtype=dtype)
 
     def _book(self, tensor: torch.Tensor, buffer: Buffer, unit: str, place: Place) -> None:
         row = self._rows.setdefault((buffer, unit, place), Row(buffer, unit, place))

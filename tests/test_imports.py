@@ -33,6 +33,16 @@ def test_planning_stays_light(code: str, fresh_python: Run) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2", "ddp"])
+def test_formula_depth_loads_no_schedule(engine: str, fresh_python: Run) -> None:
+    code = (
+        f"import sys, zeroplan\nzeroplan.estimate('meta-llama/Llama-3.2-1B', engine='{engine}', depth='formula')\n"
+        "print([m for m in sys.modules if m.startswith(('zeroplan.simulate.', 'zeroplan.engines.player', 'zeroplan.tapes'))])"
+    )
+    done = fresh_python(code)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
 def test_importing_the_package_loads_next_to_nothing(fresh_python: Run) -> None:
     done = fresh_python(
         "import sys, zeroplan\nprint(len([m for m in sys.modules if m.startswith('zeroplan')]), 'pydantic' in sys.modules)"

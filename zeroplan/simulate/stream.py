@@ -14,6 +14,42 @@ from zeroplan.simulate.timeline import Note, Timeline
 _FREE, _RECORD, _SYNC, _COMPLETE, _EMPTY, _MARK, _RESET = (int(op) for op in list(AllocatorOp)[1:])
 
 
+class Stretch:
+    """Allocations and frees on the compute stream that are recorded together, again and again; storages are the caller's ids.
+
+    A column `value` holds bytes for an allocation; for a free it is filled in when the handles are known.
+    """
+
+    __slots__ = ("buffers", "code", "inner", "last", "notes", "outer", "value")
+
+    def __init__(self) -> None:
+        self.code = array("q")
+        self.value = array("q")
+        self.buffers: list[Buffer] = []
+        self.notes: list[Note] = []
+        self.inner: list[tuple[int, int]] = []  # frees of what the stretch allocates: event, allocation
+        self.outer: list[tuple[int, int]] = []  # frees of what was there before: event, storage
+        self.last: dict[int, int] = {}  # storages that outlive the stretch: their allocation
+
+    def alloc(self, storage: int, nbytes: int, buffer: Buffer, note: Note) -> None:
+        """As :meth:`Recorder.alloc`, of a storage."""
+        self.last[storage] = len(self.buffers)
+        self.code.append(0)
+        self.value.append(nbytes)
+        self.buffers.append(buffer)
+        self.notes.append(note)
+
+    def free(self, storage: int) -> None:
+        """As :meth:`Recorder.free`, of a storage."""
+        made = self.last.pop(storage, None)
+        if made is None:
+            self.outer.append((len(self.code), storage))
+        else:
+            self.inner.append((len(self.code), made))
+        self.code.append(_FREE)
+        self.value.append(0)
+
+
 class Recorder:
     """Collects allocations and frees in the order in which they happen.
 
@@ -54,6 +90,25 @@ class Recorder:
         """Gives a block back to the allocator's cache, at once or, if streams were recorded on it, once they are done."""
         self.code.append(_FREE)
         self.value.append(handle)
+
+    def play(self, stretch: Stretch, live: list[int]) -> None:
+        """Records a stretch.
+
+        Args:
+            stretch: what is allocated and freed.
+            live: by storage the handle that it has now; updated.
+        """
+        value, start, base = self.value, len(self.value), len(self.buffers)
+        self.code.extend(stretch.code)
+        value.extend(stretch.value)
+        self.buffers.extend(stretch.buffers)
+        self.notes.extend(stretch.notes)
+        for event, made in stretch.inner:
+            value[start + event] = base + made
+        for event, storage in stretch.outer:
+            value[start + event] = live[storage]
+        for storage, made in stretch.last.items():
+            live[storage] = base + made
 
     def record_stream(self, handle: int, stream: int) -> None:
         """What ``Tensor.record_stream`` does: a later :meth:`free` waits until `stream` has caught up."""

@@ -11,6 +11,7 @@ from zeroplan.engines.deepspeed.stage0 import Stage1Bf16, stage0_schedule
 from zeroplan.engines.deepspeed.stage3 import Stage3
 from zeroplan.engines.deepspeed.stage12 import Stage12
 from zeroplan.engines.player import StageSchedule, play
+from zeroplan.engines.script import Scripts
 from zeroplan.simulate.allocator_config import AllocatorConfig
 from zeroplan.simulate.stream import Recorder, simulate
 from zeroplan.simulate.timeline import Timeline
@@ -27,11 +28,11 @@ def stage_schedule(job: Job, stream: Stream, recorder: Recorder) -> StageSchedul
     return stage0_schedule(job, recorder)
 
 
-def record_deepspeed(job: Job, stream: Stream) -> Recorder:
+def record_deepspeed(job: Job, stream: Stream, scripts: Scripts | None = None) -> Recorder:
     """Every allocation and free of one rank's run, in order. See :func:`zeroplan.engines.player.play`."""
     recorder = Recorder()
     own_linear = job.zero.stage == 3 and job.zero.memory_efficient_linear
-    play(job, stream, recorder, stage_schedule(job, stream, recorder), own_linear=own_linear)
+    play(job, stream, recorder, stage_schedule(job, stream, recorder), own_linear=own_linear, scripts=scripts)
     return recorder
 
 

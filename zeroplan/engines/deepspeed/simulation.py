@@ -12,6 +12,7 @@ from zeroplan.engines.deepspeed.checkpoint import checkpoint_phases
 from zeroplan.engines.deepspeed.job import Job, resolve
 from zeroplan.engines.deepspeed.schedule import distinct_ranks, record_deepspeed
 from zeroplan.engines.deepspeed.schedule_host import record_host
+from zeroplan.engines.script import Scripts
 from zeroplan.engines.simulation import HostPhase, Simulation
 from zeroplan.simulate.allocator_config import AllocatorConfig
 from zeroplan.simulate.stream import Recorder, simulate
@@ -40,6 +41,7 @@ class Simulator:
 
     def __init__(self) -> None:
         self._recorded: tuple[Case, Stream, _Recordings] | None = None
+        self._scripts = Scripts()
 
     def simulate(self, case: Case, stream: Stream, config: AllocatorConfig | None = None) -> Simulation:
         """The schedule of the stage, on each rank that can be the worst.
@@ -56,7 +58,7 @@ class Simulator:
         if usual:
             fullest = max(ranks, key=lambda r: ranks[r].peak_reserved)
             if (fullest, 0) not in runs:
-                recorded[fullest, 0] = record_deepspeed(_job(case, stream, fullest, 0), stream)
+                recorded[fullest, 0] = record_deepspeed(_job(case, stream, fullest, 0), stream, self._scripts)
                 runs[fullest, 0] = simulate(recorded[fullest, 0], config, device_memory=case.cluster.vram)
             least = min(ranks[fullest].peak_reserved, runs[fullest, 0].peak_reserved)
         timeline = runs.pop((rank, usual))
@@ -74,7 +76,7 @@ class Simulator:
         runs = {}
         for rank in worth_simulating(first, stream):
             job = first if rank == 0 else _job(case, stream, rank, skipped)
-            runs[rank, skipped] = record_deepspeed(job, stream)
+            runs[rank, skipped] = record_deepspeed(job, stream, self._scripts)
         self._recorded = (case, stream, runs)
         return runs
 

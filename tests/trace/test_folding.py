@@ -86,6 +86,7 @@ def renumbered(stream: Stream) -> tuple[list[int], ...]:
         (LLAMA, TraceOptions(attn=Attention.FLASH), [(2, 77)]),
         (LLAMA, TraceOptions(checkpointing=Checkpointing.NON_REENTRANT, zero3=True), [(1, 100), (5, 64)]),
         (LLAMA, TraceOptions(checkpointing=Checkpointing.REENTRANT), [(2, 100)]),
+        (LLAMA, TraceOptions(checkpointing=Checkpointing.SELECTIVE, zero3=True), [(2, 100)]),
         (LLAMA, TraceOptions(arithmetic=Arithmetic.AUTOCAST), [(1, 100), (2, 50)]),
         (LLAMA, TraceOptions(lora=(), checkpointing=Checkpointing.NON_REENTRANT), [(2, 100)]),
         (GEMMA2, TraceOptions(), [(1, 599), (1, 600), (2, 1024)]),

@@ -9,8 +9,6 @@ Note [Selective checkpointing]
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -51,13 +49,24 @@ def contexts(functions: CudaFunctions) -> tuple[Any, Any]:
     """Contexts for a checkpointed block's forward and its recomputation, as ``checkpoint(context_fn=…)`` takes them."""
     first, again = functions.recomputation()
     caching, cached = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
-    return _both(first, caching), _both(again, cached)
+    return _Both(first, caching), _Both(again, cached)
 
 
-@contextlib.contextmanager
-def _both(outer: Any, inner: Any) -> Iterator[None]:
-    with outer, inner:
-        yield
+class _Both:
+    """Two contexts in one. It outlives its exit, and the cache with it, as torch's own does: what the recomputation did not
+    come to ask for is freed with the block's graph.
+    """
+
+    def __init__(self, outer: Any, inner: Any) -> None:
+        self._outer, self._inner = outer, inner
+
+    def __enter__(self) -> None:
+        self._outer.__enter__()
+        self._inner.__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        self._inner.__exit__(*exc)
+        self._outer.__exit__(*exc)
 
 
 def checkpoint_every(model: nn.Module, every: int) -> None:

@@ -1,0 +1,144 @@
+"""Checkpoint policies: the traced allocations against those of a real run on the CPU, one by one."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import torch
+import transformers
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.tape import Mark, Op, Stream
+from zeroplan.core.tape_options import Arithmetic, Checkpointing, TraceOptions, options_for
+from zeroplan.core.tape_summary import summarise
+from zeroplan.core.workload import Attention, CheckpointPolicy, Workload
+from zeroplan.trace import kernels
+from zeroplan.trace.api import trace_at, trace_model
+from zeroplan.trace.fit import Point
+
+pytestmark = pytest.mark.torch
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "vocab_size": 64,
+    "tie_word_embeddings": True,
+}
+BATCH, SEQ = 2, 64
+#: The CPU makes numbers of a few bytes that CUDA's kernels take as arguments.
+SMALL = 256
+
+
+@pytest.fixture
+def _cpu_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the product that CUDA's softmax backward makes beside its result."""
+    monkeypatch.delitem(kernels.AFTER, torch.ops.aten._softmax_backward_data.default)
+
+
+def _real(policy: CheckpointPolicy) -> tuple[list[int], list[int]]:
+    """Bytes taken (and given back, negative) by the CPU's allocator in forward and backward, in order."""
+    values = dict(LLAMA)
+    config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").train()
+    model.config.use_cache = False
+    arguments: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if policy.selective:
+        products = [torch.ops.aten.mm.default, torch.ops.aten.bmm.default]
+        arguments["context_fn"] = partial(create_selective_checkpoint_contexts, products)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
+    for number, block in enumerate(model.model.layers, 1):
+        block.gradient_checkpointing = number % policy.every == 0
+    ids = torch.zeros(BATCH, SEQ, dtype=torch.long)
+
+    def recorded(function: Callable[[], Any]) -> tuple[Any, list[int]]:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
+            result = function()
+        events = run.profiler.kineto_results.events()
+        return result, [e.nbytes() for e in events if e.name() == "[memory]" and abs(e.nbytes()) >= SMALL]
+
+    gc.disable()
+    try:
+        loss, forward = recorded(lambda: model(input_ids=ids, labels=ids)["loss"])
+        _, backward = recorded(lambda: loss.backward())
+    finally:
+        gc.enable()
+    return forward, backward
+
+
+def _traced(stream: Stream) -> tuple[list[int], list[int]]:
+    """The same of a tape; the batch is not counted."""
+    size: dict[int, int] = {}
+    parts: dict[int, list[int]] = {Mark.FORWARD_BEGIN: [], Mark.BACKWARD_BEGIN: []}
+    now: list[int] | None = None
+    for op, arg, aux in zip(stream.op, stream.arg, stream.aux, strict=True):
+        if op == Op.MARK:
+            now = parts.get(arg)
+        elif op in (Op.ALLOC, Op.FREE):
+            signed = aux if op == Op.ALLOC else -size[arg]
+            size[arg] = abs(signed)
+            if now is not None and abs(signed) >= SMALL:
+                now.append(signed)
+    return parts[Mark.FORWARD_BEGIN], parts[Mark.BACKWARD_BEGIN]
+
+
+@pytest.mark.usefixtures("_cpu_softmax")
+@pytest.mark.parametrize("policy", ["full", "selective", "every:2"])
+def test_a_tape_is_a_real_runs_allocations_in_their_order(policy: str) -> None:
+    workload = Workload(gradient_checkpointing=True, checkpoint_policy=policy, attn=Attention.EAGER)
+    asked = options_for(workload)
+    options = TraceOptions(Attention.EAGER, asked.checkpointing, Arithmetic.FP32, every=asked.every)
+    tape = trace_at(LLAMA, "AutoModelForCausalLM", options, Point(BATCH, SEQ))
+    forward, backward = _traced(tape.expand(BATCH, SEQ))
+    real_forward, real_backward = _real(CheckpointPolicy.parse(policy))
+    assert forward == real_forward
+    assert backward == real_backward
+
+
+def test_selective_keeps_products_and_what_fused_attention_makes() -> None:
+    def live(checkpointing: Checkpointing) -> int:
+        tape = trace_at(LLAMA, "AutoModelForCausalLM", TraceOptions(checkpointing=checkpointing), Point(BATCH, SEQ))
+        return summarise(tape.expand(BATCH, SEQ)).live_after_forward
+
+    tokens, hidden, kv, inner, heads = BATCH * SEQ, 96, 48, 160, 4
+    products = 2 * tokens * (2 * hidden + 2 * kv + 2 * inner + hidden)
+    attention = 2 * tokens * hidden + 4 * heads * tokens + 8 + 8 + 256  # output, row sums, random state, scratch of cuDNN
+    assert live(Checkpointing.SELECTIVE) - live(Checkpointing.NON_REENTRANT) == 5 * (products + attention)
+
+
+def test_every_k_th_block_is_checkpointed_at_any_depth() -> None:
+    deep = {**LLAMA, "num_hidden_layers": 24}
+    tape = trace_model(deep, "AutoModelForCausalLM", TraceOptions(checkpointing=Checkpointing.NON_REENTRANT, every=2))
+    stream = tape.expand(1, 100)
+    entered = [stream.modules[a].name for op, a in zip(stream.op, stream.arg, strict=True) if op == Op.ENTER]
+    twice = [i for i in range(24) if entered.count(f"model.layers.{i}") == 2]
+    assert twice == list(range(1, 24, 2))
+    assert len(set(tape.stacks[0].plan)) < 24, "no block was left out"
+
+
+def test_a_policy_reads_as_it_is_written() -> None:
+    for text in ("full", "selective", "every:4"):
+        assert str(CheckpointPolicy.parse(text)) == text
+    for text in ("", "every", "every:0", "every:-1", "every:x", "selective:2", "op"):
+        with pytest.raises(BadInput, match="checkpoint-policy"):
+            CheckpointPolicy.parse(text)
+
+
+def test_keys_of_older_options_stay() -> None:
+    assert TraceOptions(checkpointing=Checkpointing.NON_REENTRANT).key == "sdpa_ckpt_half"
+    assert options_for(Workload(checkpoint_policy="selective")).key == "sdpa_none_half"
+    assert options_for(Workload(gradient_checkpointing=True, checkpoint_policy="every:2")).key == "sdpa_ckpt-every2_half"

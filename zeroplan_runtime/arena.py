@@ -1,12 +1,12 @@
 """The Arena: the runtime's only allocator. It names every byte and remembers when it lived.
 
-Buffers of one kind and dtype come from one block of memory, so that the CUDA caching allocator rounds once a kind rather
-than once a unit, and neighbouring units can be updated or cleared by one launch.
+Standing buffers of one kind and dtype come from one block of memory, so that the CUDA caching allocator rounds once a kind
+rather than once a unit, and neighbouring units can be updated or cleared by one launch. Buffers that come and go are leases.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -37,6 +37,44 @@ class Row:
         return max(self.peaks.values(), default=0)
 
 
+class Lease:
+    """A buffer that comes and goes. Its tensor, and every view of it, keep their shapes while the memory is away.
+
+    The memory belongs to the stream that is current at :meth:`take`; whoever calls :meth:`give` has made that stream wait for
+    all others that use it. Reading the tensor while the memory is away is a fault of the program, and fails.
+    """
+
+    __slots__ = ("_arena", "_bytes", "_empty", "_row", "_tensor", "held")
+
+    def __init__(self, arena: Arena, row: Row, empty: torch.Tensor, numel: int) -> None:
+        self._arena, self._row, self._empty = arena, row, empty
+        self._bytes = numel * empty.element_size()
+        self._tensor: torch.Tensor | None = None
+        self.held = False
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The 1-D tensor. It exists from the first :meth:`take` on."""
+        assert self._tensor is not None
+        return self._tensor
+
+    def take(self) -> None:
+        """Brings the memory, uninitialised."""
+        storage = self._empty.untyped_storage()
+        self._arena.resize(storage, self._bytes, self._row.buffer)
+        if self._tensor is None:
+            numel = self._bytes // self._empty.element_size()
+            self._tensor = self._empty.set_(storage, 0, (numel,), (1,))  # type: ignore[call-overload]
+        self.held = True
+        self._arena.book(self._row, self._bytes)
+
+    def give(self) -> None:
+        """Gives the memory back to torch's allocator."""
+        self._arena.resize(self._empty.untyped_storage(), 0, self._row.buffer)
+        self.held = False
+        self._arena.book(self._row, -self._bytes)
+
+
 class Arena:
     """Allocates and accounts for the runtime's own buffers on one device.
 
@@ -50,6 +88,8 @@ class Arena:
         self._phase = Phase.INIT
         self._live: dict[Place, int] = {}
         self._peaks: dict[tuple[Place, Phase], int] = {}
+        #: Called with the bytes that a lease takes (or gives, negative), for those who count memory that no operator returns.
+        self.on_lease: Callable[[int], None] | None = None
 
     @property
     def phase(self) -> Phase:
@@ -71,26 +111,40 @@ class Arena:
     ) -> torch.Tensor:
         """An uninitialised 1-D tensor of `numel` elements, booked under `buffer`, `unit` and `place`."""
         tensor = self._allocate(numel, dtype, place)
-        self._book(tensor, buffer, unit, place)
+        self._own(tensor, buffer, unit, place)
         return tensor
 
     def allocate(self, wanted: Iterable[OwnedBuffer]) -> dict[tuple[Buffer, str], torch.Tensor]:
-        """Zeroed tensors for a whole plan (:func:`zeroplan.core.layout.runtime_buffers`), one block of memory a kind.
+        """Zeroed tensors for what stands of a plan (:func:`zeroplan.core.layout.runtime_buffers`), one block a kind.
 
         Returns:
             The tensors by buffer and unit.
         """
         made: dict[tuple[Buffer, str], torch.Tensor] = {}
-        for (buffer, dtype, place), group in groupby(wanted, key=lambda row: (row.buffer, row.dtype, row.place)):
+        standing = (row for row in wanted if row.stands)
+        for (buffer, dtype, place), group in groupby(standing, key=lambda row: (row.buffer, row.dtype, row.place)):
             rows: Sequence[OwnedBuffer] = list(group)
             block = self._allocate(sum(align(row.numel) for row in rows[:-1]) + rows[-1].numel, DTYPES[dtype], place).zero_()
             begin = 0
             for row in rows:
                 tensor = block[begin : begin + row.numel]
                 begin += align(row.numel, ALIGN)
-                self._book(tensor, buffer, row.unit, place)
+                self._own(tensor, buffer, row.unit, place)
                 made[buffer, row.unit] = tensor
         return made
+
+    def leases(self, wanted: Iterable[OwnedBuffer]) -> dict[tuple[Buffer, str], Lease]:
+        """A lease, without memory yet, for each buffer of a plan that comes and goes; by buffer and unit."""
+        return {
+            (row.buffer, row.unit): Lease(
+                self,
+                self._row(row.buffer, row.unit, row.place),
+                self._allocate(0, DTYPES[row.dtype], row.place),
+                row.numel,
+            )
+            for row in wanted
+            if not row.stands
+        }
 
     def free(self, tensor: torch.Tensor) -> None:
         """Books `tensor`, which :meth:`empty` gave, as gone; the caller drops its last reference.
@@ -99,8 +153,17 @@ class Arena:
             KeyError: when the Arena did not make it or it was freed already.
         """
         row, size = self._sizes.pop(id(tensor))
-        row.live -= size
-        self._live[row.place] -= size
+        self._add(row, -size)
+
+    def resize(self, storage: torch.UntypedStorage, size: int, buffer: Buffer) -> None:
+        """Brings or takes the memory of a lease; `buffer` names it to who reads the frame of a failed call."""
+        storage.resize_(size)
+
+    def book(self, row: Row, size: int) -> None:
+        """Books `size` bytes more (or less) under a lease's row."""
+        self._add(row, size)
+        if self.on_lease is not None:
+            self.on_lease(size)
 
     def live(self, place: Place = Place.HBM) -> int:
         """Bytes now alive in `place`."""
@@ -135,12 +198,21 @@ class Arena:
             return pinned.allocate(numel, dtype, register=self.device.type == "cuda")
         return torch.empty(numel, dtype=dtype)
 
-    def _book(self, tensor: torch.Tensor, buffer: Buffer, unit: str, place: Place) -> None:
+    def _row(self, buffer: Buffer, unit: str, place: Place) -> Row:
         row = self._rows.setdefault((buffer, unit, place), Row(buffer, unit, place))
+        row.peaks.setdefault(self._phase, 0)
+        return row
+
+    def _own(self, tensor: torch.Tensor, buffer: Buffer, unit: str, place: Place) -> None:
+        row = self._row(buffer, unit, place)
         size = tensor.numel() * tensor.element_size()
         self._sizes[id(tensor)] = (row, size)
+        self._add(row, size)
+
+    def _add(self, row: Row, size: int) -> None:
+        place, phase = row.place, self._phase
         row.live += size
-        row.peaks[self._phase] = max(row.peaks.get(self._phase, 0), row.live)
         live = self._live[place] = self._live.get(place, 0) + size
-        key = (place, self._phase)
-        self._peaks[key] = max(self._peaks.get(key, 0), live)
+        if size > 0:
+            row.peaks[phase] = max(row.peaks.get(phase, 0), row.live)
+            self._peaks[place, phase] = max(self._peaks.get((place, phase), 0), live)

@@ -181,7 +181,7 @@ class Engine(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients accumulated so far."""
-        self.schedule.gradients_taken()
+        self.schedule.drop_gradients()
 
     def destroy(self) -> None:
         """Gives all memory of the runtime back. The model's parameters are empty afterwards."""
@@ -192,6 +192,7 @@ class Engine(nn.Module):
         self._detach()
         self._guard.remove()
         self.schedule.remove()
+        self.schedule.drop_gradients()
         for unit in self.store.units:
             for flat in unit.flats():
                 for param in flat.params:

@@ -79,11 +79,11 @@ class Sink:
     def multiply(self, grad: torch.Tensor, x: torch.Tensor) -> None:
         """``weight.grad += gradᵀ x`` for `grad` [tokens, out] and `x` [tokens, in], in the flat buffer."""
         unit, position = self.weight
+        self.schedule.acquire(unit)
         view = unit.grad_views[position]
         if view.dtype != grad.dtype and not grad.is_cuda:
             self.schedule.land(unit, position, torch.mm(grad.t(), x))
             return
-        self.schedule.acquire(unit)
         # Where gradients are reduced in fp32, the product of 16-bit factors is kept as the GPU summed it, in fp32.
         wider: dict[str, Any] = {} if view.dtype == grad.dtype else {"out_dtype": view.dtype}
         if unit.landed[position]:

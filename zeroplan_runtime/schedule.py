@@ -11,6 +11,11 @@ Note [Backward of a unit]
     again, whichever is first. It is over when another unit's begins: autograd runs the youngest operation first, so all of
     the later unit's work has been issued by then. Weights that are read later still would be those of
     another unit; units that interleave like this need separate slots, and :meth:`Schedule.gather` refuses the others.
+
+Note [Gradients come and go]
+    Their memory comes while the model's stream is current, before the reduce lane is told of it, and goes once that stream
+    waits for the reduce lane. So it belongs to one stream throughout, and is reused in that stream's order without the host.
+    See Note [Lifetimes] in core/layout.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ from typing import Any
 import torch
 
 from zeroplan.core.buffers import Phase
+from zeroplan.core.layout import UnitKind
 from zeroplan_runtime.comm import Lane, Mark
 from zeroplan_runtime.store import Store, UnitState
 
@@ -40,6 +46,8 @@ class Schedule:
         self.gather_lane = Lane(device, own=True)
         self.reduce_lane = Lane(device, own=True)
         self._produced = Mark(device)
+        self._reducing = False  # the reduce lane has work that the model's stream does not wait for yet
+        self._slots_due = False  # an earlier backward left its slots, to be given back behind the next forward's first block
         self.boundary = True  # this micro batch is the last before the step
         self.where = "start"  # for the watchdog
         self.ticks = 0
@@ -76,6 +84,7 @@ class Schedule:
         self._current = self._last = None
         for slot in self.store.param_slots.values():
             slot.busy = False
+        self._slots_due = any(slot.lease.held for slot in self.store.grad_slots.values())
 
     def _enter_hook(self, unit: UnitState, _module: torch.nn.Module, _args: Any) -> None:
         if self._backward:  # recomputed under gradient checkpointing
@@ -95,6 +104,8 @@ class Schedule:
         if self._backward:
             return
         self._release(unit)
+        if self._slots_due and unit.layout.shape.kind is not UnitKind.WIDE:
+            self.give_slots()
         if torch.is_grad_enabled():
             passed_through = {id(tensor) for tensor in tensors_of((args, kwargs))}
             for tensor in tensors_of(output):
@@ -207,20 +218,26 @@ class Schedule:
         for unit in self.store.units:
             unit.reduced, unit.visits = False, 0
             unit.landed = unit.landed.replace(b"\x02", b"\x01")
-        self._set_phase(backward=False)
+        self._backward = False
         self._current = self._last = None
+        if self.boundary:
+            self.give_slots()
 
     # ------------------------------------------------------------------ gradients
 
     def acquire(self, unit: UnitState) -> None:
         """Makes the place for `unit`'s whole gradients ready to be written on the model's stream."""
         slot = unit.grad_slot
-        if slot is not None and slot.holder is not unit:
-            if slot.holder is not None:
-                self.reduce(slot.holder)
-            slot.free.wait(self.compute)
-            slot.holder = unit
-        elif unit.reduced and slot is None and self.boundary and self.ranks.count > 1:
+        if slot is not None:
+            if slot.holder is not unit:
+                if slot.holder is not None:
+                    self.reduce(slot.holder)
+                slot.free.wait(self.compute)
+                self.store.take_slot(unit)
+                slot.holder = unit
+        elif unit.grad_lease is not None and not unit.grad_lease.held:
+            self.store.take_gradient(unit)
+        elif unit.reduced and self.boundary and self.ranks.count > 1:
             raise RuntimeError(
                 f"a gradient of unit {unit.name!r} came after the unit was reduced: its parameters are used outside its "
                 "forward; use stage 2 or 3, or a policy that leaves the module to the root"
@@ -243,11 +260,13 @@ class Schedule:
         unit.reduced = True
         if not self.setup.shards_grads and not self.boundary:
             return
-        assert unit.grad_full is not None
-        self.acquire_for_reduce(unit)
+        if unit.grad_slot is not None and unit.grad_slot.holder is not unit:
+            self.acquire(unit)  # none of its gradients came, and its zeros need a place, too
+        assert unit.grad_lease is not None
+        if not unit.grad_lease.held:
+            self.store.take_gradient(unit)
         missing = [view for view, landed in zip(unit.grad_views, unit.landed, strict=True) if not landed]
-        if unit.grad_slot is not None:
-            missing += unit.grad_gaps  # another unit's gradients may lie there
+        missing += unit.grad_gaps  # anything may lie there
         if missing:
             torch._foreach_zero_(missing)
         if self.ranks.count > 1:
@@ -255,15 +274,11 @@ class Schedule:
             self._produced.wait(self.reduce_lane)
             with self.reduce_lane.run():
                 self._reduce_now(unit)
+            self._reducing = True
         if unit.grad_slot is not None:
             unit.grad_slot.free.record(self.reduce_lane)
             unit.grad_slot.holder = None
             unit.landed = bytearray(len(unit.landed))
-
-    def acquire_for_reduce(self, unit: UnitState) -> None:
-        """A unit none of whose gradients came still needs a place for its zeros."""
-        if unit.grad_slot is not None and unit.grad_slot.holder is not unit:
-            self.acquire(unit)
 
     def _reduce_now(self, unit: UnitState) -> None:
         assert unit.grad is not None
@@ -284,14 +299,36 @@ class Schedule:
 
     def gradients_ready(self) -> None:
         """Makes the model's stream wait for all reductions, before the optimizer reads the gradients."""
-        self._produced.record(self.reduce_lane)
-        self._produced.wait(self.compute)
+        if self._reducing:
+            self._produced.record(self.reduce_lane)
+            self._produced.wait(self.compute)
+            self._reducing = False
 
-    def gradients_taken(self) -> None:
-        """Called after the step: the next micro batch begins new sums."""
+    def give_slots(self) -> None:
+        """Gives the slots of whole gradients back, once the model's stream waits for the reductions from them."""
+        self._slots_due = False
+        held = [slot for slot in self.store.grad_slots.values() if slot.lease.held]
+        if held:
+            self.gradients_ready()
+        for slot in held:
+            if slot.holder is not None:  # an interrupted backward's
+                slot.holder.landed = bytearray(len(slot.holder.landed))
+                slot.holder = None
+            slot.lease.give()
+
+    def gradient_taken(self, unit: UnitState) -> None:
+        """Called when the optimizer has been given `unit`'s update: its gradients go, and the next begin new sums."""
+        unit.accumulated = False
+        unit.landed = bytearray(len(unit.landed))
+        if unit.grad_lease is not None and unit.grad_lease.held:
+            unit.grad_lease.give()
+
+    def drop_gradients(self) -> None:
+        """Lets go of all gradients without a step."""
+        self.gradients_ready()
+        self.give_slots()
         for unit in self.store.units:
-            unit.accumulated = False
-            unit.landed = bytearray(len(unit.landed))
+            self.gradient_taken(unit)
 
     # ------------------------------------------------------------------ progress
 

@@ -6,6 +6,11 @@ Note [Addresses]
     right again in the backward as soon as the unit is gathered again into the same slot: no saved tensor needs a hook,
     no storage is resized, and no parameter is touched one by one. The price is that a parameter read while its unit is
     not gathered shows another unit's bytes; :mod:`zeroplan_runtime.audit` watches the first steps for that.
+
+Note [Places]
+    Where a buffer lies is a column of the layout's rows, which the Arena follows. A unit's gradients leave for another place
+    in :meth:`zeroplan_runtime.schedule.Schedule.reduce`, in the reduce lane; its masters and states are met there unit by
+    unit in :meth:`zeroplan_runtime.optim.step.Stepper.step`.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import Flat, Layout, UnitKind, UnitLayout, plan_layout, runtime_buffers
 from zeroplan.core.layout import RuntimeSetup as Setup
-from zeroplan_runtime.arena import DTYPES, Arena
+from zeroplan_runtime.arena import DTYPES, Arena, Lease
 from zeroplan_runtime.comm import Mark, Ranks
 from zeroplan_runtime.units import Unit, reads_params_in_backward
 
@@ -29,7 +34,7 @@ _Carved = dict[tuple[Buffer, str], torch.Tensor]
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """Memory that units take turns in, or that one unit has for itself.
+    """Memory for parameters that units take turns in, or that one unit has for itself.
 
     `holder` is the unit whose data it holds; `fresh` tells whether that is current; `busy` whether it is being read.
     `free` marks the last use of the previous data, `ready` the arrival of the present.
@@ -42,6 +47,18 @@ class Slot:
     holder: UnitState | None = None
     fresh: bool = False
     busy: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class GradSlot:
+    """Memory for whole gradients that units take turns in, there from a backward's first need of it to its end.
+
+    `holder` is the unit whose gradients it holds; `free` marks the end of the last reduction from it.
+    """
+
+    lease: Lease
+    free: Mark
+    holder: UnitState | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -65,8 +82,10 @@ class FlatState:
 class UnitState:
     """One unit's tensors. The optimizer's (`grad`, `master`, `states`) cover the rank's share of the trainable flat.
 
-    `grad_full` are the whole gradients (in a slot from stage 2 on), `grad` this rank's averaged share of them.
-    `landed` says which parameters' gradients have arrived in `grad_full` since it was last taken.
+    `grad_full` are the whole gradients (in a slot from stage 2 on), `grad` this rank's averaged share of them; both are None
+    until they are first needed. `grad_lease` is the memory of what is kept until the step: of `grad` where it lies apart from
+    `grad_full`, else of `grad_full`. `landed` says which parameters' gradients have arrived in `grad_full` since it was last
+    taken.
     """
 
     index: int
@@ -77,7 +96,8 @@ class UnitState:
     param_slot: Slot
     gathers_in_backward: bool
     updated: Mark  # the optimizer has written the shards
-    grad_slot: Slot | None = None
+    grad_slot: GradSlot | None = None
+    grad_lease: Lease | None = None
     grad_full: torch.Tensor | None = None
     grad: torch.Tensor | None = None
     grad_views: list[torch.Tensor] = field(default_factory=list)
@@ -113,13 +133,23 @@ class Store:
     def __init__(self, units: Sequence[Unit], setup: Setup, ranks: Ranks, arena: Arena) -> None:
         self.setup, self.ranks, self.arena = setup, ranks, arena
         self.layout: Layout = plan_layout([unit.shape for unit in units], setup)
-        carved = arena.allocate(runtime_buffers(self.layout))
+        rows = runtime_buffers(self.layout)
+        carved, leases = arena.allocate(rows), arena.leases(rows)
         self.param_slots = {n: self._slot(n, carved[Buffer.PARAM_FULL, n]) for n in self.layout.param_slots}
-        self.grad_slots = {n: self._slot(n, carved[Buffer.GRAD_FULL, n]) for n in self.layout.grad_slots}
+        self.grad_slots = {n: GradSlot(leases[Buffer.GRAD_FULL, n], Mark(arena.device)) for n in self.layout.grad_slots}
         self.scalars = carved[Buffer.OPTIM_NORM, "step"]
         self.units = [self._unit(i, unit, carved) for i, unit in enumerate(units)]
         for state in self.units:
+            if state.layout.grad_slot is not None:
+                state.grad_slot = self.grad_slots[state.layout.grad_slot]
+            state.grad_lease = leases.get((self._kept_gradient, state.name))
+        for state in self.units:
             self._fill(state)
+
+    @property
+    def _kept_gradient(self) -> Buffer:
+        """What is kept of a unit's gradients until the step."""
+        return Buffer.GRAD_SHARD if self.setup.stage >= 2 else Buffer.GRAD_FULL
 
     def _slot(self, name: str, tensor: torch.Tensor) -> Slot:
         return Slot(name, tensor, Mark(self.arena.device), Mark(self.arena.device))
@@ -153,22 +183,46 @@ class Store:
         return state
 
     def _add_training(self, state: UnitState, trainable: FlatState, carved: _Carved) -> None:
-        setup, flat, name = self.setup, trainable.layout, state.name
-        if state.layout.grad_slot is not None:
-            state.grad_slot = self.grad_slots[state.layout.grad_slot]
-            state.grad_full = state.grad_slot.tensor[: flat.full]
-            state.grad = carved[Buffer.GRAD_SHARD, name]
-        else:
-            state.grad_full = carved[Buffer.GRAD_SHARD if setup.stage >= 2 else Buffer.GRAD_FULL, name]
-            state.grad = self.part(state.grad_full, flat) if setup.shards_states else state.grad_full
-        state.grad_views = trainable.views(state.grad_full)
-        state.grad_gaps = [state.grad_full[a:b] for a, b in flat.gaps()]
-        state.landed = bytearray(len(flat.params))
+        setup, name = self.setup, state.name
+        state.landed = bytearray(len(trainable.layout.params))
         state.master = carved[Buffer.PARAM_MASTER, name] if setup.has_masters else trainable.shard
         state.states = {buffer: tensor for (buffer, unit), tensor in carved.items() if unit == name and _is_state(buffer)}
 
+    def take_gradient(self, unit: UnitState) -> None:
+        """Brings the memory of what is kept of `unit`'s gradients until the step."""
+        lease, trainable = unit.grad_lease, unit.trainable
+        assert lease is not None
+        assert trainable is not None
+        lease.take()
+        if unit.grad is not None:
+            return
+        if unit.grad_slot is not None:
+            unit.grad = lease.tensor
+        else:
+            self._view_gradients(unit, trainable, lease.tensor)
+            unit.grad = self.part(lease.tensor, trainable.layout) if self.setup.shards_states else lease.tensor
+
+    def take_slot(self, unit: UnitState) -> None:
+        """Brings the memory of `unit`'s slot of whole gradients, unless it is there."""
+        slot, trainable = unit.grad_slot, unit.trainable
+        assert slot is not None
+        assert trainable is not None
+        if not slot.lease.held:
+            slot.lease.take()
+        if unit.grad_full is None:
+            self._view_gradients(unit, trainable, slot.lease.tensor[: trainable.layout.full])
+
+    def _view_gradients(self, unit: UnitState, trainable: FlatState, full: torch.Tensor) -> None:
+        """Made once: a lease's memory may come and go under its views."""
+        unit.grad_full = full
+        unit.grad_views = trainable.views(full)
+        unit.grad_gaps = [full[a:b] for a, b in trainable.layout.gaps()]
+
     def drop(self) -> None:
-        """Lets go of every tensor, so that their memory returns to the allocator even while something keeps the units."""
+        """Lets go of every tensor, so that their memory returns to the allocator even while something keeps the units.
+
+        The gradients must be gone already.
+        """
         nothing = torch.empty(0, device=self.arena.device)
         for unit in self.units:
             unit.grad_full = unit.grad = unit.master = None
@@ -176,7 +230,7 @@ class Store:
             unit.param_slot.tensor = nothing
             for flat in unit.flats():
                 flat.full = flat.shard = nothing
-        for slot in (*self.param_slots.values(), *self.grad_slots.values()):
+        for slot in self.param_slots.values():
             slot.tensor = nothing
         self.scalars = nothing
 

@@ -12,6 +12,13 @@ Note [Layout]
 
     One rank alone has nothing to shard: whole and shard are the same bytes at every stage.
 
+Note [Lifetimes]
+    Parameters, masters and states stand from the initialisation on. Gradients come and go, so that none lies beside the
+    logits, where a step's memory peaks. What the optimizer reads (a unit's shard, or its whole gradients where they are kept)
+    comes when the unit's first gradient lands or is reduced, and goes once the step has used it. Slots of whole gradients
+    come when a backward first needs them and go at its end; between the micro batches of an accumulation they go in the
+    next forward, behind the first block, so that the last reduction has work to hide under.
+
 The Arena allocates by :func:`runtime_buffers` and the predictor reads it; neither computes a size of its own.
 """
 
@@ -174,7 +181,10 @@ class UnitLayout:
 
 @dataclass(frozen=True, slots=True)
 class OwnedBuffer:
-    """One buffer that the runtime allocates: a row of the plan and of the Arena's measurement."""
+    """One buffer that the runtime allocates: a row of the plan and of the Arena's measurement.
+
+    `phases` are those in which it lives for a while at least; see Note [Lifetimes].
+    """
 
     buffer: Buffer
     unit: str
@@ -187,6 +197,11 @@ class OwnedBuffer:
     def bytes(self) -> int:
         """``numel × bytes an element``."""
         return self.numel * self.dtype.bytes
+
+    @property
+    def stands(self) -> bool:
+        """Whether it is there from the initialisation to the end of the run; what does not stand comes and goes."""
+        return Phase.INIT in self.phases
 
 
 @dataclass(frozen=True)
@@ -281,10 +296,15 @@ def _param_rows(layout: Layout) -> list[OwnedBuffer]:
 
 def _grad_rows(layout: Layout) -> list[OwnedBuffer]:
     setup = layout.setup
+    between = (Phase.FORWARD,) if setup.grad_accum > 1 else ()  # what later micro batches find there
+    kept, passing = (*between, Phase.BACKWARD, Phase.STEP), (*between, Phase.BACKWARD)
     trained = [(u.shape.name, u.trainable) for u in layout.units if u.trainable]
     if not setup.shards_grads:
         own = Buffer.GRAD_SHARD if setup.stage >= 2 else Buffer.GRAD_FULL
-        return [OwnedBuffer(own, name, flat.full, setup.whole_grad_dtype) for name, flat in trained]
-    rows = [OwnedBuffer(Buffer.GRAD_SHARD, name, flat.shard, setup.accum_dtype) for name, flat in trained]
-    rows += [OwnedBuffer(Buffer.GRAD_FULL, slot, numel, setup.reduce_dtype) for slot, numel in layout.grad_slots.items()]
+        return [OwnedBuffer(own, name, flat.full, setup.whole_grad_dtype, phases=kept) for name, flat in trained]
+    rows = [OwnedBuffer(Buffer.GRAD_SHARD, name, flat.shard, setup.accum_dtype, phases=kept) for name, flat in trained]
+    rows += [
+        OwnedBuffer(Buffer.GRAD_FULL, slot, numel, setup.reduce_dtype, phases=passing)
+        for slot, numel in layout.grad_slots.items()
+    ]
     return rows

@@ -94,6 +94,8 @@ def _buffer_rows(planned: Planned, measured: Measurement) -> list[DriftRow]:
                 measured=have if measured.rows else None,
                 judged="exact" if exact else "",
                 within=want == have if exact else None,
+                note="comes and goes; its most" if key[0] in planned.passing else "",
+                stands=key[0] not in planned.passing,
             )
         )
     return rows
@@ -104,7 +106,7 @@ def _offloads(planned: Planned) -> bool:
 
 
 def _kept(rows: Iterable[DriftRow], device: str) -> tuple[int, int]:
-    on_device = [row for row in rows if row.place == _MEMORY[device]]
+    on_device = [row for row in rows if row.place == _MEMORY[device] and row.stands]
     return sum(row.planned or 0 for row in on_device), sum(row.measured or 0 for row in on_device)
 
 
@@ -124,7 +126,7 @@ def _torch_rows(planned: Planned, measured: Measurement) -> list[DriftRow]:
             place=_MEMORY[measured.device],
             planned=None if plan_peak is None else plan_peak - want,
             measured=None if peak is None else peak - have,
-            note="at the peak, beside the buffers above",
+            note="at the peak, beside what stands",
         )
     ]
     if measured.device == "cuda":
@@ -211,12 +213,12 @@ def _judged(name: str, want: int | None, have: int | None, tolerance: float, not
 def _unattributed(rows: list[DriftRow], measured: Measurement) -> int | None:
     """Of the measured total (a CPU's: resident memory), what no measured row holds."""
     if measured.device == "cpu":
-        per_rank = [row.measured or 0 for row in rows if row.name != "host.process"]
+        per_rank = [row.measured or 0 for row in rows if row.name != "host.process" and row.stands]
         # Tensors are counted on the worst rank, resident memory over all of them.
         return measured.host - measured.host_before - measured.ranks * sum(per_rank) if measured.tensors_counted else None
     if measured.total is None:
         return None
-    return measured.total - sum(row.measured or 0 for row in rows if row.place == "hbm")
+    return measured.total - sum(row.measured or 0 for row in rows if row.place == "hbm" and row.stands)
 
 
 def _verdict(planned: Planned, measured: Measurement, mismatches: list[str], totals: list[DriftRow]) -> tuple[bool, str]:

@@ -23,7 +23,8 @@ Key = tuple[str, str, str]
 class Planned:
     """One configuration, predicted.
 
-    `owned` are the buffers that the runtime allocates, by unit; None for other engines. Without the caching allocator's
+    `owned` are the buffers that the runtime allocates, by unit; None for other engines. `passing` names those of them that
+    come and go. Without the caching allocator's
     rounding, `requested` is the most that lives at once in training (forward, backward, step) and `requested_live` what lives
     between two steps; both None at formula depth, where `undone` says why nothing deeper could be had. `drops` says that the
     model has dropout, whose masks and attention kernels differ between a CPU and CUDA.
@@ -36,19 +37,24 @@ class Planned:
     requested_live: int | None = None
     undone: str = ""
     drops: bool = False
+    passing: frozenset[str] = frozenset()
 
 
 def predict(engine: Engine, case: Case) -> Planned:
     """The deepest plan that can be had."""
-    owned = None
+    owned, passing = None, frozenset[str]()
     if isinstance(engine, Runtime):
-        owned = {(row.buffer.value, row.unit, row.place.value): row.bytes for row in runtime_buffers(engine.layout(case))}
+        rows = runtime_buffers(engine.layout(case))
+        owned = {(row.buffer.value, row.unit, row.place.value): row.bytes for row in rows}
+        standing = {row.buffer for row in rows if row.stands}
+        passing = frozenset(row.buffer.value for row in rows if row.buffer not in standing)
     try:
         stream = stream_of(engine, case)
     except NoTapeError as error:
-        return Planned(case, formula_plan(engine, case), owned, undone=str(error))
+        return Planned(case, formula_plan(engine, case), owned, undone=str(error), passing=passing)
     run = simulated_plan(engine, case, stream)
-    return Planned(case, run.plan, owned, *_training(run.simulation.timeline), drops=_has_dropout(case))
+    live = _training(run.simulation.timeline)
+    return Planned(case, run.plan, owned, *live, drops=_has_dropout(case), passing=passing)
 
 
 def _has_dropout(case: Case) -> bool:

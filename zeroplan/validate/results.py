@@ -66,7 +66,10 @@ class Measurement(_Frozen):
 
 
 class DriftRow(_Frozen):
-    """One buffer or total, planned and measured. `judged` is ``exact``, ``tolerance`` or empty where it only informs."""
+    """One buffer or total, planned and measured. `judged` is ``exact``, ``tolerance`` or empty where it only informs.
+
+    `stands` False: the buffer comes and goes; the figures are its most, and at the peak it is part of what lies beside.
+    """
 
     name: str
     place: str
@@ -75,6 +78,7 @@ class DriftRow(_Frozen):
     judged: str = ""
     within: bool | None = None
     note: str = ""
+    stands: bool = True
 
     @property
     def difference(self) -> int | None:

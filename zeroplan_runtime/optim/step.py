@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from zeroplan.core.buffers import Buffer
+from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import Flat
 from zeroplan_runtime import kernels
 from zeroplan_runtime.optim.groups import ZeroOptimizer
@@ -22,15 +23,16 @@ from zeroplan_runtime.store import UnitState
 
 @dataclass(slots=True)
 class Segment:
-    """A run of one unit's share that one optimizer group covers: parallel 1-D views."""
+    """A run of one unit's share that one optimizer group covers: parallel 1-D views. `grad` is there from the first step on."""
 
     unit: UnitState
     group: int
     master: torch.Tensor
     param: torch.Tensor | None  # the 16-bit parameters to refresh; None where the master is the parameter
-    grad: torch.Tensor
+    part: slice  # of the unit's share
     states: list[torch.Tensor]
     tensors: kernels.Segments | None  # the parameters within, for LAMB
+    grad: torch.Tensor | None = None
 
 
 class Outcome:
@@ -73,7 +75,6 @@ class Stepper:
     def _segments(self, unit: UnitState) -> list[Segment]:
         if unit.trainable is None:
             return []
-        assert unit.grad is not None
         assert unit.master is not None
         flat, params = unit.trainable.layout, unit.layout.shape.params
         begins = [
@@ -93,7 +94,7 @@ class Stepper:
                 states = [unit.states[b][part] for b in _STATE_ORDER if b in unit.states]
                 param = None if same else unit.trainable.shard[part]
                 tensors = self._tensors(flat, begin, end, part) if self.optimizer.kind == "lamb" else None
-                made.append(Segment(unit, group, unit.master[part], param, unit.grad[part], states, tensors))
+                made.append(Segment(unit, group, unit.master[part], param, part, states, tensors))
         return made
 
     def _tensors(self, flat: Flat, begin: int, end: int, part: slice) -> kernels.Segments:
@@ -110,18 +111,26 @@ class Stepper:
     def step(self, number: int, loss_scale: float = 1.0) -> Outcome:
         """Applies the gradients to masters and parameters, as applied step `number` (from 1).
 
-        `loss_scale` is what the loss was multiplied by. The gradients must have been reduced.
+        `loss_scale` is what the loss was multiplied by. A unit's gradients go as soon as its update has been given to the
+        device.
+
+        Raises:
+            BadInput: when no backward came before.
         """
+        if not all(unit.grad_lease is None or unit.grad_lease.held for unit in self.store.units):
+            raise BadInput("there are no gradients", where="engine.step", remedy="call engine.backward(loss) first")
         self.schedule.gradients_ready()
         scalars = self._measure(loss_scale)
         outcome = Outcome(self.store.scalars)
         hypers = [self.optimizer.hyper(i) for i in range(len(self.optimizer.param_groups))]
-        for segments in self.segments:  # unit by unit, in the order in which the next forward needs them
+        # Unit by unit, in the order in which the next forward needs them. See Note [Places] in store.
+        for unit, segments in zip(self.store.units, self.segments, strict=True):
+            if unit.trainable is None:
+                continue
             for segment in segments:
                 self._update(segment, hypers[segment.group], number, scalars)
-            if segments:
-                self.schedule.updated(segments[0].unit)
-        self.schedule.gradients_taken()
+            self.schedule.updated(unit)
+            self.schedule.gradient_taken(unit)
         return outcome
 
     def _measure(self, loss_scale: float) -> torch.Tensor | None:
@@ -143,6 +152,9 @@ class Stepper:
         return scalars
 
     def _update(self, segment: Segment, hyper: dict[str, Any], number: int, scalars: torch.Tensor | None) -> None:
+        if segment.grad is None:
+            assert segment.unit.grad is not None
+            segment.grad = segment.unit.grad[segment.part]
         master, grad, states = segment.master, segment.grad, segment.states
         common: dict[str, Any] = {"param_out": segment.param, "scalars": scalars}
         match self.optimizer.kind:

@@ -92,7 +92,8 @@ class Runtime:
         job = RuntimeJob(case.workload, layout, case.cluster.gpu.workspace, skipped_steps=skipped)
         direct = self.knobs.direct_linear and layout.setup.whole_grad_dtype is layout.setup.param_dtype
         recorder = Recorder()
-        play(job, with_direct_gradients(stream) if direct else stream, recorder, RuntimeSchedule(job, recorder))
+        tape = with_direct_gradients(stream) if direct else stream
+        play(job, tape, recorder, RuntimeSchedule(job, tape, recorder))
         model = case.spec.params * case.workload.param_bytes
         host = (HostPhase(Phase.LOAD, model, 0), HostPhase(Phase.INIT, model, 0))
         return Simulation(simulate(recorder, config, device_memory=case.cluster.vram), host=host)

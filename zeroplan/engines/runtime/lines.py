@@ -116,21 +116,21 @@ def param_slots(c: Facts) -> int:
     return c.params_gathered * c.param_bytes
 
 
-@_add(Buffer.GRAD_FULL, Place.HBM, ALWAYS, state=True)
+@_add(Buffer.GRAD_FULL, Place.HBM, (Phase.BACKWARD, Phase.STEP), state=True)
 def grad_full(c: Facts) -> int:
-    """Whole gradients, where the backward writes them and the reduction leaves the mean."""
+    """Whole gradients, where the backward writes them and the reduction leaves the mean; they go in the step."""
     return c.grads_kept * c.grad_bytes if c.stage < 2 else 0
 
 
-@_add(Buffer.GRAD_SHARD, Place.HBM, ALWAYS, state=True)
+@_add(Buffer.GRAD_SHARD, Place.HBM, (Phase.BACKWARD, Phase.STEP), state=True)
 def grad_shard(c: Facts) -> int:
-    """This rank's averaged share of the gradients."""
+    """This rank's averaged share of the gradients, from a unit's reduction to its update."""
     return c.grads_kept * c.grad_bytes if c.stage >= 2 else 0
 
 
-@_add(Buffer.GRAD_FULL, Place.HBM, ALWAYS)
+@_add(Buffer.GRAD_FULL, Place.HBM, (Phase.BACKWARD,))
 def grad_slots(c: Facts) -> int:
-    """Slots in which the backward writes a unit's whole gradients until they are reduced."""
+    """Slots in which the backward writes a unit's whole gradients until they are reduced; they go at its end."""
     return c.grads_in_slots * c.reduce_bytes
 
 

@@ -1,21 +1,22 @@
-"""The runtime's allocations over a run: the Arena's blocks, and the tape without the gradients that land in place.
+"""The runtime's allocations over a run: the Arena's blocks and leases, and the tape without the gradients that land in place.
 
-After initialisation the runtime allocates nothing of its own: gathers and reductions use slots, and the kernels need no
-temporaries. What remains is the model's own computation. A plain linear layer's weight gradient is written into its flat
-by the product itself; every other gradient is made by autograd, copied into its flat and dropped at once.
-Source: zeroplan_runtime/arena.py, allocate; zeroplan_runtime/landing.py; zeroplan_runtime/store.py, _fill.
+Gathers and reductions use slots, and the kernels need no temporaries. What the runtime takes and gives back in a step are
+gradients: Note [Lifetimes] in core/layout. A plain linear layer's weight gradient is written into its flat by the product
+itself; every other gradient is made by autograd, copied into its flat and dropped at once.
+Source: zeroplan_runtime/arena.py, allocate and Lease; zeroplan_runtime/schedule.py; zeroplan_runtime/store.py, _fill.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.layout import Layout, runtime_buffers
+from zeroplan.core.layout import Layout, OwnedBuffer, UnitKind, runtime_buffers
 from zeroplan.core.tape import Mark, Op, Stream
 from zeroplan.core.workload import Workload
+from zeroplan.engines.runtime.units import PEFT_PREFIX
 from zeroplan.simulate.stream import Recorder
 
 #: Optimizer steps until peaks repeat: the second runs with the blocks that the first left in the cache.
@@ -33,13 +34,67 @@ class RuntimeJob:
     skipped_steps: int = 0
 
 
+@dataclass(slots=True)
+class Lease:
+    """A buffer that comes and goes: its row, and its block while it is there."""
+
+    row: OwnedBuffer
+    block: int = -1
+
+
+@dataclass(slots=True, eq=False)
+class UnitRun:
+    """One unit with gradients in a run: what is kept of them until the step, and the slot of the whole ones."""
+
+    kind: UnitKind
+    kept: Lease
+    slot: SlotRun | None
+    visits: int = 0  # forwards in this micro batch
+    landed: bool = False  # some gradient came in this micro batch
+    reduced: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class SlotRun:
+    """A slot of whole gradients and the unit that holds it."""
+
+    lease: Lease
+    holder: UnitRun | None = field(default=None, repr=False)
+
+
 class RuntimeSchedule:
-    """One rank's run. Hooks as in the player's StageSchedule."""
+    """One rank's run. Hooks as in the player's StageSchedule; the methods are those of zeroplan_runtime's Schedule."""
 
-    follows_modules = False
+    follows_modules = True
 
-    def __init__(self, job: RuntimeJob, recorder: Recorder) -> None:
-        self.job, self.recorder = job, recorder
+    def __init__(self, job: RuntimeJob, stream: Stream, recorder: Recorder) -> None:
+        self.job, self.setup, self.recorder = job, job.layout.setup, recorder
+        self.rows = runtime_buffers(job.layout)
+        leases = {(row.buffer, row.unit): Lease(row) for row in self.rows if not row.stands}
+        self.slots = {name: SlotRun(leases[Buffer.GRAD_FULL, name]) for name in job.layout.grad_slots}
+        self.units: list[UnitRun] = []
+        by_param: dict[str, UnitRun] = {}
+        by_module: dict[str, UnitRun] = {}
+        kept = Buffer.GRAD_SHARD if self.setup.stage >= 2 else Buffer.GRAD_FULL
+        for unit in job.layout.units:
+            if unit.trainable is None:
+                continue
+            slot = self.slots[unit.grad_slot] if unit.grad_slot is not None else None
+            run = UnitRun(unit.shape.kind, leases[kept, unit.shape.name], slot)
+            self.units.append(run)
+            by_module[unit.shape.name] = run
+            by_param.update((param.name, run) for param in unit.shape.params)
+        self.of_param = [by_param.get(param.name.removeprefix(PEFT_PREFIX)) for param in stream.params]
+        self.of_module = [by_module.get(module.name.removeprefix(PEFT_PREFIX)) for module in stream.modules]
+        # Behind the forward of these, slots that an earlier backward left are given back.
+        blocks = {unit.shape.name for unit in job.layout.units if unit.shape.kind is UnitKind.BLOCK}
+        self.gives = [module.parent < 0 or module.name.removeprefix(PEFT_PREFIX) in blocks for module in stream.modules]
+        self.boundary = True
+        self.in_backward = False
+        self.slots_due = False
+        self.current: UnitRun | None = None
+
+    # --- building -------------------------------------------------------------------------------------------------------
 
     def build(self) -> None:
         """The model is made in host memory."""
@@ -48,46 +103,130 @@ class RuntimeSchedule:
         """Adapters are part of the model."""
 
     def initialize(self) -> None:
-        """The Arena takes one block for each run of rows of one kind; then parameters pass through, one at a time."""
-        rows = runtime_buffers(self.job.layout)
-        for (buffer, _, _), group in groupby(rows, key=lambda row: (row.buffer, row.dtype, row.place)):
+        """The Arena takes one block for each run of standing rows of one kind; then parameters pass through, one at a time."""
+        standing = (row for row in self.rows if row.stands)
+        for (buffer, _, _), group in groupby(standing, key=lambda row: (row.buffer, row.dtype, row.place)):
             self.recorder.alloc(sum(row.bytes for row in group), buffer)
-        width = self.job.layout.setup.param_dtype.bytes
+        width = self.setup.param_dtype.bytes
         for unit in self.job.layout.units:
             for param in unit.shape.params:
                 self.recorder.free(self.recorder.alloc(param.numel * width, Buffer.INIT_TEMP, note=param.name))
 
+    # --- forward --------------------------------------------------------------------------------------------------------
+
     def forward_begin(self) -> None:
-        """Nothing is allocated."""
+        """Slots that the last backward left may go soon."""
+        self.in_backward = False
+        self.current = None
+        self.slots_due = any(slot.lease.block >= 0 for slot in self.slots.values())
 
     def enter(self, module: int) -> None:
-        """A unit is gathered into its slot."""
+        """A unit's forward; in the backward it is recomputed, which begins the unit's backward."""
+        unit = self.of_module[module]
+        if unit is None:
+            return
+        if self.in_backward:
+            self._begin_backward(unit)
+        else:
+            unit.visits += 1
 
     def exit(self, module: int) -> None:
-        """Its slot may be used by the next."""
+        """Slots that an earlier backward left go behind the first block."""
+        if self.slots_due and not self.in_backward and self.gives[module]:
+            self._give_slots()
+
+    # --- backward -------------------------------------------------------------------------------------------------------
 
     def backward_begin(self, boundary: bool) -> None:
-        """Nothing is allocated."""
+        """`boundary` says that a step follows."""
+        self.in_backward, self.boundary = True, boundary
 
     def backward_enter(self, module: int) -> None:
-        """A unit is gathered into its slot."""
+        """The backward of a unit begins, and the one before it is over."""
+        unit = self.of_module[module]
+        if unit is not None:
+            self._begin_backward(unit)
 
     def backward_exit(self, module: int) -> None:
-        """Its gradients are reduced where they lie."""
+        """What follows may still belong to the unit."""
 
     def grad(self, param: int, handle: int) -> None:
-        """A gradient that autograd made is copied into its flat and dropped."""
+        """A gradient needs a place in its unit's; what autograd made of it is copied there and dropped."""
+        unit = self.of_param[param]
+        if unit is not None:
+            self._acquire(unit)
+            unit.landed = True
         self.recorder.free(handle)
 
     def backward_end(self, boundary: bool) -> None:
-        """What is left is reduced where it lies."""
+        """What is left is reduced; before a step, the slots go."""
+        if self.current is not None:
+            self._finish(self.current)
+        for unit in reversed(self.units):
+            if not unit.reduced:
+                self._reduce(unit)
+        for unit in self.units:
+            unit.reduced, unit.visits = False, 0
+            unit.landed = False
+        self.current = None
+        if boundary:
+            self._give_slots()
+
+    def _begin_backward(self, unit: UnitRun) -> None:
+        if unit is self.current or self.setup.ranks == 1:
+            return
+        before, self.current = self.current, unit
+        if before is not None:
+            self._finish(before)
+
+    def _finish(self, unit: UnitRun) -> None:
+        if unit.landed and (unit.visits == 1 or self.setup.shards_grads):
+            self._reduce(unit)
+
+    def _acquire(self, unit: UnitRun) -> None:
+        slot = unit.slot
+        if slot is None:
+            self._take(unit.kept)
+        elif slot.holder is not unit:
+            if slot.holder is not None:
+                self._reduce(slot.holder)
+            self._take(slot.lease)
+            slot.holder = unit
+
+    def _reduce(self, unit: UnitRun) -> None:
+        unit.reduced = True
+        if not self.setup.shards_grads and not self.boundary:
+            return
+        self._acquire(unit)
+        self._take(unit.kept)
+        if unit.slot is not None:
+            unit.slot.holder = None
+            unit.landed = False
+
+    # --- step -----------------------------------------------------------------------------------------------------------
 
     def step(self, applied: bool) -> None:
-        """The kernels read shards and write shards."""
+        """The kernels read shards and write shards; a unit's gradients go when it has been updated."""
+        for unit in self.units:
+            self._give(unit.kept)
+
+    def _take(self, lease: Lease) -> None:
+        if lease.block < 0:
+            lease.block = self.recorder.alloc(lease.row.bytes, lease.row.buffer, note=lease.row.unit)
+
+    def _give(self, lease: Lease) -> None:
+        if lease.block >= 0:
+            self.recorder.free(lease.block)
+            lease.block = -1
+
+    def _give_slots(self) -> None:
+        self.slots_due = False
+        for slot in self.slots.values():
+            self._give(slot.lease)
 
 
 def with_direct_gradients(stream: Stream) -> Stream:
-    """The tape without the weight gradients that linear layers write in place.
+    """The tape without the weight gradients that linear layers write in place; their GRAD stands where they are written.
 
     Where other modules use the weight, too (a tied embedding), autograd's sum of their gradients is left out as well: each
     arrives on its own and is added in place.
@@ -96,7 +235,8 @@ def with_direct_gradients(stream: Stream) -> Stream:
     final = {
         aux: arg for op, arg, aux in zip(stream.op, stream.arg, stream.aux, strict=True) if op == Op.GRAD and arg in weights
     }
-    dropped: set[int] = set()
+    written: dict[int, int] = {}  # storages that are never made, and the parameters whose gradients they would hold
+    summed: set[int] = set()  # storages of sums that are never made
     alive: dict[int, tuple[int, int]] = {}  # storages of the backward: bytes and module
     backward = False
     for op, arg, aux, module in zip(stream.op, stream.arg, stream.aux, stream.module, strict=True):
@@ -106,9 +246,13 @@ def with_direct_gradients(stream: Stream) -> Stream:
             alive.pop(arg, None)
         elif op == Op.ALLOC and backward:
             if arg in final:
-                dropped |= _replaced(arg, module, alive, *weights[final[arg]])
+                nbytes, layers = weights[final[arg]]
+                direct = {arg} if module in layers else _written(alive, nbytes, layers)
+                written.update(dict.fromkeys(direct, final[arg]))
+                if arg not in direct and direct and len(direct) < sum(size == nbytes for size, _ in alive.values()):
+                    summed.add(arg)
             alive[arg] = (aux, module)
-    return _without(stream, dropped)
+    return _without(stream, written, summed)
 
 
 def _direct_weights(stream: Stream) -> dict[int, tuple[int, frozenset[int]]]:
@@ -123,20 +267,26 @@ def _direct_weights(stream: Stream) -> dict[int, tuple[int, frozenset[int]]]:
     return {p: (math.prod(params[p].shape) * params[p].itemsize, frozenset(layers)) for p, layers in users.items()}
 
 
-def _replaced(final: int, module: int, alive: dict[int, tuple[int, int]], nbytes: int, layers: frozenset[int]) -> set[int]:
-    """What is never made of one weight's gradient, whose `final` storage is being allocated in `module`."""
-    if module in layers:
-        return {final}
-    same = {storage: where for storage, (size, where) in alive.items() if size == nbytes}
-    written = {storage for storage, where in same.items() if where in layers}
-    return {*written, final} if written and len(written) < len(same) else written
+def _written(alive: dict[int, tuple[int, int]], nbytes: int, layers: frozenset[int]) -> set[int]:
+    """Of the storages alive, the gradients of `nbytes` that these layers made."""
+    return {storage for storage, (size, module) in alive.items() if size == nbytes and module in layers}
 
 
-def _without(stream: Stream, dropped: set[int]) -> Stream:
-    kept = [
-        i
-        for i, (op, arg, aux) in enumerate(zip(stream.op, stream.arg, stream.aux, strict=True))
-        if not ((op in (Op.ALLOC, Op.FREE) and arg in dropped) or (op == Op.GRAD and aux in dropped))
-    ]
-    columns = [[column[i] for i in kept] for column in (stream.op, stream.arg, stream.aux, stream.kind, stream.module)]
+def _without(stream: Stream, written: dict[int, int], summed: set[int]) -> Stream:
+    """Without the sums, and with a GRAD of no bytes in place of each written storage's allocation."""
+    columns: tuple[list[int], ...] = ([], [], [], [], [])
+
+    def emit(*event: int) -> None:
+        for column, value in zip(columns, event, strict=True):
+            column.append(value)
+
+    for event in zip(stream.op, stream.arg, stream.aux, stream.kind, stream.module, strict=True):
+        op, arg, aux, kind, module = event
+        storage = aux if op == Op.GRAD else arg if op in (Op.ALLOC, Op.FREE) else -1
+        if storage in written:
+            if op == Op.ALLOC:
+                emit(op, arg, 0, kind, module)
+                emit(Op.GRAD, written[storage], storage, 0, -1)
+        elif storage not in summed:
+            emit(*event)
     return Stream(stream.modules, stream.params, *columns)

@@ -21,6 +21,7 @@ from zeroplan.validate.rank.models import DTYPES, loss_of, make_model, prepare
 #: Rows as (buffer, unit, place, bytes).
 Rows = list[tuple[str, str, str, int]]
 Mark = Callable[[str, str], None]
+Count = Callable[[int], None]
 _STATES = {
     "exp_avg": Buffer.OPTIM_EXP_AVG,
     "exp_avg_sq": Buffer.OPTIM_EXP_AVG_SQ,
@@ -32,7 +33,7 @@ _STATES = {
 class Trained:
     """A model ready to train. `step(batch)` is one optimizer step; `rows()` what the engine keeps between two steps.
 
-    `owned` says that the rows are all that the engine owns; `where()` what it is doing, for messages.
+    `owned` says that the rows are all that the engine owns, each at its peak; `where()` what it is doing, for messages.
     """
 
     step: Callable[[dict[str, torch.Tensor]], torch.Tensor]
@@ -42,12 +43,16 @@ class Trained:
     where: Callable[[], str]
 
 
-def build(job: Job, device: torch.device, mark: Mark) -> Trained:
-    """The engine's training step. `mark(phase, next)` is called as phases end."""
-    return {"zeroplan": _runtime, "deepspeed": _deepspeed, "fsdp2": _fsdp2, "ddp": _ddp}[job.engine](job, device, mark)
+def build(job: Job, device: torch.device, mark: Mark, count: Count | None = None) -> Trained:
+    """The engine's training step. `mark(phase, next)` is called as phases end, `count(bytes)` (fewer: negative) as the
+    included runtime takes memory that no operator returns.
+    """
+    if job.engine == "zeroplan":
+        return _runtime(job, device, mark, count)
+    return {"deepspeed": _deepspeed, "fsdp2": _fsdp2, "ddp": _ddp}[job.engine](job, device, mark)
 
 
-def _runtime(job: Job, device: torch.device, mark: Mark) -> Trained:
+def _runtime(job: Job, device: torch.device, mark: Mark, count: Count | None) -> Trained:
     import zeroplan_runtime
 
     model = prepare(job, make_model(job, DTYPES[job.dtype], cheap=True))
@@ -55,8 +60,10 @@ def _runtime(job: Job, device: torch.device, mark: Mark) -> Trained:
     engine, *_ = zeroplan_runtime.initialize(model=model, config=job.ds_config, device=device)
     mark("init", "forward")
 
+    engine.arena.on_lease = count
+
     def rows() -> Rows:
-        return [(row["buffer"], row["unit"], row["place"], row["bytes"]) for row in engine.arena.measurement()]
+        return [(row["buffer"], row["unit"], row["place"], row["peak"]) for row in engine.arena.measurement()]
 
     def close() -> None:
         if engine.watchdog is not None:

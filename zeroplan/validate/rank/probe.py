@@ -103,6 +103,10 @@ class TensorCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.now -= size
 
         self._alive[key] = (size, weakref.ref(storage, dead))
+        self.add(size)
+
+    def add(self, size: int) -> None:
+        """Counts bytes that no operator returns (fewer: negative)."""
         self.now += size
         self.peak = max(self.peak, self.now)
 

@@ -61,7 +61,7 @@ def _train(job: Job, place: Place, probe: Probe, say: Say, state: dict[str, Any]
             say(f"{phase} done")
 
         say("building the model")
-        trained = state["trained"] = build(job, place.device, mark)
+        trained = state["trained"] = build(job, place.device, mark, probe.tensors.add if probe.tensors is not None else None)
         batch = make_batch(job, place.device, seed=this_rank())
         for index in range(job.steps):
             say(f"step {index + 1} of {job.steps}")

@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any
@@ -156,11 +156,17 @@ def run(work: Sequence[Unit], models: Iterable[str], folder: Folder, *, jobs: in
             pool.submit(trace_unit, unit, folder, began + seconds): unit for unit in work
         }
         for future in as_completed(pending):
-            unit, failed = pending[future], future.result()
+            unit = pending[future]
             done += len(unit.models)
+            try:
+                failed = future.result()
+            except BrokenExecutor as error:  # a process was killed, for memory perhaps: what the others made is kept
+                failures.append(f"{unit.label}: {error}")
+                continue
             failures += [f"{model} {unit.options.key}: {reason}" for model, reason in failed]
             note = f", {len(failed)} cannot be traced" if failed else ""
             print(f"[{done}/{total}] {time.time() - began:4.0f} s  {unit.label}{note}", flush=True)
+    with ProcessPoolExecutor(max(1, jobs), mp_context=get_context("spawn")) as pool:
         list(pool.map(pack, *zip(*((model, folder, software) for model in models), strict=True), chunksize=4))
     with contextlib.suppress(OSError):
         os.rmdir(os.path.join(folder.path, ".parts"))

@@ -1,0 +1,115 @@
+"""Regenerating the shipped tapes: in shards, resumed where it ended, and judged complete by what is there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from zeroplan.core.tape import TapeModule, TapeParam
+from zeroplan.core.tape_codec import to_json
+from zeroplan.core.tape_format import Piece, Program, Segment, Tape
+from zeroplan.core.tape_options import options_for
+from zeroplan.core.workload import Attention, DType, Precision, Workload
+from zeroplan.models import catalog
+from zeroplan.tapes import ship, shipped
+from zeroplan.tapes.regenerate import Folder, pack, units
+from zeroplan.tapes.variants import variants
+
+MODEL = "distilbert/distilgpt2"
+
+
+def _tape(width: int) -> dict[str, object]:
+    program = Program((1, 0), (1, 0), [], [], [Piece(-1, False, [Segment()])])
+    return to_json(Tape([TapeModule("", "Model", -1)], [TapeParam("w", (2, width), True, 2)], [0], [0], [], [program], 0))
+
+
+def _part(folder: Folder, key: str, content: object, ending: str = "json") -> None:
+    path = Path(folder.part(MODEL, key, ending))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content))
+
+
+def test_every_flag_that_is_documented_has_its_variant() -> None:
+    keys = [v.key for v in variants()]
+    assert len(set(keys)) == len(keys)
+    for attn in Attention:
+        for again in (False, True):
+            half = Workload(attn=attn, gradient_checkpointing=again)
+            assert options_for(half).key in keys
+            assert options_for(half, zero3=True).key in keys
+    for precision in (Precision.FP32, Precision.AUTOCAST):
+        for rank in (None, 8):
+            assert options_for(Workload(precision=precision, dtype=DType.FP32, lora_rank=rank)).key in keys
+    selective = Workload(gradient_checkpointing=True, checkpoint_policy="selective")
+    assert options_for(selective, zero3=True).key in keys
+
+
+def test_units_hold_each_tape_once_and_like_models_together() -> None:
+    entries, wanted = tuple(catalog.entries()), variants()[:3]
+    work = units(entries, wanted, lambda model, key: True)
+    tapes = [(model, unit.options.key) for unit in work for model in unit.models]
+    assert sorted(tapes) == sorted((e.id, v.key) for e in entries for v in wanted)
+    family = {e.id: e.config["model_type"] for e in entries}
+    assert all(len({family[m] for m in unit.models}) == 1 for unit in work)
+    assert len(work[0].models) >= len(work[-1].models)
+
+
+def test_what_is_traced_is_packed_and_not_asked_for_again(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path))
+    _part(folder, "one", _tape(3))
+    _part(folder, "two", "ValueError: no", "failed")
+    assert folder.done(MODEL) == {"one", "two"}
+    assert pack(MODEL, folder, "torch 9") == 1
+    assert list(folder.parts(MODEL)) == []
+    _part(folder, "two", _tape(4))  # it can be traced now
+    assert pack(MODEL, folder, "torch 10") == 2
+    content = shipped.read_file(shipped.path_of(MODEL, str(tmp_path)))
+    assert content == {
+        "one": json.loads(json.dumps(_tape(3))),
+        "two": json.loads(json.dumps(_tape(4))),
+        "software": {"one": "torch 9", "two": "torch 10"},
+        "failed": {},
+    }
+    assert {"one", "two"} <= folder.done(MODEL)
+
+
+def test_status_tells_missing_from_impossible(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Folder(str(tmp_path))
+    arguments = ["--into", str(tmp_path), "--only", MODEL, "--variants", "sdpa_none_half_zero3"]
+    assert ship.main([*arguments, "--status"]) == 1
+    assert f"missing: {MODEL} sdpa_none_half_zero3_lora" in capsys.readouterr().out
+    _part(folder, "sdpa_none_half_zero3", _tape(3))
+    _part(folder, "sdpa_none_half_zero3_lora", "TypeError: because", "failed")
+    pack(MODEL, folder, "torch 9")
+    assert ship.main([*arguments, "--status"]) == 0
+    out = capsys.readouterr().out
+    assert "1 cannot be traced" in out
+    assert "TypeError: because" in out
+    assert "1 of 2 tapes, 1 known to fail, 0 missing" in out
+
+
+def test_compare_names_the_tapes_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, size in (("one", 3), ("two", 4)):
+        folder = Folder(str(tmp_path / name))
+        program = Program((1, 0), (1, 0), [], [], [Piece(-1, False, [_marks(size)])])
+        _part(folder, "sdpa_none_half", to_json(Tape([TapeModule("", "Model", -1)], [], [0], [], [], [program], 0)))
+        pack(MODEL, folder, "")
+    both = ["--only", MODEL, "--into", str(tmp_path / "one"), "--compare"]
+    assert ship.main([*both, str(tmp_path / "one")]) == 0
+    assert ship.main([*both, str(tmp_path / "two")]) == 1
+    assert f"{MODEL} sdpa_none_half: 3 and 4 events" in capsys.readouterr().out
+
+
+def _marks(count: int) -> Segment:
+    """Events that allocate nothing: the marks of a micro batch, from the first on."""
+    segment = Segment()
+    for mark in range(count):
+        for column, value in zip(
+            (segment.op, segment.anchor, segment.offset, segment.aux_anchor, segment.aux, segment.kind),
+            (7, -1, mark, -1, 0, 0),
+            strict=True,
+        ):
+            column.append(value)
+    return segment

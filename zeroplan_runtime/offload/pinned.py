@@ -20,6 +20,7 @@ import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -52,7 +53,8 @@ class _Block:
 
     def advise(self, advice: int, begin: int = 0, size: int | None = None) -> bool:
         """``madvise`` over a part of the block; False where the kernel does not know the advice."""
-        return _libc().madvise(self.address + begin, self.size if size is None else size, advice) == 0
+        code: int = _libc().madvise(self.address + begin, self.size if size is None else size, advice)
+        return code == 0
 
     def touch(self, threads: int) -> None:
         """Brings in every page, zeroed, each thread a part."""
@@ -75,7 +77,7 @@ class _Block:
 
     def register(self) -> None:
         """Page-locks the block for CUDA."""
-        runtime = torch.cuda.cudart()
+        runtime = _cuda_runtime()
         code = int(runtime.cudaHostRegister(self.address, self.size, _PORTABLE))
         if code:
             reason = str(runtime.cudaGetErrorString(runtime.cudaError(code)))
@@ -99,7 +101,7 @@ class _Block:
     def _unregister(self) -> None:
         if self.registered:
             self.registered = False
-            torch.cuda.cudart().cudaHostUnregister(self.address)
+            _cuda_runtime().cudaHostUnregister(self.address)
 
 
 def allocate(numel: int, dtype: torch.dtype, *, register: bool, threads: int | None = None) -> torch.Tensor:
@@ -165,6 +167,10 @@ def default_threads(size: int) -> int:
 
 def _drop(address: int) -> None:
     _blocks.pop(address).unmap()
+
+
+def _cuda_runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 def _no_memory(size: int, reason: str) -> BadInput:

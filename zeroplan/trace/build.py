@@ -153,7 +153,11 @@ def full_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_model(config: Mapping[str, Any], auto_class: str, options: TraceOptions, rank: int) -> nn.Module:
-    """The model on the meta device, in training mode, ready to run as `options` say. `rank` 0 means no LoRA."""
+    """The model on the meta device, in training mode, ready to run as `options` say. `rank` 0 means no LoRA.
+
+    Raises:
+        BadInput: when transformers has no FlashAttention for it and `options` ask for that.
+    """
     import transformers
     from transformers.initialization import no_init_weights
 
@@ -173,6 +177,12 @@ def build_model(config: Mapping[str, Any], auto_class: str, options: TraceOption
             if attention != "sdpa":
                 raise
             model = made.from_config(built, dtype=dtype, attn_implementation="eager")  # all that some models have
+        except KeyError:  # from a table of the model's own, which holds transformers' names alone
+            if attention != FLASH:
+                raise
+            raise _no_flash(config) from None
+    if attention == FLASH and not model._supports_flash_attn:
+        raise _no_flash(config)
     model.tie_weights()
     if config.get("tie_word_embeddings") is False:
         _untie(model)
@@ -184,6 +194,10 @@ def build_model(config: Mapping[str, Any], auto_class: str, options: TraceOption
     if options.checkpointing is not Checkpointing.NONE and options.lora is not None:
         base.enable_input_require_grads()
     return model  # type: ignore[no-any-return]
+
+
+def _no_flash(config: Mapping[str, Any]) -> BadInput:
+    return BadInput(f"{config.get('model_type')} has no FlashAttention that can be traced", where="--attn", remedy="use sdpa")
 
 
 def _untie(model: Any) -> None:

@@ -1,4 +1,4 @@
-"""The CUDA caching allocator in plain Python: the readable twin of ``csrc/cpu/allocator.cpp``, equal to it event by event.
+"""The CUDA caching allocator in plain Python: the readable twin of ``csrc/cpu/allocator.hpp``, equal to it event by event.
 
 Rules read from torch's ``c10/cuda/CUDACachingAllocator.cpp`` and ``c10/core/CachingDeviceAllocator.h``; the notes at the
 head of allocator_segments.py sum them up.

@@ -11,7 +11,7 @@ from zeroplan.core.native import library
 from zeroplan.simulate.allocator_config import AllocatorConfig
 from zeroplan.simulate.allocator_events import AllocatorResult, BadStream, MarkTotals, OutOfMemory, SegmentChange
 
-# Layouts shared with csrc/cpu/allocator.cpp.
+# Layouts shared with csrc/cpu/allocator_types.hpp.
 _MARK_FIELDS, _SEGMENT_FIELDS, _SUMMARY_FIELDS = 8, 3, 24
 _DONE, _OUT_OF_MEMORY = 0, 1
 _FAULTS = {

@@ -1,0 +1,143 @@
+// The simulated allocator's pools: the best fit for a request, blocks split and merged. Rules: allocator_rules.py and
+// allocator_segments.py of zeroplan/simulate. In a header because the event loop must inline it: calls cost it 5 % of its speed.
+#pragma once
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "allocator.hpp"
+
+namespace zeroplan::allocator {
+
+inline Status Allocator::alloc(i64 requested, i64 stream) {
+  if (requested < 0) return kBadRequest;
+  if (!ready_.empty()) process_events(false);
+  const i64 handle = made_++;
+  blocks_.push_back(nullptr);
+  states_.push_back(kNoBlock);
+  if (requested == 0) return kDone;
+  const i64 size = round_size(requested, config_.divisions);
+  Pool& pool = pool_of(size <= kSmallSize, stream);
+  const i64 segment = pool.small             ? kSmallSegment
+                      : size < kMinLargeAlloc ? config_.large_segment
+                                              : round_up(size, kRoundLarge);
+  Block* block = best_fit(pool, size);
+  if (block == nullptr) {
+    if (config_.collect_above != kUnlimited) collect_garbage();
+    block = grow(pool, size, segment);
+    if (block == nullptr && release_oversize(pool, size)) block = grow(pool, size, segment);
+    if (block == nullptr) {
+      release_all();
+      ++retries_;
+      block = grow(pool, size, segment);
+    }
+    if (block == nullptr) {
+      failed_segment_ = segment;
+      return kOutOfMemory;
+    }
+  }
+  hand_out(block, size, requested, handle);
+  return kDone;
+}
+
+inline Pool& Allocator::pool_of(bool small, i64 stream) {
+  const auto key = std::make_pair(small, stream);
+  auto found = pools_.find(key);
+  if (found == pools_.end())
+    found = pools_.emplace(key, Pool{small, stream, small ? kSmallSegment : config_.large_segment, {}, {}}).first;
+  return found->second;
+}
+
+inline Block* Allocator::best_fit(Pool& pool, i64 size) {
+  ++searches_[pool.small];
+  auto at = pool.cached.lower_bound(size);
+  if (at == pool.cached.end()) return nullptr;
+  if ((*at)->range_base >= 0) {
+    for (auto following = std::next(at);
+         following != pool.cached.end() && growable(*following) < growable(*at); ++following)
+      at = following;
+  }
+  Block* block = *at;
+  const i64 most = config_.max_split_size;
+  if (size < most && block->size >= most) return nullptr;
+  if (size >= most && block->size >= size + config_.max_non_split_rounding) return nullptr;
+  pool.cached.erase(at);
+  return block;
+}
+
+inline void Allocator::hand_out(Block* block, i64 size, i64 requested, i64 handle) {
+  Pool* pool = block->pool;
+  const i64 rest = block->size - size;
+  const bool split = pool->small || config_.expandable ? rest >= kMinBlock
+                                                       : size < config_.max_split_size && rest > kSmallSize;
+  if (split) {
+    Block* tail = make(block->address + size, rest, pool, block, block->next, block->range_base);
+    if (block->next != nullptr) block->next->prev = tail;
+    block->next = tail;
+    block->size = size;
+    cache(tail);
+  }
+  block->allocated = true;
+  block->requested = requested;
+  block->handle = handle;
+  blocks_[handle] = block;
+  states_[handle] = kLive;
+  block_sizes_[handle] = block->size;
+  allocated_ += block->size;
+  active_ += block->size;
+  requested_ += requested;
+  peak_allocated_ = std::max(peak_allocated_, allocated_);
+  if (allocated_ > top_allocated_) {
+    top_allocated_ = allocated_;
+    top_event_ = event_;
+  }
+}
+
+inline void Allocator::record_stream(Block* block, i64 stream) {
+  auto& streams = block->streams;
+  if (stream != block->pool->stream && std::find(streams.begin(), streams.end(), stream) == streams.end())
+    streams.push_back(stream);
+}
+
+inline void Allocator::free(Block* block) {
+  block->allocated = false;
+  allocated_ -= block->size;
+  if (block->streams.empty()) {
+    reclaim(block);
+    return;
+  }
+  for (const i64 stream : block->streams) pending_[stream].emplace_back(block->handle, block);
+  block->pending = static_cast<int>(block->streams.size());
+  block->streams.clear();
+  states_[block->handle] = kDeferred;
+}
+
+inline void Allocator::reclaim(Block* block) {
+  states_[block->handle] = kGone;
+  block->pending = 0;
+  active_ -= block->size;
+  requested_ -= block->requested;
+  merge(block, block->prev);
+  merge(block, block->next);
+  cache(block);
+}
+
+inline void Allocator::merge(Block* block, Block* other) {
+  if (other == nullptr || !other->is_free() || other->mapped != block->mapped) return;
+  if (other->mapped)
+    other->pool->cached.erase(other);
+  else
+    other->pool->unmapped.erase(other);
+  if (block->prev == other) {
+    block->address = other->address;
+    block->prev = other->prev;
+    if (block->prev != nullptr) block->prev->next = block;
+  } else {
+    block->next = other->next;
+    if (block->next != nullptr) block->next->prev = block;
+  }
+  block->size += other->size;
+  spare_.push_back(other);
+}
+
+}  // namespace zeroplan::allocator

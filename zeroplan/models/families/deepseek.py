@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from zeroplan.models.families.config import Config
 from zeroplan.models.families.layers import Tensors, flat, linear, norm, stack
-from zeroplan.models.families.llama import decoder, gated_mlp
+from zeroplan.models.families.llama import block_norms, decoder, gated_mlp
 from zeroplan.models.families.moe import experts, router
 from zeroplan.models.spec import Unit
 
@@ -40,7 +40,7 @@ def _layers(
     c: Config, attend: Tensors, dense: Tensors, mixture: Tensors, hidden: int, depth: int, first: int
 ) -> tuple[Unit, ...]:
     """The first blocks dense, the others mixtures."""
-    norms = flat(norm("input_layernorm", hidden), norm("post_attention_layernorm", hidden))
+    norms = block_norms(hidden)
     return stack("model.layers.{}", [flat(attend, dense if i < first else mixture, norms) for i in range(depth)])
 
 
@@ -57,12 +57,8 @@ def deepseek_v2(c: Config) -> tuple[Unit, ...]:
     )
     dense = gated_mlp("mlp", hidden, c.size("intermediate_size", default=11008), bias)
     depth, first = c.depth("num_hidden_layers", default=32), c.depth("first_k_dense_replace", default=0, low=0)
-    return decoder(
-        _layers(c, _latent_attention(c, hidden, heads), dense, mixture, hidden, depth, first),
-        hidden=hidden,
-        vocab=c.size("vocab_size", default=102400),
-        tied=c.flag("tie_word_embeddings", default=False),
-    )
+    layers = _layers(c, _latent_attention(c, hidden, heads), dense, mixture, hidden, depth, first)
+    return decoder(c, layers, hidden=hidden, vocab=102400)
 
 
 def deepseek_v3(c: Config) -> tuple[Unit, ...]:
@@ -77,9 +73,5 @@ def deepseek_v3(c: Config) -> tuple[Unit, ...]:
     )
     dense = gated_mlp("mlp", hidden, c.size("intermediate_size", default=18432))
     depth, first = c.depth("num_hidden_layers", default=61), c.depth("first_k_dense_replace", default=3, low=0)
-    return decoder(
-        _layers(c, _latent_attention(c, hidden, heads), dense, mixture, hidden, depth, first),
-        hidden=hidden,
-        vocab=c.size("vocab_size", default=129280),
-        tied=c.flag("tie_word_embeddings", default=False),
-    )
+    layers = _layers(c, _latent_attention(c, hidden, heads), dense, mixture, hidden, depth, first)
+    return decoder(c, layers, hidden=hidden, vocab=129280)

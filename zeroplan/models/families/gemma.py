@@ -16,7 +16,7 @@ from zeroplan.models.families.layers import (
     unit,
     units,
 )
-from zeroplan.models.families.llama import attention, gated_mlp
+from zeroplan.models.families.llama import block_norms, gated_mlp, self_attention
 from zeroplan.models.spec import Tensor, Unit
 
 
@@ -66,21 +66,10 @@ def _block(
     qk_norm: bool = False,
 ) -> Tensors:
     hidden = c.size("hidden_size", default=hidden)
-    head = c.size("head_dim", default=256)
-    bias = c.flag("attention_bias", default=False)
     return flat(
-        attention(
-            hidden,
-            c.count("num_attention_heads", default=heads),
-            c.count("num_key_value_heads", default=kv_heads),
-            head,
-            qkv_bias=bias,
-            out_bias=bias,
-            qk_norm=head if qk_norm else 0,
-        ),
+        self_attention(c, hidden, heads=heads, kv_heads=kv_heads, null_kv_heads=False, head=256, qk_norm=qk_norm),
         gated_mlp("mlp", hidden, c.size("intermediate_size", default=inner)),
-        norm("input_layernorm", hidden),
-        norm("post_attention_layernorm", hidden),
+        block_norms(hidden),
         *((norm("pre_feedforward_layernorm", hidden), norm("post_feedforward_layernorm", hidden)) if sandwich else ()),
     )
 

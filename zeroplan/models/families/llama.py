@@ -20,6 +20,45 @@ def attention(
     )
 
 
+def self_attention(
+    c: Config,
+    hidden: int,
+    *,
+    heads: int = 32,
+    kv_heads: int | None = None,
+    null_kv_heads: bool = True,
+    head: int | None = None,
+    qkv_bias: bool | None = None,
+    out_bias: bool | None = None,
+    qk_norm: bool = False,
+) -> Tensors:
+    """:func:`attention` by the usual keys of a config.
+
+    Args:
+        c: the config.
+        hidden: its width.
+        heads: default of ``num_attention_heads``.
+        kv_heads: default of ``num_key_value_heads``; None means as many as heads.
+        null_kv_heads: whether a null there means as many as heads, too, and not the default.
+        head: default of ``head_dim``; None means the width over the heads.
+        qkv_bias: None means ``attention_bias``.
+        out_bias: None means ``attention_bias``.
+        qk_norm: whether each head's query and key have norms.
+    """
+    heads = c.count("num_attention_heads", default=heads)
+    head = c.size("head_dim", default=hidden // heads if head is None else head)
+    kv_default = heads if kv_heads is None else kv_heads
+    return attention(
+        hidden,
+        heads,
+        c.count("num_key_value_heads", default=kv_default, null=heads if null_kv_heads else None),
+        head,
+        qkv_bias=c.flag("attention_bias", default=False) if qkv_bias is None else qkv_bias,
+        out_bias=c.flag("attention_bias", default=False) if out_bias is None else out_bias,
+        qk_norm=head if qk_norm else 0,
+    )
+
+
 def gated_mlp(name: str, hidden: int, inner: int, bias: bool = False) -> Tensors:
     """SwiGLU or GeGLU (Shazeer 2020): gate, up, down."""
     return flat(
@@ -29,69 +68,59 @@ def gated_mlp(name: str, hidden: int, inner: int, bias: bool = False) -> Tensors
     )
 
 
+def block_norms(hidden: int, bias: bool = False) -> Tensors:
+    """The norms before a block's attention and before its MLP."""
+    return flat(norm("input_layernorm", hidden, bias), norm("post_attention_layernorm", hidden, bias))
+
+
+def alike(c: Config, *parts: Tensors, depth: int = 32) -> tuple[Unit, ...]:
+    """Equal blocks, as many as ``num_hidden_layers`` says; `depth` is its default."""
+    return blocks("model.layers.{}", c.depth("num_hidden_layers", default=depth), *parts)
+
+
 def decoder(
+    c: Config,
     layers: tuple[Unit, ...],
     *,
     hidden: int,
     vocab: int,
-    tied: bool,
     norms: bool = True,
     norm_bias: bool = False,
     head_bias: bool = False,
 ) -> tuple[Unit, ...]:
-    """Embedding, blocks, final norm, head: the order of every decoder that keeps its blocks under ``model.layers``."""
+    """Embedding, blocks, final norm, head: the order of every decoder that keeps its blocks under ``model.layers``.
+
+    `vocab` is the default of ``vocab_size``.
+    """
+    vocab = c.size("vocab_size", default=vocab)
+    tied_to = "model.embed_tokens.weight" if c.flag("tie_word_embeddings", default=False) else None
     return units(
         table("model.embed_tokens", vocab, hidden),
         layers,
         unit("model.norm", norm("", hidden, norm_bias)) if norms else (),
-        lm_head("lm_head", hidden, vocab, tied_to="model.embed_tokens.weight" if tied else None, bias=head_bias),
+        lm_head("lm_head", hidden, vocab, tied_to=tied_to, bias=head_bias),
     )
 
 
 def llama(c: Config) -> tuple[Unit, ...]:
     """Llama 1 to 3.3, TinyLlama, Yi and the like."""
     hidden = c.size("hidden_size", default=4096)
-    heads = c.count("num_attention_heads", default=32)
-    bias = c.flag("attention_bias", default=False)
-    block = flat(
-        attention(
-            hidden,
-            heads,
-            c.count("num_key_value_heads", default=heads),
-            c.size("head_dim", default=hidden // heads),
-            qkv_bias=bias,
-            out_bias=bias,
-        ),
+    layers = alike(
+        c,
+        self_attention(c, hidden),
         gated_mlp("mlp", hidden, c.size("intermediate_size", default=11008), c.flag("mlp_bias", default=False)),
-        norm("input_layernorm", hidden),
-        norm("post_attention_layernorm", hidden),
+        block_norms(hidden),
     )
-    return decoder(
-        blocks("model.layers.{}", c.depth("num_hidden_layers", default=32), block),
-        hidden=hidden,
-        vocab=c.size("vocab_size", default=32000),
-        tied=c.flag("tie_word_embeddings", default=False),
-    )
+    return decoder(c, layers, hidden=hidden, vocab=32000)
 
 
 def mistral(c: Config) -> tuple[Unit, ...]:
     """Mistral 7B, Nemo, Small, Large: Llama's block without biases."""
     hidden = c.size("hidden_size", default=4096)
-    heads = c.count("num_attention_heads", default=32)
-    block = flat(
-        attention(
-            hidden,
-            heads,
-            c.count("num_key_value_heads", default=8, null=heads),
-            c.size("head_dim", default=hidden // heads),
-        ),
+    layers = alike(
+        c,
+        self_attention(c, hidden, kv_heads=8, qkv_bias=False, out_bias=False),
         gated_mlp("mlp", hidden, c.size("intermediate_size", default=14336)),
-        norm("input_layernorm", hidden),
-        norm("post_attention_layernorm", hidden),
+        block_norms(hidden),
     )
-    return decoder(
-        blocks("model.layers.{}", c.depth("num_hidden_layers", default=32), block),
-        hidden=hidden,
-        vocab=c.size("vocab_size", default=32000),
-        tied=c.flag("tie_word_embeddings", default=False),
-    )
+    return decoder(c, layers, hidden=hidden, vocab=32000)

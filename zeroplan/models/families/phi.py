@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zeroplan.models.families.config import Config
 from zeroplan.models.families.layers import blocks, flat, linear, lm_head, norm, table, unit, units
-from zeroplan.models.families.llama import decoder
+from zeroplan.models.families.llama import alike, block_norms, decoder
 from zeroplan.models.spec import Unit
 
 
@@ -50,12 +50,6 @@ def phi3(c: Config) -> tuple[Unit, ...]:
         linear("self_attn.qkv_proj", hidden, (heads + 2 * kv_heads) * head),
         linear("mlp.gate_up_proj", hidden, 2 * inner),
         linear("mlp.down_proj", inner, hidden),
-        norm("input_layernorm", hidden),
-        norm("post_attention_layernorm", hidden),
+        block_norms(hidden),
     )
-    return decoder(
-        blocks("model.layers.{}", c.depth("num_hidden_layers", default=32), block),
-        hidden=hidden,
-        vocab=c.size("vocab_size", default=32064),
-        tied=c.flag("tie_word_embeddings", default=False),
-    )
+    return decoder(c, alike(c, block), hidden=hidden, vocab=32064)

@@ -3,58 +3,29 @@
 from __future__ import annotations
 
 from zeroplan.models.families.config import Config
-from zeroplan.models.families.layers import blocks, flat, norm
-from zeroplan.models.families.llama import attention, decoder, gated_mlp
+from zeroplan.models.families.llama import alike, block_norms, decoder, gated_mlp, self_attention
 from zeroplan.models.spec import Unit
 
 
 def qwen2(c: Config) -> tuple[Unit, ...]:
     """Qwen 1.5, 2 and 2.5: Llama's block with biases on q, k and v."""
     hidden = c.size("hidden_size", default=4096)
-    heads = c.count("num_attention_heads", default=32)
-    block = flat(
-        attention(
-            hidden,
-            heads,
-            c.count("num_key_value_heads", default=32, null=heads),
-            c.size("head_dim", default=hidden // heads),
-            qkv_bias=True,
-        ),
+    layers = alike(
+        c,
+        self_attention(c, hidden, kv_heads=32, qkv_bias=True, out_bias=False),
         gated_mlp("mlp", hidden, c.size("intermediate_size", default=22016)),
-        norm("input_layernorm", hidden),
-        norm("post_attention_layernorm", hidden),
+        block_norms(hidden),
     )
-    return decoder(
-        blocks("model.layers.{}", c.depth("num_hidden_layers", default=32), block),
-        hidden=hidden,
-        vocab=c.size("vocab_size", default=151936),
-        tied=c.flag("tie_word_embeddings", default=False),
-    )
+    return decoder(c, layers, hidden=hidden, vocab=151936)
 
 
 def qwen3(c: Config) -> tuple[Unit, ...]:
     """Qwen 3: norms of each head's query and key in place of the biases."""
     hidden = c.size("hidden_size", default=4096)
-    heads = c.count("num_attention_heads", default=32)
-    head = c.size("head_dim", default=128)
-    bias = c.flag("attention_bias", default=False)
-    block = flat(
-        attention(
-            hidden,
-            heads,
-            c.count("num_key_value_heads", default=32, null=heads),
-            head,
-            qkv_bias=bias,
-            out_bias=bias,
-            qk_norm=head,
-        ),
+    layers = alike(
+        c,
+        self_attention(c, hidden, kv_heads=32, head=128, qk_norm=True),
         gated_mlp("mlp", hidden, c.size("intermediate_size", default=22016)),
-        norm("input_layernorm", hidden),
-        norm("post_attention_layernorm", hidden),
+        block_norms(hidden),
     )
-    return decoder(
-        blocks("model.layers.{}", c.depth("num_hidden_layers", default=32), block),
-        hidden=hidden,
-        vocab=c.size("vocab_size", default=151936),
-        tied=c.flag("tie_word_embeddings", default=False),
-    )
+    return decoder(c, layers, hidden=hidden, vocab=151936)

@@ -327,6 +327,17 @@ def test_an_expandable_segment_retries_at_the_limit(run, rec):
     assert run(rec, "expandable_segments:True", limit=100 * MIB).oom is not None
 
 
+def test_an_emptied_cache_is_ahead_of_a_completion(run, rec):
+    """Emptying the cache waits for every stream, so the frees that were on their way are done; their own ends change nothing."""
+    handle = rec.alloc(60 * MIB, TEMP)
+    rec.record_stream(handle, 1)
+    rec.free(handle)
+    rec.alloc(80 * MIB, TEMP)
+    rec.complete(handle)
+    rec.alloc(20 * MIB, TEMP)
+    assert segments(run(rec, limit=100 * MIB)) == [60, -60, 80, 20]
+
+
 def test_requests_of_nothing_make_handles_without_blocks(run, rec):
     handle = rec.alloc(0, TEMP)
     rec.record_stream(handle, 1)

@@ -29,7 +29,11 @@ class PlanLine(_Frozen):
 
 
 class GpuMemory(_Frozen):
-    """Bytes on the worst rank's GPU. None where the depth does not tell."""
+    """Bytes on the worst rank's GPU. None where the depth does not tell.
+
+    `at_limit` says that these are the figures of a run that fills its card: its allocator empties its cache, in each step
+    `cache_emptied` times, with `segments_remapped` calls of the driver and `bytes_remapped` in segments given up and taken.
+    """
 
     model_states: int
     fixed_buffers: int
@@ -43,6 +47,10 @@ class GpuMemory(_Frozen):
     phases: dict[str, int] = Field(default_factory=dict)
     outside_torch: int | None = None
     usable: int | None = None
+    at_limit: bool = False
+    cache_emptied: int = 0
+    segments_remapped: int = 0
+    bytes_remapped: int = 0
 
     @property
     def needed(self) -> int:

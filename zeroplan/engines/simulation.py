@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from zeroplan.core.buffers import Phase
 
 if TYPE_CHECKING:
+    from zeroplan.simulate.allocator_config import AllocatorConfig
     from zeroplan.simulate.timeline import Timeline
 
 #: Marks by the phase that they end.
@@ -59,25 +60,39 @@ class Simulation:
     checkpoint: tuple[CheckpointPhase, ...] = field(default=())
 
     @property
+    def runs(self) -> tuple[Timeline, ...]:
+        """Every timeline."""
+        return (self.timeline, *self.others)
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether any rank's allocator could not serve a request."""
+        return any(run.oom is not None for run in self.runs)
+
+    def under(self, limit: int, config: AllocatorConfig | None = None, *, device_memory: int | None = None) -> Simulation:
+        """The same run where each device gives the allocator `limit` bytes; see :meth:`Timeline.under`."""
+        runs = [run.under(limit, config, device_memory=device_memory) for run in self.runs]
+        return replace(self, timeline=runs[0], others=tuple(runs[1:]))
+
+    @property
     def peak_allocated(self) -> int:
         """The most that any rank allocates."""
-        return max(run.peak_allocated for run in (self.timeline, *self.others))
+        return max(run.peak_allocated for run in self.runs)
 
     @property
     def peak_reserved(self) -> int:
         """The most that any rank reserves, which need not be the one that allocates the most."""
-        return max(run.peak_reserved for run in (self.timeline, *self.others))
+        return max(run.peak_reserved for run in self.runs)
 
     def held_after(self, phase: Phase) -> int | None:
         """The most that any rank holds at the last end of a phase; None where the run did not come so far."""
-        runs = (self.timeline, *self.others)
-        last = [[mark.allocated for mark in run.marks if phase_of_mark(mark.name) is phase][-1:] for run in runs]
+        last = [[mark.allocated for mark in run.marks if phase_of_mark(mark.name) is phase][-1:] for run in self.runs]
         return max((allocated for one in last for allocated in one), default=None)
 
     def phases(self) -> dict[str, int]:
         """Peak allocated bytes by phase, on the rank where it is highest, saving and resuming included."""
         peaks: dict[str, int] = {}
-        for run in (self.timeline, *self.others):
+        for run in self.runs:
             for mark in run.marks:
                 phase = phase_of_mark(mark.name).value
                 peaks[phase] = max(peaks.get(phase, 0), mark.peak)

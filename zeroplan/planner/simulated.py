@@ -12,12 +12,10 @@ from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.process import Outside, host_rss, outside_torch
 from zeroplan.engines.simulation import Simulation, phase_of_mark
 from zeroplan.planner.formula import formula_plan, misfits, verdict
+from zeroplan.planner.limit import held_to
 from zeroplan.simulate.allocator_config import AllocatorConfig
 
 SIMULATED = "simulated"
-#: How far reserved memory was off on nine of ten measured runs (benchmarks/results/accuracy.json): which cached block a
-#: request lands in hangs on details of timing that no schedule fixes.
-RESERVED_SPREAD = 0.03
 #: Buffers that hold the model's own computation.
 _COMPUTATION = frozenset(
     {
@@ -49,27 +47,28 @@ def simulated_plan(engine: Engine, case: Case, stream: Stream, config: Allocator
         config: settings of the caching allocator.
     """
     formula = formula_plan(engine, case)
-    simulation = engine.simulate(case, stream, config)
-    timeline = simulation.timeline
+    unlimited = engine.simulate(case, stream, config)
     local = case.cluster.gpus
-    pinned = max((phase.pinned for phase in simulation.host), default=0)
+    pinned = max((phase.pinned for phase in unlimited.host), default=0)
     outside = outside_torch(
         engine.name, case.workload, case.zero, ranks=case.ranks, capability=case.cluster.gpu.capability, pinned=pinned
     )
-    allocated, reserved = simulation.peak_allocated, simulation.peak_reserved
-    least = reserved if simulation.least_reserved is None else min(reserved, simulation.least_reserved)
-    total = reserved + outside.total
-    unsure = outside.spread + round(RESERVED_SPREAD * reserved)
-    low = max(allocated + outside.total - outside.spread, least + outside.total - unsure)
+    held = held_to(case, unlimited, outside, config)
+    simulation, churn = held.simulation, held.churn
+    timeline = simulation.timeline
     live = simulation.held_after(Phase.STEP)
     gpu = formula.gpu.model_copy(
         update={
             "activations": activation_peak(stream),
             "live_after_step": formula.gpu.live_after_step if live is None else live,
-            "peak_allocated": allocated,
-            "peak_reserved": reserved,
-            "total": total,
-            "interval": (low, total + unsure),
+            "peak_allocated": simulation.peak_allocated,
+            "peak_reserved": simulation.peak_reserved,
+            "total": simulation.peak_reserved + outside.total,
+            "interval": held.interval,
+            "at_limit": simulation is not unlimited,
+            "cache_emptied": churn.emptied,
+            "segments_remapped": churn.segments,
+            "bytes_remapped": churn.bytes,
             "peak_phase": phase_of_mark(timeline.peak_mark()).value,
             "phases": simulation.phases(),
             "outside_torch": outside.total,
@@ -81,7 +80,7 @@ def simulated_plan(engine: Engine, case: Case, stream: Stream, config: Allocator
     cpu = CpuMemory(
         per_node=max(by_phase.values()), pinned=pinned * local, phases=by_phase | _checkpoint_on_host(simulation, rss, local)
     )
-    broken = misfits(case, gpu.interval[1] if gpu.interval else total, cpu.per_node, formula.nvme.per_node)
+    broken = misfits(case, held.interval[1], cpu.per_node, formula.nvme.per_node)
     plan = formula.model_copy(
         update={
             "depth": SIMULATED,

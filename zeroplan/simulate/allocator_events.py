@@ -11,7 +11,7 @@ Note [Event columns]
     FREE           handle                 deferred if streams were recorded on the block
     RECORD_STREAM  handle                 the block is in use on the stream until that stream reaches the free
     SYNC           0                      the work enqueued on the stream so far is done; the next ALLOC reclaims it
-    COMPLETE       handle                 this one deferred free takes effect now
+    COMPLETE       handle                 this one deferred free takes effect now, unless an emptied cache was waited for first
     EMPTY_CACHE    0                      waits for all streams, then returns unused segments to the device
     MARK           index of the mark      totals are reported, and the peaks begin anew
     RESET_PEAK     0                      the peaks begin anew without a report

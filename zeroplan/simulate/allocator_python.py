@@ -36,6 +36,7 @@ class PythonAllocator(Segments):
         self.pending: dict[int, deque[tuple[int, Block]]] = {}  # by stream: deferred frees in order
         self.ready: dict[int, int] = {}  # by stream: how many of them are done
         self.deferred: dict[int, Block] = {}  # by handle
+        self.settled: set[int] = set()  # handles reclaimed because the device was waited for, ahead of their COMPLETE
         self.retries = self.allocated = self.requested = self.active = 0
         self.peak_allocated = 0  # since the latest mark
         self.top_allocated, self.top_event = 0, -1
@@ -62,7 +63,7 @@ class PythonAllocator(Segments):
             elif op == AllocatorOp.SYNC:
                 self.ready[stream] = len(self.pending.get(stream, ()))
             elif op == AllocatorOp.COMPLETE:
-                block = self._take(self.deferred, operand)
+                block = None if operand in self.settled else self._take(self.deferred, operand)
                 if block is not None:
                     self._reclaim(block)
             elif op == AllocatorOp.EMPTY_CACHE:
@@ -215,6 +216,8 @@ class PythonAllocator(Segments):
                     if block.pending == 0:
                         del self.deferred[handle]
                         self._reclaim(block)
+                        if everything:
+                            self.settled.add(handle)
         self.ready.clear()
 
     def _release_all(self) -> None:

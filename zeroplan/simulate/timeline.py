@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress, pairwise
 from typing import TypeVar
 
 from zeroplan.core.buffers import Buffer
+from zeroplan.simulate.allocator import run_allocator
+from zeroplan.simulate.allocator_config import AllocatorConfig
 from zeroplan.simulate.allocator_events import OP_BITS, AllocatorOp, AllocatorResult, OutOfMemory
 
 #: Who asked for a block: a module's index or name.
@@ -73,15 +76,15 @@ class Timeline:
 
     def __init__(
         self,
-        code: Sequence[int],
-        value: Sequence[int],
+        code: array[int],
+        value: array[int],
         buffers: Sequence[Buffer],
         notes: Sequence[Note],
         names: Sequence[str],
         result: AllocatorResult,
     ) -> None:
         self._code, self._value = code, value
-        self._buffers, self._notes = buffers, notes
+        self._buffers, self._notes, self._names = buffers, notes, names
         self.result = result
         self.marks = tuple(
             TimelineMark(name, at.allocated, at.peak_allocated, at.reserved, at.peak_reserved, at.active, at.largest_free)
@@ -90,6 +93,13 @@ class Timeline:
         self.peak_allocated = result.peak_allocated
         self.peak_reserved = result.peak_reserved
         self.oom: OutOfMemory | None = result.oom
+
+    def under(self, limit: int, config: AllocatorConfig | None = None, *, device_memory: int | None = None) -> Timeline:
+        """The same events where the device gives the allocator `limit` bytes; arguments as of :func:`simulate`."""
+        result = run_allocator(
+            self._code, self._value, config or AllocatorConfig(), limit=limit, device_memory=device_memory or limit
+        )
+        return Timeline(self._code, self._value, self._buffers, self._notes, self._names, result)
 
     def peak_mark(self) -> str:
         """Name of the mark that ends the stretch in which allocated peaked; empty if none follows."""

@@ -43,7 +43,7 @@ Status Allocator::handle(int op, i64 stream, i64 operand) {
     }
     case kComplete: {
       if (!known(operand)) return kNotDeferred;
-      if (states_[operand] == kNoBlock) return kDone;
+      if (states_[operand] == kNoBlock || states_[operand] == kSettled) return kDone;
       if (states_[operand] != kDeferred) return kNotDeferred;
       reclaim(blocks_[operand]);
       return kDone;
@@ -80,7 +80,9 @@ void Allocator::process_events(bool everything) {
     for (; count > 0; --count) {
       const auto [handle, block] = waiting.front();
       waiting.pop_front();
-      if (states_[handle] == kDeferred && --block->pending == 0) reclaim(block);
+      if (states_[handle] != kDeferred || --block->pending != 0) continue;
+      reclaim(block);
+      if (everything) states_[handle] = kSettled;
     }
   }
   ready_.clear();

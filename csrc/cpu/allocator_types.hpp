@@ -20,7 +20,8 @@ constexpr i64 kFirstRange = i64(1) << 50;
 
 enum Op { kAlloc, kFree, kRecordStream, kSync, kComplete, kEmptyCache, kMark, kResetPeak };
 enum Status { kDone, kOutOfMemory, kUnknownOp, kBadRequest, kNotLive, kNotDeferred };
-enum State : std::uint8_t { kNoBlock, kLive, kDeferred, kGone };
+// kSettled: reclaimed because the device was waited for, ahead of its own completion.
+enum State : std::uint8_t { kNoBlock, kLive, kDeferred, kSettled, kGone };
 
 // Mirrors _settings() in zeroplan/simulate/native.py.
 struct Config {

@@ -135,17 +135,20 @@ void Engine::finish(Request* request) {
 
 bool Engine::wait(std::int64_t handle, int milliseconds, ZeroplanIoResult* result) {
     std::unique_lock<std::mutex> lock(mutex_);
+    // Looked up anew after each wait: another caller may have ended the request meanwhile.
+    const auto ready = [&] {
+        const auto found = requests_.find(handle);
+        return found == requests_.end() || found->second->done;
+    };
+    if (!ready() && (milliseconds == 0 || !done_.wait_for(lock, std::chrono::milliseconds(milliseconds), ready))) return false;
     const auto found = requests_.find(handle);
     if (found == requests_.end()) {
         *result = {0, EINVAL, 0};
         return true;
     }
-    Request* request = found->second;
-    const auto ready = [request] { return request->done; };
-    if (!ready() && (milliseconds == 0 || !done_.wait_for(lock, std::chrono::milliseconds(milliseconds), ready))) return false;
-    *result = request->result;
-    requests_.erase(handle);
-    delete request;
+    *result = found->second->result;
+    delete found->second;
+    requests_.erase(found);
     return true;
 }
 

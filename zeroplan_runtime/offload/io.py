@@ -36,6 +36,9 @@ _MOST_DEPTH = 4096
 class DiskFault(OSError):
     """A read or write that failed, or gave other bytes than were written: the file, the place in it, and the remedy."""
 
+    def __str__(self) -> str:
+        return self.strerror or ""
+
 
 class _Options(ctypes.Structure):
     """``ZeroplanIoOptions``."""
@@ -115,7 +118,8 @@ class Ticket:
     memory: torch.Tensor
     writes: bool
     checksum: int | None = None
-    fault: DiskFault | None = field(default=None)
+    fault: DiskFault | None = None
+    turn: threading.Lock = field(default_factory=threading.Lock)
 
 
 class IoEngine:
@@ -217,16 +221,19 @@ class IoEngine:
 
     def _finish(self, ticket: Ticket, milliseconds: int) -> bool:
         assert self._engine is not None
-        result = self._engine.wait(ticket.handle, milliseconds)
-        if result is None:
-            return False
-        error, offset, checksum = result
-        with self._lock:
-            self._open.pop(ticket.handle, None)
-            if error:
-                ticket.fault = _fault(ticket, error, offset)
-            else:
-                ticket.checksum = checksum
+        with ticket.turn:  # the backend gives a result once
+            if not self._pending(ticket):
+                return True
+            result = self._engine.wait(ticket.handle, milliseconds)
+            if result is None:
+                return False
+            error, offset, checksum = result
+            with self._lock:
+                self._open.pop(ticket.handle, None)
+                if error:
+                    ticket.fault = _fault(ticket, error, offset)
+                else:
+                    ticket.checksum = checksum
         return True
 
 

@@ -1,0 +1,163 @@
+"""The folder of one rank's swap files: locked while the rank lives, removed when it ends, cleaned up after a dead one.
+
+Note [Whose folder]
+    A rank holds an exclusive ``flock`` on its folder's ``lock`` for as long as it lives; the kernel lets go of it however
+    the process ends. A folder whose lock can be had is therefore left over, if its owner ran under this same boot of this
+    kernel (the boot id, which containers share) or the disk is local. On a network file system another machine's lock may be
+    invisible, so a folder written under another boot id is left alone there.
+    Creation and cleaning are serialised by a lock in the folder above, so that no new folder is taken for a stale one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from zeroplan.core.errors import BadInput
+from zeroplan_runtime.offload.files import SwapFile
+from zeroplan_runtime.offload.io import IoEngine
+from zeroplan_runtime.offload.probe import DiskProbe, probe_folder
+
+_PREFIX = "zeroplan_swap_"
+_LOCK = "lock"
+_GUARD = ".zeroplan_swap.lock"
+
+
+class SwapFolder:
+    """``<nvme_path>/zeroplan_swap_<job>_rank<r>/``. Use as a context manager, or :meth:`close` it.
+
+    Args:
+        nvme_path: an existing folder on a local disk.
+        job: a name that the ranks of one job share and no other running job has.
+        rank: this process's rank.
+        allow_memory: accept a file system in host memory.
+
+    Raises:
+        BadInput: when the path is unfit, or another process holds this job's folder.
+    """
+
+    def __init__(self, nvme_path: str | Path, job: str, rank: int, engine: IoEngine, *, allow_memory: bool = False) -> None:
+        parent = Path(nvme_path)
+        self.probe: DiskProbe = probe_folder(parent, allow_memory=allow_memory)
+        for line in self.probe.warnings():
+            warnings.warn(line, stacklevel=2)
+        self.path = parent / f"{_PREFIX}{re.sub(r'[^A-Za-z0-9_.-]', '-', job)[:100]}_rank{rank}"
+        self.engine = engine
+        self._files: dict[str, SwapFile] = {}
+        with _guard(parent):
+            self.removed = _clean(parent, self.probe.kind)
+            self.path.mkdir(exist_ok=True)
+            lock = _try_lock(self.path)
+            if lock is None:
+                raise BadInput(
+                    f"{self.path} is in use by {_describe(_owner(self.path))}",
+                    where="nvme_path",
+                    remedy="end that job, give this one another name, or use another folder",
+                )
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, json.dumps({"pid": os.getpid(), "boot": _boot_id(), "job": job, "rank": rank}).encode(), 0)
+        self._end = weakref.finalize(self, _remove, self.path, lock, os.getpid())
+
+    def file(self, name: str, blocks: Mapping[str, int]) -> SwapFile:
+        """A new file of these blocks (name: bytes), its space taken on the disk.
+
+        Raises:
+            BadInput: when the disk has no room for it.
+        """
+        if name in self._files:
+            raise ValueError(f"{self.path} has a file {name!r} already")
+        made = SwapFile.create(self.path / f"{name}.swap", blocks, self.engine, direct=self.probe.direct)
+        self._files[name] = made
+        return made
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.bytes for file in self._files.values())
+
+    def close(self) -> None:
+        """Finishes what is under way, removes the files and the folder."""
+        if self._end.alive:
+            self.engine.drain()
+            for file in self._files.values():
+                file.close()
+            self._end()
+
+    def __enter__(self) -> SwapFolder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _remove(path: Path, lock: int, owner: int) -> None:
+    if os.getpid() == owner:  # not in a forked child
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+@contextmanager
+def _guard(parent: Path) -> Iterator[None]:
+    handle = os.open(parent / _GUARD, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _try_lock(folder: Path) -> int | None:
+    """The handle that holds the folder's lock, or None when another process has it."""
+    handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        return None
+    return handle
+
+
+def _clean(parent: Path, kind: str) -> list[Path]:
+    """Removes what dead jobs left; returns the folders. See Note [Whose folder]."""
+    removed = []
+    for folder in parent.glob(f"{_PREFIX}*_rank*"):
+        owner = _owner(folder)
+        if kind == "network" and owner.get("boot") != _boot_id():
+            continue
+        try:
+            lock = _try_lock(folder)
+        except OSError:  # another user's
+            continue
+        if lock is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+            removed.append(folder)
+    return removed
+
+
+def _owner(folder: Path) -> dict[str, object]:
+    try:
+        found = json.loads((folder / _LOCK).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _describe(owner: Mapping[str, object]) -> str:
+    return f"process {owner['pid']} (job {owner.get('job')!r})" if "pid" in owner else "another process"
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +111,7 @@ def split_steps(marks: Iterable[tuple[str, int]]) -> list[dict[str, int]]:
 def measure_row(row: dict[str, Any]) -> RowResult:
     """Predict one row and compare."""
     started = time.perf_counter()
-    request = replace(request_of(row, depth="simulated"), alloc_conf=row.get("alloc_conf") or "")
+    request = request_of(row, depth="simulated")
     (run,) = estimate_runs(request).runs
     assert run is not None
     seconds = time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""Architecture values (published ``config.json`` facts) of the models that are measured.
+"""Architecture values (published ``config.json`` facts) of the models that were measured first; others are the catalog's.
 
 Weights are random: memory does not depend on them. A spec's ``model_overrides`` changes single
 values, so that a model of real widths and few layers can be recorded event by event.
@@ -176,6 +176,8 @@ AUTO_CLASS: dict[str, str] = {
     "roberta": "AutoModelForMaskedLM",
     "bert": "AutoModelForMaskedLM",
     "t5": "AutoModelForSeq2SeqLM",
+    "modernbert": "AutoModelForMaskedLM",
+    "deberta-v2": "AutoModelForMaskedLM",
 }
 """``model_type`` to the transformers auto class that gives a loss; all others are causal."""
 
@@ -184,7 +186,13 @@ def build_config(name: str, overrides: dict[str, Any]) -> Any:
     """The transformers config of ``name`` with single values replaced."""
     from transformers import AutoConfig
 
-    values = MODELS[name] | overrides
+    from zeroplan.models.catalog import find
+
+    entry = find(name)
+    known = MODELS[name] if name in MODELS else dict(entry.config) if entry else {}
+    if not known:
+        raise ValueError(f"no config values are known for {name}")
+    values = known | overrides
     return AutoConfig.for_model(values["model_type"], **{k: v for k, v in values.items() if k != "model_type"})
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -22,11 +23,21 @@ from zeroplan_runtime.kernels.segments import Segments
 from zeroplan_runtime.kernels.step import NORM, SQUARES, Step, bias_corrections, check_elements
 
 Betas = tuple[float, float]
+Reduce = Callable[[torch.Tensor], object] | None
 
 
-def _here(scalars: torch.Tensor | None, param: torch.Tensor) -> torch.Tensor | None:
-    """The scalars on the parameters' device; for parameters in host memory and scalars on a GPU this waits for the GPU."""
-    return scalars if scalars is None or scalars.device == param.device else scalars.to(param.device)
+def _checked(param: torch.Tensor, scalars: torch.Tensor | None, betas: Betas, **rest: Any) -> Step:
+    """The update, once its buffers are known to fit together; `betas` become the moments' coefficients.
+
+    The scalars are brought to the parameters' device: for parameters in host memory and scalars on a GPU this waits for it.
+    """
+    if scalars is not None and scalars.device != param.device:
+        scalars = scalars.to(param.device)
+    first, second = betas
+    decay = {"beta1": first, "one_minus_beta1": 1 - first, "beta2": second, "one_minus_beta2": 1 - second}
+    step = Step(param=param, scalars=scalars, **(decay | rest))
+    step.check()
+    return step
 
 
 @torch.no_grad()
@@ -51,26 +62,21 @@ def adamw(
     g ← factor·g (+ λp if not decoupled), m ← β₁m + (1−β₁)g, v ← β₂v + (1−β₂)g²,
     p ← (1 − ηλ)p − η/(1−β₁ᵗ) · m / (√v / √(1−β₂ᵗ) + ε), where t is `step`, counted from 1.
     """
-    beta1, beta2 = betas
-    correction1, correction2 = bias_corrections(step, beta1, beta2, wanted=bias_correction)
-    work = Step(
-        param=param,
+    correction1, correction2 = bias_corrections(step, *betas, wanted=bias_correction)
+    work = _checked(
+        param,
+        scalars,
+        betas,
         grad=grad,
         first=exp_avg,
         second=exp_avg_sq,
         out=param_out,
-        scalars=_here(scalars, param),
-        beta1=beta1,
-        one_minus_beta1=1 - beta1,
-        beta2=beta2,
-        one_minus_beta2=1 - beta2,
         root2=1 / math.sqrt(correction2),
         eps=eps,
         l2=0.0 if decoupled else weight_decay,
         keep=1 - lr * weight_decay if decoupled else 1.0,
         rate=lr / correction1,
     )
-    work.check()
     backend(param.device).adam(work)
 
 
@@ -123,21 +129,16 @@ def lion(
 
     p ← (1 − ηλ)p − η·sign(β₁m + (1−β₁)g), m ← β₂m + (1−β₂)g, with g scaled by the factor first.
     """
-    beta1, beta2 = betas
-    work = Step(
-        param=param,
+    work = _checked(
+        param,
+        scalars,
+        betas,
         grad=grad,
         first=exp_avg,
         out=param_out,
-        scalars=_here(scalars, param),
-        beta1=beta1,
-        one_minus_beta1=1 - beta1,
-        beta2=beta2,
-        one_minus_beta2=1 - beta2,
         keep=1 - lr * weight_decay,
         rate=lr,
     )
-    work.check()
     backend(param.device).lion(work)
 
 
@@ -160,19 +161,18 @@ def sgd(
 
     Nesterov: p ← p − η(g + μb). `momentum_buffer` None: p ← p − ηg. g is scaled by the factor, then λp is added.
     """
-    work = Step(
-        param=param,
+    work = _checked(
+        param,
+        scalars,
+        (momentum, 0.0),
         grad=grad,
         first=momentum_buffer,
         out=param_out,
-        scalars=_here(scalars, param),
-        beta1=momentum,
         one_minus_beta1=1.0 if step == 1 else 1 - dampening,
         l2=weight_decay,
         rate=lr,
         nesterov=nesterov,
     )
-    work.check()
     backend(param.device).sgd(work)
 
 
@@ -192,7 +192,7 @@ def lamb(
     bias_correction: bool = True,
     min_trust: float = 0.01,
     max_trust: float = 10.0,
-    reduce: Callable[[torch.Tensor], object] | None = None,
+    reduce: Reduce = None,
     param_out: torch.Tensor | None = None,
     scalars: torch.Tensor | None = None,
 ) -> None:
@@ -201,24 +201,19 @@ def lamb(
     u = m / (√v + ε) + λp, p ← p − η √(1−β₂ᵗ)/(1−β₁ᵗ) · clamp(‖p‖/‖u‖, `min_trust`, `max_trust`) · u. `reduce` is called with
     the squared norms (fp64 [segments, 2]) between the passes, to add those of other ranks in place.
     """
-    beta1, beta2 = betas
-    correction1, correction2 = bias_corrections(step, beta1, beta2, wanted=bias_correction)
-    work = Step(
-        param=param,
+    correction1, correction2 = bias_corrections(step, *betas, wanted=bias_correction)
+    work = _checked(
+        param,
+        scalars,
+        betas,
         grad=grad,
         first=exp_avg,
         second=exp_avg_sq,
         out=param_out,
-        scalars=_here(scalars, param),
-        beta1=beta1,
-        one_minus_beta1=1 - beta1,
-        beta2=beta2,
-        one_minus_beta2=1 - beta2,
         eps=eps,
         l2=weight_decay,
         rate=lr * math.sqrt(correction2) / correction1,
     )
-    work.check()
     if segments.bounds[-1] != param.numel() or segments.tiles.device != param.device:
         raise ValueError(f"expected segments of {param.numel()} elements on {param.device} but got {segments.bounds[-1]}")
     path = backend(param.device)
@@ -226,6 +221,25 @@ def lamb(
     if reduce is not None:
         reduce(segments.norms)
     path.lamb_apply(work, segments, min_trust, max_trust)
+
+
+def _require_positive(loss_scale: float) -> None:
+    if loss_scale <= 0:
+        raise ValueError(f"expected a positive loss scale but got {loss_scale}")
+
+
+def _add_squares(grad: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor | None, *, accumulate: bool) -> None:
+    path = backend(out.device)
+    more = {"workspace": workspace} if path is cuda_path else {}  # no other path needs one
+    path.sum_of_squares(grad, out, accumulate=accumulate, **more)
+
+
+def _finish(scalars: torch.Tensor, max_norm: float, loss_scale: float, may_skip: bool, reduce: Reduce) -> None:
+    """From this rank's sum of squares to the norm, the factor and whether to skip."""
+    if reduce is not None:
+        reduce(scalars[SQUARES : SQUARES + 1])
+    path = cuda_path if backend(scalars.device) is cuda_path else torch_path  # three numbers: no routine on a CPU pays
+    path.finalize(scalars, max_norm, loss_scale, may_skip=may_skip)
 
 
 @torch.no_grad()
@@ -236,7 +250,7 @@ def grad_norm(
     max_norm: float = 0.0,
     loss_scale: float = 1.0,
     may_skip: bool = False,
-    reduce: Callable[[torch.Tensor], object] | None = None,
+    reduce: Reduce = None,
     workspace: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The norm of the gradients and what follows from it, in one pass over them and without waiting for a GPU.
@@ -252,21 +266,41 @@ def grad_norm(
     grads = [grads] if isinstance(grads, torch.Tensor) else list(grads)
     if scalars.dtype != torch.float32 or scalars.numel() < 4 or not scalars.is_contiguous():
         raise ValueError(f"expected at least 4 contiguous fp32 scalars but got {scalars.numel()} of {scalars.dtype}")
-    if loss_scale <= 0:
-        raise ValueError(f"expected a positive loss scale but got {loss_scale}")
+    _require_positive(loss_scale)
     for grad in grads:
         check_elements(grad, "gradient", scalars.device)
-    path = backend(scalars.device)
-    more = {"workspace": workspace} if path is cuda_path else {}
     if not grads:
         scalars[SQUARES].zero_()
     for i, grad in enumerate(grads):
-        path.sum_of_squares(grad, scalars, accumulate=i > 0, **more)
-    if reduce is not None:
-        reduce(scalars[SQUARES : SQUARES + 1])
-    finish = cuda_path.finalize if path is cuda_path else torch_path.finalize
-    finish(scalars, max_norm, loss_scale, may_skip=may_skip)
+        _add_squares(grad, scalars, workspace, accumulate=i > 0)
+    _finish(scalars, max_norm, loss_scale, may_skip, reduce)
     return scalars[NORM]
+
+
+@torch.no_grad()
+def squares(grad: torch.Tensor, out: torch.Tensor, *, workspace: torch.Tensor | None = None) -> None:
+    """``out[0]`` (fp32) = the sum of the squares of `grad`, for :func:`global_norm`. `workspace`: as in :func:`grad_norm`."""
+    check_elements(grad, "gradient", out.device)
+    _add_squares(grad, out, workspace, accumulate=False)
+
+
+@torch.no_grad()
+def global_norm(
+    partials: torch.Tensor,
+    scalars: torch.Tensor,
+    *,
+    max_norm: float = 0.0,
+    loss_scale: float = 1.0,
+    may_skip: bool = False,
+    reduce: Reduce = None,
+) -> None:
+    """:func:`grad_norm` from sums of squares (`partials`, fp32) that were taken one by one, whenever their gradients came.
+
+    They are added in fp64, in their order in `partials`, so that the order in which they came does not change the bits.
+    """
+    _require_positive(loss_scale)
+    scalars[SQUARES].copy_(partials.sum(dtype=torch.float64))
+    _finish(scalars, max_norm, loss_scale, may_skip, reduce)
 
 
 @torch.no_grad()

@@ -146,7 +146,11 @@ def test_short_transfers_go_on(engine: IoEngine, tmp_path: Path) -> None:
 
 
 def test_bad_knobs() -> None:
-    for knobs, where in (({"use_gds": True}, "use_gds"), ({"block_size": 5000}, "block_size"), ({"queue_depth": 0}, "queue_depth")):
+    for knobs, where in (
+        ({"use_gds": True}, "use_gds"),
+        ({"block_size": 5000}, "block_size"),
+        ({"queue_depth": 0}, "queue_depth"),
+    ):
         with pytest.raises(BadInput, match=f"aio.{where}"):
             IoEngine(Aio(**knobs))
 

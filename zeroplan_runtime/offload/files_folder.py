@@ -35,6 +35,8 @@ _GUARD = ".zeroplan_swap.lock"
 class SwapFolder:
     """``<nvme_path>/zeroplan_swap_<job>_rank<r>/``. Use as a context manager, or :meth:`close` it.
 
+    The folder and its files also go when this object does, so keep it for as long as a file of it is in use.
+
     Args:
         nvme_path: an existing folder on a local disk.
         job: a name that the ranks of one job share and no other running job has.

@@ -1,0 +1,104 @@
+"""Pinned blocks: exact, page-aligned, gone when their tensors are."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from zeroplan.core.buffers import Buffer, Place
+from zeroplan.core.errors import BadInput
+from zeroplan_runtime.arena import Arena
+from zeroplan_runtime.offload import pinned
+
+MIB = 1 << 20
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("numel", [1, 1000, 4096, 1_000_003])
+def test_exact_and_aligned(numel: int, dtype: torch.dtype) -> None:
+    before = pinned.block_bytes()
+    tensor = pinned.allocate(numel, dtype, register=False)
+    assert (tensor.numel(), tensor.dtype) == (numel, dtype)
+    assert tensor.data_ptr() % 4096 == 0
+    assert not tensor.any()
+    size = numel * dtype.itemsize
+    assert size <= pinned.block_bytes() - before < size + 4096
+    assert tensor.untyped_storage().nbytes() == size
+    tensor.fill_(1)
+    assert float(tensor[-1]) == 1
+    del tensor
+    assert pinned.block_bytes() == before
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_every_page_is_there_and_goes(threads: int) -> None:
+    """48 MiB plus a byte: no power of two, no second copy while it is made, nothing left behind."""
+    before = resident()
+    tensor = pinned.allocate(48 * MIB + 1, torch.uint8, register=False, threads=threads)
+    assert 48 * MIB <= resident() - before < 50 * MIB
+    view = tensor[5:10]
+    del tensor
+    assert resident() - before >= 48 * MIB  # a view keeps the block
+    pinned.release(view)
+    assert resident() - before < 2 * MIB
+    assert view.tolist() == [0] * 5  # the addresses are still there
+    del view
+    assert resident() - before < 2 * MIB
+
+
+def test_through_the_arena() -> None:
+    arena = Arena(torch.device("cpu"))
+    before = pinned.block_bytes()
+    tensor = arena.empty(Buffer.SWAP_BUFFER, 3 * 4096 + 5, torch.float32, place=Place.PINNED)
+    assert tensor.data_ptr() % 4096 == 0
+    assert arena.live(Place.PINNED) == (3 * 4096 + 5) * 4
+    assert pinned.block_bytes() - before == 13 * 4096
+    arena.free(tensor)
+    del tensor
+    assert pinned.block_bytes() == before
+    assert arena.live(Place.PINNED) == 0
+
+
+def test_none_at_all() -> None:
+    assert pinned.allocate(0, torch.float32, register=False).numel() == 0
+
+
+def test_more_than_there_is() -> None:
+    with pytest.raises(BadInput, match=r"9,007,199,254,740,992 bytes of host memory could not be allocated"):
+        pinned.allocate(1 << 53, torch.uint8, register=False)
+
+
+def test_children_do_not_inherit() -> None:
+    """A block is absent in a forked child, whose end leaves the parent's alone."""
+    tensor = pinned.allocate(1 << 20, torch.uint8, register=False)
+    tensor.fill_(7)
+    address = f"{tensor.data_ptr():x}-"
+    assert address in Path("/proc/self/maps").read_text()
+    child = os.fork()
+    if child == 0:
+        os._exit(int(address in Path("/proc/self/maps").read_text()))
+    assert os.waitpid(child, 0)[1] == 0
+    assert int(tensor.sum()) == 7 << 20
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_registered_for_the_gpu() -> None:
+    before = pinned.registered_bytes()
+    tensor = pinned.allocate(5 * MIB + 3, torch.uint8, register=True)
+    assert tensor.is_pinned()
+    assert pinned.registered_bytes() - before == 5 * MIB + 4096
+    tensor.fill_(3)
+    there = tensor.to("cuda", non_blocking=True)
+    torch.cuda.synchronize()
+    assert int(there.long().sum()) == 3 * tensor.numel()
+    pinned.release(tensor)
+    assert pinned.registered_bytes() == before
+    assert not tensor.is_pinned()

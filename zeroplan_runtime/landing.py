@@ -81,7 +81,7 @@ class Sink:
         unit, position = self.weight
         self.schedule.acquire(unit)
         view = unit.grad_views[position]
-        if view.dtype != grad.dtype and not grad.is_cuda:
+        if view.dtype != grad.dtype and not (grad.is_cuda and view.dtype == torch.float32):
             self.schedule.land(unit, position, torch.mm(grad.t(), x))
             return
         # Where gradients are reduced in fp32, the product of 16-bit factors is kept as the GPU summed it, in fp32.

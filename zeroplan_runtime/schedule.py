@@ -138,6 +138,8 @@ class Schedule:
         unit.updated.wait(self.gather_lane)
         with self.gather_lane.run():
             if unit.trainable is not None:
+                if self.setup.casts_masters and unit.master is not None:
+                    unit.trainable.shard.copy_(unit.master)
                 self.ranks.all_gather(unit.trainable.full, unit.trainable.shard)
             if unit.frozen is not None and slot.holder is not unit:
                 self.ranks.all_gather(unit.frozen.full, unit.frozen.shard)
@@ -269,6 +271,9 @@ class Schedule:
         missing += unit.grad_gaps  # anything may lie there
         if missing:
             torch._foreach_zero_(missing)
+        staging = self.store.staging
+        if staging is not None and not staging.held and unit.layout.shape.kind is not UnitKind.BLOCK:
+            staging.take()
         if self.ranks.count > 1:
             self._produced.record(self.compute)
             self._produced.wait(self.reduce_lane)
@@ -285,17 +290,33 @@ class Schedule:
         assert unit.grad_full is not None
         if not self.setup.shards_states:
             self.ranks.all_reduce_mean(unit.grad_full)
-        elif not self.setup.shards_grads or (not unit.accumulated and unit.grad.dtype == unit.grad_full.dtype):
+        elif not self.setup.shards_grads:
             self.ranks.reduce_scatter(unit.grad, unit.grad_full)
+        elif self.store.staging is None or unit.layout.shape.kind is UnitKind.BLOCK:
+            self._scatter(unit, unit.grad_full, unit.grad)
         else:
-            assert unit.trainable is not None
-            arrived = self.store.part(unit.grad_full, unit.trainable.layout)  # in place: what lay there is sent first
-            self.ranks.reduce_scatter(arrived, unit.grad_full)
-            if unit.accumulated:
-                unit.grad.add_(arrived)
-            else:
-                unit.grad.copy_(arrived)
+            # A piece of every rank's shard at a time, cast on its way: see Note [Layout] in core/layout.
+            count, staging, piece = self.ranks.count, self.store.staging.tensor, self.store.layout.piece
+            shards = unit.grad_full.view(count, -1)
+            for begin in range(0, shards.shape[1], piece):
+                part = shards[:, begin : begin + piece]
+                whole = staging[: part.numel()]
+                whole.view(count, -1).copy_(part)
+                self._scatter(unit, whole, unit.grad[begin : begin + piece])
         unit.accumulated = True
+
+    def _scatter(self, unit: UnitState, whole: torch.Tensor, share: torch.Tensor) -> None:
+        """Adds this rank's part of the mean of `whole` to `share`, which is a part of `unit`'s, or begins it."""
+        if not unit.accumulated and share.dtype == whole.dtype:
+            self.ranks.reduce_scatter(share, whole)
+            return
+        first = self.ranks.rank * share.numel()
+        arrived = whole[first : first + share.numel()]  # in place: what lay there is sent first
+        self.ranks.reduce_scatter(arrived, whole)
+        if unit.accumulated:
+            share.add_(arrived)
+        else:
+            share.copy_(arrived)
 
     def gradients_ready(self) -> None:
         """Makes the model's stream wait for all reductions, before the optimizer reads the gradients."""
@@ -310,6 +331,8 @@ class Schedule:
         held = [slot for slot in self.store.grad_slots.values() if slot.lease.held]
         if held:
             self.gradients_ready()
+        if self.store.staging is not None and self.store.staging.held:
+            self.store.staging.give()
         for slot in held:
             if slot.holder is not None:  # an interrupted backward's
                 slot.holder.landed = bytearray(len(slot.holder.landed))

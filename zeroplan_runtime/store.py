@@ -63,7 +63,9 @@ class GradSlot:
 
 @dataclass(slots=True, eq=False)
 class FlatState:
-    """One flat: `full` is where the parameters live, `shard` this rank's part (inside `full`, unless stage 3)."""
+    """One flat: `full` is where the parameters live, `shard` this rank's part: memory of its own where it stands while others
+    use the slot that `full` is in, else inside `full`.
+    """
 
     layout: Flat
     params: list[nn.Parameter]
@@ -107,6 +109,7 @@ class UnitState:
     visits: int = 0  # forwards in this micro batch
     accumulated: bool = False  # `grad` holds earlier micro batches
     master: torch.Tensor | None = None
+    copy: torch.Tensor | None = None  # what stands of the parameters beside `master`, in their dtype
     states: dict[Buffer, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -137,6 +140,8 @@ class Store:
         carved, leases = arena.allocate(rows), arena.leases(rows)
         self.param_slots = {n: self._slot(n, carved[Buffer.PARAM_FULL, n]) for n in self.layout.param_slots}
         self.grad_slots = {n: GradSlot(leases[Buffer.GRAD_FULL, n], Mark(arena.device)) for n in self.layout.grad_slots}
+        self.staging = leases.get((Buffer.COMM_REDUCE_SCATTER, "staging"))
+        self.norm_workspace = carved[Buffer.OPTIM_NORM, "workspace"]
         self.scalars = carved[Buffer.OPTIM_NORM, "step"]
         self.units = [self._unit(i, unit, carved) for i, unit in enumerate(units)]
         for state in self.units:
@@ -164,8 +169,8 @@ class Store:
                 flats.append(None)
                 continue
             if layout.param_slot is not None:
-                shard = carved[own, name]
                 full = self.param_slots[layout.param_slot].tensor[begin : begin + flat.full]
+                shard = carved[own, name] if (own, name) in carved else self.part(full, flat)
                 begin += flat.full
             else:
                 full = carved[own, name]
@@ -186,6 +191,7 @@ class Store:
         setup, name = self.setup, state.name
         state.landed = bytearray(len(trainable.layout.params))
         state.master = carved[Buffer.PARAM_MASTER, name] if setup.has_masters else trainable.shard
+        state.copy = trainable.shard if setup.has_masters and not setup.casts_masters else None
         state.states = {buffer: tensor for (buffer, unit), tensor in carved.items() if unit == name and _is_state(buffer)}
 
     def take_gradient(self, unit: UnitState) -> None:
@@ -225,14 +231,14 @@ class Store:
         """
         nothing = torch.empty(0, device=self.arena.device)
         for unit in self.units:
-            unit.grad_full = unit.grad = unit.master = None
+            unit.grad_full = unit.grad = unit.master = unit.copy = None
             unit.grad_views, unit.grad_gaps, unit.states = [], [], {}
             unit.param_slot.tensor = nothing
             for flat in unit.flats():
                 flat.full = flat.shard = nothing
         for slot in self.param_slots.values():
             slot.tensor = nothing
-        self.scalars = nothing
+        self.scalars = self.norm_workspace = nothing
 
     def part(self, full: torch.Tensor, flat: Flat) -> torch.Tensor:
         """This rank's shard of a whole flat."""

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.layout import (
     ALIGN,
+    STAGING_NUMEL,
     STEP_SCALARS,
     Layout,
     ParamShape,
@@ -99,9 +100,10 @@ def test_what_a_stage_shards(units: list[UnitShape], count: int) -> None:
     frozen = sum(u.frozen.shard for u in layouts[0].units if u.frozen)
     gathered = sum(layouts[3].param_slots.values())
     kinds = (Buffer.PARAM_FULL, Buffer.PARAM_SHARD, Buffer.PARAM_FROZEN)
-    assert [total(layout, *kinds) for layout in layouts] == [2 * (whole + frozen * count)] * 3 + [
-        2 * (shards + frozen + gathered)
-    ]
+    assert [total(layout, *kinds) for layout in layouts] == [2 * (whole + frozen * count)] * 3 + [2 * (frozen + gathered)]
+    # fp32 parameters are their own masters, and their shards stand.
+    alone = plan_layout(units, RuntimeSetup(count, 3, DType.FP32, DType.FP32, DType.FP32))
+    assert total(alone, *kinds) == 4 * (shards + frozen + gathered)
 
 
 @given(shapes)
@@ -121,10 +123,27 @@ def test_slots_hold_the_largest_unit_that_uses_them() -> None:
     # Blocks 0, 2 and 4 share one slot and 1 and 3 the other; shards are multiples of 64, so some are padded.
     assert layout.param_slots == {"root": 128, "wide": 12800, "ring.0": 3200, "ring.1": 2560}
     assert layout.grad_slots == layout.param_slots
+    shards = 64 + 3200 + 320 + 640 + 960 + 1280 + 1600 + 6400
     by_hand = {
-        Buffer.PARAM_SHARD: 2 * (64 + 3200 + 320 + 640 + 960 + 1280 + 1600 + 6400),
+        Buffer.PARAM_SHARD: 0,
         Buffer.PARAM_FULL: 2 * (128 + 12800 + 3200 + 2560),
-        Buffer.OPTIM_EXP_AVG: 4 * (64 + 3200 + 320 + 640 + 960 + 1280 + 1600 + 6400),
-        Buffer.OPTIM_NORM: 4 * STEP_SCALARS,
+        Buffer.PARAM_MASTER: 4 * shards,
+        Buffer.OPTIM_EXP_AVG: 4 * shards,
+        Buffer.GRAD_SHARD: 2 * shards,
+        Buffer.OPTIM_NORM: 4 * STEP_SCALARS + 2048 * 8 + 64,
     }
     assert {buffer: total(layout, buffer) for buffer in by_hand} == by_hand
+
+
+def test_fp32_reduction_stages_what_does_not_belong_to_blocks() -> None:
+    units = [
+        UnitShape("root", UnitKind.ROOT, (ParamShape("w", 640),)),
+        UnitShape("b", UnitKind.BLOCK, (ParamShape("w", 6400),)),
+    ]
+    setup = RuntimeSetup(2, 2, DType.BF16, DType.FP32, DType.FP32)
+    rows = {(row.buffer, row.unit): row.bytes for row in runtime_buffers(plan_layout(units, setup))}
+    assert rows[Buffer.GRAD_FULL, "root"] == 2 * 640
+    assert rows[Buffer.GRAD_FULL, "ring.0"] == 4 * 6400
+    assert rows[Buffer.COMM_REDUCE_SCATTER, "staging"] == 4 * 640
+    wide = [UnitShape("head", UnitKind.WIDE, (ParamShape("w", STAGING_NUMEL * 3),))]
+    assert plan_layout(wide, setup).piece == STAGING_NUMEL // 2

@@ -13,6 +13,7 @@ import zeroplan_runtime
 from tests.runtime import models
 from tests.runtime.ranks import RankPool
 from tests.runtime.train import ADAMW, distance, ds_config, dtype_of, loss_distance, train_all
+from zeroplan.core import layout
 from zeroplan.core.errors import BadInput
 
 STEPS = 6
@@ -106,6 +107,23 @@ def first_gradients(group: dist.ProcessGroup, config: dict[str, Any]) -> dict[st
 def test_reduction_in_fp32(pool: RankPool, ranks: int) -> None:
     """bf16 gradients are cast on arrival, so the mean over the ranks is that of fp32 numbers."""
     compare(pool, changes={"communication_data_type": "fp32"}, dtype="bf16", ranks=ranks, bound=3e-2)
+
+
+def train_in_pieces(group: dist.ProcessGroup, numel: int, config: dict[str, Any]) -> Any:
+    usual, layout.STAGING_NUMEL = layout.STAGING_NUMEL, numel
+    try:
+        return train_all(group, [(config, {})], STEPS)[0]
+    finally:
+        layout.STAGING_NUMEL = usual
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+def test_the_size_of_the_staging_buffer_changes_no_number(pool: RankPool, accum: int) -> None:
+    config = ds_config(3, "bf16", communication_data_type="fp32", gradient_accumulation_steps=accum)
+    small, large = (pool.run(2, train_in_pieces, numel, config)[0] for numel in (256, 1 << 20))
+    assert small["losses"] == large["losses"]
+    staged = [next(row["peak"] for row in found["rows"] if row["unit"] == "staging") for found in (small, large)]
+    assert staged[0] == 4 * 256 < staged[1]
 
 
 @pytest.mark.parametrize(

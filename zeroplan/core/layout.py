@@ -10,6 +10,11 @@ Note [Layout]
     on), units share *slots*: blocks take turns in a small ring, large embeddings and heads share one more, the root has
     its own. A unit always uses the same slot, so its parameters always have the same address.
 
+    At stage 3 a rank's share of trained 16-bit parameters exists once, as fp32 masters: a gather begins by casting them into
+    the rank's part of the slot. Gradients that are reduced in fp32 are fp32 in the blocks' slots, but 16 bits in those of
+    embeddings, heads and the root, whose gradients come while the logits are there; these are cast piece by piece, in a
+    *staging* buffer, as they are reduced.
+
     One rank alone has nothing to shard: whole and shard are the same bytes at every stage.
 
 Note [Lifetimes]
@@ -41,6 +46,13 @@ WIDE_NUMEL = 1 << 20
 
 #: Scalars of one step on the device: sum of squares, norm, factor, skip flag; the rest keeps the line whole.
 STEP_SCALARS = 16
+
+#: The norm's partial sums (fp64, one a thread block), and its workspace in words of 4 bytes: those and a line for a ticket.
+NORM_PARTS = 2048
+NORM_WORKSPACE = (NORM_PARTS * 8 + 64) // 4
+
+#: Elements that the staging buffer casts and reduces at once, at most.
+STAGING_NUMEL = 1 << 26
 
 #: The optimizers' states by name; every state is fp32 and as long as the unit's share of the masters.
 OPTIMIZER_STATES: dict[str, tuple[Buffer, ...]] = {
@@ -84,7 +96,8 @@ class UnitShape:
 class RuntimeSetup:
     """What decides the runtime's own buffers, beside the shapes.
 
-    `reduce_dtype` is that of whole gradients and of their reduction, `accum_dtype` that of the reduced shard.
+    `reduce_dtype` is that of the gradients' reduction (and of whole gradients, but for :attr:`wide_grad_dtype`),
+    `accum_dtype` that of the reduced shard.
     `optimizer` is a key of :data:`OPTIMIZER_STATES`.
     """
 
@@ -124,6 +137,16 @@ class RuntimeSetup:
     def has_masters(self) -> bool:
         """16-bit parameters have fp32 masters; fp32 parameters are their own."""
         return self.param_dtype is not DType.FP32
+
+    @property
+    def casts_masters(self) -> bool:
+        """Gathers begin with the masters; no 16-bit shard stands."""
+        return self.shards_params and self.has_masters
+
+    @property
+    def wide_grad_dtype(self) -> DType:
+        """Dtype of whole gradients in the slots of embeddings, heads and the root, until they are cast for the reduction."""
+        return self.param_dtype if self.reduce_dtype is DType.FP32 else self.reduce_dtype
 
     @property
     def whole_grad_dtype(self) -> DType:
@@ -221,6 +244,20 @@ class Layout:
         """Elements of each slot for whole gradients."""
         return _slot_sizes((u.grad_slot, u.trainable.full) for u in self.units if u.trainable)
 
+    def grad_slot_dtype(self, kind: UnitKind) -> DType:
+        """Dtype of whole gradients in the slot of a unit of this kind."""
+        return self.setup.reduce_dtype if kind is UnitKind.BLOCK else self.setup.wide_grad_dtype
+
+    @cached_property
+    def piece(self) -> int:
+        """Elements of a shard that are cast and reduced at once where a slot is not in the reduction's dtype; 0 if all are."""
+        shards = [
+            u.trainable.shard
+            for u in self.units
+            if u.trainable and u.grad_slot and self.grad_slot_dtype(u.shape.kind) is not self.setup.reduce_dtype
+        ]
+        return min(max(shards, default=0), align(STAGING_NUMEL // self.setup.ranks))
+
 
 def _slot_sizes(uses: Iterable[tuple[str | None, int]]) -> dict[str, int]:
     sizes: dict[str, int] = {}
@@ -281,6 +318,7 @@ def runtime_buffers(layout: Layout) -> list[OwnedBuffer]:
     for state in OPTIMIZER_STATES[setup.optimizer]:
         rows += [OwnedBuffer(state, name, numel, DType.FP32) for name, numel in trained]
     rows.append(OwnedBuffer(Buffer.OPTIM_NORM, "step", STEP_SCALARS, DType.FP32))
+    rows.append(OwnedBuffer(Buffer.OPTIM_NORM, "workspace", NORM_WORKSPACE, DType.FP32))
     return rows
 
 
@@ -288,7 +326,9 @@ def _param_rows(layout: Layout) -> list[OwnedBuffer]:
     setup, dtype = layout.setup, layout.setup.param_dtype
     size = "shard" if setup.shards_params else "full"
     own = Buffer.PARAM_SHARD if setup.stage >= 3 else Buffer.PARAM_FULL
-    rows = [OwnedBuffer(own, u.shape.name, getattr(u.trainable, size), dtype) for u in layout.units if u.trainable]
+    rows = []
+    if not setup.casts_masters:
+        rows += [OwnedBuffer(own, u.shape.name, getattr(u.trainable, size), dtype) for u in layout.units if u.trainable]
     rows += [OwnedBuffer(Buffer.PARAM_FROZEN, u.shape.name, getattr(u.frozen, size), dtype) for u in layout.units if u.frozen]
     rows += [OwnedBuffer(Buffer.PARAM_FULL, slot, numel, dtype) for slot, numel in layout.param_slots.items()]
     return rows
@@ -303,8 +343,11 @@ def _grad_rows(layout: Layout) -> list[OwnedBuffer]:
         own = Buffer.GRAD_SHARD if setup.stage >= 2 else Buffer.GRAD_FULL
         return [OwnedBuffer(own, name, flat.full, setup.whole_grad_dtype, phases=kept) for name, flat in trained]
     rows = [OwnedBuffer(Buffer.GRAD_SHARD, name, flat.shard, setup.accum_dtype, phases=kept) for name, flat in trained]
+    dtypes = {u.grad_slot: layout.grad_slot_dtype(u.shape.kind) for u in layout.units}
     rows += [
-        OwnedBuffer(Buffer.GRAD_FULL, slot, numel, setup.reduce_dtype, phases=passing)
-        for slot, numel in layout.grad_slots.items()
+        OwnedBuffer(Buffer.GRAD_FULL, slot, numel, dtypes[slot], phases=passing) for slot, numel in layout.grad_slots.items()
     ]
+    if layout.piece:
+        staging = layout.piece * setup.ranks
+        rows.append(OwnedBuffer(Buffer.COMM_REDUCE_SCATTER, "staging", staging, setup.reduce_dtype, phases=passing))
     return rows

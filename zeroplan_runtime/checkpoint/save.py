@@ -168,8 +168,8 @@ def _buffers(engine: Engine) -> list[Piece]:
 def _refresh(engine: Engine) -> None:
     """Derives the 16-bit parameters from the masters that were read, and sends them where they are needed."""
     for unit in engine.store.units:
-        if unit.trainable is not None and unit.master is not None and unit.master is not unit.trainable.shard:
-            unit.trainable.shard.copy_(unit.master)
+        if unit.copy is not None and unit.master is not None:
+            unit.copy.copy_(unit.master)
         unit.param_slot.holder = unit if not engine.store.setup.shards_params else None
         engine.schedule.updated(unit)
     engine.schedule.gather_ahead()

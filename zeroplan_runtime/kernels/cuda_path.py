@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from zeroplan.core.layout import NORM_PARTS, NORM_WORKSPACE
 from zeroplan_runtime.kernels import nvrtc
 from zeroplan_runtime.kernels.segments import Segments
 from zeroplan_runtime.kernels.step import Step
@@ -43,10 +44,8 @@ SHAPES = {
     "norm_fp32": Shape(threads=512, vector=4, unroll=4, blocks=16, load=1),
     "lamb": Shape(threads=1024),
 }
-#: Blocks of the norm at most, each of which leaves an fp64 part in the workspace.
-_MOST_PARTS = 2048
 #: Bytes of the norm's workspace, zeroed once: the parts, and the ticket that tells the last block.
-WORKSPACE_BYTES = _MOST_PARTS * 8 + 64
+WORKSPACE_BYTES = NORM_WORKSPACE * 4
 
 
 def _head(vector: int, *tensors: torch.Tensor) -> int:
@@ -225,7 +224,7 @@ def sum_of_squares(
     device, shape = grad.device, SHAPES["norm_fp32" if grad.dtype == torch.float32 else "norm"]
     index = _index(device)
     space = _workspace(index) if workspace is None else workspace
-    blocks = min(_blocks(shape, device, grad.numel()), _MOST_PARTS)
+    blocks = min(_blocks(shape, device, grad.numel()), NORM_PARTS)
     _launch(
         device,
         _kernel(index, "norm.cu", "zp_sum_of_squares", grad.dtype, None, shape),
@@ -235,7 +234,7 @@ def sum_of_squares(
         grad.numel(),
         _head(shape.vector, grad),
         space.data_ptr(),
-        space.data_ptr() + _MOST_PARTS * 8,
+        space.data_ptr() + NORM_PARTS * 8,
         _pointer(scalars),
         ctypes.c_int(accumulate),
     )

@@ -28,7 +28,7 @@ class Segment:
     unit: UnitState
     group: int
     master: torch.Tensor
-    param: torch.Tensor | None  # the 16-bit parameters to refresh; None where the master is the parameter
+    param: torch.Tensor | None  # the 16-bit parameters to refresh; None where there are none beside the master
     part: slice  # of the unit's share
     states: list[torch.Tensor]
     tensors: kernels.Segments | None  # the parameters within, for LAMB
@@ -90,9 +90,8 @@ class Stepper:
             # LAMB adds norms over the ranks, so even a rank with nothing of a run takes part.
             if part.start < part.stop or self.optimizer.kind == "lamb":
                 part = slice(part.start, max(part.stop, part.start))
-                same = unit.master is unit.trainable.shard
                 states = [unit.states[b][part] for b in _STATE_ORDER if b in unit.states]
-                param = None if same else unit.trainable.shard[part]
+                param = None if unit.copy is None else unit.copy[part]
                 tensors = self._tensors(flat, begin, end, part) if self.optimizer.kind == "lamb" else None
                 made.append(Segment(unit, group, unit.master[part], param, part, states, tensors))
         return made
@@ -144,6 +143,7 @@ class Stepper:
                 loss_scale=loss_scale,
                 may_skip=self.may_skip,
                 reduce=self.store.ranks.all_reduce_sum if setup.shards_states else None,
+                workspace=self.store.norm_workspace,
             )
             return scalars
         if loss_scale == 1.0:

@@ -90,7 +90,10 @@ class Runtime:
         layout = self.layout(case)
         skipped = 1 if case.workload.dtype is DType.FP16 else 0
         job = RuntimeJob(case.workload, layout, case.cluster.gpu.workspace, skipped_steps=skipped)
-        direct = self.knobs.direct_linear and layout.setup.whole_grad_dtype is layout.setup.param_dtype
+        setup = layout.setup
+        whole = setup.reduce_dtype if setup.shards_grads else setup.whole_grad_dtype
+        # On a GPU a product of 16-bit factors may be written in fp32, but not the other way round.
+        direct = self.knobs.direct_linear and whole in (setup.param_dtype, DType.FP32)
         recorder = Recorder()
         tape = with_direct_gradients(stream) if direct else stream
         play(job, tape, recorder, RuntimeSchedule(job, tape, recorder))

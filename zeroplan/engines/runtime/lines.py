@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zeroplan.core.buffers import ALWAYS, FROM_FIRST_STEP, Buffer, Phase, Place
-from zeroplan.core.layout import Layout, OwnedBuffer, runtime_buffers
+from zeroplan.core.layout import OPTIMIZER_STATES, Layout, OwnedBuffer, UnitKind, runtime_buffers
 from zeroplan.ledger.line import LedgerBuilder
 
 _lines = LedgerBuilder()
@@ -19,17 +19,20 @@ _FP32_BYTES = 4
 #: What the names in the formulas mean. Flats are padded: parameters begin on multiples of 64 elements, shards are equal.
 GLOSSARY = {
     "ranks": "data-parallel ranks",
-    "params_kept": "elements of trained parameters that this rank keeps: whole flats, at stage 3 its shards of them",
+    "params_kept": "elements of trained parameters that this rank keeps beside masters: whole flats, at stage 3 shards or none",
     "frozen_kept": "the same of parameters without gradient",
     "params_gathered": "elements of the slots that gathered units share: two blocks, the widest layer, the root",
     "grads_kept": "elements of gradients that this rank keeps: whole flats, from stage 2 on its shards of them",
-    "grads_in_slots": "elements of the slots in which whole gradients wait for their reduction",
+    "grads_in_ring": "elements of the slots in which blocks' whole gradients wait for their reduction",
+    "grads_in_slots": "elements of the slots for those of embeddings, heads and the root",
+    "grads_staged": "elements of gradients that are cast and reduced at once",
     "stepped": "elements that this rank's optimizer steps: whole flats at stage 0, else its shards of them",
     "largest_param": "elements of the largest parameter",
-    "step_scalars": "fp32 scalars of a step: norm, clip factor, overflow flag",
+    "step_scalars": "fp32 scalars of a step (norm, clip factor, overflow flag) and the norm's workspace",
     "param_bytes": "bytes of one parameter",
     "grad_bytes": "bytes of one element of a kept gradient",
-    "reduce_bytes": "bytes of one element of a gradient in a slot",
+    "reduce_bytes": "bytes of one element of a gradient as it is reduced",
+    "slot_bytes": "bytes of one element of a gradient in the slot of an embedding, head or the root",
     "master_bytes": "bytes of one master, moment or scalar",
     "cublas_workspace": "bytes of one cuBLAS workspace on this GPU",
 }
@@ -45,13 +48,16 @@ class Facts:
     frozen_kept: int
     params_gathered: int
     grads_kept: int
+    grads_in_ring: int
     grads_in_slots: int
+    grads_staged: int
     stepped: int
     largest_param: int
     step_scalars: int
     param_bytes: int
     grad_bytes: int
     reduce_bytes: int
+    slot_bytes: int
     master_bytes: int
     cublas_workspace: int
     masters: bool
@@ -61,9 +67,9 @@ class Facts:
 def facts(layout: Layout, *, cublas_workspace: int) -> Facts:
     """Sums over the rows that the Arena allocates."""
     setup, rows = layout.setup, runtime_buffers(layout)
-    slots = {*layout.param_slots, *layout.grad_slots} if setup.shards_grads else set()
+    ring = {unit.grad_slot for unit in layout.units if unit.shape.kind is UnitKind.BLOCK}
     masters = _count(rows, Buffer.PARAM_MASTER)
-    states = tuple(dict.fromkeys(row.buffer for row in rows if row.buffer.value.startswith("optim.") and row.unit != "step"))
+    states = OPTIMIZER_STATES[setup.optimizer]
     own_param = Buffer.PARAM_SHARD if setup.stage >= 3 else Buffer.PARAM_FULL
     own_grad = Buffer.GRAD_SHARD if setup.stage >= 2 else Buffer.GRAD_FULL
     share = "shard" if setup.shards_states else "full"
@@ -74,13 +80,16 @@ def facts(layout: Layout, *, cublas_workspace: int) -> Facts:
         frozen_kept=_count(rows, Buffer.PARAM_FROZEN),
         params_gathered=sum(layout.param_slots.values()),
         grads_kept=_count(rows, own_grad),
-        grads_in_slots=sum(row.numel for row in rows if row.buffer is Buffer.GRAD_FULL and row.unit in slots),
+        grads_in_ring=sum(numel for slot, numel in layout.grad_slots.items() if slot in ring),
+        grads_in_slots=sum(numel for slot, numel in layout.grad_slots.items() if slot not in ring),
+        grads_staged=_count(rows, Buffer.COMM_REDUCE_SCATTER),
         stepped=masters or sum(getattr(unit.trainable, share) for unit in layout.units if unit.trainable),
         largest_param=max((p.numel for unit in layout.units for p in unit.shape.params), default=0),
         step_scalars=_count(rows, Buffer.OPTIM_NORM),
         param_bytes=setup.param_dtype.bytes,
         grad_bytes=(setup.accum_dtype if setup.shards_grads else setup.whole_grad_dtype).bytes,
         reduce_bytes=setup.reduce_dtype.bytes,
+        slot_bytes=setup.wide_grad_dtype.bytes,
         master_bytes=_FP32_BYTES,
         cublas_workspace=cublas_workspace,
         masters=bool(masters),
@@ -100,7 +109,7 @@ def param_full(c: Facts) -> int:
 
 @_add(Buffer.PARAM_SHARD, Place.HBM, ALWAYS, state=True)
 def param_shard(c: Facts) -> int:
-    """This rank's shard of every unit's flat, in the model's dtype."""
+    """This rank's shard of every unit's flat, in the model's dtype, where no master stands for it."""
     return c.params_kept * c.param_bytes if c.stage >= 3 else 0
 
 
@@ -131,7 +140,13 @@ def grad_shard(c: Facts) -> int:
 @_add(Buffer.GRAD_FULL, Place.HBM, (Phase.BACKWARD,))
 def grad_slots(c: Facts) -> int:
     """Slots in which the backward writes a unit's whole gradients until they are reduced; they go at its end."""
-    return c.grads_in_slots * c.reduce_bytes
+    return c.grads_in_ring * c.reduce_bytes + c.grads_in_slots * c.slot_bytes
+
+
+@_add(Buffer.COMM_REDUCE_SCATTER, Place.HBM, (Phase.BACKWARD,))
+def staging(c: Facts) -> int:
+    """Where 16-bit gradients of embeddings, heads and the root are cast, piece by piece, to be reduced in fp32."""
+    return c.grads_staged * c.reduce_bytes
 
 
 @_add(Buffer.PARAM_MASTER, Place.HBM, ALWAYS, state=True)
@@ -160,7 +175,7 @@ def optim_momentum(c: Facts) -> int:
 
 @_add(Buffer.OPTIM_NORM, Place.HBM, ALWAYS)
 def optim_norm(c: Facts) -> int:
-    """The step's scalars, which the update kernels read on the device."""
+    """The step's scalars, which the update kernels read on the device, and the norm's partial sums."""
     return c.step_scalars * c.master_bytes
 
 

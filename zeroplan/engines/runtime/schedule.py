@@ -71,6 +71,7 @@ class RuntimeSchedule:
         self.job, self.setup, self.recorder = job, job.layout.setup, recorder
         self.rows = runtime_buffers(job.layout)
         leases = {(row.buffer, row.unit): Lease(row) for row in self.rows if not row.stands}
+        self.staging = leases.get((Buffer.COMM_REDUCE_SCATTER, "staging"))
         self.slots = {name: SlotRun(leases[Buffer.GRAD_FULL, name]) for name in job.layout.grad_slots}
         self.units: list[UnitRun] = []
         by_param: dict[str, UnitRun] = {}
@@ -199,6 +200,8 @@ class RuntimeSchedule:
             return
         self._acquire(unit)
         self._take(unit.kept)
+        if self.staging is not None and unit.kind is not UnitKind.BLOCK:
+            self._take(self.staging)
         if unit.slot is not None:
             unit.slot.holder = None
             unit.landed = False
@@ -221,6 +224,8 @@ class RuntimeSchedule:
 
     def _give_slots(self) -> None:
         self.slots_due = False
+        if self.staging is not None:
+            self._give(self.staging)
         for slot in self.slots.values():
             self._give(slot.lease)
 

@@ -161,3 +161,10 @@ def test_a_model_that_cannot_be_traced_is_tried_once_for_each_way_of_running_it(
     assert len(tried) == 2
     assert {plan.depth for plan in report.plans} == {"formula"}
     assert len(report.warnings) == 1
+
+
+def test_a_removed_optimizer_is_planned_with_a_warning() -> None:
+    report = estimate_report(Request(params=10**9, optimizer="onebitadam", depth="formula"))
+    assert [plan.stage for plan in report.plans] == [0]  # ZeRO never took it
+    assert any("no longer has 1-bit Adam" in warning for warning in report.warnings)
+    assert not estimate_report(Request(params=10**9, depth="formula")).warnings

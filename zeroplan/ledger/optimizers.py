@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput, did_you_mean
+from zeroplan.core.zero_config import DEEPSPEED_VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +28,23 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """An optimizer by its memory. `zero` is False for those that DeepSpeed refuses to combine with ZeRO."""
+    """An optimizer by its memory.
+
+    Attributes:
+        name: its name on the command line.
+        states: what it keeps.
+        source: the paper, or the file that allocates it.
+        zero: False for those that DeepSpeed refuses to combine with ZeRO.
+        deepspeed_type: its name in a ds_config; empty where DeepSpeed does not build it from one.
+        warning: what whoever plans with it should know.
+    """
 
     name: str
     states: tuple[State, ...]
     source: str
     zero: bool = True
     deepspeed_type: str = ""
+    warning: str = ""
 
 
 _ADAM = (State(Buffer.OPTIM_EXP_AVG, 1), State(Buffer.OPTIM_EXP_AVG_SQ, 1))
@@ -54,9 +65,9 @@ OPTIMIZERS: dict[str, Optimizer] = {
         Optimizer(
             "onebitadam",
             (*_ADAM, State(Buffer.OPTIM_ERROR_FEEDBACK, 1)),
-            "Tang et al. 2021; deepspeed/runtime/fp16/onebit/adam.py",
+            "Tang et al. 2021, algorithm 1",
             zero=False,
-            deepspeed_type="OneBitAdam",
+            warning=f"DeepSpeed {DEEPSPEED_VERSION} no longer has 1-bit Adam: planned is what the versions allocated that had it",
         ),
         Optimizer("lion", (State(Buffer.OPTIM_EXP_AVG, 1),), "Chen et al. 2023, algorithm 2", deepspeed_type="Lion"),
         Optimizer("adagrad", (State(Buffer.OPTIM_SUM, 1),), "Duchi et al. 2011", deepspeed_type="Adagrad"),

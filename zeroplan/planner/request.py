@@ -100,6 +100,8 @@ def resolve(request: Request) -> Resolved:
         from zeroplan.models.lora import with_lora
 
         spec = with_lora(spec, workload.lora_rank, workload.lora_targets)
+    if warning := find_optimizer(workload.optimizer).warning:
+        warnings.append(warning)
     cases = _cases(request, engine, [Case(spec, workload, cluster, zero) for zero in zeros])
     return Resolved(spec, workload, cluster, engine, cases, request.depth, tuple(warnings))
 

@@ -288,9 +288,9 @@ def cpu_lion_second_moment(c: Facts) -> int:
 
 @_add(Buffer.OPTIM_ERROR_FEEDBACK, Place.HBM, FROM_FIRST_STEP, state=True)
 def server_error(c: Facts) -> int:
-    """The server's share of the error feedback (1-bit optimizers).
+    """The server's share of the error feedback (1-bit optimizers), kept by each rank for the chunk that it averages.
 
-    Source: fp16/onebit/adam.py
+    Source: Tang et al. 2021, algorithm 1
     """
     if any(s.buffer is Buffer.OPTIM_ERROR_FEEDBACK for s in c.optimizer.states):
         return 4 * shard(c.stepped_hbm, c.ranks)

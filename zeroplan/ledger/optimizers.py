@@ -67,7 +67,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
             (*_ADAM, State(Buffer.OPTIM_ERROR_FEEDBACK, 1)),
             "Tang et al. 2021, algorithm 1",
             zero=False,
-            warning=f"DeepSpeed {DEEPSPEED_VERSION} no longer has 1-bit Adam: planned is what the versions allocated that had it",
+            warning=f"DeepSpeed {DEEPSPEED_VERSION} no longer has 1-bit Adam: planned is what earlier ones allocated",
         ),
         Optimizer("lion", (State(Buffer.OPTIM_EXP_AVG, 1),), "Chen et al. 2023, algorithm 2", deepspeed_type="Lion"),
         Optimizer("adagrad", (State(Buffer.OPTIM_SUM, 1),), "Duchi et al. 2011", deepspeed_type="Adagrad"),

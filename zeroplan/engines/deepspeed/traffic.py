@@ -12,6 +12,7 @@ from zeroplan.core.buffers import Phase
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import Device, ZeroConfig
 from zeroplan.engines.compute_traffic import WORK_GLOSSARY, ComputeFacts
+from zeroplan.engines.deepspeed.resolution import resolution
 from zeroplan.ledger.derive import fraction
 from zeroplan.ledger.optimizers import find_optimizer
 from zeroplan.ledger.traffic import Resource, WorkBuilder, WorkLedger
@@ -312,14 +313,11 @@ def traffic_facts(
     `sizes` must be those of the configuration's ``param_persistence_threshold``.
     """
     stage = zero.stage
-    width = workload.param_bytes
+    resolved = resolution(workload, zero)
     updated = sizes.trainable if stage == 0 else -(-sizes.trainable // ranks)
-    device = zero.offload_optimizer.device if stage else Device.NONE
-    if stage < 3 and device is Device.NVME:
-        device = Device.CPU
+    device, param_device = resolved.optimizer_device, resolved.param_device
     moved = 0 if device is Device.NONE else round(updated * (zero.offload_optimizer.ratio if stage == 3 else 1))
     params = -(-(sizes.params - sizes.persistent) // ranks)
-    param_device = zero.offload_param.device if stage == 3 else Device.NONE
     per_element = sum(
         4 * state.per_master + state.numerator / state.denominator for state in find_optimizer(workload.optimizer).states
     )
@@ -343,11 +341,11 @@ def traffic_facts(
         on_disk=moved if device is Device.NVME else 0,
         params_on_host=params if param_device is Device.CPU else 0,
         params_on_disk=params if param_device is Device.NVME else 0,
-        param_bytes=width,
-        comm_bytes=width if zero.communication_data_type is None else zero.communication_data_type.bytes,
+        param_bytes=resolved.param_bytes,
+        comm_bytes=resolved.comm_bytes,
         state_bytes=round(per_element),
         repeats=workload.grad_accum - 1,
         one_node=ranks <= local_ranks,
         pinned=zero.offload_optimizer.pin_memory if zero.offload_optimizer else zero.offload_param.pin_memory,
-        mixed=width == 2,
+        mixed=resolved.param_bytes == 2,
     )

@@ -1,4 +1,4 @@
-"""Shared fixtures: the measured rows, and the command line as a function."""
+"""Shared fixtures: the measured rows, the command line as a function, and a pool of gloo ranks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.runtime.ranks import RankPool
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = ROOT / "benchmarks" / "ground_truth" / "measured.jsonl"
@@ -22,6 +25,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test of ours asks a hub that 
 def measured_rows() -> list[dict[str, Any]]:
     """Every measured run."""
     return [json.loads(line) for line in ROWS.read_text().splitlines() if line.strip()]
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[RankPool]:
+    """Up to four gloo ranks, started once."""
+    from tests.runtime.ranks import RankPool
+
+    made = RankPool()
+    yield made
+    made.stop()
 
 
 @pytest.fixture

@@ -124,7 +124,9 @@ class Arena:
         standing = (row for row in wanted if row.stands)
         for (buffer, dtype, place), group in groupby(standing, key=lambda row: (row.buffer, row.dtype, row.place)):
             rows: Sequence[OwnedBuffer] = list(group)
-            block = self._allocate(sum(align(row.numel) for row in rows[:-1]) + rows[-1].numel, DTYPES[dtype], place).zero_()
+            block = self._allocate(sum(align(row.numel) for row in rows[:-1]) + rows[-1].numel, DTYPES[dtype], place)
+            if place is Place.HBM:
+                block.zero_()
             begin = 0
             for row in rows:
                 tensor = block[begin : begin + row.numel]
@@ -194,9 +196,7 @@ class Arena:
     def _allocate(self, numel: int, dtype: torch.dtype, place: Place) -> torch.Tensor:
         if place is Place.HBM:
             return torch.empty(numel, dtype=dtype, device=self.device)
-        if place is Place.PINNED:
-            return pinned.allocate(numel, dtype, register=self.device.type == "cuda")
-        return torch.empty(numel, dtype=dtype)
+        return pinned.allocate(numel, dtype, register=place is Place.PINNED and self.device.type == "cuda")
 
     def _row(self, buffer: Buffer, unit: str, place: Place) -> Row:
         row = self._rows.setdefault((buffer, unit, place), Row(buffer, unit, place))

@@ -6,7 +6,8 @@ The defaults are DeepSpeed 0.19.8's. ``"auto"`` counts as not given. Keys of the
 - ``wide_numel``: the least elements of an embedding or head that becomes a unit of its own;
 - ``direct_linear``: let linear layers write weight gradients straight into the flat buffers;
 - ``audit_steps``: micro batches at stage 3 in which every use of a parameter is checked to be within its unit's forward;
-- ``timeout``: seconds without progress after which a rank names the one that it waits for, and ends.
+- ``timeout``: seconds without progress after which a rank names the one that it waits for, and ends;
+- ``delayed_update``: the first step from which updates on the host run beside the next forward and backward; 0 for never.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 from zeroplan.core.errors import BadInput, did_you_mean
 from zeroplan.core.layout import WIDE_NUMEL
 from zeroplan.core.workload import DType
+from zeroplan_runtime.offload.settings import Offload, read_offload
 from zeroplan_runtime.optim.scaler import LossScaler
 
 _TOP = {
@@ -34,6 +36,8 @@ _TOP = {
     "zero_optimization",
     "communication_data_type",
     "data_types",
+    "activation_checkpointing",
+    "aio",
     "zeroplan",
 }
 _NO_EFFECT = {
@@ -46,7 +50,6 @@ _NO_EFFECT = {
     "gradient_predivide_factor",
     "prescale_gradients",
     "sparse_gradients",
-    "activation_checkpointing",
     "checkpoint",
     "timers",
     "tensorboard",
@@ -55,7 +58,6 @@ _NO_EFFECT = {
     "comms_logger",
     "flops_profiler",
     "seq_parallel_communication_data_type",
-    "aio",
 }
 _ZERO_NO_EFFECT = {
     "allgather_partitions",
@@ -100,6 +102,7 @@ _FP16 = {
 }
 _BF16 = {"enabled", "check_grad_overflow"}
 _OWN = {"ring", "wide_numel", "direct_linear", "audit_steps", "timeout"}
+_OWN_KEYS = _OWN | {"delayed_update"}
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,7 @@ class RuntimeConfig:
     direct_linear: bool = True
     audit_steps: int = 1
     timeout: float = 600.0
+    offload: Offload = field(default_factory=Offload)
     without_effect: tuple[str, ...] = ()
 
     @property
@@ -158,14 +162,13 @@ def read_config(source: Mapping[str, Any] | str | Path, ranks: int) -> RuntimeCo
     zero = _section(raw, "zero_optimization")
     without_effect += [f"zero_optimization.{key}" for key in zero if key in _ZERO_NO_EFFECT]
     _refuse_unknown(zero, _ZERO | _ZERO_NO_EFFECT, "zero_optimization")
-    for key in ("offload_optimizer", "offload_param"):
-        device = _section(zero, key).get("device", "none")
-        if device != "none":
-            raise BadInput(f"{device!r} is not supported by this runtime", where=f"zero_optimization.{key}.device")
+    stage = _number(zero, "stage", 0, "zero_optimization")
+    offload, ignored = read_offload(raw, stage)
+    without_effect += ignored
     fp16, bf16, own = _section(raw, "fp16"), _section(raw, "bf16"), _section(raw, "zeroplan")
     _refuse_unknown(fp16, _FP16, "fp16")
     _refuse_unknown(bf16, _BF16, "bf16")
-    _refuse_unknown(own, _OWN, "zeroplan")
+    _refuse_unknown(own, _OWN_KEYS, "zeroplan")
     if fp16.get("enabled") and bf16.get("enabled"):
         raise BadInput("fp16 and bf16 are both enabled", where="ds_config", remedy="enable one")
     dtype = DType.FP16 if fp16.get("enabled") else DType.BF16 if bf16.get("enabled") else DType.FP32
@@ -175,7 +178,7 @@ def read_config(source: Mapping[str, Any] | str | Path, ranks: int) -> RuntimeCo
     accum_dtype = _dtype(types.get("grad_accum_dtype"), reduce_dtype, "data_types.grad_accum_dtype")
     micro_batch, grad_accum = _batches(raw, ranks)
     return RuntimeConfig(
-        stage=_number(zero, "stage", 0, "zero_optimization"),
+        stage=stage,
         micro_batch=micro_batch,
         grad_accum=grad_accum,
         clip=float(_given(raw, "gradient_clipping", 1.0)),
@@ -186,6 +189,7 @@ def read_config(source: Mapping[str, Any] | str | Path, ranks: int) -> RuntimeCo
         fp16={key: value for key, value in fp16.items() if value != "auto"},
         optimizer=_typed(raw, "optimizer"),
         scheduler=_typed(raw, "scheduler"),
+        offload=offload,
         without_effect=tuple(without_effect),
         **{key: own[key] for key in _OWN if key in own},
     )

@@ -14,11 +14,14 @@ from torch import nn
 from zeroplan.core.buffers import Phase
 from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import RuntimeSetup
+from zeroplan.core.zero_config import Device
 from zeroplan_runtime.arena import DTYPES, Arena
 from zeroplan_runtime.audit import Audit
 from zeroplan_runtime.comm import Mark, Ranks
 from zeroplan_runtime.config import RuntimeConfig
 from zeroplan_runtime.landing import attach
+from zeroplan_runtime.offload.host import HostOptimizer
+from zeroplan_runtime.offload.host_setup import offload_optimizer
 from zeroplan_runtime.optim.groups import ZeroOptimizer
 from zeroplan_runtime.optim.step import Outcome, Stepper
 from zeroplan_runtime.schedule import Schedule
@@ -72,6 +75,10 @@ class Engine(nn.Module):
             optimizer=optimizer.layout_kind if optimizer is not None else "sgd",
             grad_accum=config.grad_accum,
             block_slots=config.ring,
+            offload_optimizer=config.offload.optimizer.device if optimizer is not None else Device.NONE,
+            offload_ratio=config.offload.optimizer.ratio,
+            offload_param=config.offload.param.device,
+            delayed_update=config.offload.delayed_from > 0,
         )
         groups = {id(p): i for i, g in enumerate(optimizer.param_groups if optimizer else ()) for p in g["params"]}
         for name, param in model.named_parameters():
@@ -94,8 +101,10 @@ class Engine(nn.Module):
         self.watchdog = watch(ranks.rank, ranks.count, self._where, config.timeout) if ranks.group is None else None
         ranks.explain = self.watchdog.diagnose if self.watchdog is not None else None
         self.stepper: Stepper | None = None
+        self.host: HostOptimizer | None = None
         if optimizer is not None:
             self.stepper = Stepper(self.schedule, optimizer, clip=config.clip, may_skip=config.check_overflow)
+            self.host = offload_optimizer(self.stepper, config.offload)
             optimizer.take_step = self.step
 
     # ------------------------------------------------------------------ training
@@ -117,6 +126,8 @@ class Engine(nn.Module):
         self.settle()
         scaled = loss / self.config.grad_accum if self.config.grad_accum > 1 else loss
         self.schedule.boundary = self.is_gradient_accumulation_boundary()
+        if self.stepper is not None:
+            self.stepper.upcoming = self._applied + 1
         self.arena.phase = Phase.BACKWARD
         with self._working(), self._watched():
             (scaled * self.scaler.scale if self.scaler.scale != 1.0 else scaled).backward()  # type: ignore[no-untyped-call]
@@ -169,6 +180,12 @@ class Engine(nn.Module):
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
 
+    def drain(self) -> None:
+        """Returns when every update is in the masters and on its way to the parameters, those on the host included."""
+        self.settle()
+        if self.host is not None:
+            self.host.drain(self.schedule.compute)
+
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether this micro batch is the last before the parameters are updated."""
         if self._boundary is not None:
@@ -186,6 +203,8 @@ class Engine(nn.Module):
     def destroy(self) -> None:
         """Gives all memory of the runtime back. The model's parameters are empty afterwards."""
         self.settle()
+        if self.host is not None:
+            self.host.close()
         if self.watchdog is not None:
             self.watchdog.stop()
             self.ranks.explain = None
@@ -197,7 +216,7 @@ class Engine(nn.Module):
             for flat in unit.flats():
                 for param in flat.params:
                     param.data = torch.empty(0, dtype=param.dtype, device=self.device)
-        self.stepper = self._outcome = self._audit = None
+        self.stepper = self.host = self.schedule.host = self._outcome = self._audit = None
         self.store.drop()
 
     # ------------------------------------------------------------------ questions

@@ -20,17 +20,20 @@ Note [Gradients come and go]
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.layout import UnitKind
 from zeroplan_runtime.comm import Lane, Mark
-from zeroplan_runtime.store import Store, UnitState
+from zeroplan_runtime.store import FlatState, Store, UnitState
+
+if TYPE_CHECKING:
+    from zeroplan_runtime.offload.host import HostOptimizer
 
 #: `UnitState.landed`, per parameter: its gradient came in an earlier micro batch, or in this one.
 EARLIER, NOW = 1, 2
@@ -48,6 +51,8 @@ class Schedule:
         self._produced = Mark(device)
         self._reducing = False  # the reduce lane has work that the model's stream does not wait for yet
         self._slots_due = False  # an earlier backward left its slots, to be given back behind the next forward's first block
+        self.host: HostOptimizer | None = None  # takes the gradients of offloaded units
+        self.measure: Callable[[UnitState, torch.Tensor], None] | None = None  # takes the sum of squares of theirs
         self.boundary = True  # this micro batch is the last before the step
         self.where = "start"  # for the watchdog
         self.ticks = 0
@@ -61,7 +66,8 @@ class Schedule:
         for unit in units:
             unit.updated.record(self.compute)  # the store has filled the shards in this lane
         self._handles: list[Any] = []
-        if self.ranks.count > 1:
+        self._hooked = self.ranks.count > 1 or any(u.layout.offloaded for u in units) or self.setup.shards_params
+        if self._hooked:
             for unit in units:
                 self._hook(unit)
 
@@ -104,6 +110,7 @@ class Schedule:
         if self._backward:
             return
         self._release(unit)
+        self._gather_pending(self._after.get(unit))
         if self._slots_due and unit.layout.shape.kind is not UnitKind.WIDE:
             self.give_slots()
         if torch.is_grad_enabled():
@@ -134,20 +141,37 @@ class Schedule:
                 f"unit {unit.name!r} is needed while {slot.holder.name if slot.holder else '?'!r} still computes in the slot "
                 f'{slot.name!r} that they share; set {{"zeroplan": {{"ring": N}}}} higher, or give a policy that joins them'
             )
+        if unit.host is not None:
+            unit.host.wait()
         slot.free.wait(self.gather_lane)
         unit.updated.wait(self.gather_lane)
         with self.gather_lane.run():
             if unit.trainable is not None:
                 if self.setup.casts_masters and unit.master is not None:
                     unit.trainable.shard.copy_(unit.master)
-                self.ranks.all_gather(unit.trainable.full, unit.trainable.shard)
+                self._bring(unit.trainable)
             if unit.frozen is not None and slot.holder is not unit:
-                self.ranks.all_gather(unit.frozen.full, unit.frozen.shard)
+                self._bring(unit.frozen)
         slot.ready.record(self.gather_lane)
         slot.holder, slot.fresh = unit, True
 
+    def _bring(self, flat: FlatState) -> None:
+        """Makes `flat` whole, in the gather lane."""
+        shard = flat.shard
+        if self.setup.offloads_params:
+            shard = self.store.part(flat.full, flat.layout)
+            shard.copy_(flat.shard, non_blocking=True)
+        if self.ranks.count > 1:
+            self.ranks.all_gather(flat.full, shard)
+
     def _prefetch(self, unit: UnitState | None) -> None:
-        if unit is not None and (not unit.param_slot.busy or unit.param_slot.holder is unit):
+        # A unit whose update is still to come from the host would hold up this one's launches; see _gather_pending.
+        if unit is not None and _may_hold(unit) and not _is_pending(unit):
+            self.gather(unit)
+
+    def _gather_pending(self, unit: UnitState | None) -> None:
+        """Called when all of the unit before has been launched: the host has nothing better to do than to wait for `unit`."""
+        if unit is not None and _may_hold(unit) and _is_pending(unit):
             self.gather(unit)
 
     def updated(self, unit: UnitState) -> None:
@@ -161,15 +185,15 @@ class Schedule:
 
     def gather_ahead(self) -> None:
         """Starts the gathers that the next forward will ask for first, as far as their slots are free."""
-        if self.ranks.count == 1:
+        if not self._hooked:
             return
         if not self.setup.shards_params:
             for unit in self.store.units:
-                self.gather(unit)
+                self._prefetch(unit)
             return
         taken: set[str] = set()
         upcoming: UnitState | None = self.store.units[0]
-        while upcoming is not None and upcoming.param_slot.name not in taken:
+        while upcoming is not None and upcoming.param_slot.name not in taken and not _is_pending(upcoming):
             self.gather(upcoming)
             taken.add(upcoming.param_slot.name)
             upcoming = self._after.get(upcoming)
@@ -177,6 +201,8 @@ class Schedule:
     def wait_gathered(self) -> None:
         """Makes the model's stream wait for every gather that was started."""
         for unit in self.store.units:
+            if _is_pending(unit) and not self.setup.shards_params:
+                self.gather(unit)
             unit.param_slot.ready.wait(self.compute)
 
     # ------------------------------------------------------------------ backward
@@ -207,8 +233,8 @@ class Schedule:
     def _finish(self, unit: UnitState) -> None:
         self._release(unit)
         # Gradients kept whole are reduced once, so not before the last of several forwards has been gone back through.
-        if NOW in unit.landed and (unit.visits == 1 or self.setup.shards_grads):
-            self.reduce(unit)
+        if NOW in unit.landed and (unit.visits == 1 or unit.grad_slot is not None):
+            self.reduce(unit, last=unit.visits == 1)
 
     def end_backward(self) -> None:
         """Called when a micro batch's backward has returned: reduces what is left."""
@@ -216,7 +242,9 @@ class Schedule:
             self._finish(self._current)
         for unit in reversed(self.store.units):
             if unit.trainable is not None and not unit.reduced:
-                self.reduce(unit)
+                self.reduce(unit, last=True)
+        if self.host is not None and self.boundary:
+            self.host.backward_done()
         for unit in self.store.units:
             unit.reduced, unit.visits = False, 0
             unit.landed = unit.landed.replace(b"\x02", b"\x01")
@@ -254,18 +282,18 @@ class Schedule:
             unit.grad_views[position].copy_(grad)
         unit.landed[position] = NOW
 
-    def reduce(self, unit: UnitState) -> None:
+    def reduce(self, unit: UnitState, *, last: bool = False) -> None:
         """Averages `unit`'s gradients over the ranks, in the reduce lane; parameters without gradient count as zero.
 
-        Whole gradients (stages 0 and 1) wait for the last micro batch; from stage 2 on each micro batch is reduced.
+        Whole gradients (stages 0 and 1) wait for the last micro batch; those in slots are reduced in each. `last`: no more
+        gradients of this unit come in this micro batch.
         """
         unit.reduced = True
-        if not self.setup.shards_grads and not self.boundary:
+        if unit.grad_slot is None and not self.boundary:
             return
         if unit.grad_slot is not None and unit.grad_slot.holder is not unit:
             self.acquire(unit)  # none of its gradients came, and its zeros need a place, too
-        assert unit.grad_lease is not None
-        if not unit.grad_lease.held:
+        if unit.grad_lease is not None and not unit.grad_lease.held:
             self.store.take_gradient(unit)
         missing = [view for view, landed in zip(unit.grad_views, unit.landed, strict=True) if not landed]
         missing += unit.grad_gaps  # anything may lie there
@@ -274,16 +302,34 @@ class Schedule:
         staging = self.store.staging
         if staging is not None and not staging.held and unit.layout.shape.kind is not UnitKind.BLOCK:
             staging.take()
-        if self.ranks.count > 1:
+        done = self.reduce_lane
+        if self.ranks.count > 1 or unit.host is not None:
             self._produced.record(self.compute)
             self._produced.wait(self.reduce_lane)
-            with self.reduce_lane.run():
-                self._reduce_now(unit)
+            if unit.host is not None:
+                done = self._reduce_to_host(unit, last=last)
+            else:
+                with self.reduce_lane.run():
+                    self._reduce_now(unit)
             self._reducing = True
         if unit.grad_slot is not None:
-            unit.grad_slot.free.record(self.reduce_lane)
+            unit.grad_slot.free.record(done)
             unit.grad_slot.holder = None
             unit.landed = bytearray(len(unit.landed))
+
+    def _reduce_to_host(self, unit: UnitState, *, last: bool) -> Lane:
+        """The reduced share leaves from where it lies; returns the lane that reads it last."""
+        assert self.host is not None
+        assert unit.host is not None
+        assert unit.trainable is not None
+        assert unit.grad_full is not None
+        arrived = unit.grad_full
+        if self.ranks.count > 1:
+            arrived = self.store.part(unit.grad_full, unit.trainable.layout)
+            with self.reduce_lane.run():
+                self.ranks.reduce_scatter(arrived, unit.grad_full)
+        measure = partial(self.measure, unit) if self.measure is not None else None
+        return self.host.take(unit.host, arrived, self.reduce_lane, boundary=self.boundary, last=last, measure=measure)
 
     def _reduce_now(self, unit: UnitState) -> None:
         assert unit.grad is not None
@@ -333,7 +379,12 @@ class Schedule:
             self.gradients_ready()
         if self.store.staging is not None and self.store.staging.held:
             self.store.staging.give()
+        for sums in self.store.sum_slots.values():
+            if sums.lease.held:
+                sums.free.wait(self.compute)
+                sums.lease.give()
         for slot in held:
+            slot.free.wait(self.compute)
             if slot.holder is not None:  # an interrupted backward's
                 slot.holder.landed = bytearray(len(slot.holder.landed))
                 slot.holder = None
@@ -352,6 +403,8 @@ class Schedule:
         self.give_slots()
         for unit in self.store.units:
             self.gradient_taken(unit)
+        if self.host is not None:
+            self.host.forget()
 
     # ------------------------------------------------------------------ progress
 
@@ -362,6 +415,15 @@ class Schedule:
     def _tick(self, doing: str, unit: UnitState) -> None:
         self.where = f"{doing} of {unit.name}"
         self.ticks += 1
+
+
+def _is_pending(unit: UnitState) -> bool:
+    return unit.host is not None and unit.host.pending
+
+
+def _may_hold(unit: UnitState) -> bool:
+    """Whether `unit` may be brought into its slot now."""
+    return not unit.param_slot.busy or unit.param_slot.holder is unit
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:

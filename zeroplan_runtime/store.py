@@ -10,24 +10,29 @@ Note [Addresses]
 Note [Places]
     Where a buffer lies is a column of the layout's rows, which the Arena follows. A unit's gradients leave for another place
     in :meth:`zeroplan_runtime.schedule.Schedule.reduce`, in the reduce lane; its masters and states are met there unit by
-    unit in :meth:`zeroplan_runtime.optim.step.Stepper.step`.
+    unit, by :class:`zeroplan_runtime.offload.host.HostOptimizer`. Parameters that rest on the host come to the device in
+    :meth:`zeroplan_runtime.schedule.Schedule.gather`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from zeroplan.core.buffers import Buffer
+from zeroplan.core.buffers import Buffer, Phase
 from zeroplan.core.errors import BadInput
-from zeroplan.core.layout import Flat, Layout, UnitKind, UnitLayout, plan_layout, runtime_buffers
+from zeroplan.core.layout import STEP_SCALARS, Flat, Layout, OwnedBuffer, UnitKind, UnitLayout, plan_layout, runtime_buffers
 from zeroplan.core.layout import RuntimeSetup as Setup
 from zeroplan_runtime.arena import DTYPES, Arena, Lease
 from zeroplan_runtime.comm import Mark, Ranks
 from zeroplan_runtime.units import Unit, reads_params_in_backward
+
+if TYPE_CHECKING:
+    from zeroplan_runtime.offload.host import HostUnit
 
 _Carved = dict[tuple[Buffer, str], torch.Tensor]
 
@@ -62,9 +67,20 @@ class GradSlot:
 
 
 @dataclass(slots=True, eq=False)
+class SumSlot:
+    """Memory on the device in which an offloaded unit's sum over micro batches is brought up and added to, there like a
+    :class:`GradSlot`. `ready` marks the sum's arrival, `free` its departure.
+    """
+
+    lease: Lease
+    free: Mark
+    ready: Mark
+
+
+@dataclass(slots=True, eq=False)
 class FlatState:
-    """One flat: `full` is where the parameters live, `shard` this rank's part: memory of its own where it stands while others
-    use the slot that `full` is in, else inside `full`.
+    """One flat: `full` is where the parameters live, `shard` this rank's part: memory of its own where it stands, maybe on the
+    host, while others use the slot that `full` is in, else inside `full`.
     """
 
     layout: Flat
@@ -110,6 +126,7 @@ class UnitState:
     accumulated: bool = False  # `grad` holds earlier micro batches
     master: torch.Tensor | None = None
     copy: torch.Tensor | None = None  # what stands of the parameters beside `master`, in their dtype
+    host: HostUnit | None = None  # where the optimizer is not on the device
     states: dict[Buffer, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -140,9 +157,12 @@ class Store:
         carved, leases = arena.allocate(rows), arena.leases(rows)
         self.param_slots = {n: self._slot(n, carved[Buffer.PARAM_FULL, n]) for n in self.layout.param_slots}
         self.grad_slots = {n: GradSlot(leases[Buffer.GRAD_FULL, n], Mark(arena.device)) for n in self.layout.grad_slots}
+        self.sum_slots: dict[str, SumSlot] = {}
+        self.host_tensors = {key: tensor for key, tensor in carved.items() if key[0] in _EXCHANGES}
         self.staging = leases.get((Buffer.COMM_REDUCE_SCATTER, "staging"))
         self.norm_workspace = carved[Buffer.OPTIM_NORM, "workspace"]
-        self.scalars = carved[Buffer.OPTIM_NORM, "step"]
+        norms = carved[Buffer.OPTIM_NORM, "step"]
+        self.scalars, self.squares = norms[:STEP_SCALARS], norms[STEP_SCALARS:]
         self.units = [self._unit(i, unit, carved) for i, unit in enumerate(units)]
         for state in self.units:
             if state.layout.grad_slot is not None:
@@ -188,10 +208,11 @@ class Store:
         return state
 
     def _add_training(self, state: UnitState, trainable: FlatState, carved: _Carved) -> None:
-        setup, name = self.setup, state.name
+        name = state.name
         state.landed = bytearray(len(trainable.layout.params))
-        state.master = carved[Buffer.PARAM_MASTER, name] if setup.has_masters else trainable.shard
-        state.copy = trainable.shard if setup.has_masters and not setup.casts_masters else None
+        state.master = carved.get((Buffer.PARAM_MASTER, name), trainable.shard)
+        beside = self.setup.has_masters and not self.setup.casts_masters
+        state.copy = trainable.shard if beside else None
         state.states = {buffer: tensor for (buffer, unit), tensor in carved.items() if unit == name and _is_state(buffer)}
 
     def take_gradient(self, unit: UnitState) -> None:
@@ -218,6 +239,23 @@ class Store:
         if unit.grad_full is None:
             self._view_gradients(unit, trainable, slot.lease.tensor[: trainable.layout.full])
 
+    def sum_slot(self, unit: UnitState) -> SumSlot:
+        """The slot for sums of `unit`'s offloaded gradients, its memory brought.
+
+        A unit that is gone through several times in a micro batch needs one even where the layout plans none.
+        """
+        name = unit.layout.grad_slot
+        assert name is not None
+        slot = self.sum_slots.get(name)
+        if slot is None:
+            size, dtype = self.layout.sum_slot_sizes[name], self.setup.accum_dtype
+            row = OwnedBuffer(Buffer.STAGE_D2H, name, size, dtype, phases=(Phase.BACKWARD,))
+            device = self.arena.device
+            slot = self.sum_slots[name] = SumSlot(self.arena.leases([row])[row.buffer, name], Mark(device), Mark(device))
+        if not slot.lease.held:
+            slot.lease.take()
+        return slot
+
     def _view_gradients(self, unit: UnitState, trainable: FlatState, full: torch.Tensor) -> None:
         """Made once: a lease's memory may come and go under its views."""
         unit.grad_full = full
@@ -232,13 +270,14 @@ class Store:
         nothing = torch.empty(0, device=self.arena.device)
         for unit in self.units:
             unit.grad_full = unit.grad = unit.master = unit.copy = None
-            unit.grad_views, unit.grad_gaps, unit.states = [], [], {}
+            unit.grad_views, unit.grad_gaps, unit.states, unit.host = [], [], {}, None
             unit.param_slot.tensor = nothing
             for flat in unit.flats():
                 flat.full = flat.shard = nothing
         for slot in self.param_slots.values():
             slot.tensor = nothing
-        self.scalars = self.norm_workspace = nothing
+        self.scalars = self.squares = self.norm_workspace = nothing
+        self.host_tensors.clear()
 
     def part(self, full: torch.Tensor, flat: Flat) -> torch.Tensor:
         """This rank's shard of a whole flat."""
@@ -282,6 +321,10 @@ class Store:
         first, last = max(start, offset), min(end, offset + numel)
         if first < last:
             master[first - start : last - start].copy_(value.reshape(-1)[first - offset : last - offset])
+
+
+#: What gradients come down to, and parameters go up from.
+_EXCHANGES = (Buffer.GRAD_SHARD, Buffer.STAGE_D2H, Buffer.STAGE_H2D)
 
 
 def _own_buffer(setup: Setup) -> Buffer:

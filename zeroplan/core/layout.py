@@ -24,6 +24,14 @@ Note [Lifetimes]
     come when a backward first needs them and go at its end; between the micro batches of an accumulation they go in the
     next forward, behind the first block, so that the last reduction has work to hide under.
 
+Note [Offload]
+    The optimizer of a unit may lie on the host or in files (its :attr:`UnitLayout.place`); the units that the forward needs
+    first stay on the device as far as the ratio leaves some there, since theirs are the gradients that come last and the
+    parameters that are wanted first. The gradients of an offloaded unit pass through slots at every stage and number of
+    ranks, and rest in pinned memory, from where the updated parameters go up again: in the same bytes where gradients and
+    parameters are equally wide. Masters and states, which the CPU alone touches, are pageable. Parameters on the host are
+    pinned, and pass through slots like sharded ones. See zeroplan_runtime/offload/host.py.
+
 The Arena allocates by :func:`runtime_buffers` and the predictor reads it; neither computes a size of its own.
 """
 
@@ -37,6 +45,7 @@ from functools import cached_property
 from zeroplan.core.buffers import ALWAYS, Buffer, Phase, Place
 from zeroplan.core.errors import BadInput
 from zeroplan.core.workload import DType
+from zeroplan.core.zero_config import Device
 
 #: Parameters and shards begin on multiples of this many elements: 128 bytes in 16 bits, a line of the GPU's L2 cache.
 ALIGN = 64
@@ -44,7 +53,8 @@ ALIGN = 64
 #: An embedding or head outside the blocks with at least this many elements is a unit of its own.
 WIDE_NUMEL = 1 << 20
 
-#: Scalars of one step on the device: sum of squares, norm, factor, skip flag; the rest keeps the line whole.
+#: Scalars of one step on the device: sum of squares, norm, factor, skip flag; the rest keeps the line whole. Each unit's sum
+#: of squares follows.
 STEP_SCALARS = 16
 
 #: The norm's partial sums (fp64, one a thread block), and its workspace in words of 4 bytes: those and a line for a ticket.
@@ -109,6 +119,10 @@ class RuntimeSetup:
     optimizer: str = "adamw"
     grad_accum: int = 1
     block_slots: int = 2
+    offload_optimizer: Device = Device.NONE
+    offload_ratio: float = 1.0
+    offload_param: Device = Device.NONE
+    delayed_update: bool = False
 
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):
@@ -130,8 +144,13 @@ class RuntimeSetup:
 
     @property
     def shards_params(self) -> bool:
-        """Parameters are gathered into slots; a shard stays."""
-        return self.stage >= 3 and self.ranks > 1
+        """Parameters are gathered into slots; a shard stays (alone and offloaded, the whole)."""
+        return self.stage >= 3 and (self.ranks > 1 or self.offloads_params)
+
+    @property
+    def offloads_params(self) -> bool:
+        """Parameters rest outside the device."""
+        return self.offload_param is not Device.NONE
 
     @property
     def has_masters(self) -> bool:
@@ -139,14 +158,21 @@ class RuntimeSetup:
         return self.param_dtype is not DType.FP32
 
     @property
+    def sends_apart(self) -> bool:
+        """Updated 16-bit parameters go up from memory of their own: gradients on the host have another width."""
+        return self.has_masters and not self.offloads_params and self.accum_dtype.bytes != self.param_dtype.bytes
+
+    @property
     def casts_masters(self) -> bool:
         """Gathers begin with the masters; no 16-bit shard stands."""
-        return self.shards_params and self.has_masters
+        offloads = self.offload_optimizer is not Device.NONE or self.offloads_params
+        return self.shards_params and self.has_masters and not offloads
 
     @property
     def wide_grad_dtype(self) -> DType:
         """Dtype of whole gradients in the slots of embeddings, heads and the root, until they are cast for the reduction."""
-        return self.param_dtype if self.reduce_dtype is DType.FP32 else self.reduce_dtype
+        staged = self.reduce_dtype is DType.FP32 and self.offload_optimizer is Device.NONE
+        return self.param_dtype if staged else self.reduce_dtype
 
     @property
     def whole_grad_dtype(self) -> DType:
@@ -195,6 +221,12 @@ class UnitLayout:
     frozen: Flat | None
     param_slot: str | None
     grad_slot: str | None
+    place: Place = Place.HBM  # of the optimizer's masters and states
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether its optimizer is not on the device."""
+        return self.place is not Place.HBM
 
     @property
     def full(self) -> int:
@@ -258,6 +290,22 @@ class Layout:
         ]
         return min(max(shards, default=0), align(STAGING_NUMEL // self.setup.ranks))
 
+    @cached_property
+    def sum_slots(self) -> dict[str, int]:
+        """Elements of each slot on the device in which offloaded gradients are summed or cast; none where they never are."""
+        direct = self.setup.grad_accum == 1 and self.setup.accum_dtype is self.setup.reduce_dtype
+        return {} if direct else self.sum_slot_sizes
+
+    @cached_property
+    def sum_slot_sizes(self) -> dict[str, int]:
+        """The same, needed or not."""
+        return _slot_sizes((u.grad_slot, self.share(u)) for u in self.units if u.trainable and u.offloaded)
+
+    def share(self, unit: UnitLayout) -> int:
+        """Elements of a unit's trained parameters that this rank's optimizer steps."""
+        assert unit.trainable is not None
+        return unit.trainable.shard if self.setup.shards_states else unit.trainable.full
+
 
 def _slot_sizes(uses: Iterable[tuple[str | None, int]]) -> dict[str, int]:
     sizes: dict[str, int] = {}
@@ -289,11 +337,12 @@ def flat_of(shape: UnitShape, ranks: int, *, trainable: bool) -> Flat | None:
 def plan_layout(shapes: Sequence[UnitShape], setup: RuntimeSetup) -> Layout:
     """Flats, shards and slots for `shapes`, which stand in the order of the forward."""
     units, turn = [], 0
-    for shape in shapes:
+    flats = [flat_of(shape, setup.ranks, trainable=True) for shape in shapes]
+    places = _optimizer_places([flat.used if flat else 0 for flat in flats], setup)
+    for shape, trainable, place in zip(shapes, flats, places, strict=True):
         slot = str(shape.kind)
         if shape.kind is UnitKind.BLOCK:
             slot, turn = f"ring.{turn % setup.block_slots}", turn + 1
-        trainable = flat_of(shape, setup.ranks, trainable=True)
         frozen = flat_of(shape, setup.ranks, trainable=False)
         units.append(
             UnitLayout(
@@ -301,23 +350,37 @@ def plan_layout(shapes: Sequence[UnitShape], setup: RuntimeSetup) -> Layout:
                 trainable,
                 frozen,
                 slot if setup.shards_params and (trainable or frozen) else None,
-                slot if setup.shards_grads and trainable else None,
+                slot if trainable and (setup.shards_grads or place is not Place.HBM) else None,
+                place,
             )
         )
     return Layout(setup, tuple(units))
 
 
+def _optimizer_places(numels: Sequence[int], setup: RuntimeSetup) -> list[Place]:
+    """Where each unit's optimizer lies; see Note [Offload]."""
+    away = {Device.NONE: Place.HBM, Device.CPU: Place.DRAM, Device.NVME: Place.NVME}[setup.offload_optimizer]
+    stays = (1.0 - setup.offload_ratio) * sum(numels)
+    places, end = [], 0
+    for numel in numels:
+        end += numel
+        places.append(away if end > stays else Place.HBM)
+    return places
+
+
 def runtime_buffers(layout: Layout) -> list[OwnedBuffer]:
-    """Every buffer that one rank's runtime allocates, buffers of one kind together. All ranks are equal."""
+    """Every buffer that one rank's runtime allocates, buffers of one kind and place together. All ranks are equal."""
     setup = layout.setup
-    share = "shard" if setup.shards_states else "full"
-    rows = [*_param_rows(layout), *_grad_rows(layout)]
-    trained = [(u.shape.name, getattr(u.trainable, share)) for u in layout.units if u.trainable]
+    rows = [*_param_rows(layout), *_grad_rows(layout), *_exchange_rows(layout)]
+    trained = [(u.shape.name, layout.share(u), u.place) for u in layout.units if u.trainable]
     if setup.has_masters:
-        rows += [OwnedBuffer(Buffer.PARAM_MASTER, name, numel, DType.FP32) for name, numel in trained]
+        rows += [OwnedBuffer(Buffer.PARAM_MASTER, name, numel, DType.FP32, place) for name, numel, place in trained]
+    elif not setup.offloads_params:  # what goes up is the master itself
+        away = [(name, numel) for name, numel, place in trained if place is not Place.HBM]
+        rows += [OwnedBuffer(Buffer.PARAM_MASTER, name, numel, DType.FP32, Place.PINNED) for name, numel in away]
     for state in OPTIMIZER_STATES[setup.optimizer]:
-        rows += [OwnedBuffer(state, name, numel, DType.FP32) for name, numel in trained]
-    rows.append(OwnedBuffer(Buffer.OPTIM_NORM, "step", STEP_SCALARS, DType.FP32))
+        rows += [OwnedBuffer(state, name, numel, DType.FP32, place) for name, numel, place in trained]
+    rows.append(OwnedBuffer(Buffer.OPTIM_NORM, "step", STEP_SCALARS + len(layout.units), DType.FP32))
     rows.append(OwnedBuffer(Buffer.OPTIM_NORM, "workspace", NORM_WORKSPACE, DType.FP32))
     return rows
 
@@ -326,28 +389,52 @@ def _param_rows(layout: Layout) -> list[OwnedBuffer]:
     setup, dtype = layout.setup, layout.setup.param_dtype
     size = "shard" if setup.shards_params else "full"
     own = Buffer.PARAM_SHARD if setup.stage >= 3 else Buffer.PARAM_FULL
-    rows = []
+    place = Place.PINNED if setup.offloads_params else Place.HBM
+    kinds = [(Buffer.PARAM_FROZEN, "frozen")]
     if not setup.casts_masters:
-        rows += [OwnedBuffer(own, u.shape.name, getattr(u.trainable, size), dtype) for u in layout.units if u.trainable]
-    rows += [OwnedBuffer(Buffer.PARAM_FROZEN, u.shape.name, getattr(u.frozen, size), dtype) for u in layout.units if u.frozen]
+        kinds.insert(0, (own, "trainable"))
+    rows = [
+        OwnedBuffer(buffer, unit.shape.name, getattr(getattr(unit, flat), size), dtype, place)
+        for buffer, flat in kinds
+        for unit in layout.units
+        if getattr(unit, flat)
+    ]
     rows += [OwnedBuffer(Buffer.PARAM_FULL, slot, numel, dtype) for slot, numel in layout.param_slots.items()]
     return rows
 
 
 def _grad_rows(layout: Layout) -> list[OwnedBuffer]:
+    """The gradients on the device."""
     setup = layout.setup
     between = (Phase.FORWARD,) if setup.grad_accum > 1 else ()  # what later micro batches find there
     kept, passing = (*between, Phase.BACKWARD, Phase.STEP), (*between, Phase.BACKWARD)
-    trained = [(u.shape.name, u.trainable) for u in layout.units if u.trainable]
-    if not setup.shards_grads:
+    stay = [(u.shape.name, u.trainable) for u in layout.units if u.trainable and not u.offloaded]
+    slots = layout.grad_slots.items()
+    if setup.shards_grads:
+        rows = [OwnedBuffer(Buffer.GRAD_SHARD, name, flat.shard, setup.accum_dtype, phases=kept) for name, flat in stay]
+    else:
         own = Buffer.GRAD_SHARD if setup.stage >= 2 else Buffer.GRAD_FULL
-        return [OwnedBuffer(own, name, flat.full, setup.whole_grad_dtype, phases=kept) for name, flat in trained]
-    rows = [OwnedBuffer(Buffer.GRAD_SHARD, name, flat.shard, setup.accum_dtype, phases=kept) for name, flat in trained]
+        rows = [OwnedBuffer(own, name, flat.full, setup.whole_grad_dtype, phases=kept) for name, flat in stay]
     dtypes = {u.grad_slot: layout.grad_slot_dtype(u.shape.kind) for u in layout.units}
-    rows += [
-        OwnedBuffer(Buffer.GRAD_FULL, slot, numel, dtypes[slot], phases=passing) for slot, numel in layout.grad_slots.items()
-    ]
+    rows += [OwnedBuffer(Buffer.GRAD_FULL, slot, numel, dtypes[slot], phases=passing) for slot, numel in slots]
     if layout.piece:
         staging = layout.piece * setup.ranks
         rows.append(OwnedBuffer(Buffer.COMM_REDUCE_SCATTER, "staging", staging, setup.reduce_dtype, phases=passing))
+    rows += [
+        OwnedBuffer(Buffer.STAGE_D2H, slot, numel, setup.accum_dtype, phases=passing)
+        for slot, numel in layout.sum_slots.items()
+    ]
+    return rows
+
+
+def _exchange_rows(layout: Layout) -> list[OwnedBuffer]:
+    """Pinned memory in which offloaded gradients come down and updated parameters go up; see Note [Offload]."""
+    setup = layout.setup
+    away = [(u.shape.name, layout.share(u)) for u in layout.units if u.trainable and u.offloaded]
+    rows = [OwnedBuffer(Buffer.GRAD_SHARD, name, numel, setup.accum_dtype, Place.PINNED) for name, numel in away]
+    if setup.delayed_update:  # a second one, to take turns with
+        rows += [OwnedBuffer(Buffer.STAGE_D2H, name, numel, setup.accum_dtype, Place.PINNED) for name, numel in away]
+    if setup.sends_apart:
+        turns = 2 if setup.delayed_update else 1
+        rows += [OwnedBuffer(Buffer.STAGE_H2D, name, turns * numel, setup.param_dtype, Place.PINNED) for name, numel in away]
     return rows

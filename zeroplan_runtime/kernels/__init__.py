@@ -1,11 +1,11 @@
 """Optimizer updates, gradient norm and casts over flat buffers: CUDA kernels, CPU routines, or torch, with equal numerics.
 
-Public: :func:`adamw`, :func:`adam`, :func:`lamb`, :func:`lion`, :func:`sgd`, :func:`grad_norm`, :func:`cast`,
-:func:`backend_report`.
+Public: :func:`adamw`, :func:`adam`, :func:`lamb`, :func:`lion`, :func:`sgd`, :func:`grad_norm`, :func:`squares`,
+:func:`global_norm`, :func:`cast`, :func:`backend_report`.
 """
 
 from zeroplan_runtime.kernels.backends import backend_report
-from zeroplan_runtime.kernels.fronts import adam, adamw, cast, grad_norm, lamb, lion, sgd
+from zeroplan_runtime.kernels.fronts import adam, adamw, cast, global_norm, grad_norm, lamb, lion, sgd, squares
 from zeroplan_runtime.kernels.segments import Segments, make_segments
 from zeroplan_runtime.kernels.step import FACTOR, NORM, SKIP, SQUARES
 
@@ -19,9 +19,11 @@ __all__ = [
     "adamw",
     "backend_report",
     "cast",
+    "global_norm",
     "grad_norm",
     "lamb",
     "lion",
     "make_segments",
     "sgd",
+    "squares",
 ]

@@ -16,6 +16,7 @@ from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import Flat
 from zeroplan_runtime import kernels
+from zeroplan_runtime.offload.host import HostOptimizer, Order
 from zeroplan_runtime.optim.groups import ZeroOptimizer
 from zeroplan_runtime.schedule import Schedule
 from zeroplan_runtime.store import UnitState
@@ -48,7 +49,8 @@ class Outcome:
         else:
             self._host = scalars.clone()
 
-    def _wait(self) -> torch.Tensor:
+    def scalars(self) -> torch.Tensor:
+        """The step's scalars, in host memory. Waits until they are known."""
         if self._event is not None:
             self._event.synchronize()
         return self._host
@@ -56,12 +58,12 @@ class Outcome:
     @property
     def skipped(self) -> bool:
         """Waits until it is known."""
-        return bool(self._wait()[kernels.SKIP])
+        return bool(self.scalars()[kernels.SKIP])
 
     @property
     def norm(self) -> float:
         """The norm of the unclipped gradients, without loss scale. Waits until it is known."""
-        return float(self._wait()[kernels.NORM])
+        return float(self.scalars()[kernels.NORM])
 
 
 class Stepper:
@@ -70,11 +72,24 @@ class Stepper:
     def __init__(self, schedule: Schedule, optimizer: ZeroOptimizer, *, clip: float, may_skip: bool) -> None:
         self.schedule, self.store, self.optimizer = schedule, schedule.store, optimizer
         self.clip, self.may_skip = clip, may_skip
-        self.segments = [self._segments(unit) for unit in self.store.units]
+        self.upcoming = 1  # the step that the present gradients are for
+        self.host: HostOptimizer | None = None
+        self.segments = [
+            [] if unit.trainable is None or unit.layout.offloaded else self.segments_of(unit, unit.copy)
+            for unit in self.store.units
+        ]
+        if clip or may_skip:
+            schedule.measure = self.measure
 
-    def _segments(self, unit: UnitState) -> list[Segment]:
-        if unit.trainable is None:
-            return []
+    def offload(self, host: HostOptimizer) -> None:
+        """Leaves the offloaded units' updates to `host`, which may begin them in the backward if nothing else forbids it."""
+        self.host = host
+        if not (self.clip or self.may_skip or host.delayed_from):
+            host.early = lambda: Order(self.upcoming, self._hypers())
+
+    def segments_of(self, unit: UnitState, param: torch.Tensor | None, grad: torch.Tensor | None = None) -> list[Segment]:
+        """The runs of a unit's share, with `param` to refresh and `grad` to read (the unit's own, if left out)."""
+        assert unit.trainable is not None
         assert unit.master is not None
         flat, params = unit.trainable.layout, unit.layout.shape.params
         begins = [
@@ -91,9 +106,11 @@ class Stepper:
             if part.start < part.stop or self.optimizer.kind == "lamb":
                 part = slice(part.start, max(part.stop, part.start))
                 states = [unit.states[b][part] for b in _STATE_ORDER if b in unit.states]
-                param = None if unit.copy is None else unit.copy[part]
+                out = None if param is None else param[part]
                 tensors = self._tensors(flat, begin, end, part) if self.optimizer.kind == "lamb" else None
-                made.append(Segment(unit, group, unit.master[part], param, part, states, tensors))
+                made.append(Segment(unit, group, unit.master[part], out, part, states, tensors))
+                if grad is not None:
+                    made[-1].grad = grad[part]
         return made
 
     def _tensors(self, flat: Flat, begin: int, end: int, part: slice) -> kernels.Segments:
@@ -116,19 +133,23 @@ class Stepper:
         Raises:
             BadInput: when no backward came before.
         """
-        if not all(unit.grad_lease is None or unit.grad_lease.held for unit in self.store.units):
+        if not all(_has_gradients(unit) for unit in self.store.units):
             raise BadInput("there are no gradients", where="engine.step", remedy="call engine.backward(loss) first")
         self.schedule.gradients_ready()
         scalars = self._measure(loss_scale)
         outcome = Outcome(self.store.scalars)
-        hypers = [self.optimizer.hyper(i) for i in range(len(self.optimizer.param_groups))]
+        hypers = self._hypers()
+        if self.host is not None:
+            order = Order(number, hypers, None if scalars is None else outcome.scalars)
+            self.host.step(order, (self.schedule.compute, self.schedule.gather_lane))
         # Unit by unit, in the order in which the next forward needs them. See Note [Places] in store.
         for unit, segments in zip(self.store.units, self.segments, strict=True):
             if unit.trainable is None:
                 continue
             for segment in segments:
-                self._update(segment, hypers[segment.group], number, scalars)
-            self.schedule.updated(unit)
+                self.update(segment, hypers[segment.group], number, scalars)
+            if unit.host is None:
+                self.schedule.updated(unit)
             self.schedule.gradient_taken(unit)
         return outcome
 
@@ -136,14 +157,16 @@ class Stepper:
         """Fills the scalars for the updates to read; None when these would surely say: as it is."""
         scalars, setup = self.store.scalars, self.store.setup
         if self.clip or self.may_skip:
-            kernels.grad_norm(
-                [unit.grad for unit in self.store.units if unit.grad is not None],
+            for unit in self.store.units:
+                if unit.host is None and unit.grad is not None:
+                    self.measure(unit, unit.grad)
+            kernels.global_norm(
+                self.store.squares,
                 scalars,
                 max_norm=self.clip,
                 loss_scale=loss_scale,
                 may_skip=self.may_skip,
                 reduce=self.store.ranks.all_reduce_sum if setup.shards_states else None,
-                workspace=self.store.norm_workspace,
             )
             return scalars
         if loss_scale == 1.0:
@@ -151,7 +174,15 @@ class Stepper:
         scalars.zero_()[kernels.FACTOR] = 1.0 / loss_scale
         return scalars
 
-    def _update(self, segment: Segment, hyper: dict[str, Any], number: int, scalars: torch.Tensor | None) -> None:
+    def measure(self, unit: UnitState, grad: torch.Tensor) -> None:
+        """Leaves `unit`'s sum of squares for the norm."""
+        kernels.squares(grad, self.store.squares[unit.index :], workspace=self.store.norm_workspace)
+
+    def _hypers(self) -> list[dict[str, Any]]:
+        return [self.optimizer.hyper(i) for i in range(len(self.optimizer.param_groups))]
+
+    def update(self, segment: Segment, hyper: dict[str, Any], number: int, scalars: torch.Tensor | None) -> None:
+        """The optimizer's arithmetic on one run, wherever it lies."""
         if segment.grad is None:
             assert segment.unit.grad is not None
             segment.grad = segment.unit.grad[segment.part]
@@ -173,6 +204,12 @@ class Stepper:
                     )
                 elif reduce is not None:
                     reduce(segment.tensors.norms)
+
+
+def _has_gradients(unit: UnitState) -> bool:
+    if unit.host is not None:
+        return unit.host.summed
+    return unit.grad_lease is None or unit.grad_lease.held
 
 
 _STATE_ORDER = (Buffer.OPTIM_EXP_AVG, Buffer.OPTIM_EXP_AVG_SQ, Buffer.OPTIM_MOMENTUM)

@@ -1,0 +1,298 @@
+"""The optimizer in host memory: gradients come down as they are reduced, updated parameters go up as they are ready.
+
+Note [Exchange]
+    Each offloaded unit has one pinned place as long as this rank's share. Its gradients come down into it and its updated
+    16-bit parameters go up from it: the update reads element i of the gradient before it writes element i of the parameter,
+    so where both have the same width they are the same bytes. Masters and states, which only the CPU touches, are pageable.
+
+Note [Sums over micro batches]
+    With accumulation the sum rests on the host, in the exchange. It is brought up to a small slot beside the reduction of the
+    unit's next gradients, which are added to it there, and taken down again. The link carries both directions at once, so
+    this takes no longer than taking every micro batch's gradients down; keeping the sum on the device would cost what offload
+    is to save, and adding on the host would take the memory bandwidth, and the processors, that the updates need. The sum is
+    rounded by the same operation as without offload.
+
+Note [What waits for what]
+    No thread waits but for what it needs. The worker waits for a unit's gradients (an event) and, where clipping or loss
+    scaling make the step depend on all gradients, for the step's scalars (another). The model's thread waits for a unit's
+    update when it comes to gather that unit, in the next forward. Streams wait for copies by events. When neither clipping
+    nor overflow checks are on, a unit's update begins as soon as its gradients have arrived, beside the rest of the backward.
+
+Note [Delayed update]
+    With the delayed parameter update (Ren et al. 2021, ZeRO-Offload, section 5.2) the update by step i's gradients runs
+    beside forward and backward i + 1, which use the parameters before it; they go up while the backward i + 1 leaves the
+    units, and forward i + 2 is the first to see them. Each unit then has two exchanges that take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zeroplan_runtime import kernels
+from zeroplan_runtime.comm import Lane, Mark
+from zeroplan_runtime.offload.host_worker import Ticket, Worker
+
+if TYPE_CHECKING:
+    from zeroplan_runtime.optim.step import Segment
+    from zeroplan_runtime.store import SumSlot, UnitState
+
+#: ``update(segment, hyperparameters, step, scalars)``: the optimizer's arithmetic.
+Update = Callable[["Segment", dict[str, Any], int, torch.Tensor | None], None]
+
+
+@dataclass(slots=True, eq=False)
+class Exchange:
+    """See Note [Exchange]. `param` is what goes up: 16-bit parameters, the master in fp32, None where it stays here.
+
+    `landed` marks the arrival of `grad`, `sent` the last copy of `param` upwards.
+    """
+
+    grad: torch.Tensor
+    param: torch.Tensor | None
+    segments: list[Segment]
+    landed: Mark
+    sent: Mark
+    skipped: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class HostUnit:
+    """An offloaded unit. `ticket` is for what the unit's next forward needs, `updated` for an update not yet sent up."""
+
+    unit: UnitState
+    exchanges: tuple[Exchange, ...]
+    turn: int = 0
+    summed: bool = False  # the exchange holds gradients of this step
+    begun: bool = False  # the work that this step's last gradients allow has been asked for
+    ticket: Ticket | None = None
+    updated: Exchange | None = None
+
+    @property
+    def pending(self) -> bool:
+        """Whether new parameters are to come that :meth:`wait` has not been called for."""
+        return self.ticket is not None
+
+    @property
+    def present(self) -> Exchange:
+        """Where this step's gradients go."""
+        return self.exchanges[self.turn]
+
+    def wait(self) -> None:
+        """The calling thread waits until the parameters are on their way up (their copy ends at ``unit.updated``)."""
+        ticket, self.ticket = self.ticket, None
+        if ticket is not None:
+            ticket.wait()
+
+
+@dataclass(slots=True)
+class Order:
+    """One step's update: its number, hyperparameters by group, and whoever knows the scalars (None: nothing to scale)."""
+
+    number: int
+    hypers: list[dict[str, Any]]
+    scalars: Callable[[], torch.Tensor] | None = None
+    readers: tuple[Mark, ...] = ()  # of the parameters as they are
+
+
+@dataclass(eq=False)
+class HostOptimizer:
+    """All offloaded units of one rank, and the lanes and the thread that serve them.
+
+    `direct` says that gradients go down as they lie: one reduction a step and unit, in the dtype that the exchange keeps.
+    `sum_slot` gives a unit's slot for sums, its memory brought. `delayed_from` is the first step whose update is delayed (0:
+    none).
+    """
+
+    units: Sequence[HostUnit]
+    update: Update
+    worker: Worker
+    device: torch.device
+    direct: bool
+    sum_slot: Callable[[UnitState], SumSlot]
+    delayed_from: int = 0
+    early: Callable[[], Order] | None = None  # set where updates may begin in the backward
+    down: Lane = field(init=False)
+    up: Lane = field(init=False)
+    _delaying: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        self.down, self.up = Lane(self.device, own=True), Lane(self.device, own=True)
+
+    # ------------------------------------------------------------------ gradients
+
+    def take(
+        self,
+        host: HostUnit,
+        arrived: torch.Tensor,
+        lane: Lane,
+        *,
+        boundary: bool,
+        last: bool,
+        measure: Callable[[torch.Tensor], None] | None,
+    ) -> Lane:
+        """Takes a unit's reduced gradients to the host, adding to what is there of this step.
+
+        Args:
+            arrived: this rank's part of the mean, on the device, final in `lane`.
+            boundary: this is the step's last micro batch.
+            last: and no more gradients of this unit are to come.
+            measure: called in `lane` with the sum so far, which may yet grow unless `last`.
+
+        Returns:
+            The lane after whose present work `arrived` may be overwritten.
+        """
+        if host.begun:
+            raise RuntimeError(
+                f"a gradient of unit {host.unit.name!r} came after its update had begun: its parameters are used outside its "
+                "forward; set gradient_clipping, or give a policy that leaves the module to the root"
+            )
+        host.wait()
+        place, produced = host.present, Mark(self.device)
+        slot = None if self.direct and not host.summed else self.sum_slot(host.unit)
+        source = arrived if slot is None else self._sum(host, slot, arrived, lane)
+        host.summed = True
+        if boundary and measure is not None:
+            with lane.run():
+                measure(source)
+        produced.record(lane)
+        produced.wait(self.down)
+        place.sent.wait(self.down)
+        with self.down.run():
+            place.grad.copy_(source, non_blocking=True)
+        place.landed.record(self.down)
+        if slot is not None:
+            slot.free.record(self.down)
+        if boundary and last:
+            self._begin(host)
+        return self.down if slot is None else lane
+
+    def _sum(self, host: HostUnit, slot: SumSlot, arrived: torch.Tensor, lane: Lane) -> torch.Tensor:
+        """See Note [Sums over micro batches]."""
+        total = slot.lease.tensor[: arrived.numel()]
+        if host.summed:
+            place = host.present
+            slot.free.wait(self.up)
+            place.landed.wait(self.up)
+            with self.up.run():
+                total.copy_(place.grad, non_blocking=True)
+            slot.ready.record(self.up)
+            slot.ready.wait(lane)
+            with lane.run():
+                total.add_(arrived)
+        else:
+            slot.free.wait(lane)
+            with lane.run():
+                total.copy_(arrived)
+        return total
+
+    def backward_done(self) -> None:
+        """The step's last gradients have all been taken."""
+        for host in self.units:
+            if not host.begun:
+                self._begin(host)
+
+    def _begin(self, host: HostUnit) -> None:
+        """What needs no more than this unit's gradients: its update, or, where updates are delayed, the one before's end."""
+        if host.updated is not None:
+            host.begun = True
+            self._send_delayed(host, host.present.landed)
+        elif self.early is not None:
+            host.begun = True
+            self._order(host, self.early(), send=True)
+
+    # ------------------------------------------------------------------ the step
+
+    def step(self, order: Order, readers: Sequence[Lane]) -> None:
+        """Asks for the updates that have not begun, in the order in which the next forward needs them.
+
+        No parameter is overwritten before the present work of `readers` is done.
+        """
+        order.readers = tuple(Mark(self.device) for _ in readers)
+        for mark, lane in zip(order.readers, readers, strict=True):
+            mark.record(lane)
+            mark.wait(self.up)
+        delayed = 0 < self.delayed_from <= order.number
+        for host in self.units:
+            if self.early is None:
+                self._order(host, order, send=not delayed)
+            host.begun = host.summed = False
+            host.turn = (host.turn + 1) % len(host.exchanges)
+
+    def forget(self) -> None:
+        """Drops this step's sums.
+
+        Raises:
+            RuntimeError: when updates by them have begun.
+        """
+        if self.early is not None and any(host.begun for host in self.units):
+            raise RuntimeError("gradients cannot be dropped: updates by them have begun, as nothing clips or checks them")
+        for host in self.units:
+            host.summed = host.begun = False
+
+    def _order(self, host: HostUnit, order: Order, *, send: bool) -> None:
+        place = host.present
+
+        def work() -> None:
+            place.landed.finish()
+            if place.param is None:  # they are read, and written, where they are
+                for mark in order.readers:
+                    mark.finish()
+            scalars = order.scalars() if order.scalars is not None else None
+            place.skipped = scalars is not None and bool(scalars[kernels.SKIP])
+            if place.skipped:
+                return
+            for segment in place.segments:
+                self.update(segment, order.hypers[segment.group], order.number, scalars)
+            if send:
+                self._send(host.unit, place)
+
+        ticket = self.worker.submit(work)
+        if send:
+            self._expect(host, ticket)
+        else:
+            host.updated = place
+
+    def _send(self, unit: UnitState, place: Exchange) -> None:
+        """Copies the updated parameters up (in the worker)."""
+        if place.param is None or place.skipped:
+            return
+        assert unit.trainable is not None
+        with self.up.run():
+            unit.trainable.shard.copy_(place.param, non_blocking=True)
+        place.sent.record(self.up)
+        unit.updated.record(self.up)
+
+    def _send_delayed(self, host: HostUnit, after: Mark) -> None:
+        """Asks for the parameters of an update that was delayed, once the work at `after` has read those of before."""
+        place, host.updated = host.updated, None
+        if place is not None:
+            after.wait(self.up)
+            self._expect(host, self.worker.submit(lambda: self._send(host.unit, place)))
+
+    def _expect(self, host: HostUnit, ticket: Ticket) -> None:
+        host.ticket = ticket
+        host.unit.param_slot.fresh = False
+
+    # ------------------------------------------------------------------ between steps
+
+    def drain(self, reader: Lane) -> None:
+        """Returns when every update that was asked for is in the masters and its parameters are on their way up.
+
+        A delayed update is sent up, too, once `reader` has read the parameters of before: what follows goes on from the same
+        state as a run resumed from a checkpoint.
+        """
+        now = Mark(self.device)
+        now.record(reader)
+        for host in self.units:
+            host.wait()
+            self._send_delayed(host, now)
+        for host in self.units:
+            host.wait()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self.worker.close()

@@ -1,0 +1,64 @@
+"""Makes the host's side of an engine: its units, their exchanges, the thread."""
+
+from __future__ import annotations
+
+import torch
+
+from zeroplan.core.buffers import Buffer
+from zeroplan.core.errors import BadInput
+from zeroplan_runtime.arena import DTYPES
+from zeroplan_runtime.comm import Mark
+from zeroplan_runtime.offload.host import Exchange, HostOptimizer, HostUnit
+from zeroplan_runtime.offload.host_worker import Worker, host_threads
+from zeroplan_runtime.offload.settings import Offload
+from zeroplan_runtime.optim.step import Stepper
+from zeroplan_runtime.store import Store, UnitState
+
+
+def offload_optimizer(stepper: Stepper, settings: Offload) -> HostOptimizer | None:
+    """Hands the offloaded units' updates to the host; None where no unit is offloaded.
+
+    Raises:
+        BadInput: for LAMB, whose trust ratios need every rank between two passes.
+    """
+    store = stepper.store
+    if not any(unit.layout.offloaded for unit in store.units if unit.trainable is not None):
+        return None
+    if stepper.optimizer.kind == "lamb":
+        raise BadInput("LAMB cannot be offloaded", where="offload_optimizer", remedy="use AdamW, or keep it on the device")
+    for unit in store.units:
+        if unit.layout.offloaded and unit.trainable is not None:
+            unit.host = HostUnit(unit, _exchanges(unit, store, stepper))
+    host = HostOptimizer(
+        units=[unit.host for unit in store.units if unit.host is not None],
+        update=stepper.update,
+        worker=Worker(store.arena.device, host_threads(settings.optimizer.cpuadam_cores_perc)),
+        device=store.arena.device,
+        direct=not store.layout.sum_slots,
+        sum_slot=store.sum_slot,
+        delayed_from=settings.delayed_from,
+    )
+    stepper.offload(host)
+    stepper.schedule.host = host
+    return host
+
+
+def _exchanges(unit: UnitState, store: Store, stepper: Stepper) -> tuple[Exchange, ...]:
+    setup, device = store.setup, store.arena.device
+    assert unit.trainable is not None
+    made = []
+    buffers = (Buffer.GRAD_SHARD, Buffer.STAGE_D2H) if setup.delayed_update else (Buffer.GRAD_SHARD,)
+    for turn, buffer in enumerate(buffers):
+        grad = store.host_tensors[buffer, unit.name]
+        out: torch.Tensor | None
+        goes_up: torch.Tensor | None
+        if setup.offloads_params:
+            out, goes_up = unit.trainable.shard if setup.has_masters else None, None
+        elif not setup.has_masters:
+            out, goes_up = None, unit.master
+        elif setup.sends_apart:
+            out = goes_up = store.host_tensors[Buffer.STAGE_H2D, unit.name].view(len(buffers), -1)[turn]
+        else:
+            out = goes_up = grad.view(DTYPES[setup.param_dtype])
+        made.append(Exchange(grad, goes_up, stepper.segments_of(unit, out, grad), Mark(device), Mark(device)))
+    return tuple(made)

@@ -1,0 +1,124 @@
+"""What a ds_config says about offload, checked: what the runtime cannot do is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from zeroplan.core.errors import BadInput, did_you_mean
+from zeroplan.core.zero_config import ActivationCheckpointing, Aio, Device, OffloadOptimizer, OffloadParam, ZeroConfig
+
+#: Keys of DeepSpeed's that choose between its own ways and change nothing here.
+WITHOUT_EFFECT = {
+    "offload_optimizer": ("pin_memory", "pipeline_read", "pipeline_write", "fast_init"),
+    "offload_param": ("pin_memory", "max_in_cpu"),
+    "activation_checkpointing": (
+        "partition_activations",
+        "contiguous_memory_optimization",
+        "number_checkpoints",
+        "synchronize_checkpoint_boundary",
+        "profile",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """What leaves the device. `delayed_from` is the first step whose update is delayed (0: none)."""
+
+    optimizer: OffloadOptimizer = field(default_factory=OffloadOptimizer)
+    param: OffloadParam = field(default_factory=OffloadParam)
+    aio: Aio = field(default_factory=Aio)
+    checkpoints: bool = False
+    delayed_from: int = 0
+
+    def __bool__(self) -> bool:
+        """Whether optimizer or parameters leave the device."""
+        return bool(self.optimizer or self.param)
+
+
+def read_offload(raw: Mapping[str, Any], stage: int) -> tuple[Offload, list[str]]:
+    """The offload of a ds_config at `stage`, and the keys given there that have no effect.
+
+    Raises:
+        BadInput: for unknown keys, values of a wrong type, and combinations that the runtime does not do.
+    """
+    zero = raw.get("zero_optimization") or {}
+    ignored: list[str] = []
+    optimizer = _read(OffloadOptimizer, zero, "offload_optimizer", "zero_optimization.", ignored)
+    param = _read(OffloadParam, zero, "offload_param", "zero_optimization.", ignored)
+    checkpoints = _read(ActivationCheckpointing, raw, "activation_checkpointing", "", ignored)
+    aio = _read(Aio, raw, "aio", "", ignored)
+    delayed = (raw.get("zeroplan") or {}).get("delayed_update", 0)
+    if not isinstance(delayed, int) or isinstance(delayed, bool) or delayed < 0:
+        raise BadInput(
+            f"{delayed!r} is not a step", where="zeroplan.delayed_update", remedy="name the first step, or 0 for none"
+        )
+    made = Offload(optimizer, param, aio, checkpoints.cpu_checkpointing, delayed)
+    require_runnable(made, stage)
+    return made, ignored
+
+
+def require_runnable(offload: Offload, stage: int) -> None:
+    """Refuse what the runtime does not do.
+
+    Raises:
+        BadInput: with the remedy.
+    """
+    optimizer, param = offload.optimizer, offload.param
+    ZeroConfig.of(stage, optimizer, param)
+    where = "offload_optimizer"
+    if optimizer.super_offload:
+        raise BadInput("super_offload is not supported by this runtime", where=where, remedy="leave it out")
+    if not 0.0 <= optimizer.ratio <= 1.0:
+        raise BadInput(f"ratio {optimizer.ratio} is not between 0 and 1", where=where)
+    if not 0.0 < optimizer.cpuadam_cores_perc <= 1.0:
+        raise BadInput(f"cpuadam_cores_perc {optimizer.cpuadam_cores_perc} is not above 0 and at most 1", where=where)
+    for section, one in (("offload_optimizer", optimizer), ("offload_param", param)):
+        if one.device is Device.NVME and not one.nvme_path:
+            raise BadInput("a folder on the disk is missing", where=section, remedy='add "nvme_path"')
+    if param and (not optimizer or optimizer.ratio < 1.0):
+        raise BadInput(
+            "parameters can leave the device only where their whole optimizer does",
+            where="offload_param",
+            remedy="add offload_optimizer with ratio 1",
+        )
+    if offload.delayed_from and (not optimizer or param or optimizer.device is Device.NVME):
+        raise BadInput(
+            "the delayed update is for an optimizer in host memory and parameters on the device",
+            where="zeroplan.delayed_update",
+            remedy='use offload_optimizer.device "cpu" without offload_param',
+        )
+
+
+def _read(kind: type[Any], holder: Mapping[str, Any], key: str, prefix: str, ignored: list[str]) -> Any:
+    section = holder.get(key) or {}
+    where = prefix + key
+    if not isinstance(section, Mapping):
+        raise BadInput(f"{section!r} is not an object", where=where)
+    known = {f.name: f.default for f in fields(kind)}
+    given: dict[str, Any] = {}
+    for name, value in section.items():
+        if name not in known:
+            raise BadInput(f"key {name!r} is not supported", where=where, remedy=did_you_mean(name, known) or "remove it")
+        if value == "auto" or value is None:
+            continue
+        given[name] = _value(value, known[name], f"{where}.{name}")
+    without = WITHOUT_EFFECT.get(key, ())
+    ignored += [f"{where}.{name}" for name in given if name in without]
+    return kind(**given)
+
+
+def _value(value: Any, default: Any, where: str) -> Any:
+    if isinstance(default, Device):
+        try:
+            return Device(value)
+        except ValueError:
+            raise BadInput(f"{value!r} is not a device", where=where, remedy="use none, cpu or nvme") from None
+    if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    wanted = str if default is None and where.endswith("path") else type(default) if default is not None else int
+    if type(value) is not wanted:
+        raise BadInput(f"{value!r} is no {wanted.__name__}", where=where)
+    return value

@@ -15,7 +15,7 @@ from zeroplan.engines.registry import find_engine
 from zeroplan.models.load import load_model
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
-from zeroplan.search.recommend import Ranked, least_memory, rank_all, rank_key, search
+from zeroplan.search.recommend import least_memory, rank_all, rank_key, search
 from zeroplan.search.space import Candidate, batch_splits, candidates, zero_configs
 
 pytestmark = pytest.mark.torch
@@ -63,7 +63,7 @@ def test_search_is_exact_and_floors_are_floors(problem: tuple[Memory, list[Candi
     for gib in limits:
         for host in (8, 64):
             tight = limited(memory, gib + 0.6, host)
-            fitting = [Ranked(o.candidate, o.time, tight.plan(o.candidate)) for o in everything if tight.plan(o.candidate).fits]
+            fitting = [one for one in rank_all([o.candidate for o in everything], tight, cost) if one.fits]
             best = min(fitting, key=lambda r: rank_key(r.candidate, r.time), default=None)
             found = search(space, tight, cost, shown=1).ranking
             assert (found[0].candidate if found else None) == (best.candidate if best else None), (gib, host)

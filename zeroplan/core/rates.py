@@ -48,7 +48,9 @@ class Rates:
         attention_tflops: the fused attention kernels.
         hbm_gbs: memory-bound kernels, bytes read and written together.
         kernel_us: the least time that a kernel takes on the GPU.
-        launch_us: host time to issue one kernel from eager Python, autograd's share included.
+        launch_us: host time to issue one kernel of the forward from eager Python, the modules' own code included.
+        autograd_us: host time to issue one kernel of the backward, whose engine is compiled.
+        checkpoint_us: host time of one recomputed segment beside its kernels.
         gradient_hook_us: host time of DeepSpeed stages 1 and 2 for one parameter's gradient and its share of the step.
         gather_hook_us: host time of stage 3 for one module entered: fetch, wait, prefetch.
         release_hook_us: host time of stage 3 for one module passed in the backward.
@@ -63,6 +65,8 @@ class Rates:
         fresh_gbs: bytes a second that one process casts into newly allocated host memory and copies from there to its GPU: page
             faults decide.
         read_gbs, write_gbs: the disk's, a node.
+        segment_us: one ``cudaMalloc`` or ``cudaFree``, during which the GPU idles.
+        mapping_gbs: bytes of device memory that they map or unmap a second.
         source: where the figures come from.
     """
 
@@ -74,6 +78,8 @@ class Rates:
     pinned_gbs: float
     kernel_us: float = 3.0
     launch_us: float = 46.0
+    autograd_us: float = 15.0
+    checkpoint_us: float = 500.0
     gradient_hook_us: float = 290.0
     gather_hook_us: float = 530.0
     release_hook_us: float = 750.0
@@ -86,6 +92,8 @@ class Rates:
     fresh_gbs: float = 2.5
     read_gbs: float = 5.0
     write_gbs: float = 3.0
+    segment_us: float = 200.0
+    mapping_gbs: float = 1000.0
     source: str = "data sheet and measured fractions"
 
     def with_profile(self, values: dict[str, Any], source: str) -> Rates:

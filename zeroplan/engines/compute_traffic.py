@@ -29,11 +29,15 @@ WORK_GLOSSARY = {
     "recomputed_attention": "attention in checkpointed blocks",
     "forward_kernels": "kernels of the forward",
     "backward_kernels": "kernels of the backward, recomputation included",
+    "recomputed_kernels": "of those, the ones of recomputation",
+    "checkpoints": "checkpointed segments that are run again",
     "forward_written": "bytes that the forward's kernels write",
     "backward_written": "bytes that the backward's kernels write",
     "forward_modules": "modules entered in the forward",
     "recomputed_modules": "modules entered again in recomputation",
     "backward_modules": "modules passed in the backward",
+    "segments_remapped": "segments that a full card's allocator returns and takes again",
+    "bytes_remapped": "their bytes, both ways",
 }
 
 
@@ -51,16 +55,20 @@ class ComputeFacts:
     recomputed_attention: int
     forward_kernels: int
     backward_kernels: int
+    recomputed_kernels: int
+    checkpoints: int
     forward_written: int
     backward_written: int
     forward_modules: int
     recomputed_modules: int
     backward_modules: int
     fp32: bool
+    segments_remapped: int = 0
+    bytes_remapped: int = 0
 
 
-def compute_facts(model: Matrices, counts: Counts, workload: Workload) -> ComputeFacts:
-    """The facts of one micro batch."""
+def compute_facts(model: Matrices, counts: Counts, workload: Workload, remapped: tuple[int, int] = (0, 0)) -> ComputeFacts:
+    """The facts of one micro batch. `remapped`: segments and bytes a step, of a run that fills its card."""
     seq = workload.seq_len or 0
     policy = workload.recomputation
     # Selective checkpointing keeps what products and attention made; else each k-th block is run again.
@@ -76,12 +84,16 @@ def compute_facts(model: Matrices, counts: Counts, workload: Workload) -> Comput
         recomputed_attention=model.attention // again if again else 0,
         forward_kernels=counts.forward_kernels,
         backward_kernels=counts.backward_kernels,
+        recomputed_kernels=counts.recomputed_kernels,
+        checkpoints=counts.checkpoints,
         forward_written=counts.forward_written,
         backward_written=counts.backward_written,
         forward_modules=counts.forward_modules,
         recomputed_modules=counts.recomputed_modules,
         backward_modules=counts.backward_modules,
         fp32=workload.dtype is DType.FP32 and workload.precision is not Precision.AUTOCAST,
+        segments_remapped=remapped[0],
+        bytes_remapped=remapped[1],
     )
 
 
@@ -157,14 +169,44 @@ def kernels_backward(c: ComputeFacts) -> int:
 
 @_lines.add(Resource.LAUNCH, Phase.FORWARD)
 def launches_forward(c: ComputeFacts) -> int:
-    """Kernels issued by the host."""
+    """Kernels issued from the model's Python."""
     return c.forward_kernels
 
 
 @_lines.add(Resource.LAUNCH, Phase.BACKWARD)
+def launches_recomputed(c: ComputeFacts) -> int:
+    """The same again for checkpointed blocks."""
+    return c.recomputed_kernels
+
+
+@_lines.add(Resource.AUTOGRAD, Phase.BACKWARD)
 def launches_backward(c: ComputeFacts) -> int:
-    """Kernels issued by the host."""
-    return c.backward_kernels
+    """Kernels issued by autograd's engine, which is compiled."""
+    return c.backward_kernels - c.recomputed_kernels
+
+
+@_lines.add(Resource.CHECKPOINT, Phase.BACKWARD)
+def checkpoints_recomputed(c: ComputeFacts) -> int:
+    """Segments run again: random states put back, a hook for every tensor that the segment saves.
+
+    Source: torch/utils/checkpoint.py, _checkpoint_without_reentrant_generator
+    """
+    return c.checkpoints
+
+
+@_lines.add(Resource.SEGMENT, Phase.STEP)
+def segments_returned(c: ComputeFacts) -> int:
+    """On a full card: segments given back and taken again, each a call that waits for the device.
+
+    Source: c10/cuda/CUDACachingAllocator.cpp, release_cached_blocks
+    """
+    return c.segments_remapped
+
+
+@_lines.add(Resource.MAPPING, Phase.STEP)
+def segments_mapped(c: ComputeFacts) -> int:
+    """Their bytes, unmapped and mapped anew."""
+    return c.bytes_remapped
 
 
 COMPUTE = _lines.ledger()

@@ -27,6 +27,7 @@ class Lane(StrEnum):
     PCIE = "pcie"  # between a GPU and its host
     HOST = "host"  # the host's cores and memory
     DISK = "disk"
+    STALL = "stall"  # the host waits for the driver, which waits for the GPU: nothing else goes on
 
 
 class Resource(StrEnum):
@@ -37,7 +38,9 @@ class Resource(StrEnum):
     ATTENTION = "attention"  # operations
     HBM = "hbm"  # bytes
     KERNEL = "kernel"  # calls, on the GPU
-    LAUNCH = "launch"  # calls, on the host
+    LAUNCH = "launch"  # calls, on the host, from Python
+    AUTOGRAD = "autograd"  # calls, on the host, from the backward's thread
+    CHECKPOINT = "checkpoint"  # segments recomputed
     GRADIENT_HOOK = "gradient hook"
     GATHER_HOOK = "gather hook"
     RELEASE_HOOK = "release hook"
@@ -52,6 +55,8 @@ class Resource(StrEnum):
     FRESH = "fresh host memory"  # bytes
     READ = "disk read"  # bytes
     WRITE = "disk write"  # bytes
+    SEGMENT = "segment"  # calls of cudaFree and cudaMalloc
+    MAPPING = "mapping"  # bytes that they unmap and map
 
 
 _TERA, _GIGA, _MICRO = 1e12, 1e9, 1e6
@@ -63,6 +68,8 @@ _RATES: dict[Resource, tuple[Lane, str, float]] = {
     Resource.HBM: (Lane.GPU, "hbm_gbs", _GIGA),
     Resource.KERNEL: (Lane.GPU, "kernel_us", 0),
     Resource.LAUNCH: (Lane.PYTHON, "launch_us", 0),
+    Resource.AUTOGRAD: (Lane.PYTHON, "autograd_us", 0),
+    Resource.CHECKPOINT: (Lane.PYTHON, "checkpoint_us", 0),
     Resource.GRADIENT_HOOK: (Lane.PYTHON, "gradient_hook_us", 0),
     Resource.GATHER_HOOK: (Lane.PYTHON, "gather_hook_us", 0),
     Resource.RELEASE_HOOK: (Lane.PYTHON, "release_hook_us", 0),
@@ -77,6 +84,8 @@ _RATES: dict[Resource, tuple[Lane, str, float]] = {
     Resource.FRESH: (Lane.HOST, "fresh_gbs", _GIGA),
     Resource.READ: (Lane.DISK, "read_gbs", _GIGA),
     Resource.WRITE: (Lane.DISK, "write_gbs", _GIGA),
+    Resource.SEGMENT: (Lane.STALL, "segment_us", 0),
+    Resource.MAPPING: (Lane.STALL, "mapping_gbs", _GIGA),
 }
 
 

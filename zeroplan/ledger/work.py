@@ -21,6 +21,8 @@ _MATRICES = ("linear", "conv1d", "head")
 #: Without a tape: kernels a matrix, forward and backward, and bytes written a token for each byte of a matrix's output.
 #: Tapes of Llama, GPT-2 and BERT: 6.3, 7.5, 4.1 and 10.1, 10.6, 7.3 kernels.
 KERNELS_FORWARD, KERNELS_BACKWARD = 6, 9
+#: The projections of a block with a gated MLP.
+MATRICES_OF_A_BLOCK = 7
 WRITTEN_FORWARD, WRITTEN_BACKWARD = 4, 8
 
 
@@ -43,7 +45,7 @@ class Matrices:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Of one micro batch. Recomputation counts as backward."""
+    """Of one micro batch. Recomputation counts as backward; `recomputed_kernels` are its part, in `checkpoints` segments."""
 
     forward_kernels: int
     backward_kernels: int
@@ -52,6 +54,8 @@ class Counts:
     forward_modules: int
     recomputed_modules: int
     backward_modules: int
+    recomputed_kernels: int = 0
+    checkpoints: int = 0
     traced: bool = True
 
 
@@ -98,19 +102,26 @@ def _active_experts(config: Mapping[str, Any]) -> float:
 def count_stream(stream: Stream) -> Counts:
     """The counts of an expanded tape: each allocation is one kernel's output."""
     kernels, written, enters, passed = [0, 0], [0, 0], [0, 0], 0
-    part = 0
-    alloc, enter, left, mark, backward = Op.ALLOC, Op.ENTER, Op.BWD_ENTER, Op.MARK, Mark.BACKWARD_BEGIN
+    part = depth = recomputed = checkpoints = 0
+    alloc, enter, leave, left, mark = Op.ALLOC, Op.ENTER, Op.EXIT, Op.BWD_ENTER, Op.MARK
     for op, arg, aux in zip(stream.op, stream.arg, stream.aux, strict=True):
         if op == alloc:
             kernels[part] += 1
             written[part] += aux
+            recomputed += part and depth > 0
         elif op == enter:
             enters[part] += 1
+            checkpoints += part and depth == 0
+            depth += 1
+        elif op == leave:
+            depth -= 1
         elif op == left:
             passed += 1
-        elif op == mark and arg == backward:
+        elif op == mark and arg == Mark.BACKWARD_BEGIN:
             part = 1
-    return Counts(kernels[0], kernels[1], written[0], written[1], enters[0], enters[1], passed)
+    return Counts(
+        kernels[0], kernels[1], written[0], written[1], enters[0], enters[1], passed, int(recomputed), int(checkpoints)
+    )
 
 
 def scale_counts(one: Counts, two: Counts, micro_batch: int) -> Counts:
@@ -127,6 +138,8 @@ def scale_counts(one: Counts, two: Counts, micro_batch: int) -> Counts:
         one.forward_modules,
         one.recomputed_modules,
         one.backward_modules,
+        one.recomputed_kernels,
+        one.checkpoints,
         one.traced,
     )
 
@@ -144,5 +157,7 @@ def guess_counts(model: Matrices, workload: Workload, tokens: int) -> Counts:
         forward_modules=2 * model.count,
         recomputed_modules=again * 2 * model.count,
         backward_modules=2 * model.count,
+        recomputed_kernels=again * kernels,
+        checkpoints=again * -(-model.count // MATRICES_OF_A_BLOCK),
         traced=False,
     )

@@ -1,17 +1,21 @@
 """A step's predicted time: the engine's traffic lines over the machine's rates, laid side by side where they overlap.
 
 Note [Overlap]
-    The host issues kernels ahead of the GPU, so a pass takes the longer of the two: Python's time or the device's. On the
+    The host issues kernels ahead of the GPU and never waits within a micro batch. So the backward's kernels are issued once
+    the forward's are, and run once the forward has run: a micro batch takes the longest of the device's work, of the host's,
+    and of the host's forward before the device's backward. Where something waits for the device after the forward, as a
+    loop does that prints each loss or a measurement with marks, each half takes the longer of its two by itself. On the
     device, collectives run beside the computation where the engine overlaps them (stage 3, `overlap_comm`, FSDP2, DDP) and
     after it where it does not (stages 1 and 2 by default). Copies to pinned host memory overlap likewise. An optimizer step
-    reads the gradient norm on the host, so its parts follow each other.
+    reads the gradient norm on the host, so its parts follow each other. What a full card's allocator returns and takes
+    again stops everything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.cluster import Cluster
@@ -24,6 +28,9 @@ from zeroplan.engines.deepspeed import traffic as deepspeed_traffic
 from zeroplan.ledger.traffic import Lane, WorkItem, WorkLedger, derived_work, work_items
 from zeroplan.ledger.work import Counts, Matrices, matrices
 from zeroplan.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from zeroplan.core.plan import MemoryPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +59,26 @@ class CostModel:
         self._units = sum(unit.count for unit in spec.units)
         self._sizes: dict[int, deepspeed_traffic.Sizes] = {}
 
-    def items(self, workload: Workload, zero: ZeroConfig, counts: Counts, *, derive: bool = False) -> list[WorkItem]:
-        """Every line of work of one configuration, with its formula if `derive`."""
-        compute = compute_facts(self.matrices, counts, workload)
+    def items(
+        self, workload: Workload, zero: ZeroConfig, counts: Counts, *, plan: MemoryPlan | None = None, derive: bool = False
+    ) -> list[WorkItem]:
+        """Every line of work of one configuration, with its formula if `derive`.
+
+        Without a `plan` the allocator is taken to have room, so the time is a lower bound.
+        """
+        remapped = (0, 0) if plan is None else (plan.gpu.segments_remapped, plan.gpu.bytes_remapped)
+        compute = compute_facts(self.matrices, counts, workload, remapped)
         own, ledger = self._engine_work(compute, workload, zero)
         if derive:
             return [*derived_work(COMPUTE, compute, self.rates), *derived_work(ledger, own, self.rates)]
         return work_items(COMPUTE, compute, self.rates) + work_items(ledger, own, self.rates)
 
-    def step_time(self, workload: Workload, zero: ZeroConfig, counts: Counts) -> StepTime:
-        """The predicted time of one optimizer step."""
-        return compose(self.items(workload, zero, counts), workload, self.overlaps(zero), self.cluster.ranks)
+    def step_time(
+        self, workload: Workload, zero: ZeroConfig, counts: Counts, *, plan: MemoryPlan | None = None, marked: bool = False
+    ) -> StepTime:
+        """The predicted time of one optimizer step; arguments as of :meth:`items` and :func:`compose`."""
+        items = self.items(workload, zero, counts, plan=plan)
+        return compose(items, workload, self.overlaps(zero), self.cluster.ranks, marked=marked)
 
     def overlaps(self, zero: ZeroConfig) -> bool:
         """Whether collectives run beside the computation."""
@@ -91,24 +107,36 @@ class CostModel:
         return own, deepspeed_traffic.TRAFFIC
 
 
-def compose(items: Sequence[WorkItem], workload: Workload, overlap: bool, ranks: int) -> StepTime:
-    """Lay the lines of work side by side. See Note [Overlap]."""
+def compose(items: Sequence[WorkItem], workload: Workload, overlap: bool, ranks: int, *, marked: bool = False) -> StepTime:
+    """Lay the lines of work side by side. See Note [Overlap].
+
+    Args:
+        items: the lines of one micro batch's forward and backward, and of a step.
+        workload: for the tokens, and how often a micro batch is run.
+        overlap: whether collectives and copies run beside the computation.
+        ranks: that compute alike.
+        marked: whether the host waits for the device after each forward and backward.
+    """
     busy = {phase: dict.fromkeys(Lane, 0.0) for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)}
     for item in items:
         busy[item.phase][item.lane] += item.seconds
 
-    def one_pass(lanes: dict[Lane, float]) -> float:
+    def device(lanes: dict[Lane, float]) -> float:
         side = (lanes[Lane.LINK], lanes[Lane.PCIE], lanes[Lane.DISK])
-        device = max(lanes[Lane.GPU], *side) if overlap else lanes[Lane.GPU] + sum(side)
-        return max(lanes[Lane.PYTHON], device)
+        return max(lanes[Lane.GPU], *side) if overlap else lanes[Lane.GPU] + sum(side)
 
-    forward, backward = one_pass(busy[Phase.FORWARD]), one_pass(busy[Phase.BACKWARD])
+    first, second = busy[Phase.FORWARD], busy[Phase.BACKWARD]
+    forward, backward = max(first[Lane.PYTHON], device(first)), max(second[Lane.PYTHON], device(second))
+    if not marked:
+        issued = first[Lane.PYTHON] + max(second[Lane.PYTHON], device(second))
+        backward = max(issued, device(first) + device(second)) - forward
     last = busy[Phase.STEP]
     # Disk and host work in a pipeline of sub-groups; what the link and the GPU do comes before or after.
     step = last[Lane.PYTHON] + last[Lane.GPU] + last[Lane.LINK] + last[Lane.PCIE] + max(last[Lane.HOST], last[Lane.DISK])
+    step += last[Lane.STALL]
     count = workload.grad_accum
     total = count * (forward + backward) + step
-    lanes = {lane: count * (busy[Phase.FORWARD][lane] + busy[Phase.BACKWARD][lane]) + last[lane] for lane in Lane}
+    lanes = {lane: count * (first[lane] + second[lane]) + last[lane] for lane in Lane}
     tokens = workload.micro_batch * (workload.seq_len or 0) * count * ranks
     bound = max(lanes, key=lambda lane: lanes[lane])
     return StepTime(forward, backward, step, total, tokens / total if total else 0.0, lanes, bound)

@@ -63,20 +63,21 @@ class Memory:
         other.problem = self.problem
         other._streams, other._counts, other._computed = self._streams, self._counts, self._computed
         if (cluster.gpus, cluster.nodes, cluster.gpu) == (self.cluster.gpus, self.cluster.nodes, self.cluster.gpu):
-            other._plans = {
-                candidate: other._judged(candidate, plan)
-                for candidate, plan in self._plans.items()
-                if plan.gpu.interval is not None
-            }
+            judged = ((candidate, other._judged(candidate, plan)) for candidate, plan in self._plans.items())
+            other._plans = {candidate: plan for candidate, plan in judged if plan is not None}
         return other
 
-    def _judged(self, candidate: Candidate, plan: MemoryPlan) -> MemoryPlan:
-        """A simulated plan held against this cluster's limits."""
+    def _judged(self, candidate: Candidate, plan: MemoryPlan) -> MemoryPlan | None:
+        """A plan held against this cluster's limits; None where only a simulation under them can tell."""
+        gpu, usable = plan.gpu, self.cluster.usable_vram
+        if gpu.interval is None or gpu.at_limit:
+            return None
         case = self.case(candidate)
-        assert plan.gpu.interval is not None
-        broken = misfits(case, plan.gpu.interval[1], plan.cpu.per_node, plan.nvme.per_node)
-        gpu = plan.gpu.model_copy(update={"usable": self.cluster.usable_vram})
-        return plan.model_copy(update={"gpu": gpu, "fits": verdict(case, broken), "misfits": broken})
+        if usable is not None and gpu.interval[1] > usable >= (gpu.peak_allocated or 0) + (gpu.outside_torch or 0):
+            return None
+        broken = misfits(case, gpu.interval[1], plan.cpu.per_node, plan.nvme.per_node)
+        judged = gpu.model_copy(update={"usable": usable})
+        return plan.model_copy(update={"gpu": judged, "fits": verdict(case, broken), "misfits": broken})
 
     def case(self, candidate: Candidate) -> Case:
         """The candidate as the engines take it."""

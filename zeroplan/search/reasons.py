@@ -30,6 +30,7 @@ _BOUND = {
     Lane.PCIE: "copies between GPU and host decide",
     Lane.HOST: "the optimizer's step on the host decides",
     Lane.DISK: "the disk decides",
+    Lane.STALL: "the allocator, which returns memory and takes it again in each step, decides",
 }
 
 

@@ -2,15 +2,17 @@
 
 Note [Search]
     Step times need no simulation, so candidates are sorted by speed first and simulated in that order: the first that fits
-    is the fastest that fits. Floors (search/memory.py) skip those that cannot fit. Of a stage, offload and micro batch the
-    variant with the smallest buckets is tried first: where that misses by a margin, so do the others, and so do larger
-    micro batches. A test compares the answer with brute force over the whole space.
+    is the fastest that fits. Where the simulation finds that the allocator has to empty its cache in each step, the time
+    grows, and the candidate is put back in its new place. Floors (search/memory.py) skip those that cannot fit. Of a stage,
+    offload and micro batch the variant with the smallest buckets is tried first: where that misses by a margin, so do the
+    others, and so do larger micro batches. A test compares the answer with brute force over the whole space.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 
 from zeroplan.core.plan import MemoryPlan
 from zeroplan.search.cost import CostModel, StepTime
@@ -21,7 +23,7 @@ from zeroplan.search.space import Candidate
 SHOWN = 5
 #: Simulations that an answer may take: about two seconds' worth for a model of 32 blocks.
 MOST_SIMULATIONS = 48
-#: The variant with the smallest buckets may need a little more than another: pages of expandable segments round up.
+#: What no setting changes is allocated memory, but for buckets: where that alone exceeds the card by so much, none fits.
 _REACH = 1.05
 #: What an environment variable that must be set beside the config has to gain.
 _ALLOC_CONF_COST = 0.03
@@ -86,45 +88,66 @@ def search(
         if memory.cannot_fit(candidate):
             outcome.pruned += 1
             continue
-        timed.append((candidate, cost.step_time(candidate.workload, candidate.zero, memory.counts(candidate))))
-    timed.sort(key=lambda pair: rank_key(*pair))
+        timed.append(_bound(candidate, memory, cost))
+    queue = [(*rank_key(candidate, time), at) for at, (candidate, time) in enumerate(timed)]
+    heapify(queue)
     groups: dict[object, list[Candidate]] = {}
     for candidate, _ in timed:
         groups.setdefault(_group(candidate), []).append(candidate)
     done: set[object] = set()
     too_large: dict[object, int] = {}
     missed: dict[Candidate, Ranked] = {}
-    for candidate, time in timed:
+    settled: dict[Candidate, Ranked] = {}
+    while queue:
+        candidate, _ = timed[heappop(queue)[-1]]
         if len(done) >= shown or (memory.simulated >= most and (strict or outcome.ranking)):
             break
         family, micro = candidate.family, candidate.workload.micro_batch
-        if family in done or micro >= too_large.get(family, micro + 1) or not memory.runnable(candidate):
+        if family in done:
+            continue
+        if candidate in settled:
+            outcome.ranking.append(settled[candidate])
+            done.add(family)
+            continue
+        if micro >= too_large.get(family, micro + 1) or not memory.runnable(candidate):
             continue
         frugal = min(groups[_group(candidate)], key=lambda c: (c.zero.reduce_bucket_size, memory.floor(c), not c.alloc_conf))
         likely = memory.floor(candidate) < _LIKELY * (memory.cluster.usable_vram or 0)
-        tried = (candidate, frugal) if likely else (frugal, candidate)
-        for one in tried:
-            plan = memory.plan(one)
-            if plan.fits is False:
-                missed[one] = Ranked(one, cost.step_time(one.workload, one.zero, memory.counts(one)), plan)
-                if one is frugal and _hopeless(plan):
+        for one in (candidate, frugal) if likely else (frugal, candidate):
+            found = _planned(one, memory, cost)
+            if found.fits is False:
+                missed[one] = found
+                if one is frugal and _hopeless(found.plan):
                     too_large[family] = micro
                     break
             elif one is candidate:
-                outcome.ranking.append(Ranked(candidate, time, plan))
-                done.add(family)
+                settled[one] = found
+                timed.append((one, found.time))
+                heappush(queue, (*rank_key(one, found.time), len(timed) - 1))
                 break
     outcome.misses = list(missed.values())
     outcome.simulated = memory.simulated
     return outcome
 
 
+def _bound(candidate: Candidate, memory: Memory, cost: CostModel) -> tuple[Candidate, StepTime]:
+    """With the time that it takes at least."""
+    return candidate, cost.step_time(candidate.workload, candidate.zero, memory.counts(candidate))
+
+
+def _planned(candidate: Candidate, memory: Memory, cost: CostModel) -> Ranked:
+    """With its plan, and the time that it takes on its card."""
+    plan = memory.plan(candidate)
+    return Ranked(candidate, cost.step_time(candidate.workload, candidate.zero, memory.counts(candidate), plan=plan), plan)
+
+
 def _hopeless(plan: MemoryPlan) -> bool:
     """Whether it misses by more than buckets and the allocator's settings can change."""
     if plan.fits is not False:
         return False
-    high = plan.gpu.interval[1] if plan.gpu.interval else plan.gpu.needed
-    return plan.misfits != ("gpu",) or high > _REACH * (plan.gpu.usable or 0)
+    gpu = plan.gpu
+    least = gpu.needed if gpu.peak_allocated is None else gpu.peak_allocated + (gpu.outside_torch or 0)
+    return plan.misfits != ("gpu",) or least > _REACH * (gpu.usable or 0)
 
 
 def _group(candidate: Candidate) -> object:
@@ -134,10 +157,7 @@ def _group(candidate: Candidate) -> object:
 
 def rank_all(given: Sequence[Candidate], memory: Memory, cost: CostModel) -> list[Ranked]:
     """Every given candidate, fastest first: those that fit, then those that do not."""
-    ranked = [
-        Ranked(candidate, cost.step_time(candidate.workload, candidate.zero, memory.counts(candidate)), memory.plan(candidate))
-        for candidate in given
-    ]
+    ranked = [_planned(candidate, memory, cost) for candidate in given]
     return sorted(ranked, key=lambda r: (r.fits is False, *rank_key(r.candidate, r.time)))
 
 
@@ -154,8 +174,7 @@ def least_memory(space: Iterable[Candidate], memory: Memory, cost: CostModel, *,
     outcome.pruned = outcome.considered - len(chosen)
     for candidate in chosen:
         if memory.runnable(candidate):
-            time = cost.step_time(candidate.workload, candidate.zero, memory.counts(candidate))
-            found = Ranked(candidate, time, memory.plan(candidate))
+            found = _planned(candidate, memory, cost)
             (outcome.misses if found.fits is False else outcome.ranking).append(found)
     outcome.ranking.sort(key=lambda r: (r.plan.gpu.needed, rank_key(r.candidate, r.time)))
     del outcome.ranking[shown:]

@@ -14,6 +14,7 @@ from zeroplan.core.plan import ModelInfo
 from zeroplan.core.zero_config import Device
 from zeroplan.engines.base import Case
 from zeroplan.planner.request import Request, Resolved, describe_workload, resolve
+from zeroplan.planner.tapes import Streams
 from zeroplan.validate.builtin import builtin_request
 from zeroplan.validate.compare import compare
 from zeroplan.validate.job import STEPS, Job, ended_early, job_of
@@ -135,11 +136,12 @@ def _run_launched(
     skipped: list[str] = []
     alone = machine.device == "cuda"
     planned: list[Planned | None] = [None] * len(cases)
+    streams = Streams(resolved.engine)
     waiting = list(range(len(cases)))
     while waiting:
         taken = waiting[:1] if alone else list(waiting)
         if alone and builtin:
-            first = planned[taken[0]] = predict(resolved.engine, cases[taken[0]])
+            first = planned[taken[0]] = predict(resolved.engine, cases[taken[0]], streams)
             if first.plan.fits is False:
                 skipped.append(f"{jobs[taken[0]].label} is left out: the plan does not fit this GPU")
                 waiting.remove(taken[0])
@@ -149,7 +151,7 @@ def _run_launched(
         try:
             launch.start()
             for i in taken:  # while the ranks start
-                planned[i] = planned[i] or predict(resolved.engine, cases[i])
+                planned[i] = planned[i] or predict(resolved.engine, cases[i], streams)
             results = launch.finish()
         finally:
             launch.close()
@@ -209,10 +211,11 @@ def _run_here(
 
     place = join(jobs[0], machine.device, int(os.environ.get("LOCAL_RANK", "0")))
     first = machine.rank == 0
+    streams = Streams(resolved.engine)
     comparisons: list[Comparison] = []
     skipped: list[str] = []
     for case, job in zip(cases, jobs, strict=True):
-        planned = from_first(partial(predict, resolved.engine, case))
+        planned = from_first(partial(predict, resolved.engine, case, streams))
         if builtin and planned.plan.fits is False:
             skipped.append(f"{job.label} is left out: the plan does not fit this GPU")
             continue

@@ -12,7 +12,7 @@ from zeroplan.engines.runtime.engine import Runtime
 from zeroplan.engines.simulation import phase_of_mark
 from zeroplan.planner.formula import formula_plan
 from zeroplan.planner.simulated import simulated_plan
-from zeroplan.planner.tapes import NoTapeError, stream_of
+from zeroplan.planner.tapes import NoTapeError, Streams
 from zeroplan.simulate.timeline import Timeline
 
 #: A row's key: buffer, unit, place.
@@ -40,8 +40,8 @@ class Planned:
     passing: frozenset[str] = frozenset()
 
 
-def predict(engine: Engine, case: Case) -> Planned:
-    """The deepest plan that can be had."""
+def predict(engine: Engine, case: Case, streams: Streams) -> Planned:
+    """The deepest plan that can be had; `streams` are those of the cases that are verified together."""
     owned, passing = None, frozenset[str]()
     if isinstance(engine, Runtime):
         rows = runtime_buffers(engine.layout(case))
@@ -49,7 +49,7 @@ def predict(engine: Engine, case: Case) -> Planned:
         standing = {row.buffer for row in rows if row.stands}
         passing = frozenset(row.buffer.value for row in rows if row.buffer not in standing)
     try:
-        stream = stream_of(engine, case)
+        stream = streams.of(case)
     except NoTapeError as error:
         return Planned(case, formula_plan(engine, case), owned, undone=str(error), passing=passing)
     run = simulated_plan(engine, case, stream)

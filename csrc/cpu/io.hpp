@@ -22,8 +22,8 @@ enum ZeroplanIoFlags : std::int32_t { ZEROPLAN_IO_WRITE = 1, ZEROPLAN_IO_CHECKSU
 struct ZeroplanIoOptions {
     std::int64_t block_size; // bytes of one read or write
     std::int32_t backend;
-    std::int32_t queue_depth;    // blocks in flight a worker; with threads, that many threads
-    std::int32_t workers;        // rings, or multiples of queue_depth threads
+    std::int32_t queue_depth;    // blocks in flight a worker
+    std::int32_t workers;        // queues; each is a few rings, or as many threads as blocks in flight
     std::int32_t single_submit;  // one system call a block
     std::int32_t overlap_events; // new blocks are submitted while others are in flight
 };
@@ -113,7 +113,7 @@ void serve_by_calls(Engine& engine);
 
 // A ring of io_uring; `wake` becomes readable when there is work or the engine stops.
 class Ring;
-int open_ring(const ZeroplanIoOptions& options, int wake, Ring** made); // 0 or errno
-void serve_by_ring(Engine& engine, Ring* ring);                        // closes it
+int open_ring(int depth, int wake, Ring** made); // 0 or errno
+void serve_by_ring(Engine& engine, Ring* ring);  // closes it
 
 } // namespace zeroplan

@@ -20,6 +20,8 @@ namespace zeroplan {
 namespace {
 
 constexpr int most_threads = 64;
+// A queue's blocks are shared out among this many rings, so that no one thread has to sum and submit them all.
+constexpr int rings_a_queue = 4;
 // A direct transfer that stopped short goes on from a multiple of this.
 constexpr std::int64_t direct_alignment = 4096;
 
@@ -40,15 +42,17 @@ bool is_direct(int file) {
 
 int Engine::start() {
     const bool rings = options.backend == ZEROPLAN_IO_URING;
-    int count = rings ? options.workers : options.workers * options.queue_depth;
+    const int shared = options.queue_depth < rings_a_queue ? options.queue_depth : rings_a_queue;
+    int count = options.workers * (rings ? shared : options.queue_depth);
     if (count > most_threads) count = most_threads;
     for (int i = 0; i < count; ++i) {
         Ring* ring = nullptr;
 #if defined(__linux__)
         if (rings) {
+            const int depth = options.queue_depth / shared + (i % shared < options.queue_depth % shared ? 1 : 0);
             const int wake = eventfd(0, EFD_CLOEXEC);
             if (wake < 0) return errno;
-            if (const int error = open_ring(options, wake, &ring)) {
+            if (const int error = open_ring(depth, wake, &ring)) {
                 close(wake);
                 return error;
             }

@@ -1,4 +1,4 @@
-// Blocks by io_uring: one thread keeps up to queue_depth of them in flight with one system call for many.
+// Blocks by io_uring: one thread keeps several of them in flight with one system call for many.
 //
 // The kernel's interface is stated here (include/uapi/linux/io_uring.h), so that neither liburing nor recent headers are
 // needed where the library is built; a kernel without it, or a sandbox that forbids it, is found when a ring is opened.
@@ -91,9 +91,9 @@ public:
         if (file_ >= 0) close(file_);
     }
 
-    int open(const ZeroplanIoOptions& options, int wake) {
+    int open(int depth, int wake) {
         wake_ = wake;
-        blocks_.resize(static_cast<std::size_t>(options.queue_depth));
+        blocks_.resize(static_cast<std::size_t>(depth));
         for (std::size_t slot = 0; slot < blocks_.size(); ++slot) free_.push_back(slot);
         std::memset(&params_, 0, sizeof params_);
         file_ = static_cast<int>(syscall(call_setup, blocks_.size() + 1, &params_)); // and the wake
@@ -195,9 +195,9 @@ private:
     std::vector<std::size_t> free_;
 };
 
-int open_ring(const ZeroplanIoOptions& options, int wake, Ring** made) {
+int open_ring(int depth, int wake, Ring** made) {
     auto* ring = new Ring;
-    if (const int error = ring->open(options, wake)) {
+    if (const int error = ring->open(depth, wake)) {
         delete ring;
         return error;
     }
@@ -214,7 +214,7 @@ void serve_by_ring(Engine& engine, Ring* ring) {
 #elif !defined(_WIN32)
 #include <cerrno>
 namespace zeroplan {
-int open_ring(const ZeroplanIoOptions&, int, Ring**) { return ENOSYS; }
+int open_ring(int, int, Ring**) { return ENOSYS; }
 void serve_by_ring(Engine&, Ring*) {}
 } // namespace zeroplan
 #endif

@@ -155,6 +155,41 @@ def test_bad_knobs() -> None:
             IoEngine(Aio(**knobs))
 
 
+def test_falls_back_where_it_must(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that forbids io_uring, and then as without the library."""
+    if io._library() is None:
+        pytest.skip("the native library is not built")
+    native = io._Native
+
+    def forbidden(aio: Aio, backend: str) -> object:
+        if backend == "io_uring":
+            raise OSError(errno.EPERM, "Operation not permitted")
+        return native(aio, backend)
+
+    monkeypatch.setattr(io, "_Native", forbidden)
+    with IoEngine() as engine:
+        assert (engine.backend, engine.why) == ("threads", "io_uring: EPERM, Operation not permitted")
+    with pytest.raises(BadInput, match=r"file I/O: io_uring: EPERM.*leave the choice"):
+        IoEngine(backend="io_uring")
+    monkeypatch.undo()
+    monkeypatch.setattr(io, "_library", lambda: None)
+    with IoEngine() as engine:
+        assert (engine.backend, engine.algorithm) == ("python", "crc32")
+        assert "threads: ENOSYS, the native library is not built" in engine.why
+
+
+def test_the_aio_section() -> None:
+    aio = io.read_aio({"block_size": 8192, "thread_count": 3, "overlap_events": False, "queue_depth": "auto"})
+    assert aio == Aio(block_size=8192, intra_op_parallelism=3, overlap_events=False)
+    for section, said in (
+        ({"queue_dept": 8}, "aio.queue_dept: unknown key; did you mean 'queue_depth'"),
+        ({"queue_depth": True}, "aio.queue_depth: True is not an integer"),
+        ({"use_gds": True}, "GPUDirect Storage is not supported"),
+    ):
+        with pytest.raises(BadInput, match=said):
+            io.read_aio(section)
+
+
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 12287, 12288, 12289, 3 * 12288 + 5, (1 << 20) + 13, (2 << 20) + 1])
 def test_crc32c(size: int) -> None:
     if io._library() is None:

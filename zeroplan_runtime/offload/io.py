@@ -10,15 +10,16 @@ import ctypes
 import errno
 import os
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
-from zeroplan.core.errors import BadInput
+from zeroplan.core.errors import BadInput, did_you_mean
 from zeroplan.core.native import library as shared_library
 from zeroplan.core.zero_config import Aio
 from zeroplan_runtime.offload.io_python import PythonEngine
@@ -235,6 +236,29 @@ class IoEngine:
                 else:
                     ticket.checksum = checksum
         return True
+
+
+def read_aio(section: Mapping[str, Any]) -> Aio:
+    """The ``aio`` section of a ds_config. ``thread_count``, the older name of ``intra_op_parallelism``, is understood.
+
+    Raises:
+        BadInput: for an unknown key, a value of another type or out of range, or ``use_gds``.
+    """
+    types = {name: type(getattr(Aio(), name)) for name in Aio.__dataclass_fields__}
+    given = {}
+    for key, value in section.items():
+        name = "intra_op_parallelism" if key == "thread_count" else key
+        if name not in types:
+            raise BadInput("unknown key", where=f"aio.{key}", remedy=did_you_mean(key, types) or "remove it")
+        if value == "auto":
+            continue
+        if type(value) is not types[name]:
+            kind = "true or false" if types[name] is bool else "an integer"
+            raise BadInput(f"{value!r} is not {kind}", where=f"aio.{key}", remedy=f"give {kind}")
+        given[name] = value
+    aio = Aio(**given)
+    _check(aio)
+    return aio
 
 
 def probe_io_uring() -> str:

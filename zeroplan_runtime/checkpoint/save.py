@@ -50,7 +50,7 @@ def save_checkpoint(
     folder, tag = Path(folder), tag or f"global_step{engine.global_steps}"
     if tag != Path(tag).name or tag.startswith("."):
         raise BadInput(f"{tag!r} is not a name", where="save_checkpoint")
-    engine.settle()
+    engine.drain()
     first = engine.ranks.rank == 0
     engine.arena.phase = Phase.SAVE
     if first:
@@ -108,6 +108,7 @@ def load_checkpoint(
         raise BadInput(
             f"the checkpoint's optimizer is {state['optimizer']}, not {kind}", where=str(path), remedy="load_module_only=True"
         )
+    engine.drain()
     wanted = [*pieces(engine.store, loading=True, optimizer=optimizer), *_buffers(engine)]
     check(engine.store, SafeReader(path).read_metadata(), optimizer=optimizer)
     with _quiet():
@@ -170,6 +171,8 @@ def _refresh(engine: Engine) -> None:
     for unit in engine.store.units:
         if unit.copy is not None and unit.master is not None:
             unit.copy.copy_(unit.master)
+        elif unit.layout.offloaded and unit.trainable is not None and unit.master is not unit.trainable.shard:
+            unit.trainable.shard.copy_(unit.master)
         unit.param_slot.holder = unit if not engine.store.setup.shards_params else None
         engine.schedule.updated(unit)
     engine.schedule.gather_ahead()

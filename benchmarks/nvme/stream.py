@@ -127,7 +127,16 @@ def main() -> int:
     worst = min(row["ratio"] for row in modes.values())
     print(f"least ratio {worst:.3f}, target {TARGET:.2f}")
     setup = {"backend": engine.backend, "why": engine.why, "file_system": file_system, "direct": is_direct, "aio": vars_of(aio)}
-    result = {"machine": machine(torch.device("cpu")), **setup, "bytes": ours.file.bytes, "modes": modes, "least_ratio": worst}
+    command = (
+        f"python -m benchmarks.nvme.stream FOLDER --gib {given.gib} --queue-depth {given.queue_depth} --workers {given.workers}"
+    )
+    result = {
+        "machine": {**machine(torch.device("cpu")), "command": command},
+        **setup,
+        "bytes": ours.file.bytes,
+        "modes": modes,
+        "least_ratio": worst,
+    }
     save("nvme_stream", result, given.out)
     return 0 if worst >= TARGET else 1
 

@@ -16,23 +16,33 @@ import threading
 import time
 from pathlib import Path
 
+_HUGE = 2 << 20
+
 MODES = ("read", "write", "read and write")
 
 
-def loop(path: Path, size: int, mode: str, *, block: int, depth: int) -> float:
-    """Seconds for reading the file's `size` bytes, writing them, or both, each block being written after it is read."""
+def loop(path: Path, size: int, mode: str, *, block: int, depth: int, span: int) -> float:
+    """Seconds for reading the file's `size` bytes, writing them, or both, each block being written after it is read.
+
+    The blocks go through `span` bytes of memory, on huge pages, as the streamer's go through its ring: a few that stay in
+    the processor's caches would flatter the disk of a virtual machine.
+    """
+    each = max(1, -(-span // (depth * block))) * block
     handle = os.open(path, os.O_RDWR | os.O_DIRECT)
     turns = itertools.count()
     faults: list[BaseException] = []
 
     def move() -> None:
-        memory = mmap.mmap(-1, block, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.write(os.urandom(block))
-        view = memoryview(memory)
+        memory = mmap.mmap(-1, max(each, _HUGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        noise = os.urandom(block)
+        for _ in range(each // block):
+            memory.write(noise)
+        view, at = memoryview(memory), 0
         ready.wait()
         try:
             while (begin := next(turns) * block) < size:
-                part = view[: min(block, size - begin)]
+                part, at = view[at : at + min(block, size - begin)], (at + block) % each
                 if mode != "write":
                     assert os.preadv(handle, [part], begin) == len(part)
                 if mode != "read":

@@ -79,7 +79,9 @@ def measure(ours: Ours, peer_file: Path, aio: Aio, rounds: int) -> dict[str, Any
         moved = size * (2 if mode == "read and write" else 1)
         calls: dict[str, Callable[[], float | None]] = {
             "zeroplan": lambda mode=mode: ours.run(mode),
-            "direct loop": lambda mode=mode: direct.loop(peer_file, size, mode, block=aio.block_size, depth=depth),
+            "direct loop": lambda mode=mode: direct.loop(
+                peer_file, size, mode, block=aio.block_size, depth=depth, span=ours.streamer.plan.bytes
+            ),
             "fio": lambda mode=mode: direct.fio(peer_file, size, mode, block=aio.block_size, depth=depth),
         }
         rates: dict[str, list[float]] = {name: [] for name in calls}
@@ -113,7 +115,7 @@ def main() -> int:
         peer_file = folder.path / "direct.bin"
         with open(peer_file, "wb") as stream:
             os.posix_fallocate(stream.fileno(), 0, ours.file.bytes)
-        direct.loop(peer_file, ours.file.bytes, "write", block=1 << 20, depth=4)  # no extent is new any more
+        direct.loop(peer_file, ours.file.bytes, "write", block=1 << 20, depth=4, span=4 << 20)  # no extent is new any more
         modes = measure(ours, peer_file, aio, given.rounds)
         file_system = folder.probe.file_system
         is_direct = folder.probe.direct

@@ -124,6 +124,10 @@ class Arena:
         standing = (row for row in wanted if row.stands)
         for (buffer, dtype, place), group in groupby(standing, key=lambda row: (row.buffer, row.dtype, row.place)):
             rows: Sequence[OwnedBuffer] = list(group)
+            if place is Place.NVME:  # in files, which others make
+                for row in rows:
+                    self._add(self._row(buffer, row.unit, place), row.bytes)
+                continue
             block = self._allocate(sum(align(row.numel) for row in rows[:-1]) + rows[-1].numel, DTYPES[dtype], place)
             if place is Place.HBM:
                 block.zero_()

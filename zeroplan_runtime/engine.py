@@ -77,6 +77,7 @@ class Engine(nn.Module):
             block_slots=config.ring,
             offload_optimizer=config.offload.optimizer.device if optimizer is not None else Device.NONE,
             offload_ratio=config.offload.optimizer.ratio,
+            swap_buffers=config.offload.optimizer.buffer_count,
             offload_param=config.offload.param.device,
             delayed_update=config.offload.delayed_from > 0,
         )

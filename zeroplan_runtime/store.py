@@ -167,7 +167,8 @@ class Store:
         for state in self.units:
             if state.layout.grad_slot is not None:
                 state.grad_slot = self.grad_slots[state.layout.grad_slot]
-            state.grad_lease = leases.get((self._kept_gradient, state.name))
+            if not state.layout.offloaded:
+                state.grad_lease = leases.get((self._kept_gradient, state.name))
         for state in self.units:
             self._fill(state)
 

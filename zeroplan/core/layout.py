@@ -64,6 +64,13 @@ NORM_WORKSPACE = (NORM_PARTS * 8 + 64) // 4
 #: Elements that the staging buffer casts and reduces at once, at most.
 STAGING_NUMEL = 1 << 26
 
+#: Elements of one of the pinned buffers that states in files pass through, at most; and elements of a page of a file.
+SWAP_NUMEL = 1 << 26
+PAGE_NUMEL = 1024
+
+#: Groups of states that are in the pinned buffers at once: one is read, one worked on, one written.
+SWAP_SLOTS = 3
+
 #: The optimizers' states by name; every state is fp32 and as long as the unit's share of the masters.
 OPTIMIZER_STATES: dict[str, tuple[Buffer, ...]] = {
     "adam": (Buffer.OPTIM_EXP_AVG, Buffer.OPTIM_EXP_AVG_SQ),
@@ -121,6 +128,7 @@ class RuntimeSetup:
     block_slots: int = 2
     offload_optimizer: Device = Device.NONE
     offload_ratio: float = 1.0
+    swap_buffers: int = 4
     offload_param: Device = Device.NONE
     delayed_update: bool = False
 
@@ -156,6 +164,11 @@ class RuntimeSetup:
     def has_masters(self) -> bool:
         """16-bit parameters have fp32 masters; fp32 parameters are their own."""
         return self.param_dtype is not DType.FP32
+
+    @property
+    def masters_apart(self) -> bool:
+        """An offloaded unit has masters of its own: all but fp32 parameters that are themselves on the host."""
+        return self.has_masters or not self.offloads_params
 
     @property
     def sends_apart(self) -> bool:
@@ -301,6 +314,24 @@ class Layout:
         """The same, needed or not."""
         return _slot_sizes((u.grad_slot, self.share(u)) for u in self.units if u.trainable and u.offloaded)
 
+    @cached_property
+    def swap_lanes(self) -> int:
+        """Tensors that are streamed for each run of elements whose optimizer is in files: states, and masters but where
+        parameters on the host are their own.
+        """
+        if not any(unit.place is Place.NVME for unit in self.units if unit.trainable):
+            return 0
+        return len(OPTIMIZER_STATES[self.setup.optimizer]) + self.setup.masters_apart
+
+    @cached_property
+    def swap_numel(self) -> int:
+        """Elements of one lane: of a run that is streamed at once. The buffers that were asked for are cut into equal lanes."""
+        if not self.swap_lanes:
+            return 0
+        largest = max(self.share(unit) for unit in self.units if unit.trainable and unit.place is Place.NVME)
+        told = self.setup.swap_buffers * min(largest, SWAP_NUMEL)
+        return max(1, told // (SWAP_SLOTS * self.swap_lanes * PAGE_NUMEL)) * PAGE_NUMEL
+
     def share(self, unit: UnitLayout) -> int:
         """Elements of a unit's trained parameters that this rank's optimizer steps."""
         assert unit.trainable is not None
@@ -373,11 +404,11 @@ def runtime_buffers(layout: Layout) -> list[OwnedBuffer]:
     setup = layout.setup
     rows = [*_param_rows(layout), *_grad_rows(layout), *_exchange_rows(layout)]
     trained = [(u.shape.name, layout.share(u), u.place) for u in layout.units if u.trainable]
-    if setup.has_masters:
-        rows += [OwnedBuffer(Buffer.PARAM_MASTER, name, numel, DType.FP32, place) for name, numel, place in trained]
-    elif not setup.offloads_params:  # what goes up is the master itself
-        away = [(name, numel) for name, numel, place in trained if place is not Place.HBM]
-        rows += [OwnedBuffer(Buffer.PARAM_MASTER, name, numel, DType.FP32, Place.PINNED) for name, numel in away]
+    for name, numel, place in trained:
+        if setup.has_masters or (place is not Place.HBM and setup.masters_apart):
+            pinned = place is Place.DRAM and not setup.has_masters  # what goes up is the master itself
+            where = Place.PINNED if pinned else place
+            rows.append(OwnedBuffer(Buffer.PARAM_MASTER, name, numel, DType.FP32, where))
     for state in OPTIMIZER_STATES[setup.optimizer]:
         rows += [OwnedBuffer(state, name, numel, DType.FP32, place) for name, numel, place in trained]
     rows.append(OwnedBuffer(Buffer.OPTIM_NORM, "step", STEP_SCALARS + len(layout.units), DType.FP32))
@@ -437,4 +468,7 @@ def _exchange_rows(layout: Layout) -> list[OwnedBuffer]:
     if setup.sends_apart:
         turns = 2 if setup.delayed_update else 1
         rows += [OwnedBuffer(Buffer.STAGE_H2D, name, turns * numel, setup.param_dtype, Place.PINNED) for name, numel in away]
+    if layout.swap_lanes:
+        numel = SWAP_SLOTS * layout.swap_lanes * layout.swap_numel
+        rows.append(OwnedBuffer(Buffer.SWAP_BUFFER, "optimizer", numel, DType.FP32, Place.PINNED))
     return rows

@@ -171,7 +171,7 @@ def _refresh(engine: Engine) -> None:
     for unit in engine.store.units:
         if unit.copy is not None and unit.master is not None:
             unit.copy.copy_(unit.master)
-        elif unit.layout.offloaded and unit.trainable is not None and unit.master is not unit.trainable.shard:
+        elif unit.master is not None and unit.trainable is not None and unit.layout.offloaded:
             unit.trainable.shard.copy_(unit.master)
         unit.param_slot.holder = unit if not engine.store.setup.shards_params else None
         engine.schedule.updated(unit)

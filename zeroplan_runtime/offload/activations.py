@@ -157,14 +157,14 @@ class ActivationOffload:
         if not self._saving:
             return  # a forward again in the backward, or one without gradients
         keys = {_key(tensor) for tensor in tensors_of((args, dict(kwargs)))}
+        fresh, self._fresh = self._fresh, {}  # addresses tell tensors apart only while the tensors live
+        self._entered = set()
         if not torch.is_grad_enabled():
             self._entered = keys
             return
-        for key, saved in self._fresh.items():
+        for key, saved in fresh.items():
             if key in keys:
                 self._claim(saved)
-        self._fresh.clear()
-        self._entered.clear()
 
     def _claim(self, saved: Saved) -> None:
         """`saved` is a checkpoint's: see Note [Two on the device]."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from zeroplan.core.errors import BadInput, did_you_mean
-from zeroplan.core.zero_config import ActivationCheckpointing, Aio, Device, OffloadOptimizer, OffloadParam, ZeroConfig
+from zeroplan.core.offload_rules import require_runnable
+from zeroplan.core.zero_config import ActivationCheckpointing, Aio, Device, OffloadOptimizer, OffloadParam
 
 #: Keys of DeepSpeed's that choose between its own ways and change nothing here.
 WITHOUT_EFFECT = {
@@ -56,40 +57,11 @@ def read_offload(raw: Mapping[str, Any], stage: int) -> tuple[Offload, list[str]
             f"{delayed!r} is not a step", where="zeroplan.delayed_update", remedy="name the first step, or 0 for none"
         )
     made = Offload(optimizer, param, aio, checkpoints.cpu_checkpointing, delayed)
-    require_runnable(made, stage)
-    return made, ignored
-
-
-def require_runnable(offload: Offload, stage: int) -> None:
-    """Refuse what the runtime does not do.
-
-    Raises:
-        BadInput: with the remedy.
-    """
-    optimizer, param = offload.optimizer, offload.param
-    ZeroConfig.of(stage, optimizer, param)
-    where = "offload_optimizer"
-    if optimizer.super_offload:
-        raise BadInput("super_offload is not supported by this runtime", where=where, remedy="leave it out")
-    if not 0.0 <= optimizer.ratio <= 1.0:
-        raise BadInput(f"ratio {optimizer.ratio} is not between 0 and 1", where=where)
-    if not 0.0 < optimizer.cpuadam_cores_perc <= 1.0:
-        raise BadInput(f"cpuadam_cores_perc {optimizer.cpuadam_cores_perc} is not above 0 and at most 1", where=where)
+    require_runnable(stage, optimizer, param, delayed=delayed > 0)
     for section, one in (("offload_optimizer", optimizer), ("offload_param", param)):
         if one.device is Device.NVME and not one.nvme_path:
             raise BadInput("a folder on the disk is missing", where=section, remedy='add "nvme_path"')
-    if param and (not optimizer or optimizer.ratio < 1.0):
-        raise BadInput(
-            "parameters can leave the device only where their whole optimizer does",
-            where="offload_param",
-            remedy="add offload_optimizer with ratio 1",
-        )
-    if offload.delayed_from and (not optimizer or param or optimizer.device is Device.NVME):
-        raise BadInput(
-            "the delayed update is for an optimizer in host memory and parameters on the device",
-            where="zeroplan.delayed_update",
-            remedy='use offload_optimizer.device "cpu" without offload_param',
-        )
+    return made, ignored
 
 
 def _read(kind: type[Any], holder: Mapping[str, Any], key: str, prefix: str, ignored: list[str]) -> Any:

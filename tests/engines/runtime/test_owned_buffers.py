@@ -13,11 +13,10 @@ import pytest
 from tests.runtime import models
 from tests.runtime.ranks import RankPool
 from tests.runtime.train import ADAMW, ds_config, train_all
-from zeroplan.core.buffers import Place
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.layout import runtime_buffers
 from zeroplan.core.workload import DType, Precision, Workload
-from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.core.zero_config import Device, OffloadOptimizer, ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.runtime.engine import Runtime
 from zeroplan.engines.runtime.lines import OWNED
@@ -29,13 +28,24 @@ pytestmark = pytest.mark.torch
 STAGES = (0, 1, 2, 3)
 
 
-def plan_rows(config: dict[str, Any], model: dict[str, Any], ranks: int) -> tuple[dict[tuple[str, str], int], dict[str, int]]:
-    """Bytes by buffer and unit, and the ledger's by buffer."""
+Rows = dict[tuple[str, str, str], int]
+Totals = dict[tuple[str, str], int]
+
+
+def plan_rows(config: dict[str, Any], model: dict[str, Any], ranks: int) -> tuple[Rows, Totals]:
+    """Bytes by buffer, unit and place, and the ledger's by buffer and place."""
     engine = Runtime()
     engine.configure(config)
     dtype = next((DType(name) for name in ("bf16", "fp16") if name in config), DType.FP32)
     accum = config.get("data_types", {}).get("grad_accum_dtype")
-    zero = ZeroConfig.of(config["zero_optimization"]["stage"], grad_accum_dtype=DType(accum) if accum else None)
+    section = config["zero_optimization"]
+    optimizer = OffloadOptimizer(
+        Device(section.get("offload_optimizer", {}).get("device", "none")),
+        ratio=section.get("offload_optimizer", {}).get("ratio", 1.0),
+        nvme_path=section.get("offload_optimizer", {}).get("nvme_path"),
+    )
+    param = section.get("offload_param", {}).get("device", "none")
+    zero = ZeroConfig.of(section["stage"], optimizer, param, grad_accum_dtype=DType(accum) if accum else None)
     workload = Workload(
         micro_batch=models.BATCH,
         seq_len=models.LENGTH,
@@ -45,12 +55,11 @@ def plan_rows(config: dict[str, Any], model: dict[str, Any], ranks: int) -> tupl
         optimizer=config["optimizer"]["type"].lower(),
     )
     case = Case(spec_from_module(models.make(**model)), workload, Cluster(gpus=ranks), zero)
-    rows = {(row.buffer.value, row.unit): row.bytes for row in runtime_buffers(engine.layout(case))}
-    totals: Counter[str] = Counter()
+    rows = {(row.buffer.value, row.unit, row.place.value): row.bytes for row in runtime_buffers(engine.layout(case))}
+    totals: Counter[tuple[str, str]] = Counter()
     for item in evaluate(*engine.ledger(case)):
         if item.name in OWNED:
-            assert item.place is Place.HBM
-            totals[item.buffer.value] += item.bytes
+            totals[item.buffer.value, item.place.value] += item.bytes
     return rows, dict(totals)
 
 
@@ -59,12 +68,13 @@ def hold(config: dict[str, Any], model: dict[str, Any], ranks: int, measured: li
     rows, totals = plan_rows(config, model, ranks)
     for rank, result in enumerate(measured):
         what = f"{ranks} ranks, rank {rank}, {config}"
-        assert {(row["buffer"], row["unit"]): row["peak"] for row in result["rows"]} == rows, what
+        assert {(row["buffer"], row["unit"], row["place"]): row["peak"] for row in result["rows"]} == rows, what
         for row in result["rows"]:
-            assert row["bytes"] == (0 if row["buffer"].startswith(("grad.", "comm.")) else row["peak"]), what
-        sums: Counter[str] = Counter()
+            passing = row["place"] == "hbm" and row["buffer"].startswith(("grad.", "comm.", "stage."))
+            assert row["bytes"] == (0 if passing else row["peak"]), what
+        sums: Counter[tuple[str, str]] = Counter()
         for row in result["rows"]:
-            sums[row["buffer"]] += row["peak"]
+            sums[row["buffer"], row["place"]] += row["peak"]
         assert dict(sums) == totals, what
 
 
@@ -76,6 +86,26 @@ def test_every_stage_and_precision(pool: RankPool, ranks: int) -> None:
     results = pool.run(ranks, train_all, cases, 2)
     for index, (config, model) in enumerate(cases):
         hold(config, model, ranks, [rank[index] for rank in results])
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_offload(pool: RankPool, ranks: int) -> None:
+    def offloaded(stage: int, dtype: str, *, ratio: float = 1.0, param: str = "none", **changes: Any) -> dict[str, Any]:
+        optimizer = {"device": "cpu", "ratio": ratio}
+        section = {"stage": stage, "offload_optimizer": optimizer, "offload_param": {"device": param}}
+        return {**ds_config(stage, dtype, **changes), "zero_optimization": section}
+
+    wide = {"gradient_accumulation_steps": 2, "data_types": {"grad_accum_dtype": "fp32"}}
+    configs = [offloaded(stage, dtype) for stage in (1, 2, 3) for dtype in ("bf16", "fp32")]
+    configs += [offloaded(stage, "bf16", ratio=0.5, **wide) for stage in (1, 2, 3)]
+    configs += [offloaded(3, dtype, param="cpu", **wide) for dtype in ("bf16", "fp32")]
+    configs += [
+        offloaded(2, "bf16", zeroplan={"delayed_update": 1}),
+        offloaded(2, "bf16", **wide, zeroplan={"delayed_update": 1}),
+    ]
+    results = pool.run(ranks, train_all, [(config, {"tied": True}) for config in configs], 2)
+    for index, config in enumerate(configs):
+        hold(config, {"tied": True}, ranks, [rank[index] for rank in results])
 
 
 def test_other_optimizers_rings_and_accumulation(pool: RankPool) -> None:

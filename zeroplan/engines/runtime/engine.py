@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from zeroplan.core.buffers import Phase
-from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import Layout
+from zeroplan.core.offload_rules import require_runnable
 from zeroplan.core.tape import Stream
 from zeroplan.core.tape_options import TraceOptions, options_for
 from zeroplan.core.workload import DType
@@ -15,19 +14,34 @@ from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.player import play
 from zeroplan.engines.runtime import lines
+from zeroplan.engines.runtime.host import host_phases
 from zeroplan.engines.runtime.job import Knobs, layout_of, require_trainable
 from zeroplan.engines.runtime.schedule import RuntimeJob, RuntimeSchedule, with_direct_gradients
-from zeroplan.engines.simulation import HostPhase, Simulation
+from zeroplan.engines.simulation import Simulation
 from zeroplan.ledger.line import Ledger
 from zeroplan.simulate.allocator_config import AllocatorConfig
 from zeroplan.simulate.stream import Recorder, simulate
+
+#: Stages with optimizer and parameter offload, in the order in which they are shown.
+OPTIONS = (
+    (0, "none", "none"),
+    (1, "none", "none"),
+    (1, "cpu", "none"),
+    (2, "none", "none"),
+    (2, "cpu", "none"),
+    (3, "none", "none"),
+    (3, "cpu", "none"),
+    (3, "cpu", "cpu"),
+    (3, "nvme", "none"),
+    (3, "nvme", "cpu"),
+)
 
 #: The runtime's memory model; it changes when `zeroplan.core.layout` does.
 VERSION = "0.1.0"
 
 
 class Runtime:
-    """`zeroplan_runtime`, stages 0 to 3, everything on the GPU."""
+    """`zeroplan_runtime`, stages 0 to 3, with optimizer and parameters on the GPU, the host or (the optimizer's) in files."""
 
     name = "zeroplan"
     version = VERSION
@@ -46,19 +60,16 @@ class Runtime:
             self.knobs = Knobs.of(section)
 
     def options(self) -> list[ZeroConfig]:
-        """The four stages."""
-        return [ZeroConfig.of(stage) for stage in range(4)]
+        """The four stages, and the offloads that each allows."""
+        return [ZeroConfig.of(stage, optimizer, param) for stage, optimizer, param in OPTIONS]
 
     def require_runnable(self, zero: ZeroConfig) -> None:
         """Refuse what the runtime does not do.
 
         Raises:
-            BadInput: offload, and impossible combinations.
+            BadInput: with the remedy.
         """
-        zero.require_possible()
-        if zero.offload_optimizer or zero.offload_param:
-            where = "--offload-optimizer" if zero.offload_optimizer else "--offload-param"
-            raise BadInput("the runtime keeps everything on the GPU", where=where, remedy="use --engine deepspeed")
+        require_runnable(zero.stage, zero.offload_optimizer, zero.offload_param, delayed=self.knobs.delayed_update > 0)
 
     def require_workload(self, case: Case) -> None:
         """Refuse what the runtime does not train.
@@ -97,6 +108,5 @@ class Runtime:
         recorder = Recorder()
         tape = with_direct_gradients(stream) if direct else stream
         play(job, tape, recorder, RuntimeSchedule(job, tape, recorder))
-        model = case.spec.params * case.workload.param_bytes
-        host = (HostPhase(Phase.LOAD, model, 0), HostPhase(Phase.INIT, model, 0))
+        host = host_phases(layout, case.spec.params * case.workload.param_bytes)
         return Simulation(simulate(recorder, config, device_memory=case.cluster.vram), host=host)

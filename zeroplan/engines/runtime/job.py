@@ -22,6 +22,7 @@ class Knobs:
     ring: int = 2
     wide_numel: int = WIDE_NUMEL
     direct_linear: bool = True
+    delayed_update: int = 0
 
     @classmethod
     def of(cls, section: Mapping[str, Any]) -> Knobs:
@@ -52,6 +53,11 @@ def setup_of(workload: Workload, zero: ZeroConfig, *, ranks: int, knobs: Knobs) 
         optimizer=workload.optimizer,
         grad_accum=workload.grad_accum,
         block_slots=knobs.ring,
+        offload_optimizer=zero.offload_optimizer.device,
+        offload_ratio=zero.offload_optimizer.ratio,
+        swap_buffers=zero.offload_optimizer.buffer_count,
+        offload_param=zero.offload_param.device,
+        delayed_update=knobs.delayed_update > 0,
     )
 
 

@@ -28,9 +28,16 @@ GLOSSARY = {
     "grads_staged": "elements of gradients that are cast and reduced at once",
     "stepped": "elements that this rank's optimizer steps: whole flats at stage 0, else its shards of them",
     "largest_param": "elements of the largest parameter",
+    "stepped_away": "elements that it steps on the host",
+    "exchanged": "elements of gradients that come down to pinned memory: this rank's shards, alone whole flats",
+    "exchanges": "pinned places of each: two with the delayed update",
+    "sent_apart": "elements of 16-bit parameters that go up from memory of their own, as gradients there are wider",
+    "summed": "elements of the slots in which offloaded gradients are summed over micro batches, or cast",
+    "swapped": "elements of the pinned buffers between files and the update",
     "step_scalars": "fp32 scalars of a step (norm, clip factor, overflow flag) and the norm's workspace",
     "param_bytes": "bytes of one parameter",
     "grad_bytes": "bytes of one element of a kept gradient",
+    "exchange_bytes": "bytes of one element of a gradient on the host",
     "reduce_bytes": "bytes of one element of a gradient as it is reduced",
     "slot_bytes": "bytes of one element of a gradient in the slot of an embedding, head or the root",
     "master_bytes": "bytes of one master, moment or scalar",
@@ -52,48 +59,74 @@ class Facts:
     grads_in_slots: int
     grads_staged: int
     stepped: int
+    stepped_away: int
+    exchanged: int
+    exchanges: int
+    sent_apart: int
+    summed: int
+    swapped: int
     largest_param: int
     step_scalars: int
     param_bytes: int
     grad_bytes: int
     reduce_bytes: int
+    exchange_bytes: int
     slot_bytes: int
     master_bytes: int
     cublas_workspace: int
     masters: bool
+    masters_away: bool
     states: tuple[Buffer, ...]
+    away: Place
+    master_place: Place
+    param_place: Place
 
 
 def facts(layout: Layout, *, cublas_workspace: int) -> Facts:
     """Sums over the rows that the Arena allocates."""
     setup, rows = layout.setup, runtime_buffers(layout)
     ring = {unit.grad_slot for unit in layout.units if unit.shape.kind is UnitKind.BLOCK}
-    masters = _count(rows, Buffer.PARAM_MASTER)
+    here = [row for row in rows if row.place is Place.HBM]
+    masters = _count(here, Buffer.PARAM_MASTER)
+    stepping = [
+        (unit, getattr(unit.trainable, "shard" if setup.shards_states else "full")) for unit in layout.units if unit.trainable
+    ]
+    master_away = next((row for row in rows if row.buffer is Buffer.PARAM_MASTER and row.place is not Place.HBM), None)
     states = OPTIMIZER_STATES[setup.optimizer]
     own_param = Buffer.PARAM_SHARD if setup.stage >= 3 else Buffer.PARAM_FULL
-    own_grad = Buffer.GRAD_SHARD if setup.stage >= 2 else Buffer.GRAD_FULL
-    share = "shard" if setup.shards_states else "full"
+    staying = [unit for unit in layout.units if not unit.offloaded]
     return Facts(
         ranks=setup.ranks,
         stage=setup.stage,
         params_kept=_count(rows, own_param),
         frozen_kept=_count(rows, Buffer.PARAM_FROZEN),
         params_gathered=sum(layout.param_slots.values()),
-        grads_kept=_count(rows, own_grad),
+        grads_kept=sum((u.trainable.shard if setup.shards_grads else u.trainable.full) for u in staying if u.trainable),
         grads_in_ring=sum(numel for slot, numel in layout.grad_slots.items() if slot in ring),
         grads_in_slots=sum(numel for slot, numel in layout.grad_slots.items() if slot not in ring),
         grads_staged=_count(rows, Buffer.COMM_REDUCE_SCATTER),
-        stepped=masters or sum(getattr(unit.trainable, share) for unit in layout.units if unit.trainable),
+        stepped=sum(numel for unit, numel in stepping if not unit.offloaded),
+        stepped_away=sum(numel for unit, numel in stepping if unit.offloaded),
+        exchanged=sum(numel for unit, numel in stepping if unit.offloaded),
+        exchanges=2 if setup.delayed_update else 1,
+        sent_apart=_count(rows, Buffer.STAGE_H2D),
+        summed=_count(here, Buffer.STAGE_D2H),
+        swapped=_count(rows, Buffer.SWAP_BUFFER),
         largest_param=max((p.numel for unit in layout.units for p in unit.shape.params), default=0),
         step_scalars=_count(rows, Buffer.OPTIM_NORM),
         param_bytes=setup.param_dtype.bytes,
         grad_bytes=(setup.accum_dtype if setup.shards_grads else setup.whole_grad_dtype).bytes,
+        exchange_bytes=setup.accum_dtype.bytes,
         reduce_bytes=setup.reduce_dtype.bytes,
         slot_bytes=setup.wide_grad_dtype.bytes,
         master_bytes=_FP32_BYTES,
         cublas_workspace=cublas_workspace,
         masters=bool(masters),
+        masters_away=master_away is not None,
         states=states,
+        away=next((unit.place for unit, _ in stepping if unit.offloaded), Place.DRAM),
+        master_place=master_away.place if master_away is not None else Place.DRAM,
+        param_place=Place.PINNED if setup.offloads_params else Place.HBM,
     )
 
 
@@ -107,13 +140,13 @@ def param_full(c: Facts) -> int:
     return c.params_kept * c.param_bytes if c.stage < 3 else 0
 
 
-@_add(Buffer.PARAM_SHARD, Place.HBM, ALWAYS, state=True)
+@_add(Buffer.PARAM_SHARD, lambda c: c.param_place, ALWAYS, state=True)
 def param_shard(c: Facts) -> int:
     """This rank's shard of every unit's flat, in the model's dtype, where no master stands for it."""
     return c.params_kept * c.param_bytes if c.stage >= 3 else 0
 
 
-@_add(Buffer.PARAM_FROZEN, Place.HBM, ALWAYS, state=True)
+@_add(Buffer.PARAM_FROZEN, lambda c: c.param_place, ALWAYS, state=True)
 def param_frozen(c: Facts) -> int:
     """Parameters without gradient, in flats of their own."""
     return c.frozen_kept * c.param_bytes
@@ -171,6 +204,60 @@ def optim_exp_avg_sq(c: Facts) -> int:
 def optim_momentum(c: Facts) -> int:
     """SGD's momentum."""
     return c.stepped * c.master_bytes if Buffer.OPTIM_MOMENTUM in c.states else 0
+
+
+@_add(Buffer.STAGE_D2H, Place.HBM, (Phase.BACKWARD,))
+def sum_slots(c: Facts) -> int:
+    """Slots in which an offloaded unit's sum over micro batches is brought up, added to and taken down again."""
+    return c.summed * c.exchange_bytes
+
+
+@_add(Buffer.GRAD_SHARD, Place.PINNED, ALWAYS, state=True)
+def exchange(c: Facts) -> int:
+    """Where gradients come down to and, if equally wide, 16-bit parameters go up from."""
+    return c.exchanged * c.exchange_bytes
+
+
+@_add(Buffer.STAGE_D2H, Place.PINNED, ALWAYS)
+def second_exchange(c: Facts) -> int:
+    """The delayed update's other exchange: one is read by the update while the next gradients come to the other."""
+    return c.exchanged * (c.exchanges - 1) * c.exchange_bytes
+
+
+@_add(Buffer.STAGE_H2D, Place.PINNED, ALWAYS)
+def outgoing(c: Facts) -> int:
+    """16-bit parameters on their way up, where gradients on the host are wider than they."""
+    return c.sent_apart * c.param_bytes
+
+
+@_add(Buffer.PARAM_MASTER, lambda c: c.master_place, ALWAYS, state=True)
+def master_away(c: Facts) -> int:
+    """The fp32 parameters of offloaded units; fp32 parameters that are themselves on the host are their own masters."""
+    return c.stepped_away * c.master_bytes if c.masters_away else 0
+
+
+@_add(Buffer.OPTIM_EXP_AVG, lambda c: c.away, ALWAYS, state=True)
+def exp_avg_away(c: Facts) -> int:
+    """Offloaded running mean of the gradients."""
+    return c.stepped_away * c.master_bytes if Buffer.OPTIM_EXP_AVG in c.states else 0
+
+
+@_add(Buffer.OPTIM_EXP_AVG_SQ, lambda c: c.away, ALWAYS, state=True)
+def exp_avg_sq_away(c: Facts) -> int:
+    """Offloaded running mean of the squared gradients."""
+    return c.stepped_away * c.master_bytes if Buffer.OPTIM_EXP_AVG_SQ in c.states else 0
+
+
+@_add(Buffer.OPTIM_MOMENTUM, lambda c: c.away, ALWAYS, state=True)
+def momentum_away(c: Facts) -> int:
+    """Offloaded momentum."""
+    return c.stepped_away * c.master_bytes if Buffer.OPTIM_MOMENTUM in c.states else 0
+
+
+@_add(Buffer.SWAP_BUFFER, Place.PINNED, ALWAYS)
+def swap_ring(c: Facts) -> int:
+    """Pinned buffers that states in files stream through: read ahead, updated, written behind."""
+    return c.swapped * c.master_bytes
 
 
 @_add(Buffer.OPTIM_NORM, Place.HBM, ALWAYS)

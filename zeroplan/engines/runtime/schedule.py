@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from zeroplan.core.buffers import Buffer
+from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.layout import Layout, OwnedBuffer, UnitKind, runtime_buffers
 from zeroplan.core.tape import Mark, Op, Stream
 from zeroplan.core.workload import Workload
@@ -47,8 +47,9 @@ class UnitRun:
     """One unit with gradients in a run: what is kept of them until the step, and the slot of the whole ones."""
 
     kind: UnitKind
-    kept: Lease
+    kept: Lease | None  # None where they leave for the host
     slot: SlotRun | None
+    sums: Lease | None = None  # where they are summed before they do
     visits: int = 0  # forwards in this micro batch
     landed: bool = False  # some gradient came in this micro batch
     reduced: bool = False
@@ -73,6 +74,8 @@ class RuntimeSchedule:
         leases = {(row.buffer, row.unit): Lease(row) for row in self.rows if not row.stands}
         self.staging = leases.get((Buffer.COMM_REDUCE_SCATTER, "staging"))
         self.slots = {name: SlotRun(leases[Buffer.GRAD_FULL, name]) for name in job.layout.grad_slots}
+        self.sums = {name: leases[Buffer.STAGE_D2H, name] for name in job.layout.sum_slots}
+        self.hooked = self.setup.ranks > 1 or any(unit.offloaded for unit in job.layout.units)
         self.units: list[UnitRun] = []
         by_param: dict[str, UnitRun] = {}
         by_module: dict[str, UnitRun] = {}
@@ -81,7 +84,8 @@ class RuntimeSchedule:
             if unit.trainable is None:
                 continue
             slot = self.slots[unit.grad_slot] if unit.grad_slot is not None else None
-            run = UnitRun(unit.shape.kind, leases[kept, unit.shape.name], slot)
+            sums = self.sums.get(unit.grad_slot or "") if unit.offloaded else None
+            run = UnitRun(unit.shape.kind, None if unit.offloaded else leases[kept, unit.shape.name], slot, sums)
             self.units.append(run)
             by_module[unit.shape.name] = run
             by_param.update((param.name, run) for param in unit.shape.params)
@@ -105,7 +109,7 @@ class RuntimeSchedule:
 
     def initialize(self) -> None:
         """The Arena takes one block for each run of standing rows of one kind; then parameters pass through, one at a time."""
-        standing = (row for row in self.rows if row.stands)
+        standing = (row for row in self.rows if row.stands and row.place is Place.HBM)
         for (buffer, _, _), group in groupby(standing, key=lambda row: (row.buffer, row.dtype, row.place)):
             self.recorder.alloc(sum(row.bytes for row in group), buffer)
         width = self.setup.param_dtype.bytes
@@ -174,20 +178,21 @@ class RuntimeSchedule:
             self._give_slots()
 
     def _begin_backward(self, unit: UnitRun) -> None:
-        if unit is self.current or self.setup.ranks == 1:
+        if unit is self.current or not self.hooked:
             return
         before, self.current = self.current, unit
         if before is not None:
             self._finish(before)
 
     def _finish(self, unit: UnitRun) -> None:
-        if unit.landed and (unit.visits == 1 or self.setup.shards_grads):
+        if unit.landed and (unit.visits == 1 or unit.slot is not None):
             self._reduce(unit)
 
     def _acquire(self, unit: UnitRun) -> None:
         slot = unit.slot
         if slot is None:
-            self._take(unit.kept)
+            if unit.kept is not None:
+                self._take(unit.kept)
         elif slot.holder is not unit:
             if slot.holder is not None:
                 self._reduce(slot.holder)
@@ -196,10 +201,13 @@ class RuntimeSchedule:
 
     def _reduce(self, unit: UnitRun) -> None:
         unit.reduced = True
-        if not self.setup.shards_grads and not self.boundary:
+        if unit.slot is None and not self.boundary:
             return
         self._acquire(unit)
-        self._take(unit.kept)
+        if unit.kept is not None:
+            self._take(unit.kept)
+        if unit.sums is not None:
+            self._take(unit.sums)
         if self.staging is not None and unit.kind is not UnitKind.BLOCK:
             self._take(self.staging)
         if unit.slot is not None:
@@ -211,7 +219,8 @@ class RuntimeSchedule:
     def step(self, applied: bool) -> None:
         """The kernels read shards and write shards; a unit's gradients go when it has been updated."""
         for unit in self.units:
-            self._give(unit.kept)
+            if unit.kept is not None:
+                self._give(unit.kept)
 
     def _take(self, lease: Lease) -> None:
         if lease.block < 0:
@@ -226,6 +235,8 @@ class RuntimeSchedule:
         self.slots_due = False
         if self.staging is not None:
             self._give(self.staging)
+        for sums in self.sums.values():
+            self._give(sums)
         for slot in self.slots.values():
             self._give(slot.lease)
 

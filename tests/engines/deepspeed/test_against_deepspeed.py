@@ -114,11 +114,11 @@ def allocations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list
     return {(found := json.loads(line))["id"]: found["phases"] for line in lines}
 
 
-def chain_stream(width: int) -> Stream:
+def chain_stream(width: int, shapes: list[list[int]] = SHAPES) -> Stream:
     """The chain's tape, without its activations, which are all below `LEAST`."""
     modules = [TapeModule("", "Chain", -1), TapeModule("layers", "ModuleList", 0)]
-    modules += [TapeModule(f"layers.{i}", "Linear", 1, (i,)) for i in range(len(SHAPES))]
-    params = [TapeParam(f"layers.{i}.weight", (out, into), True, width) for i, (out, into) in enumerate(SHAPES)]
+    modules += [TapeModule(f"layers.{i}", "Linear", 1, (i,)) for i in range(len(shapes))]
+    params = [TapeParam(f"layers.{i}.weight", (out, into), True, width) for i, (out, into) in enumerate(shapes)]
     stream = Stream(tuple(modules), tuple(params))
 
     def add(op: Op, arg: int, aux: int = 0, kind: int = 0) -> None:
@@ -126,7 +126,7 @@ def chain_stream(width: int) -> Stream:
         for column, value in zip(columns, (op, arg, aux, kind, -1), strict=True):
             column.append(value)
 
-    layers = range(2, 2 + len(SHAPES))
+    layers = range(2, 2 + len(shapes))
     add(Op.MARK, Mark.FORWARD_BEGIN)
     for op, module in ((Op.ENTER, 0), *((op, m) for m in layers for op in (Op.ENTER, Op.EXIT)), (Op.EXIT, 0)):
         add(op, module)
@@ -136,7 +136,7 @@ def chain_stream(width: int) -> Stream:
     for module in reversed(layers):
         i = module - 2
         add(Op.BWD_ENTER, module)
-        add(Op.ALLOC, i, width * SHAPES[i][0] * SHAPES[i][1], Kind.GRAD)
+        add(Op.ALLOC, i, width * shapes[i][0] * shapes[i][1], Kind.GRAD)
         add(Op.GRAD, i, i)
         if i:  # the first layer's input needs no gradient
             add(Op.BWD_EXIT, module)

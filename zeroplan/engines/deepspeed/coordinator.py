@@ -19,10 +19,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.engines.deepspeed.groups import shard
+from zeroplan.engines.deepspeed.groups import secondary_shard, shard
 from zeroplan.engines.deepspeed.job import COMPUTE, GATHER, Job
 from zeroplan.simulate.stream import Recorder
 
@@ -118,6 +118,10 @@ class Coordinator:
         self.lagging: deque[tuple[int, int]] = deque()  # (fetches so far, block) of frees that wait for the compute stream
         self.fetches = 0
         self.before_free: Callable[[int], None] = lambda param: None  # hpZ makes its secondary shard there
+        self.secondary: Mapping[int, int] = {}  # parameters that hpZ gathers from a second shard
+        self.saved: dict[int, list[tuple[int, int]]] = {}  # blocks that a module's products keep (saved_weights.py)
+        self.savers: dict[int, int] = {}  # by block, how many products keep it
+        self.released: set[int] = set()  # blocks that only those keep
 
     # A micro batch
 
@@ -249,6 +253,13 @@ class Coordinator:
     # Blocks
 
     def _gather(self, params: list[int]) -> None:
+        """co, __all_gather_params_: those with hpZ's second shard first, from within the group, then the others."""
+        second = [p for p in params if p in self.secondary]
+        for group in (second, [p for p in params if p not in self.secondary]):
+            if group:
+                self._gather_together(group)
+
+    def _gather_together(self, params: list[int]) -> None:
         """pp, all_gather_coalesced: alone straight into place, several through one flat buffer."""
         self.settle(self.lag)
         job, alloc, stream = self.job, self.alloc, self.stream
@@ -284,9 +295,13 @@ class Coordinator:
 
     def _shard_copies(self, p: int) -> list[int]:
         """A shard's copy from the host, and its cast to the dtype that it travels in."""
-        job, part = self.job, shard(self.job.numel[p], self.job.ranks)
+        job = self.job
+        part = self._secondary_numel(p) if p in self.secondary else shard(job.numel[p], job.ranks)
         widths = [job.param_bytes] * self.on_host[p] + [job.gather_of[p]] * (job.gather_of[p] != job.param_bytes)
         return [self.alloc(width * part, Buffer.STAGE_H2D, stream=self.stream, note=p) for width in widths]
+
+    def _secondary_numel(self, p: int) -> int:
+        return secondary_shard(self.job.numel[p], self.job.ranks, self.job.zero.zero_hpz_partition_size)
 
     def _wait(self, gather: _Gather) -> None:
         """pp, AllGatherCoalescedHandle.wait: cuts the flat buffers into parameters; called once a parameter."""
@@ -328,11 +343,35 @@ class Coordinator:
         block = self.blocks[param]
         if block is not None:
             self.blocks[param] = None
-            handle, stream = block
-            if stream != COMPUTE:
-                self.recorder.record_stream(handle, COMPUTE)
-                self.lagging.append((self.fetches, handle))
-            self.recorder.free(handle)
+            if block[0] in self.savers:
+                self.released.add(block[0])
+            else:
+                self._free(block)
+
+    def _free(self, block: tuple[int, int]) -> None:
+        handle, stream = block
+        if stream != COMPUTE:
+            self.recorder.record_stream(handle, COMPUTE)
+            self.lagging.append((self.fetches, handle))
+        self.recorder.free(handle)
+
+    def save(self, module: int, params: Iterable[int]) -> None:
+        """A module's products save their weights: the blocks stay until :meth:`drop_saved`."""
+        blocks = [block for p in params if (block := self.blocks[p]) is not None]
+        self.saved.setdefault(module, []).extend(blocks)
+        for handle, _ in blocks:
+            self.savers[handle] = self.savers.get(handle, 0) + 1
+
+    def drop_saved(self, module: int) -> None:
+        """The backward of a module's products is done."""
+        for block in self.saved.pop(module, ()):
+            handle = block[0]
+            self.savers[handle] -= 1
+            if not self.savers[handle]:
+                del self.savers[handle]
+                if handle in self.released:
+                    self.released.discard(handle)
+                    self._free(block)
 
     def settle(self, lag: int = 0) -> None:
         """The compute stream has caught up with the host, up to what was freed during the last `lag` fetches."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from zeroplan.core.buffers import Place
 from zeroplan.core.workload import OptimizerKind, Precision, Workload
 from zeroplan.core.zero_config import Device, ZeroConfig
-from zeroplan.engines.deepspeed.groups import flat_group, padded, persistent, sub_groups
+from zeroplan.engines.deepspeed.groups import flat_group, padded, persistent, secondary_shard, sub_groups
 from zeroplan.engines.deepspeed.resolution import Resolution, groups_on_gpu, muon_updates, resolution
 from zeroplan.ledger.derive import pow2, shard
 from zeroplan.ledger.optimizers import Optimizer, find_optimizer
@@ -35,6 +35,9 @@ GLOSSARY = {
     "sharded": "elements of this rank's parts of the trainable parameters, each padded",
     "frozen_sharded": "elements of this rank's parts of the frozen parameters, each padded",
     "persistent": "elements of parameters at or below stage3_param_persistence_threshold, each padded",
+    "secondary": "elements of this rank's second parts of all parameters (zero_hpz_partition_size)",
+    "secondary_blocks": "bytes of one pinned block for each parameter's second part, each rounded to a power of two",
+    "saved_weights": "elements of linear layers' weights that autograd keeps until their backward",
     "largest_param": "elements of the largest trainable parameter",
     "sub_group": "this rank's elements of the largest sub-group (sub_group_size)",
     "matrix": "elements that Muon updates",
@@ -70,6 +73,9 @@ class Facts(Resolution):
     sharded: int  # this rank's part of the trainable parameters (stage 3)
     frozen_sharded: int
     persistent: int
+    secondary: int
+    secondary_blocks: int
+    saved_weights: int  # without memory_efficient_linear
     largest_param: int
     largest_shard: int
     sub_group: int  # largest sub-group's elements
@@ -88,6 +94,7 @@ class Facts(Resolution):
     params_in_cpu: int
     cublas_workspace: int
     pin_optimizer: bool
+    pin_param: bool
     second_moment_always: bool  # DeepSpeedCPULion
     optimizer: Optimizer
     optimizer_kind: OptimizerKind
@@ -134,6 +141,34 @@ def _persistent(spec: ModelSpec, zero: ZeroConfig, ranks: int) -> int:
         numel = [t.numel for _, t in spec.tensors()]
         small = [(numel[p], 1) for p in persistent(numel, threshold, most)]
     return sum(shard(numel, ranks) * ranks * count for numel, count in small)
+
+
+def _secondary(spec: ModelSpec, zero: ZeroConfig, ranks: int) -> list[int]:
+    """This rank's elements of every parameter's second part."""
+    if zero.stage < 3 or zero.zero_hpz_partition_size <= 1:
+        return []
+    counts: list[int] = []
+    for tensor, count in spec.tensor_groups():
+        counts += [secondary_shard(tensor.numel, ranks, zero.zero_hpz_partition_size)] * count
+    return counts
+
+
+def _saved_weights(spec: ModelSpec, workload: Workload, zero: ZeroConfig, resolved: Resolution, ranks: int) -> int:
+    """Elements of the gathered weights that autograd keeps from the forward to their backward; see saved_weights.py.
+
+    Of the blocks that are recomputed, those of one at a time. A single rank's weights are its shards, unless they are fetched.
+    """
+    alone = ranks == 1 and resolved.param_device is Device.NONE
+    if zero.stage < 3 or zero.memory_efficient_linear or workload.precision is Precision.AUTOCAST or alone:
+        return 0
+    policy = workload.recomputation
+    kept = largest = 0
+    for unit in spec.units:
+        weights = sum(t.numel for t in unit.tensors if _of_linear(t))
+        again = unit.count // policy.every if policy is not None and unit.block else 0
+        kept += weights * (unit.count - again)
+        largest = max(largest, weights if again else 0)
+    return kept + largest
 
 
 def _flat_elements(spec: ModelSpec, zero: ZeroConfig, ranks: int, width: int) -> int:
@@ -205,6 +240,7 @@ def facts(
     if stage in (1, 2):
         matrix = -(-matrix // ranks)
     off = zero.offload_optimizer
+    secondary = _secondary(spec, zero, ranks)
     return Facts(
         **resolved.values(),
         stage=stage,
@@ -219,6 +255,9 @@ def facts(
         sharded=sharded,
         frozen_sharded=frozen_sharded,
         persistent=_persistent(spec, zero, ranks),
+        secondary=sum(secondary),
+        secondary_blocks=sum(pow2(count * w) for count in secondary),
+        saved_weights=_saved_weights(spec, workload, zero, resolved, ranks),
         largest_param=largest_param,
         largest_shard=largest_shard,
         sub_group=max(groups, default=0),
@@ -237,6 +276,7 @@ def facts(
         params_in_cpu=min(sharded, zero.offload_param.max_in_cpu),
         cublas_workspace=cublas_workspace,
         pin_optimizer=off.pin_memory,
+        pin_param=zero.offload_param.pin_memory,
         second_moment_always=offload is not Device.NONE and optimizer.name == "lion",
         optimizer=optimizer,
         optimizer_kind=workload.optimizer_kind,

@@ -18,11 +18,16 @@ _lines = LedgerBuilder()
 _add = _lines.add
 
 _BACKWARD_TO_STEP = (Phase.BACKWARD, Phase.STEP)
+_UNTIL_STEP = (Phase.INIT, Phase.FORWARD, Phase.BACKWARD)
 _FROM_FIRST_FORWARD = (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)
 
 
 def _pinned(c: Facts) -> Place:
     return c.pinned
+
+
+def _param_host(c: Facts) -> Place:
+    return Place.PINNED if c.pin_param else Place.DRAM
 
 
 def _block(c: Facts, count: int) -> int:
@@ -115,6 +120,35 @@ def param_persistent(c: Facts) -> int:
     if c.stage != 3 or (c.ranks == 1 and c.param_device is Device.NONE):
         return 0
     return c.param_bytes * c.persistent
+
+
+@_add(Buffer.PARAM_SECONDARY, Place.HBM, _UNTIL_STEP)
+def param_secondary(c: Facts) -> int:
+    """A second part of every parameter, of a smaller group of ranks (zero_hpz_partition_size); the step drops it.
+
+    Source: zero/partition_parameters.py, _partition_param_sec; s3, invalidate_secondary_tensor
+    """
+    return c.param_bytes * c.secondary if c.param_device is Device.NONE else 0
+
+
+@_add(Buffer.PARAM_SECONDARY, _param_host, _UNTIL_STEP)
+def param_secondary_host(c: Facts) -> int:
+    """The second parts of offloaded parameters, each in a block of its own.
+
+    Source: zero/partition_parameters.py, _partition_param_sec
+    """
+    if c.param_device is not Device.CPU:
+        return 0
+    return c.secondary_blocks if c.pin_param else c.param_bytes * c.secondary
+
+
+@_add(Buffer.PARAM_FULL, Place.HBM, (Phase.FORWARD, Phase.BACKWARD))
+def param_saved(c: Facts) -> int:
+    """Gathered weights that autograd keeps until their backward, where torch's own linear function runs.
+
+    Source: zero/linear.py and zero/partition_parameters.py, _enable_mem_efficient_linear (memory_efficient_linear)
+    """
+    return c.param_bytes * c.saved_weights
 
 
 @_add(Buffer.PARAM_MASTER, Place.HBM, ALWAYS, state=True)
@@ -423,6 +457,17 @@ def optimizer_temporaries(c: Facts) -> int:
     if c.optimizer_kind is OptimizerKind.FOREACH:
         return c.master_bytes * (c.sub_group if c.stage == 3 else c.stepped)
     return 2 * c.master_bytes * (c.sub_group if c.stage == 3 else c.stepped if c.stage else c.largest_param)
+
+
+@_add(Buffer.OPTIM_TEMP, Place.DRAM, (Phase.STEP,))
+def optimizer_temporaries_host(c: Facts) -> int:
+    """A square root and a quotient of what is stepped at once, where torch's own Adam runs on the host (torch_adam).
+
+    Source: torch/optim/adam.py, _single_tensor_adam
+    """
+    if not c.torch_adam or c.optimizer_device is not Device.CPU:
+        return 0
+    return 2 * c.master_bytes * (c.sub_group if c.stage == 3 else c.stepped_host)
 
 
 @_add(Buffer.WORKSPACE, Place.HBM, FROM_FIRST_STEP)

@@ -20,7 +20,7 @@ from zeroplan.simulate.timeline import Timeline
 def stage_schedule(job: Job, stream: Stream, recorder: Recorder) -> StageSchedule:
     """The schedule of the wrapper that DeepSpeed chooses for the job."""
     if job.zero.stage == 3:
-        return Stage3(job, recorder, stream.modules)
+        return Stage3(job, recorder, stream)
     if job.full_fp32_grads:
         return Stage1Bf16(job, recorder)
     if job.zero.stage in (1, 2):

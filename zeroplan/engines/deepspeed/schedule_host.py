@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from zeroplan.core.buffers import Buffer, Phase
 from zeroplan.core.zero_config import Device
-from zeroplan.engines.deepspeed.groups import flat_group, shard, sub_groups
+from zeroplan.engines.deepspeed.groups import flat_group, secondary_shard, shard, sub_groups
 from zeroplan.engines.deepspeed.host_recorder import HostRecorder
 from zeroplan.engines.deepspeed.job import Job
 from zeroplan.engines.deepspeed.resolution import groups_on_gpu
@@ -28,12 +28,20 @@ def record_host(job: Job, config: PinnedConfig | None = None) -> HostRecorder:
     return host
 
 
-def _states(job: Job, host: HostRecorder, count: int) -> None:
-    """DeepSpeedCPUAdam's and its like's states: pageable, made by the first step (ops/adam/cpu_adam.py)."""
+def _step(job: Job, host: HostRecorder, count: int) -> None:
+    """The first step of `count` elements: DeepSpeedCPUAdam's and its like's states, pageable (ops/adam/cpu_adam.py).
+
+    With ``torch_adam`` torch's own AdamW runs there, without its multi-tensor kernels, which are for GPUs alone, and so
+    with a square root and a quotient of the whole tensor (torch/optim/adam.py, _single_tensor_adam).
+    """
     if job.optimizer.name == "lion":  # ops/lion/cpu_lion.py makes a second moment that it never reads
         host.alloc(job.state_bytes * count, Buffer.OPTIM_EXP_AVG_SQ)
     for state in job.optimizer.states:
         host.alloc(job.state_size(state, count), state.buffer)
+    if job.torch_adam:
+        root, quotient = (host.alloc(job.master_bytes * count, Buffer.OPTIM_TEMP) for _ in range(2))
+        host.free(root)
+        host.free(quotient)
 
 
 def _stage12(job: Job, host: HostRecorder) -> None:
@@ -82,7 +90,7 @@ def _stage12(job: Job, host: HostRecorder) -> None:
                 host.pin(accumulated)
                 host.free(accumulated)
     host.mark(Phase.BACKWARD)
-    _states(job, host, part)
+    _step(job, host, part)
     host.mark(Phase.STEP)
 
 
@@ -115,14 +123,17 @@ def _stage3(job: Job, host: HostRecorder) -> None:
     if job.offloads_optimizer:
         on_host = host_counts(job, counts)
         for count in on_host:
-            _states(job, host, count)
+            _step(job, host, count)
             if not zero.offloads_param and m != w:  # a blocking copy to the GPU converts on the host
                 host.free(host.alloc(w * count, Buffer.STAGE_H2D))
     host.mark(Phase.STEP)
 
 
 def _first_shards(job: Job, host: HostRecorder, shards: list[int]) -> list[int]:
-    """pp, _partition_param: a pinned block for each parameter, a tied one's twin included until it is collected."""
+    """pp, _partition_param: a pinned block for each parameter, a tied one's twin included until it is collected.
+
+    Beside them hpZ's second parts, which stay. Returns the blocks that the flat buffer replaces.
+    """
     trained = set(job.trained)
     handles, pin = [], job.zero.offload_param.pin_memory
     for owned in job.modules:
@@ -130,6 +141,9 @@ def _first_shards(job: Job, host: HostRecorder, shards: list[int]) -> list[int]:
             handle = host.alloc(job.param_bytes * shards[p], Buffer.PARAM_SHARD, pinned=pin)
             if p in trained:
                 handles.append(handle)
+    group = job.zero.zero_hpz_partition_size
+    for numel in job.numel if group > 1 else ():  # pp, _partition_param_sec; made again in each forward
+        host.alloc(job.param_bytes * secondary_shard(numel, job.ranks, group), Buffer.PARAM_SECONDARY, pinned=pin)
     return handles
 
 
@@ -156,12 +170,18 @@ def _offloaded_optimizer(job: Job, host: HostRecorder, counts: list[int], total:
     if converted >= 0:
         host.free(converted)
     largest = host.alloc(m * max(counts, default=0), Buffer.INIT_TEMP)
-    for count in on_host:
+    moved = -1  # a sub-group's gradient that went on to the GPU keeps its name, and so lives, until the next one's is made
+    for at, count in enumerate(on_host if offload.device is Device.NVME else counts):
         grads = host.alloc(m * count, Buffer.GRAD_MASTER)
         if offload.pin_memory:
-            host.pin(grads)
-            host.free(grads)
+            pageable, grads = grads, host.pin(grads)
+            host.free(pageable)
+        if moved >= 0:
+            host.free(moved)
+        moved = grads if offload.device is Device.CPU and at < groups_on_gpu(len(counts), job.zero) else -1
     host.free(largest)
+    if moved >= 0:
+        host.free(moved)
     flat = host.alloc(a * total, Buffer.GRAD_ACCUM)
     if offload.pin_memory:
         host.pin(flat)

@@ -6,15 +6,16 @@ Paths of sources are those of DeepSpeed 0.19.8: ``s3`` is runtime/zero/stage3.py
 from __future__ import annotations
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.tape import TapeModule
+from zeroplan.core.tape import Stream, TapeModule
 from zeroplan.core.workload import OptimizerKind
 from zeroplan.core.zero_config import Device
 from zeroplan.engines.deepspeed.base import Schedule
 from zeroplan.engines.deepspeed.coordinator import Coordinator
-from zeroplan.engines.deepspeed.groups import persistent, shard, sub_groups
+from zeroplan.engines.deepspeed.groups import persistent, secondary_shard, shard, sub_groups
 from zeroplan.engines.deepspeed.job import COMPUTE, REDUCE, SCALAR, Job
 from zeroplan.engines.deepspeed.leaf_modules import leaf_modules, subtree_params
 from zeroplan.engines.deepspeed.resolution import groups_on_gpu
+from zeroplan.engines.deepspeed.saved_weights import saved_weights
 from zeroplan.simulate.stream import Recorder
 
 #: s3, _constant_buffered_norm2: elements whose norm is taken at once.
@@ -26,9 +27,10 @@ class Stage3(Schedule):
 
     follows_modules = True
 
-    def __init__(self, job: Job, recorder: Recorder, modules: tuple[TapeModule, ...]) -> None:
+    def __init__(self, job: Job, recorder: Recorder, stream: Stream) -> None:
         super().__init__(job, recorder)
-        zero = job.zero
+        zero, modules = job.zero, stream.modules
+        self.saves = saved_weights(job, stream)
         self.offload = job.offloads_optimizer
         self.offload_param = zero.offloads_param
         self.swaps_optimizer = job.optimizer_device is Device.NVME
@@ -59,6 +61,7 @@ class Stage3(Schedule):
         self.secondary: dict[int, int] = {}
         if zero.zero_hpz_partition_size > 1:
             self.coordinator.before_free = self._make_secondary
+            self.coordinator.secondary = self.secondary
 
     def _groups_on_gpu(self) -> list[bool]:
         """Which sub-groups the GPU steps: all, unless the optimizer is offloaded."""
@@ -88,22 +91,22 @@ class Stage3(Schedule):
                 self.free(handle)
 
     def _make_shard(self, p: int) -> int | None:
-        """pp, _partition_param: this rank's part, and hpZ's second one."""
-        part = None
-        if not self.offload_param:
-            part = self.alloc(self.job.param_bytes * self.shards[p], self._shard_buffer(p), note=p)
+        """pp, _partition: hpZ's second part, then this rank's own."""
         if self.job.zero.zero_hpz_partition_size > 1:
             self._make_secondary(p)
-        return part
+        if self.offload_param:
+            return None
+        return self.alloc(self.job.param_bytes * self.shards[p], self._shard_buffer(p), note=p)
 
     def _shard_buffer(self, p: int) -> Buffer:
         return Buffer.PARAM_SHARD if self.job.trainable[p] else Buffer.PARAM_FROZEN
 
     def _make_secondary(self, p: int) -> None:
         """pp, _partition_param_sec: a shard within the node, made when a whole parameter is at hand."""
-        if p not in self.secondary and not self.offload_param:
-            part = shard(self.job.numel[p], self.job.ranks) * self.job.ranks // self.job.zero.zero_hpz_partition_size
-            self.secondary[p] = self.alloc(self.job.param_bytes * part, Buffer.PARAM_SECONDARY, note=p)
+        if p not in self.secondary:
+            part = secondary_shard(self.job.numel[p], self.job.ranks, self.job.zero.zero_hpz_partition_size)
+            on_gpu = 0 if self.offload_param else self.job.param_bytes * part  # the host's is schedule_host's
+            self.secondary[p] = self.alloc(on_gpu, Buffer.PARAM_SECONDARY, note=p)
 
     def initialize(self) -> None:
         """s3, __init__: shards move into one flat buffer, masters are cloned, buckets and gradient partitions made."""
@@ -179,6 +182,9 @@ class Stage3(Schedule):
 
     def exit(self, module: int) -> None:
         """After a module's forward."""
+        saved = (self.saves.recomputation if self.backward else self.saves.forward).get(module)
+        if saved:
+            self.coordinator.save(module, saved)
         if not self.inside_leaf[module]:
             self.coordinator.release(module, forward=True)
 
@@ -193,6 +199,7 @@ class Stage3(Schedule):
 
     def backward_exit(self, module: int) -> None:
         """After a module's backward."""
+        self.coordinator.drop_saved(module)
         if self.inside_leaf[module]:
             return
         self._collect_leaf(module)

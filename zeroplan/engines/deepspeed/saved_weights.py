@@ -1,0 +1,50 @@
+"""Without ``memory_efficient_linear``: gathered weights that autograd keeps from a linear layer's forward to its backward.
+
+Note [Saved weights]
+    torch's linear layer saves the transposed weight, a view of the gathered block, wherever its input needs a gradient. When
+    stage 3 releases the parameter, the view still holds the block; in the backward the parameter is gathered once more,
+    into another block, and the saved one goes when the product's backward is done. DeepSpeed's own linear function
+    (zero/linear.py) saves the parameter itself, whose storage the release takes away. Under autocast the layer saves a
+    16-bit copy of the weight, not the gathered block. In a checkpointed block only the recomputation saves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from zeroplan.core.tape import Mark, Op, Stream
+from zeroplan.core.workload import Precision
+from zeroplan.engines.deepspeed.job import Job
+
+
+@dataclass(frozen=True, slots=True)
+class SavedWeights:
+    """The weights of linear layers that are saved, by module: by its forward, and by its recomputation.
+
+    Attributes:
+        forward: of modules that run with gradients in the forward.
+        recomputation: of modules that run again in the backward.
+    """
+
+    forward: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    recomputation: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+
+def saved_weights(job: Job, stream: Stream) -> SavedWeights:
+    """What the job's linear layers save; nothing with DeepSpeed's linear function. See Note [Saved weights]."""
+    if job.zero.memory_efficient_linear or job.workload.precision is Precision.AUTOCAST:
+        return SavedWeights()
+    begins = next((i for i, (op, arg) in enumerate(zip(stream.op, stream.arg, strict=True)) if _backward_begins(op, arg)), 0)
+    rest = list(zip(stream.op[begins:], stream.arg[begins:], strict=True))
+    recomputed = {module for op, module in rest if op == Op.ENTER}
+    needed = {module for op, module in rest if op == Op.BWD_EXIT}  # their inputs have gradients
+    found = SavedWeights()
+    for index, module in enumerate(stream.modules):
+        weights = tuple(p for p in module.params if len(stream.params[p].shape) == 2)
+        if "Linear" in module.type and weights and index in needed:
+            (found.recomputation if index in recomputed else found.forward)[index] = weights
+    return found
+
+
+def _backward_begins(op: int, arg: int) -> bool:
+    return op == Op.MARK and arg == Mark.BACKWARD_BEGIN

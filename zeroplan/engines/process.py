@@ -51,24 +51,46 @@ _EAGER = {Phase.FORWARD: -15, Phase.BACKWARD: -30, Phase.STEP: -64}
 #: flattens them (a4 and a5; D04 and D03); torch's multi-tensor AdamW has kernels for lists of tensors (E17 and a5).
 _STEP_OF_STAGE = {0: -120, 3: -88}
 _FOREACH_STEP = 50
+#: With the optimizer on the host, stages 1 and 2 take the norms of gradients as the backward makes them, and the GPU runs no
+#: optimizer (K02, K09, K25 and E06); stage 3 leaves the norms to the step.
+_OFFLOADED = {Phase.BACKWARD: 100, Phase.STEP: -124}
+#: Experts: torch's grouped matrix products and the sorting of tokens (F16, F17). The step's norms need some of the same
+#: kernels, so that stage 3, which has none, ends where stage 2 does (F18).
+_EXPERTS = {Phase.FORWARD: 225, Phase.BACKWARD: 271, Phase.STEP: 173}
+#: A model without rotary embeddings raises nothing to a power on the GPU when it is built (E21, E09, E13, E15, F15). The
+#: norms of stages 1 and 2 need that kernel, too.
+_NO_ROTARY = {Phase.LOAD: -100, Phase.INIT: -85, Phase.FORWARD: -85, Phase.BACKWARD: -85, Phase.STEP: -85}
 #: peft with its layers' kernels (E01); stage 3 also partitions the adapters itself, made after zero.Init (E08, E107).
 _ADAPTERS, _ADAPTERS_STAGE3 = 20, 105
 
 
-def host_rss(engine: str, workload: Workload, zero: ZeroConfig) -> dict[Phase, int]:
+def host_rss(
+    engine: str, workload: Workload, zero: ZeroConfig, *, rotary: bool = True, experts: bool = False
+) -> dict[Phase, int]:
     """Resident bytes of one rank by the end of each phase, without the engine's own buffers. See Note [Measured, not derived].
 
     Args:
         engine: its name.
         workload: decides, with `zero`, which kernels are loaded.
-        zero: the stage, which only DeepSpeed's step depends on.
+        zero: the stage and the offload, which only DeepSpeed's step depends on.
+        rotary: whether the model has rotary position embeddings.
+        experts: whether it is a mixture of experts.
     """
     found = dict(_HOST_RSS[engine])
-    fewer = _FP32 if workload.dtype is DType.FP32 else _EAGER if workload.attn is Attention.EAGER else {}
-    for phase, change in fewer.items():
-        found[phase] += change
+    sliced_norms = engine == "deepspeed" and zero.stage in (1, 2)
+    changes = [_FP32 if workload.dtype is DType.FP32 else _EAGER if workload.attn is Attention.EAGER else {}]
+    if not rotary:
+        changes.append({phase: change for phase, change in _NO_ROTARY.items() if phase is not Phase.STEP or not sliced_norms})
+    if experts:
+        changes.append(_EXPERTS)
+    if sliced_norms and zero.offloads_optimizer:
+        changes.append(_OFFLOADED)
+    for change in changes:
+        for phase, more in change.items():
+            found[phase] += more
     if engine == "deepspeed":
-        found[Phase.STEP] += _STEP_OF_STAGE.get(zero.stage, 0)
+        shared = experts and zero.stage == 3
+        found[Phase.STEP] += 0 if shared else _STEP_OF_STAGE.get(zero.stage, 0)
         if workload.optimizer_kind is OptimizerKind.FOREACH and not zero.offloads_optimizer:
             found[Phase.STEP] += _FOREACH_STEP
     if workload.lora_rank:

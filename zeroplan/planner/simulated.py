@@ -74,7 +74,14 @@ def simulated_plan(engine: Engine, case: Case, stream: Stream, config: Allocator
             "outside_torch": outside.total,
         }
     )
-    rss = host_rss(engine.name, case.workload, case.zero)
+    types = {module.type for module in stream.modules}
+    rss = host_rss(
+        engine.name,
+        case.workload,
+        case.zero,
+        rotary=any("Rotary" in kind for kind in types),
+        experts=any("Experts" in kind for kind in types),
+    )
     engine_peaks = {host.phase: host.peak for host in simulation.host}
     by_phase = {phase.value: (base + engine_peaks.get(phase, 0)) * local for phase, base in rss.items()}
     cpu = CpuMemory(

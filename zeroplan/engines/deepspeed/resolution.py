@@ -34,6 +34,7 @@ class Resolution:
         optimizer_device: where optimizer states are.
         param_device: where parameters are.
         fused_adam: whether the optimizer is DeepSpeed's FusedAdam, the only one that stage 0 flattens for.
+        torch_adam: whether it is torch's own Adam in place of DeepSpeed's.
         least_swapped: bytes from which on a tensor goes to a file.
     """
 
@@ -50,6 +51,7 @@ class Resolution:
     optimizer_device: Device
     param_device: Device
     fused_adam: bool
+    torch_adam: bool
     least_swapped: int
 
     @property
@@ -84,6 +86,7 @@ def resolution(workload: Workload, zero: ZeroConfig) -> Resolution:
         offload = Device.NONE
     elif stage < 3 and offload is Device.NVME:
         offload = Device.CPU  # stages 1 and 2 only ask whether the device is "none"
+    adam = find_optimizer(workload.optimizer).name in ("adam", "adamw")
     states_follow = zero.bf16_optimizer_states or not zero.fp32_optimizer_states or offload is Device.NONE
     return Resolution(
         param_bytes=width,
@@ -98,8 +101,8 @@ def resolution(workload: Workload, zero: ZeroConfig) -> Resolution:
         contiguous_gradients=zero.contiguous_gradients or (stage in (1, 2) and offload is not Device.NONE),
         optimizer_device=offload,
         param_device=zero.offload_param.device if stage == 3 else Device.NONE,
-        fused_adam=find_optimizer(workload.optimizer).name in ("adam", "adamw")
-        and workload.optimizer_kind is OptimizerKind.FUSED,
+        fused_adam=adam and workload.optimizer_kind is OptimizerKind.FUSED,
+        torch_adam=adam and workload.optimizer_kind is not OptimizerKind.FUSED,
         least_swapped=max(_MIN_AIO_BYTES, zero.aio.block_size),
     )
 

@@ -28,16 +28,19 @@ def record_host(job: Job, config: PinnedConfig | None = None) -> HostRecorder:
     return host
 
 
-def _step(job: Job, host: HostRecorder, count: int) -> None:
-    """The first step of `count` elements: DeepSpeedCPUAdam's and its like's states, pageable (ops/adam/cpu_adam.py).
-
-    With ``torch_adam`` torch's own AdamW runs there, without its multi-tensor kernels, which are for GPUs alone, and so
-    with a square root and a quotient of the whole tensor (torch/optim/adam.py, _single_tensor_adam).
-    """
+def _states(job: Job, host: HostRecorder, count: int) -> None:
+    """DeepSpeedCPUAdam's and its like's states: pageable, made by the first step (ops/adam/cpu_adam.py)."""
     if job.optimizer.name == "lion":  # ops/lion/cpu_lion.py makes a second moment that it never reads
         host.alloc(job.state_bytes * count, Buffer.OPTIM_EXP_AVG_SQ)
     for state in job.optimizer.states:
         host.alloc(job.state_size(state, count), state.buffer)
+
+
+def _temporaries(job: Job, host: HostRecorder, count: int) -> None:
+    """torch's own AdamW (``torch_adam``): its multi-tensor kernels are for GPUs alone, so a square root and a quotient.
+
+    Source: torch/optim/adam.py, _single_tensor_adam
+    """
     if job.torch_adam:
         root, quotient = (host.alloc(job.master_bytes * count, Buffer.OPTIM_TEMP) for _ in range(2))
         host.free(root)
@@ -90,7 +93,8 @@ def _stage12(job: Job, host: HostRecorder) -> None:
                 host.pin(accumulated)
                 host.free(accumulated)
     host.mark(Phase.BACKWARD)
-    _step(job, host, part)
+    _states(job, host, part)
+    _temporaries(job, host, part)
     host.mark(Phase.STEP)
 
 
@@ -122,10 +126,13 @@ def _stage3(job: Job, host: HostRecorder) -> None:
     host.mark(Phase.BACKWARD)
     if job.offloads_optimizer:
         on_host = host_counts(job, counts)
-        for count in on_host:
-            _step(job, host, count)
-            if not zero.offloads_param and m != w:  # a blocking copy to the GPU converts on the host
-                host.free(host.alloc(w * count, Buffer.STAGE_H2D))
+        for first in (True, False):  # in the second step all states are there from the first sub-group on
+            for count in on_host:
+                if first:
+                    _states(job, host, count)
+                _temporaries(job, host, count)
+                if not zero.offloads_param and m != w:  # a blocking copy to the GPU converts on the host
+                    host.free(host.alloc(w * count, Buffer.STAGE_H2D))
     host.mark(Phase.STEP)
 
 

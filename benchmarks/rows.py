@@ -12,6 +12,8 @@ from zeroplan.planner.request import Request
 HERE = Path(__file__).resolve().parent
 MEASURED = HERE / "ground_truth" / "measured.jsonl"
 EXTRA = HERE / "ground_truth" / "extra.jsonl"
+#: The recommendation's grids: each candidate alone on its host, timed without marks. Failures are rows, too.
+GRID = HERE / "ground_truth" / "grid.jsonl"
 #: The linear layers that the measured LoRA runs adapt.
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 #: Drivers' names of GPUs, and their presets'.

@@ -2,22 +2,24 @@
 
 ``python -m benchmarks.recommend.measure specs --setup NAME > specs.jsonl`` writes what ``benchmarks.recommend.driver`` runs.
 ``… emit FOLDER`` writes the recommended config of Llama-3.2-1B on one 24 GB card, and the jobs that train it as it is.
-``… compare ROWS.jsonl…`` holds the measured rows against the ranking that the same candidates get from ``zeroplan.search``:
-whether the first of those that fit reaches the best measured speed, how far step times are off, Kendall's τ, and what was
-said to fit and did not, or the other way round. ``benchmarks/recommend/grid.sh`` does the measuring.
+``… keep ROWS.jsonl…`` adds measured rows to those that are kept (benchmarks/ground_truth/grid.jsonl), without their marks.
+``… compare [ROWS.jsonl…]`` holds measured rows, the kept ones by default, against the ranking that the same candidates get
+from ``zeroplan.search``: whether the first of those that fit reaches the best measured speed, how far step times are off,
+Kendall's τ, and what was said to fit and did not, or the other way round. ``benchmarks/recommend/grid.sh`` does the measuring.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.recommend.setups import SETUPS, Choice, Setup, request_of, specs
 from benchmarks.recommend.speeds import kendall, within
-from benchmarks.rows import GPUS
+from benchmarks.rows import GPUS, GRID
 from zeroplan.core.units import GIB
 from zeroplan.planner.request import Request
 from zeroplan.search.answer import Answer, Recommendation
@@ -25,6 +27,13 @@ from zeroplan.search.api import Wish, answer, problem_of
 from zeroplan.search.given import candidate_of
 from zeroplan.search.space import Candidate
 
+#: What is kept of a row.
+_KEPT = (
+    *("id", "engine", "model", "world", "dtype", "stage", "micro_batch", "seq_len", "gradient_accumulation_steps"),
+    *("gradient_checkpointing", "attn", "lora_rank", "zero_overrides", "ok", "gpu", "cap", "alloc_conf", "threads"),
+    *("peak_allocated", "peak_reserved", "step_seconds", "seconds", "tokens_per_s", "retries", "timed_without_marks"),
+    *("error", "detail", "phase", "config", "losses", "loss_fell"),
+)
 RESULT = Path(__file__).resolve().parent.parent / "results" / "recommend.json"
 #: The check that an emitted config trains as it is: this model on one card of so many GiB.
 EMITTED_MODEL, EMITTED_VRAM, EMITTED_STEPS = "meta-llama/Llama-3.2-1B", 24, 10
@@ -87,7 +96,7 @@ def _line(choice: Choice, one: Recommendation, row: dict[str, Any] | None) -> di
             "measured_seconds": round(row["step_seconds"], 4),
             "off": round(one.step_seconds / row["step_seconds"] - 1, 3),
             "measured_reserved": row["peak_reserved"],
-            "retries": max(mark.get("retries", 0) for mark in row["marks"]),
+            "retries": row.get("retries", 0),
         }
     return line
 
@@ -128,10 +137,31 @@ def emit(folder: Path) -> None:
         print(json.dumps(job))
 
 
+def kept(row: dict[str, Any]) -> dict[str, Any]:
+    """A row without what is not compared."""
+    whole = dict(row)
+    if "marks" in row:
+        whole["retries"] = max(mark.get("retries", 0) for mark in row["marks"])
+    if row.get("per_rank"):
+        whole["seconds"] = row["per_rank"][0].get("seconds")
+    return {name: whole[name] for name in _KEPT if name in whole}
+
+
+def keep(rows: list[dict[str, Any]]) -> None:
+    """Add these rows to those that are kept; a later run of a candidate takes the place of an earlier one."""
+    known = {row["id"]: row for row in _read([GRID])} | {row["id"]: kept(row) for row in rows}
+    GRID.write_text("".join(json.dumps(row) + "\n" for _, row in sorted(known.items())))
+
+
+def _read(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    lines = [line for path in paths if path.exists() for line in path.read_text().splitlines() if line.strip()]
+    return [json.loads(line) for line in lines]
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("verb", choices=("specs", "emit", "compare"))
+    parser.add_argument("verb", choices=("specs", "emit", "keep", "compare"))
     parser.add_argument("--setup", choices=sorted(SETUPS), action="append")
     parser.add_argument("paths", nargs="*", type=Path)
     arguments = parser.parse_args()
@@ -144,8 +174,10 @@ def main() -> None:
             for spec in specs(name, SETUPS[name]):
                 print(json.dumps(spec.to_dict()))
         return
-    lines = [line for path in arguments.paths for line in path.read_text().splitlines() if line.strip()]
-    rows = [json.loads(line) for line in lines]
+    rows = [kept(row) for row in _read(arguments.paths or [GRID])]
+    if arguments.verb == "keep":
+        keep(rows)
+        return
     found = [compare(name, SETUPS[name], rows) for name in names if any(row["id"].startswith(f"{name}-") for row in rows)]
     emitted = [row for row in rows if row["id"].startswith("emitted-")]
     summary = overall(found)

@@ -7,9 +7,10 @@ Note [Rates]
 
 Note [Host-bound steps]
     Training in eager mode at small micro batches is bound by the host: Python and the dispatcher issue kernels more slowly
-    than the GPU runs them. So a step's time needs the host's rates too: so many µs a kernel issued, a parameter's gradient
-    hook, a module's gather and release. benchmarks/recommend/calibrate.py derives those from the measured runs by non-negative
-    least squares over counts that the tapes give, all models and stages together.
+    than the GPU runs them. So a step's time needs the host's rates too: so many µs a kernel issued from a module's Python, by
+    autograd's engine or in a loop over tensors, a parameter's gradient hook, a module's gather and release. ``python -m
+    benchmarks.recommend.speeds --fit`` derives them from measured runs of all models, stages and offloads together, and
+    prints how far they carry to runs that it left out. They are those of hosts with H100 and H200 GPUs.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Rates:
         kernel_us: the least time that a kernel takes on the GPU.
         launch_us: host time to issue one kernel of the forward from eager Python, the modules' own code included.
         autograd_us: host time to issue one kernel of the backward, whose engine is compiled.
+        operation_us: host time of one operation in a loop over tensors, outside any module.
         checkpoint_us: host time of one recomputed segment beside its kernels.
         gradient_hook_us: host time of DeepSpeed stages 1 and 2 for one parameter's gradient and its share of the step.
         gather_hook_us: host time of stage 3 for one module entered: fetch, wait, prefetch.
@@ -77,19 +79,20 @@ class Rates:
     link_gbs: float
     pinned_gbs: float
     kernel_us: float = 3.0
-    launch_us: float = 46.0
-    autograd_us: float = 15.0
-    checkpoint_us: float = 500.0
-    gradient_hook_us: float = 290.0
-    gather_hook_us: float = 530.0
-    release_hook_us: float = 750.0
-    unit_hook_us: float = 325.0
+    launch_us: float = 32.0
+    autograd_us: float = 11.0
+    operation_us: float = 4.7
+    checkpoint_us: float = 1000.0
+    gradient_hook_us: float = 158.0
+    gather_hook_us: float = 250.0
+    release_hook_us: float = 505.0
+    unit_hook_us: float = 183.0
     node_gbs: float = 22.0
     collective_us: float = 12.0
     pageable_gbs: float = 9.0
-    cpu_adam_gbs: float = 125.0
-    dram_gbs: float = 60.0
-    fresh_gbs: float = 2.5
+    cpu_adam_gbs: float = 276.0
+    dram_gbs: float = 76.0
+    fresh_gbs: float = 3.9
     read_gbs: float = 5.0
     write_gbs: float = 3.0
     segment_us: float = 200.0

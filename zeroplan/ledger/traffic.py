@@ -41,6 +41,7 @@ class Resource(StrEnum):
     LAUNCH = "launch"  # calls, on the host, from Python
     AUTOGRAD = "autograd"  # calls, on the host, from the backward's thread
     CHECKPOINT = "checkpoint"  # segments recomputed
+    OPERATION = "operation"  # calls, on the host, of single operations in a loop
     GRADIENT_HOOK = "gradient hook"
     GATHER_HOOK = "gather hook"
     RELEASE_HOOK = "release hook"
@@ -50,6 +51,8 @@ class Resource(StrEnum):
     COLLECTIVE = "collective"  # calls × ranks
     PINNED = "pinned"  # bytes
     PAGEABLE = "pageable"  # bytes
+    AWAITED_PINNED = "pinned, awaited"  # bytes, copied while the host waits
+    AWAITED_PAGEABLE = "pageable, awaited"  # bytes, likewise
     CPU_ADAM = "cpu adam"  # bytes
     DRAM = "dram"  # bytes
     FRESH = "fresh host memory"  # bytes
@@ -70,6 +73,7 @@ _RATES: dict[Resource, tuple[Lane, str, float]] = {
     Resource.LAUNCH: (Lane.PYTHON, "launch_us", 0),
     Resource.AUTOGRAD: (Lane.PYTHON, "autograd_us", 0),
     Resource.CHECKPOINT: (Lane.PYTHON, "checkpoint_us", 0),
+    Resource.OPERATION: (Lane.PYTHON, "operation_us", 0),
     Resource.GRADIENT_HOOK: (Lane.PYTHON, "gradient_hook_us", 0),
     Resource.GATHER_HOOK: (Lane.PYTHON, "gather_hook_us", 0),
     Resource.RELEASE_HOOK: (Lane.PYTHON, "release_hook_us", 0),
@@ -79,6 +83,8 @@ _RATES: dict[Resource, tuple[Lane, str, float]] = {
     Resource.COLLECTIVE: (Lane.LINK, "collective_us", 0),
     Resource.PINNED: (Lane.PCIE, "pinned_gbs", _GIGA),
     Resource.PAGEABLE: (Lane.PCIE, "pageable_gbs", _GIGA),
+    Resource.AWAITED_PINNED: (Lane.PYTHON, "pinned_gbs", _GIGA),
+    Resource.AWAITED_PAGEABLE: (Lane.PYTHON, "pageable_gbs", _GIGA),
     Resource.CPU_ADAM: (Lane.HOST, "cpu_adam_gbs", _GIGA),
     Resource.DRAM: (Lane.HOST, "dram_gbs", _GIGA),
     Resource.FRESH: (Lane.HOST, "fresh_gbs", _GIGA),

@@ -117,6 +117,7 @@ def count_stream(stream: Stream) -> Counts:
             depth -= 1
         elif op == left:
             passed += 1
+            depth = 0  # recomputation stops at the last tensor that is needed, inside its modules
         elif op == mark and arg == Mark.BACKWARD_BEGIN:
             part = 1
     return Counts(

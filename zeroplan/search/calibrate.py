@@ -21,7 +21,7 @@ from zeroplan.core.units import MIB
 from zeroplan.search.machine import Machine
 
 _REPEATS = 5
-_HOOKS = ("gradient_hook_us", "gather_hook_us", "release_hook_us", "unit_hook_us")
+_HOOKS = ("operation_us", "checkpoint_us", "gradient_hook_us", "gather_hook_us", "release_hook_us", "unit_hook_us")
 _FILE_BYTES = 256 * MIB
 _LINK_SIZES = (1 << 20, 1 << 23, 1 << 26)
 
@@ -50,7 +50,7 @@ def calibrate(machine: Machine, folder: str, report: Callable[[str], None] = lam
     found |= _disk(folder)
     if torch.cuda.is_available():
         report("host: issuing kernels")
-        found["launch_us"] = _launch(torch)
+        found["launch_us"], found["autograd_us"] = _launch(torch)
         usual = rates_of(DEFAULT_GPU)
         slower = found["launch_us"] / usual.launch_us
         # Hooks are Python like the rest of the step, so they are as much slower or faster.
@@ -91,8 +91,8 @@ def _best(run: Callable[[], object], repeats: int = _REPEATS) -> float:
     return fastest
 
 
-def _launch(torch: Any) -> float:
-    """µs of host time a kernel, in a Llama so small that computing it takes no time; modules and hooks count as they come.
+def _launch(torch: Any) -> tuple[float, float]:
+    """µs of host time a kernel of the forward and of the backward, in a Llama so small that computing it takes no time.
 
     Kernels are counted by the dispatcher as tapes count them: every operation that makes a new storage.
     """
@@ -113,12 +113,16 @@ def _launch(torch: Any) -> float:
     model = transformers.LlamaForCausalLM(config).cuda().bfloat16().train()
     tokens = torch.randint(0, 128, (1, 16), device="cuda")
 
-    def step() -> None:
-        model(input_ids=tokens, labels=tokens).loss.backward()
+    def forward() -> Any:
+        return model(input_ids=tokens, labels=tokens).loss
 
-    with Count() as count:  # type: ignore[no-untyped-call]
-        step()
-    return _best(step, repeats=20) / int(count.kernels) * 1e6
+    with Count() as first:  # type: ignore[no-untyped-call]
+        loss = forward()
+    with Count() as second:  # type: ignore[no-untyped-call]
+        loss.backward()
+    alone = _best(forward, repeats=20)
+    both = _best(lambda: forward().backward(), repeats=20)
+    return alone / int(first.kernels) * 1e6, max(0.0, both - alone) / int(second.kernels) * 1e6
 
 
 def _host_memory(torch: Any) -> dict[str, float]:

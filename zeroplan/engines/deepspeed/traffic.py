@@ -27,19 +27,27 @@ GLOSSARY = {
     "persistent": "elements of parameters at or below stage3_param_persistence_threshold",
     "tensors": "parameters that are gathered",
     "trained_tensors": "parameters with a gradient",
+    "owned_tensors": "of those, the ones whose gradients this rank keeps",
     "reduced": "elements whose gradients are reduced in each micro batch (stages 2 and 3)",
     "reduced_at_step": "elements whose gradients are reduced once a step (stages 0 and 1)",
     "updated": "elements that this rank's optimizer updates",
     "on_gpu": "of those, the ones updated on the GPU",
     "on_host": "of those, the ones updated on the host",
     "on_disk": "of those, the ones whose states are on disk",
+    "last_to_host": "of those on the host or disk at stage 3, the ones whose gradients travel in the last bucket",
     "params_on_host": "this rank's elements of parameters that stay in host memory",
     "params_on_disk": "this rank's elements of parameters that stay on disk",
     "param_bytes": "bytes of one model parameter",
     "comm_bytes": "bytes of one gradient element on its way",
+    "accum_bytes": "bytes of one accumulated gradient element",
     "state_bytes": "bytes of one element's optimizer states",
     "repeats": "micro batches after the first",
 }
+
+
+#: Small operations on each gradient: its cast to fp64 and norm; largest, least, two tests and their conjunction for overflow
+#: (runtime/utils.py, has_inf_or_nan). With offload also its cast and its copy.
+NORM_OPERATIONS, STEP_OPERATIONS, OFFLOAD_OPERATIONS = 3, 9, 11
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +65,19 @@ class TrafficFacts:
     persistent: int
     tensors: int
     trained_tensors: int
+    owned_tensors: int
     reduced: int
     reduced_at_step: int
     updated: int
     on_gpu: int
     on_host: int
     on_disk: int
+    last_to_host: int
     params_on_host: int
     params_on_disk: int
     param_bytes: int
     comm_bytes: int
+    accum_bytes: int
     state_bytes: int
     repeats: int
     one_node: bool
@@ -80,6 +91,16 @@ def _link(c: TrafficFacts) -> Resource:
 
 def _to_host(c: TrafficFacts) -> Resource:
     return Resource.PINNED if c.pinned else Resource.PAGEABLE
+
+
+def _from_host(c: TrafficFacts) -> Resource:
+    """A single rank waits for each copy before it goes on.
+
+    Source: deepspeed/runtime/zero/partition_parameters.py, NoGatherHandle.wait
+    """
+    if c.ranks == 1:
+        return Resource.AWAITED_PINNED if c.pinned else Resource.AWAITED_PAGEABLE
+    return _to_host(c)
 
 
 _lines = WorkBuilder()
@@ -135,13 +156,13 @@ def bucket_copies(c: TrafficFacts) -> int:
     return 4 * c.comm_bytes * c.reduced
 
 
-@_lines.add(_to_host, Phase.FORWARD)
+@_lines.add(_from_host, Phase.FORWARD)
 def upload_forward(c: TrafficFacts) -> int:
     """This rank's parameters from host memory."""
     return c.param_bytes * (c.params_on_host + c.params_on_disk)
 
 
-@_lines.add(_to_host, Phase.BACKWARD)
+@_lines.add(_from_host, Phase.BACKWARD)
 def upload_backward(c: TrafficFacts) -> int:
     """The same again for the backward."""
     return c.param_bytes * (c.params_on_host + c.params_on_disk)
@@ -165,7 +186,16 @@ def download_gradients(c: TrafficFacts) -> int:
 
     Source: deepspeed/runtime/zero/stage_1_and_2.py, async_inplace_copy_grad_to_fp32_buffer_from_gpu; stage3.py
     """
-    return 4 * (c.on_host + c.on_disk)
+    return 4 * (c.on_host + c.on_disk - c.last_to_host)
+
+
+@_lines.add(_to_host, Phase.STEP)
+def download_last_bucket(c: TrafficFacts) -> int:
+    """Stage 3 sends a bucket while the backward goes on; the last one leaves when it is over.
+
+    Source: deepspeed/runtime/zero/stage3.py, independent_gradient_partition_epilogue
+    """
+    return (4 + 2 * c.accum_bytes) * c.last_to_host
 
 
 @_lines.add(Resource.GRADIENT_HOOK, Phase.BACKWARD)
@@ -201,14 +231,63 @@ def release_hooks(c: TrafficFacts) -> int:
     return c.backward_modules if c.stage == 3 else 0
 
 
+@_lines.add(_to_host, Phase.BACKWARD)
+def accumulator_round_trip(c: TrafficFacts) -> int:
+    """Stage 3 keeps accumulated gradients on the host as well: each goes there and comes back before its fp32 copy leaves.
+
+    Source: deepspeed/runtime/zero/stage3.py, partition_grads
+    """
+    return 2 * c.accum_bytes * (c.on_host + c.on_disk - c.last_to_host) if c.stage == 3 else 0
+
+
+@_lines.add(Resource.OPERATION, Phase.BACKWARD)
+def offload_operations(c: TrafficFacts) -> int:
+    """With offload: of each gradient that this rank keeps norm, test for overflow (stages 1 and 2), cast and copy, one by one.
+
+    Source: deepspeed/runtime/zero/stage_1_and_2.py, copy_grads_in_partition; stage3.py, partition_grads
+    """
+    return OFFLOAD_OPERATIONS * c.owned_tensors if c.on_host else 0
+
+
+@_lines.add(Resource.HBM, Phase.BACKWARD)
+def offload_casts(c: TrafficFacts) -> int:
+    """The same in bytes: norms in fp64, the largest and the least read, casts to fp32."""
+    return c.on_host * (4 * c.param_bytes + 20) if c.mixed else 0
+
+
+@_lines.add(Resource.OPERATION, Phase.STEP)
+def step_operations(c: TrafficFacts) -> int:
+    """Norm of each gradient by itself and, below stage 3, its test for overflow; with offload the norm is fetched.
+
+    Source: deepspeed/runtime/zero/stage_1_and_2.py, get_grad_norm_direct, has_overflow_partitioned_grads_serial; stage3.py,
+    step; runtime/fp16/fused_optimizer.py, step
+    """
+    if not c.mixed:
+        return 0
+    return (1 if c.on_host else NORM_OPERATIONS if c.stage == 3 else STEP_OPERATIONS) * c.owned_tensors
+
+
 @_lines.add(Resource.HBM, Phase.STEP)
 def step_on_gpu(c: TrafficFacts) -> int:
-    """Norm and cast of the gradients, the update, and the 16-bit copy: states, masters and gradients read, most written back.
+    """The update: states, masters and gradients read, all but the gradients written back."""
+    return c.on_gpu * (4 + 8 + 2 * c.state_bytes)
 
-    Source: deepspeed/ops/adam/fused_adam.py; deepspeed/runtime/zero/stage_1_and_2.py, step
+
+@_lines.add(Resource.HBM, Phase.STEP)
+def gradients_on_gpu(c: TrafficFacts) -> int:
+    """Before the update: gradients flattened, cast to fp32 and clipped there, their norm taken in fp64.
+
+    Source: deepspeed/runtime/zero/stage_1_and_2.py, step; runtime/fp16/fused_optimizer.py, step
     """
-    casts = 3 * c.param_bytes + 8 if c.mixed else 0  # norm and cast read 16 bits; fp32 written; masters read, copies written
-    return c.on_gpu * (4 + 8 + 2 * c.state_bytes + casts)
+    norm, clip = c.param_bytes + 16, 8
+    flat_and_cast = 3 * c.param_bytes + 4 if c.stage else 3 * c.param_bytes + 8  # stage 0 flattens in fp32, the others before
+    return c.on_gpu * (norm + clip + (flat_and_cast if c.mixed else 0))
+
+
+@_lines.add(Resource.HBM, Phase.STEP)
+def copies_on_gpu(c: TrafficFacts) -> int:
+    """After it: the 16-bit parameters from their masters."""
+    return c.on_gpu * (4 + c.param_bytes) if c.mixed else 0
 
 
 @_lines.add(Resource.CPU_ADAM, Phase.STEP)
@@ -228,11 +307,11 @@ def unscale_on_host(c: TrafficFacts) -> int:
 
 @_lines.add(_to_host, Phase.STEP)
 def upload_updated(c: TrafficFacts) -> int:
-    """Stages 1 and 2: updated masters to the GPU in fp32, cast there.
+    """Stages 1 and 2: updated parameters to the GPU, as the host cast them.
 
-    Source: deepspeed/runtime/zero/stage_1_and_2.py, step (fp32_partition.to(device))
+    Source: deepspeed/runtime/zero/stage_1_and_2.py, step (param_buffer_of_bit16_for_cpu_offload_groups)
     """
-    return 4 * c.on_host if c.stage < 3 else 0
+    return c.param_bytes * c.on_host if c.stage < 3 else 0
 
 
 @_lines.add(Resource.FRESH, Phase.STEP)
@@ -248,8 +327,10 @@ def cast_updated(c: TrafficFacts) -> int:
 
 @_lines.add(Resource.DRAM, Phase.STEP)
 def cast_updated_on_host(c: TrafficFacts) -> int:
-    """Stage 3 with parameters on the host: masters cast into the shard that is there, all ranks of the node."""
-    return (4 + c.param_bytes) * (c.on_host + c.on_disk) * c.local_ranks if c.params_on_host + c.params_on_disk else 0
+    """Masters cast into a buffer that is there, all ranks of the node: all but stage 3 with parameters on the GPU."""
+    if not c.mixed or (c.stage == 3 and not c.params_on_host + c.params_on_disk):
+        return 0
+    return (4 + c.param_bytes) * (c.on_host + c.on_disk) * c.local_ranks
 
 
 @_lines.add(Resource.READ, Phase.STEP)
@@ -333,19 +414,29 @@ def traffic_facts(
         persistent=sizes.persistent,
         tensors=sizes.tensors,
         trained_tensors=sizes.trained_tensors,
+        owned_tensors=-(-sizes.trained_tensors // ranks) if stage in (1, 2) else sizes.trained_tensors,
         reduced=sizes.trainable if stage >= 2 else 0,
         reduced_at_step=sizes.trainable if stage < 2 else 0,
         updated=updated,
         on_gpu=updated - moved,
         on_host=moved if device is Device.CPU else 0,
         on_disk=moved if device is Device.NVME else 0,
+        last_to_host=moved * _last_bucket(sizes.trainable, zero.reduce_bucket_size) // sizes.trainable
+        if stage == 3 and moved
+        else 0,
         params_on_host=params if param_device is Device.CPU else 0,
         params_on_disk=params if param_device is Device.NVME else 0,
         param_bytes=resolved.param_bytes,
         comm_bytes=resolved.comm_bytes,
+        accum_bytes=resolved.accum_bytes,
         state_bytes=round(per_element),
         repeats=workload.grad_accum - 1,
         one_node=ranks <= local_ranks,
         pinned=zero.offload_optimizer.pin_memory if zero.offload_optimizer else zero.offload_param.pin_memory,
         mixed=resolved.param_bytes == 2,
     )
+
+
+def _last_bucket(elements: int, bucket: int) -> int:
+    """Elements in the last of the buckets that gradients are reduced in."""
+    return min(elements, elements % bucket or bucket)

@@ -216,6 +216,7 @@ class TestNames:
     def test_what_is_not_modelled_is_said(self) -> None:
         assert "key.unmodelled" in ids(zero() | {"compile": {"deepcompile": True}}, Severity.WARNING)
         assert "key.unmodelled" not in ids(zero() | {"compile": {"deepcompile": False}})
+        assert "key.unmodelled" in ids(zero(3, zero_quantized_weights=True), Severity.WARNING)
 
 
 class TestRemarks:

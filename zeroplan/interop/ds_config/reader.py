@@ -286,7 +286,8 @@ def _checkpoint(raw: Mapping[str, Any], reading: Reading) -> None:
 def _placements(reading: Reading) -> None:
     """One warning for what zeroplan knows and does not model, so that no plan is silently wrong."""
     moved = [key.path for key in reading.keys if key.effect is Effect.UNMODELLED and key.value not in (None, False)]
-    tops = list(dict.fromkeys(path.partition(".")[0] for path in moved))
-    for top in tops:
+    modelled = {key.path.partition(".")[0] for key in reading.keys if key.effect is Effect.MEMORY}
+    named = (path if (top := path.partition(".")[0]) in modelled else top for path in moved)
+    for where in dict.fromkeys(named):
         what = "changes memory in a way that is not modelled: plans leave it out"
-        reading.add("key.unmodelled", Severity.WARNING, top, what, "", "", At.ENGINE)
+        reading.add("key.unmodelled", Severity.WARNING, where, what, "", "", At.ENGINE)

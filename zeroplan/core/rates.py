@@ -80,19 +80,19 @@ class Rates:
     pinned_gbs: float
     kernel_us: float = 3.0
     launch_us: float = 32.0
-    autograd_us: float = 11.0
-    operation_us: float = 4.7
+    autograd_us: float = 11.3
+    operation_us: float = 4.6
     checkpoint_us: float = 1000.0
-    gradient_hook_us: float = 158.0
-    gather_hook_us: float = 250.0
+    gradient_hook_us: float = 153.0
+    gather_hook_us: float = 178.0
     release_hook_us: float = 505.0
-    unit_hook_us: float = 183.0
+    unit_hook_us: float = 171.0
     node_gbs: float = 22.0
     collective_us: float = 12.0
     pageable_gbs: float = 9.0
-    cpu_adam_gbs: float = 276.0
+    cpu_adam_gbs: float = 284.0
     dram_gbs: float = 76.0
-    fresh_gbs: float = 3.9
+    fresh_gbs: float = 4.1
     read_gbs: float = 5.0
     write_gbs: float = 3.0
     segment_us: float = 200.0

@@ -57,7 +57,7 @@ class CostModel:
         self.engine, self.spec, self.cluster, self.rates = engine, spec, cluster, rates
         self.matrices: Matrices = matrices(spec)
         self._units = sum(unit.count for unit in spec.units)
-        self._sizes: dict[int, deepspeed_traffic.Sizes] = {}
+        self._sizes: dict[tuple[int, int], deepspeed_traffic.Sizes] = {}
 
     def items(
         self, workload: Workload, zero: ZeroConfig, counts: Counts, *, plan: MemoryPlan | None = None, derive: bool = False
@@ -94,10 +94,10 @@ class CostModel:
         if self.engine in ("fsdp2", "ddp"):
             facts = torch_traffic.torch_facts(self.spec, workload, stage=zero.stage, ranks=ranks, local_ranks=local)
             return facts, torch_traffic.TRAFFIC
-        threshold = zero.param_persistence_threshold
-        sizes = self._sizes.get(threshold)
+        widths = (zero.param_persistence_threshold, zero.reduce_bucket_size)
+        sizes = self._sizes.get(widths)
         if sizes is None:
-            sizes = self._sizes[threshold] = deepspeed_traffic.Sizes.of(self.spec, threshold)
+            sizes = self._sizes[widths] = deepspeed_traffic.Sizes.of(self.spec, *widths)
         own = deepspeed_traffic.traffic_facts(sizes, compute, workload, zero, ranks=ranks, local_ranks=local)
         if self.engine == "zeroplan":
             # The runtime hooks units, never parameters or modules.

@@ -34,7 +34,7 @@ GLOSSARY = {
     "on_gpu": "of those, the ones updated on the GPU",
     "on_host": "of those, the ones updated on the host",
     "on_disk": "of those, the ones whose states are on disk",
-    "last_to_host": "of those on the host or disk at stage 3, the ones whose gradients travel in the last bucket",
+    "last_to_host": "of those on the host or disk at stage 3, the ones whose gradients travel when the backward is over",
     "params_on_host": "this rank's elements of parameters that stay in host memory",
     "params_on_disk": "this rank's elements of parameters that stay on disk",
     "param_bytes": "bytes of one model parameter",
@@ -190,8 +190,8 @@ def download_gradients(c: TrafficFacts) -> int:
 
 
 @_lines.add(_to_host, Phase.STEP)
-def download_last_bucket(c: TrafficFacts) -> int:
-    """Stage 3 sends a bucket while the backward goes on; the last one leaves when it is over.
+def download_last_buckets(c: TrafficFacts) -> int:
+    """Stage 3 sends a bucket while the backward goes on; the last ones leave when it is over.
 
     Source: deepspeed/runtime/zero/stage3.py, independent_gradient_partition_epilogue
     """
@@ -365,16 +365,20 @@ TRAFFIC: WorkLedger = _lines.ledger()
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sums over a model's parameters that traffic needs, for one persistence threshold."""
+    """Sums over a model's parameters that traffic needs, for one persistence threshold and one bucket size.
+
+    `last_buckets`: elements in the buckets that are sent when the backward is all but over.
+    """
 
     params: int
     trainable: int
     persistent: int
     tensors: int
     trained_tensors: int
+    last_buckets: int
 
     @classmethod
-    def of(cls, spec: ModelSpec, threshold: int) -> Sizes:
+    def of(cls, spec: ModelSpec, threshold: int, bucket: int) -> Sizes:
         """Of a model."""
         persistent = tensors = trained = 0
         for tensor, count in spec.tensor_groups():
@@ -383,7 +387,7 @@ class Sizes:
             else:
                 tensors += count
             trained += count if tensor.trainable else 0
-        return cls(spec.params, spec.trainable, persistent, tensors, trained)
+        return cls(spec.params, spec.trainable, persistent, tensors, trained, _last_buckets(spec, bucket))
 
 
 def traffic_facts(
@@ -391,7 +395,7 @@ def traffic_facts(
 ) -> TrafficFacts:
     """The facts of rank 0.
 
-    `sizes` must be those of the configuration's ``param_persistence_threshold``.
+    `sizes` must be those of the configuration's ``param_persistence_threshold`` and ``reduce_bucket_size``.
     """
     stage = zero.stage
     resolved = resolution(workload, zero)
@@ -421,9 +425,7 @@ def traffic_facts(
         on_gpu=updated - moved,
         on_host=moved if device is Device.CPU else 0,
         on_disk=moved if device is Device.NVME else 0,
-        last_to_host=moved * _last_bucket(sizes.trainable, zero.reduce_bucket_size) // sizes.trainable
-        if stage == 3 and moved
-        else 0,
+        last_to_host=moved * sizes.last_buckets // sizes.trainable if stage == 3 and moved else 0,
         params_on_host=params if param_device is Device.CPU else 0,
         params_on_disk=params if param_device is Device.NVME else 0,
         param_bytes=resolved.param_bytes,
@@ -437,6 +439,18 @@ def traffic_facts(
     )
 
 
-def _last_bucket(elements: int, bucket: int) -> int:
-    """Elements in the last of the buckets that gradients are reduced in."""
-    return min(elements, elements % bucket or bucket)
+def _last_buckets(spec: ModelSpec, bucket: int) -> int:
+    """Elements of the buckets that are sent once the first unit's gradients come, which are the last of the backward.
+
+    A bucket is sent when the next gradient does not fit, so what the blocks leave behind goes only then.
+    Source: deepspeed/runtime/zero/stage3.py, reduce_independent_p_g_buckets_and_remove_grads
+    """
+    held = late = 0
+    for place, unit in reversed(list(enumerate(spec.units))):
+        own = [tensor.numel for tensor in reversed(unit.tensors) if tensor.trainable and tensor.tied_to is None]
+        for numel in own * unit.count:
+            if held and held + numel > bucket:
+                late += held if place == 0 else 0
+                held = 0
+            held += numel
+    return late + held

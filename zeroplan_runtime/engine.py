@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,9 @@ logger = logging.getLogger("zeroplan_runtime")
 
 class Engine(nn.Module):
     """A model under ZeRO. Made by :func:`zeroplan_runtime.initialize`.
+
+    Its memory goes with the last reference to engine, model and optimizer, which refer to each other, at the garbage
+    collector's next round; :meth:`destroy` gives it back at once.
 
     One step is, for each micro batch, ``loss = engine(batch)``, ``engine.backward(loss)``, ``engine.step()``; the last
     ``step`` of an accumulation updates the model.
@@ -99,14 +103,18 @@ class Engine(nn.Module):
         self._guard = model.register_state_dict_pre_hook(self._before_state_dict)  # type: ignore[no-untyped-call]
         self._inside = False
         self._tail = Mark(device)
-        self.watchdog = watch(ranks.rank, ranks.count, self._where, config.timeout) if ranks.group is None else None
-        ranks.explain = self.watchdog.diagnose if self.watchdog is not None else None
+        self.watchdog = watch(ranks.rank, ranks.count, _progress_of(self), config.timeout) if ranks.group is None else None
+        if self.watchdog is not None:
+            ranks.explain = self.watchdog.diagnose
+            weakref.finalize(self, self.watchdog.stop)
         self.stepper: Stepper | None = None
         self.host: HostOptimizer | None = None
         if optimizer is not None:
             self.stepper = Stepper(self.schedule, optimizer, clip=config.clip, may_skip=config.check_overflow)
             self.host = offload_optimizer(self.stepper, config.offload)
             optimizer.take_step = self.step
+        if device.type == "cuda":
+            _take_workspaces(device, dtype)
 
     # ------------------------------------------------------------------ training
 
@@ -194,7 +202,10 @@ class Engine(nn.Module):
         return (self.micro_steps + 1) % self.config.grad_accum == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Says it for the micro batches to come, instead of counting them."""
+        """Says it for the micro batches to come, instead of counting them.
+
+        Buffers and their dtypes follow the config's accumulation steps: give there how many there are about.
+        """
         self._boundary = is_boundary
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -398,6 +409,27 @@ class Engine(nn.Module):
         self.micro_steps = self.global_steps * self.config.grad_accum
         self._applied, self._skipped = progress["applied"], progress["skipped"]
         self.scaler.load_state_dict(progress["loss_scaler"])
+
+
+def _progress_of(engine: Engine) -> Callable[[], tuple[int, str, bool]]:
+    """For the watchdog, whose thread must not keep the engine alive."""
+    alive = weakref.ref(engine)
+
+    def progress() -> tuple[int, str, bool]:
+        found = alive()
+        return found._where() if found is not None else (0, "an engine that is gone", False)
+
+    return progress
+
+
+def _take_workspaces(device: torch.device, dtype: torch.dtype) -> None:
+    """Lets cuBLAS take the workspace that it keeps for each thread, this one and autograd's, before anything else is there.
+
+    Taken in the first backward, the second would lie in a block that logits had left, which the next logits then lack.
+    """
+    x = torch.zeros(16, 16, dtype=dtype, device=device, requires_grad=True)
+    with torch.enable_grad():
+        (x @ x).sum().backward()  # type: ignore[no-untyped-call]
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

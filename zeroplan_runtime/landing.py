@@ -8,6 +8,7 @@ of a transformer's gradients are neither allocated nor copied.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
@@ -38,7 +39,8 @@ def attach(schedule: Schedule, *, direct: bool = True) -> Callable[[], None]:
         if unit.trainable is not None:
             for i, param in enumerate(unit.trainable.params):
                 places[id(param)] = (unit, i)
-                hook = partial(_take, schedule, unit, i)
+                # Held by C++, where the garbage collector does not look: a strong reference would keep the engine for ever.
+                hook = partial(_take, weakref.ref(schedule), unit.index, i)
                 handles.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
     changed: list[nn.Module] = []
     if direct:
@@ -58,10 +60,13 @@ def attach(schedule: Schedule, *, direct: bool = True) -> Callable[[], None]:
     return detach
 
 
-def _take(schedule: Schedule, unit: UnitState, position: int, param: torch.Tensor) -> None:
+def _take(engine: weakref.ref[Schedule], unit: int, position: int, param: torch.Tensor) -> None:
+    schedule = engine()
+    if schedule is None:
+        return
     grad, param.grad = param.grad, None
     if grad is not None:
-        schedule.land(unit, position, grad)
+        schedule.land(schedule.store.units[unit], position, grad)
 
 
 def _is_plain_linear(module: nn.Module) -> bool:

@@ -168,14 +168,9 @@ class Store:
             if state.layout.grad_slot is not None:
                 state.grad_slot = self.grad_slots[state.layout.grad_slot]
             if not state.layout.offloaded:
-                state.grad_lease = leases.get((self._kept_gradient, state.name))
+                state.grad_lease = leases.get((setup.kept_grad, state.name))
         for state in self.units:
             self._fill(state)
-
-    @property
-    def _kept_gradient(self) -> Buffer:
-        """What is kept of a unit's gradients until the step."""
-        return Buffer.GRAD_SHARD if self.setup.stage >= 2 else Buffer.GRAD_FULL
 
     def _slot(self, name: str, tensor: torch.Tensor) -> Slot:
         return Slot(name, tensor, Mark(self.arena.device), Mark(self.arena.device))

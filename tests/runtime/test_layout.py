@@ -86,7 +86,7 @@ def test_states_follow_the_formula(units: list[UnitShape], count: int, dtype: DT
 @given(shapes, st.integers(2, 9))
 @settings(deadline=None)
 def test_what_a_stage_shards(units: list[UnitShape], count: int) -> None:
-    layouts = [plan_layout(units, RuntimeSetup(count, stage)) for stage in range(4)]
+    layouts = [plan_layout(units, RuntimeSetup(count, stage, grad_accum=2)) for stage in range(4)]
     flats = [u.trainable for u in layouts[0].units if u.trainable]
     whole, shards = sum(f.full for f in flats), sum(f.shard for f in flats)
     assert whole == shards * count
@@ -106,10 +106,27 @@ def test_what_a_stage_shards(units: list[UnitShape], count: int) -> None:
     assert total(alone, *kinds) == 4 * (shards + frozen + gathered)
 
 
+@given(shapes, st.integers(2, 9))
+@settings(deadline=None)
+def test_without_accumulation_stage_1_needs_no_whole_gradients(units: list[UnitShape], count: int) -> None:
+    first, second = (plan_layout(units, RuntimeSetup(count, stage)) for stage in (1, 2))
+    assert runtime_buffers(first) == runtime_buffers(second)
+
+
 @given(shapes)
 @settings(deadline=None)
 def test_one_rank_alone_is_the_same_at_every_stage(units: list[UnitShape]) -> None:
     assert len({total(plan_layout(units, RuntimeSetup(1, stage))) for stage in range(4)}) == 1
+
+
+@given(shapes)
+@settings(deadline=None)
+def test_one_micro_batch_of_one_rank_needs_no_fp32_gradients(units: list[UnitShape]) -> None:
+    narrow, wide, added = (
+        total(plan_layout(units, RuntimeSetup(1, 2, DType.BF16, dtype, dtype, grad_accum=accum)), Buffer.GRAD_SHARD)
+        for dtype, accum in ((DType.BF16, 1), (DType.FP32, 1), (DType.FP32, 2))
+    )
+    assert 2 * narrow == 2 * wide == added
 
 
 def test_slots_hold_the_largest_unit_that_uses_them() -> None:

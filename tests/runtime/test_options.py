@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -413,10 +415,27 @@ def test_a_sharded_state_dict_is_refused_not_wrong(pool: RankPool) -> None:
     assert pool.run(1, read_state_dict, 3) == ["True"]
 
 
-def test_destroy_gives_all_memory_back() -> None:
-    import gc
-    import weakref
+def abandon(group: dist.ProcessGroup, stage: int) -> list[bool]:
+    """Trains, lets go of the engine and its model, and says what is still there of its memory."""
+    engine = zeroplan_runtime.initialize(model=models.make(), config=ds_config(stage), group=group, device="cpu")[0]
+    engine.backward(engine(models.batch(0, 0, 0)))
+    kept = [weakref.ref(engine), weakref.ref(engine.module)]
+    for unit in engine.store.units:
+        tensors = [unit.grad, unit.master, *(flat.full for flat in unit.flats())]
+        kept += [weakref.ref(t.untyped_storage()) for t in tensors if t is not None]
+    del engine, tensors, unit
+    gc.collect()
+    return [reference() is not None for reference in kept]
 
+
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 1), (2, 3)])
+def test_an_engine_that_nobody_holds_is_collected(pool: RankPool, ranks: int, stage: int) -> None:
+    for there in pool.run(ranks, abandon, stage):
+        assert len(there) > 10
+        assert not any(there)
+
+
+def test_destroy_gives_all_memory_back() -> None:
     engine, *_ = zeroplan_runtime.initialize(model=models.make(), config=ds_config(3), device="cpu")
     engine.backward(engine(models.batch(0, 0, 0)))
     engine.step()

@@ -75,13 +75,13 @@ def test_equal_is_within_and_every_byte_is_accounted_for() -> None:
 def test_one_byte_too_many_in_one_unit_is_outside_and_named() -> None:
     plan = planned()
     rows = result(plan)["rows"]
-    at = next(i for i, row in enumerate(rows) if row[:2] == ["param.shard", "model.layers.1"])
+    at = next(i for i, row in enumerate(rows) if row[:2] == ["param.master", "model.layers.1"])
     rows[at] = [*rows[at][:3], rows[at][3] + 1]
     found = compare(plan, measured(result(plan, rows=rows)), 0.02)
     assert not found.within
     assert len(found.mismatches) == 1
-    assert "param.shard of model.layers.1" in found.verdict
-    row = next(row for row in found.rows if row.name == "param.shard")
+    assert "param.master of model.layers.1" in found.verdict
+    row = next(row for row in found.rows if row.name == "param.master")
     assert (row.within, row.difference) == (False, 1)
 
 

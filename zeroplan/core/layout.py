@@ -147,8 +147,16 @@ class RuntimeSetup:
 
     @property
     def shards_grads(self) -> bool:
-        """Whole gradients pass through slots; a shard stays."""
-        return self.stage >= 2 and self.ranks > 1
+        """Whole gradients pass through slots; a shard stays.
+
+        Stage 1 keeps whole gradients only so that an accumulation is reduced once; without one they need not stay.
+        """
+        return self.ranks > 1 and (self.stage >= 2 or (self.stage == 1 and self.grad_accum == 1))
+
+    @property
+    def kept_grad(self) -> Buffer:
+        """What is kept of a unit's gradients until the step."""
+        return Buffer.GRAD_SHARD if self.stage >= 2 or self.shards_grads else Buffer.GRAD_FULL
 
     @property
     def shards_params(self) -> bool:
@@ -189,8 +197,13 @@ class RuntimeSetup:
 
     @property
     def whole_grad_dtype(self) -> DType:
-        """Dtype of gradients kept whole, which are accumulated and reduced in one buffer."""
-        return DType.FP32 if DType.FP32 in (self.reduce_dtype, self.accum_dtype) else self.reduce_dtype
+        """Dtype of gradients kept whole, which are accumulated and reduced in one buffer.
+
+        One micro batch of one rank is neither accumulated nor reduced, so nothing asks for more than the parameters' width.
+        """
+        if DType.FP32 not in (self.reduce_dtype, self.accum_dtype):
+            return self.reduce_dtype
+        return self.param_dtype if self.ranks == 1 and self.grad_accum == 1 else DType.FP32
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,8 +457,8 @@ def _grad_rows(layout: Layout) -> list[OwnedBuffer]:
     if setup.shards_grads:
         rows = [OwnedBuffer(Buffer.GRAD_SHARD, name, flat.shard, setup.accum_dtype, phases=kept) for name, flat in stay]
     else:
-        own = Buffer.GRAD_SHARD if setup.stage >= 2 else Buffer.GRAD_FULL
-        rows = [OwnedBuffer(own, name, flat.full, setup.whole_grad_dtype, phases=kept) for name, flat in stay]
+        whole = setup.whole_grad_dtype
+        rows = [OwnedBuffer(setup.kept_grad, name, flat.full, whole, phases=kept) for name, flat in stay]
     dtypes = {u.grad_slot: layout.grad_slot_dtype(u.shape.kind) for u in layout.units}
     rows += [OwnedBuffer(Buffer.GRAD_FULL, slot, numel, dtypes[slot], phases=passing) for slot, numel in slots]
     if layout.piece:

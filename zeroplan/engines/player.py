@@ -94,6 +94,7 @@ def play(
     schedule: StageSchedule,
     *,
     own_linear: bool = False,
+    warm: bool = False,
     scripts: Scripts | None = None,
 ) -> None:
     """Records a whole run: build, initialisation, and `job.steps` steps, each stretch of it ended by a mark.
@@ -106,6 +107,7 @@ def play(
         recorder: where it is recorded.
         schedule: what the engine does.
         own_linear: the engine put a function of its own in place of ``torch.nn.functional.linear``.
+        warm: cuBLAS has its workspaces from the initialisation on; the schedule has recorded them.
         scripts: those of other runs of the same stream.
     """
     schedule.build()
@@ -115,6 +117,8 @@ def play(
     recorder.mark("init")
     script = (scripts or Scripts()).of(stream, modules=schedule.follows_modules, own_linear=own_linear)
     player = _Player(script, recorder, schedule, job.cublas_workspace)
+    if warm:
+        player.workspaces[:2] = [0, 0]
     kept: list[int] = []
     played = min(job.workload.grad_accum, DISTINCT_MICRO_BATCHES)
     for step in range(job.steps):

@@ -107,6 +107,6 @@ class Runtime:
         direct = self.knobs.direct_linear and whole in (setup.param_dtype, DType.FP32)
         recorder = Recorder()
         tape = with_direct_gradients(stream) if direct else stream
-        play(job, tape, recorder, RuntimeSchedule(job, tape, recorder))
+        play(job, tape, recorder, RuntimeSchedule(job, tape, recorder), warm=True)
         host = host_phases(layout, case.spec.params * case.workload.param_bytes)
         return Simulation(simulate(recorder, config, device_memory=case.cluster.vram), host=host)

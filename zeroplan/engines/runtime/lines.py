@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zeroplan.core.buffers import ALWAYS, FROM_FIRST_STEP, Buffer, Phase, Place
+from zeroplan.core.buffers import ALWAYS, Buffer, Phase, Place
 from zeroplan.core.layout import OPTIMIZER_STATES, Layout, OwnedBuffer, UnitKind, runtime_buffers
 from zeroplan.ledger.line import LedgerBuilder
 
@@ -76,6 +76,7 @@ class Facts:
     cublas_workspace: int
     masters: bool
     masters_away: bool
+    keeps_shards: bool
     states: tuple[Buffer, ...]
     away: Place
     master_place: Place
@@ -85,6 +86,7 @@ class Facts:
 def facts(layout: Layout, *, cublas_workspace: int) -> Facts:
     """Sums over the rows that the Arena allocates."""
     setup, rows = layout.setup, runtime_buffers(layout)
+    kept = [unit for unit in layout.units if not unit.offloaded]
     ring = {unit.grad_slot for unit in layout.units if unit.shape.kind is UnitKind.BLOCK}
     here = [row for row in rows if row.place is Place.HBM]
     masters = _count(here, Buffer.PARAM_MASTER)
@@ -94,14 +96,13 @@ def facts(layout: Layout, *, cublas_workspace: int) -> Facts:
     master_away = next((row for row in rows if row.buffer is Buffer.PARAM_MASTER and row.place is not Place.HBM), None)
     states = OPTIMIZER_STATES[setup.optimizer]
     own_param = Buffer.PARAM_SHARD if setup.stage >= 3 else Buffer.PARAM_FULL
-    staying = [unit for unit in layout.units if not unit.offloaded]
     return Facts(
         ranks=setup.ranks,
         stage=setup.stage,
         params_kept=_count(rows, own_param),
         frozen_kept=_count(rows, Buffer.PARAM_FROZEN),
         params_gathered=sum(layout.param_slots.values()),
-        grads_kept=sum((u.trainable.shard if setup.shards_grads else u.trainable.full) for u in staying if u.trainable),
+        grads_kept=sum((u.trainable.shard if setup.shards_grads else u.trainable.full) for u in kept if u.trainable),
         grads_in_ring=sum(numel for slot, numel in layout.grad_slots.items() if slot in ring),
         grads_in_slots=sum(numel for slot, numel in layout.grad_slots.items() if slot not in ring),
         grads_staged=_count(rows, Buffer.COMM_REDUCE_SCATTER),
@@ -123,6 +124,7 @@ def facts(layout: Layout, *, cublas_workspace: int) -> Facts:
         cublas_workspace=cublas_workspace,
         masters=bool(masters),
         masters_away=master_away is not None,
+        keeps_shards=setup.kept_grad is Buffer.GRAD_SHARD,
         states=states,
         away=next((unit.place for unit, _ in stepping if unit.offloaded), Place.DRAM),
         master_place=master_away.place if master_away is not None else Place.DRAM,
@@ -161,13 +163,13 @@ def param_slots(c: Facts) -> int:
 @_add(Buffer.GRAD_FULL, Place.HBM, (Phase.BACKWARD, Phase.STEP), state=True)
 def grad_full(c: Facts) -> int:
     """Whole gradients, where the backward writes them and the reduction leaves the mean; they go in the step."""
-    return c.grads_kept * c.grad_bytes if c.stage < 2 else 0
+    return 0 if c.keeps_shards else c.grads_kept * c.grad_bytes
 
 
 @_add(Buffer.GRAD_SHARD, Place.HBM, (Phase.BACKWARD, Phase.STEP), state=True)
 def grad_shard(c: Facts) -> int:
     """This rank's averaged share of the gradients, from a unit's reduction to its update."""
-    return c.grads_kept * c.grad_bytes if c.stage >= 2 else 0
+    return c.grads_kept * c.grad_bytes if c.keeps_shards else 0
 
 
 @_add(Buffer.GRAD_FULL, Place.HBM, (Phase.BACKWARD,))
@@ -272,9 +274,9 @@ def init_copy(c: Facts) -> int:
     return c.largest_param * c.param_bytes
 
 
-@_add(Buffer.WORKSPACE, Place.HBM, FROM_FIRST_STEP)
+@_add(Buffer.WORKSPACE, Place.HBM, ALWAYS)
 def cublas_workspace(c: Facts) -> int:
-    """cuBLAS's workspaces: one for the forward's thread, one for the backward's."""
+    """cuBLAS's workspaces: one for the forward's thread, one for the backward's, taken at the start."""
     return 2 * c.cublas_workspace
 
 

@@ -79,13 +79,13 @@ class RuntimeSchedule:
         self.units: list[UnitRun] = []
         by_param: dict[str, UnitRun] = {}
         by_module: dict[str, UnitRun] = {}
-        kept = Buffer.GRAD_SHARD if self.setup.stage >= 2 else Buffer.GRAD_FULL
         for unit in job.layout.units:
             if unit.trainable is None:
                 continue
             slot = self.slots[unit.grad_slot] if unit.grad_slot is not None else None
             sums = self.sums.get(unit.grad_slot or "") if unit.offloaded else None
-            run = UnitRun(unit.shape.kind, None if unit.offloaded else leases[kept, unit.shape.name], slot, sums)
+            kept = None if unit.offloaded else leases[self.setup.kept_grad, unit.shape.name]
+            run = UnitRun(unit.shape.kind, kept, slot, sums)
             self.units.append(run)
             by_module[unit.shape.name] = run
             by_param.update((param.name, run) for param in unit.shape.params)
@@ -108,7 +108,9 @@ class RuntimeSchedule:
         """Adapters are part of the model."""
 
     def initialize(self) -> None:
-        """The Arena takes one block for each run of standing rows of one kind; then parameters pass through, one at a time."""
+        """The Arena takes one block for each run of standing rows of one kind; then parameters pass through, one at a time, and
+        cuBLAS takes its workspaces.
+        """
         standing = (row for row in self.rows if row.stands and row.place is Place.HBM)
         for (buffer, _, _), group in groupby(standing, key=lambda row: (row.buffer, row.dtype, row.place)):
             self.recorder.alloc(sum(row.bytes for row in group), buffer)
@@ -116,6 +118,8 @@ class RuntimeSchedule:
         for unit in self.job.layout.units:
             for param in unit.shape.params:
                 self.recorder.free(self.recorder.alloc(param.numel * width, Buffer.INIT_TEMP, note=param.name))
+        for _ in range(2 if self.job.cublas_workspace else 0):
+            self.recorder.alloc(self.job.cublas_workspace, Buffer.WORKSPACE)
 
     # --- forward --------------------------------------------------------------------------------------------------------
 

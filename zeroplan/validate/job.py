@@ -111,7 +111,7 @@ def _runtime_config(case: Case, raw: Mapping[str, Any], timeout: float) -> dict[
     config["gradient_accumulation_steps"] = work.grad_accum
     config.setdefault("gradient_clipping", 1.0)
     zero = config.get("zero_optimization")
-    config["zero_optimization"] = {**(zero if isinstance(zero, Mapping) else {}), "stage": case.zero.stage}
+    config["zero_optimization"] = {**_offload(case), **(zero if isinstance(zero, Mapping) else {}), "stage": case.zero.stage}
     config.setdefault("optimizer", _optimizer(work.optimizer))
     config["zeroplan"] = {"timeout": timeout, **dict(config.get("zeroplan") or {})}
     if work.dtype is not DType.FP32:
@@ -119,6 +119,12 @@ def _runtime_config(case: Case, raw: Mapping[str, Any], timeout: float) -> dict[
         own = {"initial_scale_power": _FP16_POWER} if work.dtype is DType.FP16 and not section else {}
         config[work.dtype.value] = {**own, **(section if isinstance(section, Mapping) else {}), "enabled": True}
     return config
+
+
+def _offload(case: Case) -> dict[str, Any]:
+    """The offload sections that flags stand for."""
+    parts = {"offload_optimizer": case.zero.offload_optimizer, "offload_param": case.zero.offload_param}
+    return {key: {"device": part.device.value, "nvme_path": part.nvme_path} for key, part in parts.items() if part}
 
 
 def ended_early(result: Mapping[str, Any]) -> bool:

@@ -9,13 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zeroplan.core.buffers import Place
-from zeroplan.core.workload import OptimizerKind, Precision, Workload
+from zeroplan.core.workload import OptimizerKind, Workload
 from zeroplan.core.zero_config import Device, ZeroConfig
-from zeroplan.engines.deepspeed.groups import flat_group, padded, persistent, secondary_shard, sub_groups
-from zeroplan.engines.deepspeed.resolution import Resolution, groups_on_gpu, muon_updates, resolution
+from zeroplan.engines.deepspeed.counts import (
+    bucket_bytes,
+    flat_elements,
+    parts,
+    persistent_elements,
+    saved_weights,
+    secondary_shards,
+    step_groups,
+)
+from zeroplan.engines.deepspeed.resolution import Resolution, resolution
 from zeroplan.ledger.derive import pow2, shard
 from zeroplan.ledger.optimizers import Optimizer, find_optimizer
-from zeroplan.models.spec import ModelSpec, Tensor
+from zeroplan.models.spec import ModelSpec
 
 #: What the names in the formulas mean.
 GLOSSARY = {
@@ -125,82 +133,6 @@ class Facts(Resolution):
         return Place.PINNED if self.pin_optimizer else Place.DRAM
 
 
-def _shards(spec: ModelSpec, ranks: int) -> list[int]:
-    """This rank's elements of every trainable parameter, in order."""
-    counts: list[int] = []
-    for unit in spec.units:
-        counts += [shard(t.numel, ranks) for t in unit.tensors if t.trainable and t.tied_to is None] * unit.count
-    return counts
-
-
-def _persistent(spec: ModelSpec, zero: ZeroConfig, ranks: int) -> int:
-    """Elements of the parameters that stay gathered, each padded as it is gathered."""
-    threshold, most = zero.param_persistence_threshold, zero.model_persistence_threshold
-    small = [(t.numel, count) for t, count in spec.tensor_groups() if t.numel <= threshold]
-    if sum(numel * count for numel, count in small) > most:
-        numel = [t.numel for _, t in spec.tensors()]
-        small = [(numel[p], 1) for p in persistent(numel, threshold, most)]
-    return sum(shard(numel, ranks) * ranks * count for numel, count in small)
-
-
-def _secondary(spec: ModelSpec, zero: ZeroConfig, ranks: int) -> list[int]:
-    """This rank's elements of every parameter's second part."""
-    if zero.stage < 3 or zero.zero_hpz_partition_size <= 1:
-        return []
-    counts: list[int] = []
-    for tensor, count in spec.tensor_groups():
-        counts += [secondary_shard(tensor.numel, ranks, zero.zero_hpz_partition_size)] * count
-    return counts
-
-
-def _saved_weights(spec: ModelSpec, workload: Workload, zero: ZeroConfig, resolved: Resolution, ranks: int) -> int:
-    """Elements of the gathered weights that autograd keeps from the forward to their backward; see saved_weights.py.
-
-    Of the blocks that are recomputed, those of one at a time. A single rank's weights are its shards, unless they are fetched.
-    """
-    alone = ranks == 1 and resolved.param_device is Device.NONE
-    if zero.stage < 3 or zero.memory_efficient_linear or workload.precision is Precision.AUTOCAST or alone:
-        return 0
-    policy = workload.recomputation
-    kept = largest = 0
-    for unit in spec.units:
-        weights = sum(t.numel for t in unit.tensors if _of_linear(t))
-        again = unit.count // policy.every if policy is not None and unit.block else 0
-        kept += weights * (unit.count - again)
-        largest = max(largest, weights if again else 0)
-    return kept + largest
-
-
-def _flat_elements(spec: ModelSpec, zero: ZeroConfig, ranks: int, width: int) -> int:
-    """Elements of the trainable parameters as one flat tensor, padded."""
-    if not zero.parameter_alignment:
-        return padded(spec.trainable, ranks)
-    numel = [t.numel for _, t in spec.tensors() if t.trainable]
-    order = range(len(numel))
-    return flat_group(order, numel, ranks, width=width, round_robin=zero.round_robin_gradients, aligned=True).numel
-
-
-def _of_linear(tensor: Tensor) -> bool:
-    """Whether a parameter is a linear layer's; of a matrix that nobody named it is assumed."""
-    return tensor.kind in ("linear", "head") if tensor.kind else len(tensor.shape) >= 2
-
-
-def _bucket_bytes(spec: ModelSpec, workload: Workload, stage: int, resolved: Resolution) -> int:
-    """Bytes of one element of every bucket of gradients: one for each dtype in which gradients travel.
-
-    Under ``torch_autocast`` the gradients of linear layers travel in 16 bits.
-    Source: zero/stage_1_and_2.py, setup_buckets (all buckets have one dtype); zero/stage3.py, ipg_buckets
-    """
-    travelling = {resolved.comm_bytes}
-    if workload.precision is Precision.AUTOCAST:
-        travelling = {
-            workload.dtype.bytes if _of_linear(t) else resolved.param_bytes for t, _ in spec.tensor_groups() if t.trainable
-        }
-    if stage == 3:
-        return sum(travelling)
-    return len(travelling) * (resolved.accum_bytes if resolved.accumulates_apart else resolved.param_bytes)
-
-
 def facts(
     spec: ModelSpec, workload: Workload, zero: ZeroConfig, *, ranks: int, local_ranks: int, cublas_workspace: int
 ) -> Facts:
@@ -209,38 +141,13 @@ def facts(
     stage = zero.stage
     resolved = resolution(workload, zero)
     w, m, offload = resolved.param_bytes, resolved.master_bytes, resolved.optimizer_device
-    flat_elements = _flat_elements(spec, zero, ranks, w)
-    sharded = frozen_sharded = largest_param = largest_shard = matrix = small_blocks = 0
-    for unit in spec.units:
-        for t in unit.tensors:
-            if t.tied_to is not None:
-                continue
-            part = shard(t.numel, ranks)
-            small_blocks += pow2(part * w) * unit.count
-            if not t.trainable:
-                frozen_sharded += part * unit.count
-                continue
-            largest_param = max(largest_param, t.numel)
-            largest_shard = max(largest_shard, part)
-            sharded += part * unit.count
-            if muon_updates(f"{unit.name}.{t.name}", len(t.shape)):
-                matrix += (part if stage == 3 else t.numel) * unit.count
-    if not spec.has_shapes:
-        largest_param = spec.largest_module or 0  # a bare count's one stand-in tensor says nothing of its layers
-    groups, stepped = [], spec.trainable
-    if stage == 3:
-        shards = _shards(spec, ranks)
-        groups = [sum(shards[p] for p in group) for group in sub_groups(range(len(shards)), shards, zero.sub_group_size)]
-        stepped = sharded
-    elif stage:
-        groups = [flat_elements // ranks]
-        stepped = flat_elements // ranks
-    staying = groups_on_gpu(len(groups), zero) if stage == 3 else 0
-    on_nvme = sum(g for g in groups if g * m >= resolved.least_swapped) if offload is Device.NVME else 0
-    if stage in (1, 2):
-        matrix = -(-matrix // ranks)
+    flat = flat_elements(spec, zero, ranks, w)
+    part = parts(spec, ranks=ranks, width=w, whole_matrices=stage < 3)
+    groups = step_groups(spec, zero, ranks, flat)
+    stepped = sum(groups.sizes) if stage else spec.trainable
+    matrix = min(-(-part.matrix // ranks) if stage in (1, 2) else part.matrix, stepped)
+    secondary = secondary_shards(spec, zero, ranks)
     off = zero.offload_optimizer
-    secondary = _secondary(spec, zero, ranks)
     return Facts(
         **resolved.values(),
         stage=stage,
@@ -249,31 +156,31 @@ def facts(
         frozen=spec.frozen,
         ranks=ranks,
         local_ranks=local_ranks,
-        flat_group=flat_elements,
-        kept_on_gpu=sum(groups[:staying]),
-        stepped_nvme=on_nvme,
-        sharded=sharded,
-        frozen_sharded=frozen_sharded,
-        persistent=_persistent(spec, zero, ranks),
+        flat_group=flat,
+        kept_on_gpu=groups.on_gpu,
+        stepped_nvme=groups.swapped(resolved),
+        sharded=part.sharded,
+        frozen_sharded=part.frozen,
+        persistent=persistent_elements(spec, zero, ranks),
         secondary=sum(secondary),
         secondary_blocks=sum(pow2(count * w) for count in secondary),
-        saved_weights=_saved_weights(spec, workload, zero, resolved, ranks),
-        largest_param=largest_param,
-        largest_shard=largest_shard,
-        sub_group=max(groups, default=0),
-        matrix=min(matrix, stepped),
-        rest=stepped - min(matrix, stepped),
-        bucket_bytes=_bucket_bytes(spec, workload, stage, resolved),
+        saved_weights=saved_weights(spec, workload, zero, resolved, ranks),
+        largest_param=part.largest_param,
+        largest_shard=part.largest_shard,
+        sub_group=groups.largest,
+        matrix=matrix,
+        rest=stepped - matrix,
+        bucket_bytes=bucket_bytes(spec, workload, stage, resolved),
         reduce_bucket=zero.reduce_bucket_size,
         buckets=2 if zero.overlaps_comm else 1,
         grad_accum=workload.grad_accum,
-        pinned_grad_block=sum(pow2(g * m) for g in groups[staying:]),
-        small_param_blocks=small_blocks,
+        pinned_grad_block=sum(pow2(size * m) for size in groups.sizes[groups.staying :]),
+        small_param_blocks=part.blocks,
         swap_buffers=off.buffer_count,
-        swap_buffer=max(groups, default=0),
+        swap_buffer=groups.largest,
         param_swap_buffers=zero.offload_param.buffer_count,
         param_swap_buffer=zero.offload_param.buffer_size,
-        params_in_cpu=min(sharded, zero.offload_param.max_in_cpu),
+        params_in_cpu=min(part.sharded, zero.offload_param.max_in_cpu),
         cublas_workspace=cublas_workspace,
         pin_optimizer=off.pin_memory,
         pin_param=zero.offload_param.pin_memory,

@@ -5,6 +5,7 @@ The defaults are DeepSpeed 0.19.8's. ``"auto"`` counts as not given. Keys of the
 - ``ring``: slots that blocks take turns in at stage 3 (parameters) and from stage 2 on (gradients), 2 or more;
 - ``wide_numel``: the least elements of an embedding or head that becomes a unit of its own;
 - ``direct_linear``: let linear layers write weight gradients straight into the flat buffers;
+- ``fused_loss``: compute causal language models' loss without fp32 copies of the logits;
 - ``audit_steps``: micro batches at stage 3 in which every use of a parameter is checked to be within its unit's forward;
 - ``timeout``: seconds without progress after which a rank names the one that it waits for, and ends;
 - ``delayed_update``: the first step from which updates on the host run beside the next forward and backward; 0 for never.
@@ -101,7 +102,7 @@ _FP16 = {
     "auto_cast",
 }
 _BF16 = {"enabled", "check_grad_overflow"}
-_OWN = {"ring", "wide_numel", "direct_linear", "audit_steps", "timeout"}
+_OWN = {"ring", "wide_numel", "direct_linear", "fused_loss", "audit_steps", "timeout"}
 _OWN_KEYS = _OWN | {"delayed_update"}
 
 
@@ -123,6 +124,7 @@ class RuntimeConfig:
     ring: int = 2
     wide_numel: int = WIDE_NUMEL
     direct_linear: bool = True
+    fused_loss: bool = True
     audit_steps: int = 1
     timeout: float = 600.0
     offload: Offload = field(default_factory=Offload)

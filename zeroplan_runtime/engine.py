@@ -14,13 +14,15 @@ from torch import nn
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.errors import BadInput
-from zeroplan.core.layout import RuntimeSetup
+from zeroplan.core.layout import RuntimeSetup, UnitKind
 from zeroplan.core.zero_config import Device
 from zeroplan_runtime.arena import DTYPES, Arena
 from zeroplan_runtime.audit import Audit
 from zeroplan_runtime.comm import Mark, Ranks
 from zeroplan_runtime.config import RuntimeConfig
 from zeroplan_runtime.landing import attach
+from zeroplan_runtime.loss import attach_loss
+from zeroplan_runtime.offload.activations import ActivationOffload
 from zeroplan_runtime.offload.host import HostOptimizer
 from zeroplan_runtime.offload.host_setup import offload_optimizer
 from zeroplan_runtime.optim.groups import ZeroOptimizer
@@ -99,7 +101,14 @@ class Engine(nn.Module):
                 if buffer is not None:
                     module._buffers[name] = buffer.to(device)
         self.schedule = Schedule(self.store)
-        self._detach = attach(self.schedule, direct=config.direct_linear)
+        self._undo = [attach(self.schedule, direct=config.direct_linear)]
+        if config.fused_loss:
+            self._undo.append(attach_loss(model))
+        self.activations: ActivationOffload | None = None
+        if config.offload.checkpoints:
+            blocks = [unit.module for unit in self.store.units if unit.layout.shape.kind is UnitKind.BLOCK]
+            self.activations = ActivationOffload(blocks, self.arena)
+            self._undo.append(self.activations.remove)
         self._guard = model.register_state_dict_pre_hook(self._before_state_dict)  # type: ignore[no-untyped-call]
         self._inside = False
         self._tail = Mark(device)
@@ -123,7 +132,8 @@ class Engine(nn.Module):
         self.schedule.begin_forward()
         if self.config.auto_cast:
             args, kwargs = _cast(args, DTYPES[self.config.dtype]), _cast(kwargs, DTYPES[self.config.dtype])
-        with self._working(), self._watched():
+        saving = self.activations.saving() if self.activations is not None else nullcontext()
+        with self._working(), self._watched(), saving:
             return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor) -> torch.Tensor:
@@ -220,7 +230,8 @@ class Engine(nn.Module):
         if self.watchdog is not None:
             self.watchdog.stop()
             self.ranks.explain = None
-        self._detach()
+        for undo in self._undo:
+            undo()
         self._guard.remove()
         self.schedule.remove()
         self.schedule.drop_gradients()

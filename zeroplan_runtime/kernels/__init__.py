@@ -1,11 +1,12 @@
 """Optimizer updates, gradient norm and casts over flat buffers: CUDA kernels, CPU routines, or torch, with equal numerics.
 
 Public: :func:`adamw`, :func:`adam`, :func:`lamb`, :func:`lion`, :func:`sgd`, :func:`grad_norm`, :func:`squares`,
-:func:`global_norm`, :func:`cast`, :func:`backend_report`.
+:func:`global_norm`, :func:`cast`, :func:`cross_entropy`, :func:`cross_entropy_grad`, :func:`backend_report`.
 """
 
 from zeroplan_runtime.kernels.backends import backend_report
 from zeroplan_runtime.kernels.fronts import adam, adamw, cast, global_norm, grad_norm, lamb, lion, sgd, squares
+from zeroplan_runtime.kernels.loss import cross_entropy, cross_entropy_grad
 from zeroplan_runtime.kernels.segments import Segments, make_segments
 from zeroplan_runtime.kernels.step import FACTOR, NORM, SKIP, SQUARES
 
@@ -19,6 +20,8 @@ __all__ = [
     "adamw",
     "backend_report",
     "cast",
+    "cross_entropy",
+    "cross_entropy_grad",
     "global_norm",
     "grad_norm",
     "lamb",

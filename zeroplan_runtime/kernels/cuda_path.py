@@ -43,6 +43,7 @@ SHAPES = {
     "norm": Shape(threads=512, vector=8, unroll=2, blocks=16, load=1),
     "norm_fp32": Shape(threads=512, vector=4, unroll=4, blocks=16, load=1),
     "lamb": Shape(threads=1024),
+    "loss": Shape(threads=512, vector=8),
 }
 #: Bytes of the norm's workspace, zeroed once: the parts, and the ticket that tells the last block.
 WORKSPACE_BYTES = NORM_WORKSPACE * 4
@@ -264,3 +265,27 @@ def cast(source: torch.Tensor, out: torch.Tensor, scale: float) -> None:
         head,
         _f(scale),
     )
+
+
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, ignore: int, lse: torch.Tensor, losses: torch.Tensor) -> None:
+    """Each row's log-sum-exp and loss."""
+    device, shape = logits.device, SHAPES["loss"]
+    rows, vocab = logits.shape
+    if rows == 0:
+        return
+    kernel = _kernel(_index(device), "loss.cu", "zp_cross_entropy", logits.dtype, None, shape)
+    pointers = (_pointer(logits), _pointer(labels), vocab, ignore, _pointer(lse), _pointer(losses))
+    _launch(device, kernel, rows, shape.threads, *pointers)
+
+
+def cross_entropy_grad(
+    logits: torch.Tensor, labels: torch.Tensor, ignore: int, lse: torch.Tensor, scale: torch.Tensor, grad: torch.Tensor
+) -> None:
+    """The gradient of `scale` × the sum of the rows' losses."""
+    device, shape = logits.device, SHAPES["loss"]
+    rows, vocab = logits.shape
+    if rows == 0:
+        return
+    kernel = _kernel(_index(device), "loss.cu", "zp_cross_entropy_grad", logits.dtype, None, shape)
+    pointers = (_pointer(logits), _pointer(labels), vocab, ignore, _pointer(lse), _pointer(scale), _pointer(grad))
+    _launch(device, kernel, rows, shape.threads, *pointers)

@@ -148,3 +148,31 @@ def cast(source: torch.Tensor, out: torch.Tensor, scale: float) -> None:
     """``out = source * scale`` through fp32."""
     for part in _slices(source.numel()):
         out[part].copy_(source[part].float() * scale)
+
+
+def _rows(logits: torch.Tensor) -> Iterator[slice]:
+    step = max(1, CHUNK // max(1, logits.shape[1]))
+    for begin in range(0, logits.shape[0], step):
+        yield slice(begin, min(begin + step, logits.shape[0]))
+
+
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, ignore: int, lse: torch.Tensor, losses: torch.Tensor) -> None:
+    """Each row's log-sum-exp and loss."""
+    for part in _rows(logits):
+        wide, label = logits[part].float(), labels[part]
+        counts = label != ignore
+        torch.logsumexp(wide, 1, out=lse[part])
+        chosen = wide.gather(1, label.where(counts, 0).unsqueeze(1)).squeeze(1)
+        losses[part] = torch.where(counts, lse[part] - chosen, 0.0)
+
+
+def cross_entropy_grad(
+    logits: torch.Tensor, labels: torch.Tensor, ignore: int, lse: torch.Tensor, scale: torch.Tensor, grad: torch.Tensor
+) -> None:
+    """The gradient of `scale` × the sum of the rows' losses."""
+    for part in _rows(logits):
+        wide, label = logits[part].float(), labels[part]
+        counts = (label != ignore).unsqueeze(1)
+        wide.sub_(lse[part].unsqueeze(1)).exp_()
+        wide.scatter_add_(1, label.unsqueeze(1).where(counts, 0), wide.new_full((len(label), 1), -1.0))
+        grad[part] = torch.where(counts, wide.mul_(scale), 0.0)

@@ -14,6 +14,7 @@ from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.player import play
 from zeroplan.engines.runtime import lines
+from zeroplan.engines.runtime.fused_loss import with_fused_loss
 from zeroplan.engines.runtime.host import host_phases
 from zeroplan.engines.runtime.job import Knobs, layout_of, require_trainable
 from zeroplan.engines.runtime.schedule import RuntimeJob, RuntimeSchedule, with_direct_gradients
@@ -107,6 +108,9 @@ class Runtime:
         direct = self.knobs.direct_linear and whole in (setup.param_dtype, DType.FP32)
         recorder = Recorder()
         tape = with_direct_gradients(stream) if direct else stream
+        if self.knobs.fused_loss:
+            rows = case.workload.micro_batch * (case.workload.seq_len or 0)
+            tape = with_fused_loss(tape, rows=rows, itemsize=setup.param_dtype.bytes)
         play(job, tape, recorder, RuntimeSchedule(job, tape, recorder), warm=True)
         host = host_phases(layout, case.spec.params * case.workload.param_bytes)
         return Simulation(simulate(recorder, config, device_memory=case.cluster.vram), host=host)

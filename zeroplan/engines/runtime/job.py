@@ -22,6 +22,7 @@ class Knobs:
     ring: int = 2
     wide_numel: int = WIDE_NUMEL
     direct_linear: bool = True
+    fused_loss: bool = True
     delayed_update: int = 0
 
     @classmethod

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from dataclasses import replace
 from typing import Annotated, Any
@@ -12,7 +11,7 @@ import typer
 
 from zeroplan.cli import flags
 from zeroplan.cli.main import app
-from zeroplan.core.errors import BadInput
+from zeroplan.core.files import write_atomic
 from zeroplan.core.units import format_bytes
 from zeroplan.planner.request import Request, resolve
 
@@ -79,12 +78,7 @@ def trace_command(
 def _write(path: str, tape: Any) -> None:
     from zeroplan.core.tape_codec import to_json
 
-    try:
-        with open(path + ".part", "w", encoding="utf-8") as stream:
-            json.dump(to_json(tape), stream, separators=(",", ":"))
-        os.replace(path + ".part", path)
-    except OSError as error:
-        raise BadInput(f"cannot be written: {error.strerror}", where=path, remedy="give another path to -o") from None
+    write_atomic(path, json.dumps(to_json(tape), separators=(",", ":")))
 
 
 def _text(facts: dict[str, Any]) -> str:

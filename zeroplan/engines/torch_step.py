@@ -8,13 +8,14 @@ from dataclasses import dataclass
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.tape import Stream
-from zeroplan.core.workload import OptimizerKind, Workload
+from zeroplan.core.workload import DType, OptimizerKind, Workload
 from zeroplan.ledger.optimizers import Optimizer, find_optimizer
 from zeroplan.simulate.stream import Recorder
 
 #: Optimizer steps until peaks repeat: the first makes the states, the second runs with them, the third meets the blocks
 #: that the second left in the cache.
 STEPS_UNTIL_STEADY = 3
+#: An optimizer's step count, or a norm: an fp32 scalar.
 _SCALAR = 4
 
 
@@ -64,9 +65,9 @@ def torch_job(stream: Stream, workload: Workload, *, ranks: int, sharded: bool, 
         chunk=chunk,
         trainable=tuple(p.trainable for p in stream.params),
         modules=tuple(m.params for m in stream.modules),
-        original_bytes=4,
-        param_bytes=workload.dtype.bytes if sharded else 4,
-        reduce_bytes=4,
+        original_bytes=DType.FP32.bytes,
+        param_bytes=workload.dtype.bytes if sharded else DType.FP32.bytes,
+        reduce_bytes=DType.FP32.bytes,
         cublas_workspace=cublas_workspace,
     )
 
@@ -76,8 +77,7 @@ def adam_states(recorder: Recorder, counts: Sequence[int], job: TorchJob) -> Non
     for count in counts:
         recorder.alloc(_SCALAR, Buffer.OPTIM_TEMP)
         for state in job.optimizer.states:
-            nbytes = state.per_master * job.original_bytes * count + state.numerator * count // state.denominator
-            recorder.alloc(nbytes, state.buffer)
+            recorder.alloc(state.bytes_of(count, job.original_bytes), state.buffer)
 
 
 def step_temporaries(recorder: Recorder, counts: Sequence[int], job: TorchJob, kind: OptimizerKind) -> None:

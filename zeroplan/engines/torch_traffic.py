@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zeroplan.core.buffers import Phase
-from zeroplan.core.workload import DType, Workload
+from zeroplan.core.workload import Workload
 from zeroplan.engines.compute_traffic import WORK_GLOSSARY
 from zeroplan.ledger.derive import fraction
 from zeroplan.ledger.optimizers import find_optimizer
@@ -51,7 +51,10 @@ _lines = WorkBuilder()
 
 @_lines.add(_link, Phase.FORWARD)
 def gather_forward(c: TorchFacts) -> int:
-    """FSDP2 gathers each block's parameters in the arithmetic's dtype."""
+    """FSDP2 gathers each block's parameters in the arithmetic's dtype.
+
+    Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_all_gather
+    """
     return fraction(c.param_bytes * c.params, c.steps_before, c.ranks) if c.sharded else 0
 
 
@@ -63,25 +66,37 @@ def gather_backward(c: TorchFacts) -> int:
 
 @_lines.add(_link, Phase.BACKWARD)
 def reduce_gradients(c: TorchFacts) -> int:
-    """Gradients in fp32: FSDP2 reduce-scatters, DDP all-reduces."""
+    """Gradients in fp32: FSDP2 reduce-scatters, DDP all-reduces.
+
+    Source: _fsdp_collectives.py, foreach_reduce; torch/csrc/distributed/c10d/reducer.cpp
+    """
     return fraction(4 * c.trainable * (1 if c.sharded else 2), c.steps_before, c.ranks)
 
 
 @_lines.add(Resource.HBM, Phase.FORWARD)
 def cast_and_copy_forward(c: TorchFacts) -> int:
-    """FSDP2 casts its shard, gathers and copies out; autocast casts every weight."""
+    """FSDP2 casts its shard, gathers and copies out; autocast casts every weight.
+
+    Source: _fsdp_collectives.py, foreach_all_gather_copy_out
+    """
     return (4 + 3 * c.param_bytes) * c.params
 
 
 @_lines.add(Resource.HBM, Phase.BACKWARD)
 def copy_backward(c: TorchFacts) -> int:
-    """Gradients copied in, cast to fp32 and averaged."""
+    """Gradients copied in, cast to fp32 and averaged.
+
+    Source: _fsdp_collectives.py, foreach_reduce_scatter_copy_in
+    """
     return (2 * c.param_bytes + 8) * c.trainable
 
 
 @_lines.add(Resource.UNIT_HOOK, Phase.FORWARD)
 def unit_hooks_forward(c: TorchFacts) -> int:
-    """FSDP2's share of a parameter: chunk, copy out, views."""
+    """FSDP2's share of a parameter: chunk, copy out, views.
+
+    Source: torch/distributed/fsdp/_fully_shard/_fsdp_param.py, init_all_gather_outputs, init_unsharded_param
+    """
     return c.tensors if c.sharded else 0
 
 
@@ -109,9 +124,6 @@ TRAFFIC: WorkLedger = _lines.ledger()
 def torch_facts(spec: ModelSpec, workload: Workload, *, stage: int, ranks: int, local_ranks: int) -> TorchFacts:
     """The facts of rank 0: stage 0 is DDP, 2 FSDP2 without resharding, 3 FSDP2."""
     tensors = sum(count for _, count in spec.tensor_groups())
-    per_element = sum(
-        4 * state.per_master + state.numerator / state.denominator for state in find_optimizer(workload.optimizer).states
-    )
     return TorchFacts(
         sharded=stage > 0,
         resharded=stage == 3,
@@ -121,7 +133,7 @@ def torch_facts(spec: ModelSpec, workload: Workload, *, stage: int, ranks: int, 
         trainable=spec.trainable,
         tensors=tensors,
         updated=-(-spec.trainable // ranks) if stage else spec.trainable,
-        param_bytes=4 if workload.dtype is DType.FP32 else 2,
-        state_bytes=round(per_element),
+        param_bytes=workload.dtype.bytes,
+        state_bytes=find_optimizer(workload.optimizer).bytes_per_element,
         one_node=ranks <= local_ranks,
     )

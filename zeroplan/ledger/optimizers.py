@@ -25,6 +25,10 @@ class State:
     denominator: int = 1
     domain: str = "all"
 
+    def bytes_of(self, count: int, width: int) -> int:
+        """Bytes for `count` elements whose masters have `width` bytes each."""
+        return self.per_master * width * count + self.numerator * count // self.denominator
+
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
@@ -45,6 +49,11 @@ class Optimizer:
     zero: bool = True
     deepspeed_type: str = ""
     warning: str = ""
+
+    @property
+    def bytes_per_element(self) -> int:
+        """Bytes of all states of one element with fp32 masters, rounded."""
+        return round(sum(4 * state.per_master + state.numerator / state.denominator for state in self.states))
 
 
 _ADAM = (State(Buffer.OPTIM_EXP_AVG, 1), State(Buffer.OPTIM_EXP_AVG_SQ, 1))

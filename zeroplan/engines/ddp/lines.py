@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zeroplan.core.buffers import ALWAYS, FROM_FIRST_STEP, Buffer, Phase, Place
-from zeroplan.core.workload import Workload
+from zeroplan.core.workload import DType, Workload
 from zeroplan.ledger.line import LedgerBuilder
 from zeroplan.ledger.optimizer_lines import add_state_lines
 from zeroplan.ledger.optimizers import Optimizer, find_optimizer
@@ -50,7 +50,7 @@ class Facts:
 
 def facts(spec: ModelSpec, workload: Workload, *, ranks: int, cublas_workspace: int) -> Facts:
     """The facts of any rank: all are alike."""
-    return Facts(ranks, spec.params, spec.trainable, 4, cublas_workspace, find_optimizer(workload.optimizer))
+    return Facts(ranks, spec.params, spec.trainable, DType.FP32.bytes, cublas_workspace, find_optimizer(workload.optimizer))
 
 
 @_add(Buffer.PARAM_FULL, Place.HBM, ALWAYS, state=True)

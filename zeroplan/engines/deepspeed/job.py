@@ -81,7 +81,7 @@ class Job(Resolution):
         """Bytes of an optimizer state for `count` stepped elements; of those, the model's share is in the state's domain."""
         share = {"matrix": self.matrix_share, "rest": 1 - self.matrix_share}.get(state.domain, 1.0)
         held = count if share == 1.0 else round(count * share)
-        return state.per_master * self.state_bytes * held + state.numerator * held // state.denominator
+        return state.bytes_of(held, self.state_bytes)
 
 
 def resolve(

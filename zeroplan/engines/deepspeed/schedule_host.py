@@ -126,9 +126,9 @@ def _stage3(job: Job, host: HostRecorder) -> None:
     host.mark(Phase.BACKWARD)
     if job.offloads_optimizer:
         on_host = host_counts(job, counts)
-        for first in (True, False):  # in the second step all states are there from the first sub-group on
+        for first_step in (True, False):  # in the second step all states are there from the first sub-group on
             for count in on_host:
-                if first:
+                if first_step:
                     _states(job, host, count)
                 _temporaries(job, host, count)
                 if not zero.offloads_param and m != w:  # a blocking copy to the GPU converts on the host

@@ -403,9 +403,6 @@ def traffic_facts(
     device, param_device = resolved.optimizer_device, resolved.param_device
     moved = 0 if device is Device.NONE else round(updated * (zero.offload_optimizer.ratio if stage == 3 else 1))
     params = -(-(sizes.params - sizes.persistent) // ranks)
-    per_element = sum(
-        4 * state.per_master + state.numerator / state.denominator for state in find_optimizer(workload.optimizer).states
-    )
     return TrafficFacts(
         forward_modules=compute.forward_modules,
         recomputed_modules=compute.recomputed_modules,
@@ -431,7 +428,7 @@ def traffic_facts(
         param_bytes=resolved.param_bytes,
         comm_bytes=resolved.comm_bytes,
         accum_bytes=resolved.accum_bytes,
-        state_bytes=round(per_element),
+        state_bytes=find_optimizer(workload.optimizer).bytes_per_element,
         repeats=workload.grad_accum - 1,
         one_node=ranks <= local_ranks,
         pinned=zero.offload_optimizer.pin_memory if zero.offload_optimizer else zero.offload_param.pin_memory,

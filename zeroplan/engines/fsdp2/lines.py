@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zeroplan.core.buffers import ALWAYS, FROM_FIRST_STEP, Buffer, Phase, Place
-from zeroplan.core.workload import Workload
+from zeroplan.core.workload import DType, Workload
 from zeroplan.ledger.line import LedgerBuilder
 from zeroplan.ledger.optimizer_lines import add_state_lines
 from zeroplan.ledger.optimizers import Optimizer, find_optimizer
@@ -82,9 +82,9 @@ def facts(spec: ModelSpec, workload: Workload, *, ranks: int, reshard: bool, cub
         whole=spec.params,
         largest_unit=largest,
         root_unit=root,
-        original_bytes=4,
+        original_bytes=DType.FP32.bytes,
         param_bytes=workload.dtype.bytes,
-        reduce_bytes=4,
+        reduce_bytes=DType.FP32.bytes,
         cublas_workspace=cublas_workspace,
         reshard=reshard,
         optimizer=find_optimizer(workload.optimizer),

@@ -154,7 +154,7 @@ def test_a_run_in_use_is_compared(cli: Cli, tmp_path: Path) -> None:
     code, out, _ = cli("recommend", *words, *FAST)
     assert code == 0
     assert "In use: stage 3" in out
-    assert '-    "stage": 3' in out
+    assert '-  "train_micro_batch_size_per_gpu": 1' in out
     code, out, _ = cli("recommend", *words, *FAST, "--json")
     data = json.loads(out)
     assert data["current"]["plan"]["stage"] == 3

@@ -119,7 +119,7 @@ def fraction(count: int, numerator: int, denominator: int) -> int:
     if denominator == 1:
         return count * numerator
     if isinstance(count, Derived):
-        return Derived(value, f"⌈{_wrap(count, _PRODUCT)} × {numerator} / {denominator}⌉")
+        return Derived(value, f"⌈{_wrap(count, _PRODUCT)} × {expression(numerator)} / {expression(denominator)}⌉")
     return value
 
 

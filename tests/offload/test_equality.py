@@ -105,3 +105,14 @@ def test_offloaded_training_learns(pool: RankPool) -> None:
     (result,) = pool.run(1, train_all, [(pair(3, "fp32", param=True)[1], {})], 1)[0]
     before = models.make().state_dict()
     assert all((result["params"][name] != before[name]).any() for name in before)
+
+
+@pytest.mark.parametrize("remat", ["plain", "reentrant"])
+def test_checkpoints_on_the_host(pool: RankPool, remat: str) -> None:
+    kept = {"activation_checkpointing": {"cpu_checkpointing": True, "partition_activations": True}}
+    cases = [[ds_config(stage, "bf16"), {**ds_config(stage, "bf16"), **kept}] for stage in (2, 3)]
+    cases.append([pair(3, "bf16", param=True)[0], {**pair(3, "bf16", param=True)[1], **kept}])
+    for rank in assert_equal(pool, 2, cases, {"remat": remat}):
+        for found in rank[1::2]:
+            rows = [row for row in found["rows"] if row["buffer"] == "activation.checkpoint"]
+            assert [row["place"] for row in rows] == ["pinned"] * 4  # of 5 blocks, the newest input stays

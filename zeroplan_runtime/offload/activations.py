@@ -7,7 +7,8 @@ Note [Which tensors]
     A saved-tensor hook sees every tensor that autograd saves, and cannot tell what for. What a checkpoint saves is told by
     the order of events: ``torch.utils.checkpoint`` saves a block's arguments just before it calls the block (or, reentrant,
     just after, with gradients off inside). So a saved tensor is a checkpoint's when a block is entered with it next, or was
-    entered with it without gradients. Nothing else is moved, so a model that does not checkpoint is left as it is.
+    entered with it without gradients. Of a block's arguments only those with a gradient count: others (masks, tables of
+    positions) are the same for all blocks. Nothing else is moved, so a model that does not checkpoint is left as it is.
 
 Note [Two on the device]
     The copy of an input begins when the next block is entered, and its memory is given up when the one after is: the model's
@@ -29,8 +30,8 @@ from zeroplan_runtime.arena import Arena
 from zeroplan_runtime.comm import Lane, Mark
 from zeroplan_runtime.schedule import tensors_of
 
-#: Smaller tensors (masks, positions) stay where they are: a copy would cost more than it frees.
-LEAST_BYTES = 1 << 16
+#: Smaller tensors stay where they are: torch's allocator gives a tensor no less than this.
+LEAST_BYTES = 512
 
 _Key = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
@@ -156,7 +157,7 @@ class ActivationOffload:
     def _enter(self, _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if not self._saving:
             return  # a forward again in the backward, or one without gradients
-        keys = {_key(tensor) for tensor in tensors_of((args, dict(kwargs)))}
+        keys = {_key(tensor) for tensor in tensors_of((args, dict(kwargs))) if tensor.requires_grad}
         fresh, self._fresh = self._fresh, {}  # addresses tell tensors apart only while the tensors live
         self._entered = set()
         if not torch.is_grad_enabled():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zeroplan.core.units import format_bytes
-from zeroplan.report.text import render
+from zeroplan.report.text import render, work_text
 from zeroplan.validate.results import Comparison, Drift, DriftRow
 
 _HEADERS = ["buffer", "place", "planned", "measured", "difference", "drift", ""]
@@ -74,12 +74,9 @@ def _row(row: DriftRow) -> list[str]:
 
 def _heading(drift: Drift) -> str:
     work, machine = drift.workload, drift.machine
-    batch = f"batch {work['micro_batch']} × {work['seq_len']}"
-    if work["grad_accum"] > 1:
-        batch += f" × {work['grad_accum']} accumulated"
     return (
         f"{drift.model.name}: {drift.model.params:,} parameters · {machine['ranks']} × {machine['name']} ({machine['backend']})"
-        f" · {work['dtype']} {work['optimizer']} · {batch}\nBytes of the worst rank; differences are measured less planned."
+        f" · {work_text(work)}\nBytes of the worst rank; differences are measured less planned."
     )
 
 

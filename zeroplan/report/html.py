@@ -10,6 +10,7 @@ from typing import Any
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.units import format_bytes, format_count
 from zeroplan.report.html_assets import SCRIPT, STYLE
+from zeroplan.report.text import gpus_text
 from zeroplan.report.timeline import Frame, timeline_svg
 from zeroplan.simulate.timeline import Curve, Note, Timeline
 
@@ -71,8 +72,7 @@ def _lead(report: Mapping[str, Any]) -> str:
     if workload.get("gradient_checkpointing"):
         policy = workload.get("checkpoint_policy", "full")
         parts.append("gradient checkpointing" + (f" ({policy})" if policy != "full" else ""))
-    nodes, gpus = cluster.get("nodes", 1), cluster.get("gpus", 1)
-    parts.append(f"{nodes} × {gpus} GPUs" if nodes > 1 else f"{gpus} GPU{'s' if gpus > 1 else ''}")
+    parts.append(gpus_text(cluster.get("nodes", 1), cluster.get("gpus", 1)))
     if cluster.get("gpu"):
         parts[-1] += f" ({cluster['gpu']})"
     return " · ".join(parts)

@@ -6,12 +6,10 @@ import difflib
 
 from zeroplan.core.units import format_bytes, format_count, format_gib
 from zeroplan.interop.ds_config import dump_ds_config
-from zeroplan.report.text import render
+from zeroplan.report.text import fits_text, gpus_text, model_text, render
 from zeroplan.search.answer import Answer, Recommendation
 from zeroplan.search.changes import shortfalls
 from zeroplan.search.reasons import name_of
-
-_FITS = {True: "yes", False: "no", None: "-"}
 
 
 def answer_text(answer: Answer, style: str = "plain", *, written: str = "", start: str = "") -> str:
@@ -76,7 +74,7 @@ def ranking_table(ranking: tuple[Recommendation, ...], style: str = "plain") -> 
                 format_gib(plan.gpu.interval[1] if plan.gpu.interval else None),
                 format_gib(plan.cpu.per_node, digits=0)
                 + (f" + disk {format_gib(plan.nvme.per_node, digits=0)}" if plan.nvme.per_node else ""),
-                _FITS[plan.fits] + (f" ({', '.join(plan.misfits)})" if plan.misfits else ""),
+                fits_text(plan),
                 _knobs(one),
             ]
         )
@@ -105,15 +103,9 @@ def _knobs(one: Recommendation) -> str:
 
 def _heading(answer: Answer) -> str:
     model, work, cluster = answer.model, answer.workload, answer.cluster
-    text = f"{model['name']}: {model['params']:,} parameters"
-    if model["trainable"] != model["params"]:
-        text += f" ({format_count(model['trainable'])} trainable)"
-    gpus = (
-        f"{cluster.nodes} × {cluster.gpus} GPUs"
-        if cluster.nodes > 1
-        else f"{cluster.gpus} GPU{'s' if cluster.gpus > 1 else ''}"
-    )
-    text += f" · {gpus} of {format_bytes(cluster.vram, digits=0)} ({format_bytes(cluster.usable_vram, digits=1)} usable)"
+    text = model_text(model["name"], model["params"], model["trainable"])
+    text += f" · {gpus_text(cluster.nodes, cluster.gpus)}"
+    text += f" of {format_bytes(cluster.vram, digits=0)} ({format_bytes(cluster.usable_vram, digits=1)} usable)"
     if cluster.cpu_ram:
         text += f", {format_bytes(cluster.cpu_ram, digits=0)} host"
     batch = f"global batch {answer.global_batch} × " if answer.global_batch else "sequences of "

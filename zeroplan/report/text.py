@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Mapping
+from typing import Any
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import MemoryPlan, Report
@@ -49,7 +51,8 @@ def _offload(plan: MemoryPlan) -> str:
     return f"optimizer, params {param}" if optimizer == param else f"optimizer {optimizer}, params {param}"
 
 
-def _fits(plan: MemoryPlan) -> str:
+def fits_text(plan: MemoryPlan) -> str:
+    """Whether a plan fits, and which limits it breaks."""
     return _FITS[plan.fits] + (f" ({', '.join(plan.misfits)})" if plan.misfits else "")
 
 
@@ -76,7 +79,7 @@ def plans_table(plans: tuple[MemoryPlan, ...] | list[MemoryPlan], style: str = "
         row += [
             _host(plan),
             format_gib(plan.nvme.per_node) if plan.nvme.per_node else "-",
-            _fits(plan),
+            fits_text(plan),
             f"{format_gib(peer.gpu)} / {format_gib(peer.cpu)}" if peer else "-",
         ]
         rows.append(row)
@@ -95,21 +98,30 @@ def report_text(report: Report, style: str = "plain") -> str:
 
 def _heading(report: Report) -> str:
     model, work, cluster = report.model, report.workload, report.cluster
-    text = f"{model.name}: {model.params:,} parameters"
-    if model.trainable != model.params:
-        text += f" ({format_count(model.trainable)} trainable)"
-    ranks = f"{cluster['nodes']} × {cluster['gpus']} GPUs" if cluster["nodes"] > 1 else _plural(cluster["gpus"], "GPU")
-    text += f" · {ranks}"
+    text = f"{model_text(model.name, model.params, model.trainable)} · {gpus_text(cluster['nodes'], cluster['gpus'])}"
     if cluster["vram"]:
         text += f" of {format_bytes(cluster['vram'], digits=0)} ({format_bytes(cluster['usable_vram'], digits=1)} usable)"
+    return f"{text} · {work_text(work)}"
+
+
+def model_text(name: str, params: int, trainable: int) -> str:
+    """A model by its name and size."""
+    return f"{name}: {params:,} parameters" + (f" ({format_count(trainable)} trainable)" if trainable != params else "")
+
+
+def gpus_text(nodes: int, gpus: int) -> str:
+    """How many GPUs, by node where there are several."""
+    if nodes > 1:
+        return f"{nodes} × {gpus} GPUs"
+    return f"{gpus} GPU" if gpus == 1 else f"{gpus} GPUs"
+
+
+def work_text(work: Mapping[str, Any]) -> str:
+    """A workload, as the JSON has it, in a few words."""
     batch = f"batch {work['micro_batch']} × {work['seq_len']}"
     if work["grad_accum"] > 1:
         batch += f" × {work['grad_accum']} accumulated"
-    return text + f" · {work['dtype']} {work['optimizer']} · {batch}"
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    return f"{work['dtype']} {work['optimizer']} · {batch}"
 
 
 def _legend(report: Report) -> list[str]:

@@ -91,9 +91,10 @@ class Scripts:
 def script_of(stream: Stream, *, modules: bool, own_linear: bool) -> Script:
     """The tape's forward and backward, with module hooks only if `modules`.
 
-    Workspace cues stand before the first module of each half that multiplies matrices, and before the first that adds a bias
-    in the same kernel: cuBLAS and cuBLASLt take a workspace for each thread that calls them, and autograd runs the backward
-    (and recomputations within it) in its own. Stage 3's own linear function adds the bias apart (zero/linear.py).
+    Workspace cues stand behind the first result of the first module of each half that multiplies matrices, and of the first
+    that adds a bias in the same kernel: cuBLAS and cuBLASLt take a workspace for each thread that calls them, once the result
+    has its memory, and autograd runs the backward (and recomputations within it) in its own. Stage 3's own linear function
+    adds the bias apart (zero/linear.py).
 
     Args:
         stream: the expanded tape.
@@ -127,16 +128,26 @@ _HOOKS = frozenset({Op.ENTER, Op.EXIT, Op.BWD_ENTER, Op.BWD_EXIT})
 
 
 def _with_workspaces(events: list[_Event], half: int, products: list[bool], biased: list[bool]) -> list[_Event]:
-    found = list(events)
     entered = [(i, arg, op) for i, (op, arg, *_) in enumerate(events) if op in (Op.ENTER, Op.BWD_ENTER)]
     first = next((i for i, module, _ in entered if products[module]), None)
     first_biased = next((i for i, module, op in entered if biased[module] and op == Op.ENTER), None)
+    at, module = (0, -1) if first is None else (_after_result(events, first), events[first][1])
+    added: list[tuple[int, _Event]] = [(at, (WORKSPACE, half, module, 0, -1))]
     if first_biased is not None:
-        found.insert(first_biased, (WORKSPACE, 2 + half, events[first_biased][1], 0, -1))
-    at = 0 if first is None else first
-    late = first is not None and first_biased is not None and first_biased < first
-    found.insert(at + late, (WORKSPACE, half, -1 if first is None else events[at][1], 0, -1))
+        added.append((_after_result(events, first_biased), (WORKSPACE, 2 + half, events[first_biased][1], 0, -1)))
+    found = list(events)
+    for at, cue in sorted(added, reverse=True):
+        found.insert(at, cue)
     return found
+
+
+def _after_result(events: list[_Event], entry: int) -> int:
+    """Where the first product of the module entered there has its result, casts of its operands left aside."""
+    for at in range(entry + 1, len(events)):
+        op, _, _, kind, _ = events[at]
+        if op == Op.ALLOC and kind != Kind.CAST:
+            return at + 1
+    return entry + 1
 
 
 def _multiplies(module_type: str) -> bool:

@@ -162,10 +162,12 @@ class Stage3(Schedule):
                 self.free(previous)
             previous = converted
             self.alloc(m * count, Buffer.PARAM_MASTER)
-            if self.offload:
-                self.alloc(m * count, Buffer.GRAD_MASTER)
         if previous >= 0:
             self.free(previous)
+        if self.offload:  # s3, initialize_optimizer_states: a gradient made on the host moves to where its master is
+            for i, on_gpu in enumerate(self.on_gpu):
+                if on_gpu:
+                    self.alloc(m * self.group_numel(i), Buffer.GRAD_MASTER)
 
     # Forward and backward
 
@@ -216,11 +218,11 @@ class Stage3(Schedule):
             self.leaf_grads[leaf].append(param)
 
     def _collect_leaf(self, module: int) -> None:
-        """s3, reduce_leaf_module_grads: all at once, when the module's backward is over."""
+        """s3, reduce_leaf_module_grads: all at once, when the module's backward is over, in the order of the parameters."""
         waiting = self.leaf_grads.get(module)
         if waiting:
             self.leaf_grads[module] = []
-            for p in waiting:
+            for p in sorted(waiting):
                 self._collect(p)
 
     def _collect(self, param: int) -> None:

@@ -1,0 +1,31 @@
+"""Reserved memory of measured runs that hangs on the order of a few large requests."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.rows import EXTRA, MEASURED, load_rows, request_of
+from zeroplan.planner.estimate import estimate_runs
+
+
+@pytest.mark.parametrize(
+    "row_id",
+    [
+        "D12",  # the backward's cuBLAS workspace is taken after the first product's result
+        "F18",  # a leaf module's gradients are reduced in the order of its parameters
+    ],
+)
+def test_peak_reserved_is_exact(row_id: str) -> None:
+    (row,) = (row for row in load_rows(MEASURED, EXTRA) if row["id"] == row_id)
+    (run,) = estimate_runs(request_of(row, depth="simulated")).runs
+    assert run is not None
+    assert run.plan.gpu.peak_reserved == row["peak_reserved"]
+
+
+def test_partial_offload_reserves_no_room_for_the_conversion_beside_the_gradient() -> None:
+    (row,) = (row for row in load_rows(EXTRA) if row["id"] == "K01")
+    (run,) = estimate_runs(request_of(row, depth="simulated")).runs
+    assert run is not None
+    predicted = {mark.name: mark.reserved for mark in run.simulation.timeline.marks[:3]}
+    measured = {mark["at"]: mark["reserved"] for mark in row["marks"][:3]}
+    assert predicted == measured

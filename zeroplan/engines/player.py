@@ -167,7 +167,8 @@ class _Player:
     def run(self, cues: Sequence[Cue]) -> None:
         recorded, live, hooks, grad = self.recorder.play, self.live, self.hooks, int(Op.GRAD)
         for cue in cues:
-            recorded(cue.stretch, live)
+            if cue.stretch.code:  # hooks mostly follow one another
+                recorded(cue.stretch, live)
             if cue.op == grad:
                 self.grad(cue.arg, live[cue.aux])
             elif cue.op == WORKSPACE:

@@ -219,6 +219,13 @@ class TestNames:
         assert "key.unmodelled" in ids(zero(3, zero_quantized_weights=True), Severity.WARNING)
 
 
+    def test_a_second_part_cannot_be_made_on_a_disk(self) -> None:
+        disk = {"device": "nvme", "nvme_path": "/tmp"}
+        assert "hpz.nvme" in ids(zero(3, zero_hpz_partition_size=2, offload_param=disk), Severity.ERROR)
+        assert "hpz.nvme" not in ids(zero(3, zero_hpz_partition_size=1, offload_param=disk))
+        assert "hpz.nvme" not in ids(zero(3, zero_hpz_partition_size=2, offload_param={"device": "cpu"}))
+
+
 class TestRemarks:
     @pytest.mark.parametrize(
         ("config", "id"),

@@ -281,6 +281,16 @@ ENGINE_REFUSALS: tuple[Rule, ...] = (
         "set reduce_scatter to true",
     ),
     Rule(
+        "hpz.nvme",
+        _E,
+        At.ENGINE,
+        f"{_ZERO}.zero_hpz_partition_size",
+        "runtime/zero/partition_parameters.py",
+        lambda v: v.zero.stage == 3 and v.zero.zero_hpz_partition_size > 1 and v.zero.offload_param.device is Device.NVME,
+        "the second parts are made on the device of the parameters, and no tensor can be made on a disk",
+        "set it to 1, or offload_param.device to cpu",
+    ),
+    Rule(
         "offload.path",
         _E,
         At.ENGINE,

@@ -6,6 +6,7 @@ rather than once a unit, and neighbouring units can be updated or cleared by one
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -51,6 +52,11 @@ class Lease:
         self._bytes = numel * empty.element_size()
         self._tensor: torch.Tensor | None = None
         self.held = False
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the memory, there or not."""
+        return self._bytes
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -152,6 +158,15 @@ class Arena:
             if not row.stands
         }
 
+    def make_room(self, leases: Iterable[Lease]) -> None:
+        """Leaves torch's allocator one segment in which all of `leases` fit, for leases that will be there at once.
+
+        What the forward keeps lies there in the meantime and leaves the segment whole. In segments of their own, activations
+        would leave holes in which no gradient of a unit fits.
+        """
+        if self.device.type == "cuda" and not _limits_splits():
+            torch.empty(sum(lease.bytes for lease in leases), dtype=torch.uint8, device=self.device)
+
     def free(self, tensor: torch.Tensor) -> None:
         """Books `tensor`, which :meth:`empty` gave, as gone; the caller drops its last reference.
 
@@ -220,3 +235,9 @@ class Arena:
         if size > 0:
             row.peaks[phase] = max(row.peaks.get(phase, 0), row.live)
             self._peaks[place, phase] = max(self._peaks.get((place, phase), 0), live)
+
+
+def _limits_splits() -> bool:
+    """Whether the allocator has been told not to split large blocks, so that nothing could lie in a large segment."""
+    settings = (os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    return any("max_split_size_mb" in text for text in settings)

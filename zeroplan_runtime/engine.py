@@ -124,6 +124,7 @@ class Engine(nn.Module):
             optimizer.take_step = self.step
         if device.type == "cuda":
             _take_workspaces(device, dtype)
+        self.arena.make_room(unit.grad_lease for unit in self.store.units if unit.grad_lease is not None)
 
     # ------------------------------------------------------------------ training
 

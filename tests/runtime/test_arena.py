@@ -11,7 +11,7 @@ from tests.runtime import models
 from tests.runtime.ranks import RankPool
 from tests.runtime.train import ds_config, train_all
 from zeroplan.core.buffers import ALWAYS, Buffer, Phase, Place
-from zeroplan.core.layout import RuntimeSetup, plan_layout, runtime_buffers
+from zeroplan.core.layout import OwnedBuffer, RuntimeSetup, plan_layout, runtime_buffers
 from zeroplan.core.workload import DType
 from zeroplan_runtime.arena import Arena
 from zeroplan_runtime.units import find_units
@@ -98,3 +98,16 @@ def test_buffers_of_one_kind_share_one_block() -> None:
         blocks[buffer, tensor.dtype].add(tensor.untyped_storage().data_ptr())
         assert tensor.data_ptr() % 64 == 0
     assert all(len(pointers) == 1 for pointers in blocks.values())
+
+
+def test_room_is_one_segment_unless_large_blocks_are_never_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    arena = Arena(torch.device("cpu"))
+    rows = [OwnedBuffer(Buffer.GRAD_SHARD, unit, 100, DType.BF16, phases=(Phase.BACKWARD,)) for unit in "ab"]
+    leases = arena.leases(rows).values()
+    arena.device = torch.device("cuda")  # only looked at, since nothing is allocated here
+    monkeypatch.setattr(torch, "empty", lambda size, **_: asked.append(size))
+    arena.make_room(leases)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
+    arena.make_room(leases)
+    assert asked == [400]

@@ -22,7 +22,8 @@ Note [Lifetimes]
     logits, where a step's memory peaks. What the optimizer reads (a unit's shard, or its whole gradients where they are kept)
     comes when the unit's first gradient lands or is reduced, and goes once the step has used it. Slots of whole gradients
     come when a backward first needs them and go at its end; between the micro batches of an accumulation they go in the
-    next forward, behind the first block, so that the last reduction has work to hide under.
+    next forward, behind the first block, so that the last reduction has work to hide under. What is kept until the step is all
+    there at the end of a backward, so the allocator is given a segment of that size at the start.
 
 Note [Offload]
     The optimizer of a unit may lie on the host or in files (its :attr:`UnitLayout.place`); the units that the forward needs

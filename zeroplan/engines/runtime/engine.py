@@ -20,7 +20,7 @@ from zeroplan.engines.runtime.job import Knobs, layout_of, require_trainable
 from zeroplan.engines.runtime.schedule import RuntimeJob, RuntimeSchedule, with_direct_gradients
 from zeroplan.engines.simulation import Simulation
 from zeroplan.ledger.line import Ledger
-from zeroplan.simulate.allocator_config import AllocatorConfig
+from zeroplan.simulate.allocator_config import UNLIMITED, AllocatorConfig
 from zeroplan.simulate.stream import Recorder, simulate
 
 #: Stages with optimizer and parameter offload, in the order in which they are shown.
@@ -101,7 +101,8 @@ class Runtime:
         """The run of any rank: all own and do the same."""
         layout = self.layout(case)
         skipped = 1 if case.workload.dtype is DType.FP16 else 0
-        job = RuntimeJob(case.workload, layout, case.cluster.gpu.workspace, skipped_steps=skipped)
+        room = config is None or config.max_split_size == UNLIMITED
+        job = RuntimeJob(case.workload, layout, case.cluster.gpu.workspace, room, skipped_steps=skipped)
         setup = layout.setup
         whole = setup.reduce_dtype if setup.shards_grads else setup.whole_grad_dtype
         # On a GPU a product of 16-bit factors may be written in fp32, but not the other way round.

@@ -274,6 +274,12 @@ def init_copy(c: Facts) -> int:
     return c.largest_param * c.param_bytes
 
 
+@_add(Buffer.INIT_TEMP, Place.HBM, (Phase.INIT,))
+def init_room(c: Facts) -> int:
+    """A block of the kept gradients' size, given back at once, so that the allocator has a segment in which they fit."""
+    return c.grads_kept * c.grad_bytes
+
+
 @_add(Buffer.WORKSPACE, Place.HBM, ALWAYS)
 def cublas_workspace(c: Facts) -> int:
     """cuBLAS's workspaces: one for the forward's thread, one for the backward's, taken at the start."""
@@ -282,4 +288,4 @@ def cublas_workspace(c: Facts) -> int:
 
 LEDGER = _lines.ledger()
 #: Names of the lines that the Arena's rows are held against.
-OWNED = frozenset(line.name for line in LEDGER if line.name not in ("init_copy", "cublas_workspace"))
+OWNED = frozenset(line.name for line in LEDGER if line.name not in ("init_copy", "init_room", "cublas_workspace"))

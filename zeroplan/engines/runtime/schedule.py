@@ -30,6 +30,7 @@ class RuntimeJob:
     workload: Workload
     layout: Layout
     cublas_workspace: int
+    makes_room: bool = True
     steps: int = STEPS_UNTIL_STEADY
     skipped_steps: int = 0
 
@@ -109,7 +110,7 @@ class RuntimeSchedule:
 
     def initialize(self) -> None:
         """The Arena takes one block for each run of standing rows of one kind; then parameters pass through, one at a time, and
-        cuBLAS takes its workspaces.
+        cuBLAS takes its workspaces. The allocator is left a segment in which the kept gradients fit.
         """
         standing = (row for row in self.rows if row.stands and row.place is Place.HBM)
         for (buffer, _, _), group in groupby(standing, key=lambda row: (row.buffer, row.dtype, row.place)):
@@ -120,6 +121,9 @@ class RuntimeSchedule:
                 self.recorder.free(self.recorder.alloc(param.numel * width, Buffer.INIT_TEMP, note=param.name))
         for _ in range(2 if self.job.cublas_workspace else 0):
             self.recorder.alloc(self.job.cublas_workspace, Buffer.WORKSPACE)
+        if self.job.makes_room:
+            room = sum(unit.kept.row.bytes for unit in self.units if unit.kept is not None)
+            self.recorder.free(self.recorder.alloc(room, Buffer.INIT_TEMP))
 
     # --- forward --------------------------------------------------------------------------------------------------------
 

@@ -93,6 +93,8 @@ def host_rss(
         found[Phase.STEP] += 0 if shared else _STEP_OF_STAGE.get(zero.stage, 0)
         if workload.optimizer_kind is OptimizerKind.FOREACH and not zero.offloads_optimizer:
             found[Phase.STEP] += _FOREACH_STEP
+    elif zero.offloads_optimizer:  # its kernels are never loaded
+        found[Phase.STEP] = found[Phase.BACKWARD]
     if workload.lora_rank:
         more = _ADAPTERS_STAGE3 if engine == "deepspeed" and zero.stage == 3 else _ADAPTERS
         for phase in found:

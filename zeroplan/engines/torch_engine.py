@@ -11,7 +11,7 @@ from zeroplan.engines.base import Case
 
 if TYPE_CHECKING:
     from zeroplan.core.tape import Stream
-    from zeroplan.engines.simulation import Simulation
+    from zeroplan.engines.simulation import HostPhase, Simulation
     from zeroplan.simulate.allocator_config import AllocatorConfig
     from zeroplan.simulate.stream import Recorder
 
@@ -32,9 +32,14 @@ class TorchEngine(ABC):
     def record(self, case: Case, stream: Stream) -> Recorder:
         """The allocations and frees of rank 0, which holds the most."""
 
+    def host(self, case: Case, stream: Stream) -> tuple[HostPhase, ...]:
+        """A rank's buffers on the host by phase: none, unless the engine offloads."""
+        return ()
+
     def simulate(self, case: Case, stream: Stream, config: AllocatorConfig | None = None) -> Simulation:
         """The run of rank 0."""
         from zeroplan.engines.simulation import Simulation
         from zeroplan.simulate.stream import simulate
 
-        return Simulation(simulate(self.record(case, stream), config, device_memory=case.cluster.vram))
+        timeline = simulate(self.record(case, stream), config, device_memory=case.cluster.vram)
+        return Simulation(timeline, host=self.host(case, stream))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.core.zero_config import Device, ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.fsdp2 import lines
 from zeroplan.engines.torch_engine import TorchEngine
@@ -14,6 +14,7 @@ from zeroplan.ledger.line import Ledger
 
 if TYPE_CHECKING:
     from zeroplan.core.tape import Stream
+    from zeroplan.engines.simulation import HostPhase
     from zeroplan.simulate.stream import Recorder
 
 
@@ -30,12 +31,17 @@ class Fsdp2(TorchEngine):
         """Refuse what `fully_shard` does not do.
 
         Raises:
-            BadInput: other stages, and offload.
+            BadInput: other stages, and offload of parameters or states alone or to NVMe.
         """
         if zero.stage not in (2, 3):
             raise BadInput(f"fsdp2 has no stage {zero.stage}", where="--stage", remedy="use 3, or 2 for no resharding")
-        if zero.offload_optimizer or zero.offload_param:
-            raise BadInput("fsdp2 is planned without offload", where="--offload-optimizer", remedy="use --engine deepspeed")
+        moved = {zero.offload_optimizer.device, zero.offload_param.device}
+        if moved != {Device.NONE} and moved != {Device.CPU}:
+            raise BadInput(
+                "fsdp2's CPUOffloadPolicy moves parameters, gradients and optimizer states, all of them to the host",
+                where="--offload-optimizer",
+                remedy="use --offload-optimizer cpu --offload-param cpu, or --engine deepspeed",
+            )
 
     def glossary(self) -> Mapping[str, str]:
         """What each name in the ledger's formulas means."""
@@ -48,6 +54,7 @@ class Fsdp2(TorchEngine):
             case.workload,
             ranks=case.ranks,
             reshard=case.zero.stage == 3,
+            offload=case.zero.offloads_param,
             cublas_workspace=case.cluster.gpu.workspace,
         )
 
@@ -56,3 +63,9 @@ class Fsdp2(TorchEngine):
         from zeroplan.engines.fsdp2.schedule import record_fsdp2
 
         return record_fsdp2(case, stream)
+
+    def host(self, case: Case, stream: Stream) -> tuple[HostPhase, ...]:
+        """See :func:`zeroplan.engines.fsdp2.host.host_phases`."""
+        from zeroplan.engines.fsdp2.host import host_phases
+
+        return host_phases(case, stream)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from zeroplan.core.buffers import ALWAYS, FROM_FIRST_STEP, Buffer, Phase, Place
 from zeroplan.core.workload import DType, Workload
+from zeroplan.ledger.derive import pow2
 from zeroplan.ledger.line import LedgerBuilder
 from zeroplan.ledger.optimizer_lines import add_state_lines
 from zeroplan.ledger.optimizers import Optimizer, find_optimizer
@@ -31,6 +32,9 @@ GLOSSARY = {
     "param_bytes": "bytes of one gathered parameter",
     "reduce_bytes": "bytes of one gradient element in the reduction",
     "state_bytes": "bytes of one element of an optimizer state",
+    "param_blocks": "bytes of the pinned blocks that hold this rank's chunks, each rounded to a power of two",
+    "grad_blocks": "the same for the chunks' gradients",
+    "largest_chunk": "elements of this rank's chunk of the largest parameter",
     "cublas_workspace": "bytes of one cuBLAS workspace on this GPU",
 }
 
@@ -49,7 +53,11 @@ class Facts:
     param_bytes: int  # as gathered
     reduce_bytes: int
     cublas_workspace: int
+    param_blocks: int  # pinned blocks of the chunks, each a power of two; 0 where nothing is offloaded
+    grad_blocks: int
+    largest_chunk: int
     reshard: bool
+    offload: bool
     optimizer: Optimizer
     matrix: int = 0  # Muon's split is DeepSpeed's; torch's optimizers treat all parameters alike
     rest: int = 0
@@ -60,9 +68,12 @@ class Facts:
         return self.original_bytes
 
 
-def facts(spec: ModelSpec, workload: Workload, *, ranks: int, reshard: bool, cublas_workspace: int) -> Facts:
+def facts(
+    spec: ModelSpec, workload: Workload, *, ranks: int, reshard: bool, cublas_workspace: int, offload: bool = False
+) -> Facts:
     """The facts of rank 0, which holds the largest chunks."""
-    sharded = trainable = largest = root = 0
+    sharded = trainable = largest = root = param_blocks = grad_blocks = largest_chunk = 0
+    width = 4
     for unit in spec.units:
         for t in unit.tensors:
             if t.tied_to is not None:
@@ -71,6 +82,10 @@ def facts(spec: ModelSpec, workload: Workload, *, ranks: int, reshard: bool, cub
             part = -(-rows // ranks) * (t.numel // rows if rows else 0)
             sharded += part * unit.count
             trainable += part * unit.count if t.trainable else 0
+            largest_chunk = max(largest_chunk, part)
+            block = pow2(width * part) * unit.count if offload else 0
+            param_blocks += block
+            grad_blocks += block if t.trainable else 0
         if unit.block:
             largest = max(largest, unit.numel)
         else:
@@ -86,7 +101,11 @@ def facts(spec: ModelSpec, workload: Workload, *, ranks: int, reshard: bool, cub
         param_bytes=workload.dtype.bytes,
         reduce_bytes=DType.FP32.bytes,
         cublas_workspace=cublas_workspace,
+        param_blocks=param_blocks,
+        grad_blocks=grad_blocks,
+        largest_chunk=largest_chunk,
         reshard=reshard,
+        offload=offload,
         optimizer=find_optimizer(workload.optimizer),
     )
 
@@ -94,16 +113,44 @@ def facts(spec: ModelSpec, workload: Workload, *, ranks: int, reshard: bool, cub
 @_add(Buffer.PARAM_SHARD, Place.HBM, ALWAYS, state=True)
 def param_shard(c: Facts) -> int:
     """This rank's fp32 chunks: the master itself."""
-    return c.original_bytes * c.sharded
+    return 0 if c.offload else c.original_bytes * c.sharded
+
+
+@_add(Buffer.PARAM_SHARD, Place.PINNED, ALWAYS, state=True)
+def param_shard_host(c: Facts) -> int:
+    """The same on the host (CPUOffloadPolicy), each chunk in a pinned block of its own.
+
+    Source: _fsdp_param.py, reset_sharded_param
+    """
+    return c.param_blocks
 
 
 @_add(Buffer.GRAD_SHARD, Place.HBM, (Phase.BACKWARD, Phase.STEP), state=True)
 def grad_shard(c: Facts) -> int:
     """Reduced gradients in the original dtype, until zero_grad."""
-    return c.original_bytes * c.sharded_trainable
+    return 0 if c.offload else c.original_bytes * c.sharded_trainable
 
 
-add_state_lines(_lines, Place.HBM, lambda c: c.sharded_trainable)
+@_add(Buffer.GRAD_SHARD, Place.PINNED, (Phase.BACKWARD, Phase.STEP), state=True)
+def grad_shard_host(c: Facts) -> int:
+    """Reduced gradients copied to the host as they are made: a copy that does not block gets pinned memory.
+
+    Source: _fsdp_collectives.py, foreach_reduce
+    """
+    return c.grad_blocks
+
+
+add_state_lines(_lines, Place.HBM, lambda c: 0 if c.offload else c.sharded_trainable)
+add_state_lines(_lines, Place.DRAM, lambda c: c.sharded_trainable if c.offload else 0, suffix="_host")
+
+
+@_add(Buffer.STAGE_H2D, Place.HBM, (Phase.FORWARD, Phase.BACKWARD))
+def chunk_from_host(c: Facts) -> int:
+    """A chunk's copy from the host before it is cast: of the largest parameter.
+
+    Source: _fsdp_param.py, all_gather_inputs
+    """
+    return c.original_bytes * c.largest_chunk if c.offload else 0
 
 
 @_add(Buffer.PARAM_FULL, Place.HBM, (Phase.FORWARD, Phase.BACKWARD))

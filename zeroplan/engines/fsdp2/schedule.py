@@ -7,6 +7,8 @@ Note [FSDP2's buffers]
     forward's order is gathered ahead. After a block's backward its gradients are packed, in the reduction's dtype, into a
     flat input that lives until the next block's, and reduced into this rank's part, of which the sharded gradients are
     views until ``zero_grad``. With one rank there is no gather: each parameter is cast and copied.
+    Under CPUOffloadPolicy chunks are copied from the host before they are cast, one by one, and what is reduced goes to the
+    host at once; the optimizer steps there.
     Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, _fsdp_collectives.py, _fsdp_state.py of torch 2.11.
 """
 
@@ -60,8 +62,8 @@ class Fsdp2Schedule:
 
     follows_modules = True
 
-    def __init__(self, job: TorchJob, stream: Stream, recorder: Recorder, *, reshard: bool) -> None:
-        self.job, self.recorder, self.reshard = job, recorder, reshard
+    def __init__(self, job: TorchJob, stream: Stream, recorder: Recorder, *, reshard: bool, offload: bool = False) -> None:
+        self.job, self.recorder, self.reshard, self.offload = job, recorder, reshard, offload
         self.alloc, self.free = recorder.alloc, recorder.free
         self.groups: dict[int, Group] = {}
         self.order: list[int] = []  # modules of groups, as the forward first meets them
@@ -93,7 +95,9 @@ class Fsdp2Schedule:
     # --- building -------------------------------------------------------------------------------------------------------
 
     def build(self) -> None:
-        """Sharded parameters are made on the meta device and filled on the GPU, a tied one twice."""
+        """Sharded parameters are made on the meta device and filled on the GPU, a tied one twice; or on the host."""
+        if self.offload:
+            return
         made: set[int] = set()
         for owned in self.job.modules:
             for p in owned:
@@ -114,11 +118,25 @@ class Fsdp2Schedule:
         if group.output >= 0 or group.parameters or self.job.ranks == 1:
             return
         width = self.job.param_bytes
-        source = self.alloc(width * group.input_numel, Buffer.COMM_ALL_GATHER, stream=GATHER, note=group.module)
+        if self.offload:
+            source = [self._from_host(p, stream=GATHER) for p in group.params]
+        else:
+            source = [self.alloc(width * group.input_numel, Buffer.COMM_ALL_GATHER, stream=GATHER, note=group.module)]
         group.output = self.alloc(
             width * group.input_numel * self.job.ranks, Buffer.COMM_ALL_GATHER, stream=GATHER, note=group.module
         )
-        self.free(source)
+        for handle in source:
+            self.free(handle)
+
+    def _from_host(self, p: int, *, stream: int = COMPUTE) -> int:
+        """A chunk's copy from the host, in the gather's dtype (_fsdp_param.py, all_gather_inputs)."""
+        job = self.job
+        copied = self.alloc(job.original_bytes * job.chunk[p], Buffer.STAGE_H2D, stream=stream, note=p)
+        if job.param_bytes == job.original_bytes:
+            return copied
+        cast = self.alloc(job.param_bytes * job.chunk[p], Buffer.COMM_ALL_GATHER, stream=stream, note=p)
+        self.free(copied)
+        return cast
 
     def _copy_out(self, group: Group) -> None:
         if group.parameters:
@@ -126,8 +144,10 @@ class Fsdp2Schedule:
         job, width = self.job, self.job.param_bytes
         cast = -1
         for p in group.params:
-            if job.ranks == 1 and width != job.original_bytes:  # the cast is the gather's input; it outlives one copy
-                following = self.alloc(width * job.numel[p], Buffer.COMM_ALL_GATHER, note=p)
+            if job.ranks == 1 and (self.offload or width != job.original_bytes):  # the gather's input outlives one copy
+                following = (
+                    self._from_host(p) if self.offload else self.alloc(width * job.numel[p], Buffer.COMM_ALL_GATHER, note=p)
+                )
                 if cast >= 0:
                     self.free(cast)
                 cast = following
@@ -231,8 +251,8 @@ class Fsdp2Schedule:
             self.free(handle)
         group.grads.clear()
         reduced = self.alloc(width * count, Buffer.GRAD_SHARD, stream=REDUCE, note=group.module)
-        if group.reduced >= 0:
-            self.free(reduced)  # a later micro batch adds to the gradients that are there
+        if self.offload or group.reduced >= 0:
+            self.free(reduced)  # a copy on the host replaces it; a later micro batch adds to the gradients that are there
         else:
             group.reduced = reduced
 
@@ -251,7 +271,9 @@ class Fsdp2Schedule:
         self._free_reduce_input()
 
     def step(self, applied: bool) -> None:
-        """Clipping, AdamW on this rank's chunks, and zero_grad."""
+        """Clipping, AdamW on this rank's chunks, and zero_grad; on the host, if that has them."""
+        if self.offload:
+            return
         job = self.job
         counts = [job.chunk[p] for p in range(len(job.numel)) if job.trainable[p]]
         step_temporaries(self.recorder, counts, job, OptimizerKind.FUSED)
@@ -269,5 +291,6 @@ def record_fsdp2(case: Case, stream: Stream) -> Recorder:
     workspace = case.cluster.gpu.workspace
     job = torch_job(stream, case.workload, ranks=case.ranks, sharded=True, cublas_workspace=workspace)
     recorder = Recorder()
-    play(job, stream, recorder, Fsdp2Schedule(job, stream, recorder, reshard=case.zero.stage == 3))
+    schedule = Fsdp2Schedule(job, stream, recorder, reshard=case.zero.stage == 3, offload=case.zero.offloads_param)
+    play(job, stream, recorder, schedule)
     return recorder

@@ -1,0 +1,31 @@
+"""Host memory of FSDP2's CPUOffloadPolicy on one rank.
+
+Each sharded parameter is pinned, and so is each gradient, because a copy to the host that does not block gets pinned memory;
+the optimizer's states are pageable. torch's fused and single-tensor optimizers need nothing more that lasts.
+Source: torch/distributed/fsdp/_fully_shard/_fsdp_param.py, reset_sharded_param; _fsdp_collectives.py, foreach_reduce
+"""
+
+from __future__ import annotations
+
+from zeroplan.core.buffers import Phase
+from zeroplan.core.tape import Stream
+from zeroplan.engines.base import Case
+from zeroplan.engines.simulation import HostPhase
+from zeroplan.engines.torch_step import torch_job
+from zeroplan.simulate.pinned import pinned_bytes
+
+
+def host_phases(case: Case, stream: Stream) -> tuple[HostPhase, ...]:
+    """The host's peaks; none where nothing is offloaded."""
+    if not case.zero.offloads_param:
+        return ()
+    job = torch_job(stream, case.workload, ranks=case.ranks, sharded=True, cublas_workspace=0)
+    trained = [count for count, on in zip(job.chunk, job.trainable, strict=True) if on]
+    params = pinned_bytes(job.original_bytes * count for count in job.chunk)
+    grads = pinned_bytes(job.original_bytes * count for count in trained)
+    states = sum(state.bytes_of(count, job.original_bytes) for state in job.optimizer.states for count in trained)
+    return (
+        *(HostPhase(phase, params, params) for phase in (Phase.LOAD, Phase.INIT, Phase.FORWARD)),
+        HostPhase(Phase.BACKWARD, params + grads, params + grads),
+        HostPhase(Phase.STEP, params + grads + states, params + grads),
+    )

@@ -8,7 +8,8 @@ The defaults are DeepSpeed 0.19.8's. ``"auto"`` counts as not given. Keys of the
 - ``fused_loss``: compute causal language models' loss without fp32 copies of the logits;
 - ``audit_steps``: micro batches at stage 3 in which every use of a parameter is checked to be within its unit's forward;
 - ``timeout``: seconds without progress after which a rank names the one that it waits for, and ends;
-- ``delayed_update``: the first step from which updates on the host run beside the next forward and backward; 0 for never.
+- ``delayed_update``: the first step from which updates on the host run beside the next forward and backward; 0 for never;
+- ``nvme_in_memory``: accept an ``nvme_path`` on a file system in host memory.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 from zeroplan.core.errors import BadInput, did_you_mean
 from zeroplan.core.layout import WIDE_NUMEL
 from zeroplan.core.workload import DType
+from zeroplan_runtime.offload.probe import ALLOW_MEMORY_KEY
 from zeroplan_runtime.offload.settings import Offload, read_offload
 from zeroplan_runtime.optim.scaler import LossScaler
 
@@ -103,7 +105,7 @@ _FP16 = {
 }
 _BF16 = {"enabled", "check_grad_overflow"}
 _OWN = {"ring", "wide_numel", "direct_linear", "fused_loss", "audit_steps", "timeout"}
-_OWN_KEYS = _OWN | {"delayed_update"}
+_OWN_KEYS = _OWN | {"delayed_update", ALLOW_MEMORY_KEY}
 
 
 @dataclass(frozen=True)

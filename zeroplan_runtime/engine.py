@@ -24,7 +24,7 @@ from zeroplan_runtime.landing import attach
 from zeroplan_runtime.loss import attach_loss
 from zeroplan_runtime.offload.activations import ActivationOffload
 from zeroplan_runtime.offload.host import HostOptimizer
-from zeroplan_runtime.offload.host_setup import offload_optimizer
+from zeroplan_runtime.offload.host_setup import offload_optimizer, state_files
 from zeroplan_runtime.optim.groups import ZeroOptimizer
 from zeroplan_runtime.optim.step import Outcome, Stepper
 from zeroplan_runtime.schedule import Schedule
@@ -95,7 +95,8 @@ class Engine(nn.Module):
         dtype = DTYPES[config.dtype]
         if any(p.is_floating_point() and p.dtype != dtype for p in model.parameters()):
             cast_floating(model, dtype)
-        self.store = Store(find_units(model, groups, policy=policy, wide_numel=config.wide_numel), setup, ranks, self.arena)
+        units = find_units(model, groups, policy=policy, wide_numel=config.wide_numel)
+        self.store = Store(units, setup, ranks, self.arena, state_files(config.offload))
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:

@@ -16,14 +16,14 @@ Note [Places]
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from zeroplan.core.buffers import Buffer, Phase
+from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import STEP_SCALARS, Flat, Layout, OwnedBuffer, UnitKind, UnitLayout, plan_layout, runtime_buffers
 from zeroplan.core.layout import RuntimeSetup as Setup
@@ -33,6 +33,7 @@ from zeroplan_runtime.units import Unit, reads_params_in_backward
 
 if TYPE_CHECKING:
     from zeroplan_runtime.offload.host import HostUnit
+    from zeroplan_runtime.offload.host_files import StateFiles
 
 _Carved = dict[tuple[Buffer, str], torch.Tensor]
 
@@ -150,7 +151,14 @@ class UnitState:
 class Store:
     """All units of one model on one rank. Building it moves the parameters into the Arena, one after another."""
 
-    def __init__(self, units: Sequence[Unit], setup: Setup, ranks: Ranks, arena: Arena) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        setup: Setup,
+        ranks: Ranks,
+        arena: Arena,
+        files: Callable[[Store], StateFiles] | None = None,
+    ) -> None:
         self.setup, self.ranks, self.arena = setup, ranks, arena
         self.layout: Layout = plan_layout([unit.shape for unit in units], setup)
         rows = runtime_buffers(self.layout)
@@ -169,6 +177,7 @@ class Store:
                 state.grad_slot = self.grad_slots[state.layout.grad_slot]
             if not state.layout.offloaded:
                 state.grad_lease = leases.get((setup.kept_grad, state.name))
+        self.files = files(self) if files is not None and self.layout.swap_lanes else None
         for state in self.units:
             self._fill(state)
 
@@ -206,7 +215,8 @@ class Store:
     def _add_training(self, state: UnitState, trainable: FlatState, carved: _Carved) -> None:
         name = state.name
         state.landed = bytearray(len(trainable.layout.params))
-        state.master = carved.get((Buffer.PARAM_MASTER, name), trainable.shard)
+        in_files = state.layout.place is Place.NVME and self.setup.masters_apart
+        state.master = None if in_files else carved.get((Buffer.PARAM_MASTER, name), trainable.shard)
         beside = self.setup.has_masters and not self.setup.casts_masters
         state.copy = trainable.shard if beside else None
         state.states = {buffer: tensor for (buffer, unit), tensor in carved.items() if unit == name and _is_state(buffer)}
@@ -288,6 +298,9 @@ class Store:
     @torch.no_grad()
     def _fill(self, unit: UnitState) -> None:
         """Takes the parameters' values from the first rank, and makes the parameters views of the unit's place."""
+        master = unit.master
+        if master is None and unit.trainable is not None:  # on its way to a file
+            master = torch.zeros(self.layout.share(unit.layout))
         for flat in unit.flats():
             flat.full.zero_()
             for i, (param, view) in enumerate(zip(flat.params, flat.views(flat.full), strict=True)):
@@ -301,14 +314,17 @@ class Store:
                     value = value.contiguous()
                     self.ranks.broadcast(value)
                 view.copy_(value)
-                if flat is unit.trainable and unit.master is not None and unit.master is not flat.shard:
-                    self._fill_master(unit.master, flat.layout, i, value)
+                if flat is unit.trainable and master is not None and master is not flat.shard:
+                    self._fill_master(master, flat.layout, i, value)
                 param.data = view
                 param.grad = None
             if flat.shard.untyped_storage().data_ptr() != flat.full.untyped_storage().data_ptr():
                 flat.shard.copy_(self.part(flat.full, flat.layout))
         if not self.setup.shards_params:
             unit.param_slot.holder, unit.param_slot.fresh = unit, True
+        if self.files is not None and unit.layout.place is Place.NVME and unit.trainable is not None:
+            for buffer in self.files.buffers:
+                self.files.put(unit.name, buffer, master if buffer is Buffer.PARAM_MASTER else None)
 
     def _fill_master(self, master: torch.Tensor, flat: Flat, position: int, value: torch.Tensor) -> None:
         """Masters begin at the model's original precision, not at that of its 16-bit copy."""
@@ -320,7 +336,7 @@ class Store:
 
 
 #: What gradients come down to, and parameters go up from.
-_EXCHANGES = (Buffer.GRAD_SHARD, Buffer.STAGE_D2H, Buffer.STAGE_H2D)
+_EXCHANGES = (Buffer.GRAD_SHARD, Buffer.STAGE_D2H, Buffer.STAGE_H2D, Buffer.SWAP_BUFFER)
 
 
 def _own_buffer(setup: Setup) -> Buffer:

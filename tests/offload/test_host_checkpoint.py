@@ -23,6 +23,7 @@ PARAMS = {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}
 
 def start(group: dist.ProcessGroup, zero: dict[str, Any], dtype: str, delayed: int, seed: int) -> zeroplan_runtime.Engine:
     config = {**ds_config(0, dtype), "zero_optimization": zero}
+    config["zeroplan"] = {**config["zeroplan"], "nvme_in_memory": True}
     if delayed:
         config["zeroplan"] = {**config["zeroplan"], "delayed_update": delayed}
     engine, *_ = zeroplan_runtime.initialize(model=models.make(seed), config=config, group=group, device="cpu")

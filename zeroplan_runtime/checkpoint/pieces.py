@@ -9,8 +9,9 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +28,30 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.errors import BadInput
+from zeroplan.core.layout import OPTIMIZER_STATES
 from zeroplan_runtime.store import FlatState, Store, UnitState
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements ``[offset, offset + len(tensor))`` of a flat tensor of `numel` elements; `tensor` is 1-D and live."""
+    """Elements ``[offset, offset + length)`` of a flat tensor of `numel` elements.
+
+    `tensor()` gives them, 1-D: the live memory, or, of what is in a file, what is read there.
+    """
 
     name: str
     numel: int
     offset: int
-    tensor: torch.Tensor
+    length: int
+    dtype: torch.dtype
+    tensor: Callable[[], torch.Tensor]
+
+    @classmethod
+    def of(cls, name: str, numel: int, offset: int, tensor: torch.Tensor) -> Piece:
+        """The piece that lies in `tensor`."""
+        return cls(name, numel, offset, tensor.numel(), tensor.dtype, lambda: tensor)
 
 
 def pieces(store: Store, *, loading: bool, optimizer: bool = True) -> Iterator[Piece]:
@@ -47,21 +60,76 @@ def pieces(store: Store, *, loading: bool, optimizer: bool = True) -> Iterator[P
     To write, the parts of the ranks never overlap; to load, a rank that keeps something whole asks for the whole.
     """
     for unit in store.units:
-        if unit.trainable is not None:
-            assert unit.master is not None
+        if unit.trainable is not None and not (loading and is_in_files(unit)):
             whole = not store.setup.shards_states
-            yield from _of_flat(store, unit, unit.trainable, "master", unit.master, whole=whole, loading=loading)
-            if optimizer:
-                for buffer, state in unit.states.items():
-                    yield from _of_flat(store, unit, unit.trainable, buffer.value, state, whole=whole, loading=loading)
+            for buffer in _kept(store, unit) if optimizer else (Buffer.PARAM_MASTER,):
+                held = _held(store, unit, buffer)
+                yield from _of_flat(store, unit, unit.trainable, _kind(buffer), held, whole=whole, loading=loading)
         if unit.frozen is not None:
             whole = not store.setup.shards_params
-            held = unit.frozen.full if whole else unit.frozen.shard
+            frozen = unit.frozen.full if whole else unit.frozen.shard
+            held = Held(frozen.dtype, frozen)
             yield from _of_flat(store, unit, unit.frozen, "param", held, whole=whole, loading=loading)
 
 
+def is_in_files(unit: UnitState) -> bool:
+    """Whether a unit's optimizer is in files."""
+    return unit.layout.place is Place.NVME
+
+
+def pieces_in_files(store: Store, unit: UnitState, *, optimizer: bool) -> tuple[list[Piece], dict[Buffer, torch.Tensor]]:
+    """What of a unit in files this rank needs to load, in new memory: the pieces, and the tensors that they lie in."""
+    assert unit.trainable is not None
+    assert store.files is not None
+    wanted = _kept(store, unit) if optimizer else [Buffer.PARAM_MASTER]
+    made: list[Piece] = []
+    tensors: dict[Buffer, torch.Tensor] = {}
+    for buffer in wanted:
+        if buffer in store.files.buffers:
+            tensors[buffer] = torch.zeros(store.layout.share(unit.layout))
+            held = Held(torch.float32, tensors[buffer])
+        else:
+            held = _held(store, unit, buffer)
+        whole = not store.setup.shards_states
+        made += _of_flat(store, unit, unit.trainable, _kind(buffer), held, whole=whole, loading=True)
+    return made, tensors
+
+
+def _kept(store: Store, unit: UnitState) -> list[Buffer]:
+    return [Buffer.PARAM_MASTER, *OPTIMIZER_STATES[store.setup.optimizer]]
+
+
+def _kind(buffer: Buffer) -> str:
+    return "master" if buffer is Buffer.PARAM_MASTER else buffer.value
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One of a unit's tensors: in memory, or in a file from where `read` brings elements ``[begin, end)``."""
+
+    dtype: torch.dtype
+    tensor: torch.Tensor | None = None
+    read: Callable[[int, int], torch.Tensor] | None = None
+
+    def part(self, begin: int, end: int) -> Callable[[], torch.Tensor]:
+        """What gives elements ``[begin, end)``."""
+        if self.tensor is not None:
+            view = self.tensor[begin:end]
+            return lambda: view
+        assert self.read is not None
+        return partial(self.read, begin, end)
+
+
+def _held(store: Store, unit: UnitState, buffer: Buffer) -> Held:
+    tensor = unit.master if buffer is Buffer.PARAM_MASTER else unit.states.get(buffer)
+    if tensor is not None:
+        return Held(tensor.dtype, tensor)
+    assert store.files is not None
+    return Held(torch.float32, read=partial(store.files.get, unit.name, buffer))
+
+
 def _of_flat(
-    store: Store, unit: UnitState, flat: FlatState, kind: str, held: torch.Tensor, *, whole: bool, loading: bool
+    store: Store, unit: UnitState, flat: FlatState, kind: str, held: Held, *, whole: bool, loading: bool
 ) -> Iterator[Piece]:
     rank = store.ranks.rank
     base = 0 if whole else rank * flat.layout.shard
@@ -70,8 +138,9 @@ def _of_flat(
     ):
         start, end = (0, numel) if whole and loading else flat.layout.overlap(position, rank)
         if start < end:
-            tensor = held[offset + start - base : offset + end - base]
-            yield Piece(f"{kind}/{unit.layout.shape.params[i].name}", numel, start, tensor)
+            name = f"{kind}/{unit.layout.shape.params[i].name}"
+            tensor = held.part(offset + start - base, offset + end - base)
+            yield Piece(name, numel, start, end - start, held.dtype, tensor)
 
 
 def check(store: Store, metadata: Metadata, *, optimizer: bool) -> None:
@@ -82,7 +151,7 @@ def check(store: Store, metadata: Metadata, *, optimizer: bool) -> None:
     """
     for unit in store.units:
         for shape in unit.layout.shape.params:
-            states = [buffer.value for buffer in unit.states] if optimizer else []
+            states = [buffer.value for buffer in OPTIMIZER_STATES[store.setup.optimizer]] if optimizer else []
             for kind in ["master", *states] if shape.trainable else ["param"]:
                 name = f"{kind}/{shape.name}"
                 stored = metadata.state_dict_metadata.get(name)
@@ -109,8 +178,8 @@ class SavePieces(DefaultSavePlanner):
                 index=MetadataIndex(piece.name, torch.Size([piece.offset])),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk=ChunkStorageMetadata(torch.Size([piece.offset]), torch.Size([piece.tensor.numel()])),
-                    properties=TensorProperties(dtype=piece.tensor.dtype),
+                    chunk=ChunkStorageMetadata(torch.Size([piece.offset]), torch.Size([piece.length])),
+                    properties=TensorProperties(dtype=piece.dtype),
                     size=torch.Size([piece.numel]),
                 ),
             )
@@ -122,7 +191,7 @@ class SavePieces(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         """The tensor behind a write."""
         assert index.offset is not None
-        return self._pieces[index.fqn, index.offset[0]].tensor.detach()
+        return self._pieces[index.fqn, index.offset[0]].tensor().detach()
 
 
 class LoadPieces(DefaultLoadPlanner):
@@ -139,14 +208,14 @@ class LoadPieces(DefaultLoadPlanner):
         for piece in self._pieces.values():
             stored = self.metadata.state_dict_metadata[piece.name]
             assert isinstance(stored, TensorStorageMetadata)
-            chunk = ChunkStorageMetadata(torch.Size([piece.offset]), torch.Size([piece.tensor.numel()]))
+            chunk = ChunkStorageMetadata(torch.Size([piece.offset]), torch.Size([piece.length]))
             items += create_read_items_for_chunk_list(piece.name, stored, [chunk])
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """Where a read goes."""
         assert index.offset is not None
-        return self._pieces[index.fqn, index.offset[0]].tensor.detach()
+        return self._pieces[index.fqn, index.offset[0]].tensor().detach()
 
 
 class SafeReader(FileSystemReader):

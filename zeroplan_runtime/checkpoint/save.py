@@ -14,10 +14,20 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from zeroplan.core.buffers import Phase
+from zeroplan.core.buffers import Buffer, Phase
 from zeroplan.core.errors import BadInput
 from zeroplan_runtime.checkpoint import files
-from zeroplan_runtime.checkpoint.pieces import LoadPieces, Piece, SafeReader, SavePieces, check, pieces
+from zeroplan_runtime.checkpoint.pieces import (
+    LoadPieces,
+    Piece,
+    SafeReader,
+    SavePieces,
+    check,
+    is_in_files,
+    pieces,
+    pieces_in_files,
+)
+from zeroplan_runtime.store import UnitState
 
 if TYPE_CHECKING:
     from zeroplan_runtime.engine import Engine
@@ -111,14 +121,10 @@ def load_checkpoint(
     engine.drain()
     wanted = [*pieces(engine.store, loading=True, optimizer=optimizer), *_buffers(engine)]
     check(engine.store, SafeReader(path).read_metadata(), optimizer=optimizer)
-    with _quiet():
-        load(
-            {},
-            storage_reader=SafeReader(path),
-            planner=LoadPieces(wanted),
-            process_group=engine.ranks.group,
-            no_dist=engine.ranks.count == 1,
-        )
+    _read(engine, path, wanted)
+    for unit in engine.store.units:
+        if unit.trainable is not None and is_in_files(unit):
+            _read_into_files(engine, path, unit, optimizer=optimizer)
     _refresh(engine)
     if not load_module_only:
         engine.load_progress(state["progress"])
@@ -129,6 +135,31 @@ def load_checkpoint(
             engine.lr_scheduler.load_state_dict(state["schedule"])
     engine.ranks.barrier()
     return str(path), state["client_state"]
+
+
+def _read(engine: Engine, path: Path, wanted: list[Piece]) -> None:
+    with _quiet():
+        load(
+            {},
+            storage_reader=SafeReader(path),
+            planner=LoadPieces(wanted),
+            process_group=engine.ranks.group,
+            no_dist=engine.ranks.count == 1,
+        )
+
+
+@torch.no_grad()
+def _read_into_files(engine: Engine, path: Path, unit: UnitState, *, optimizer: bool) -> None:
+    """One unit at a time, so that what is in files need not fit into host memory."""
+    files = engine.store.files
+    assert files is not None
+    assert unit.trainable is not None
+    wanted, tensors = pieces_in_files(engine.store, unit, optimizer=optimizer)
+    _read(engine, path, wanted)
+    for buffer, tensor in tensors.items():
+        files.put(unit.name, buffer, tensor)
+    if Buffer.PARAM_MASTER in tensors:
+        unit.trainable.shard.copy_(tensors[Buffer.PARAM_MASTER])
 
 
 @contextmanager
@@ -161,7 +192,7 @@ def _buffers(engine: Engine) -> list[Piece]:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.numel() and name not in module._non_persistent_buffers_set:
                 full = f"{prefix}.{name}" if prefix else name
-                made.append(Piece(f"buffer/{full}", buffer.numel(), 0, buffer.view(-1)))
+                made.append(Piece.of(f"buffer/{full}", buffer.numel(), 0, buffer.view(-1)))
     return made
 
 

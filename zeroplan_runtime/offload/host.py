@@ -32,11 +32,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zeroplan.core.buffers import Place
 from zeroplan_runtime import kernels
 from zeroplan_runtime.comm import Lane, Mark
 from zeroplan_runtime.offload.host_worker import Ticket, Worker
 
 if TYPE_CHECKING:
+    from zeroplan_runtime.offload.host_files import StateFiles
     from zeroplan_runtime.optim.step import Segment
     from zeroplan_runtime.store import SumSlot, UnitState
 
@@ -56,6 +58,7 @@ class Exchange:
     segments: list[Segment]
     landed: Mark
     sent: Mark
+    sends_master: bool = False  # run by run, from the ring that masters in files stream through
     skipped: bool = False
 
 
@@ -70,6 +73,11 @@ class HostUnit:
     begun: bool = False  # the work that this step's last gradients allow has been asked for
     ticket: Ticket | None = None
     updated: Exchange | None = None
+
+    @property
+    def in_files(self) -> bool:
+        """Whether masters and states are in files."""
+        return self.unit.layout.place is Place.NVME
 
     @property
     def pending(self) -> bool:
@@ -114,6 +122,7 @@ class HostOptimizer:
     direct: bool
     sum_slot: Callable[[UnitState], SumSlot]
     delayed_from: int = 0
+    files: StateFiles | None = None
     early: Callable[[], Order] | None = None  # set where updates may begin in the backward
     down: Lane = field(init=False)
     up: Lane = field(init=False)
@@ -200,7 +209,7 @@ class HostOptimizer:
         if host.updated is not None:
             host.begun = True
             self._send_delayed(host, host.present.landed)
-        elif self.early is not None:
+        elif self.early is not None and not host.in_files:
             host.begun = True
             self._order(host, self.early(), send=True)
 
@@ -217,10 +226,12 @@ class HostOptimizer:
             mark.wait(self.up)
         delayed = 0 < self.delayed_from <= order.number
         for host in self.units:
-            if self.early is None:
+            if self.early is None and not host.in_files:
                 self._order(host, order, send=not delayed)
             host.begun = host.summed = False
             host.turn = (host.turn + 1) % len(host.exchanges)
+        if self.files is not None:
+            self._order_files(self.files, order)
 
     def forget(self) -> None:
         """Drops this step's sums.
@@ -255,6 +266,17 @@ class HostOptimizer:
             self._expect(host, ticket)
         else:
             host.updated = place
+
+    def _order_files(self, files: StateFiles, order: Order) -> None:
+        """One pass over the file updates all units in it, one after another."""
+        wanted = [(host, Ticket(self.worker)) for host in self.units if host.in_files]
+
+        def send(host: HostUnit, place: Exchange) -> None:
+            self._send(host.unit, place)
+
+        self.worker.submit(lambda: files.update(wanted, order, self.update, send, self.up))
+        for host, ticket in wanted:
+            self._expect(host, ticket)
 
     def _send(self, unit: UnitState, place: Exchange) -> None:
         """Copies the updated parameters up (in the worker)."""
@@ -294,5 +316,7 @@ class HostOptimizer:
             host.wait()
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the thread, and removes files."""
         self.worker.close()
+        if self.files is not None:
+            self.files.close()

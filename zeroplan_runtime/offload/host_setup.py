@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from zeroplan.core.buffers import Buffer
@@ -9,6 +11,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan_runtime.arena import DTYPES
 from zeroplan_runtime.comm import Mark
 from zeroplan_runtime.offload.host import Exchange, HostOptimizer, HostUnit
+from zeroplan_runtime.offload.host_files import StateFiles
 from zeroplan_runtime.offload.host_worker import Worker, host_threads
 from zeroplan_runtime.offload.settings import Offload
 from zeroplan_runtime.optim.step import Stepper
@@ -37,10 +40,28 @@ def offload_optimizer(stepper: Stepper, settings: Offload) -> HostOptimizer | No
         direct=not store.layout.sum_slots,
         sum_slot=store.sum_slot,
         delayed_from=settings.delayed_from,
+        files=store.files,
     )
     stepper.offload(host)
     stepper.schedule.host = host
     return host
+
+
+def state_files(settings: Offload) -> Callable[[Store], StateFiles]:
+    """Makes a store's files, where the layout says that there are any."""
+
+    def make(store: Store) -> StateFiles:
+        assert settings.optimizer.nvme_path is not None
+        return StateFiles(
+            store.layout,
+            store.host_tensors[Buffer.SWAP_BUFFER, "optimizer"],
+            nvme_path=settings.optimizer.nvme_path,
+            rank=store.ranks.rank,
+            aio=settings.aio,
+            allow_memory=settings.in_memory,
+        )
+
+    return make
 
 
 def _exchanges(unit: UnitState, store: Store, stepper: Stepper) -> tuple[Exchange, ...]:
@@ -55,10 +76,12 @@ def _exchanges(unit: UnitState, store: Store, stepper: Stepper) -> tuple[Exchang
         if setup.offloads_params:
             out, goes_up = unit.trainable.shard if setup.has_masters else None, None
         elif not setup.has_masters:
-            out, goes_up = None, unit.master
+            out, goes_up = None, unit.master  # None if in files
         elif setup.sends_apart:
             out = goes_up = store.host_tensors[Buffer.STAGE_H2D, unit.name].view(len(buffers), -1)[turn]
         else:
             out = goes_up = grad.view(DTYPES[setup.param_dtype])
-        made.append(Exchange(grad, goes_up, stepper.segments_of(unit, out, grad), Mark(device), Mark(device)))
+        segments = stepper.segments_of(unit, out, grad)
+        sends_master = unit.master is None and not setup.has_masters
+        made.append(Exchange(grad, goes_up, segments, Mark(device), Mark(device), sends_master))
     return tuple(made)

@@ -9,6 +9,7 @@ from typing import Any
 from zeroplan.core.errors import BadInput, did_you_mean
 from zeroplan.core.offload_rules import require_runnable
 from zeroplan.core.zero_config import ActivationCheckpointing, Aio, Device, OffloadOptimizer, OffloadParam
+from zeroplan_runtime.offload.probe import ALLOW_MEMORY_KEY
 
 #: Keys of DeepSpeed's that choose between its own ways and change nothing here.
 WITHOUT_EFFECT = {
@@ -26,13 +27,16 @@ WITHOUT_EFFECT = {
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """What leaves the device. `delayed_from` is the first step whose update is delayed (0: none)."""
+    """What leaves the device. `delayed_from` is the first step whose update is delayed (0: none); `in_memory` accepts an
+    ``nvme_path`` on a file system in host memory.
+    """
 
     optimizer: OffloadOptimizer = field(default_factory=OffloadOptimizer)
     param: OffloadParam = field(default_factory=OffloadParam)
     aio: Aio = field(default_factory=Aio)
     checkpoints: bool = False
     delayed_from: int = 0
+    in_memory: bool = False
 
     def __bool__(self) -> bool:
         """Whether optimizer or parameters leave the device."""
@@ -56,7 +60,8 @@ def read_offload(raw: Mapping[str, Any], stage: int) -> tuple[Offload, list[str]
         raise BadInput(
             f"{delayed!r} is not a step", where="zeroplan.delayed_update", remedy="name the first step, or 0 for none"
         )
-    made = Offload(optimizer, param, aio, checkpoints.cpu_checkpointing, delayed)
+    in_memory = bool((raw.get("zeroplan") or {}).get(ALLOW_MEMORY_KEY, False))
+    made = Offload(optimizer, param, aio, checkpoints.cpu_checkpointing, delayed, in_memory)
     require_runnable(stage, optimizer, param, delayed=delayed > 0)
     for section, one in (("offload_optimizer", optimizer), ("offload_param", param)):
         if one.device is Device.NVME and not one.nvme_path:

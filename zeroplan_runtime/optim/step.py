@@ -90,7 +90,7 @@ class Stepper:
     def segments_of(self, unit: UnitState, param: torch.Tensor | None, grad: torch.Tensor | None = None) -> list[Segment]:
         """The runs of a unit's share, with `param` to refresh and `grad` to read (the unit's own, if left out)."""
         assert unit.trainable is not None
-        assert unit.master is not None
+        master = unit.master if unit.master is not None else torch.empty(0)  # in files: met run by run
         flat, params = unit.trainable.layout, unit.layout.shape.params
         begins = [
             (offset, params[i].group)
@@ -108,7 +108,7 @@ class Stepper:
                 states = [unit.states[b][part] for b in _STATE_ORDER if b in unit.states]
                 out = None if param is None else param[part]
                 tensors = self._tensors(flat, begin, end, part) if self.optimizer.kind == "lamb" else None
-                made.append(Segment(unit, group, unit.master[part], out, part, states, tensors))
+                made.append(Segment(unit, group, master[part], out, part, states, tensors))
                 if grad is not None:
                     made[-1].grad = grad[part]
         return made

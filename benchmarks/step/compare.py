@@ -135,6 +135,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--gpus", type=lambda text: [int(n) for n in text.split(",")], help="devices to use, as in 2,3")
     parser.add_argument("--shape", default="llama-1b")
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--micro", type=int, default=1)
@@ -149,7 +150,7 @@ def main() -> int:
     common |= {"versions": _versions(), "command": " ".join(["python3 -m benchmarks.step.compare", *sys.argv[1:]])}
     rows = []
     for case in map(Case.parse, arguments.cases.split(",")):
-        found = run_ranks(partial(run_case, case, arguments), arguments.ranks, timeout=arguments.timeout)
+        found = run_ranks(partial(run_case, case, arguments), arguments.ranks, timeout=arguments.timeout, gpus=arguments.gpus)
         fault = failure(found)
         row = {"case": str(case), **({"fault": fault} if fault else summary(case, arguments, [f["value"] for f in found]))}
         rows.append(row | common)

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from zeroplan_runtime.kernels import backends, cuda_path, fronts, make_segments, native_path, nvrtc, torch_path
+from zeroplan_runtime.kernels import backends, cuda_path, fronts, loss, make_segments, native_path, nvrtc, torch_path
 
 ARCHITECTURES = (75, 80, 90, 100)
 
@@ -200,6 +200,7 @@ class Recorder:
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: SimpleNamespace(cuda_stream=7))
         monkeypatch.setattr(fronts, "backend", lambda _device: cuda_path)
+        monkeypatch.setattr(loss, "backend", lambda _device: cuda_path)
 
     def launch(self, _stream, threads, kernel, *arguments) -> None:
         self.launches.append((kernel, threads, arguments))
@@ -217,6 +218,9 @@ def test_arguments_are_those_of_the_sources(monkeypatch):
     fronts.lamb(p, g, m, v, make_segments([0, 17, n], "cpu"), lr=0.1, step=1, param_out=out)
     fronts.grad_norm([g, m], scalars, max_norm=1.0)
     fronts.cast(p, out)
+    labels = torch.zeros(4, dtype=torch.int64)
+    lse, _ = loss.cross_entropy(g.view(4, -1), labels)
+    loss.cross_entropy_grad(g.view(4, -1), labels, lse, scalars[:1])
     declared = {}
     for path in nvrtc.sources().glob("*.cu"):
         for name, parameters in re.findall(r"__global__[^{;]*?(zp_\w+)\(([^)]*)\)", path.read_text(), re.S):

@@ -14,6 +14,7 @@ from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.registry import find_engine
 from zeroplan.ledger.optimizers import find_optimizer
+from zeroplan.models.attention import eager_only
 from zeroplan.models.facts import max_seq_len
 from zeroplan.models.load import bare_params, load_model
 from zeroplan.models.spec import ModelSpec
@@ -102,6 +103,8 @@ def resolve(request: Request) -> Resolved:
         spec = with_lora(spec, workload.lora_rank, workload.lora_targets)
     if warning := find_optimizer(workload.optimizer).warning:
         warnings.append(warning)
+    if workload.attn is Attention.SDPA and (missing := eager_only(spec.model_type)):
+        warnings.append(missing)
     cases = _cases(request, engine, [Case(spec, workload, cluster, zero) for zero in zeros])
     return Resolved(spec, workload, cluster, engine, cases, request.depth, tuple(warnings))
 

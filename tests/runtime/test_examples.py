@@ -36,3 +36,12 @@ def test_causal_lm_on_two_ranks(tmp_path: Path) -> None:
 def test_sentiment() -> None:
     losses = run("examples/sentiment.py", "--small", "--stage", "1", "--steps", "60", "--dtype", "fp32")
     assert losses[-1] < 0.4 < losses[0]
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_states_of_more_than_four_times_the_allowance(tmp_path: Path) -> None:
+    """The example itself ends with an error when more was taken than allowed."""
+    for more in ((), ("--nvme", str(tmp_path), "--checkpointing")):
+        losses = run("examples/larger_than_gpu.py", "--steps", "16", *more)
+        assert losses[-1] < losses[0] - 0.5

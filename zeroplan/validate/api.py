@@ -13,6 +13,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import ModelInfo
 from zeroplan.core.zero_config import Device
 from zeroplan.engines.base import Case
+from zeroplan.engines.runtime.engine import Runtime
 from zeroplan.planner.request import Request, Resolved, describe_workload, resolve
 from zeroplan.planner.tapes import Streams
 from zeroplan.validate.builtin import builtin_request
@@ -77,6 +78,12 @@ def verify(
     if not cases:
         raise BadInput("NVMe without a folder", where="--offload-optimizer", remedy="give nvme_path in a --ds-config")
     raw = _raw(options.get("ds_config"))
+    if machine.device == "cpu" and isinstance(resolved.engine, Runtime):
+        # No CPU kernel computes the loss in one pass; what torch takes in its place is not what a plan for GPUs has.
+        raw = {**(raw or {}), "zeroplan": {"fused_loss": False, **((raw or {}).get("zeroplan") or {})}}
+        engine = Runtime()
+        engine.configure(raw)
+        resolved = replace(resolved, engine=engine)
     name = resolved.engine.name
     jobs = [job_of(case, name, _label(case), raw=raw, steps=steps, timeout=timeout) for case in cases]
     run = _run_here if machine.launched else _run_launched

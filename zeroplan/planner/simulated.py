@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -110,8 +111,22 @@ def _checkpoint_on_host(simulation: Simulation, rss: Mapping[Phase, int], local:
     return {one.phase.value: (rss[_LOADED_BY[one.phase]] + one.host) * local + one.host_once for one in simulation.checkpoint}
 
 
+#: The latest streams with their activation peaks, which every plan of a stream asks for.
+_PEAKS: OrderedDict[int, tuple[Stream, int]] = OrderedDict()
+_MOST_PEAKS = 32
+
+
 def activation_peak(stream: Stream) -> int:
     """The most bytes that one micro batch's own computation holds at once, gradients of parameters left out."""
+    known = _PEAKS.get(id(stream))
+    if known is None or known[0] is not stream:
+        known = _PEAKS[id(stream)] = (stream, _activation_peak(stream))
+        if len(_PEAKS) > _MOST_PEAKS:
+            _PEAKS.popitem(last=False)
+    return known[1]
+
+
+def _activation_peak(stream: Stream) -> int:
     sizes: dict[int, int] = {}
     now = peak = 0
     alloc, free, grad = int(Op.ALLOC), int(Op.FREE), int(Kind.GRAD)

@@ -179,7 +179,7 @@ def answer(request: Request, wish: Wish | None = None) -> Answer:
     if not ranking:
         miss = nearest_miss(space, memory, cost)
         nearest = recommendation(miss, 0, ranks)
-        changes = tuple(cheapest_changes(problem, request, wish, nearest))
+        changes = tuple(cheapest_changes(problem, request, wish, nearest, memory))
     elif wish.explain:
         said = reasons_for(outcome.ranking[0], space, memory, cost)
         if wish.goal == "throughput":

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 #: Simulations that the nearest miss and each change may take.
 _TRIES = 2
+#: Where the lightest floor is this many times what there is, one simulation says enough.
+_FAR = 1.5
 #: Changes that an answer names.
 _NAMED = 4
 #: Memories of cards that are sold, in GiB.
@@ -32,6 +34,8 @@ def nearest_miss(space: Sequence[Candidate], memory: Memory, cost: CostModel) ->
     for candidate in sorted(space, key=lambda c: (_lack_of_floors(c, memory), memory.floor(c), c.effort)):
         lightest.setdefault(candidate.family, candidate)
     tried = [c for c in list(lightest.values()) if memory.runnable(c)][:_TRIES]
+    if tried and _lack_of_floors(tried[0], memory) > _FAR:
+        del tried[1:]
     ranked = [Ranked(c, cost.step_time(c.workload, c.zero, memory.counts(c)), memory.plan(c)) for c in tried]
     return min(ranked, key=lambda r: lack(r, memory))
 
@@ -109,8 +113,13 @@ def _options(problem: Problem, request: Request, wish: Wish, nearest: Recommenda
             yield _Option(f"cards of {size} GiB (--vram {size}G)", replace(request, vram=size * GIB), wish, row="vram")
 
 
-def cheapest_changes(problem: Problem, request: Request, wish: Wish, nearest: Recommendation) -> Iterator[Change]:
-    """Changes that work, cheapest first, each with the configuration of it that needs the least."""
+def cheapest_changes(
+    problem: Problem, request: Request, wish: Wish, nearest: Recommendation, memory: Memory
+) -> Iterator[Change]:
+    """Changes that work, cheapest first, each with the configuration of it that needs the least.
+
+    `memory` is that of the problem: whatever trains the same parameters shares its tapes.
+    """
     done: set[str] = set()
     named = 0
     for option in _options(problem, request, wish, nearest):
@@ -118,14 +127,19 @@ def cheapest_changes(problem: Problem, request: Request, wish: Wish, nearest: Re
             return
         if option.row and option.row in done:
             continue
-        found = _least(option)
+        found = _least(option, memory if _same_model(option.request, request) else None)
         if found is not None:
             done.add(option.row)
             named += 1
             yield Change(option.what, found)
 
 
-def _least(option: _Option) -> Recommendation | None:
+def _same_model(one: Request, two: Request) -> bool:
+    """Whether two requests train the same parameters, so that tapes can be shared."""
+    return (one.lora_rank, one.lora_targets, one.gpu) == (two.lora_rank, two.lora_targets, two.gpu)
+
+
+def _least(option: _Option, base: Memory | None) -> Recommendation | None:
     """A configuration that fits after the change, the lightest by its floor first; None when none of the lightest does."""
     from zeroplan.search.api import problem_of, space_of
 
@@ -134,8 +148,11 @@ def _least(option: _Option) -> Recommendation | None:
         space = space_of(changed, option.request, option.wish)
     except BadInput:
         return None
-    memory = Memory(changed.engine, changed.spec, changed.cluster, depth=option.request.depth)
-    cost = CostModel(changed.engine.name, changed.spec, changed.cluster, changed.rates)
+    if base is None:
+        memory = Memory(changed.engine, changed.spec, changed.cluster, depth=option.request.depth)
+    else:
+        memory = base.on(changed.cluster)
+    cost = CostModel(changed.engine.name, memory.spec, changed.cluster, changed.rates)
     likely = sorted((c for c in space if not memory.cannot_fit(c)), key=lambda c: (memory.floor(c), c.effort))
     lightest: dict[object, Candidate] = {}
     for candidate in likely:

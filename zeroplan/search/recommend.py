@@ -11,7 +11,7 @@ Note [Search]
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 
 from zeroplan.core.plan import MemoryPlan
@@ -156,7 +156,16 @@ def _group(candidate: Candidate) -> object:
 
 
 def rank_all(given: Sequence[Candidate], memory: Memory, cost: CostModel) -> list[Ranked]:
-    """Every given candidate, fastest first: those that fit, then those that do not."""
+    """Every given candidate, fastest first: those that fit, then those that do not.
+
+    What differs in the micro batch alone is simulated in a row: it shares what the engine recorded.
+    """
+    alike: dict[object, list[Candidate]] = {}
+    for candidate in given:
+        alike.setdefault((candidate.zero, replace(candidate.workload, micro_batch=1)), []).append(candidate)
+    for group in alike.values():
+        for candidate in group:
+            memory.plan(candidate)
     ranked = [_planned(candidate, memory, cost) for candidate in given]
     return sorted(ranked, key=lambda r: (r.fits is False, *rank_key(r.candidate, r.time)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.units import GIB
@@ -20,11 +21,12 @@ class Stretch:
     A column `value` holds bytes for an allocation; for a free it is filled in when the handles are known.
     """
 
-    __slots__ = ("buffers", "code", "inner", "last", "notes", "outer", "value")
+    __slots__ = ("buffers", "code", "inner", "last", "made", "notes", "outer", "value")
 
     def __init__(self) -> None:
         self.code = array("q")
         self.value = array("q")
+        self.made: list[tuple[int, int]] = []  # allocations: event, storage
         self.buffers: list[Buffer] = []
         self.notes: list[Note] = []
         self.inner: list[tuple[int, int]] = []  # frees of what the stretch allocates: event, allocation
@@ -34,6 +36,7 @@ class Stretch:
     def alloc(self, storage: int, nbytes: int, buffer: Buffer, note: Note) -> None:
         """As :meth:`Recorder.alloc`, of a storage."""
         self.last[storage] = len(self.buffers)
+        self.made.append((len(self.code), storage))
         self.code.append(0)
         self.value.append(nbytes)
         self.buffers.append(buffer)
@@ -57,7 +60,7 @@ class Recorder:
     simulated until :func:`simulate` reads the columns. A call costs well under a microsecond.
     """
 
-    __slots__ = ("buffers", "code", "marks", "notes", "value")
+    __slots__ = ("buffers", "code", "marks", "notes", "stretches", "value")
 
     def __init__(self) -> None:
         self.code = array("q")
@@ -65,6 +68,7 @@ class Recorder:
         self.buffers: list[Buffer] = []  # by handle
         self.notes: list[Note] = []  # by handle
         self.marks: list[str] = []
+        self.stretches: list[tuple[int, Stretch]] = []  # with the event that each begins at
 
     def __len__(self) -> int:
         """Number of events."""
@@ -99,6 +103,7 @@ class Recorder:
             live: by storage the handle that it has now; updated.
         """
         value, start, base = self.value, len(self.value), len(self.buffers)
+        self.stretches.append((start, stretch))
         self.code.extend(stretch.code)
         value.extend(stretch.value)
         self.buffers.extend(stretch.buffers)
@@ -109,6 +114,21 @@ class Recorder:
             value[start + event] = live[storage]
         for storage, made in stretch.last.items():
             live[storage] = base + made
+
+    def resized(self, sizes: Sequence[int]) -> Recorder:
+        """The same events where the storages of the stretches have other sizes; all but the sizes is shared, not copied.
+
+        Args:
+            sizes: by storage its bytes.
+        """
+        other = Recorder()
+        other.code, other.buffers, other.notes, other.marks = self.code, self.buffers, self.notes, self.marks
+        other.stretches = self.stretches
+        other.value = value = self.value[:]
+        for start, stretch in self.stretches:
+            for event, storage in stretch.made:
+                value[start + event] = sizes[storage]
+        return other
 
     def record_stream(self, handle: int, stream: int) -> None:
         """What ``Tensor.record_stream`` does: a later :meth:`free` waits until `stream` has caught up."""

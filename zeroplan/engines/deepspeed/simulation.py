@@ -10,12 +10,12 @@ from zeroplan.core.workload import DType
 from zeroplan.engines.base import Case
 from zeroplan.engines.deepspeed.checkpoint import checkpoint_phases
 from zeroplan.engines.deepspeed.job import Job, resolve
-from zeroplan.engines.deepspeed.schedule import distinct_ranks, record_deepspeed
+from zeroplan.engines.deepspeed.recordings import Recordings
+from zeroplan.engines.deepspeed.schedule import distinct_ranks
 from zeroplan.engines.deepspeed.schedule_host import record_host
-from zeroplan.engines.script import Scripts
 from zeroplan.engines.simulation import HostPhase, Simulation
 from zeroplan.simulate.allocator_config import AllocatorConfig
-from zeroplan.simulate.stream import Recorder, simulate
+from zeroplan.simulate.stream import simulate
 from zeroplan.simulate.timeline import Timeline
 
 #: With fp16, the loss scale mostly starts too high and the first steps are discarded. How many depends on the data; one
@@ -27,9 +27,6 @@ FP16_SKIPPED_STEPS = 1
 EVENTS_OVER_RANKS = 80_000
 FEWEST_RANKS, MOST_RANKS = 2, 8
 
-#: By rank and skipped steps.
-_Recordings = dict[tuple[int, int], Recorder]
-
 
 def worth_simulating(job: Job, stream: Stream) -> tuple[int, ...]:
     """The ranks whose runs can differ in what they reserve, as many as the model's depth affords."""
@@ -37,11 +34,10 @@ def worth_simulating(job: Job, stream: Stream) -> tuple[int, ...]:
 
 
 class Simulator:
-    """Simulates one case after another, and keeps the last one's recordings for other settings of the allocator."""
+    """Simulates one case after another, and keeps recordings for other micro batches and settings of the allocator."""
 
     def __init__(self) -> None:
-        self._recorded: tuple[Case, Stream, _Recordings] | None = None
-        self._scripts = Scripts()
+        self._recordings = Recordings()
 
     def simulate(self, case: Case, stream: Stream, config: AllocatorConfig | None = None) -> Simulation:
         """The schedule of the stage, on each rank that can be the worst.
@@ -49,36 +45,23 @@ class Simulator:
         With fp16 data decide how many steps the loss scale discards, and with them the order of allocations: the worst rank
         is simulated with and without.
         """
-        recorded = self._recordings(case, stream)
-        runs = {key: simulate(run, config, device_memory=case.cluster.vram) for key, run in recorded.items()}
         usual = _skipped(case)
-        ranks = {rank: run for (rank, skipped), run in runs.items() if skipped == usual}
+        first = _job(case, stream, 0, usual)
+
+        def run(rank: int, skipped: int) -> Timeline:
+            job = first if (rank, skipped) == (0, usual) else _job(case, stream, rank, skipped)
+            return simulate(self._recordings.of(case, stream, job), config, device_memory=case.cluster.vram)
+
+        runs = {(rank, usual): run(rank, usual) for rank in worth_simulating(first, stream)}
+        ranks = {rank: timeline for (rank, _), timeline in runs.items()}
         rank = max(ranks, key=lambda r: (ranks[r].peak_allocated, ranks[r].peak_reserved))
         least = None
         if usual:
             fullest = max(ranks, key=lambda r: ranks[r].peak_reserved)
-            if (fullest, 0) not in runs:
-                recorded[fullest, 0] = record_deepspeed(_job(case, stream, fullest, 0), stream, self._scripts)
-                runs[fullest, 0] = simulate(recorded[fullest, 0], config, device_memory=case.cluster.vram)
+            runs[fullest, 0] = run(fullest, 0)
             least = min(ranks[fullest].peak_reserved, runs[fullest, 0].peak_reserved)
         timeline = runs.pop((rank, usual))
-        return _with_host(_job(case, stream, 0, 0), timeline, rank, tuple(runs.values()), least)
-
-    def _recordings(self, case: Case, stream: Stream) -> _Recordings:
-        """What is allocated and freed: the same under every setting of the allocator."""
-        last = self._recorded
-        if last is not None and last[1] is stream and last[0].spec is case.spec:
-            old = last[0]
-            if (old.workload, old.cluster, old.zero) == (case.workload, case.cluster, case.zero):
-                return last[2]
-        skipped = _skipped(case)
-        first = _job(case, stream, 0, skipped)
-        runs = {}
-        for rank in worth_simulating(first, stream):
-            job = first if rank == 0 else _job(case, stream, rank, skipped)
-            runs[rank, skipped] = record_deepspeed(job, stream, self._scripts)
-        self._recorded = (case, stream, runs)
-        return runs
+        return _with_host(first if not usual else _job(case, stream, 0, 0), timeline, rank, tuple(runs.values()), least)
 
 
 def _with_host(job: Job, timeline: Timeline, rank: int, others: tuple[Timeline, ...], least: int | None) -> Simulation:

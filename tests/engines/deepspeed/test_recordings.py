@@ -1,0 +1,59 @@
+"""A recording with other sizes put in equals one that is played anew."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from zeroplan.core.cluster import Cluster
+from zeroplan.core.tape import Stream
+from zeroplan.core.workload import Workload
+from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.engines.base import Case
+from zeroplan.engines.deepspeed import recordings
+from zeroplan.engines.deepspeed.engine import DeepSpeed
+from zeroplan.engines.deepspeed.job import resolve
+from zeroplan.engines.deepspeed.recordings import Recordings
+from zeroplan.engines.deepspeed.schedule import record_deepspeed
+from zeroplan.models.load import load_model
+from zeroplan.planner.tapes import stream_of
+
+SPEC = load_model("meta-llama/Llama-3.2-1B")
+ENGINE = DeepSpeed()
+
+
+def _case(stage: int, micro_batch: int) -> tuple[Case, Stream]:
+    workload = Workload(micro_batch=micro_batch, seq_len=512, gradient_checkpointing=True)
+    case = Case(SPEC, workload, Cluster(gpus=2), ZeroConfig.of(stage))
+    return case, stream_of(ENGINE, case)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_other_micro_batches_are_put_in(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    played = []
+
+    def counted(*words: object) -> object:
+        played.append(words)
+        return record_deepspeed(*words)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(recordings, "record_deepspeed", counted)
+    kept = Recordings()
+    for micro_batch in (8, 16, 24, 16):
+        case, stream = _case(stage, micro_batch)
+        job = resolve(stream, case.workload, case.zero, ranks=2, rank=1)
+        found, fresh = kept.of(case, stream, job), record_deepspeed(job, stream)
+        assert found.value == fresh.value
+        assert (found.code, found.buffers, found.notes, found.marks) == (fresh.code, fresh.buffers, fresh.notes, fresh.marks)
+    assert len(played) == 1
+
+
+def test_another_layout_is_played() -> None:
+    case, stream = _case(2, 8)
+    kept = Recordings()
+    job = resolve(stream, case.workload, case.zero, ranks=2)
+    first = kept.of(case, stream, job)
+    assert kept.of(case, stream, job) is first
+    small = replace(case, zero=replace(case.zero, reduce_bucket_size=1 << 20))
+    again = resolve(stream, small.workload, small.zero, ranks=2)
+    assert kept.of(small, stream, again).value != first.value

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ torch.set_num_threads(1)
 import zeroplan_runtime
 from tests.runtime import models
 from tests.runtime.train import ds_config
-config = ds_config(3, zeroplan={{"timeout": {timeout}}})
+config = ds_config(3, zeroplan={{"timeout": {timeout}}}, zero_optimization={zero})
 engine, *_ = zeroplan_runtime.initialize(model=models.make(), config=config)
 for number in range(1000):
     if engine.global_rank == 1 and number == 5:
@@ -30,10 +31,11 @@ for number in range(1000):
 """
 
 
-def run_job(tmp_path: Path, fault: str, timeout: float) -> tuple[int, str, float]:
-    """Three ranks without a launcher that would kill the others: each must end by itself."""
+def run_job(tmp_path: Path, fault: str, timeout: float, **zero: Any) -> tuple[int, str, float]:
+    """Three ranks without a launcher that would kill the others: each must end by itself. `zero`: more of that section."""
     script = tmp_path / "job.py"
-    script.write_text(_JOB.format(root=str(Path(__file__).resolve().parents[2]), fault=fault, timeout=timeout))
+    root = str(Path(__file__).resolve().parents[2])
+    script.write_text(_JOB.format(root=root, fault=fault, timeout=timeout, zero=zero))
     ranks, logs = [], []
     for rank in range(3):
         variables = {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_port(tmp_path))}

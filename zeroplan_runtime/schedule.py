@@ -250,7 +250,7 @@ class Schedule:
             unit.landed = unit.landed.replace(b"\x02", b"\x01")
         self._backward = False
         self._current = self._last = None
-        if self.boundary:
+        if self.boundary and not self.setup.delayed_update:
             self.give_slots()
 
     # ------------------------------------------------------------------ gradients

@@ -22,7 +22,8 @@ Note [Lifetimes]
     logits, where a step's memory peaks. What the optimizer reads (a unit's shard, or its whole gradients where they are kept)
     comes when the unit's first gradient lands or is reduced, and goes once the step has used it. Slots of whole gradients
     come when a backward first needs them and go at its end; between the micro batches of an accumulation they go in the
-    next forward, behind the first block, so that the last reduction has work to hide under. What is kept until the step is all
+    next forward, behind the first block, so that the last reduction has work to hide under (as with the delayed update of
+    offloaded states, whose next forward need not wait for the last gradients to leave). What is kept until the step is all
     there at the end of a backward, so the allocator is given a segment of that size at the start.
 
 Note [Offload]
@@ -452,7 +453,8 @@ def _grad_rows(layout: Layout) -> list[OwnedBuffer]:
     """The gradients on the device."""
     setup = layout.setup
     between = (Phase.FORWARD,) if setup.grad_accum > 1 else ()  # what later micro batches find there
-    kept, passing = (*between, Phase.BACKWARD, Phase.STEP), (*between, Phase.BACKWARD)
+    late = (Phase.FORWARD,) if setup.delayed_update else between
+    kept, passing = (*between, Phase.BACKWARD, Phase.STEP), (*late, Phase.BACKWARD)
     stay = [(u.shape.name, u.trainable) for u in layout.units if u.trainable and not u.offloaded]
     slots = layout.grad_slots.items()
     if setup.shards_grads:

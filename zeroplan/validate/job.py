@@ -123,8 +123,13 @@ def _runtime_config(case: Case, raw: Mapping[str, Any], timeout: float) -> dict[
 
 def _offload(case: Case) -> dict[str, Any]:
     """The offload sections that flags stand for."""
-    parts = {"offload_optimizer": case.zero.offload_optimizer, "offload_param": case.zero.offload_param}
-    return {key: {"device": part.device.value, "nvme_path": part.nvme_path} for key, part in parts.items() if part}
+    optimizer, param = case.zero.offload_optimizer, case.zero.offload_param
+    found: dict[str, Any] = {}
+    if optimizer:
+        found["offload_optimizer"] = {"device": optimizer.device.value, "nvme_path": optimizer.nvme_path}
+    if param:
+        found["offload_param"] = {"device": param.device.value}
+    return found
 
 
 def ended_early(result: Mapping[str, Any]) -> bool:

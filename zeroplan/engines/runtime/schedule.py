@@ -182,7 +182,7 @@ class RuntimeSchedule:
             unit.reduced, unit.visits = False, 0
             unit.landed = False
         self.current = None
-        if boundary:
+        if boundary and not self.setup.delayed_update:
             self._give_slots()
 
     def _begin_backward(self, unit: UnitRun) -> None:

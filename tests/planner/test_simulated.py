@@ -133,7 +133,7 @@ def test_a_checkpoint_needs_room_for_states_on_the_gpu_and_for_one_storage_on_th
     assert after_init is not None
     assert gpu.phases["save"] == gpu.live_after_step
     assert gpu.phases["resume"] == after_init + 8 * _part(2)
-    rss = host_rss("deepspeed", Workload(), ZeroConfig.of(stage))
+    rss = host_rss("deepspeed", Workload(), ZeroConfig.of(stage), rotary=False)
     assert cpu.phases["save"] == 2 * (rss[Phase.STEP] + 4 * _part(2))
     own, model = 12 * _part(2), 2 * PARAMS if stage < 3 else 0
     assert cpu.phases["resume"] == 2 * (rss[Phase.INIT] + max(own, model))
@@ -157,7 +157,7 @@ def test_offloaded_states_are_saved_from_where_they_are() -> None:
 @pytest.mark.parametrize(("stage", "copied"), [(1, 0), (2, 2048 * 8192), (3, 2048 * 8192 // 2)])
 def test_frozen_parameters_are_copied_where_gradients_are_partitioned(stage: int, copied: int) -> None:
     run = _simulated(stage, frozen=1)
-    rss = host_rss("deepspeed", Workload(), ZeroConfig.of(stage))
+    rss = host_rss("deepspeed", Workload(), ZeroConfig.of(stage), rotary=False)
     trained = PARAMS - 2048 * 8192
     master, own, model = 4 * trained // 2, 12 * trained // 2, 2 * PARAMS if stage < 3 else 0
     every = max(master, 2 * copied)
@@ -172,7 +172,7 @@ def test_fp32_at_stage_0_has_no_masters_to_load() -> None:
     run = _simulated(0, work=fp32)
     whole = 4 * PARAMS
     assert run.plan.cpu.phases["resume"] == 2 * (
-        host_rss("deepspeed", Workload(**fp32), ZeroConfig.of(0))[Phase.INIT] + 3 * whole
+        host_rss("deepspeed", Workload(**fp32), ZeroConfig.of(0), rotary=False)[Phase.INIT] + 3 * whole
     )
 
 

@@ -126,7 +126,7 @@ class HostOptimizer:
     early: Callable[[], Order] | None = None  # set where updates may begin in the backward
     down: Lane = field(init=False)
     up: Lane = field(init=False)
-    _delaying: bool = field(init=False, default=False)
+    _reading: bool = field(init=False, default=False)  # the files have been told to read ahead for this step
 
     def __post_init__(self) -> None:
         self.down, self.up = Lane(self.device, own=True), Lane(self.device, own=True)
@@ -160,6 +160,9 @@ class HostOptimizer:
                 "forward; set gradient_clipping, or give a policy that leaves the module to the root"
             )
         host.wait()
+        if boundary and self.files is not None and not self._reading:
+            self._reading = True
+            self.worker.submit(self.files.prefetch)
         place, produced = host.present, Mark(self.device)
         slot = None if self.direct and not host.summed else self.sum_slot(host.unit)
         source = arrived if slot is None else self._sum(host, slot, arrived, lane)
@@ -231,6 +234,7 @@ class HostOptimizer:
             host.begun = host.summed = False
             host.turn = (host.turn + 1) % len(host.exchanges)
         if self.files is not None:
+            self._reading = False
             self._order_files(self.files, order)
 
     def forget(self) -> None:
@@ -314,6 +318,8 @@ class HostOptimizer:
             self._send_delayed(host, now)
         for host in self.units:
             host.wait()
+        self.worker.submit(lambda: None).wait()  # reads ahead, and a pass's last writes
+        self._reading = False
 
     def close(self) -> None:
         """Ends the thread, and removes files."""

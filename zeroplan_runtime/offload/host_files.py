@@ -81,11 +81,15 @@ class StateFiles:
         plan = RingPlan(SWAP_SLOTS, layout.swap_lanes, layout.swap_numel * _FP32_BYTES)
         self.streamer = Streamer(plan, ring.view(torch.uint8))
         self._scratch = ring[: layout.swap_numel]
+        self._order = runs
+        self._groups = [[Part(self.file, run.block(b), run.end - run.begin) for b in self.buffers] for run in runs]
+        self._prefetched = False
 
     # ------------------------------------------------------------------ outside a step
 
     def put(self, unit: str, buffer: Buffer, values: torch.Tensor | None) -> None:
         """Writes the whole of one of a unit's tensors; zeros for None. Not while a step is under way."""
+        self._forget_prefetched()
         for run in self._runs[unit]:
             numel = run.end - run.begin
             if values is None:
@@ -97,6 +101,7 @@ class StateFiles:
 
     def get(self, unit: str, buffer: Buffer, begin: int, end: int) -> torch.Tensor:
         """Elements ``[begin, end)`` of one of a unit's tensors, in new memory. Not while a step is under way."""
+        self._forget_prefetched()
         found = torch.empty(end - begin, dtype=torch.float32)
         for run in self._runs[unit]:
             first, last = max(begin, run.begin), min(end, run.end)
@@ -108,6 +113,17 @@ class StateFiles:
 
     # ------------------------------------------------------------------ a step
 
+    def prefetch(self) -> None:
+        """Begins to read the first runs, which the next update wants, beside the backward. Called in the worker."""
+        if not self._prefetched:
+            self._prefetched = True
+            self.streamer.prefetch(self._groups)
+
+    def _forget_prefetched(self) -> None:
+        if self._prefetched:
+            self._prefetched = False
+            self.streamer.abandon()
+
     def update(
         self,
         wanted: Sequence[tuple[HostUnit, Ticket]],
@@ -116,15 +132,16 @@ class StateFiles:
         send: Callable[[HostUnit, Exchange], None],
         up: Lane,
     ) -> None:
-        """Updates units in turn, each sent up (and its ticket finished) when its last run is done. Called in the worker."""
+        """Updates all units in turn, each sent up (and its ticket finished) when its last run is done. Called in the worker."""
         try:
             scalars = order.scalars() if order.scalars is not None else None
             if scalars is not None and bool(scalars[kernels.SKIP]):
                 return
-            plan = [(host, ticket, run) for host, ticket in wanted for run in self._runs[host.unit.name]]
+            units = {host.unit.name: (host, ticket) for host, ticket in wanted}
 
             def work(index: int, tensors: tuple[torch.Tensor, ...]) -> Callable[[], None] | None:
-                host, ticket, run = plan[index]
+                run = self._order[index]
+                host, ticket = units[run.unit]
                 place, wait = host.exchanges[0], None
                 if run.begin == 0:
                     place.landed.finish()
@@ -135,18 +152,16 @@ class StateFiles:
                     update(segment, order.hypers[segment.group], order.number, scalars)
                 if place.sends_master:
                     wait = _send_run(host, run, tensors[0], up)
-                if index + 1 == len(plan) or plan[index + 1][0] is not host:
+                if run is self._runs[run.unit][-1]:
                     send(host, place)
                     ticket.finish()
                 return wait
 
-            self.streamer.run([self._group(run) for _, _, run in plan], work)
+            self._prefetched = False
+            self.streamer.run(self._groups, work)
         finally:
             for _, ticket in wanted:
                 ticket.finish()
-
-    def _group(self, run: Run) -> list[Part]:
-        return [Part(self.file, run.block(buffer), run.end - run.begin) for buffer in self.buffers]
 
     def _segments(self, place: Exchange, run: Run, tensors: tuple[torch.Tensor, ...]) -> Iterator[Segment]:
         """The parts of a unit's segments that lie in `run`, on the run's tensors."""
@@ -168,7 +183,8 @@ class StateFiles:
             )
 
     def close(self) -> None:
-        """Removes the file."""
+        """Removes the file. The worker has ended."""
+        self._forget_prefetched()
         self.folder.close()
         self.engine.close()
 

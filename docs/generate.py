@@ -1,4 +1,4 @@
-"""Writes the pages that are made from the code: the ledger, the models, the GPUs, the keys of a ds_config.
+"""Writes the pages that are made from the code and from results: the ledger, models, GPUs, keys of a ds_config, accuracy.
 
 ``python docs/generate.py`` writes them; with ``--check`` it exits with 1 when one is stale.
 """
@@ -14,6 +14,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT.parent))
 
+from benchmarks.recommend.page import measured  # noqa: E402
 from zeroplan.core.cluster import Cluster  # noqa: E402
 from zeroplan.core.gpus import GPUS  # noqa: E402
 from zeroplan.core.units import format_bytes, format_count  # noqa: E402
@@ -190,6 +191,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "gpus.md": gpus,
     "ds_config_keys.md": keys,
     "accuracy.md": accuracy,
+    "recommend_measured.md": measured,
 }
 
 

@@ -28,7 +28,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import STEP_SCALARS, Flat, Layout, OwnedBuffer, UnitKind, UnitLayout, plan_layout, runtime_buffers
 from zeroplan.core.layout import RuntimeSetup as Setup
 from zeroplan_runtime.arena import DTYPES, Arena, Lease
-from zeroplan_runtime.comm import Mark, Ranks
+from zeroplan_runtime.comm import Lane, Mark, Ranks
 from zeroplan_runtime.units import Unit, reads_params_in_backward
 
 if TYPE_CHECKING:
@@ -260,6 +260,7 @@ class Store:
             slot = self.sum_slots[name] = SumSlot(self.arena.leases([row])[row.buffer, name], Mark(device), Mark(device))
         if not slot.lease.held:
             slot.lease.take()
+            slot.free.record(Lane(self.arena.device, own=False))  # what had the memory before may still be at work there
         return slot
 
     def _view_gradients(self, unit: UnitState, trainable: FlatState, full: torch.Tensor) -> None:

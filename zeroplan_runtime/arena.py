@@ -70,7 +70,7 @@ class Lease:
         self._arena.resize(storage, self._bytes, self._row.buffer)
         if self._tensor is None:
             numel = self._bytes // self._empty.element_size()
-            self._tensor = self._empty.set_(storage, 0, (numel,), (1,))  # type: ignore[call-overload]
+            self._tensor = self._empty.set_(storage, 0, (numel,), (1,))
         self.held = True
         self._arena.book(self._row, self._bytes)
 

@@ -48,7 +48,7 @@ def name_of(zero: ZeroConfig, checkpointing: bool | None = None) -> str:
 
 def reasons_for(best: Ranked, space: Sequence[Candidate], memory: Memory, cost: CostModel) -> list[str]:
     """Sentences on the stages beside it, on what its offload and checkpointing cost, and on what its time is made of."""
-    return [*_faster_that_do_not_fit(best, space, memory, cost), *_costs(best, memory, cost), _bound(best)]
+    return [*_faster_that_do_not_fit(best, space, memory, cost), *_costs(best, memory, cost), _bound(best), *_full_card(best)]
 
 
 def _faster_that_do_not_fit(
@@ -119,6 +119,18 @@ def _bound(best: Ranked) -> str:
     busiest = best.time.bound
     share = 100 * lanes[busiest] / best.time.total
     return f"{_BOUND[busiest]} ({min(share, 100):.0f} % of the step)"
+
+
+def _full_card(best: Ranked) -> list[str]:
+    """What it means that the allocator has no room to spare."""
+    gpu = best.plan.gpu
+    if not gpu.at_limit:
+        return []
+    text = "it fills the card: the allocator gets by with less than it would take by itself"
+    if gpu.cache_emptied:
+        stalls = _seconds(best.time.lanes[Lane.STALL])
+        text += f", empties its cache {gpu.cache_emptied} × a step and so costs {stalls}"
+    return [text]
 
 
 def _seconds(value: float) -> str:

@@ -106,7 +106,7 @@ def test_inside_a_torchrun_every_rank_takes_part_and_the_first_prints(tmp_path_f
         (("--tolerance", "2"), "is no fraction"),
         (("--steps", "1"), "is too few"),
         (("--gpus", "0"), "is not among"),
-        (("--stage", "3", "--offload-param", "cpu"), "only where their whole optimizer does"),
+        (("--stage", "3", "--offload-optimizer", "none", "--offload-param", "cpu"), "only where their whole optimizer does"),
         (("--optimizer", "muon"), "has no optimizer 'muon'"),
         (("--engine", "zeroplam"), "did you mean 'zeroplan'"),
     ],

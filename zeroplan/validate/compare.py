@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from zeroplan.core.buffers import Place
 from zeroplan.core.units import format_bytes
 from zeroplan.core.workload import Attention, DType
 from zeroplan.engines.runtime.units import PEFT_PREFIX
@@ -49,10 +50,10 @@ def compare(planned: Planned, measured: Measurement, tolerance: float) -> Compar
 
 
 def _by_buffer(rows: Iterable[tuple[Key, int]], device: str) -> dict[tuple[str, str], int]:
-    """Bytes by buffer and place; on a CPU all places are one."""
+    """Bytes by buffer and place; on a CPU all places but files are one."""
     totals: dict[tuple[str, str], int] = {}
     for (buffer, _, place), count in rows:
-        key = (buffer, place if device == "cuda" else _MEMORY[device])
+        key = (buffer, place if device == "cuda" or place == Place.NVME else _MEMORY[device])
         totals[key] = totals.get(key, 0) + count
     return totals
 

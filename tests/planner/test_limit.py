@@ -11,6 +11,7 @@ from zeroplan.core.units import GIB
 from zeroplan.planner.estimate import estimate_runs
 from zeroplan.planner.request import Request
 from zeroplan.planner.simulated import Simulated
+from zeroplan.search.api import recommend
 from zeroplan.simulate.allocator_config import AllocatorConfig
 from zeroplan.simulate.churn import Churn
 
@@ -98,3 +99,13 @@ def test_churn_of_a_long_window_counts_its_middle_again() -> None:
     assert three.emptied > 0
     assert (eight.emptied - three.emptied) % 5 == 0  # five micro batches more, alike
     assert eight.bytes >= three.bytes
+
+
+def test_estimate_and_recommend_judge_alike() -> None:
+    """The near miss of above, found by the search: the same plan to the byte."""
+    options = {"model": LLAMA, "seq_len": 1024, "stage": 2, "offload_optimizer": "cpu", "micro_batch": 10}
+    options |= {"gpu": "H100", "vram": 24 * GIB, "cpu_ram": 64 * GIB}
+    found = recommend(**options, gradient_checkpointing=True, explain=False)[0]
+    assert found.alloc_conf == ""
+    assert found.plan.gpu == _run(**options, gradient_checkpointing=True).plan.gpu
+    assert found.plan.gpu.at_limit

@@ -11,7 +11,7 @@ from tests.runtime import models
 from tests.runtime.ranks import RankPool
 from tests.runtime.train import ds_config, train_all
 
-STEPS = 6
+STEPS = 4
 CPU = {"device": "cpu"}
 
 
@@ -45,8 +45,9 @@ def assert_equal(pool: RankPool, ranks: int, cases: list[list[dict[str, Any]]], 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_every_stage_and_precision(pool: RankPool, ranks: int) -> None:
-    cases = [pair(stage, dtype) for stage in (1, 2, 3) for dtype in ("fp32", "bf16", "fp16")]
-    cases += [pair(3, dtype, param=True) for dtype in ("fp32", "bf16")]
+    dtypes = ("fp32", "bf16", "fp16") if ranks < 3 else ("bf16",)
+    cases = [pair(stage, dtype) for stage in (1, 2, 3) for dtype in dtypes]
+    cases += [pair(3, dtype, param=True) for dtype in dtypes[:2]]
     assert_equal(pool, ranks, cases)
 
 

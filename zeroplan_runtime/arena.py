@@ -93,6 +93,7 @@ class Arena:
         self._sizes: dict[int, tuple[Row, int]] = {}
         self._phase = Phase.INIT
         self._live: dict[Place, int] = {}
+        self._releases: list[pinned.Release] = []  # of blocks in host memory
         self._peaks: dict[tuple[Place, Phase], int] = {}
         #: Called with the bytes that a lease takes (or gives, negative), for those who count memory that no operator returns.
         self.on_lease: Callable[[int], None] | None = None
@@ -212,10 +213,21 @@ class Arena:
             for row in self._rows.values()
         ]
 
+    def release_host(self) -> None:
+        """Unlocks and empties every block in host memory at once, whoever else still refers to it."""
+        if self._releases and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # copies may be on their way
+        for release in self._releases:
+            release()
+        self._releases = []
+
     def _allocate(self, numel: int, dtype: torch.dtype, place: Place) -> torch.Tensor:
         if place is Place.HBM:
             return torch.empty(numel, dtype=dtype, device=self.device)
-        return pinned.allocate(numel, dtype, register=place is Place.PINNED and self.device.type == "cuda")
+        block = pinned.allocate(numel, dtype, register=place is Place.PINNED and self.device.type == "cuda")
+        self._releases = [release for release in self._releases if release.alive()]
+        self._releases.append(pinned.Release(block))
+        return block
 
     def _row(self, buffer: Buffer, unit: str, place: Place) -> Row:
         row = self._rows.setdefault((buffer, unit, place), Row(buffer, unit, place))

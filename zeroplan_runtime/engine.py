@@ -243,6 +243,7 @@ class Engine(nn.Module):
                     param.data = torch.empty(0, dtype=param.dtype, device=self.device)
         self.stepper = self.host = self.schedule.host = self._outcome = self._audit = None
         self.store.drop()
+        self.arena.release_host()
 
     # ------------------------------------------------------------------ questions
 

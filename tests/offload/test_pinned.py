@@ -102,3 +102,16 @@ def test_registered_for_the_gpu() -> None:
     pinned.release(tensor)
     assert pinned.registered_bytes() == before
     assert not tensor.is_pinned()
+
+
+def test_release_for_later_keeps_nothing_alive_and_empties_what_is_left() -> None:
+    gone, left = (pinned.allocate(1000, torch.float32, register=False).fill_(1.0) for _ in range(2))
+    releases = [pinned.Release(tensor) for tensor in (gone, left)]
+    before = pinned.block_bytes()
+    del gone
+    assert pinned.block_bytes() == before - pinned.PAGE
+    assert [release.alive() for release in releases] == [False, True]
+    part = left[10:20]
+    for release in releases:
+        release()
+    assert not part.any()

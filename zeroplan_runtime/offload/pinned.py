@@ -150,6 +150,24 @@ def release(tensor: torch.Tensor) -> None:
         _blocks[tensor.untyped_storage().data_ptr()].release()
 
 
+class Release:
+    """:func:`release` for later, which does not keep the tensor's block alive."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        block = _blocks.get(tensor.untyped_storage().data_ptr())
+        self._block = None if block is None else weakref.ref(block)
+
+    def alive(self) -> bool:
+        """Whether the block is still there."""
+        return self._block is not None and self._block() is not None
+
+    def __call__(self) -> None:
+        """Unlocks and empties the block, if it is still there."""
+        block = None if self._block is None else self._block()
+        if block is not None:
+            block.release()
+
+
 def registered_bytes() -> int:
     """Bytes that are page-locked for CUDA now, whole pages."""
     return sum(block.size for block in _blocks.values() if block.registered)

@@ -9,7 +9,7 @@ import typer
 
 from zeroplan.cli import flags
 from zeroplan.cli.main import app
-from zeroplan.core.errors import EXIT_BAD_INPUT, EXIT_OK
+from zeroplan.core.errors import EXIT_BAD_INPUT, EXIT_OK, BadInput
 from zeroplan.core.zero_config import DEEPSPEED_VERSION
 from zeroplan.interop.ds_config import DsConfig, Effect, Severity, inspect_ds_config
 
@@ -28,6 +28,8 @@ def check(
     as_json: flags.Json = False,
 ) -> None:
     """Say of every key of a ds_config whether it is understood, and what DeepSpeed will do with the file."""
+    if gpus is not None and gpus < 1:
+        raise BadInput(f"{gpus} is out of range", where="--gpus", remedy="use 1 or more")
     raise typer.Exit(check_command(file, as_json=as_json, world_size=gpus))
 
 

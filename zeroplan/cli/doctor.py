@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 
 from zeroplan.cli import flags
 from zeroplan.cli.main import app
+from zeroplan.core.errors import BadInput
 from zeroplan.core.units import format_bytes
 
 
@@ -21,6 +23,10 @@ def doctor(
     as_json: flags.Json = False,
 ) -> None:
     """Say what this machine has, which kernels are in use and why; measure it with --calibrate."""
+    if output is not None and not calibrate:
+        raise BadInput("nothing is measured that could be kept", where="--output", remedy="give --calibrate as well")
+    if not os.path.isdir(folder):
+        raise BadInput(f"{folder} is no folder", where="--nvme-path", remedy="give a folder on the disk to measure")
     from zeroplan.search.calibrate import calibrate as measure
     from zeroplan.search.calibrate import store
     from zeroplan.search.machine import look

@@ -37,6 +37,12 @@ def estimate(
     """Predict GPU, host and disk memory of training MODEL at every ZeRO stage and offload."""
     from zeroplan.planner.estimate import estimate_runs
 
+    if check and not any((request.gpu, request.vram, request.cpu_ram, request.nvme)):
+        raise BadInput(
+            "there is no limit to hold the plans against", where="--check", remedy="give --vram 24G or --gpu A100-80G"
+        )
+    if timeline is not None and not timeline.lower().endswith(".svg"):
+        raise BadInput(f"{timeline} is drawn as SVG", where="--timeline", remedy="give a name that ends in .svg")
     answer = estimate_runs(request)
     report = answer.report
     if html is not None:
@@ -95,7 +101,11 @@ def _write_timeline(answer: Estimate, path: str) -> None:
     from zeroplan.report.timeline import timeline_svg
 
     runs = [(plan, run) for plan, run in zip(answer.report.plans, answer.runs, strict=True) if run is not None]
-    if len(runs) != 1:
+    if not runs:
+        raise BadInput(
+            "no plan has a timeline at formula depth", where="--timeline", remedy="give a model that can be simulated"
+        )
+    if len(runs) > 1:
         raise BadInput(f"{len(runs)} simulated plans", where="--timeline", remedy="name one by --stage and --offload-optimizer")
     plan, run = runs[0]
     title = f"{answer.report.model.name}, {plan.engine} {plan.label}"

@@ -9,6 +9,7 @@ import typer
 
 from zeroplan.cli import flags
 from zeroplan.cli.main import app
+from zeroplan.core.errors import BadInput
 from zeroplan.planner.request import Request
 
 
@@ -21,6 +22,8 @@ def explain(
     as_json: flags.Json = False,
 ) -> None:
     """Derive every line of MODEL's plans with your numbers: the formula, its values, its source."""
+    if time and line is not None:
+        raise BadInput("names a line of memory", where="--line", remedy="leave out --time or --line")
     if time:
         typer.echo(_time(request, as_json=as_json))
         return

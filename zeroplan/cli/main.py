@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from importlib import import_module
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from zeroplan.core.errors import EXIT_BAD_INPUT, BadInput
+from zeroplan.core.errors import EXIT_BAD_INPUT, EXIT_OK, BadInput
 
 app = typer.Typer(
     name="zeroplan",
@@ -44,19 +45,60 @@ def _register() -> None:
         import_module(f"zeroplan.cli.{verb}")
 
 
+#: What a shell reports of a program that Ctrl-C ended, and of one whose reader went away: `head -1` took what it wanted.
+_INTERRUPTED, _READER_GONE = 128 + 2, 128 + 13
+
+
 def run() -> None:
-    """The console script: never a traceback for bad input, never one for a closed pipe."""
+    """The console script: one line for bad input, and never a traceback for that, a closed pipe, a full disk or Ctrl-C."""
     # Plans are plain models: looking for pydantic's plugins would read the metadata of every installed package.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     _register()
     try:
-        app(standalone_mode=True)
+        code = app(standalone_mode=False)
+        if sys.stdout:  # None where the caller has closed it
+            sys.stdout.flush()
     except BadInput as error:
-        print(f"zeroplan: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _refuse(str(error))
+    except (typer.Abort, KeyboardInterrupt):
+        sys.exit(_INTERRUPTED)
+    except SystemExit as stop:
+        # The library of the words turns a closed pipe into exit code 1, which here says that nothing fits.
+        if isinstance(stop.__context__, BrokenPipeError):
+            _drop_output()
+            sys.exit(_READER_GONE)
+        raise
+    except OSError as error:
+        _drop_output()
+        if error.errno == errno.EPIPE:
+            sys.exit(_READER_GONE)
+        _refuse(f"{error.filename or 'the output'}: {error.strerror or error}; give a place that can be read and written")
+    except _UsageError as error:
+        _usage(error)
+    sys.exit(code if isinstance(code, int) else EXIT_OK)
+
+
+#: The parent of every fault in the words of a command line. typer names only this child of it.
+_UsageError: Any = typer.BadParameter.__base__
+
+
+def _usage(error: Any) -> None:
+    """A fault in the words themselves: the help where there were none, else one line like any other bad input."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        print(error.format_message(), file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT)
+    command = error.ctx.command_path if error.ctx is not None else "zeroplan"
+    _refuse(f"{' '.join(error.format_message().split()).rstrip('.')}; see {command} --help")
+
+
+def _refuse(line: str) -> None:
+    print(f"zeroplan: {line}", file=sys.stderr)
+    sys.exit(EXIT_BAD_INPUT)
+
+
+def _drop_output() -> None:
+    """What is still buffered cannot be written; the interpreter must not try again as it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

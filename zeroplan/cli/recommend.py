@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -47,7 +48,14 @@ Form = Annotated[
     str, typer.Option("--form", rich_help_panel=_FILES, help="explicit, trainer, lightning, accelerate or accelerate-fsdp2.")
 ]
 Html = Annotated[str | None, typer.Option("--html", rich_help_panel=_FILES, help="Write a page with memory against speed.")]
-Launcher = Annotated[str, typer.Option("--launcher", rich_help_panel=_FILES, help="deepspeed, torchrun, accelerate or slurm.")]
+Launcher = Annotated[
+    str | None,
+    typer.Option(
+        "--launcher",
+        rich_help_panel=_FILES,
+        help="deepspeed, torchrun, accelerate or slurm. [deepspeed; the runtime: torchrun]",
+    ),
+]
 Script = Annotated[str, typer.Option("--script", rich_help_panel=_FILES, help="The program that the command starts.")]
 
 
@@ -66,7 +74,7 @@ def recommend(
     as_json: flags.Json = False,
     output: Output = None,
     form: Form = "explicit",
-    launcher: Launcher = "deepspeed",
+    launcher: Launcher = None,
     script: Script = "train.py",
     html: Html = None,
 ) -> None:
@@ -87,13 +95,20 @@ def recommend(
         given=candidates,
         source=source,
     )
+    _require_output(request, output, form, launcher)
+
+    def write(answer: Answer) -> tuple[str, str]:
+        return _write(answer, output, form, launcher, script)
+
     if request.model is None and request.params is None and source is None:
-        _catalog(request, wish, output, as_json=as_json, style=style)
+        if html is not None:
+            raise BadInput("draws the configurations of one model", where="--html", remedy="name the model")
+        _catalog(request, wish, write, as_json=as_json, style=style)
         return
     if candidates is not None and source is not None:
         raise BadInput("cannot stand beside --candidates", where="--from", remedy="use one of the two")
     found = answer(request, wish)
-    written, start = _write(found, output, form, launcher, script)
+    written, start = write(found)
     if html is not None:
         from zeroplan.core.files import write_atomic
         from zeroplan.report.recommendation_html import answer_html
@@ -107,7 +122,21 @@ def recommend(
         raise typer.Exit(EXIT_DOES_NOT_FIT)
 
 
-def _write(found: Answer, output: str | None, form: str, launcher: str, script: str) -> tuple[str, str]:
+def _require_output(request: Request, output: str | None, form: str, launcher: str | None) -> None:
+    """Refuse, before the search, what could not be written after it, and a form or launcher for which nothing is written."""
+    from zeroplan.engines.registry import find_engine
+    from zeroplan.search.files import require_form
+
+    engine = find_engine(request.engine).name
+    if output is not None:
+        require_form(form, engine, launcher)
+        return
+    for where, given in (("--form", form != "explicit"), ("--launcher", launcher is not None)):
+        if given:
+            raise BadInput("no file is asked for", where=where, remedy="give -o ds_config.json as well")
+
+
+def _write(found: Answer, output: str | None, form: str, launcher: str | None, script: str) -> tuple[str, str]:
     """Write the best one's files; returns the file's name and the command that starts it, empty where none was asked for."""
     best = found.best
     if output is None or best is None:
@@ -121,7 +150,7 @@ def _write(found: Answer, output: str | None, form: str, launcher: str, script: 
     return ", ".join(files.texts), files.start.shell()
 
 
-def _catalog(request: Request, wish: Wish, output: str | None, *, as_json: bool, style: str) -> None:
+def _catalog(request: Request, wish: Wish, write: Callable[[Answer], tuple[str, str]], *, as_json: bool, style: str) -> None:
     """What such a machine can train; writes the config of the largest full fine-tune."""
     from zeroplan.report.overview import overview_json, overview_text
     from zeroplan.search.catalog import overview
@@ -129,7 +158,7 @@ def _catalog(request: Request, wish: Wish, output: str | None, *, as_json: bool,
     if wish.given is not None:
         raise BadInput("needs a model", where="--candidates", remedy="name the model that the configurations train")
     found = overview(request, wish)
-    written, start = ("", "") if found.best is None else _write(found.best, output, "explicit", "deepspeed", "train.py")
+    written, start = ("", "") if found.best is None else write(found.best)
     if as_json:
         typer.echo(json.dumps(overview_json(found), indent=2))
     else:

@@ -11,11 +11,12 @@ import typer
 
 from zeroplan.cli import flags
 from zeroplan.cli.main import app
+from zeroplan.core.errors import BadInput
 from zeroplan.core.files import write_atomic
 from zeroplan.core.units import format_bytes
 from zeroplan.planner.request import Request, resolve
 
-Stage = Annotated[int, typer.Option("--stage", rich_help_panel="Sharding", help="0 to 3.")]
+Stage = Annotated[int | None, typer.Option("--stage", rich_help_panel="Sharding", help="0 to 3. [2; ddp: 0]")]
 
 
 @app.command(name="trace")
@@ -36,7 +37,7 @@ Stage = Annotated[int, typer.Option("--stage", rich_help_panel="Sharding", help=
 )
 def trace_command(
     request: Request,
-    stage: Stage = 2,
+    stage: Stage = None,
     output: Annotated[str | None, typer.Option("-o", "--output", metavar="FILE", help="Write the tape there as JSON.")] = None,
     as_json: flags.Json = False,
 ) -> None:
@@ -45,6 +46,10 @@ def trace_command(
     from zeroplan.core.tape_summary import summarise
     from zeroplan.tapes import find_tape, get_tape
 
+    if request.model is None:
+        raise BadInput("no model", where="MODEL", remedy="give one id, path or config")
+    if stage is None:
+        stage = 0 if request.engine.lower() == "ddp" else 2
     resolved = resolve(replace(request, stage=stage))
     spec, workload, case = resolved.spec, resolved.workload, resolved.cases[0]
     zero3 = resolved.engine.trace_options(case).zero3
@@ -57,6 +62,7 @@ def trace_command(
     stream = tape.expand(workload.micro_batch, workload.seq_len or 1, workload.lora_rank, device=device)
     summary = summarise(stream)
     facts: dict[str, Any] = {
+        "schema": 1,
         "model": spec.name,
         "source": source,
         "seconds": round(time.perf_counter() - began, 3),

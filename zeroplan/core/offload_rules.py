@@ -41,3 +41,13 @@ def require_runnable(stage: int, optimizer: OffloadOptimizer, param: OffloadPara
             where="zeroplan.delayed_update",
             remedy='use offload_optimizer.device "cpu" without offload_param',
         )
+
+
+def require_offloadable(optimizer: str) -> None:
+    """Refuse an optimizer that cannot leave the device.
+
+    Raises:
+        BadInput: for LAMB, whose trust ratios need every rank between two passes.
+    """
+    if optimizer == "lamb":
+        raise BadInput("LAMB cannot be offloaded", where="offload_optimizer", remedy="use AdamW, or keep it on the device")

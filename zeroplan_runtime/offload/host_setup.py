@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.errors import BadInput
+from zeroplan.core.offload_rules import require_offloadable
 from zeroplan_runtime.arena import DTYPES
 from zeroplan_runtime.comm import Mark
 from zeroplan_runtime.offload.host import Exchange, HostOptimizer, HostUnit
@@ -22,13 +22,12 @@ def offload_optimizer(stepper: Stepper, settings: Offload) -> HostOptimizer | No
     """Hands the offloaded units' updates to the host; None where no unit is offloaded.
 
     Raises:
-        BadInput: for LAMB, whose trust ratios need every rank between two passes.
+        BadInput: for an optimizer that cannot be.
     """
     store = stepper.store
     if not any(unit.layout.offloaded for unit in store.units if unit.trainable is not None):
         return None
-    if stepper.optimizer.kind == "lamb":
-        raise BadInput("LAMB cannot be offloaded", where="offload_optimizer", remedy="use AdamW, or keep it on the device")
+    require_offloadable(stepper.optimizer.kind)
     for unit in store.units:
         if unit.layout.offloaded and unit.trainable is not None:
             unit.host = HostUnit(unit, _exchanges(unit, store, stepper))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zeroplan.core.layout import Layout
-from zeroplan.core.offload_rules import require_runnable
+from zeroplan.core.offload_rules import require_offloadable, require_runnable
 from zeroplan.core.tape import Stream
 from zeroplan.core.tape_options import TraceOptions, options_for
 from zeroplan.core.workload import DType
@@ -80,6 +80,8 @@ class Runtime:
         """
         self.require_runnable(case.zero)
         require_trainable(case.workload)
+        if case.zero.offload_optimizer:
+            require_offloadable(case.workload.optimizer)
 
     def glossary(self) -> Mapping[str, str]:
         """What each name in the ledger's formulas means."""

@@ -16,6 +16,7 @@ from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines import torch_traffic
 from zeroplan.engines.compute_traffic import COMPUTE, WORK_GLOSSARY
 from zeroplan.engines.deepspeed import traffic
+from zeroplan.engines.deepspeed.traffic_facts import GLOSSARY
 from zeroplan.ledger.traffic import Lane, Resource, WorkItem, seconds_for
 from zeroplan.ledger.work import Counts, guess_counts, matrices, scale_counts
 from zeroplan.models.load import load_model
@@ -107,7 +108,7 @@ def test_every_line_says_what_it_is_and_derives_its_number() -> None:
             assert item.formula, item.name
             assert item.formula != f"{item.amount:,}", item.name
             assert item.seconds == pytest.approx(seconds_for(item.resource, item.amount, rates_of(GPUS["h100"])))
-    assert set(WORK_GLOSSARY) <= set(traffic.GLOSSARY)
+    assert set(WORK_GLOSSARY) <= set(GLOSSARY)
 
 
 def test_python_and_device_overlap_and_the_step_does_not() -> None:
@@ -128,6 +129,55 @@ def test_python_and_device_overlap_and_the_step_does_not() -> None:
     assert serial.total == 3 * 8.0 + 0.75
     assert serial.tokens_per_second == pytest.approx(600 / serial.total)
     assert compose(lines, work, overlap=True, ranks=2).backward == 4.0
+
+
+def test_what_is_issued_before_the_first_wait_hides_behind_the_backward() -> None:
+    def item(resource: Resource, phase: Phase, seconds: float, ahead: bool = False) -> WorkItem:
+        return WorkItem("x", resource, phase, 1, seconds, ahead=ahead)
+
+    lines = [
+        item(Resource.LAUNCH, Phase.FORWARD, 1.0),
+        item(Resource.MATMUL, Phase.FORWARD, 2.0),
+        item(Resource.AUTOGRAD, Phase.BACKWARD, 1.0),
+        item(Resource.MATMUL, Phase.BACKWARD, 4.0),  # the host is done at 2, the device at 6: 4 behind
+        item(Resource.GRADIENT_HOOK, Phase.STEP, 3.0, ahead=True),
+        item(Resource.LINK, Phase.STEP, 0.5, ahead=True),
+        item(Resource.OPERATION, Phase.STEP, 0.25),
+    ]
+    work = Workload(micro_batch=1, seq_len=100)
+    assert compose(lines, work, overlap=False, ranks=2).total == 6.0 + 0.5 + 0.25
+    longer = [*lines, item(Resource.GRADIENT_HOOK, Phase.STEP, 2.0, ahead=True)]  # 5 to issue, 4.5 of the device to hide them
+    assert compose(longer, work, overlap=False, ranks=2).total == 2.0 + 5.0 + 0.25
+    waiting = [replace(one, ahead=False) for one in lines]
+    assert compose(waiting, work, overlap=False, ranks=2).total == 6.0 + 3.0 + 0.5 + 0.25
+
+
+def test_stage_1_reduces_as_stage_2_does_but_once_a_step() -> None:
+    first, second = items(1), items(2)
+    assert first["bucket_copies_at_step"].amount == second["bucket_copies"].amount == 6 * 2 * 1_235_814_400
+    assert first["gradient_hooks_at_step"].ahead
+    assert first["overflow_operations"].ahead
+    assert not first["step_operations"].ahead
+    tensors = 16 * 9 + 2  # nine matrices and norms a block, the embedding and the last norm
+    assert first["gradient_hooks_at_step"].amount == second["gradient_hooks"].amount == tensors
+    assert first["overflow_operations"].amount == 6 * -(-tensors // 4)
+
+
+def test_stage_0_waits_for_each_test_and_offload_for_its_own() -> None:
+    plain = items(0)
+    assert plain["overflow_awaited"].amount == 146
+    assert not plain["overflow_operations"].ahead
+    assert "overflow_awaited" not in items(1)
+    assert items(2, offload_optimizer="cpu")["offload_awaited"].amount == -(-146 // 4)
+
+
+def test_hidden_collectives_cost_the_computation_beside_them() -> None:
+    lines = items(3)
+    sent = lines["gather_forward"].amount
+    assert lines["contention_forward"].amount == pytest.approx(10 * sent, abs=10)
+    assert lines["contention_backward"].amount == pytest.approx(10 * (sent + lines["reduce_each_micro_batch"].amount), abs=20)
+    assert "contention_backward" not in items(2)  # its reductions hide nothing, as overlap_comm is off there by default
+    assert "contention_forward" not in items(3, gpus=1)
 
 
 def test_counts_grow_by_a_line_and_guesses_say_so() -> None:

@@ -52,10 +52,12 @@ class Rates:
         launch_us: host time to issue one kernel of the forward from eager Python, the modules' own code included.
         autograd_us: host time to issue one kernel of the backward, whose engine is compiled.
         operation_us: host time of one operation in a loop over tensors, outside any module.
+        await_us: round trip of a small result that the host waits for, beside the operations that compute it.
         checkpoint_us: host time of one recomputed segment beside its kernels.
         gradient_hook_us: host time of DeepSpeed stages 1 and 2 for one parameter's gradient and its share of the step.
         gather_hook_us: host time of stage 3 for one module entered: fetch, wait, prefetch.
         release_hook_us: host time of stage 3 for one module passed in the backward.
+        upload_hook_us: host time of stage 3 for one parameter that comes from the host.
         unit_hook_us: host time of FSDP2 for one parameter: gather, copy out, reduce.
         link_gbs: between GPUs of a node, one way, as a ring attains it.
         node_gbs: between nodes, a GPU's share, one way.
@@ -79,20 +81,22 @@ class Rates:
     link_gbs: float
     pinned_gbs: float
     kernel_us: float = 3.0
-    launch_us: float = 32.0
-    autograd_us: float = 11.3
-    operation_us: float = 4.6
-    checkpoint_us: float = 1000.0
-    gradient_hook_us: float = 153.0
-    gather_hook_us: float = 178.0
-    release_hook_us: float = 505.0
-    unit_hook_us: float = 171.0
+    launch_us: float = 25.6
+    autograd_us: float = 5.9
+    operation_us: float = 5.9
+    await_us: float = 18.5
+    checkpoint_us: float = 1080.0
+    gradient_hook_us: float = 101.0
+    gather_hook_us: float = 94.0
+    release_hook_us: float = 463.0
+    upload_hook_us: float = 251.0
+    unit_hook_us: float = 120.0
     node_gbs: float = 22.0
     collective_us: float = 12.0
     pageable_gbs: float = 9.0
-    cpu_adam_gbs: float = 284.0
+    cpu_adam_gbs: float = 289.0
     dram_gbs: float = 76.0
-    fresh_gbs: float = 4.1
+    fresh_gbs: float = 3.7
     read_gbs: float = 5.0
     write_gbs: float = 3.0
     segment_us: float = 200.0

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from zeroplan.core.buffers import Phase
 from zeroplan.core.workload import Workload
 from zeroplan.engines.compute_traffic import WORK_GLOSSARY
+from zeroplan.engines.contention import MEMORY_PER_BYTE
 from zeroplan.ledger.derive import fraction
 from zeroplan.ledger.optimizers import find_optimizer
 from zeroplan.ledger.traffic import Resource, WorkBuilder, WorkLedger
@@ -71,6 +72,20 @@ def reduce_gradients(c: TorchFacts) -> int:
     Source: _fsdp_collectives.py, foreach_reduce; torch/csrc/distributed/c10d/reducer.cpp
     """
     return fraction(4 * c.trainable * (1 if c.sharded else 2), c.steps_before, c.ranks)
+
+
+@_lines.add(Resource.HBM, Phase.FORWARD)
+def contention_forward(c: TorchFacts) -> int:
+    """What the gathers take from the kernels that they run beside."""
+    return fraction(MEMORY_PER_BYTE * c.param_bytes * c.params, c.steps_before, c.ranks) if c.sharded else 0
+
+
+@_lines.add(Resource.HBM, Phase.BACKWARD)
+def contention_backward(c: TorchFacts) -> int:
+    """The same in the backward: parameters gathered again where they were resharded, gradients reduced."""
+    gathered = c.param_bytes * c.params if c.resharded else 0
+    reduced = 4 * c.trainable * (1 if c.sharded else 2)
+    return fraction(MEMORY_PER_BYTE * (gathered + reduced), c.steps_before, c.ranks)
 
 
 @_lines.add(Resource.HBM, Phase.FORWARD)

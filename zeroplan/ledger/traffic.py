@@ -42,9 +42,11 @@ class Resource(StrEnum):
     AUTOGRAD = "autograd"  # calls, on the host, from the backward's thread
     CHECKPOINT = "checkpoint"  # segments recomputed
     OPERATION = "operation"  # calls, on the host, of single operations in a loop
+    AWAITED = "awaited result"  # calls, small results that the host waits for one by one
     GRADIENT_HOOK = "gradient hook"
     GATHER_HOOK = "gather hook"
     RELEASE_HOOK = "release hook"
+    UPLOAD_HOOK = "upload hook"
     UNIT_HOOK = "unit hook"
     LINK = "link"  # bytes
     NODE_LINK = "node link"  # bytes
@@ -74,9 +76,11 @@ _RATES: dict[Resource, tuple[Lane, str, float]] = {
     Resource.AUTOGRAD: (Lane.PYTHON, "autograd_us", 0),
     Resource.CHECKPOINT: (Lane.PYTHON, "checkpoint_us", 0),
     Resource.OPERATION: (Lane.PYTHON, "operation_us", 0),
+    Resource.AWAITED: (Lane.PYTHON, "await_us", 0),
     Resource.GRADIENT_HOOK: (Lane.PYTHON, "gradient_hook_us", 0),
     Resource.GATHER_HOOK: (Lane.PYTHON, "gather_hook_us", 0),
     Resource.RELEASE_HOOK: (Lane.PYTHON, "release_hook_us", 0),
+    Resource.UPLOAD_HOOK: (Lane.PYTHON, "upload_hook_us", 0),
     Resource.UNIT_HOOK: (Lane.PYTHON, "unit_hook_us", 0),
     Resource.LINK: (Lane.LINK, "link_gbs", _GIGA),
     Resource.NODE_LINK: (Lane.LINK, "node_gbs", _GIGA),
@@ -114,12 +118,16 @@ def seconds_for(resource: Resource, amount: int, rates: Rates) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One formula: ``fn(facts)`` operations, bytes or calls on one rank, each micro batch or (`step`) each optimizer step."""
+    """One formula: ``fn(facts)`` operations, bytes or calls on one rank, each micro batch or (`step`) each optimizer step.
+
+    `ahead`: of a step's work, what is issued before the host first waits for the device, so beside the backward's end.
+    """
 
     name: str
     resource: Resource | Callable[[Any], Resource]
     phase: Phase
     fn: Callable[[Any], int]
+    ahead: bool | Callable[[Any], bool] = False
 
     @property
     def doc(self) -> str:
@@ -138,6 +146,10 @@ class Work:
         """What it uses, given the facts."""
         return self.resource if isinstance(self.resource, Resource) else self.resource(facts)
 
+    def is_ahead(self, facts: Any) -> bool:
+        """Whether it is issued before the step first waits, given the facts."""
+        return self.ahead if isinstance(self.ahead, bool) else self.ahead(facts)
+
 
 @dataclass(frozen=True, slots=True)
 class WorkItem:
@@ -151,6 +163,7 @@ class WorkItem:
     formula: str = ""
     doc: str = ""
     source: str = ""
+    ahead: bool = False
 
     @property
     def lane(self) -> Lane:
@@ -171,12 +184,16 @@ class WorkBuilder:
         self._lines: list[Work] = []
 
     def add(
-        self, resource: Resource | Callable[[Any], Resource], phase: Phase
+        self,
+        resource: Resource | Callable[[Any], Resource],
+        phase: Phase,
+        *,
+        ahead: bool | Callable[[Any], bool] = False,
     ) -> Callable[[Callable[[Any], int]], Callable[[Any], int]]:
         """Register the decorated formula as a line named after the function."""
 
         def register(fn: Callable[[Any], int]) -> Callable[[Any], int]:
-            self._lines.append(Work(fn.__name__, resource, phase, fn))
+            self._lines.append(Work(fn.__name__, resource, phase, fn, ahead))
             return fn
 
         return register
@@ -193,7 +210,8 @@ def work_items(ledger: Iterable[Work], facts: Any, rates: Rates) -> list[WorkIte
         amount = line.fn(facts)
         if amount:
             resource = line.resource_of(facts)
-            items.append(WorkItem(line.name, resource, line.phase, int(amount), seconds_for(resource, amount, rates)))
+            seconds = seconds_for(resource, amount, rates)
+            items.append(WorkItem(line.name, resource, line.phase, int(amount), seconds, ahead=line.is_ahead(facts)))
     return items
 
 
@@ -205,4 +223,5 @@ def derived_work(ledger: Iterable[Work], facts: Any, rates: Rates) -> Iterator[W
         if amount:
             resource = line.resource_of(facts)
             seconds = seconds_for(resource, int(amount), rates)
-            yield WorkItem(line.name, resource, line.phase, int(amount), seconds, expression(amount), line.doc, line.source)
+            text, ahead = expression(amount), line.is_ahead(facts)
+            yield WorkItem(line.name, resource, line.phase, int(amount), seconds, text, line.doc, line.source, ahead)

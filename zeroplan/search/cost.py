@@ -6,8 +6,10 @@ Note [Overlap]
     and of the host's forward before the device's backward. Where something waits for the device after the forward, as a
     loop does that prints each loss or a measurement with marks, each half takes the longer of its two by itself. On the
     device, collectives run beside the computation where the engine overlaps them (stage 3, `overlap_comm`, FSDP2, DDP) and
-    after it where it does not (stages 1 and 2 by default). Copies to pinned host memory overlap likewise. An optimizer step
-    reads the gradient norm on the host, so its parts follow each other. What a full card's allocator returns and takes
+    after it where it does not (stages 1 and 2 by default). Copies to pinned host memory overlap likewise. What a collective
+    takes from the kernels beside it is a line of its own (engines/contention.py). An optimizer step reads on the host whether
+    gradients overflowed, and their norm, so its parts follow each other; but what the host issues before it first waits, as
+    stage 1's reduction, it issues while the device still runs the backward. What a full card's allocator returns and takes
     again stops everything.
 """
 
@@ -25,6 +27,7 @@ from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines import torch_traffic
 from zeroplan.engines.compute_traffic import COMPUTE, ComputeFacts, compute_facts
 from zeroplan.engines.deepspeed import traffic as deepspeed_traffic
+from zeroplan.engines.deepspeed.traffic_facts import Sizes, traffic_facts
 from zeroplan.ledger.traffic import Lane, WorkItem, WorkLedger, derived_work, work_items
 from zeroplan.ledger.work import Counts, Matrices, matrices
 from zeroplan.models.spec import ModelSpec
@@ -57,7 +60,7 @@ class CostModel:
         self.engine, self.spec, self.cluster, self.rates = engine, spec, cluster, rates
         self.matrices: Matrices = matrices(spec)
         self._units = sum(unit.count for unit in spec.units)
-        self._sizes: dict[tuple[int, int], deepspeed_traffic.Sizes] = {}
+        self._sizes: dict[tuple[int, int], Sizes] = {}
 
     def items(
         self, workload: Workload, zero: ZeroConfig, counts: Counts, *, plan: MemoryPlan | None = None, derive: bool = False
@@ -97,13 +100,13 @@ class CostModel:
         widths = (zero.param_persistence_threshold, zero.reduce_bucket_size)
         sizes = self._sizes.get(widths)
         if sizes is None:
-            sizes = self._sizes[widths] = deepspeed_traffic.Sizes.of(self.spec, *widths)
-        own = deepspeed_traffic.traffic_facts(sizes, compute, workload, zero, ranks=ranks, local_ranks=local)
+            sizes = self._sizes[widths] = Sizes.of(self.spec, *widths)
+        own = traffic_facts(sizes, compute, workload, zero, ranks=ranks, local_ranks=local)
         if self.engine == "zeroplan":
             # The runtime hooks units, never parameters or modules.
             again = self._units if workload.gradient_checkpointing else 0
             own = replace(own, trained_tensors=self._units, tensors=self._units, forward_modules=self._units)
-            own = replace(own, recomputed_modules=again, backward_modules=self._units)
+            own = replace(own, recomputed_modules=again, backward_modules=self._units, owned_tensors=self._units, overlaps=True)
         return own, deepspeed_traffic.TRAFFIC
 
 
@@ -118,8 +121,11 @@ def compose(items: Sequence[WorkItem], workload: Workload, overlap: bool, ranks:
         marked: whether the host waits for the device after each forward and backward.
     """
     busy = {phase: dict.fromkeys(Lane, 0.0) for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)}
+    ahead = dict.fromkeys(Lane, 0.0)
     for item in items:
         busy[item.phase][item.lane] += item.seconds
+        if item.ahead:
+            ahead[item.lane] += item.seconds
 
     def device(lanes: dict[Lane, float]) -> float:
         side = (lanes[Lane.LINK], lanes[Lane.PCIE], lanes[Lane.DISK])
@@ -127,13 +133,15 @@ def compose(items: Sequence[WorkItem], workload: Workload, overlap: bool, ranks:
 
     first, second = busy[Phase.FORWARD], busy[Phase.BACKWARD]
     forward, backward = max(first[Lane.PYTHON], device(first)), max(second[Lane.PYTHON], device(second))
+    lag = backward - second[Lane.PYTHON]
     if not marked:
         issued = first[Lane.PYTHON] + max(second[Lane.PYTHON], device(second))
         backward = max(issued, device(first) + device(second)) - forward
+        lag = forward + backward - first[Lane.PYTHON] - second[Lane.PYTHON]
     last = busy[Phase.STEP]
     # Disk and host work in a pipeline of sub-groups; what the link and the GPU do comes before or after.
     step = last[Lane.PYTHON] + last[Lane.GPU] + last[Lane.LINK] + last[Lane.PCIE] + max(last[Lane.HOST], last[Lane.DISK])
-    step += last[Lane.STALL]
+    step += last[Lane.STALL] - min(ahead[Lane.PYTHON], lag + ahead[Lane.GPU] + ahead[Lane.LINK])
     count = workload.grad_accum
     total = count * (forward + backward) + step
     lanes = {lane: count * (first[lane] + second[lane]) + last[lane] for lane in Lane}

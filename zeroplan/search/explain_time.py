@@ -8,7 +8,7 @@ from typing import Any
 
 from zeroplan.core.rates import Rates, rates_of
 from zeroplan.engines import torch_traffic
-from zeroplan.engines.deepspeed import traffic
+from zeroplan.engines.deepspeed.traffic_facts import GLOSSARY
 from zeroplan.ledger.traffic import WorkItem, rate_name
 from zeroplan.planner.request import Request, resolve
 from zeroplan.search.cost import CostModel, StepTime, compose
@@ -48,7 +48,7 @@ def explain_time(request: Request) -> list[TimeExplanation]:
     memory = Memory(resolved.engine, resolved.spec, resolved.cluster, trace=False)
     rates = rates_of(resolved.cluster.gpu)
     cost = CostModel(resolved.engine.name, resolved.spec, resolved.cluster, rates)
-    glossary = torch_traffic.GLOSSARY if resolved.engine.name in ("fsdp2", "ddp") else traffic.GLOSSARY
+    glossary = torch_traffic.GLOSSARY if resolved.engine.name in ("fsdp2", "ddp") else GLOSSARY
     found = []
     for case in resolved.cases:
         counts = memory.counts(Candidate(case.zero, case.workload))

@@ -6,83 +6,17 @@ and disk lines are of all ranks of a node, which share them. Bytes on a link are
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from zeroplan.core.buffers import Phase
-from zeroplan.core.workload import Workload
-from zeroplan.core.zero_config import Device, ZeroConfig
-from zeroplan.engines.compute_traffic import WORK_GLOSSARY, ComputeFacts
-from zeroplan.engines.deepspeed.resolution import resolution
+from zeroplan.engines.contention import MEMORY_PER_BYTE
+from zeroplan.engines.deepspeed.traffic_facts import TrafficFacts
 from zeroplan.ledger.derive import fraction
-from zeroplan.ledger.optimizers import find_optimizer
 from zeroplan.ledger.traffic import Resource, WorkBuilder, WorkLedger
-from zeroplan.models.spec import ModelSpec
-
-GLOSSARY = {
-    **WORK_GLOSSARY,
-    "ranks": "data-parallel ranks",
-    "local_ranks": "of those, the ones on one node",
-    "steps_before": "ranks − 1, the steps of a ring",
-    "gathered": "elements that stage 3 gathers: all but the persistent ones",
-    "persistent": "elements of parameters at or below stage3_param_persistence_threshold",
-    "tensors": "parameters that are gathered",
-    "trained_tensors": "parameters with a gradient",
-    "owned_tensors": "of those, the ones whose gradients this rank keeps",
-    "reduced": "elements whose gradients are reduced in each micro batch (stages 2 and 3)",
-    "reduced_at_step": "elements whose gradients are reduced once a step (stages 0 and 1)",
-    "updated": "elements that this rank's optimizer updates",
-    "on_gpu": "of those, the ones updated on the GPU",
-    "on_host": "of those, the ones updated on the host",
-    "on_disk": "of those, the ones whose states are on disk",
-    "last_to_host": "of those on the host or disk at stage 3, the ones whose gradients travel when the backward is over",
-    "params_on_host": "this rank's elements of parameters that stay in host memory",
-    "params_on_disk": "this rank's elements of parameters that stay on disk",
-    "param_bytes": "bytes of one model parameter",
-    "comm_bytes": "bytes of one gradient element on its way",
-    "accum_bytes": "bytes of one accumulated gradient element",
-    "state_bytes": "bytes of one element's optimizer states",
-    "repeats": "micro batches after the first",
-}
-
 
 #: Small operations on each gradient: its cast to fp64 and norm; largest, least, two tests and their conjunction for overflow
-#: (runtime/utils.py, has_inf_or_nan). With offload also its cast and its copy.
-NORM_OPERATIONS, STEP_OPERATIONS, OFFLOAD_OPERATIONS = 3, 9, 11
-
-
-@dataclass(frozen=True, slots=True)
-class TrafficFacts:
-    """One rank of one configuration; names as in :data:`GLOSSARY`. Modules are those of one micro batch."""
-
-    forward_modules: int
-    recomputed_modules: int
-    backward_modules: int
-    stage: int
-    ranks: int
-    local_ranks: int
-    steps_before: int
-    gathered: int
-    persistent: int
-    tensors: int
-    trained_tensors: int
-    owned_tensors: int
-    reduced: int
-    reduced_at_step: int
-    updated: int
-    on_gpu: int
-    on_host: int
-    on_disk: int
-    last_to_host: int
-    params_on_host: int
-    params_on_disk: int
-    param_bytes: int
-    comm_bytes: int
-    accum_bytes: int
-    state_bytes: int
-    repeats: int
-    one_node: bool
-    pinned: bool
-    mixed: bool
+#: (runtime/utils.py, has_inf_or_nan). With offload both, its cast and its copy.
+NORM_OPERATIONS, OVERFLOW_OPERATIONS, OFFLOAD_OPERATIONS = 3, 6, 11
+#: Stage 0 casts each gradient and copies each updated parameter (runtime/fp16/fused_optimizer.py, step).
+CAST_OPERATIONS = 2
 
 
 def _link(c: TrafficFacts) -> Resource:
@@ -144,16 +78,63 @@ def reduce_each_micro_batch(c: TrafficFacts) -> int:
     return fraction(c.comm_bytes * c.reduced * (1 if c.stage == 3 else 2), c.steps_before, c.ranks)
 
 
-@_lines.add(_link, Phase.STEP)
+@_lines.add(_link, Phase.STEP, ahead=True)
 def reduce_at_step(c: TrafficFacts) -> int:
     """Gradients all-reduced once all micro batches are done (stages 0 and 1)."""
     return fraction(2 * c.comm_bytes * c.reduced_at_step, c.steps_before, c.ranks) if c.ranks > 1 else 0
 
 
+@_lines.add(Resource.HBM, Phase.FORWARD)
+def contention_forward(c: TrafficFacts) -> int:
+    """What collectives take from the kernels that they run beside."""
+    if not c.overlaps or c.stage < 3 or c.ranks == 1:
+        return 0
+    return fraction(MEMORY_PER_BYTE * c.param_bytes * c.gathered, c.steps_before, c.ranks)
+
+
+@_lines.add(Resource.HBM, Phase.BACKWARD)
+def contention_backward(c: TrafficFacts) -> int:
+    """The same in the backward: parameters gathered, gradients reduced."""
+    if not c.overlaps or c.ranks == 1:
+        return 0
+    sent = c.param_bytes * c.gathered + c.comm_bytes * c.reduced if c.stage == 3 else 2 * c.comm_bytes * c.reduced
+    return fraction(MEMORY_PER_BYTE * sent, c.steps_before, c.ranks)
+
+
+@_lines.add(Resource.HBM, Phase.FORWARD)
+def gathered_copies_forward(c: TrafficFacts) -> int:
+    """Each gathered parameter put together from its ranks' parts: a read, a write.
+
+    Source: deepspeed/runtime/zero/partition_parameters.py, AllGatherCoalescedHandle.wait
+    """
+    return 2 * c.param_bytes * c.gathered if c.stage == 3 and c.ranks > 1 else 0
+
+
+@_lines.add(Resource.HBM, Phase.BACKWARD)
+def gathered_copies_backward(c: TrafficFacts) -> int:
+    """The same in the backward."""
+    return 2 * c.param_bytes * c.gathered if c.stage == 3 and c.ranks > 1 else 0
+
+
 @_lines.add(Resource.HBM, Phase.BACKWARD)
 def bucket_copies(c: TrafficFacts) -> int:
-    """Gradients copied into their bucket and out of it: two reads, two writes."""
-    return 4 * c.comm_bytes * c.reduced
+    """Gradients copied into their bucket and averaged there; among ranks also put in the order in which they are reduced.
+
+    Source: deepspeed/runtime/zero/stage_1_and_2.py, average_tensor, allreduce_bucket; runtime/comm/coalesced_collectives.py,
+    reduce_scatter_coalesced
+    """
+    return (4 if c.ranks == 1 else 6) * c.comm_bytes * c.reduced
+
+
+@_lines.add(Resource.HBM, Phase.STEP, ahead=True)
+def bucket_copies_at_step(c: TrafficFacts) -> int:
+    """Stages 0 and 1: the same once a step.
+
+    Source: deepspeed/runtime/engine.py, allreduce_and_copy
+    """
+    if c.ranks == 1:
+        return 4 * c.comm_bytes * c.reduced_at_step if c.stage else 0
+    return 6 * c.comm_bytes * c.reduced_at_step
 
 
 @_lines.add(_from_host, Phase.FORWARD)
@@ -204,10 +185,22 @@ def gradient_hooks(c: TrafficFacts) -> int:
     return c.trained_tensors if c.stage == 2 else 0
 
 
-@_lines.add(Resource.GRADIENT_HOOK, Phase.STEP)
+@_lines.add(Resource.GRADIENT_HOOK, Phase.STEP, ahead=True)
 def gradient_hooks_at_step(c: TrafficFacts) -> int:
-    """Stage 1 reduces once a step."""
+    """Stage 1 reduces once a step, in a loop that nothing makes wait for the backward.
+
+    Source: deepspeed/runtime/zero/stage_1_and_2.py, reduce_gradients
+    """
     return c.trained_tensors if c.stage == 1 else 0
+
+
+@_lines.add(Resource.AWAITED, Phase.BACKWARD)
+def offload_awaited(c: TrafficFacts) -> int:
+    """Stages 1 and 2 with offload read each gradient's test for overflow on the host before they copy it.
+
+    Source: deepspeed/runtime/zero/stage_1_and_2.py, update_offload_overflow_tracker
+    """
+    return c.owned_tensors if c.stage in (1, 2) and c.on_host else 0
 
 
 @_lines.add(Resource.GATHER_HOOK, Phase.FORWARD)
@@ -229,6 +222,18 @@ def gather_hooks_recomputed(c: TrafficFacts) -> int:
 def release_hooks(c: TrafficFacts) -> int:
     """Stage 3's hooks around every module of the backward, with the reduction of its gradients."""
     return c.backward_modules if c.stage == 3 else 0
+
+
+@_lines.add(Resource.UPLOAD_HOOK, Phase.FORWARD)
+def upload_hooks_forward(c: TrafficFacts) -> int:
+    """Parameters from the host or disk, one by one."""
+    return c.tensors if c.params_on_host + c.params_on_disk else 0
+
+
+@_lines.add(Resource.UPLOAD_HOOK, Phase.BACKWARD)
+def upload_hooks_backward(c: TrafficFacts) -> int:
+    """The same in the backward."""
+    return c.tensors if c.params_on_host + c.params_on_disk else 0
 
 
 @_lines.add(_to_host, Phase.BACKWARD)
@@ -255,16 +260,44 @@ def offload_casts(c: TrafficFacts) -> int:
     return c.on_host * (4 * c.param_bytes + 20) if c.mixed else 0
 
 
+@_lines.add(Resource.OPERATION, Phase.STEP, ahead=True)
+def copies_back(c: TrafficFacts) -> int:
+    """Stage 0: reduced gradients copied back one by one.
+
+    Source: deepspeed/runtime/engine.py, allreduce_and_copy
+    """
+    return c.trained_tensors if c.stage == 0 and c.ranks > 1 else 0
+
+
+@_lines.add(Resource.OPERATION, Phase.STEP, ahead=lambda c: c.stage > 0 and not c.overlaps)
+def overflow_operations(c: TrafficFacts) -> int:
+    """Below stage 3: each gradient of this rank tested for overflow. With overlap_comm the host waits before that.
+
+    Source: deepspeed/runtime/zero/stage_1_and_2.py, has_overflow_partitioned_grads_serial,
+    independent_gradient_partition_epilogue; runtime/fp16/fused_optimizer.py, step
+    """
+    return OVERFLOW_OPERATIONS * c.owned_tensors if c.mixed and c.stage < 3 and not c.on_host else 0
+
+
+@_lines.add(Resource.AWAITED, Phase.STEP)
+def overflow_awaited(c: TrafficFacts) -> int:
+    """Stage 0 reads the outcome of each test on the host before it makes the next.
+
+    Source: deepspeed/runtime/utils.py, CheckOverflow.has_overflow_serial
+    """
+    return c.trained_tensors if c.mixed and c.stage == 0 else 0
+
+
 @_lines.add(Resource.OPERATION, Phase.STEP)
 def step_operations(c: TrafficFacts) -> int:
-    """Norm of each gradient by itself and, below stage 3, its test for overflow; with offload the norm is fetched.
+    """Norm of each gradient by itself, fetched with offload; stage 0 casts each to fp32 and copies each parameter back.
 
-    Source: deepspeed/runtime/zero/stage_1_and_2.py, get_grad_norm_direct, has_overflow_partitioned_grads_serial; stage3.py,
-    step; runtime/fp16/fused_optimizer.py, step
+    Source: deepspeed/runtime/zero/stage_1_and_2.py, get_grad_norm_direct; stage3.py, step;
+    runtime/fp16/fused_optimizer.py, step
     """
     if not c.mixed:
         return 0
-    return (1 if c.on_host else NORM_OPERATIONS if c.stage == 3 else STEP_OPERATIONS) * c.owned_tensors
+    return (1 if c.on_host else NORM_OPERATIONS if c.stage else CAST_OPERATIONS) * c.owned_tensors
 
 
 @_lines.add(Resource.HBM, Phase.STEP)
@@ -361,93 +394,3 @@ def accumulate_on_host(c: TrafficFacts) -> int:
 
 
 TRAFFIC: WorkLedger = _lines.ledger()
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Sums over a model's parameters that traffic needs, for one persistence threshold and one bucket size.
-
-    `last_buckets`: elements in the buckets that are sent when the backward is all but over.
-    """
-
-    params: int
-    trainable: int
-    persistent: int
-    tensors: int
-    trained_tensors: int
-    last_buckets: int
-
-    @classmethod
-    def of(cls, spec: ModelSpec, threshold: int, bucket: int) -> Sizes:
-        """Of a model."""
-        persistent = tensors = trained = 0
-        for tensor, count in spec.tensor_groups():
-            if tensor.numel <= threshold:
-                persistent += tensor.numel * count
-            else:
-                tensors += count
-            trained += count if tensor.trainable else 0
-        return cls(spec.params, spec.trainable, persistent, tensors, trained, _last_buckets(spec, bucket))
-
-
-def traffic_facts(
-    sizes: Sizes, compute: ComputeFacts, workload: Workload, zero: ZeroConfig, *, ranks: int, local_ranks: int
-) -> TrafficFacts:
-    """The facts of rank 0.
-
-    `sizes` must be those of the configuration's ``param_persistence_threshold`` and ``reduce_bucket_size``.
-    """
-    stage = zero.stage
-    resolved = resolution(workload, zero)
-    updated = sizes.trainable if stage == 0 else -(-sizes.trainable // ranks)
-    device, param_device = resolved.optimizer_device, resolved.param_device
-    moved = 0 if device is Device.NONE else round(updated * (zero.offload_optimizer.ratio if stage == 3 else 1))
-    params = -(-(sizes.params - sizes.persistent) // ranks)
-    return TrafficFacts(
-        forward_modules=compute.forward_modules,
-        recomputed_modules=compute.recomputed_modules,
-        backward_modules=compute.backward_modules,
-        stage=stage,
-        ranks=ranks,
-        local_ranks=local_ranks,
-        steps_before=ranks - 1,
-        gathered=sizes.params - sizes.persistent,
-        persistent=sizes.persistent,
-        tensors=sizes.tensors,
-        trained_tensors=sizes.trained_tensors,
-        owned_tensors=-(-sizes.trained_tensors // ranks) if stage in (1, 2) else sizes.trained_tensors,
-        reduced=sizes.trainable if stage >= 2 else 0,
-        reduced_at_step=sizes.trainable if stage < 2 else 0,
-        updated=updated,
-        on_gpu=updated - moved,
-        on_host=moved if device is Device.CPU else 0,
-        on_disk=moved if device is Device.NVME else 0,
-        last_to_host=moved * sizes.last_buckets // sizes.trainable if stage == 3 and moved else 0,
-        params_on_host=params if param_device is Device.CPU else 0,
-        params_on_disk=params if param_device is Device.NVME else 0,
-        param_bytes=resolved.param_bytes,
-        comm_bytes=resolved.comm_bytes,
-        accum_bytes=resolved.accum_bytes,
-        state_bytes=find_optimizer(workload.optimizer).bytes_per_element,
-        repeats=workload.grad_accum - 1,
-        one_node=ranks <= local_ranks,
-        pinned=zero.offload_optimizer.pin_memory if zero.offload_optimizer else zero.offload_param.pin_memory,
-        mixed=resolved.param_bytes == 2,
-    )
-
-
-def _last_buckets(spec: ModelSpec, bucket: int) -> int:
-    """Elements of the buckets that are sent once the first unit's gradients come, which are the last of the backward.
-
-    A bucket is sent when the next gradient does not fit, so what the blocks leave behind goes only then.
-    Source: deepspeed/runtime/zero/stage3.py, reduce_independent_p_g_buckets_and_remove_grads
-    """
-    held = late = 0
-    for place, unit in reversed(list(enumerate(spec.units))):
-        own = [tensor.numel for tensor in reversed(unit.tensors) if tensor.trainable and tensor.tied_to is None]
-        for numel in own * unit.count:
-            if held and held + numel > bucket:
-                late += held if place == 0 else 0
-                held = 0
-            held += numel
-    return late + held

@@ -1,0 +1,165 @@
+"""What DeepSpeed's lines of traffic read: one rank of one configuration, in elements, calls and bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zeroplan.core.workload import Workload
+from zeroplan.core.zero_config import Device, ZeroConfig
+from zeroplan.engines.compute_traffic import WORK_GLOSSARY, ComputeFacts
+from zeroplan.engines.deepspeed.resolution import resolution
+from zeroplan.ledger.optimizers import find_optimizer
+from zeroplan.models.spec import ModelSpec
+
+GLOSSARY = {
+    **WORK_GLOSSARY,
+    "ranks": "data-parallel ranks",
+    "local_ranks": "of those, the ones on one node",
+    "steps_before": "ranks − 1, the steps of a ring",
+    "gathered": "elements that stage 3 gathers: all but the persistent ones",
+    "persistent": "elements of parameters at or below stage3_param_persistence_threshold",
+    "tensors": "parameters that are gathered",
+    "trained_tensors": "parameters with a gradient",
+    "owned_tensors": "of those, the ones whose gradients this rank keeps",
+    "reduced": "elements whose gradients are reduced in each micro batch (stages 2 and 3)",
+    "reduced_at_step": "elements whose gradients are reduced once a step (stages 0 and 1)",
+    "updated": "elements that this rank's optimizer updates",
+    "on_gpu": "of those, the ones updated on the GPU",
+    "on_host": "of those, the ones updated on the host",
+    "on_disk": "of those, the ones whose states are on disk",
+    "last_to_host": "of those on the host or disk at stage 3, the ones whose gradients travel when the backward is over",
+    "params_on_host": "this rank's elements of parameters that stay in host memory",
+    "params_on_disk": "this rank's elements of parameters that stay on disk",
+    "param_bytes": "bytes of one model parameter",
+    "comm_bytes": "bytes of one gradient element on its way",
+    "accum_bytes": "bytes of one accumulated gradient element",
+    "state_bytes": "bytes of one element's optimizer states",
+    "repeats": "micro batches after the first",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficFacts:
+    """One rank of one configuration; names as in :data:`GLOSSARY`. Modules are those of one micro batch."""
+
+    forward_modules: int
+    recomputed_modules: int
+    backward_modules: int
+    stage: int
+    ranks: int
+    local_ranks: int
+    steps_before: int
+    gathered: int
+    persistent: int
+    tensors: int
+    trained_tensors: int
+    owned_tensors: int
+    reduced: int
+    reduced_at_step: int
+    updated: int
+    on_gpu: int
+    on_host: int
+    on_disk: int
+    last_to_host: int
+    params_on_host: int
+    params_on_disk: int
+    param_bytes: int
+    comm_bytes: int
+    accum_bytes: int
+    state_bytes: int
+    repeats: int
+    one_node: bool
+    pinned: bool
+    mixed: bool
+    overlaps: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sums over a model's parameters that traffic needs, for one persistence threshold and one bucket size.
+
+    `last_buckets`: elements in the buckets that are sent when the backward is all but over.
+    """
+
+    params: int
+    trainable: int
+    persistent: int
+    tensors: int
+    trained_tensors: int
+    last_buckets: int
+
+    @classmethod
+    def of(cls, spec: ModelSpec, threshold: int, bucket: int) -> Sizes:
+        """Of a model."""
+        persistent = tensors = trained = 0
+        for tensor, count in spec.tensor_groups():
+            if tensor.numel <= threshold:
+                persistent += tensor.numel * count
+            else:
+                tensors += count
+            trained += count if tensor.trainable else 0
+        return cls(spec.params, spec.trainable, persistent, tensors, trained, _last_buckets(spec, bucket))
+
+
+def traffic_facts(
+    sizes: Sizes, compute: ComputeFacts, workload: Workload, zero: ZeroConfig, *, ranks: int, local_ranks: int
+) -> TrafficFacts:
+    """The facts of rank 0.
+
+    `sizes` must be those of the configuration's ``param_persistence_threshold`` and ``reduce_bucket_size``.
+    """
+    stage = zero.stage
+    resolved = resolution(workload, zero)
+    updated = sizes.trainable if stage == 0 else -(-sizes.trainable // ranks)
+    device, param_device = resolved.optimizer_device, resolved.param_device
+    moved = 0 if device is Device.NONE else round(updated * (zero.offload_optimizer.ratio if stage == 3 else 1))
+    params = -(-(sizes.params - sizes.persistent) // ranks)
+    return TrafficFacts(
+        forward_modules=compute.forward_modules,
+        recomputed_modules=compute.recomputed_modules,
+        backward_modules=compute.backward_modules,
+        stage=stage,
+        ranks=ranks,
+        local_ranks=local_ranks,
+        steps_before=ranks - 1,
+        gathered=sizes.params - sizes.persistent,
+        persistent=sizes.persistent,
+        tensors=sizes.tensors,
+        trained_tensors=sizes.trained_tensors,
+        owned_tensors=-(-sizes.trained_tensors // ranks) if stage in (1, 2) else sizes.trained_tensors,
+        reduced=sizes.trainable if stage >= 2 else 0,
+        reduced_at_step=sizes.trainable if stage < 2 else 0,
+        updated=updated,
+        on_gpu=updated - moved,
+        on_host=moved if device is Device.CPU else 0,
+        on_disk=moved if device is Device.NVME else 0,
+        last_to_host=moved * sizes.last_buckets // sizes.trainable if stage == 3 and moved else 0,
+        params_on_host=params if param_device is Device.CPU else 0,
+        params_on_disk=params if param_device is Device.NVME else 0,
+        param_bytes=resolved.param_bytes,
+        comm_bytes=resolved.comm_bytes,
+        accum_bytes=resolved.accum_bytes,
+        state_bytes=find_optimizer(workload.optimizer).bytes_per_element,
+        repeats=workload.grad_accum - 1,
+        one_node=ranks <= local_ranks,
+        pinned=zero.offload_optimizer.pin_memory if zero.offload_optimizer else zero.offload_param.pin_memory,
+        mixed=resolved.param_bytes == 2,
+        overlaps=zero.overlaps_comm,
+    )
+
+
+def _last_buckets(spec: ModelSpec, bucket: int) -> int:
+    """Elements of the buckets that are sent once the first unit's gradients come, which are the last of the backward.
+
+    A bucket is sent when the next gradient does not fit, so what the blocks leave behind goes only then.
+    Source: deepspeed/runtime/zero/stage3.py, reduce_independent_p_g_buckets_and_remove_grads
+    """
+    held = late = 0
+    for place, unit in reversed(list(enumerate(spec.units))):
+        own = [tensor.numel for tensor in reversed(unit.tensors) if tensor.trainable and tensor.tied_to is None]
+        for numel in own * unit.count:
+            if held and held + numel > bucket:
+                late += held if place == 0 else 0
+                held = 0
+            held += numel
+    return late + held

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT.parent))
 
 from benchmarks.recommend.page import measured  # noqa: E402
+from benchmarks.step.page import runtime_speed  # noqa: E402
 from zeroplan.core.cluster import Cluster  # noqa: E402
 from zeroplan.core.gpus import GPUS  # noqa: E402
 from zeroplan.core.units import format_bytes, format_count  # noqa: E402
@@ -191,6 +192,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "gpus.md": gpus,
     "ds_config_keys.md": keys,
     "accuracy.md": accuracy,
+    "runtime_speed.md": runtime_speed,
     "recommend_measured.md": measured,
 }
 

@@ -1,0 +1,97 @@
+"""The page of the docs that shows the runtime beside other engines, from the results of the step and offload benchmarks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from zeroplan.report.text import render
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+
+
+def runtime_speed() -> str:
+    """The runtime beside other engines: tokens a second and memory, in the same runs."""
+    out = [
+        "# The runtime beside others",
+        "",
+        "The same model, weights and batches under each engine, each case in fresh processes, one after another on the same",
+        "GPUs (`python -m benchmarks.step.compare`; torch 2.11, DeepSpeed 0.19.8, transformers 5.17). The first steps repeat",
+        "one batch, and a ratio counts only if the losses fall alike. fp32: gradients are reduced in fp32, else in bf16. Memory",
+        "is the worst rank's peak by torch's allocator. The last two columns are the runtime's figures over the peer's.",
+    ]
+    for path in sorted((RESULTS / "step").glob("*.jsonl")):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        groups: dict[tuple[int, str, int, int], list[dict[str, Any]]] = {}
+        for row in rows:
+            if "fault" not in row:
+                groups.setdefault((row["ranks"], row["shape"], row["micro"], row["seq"]), []).append(row)
+        for (ranks, shape, micro, seq), members in groups.items():
+            title = f"## {shape}, {ranks} × {members[0]['gpu']}, micro batch {micro} × {seq} tokens"
+            headers = ["engine", "stage", "ms a step", "tokens/s", "allocated GB", "reserved GB", "tokens/s", "reserved"]
+            out += ["", title, "", render(headers, _step_table(members), "github")]
+    out += ["", *_overlap(RESULTS / "step"), "", *_offload_speed(RESULTS / "offload_h100.jsonl")]
+    return "\n".join(out)
+
+
+def _step_table(rows: list[dict[str, Any]]) -> list[list[str]]:
+    ours = {row["case"].partition(":")[2]: row for row in rows if row["case"].startswith("zeroplan:")}
+    table = []
+    for row in sorted(rows, key=lambda row: (row["case"].partition(":")[2], not row["case"].startswith("zeroplan:"))):
+        engine, _, group = row["case"].partition(":")
+        stage, *options = group.split("+")
+        mine, ratios = ours.get(group), ["", ""]
+        if mine is not None and mine is not row:
+            ratios = [
+                f"× {mine['tokens_per_s'] / row['tokens_per_s']:.2f}",
+                f"{mine['peak_reserved'] / row['peak_reserved']:.2f}",
+            ]
+        stage += ", fp32" if "r32" in options else ""
+        memory = [f"{row[key] / 1e9:.2f}" for key in ("peak_allocated", "peak_reserved")]
+        table.append([engine, stage, f"{row['step_ms']:.1f}", f"{row['tokens_per_s']:,}", *memory, *ratios])
+    return table
+
+
+def _overlap(folder: Path) -> list[str]:
+    """What a profile of one step says of communication behind computation."""
+    rows = [json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()]
+    table = [
+        [
+            r["case"],
+            r["shape"],
+            str(r["ranks"]),
+            f"{r['communication_ms']:.1f}",
+            f"{r['hidden_ms'] / r['communication_ms']:.0%}",
+        ]
+        for r in rows
+        if r.get("communication_ms")
+    ]
+    text = "Kernel times of one profiled step: what NCCL's kernels take, and how much of that ran beside computation."
+    return ["## Overlap", "", text, "", render(["case", "shape", "ranks", "communication ms", "hidden"], table, "github")]
+
+
+def _offload_speed(path: Path) -> list[str]:
+    """Offload to the host beside DeepSpeed's."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = [row for row in rows if "fault" not in row]
+    peers = {row["case"].partition(":")[2]: row for row in rows if row["case"].startswith("deepspeed:")}
+    table = []
+    for row in rows:
+        engine, _, group = row["case"].partition(":")
+        peer, ratios = peers.get(group), ["", ""]
+        if peer is not None and engine == "zeroplan":
+            ratios = [f"× {row['tokens_per_s'] / peer['tokens_per_s']:.2f}", f"{row['host_peak'] / peer['host_peak']:.2f}"]
+        figures = [
+            f"{row['step_ms']:.0f}",
+            f"{row['tokens_per_s']:,}",
+            *(f"{row[k] / 1e9:.2f}" for k in ("peak_reserved", "host_peak")),
+        ]
+        table.append([engine, group, *figures, *ratios])
+    headers = ["engine", "stage and what leaves", "ms a step", "tokens/s", "GPU reserved GB", "host GB", "tokens/s", "host"]
+    text = [
+        f"`python -m benchmarks.offload.compare`, {rows[0]['shape']} on one {rows[0]['gpu']} with 16 cores. opt: the optimizer is",
+        "on the host; all: the parameters, too; free: without clipping, so that updates begin in the backward; delayed: with the",
+        "delayed update. The last two columns are the runtime's figures over DeepSpeed's.",
+    ]
+    return ["## Offload", "", *text, "", render(headers, table, "github")]

@@ -18,8 +18,8 @@ def runtime_speed() -> str:
         "",
         "The same model, weights and batches under each engine, each case in fresh processes, one after another on the same",
         "GPUs (`python -m benchmarks.step.compare`; torch 2.11, DeepSpeed 0.19.8, transformers 5.17). The first steps repeat",
-        "one batch, and a ratio counts only if the losses fall alike. fp32: gradients are reduced in fp32, else in bf16. Memory",
-        "is the worst rank's peak by torch's allocator. The last two columns are the runtime's figures over the peer's.",
+        "one batch, and a ratio counts only if the losses fall alike. fp32: gradients are reduced in fp32, else in bf16.",
+        "Memory is the worst rank's peak by torch's allocator. The last two columns are the runtime's figures over the peer's.",
     ]
     for path in sorted((RESULTS / "step").glob("*.jsonl")):
         rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -90,8 +90,8 @@ def _offload_speed(path: Path) -> list[str]:
         table.append([engine, group, *figures, *ratios])
     headers = ["engine", "stage and what leaves", "ms a step", "tokens/s", "GPU reserved GB", "host GB", "tokens/s", "host"]
     text = [
-        f"`python -m benchmarks.offload.compare`, {rows[0]['shape']} on one {rows[0]['gpu']} with 16 cores. opt: the optimizer is",
-        "on the host; all: the parameters, too; free: without clipping, so that updates begin in the backward; delayed: with the",
-        "delayed update. The last two columns are the runtime's figures over DeepSpeed's.",
+        f"`python -m benchmarks.offload.compare`, {rows[0]['shape']} on one {rows[0]['gpu']} with 16 cores. opt: the optimizer",
+        "is on the host; all: the parameters, too; free: without clipping, so that updates begin in the backward; delayed:",
+        "with the delayed update. The last two columns are the runtime's figures over DeepSpeed's.",
     ]
     return ["## Offload", "", *text, "", render(headers, table, "github")]

@@ -11,6 +11,7 @@ from zeroplan.core.buffers import Phase
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.gpus import GPUS
 from zeroplan.core.rates import rates_of
+from zeroplan.core.tape import Mark, Op, Stream, TapeModule, TapeParam
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines import torch_traffic
@@ -18,7 +19,7 @@ from zeroplan.engines.compute_traffic import COMPUTE, WORK_GLOSSARY
 from zeroplan.engines.deepspeed import traffic
 from zeroplan.engines.deepspeed.traffic_facts import GLOSSARY
 from zeroplan.ledger.traffic import Lane, Resource, WorkItem, seconds_for
-from zeroplan.ledger.work import Counts, guess_counts, matrices, scale_counts
+from zeroplan.ledger.work import Counts, count_stream, guess_counts, matrices, scale_counts
 from zeroplan.models.load import load_model
 from zeroplan.search.cost import CostModel, compose
 
@@ -73,7 +74,11 @@ def test_rings_carry_what_the_textbook_says(ranks: int) -> None:
     reduced = math.ceil(2 * 2 * params * (ranks - 1) / ranks)
     assert items(0, gpus=ranks)["reduce_at_step"].amount == reduced
     assert items(2, gpus=ranks)["reduce_each_micro_batch"].amount == reduced  # all-reduced, as DeepSpeed does by default
-    assert items(3, gpus=ranks)["reduce_each_micro_batch"].amount == math.ceil(reduced / 2)
+    third = items(3, gpus=ranks)
+    last = third["reduce_last_buckets"].amount  # the embedding's and what stays in the bucket before it
+    assert third["reduce_each_micro_batch"].amount + last == pytest.approx(reduced / 2, abs=2)
+    assert 2 * 128256 * 2048 * (ranks - 1) / ranks <= last <= 2 * 2 * 500_000_000 * (ranks - 1) / ranks
+    assert "reduce_last_buckets" not in items(2, gpus=ranks)
     gathered = params - 33 * 2048  # 33 norms stay gathered
     assert items(3, gpus=ranks)["gather_forward"].amount == math.ceil(2 * gathered * (ranks - 1) / ranks)
 
@@ -178,6 +183,36 @@ def test_hidden_collectives_cost_the_computation_beside_them() -> None:
     assert lines["contention_backward"].amount == pytest.approx(10 * (sent + lines["reduce_each_micro_batch"].amount), abs=20)
     assert "contention_backward" not in items(2)  # its reductions hide nothing, as overlap_comm is off there by default
     assert "contention_forward" not in items(3, gpus=1)
+
+
+def test_recomputation_leaves_out_the_last_product_of_a_block() -> None:
+    def recomputed(after: tuple[int, ...]) -> Counts:
+        """A block of two matrices of which the second, and `after`, are entered again."""
+        modules = (
+            TapeModule("", "Block", -1),
+            *(TapeModule(str(i), "Linear", 0, (i,)) for i in range(2)),
+            TapeModule("n", "Norm", 0, (2,)),
+        )
+        params = (TapeParam("0", (64, 8), True, 2), TapeParam("1", (8, 64), True, 2), TapeParam("n", (8,), True, 2))
+        stream = Stream(modules, params)
+        again = [(Op.ENTER, 0), (Op.ENTER, 1), (Op.ALLOC, 0), (Op.EXIT, 1), (Op.ENTER, 2)]
+        if after:
+            again += [(Op.ALLOC, 1), (Op.EXIT, 2), *((Op.ENTER, module) for module in after)]
+        for op, arg in [(Op.MARK, Mark.BACKWARD_BEGIN), *again, (Op.BWD_ENTER, 2)]:
+            stream.op.append(op)
+            stream.arg.append(arg)
+            stream.aux.append(0)
+        return count_stream(stream)
+
+    assert recomputed(()).unfinished == 8 * 64  # its operands are saved before it runs, and nothing more is needed
+    assert recomputed((3,)).unfinished == 0  # a norm behind it saves what the product made
+    spec = load_model(LLAMA)
+    work = replace(WORK, gradient_checkpointing=True)
+    cost = CostModel("deepspeed", spec, Cluster.of(gpus=1, gpu="H100"), rates_of(GPUS["h100"]))
+    block = 2048 * 2048 * 2 + 2 * 2048 * 512 + 3 * 2048 * 8192
+    counts = replace(COUNTS, unfinished=16 * 2048 * 8192)
+    again = {item.name: item.amount for item in cost.items(work, ZeroConfig.of(0), counts)}
+    assert again["matmul_recomputed"] == 2 * 16 * (block - 2048 * 8192) * 2048
 
 
 def test_counts_grow_by_a_line_and_guesses_say_so() -> None:

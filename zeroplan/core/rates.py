@@ -35,8 +35,9 @@ ATTENTION_FRACTION = 0.40
 FP32_FRACTION = 0.051
 #: Plain kernels move this much of the sheet's memory bandwidth (2.96 of 3.35 TB/s for a copy on an H100).
 HBM_FRACTION = 0.88
-#: Rings attain this much of a link's one-way figure for buckets of tens of MB.
-LINK_FRACTION = 0.75
+#: Rings attain this much of a link's one-way figure; the protocol takes about a fifth (NVIDIA/nccl-tests issue 212, NCCL's
+#: maintainers; 369 of 450 GB/s measured without NVLink SHARP in issue 309).
+LINK_FRACTION = 0.80
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,22 +82,22 @@ class Rates:
     link_gbs: float
     pinned_gbs: float
     kernel_us: float = 3.0
-    launch_us: float = 25.6
-    autograd_us: float = 5.9
-    operation_us: float = 5.9
-    await_us: float = 18.5
-    checkpoint_us: float = 1080.0
+    launch_us: float = 24.1
+    autograd_us: float = 5.0
+    operation_us: float = 6.5
+    await_us: float = 19.7
+    checkpoint_us: float = 849.0
     gradient_hook_us: float = 101.0
-    gather_hook_us: float = 94.0
+    gather_hook_us: float = 75.0
     release_hook_us: float = 463.0
-    upload_hook_us: float = 251.0
-    unit_hook_us: float = 120.0
+    upload_hook_us: float = 318.0
+    unit_hook_us: float = 115.0
     node_gbs: float = 22.0
     collective_us: float = 12.0
     pageable_gbs: float = 9.0
     cpu_adam_gbs: float = 289.0
     dram_gbs: float = 76.0
-    fresh_gbs: float = 3.7
+    fresh_gbs: float = 3.8
     read_gbs: float = 5.0
     write_gbs: float = 3.0
     segment_us: float = 200.0

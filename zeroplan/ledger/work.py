@@ -45,7 +45,12 @@ class Matrices:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Of one micro batch. Recomputation counts as backward; `recomputed_kernels` are its part, in `checkpoints` segments."""
+    """Of one micro batch. Recomputation counts as backward; `recomputed_kernels` are its part, in `checkpoints` segments.
+
+    `unfinished`: elements of the matrices in whose module recomputation stops. It ends once everything saved is there again,
+    and a product saves its operands before it runs, so that of a block's last matrix is left out where nothing after it is
+    saved. Source: torch/utils/checkpoint.py, _StopRecomputationError
+    """
 
     forward_kernels: int
     backward_kernels: int
@@ -57,6 +62,7 @@ class Counts:
     recomputed_kernels: int = 0
     checkpoints: int = 0
     traced: bool = True
+    unfinished: int = 0
 
 
 def matrices(spec: ModelSpec) -> Matrices:
@@ -102,26 +108,33 @@ def _active_experts(config: Mapping[str, Any]) -> float:
 def count_stream(stream: Stream) -> Counts:
     """The counts of an expanded tape: each allocation is one kernel's output."""
     kernels, written, enters, passed = [0, 0], [0, 0], [0, 0], 0
-    part = depth = recomputed = checkpoints = 0
+    part = recomputed = checkpoints = unfinished = 0
+    running: list[int] = []
     alloc, enter, leave, left, mark = Op.ALLOC, Op.ENTER, Op.EXIT, Op.BWD_ENTER, Op.MARK
     for op, arg, aux in zip(stream.op, stream.arg, stream.aux, strict=True):
         if op == alloc:
             kernels[part] += 1
             written[part] += aux
-            recomputed += part and depth > 0
+            recomputed += part and bool(running)
         elif op == enter:
             enters[part] += 1
-            checkpoints += part and depth == 0
-            depth += 1
+            checkpoints += part and not running
+            running.append(arg)
         elif op == leave:
-            depth -= 1
+            running.pop()
         elif op == left:
             passed += 1
-            depth = 0  # recomputation stops at the last tensor that is needed, inside its modules
+            if running:  # recomputation stops at the last tensor that is needed, inside its modules
+                shapes = (stream.params[index].shape for index in stream.modules[running[-1]].params)
+                unfinished += sum(shape[0] * shape[1] for shape in shapes if len(shape) == 2)
+                running.clear()
         elif op == mark and arg == Mark.BACKWARD_BEGIN:
             part = 1
     return Counts(
-        kernels[0], kernels[1], written[0], written[1], enters[0], enters[1], passed, int(recomputed), int(checkpoints)
+        *(kernels[0], kernels[1], written[0], written[1], enters[0], enters[1], passed),
+        recomputed_kernels=int(recomputed),
+        checkpoints=int(checkpoints),
+        unfinished=unfinished,
     )
 
 
@@ -142,6 +155,7 @@ def scale_counts(one: Counts, two: Counts, micro_batch: int) -> Counts:
         one.recomputed_kernels,
         one.checkpoints,
         one.traced,
+        one.unfinished,
     )
 
 

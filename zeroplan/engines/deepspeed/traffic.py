@@ -75,7 +75,19 @@ def reduce_each_micro_batch(c: TrafficFacts) -> int:
     """
     if c.ranks == 1 or not c.reduced:
         return 0
-    return fraction(c.comm_bytes * c.reduced * (1 if c.stage == 3 else 2), c.steps_before, c.ranks)
+    return fraction(c.comm_bytes * (c.reduced - c.reduced_last) * (1 if c.stage == 3 else 2), c.steps_before, c.ranks)
+
+
+@_lines.add(_link, Phase.STEP)
+def reduce_last_buckets(c: TrafficFacts) -> int:
+    """Where reductions overlap the backward, the last buckets have none left beside them, and the host waits for them.
+
+    Source: deepspeed/runtime/zero/stage3.py and stage_1_and_2.py, independent_gradient_partition_epilogue
+    """
+    if c.ranks == 1 or not c.reduced_last:
+        return 0
+    sent = c.comm_bytes * c.reduced_last * c.micro_batches * (1 if c.stage == 3 else 2)
+    return fraction(sent, c.steps_before, c.ranks)
 
 
 @_lines.add(_link, Phase.STEP, ahead=True)
@@ -97,7 +109,8 @@ def contention_backward(c: TrafficFacts) -> int:
     """The same in the backward: parameters gathered, gradients reduced."""
     if not c.overlaps or c.ranks == 1:
         return 0
-    sent = c.param_bytes * c.gathered + c.comm_bytes * c.reduced if c.stage == 3 else 2 * c.comm_bytes * c.reduced
+    reduced = c.comm_bytes * (c.reduced - c.reduced_last)
+    sent = c.param_bytes * c.gathered + reduced if c.stage == 3 else 2 * reduced
     return fraction(MEMORY_PER_BYTE * sent, c.steps_before, c.ranks)
 
 

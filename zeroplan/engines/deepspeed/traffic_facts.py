@@ -22,6 +22,8 @@ GLOSSARY = {
     "trained_tensors": "parameters with a gradient",
     "owned_tensors": "of those, the ones whose gradients this rank keeps",
     "reduced": "elements whose gradients are reduced in each micro batch (stages 2 and 3)",
+    "reduced_last": "of those, where reductions overlap, the ones in buckets that leave when the backward is over",
+    "micro_batches": "micro batches a step",
     "reduced_at_step": "elements whose gradients are reduced once a step (stages 0 and 1)",
     "updated": "elements that this rank's optimizer updates",
     "on_gpu": "of those, the ones updated on the GPU",
@@ -55,6 +57,8 @@ class TrafficFacts:
     trained_tensors: int
     owned_tensors: int
     reduced: int
+    reduced_last: int
+    micro_batches: int
     reduced_at_step: int
     updated: int
     on_gpu: int
@@ -128,6 +132,8 @@ def traffic_facts(
         trained_tensors=sizes.trained_tensors,
         owned_tensors=-(-sizes.trained_tensors // ranks) if stage in (1, 2) else sizes.trained_tensors,
         reduced=sizes.trainable if stage >= 2 else 0,
+        reduced_last=sizes.last_buckets if stage >= 2 and zero.overlaps_comm else 0,
+        micro_batches=workload.grad_accum,
         reduced_at_step=sizes.trainable if stage < 2 else 0,
         updated=updated,
         on_gpu=updated - moved,

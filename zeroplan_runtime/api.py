@@ -55,6 +55,7 @@ def initialize(
     Raises:
         BadInput: for a config that is wrong or asks for what this runtime does not do.
     """
+    _require_usable(model, training_data, policy)
     where = _device(device)
     _join(where)
     ranks = Ranks(group)
@@ -67,14 +68,26 @@ def initialize(
     return engine, chosen, _loader(training_data, settings, ranks, collate_fn), engine.lr_scheduler
 
 
+def _require_usable(model: object, data: object, policy: object) -> None:
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise BadInput(f"{what} is no nn.Module", where="model", remedy="give a built model with its weights")
+    if data is not None and not hasattr(data, "__len__"):
+        raise BadInput("has no length", where="training_data", remedy="give a dataset with len(), or load batches yourself")
+    if policy is not None and not callable(policy):
+        raise BadInput("cannot be called", where="policy", remedy="give a function of a module's name and the module")
+
+
 def _device(device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        where = torch.device(device)
-    elif torch.cuda.is_available():
-        where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    else:
-        where = torch.device("cpu")
+    try:
+        where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    except RuntimeError:
+        raise BadInput(f"{device!r} is no device", where="device", remedy="use cuda, cuda:0 or cpu") from None
     if where.type == "cuda":
+        if not torch.cuda.is_available():
+            raise BadInput("there is no GPU", where="device", remedy="use cpu")
+        if ":" not in str(where):
+            where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(where)
     return where
 
@@ -109,6 +122,12 @@ def _optimizer(
 
 def _schedule(settings: RuntimeConfig, optimizer: ZeroOptimizer | None, given: Any) -> Any:
     if given is not None:
+        if not hasattr(given, "step") and not callable(given):
+            raise BadInput(
+                f"a {type(given).__name__} is no schedule",
+                where="lr_scheduler",
+                remedy="give an object with step(), or a function that makes one from the optimizer",
+            )
         return given if hasattr(given, "step") else given(optimizer)
     if settings.scheduler is None or optimizer is None:
         return None

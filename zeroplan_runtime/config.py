@@ -15,6 +15,7 @@ The defaults are DeepSpeed 0.19.8's. ``"auto"`` counts as not given. Keys of the
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,8 +105,16 @@ _FP16 = {
     "auto_cast",
 }
 _BF16 = {"enabled", "check_grad_overflow"}
-_OWN = {"ring", "wide_numel", "direct_linear", "fused_loss", "audit_steps", "timeout"}
-_OWN_KEYS = _OWN | {"delayed_update", ALLOW_MEMORY_KEY}
+#: Keys of the runtime's own, with the least value of those that are numbers.
+_OWN: dict[str, float | None] = {
+    "ring": 2,
+    "wide_numel": 1,
+    "direct_linear": None,
+    "fused_loss": None,
+    "audit_steps": 0,
+    "timeout": 1,
+}
+_OWN_KEYS = set(_OWN) | {"delayed_update", ALLOW_MEMORY_KEY}
 
 
 @dataclass(frozen=True)
@@ -185,7 +194,7 @@ def read_config(source: Mapping[str, Any] | str | Path, ranks: int) -> RuntimeCo
         stage=stage,
         micro_batch=micro_batch,
         grad_accum=grad_accum,
-        clip=float(_given(raw, "gradient_clipping", 1.0)),
+        clip=_real(raw, "gradient_clipping", 1.0, ""),
         dtype=dtype,
         reduce_dtype=reduce_dtype,
         accum_dtype=accum_dtype,
@@ -195,13 +204,30 @@ def read_config(source: Mapping[str, Any] | str | Path, ranks: int) -> RuntimeCo
         scheduler=_typed(raw, "scheduler"),
         offload=offload,
         without_effect=tuple(without_effect),
-        **{key: own[key] for key in _OWN if key in own},
+        **{key: _own(own, key) for key in _OWN if key in own},
     )
 
 
-def _load(source: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
+def _own(section: Mapping[str, Any], key: str) -> Any:
+    least = _OWN[key]
+    value = section[key]
+    if least is None:
+        if not isinstance(value, bool):
+            raise BadInput(f"{value!r} is not true or false", where=f"zeroplan.{key}")
+        return value
+    number = _real(section, key, least, "zeroplan") if key == "timeout" else _number(section, key, 0, "zeroplan")
+    if number < least:
+        raise BadInput(f"{value!r} is too small", where=f"zeroplan.{key}", remedy=f"use {least:g} or more")
+    return number
+
+
+def _load(source: Any) -> Mapping[str, Any]:
     if isinstance(source, Mapping):
         return source
+    if not isinstance(source, str | Path):
+        raise BadInput(
+            f"a {type(source).__name__} is no ds_config", where="config", remedy="give a dict or the path of its JSON"
+        )
     try:
         raw = json.loads(Path(source).read_text())
     except OSError as fault:
@@ -239,6 +265,13 @@ def _number(section: Mapping[str, Any], key: str, default: int, where: str) -> i
     return value
 
 
+def _real(section: Mapping[str, Any], key: str, default: float, where: str) -> float:
+    value = _given(section, key, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise BadInput(f"{value!r} is not a number of zero or more", where=f"{where}.{key}" if where else key)
+    return float(value)
+
+
 def _dtype(value: Any, default: DType, where: str) -> DType:
     if value is None or value == "auto":
         return default
@@ -254,7 +287,10 @@ def _typed(raw: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
         return None
     if not isinstance(section.get("type"), str):
         raise BadInput("'type' is missing", where=key)
-    params = {k: v for k, v in _section(section, "params").items() if v != "auto"}
+    said = _section(section, "params")
+    if said.get("lr") == "auto":
+        raise BadInput("'auto' is for the HF Trainer to fill", where=f"{key}.params.lr", remedy="write the learning rate")
+    params = {k: v for k, v in said.items() if v != "auto"}
     return {"type": section["type"], "params": params}
 
 
@@ -263,6 +299,9 @@ def _batches(raw: Mapping[str, Any], ranks: int) -> tuple[int, int]:
     total = _number(raw, "train_batch_size", 0, "")
     micro = _number(raw, "train_micro_batch_size_per_gpu", 0, "")
     accum = _number(raw, "gradient_accumulation_steps", 0, "")
+    for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        if _given(raw, key, None) == 0:
+            raise BadInput("0 is too small", where=key, remedy="use 1 or more")
     if not total and not micro:
         micro = 1
     if not micro:

@@ -71,6 +71,7 @@ class Engine(nn.Module):
         self._unsettled: Outcome | None = None
         self._boundary: bool | None = None
         self._audit: Audit | None = None
+        self._destroyed = False
 
         setup = RuntimeSetup(
             ranks=ranks.count,
@@ -131,6 +132,8 @@ class Engine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, with its parameters gathered as needed."""
+        if self._destroyed:
+            raise BadInput("the engine has been destroyed", where="engine", remedy="initialize a new one")
         self.schedule.begin_forward()
         if self.config.auto_cast:
             args, kwargs = _cast(args, DTYPES[self.config.dtype]), _cast(kwargs, DTYPES[self.config.dtype])
@@ -143,7 +146,12 @@ class Engine(nn.Module):
 
         Returns:
             The loss divided by the accumulation steps.
+
+        Raises:
+            BadInput: when `loss` is no number that came out of this model's forward with gradients.
         """
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise BadInput(_no_loss(loss), where="engine.backward", remedy="give the loss as it came out of the forward")
         self.settle()
         scaled = loss / self.config.grad_accum if self.config.grad_accum > 1 else loss
         self.schedule.boundary = self.is_gradient_accumulation_boundary()
@@ -225,8 +233,11 @@ class Engine(nn.Module):
         self.schedule.drop_gradients()
 
     def destroy(self) -> None:
-        """Gives all memory of the runtime back. The model's parameters are empty afterwards."""
+        """Gives all memory of the runtime back. The model's parameters are empty afterwards; a second call does nothing."""
+        if self._destroyed:
+            return
         self.settle()
+        self._destroyed = True
         if self.host is not None:
             self.host.close()
         if self.watchdog is not None:
@@ -444,6 +455,14 @@ def _take_workspaces(device: torch.device, dtype: torch.dtype) -> None:
     x = torch.zeros(16, 16, dtype=dtype, device=device, requires_grad=True)
     with torch.enable_grad():
         (x @ x).sum().backward()  # type: ignore[no-untyped-call]
+
+
+def _no_loss(value: object) -> str:
+    if not isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__} is no loss"
+    if value.numel() != 1:
+        return f"the loss has shape {tuple(value.shape)}, not one element"
+    return "the loss has no gradients, as under torch.no_grad() or where every parameter is frozen"
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

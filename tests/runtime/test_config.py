@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,14 @@ def test_batch_sizes(given: dict[str, Any], ranks: int, expected: tuple[int, int
         ({"communication_data_type": "fp8"}, "communication_data_type: 'fp8' is not a dtype"),
         ({"optimizer": {"params": {}}}, "optimizer: 'type' is missing"),
         ({"gradient_accumulation_steps": -1}, "-1 is not a whole number"),
+        ({"train_micro_batch_size_per_gpu": 0}, "train_micro_batch_size_per_gpu: 0 is too small"),
+        ({"gradient_clipping": -1}, "gradient_clipping: -1 is not a number of zero or more"),
+        ({"gradient_clipping": "1.0"}, "gradient_clipping: '1.0' is not a number"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "optimizer.params.lr: 'auto' is for the HF Trainer"),
+        ({"zeroplan": {"ring": "2"}}, "zeroplan.ring: '2' is not a whole number"),
+        ({"zeroplan": {"ring": 1}}, "zeroplan.ring: 1 is too small; use 2 or more"),
+        ({"zeroplan": {"timeout": 0}}, "zeroplan.timeout: 0 is too small"),
+        ({"zeroplan": {"fused_loss": "yes"}}, "zeroplan.fused_loss: 'yes' is not true or false"),
         ({"zeroplan": {"rings": 2}}, "did you mean 'ring'"),
         ({"zero_optimization": 3}, "zero_optimization: 3 is not an object"),
     ],
@@ -83,6 +93,11 @@ def test_what_is_refused(given: dict[str, Any], said: str) -> None:
         ({"type": "AdamV"}, "did you mean 'adam' or 'adamw'"),
         ({"type": "AdamW", "params": {"beta": 1}}, "unknown key 'beta' for adamw; did you mean 'betas'"),
         ({"type": "AdamW", "params": {"max_grad_norm": 1}}, "use gradient_clipping"),
+        ({"type": "AdamW", "params": {"lr": "1e-5"}}, "optimizer.params.lr: '1e-5' is not a number"),
+        ({"type": "SGD", "params": {"lr": -0.1}}, "optimizer.params.lr: -0.1 is not a number of zero or more"),
+        ({"type": "Lion", "params": {"betas": [0.9]}}, "optimizer.params.betas: [0.9] is not 2 numbers"),
+        ({"type": "Adam", "params": {"betas": [0.9, 1.0]}}, "not from 0 to below 1"),
+        ({"type": "SGD", "params": {"nesterov": "no"}}, "'no' is not true or false"),
     ],
 )
 def test_which_optimizers_are_refused(optimizer: dict[str, Any], said: str) -> None:
@@ -107,6 +122,58 @@ def test_other_inputs_are_refused(tmp_path: Path) -> None:
     nested = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2)))
     with pytest.raises(BadInput, match="units may not nest"):
         zeroplan_runtime.initialize(model=nested, config={}, policy=lambda name, module: True, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"model": "gpt2"}, "model: a str is no nn.Module"),
+        ({"model": torch.nn.Linear}, "model: the class Linear is no nn.Module"),
+        ({"config": None}, "config: a NoneType is no ds_config"),
+        ({"device": "gpu"}, "device: 'gpu' is no device"),
+        ({"policy": 3}, "policy: cannot be called"),
+        ({"lr_scheduler": 3}, "lr_scheduler: a int is no schedule"),
+        ({"training_data": iter([])}, "training_data: has no length"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadInput) as fault:
+        zeroplan_runtime.initialize(**{"model": torch.nn.Linear(2, 2), "config": {}, "device": "cpu", **given})
+    assert said in str(fault.value)
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (lambda out: 3.0, "a float is no loss"),
+        (lambda out: out, "the loss has shape (4, 2)"),
+        (lambda out: out.sum().detach(), "the loss has no gradients"),
+    ],
+)
+def test_what_is_no_loss_is_refused(loss: Callable[[torch.Tensor], Any], said: str) -> None:
+    config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine, *_ = zeroplan_runtime.initialize(model=torch.nn.Linear(2, 2), config=config, device="cpu")
+    with pytest.raises(BadInput, match=re.escape(said)):
+        engine.backward(loss(engine(torch.ones(4, 2))))
+    engine.backward(engine(torch.ones(4, 2)).sum())  # nothing was harmed
+    engine.step()
+    engine.destroy()
+    engine.destroy()  # as in a finally clause
+    with pytest.raises(BadInput, match="destroyed"):
+        engine(torch.ones(4, 2))
+
+
+def test_a_cut_checkpoint_and_an_empty_folder_are_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine, *_ = zeroplan_runtime.initialize(model=torch.nn.Linear(2, 2), config=config, device="cpu")
+    assert engine.load_checkpoint(str(tmp_path / "none")) == (None, {})
+    assert "holds no checkpoint" in caplog.text
+    engine.save_checkpoint(str(tmp_path))
+    for data in tmp_path.rglob("*.distcp"):
+        data.write_bytes(data.read_bytes()[:100])
+    with pytest.raises(BadInput, match="cannot be read") as fault:
+        engine.load_checkpoint(str(tmp_path))
+    assert "\n" not in str(fault.value)
 
 
 def test_the_loader_gives_micro_batches() -> None:

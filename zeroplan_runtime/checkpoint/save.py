@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -31,6 +33,8 @@ from zeroplan_runtime.store import UnitState
 
 if TYPE_CHECKING:
     from zeroplan_runtime.engine import Engine
+
+logger = logging.getLogger("zeroplan_runtime")
 
 
 def save_checkpoint(
@@ -110,6 +114,7 @@ def load_checkpoint(
     """
     path = files.find(Path(folder), tag)
     if path is None:
+        logger.warning("%s holds no checkpoint%s: nothing was loaded", folder, f" {tag}" if tag else "")
         return None, {}
     state = files.read_state(path)
     optimizer = load_optimizer_states and not load_module_only
@@ -138,14 +143,19 @@ def load_checkpoint(
 
 
 def _read(engine: Engine, path: Path, wanted: list[Piece]) -> None:
-    with _quiet():
-        load(
-            {},
-            storage_reader=SafeReader(path),
-            planner=LoadPieces(wanted),
-            process_group=engine.ranks.group,
-            no_dist=engine.ranks.count == 1,
-        )
+    try:
+        with _quiet():
+            load(
+                {},
+                storage_reader=SafeReader(path),
+                planner=LoadPieces(wanted),
+                process_group=engine.ranks.group,
+                no_dist=engine.ranks.count == 1,
+            )
+    except CheckpointException as fault:  # of all ranks at once, so all of them end here
+        first = next((error for error, _ in fault.failures.values()), fault)
+        reason = str(first).split(". ")[0] or type(first).__name__
+        raise BadInput(f"cannot be read ({reason})", where=str(path), remedy="load another checkpoint by its tag") from fault
 
 
 @torch.no_grad()

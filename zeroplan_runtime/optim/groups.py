@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -52,6 +53,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 raise BadInput(f"{key!r} is not supported", where="optimizer.params")
             if key not in known and key not in _IGNORED and key not in _MUST_BE_FALSE:
                 raise BadInput(f"unknown key {key!r} for {kind}", where="optimizer.params", remedy=did_you_mean(key, known))
+            if key in known:
+                _check(key, value, known[key])
         self.kind, self.decoupled = kind, decoupled
         self.take_step: Callable[[], None] | None = None
         super().__init__(params, {**known, **{k: v for k, v in hyper.items() if k in known}})
@@ -105,3 +108,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing: the engine begins new gradients after each step."""
+
+
+def _check(key: str, value: Any, default: Any) -> None:
+    """Refuse a hyperparameter of the wrong kind; torch would keep it until the first step, or train with it."""
+    where = f"optimizer.params.{key}"
+    if isinstance(default, bool):
+        if not isinstance(value, bool):
+            raise BadInput(f"{value!r} is not true or false", where=where)
+    elif isinstance(default, tuple):
+        if not isinstance(value, list | tuple) or len(value) != len(default) or not all(_number(one) for one in value):
+            raise BadInput(f"{value!r} is not {len(default)} numbers", where=where, remedy=f"such as {list(default)}")
+        if not all(0 <= one < 1 for one in value):
+            raise BadInput(f"{value!r} is not from 0 to below 1", where=where)
+    elif not _number(value) or value < 0:
+        raise BadInput(f"{value!r} is not a number of zero or more", where=where, remedy=f"such as {default}")
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = ROOT / "benchmarks" / "ground_truth" / "measured.jsonl"
 
+# Sums in several threads round otherwise than the ranks, which have one thread each; torch reads it when it is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test of ours asks a hub that is not on this machine
 
 

@@ -37,6 +37,8 @@ CASES: list[tuple[list[str], str]] = [
     (["recommend", LLAMA, "--vram", "80G", "--engine", "zeroplan", "--form", "trainer", "-o", "ds.json"], "explicit"),
     (["recommend", LLAMA, "--vram", "80G", "--engine", "zeroplan", "--launcher", "deepspeed", "-o", "ds.json"], "torchrun"),
     (["recommend", "--vram", "24G", "--html", "page.html"], "--html"),
+    (["verify", "--format", "xml"], "--format"),
+    (["verify", "--timeout", "0"], "--timeout"),
     (["estimate", LLAMA, "--engine", "zeroplan", "--stage", "2", "--offload-optimizer", "cpu", "--optimizer", "lamb"], "LAMB"),
 ]
 
@@ -59,6 +61,14 @@ def test_no_words_at_all_show_the_help(cli: Cli) -> None:
     code, out, err = cli()
     assert (code, out) == (2, "")
     assert "recommend" in err
+
+
+def test_the_readmes_table_is_what_is_printed(cli: Cli) -> None:
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    words, _, shown = readme.split("$ zeroplan ", 1)[1].split("```", 1)[0].partition("\n")
+    code, out, _ = cli(*words.split())
+    assert code == 0
+    assert out.strip() == shown.strip()
 
 
 def test_trace_of_ddp_needs_no_stage(cli: Cli) -> None:

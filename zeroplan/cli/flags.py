@@ -10,11 +10,23 @@ from typing import Annotated, Any
 
 import typer
 
+from zeroplan.core.errors import BadInput
 from zeroplan.core.units import parse_count
 from zeroplan.planner.request import Request
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Style = Annotated[str, typer.Option("--format", help="plain, github, html or csv.")]
+
+
+def _style(style: str) -> str:
+    """Refuse an unknown format before the work whose result it is for."""
+    from zeroplan.report.text import FORMATS
+
+    if style not in FORMATS:
+        raise BadInput(f"unknown format {style[:40]!r}", where="--format", remedy=f"use one of {', '.join(FORMATS)}")
+    return style
+
+
+Style = Annotated[str, typer.Option("--format", callback=_style, help="plain, github, html or csv.")]
 
 _WORK, _CLUSTER, _ZERO = "Workload", "Cluster", "Sharding"
 

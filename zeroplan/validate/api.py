@@ -63,6 +63,8 @@ def verify(
     say = progress or _to_stderr
     if not 0 < tolerance < 1:
         raise BadInput(f"{tolerance} is no fraction", where="--tolerance", remedy="write 2 % as 0.02")
+    if not timeout > 0:
+        raise BadInput(f"{timeout} is no time", where="--timeout", remedy="give seconds, such as 300")
     if steps < 2:
         raise BadInput(f"{steps} is too few", where="--steps", remedy="use 2 or more: peaks repeat from the second on")
     machine = find_machine()

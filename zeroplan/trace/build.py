@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -212,7 +213,10 @@ def _with_lora(model: Any, options: TraceOptions, rank: int) -> Any:
 
     targets: Any = list(options.lora or ()) or "all-linear"
     lora = LoraConfig(r=rank, lora_alpha=32, target_modules=targets)
-    return get_peft_model(model, lora, autocast_adapter_dtype=False)
+    with warnings.catch_warnings():
+        # Its warnings are of adapters that are merged or saved; these only lend their shapes.
+        warnings.simplefilter("ignore", UserWarning)
+        return get_peft_model(model, lora, autocast_adapter_dtype=False)
 
 
 def build_inputs(config: Mapping[str, Any], auto_class: str, options: TraceOptions, point: Point) -> dict[str, Any]:

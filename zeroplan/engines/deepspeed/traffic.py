@@ -133,15 +133,14 @@ def gathered_copies_backward(c: TrafficFacts) -> int:
 def bucket_copies(c: TrafficFacts) -> int:
     """Gradients copied into their bucket and averaged there; among ranks also put in the order in which they are reduced.
 
-    Source: deepspeed/runtime/zero/stage_1_and_2.py, average_tensor, allreduce_bucket; runtime/comm/coalesced_collectives.py,
-    reduce_scatter_coalesced
+    Source: deepspeed/runtime/zero/stage_1_and_2.py, average_tensor; runtime/comm/coalesced_collectives.py
     """
     return (4 if c.ranks == 1 else 6) * c.comm_bytes * c.reduced
 
 
 @_lines.add(Resource.HBM, Phase.STEP, ahead=True)
 def bucket_copies_at_step(c: TrafficFacts) -> int:
-    """Stages 0 and 1: the same once a step.
+    """Stages 0 and 1: gradients copied into their bucket, averaged and put in order, once a step.
 
     Source: deepspeed/runtime/engine.py, allreduce_and_copy
     """
@@ -286,8 +285,7 @@ def copies_back(c: TrafficFacts) -> int:
 def overflow_operations(c: TrafficFacts) -> int:
     """Below stage 3: each gradient of this rank tested for overflow. With overlap_comm the host waits before that.
 
-    Source: deepspeed/runtime/zero/stage_1_and_2.py, has_overflow_partitioned_grads_serial,
-    independent_gradient_partition_epilogue; runtime/fp16/fused_optimizer.py, step
+    Source: deepspeed/runtime/zero/stage_1_and_2.py, has_overflow, independent_gradient_partition_epilogue
     """
     return OVERFLOW_OPERATIONS * c.owned_tensors if c.mixed and c.stage < 3 and not c.on_host else 0
 
@@ -305,8 +303,7 @@ def overflow_awaited(c: TrafficFacts) -> int:
 def step_operations(c: TrafficFacts) -> int:
     """Norm of each gradient by itself, fetched with offload; stage 0 casts each to fp32 and copies each parameter back.
 
-    Source: deepspeed/runtime/zero/stage_1_and_2.py, get_grad_norm_direct; stage3.py, step;
-    runtime/fp16/fused_optimizer.py, step
+    Source: deepspeed/runtime/zero/stage_1_and_2.py, get_grad_norm_direct; runtime/fp16/fused_optimizer.py, step
     """
     if not c.mixed:
         return 0

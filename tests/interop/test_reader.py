@@ -218,7 +218,6 @@ class TestNames:
         assert "key.unmodelled" not in ids(zero() | {"compile": {"deepcompile": False}})
         assert "key.unmodelled" in ids(zero(3, zero_quantized_weights=True), Severity.WARNING)
 
-
     def test_a_second_part_cannot_be_made_on_a_disk(self) -> None:
         disk = {"device": "nvme", "nvme_path": "/tmp"}
         assert "hpz.nvme" in ids(zero(3, zero_hpz_partition_size=2, offload_param=disk), Severity.ERROR)

@@ -328,7 +328,7 @@ def test_an_expandable_segment_retries_at_the_limit(run, rec):
 
 
 def test_an_emptied_cache_is_ahead_of_a_completion(run, rec):
-    """Emptying the cache waits for every stream, so the frees that were on their way are done; their own ends change nothing."""
+    """Emptying the cache waits for every stream, so frees on their way are done; their own ends change nothing."""
     handle = rec.alloc(60 * MIB, TEMP)
     rec.record_stream(handle, 1)
     rec.free(handle)

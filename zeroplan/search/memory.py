@@ -110,15 +110,19 @@ class Memory:
 
     def floor(self, candidate: Candidate) -> int:
         """Bytes a GPU that this cannot do without. See Note [Floors]."""
-        zero, workload = candidate.zero, candidate.workload
-        states = self._states.get(zero)
-        if states is None:
-            states = self._states[zero] = self._live_states(candidate)
+        workload = candidate.workload
         key = (self._tape_key(candidate), workload.seq_len or 0, 0)
         most = self._computed.get(key)
         if most is None:
             most = self._computed[key] = self._computation(candidate)
-        return states + most[0] + most[1] * workload.micro_batch
+        return self._state_floor(candidate) + most[0] + most[1] * workload.micro_batch
+
+    def _state_floor(self, candidate: Candidate) -> int:
+        """The part of the floor that no tape is needed for."""
+        states = self._states.get(candidate.zero)
+        if states is None:
+            states = self._states[candidate.zero] = self._live_states(candidate)
+        return states
 
     def host_floor(self, candidate: Candidate) -> tuple[int, int]:
         """Bytes of a node's host memory and disk that this cannot do without."""
@@ -134,13 +138,15 @@ class Memory:
 
     def cannot_fit(self, candidate: Candidate) -> bool:
         """Whether the floors alone exceed a limit."""
-        cluster = self.cluster
-        if cluster.usable_vram is not None and self.floor(candidate) > cluster.usable_vram:
+        cluster, usable = self.cluster, self.cluster.usable_vram
+        # The states alone first, then the host's: many a candidate falls before its tape has to be read.
+        if usable is not None and self._state_floor(candidate) > usable:
             return True
-        if cluster.cpu_ram is None and cluster.nvme is None:
-            return False
-        host, disk = self.host_floor(candidate)
-        return (cluster.cpu_ram is not None and host > cluster.cpu_ram) or (cluster.nvme is not None and disk > cluster.nvme)
+        if cluster.cpu_ram is not None or cluster.nvme is not None:
+            host, disk = self.host_floor(candidate)
+            if (cluster.cpu_ram is not None and host > cluster.cpu_ram) or (cluster.nvme is not None and disk > cluster.nvme):
+                return True
+        return usable is not None and self.floor(candidate) > usable
 
     def plan(self, candidate: Candidate) -> MemoryPlan:
         """The candidate's plan at the deepest depth there is; kept, because several questions ask for it."""

@@ -49,14 +49,19 @@ def write_file(path: str, content: dict[str, Any]) -> None:
 
 
 @lru_cache(maxsize=4)
-def _load(path: str) -> dict[str, Any]:
-    return read_file(path)
+def _text(path: str) -> str:
+    if not os.path.exists(path):
+        return ""
+    with lzma.open(path, "rt", encoding="utf-8") as stream:
+        return stream.read()
 
 
 @lru_cache(maxsize=64)
 def _tape(path: str, key: str) -> Tape | None:
-    stored = _load(path).get(key)
-    return from_json(stored) if stored is not None else None
+    # One tape of many is wanted, and parsing takes far longer than unpacking. Only a tape's key is followed by an object.
+    text, name = _text(path), f'"{key}":'
+    begin = text.find(name + "{")
+    return from_json(json.JSONDecoder().raw_decode(text, begin + len(name))[0]) if begin >= 0 else None
 
 
 def find(spec: ModelSpec, options: TraceOptions) -> Tape | None:

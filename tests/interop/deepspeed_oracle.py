@@ -42,6 +42,8 @@ def main() -> None:
         found = [verdict(config) for config in configs]
     for answer in found:
         print(json.dumps(answer), file=answers)
+    answers.flush()
+    os._exit(0)  # threads that engines leave behind may end the process by a signal while it is torn down
 
 
 def verdict(config: dict[str, Any]) -> dict[str, Any]:

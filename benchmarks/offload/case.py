@@ -60,6 +60,6 @@ class OffloadCase(Case):
         config["gradient_clipping"] = 0.0 if self.free else CLIP
         if self.free:
             config["bf16"] = {"enabled": True, "check_grad_overflow": False}
-        if self.engine == "zeroplan":
-            config["zeroplan"] = {"audit_steps": 0, **({"delayed_update": 1} if self.delayed else {})}
+        if self.delayed:
+            config["zeroplan"] = {"delayed_update": 1}
         return config

@@ -13,34 +13,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import sys
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from benchmarks.forked import failure, run_ranks
+from benchmarks.measure.worker import versions
 from benchmarks.offload.case import OffloadCase
-from benchmarks.step.compare import TOLERANCE, WARM_STEPS, _batch, _mark, _versions, _warm, summary
+from benchmarks.step.compare import TOLERANCE, summary
+from benchmarks.step.timing import batch, command, join, timed, warm
 
 DEFAULT_CASES = (
     "zeroplan:2:none,zeroplan:1:opt,deepspeed:1:opt,zeroplan:2:opt,deepspeed:2:opt,zeroplan:3:opt,deepspeed:3:opt,"
     "zeroplan:3:all,deepspeed:3:all,zeroplan:2:opt+free,deepspeed:2:opt+free,zeroplan:2:opt+delayed"
 )
-
-
-def _device(rank: int) -> Any:
-    import torch
-    import torch.distributed as dist
-
-    if not torch.cuda.is_available():
-        dist.init_process_group("gloo")
-        return torch.device("cpu")
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    return device
 
 
 def measure_limits(arguments: argparse.Namespace, rank: int) -> dict[str, Any]:
@@ -50,74 +36,25 @@ def measure_limits(arguments: argparse.Namespace, rank: int) -> dict[str, Any]:
     from benchmarks.offload.limits import Limits, forward_and_backward
     from benchmarks.step.engines import llama
 
-    device = _device(rank)
+    device = join(rank)
     limits = Limits.measure(device, arguments.probe_bytes)
     found: dict[str, Any] = {"memory": limits.memory, "down": limits.down, "up": limits.up}
     model = llama(arguments.shape, torch.bfloat16, device, checkpointing="+ckpt" in arguments.cases)
     params = sum(p.numel() for p in model.parameters())
-    tokens = [_batch(n, rank, arguments).to(device) for n in range(arguments.steps)]
+    tokens = [batch(n, rank, arguments).to(device) for n in range(arguments.steps)]
     compute = forward_and_backward(model, tokens)
     return found | {"params": params, "seconds": limits.seconds(params // arguments.ranks), "compute": compute}
 
 
 def run_case(case: OffloadCase, arguments: argparse.Namespace, rank: int) -> dict[str, Any]:
     """One rank of one case: losses of the first steps, the median step, peaks on the device and the host."""
-    import torch
-
     from benchmarks.step.engines import build
 
-    device = _device(rank)
-    cuda = device.type == "cuda"
+    device = join(rank)
     before = _resident("VmRSS")
-    step, keep = (
-        _zeroplan(case, arguments, device)
-        if case.engine == "zeroplan"
-        else build(case, arguments.shape, arguments.micro, device)
-    )
-    inputs = [_batch(max(n, 0), rank, arguments).to(device) for n in range(1 - WARM_STEPS, arguments.steps + 1)]
-    losses = [step(tokens) for tokens in inputs[:WARM_STEPS]]
-    if cuda:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    marks = [_mark(cuda)]
-    for tokens in inputs[WARM_STEPS:]:
-        losses.append(step(tokens))
-        marks.append(_mark(cuda))
-    if case.engine == "zeroplan":
-        keep.drain()
-    if cuda:
-        torch.cuda.synchronize()
-    seconds = [a.elapsed_time(b) / 1e3 if cuda else b - a for a, b in pairwise(marks)]
-    found: dict[str, Any] = {
-        "step_ms": round(statistics.median(seconds) * 1e3, 3),
-        "losses": [round(loss.item(), 5) for loss in losses[:WARM_STEPS]],
-        "gpu": torch.cuda.get_device_name() if cuda else "cpu",
-        "host_peak": _resident("VmHWM"),
-        "host_before": before,
-    }
-    if cuda:
-        found |= {"peak_allocated": torch.cuda.max_memory_allocated(), "peak_reserved": torch.cuda.max_memory_reserved()}
-    return found
-
-
-def _zeroplan(case: OffloadCase, arguments: argparse.Namespace, device: Any) -> tuple[Any, Any]:
-    import torch
-
-    import zeroplan_runtime
-    from benchmarks.step.engines import llama
-
-    model = llama(arguments.shape, torch.bfloat16, device, checkpointing=case.checkpointing)
-    engine, *_ = zeroplan_runtime.initialize(
-        model=model, config=case.ds_config(arguments.micro, arguments.ranks), device=device
-    )
-
-    def step(tokens: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = engine(input_ids=tokens, labels=tokens).loss
-        engine.backward(loss)
-        engine.step()
-        return loss.detach()
-
-    return step, engine
+    step, keep = build(case, arguments.shape, arguments.micro, device)
+    found = timed(step, arguments, rank, device, finish=keep.drain if case.engine == "zeroplan" else None)
+    return found | {"host_peak": _resident("VmHWM"), "host_before": before}
 
 
 def _resident(key: str) -> int:
@@ -170,9 +107,9 @@ def main() -> int:
     parser.add_argument("--probe-bytes", type=int, default=1 << 30, help="bytes of one copy when rates are measured")
     parser.add_argument("--timeout", type=float, default=240)
     arguments = parser.parse_args()
-    _warm(arguments.cases)
+    warm(arguments.cases)
     common = {"ranks": arguments.ranks, "shape": arguments.shape, "micro": arguments.micro, "seq": arguments.seq}
-    common |= {"versions": _versions(), "command": " ".join(["python3 -m benchmarks.offload.compare", *sys.argv[1:]])}
+    common |= {"versions": versions(), "command": command("benchmarks.offload.compare")}
     found = run_ranks(partial(measure_limits, arguments), arguments.ranks, timeout=arguments.timeout)
     limits = None if failure(found) else found[0]["value"]
     print(json.dumps({"limits": limits or failure(found)}), flush=True)

@@ -13,21 +13,18 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
-import time
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from benchmarks.forked import failure, run_ranks
+from benchmarks.measure.worker import versions
 from benchmarks.step.case import Case
+from benchmarks.step.timing import batch, command, join, timed, warm
 
 #: Largest difference of two engines' losses, as a part of their fall over the first steps: they round in other places, but
 #: a gradient scaled, clipped or applied wrongly changes the fall itself.
 TOLERANCE = 0.1
-WARM_STEPS = 6
 
 DEFAULT_CASES = (
     "zeroplan:1,deepspeed:1,ddp:1,zeroplan:2,deepspeed:2,fsdp2:2,zeroplan:3,deepspeed:3,fsdp2:3,"
@@ -37,64 +34,17 @@ DEFAULT_CASES = (
 
 def run_case(case: Case, arguments: argparse.Namespace, rank: int) -> dict[str, Any]:
     """One rank of one case: losses of the first steps, the median step, peaks."""
-    import torch
-    import torch.distributed as dist
-
     from benchmarks.step.engines import build
     from benchmarks.step.overlap import profile_step
 
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        dist.init_process_group("gloo")
+    device = join(rank)
     step, _keep = build(case, arguments.shape, arguments.micro, device)
-    inputs = [_batch(max(n, 0), rank, arguments).to(device) for n in range(1 - WARM_STEPS, arguments.steps + 1)]
-    losses = [step(tokens) for tokens in inputs[:WARM_STEPS]]
-    if cuda:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    marks, host = [_mark(cuda)], time.perf_counter()
-    for tokens in inputs[WARM_STEPS:]:
-        losses.append(step(tokens))
-        marks.append(_mark(cuda))
-    host = time.perf_counter() - host
-    if cuda:
-        torch.cuda.synchronize()
-    seconds = [a.elapsed_time(b) / 1e3 if cuda else b - a for a, b in pairwise(marks)]
-    found: dict[str, Any] = {
-        "step_ms": round(statistics.median(seconds) * 1e3, 3),
-        "host_ms": round(host / arguments.steps * 1e3, 3),
-        "losses": [round(loss.item(), 5) for loss in losses[:WARM_STEPS]],
-        "gpu": torch.cuda.get_device_name() if cuda else "cpu",
-    }
-    if cuda:
-        found |= {"peak_allocated": torch.cuda.max_memory_allocated(), "peak_reserved": torch.cuda.max_memory_reserved()}
-        if str(case) in arguments.profile.split(","):
-            trace = arguments.out.with_suffix(f".{case}.trace.json") if rank == 0 and arguments.traces else None
-            found |= profile_step(lambda: step(inputs[0]), trace)
+    found = timed(step, arguments, rank, device)
+    if device.type == "cuda" and str(case) in arguments.profile.split(","):
+        trace = arguments.out.with_suffix(f".{case}.trace.json") if rank == 0 and arguments.traces else None
+        tokens = batch(0, rank, arguments).to(device)
+        found |= profile_step(lambda: step(tokens), trace)
     return found
-
-
-def _mark(cuda: bool) -> Any:
-    if not cuda:
-        return time.perf_counter()
-    import torch
-
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
-
-
-def _batch(number: int, rank: int, arguments: argparse.Namespace) -> Any:
-    import torch
-
-    from benchmarks.step.case import SHAPES
-
-    generator = torch.Generator().manual_seed(1000 * number + rank)
-    return torch.randint(0, SHAPES[arguments.shape]["vocab_size"], (arguments.micro, arguments.seq), generator=generator)
 
 
 def summary(case: Case, arguments: argparse.Namespace, ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -145,9 +95,9 @@ def main() -> int:
     parser.add_argument("--traces", action="store_true", help="write the profiled steps as Chrome traces, too")
     parser.add_argument("--timeout", type=float, default=180)
     arguments = parser.parse_args()
-    _warm(arguments.cases)
+    warm(arguments.cases)
     common = {"ranks": arguments.ranks, "shape": arguments.shape, "micro": arguments.micro, "seq": arguments.seq}
-    common |= {"versions": _versions(), "command": " ".join(["python3 -m benchmarks.step.compare", *sys.argv[1:]])}
+    common |= {"versions": versions(), "command": command("benchmarks.step.compare")}
     rows = []
     for case in map(Case.parse, arguments.cases.split(",")):
         found = run_ranks(partial(run_case, case, arguments), arguments.ranks, timeout=arguments.timeout, gpus=arguments.gpus)
@@ -159,28 +109,6 @@ def main() -> int:
         print(json.dumps(row), flush=True)
     print("\n".join(table(rows)))
     return int(any("fault" in row for row in rows))
-
-
-def _warm(cases: str) -> None:
-    """Imports what the cases need, once, without touching CUDA."""
-    import torch.distributed.fsdp  # noqa: F401
-    import transformers.models.llama.modeling_llama
-
-    import zeroplan_runtime  # noqa: F401
-
-    transformers.utils.logging.set_verbosity_error()
-    if "deepspeed" in cases:
-        import deepspeed  # noqa: F401
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in ("torch", "transformers", "deepspeed"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 if __name__ == "__main__":

@@ -43,7 +43,8 @@ def build(case: Case, shape: str, micro: int, device: torch.device) -> tuple[Ste
 def _zeroplan(case: Case, model: Any, micro: int, device: torch.device) -> tuple[Step, Any]:
     import zeroplan_runtime
 
-    config = case.ds_config(micro, dist.get_world_size()) | {"zeroplan": {"audit_steps": 0}}
+    config = case.ds_config(micro, dist.get_world_size())
+    config["zeroplan"] = {"audit_steps": 0, **config.get("zeroplan", {})}
     engine, *_ = zeroplan_runtime.initialize(model=model, config=config, device=device)
     return _engine_step(engine), engine
 

@@ -129,6 +129,7 @@ class UnitState:
     copy: torch.Tensor | None = None  # what stands of the parameters beside `master`, in their dtype
     host: HostUnit | None = None  # where the optimizer is not on the device
     states: dict[Buffer, torch.Tensor] = field(default_factory=dict)
+    trust: torch.Tensor | None = None  # for the tables of optimizers that look at whole tensors
 
     @property
     def name(self) -> str:
@@ -219,6 +220,7 @@ class Store:
         state.master = None if in_files else carved.get((Buffer.PARAM_MASTER, name), trainable.shard)
         beside = self.setup.has_masters and not self.setup.casts_masters
         state.copy = trainable.shard if beside else None
+        state.trust = carved.get((Buffer.OPTIM_TRUST, name))
         state.states = {buffer: tensor for (buffer, unit), tensor in carved.items() if unit == name and _is_state(buffer)}
 
     def take_gradient(self, unit: UnitState) -> None:
@@ -276,7 +278,7 @@ class Store:
         """
         nothing = torch.empty(0, device=self.arena.device)
         for unit in self.units:
-            unit.grad_full = unit.grad = unit.master = unit.copy = None
+            unit.grad_full = unit.grad = unit.master = unit.copy = unit.trust = None
             unit.grad_views, unit.grad_gaps, unit.states, unit.host = [], [], {}, None
             unit.param_slot.tensor = nothing
             for flat in unit.flats():

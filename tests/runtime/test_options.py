@@ -203,6 +203,28 @@ def test_lamb_takes_the_norms_of_whole_parameters(pool: RankPool, ranks: int) ->
     compare(pool, changes={"optimizer": section}, optimizer=Lamb, ranks=ranks, bound=1e-5, stages=(0, 2, 3))
 
 
+def lamb_in_groups(group: dist.ProcessGroup, stage: int) -> Any:
+    model = models.make()
+    groups = [{**g, "weight_decay": 0.1} for g in groups_of(model)]
+    config = ds_config(stage, optimizer={"type": "Lamb"})
+    engine, *_ = zeroplan_runtime.initialize(model=model, config=config, model_parameters=groups, group=group, device="cpu")
+    for number in range(STEPS):
+        engine.backward(engine(models.batch(number, 0, dist.get_rank(group))))
+        engine.step()
+    return engine.module_state_dict()
+
+
+def test_lamb_where_some_ranks_have_nothing_of_a_group(pool: RankPool) -> None:
+    """Biases and norms lie last in their units, on the last rank: the others add nothing to their norms, at any step."""
+    plain = models.Plain(models.make(), Lamb, 3)
+    for number in range(STEPS):
+        plain.step(number)
+    for stage in (0, 3):
+        params = pool.run(3, lamb_in_groups, stage)[0]
+        for name, p in plain.model.state_dict().items():
+            torch.testing.assert_close(params[name], p, rtol=0, atol=2e-5)
+
+
 def grouped(group: dist.ProcessGroup, stage: int, given: bool) -> tuple[list[float], Any]:
     """Trains with decay on matrices only, and one rate halved half-way."""
     model = models.make()

@@ -34,6 +34,7 @@ class Buffer(StrEnum):
     OPTIM_FACTORED = "optim.factored"
     OPTIM_SCALE = "optim.scale"
     OPTIM_ERROR_FEEDBACK = "optim.error_feedback"
+    OPTIM_TRUST = "optim.trust"  # norms of whole tensors for LAMB's trust ratio, and the tiles that they are summed over
     OPTIM_TEMP = "optim.temp"  # temporaries of one optimizer step
     OPTIM_NORM = "optim.norm"  # temporaries of the gradient norm and the overflow check
 

@@ -46,6 +46,7 @@ from functools import cached_property
 
 from zeroplan.core.buffers import ALWAYS, Buffer, Phase, Place
 from zeroplan.core.errors import BadInput
+from zeroplan.core.segments import SegmentTable
 from zeroplan.core.workload import DType
 from zeroplan.core.zero_config import Device
 
@@ -347,6 +348,11 @@ class Layout:
         told = self.setup.swap_buffers * min(largest, SWAP_NUMEL)
         return max(1, told // (SWAP_SLOTS * self.swap_lanes * PAGE_NUMEL)) * PAGE_NUMEL
 
+    def segments(self, unit: UnitLayout) -> SegmentTable:
+        """The tables of a unit's share for optimizers that look at whole tensors."""
+        params = [unit.shape.params[i] for i in unit.trainable.params] if unit.trainable else []
+        return SegmentTable.of(self.share(unit), len(params), len({param.group for param in params}))
+
     def share(self, unit: UnitLayout) -> int:
         """Elements of a unit's trained parameters that this rank's optimizer steps."""
         assert unit.trainable is not None
@@ -426,6 +432,9 @@ def runtime_buffers(layout: Layout) -> list[OwnedBuffer]:
             rows.append(OwnedBuffer(Buffer.PARAM_MASTER, name, numel, DType.FP32, where))
     for state in OPTIMIZER_STATES[setup.optimizer]:
         rows += [OwnedBuffer(state, name, numel, DType.FP32, place) for name, numel, place in trained]
+    if setup.optimizer == "lamb":
+        tables = ((u.shape.name, layout.segments(u).words) for u in layout.units if u.trainable)
+        rows += [OwnedBuffer(Buffer.OPTIM_TRUST, name, words, DType.FP32) for name, words in tables]
     rows.append(OwnedBuffer(Buffer.OPTIM_NORM, "step", STEP_SCALARS + len(layout.units), DType.FP32))
     rows.append(OwnedBuffer(Buffer.OPTIM_NORM, "workspace", NORM_WORKSPACE, DType.FP32))
     return rows

@@ -46,6 +46,7 @@ COLORS: dict[Buffer, str] = {
     Buffer.LOGITS: "#d7263d",
     Buffer.ACTIVATION_TEMP: "#fbc15e",
     Buffer.OPTIM_TEMP: "#c9a7e8",
+    Buffer.OPTIM_TRUST: "#d5baed",
     Buffer.OPTIM_NORM: "#e0cdf2",
     Buffer.INIT_TEMP: "#c8d0d9",
 }

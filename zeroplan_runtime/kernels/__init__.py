@@ -7,7 +7,7 @@ Public: :func:`adamw`, :func:`adam`, :func:`lamb`, :func:`lion`, :func:`sgd`, :f
 from zeroplan_runtime.kernels.backends import backend_report
 from zeroplan_runtime.kernels.fronts import adam, adamw, cast, global_norm, grad_norm, lamb, lion, sgd, squares
 from zeroplan_runtime.kernels.loss import cross_entropy, cross_entropy_grad
-from zeroplan_runtime.kernels.segments import Segments, make_segments
+from zeroplan_runtime.kernels.segments import SegmentRoom, Segments, make_segments
 from zeroplan_runtime.kernels.step import FACTOR, NORM, SKIP, SQUARES
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "NORM",
     "SKIP",
     "SQUARES",
+    "SegmentRoom",
     "Segments",
     "adam",
     "adamw",

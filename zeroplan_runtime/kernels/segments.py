@@ -8,8 +8,7 @@ from itertools import pairwise
 
 import torch
 
-#: Elements one thread block takes: enough to hide its start, few enough to give every multiprocessor several.
-TILE = 1 << 14
+from zeroplan.core.segments import TILE, SegmentTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +32,29 @@ class Segments:
         return len(self.bounds) - 1
 
 
-def make_segments(bounds: Sequence[int], device: torch.device | str) -> Segments:
+class SegmentRoom:
+    """Memory for the :class:`Segments` of a flat buffer's runs: `words` fp32, zeroed, as long as `table` says."""
+
+    def __init__(self, words: torch.Tensor, table: SegmentTable) -> None:
+        norms, partial, tiles, first = torch.split(words, [size for _, size in table.parts()])
+        self._norms, self._partial = norms.view(torch.float64).view(-1, 2), partial.view(torch.float64).view(-1, 2)
+        self._tiles, self._first = tiles.view(torch.int64).view(-1, 3), first.view(torch.int64)
+
+    def take(self, bounds: Sequence[int], tiles: Sequence[tuple[int, int, int]], first_tile: Sequence[int]) -> Segments:
+        """The next run's segments, its tables written."""
+        count, used = len(bounds) - 1, len(tiles)
+        made = Segments(tuple(bounds), self._tiles[:used], self._first[: count + 1], self._partial[:used], self._norms[:count])
+        self._tiles, self._first = self._tiles[used:], self._first[count + 1 :]
+        self._partial, self._norms = self._partial[used:], self._norms[count:]
+        made.tiles.copy_(torch.tensor(tiles, dtype=torch.int64).view(-1, 3))
+        made.first_tile.copy_(torch.tensor(first_tile, dtype=torch.int64))
+        return made
+
+
+def make_segments(bounds: Sequence[int], device: torch.device | str, room: SegmentRoom | None = None) -> Segments:
     """The segments [bounds[i], bounds[i+1]) of a flat buffer on `device`. A segment may be empty on this rank.
+
+    `room` has the memory; without one it is allocated here.
 
     Raises:
         ValueError: when `bounds` do not rise from 0.
@@ -48,11 +68,7 @@ def make_segments(bounds: Sequence[int], device: torch.device | str) -> Segments
         cuts = [begin, *range((begin // TILE + 1) * TILE, end, TILE), end]
         tiles += [(a, b, i) for a, b in pairwise(cuts) if a < b]
         first_tile.append(len(tiles))
-    count = len(bounds) - 1
-    return Segments(
-        bounds=tuple(bounds),
-        tiles=torch.tensor(tiles, dtype=torch.int64).reshape(-1, 3).to(device),
-        first_tile=torch.tensor(first_tile, dtype=torch.int64).to(device),
-        partial=torch.zeros(len(tiles), 2, dtype=torch.float64, device=device),
-        norms=torch.zeros(count, 2, dtype=torch.float64, device=device),
-    )
+    if room is None:
+        table = SegmentTable.of(bounds[-1], len(bounds) - 1)
+        room = SegmentRoom(torch.zeros(table.words, dtype=torch.float32, device=device), table)
+    return room.take(bounds, tiles, first_tile)

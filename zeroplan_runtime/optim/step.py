@@ -99,21 +99,22 @@ class Stepper:
         ]
         ends = [begin for begin, _ in begins[1:]] + [flat.full]
         first, last = self.store.share(flat)
+        room = kernels.SegmentRoom(unit.trust, self.store.layout.segments(unit.layout)) if unit.trust is not None else None
         made = []
         for (begin, group), end in zip(begins, ends, strict=True):
             part = slice(max(begin, first) - first, min(end, last) - first)
             # LAMB adds norms over the ranks, so even a rank with nothing of a run takes part.
-            if part.start < part.stop or self.optimizer.kind == "lamb":
+            if part.start < part.stop or room is not None:
                 part = slice(part.start, max(part.stop, part.start))
                 states = [unit.states[b][part] for b in _STATE_ORDER if b in unit.states]
                 out = None if param is None else param[part]
-                tensors = self._tensors(flat, begin, end, part) if self.optimizer.kind == "lamb" else None
+                tensors = self._tensors(flat, begin, end, part, room) if room is not None else None
                 made.append(Segment(unit, group, master[part], out, part, states, tensors))
                 if grad is not None:
                     made[-1].grad = grad[part]
         return made
 
-    def _tensors(self, flat: Flat, begin: int, end: int, part: slice) -> kernels.Segments:
+    def _tensors(self, flat: Flat, begin: int, end: int, part: slice, room: kernels.SegmentRoom) -> kernels.Segments:
         """The parameters of the run ``[begin, end)`` of a flat, as bounds within this rank's `part`; padding follows its
         parameter, where its zeros change no norm.
         """
@@ -121,7 +122,7 @@ class Stepper:
         starts = [offset for offset in flat.offsets if begin <= offset < end]
         length = part.stop - part.start
         bounds = [min(max(start - first, 0), length) for start in [*starts[1:], end]]
-        return kernels.make_segments([0, *bounds], self.store.arena.device)
+        return kernels.make_segments([0, *bounds], self.store.arena.device, room)
 
     @torch.no_grad()
     def step(self, number: int, loss_scale: float = 1.0) -> Outcome:
@@ -203,7 +204,7 @@ class Stepper:
                         master, grad, states[0], states[1], segment.tensors, step=number, reduce=reduce, **hyper, **common
                     )
                 elif reduce is not None:
-                    reduce(segment.tensors.norms)
+                    reduce(segment.tensors.norms.zero_())
 
 
 def _has_gradients(unit: UnitState) -> bool:

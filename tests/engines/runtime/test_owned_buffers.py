@@ -85,6 +85,7 @@ def test_every_stage_and_precision(pool: RankPool, ranks: int) -> None:
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (ds_config(stage, dtype), {"tied": stage % 2 == 1}) for stage in STAGES for dtype in ("bf16", "fp32", "fp16")
     ]
+    cases += [(ds_config(stage, "bf16", optimizer={"type": "LAMB"}), {}) for stage in STAGES]
     results = pool.run(ranks, train_all, cases, 2)
     for index, (config, model) in enumerate(cases):
         hold(config, model, ranks, [rank[index] for rank in results])

@@ -35,12 +35,13 @@ GLOSSARY = {
     "summed": "elements of the slots in which offloaded gradients are summed over micro batches, or cast",
     "swapped": "elements of the pinned buffers between files and the update",
     "step_scalars": "fp32 scalars of a step (norm, clip factor, overflow flag) and the norm's workspace",
+    "trust_words": "words of LAMB's tables: two sums a tensor and a tile, and where each tile begins and ends",
     "param_bytes": "bytes of one parameter",
     "grad_bytes": "bytes of one element of a kept gradient",
     "exchange_bytes": "bytes of one element of a gradient on the host",
     "reduce_bytes": "bytes of one element of a gradient as it is reduced",
     "slot_bytes": "bytes of one element of a gradient in the slot of an embedding, head or the root",
-    "master_bytes": "bytes of one master, moment or scalar",
+    "master_bytes": "bytes of one master, moment, scalar or word",
     "cublas_workspace": "bytes of one cuBLAS workspace on this GPU",
 }
 
@@ -67,6 +68,7 @@ class Facts:
     swapped: int
     largest_param: int
     step_scalars: int
+    trust_words: int
     param_bytes: int
     grad_bytes: int
     reduce_bytes: int
@@ -115,6 +117,7 @@ def facts(layout: Layout, *, cublas_workspace: int) -> Facts:
         swapped=_count(rows, Buffer.SWAP_BUFFER),
         largest_param=max((p.numel for unit in layout.units for p in unit.shape.params), default=0),
         step_scalars=_count(rows, Buffer.OPTIM_NORM),
+        trust_words=_count(rows, Buffer.OPTIM_TRUST),
         param_bytes=setup.param_dtype.bytes,
         grad_bytes=(setup.accum_dtype if setup.shards_grads else setup.whole_grad_dtype).bytes,
         exchange_bytes=setup.accum_dtype.bytes,
@@ -266,6 +269,12 @@ def swap_ring(c: Facts) -> int:
 def optim_norm(c: Facts) -> int:
     """The step's scalars, which the update kernels read on the device, and the norm's partial sums."""
     return c.step_scalars * c.master_bytes
+
+
+@_add(Buffer.OPTIM_TRUST, Place.HBM, ALWAYS)
+def optim_trust(c: Facts) -> int:
+    """LAMB's norms of whole tensors and of their directions, and the tiles of 16 Ki elements that they are summed over."""
+    return c.trust_words * c.master_bytes
 
 
 @_add(Buffer.INIT_TEMP, Place.HBM, (Phase.INIT,))

@@ -212,6 +212,7 @@ def lamb_apply(step: Step, segments: Segments, min_trust: float, max_trust: floa
 
 @cache
 def _workspace(device: int) -> torch.Tensor:
+    # For callers beside the engine, whose norms use the Arena's.
     return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=f"cuda:{device}")
 
 

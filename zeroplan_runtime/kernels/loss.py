@@ -1,4 +1,7 @@
-"""Cross entropy over a vocabulary without fp32 copies of the logits."""
+"""Cross entropy over a vocabulary without fp32 copies of the logits.
+
+What it returns is autograd's, activations like those of the operations that it stands for, so it is not the Arena's.
+"""
 
 from __future__ import annotations
 

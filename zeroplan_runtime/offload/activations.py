@@ -8,12 +8,16 @@ Note [Which tensors]
     the order of events: ``torch.utils.checkpoint`` saves a block's arguments just before it calls the block (or, reentrant,
     just after, with gradients off inside). So a saved tensor is a checkpoint's when a block is entered with it next, or was
     entered with it without gradients. Of a block's arguments only those with a gradient count: others (masks, tables of
-    positions) are the same for all blocks. Nothing else is moved, so a model that does not checkpoint is left as it is.
+    positions) are the same for all blocks. What would not leave the device is not copied: a leaf, which autograd keeps for
+    its gradient (the embedding's output under LoRA), and what the next block takes as well (an encoder's output, a bias of
+    positions). Nothing else is moved, so a model that does not checkpoint is left as it is.
 
 Note [Two on the device]
     The copy of an input begins when the next block is entered, and its memory is given up when the one after is: the model's
-    stream then waits for the copy, not the host. So two inputs at most are on the device in the forward, the newest stays
-    for the backward's beginning, and two at most return at a time.
+    stream then waits for the copy, not the host. So two blocks' inputs at most are on the device in the forward, the newest
+    stay for the backward's beginning, and two blocks' at most return at a time.
+
+`zeroplan.engines.runtime.checkpoints` lays the same over a tape.
 """
 
 from __future__ import annotations
@@ -26,12 +30,10 @@ import torch
 from torch import nn
 
 from zeroplan.core.buffers import Buffer, Place
+from zeroplan.core.offload_rules import LEAST_MOVED_BYTES
 from zeroplan_runtime.arena import Arena
 from zeroplan_runtime.comm import Lane, Mark
 from zeroplan_runtime.schedule import tensors_of
-
-#: Smaller tensors stay where they are: torch's allocator gives a tensor no less than this.
-LEAST_BYTES = 512
 
 _Key = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
@@ -94,7 +96,7 @@ class Saved:
         self.shape_of = torch.empty_like(tensor, device="meta", memory_format=torch.contiguous_format)
         self.copied = self.ready = Mark(tensor.device)
         self.returning: torch.Tensor | None = None
-        self.before: Saved | None = None  # the block before needs this one next in the backward
+        self.before: Sequence[Saved] = ()  # those of the block before, which needs them next in the backward
 
     def __del__(self) -> None:
         if self.buffer is not None:
@@ -104,7 +106,7 @@ class Saved:
 class ActivationOffload:
     """Moves the checkpointed inputs of `blocks` to the host and back. Its results are bitwise those without it."""
 
-    def __init__(self, blocks: Sequence[nn.Module], arena: Arena, *, least_bytes: int = LEAST_BYTES) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], arena: Arena, *, least_bytes: int = LEAST_MOVED_BYTES) -> None:
         device = arena.device
         self.pool = HostPool(arena)
         self._compute = Lane(device, own=False)
@@ -113,8 +115,9 @@ class ActivationOffload:
         self._saving = False
         self._fresh: dict[_Key, Saved] = {}  # saved since the last block was entered
         self._entered: set[_Key] = set()  # what the last block was entered with, gradients off
-        self._newest: Saved | None = None
-        self._leaving: Saved | None = None
+        self._inputs: set[_Key] | None = None  # what the last block was entered with, until the first of them is claimed
+        self._newest: list[Saved] = []  # of the last checkpointed block
+        self._leaving: list[Saved] = []  # of the one before, on their way to the host
         self._handles = [block.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True) for block in blocks]
 
     def remove(self) -> None:
@@ -134,8 +137,9 @@ class ActivationOffload:
                 yield
         finally:
             self._saving = False
-            self._let_go(self._leaving)
-            self._newest = self._leaving = None
+            self._let_go()
+            self._newest = []
+            self._inputs = None
             self._fresh.clear()
             self._entered.clear()
 
@@ -159,7 +163,7 @@ class ActivationOffload:
             return  # a forward again in the backward, or one without gradients
         keys = {_key(tensor) for tensor in tensors_of((args, dict(kwargs))) if tensor.requires_grad}
         fresh, self._fresh = self._fresh, {}  # addresses tell tensors apart only while the tensors live
-        self._entered = set()
+        self._entered, self._inputs = set(), keys
         if not torch.is_grad_enabled():
             self._entered = keys
             return
@@ -169,12 +173,14 @@ class ActivationOffload:
 
     def _claim(self, saved: Saved) -> None:
         """`saved` is a checkpoint's: see Note [Two on the device]."""
-        self._let_go(self._leaving)
-        before, self._newest = self._newest, saved
-        saved.before = before
-        if before is not None:
-            self._send(before)
-        self._leaving = before
+        if self._inputs is not None:  # the first of its block
+            self._let_go()
+            self._leaving = [one for one in self._newest if _leaves(one, self._inputs)]
+            for one in self._leaving:
+                self._send(one)
+            self._newest, self._inputs = [], None
+        saved.before = self._leaving
+        self._newest.append(saved)
 
     def _send(self, saved: Saved) -> None:
         tensor = saved.tensor
@@ -191,10 +197,12 @@ class ActivationOffload:
         saved.copied = Mark(self._device)
         saved.copied.record(self._down)
 
-    def _let_go(self, saved: Saved | None) -> None:
-        if saved is not None and saved.buffer is not None:
+    def _let_go(self) -> None:
+        """Gives up the memory of what has been copied."""
+        for saved in self._leaving:
             saved.copied.wait(self._compute)
             saved.tensor = None
+        self._leaving = []
 
     # ------------------------------------------------------------------ backward
 
@@ -207,8 +215,8 @@ class ActivationOffload:
             saved.ready.wait(self._compute)
             found, saved.returning = saved.returning, None
             assert found is not None
-        if saved.before is not None and saved.before.tensor is None:
-            self._fetch(saved.before)
+        for before in saved.before:
+            self._fetch(before)
         return found
 
     def _fetch(self, saved: Saved) -> None:
@@ -216,7 +224,7 @@ class ActivationOffload:
         if saved.returning is not None:
             return
         assert saved.buffer is not None
-        target = torch.empty_like(saved.shape_of, device=self._device)
+        target = torch.empty_like(saved.shape_of, device=self._device)  # autograd's, as without offload
         allocated = Mark(self._device)
         allocated.record(self._compute)  # its memory may still be in use by what was freed there
         allocated.wait(self._up)
@@ -227,6 +235,13 @@ class ActivationOffload:
         saved.ready = Mark(self._device)
         saved.ready.record(self._up)
         saved.returning = target
+
+
+def _leaves(saved: Saved, inputs: set[_Key]) -> bool:
+    """Whether a checkpoint's tensor leaves the device when the next block is entered with `inputs`."""
+    tensor = saved.tensor
+    assert tensor is not None
+    return not tensor.is_leaf and _key(tensor) not in inputs
 
 
 def _key(tensor: torch.Tensor) -> _Key:

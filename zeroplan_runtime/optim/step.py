@@ -37,7 +37,10 @@ class Segment:
 
 
 class Outcome:
-    """Whether a step was skipped and its gradient norm, on their way to the host."""
+    """Whether a step was skipped and its gradient norm, on their way to the host.
+
+    64 bytes of torch's own pinned memory and not the Arena's: users and the host's worker may keep more than one.
+    """
 
     def __init__(self, scalars: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None

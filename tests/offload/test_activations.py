@@ -121,3 +121,37 @@ def test_pool_holds_no_more_buffers_than_are_in_use_at_once() -> None:
             pool.give_back(one)
     assert [row["unit"] for row in arena.measurement()] == ["checkpoint.0", "checkpoint.1"]
     assert [row["bytes"] for row in arena.measurement()] == [18, 18]
+
+
+class Crossed(nn.Module):
+    """A block that also reads a state that all blocks share, as a decoder's reads the encoder's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.shared = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.own(x) + self.shared(state))
+
+
+@pytest.mark.parametrize("leaf", [False, True])
+def test_what_would_not_leave_the_device_is_not_copied(leaf: bool) -> None:
+    """Four blocks: the inputs of the second and the third leave; the first's does unless it is a leaf; the state never."""
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(Crossed() for _ in range(4))
+    begin, state = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
+
+    def loss() -> torch.Tensor:
+        x, shared = begin if leaf else begin * 1, state * 1
+        for block in blocks:
+            x = checkpoint(block, x, shared, use_reentrant=False)
+        return x.sum()
+
+    expected = torch.autograd.grad(loss(), [begin, state, *blocks.parameters()])
+    arena = Arena(CPU)
+    offload = ActivationOffload(list(blocks), arena, least_bytes=1)
+    with offload.saving():
+        value = loss()
+    found = torch.autograd.grad(value, [begin, state, *blocks.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert [row["bytes"] for row in arena.measurement()] == [3 * 4 * 4] * (2 if leaf else 3)

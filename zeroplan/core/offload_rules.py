@@ -5,6 +5,9 @@ from __future__ import annotations
 from zeroplan.core.errors import BadInput
 from zeroplan.core.zero_config import Device, OffloadOptimizer, OffloadParam, ZeroConfig
 
+#: Checkpointed inputs of fewer bytes stay on the device: torch's allocator gives no tensor less than this.
+LEAST_MOVED_BYTES = 512
+
 
 def require_runnable(stage: int, optimizer: OffloadOptimizer, param: OffloadParam, *, delayed: bool = False) -> None:
     """Refuse what the runtime does not do. `delayed`: the delayed parameter update is asked for.

@@ -98,6 +98,12 @@ class Saved:
         self.returning: torch.Tensor | None = None
         self.before: Sequence[Saved] = ()  # those of the block before, which needs them next in the backward
 
+    @property
+    def on_device(self) -> torch.Tensor:
+        """The tensor that has not left yet."""
+        assert self.tensor is not None
+        return self.tensor
+
     def __del__(self) -> None:
         if self.buffer is not None:
             self.pool.give_back(self.buffer)
@@ -161,7 +167,8 @@ class ActivationOffload:
     def _enter(self, _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if not self._saving:
             return  # a forward again in the backward, or one without gradients
-        keys = {_key(tensor) for tensor in tensors_of((args, dict(kwargs))) if tensor.requires_grad}
+        inputs = tensors_of((args, dict(kwargs)))
+        keys = {_key(tensor) for tensor in inputs if tensor.requires_grad and not tensor.is_leaf}
         fresh, self._fresh = self._fresh, {}  # addresses tell tensors apart only while the tensors live
         self._entered, self._inputs = set(), keys
         if not torch.is_grad_enabled():
@@ -175,7 +182,7 @@ class ActivationOffload:
         """`saved` is a checkpoint's: see Note [Two on the device]."""
         if self._inputs is not None:  # the first of its block
             self._let_go()
-            self._leaving = [one for one in self._newest if _leaves(one, self._inputs)]
+            self._leaving = [one for one in self._newest if _key(one.on_device) not in self._inputs]
             for one in self._leaving:
                 self._send(one)
             self._newest, self._inputs = [], None
@@ -183,8 +190,7 @@ class ActivationOffload:
         self._newest.append(saved)
 
     def _send(self, saved: Saved) -> None:
-        tensor = saved.tensor
-        assert tensor is not None
+        tensor = saved.on_device
         if tensor._version != saved.version:
             raise RuntimeError("the input of a checkpointed block was changed in place after the block saved it")
         saved.buffer = self.pool.take(tensor.numel(), tensor.dtype)
@@ -216,7 +222,8 @@ class ActivationOffload:
             found, saved.returning = saved.returning, None
             assert found is not None
         for before in saved.before:
-            self._fetch(before)
+            if before.tensor is None:
+                self._fetch(before)
         return found
 
     def _fetch(self, saved: Saved) -> None:
@@ -235,13 +242,6 @@ class ActivationOffload:
         saved.ready = Mark(self._device)
         saved.ready.record(self._up)
         saved.returning = target
-
-
-def _leaves(saved: Saved, inputs: set[_Key]) -> bool:
-    """Whether a checkpoint's tensor leaves the device when the next block is entered with `inputs`."""
-    tensor = saved.tensor
-    assert tensor is not None
-    return not tensor.is_leaf and _key(tensor) not in inputs
 
 
 def _key(tensor: torch.Tensor) -> _Key:

@@ -14,7 +14,8 @@ from torch import nn
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.errors import BadInput
-from zeroplan.core.layout import RuntimeSetup, UnitKind
+from zeroplan.core.layout import UnitKind
+from zeroplan.core.layout_setup import RuntimeSetup
 from zeroplan.core.zero_config import Device
 from zeroplan_runtime.arena import DTYPES, Arena
 from zeroplan_runtime.audit import Audit

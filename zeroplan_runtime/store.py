@@ -26,7 +26,7 @@ from torch import nn
 from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import STEP_SCALARS, Flat, Layout, OwnedBuffer, UnitKind, UnitLayout, plan_layout, runtime_buffers
-from zeroplan.core.layout import RuntimeSetup as Setup
+from zeroplan.core.layout_setup import RuntimeSetup as Setup
 from zeroplan_runtime.arena import DTYPES, Arena, Lease
 from zeroplan_runtime.comm import Lane, Mark, Ranks
 from zeroplan_runtime.units import Unit, reads_params_in_backward

@@ -12,13 +12,13 @@ from zeroplan.core.layout import (
     STEP_SCALARS,
     Layout,
     ParamShape,
-    RuntimeSetup,
     UnitKind,
     UnitShape,
     flat_of,
     plan_layout,
     runtime_buffers,
 )
+from zeroplan.core.layout_setup import RuntimeSetup
 from zeroplan.core.workload import DType
 
 params = st.lists(

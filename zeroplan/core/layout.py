@@ -45,7 +45,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from zeroplan.core.buffers import ALWAYS, Buffer, Phase, Place
-from zeroplan.core.errors import BadInput
+from zeroplan.core.layout_setup import OPTIMIZER_STATES, RuntimeSetup
 from zeroplan.core.segments import SegmentTable
 from zeroplan.core.workload import DType
 from zeroplan.core.zero_config import Device
@@ -74,16 +74,6 @@ PAGE_NUMEL = 1024
 #: Groups of states that are in the pinned buffers at once: one is read, one worked on, one written.
 SWAP_SLOTS = 3
 
-#: The optimizers' states by name; every state is fp32 and as long as the unit's share of the masters.
-OPTIMIZER_STATES: dict[str, tuple[Buffer, ...]] = {
-    "adam": (Buffer.OPTIM_EXP_AVG, Buffer.OPTIM_EXP_AVG_SQ),
-    "adamw": (Buffer.OPTIM_EXP_AVG, Buffer.OPTIM_EXP_AVG_SQ),
-    "lamb": (Buffer.OPTIM_EXP_AVG, Buffer.OPTIM_EXP_AVG_SQ),
-    "lion": (Buffer.OPTIM_EXP_AVG,),
-    "sgd": (),
-    "sgd_momentum": (Buffer.OPTIM_MOMENTUM,),
-}
-
 
 class UnitKind(StrEnum):
     """What a unit is, which decides the slots that it uses."""
@@ -110,103 +100,6 @@ class UnitShape:
     name: str
     kind: UnitKind
     params: tuple[ParamShape, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RuntimeSetup:
-    """What decides the runtime's own buffers, beside the shapes.
-
-    `reduce_dtype` is that of the gradients' reduction (and of whole gradients, but for :attr:`wide_grad_dtype`),
-    `accum_dtype` that of the reduced shard.
-    `optimizer` is a key of :data:`OPTIMIZER_STATES`.
-    """
-
-    ranks: int = 1
-    stage: int = 0
-    param_dtype: DType = DType.BF16
-    reduce_dtype: DType = DType.BF16
-    accum_dtype: DType = DType.BF16
-    optimizer: str = "adamw"
-    grad_accum: int = 1
-    block_slots: int = 2
-    offload_optimizer: Device = Device.NONE
-    offload_ratio: float = 1.0
-    swap_buffers: int = 4
-    offload_param: Device = Device.NONE
-    delayed_update: bool = False
-
-    def __post_init__(self) -> None:
-        if self.stage not in (0, 1, 2, 3):
-            raise BadInput(f"stage {self.stage} does not exist", remedy="use 0, 1, 2 or 3")
-        if self.ranks < 1 or self.grad_accum < 1 or self.block_slots < 2:
-            raise BadInput(f"ranks {self.ranks}, accumulation {self.grad_accum} and ring {self.block_slots} are too small")
-        if self.optimizer not in OPTIMIZER_STATES:
-            raise BadInput(f"unknown optimizer {self.optimizer!r}", remedy=f"use one of {', '.join(OPTIMIZER_STATES)}")
-
-    @property
-    def shards_states(self) -> bool:
-        """Each rank updates its shard only."""
-        return self.stage >= 1 and self.ranks > 1
-
-    @property
-    def shards_grads(self) -> bool:
-        """Whole gradients pass through slots; a shard stays.
-
-        Stage 1 keeps whole gradients only so that an accumulation is reduced once; without one they need not stay.
-        """
-        return self.ranks > 1 and (self.stage >= 2 or (self.stage == 1 and self.grad_accum == 1))
-
-    @property
-    def kept_grad(self) -> Buffer:
-        """What is kept of a unit's gradients until the step."""
-        return Buffer.GRAD_SHARD if self.stage >= 2 or self.shards_grads else Buffer.GRAD_FULL
-
-    @property
-    def shards_params(self) -> bool:
-        """Parameters are gathered into slots; a shard stays (alone and offloaded, the whole)."""
-        return self.stage >= 3 and (self.ranks > 1 or self.offloads_params)
-
-    @property
-    def offloads_params(self) -> bool:
-        """Parameters rest outside the device."""
-        return self.offload_param is not Device.NONE
-
-    @property
-    def has_masters(self) -> bool:
-        """16-bit parameters have fp32 masters; fp32 parameters are their own."""
-        return self.param_dtype is not DType.FP32
-
-    @property
-    def masters_apart(self) -> bool:
-        """An offloaded unit has masters of its own: all but fp32 parameters that are themselves on the host."""
-        return self.has_masters or not self.offloads_params
-
-    @property
-    def sends_apart(self) -> bool:
-        """Updated 16-bit parameters go up from memory of their own: gradients on the host have another width."""
-        return self.has_masters and not self.offloads_params and self.accum_dtype.bytes != self.param_dtype.bytes
-
-    @property
-    def casts_masters(self) -> bool:
-        """Gathers begin with the masters; no 16-bit shard stands."""
-        offloads = self.offload_optimizer is not Device.NONE or self.offloads_params
-        return self.shards_params and self.has_masters and not offloads
-
-    @property
-    def wide_grad_dtype(self) -> DType:
-        """Dtype of whole gradients in the slots of embeddings, heads and the root, until they are cast for the reduction."""
-        staged = self.reduce_dtype is DType.FP32 and self.offload_optimizer is Device.NONE
-        return self.param_dtype if staged else self.reduce_dtype
-
-    @property
-    def whole_grad_dtype(self) -> DType:
-        """Dtype of gradients kept whole, which are accumulated and reduced in one buffer.
-
-        One micro batch of one rank is neither accumulated nor reduced, so nothing asks for more than the parameters' width.
-        """
-        if DType.FP32 not in (self.reduce_dtype, self.accum_dtype):
-            return self.reduce_dtype
-        return self.param_dtype if self.ranks == 1 and self.grad_accum == 1 else DType.FP32
 
 
 @dataclass(frozen=True, slots=True)

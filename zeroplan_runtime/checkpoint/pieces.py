@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.errors import BadInput
-from zeroplan.core.layout import OPTIMIZER_STATES
+from zeroplan.core.layout_setup import OPTIMIZER_STATES
 from zeroplan_runtime.store import FlatState, Store, UnitState
 
 

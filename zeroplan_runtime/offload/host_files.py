@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zeroplan.core.buffers import Buffer, Place
-from zeroplan.core.layout import OPTIMIZER_STATES, SWAP_SLOTS, Layout
+from zeroplan.core.layout import SWAP_SLOTS, Layout
+from zeroplan.core.layout_setup import OPTIMIZER_STATES
 from zeroplan.core.zero_config import Aio
 from zeroplan_runtime import kernels
 from zeroplan_runtime.comm import Lane, Mark

@@ -8,7 +8,8 @@ from functools import lru_cache
 from typing import Any
 
 from zeroplan.core.errors import BadInput, did_you_mean
-from zeroplan.core.layout import OPTIMIZER_STATES, WIDE_NUMEL, Layout, RuntimeSetup, UnitShape, plan_layout
+from zeroplan.core.layout import WIDE_NUMEL, Layout, UnitShape, plan_layout
+from zeroplan.core.layout_setup import OPTIMIZER_STATES, RuntimeSetup
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.runtime.units import unit_shapes

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zeroplan.core.buffers import ALWAYS, Buffer, Phase, Place
-from zeroplan.core.layout import OPTIMIZER_STATES, Layout, OwnedBuffer, UnitKind, runtime_buffers
+from zeroplan.core.layout import Layout, OwnedBuffer, UnitKind, runtime_buffers
+from zeroplan.core.layout_setup import OPTIMIZER_STATES
 from zeroplan.ledger.line import LedgerBuilder
 
 _lines = LedgerBuilder()

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -209,3 +210,23 @@ def test_buffers_are_kept(tmp_path: Path) -> None:
     again.load_checkpoint(tmp_path)
     assert (again.module[1].running_mean == engine.module[1].running_mean).all()
     assert int(again.module[1].num_batches_tracked) == 1
+
+
+def test_saving_holds_one_piece_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own writer would hold all of them until the file is whole."""
+    engine, *_ = zeroplan_runtime.initialize(model=models.make(), config=ds_config(2, "bf16"), device="cpu")
+    go_on(engine, 0, 1)
+    held: list[Any] = []
+    most: list[int] = []
+    plain = torch.save
+
+    def note(tensor: torch.Tensor, stream: Any) -> None:
+        held.append(weakref.ref(tensor.untyped_storage()))
+        most.append(sum(one() is not None for one in held))
+        plain(tensor, stream)
+
+    monkeypatch.setattr(torch, "save", note)
+    engine.save_checkpoint(tmp_path)
+    trained = sum(1 for _ in engine.module.parameters())
+    assert len(held) == 3 * trained  # masters and two moments
+    assert max(most) == 1

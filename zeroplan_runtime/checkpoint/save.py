@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -29,6 +28,7 @@ from zeroplan_runtime.checkpoint.pieces import (
     pieces,
     pieces_in_files,
 )
+from zeroplan_runtime.checkpoint.writer import PieceWriter
 from zeroplan_runtime.store import UnitState
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def save_checkpoint(
     with _quiet():
         save(
             {},
-            storage_writer=FileSystemWriter(path, sync_files=True),
+            storage_writer=PieceWriter(path, sync_files=True),
             planner=SavePieces(wanted),
             process_group=engine.ranks.group,
             no_dist=engine.ranks.count == 1,

@@ -63,6 +63,7 @@ class Buffer(StrEnum):
     NCCL = "device.nccl"
     HOST_PROCESS = "host.process"  # interpreter, libraries and what they map
     HOST_MODEL = "host.model"  # weights in host memory while loading
+    HOST_CHECKPOINT = "host.checkpoint"  # what of a checkpoint is in host memory while it is written or read
     FRAGMENTATION = "allocator.fragmentation"
     UNATTRIBUTED = "unattributed"
 

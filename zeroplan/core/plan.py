@@ -58,12 +58,35 @@ class GpuMemory(_Frozen):
         return self.total if self.total is not None else max([self.live_after_step, *self.phases.values()])
 
 
+class HostBuffer(_Frozen):
+    """Bytes of one buffer in a node's host memory, over its ranks."""
+
+    buffer: str
+    place: str
+    bytes: int
+
+
+class HostPeak(_Frozen):
+    """The most of a node's host memory in one phase, and what is alive there, largest first; it adds up to `bytes`."""
+
+    phase: str
+    bytes: int
+    pinned: int
+    alive: tuple[HostBuffer, ...]
+
+
 class CpuMemory(_Frozen):
-    """Bytes of one node's host memory, over its ranks; `per_node` includes `pinned`."""
+    """Bytes of one node's host memory, over its ranks; `per_node` includes `pinned`.
+
+    `per_node` is the most over initialisation and training, which is in `peak_phase`; `peaks` (and `phases`, the bytes alone)
+    also tell of saving and resuming. Both are empty at formula depth.
+    """
 
     per_node: int
     pinned: int
     phases: dict[str, int] = Field(default_factory=dict)
+    peak_phase: str | None = None
+    peaks: tuple[HostPeak, ...] = ()
 
 
 class NvmeMemory(_Frozen):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from zeroplan.core.buffers import Phase
+from zeroplan.core.buffers import Buffer, Phase, Place
 
 if TYPE_CHECKING:
     from zeroplan.simulate.allocator_config import AllocatorConfig
@@ -20,13 +21,31 @@ def phase_of_mark(name: str) -> Phase:
     return _PHASE_OF_MARK.get(name, Phase.STEP)
 
 
+#: Bytes on the host by what they are and where.
+HostBytes = Mapping[tuple[Buffer, Place], int]
+
+
 @dataclass(frozen=True, slots=True)
 class HostPhase:
-    """One rank's engine buffers on the host in one phase: bytes at its peak, and pinned bytes at its end."""
+    """One rank's engine buffers on the host in one phase: bytes at its peak, and pinned bytes at its end.
+
+    `alive` is what makes the peak, `kept` what is there at the phase's end; both add up to what they are of.
+    """
 
     phase: Phase
     peak: int
     pinned: int
+    alive: HostBytes = field(default_factory=dict)
+    kept: HostBytes = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, phase: Phase, kept: HostBytes, passing: HostBytes | None = None) -> HostPhase:
+        """A phase at whose peak `passing` is there beside what is kept."""
+        alive = dict(kept)
+        for key, count in (passing or {}).items():
+            alive[key] = alive.get(key, 0) + count
+        pinned = sum(count for (_, place), count in kept.items() if place is Place.PINNED)
+        return cls(phase, sum(alive.values()), pinned, alive, kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +68,7 @@ class Simulation:
         host: every rank's host by phase (all are alike).
         others: the runs of other ranks, which may reserve more, and the same rank's where data decide how it goes.
         checkpoint: saving and resuming, which a run need not do and its peaks leave out; empty where not derived.
+        moved: bytes of each checkpointed input that leaves for pinned memory, which the tape tells and no formula.
         least_reserved: where data decide, the least that the worst rank may reserve; None where they do not.
     """
 
@@ -58,6 +78,7 @@ class Simulation:
     others: tuple[Timeline, ...] = field(default=())
     least_reserved: int | None = None
     checkpoint: tuple[CheckpointPhase, ...] = field(default=())
+    moved: tuple[int, ...] = field(default=())
 
     @property
     def runs(self) -> tuple[Timeline, ...]:

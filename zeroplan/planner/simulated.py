@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zeroplan.core.buffers import Buffer, Phase
-from zeroplan.core.plan import CpuMemory, MemoryPlan, PlanLine
+from zeroplan.core.buffers import FROM_FIRST_STEP, Buffer, Phase, Place
+from zeroplan.core.plan import MemoryPlan, PlanLine
 from zeroplan.core.tape import Kind, Op, Stream
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.process import Outside, host_rss, outside_torch
 from zeroplan.engines.simulation import Simulation, phase_of_mark
 from zeroplan.planner.formula import formula_plan, misfits, verdict
+from zeroplan.planner.host import host_memory
 from zeroplan.planner.limit import held_to
 from zeroplan.simulate.allocator_config import AllocatorConfig
 
@@ -83,11 +83,7 @@ def simulated_plan(engine: Engine, case: Case, stream: Stream, config: Allocator
         rotary=any("Rotary" in kind for kind in types),
         experts=any("Experts" in kind for kind in types),
     )
-    engine_peaks = {host.phase: host.peak for host in simulation.host}
-    by_phase = {phase.value: (base + engine_peaks.get(phase, 0)) * local for phase, base in rss.items()}
-    cpu = CpuMemory(
-        per_node=max(by_phase.values()), pinned=pinned * local, phases=by_phase | _checkpoint_on_host(simulation, rss, local)
-    )
+    cpu = host_memory(simulation, rss, ranks=local)
     broken = misfits(case, held.interval[1], cpu.per_node, formula.nvme.per_node)
     plan = formula.model_copy(
         update={
@@ -96,19 +92,10 @@ def simulated_plan(engine: Engine, case: Case, stream: Stream, config: Allocator
             "cpu": cpu,
             "misfits": broken,
             "fits": verdict(case, broken),
-            "lines": (*formula.lines, *_traced_lines(formula, simulation), *_outside_lines(outside)),
+            "lines": (*_ledger_lines(formula, simulation), *_traced_lines(formula, simulation), *_outside_lines(outside)),
         }
     )
     return Simulated(plan, simulation, stream)
-
-
-#: The phase whose process saves or resumes: kernels and libraries loaded so far.
-_LOADED_BY = {Phase.SAVE: Phase.STEP, Phase.RESUME: Phase.INIT}
-
-
-def _checkpoint_on_host(simulation: Simulation, rss: Mapping[Phase, int], local: int) -> dict[str, int]:
-    """Resident bytes of a node while its ranks save or resume; a run that does neither never has them."""
-    return {one.phase.value: (rss[_LOADED_BY[one.phase]] + one.host) * local + one.host_once for one in simulation.checkpoint}
 
 
 #: The latest streams with their activation peaks, which every plan of a stream asks for.
@@ -138,6 +125,20 @@ def _activation_peak(stream: Stream) -> int:
         elif op == free:
             now -= sizes.pop(arg, 0)
     return peak
+
+
+def _ledger_lines(formula: MemoryPlan, simulation: Simulation) -> list[PlanLine]:
+    """The ledger's lines, with the checkpointed inputs that leave as the tape tells them."""
+    key = (Buffer.ACTIVATION_CHECKPOINT.value, Place.PINNED.value)
+    told = [line for line in formula.lines if (line.buffer, line.place) == key]
+    if sum(line.bytes for line in told) == sum(simulation.moved):
+        return list(formula.lines)
+    others = [line for line in formula.lines if line not in told]
+    if not simulation.moved:
+        return others
+    how = f"traced: the inputs of {len(simulation.moved)} checkpointed blocks"
+    phases = tuple(phase.value for phase in FROM_FIRST_STEP)
+    return [*others, PlanLine(buffer=key[0], place=key[1], bytes=sum(simulation.moved), phases=phases, formula=how)]
 
 
 def _traced_lines(formula: MemoryPlan, simulation: Simulation) -> list[PlanLine]:

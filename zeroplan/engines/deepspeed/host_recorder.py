@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zeroplan.core.buffers import Buffer, Phase
+from zeroplan.core.buffers import Buffer, Phase, Place
+from zeroplan.engines.simulation import HostBytes, HostPhase
 from zeroplan.simulate.pinned import PinnedAllocator, PinnedConfig
 
 
 @dataclass(frozen=True, slots=True)
 class HostMark:
-    """Bytes at the end of a phase, and the most of their sum within it."""
+    """Bytes at the end of a phase, and the most of their sum within it; of both, what they are of."""
 
     phase: Phase
     pageable: int
     pinned: int
     peak: int
+    alive: HostBytes
+    kept: HostBytes
+
+    def host_phase(self) -> HostPhase:
+        """As engines tell it."""
+        return HostPhase(self.phase, self.peak, self.pinned, self.alive, self.kept)
 
 
 class HostRecorder:
@@ -34,6 +41,7 @@ class HostRecorder:
         self._blocks: list[tuple[Buffer, int, int]] = []  # (buffer, bytes, handle of the pinned allocator or -1)
         self._pageable = 0
         self._peak = 0
+        self._at_peak: HostBytes = {}
 
     def alloc(self, nbytes: int, buffer: Buffer, *, pinned: bool = False) -> int:
         """Allocates and returns a handle."""
@@ -45,7 +53,8 @@ class HostRecorder:
         key = (buffer, pinned)
         self._alive[key] = self._alive.get(key, 0) + nbytes
         self.buffers[key] = max(self.buffers.get(key, 0), self._alive[key])
-        self._peak = max(self._peak, self._pageable + self.pins.resident)
+        if self._pageable + self.pins.resident > self._peak:
+            self._peak, self._at_peak = self._pageable + self.pins.resident, self._now()
         self._blocks.append((buffer, nbytes, block))
         return len(self._blocks) - 1
 
@@ -65,5 +74,16 @@ class HostRecorder:
 
     def mark(self, phase: Phase) -> None:
         """Ends a phase."""
-        self.marks.append(HostMark(phase, self._pageable, self.pins.resident, self._peak))
-        self._peak = self._pageable + self.pins.resident
+        kept = self._now()
+        self.marks.append(HostMark(phase, self._pageable, self.pins.resident, self._peak, self._at_peak, kept))
+        self._peak, self._at_peak = self._pageable + self.pins.resident, kept
+
+    def _now(self) -> HostBytes:
+        """What is alive, as requested; what pinned blocks hold beyond it is the allocator's rounding, and freed blocks."""
+        found = {(buffer, _place(pinned)): count for (buffer, pinned), count in self._alive.items() if count}
+        spare = self.pins.resident - sum(count for (_, place), count in found.items() if place is Place.PINNED)
+        return found | ({(Buffer.FRAGMENTATION, Place.PINNED): spare} if spare else {})
+
+
+def _place(pinned: bool) -> Place:
+    return Place.PINNED if pinned else Place.DRAM

@@ -13,7 +13,7 @@ from zeroplan.engines.deepspeed.job import Job, resolve
 from zeroplan.engines.deepspeed.recordings import Recordings
 from zeroplan.engines.deepspeed.schedule import distinct_ranks
 from zeroplan.engines.deepspeed.schedule_host import record_host
-from zeroplan.engines.simulation import HostPhase, Simulation
+from zeroplan.engines.simulation import Simulation
 from zeroplan.simulate.allocator_config import AllocatorConfig
 from zeroplan.simulate.stream import simulate
 from zeroplan.simulate.timeline import Timeline
@@ -49,7 +49,7 @@ class Simulator:
         first = _job(case, stream, 0, usual)
 
         def run(rank: int, skipped: int) -> Timeline:
-            job = first if (rank, skipped) == (0, usual) else _job(case, stream, rank, skipped)
+            job = replace(first, rank=rank) if skipped == usual else _job(case, stream, rank, skipped)
             return simulate(self._recordings.of(case, stream, job), config, device_memory=case.cluster.vram)
 
         runs = {(rank, usual): run(rank, usual) for rank in worth_simulating(first, stream)}
@@ -67,7 +67,7 @@ class Simulator:
 def _with_host(job: Job, timeline: Timeline, rank: int, others: tuple[Timeline, ...], least: int | None) -> Simulation:
     """The runs on the GPU with the host's phases, and with what saving and resuming would add to both."""
     marks = record_host(job).marks
-    host = tuple(HostPhase(mark.phase, mark.peak, mark.pinned) for mark in marks)
+    host = tuple(mark.host_phase() for mark in marks)
     on_host = {mark.phase: mark.pageable + mark.pinned for mark in marks}
     found = Simulation(timeline, rank, host, others, least)
     checkpoint = checkpoint_phases(

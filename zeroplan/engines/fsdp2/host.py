@@ -7,7 +7,7 @@ Source: torch/distributed/fsdp/_fully_shard/_fsdp_param.py, reset_sharded_param;
 
 from __future__ import annotations
 
-from zeroplan.core.buffers import Phase
+from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.tape import Stream
 from zeroplan.engines.base import Case
 from zeroplan.engines.simulation import HostPhase
@@ -23,9 +23,15 @@ def host_phases(case: Case, stream: Stream) -> tuple[HostPhase, ...]:
     trained = [count for count, on in zip(job.chunk, job.trainable, strict=True) if on]
     params = pinned_bytes(job.original_bytes * count for count in job.chunk)
     grads = pinned_bytes(job.original_bytes * count for count in trained)
-    states = sum(state.bytes_of(count, job.original_bytes) for state in job.optimizer.states for count in trained)
+    states: dict[tuple[Buffer, Place], int] = {}
+    for state in job.optimizer.states:
+        key = (state.buffer, Place.DRAM)
+        states[key] = states.get(key, 0) + sum(state.bytes_of(count, job.original_bytes) for count in trained)
+    loaded = {(Buffer.PARAM_SHARD, Place.PINNED): params}
+    with_grads = loaded | {(Buffer.GRAD_SHARD, Place.PINNED): grads}
+    with_states = with_grads | states
     return (
-        *(HostPhase(phase, params, params) for phase in (Phase.LOAD, Phase.INIT, Phase.FORWARD)),
-        HostPhase(Phase.BACKWARD, params + grads, params + grads),
-        HostPhase(Phase.STEP, params + grads + states, params + grads),
+        *(HostPhase.of(phase, loaded) for phase in (Phase.LOAD, Phase.INIT, Phase.FORWARD)),
+        HostPhase.of(Phase.BACKWARD, with_grads),
+        HostPhase.of(Phase.STEP, with_states),
     )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from zeroplan.core.layout import Layout
+from zeroplan.core.buffers import Phase
+from zeroplan.core.layout import Layout, UnitKind
 from zeroplan.core.offload_rules import require_offloadable, require_runnable
 from zeroplan.core.tape import Stream
 from zeroplan.core.tape_options import TraceOptions, options_for
@@ -14,8 +16,9 @@ from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.player import play
 from zeroplan.engines.runtime import lines
+from zeroplan.engines.runtime.checkpoints import Moved, host_buffers, leaving_inputs, moved_inputs, with_moved_inputs
 from zeroplan.engines.runtime.fused_loss import with_fused_loss
-from zeroplan.engines.runtime.host import host_phases
+from zeroplan.engines.runtime.host import checkpoint_phases, host_phases
 from zeroplan.engines.runtime.job import Knobs, layout_of, require_trainable
 from zeroplan.engines.runtime.schedule import RuntimeJob, RuntimeSchedule, with_direct_gradients
 from zeroplan.engines.simulation import Simulation
@@ -93,7 +96,16 @@ class Runtime:
 
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
         """The runtime's lines and the facts of any rank."""
-        return lines.LEDGER, lines.facts(self.layout(case), cublas_workspace=case.cluster.gpu.workspace)
+        layout = self.layout(case)
+        inputs = leaving_inputs(case, layout)
+        return lines.LEDGER, lines.facts(layout, cublas_workspace=case.cluster.gpu.workspace, inputs=inputs)
+
+    def moved(self, case: Case, stream: Stream) -> tuple[Moved, ...]:
+        """The checkpointed inputs that leave for pinned memory in one micro batch (``cpu_checkpointing``)."""
+        if not case.zero.activation_checkpointing.cpu_checkpointing:
+            return ()
+        units = self.layout(case).units
+        return moved_inputs(stream, {unit.shape.name for unit in units if unit.shape.kind is UnitKind.BLOCK})
 
     def trace_options(self, case: Case) -> TraceOptions:
         """As the workload says."""
@@ -110,10 +122,15 @@ class Runtime:
         # On a GPU a product of 16-bit factors may be written in fp32, but not the other way round.
         direct = self.knobs.direct_linear and whole in (setup.param_dtype, DType.FP32)
         recorder = Recorder()
-        tape = with_direct_gradients(stream) if direct else stream
+        moved = self.moved(case, stream)
+        tape = with_moved_inputs(stream, moved) if moved else stream
+        tape = with_direct_gradients(tape) if direct else tape
         if self.knobs.fused_loss:
             rows = case.workload.micro_batch * (case.workload.seq_len or 0)
             tape = with_fused_loss(tape, rows=rows, itemsize=setup.param_dtype.bytes)
         play(job, tape, recorder, RuntimeSchedule(job, tape, recorder), warm=True)
-        host = host_phases(layout, case.spec.params * case.workload.param_bytes)
-        return Simulation(simulate(recorder, config, device_memory=case.cluster.vram), host=host)
+        host = host_phases(layout, case.spec.params * case.workload.param_bytes, host_buffers(moved))
+        timeline = simulate(recorder, config, device_memory=case.cluster.vram)
+        found = Simulation(timeline, host=host, moved=tuple(one.bytes for one in moved))
+        after = [found.held_after(phase) or 0 for phase in (Phase.INIT, Phase.STEP)]
+        return replace(found, checkpoint=checkpoint_phases(layout, host, after_init=after[0], after_step=after[1]))

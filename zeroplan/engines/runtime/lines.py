@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zeroplan.core.buffers import ALWAYS, Buffer, Phase, Place
+from zeroplan.core.buffers import ALWAYS, FROM_FIRST_STEP, Buffer, Phase, Place
 from zeroplan.core.layout import Layout, OwnedBuffer, UnitKind, runtime_buffers
 from zeroplan.core.layout_setup import OPTIMIZER_STATES
+from zeroplan.engines.runtime.checkpoints import LeavingInputs
 from zeroplan.ledger.line import LedgerBuilder
 
 _lines = LedgerBuilder()
 _add = _lines.add
 
 _FP32_BYTES = 4
+_NO_INPUTS = LeavingInputs()
 
 #: What the names in the formulas mean. Flats are padded: parameters begin on multiples of 64 elements, shards are equal.
 GLOSSARY = {
@@ -35,6 +37,10 @@ GLOSSARY = {
     "sent_apart": "elements of 16-bit parameters that go up from memory of their own, as gradients there are wider",
     "summed": "elements of the slots in which offloaded gradients are summed over micro batches, or cast",
     "swapped": "elements of the pinned buffers between files and the update",
+    "inputs_away": "inputs of checkpointed blocks that leave for the host: all but the last block's (cpu_checkpointing)",
+    "micro_batch": "samples a rank and pass",
+    "seq_len": "tokens a sample",
+    "hidden": "elements of one token's hidden state",
     "step_scalars": "fp32 scalars of a step (norm, clip factor, overflow flag) and the norm's workspace",
     "trust_words": "words of LAMB's tables: two sums a tensor and a tile, and where each tile begins and ends",
     "param_bytes": "bytes of one parameter",
@@ -69,6 +75,10 @@ class Facts:
     swapped: int
     largest_param: int
     step_scalars: int
+    inputs_away: int
+    micro_batch: int
+    seq_len: int
+    hidden: int
     trust_words: int
     param_bytes: int
     grad_bytes: int
@@ -86,7 +96,7 @@ class Facts:
     param_place: Place
 
 
-def facts(layout: Layout, *, cublas_workspace: int) -> Facts:
+def facts(layout: Layout, *, cublas_workspace: int, inputs: LeavingInputs = _NO_INPUTS) -> Facts:
     """Sums over the rows that the Arena allocates."""
     setup, rows = layout.setup, runtime_buffers(layout)
     kept = [unit for unit in layout.units if not unit.offloaded]
@@ -118,6 +128,10 @@ def facts(layout: Layout, *, cublas_workspace: int) -> Facts:
         swapped=_count(rows, Buffer.SWAP_BUFFER),
         largest_param=max((p.numel for unit in layout.units for p in unit.shape.params), default=0),
         step_scalars=_count(rows, Buffer.OPTIM_NORM),
+        inputs_away=inputs.count,
+        micro_batch=inputs.micro_batch,
+        seq_len=inputs.seq_len,
+        hidden=inputs.hidden,
         trust_words=_count(rows, Buffer.OPTIM_TRUST),
         param_bytes=setup.param_dtype.bytes,
         grad_bytes=(setup.accum_dtype if setup.shards_grads else setup.whole_grad_dtype).bytes,
@@ -264,6 +278,12 @@ def momentum_away(c: Facts) -> int:
 def swap_ring(c: Facts) -> int:
     """Pinned buffers that states in files stream through: read ahead, updated, written behind."""
     return c.swapped * c.master_bytes
+
+
+@_add(Buffer.ACTIVATION_CHECKPOINT, Place.PINNED, FROM_FIRST_STEP)
+def checkpointed_inputs(c: Facts) -> int:
+    """Inputs of checkpointed blocks, on the host from the forward to the backward; two are on the GPU at a time."""
+    return c.inputs_away * c.micro_batch * c.seq_len * c.hidden * c.param_bytes
 
 
 @_add(Buffer.OPTIM_NORM, Place.HBM, ALWAYS)

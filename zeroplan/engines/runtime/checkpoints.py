@@ -1,0 +1,176 @@
+"""Checkpointed inputs in host memory (``cpu_checkpointing``), found in a model's tape.
+
+Which leave, and when they go and return, is said in the notes of zeroplan_runtime/offload/activations.py: of each checkpointed
+block the input that what runs before it has made, unless autograd keeps it anyway. It is copied when the next checkpointed
+block is entered, gone when the one after is (or the forward ends), and back when the backward of the block above begins. The
+last block's never leaves. The pinned buffers stay and are used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from zeroplan.core.layout import Layout, UnitKind
+from zeroplan.core.offload_rules import LEAST_MOVED_BYTES
+from zeroplan.core.tape import Kind, Mark, Op, Stream
+from zeroplan.engines.base import Case
+from zeroplan.engines.runtime.units import PEFT_PREFIX
+from zeroplan.models.facts import spec_facts
+
+_Event = tuple[int, int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class LeavingInputs:
+    """How many inputs leave, and how large each is, as far as a config tells without a tape."""
+
+    count: int = 0
+    micro_batch: int = 0
+    seq_len: int = 0
+    hidden: int = 0
+
+
+def leaving_inputs(case: Case, layout: Layout) -> LeavingInputs:
+    """The formula's factors. Where a model's stacks read sequences of other lengths, the tape knows better.
+
+    With adapters the first block's input is a leaf, which autograd keeps.
+    """
+    policy, hidden = case.workload.recomputation, spec_facts(case.spec).hidden_size
+    if policy is None or hidden is None or not case.zero.activation_checkpointing.cpu_checkpointing:
+        return LeavingInputs()
+    stacks: dict[str, int] = {}
+    for unit in layout.units:
+        if unit.shape.kind is UnitKind.BLOCK:
+            stack = unit.shape.name.rpartition(".")[0]
+            stacks[stack] = stacks.get(stack, 0) + 1
+    count = sum(blocks // policy.every for blocks in stacks.values()) - 1
+    if case.workload.lora_rank is not None and policy.every == 1:
+        count -= 1
+    work = case.workload
+    return LeavingInputs(max(0, count), work.micro_batch, work.seq_len or 0, hidden)
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A checkpointed input that leaves: its storage and bytes, and the events (by index) before which it goes and returns."""
+
+    storage: int
+    bytes: int
+    goes: int
+    returns: int
+
+
+def moved_inputs(stream: Stream, blocks: Collection[str]) -> tuple[Moved, ...]:
+    """What leaves in one micro batch, in the order of the forward: a pinned buffer for each.
+
+    Args:
+        stream: the model's expanded tape.
+        blocks: full names of the modules that are units of kind block.
+    """
+    found, forward_end = _checkpointed(stream, blocks)
+    lives = _Lives(stream)
+    inputs: list[int | None] = []
+    for before, block in zip([None, *found], found, strict=False):
+        inside = before is not None and before.stack == block.stack
+        inputs.append(lives.input_of(block, before.forward) if inside and before is not None else None)
+    # A stack's first input is as large as the others. Tables and masks, which all blocks share, wait like it and are not.
+    sizes = {lives.bytes[storage] for storage in inputs if storage is not None}
+    for index, block in enumerate(found):
+        if inputs[index] is None:
+            inputs[index] = lives.input_of(block, found[index - 1].forward if index else 0, sizes)
+    claimed = [
+        (block, storage)
+        for block, storage in zip(found, inputs, strict=True)
+        if storage is not None and lives.bytes[storage] >= LEAST_MOVED_BYTES
+    ]
+    moved = []
+    for index, (_, storage) in enumerate(claimed[:-1]):
+        goes = claimed[index + 2][0].forward if index + 2 < len(claimed) else forward_end
+        moved.append(Moved(storage, lives.bytes[storage], goes, claimed[index + 1][0].again))
+    return tuple(moved)
+
+
+def with_moved_inputs(stream: Stream, moved: Collection[Moved]) -> Stream:
+    """The tape in which these inputs are freed in the forward, and others made in their place in the backward."""
+    first = max(arg for op, arg in zip(stream.op, stream.arg, strict=True) if op == Op.ALLOC) + 1
+    returned = {one.storage: first + index for index, one in enumerate(moved)}
+    added: dict[int, list[_Event]] = {}
+    for one in moved:
+        added.setdefault(one.goes, []).append((Op.FREE, one.storage, 0, 0, -1))
+        added.setdefault(one.returns, []).append((Op.ALLOC, returned[one.storage], one.bytes, Kind.CHECKPOINT, -1))
+    columns: tuple[list[int], ...] = ([], [], [], [], [])
+    for at, (op, arg, *rest) in enumerate(_events(stream)):
+        storage = returned.get(arg, arg) if op == Op.FREE else arg
+        for each in (*added.get(at, ()), (op, storage, *rest)):
+            for column, value in zip(columns, each, strict=True):
+                column.append(value)
+    return Stream(stream.modules, stream.params, *columns)
+
+
+def host_buffers(moved: Collection[Moved]) -> dict[str, int]:
+    """Bytes of the pinned buffers by the name that the Arena's row has for the unit (zeroplan_runtime's HostPool)."""
+    return {f"checkpoint.{index}": one.bytes for index, one in enumerate(moved)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A checkpointed block: its list's name, and the events at which its forward, its recomputation and what follows begin."""
+
+    stack: str
+    forward: int
+    again: int
+    until: int
+
+
+def _events(stream: Stream) -> Iterator[_Event]:
+    return zip(stream.op, stream.arg, stream.aux, stream.kind, stream.module, strict=True)
+
+
+def _checkpointed(stream: Stream, blocks: Collection[str]) -> tuple[list[_Block], int]:
+    """The blocks whose forward runs again in the backward, in the order of the forward, and where the forward ends."""
+    names = [module.name.removeprefix(PEFT_PREFIX) for module in stream.modules]
+    entered: dict[int, int] = {}
+    again: dict[int, int] = {}
+    forward_end = backward_end = 0
+    for at, (op, arg) in enumerate(zip(stream.op, stream.arg, strict=True)):
+        if op == Op.MARK:
+            forward_end = at if arg == Mark.FORWARD_END else forward_end
+            backward_end = at if arg == Mark.BACKWARD_END else backward_end
+        elif op == Op.ENTER and names[arg] in blocks:
+            (again if forward_end else entered).setdefault(arg, at)
+    order = [module for module in entered if module in again]
+    ends = [backward_end, *(again[module] for module in order)]
+    stacks = [names[module].rpartition(".")[0] for module in order]
+    return [
+        _Block(stack, entered[module], again[module], end) for stack, module, end in zip(stacks, order, ends, strict=False)
+    ], forward_end
+
+
+class _Lives:
+    """When each storage of a tape comes and goes."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.made: dict[int, int] = {}
+        self.gone: dict[int, int] = {}
+        self.bytes: dict[int, int] = {}
+        for at, (op, arg, aux, _, _) in enumerate(_events(stream)):
+            if op == Op.ALLOC:
+                self.made[arg], self.bytes[arg] = at, aux
+            elif op == Op.FREE:
+                self.gone[arg] = at
+        self._latest = sorted(self.made, key=self.made.__getitem__, reverse=True)
+
+    def input_of(self, block: _Block, since: int, sizes: Collection[int] = ()) -> int | None:
+        """The last storage made after event `since` that waits for the block's backward; of one of `sizes`, if there are any.
+
+        What was there when the block before was entered is shared by several (a mask, an encoder's output), and what is freed
+        later than the block's backward is kept by autograd.
+        """
+        for storage in self._latest:
+            if self.made[storage] < since:
+                break
+            waits = self.made[storage] < block.forward and block.again < self.gone.get(storage, 0) < block.until
+            if waits and (not sizes or self.bytes[storage] in sizes):
+                return storage
+        return None

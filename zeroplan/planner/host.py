@@ -1,0 +1,63 @@
+"""A node's host memory by phase: what each rank's process holds, the engine's buffers beside it, and what makes the peak."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from zeroplan.core.buffers import Buffer, Phase, Place
+from zeroplan.core.plan import CpuMemory, HostBuffer, HostPeak
+from zeroplan.engines.simulation import CheckpointPhase, HostBytes, HostPhase, Simulation
+
+#: The phase whose process saves or resumes: kernels and libraries loaded so far, and the engine's buffers that stay.
+_LOADED_BY = {Phase.SAVE: Phase.STEP, Phase.RESUME: Phase.INIT}
+
+
+def host_memory(simulation: Simulation, rss: Mapping[Phase, int], *, ranks: int) -> CpuMemory:
+    """The host's part of a plan.
+
+    Args:
+        simulation: an engine's buffers by phase, on one rank; saving and resuming, which a run need not do.
+        rss: resident bytes of one rank's process by the end of each phase, without them.
+        ranks: of a node.
+    """
+    on_host = {one.phase: one for one in simulation.host}
+    peaks = [_peak(phase, base, on_host.get(phase), ranks) for phase, base in rss.items()]
+    most = max(peaks, key=lambda peak: peak.bytes)
+    for one in simulation.checkpoint:
+        before = _LOADED_BY[one.phase]
+        peaks.append(_checkpoint(one, rss[before], on_host.get(before), ranks))
+    return CpuMemory(
+        per_node=most.bytes,
+        pinned=max((one.pinned for one in simulation.host), default=0) * ranks,
+        phases={peak.phase: peak.bytes for peak in peaks},
+        peak_phase=most.phase,
+        peaks=tuple(peaks),
+    )
+
+
+def _peak(phase: Phase, base: int, engine: HostPhase | None, ranks: int) -> HostPeak:
+    return _told(phase, base, dict(engine.alive) if engine is not None else {}, ranks)
+
+
+def _checkpoint(one: CheckpointPhase, base: int, before: HostPhase | None, ranks: int) -> HostPeak:
+    """What was there, and what of the checkpoint is in memory: of every rank, and of one alone."""
+    alive = dict(before.kept) if before is not None else {}
+    alive[Buffer.HOST_CHECKPOINT, Place.DRAM] = one.host - sum(alive.values())
+    return _told(one.phase, base, alive, ranks, once=one.host_once)
+
+
+def _told(phase: Phase, base: int, alive: HostBytes, ranks: int, *, once: int = 0) -> HostPeak:
+    """`once`: bytes of a checkpoint on one rank alone."""
+    found = {(Buffer.HOST_PROCESS, Place.DRAM): base * ranks}
+    for key, count in alive.items():
+        found[key] = count * ranks
+    if once:
+        checkpoint = (Buffer.HOST_CHECKPOINT, Place.DRAM)
+        found[checkpoint] = found.get(checkpoint, 0) + once
+    held = sorted(((count, buffer, place) for (buffer, place), count in found.items() if count), reverse=True)
+    return HostPeak(
+        phase=phase.value,
+        bytes=sum(found.values()),
+        pinned=sum(count for count, _, place in held if place is Place.PINNED),
+        alive=tuple(HostBuffer(buffer=buffer.value, place=place.value, bytes=count) for count, buffer, place in held),
+    )

@@ -28,12 +28,87 @@ struct Block {
   bool is_split() const { return prev != nullptr || next != nullptr; }
 };
 
-struct BySize {
-  using is_transparent = void;
-  bool operator()(const Block* a, const Block* b) const {
-    return a->size != b->size ? a->size < b->size : a->address < b->address;
+// The free blocks of a pool by size, then address: in bins of like sizes, eight to a power of two, each of them sorted. A pool
+// caches a few hundred blocks, of which a bin holds so few that moving them costs less than a tree's nodes do.
+class FreeBlocks {
+ public:
+  struct Row {
+    i64 size, address;
+    Block* block;
+  };
+  // A place among the blocks, in order; `bin` is kBins at the end.
+  struct Place {
+    int bin;
+    std::size_t row;
+    bool operator==(const Place& other) const { return bin == other.bin && row == other.row; }
+  };
+
+  const Row& operator[](Place at) const { return bins_[at.bin][at.row]; }
+  Place begin() const { return {next_bin(0), 0}; }
+  Place end() const { return {kBins, 0}; }
+  Place after(Place at) const {
+    return at.row + 1 < bins_[at.bin].size() ? Place{at.bin, at.row + 1} : Place{next_bin(at.bin + 1), 0};
   }
-  bool operator()(const Block* a, i64 size) const { return a->size < size; }
+  i64 largest() const {
+    for (int word = kWords - 1; word >= 0; --word)
+      if (filled_[word] != 0) return bins_[64 * word + 63 - __builtin_clzll(filled_[word])].back().size;
+    return 0;
+  }
+  std::vector<Row> rows() const {
+    std::vector<Row> found;
+    for (Place at = begin(); !(at == end()); at = after(at)) found.push_back((*this)[at]);
+    return found;
+  }
+
+  // The smallest block of at least so many bytes; of those the one with the lowest address.
+  Place lower_bound(i64 size) const {
+    const int bin = bin_of(size);
+    const std::size_t row = place_in(bins_[bin], size, INT64_MIN);
+    return row < bins_[bin].size() ? Place{bin, row} : Place{next_bin(bin + 1), 0};
+  }
+
+  void insert(Block* block) {
+    const int bin = bin_of(block->size);
+    auto& rows = bins_[bin];
+    rows.insert(rows.begin() + place_in(rows, block->size, block->address), {block->size, block->address, block});
+    filled_[bin / 64] |= std::uint64_t(1) << bin % 64;
+  }
+  void erase(const Block* block) {
+    const int bin = bin_of(block->size);
+    erase({bin, place_in(bins_[bin], block->size, block->address)});
+  }
+  void erase(Place at) {
+    auto& rows = bins_[at.bin];
+    rows.erase(rows.begin() + at.row);
+    if (rows.empty()) filled_[at.bin / 64] &= ~(std::uint64_t(1) << at.bin % 64);
+  }
+
+ private:
+  static constexpr int kWords = 8, kBins = 64 * kWords;
+
+  static int bin_of(i64 size) {
+    const int power = 63 - __builtin_clzll(static_cast<unsigned long long>(size) | 8);
+    return 8 * power + static_cast<int>(size >> (power - 3) & 7);
+  }
+
+  static std::size_t place_in(const std::vector<Row>& rows, i64 size, i64 address) {
+    const auto below = [=](const Row& row) { return row.size < size || (row.size == size && row.address < address); };
+    return std::partition_point(rows.begin(), rows.end(), below) - rows.begin();
+  }
+
+  int next_bin(int bin) const {
+    if (bin >= kBins) return kBins;
+    int word = bin / 64;
+    std::uint64_t left = filled_[word] >> bin % 64 << bin % 64;
+    while (left == 0) {
+      if (++word == kWords) return kBins;
+      left = filled_[word];
+    }
+    return 64 * word + __builtin_ctzll(left);
+  }
+
+  std::vector<Row> bins_[kBins];
+  std::uint64_t filled_[kWords] = {};
 };
 
 struct ByAddress {
@@ -43,7 +118,7 @@ struct ByAddress {
 struct Pool {
   bool small;
   i64 stream, page;
-  std::set<Block*, BySize> cached;
+  FreeBlocks cached;
   std::set<Block*, ByAddress> unmapped;
 };
 

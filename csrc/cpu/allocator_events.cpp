@@ -65,8 +65,7 @@ Status Allocator::handle(int op, i64 stream, i64 operand) {
 
 Totals Allocator::totals() const {
   i64 largest = 0;
-  for (const auto& [key, pool] : pools_)
-    if (!pool.cached.empty()) largest = std::max(largest, (*pool.cached.rbegin())->size);
+  for (const auto& [key, pool] : pools_) largest = std::max(largest, pool.cached.largest());
   return {event_, allocated_, peak_allocated_, reserved_, peak_reserved_, requested_, active_, largest};
 }
 

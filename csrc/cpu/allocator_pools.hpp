@@ -52,12 +52,15 @@ inline Block* Allocator::best_fit(Pool& pool, i64 size) {
   ++searches_[pool.small];
   auto at = pool.cached.lower_bound(size);
   if (at == pool.cached.end()) return nullptr;
-  if ((*at)->range_base >= 0) {
-    for (auto following = std::next(at);
-         following != pool.cached.end() && growable(*following) < growable(*at); ++following)
+  Block* block = pool.cached[at].block;
+  if (block->range_base >= 0) {
+    for (auto following = pool.cached.after(at); !(following == pool.cached.end()); following = pool.cached.after(following)) {
+      Block* next = pool.cached[following].block;
+      if (growable(next) >= growable(block)) break;
       at = following;
+      block = next;
+    }
   }
-  Block* block = *at;
   const i64 most = config_.max_split_size;
   if (size < most && block->size >= most) return nullptr;
   if (size >= most && block->size >= size + config_.max_non_split_rounding) return nullptr;

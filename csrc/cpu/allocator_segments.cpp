@@ -28,8 +28,7 @@ void Allocator::release_all() {
   for (const bool small : {false, true}) {
     for (auto& [key, pool] : pools_) {
       if (key.first != small) continue;
-      const std::vector<Block*> blocks(pool.cached.begin(), pool.cached.end());
-      for (Block* block : blocks) {
+      for (const auto& [size, address, block] : pool.cached.rows()) {
         if (block->range_base >= 0)
           unmap(block);
         else if (!block->is_split())
@@ -43,18 +42,19 @@ bool Allocator::release_oversize(Pool& pool, i64 size) {
   const i64 most = config_.max_split_size;
   if (most == kUnlimited) return false;
   size = std::max(size, most);
-  auto at = pool.cached.lower_bound(size);
-  if (at != pool.cached.end() && (*at)->range_base < 0) {
-    release(*at);
+  const auto at = pool.cached.lower_bound(size);
+  if (!(at == pool.cached.end()) && pool.cached[at].block->range_base < 0) {
+    release(pool.cached[at].block);
     return true;
   }
-  const std::vector<Block*> smaller(pool.cached.begin(), at);
+  const auto rows = pool.cached.rows();
   i64 released = 0;
-  for (auto block = smaller.rbegin(); block != smaller.rend(); ++block) {
-    if (released >= size || (*block)->size < most) break;
-    if ((*block)->range_base < 0) {
-      released += (*block)->size;
-      release(*block);
+  for (auto row = rows.rbegin(); row != rows.rend(); ++row) {
+    if (row->size >= size) continue;
+    if (released >= size || row->size < most) break;
+    if (row->block->range_base < 0) {
+      released += row->size;
+      release(row->block);
     }
   }
   return released >= size;
@@ -66,8 +66,8 @@ void Allocator::collect_garbage() {
   std::vector<std::pair<i64, Block*>> old;
   for (auto& [key, pool] : pools_)
     if (!key.first)
-      for (Block* block : pool.cached)
-        if (!block->is_split()) old.emplace_back(searches_[false] - block->age_base, block);
+      for (const auto& row : pool.cached.rows())
+        if (!row.block->is_split()) old.emplace_back(searches_[false] - row.block->age_base, row.block);
   i64 freed = 0;
   while (!old.empty() && freed < target) {
     i64 total = 0;

@@ -1,46 +1,87 @@
-"""A stretch recorded as a whole is what its allocations and frees are one by one."""
+"""Stretches that are played are what their allocations and frees are one by one."""
 
 from __future__ import annotations
 
 import random
 
+import pytest
+
 from zeroplan.core.buffers import Buffer
-from zeroplan.simulate.stream import Recorder, Stretch
+from zeroplan.simulate import native
+from zeroplan.simulate.stream import Recorder
+from zeroplan.simulate.stretches import Stretches, write_out
+
+#: (storage, bytes), and (storage, -1) for a free.
+Program = list[tuple[int, int]]
 
 
-def one_by_one(recorder: Recorder, program: list[tuple[int, int]], live: dict[int, int]) -> None:
-    """`program` holds (storage, bytes), and (storage, -1) for a free."""
-    for storage, nbytes in program:
-        if nbytes < 0:
-            recorder.free(live.pop(storage))
-        else:
-            live[storage] = recorder.alloc(nbytes, Buffer.ACTIVATION, note=storage)
-
-
-def test_stretches_equal_their_events() -> None:
-    """Storages cross the stretches' ends, come back under the same id, and others allocate in between."""
-    rng = random.Random(7)
-    plain, whole = Recorder(), Recorder()
-    expected: dict[int, int] = {}
-    live = [-1] * 12
-    for _ in range(60):
-        alive = set(expected)
-        program = []
+def tape(rng: random.Random) -> tuple[list[Program], Stretches]:
+    """Storages that cross the stretches' ends, each made once."""
+    programs: list[Program] = []
+    stretches, alive, made = Stretches(), set[int](), 0
+    while len(programs) < 20:
+        program: Program = []
         for _ in range(rng.randrange(12)):
-            storage = rng.randrange(12)
-            program.append((storage, -1 if storage in alive else rng.randrange(1 << 20)))
-            alive ^= {storage}
-        stretch = Stretch()
-        for storage, nbytes in program:
-            if nbytes < 0:
-                stretch.free(storage)
+            if alive and rng.random() < 0.5:
+                storage = rng.choice(sorted(alive))
+                alive.discard(storage)
+                stretches.free(storage)
+                program.append((storage, -1))
             else:
-                stretch.alloc(storage, nbytes, Buffer.ACTIVATION, storage)
-        one_by_one(plain, program, expected)
-        whole.play(stretch, live)
+                program.append((made, rng.randrange(1 << 20)))
+                stretches.alloc(made, program[-1][1], Buffer.ACTIVATION, made)
+                alive.add(made)
+                made += 1
+        number = stretches.close()
+        assert number == (len(programs) if program else None)
+        programs += [program] if program else []
+    return programs, stretches
+
+
+def recorded(programs: list[Program], stretches: Stretches, sizes: list[int]) -> tuple[Recorder, Recorder, dict[int, int]]:
+    """Three micro batches one by one, and played; other blocks come and go in between."""
+    plain, whole = Recorder(), Recorder(stretches)
+    live: dict[int, int] = {}
+    for _ in range(3):
+        for number, program in enumerate(programs):
+            for storage, nbytes in program:
+                if nbytes < 0:
+                    plain.free(live[storage])
+                else:
+                    live[storage] = plain.alloc(sizes[storage], Buffer.ACTIVATION, note=storage)
+            whole.play(number)
+            for recorder in (plain, whole):
+                recorder.free(recorder.alloc(512, Buffer.WORKSPACE, stream=1))
         for recorder in (plain, whole):
-            recorder.alloc(512, Buffer.WORKSPACE)
-        assert {storage: live[storage] for storage in expected} == expected
+            recorder.mark("step")
+    return plain, whole, live
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_stretches_equal_their_events(seed: int) -> None:
+    rng = random.Random(seed)
+    programs, stretches = tape(rng)
+    plain, whole, live = recorded(programs, stretches, list(stretches.sizes))
+    assert {storage: whole.handle_of(storage) for storage in live} == live
     assert (whole.code, whole.value) == (plain.code, plain.value)
     assert (whole.buffers, whole.notes) == (plain.buffers, plain.notes)
-    assert len(plain) > 200
+    assert len(whole) == len(plain) > 3 * whole.stored / 2 > 200
+
+    sizes = [rng.randrange(1 << 20) for _ in stretches.sizes]
+    assert whole.resized(sizes).value == recorded(programs, stretches, sizes)[0].value
+    assert whole.value == plain.value
+
+
+@pytest.mark.skipif(not native.available(), reason="library not built")
+def test_the_twins_agree() -> None:
+    programs, stretches = tape(random.Random(3))
+    whole = recorded(programs, stretches, list(stretches.sizes))[1]
+    stored = (whole._code, whole._value, stretches, stretches.sizes, len(whole))
+    assert write_out(*stored, compiled=True) == write_out(*stored, compiled=False)
+
+
+def test_a_storage_is_made_once() -> None:
+    stretches = Stretches()
+    stretches.alloc(3, 8, Buffer.ACTIVATION, 0)
+    with pytest.raises(ValueError, match="storage 3 is made twice"):
+        stretches.alloc(3, 8, Buffer.ACTIVATION, 0)

@@ -150,13 +150,13 @@ class _Player:
             Op.BWD_ENTER: schedule.backward_enter,
             Op.BWD_EXIT: schedule.backward_exit,
         }
-        self.live = [-1] * script.storages
+        recorder.follow(script.stretches)
 
     def end(self) -> list[int]:
         """Frees the inputs; returns the blocks that the loss keeps."""
         for storage in self.script.inputs:
-            self.recorder.free(self.live[storage])
-        return [self.live[storage] for storage in self.script.kept]
+            self.recorder.free(self.recorder.handle_of(storage))
+        return [self.recorder.handle_of(storage) for storage in self.script.kept]
 
     def drop(self, kept: list[int]) -> None:
         """Frees what an earlier loss kept."""
@@ -165,12 +165,12 @@ class _Player:
         kept.clear()
 
     def run(self, cues: Sequence[Cue]) -> None:
-        recorded, live, hooks, grad = self.recorder.play, self.live, self.hooks, int(Op.GRAD)
+        played, handle_of, hooks, grad = self.recorder.play, self.recorder.handle_of, self.hooks, int(Op.GRAD)
         for cue in cues:
-            if cue.stretch.code:  # hooks mostly follow one another
-                recorded(cue.stretch, live)
+            if cue.stretch is not None:  # hooks mostly follow one another
+                played(cue.stretch)
             if cue.op == grad:
-                self.grad(cue.arg, live[cue.aux])
+                self.grad(cue.arg, handle_of(cue.aux))
             elif cue.op == WORKSPACE:
                 self._workspace(cue.arg, cue.aux)
             elif cue.op is not None:

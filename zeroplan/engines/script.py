@@ -1,10 +1,6 @@
 """A tape made ready to be played many times: stretches that are recorded as a whole, and what an engine does between them.
 
-Note [Stretches]
-    Between two points at which an engine acts (a module hook, a complete gradient) a tape only allocates and frees. Such a
-    stretch is the same in every micro batch, on every rank and under every stage, but for the handles that the recorder
-    gives out, and handles are counted up: so a stretch is compiled once and recorded by copying its columns and adding to
-    its handles.
+See Note [Stretches] in ``zeroplan/simulate/stretches.py``.
 """
 
 from __future__ import annotations
@@ -14,7 +10,7 @@ from dataclasses import dataclass
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.tape import Kind, Mark, Op, Stream, TapeModule
-from zeroplan.simulate.stream import Stretch
+from zeroplan.simulate.stretches import Stretches
 
 #: By Kind, the name of a tape's allocation.
 BUFFER_OF_KIND = {
@@ -40,13 +36,13 @@ class Cue:
     """What comes after a stretch of allocations and frees.
 
     Attributes:
-        stretch: what is recorded first; may be empty.
+        stretch: what is recorded first, by its number; None for nothing.
         op: a module hook or GRAD of :class:`zeroplan.core.tape.Op`, or WORKSPACE; None at the end.
         arg: as in the tape's event.
         aux: as in the tape's event.
     """
 
-    stretch: Stretch
+    stretch: int | None
     op: int | None = None
     arg: int = 0
     aux: int = 0
@@ -54,21 +50,21 @@ class Cue:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """One micro batch. Storages are numbered as in the tape, below `storages`.
+    """One micro batch. Storages are numbered as in the tape.
 
     Attributes:
         forward: the forward's cues.
         backward: the backward's.
         inputs: storages of the batch, freed once the backward has returned.
         kept: what the loss keeps until another takes its place, in the order in which it goes.
-        storages: how many there are.
+        stretches: what the cues' numbers stand for.
     """
 
     forward: tuple[Cue, ...]
     backward: tuple[Cue, ...]
     inputs: tuple[int, ...]
     kept: tuple[int, ...]
-    storages: int
+    stretches: Stretches
 
 
 class Scripts:
@@ -110,7 +106,8 @@ def script_of(stream: Stream, *, modules: bool, own_linear: bool) -> Script:
             halves[half].append((op, arg, aux, kind, module))
     products = [_multiplies(m.type) for m in stream.modules]
     biased = [_adds_bias(m, stream, own_linear=own_linear) for m in stream.modules]
-    played = [_cues(_with_workspaces(halves[half], half, products, biased), modules) for half in (0, 1)]
+    stretches = Stretches()
+    played = [_cues(_with_workspaces(halves[half], half, products, biased), modules, stretches) for half in (0, 1)]
     allocated = {arg: kind for op, arg, kind in zip(stream.op, stream.arg, stream.kind, strict=True) if op == Op.ALLOC}
     last = [arg for op, arg, *_ in halves[2] if op == Op.FREE]
     return Script(
@@ -118,7 +115,7 @@ def script_of(stream: Stream, *, modules: bool, own_linear: bool) -> Script:
         backward=played[1],
         inputs=tuple(arg for arg in last if allocated[arg] == Kind.INPUT),
         kept=tuple(arg for arg in last if allocated[arg] != Kind.INPUT),
-        storages=max(allocated, default=-1) + 1,
+        stretches=stretches,
     )
 
 
@@ -160,17 +157,15 @@ def _adds_bias(module: TapeModule, stream: Stream, *, own_linear: bool) -> bool:
     return (linear or "Conv1D" in module.type) and sorted(shapes) == [1, 2]
 
 
-def _cues(events: Iterable[_Event], modules: bool) -> tuple[Cue, ...]:
+def _cues(events: Iterable[_Event], modules: bool, stretches: Stretches) -> tuple[Cue, ...]:
     buffers = [BUFFER_OF_KIND[Kind(kind)] for kind in range(len(Kind))]
     alloc, free = int(Op.ALLOC), int(Op.FREE)
     cues: list[Cue] = []
-    stretch = Stretch()
     for op, arg, aux, kind, module in events:
         if op == alloc:
-            stretch.alloc(arg, aux, buffers[kind], module)
+            stretches.alloc(arg, aux, buffers[kind], module)
         elif op == free:
-            stretch.free(arg)
+            stretches.free(arg)
         elif modules or op not in _HOOKS:
-            cues.append(Cue(stretch, op, arg, aux))
-            stretch = Stretch()
-    return (*cues, Cue(stretch))
+            cues.append(Cue(stretches.close(), op, arg, aux))
+    return (*cues, Cue(stretches.close()))

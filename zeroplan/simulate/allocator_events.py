@@ -105,7 +105,7 @@ class AllocatorResult:
         events: events handled: all, or those before the one that ran out of memory.
         marks: totals at each mark.
         block_sizes: by handle, the size of the block it got (0 for a request of nothing); an array of 64-bit integers.
-        segments: every change of reserved memory, in order.
+        changes: every change of reserved memory, in order: event, size and address in turn, 64-bit integers.
         peak_allocated, peak_event: the highest allocated total, and the event that first reached it (-1: none did).
         peak_reserved, peak_reserved_event: likewise for reserved.
         retries: how often the cache had to be emptied to serve a request.
@@ -115,7 +115,7 @@ class AllocatorResult:
     events: int
     marks: tuple[MarkTotals, ...]
     block_sizes: array[int]
-    segments: tuple[SegmentChange, ...]
+    changes: array[int]
     peak_allocated: int
     peak_event: int
     peak_reserved: int
@@ -123,6 +123,11 @@ class AllocatorResult:
     final: MarkTotals
     retries: int
     oom: OutOfMemory | None
+
+    @property
+    def segments(self) -> tuple[SegmentChange, ...]:
+        """Every change of reserved memory, in order; made anew each time."""
+        return tuple(map(SegmentChange, self.changes[::3], self.changes[1::3], self.changes[2::3]))
 
 
 class BadStream(ValueError):

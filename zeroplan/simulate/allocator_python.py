@@ -81,7 +81,7 @@ class PythonAllocator(Segments):
             self.event,
             tuple(self.marks),
             self.block_sizes,
-            tuple(self.changes),
+            self.changes,
             self.top_allocated,
             self.top_event,
             self.top_reserved,

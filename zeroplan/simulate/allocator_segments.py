@@ -16,12 +16,12 @@ Note [Expandable segments]
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 
 from zeroplan.simulate.allocator_blocks import Block, Pool, growable
 from zeroplan.simulate.allocator_config import SMALL_SEGMENT, UNLIMITED, AllocatorConfig
-from zeroplan.simulate.allocator_events import SegmentChange
 from zeroplan.simulate.allocator_rules import Addresses
 
 
@@ -47,11 +47,11 @@ class Segments:
         self.reserved = 0
         self.peak_reserved = 0  # since the latest mark
         self.top_reserved, self.top_reserved_event = 0, -1
-        self.changes: list[SegmentChange] = []
+        self.changes = array("q")
 
     def _note(self, size: int, address: int) -> None:
         self.reserved += size
-        self.changes.append(SegmentChange(self.event, size, address))
+        self.changes.extend((self.event, size, address))
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         if self.reserved > self.top_reserved:
             self.top_reserved, self.top_reserved_event = self.reserved, self.event

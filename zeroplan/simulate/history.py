@@ -147,4 +147,4 @@ def replay(
     """
     recorder = history.recorder
     addresses = history.addresses if known_addresses else ()
-    return run_allocator(recorder.code, recorder.value, config, limit=limit, addresses=addresses)
+    return run_allocator(*recorder.columns(), config, limit=limit, addresses=addresses)

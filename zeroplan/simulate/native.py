@@ -9,7 +9,7 @@ from functools import cache
 
 from zeroplan.core.native import library
 from zeroplan.simulate.allocator_config import AllocatorConfig
-from zeroplan.simulate.allocator_events import AllocatorResult, BadStream, MarkTotals, OutOfMemory, SegmentChange
+from zeroplan.simulate.allocator_events import AllocatorResult, BadStream, MarkTotals, OutOfMemory
 
 # Layouts shared with csrc/cpu/allocator_types.hpp.
 _MARK_FIELDS, _SEGMENT_FIELDS, _SUMMARY_FIELDS = 8, 3, 24
@@ -33,6 +33,9 @@ def _library() -> ctypes.CDLL | None:
         column, column, column, count, column, count, column, column, column, count, column,
     ]  # fmt: skip
     loaded.zeroplan_allocator_count.argtypes, loaded.zeroplan_allocator_count.restype = [column, count, column], None
+    loaded.zeroplan_stretches_write_out.argtypes = [column, column, count, *[column] * 9]
+    loaded.zeroplan_stretches_write_out.restype = None
+    loaded.zeroplan_stream_alive.argtypes, loaded.zeroplan_stream_alive.restype = [column, column, count, column], None
     return loaded
 
 
@@ -94,15 +97,11 @@ def _result(
     if status == _OUT_OF_MEMORY:
         oom = OutOfMemory(event, made - 1, operand, segment, final.allocated, final.reserved, final.largest_free)
     rows = [MarkTotals(*marks[at : at + _MARK_FIELDS]) for at in range(0, marked * _MARK_FIELDS, _MARK_FIELDS)]
-    moves = [
-        SegmentChange(segments[at], segments[at + 1], segments[at + 2])
-        for at in range(0, changes * _SEGMENT_FIELDS, _SEGMENT_FIELDS)
-    ]
     return AllocatorResult(
         event,
         tuple(rows),
         block_sizes[:made],
-        tuple(moves),
+        segments[: changes * _SEGMENT_FIELDS],
         top,
         top_event,
         top_reserved,
@@ -111,6 +110,38 @@ def _result(
         retries,
         oom,
     )
+
+
+def write_out(
+    code: array[int], value: array[int], stretches: Sequence[array[int]], sizes: array[int], events: int
+) -> tuple[array[int], array[int]]:
+    """:func:`zeroplan.simulate.stretches.write_out` on the compiled twin.
+
+    Args:
+        code, value: a recording's columns.
+        stretches: the columns of Stretches from `begins` to `index`.
+        sizes: by storage its bytes.
+        events: how many there will be.
+    """
+    loaded = _library()
+    if loaded is None:
+        raise RuntimeError("the compiled library is not at hand")
+    whole_code, whole_value, bases = (array("q", bytes(8 * count)) for count in (events, events, len(stretches[0])))
+    loaded.zeroplan_stretches_write_out(
+        _pointer(code), _pointer(value), len(code), *map(_pointer, stretches), _pointer(sizes),
+        _pointer(bases), _pointer(whole_code), _pointer(whole_value),
+    )  # fmt: skip
+    return whole_code, whole_value
+
+
+def alive(code: array[int], value: array[int], events: int, handles: int) -> Sequence[int] | None:
+    """By handle whether it is alive after so many events; None without the library."""
+    loaded = _library()
+    if loaded is None:
+        return None
+    flags = array("B", bytes(handles))
+    loaded.zeroplan_stream_alive(_pointer(code), _pointer(value), events, _pointer(flags))
+    return flags
 
 
 def _settings(config: AllocatorConfig, limit: int, device_memory: int) -> array[int]:

@@ -4,75 +4,121 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.units import GIB
 from zeroplan.simulate.allocator import run_allocator
 from zeroplan.simulate.allocator_config import AllocatorConfig
 from zeroplan.simulate.allocator_events import OP_BITS, AllocatorOp
+from zeroplan.simulate.stretches import PLAY, Stretches, write_out
 from zeroplan.simulate.timeline import Note, Timeline
 
+_ALLOC, _OP_MASK = int(AllocatorOp.ALLOC), (1 << OP_BITS) - 1
 _FREE, _RECORD, _SYNC, _COMPLETE, _EMPTY, _MARK, _RESET = (int(op) for op in list(AllocatorOp)[1:])
 
 
-class Stretch:
-    """Allocations and frees on the compute stream that are recorded together, again and again; storages are the caller's ids.
+_Label = TypeVar("_Label")
 
-    A column `value` holds bytes for an allocation; for a free it is filled in when the handles are known.
-    """
 
-    __slots__ = ("buffers", "code", "inner", "last", "made", "notes", "outer", "value")
+@dataclass(slots=True)
+class _Known:
+    """What each handle's bytes are, as of so many stored events; recordings that differ in sizes alone share it."""
 
-    def __init__(self) -> None:
-        self.code = array("q")
-        self.value = array("q")
-        self.made: list[tuple[int, int]] = []  # allocations: event, storage
-        self.buffers: list[Buffer] = []
-        self.notes: list[Note] = []
-        self.inner: list[tuple[int, int]] = []  # frees of what the stretch allocates: event, allocation
-        self.outer: list[tuple[int, int]] = []  # frees of what was there before: event, storage
-        self.last: dict[int, int] = {}  # storages that outlive the stretch: their allocation
-
-    def alloc(self, storage: int, nbytes: int, buffer: Buffer, note: Note) -> None:
-        """As :meth:`Recorder.alloc`, of a storage."""
-        self.last[storage] = len(self.buffers)
-        self.made.append((len(self.code), storage))
-        self.code.append(0)
-        self.value.append(nbytes)
-        self.buffers.append(buffer)
-        self.notes.append(note)
-
-    def free(self, storage: int) -> None:
-        """As :meth:`Recorder.free`, of a storage."""
-        made = self.last.pop(storage, None)
-        if made is None:
-            self.outer.append((len(self.code), storage))
-        else:
-            self.inner.append((len(self.code), made))
-        self.code.append(_FREE)
-        self.value.append(0)
+    events: int = -1
+    buffers: list[Buffer] = field(default_factory=list)
 
 
 class Recorder:
     """Collects allocations and frees in the order in which they happen.
 
-    The columns are those of Note [Event columns]. An engine's schedule calls :meth:`alloc` and :meth:`free`; nothing is
+    An engine's schedule calls :meth:`alloc` and :meth:`free`, and :meth:`play` for what the tape does between; nothing is
     simulated until :func:`simulate` reads the columns. A call costs well under a microsecond.
+
+    Args:
+        stretches: what :meth:`play` plays.
     """
 
-    __slots__ = ("buffers", "code", "marks", "notes", "stretches", "value")
+    __slots__ = (
+        "_bases",
+        "_beyond",
+        "_buffers",
+        "_by_handle",
+        "_code",
+        "_made",
+        "_notes",
+        "_value",
+        "marks",
+        "sizes",
+        "stretches",
+    )
 
-    def __init__(self) -> None:
-        self.code = array("q")
-        self.value = array("q")
-        self.buffers: list[Buffer] = []  # by handle
-        self.notes: list[Note] = []  # by handle
+    def __init__(self, stretches: Stretches | None = None) -> None:
         self.marks: list[str] = []
-        self.stretches: list[tuple[int, Stretch]] = []  # with the event that each begins at
+        self._code = array("q")
+        self._value = array("q")
+        self._buffers: list[Buffer] = []  # of the allocations that no stretch makes
+        self._notes: list[Note] = []
+        self._made = 0  # handles so far
+        self._beyond = 0  # events of stretches that were played, beyond the one that plays each
+        self._by_handle = _Known()
+        self.follow(stretches or Stretches())
+
+    def follow(self, stretches: Stretches) -> None:
+        """Names the stretches that will be played; before the first of them."""
+        self.stretches = stretches
+        self.sizes: Sequence[int] = stretches.sizes
+        self._bases = [0] * len(stretches.begins)  # by stretch the first handle of when it was played last
 
     def __len__(self) -> int:
-        """Number of events."""
-        return len(self.code)
+        """Number of events, a stretch's own included."""
+        return len(self._code) + self._beyond
+
+    @property
+    def stored(self) -> int:
+        """Number of events with a stretch counted as one."""
+        return len(self._code)
+
+    def columns(self) -> tuple[array[int], array[int]]:
+        """Code and value of every event; see Note [Event columns]."""
+        if not self.stretches.beyond:
+            return self._code, self._value
+        return write_out(self._code, self._value, self.stretches, self.sizes, len(self))
+
+    @property
+    def code(self) -> array[int]:
+        """The column of codes."""
+        return self.columns()[0]
+
+    @property
+    def value(self) -> array[int]:
+        """The column of values."""
+        return self.columns()[1]
+
+    @property
+    def buffers(self) -> list[Buffer]:
+        """By handle what the bytes are."""
+        known = self._by_handle
+        if known.events != len(self._code):
+            known.buffers, known.events = self._whole(self._buffers, self.stretches.buffers), len(self._code)
+        return known.buffers
+
+    @property
+    def notes(self) -> list[Note]:
+        """By handle who asked."""
+        return self._whole(self._notes, self.stretches.notes)
+
+    def _whole(self, alone: list[_Label], within: list[list[_Label]]) -> list[_Label]:
+        """By handle a label, from those of single allocations and those of stretches."""
+        single = iter(alone)
+        found: list[_Label] = []
+        for word, operand in zip(self._code, self._value, strict=True):
+            if word == PLAY:
+                found += within[operand]
+            elif word & _OP_MASK == _ALLOC:
+                found.append(next(single))
+        return found
 
     def alloc(self, nbytes: int, buffer: Buffer, *, stream: int = 0, note: Note = -1) -> int:
         """Allocates `nbytes` (as requested, not rounded; 0 makes a handle without a block) and returns its handle.
@@ -83,37 +129,31 @@ class Recorder:
             stream: the stream that is current; freed memory is reused only on the stream that it was allocated on.
             note: who asked, such as a module's index or name; :meth:`Timeline.alive_by_note` groups by it.
         """
-        self.code.append(stream << OP_BITS)
-        self.value.append(nbytes)
-        self.notes.append(note)
-        buffers = self.buffers
-        buffers.append(buffer)
-        return len(buffers) - 1
+        self._code.append(stream << OP_BITS)
+        self._value.append(nbytes)
+        self._notes.append(note)
+        self._buffers.append(buffer)
+        handle = self._made
+        self._made = handle + 1
+        return handle
 
     def free(self, handle: int) -> None:
         """Gives a block back to the allocator's cache, at once or, if streams were recorded on it, once they are done."""
-        self.code.append(_FREE)
-        self.value.append(handle)
+        self._code.append(_FREE)
+        self._value.append(handle)
 
-    def play(self, stretch: Stretch, live: list[int]) -> None:
-        """Records a stretch.
+    def play(self, stretch: int) -> None:
+        """Records a stretch, by its number."""
+        self._code.append(PLAY)
+        self._value.append(stretch)
+        self._bases[stretch] = self._made
+        self._made += self.stretches.allocations[stretch]
+        self._beyond += self.stretches.beyond[stretch]
 
-        Args:
-            stretch: what is allocated and freed.
-            live: by storage the handle that it has now; updated.
-        """
-        value, start, base = self.value, len(self.value), len(self.buffers)
-        self.stretches.append((start, stretch))
-        self.code.extend(stretch.code)
-        value.extend(stretch.value)
-        self.buffers.extend(stretch.buffers)
-        self.notes.extend(stretch.notes)
-        for event, made in stretch.inner:
-            value[start + event] = base + made
-        for event, storage in stretch.outer:
-            value[start + event] = live[storage]
-        for storage, made in stretch.last.items():
-            live[storage] = base + made
+    def handle_of(self, storage: int) -> int:
+        """The handle that a storage of the tape got when it was last made."""
+        stretch, index = self.stretches.place[storage]
+        return self._bases[stretch] + index
 
     def resized(self, sizes: Sequence[int]) -> Recorder:
         """The same events where the storages of the stretches have other sizes; all but the sizes is shared, not copied.
@@ -122,38 +162,35 @@ class Recorder:
             sizes: by storage its bytes.
         """
         other = Recorder()
-        other.code, other.buffers, other.notes, other.marks = self.code, self.buffers, self.notes, self.marks
-        other.stretches = self.stretches
-        other.value = value = self.value[:]
-        for start, stretch in self.stretches:
-            for event, storage in stretch.made:
-                value[start + event] = sizes[storage]
+        for name in Recorder.__slots__:
+            setattr(other, name, getattr(self, name))
+        other.sizes = sizes
         return other
 
     def record_stream(self, handle: int, stream: int) -> None:
         """What ``Tensor.record_stream`` does: a later :meth:`free` waits until `stream` has caught up."""
-        self.code.append(_RECORD | stream << OP_BITS)
-        self.value.append(handle)
+        self._code.append(_RECORD | stream << OP_BITS)
+        self._value.append(handle)
 
     def synchronize(self, stream: int) -> None:
         """The device has done all work enqueued on `stream` so far: its deferred frees are reclaimed by the next alloc."""
-        self.code.append(_SYNC | stream << OP_BITS)
-        self.value.append(0)
+        self._code.append(_SYNC | stream << OP_BITS)
+        self._value.append(0)
 
     def complete(self, handle: int) -> None:
         """One deferred free takes effect now (for replaying recorded histories, which say when)."""
-        self.code.append(_COMPLETE)
-        self.value.append(handle)
+        self._code.append(_COMPLETE)
+        self._value.append(handle)
 
     def empty_cache(self) -> None:
         """What ``torch.cuda.empty_cache`` does."""
-        self.code.append(_EMPTY)
-        self.value.append(0)
+        self._code.append(_EMPTY)
+        self._value.append(0)
 
     def mark(self, name: str) -> None:
         """A point whose totals are wanted. A mark's peaks are those since the mark before it."""
-        self.code.append(_MARK)
-        self.value.append(len(self.marks))
+        self._code.append(_MARK)
+        self._value.append(len(self.marks))
         self.marks.append(name)
 
     def reset_peak(self) -> None:
@@ -161,8 +198,8 @@ class Recorder:
 
         The next mark's peaks are those since here; the peak of the whole run is not affected.
         """
-        self.code.append(_RESET)
-        self.value.append(0)
+        self._code.append(_RESET)
+        self._value.append(0)
 
 
 def simulate(
@@ -183,11 +220,7 @@ def simulate(
     Raises:
         BadStream: when a handle is freed twice or was never made.
     """
-    result = run_allocator(
-        recorder.code,
-        recorder.value,
-        config or AllocatorConfig(),
-        limit=limit,
-        device_memory=device_memory or limit or 80 * GIB,
-    )
-    return Timeline(recorder.code, recorder.value, recorder.buffers, recorder.notes, recorder.marks, result)
+    code, value = recorder.columns()
+    known = device_memory or limit or 80 * GIB
+    result = run_allocator(code, value, config or AllocatorConfig(), limit=limit, device_memory=known)
+    return Timeline(code, value, recorder, result)

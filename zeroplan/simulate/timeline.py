@@ -7,9 +7,10 @@ from array import array
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress, pairwise
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from zeroplan.core.buffers import Buffer
+from zeroplan.simulate import native
 from zeroplan.simulate.allocator import run_allocator
 from zeroplan.simulate.allocator_config import AllocatorConfig
 from zeroplan.simulate.allocator_events import OP_BITS, AllocatorOp, AllocatorResult, OutOfMemory
@@ -65,6 +66,22 @@ class Curve:
     marks: tuple[tuple[float, str], ...]
 
 
+class Labels(Protocol):
+    """What a recording says beside its events."""
+
+    @property
+    def marks(self) -> Sequence[str]:
+        """The marks' names, in order."""
+
+    @property
+    def buffers(self) -> Sequence[Buffer]:
+        """By handle what the bytes are."""
+
+    @property
+    def notes(self) -> Sequence[Note]:
+        """By handle who asked for them."""
+
+
 class Timeline:
     """A recorded stream beside what the allocator made of it. All sizes in bytes, blocks as rounded by the allocator.
 
@@ -78,17 +95,14 @@ class Timeline:
         self,
         code: array[int],
         value: array[int],
-        buffers: Sequence[Buffer],
-        notes: Sequence[Note],
-        names: Sequence[str],
+        labels: Labels,
         result: AllocatorResult,
     ) -> None:
-        self._code, self._value = code, value
-        self._buffers, self._notes, self._names = buffers, notes, names
+        self._code, self._value, self._labels = code, value, labels
         self.result = result
         self.marks = tuple(
             TimelineMark(name, at.allocated, at.peak_allocated, at.reserved, at.peak_reserved, at.active, at.largest_free)
-            for name, at in zip(names, result.marks, strict=False)
+            for name, at in zip(labels.marks, result.marks, strict=False)
         )
         self.peak_allocated = result.peak_allocated
         self.peak_reserved = result.peak_reserved
@@ -99,7 +113,7 @@ class Timeline:
         result = run_allocator(
             self._code, self._value, config or AllocatorConfig(), limit=limit, device_memory=device_memory or limit
         )
-        return Timeline(self._code, self._value, self._buffers, self._notes, self._names, result)
+        return Timeline(self._code, self._value, self._labels, result)
 
     def peak_mark(self) -> str:
         """Name of the mark that ends the stretch in which allocated peaked; empty if none follows."""
@@ -115,29 +129,39 @@ class Timeline:
     def alive(self, event: int | None = None) -> list[int]:
         """Handles alive after an event (when allocated peaked, if None), in order of allocation."""
         last = self.result.peak_event if event is None else event
-        flags = bytearray(len(self._buffers))
+        made = len(self.result.block_sizes)
+        flags = native.alive(self._code, self._value, last + 1, made)
+        if flags is None:
+            flags = self._alive(last + 1, made)
+        return list(compress(range(made), flags))
+
+    def _alive(self, events: int, made: int) -> bytearray:
+        flags = bytearray(made)
         handle = 0
         free, alloc = int(AllocatorOp.FREE), int(AllocatorOp.ALLOC)
-        for word, value in zip(self._code[: last + 1], self._value[: last + 1], strict=True):
+        for word, value in zip(self._code[:events], self._value[:events], strict=True):
             op = word & _OP_MASK
             if op == alloc:
                 flags[handle] = 1
                 handle += 1
             elif op == free:
                 flags[value] = 0
-        return list(compress(range(len(flags)), flags))
+        return flags
 
     def alive_by_buffer(self, event: int | None = None) -> dict[Buffer, int]:
         """Bytes alive (when allocated peaked, if `event` is None) by buffer, largest first; they add up to allocated."""
-        return self._grouped((self._buffers[handle], handle) for handle in self.alive(event))
+        buffers = self._labels.buffers
+        return self._grouped((buffers[handle], handle) for handle in self.alive(event))
 
     def alive_by_note(self, event: int | None = None) -> dict[Note, int]:
         """The same by who asked for the block."""
-        return self._grouped((self._notes[handle], handle) for handle in self.alive(event))
+        notes = self._labels.notes
+        return self._grouped((notes[handle], handle) for handle in self.alive(event))
 
     def alive_by_buffer_and_note(self, event: int | None = None) -> dict[tuple[Buffer, Note], int]:
         """The same by both."""
-        return self._grouped(((self._buffers[handle], self._notes[handle]), handle) for handle in self.alive(event))
+        buffers, notes = self._labels.buffers, self._labels.notes
+        return self._grouped(((buffers[handle], notes[handle]), handle) for handle in self.alive(event))
 
     def _grouped(self, pairs: Iterable[tuple[_Key, int]]) -> dict[_Key, int]:
         sizes = self.result.block_sizes
@@ -237,6 +261,7 @@ class Timeline:
     def _stacked(self, chosen: Sequence[int]) -> dict[Buffer, tuple[int, ...]]:
         """For each buffer, its bytes after each of the chosen events (ascending)."""
         sizes, free, alloc = self.result.block_sizes, int(AllocatorOp.FREE), int(AllocatorOp.ALLOC)
+        buffers = self._labels.buffers
         now: dict[Buffer, int] = {}
         rows: list[dict[Buffer, int]] = []
         handle = start = 0
@@ -244,11 +269,11 @@ class Timeline:
             for at in range(start, event + 1):
                 op = self._code[at] & _OP_MASK
                 if op == alloc:
-                    buffer = self._buffers[handle]
+                    buffer = buffers[handle]
                     now[buffer] = now.get(buffer, 0) + sizes[handle]
                     handle += 1
                 elif op == free:
-                    buffer = self._buffers[self._value[at]]
+                    buffer = buffers[self._value[at]]
                     now[buffer] -= sizes[self._value[at]]
             start = event + 1
             rows.append(dict(now))

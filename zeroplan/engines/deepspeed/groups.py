@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 #: A flat group is padded so that each rank's part starts on 4 bytes: two 16-bit elements.
 #: Source: runtime/zero/stage_1_and_2.py, nccl_start_alignment_factor.
@@ -46,7 +47,7 @@ class FlatGroup:
 def flat_group(
     params: Sequence[int], numel: Sequence[int], ranks: int, *, width: int, round_robin: bool = False, aligned: bool = False
 ) -> FlatGroup:
-    """Flattens `params` (indices into `numel`) for `ranks` ranks.
+    """Flattens `params` (indices into `numel`) for `ranks` ranks; every rank of a job and its host ask for the same.
 
     Source: runtime/zero/stage_1_and_2.py, __init__, _round_robin_reorder, initialize_gradient_partition
 
@@ -58,6 +59,13 @@ def flat_group(
         round_robin: deal the parameters to the ranks in turn (``round_robin_gradients``).
         aligned: start every parameter on 16 bytes (``parameter_alignment``).
     """
+    return _flat_group(tuple(params), tuple(numel), ranks, width, round_robin, aligned)
+
+
+@lru_cache(maxsize=16)
+def _flat_group(
+    params: tuple[int, ...], numel: tuple[int, ...], ranks: int, width: int, round_robin: bool, aligned: bool
+) -> FlatGroup:
     order = [p for first in range(ranks) for p in params[first::ranks]] if round_robin else list(params)
     unit = 16 // math.gcd(16, width) if aligned else 1
     offsets, at, padding = [], 0, 0

@@ -19,7 +19,7 @@ from zeroplan.engines.deepspeed.schedule import record_deepspeed
 from zeroplan.engines.script import Scripts
 from zeroplan.simulate.stream import Recorder
 
-#: Events that are kept: some 150 MB. And tapes whose sizes are at hand.
+#: Events that are kept, a stretch counted as one: some 150 MB. And tapes whose sizes are at hand.
 MOST_EVENTS, MOST_TAPES = 5_000_000, 32
 
 
@@ -62,9 +62,9 @@ class Recordings:
         played, scripts = self._stream_to_play(tape)
         recorder = record_deepspeed(job, played, scripts)
         self._kept[layout] = (self._tape(played), recorder)
-        self._events += len(recorder)
+        self._events += recorder.stored
         while self._events > MOST_EVENTS and len(self._kept) > 1:
-            self._events -= len(self._kept.popitem(last=False)[1][1])
+            self._events -= self._kept.popitem(last=False)[1][1].stored
         return recorder if played is stream else recorder.resized(tape.sizes)
 
     def _stream_to_play(self, tape: _Tape) -> tuple[Stream, Scripts]:

@@ -25,7 +25,7 @@ from zeroplan_runtime.landing import attach
 from zeroplan_runtime.loss import attach_loss
 from zeroplan_runtime.offload.activations import ActivationOffload
 from zeroplan_runtime.offload.host import HostOptimizer
-from zeroplan_runtime.offload.host_setup import offload_optimizer, state_files
+from zeroplan_runtime.offload.host_setup import offload_optimizer, swap_files
 from zeroplan_runtime.optim.groups import ZeroOptimizer
 from zeroplan_runtime.optim.step import Outcome, Stepper
 from zeroplan_runtime.schedule import Schedule
@@ -87,6 +87,9 @@ class Engine(nn.Module):
             offload_ratio=config.offload.optimizer.ratio,
             swap_buffers=config.offload.optimizer.buffer_count,
             offload_param=config.offload.param.device,
+            param_buffers=config.offload.param.buffer_count,
+            param_buffer_numel=config.offload.param.buffer_size,
+            params_in_host=config.offload.param.max_in_cpu,
             delayed_update=config.offload.delayed_from > 0,
         )
         groups = {id(p): i for i, g in enumerate(optimizer.param_groups if optimizer else ()) for p in g["params"]}
@@ -98,7 +101,7 @@ class Engine(nn.Module):
         if any(p.is_floating_point() and p.dtype != dtype for p in model.parameters()):
             cast_floating(model, dtype)
         units = find_units(model, groups, policy=policy, wide_numel=config.wide_numel)
-        self.store = Store(units, setup, ranks, self.arena, state_files(config.offload))
+        self.store = Store(units, setup, ranks, self.arena, swap_files(config.offload))
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:

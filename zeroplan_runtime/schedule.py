@@ -16,20 +16,28 @@ Note [Gradients come and go]
     Their memory comes while the model's stream is current, before the reduce lane is told of it, and goes once that stream
     waits for the reduce lane. So it belongs to one stream throughout, and is reused in that stream's order without the host.
     See Note [Lifetimes] in core/layout.
+
+Note [Waiting for the host]
+    A unit whose update is still to come, or that is still to be read from a file, makes the host wait when it is gathered.
+    In the forward it is therefore gathered when all of the unit before it has been launched. In the backward, which tells
+    nobody when that is, it is gathered before: the device has what the host launched earlier to go on with, as many units of
+    it as have been read ahead. Both depend on where a unit rests alone, never on whether it has arrived, as that may differ
+    between the ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zeroplan.core.buffers import Phase
+from zeroplan.core.buffers import Phase, Place
 from zeroplan.core.layout import UnitKind
 from zeroplan_runtime.comm import Lane, Mark
+from zeroplan_runtime.offload.param_files import ParamFiles, Want
+from zeroplan_runtime.path import Path
 from zeroplan_runtime.store import FlatState, Store, UnitState
 
 if TYPE_CHECKING:
@@ -57,11 +65,10 @@ class Schedule:
         self.where = "start"  # for the watchdog
         self.ticks = 0
         self._backward = False
+        self._learning = False  # a backward follows this forward
         self._current: UnitState | None = None
         units = store.units
-        rest = [u for u in units if not u.is_root]
-        self._after = dict(pairwise(units))
-        self._before = {later: earlier for earlier, later in pairwise(rest)}
+        self._path = Path(units)
         self._last: UnitState | None = None
         for unit in units:
             unit.updated.record(self.compute)  # the store has filled the shards in this lane
@@ -87,6 +94,7 @@ class Schedule:
     def begin_forward(self) -> None:
         """Called before a forward of the whole model; forgets what an interrupted one left."""
         self._set_phase(backward=False)
+        self._learning = torch.is_grad_enabled()
         self._current = self._last = None
         for slot in self.store.param_slots.values():
             slot.busy = False
@@ -101,16 +109,16 @@ class Schedule:
         unit.param_slot.ready.wait(self.compute)
         unit.param_slot.busy = not unit.is_root
         if self._last is not None and self._last is not unit:
-            self._after[self._last] = unit
+            self._path.after[self._last] = unit
         self._last = unit
         unit.visits += 1
-        self._prefetch(self._after.get(unit))
+        self._prefetch(self._path.after.get(unit))
 
     def _leave_hook(self, unit: UnitState, _module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._backward:
             return
         self._release(unit)
-        self._gather_pending(self._after.get(unit))
+        self._gather_late(self._path.after.get(unit))
         if self._slots_due and unit.layout.shape.kind is not UnitKind.WIDE:
             self.give_slots()
         if torch.is_grad_enabled():
@@ -145,34 +153,53 @@ class Schedule:
             unit.host.wait()
         slot.free.wait(self.gather_lane)
         unit.updated.wait(self.gather_lane)
+        if unit.in_files:
+            shards = {buffer: flat.shard for buffer, flat in unit.flats_by_buffer()}
+            self._params.bring(self._coming(unit), shards, self.gather_lane)
         with self.gather_lane.run():
             if unit.trainable is not None:
                 if self.setup.casts_masters and unit.master is not None:
                     unit.trainable.shard.copy_(unit.master)
-                self._bring(unit.trainable)
+                self._bring(unit, unit.trainable)
             if unit.frozen is not None and slot.holder is not unit:
-                self._bring(unit.frozen)
+                self._bring(unit, unit.frozen)
         slot.ready.record(self.gather_lane)
         slot.holder, slot.fresh = unit, True
 
-    def _bring(self, flat: FlatState) -> None:
+    def _bring(self, unit: UnitState, flat: FlatState) -> None:
         """Makes `flat` whole, in the gather lane."""
         shard = flat.shard
-        if self.setup.offloads_params:
+        if unit.layout.param_place is Place.PINNED:
             shard = self.store.part(flat.full, flat.layout)
             shard.copy_(flat.shard, non_blocking=True)
         if self.ranks.count > 1:
             self.ranks.all_gather(flat.full, shard)
 
     def _prefetch(self, unit: UnitState | None) -> None:
-        # A unit whose update is still to come from the host would hold up this one's launches; see _gather_pending.
-        if unit is not None and _may_hold(unit) and not _is_pending(unit):
+        """Gathers `unit` early, unless that is to wait: see Note [Waiting for the host]."""
+        if unit is not None and _may_hold(unit) and not _is_pending(unit) and (self._backward or not unit.in_files):
             self.gather(unit)
 
-    def _gather_pending(self, unit: UnitState | None) -> None:
+    def _gather_late(self, unit: UnitState | None) -> None:
         """Called when all of the unit before has been launched: the host has nothing better to do than to wait for `unit`."""
-        if unit is not None and _may_hold(unit) and _is_pending(unit):
+        if unit is not None and _may_hold(unit) and (_is_pending(unit) or unit.in_files):
             self.gather(unit)
+
+    @property
+    def _params(self) -> ParamFiles:
+        swap = self.store.swap
+        assert swap is not None
+        assert swap.params is not None
+        return swap.params
+
+    def _read_ahead(self) -> None:
+        """Reads what the next forward will ask for first."""
+        if self.store.swap is not None and self.store.swap.params is not None:
+            self._params.expect(self._coming(self.store.units[0]))
+
+    def _coming(self, unit: UnitState) -> Iterator[Want]:
+        slots = self.store.param_slots.values()
+        return self._path.reads(unit, slots, backward=self._backward, learning=self._learning)
 
     def updated(self, unit: UnitState) -> None:
         """Called when the optimizer has been given `unit`'s update: gathered copies of it are out of date from here on.
@@ -191,12 +218,13 @@ class Schedule:
             for unit in self.store.units:
                 self._prefetch(unit)
             return
+        self._read_ahead()
         taken: set[str] = set()
         upcoming: UnitState | None = self.store.units[0]
         while upcoming is not None and upcoming.param_slot.name not in taken and not _is_pending(upcoming):
             self.gather(upcoming)
             taken.add(upcoming.param_slot.name)
-            upcoming = self._after.get(upcoming)
+            upcoming = self._path.after.get(upcoming)
 
     def wait_gathered(self) -> None:
         """Makes the model's stream wait for every gather that was started."""
@@ -219,14 +247,14 @@ class Schedule:
         self._tick("backward", unit)
         before, self._current = self._current, None if unit.is_root else unit
         if before is not None and not unit.is_root:
-            self._before[before] = unit
+            self._path.before[before] = unit
         if before is not None:
             self._finish(before)
         if unit.gathers_in_backward or recompute:
             self.gather(unit)
             unit.param_slot.ready.wait(self.compute)
             unit.param_slot.busy = not unit.is_root
-        following = self._before.get(unit)
+        following = self._path.before.get(unit)
         if following is not None and following.gathers_in_backward:
             self._prefetch(following)
 
@@ -250,6 +278,8 @@ class Schedule:
             unit.landed = unit.landed.replace(b"\x02", b"\x01")
         self._backward = False
         self._current = self._last = None
+        if not self.boundary:
+            self._read_ahead()
         if self.boundary and not self.setup.delayed_update:
             self.give_slots()
 

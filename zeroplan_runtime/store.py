@@ -10,8 +10,8 @@ Note [Addresses]
 Note [Places]
     Where a buffer lies is a column of the layout's rows, which the Arena follows. A unit's gradients leave for another place
     in :meth:`zeroplan_runtime.schedule.Schedule.reduce`, in the reduce lane; its masters and states are met there unit by
-    unit, by :class:`zeroplan_runtime.offload.host.HostOptimizer`. Parameters that rest on the host come to the device in
-    :meth:`zeroplan_runtime.schedule.Schedule.gather`.
+    unit, by :class:`zeroplan_runtime.offload.host.HostOptimizer`. Parameters that rest on the host or in files come to the
+    device in :meth:`zeroplan_runtime.schedule.Schedule.gather`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from zeroplan_runtime.units import Unit, reads_params_in_backward
 
 if TYPE_CHECKING:
     from zeroplan_runtime.offload.host import HostUnit
-    from zeroplan_runtime.offload.host_files import StateFiles
+    from zeroplan_runtime.offload.swap import Swap
 
 _Carved = dict[tuple[Buffer, str], torch.Tensor]
 
@@ -81,7 +81,7 @@ class SumSlot:
 @dataclass(slots=True, eq=False)
 class FlatState:
     """One flat: `full` is where the parameters live, `shard` this rank's part: memory of its own where it stands, maybe on the
-    host, while others use the slot that `full` is in, else inside `full`.
+    host, while others use the slot that `full` is in, else (and where it rests in a file) inside `full`.
     """
 
     layout: Flat
@@ -141,12 +141,21 @@ class UnitState:
         """Whether this is the root unit, which stays gathered."""
         return self.layout.shape.kind is UnitKind.ROOT
 
+    @property
+    def in_files(self) -> bool:
+        """Whether its parameters rest in a file."""
+        return self.layout.param_place is Place.NVME
+
     def flats(self) -> Iterator[FlatState]:
         """The trainable flat and the frozen one, where they exist."""
+        return (flat for _, flat in self.flats_by_buffer())
+
+    def flats_by_buffer(self) -> Iterator[tuple[Buffer, FlatState]]:
+        """The same, each with the name that its shard has where parameters are sharded."""
         if self.trainable is not None:
-            yield self.trainable
+            yield Buffer.PARAM_SHARD, self.trainable
         if self.frozen is not None:
-            yield self.frozen
+            yield Buffer.PARAM_FROZEN, self.frozen
 
 
 class Store:
@@ -158,7 +167,7 @@ class Store:
         setup: Setup,
         ranks: Ranks,
         arena: Arena,
-        files: Callable[[Store], StateFiles] | None = None,
+        swap: Callable[[Store], Swap] | None = None,
     ) -> None:
         self.setup, self.ranks, self.arena = setup, ranks, arena
         self.layout: Layout = plan_layout([unit.shape for unit in units], setup)
@@ -178,7 +187,8 @@ class Store:
                 state.grad_slot = self.grad_slots[state.layout.grad_slot]
             if not state.layout.offloaded:
                 state.grad_lease = leases.get((setup.kept_grad, state.name))
-        self.files = files(self) if files is not None and self.layout.swap_lanes else None
+        streams = self.layout.swap_lanes or self.layout.param_buffer
+        self.swap = swap(self) if swap is not None and streams else None
         for state in self.units:
             self._fill(state)
 
@@ -218,7 +228,7 @@ class Store:
         state.landed = bytearray(len(trainable.layout.params))
         in_files = state.layout.place is Place.NVME and self.setup.masters_apart
         state.master = None if in_files else carved.get((Buffer.PARAM_MASTER, name), trainable.shard)
-        beside = self.setup.has_masters and not self.setup.casts_masters
+        beside = self.setup.has_masters and not self.setup.casts_masters and not state.in_files
         state.copy = trainable.shard if beside else None
         state.trust = carved.get((Buffer.OPTIM_TRUST, name))
         state.states = {buffer: tensor for (buffer, unit), tensor in carved.items() if unit == name and _is_state(buffer)}
@@ -286,6 +296,8 @@ class Store:
         for slot in self.param_slots.values():
             slot.tensor = nothing
         self.scalars = self.squares = self.norm_workspace = nothing
+        if self.swap is not None:
+            self.swap.close()
         self.host_tensors.clear()
 
     def part(self, full: torch.Tensor, flat: Flat) -> torch.Tensor:
@@ -304,7 +316,7 @@ class Store:
         master = unit.master
         if master is None and unit.trainable is not None:  # on its way to a file
             master = torch.zeros(self.layout.share(unit.layout))
-        for flat in unit.flats():
+        for buffer, flat in unit.flats_by_buffer():
             flat.full.zero_()
             for i, (param, view) in enumerate(zip(flat.params, flat.views(flat.full), strict=True)):
                 name = unit.layout.shape.params[flat.layout.params[i]].name
@@ -321,13 +333,19 @@ class Store:
                     self._fill_master(master, flat.layout, i, value)
                 param.data = view
                 param.grad = None
-            if flat.shard.untyped_storage().data_ptr() != flat.full.untyped_storage().data_ptr():
+            if unit.in_files:
+                assert self.swap is not None
+                assert self.swap.params is not None
+                self.swap.params.put(unit.name, buffer, flat.shard)
+            elif flat.shard.untyped_storage().data_ptr() != flat.full.untyped_storage().data_ptr():
                 flat.shard.copy_(self.part(flat.full, flat.layout))
         if not self.setup.shards_params:
             unit.param_slot.holder, unit.param_slot.fresh = unit, True
-        if self.files is not None and unit.layout.place is Place.NVME and unit.trainable is not None:
-            for buffer in self.files.buffers:
-                self.files.put(unit.name, buffer, master if buffer is Buffer.PARAM_MASTER else None)
+        if unit.layout.place is Place.NVME and unit.trainable is not None:
+            assert self.swap is not None
+            assert self.swap.update is not None
+            for state in self.swap.update.buffers:
+                self.swap.update.put(unit.name, state, master if state is Buffer.PARAM_MASTER else None)
 
     def _fill_master(self, master: torch.Tensor, flat: Flat, position: int, value: torch.Tensor) -> None:
         """Masters begin at the model's original precision, not at that of its 16-bit copy."""

@@ -27,11 +27,11 @@ config = ds_config(3, "bf16", zeroplan={{"nvme_in_memory": True}})
 config["zero_optimization"]["offload_optimizer"] = {{"device": "nvme", "nvme_path": folder}}
 engine, *_ = zeroplan_runtime.initialize(model=models.make(), config=config, device="cpu")
 if mode == "resume":
-    print("removed", len(engine.store.files.folder.removed))
+    print("removed", sum(len(folder.removed) for folder in engine.store.swap.folders.values()))
     engine.load_checkpoint(folder + "/saved")
 while engine.global_steps < 8:
     if mode == "kill" and engine.global_steps == 6:
-        files, seen = engine.store.files, []
+        files, seen = engine.store.swap.update, []
         real = files._segments
         def segments(*where):
             seen.append(where)

@@ -34,6 +34,10 @@ Note [Offload]
     parameters are equally wide. Masters and states, which the CPU alone touches, are pageable. Parameters on the host are
     pinned, and pass through slots like sharded ones. See zeroplan_runtime/offload/host.py.
 
+    What is in files streams through pinned buffers: in the update as many tensors of a *run* (a part of a unit's share) as
+    have their place there, and parameters on their way to the slots a unit's shard at a time. Of parameters in files the
+    units that the forward needs first may stay in host memory (their :attr:`UnitLayout.param_place`).
+
 The Arena allocates by :func:`runtime_buffers` and the predictor reads it; neither computes a size of its own.
 """
 
@@ -67,9 +71,10 @@ NORM_WORKSPACE = (NORM_PARTS * 8 + 64) // 4
 #: Elements that the staging buffer casts and reduces at once, at most.
 STAGING_NUMEL = 1 << 26
 
-#: Elements of one of the pinned buffers that states in files pass through, at most; and elements of a page of a file.
+#: Elements of one of the pinned buffers that states in files pass through, at most; and elements of a page of a file in
+#: 16 bits, of two in 32.
 SWAP_NUMEL = 1 << 26
-PAGE_NUMEL = 1024
+PAGE_NUMEL = 2048
 
 #: Groups of states that are in the pinned buffers at once: one is read, one worked on, one written.
 SWAP_SLOTS = 3
@@ -144,6 +149,7 @@ class UnitLayout:
     param_slot: str | None
     grad_slot: str | None
     place: Place = Place.HBM  # of the optimizer's masters and states
+    param_place: Place = Place.HBM  # of what stands of the parameters
 
     @property
     def offloaded(self) -> bool:
@@ -154,6 +160,11 @@ class UnitLayout:
     def full(self) -> int:
         """Elements gathered for this unit."""
         return sum(flat.full for flat in (self.trainable, self.frozen) if flat)
+
+    @property
+    def streamed(self) -> bool:
+        """Whether its update streams through files: states come and go, or parameters go."""
+        return self.trainable is not None and self.offloaded and Place.NVME in (self.place, self.param_place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,21 +236,41 @@ class Layout:
 
     @cached_property
     def swap_lanes(self) -> int:
-        """Tensors that are streamed for each run of elements whose optimizer is in files: states, and masters but where
-        parameters on the host are their own.
+        """Tensors that are streamed for each run of elements in the update: of an optimizer in files its states, and masters
+        but where parameters on the host are their own; of parameters in files what the update makes of them.
         """
-        if not any(unit.place is Place.NVME for unit in self.units if unit.trainable):
-            return 0
-        return len(OPTIMIZER_STATES[self.setup.optimizer]) + self.setup.masters_apart
+        streamed = [unit for unit in self.units if unit.streamed]
+        states = len(OPTIMIZER_STATES[self.setup.optimizer]) + self.setup.masters_apart if self.states_in_files else 0
+        return states + any(unit.param_place is Place.NVME for unit in streamed)
+
+    @property
+    def states_in_files(self) -> bool:
+        """Whether any unit's optimizer is in files."""
+        return any(unit.place is Place.NVME for unit in self.units if unit.trainable)
+
+    @property
+    def swap_dtype(self) -> DType:
+        """Dtype of the widest tensor that is streamed in the update."""
+        return DType.FP32 if self.states_in_files else self.setup.param_dtype
 
     @cached_property
     def swap_numel(self) -> int:
         """Elements of one lane: of a run that is streamed at once. The buffers that were asked for are cut into equal lanes."""
         if not self.swap_lanes:
             return 0
-        largest = max(self.share(unit) for unit in self.units if unit.trainable and unit.place is Place.NVME)
+        largest = max(self.share(unit) for unit in self.units if unit.streamed)
         told = self.setup.swap_buffers * min(largest, SWAP_NUMEL)
-        return max(1, told // (SWAP_SLOTS * self.swap_lanes * PAGE_NUMEL)) * PAGE_NUMEL
+        lane = max(1, told // (SWAP_SLOTS * self.swap_lanes * PAGE_NUMEL)) * PAGE_NUMEL
+        return min(lane, align(largest, PAGE_NUMEL), self.param_buffer or lane)
+
+    @cached_property
+    def param_buffer(self) -> int:
+        """Elements of one of the pinned buffers that parameters in files come through: the largest unit's shard, or as much
+        of it as was told; 0 where there are none.
+        """
+        away = [unit for unit in self.units if unit.param_place is Place.NVME]
+        shards = [sum(align(flat.shard, PAGE_NUMEL) for flat in (u.trainable, u.frozen) if flat) for u in away]
+        return min(max(shards, default=0), self.setup.param_buffer_numel // PAGE_NUMEL * PAGE_NUMEL)
 
     def segments(self, unit: UnitLayout) -> SegmentTable:
         """The tables of a unit's share for optimizers that look at whole tensors."""
@@ -283,12 +314,13 @@ def plan_layout(shapes: Sequence[UnitShape], setup: RuntimeSetup) -> Layout:
     """Flats, shards and slots for `shapes`, which stand in the order of the forward."""
     units, turn = [], 0
     flats = [flat_of(shape, setup.ranks, trainable=True) for shape in shapes]
+    fixed = [flat_of(shape, setup.ranks, trainable=False) for shape in shapes]
     places = _optimizer_places([flat.used if flat else 0 for flat in flats], setup)
-    for shape, trainable, place in zip(shapes, flats, places, strict=True):
+    rests = _param_places([sum(flat.shard for flat in pair if flat) for pair in zip(flats, fixed, strict=True)], setup)
+    for shape, trainable, frozen, place, rest in zip(shapes, flats, fixed, places, rests, strict=True):
         slot = str(shape.kind)
         if shape.kind is UnitKind.BLOCK:
             slot, turn = f"ring.{turn % setup.block_slots}", turn + 1
-        frozen = flat_of(shape, setup.ranks, trainable=False)
         units.append(
             UnitLayout(
                 shape,
@@ -297,6 +329,7 @@ def plan_layout(shapes: Sequence[UnitShape], setup: RuntimeSetup) -> Layout:
                 slot if setup.shards_params and (trainable or frozen) else None,
                 slot if trainable and (setup.shards_grads or place is not Place.HBM) else None,
                 place,
+                rest,
             )
         )
     return Layout(setup, tuple(units))
@@ -310,6 +343,16 @@ def _optimizer_places(numels: Sequence[int], setup: RuntimeSetup) -> list[Place]
     for numel in numels:
         end += numel
         places.append(away if end > stays else Place.HBM)
+    return places
+
+
+def _param_places(numels: Sequence[int], setup: RuntimeSetup) -> list[Place]:
+    """Where each unit's shard of parameters rests; see Note [Offload]."""
+    away = {Device.NONE: Place.HBM, Device.CPU: Place.PINNED, Device.NVME: Place.NVME}[setup.offload_param]
+    places, end = [], 0
+    for numel in numels:
+        end += numel
+        places.append(Place.PINNED if away is Place.NVME and end <= setup.params_in_host else away)
     return places
 
 
@@ -337,12 +380,11 @@ def _param_rows(layout: Layout) -> list[OwnedBuffer]:
     setup, dtype = layout.setup, layout.setup.param_dtype
     size = "shard" if setup.shards_params else "full"
     own = Buffer.PARAM_SHARD if setup.stage >= 3 else Buffer.PARAM_FULL
-    place = Place.PINNED if setup.offloads_params else Place.HBM
     kinds = [(Buffer.PARAM_FROZEN, "frozen")]
     if not setup.casts_masters:
         kinds.insert(0, (own, "trainable"))
     rows = [
-        OwnedBuffer(buffer, unit.shape.name, getattr(getattr(unit, flat), size), dtype, place)
+        OwnedBuffer(buffer, unit.shape.name, getattr(getattr(unit, flat), size), dtype, unit.param_place)
         for buffer, flat in kinds
         for unit in layout.units
         if getattr(unit, flat)
@@ -388,5 +430,8 @@ def _exchange_rows(layout: Layout) -> list[OwnedBuffer]:
         rows += [OwnedBuffer(Buffer.STAGE_H2D, name, turns * numel, setup.param_dtype, Place.PINNED) for name, numel in away]
     if layout.swap_lanes:
         numel = SWAP_SLOTS * layout.swap_lanes * layout.swap_numel
-        rows.append(OwnedBuffer(Buffer.SWAP_BUFFER, "optimizer", numel, DType.FP32, Place.PINNED))
+        rows.append(OwnedBuffer(Buffer.SWAP_BUFFER, "optimizer", numel, layout.swap_dtype, Place.PINNED))
+    if layout.param_buffer:
+        numel = setup.param_buffers * layout.param_buffer
+        rows.append(OwnedBuffer(Buffer.SWAP_BUFFER, "parameters", numel, setup.param_dtype, Place.PINNED))
     return rows

@@ -26,7 +26,8 @@ class RuntimeSetup:
 
     `reduce_dtype` is that of the gradients' reduction (and of whole gradients, but for :attr:`wide_grad_dtype`),
     `accum_dtype` that of the reduced shard.
-    `optimizer` is a key of :data:`OPTIMIZER_STATES`.
+    `optimizer` is a key of :data:`OPTIMIZER_STATES`. `params_in_host` are the elements of parameters in files that stay in host
+    memory.
     """
 
     ranks: int = 1
@@ -41,6 +42,9 @@ class RuntimeSetup:
     offload_ratio: float = 1.0
     swap_buffers: int = 4
     offload_param: Device = Device.NONE
+    param_buffers: int = 5
+    param_buffer_numel: int = 100_000_000
+    params_in_host: int = 0
     delayed_update: bool = False
 
     def __post_init__(self) -> None:
@@ -80,9 +84,14 @@ class RuntimeSetup:
         return self.offload_param is not Device.NONE
 
     @property
+    def params_in_files(self) -> bool:
+        """Parameters rest in files, but for the first :attr:`params_in_host`."""
+        return self.offload_param is Device.NVME
+
+    @property
     def has_masters(self) -> bool:
-        """16-bit parameters have fp32 masters; fp32 parameters are their own."""
-        return self.param_dtype is not DType.FP32
+        """16-bit parameters have fp32 masters, and so have those in files; other fp32 parameters are their own."""
+        return self.param_dtype is not DType.FP32 or self.params_in_files
 
     @property
     def masters_apart(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.layout import PAGE_NUMEL
 from zeroplan.core.zero_config import Device, OffloadOptimizer, OffloadParam, ZeroConfig
 
 #: Checkpointed inputs of fewer bytes stay on the device: torch's allocator gives no tensor less than this.
@@ -26,11 +27,13 @@ def require_runnable(stage: int, optimizer: OffloadOptimizer, param: OffloadPara
         )
     if optimizer.buffer_count < 1:
         raise BadInput(f"buffer_count {optimizer.buffer_count} is not above 0", where="offload_optimizer")
-    if param.device is Device.NVME:
+    if param.device is Device.NVME and param.buffer_count < 1:
+        raise BadInput(f"buffer_count {param.buffer_count} is not above 0", where="offload_param")
+    if param.device is Device.NVME and param.buffer_size < PAGE_NUMEL:
         raise BadInput(
-            "this runtime keeps parameters in GPU or host memory",
+            f"buffer_size {param.buffer_size:,} holds no page of a file",
             where="offload_param",
-            remedy='use "cpu"',
+            remedy=f"use {PAGE_NUMEL:,} elements or more",
         )
     if param and (not optimizer or optimizer.ratio < 1.0):
         raise BadInput(

@@ -31,6 +31,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.errors import BadInput
 from zeroplan.core.layout_setup import OPTIMIZER_STATES
+from zeroplan_runtime.offload.host_files import UpdateStream
+from zeroplan_runtime.offload.param_files import ParamFiles
 from zeroplan_runtime.store import FlatState, Store, UnitState
 
 
@@ -60,38 +62,56 @@ def pieces(store: Store, *, loading: bool, optimizer: bool = True) -> Iterator[P
     To write, the parts of the ranks never overlap; to load, a rank that keeps something whole asks for the whole.
     """
     for unit in store.units:
-        if unit.trainable is not None and not (loading and is_in_files(unit)):
+        if unit.trainable is not None and not (loading and states_in_files(unit)):
             whole = not store.setup.shards_states
             for buffer in _kept(store, unit) if optimizer else (Buffer.PARAM_MASTER,):
                 held = _held(store, unit, buffer)
                 yield from _of_flat(store, unit, unit.trainable, _kind(buffer), held, whole=whole, loading=loading)
-        if unit.frozen is not None:
+        if unit.frozen is not None and not (loading and unit.in_files):
             whole = not store.setup.shards_params
             frozen = unit.frozen.full if whole else unit.frozen.shard
             held = Held(frozen.dtype, frozen)
+            if unit.in_files:
+                held = Held(frozen.dtype, read=partial(params_of(store).get, unit.name, Buffer.PARAM_FROZEN))
             yield from _of_flat(store, unit, unit.frozen, "param", held, whole=whole, loading=loading)
 
 
-def is_in_files(unit: UnitState) -> bool:
+def states_in_files(unit: UnitState) -> bool:
     """Whether a unit's optimizer is in files."""
-    return unit.layout.place is Place.NVME
+    return unit.trainable is not None and unit.layout.place is Place.NVME
+
+
+def params_of(store: Store) -> ParamFiles:
+    """The parameters in files, where there are any."""
+    assert store.swap is not None
+    assert store.swap.params is not None
+    return store.swap.params
+
+
+def update_of(store: Store) -> UpdateStream:
+    """The updates that stream through files, where there are any."""
+    assert store.swap is not None
+    assert store.swap.update is not None
+    return store.swap.update
 
 
 def pieces_in_files(store: Store, unit: UnitState, *, optimizer: bool) -> tuple[list[Piece], dict[Buffer, torch.Tensor]]:
     """What of a unit in files this rank needs to load, in new memory: the pieces, and the tensors that they lie in."""
-    assert unit.trainable is not None
-    assert store.files is not None
-    wanted = _kept(store, unit) if optimizer else [Buffer.PARAM_MASTER]
     made: list[Piece] = []
     tensors: dict[Buffer, torch.Tensor] = {}
-    for buffer in wanted:
-        if buffer in store.files.buffers:
-            tensors[buffer] = torch.zeros(store.layout.share(unit.layout))
-            held = Held(torch.float32, tensors[buffer])
-        else:
-            held = _held(store, unit, buffer)
-        whole = not store.setup.shards_states
-        made += _of_flat(store, unit, unit.trainable, _kind(buffer), held, whole=whole, loading=True)
+    if states_in_files(unit):
+        assert unit.trainable is not None
+        for buffer in _kept(store, unit) if optimizer else [Buffer.PARAM_MASTER]:
+            if buffer in update_of(store).buffers:
+                tensors[buffer] = torch.zeros(store.layout.share(unit.layout))
+                held = Held(torch.float32, tensors[buffer])
+            else:
+                held = _held(store, unit, buffer)
+            whole = not store.setup.shards_states
+            made += _of_flat(store, unit, unit.trainable, _kind(buffer), held, whole=whole, loading=True)
+    if unit.frozen is not None and unit.in_files:
+        tensor = tensors[Buffer.PARAM_FROZEN] = torch.zeros(unit.frozen.layout.shard, dtype=unit.frozen.shard.dtype)
+        made += _of_flat(store, unit, unit.frozen, "param", Held(tensor.dtype, tensor), whole=False, loading=True)
     return made, tensors
 
 
@@ -124,8 +144,7 @@ def _held(store: Store, unit: UnitState, buffer: Buffer) -> Held:
     tensor = unit.master if buffer is Buffer.PARAM_MASTER else unit.states.get(buffer)
     if tensor is not None:
         return Held(tensor.dtype, tensor)
-    assert store.files is not None
-    return Held(torch.float32, read=partial(store.files.get, unit.name, buffer))
+    return Held(torch.float32, read=partial(update_of(store).get, unit.name, buffer))
 
 
 def _of_flat(

@@ -24,9 +24,11 @@ from zeroplan_runtime.checkpoint.pieces import (
     SafeReader,
     SavePieces,
     check,
-    is_in_files,
+    params_of,
     pieces,
     pieces_in_files,
+    states_in_files,
+    update_of,
 )
 from zeroplan_runtime.checkpoint.writer import PieceWriter
 from zeroplan_runtime.store import UnitState
@@ -128,7 +130,7 @@ def load_checkpoint(
     check(engine.store, SafeReader(path).read_metadata(), optimizer=optimizer)
     _read(engine, path, wanted)
     for unit in engine.store.units:
-        if unit.trainable is not None and is_in_files(unit):
+        if unit.in_files or states_in_files(unit):
             _read_into_files(engine, path, unit, optimizer=optimizer)
     _refresh(engine)
     if not load_module_only:
@@ -161,15 +163,21 @@ def _read(engine: Engine, path: Path, wanted: list[Piece]) -> None:
 @torch.no_grad()
 def _read_into_files(engine: Engine, path: Path, unit: UnitState, *, optimizer: bool) -> None:
     """One unit at a time, so that what is in files need not fit into host memory."""
-    files = engine.store.files
-    assert files is not None
-    assert unit.trainable is not None
     wanted, tensors = pieces_in_files(engine.store, unit, optimizer=optimizer)
-    _read(engine, path, wanted)
+    if states_in_files(unit) or unit.frozen is not None:  # on every rank or on none
+        _read(engine, path, wanted)
     for buffer, tensor in tensors.items():
-        files.put(unit.name, buffer, tensor)
-    if Buffer.PARAM_MASTER in tensors:
-        unit.trainable.shard.copy_(tensors[Buffer.PARAM_MASTER])
+        if buffer is Buffer.PARAM_FROZEN:
+            params_of(engine.store).put(unit.name, buffer, tensor)
+        else:
+            update_of(engine.store).put(unit.name, buffer, tensor)
+    master = tensors.get(Buffer.PARAM_MASTER, unit.master)
+    if unit.trainable is None or master is None:
+        return
+    if unit.in_files:
+        params_of(engine.store).put(unit.name, Buffer.PARAM_SHARD, master)
+    else:
+        unit.trainable.shard.copy_(master)
 
 
 @contextmanager
@@ -212,7 +220,7 @@ def _refresh(engine: Engine) -> None:
     for unit in engine.store.units:
         if unit.copy is not None and unit.master is not None:
             unit.copy.copy_(unit.master)
-        elif unit.master is not None and unit.trainable is not None and unit.layout.offloaded:
+        elif unit.master is not None and unit.trainable is not None and unit.layout.offloaded and not unit.in_files:
             unit.trainable.shard.copy_(unit.master)
         unit.param_slot.holder = unit if not engine.store.setup.shards_params else None
         engine.schedule.updated(unit)

@@ -32,13 +32,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zeroplan.core.buffers import Place
 from zeroplan_runtime import kernels
 from zeroplan_runtime.comm import Lane, Mark
 from zeroplan_runtime.offload.host_worker import Ticket, Worker
 
 if TYPE_CHECKING:
-    from zeroplan_runtime.offload.host_files import StateFiles
+    from zeroplan_runtime.offload.host_files import UpdateStream
     from zeroplan_runtime.optim.step import Segment
     from zeroplan_runtime.store import SumSlot, UnitState
 
@@ -75,9 +74,9 @@ class HostUnit:
     updated: Exchange | None = None
 
     @property
-    def in_files(self) -> bool:
-        """Whether masters and states are in files."""
-        return self.unit.layout.place is Place.NVME
+    def streamed(self) -> bool:
+        """Whether the update streams through files."""
+        return self.unit.layout.streamed
 
     @property
     def pending(self) -> bool:
@@ -122,7 +121,7 @@ class HostOptimizer:
     direct: bool
     sum_slot: Callable[[UnitState], SumSlot]
     delayed_from: int = 0
-    files: StateFiles | None = None
+    files: UpdateStream | None = None
     early: Callable[[], Order] | None = None  # set where updates may begin in the backward
     down: Lane = field(init=False)
     up: Lane = field(init=False)
@@ -212,7 +211,7 @@ class HostOptimizer:
         if host.updated is not None:
             host.begun = True
             self._send_delayed(host, host.present.landed)
-        elif self.early is not None and not host.in_files:
+        elif self.early is not None and not host.streamed:
             host.begun = True
             self._order(host, self.early(), send=True)
 
@@ -229,7 +228,7 @@ class HostOptimizer:
             mark.wait(self.up)
         delayed = 0 < self.delayed_from <= order.number
         for host in self.units:
-            if self.early is None and not host.in_files:
+            if self.early is None and not host.streamed:
                 self._order(host, order, send=not delayed)
             host.begun = host.summed = False
             host.turn = (host.turn + 1) % len(host.exchanges)
@@ -271,9 +270,10 @@ class HostOptimizer:
         else:
             host.updated = place
 
-    def _order_files(self, files: StateFiles, order: Order) -> None:
-        """One pass over the file updates all units in it, one after another."""
-        wanted = [(host, Ticket(self.worker)) for host in self.units if host.in_files]
+    def _order_files(self, files: UpdateStream, order: Order) -> None:
+        """One pass over the files updates all units in them, one after another."""
+        wanted = [(host, Ticket(self.worker)) for host in self.units if host.streamed]
+        files.hold(host.unit.name for host, _ in wanted)
 
         def send(host: HostUnit, place: Exchange) -> None:
             self._send(host.unit, place)
@@ -322,7 +322,5 @@ class HostOptimizer:
         self._reading = False
 
     def close(self) -> None:
-        """Ends the thread, and removes files."""
+        """Ends the thread."""
         self.worker.close()
-        if self.files is not None:
-            self.files.close()

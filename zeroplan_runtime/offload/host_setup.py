@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 
-from zeroplan.core.buffers import Buffer
+from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.offload_rules import require_offloadable
 from zeroplan_runtime.arena import DTYPES
 from zeroplan_runtime.comm import Mark
-from zeroplan_runtime.offload.host import Exchange, HostOptimizer, HostUnit
-from zeroplan_runtime.offload.host_files import StateFiles
+from zeroplan_runtime.offload.host import Exchange, HostOptimizer, HostUnit, Update
 from zeroplan_runtime.offload.host_worker import Worker, host_threads
 from zeroplan_runtime.offload.settings import Offload
-from zeroplan_runtime.optim.step import Stepper
+from zeroplan_runtime.offload.swap import Swap
+from zeroplan_runtime.optim.step import Segment, Stepper
 from zeroplan_runtime.store import Store, UnitState
 
 
@@ -33,34 +35,40 @@ def offload_optimizer(stepper: Stepper, settings: Offload) -> HostOptimizer | No
             unit.host = HostUnit(unit, _exchanges(unit, store, stepper))
     host = HostOptimizer(
         units=[unit.host for unit in store.units if unit.host is not None],
-        update=stepper.update,
+        update=_with_copies(stepper.update),
         worker=Worker(store.arena.device, host_threads(settings.optimizer.cpuadam_cores_perc)),
         device=store.arena.device,
         direct=not store.layout.sum_slots,
         sum_slot=store.sum_slot,
         delayed_from=settings.delayed_from,
-        files=store.files,
+        files=store.swap.update if store.swap is not None else None,
     )
     stepper.offload(host)
     stepper.schedule.host = host
     return host
 
 
-def state_files(settings: Offload) -> Callable[[Store], StateFiles]:
+def swap_files(settings: Offload) -> Callable[[Store], Swap]:
     """Makes a store's files, where the layout says that there are any."""
 
-    def make(store: Store) -> StateFiles:
-        assert settings.optimizer.nvme_path is not None
-        return StateFiles(
-            store.layout,
-            store.host_tensors[Buffer.SWAP_BUFFER, "optimizer"],
-            nvme_path=settings.optimizer.nvme_path,
-            rank=store.ranks.rank,
-            aio=settings.aio,
-            allow_memory=settings.in_memory,
-        )
+    def make(store: Store) -> Swap:
+        rings = {unit: tensor for (buffer, unit), tensor in store.host_tensors.items() if buffer is Buffer.SWAP_BUFFER}
+        return Swap(store.layout, settings, rings, rank=store.ranks.rank, device=store.arena.device)
 
     return make
+
+
+def _with_copies(update: Update) -> Update:
+    """The update, which refreshes fp32 parameters beside their masters, too; its kernels write 16 bits."""
+
+    def both(segment: Segment, hyper: dict[str, Any], number: int, scalars: torch.Tensor | None) -> None:
+        if segment.param is None or segment.param.dtype is not torch.float32:
+            update(segment, hyper, number, scalars)
+        else:
+            update(replace(segment, param=None), hyper, number, scalars)
+            segment.param.copy_(segment.master)
+
+    return both
 
 
 def _exchanges(unit: UnitState, store: Store, stepper: Stepper) -> tuple[Exchange, ...]:
@@ -73,7 +81,8 @@ def _exchanges(unit: UnitState, store: Store, stepper: Stepper) -> tuple[Exchang
         out: torch.Tensor | None
         goes_up: torch.Tensor | None
         if setup.offloads_params:
-            out, goes_up = unit.trainable.shard if setup.has_masters else None, None
+            in_memory = unit.layout.param_place is Place.PINNED
+            out, goes_up = unit.trainable.shard if setup.has_masters and in_memory else None, None
         elif not setup.has_masters:
             out, goes_up = None, unit.master  # None if in files
         elif setup.sends_apart:

@@ -14,7 +14,7 @@ from zeroplan_runtime.offload.probe import ALLOW_MEMORY_KEY
 #: Keys of DeepSpeed's that choose between its own ways and change nothing here.
 WITHOUT_EFFECT = {
     "offload_optimizer": ("pin_memory", "pipeline_read", "pipeline_write", "fast_init"),
-    "offload_param": ("pin_memory", "max_in_cpu"),
+    "offload_param": ("pin_memory",),
     "activation_checkpointing": (
         "partition_activations",
         "contiguous_memory_optimization",
@@ -23,6 +23,8 @@ WITHOUT_EFFECT = {
         "profile",
     ),
 }
+#: Keys for what is in files, which change nothing elsewhere.
+FOR_FILES = {"offload_param": ("buffer_count", "buffer_size", "max_in_cpu")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,8 @@ def _read(kind: type[Any], holder: Mapping[str, Any], key: str, prefix: str, ign
             continue
         given[name] = _value(value, known[name], f"{where}.{name}")
     without = WITHOUT_EFFECT.get(key, ())
+    if given.get("device") is not Device.NVME:
+        without += FOR_FILES.get(key, ())
     ignored += [f"{where}.{name}" for name in given if name in without]
     return kind(**given)
 

@@ -101,6 +101,9 @@ Group = Sequence[Part]
 #: uses the tensors (a copy to the GPU); it is called before they are written or overwritten, one group later if slots allow.
 Work = Callable[[int, tuple[torch.Tensor, ...]], Callable[[], None] | None]
 
+#: Called with a group's index and its writes (None for a part without) when they have been queued.
+Queued = Callable[[int, Sequence[Transfer | None]], None]
+
 
 @dataclass(slots=True)
 class StreamTimes:
@@ -124,6 +127,7 @@ class Streamer:
         self._reads: dict[int, list[Transfer]] = {}
         self._writes: dict[int, list[Transfer | None]] = {}
         self._times = StreamTimes()
+        self._queued: Queued | None = None
 
     def prefetch(self, groups: Sequence[Group]) -> None:
         """Begins to read the first groups of a pass, which the next :meth:`run` must be given."""
@@ -144,8 +148,8 @@ class Streamer:
             self.abandon()
             raise
 
-    def run(self, groups: Sequence[Group], work: Work) -> StreamTimes:
-        """Reads every group, hands it to `work`, writes it back; returns when all is written.
+    def run(self, groups: Sequence[Group], work: Work, queued: Queued | None = None) -> StreamTimes:
+        """Reads every group, hands it to `work`, writes it back (and tells `queued`); returns when all is written.
 
         Raises:
             DiskFault: when a transfer failed or a block is not what was written. Nothing is under way any more then.
@@ -154,6 +158,7 @@ class Streamer:
             self.prefetch(groups)
         elif self._groups is not groups:
             raise ValueError("expected the groups that were prefetched")
+        self._queued = queued
         late: deque[tuple[int, Callable[[], None] | None]] = deque()
         keep = min(1, self.plan.slots - 1)
         try:
@@ -221,6 +226,8 @@ class Streamer:
                 size = -(-part.bytes // PAGE) * PAGE
                 begun[i] = part.file.write(part.block, lane[:size])
                 self._times.written_bytes += size
+        if self._queued is not None:
+            self._queued(index, begun)
         assert self._groups is not None
         if index + self.plan.slots < len(self._groups):
             self._read(index + self.plan.slots, begun)

@@ -59,6 +59,9 @@ def setup_of(workload: Workload, zero: ZeroConfig, *, ranks: int, knobs: Knobs) 
         offload_ratio=zero.offload_optimizer.ratio,
         swap_buffers=zero.offload_optimizer.buffer_count,
         offload_param=zero.offload_param.device,
+        param_buffers=zero.offload_param.buffer_count,
+        param_buffer_numel=zero.offload_param.buffer_size,
+        params_in_host=zero.offload_param.max_in_cpu,
         delayed_update=knobs.delayed_update > 0,
     )
 

@@ -1,0 +1,86 @@
+"""A rank's swap files: their folders, the engine that moves them, and what streams through them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from zeroplan.core.buffers import Place
+from zeroplan.core.layout import Layout
+from zeroplan_runtime.offload.files import SwapFile
+from zeroplan_runtime.offload.files_folder import SwapFolder
+from zeroplan_runtime.offload.host_files import UpdateStream, states_in_files
+from zeroplan_runtime.offload.io import IoEngine
+from zeroplan_runtime.offload.param_files import ParamFiles
+from zeroplan_runtime.offload.runs import blocks, runs_of_params, runs_of_update
+from zeroplan_runtime.offload.settings import Offload
+
+_count = itertools.count()
+_FP32_BYTES = 4
+
+
+class Swap:
+    """What of a rank is in files: `update` streams what the optimizer has there, `params` are the parameters.
+
+    Args:
+        layout: which units, how long, how cut.
+        settings: where the files go.
+        buffers: the pinned memory of the layout's rows named ``swap.buffer``, by their units.
+        rank: this process's rank.
+        device: where parameters go.
+
+    Raises:
+        BadInput: when a folder is unfit or has no room. Nothing is left behind then.
+    """
+
+    def __init__(
+        self, layout: Layout, settings: Offload, buffers: Mapping[str, torch.Tensor], *, rank: int, device: torch.device
+    ) -> None:
+        self.engine = IoEngine(settings.aio)
+        self.folders: dict[str, SwapFolder] = {}
+        self.update: UpdateStream | None = None
+        self.params: ParamFiles | None = None
+        self._settings, self._rank = settings, rank
+        self._job = f"{os.getpid()}-{next(_count)}"
+        try:
+            if layout.param_buffer:
+                file = self._params_file(layout, buffers["parameters"].dtype)
+                self.params = ParamFiles(layout, buffers["parameters"], file, device)
+            if layout.swap_lanes:
+                states = self._states_file(layout) if layout.states_in_files else None
+                self.update = UpdateStream(layout, buffers["optimizer"], states, self.params)
+        except BaseException:
+            self.close()
+            raise
+
+    def _states_file(self, layout: Layout) -> SwapFile:
+        runs = runs_of_update(layout)
+        inside = [unit.shape.name for unit in layout.units if unit.trainable is not None and unit.place is Place.NVME]
+        pairs = [(buffer, run) for name in inside for run in runs[name] for buffer in states_in_files(layout)]
+        return self._folder(self._settings.optimizer.nvme_path).file("states", blocks(pairs, _FP32_BYTES))
+
+    def _params_file(self, layout: Layout, dtype: torch.dtype) -> SwapFile:
+        runs = [pair for pairs in runs_of_params(layout).values() for pair in pairs]
+        return self._folder(self._settings.param.nvme_path).file("params", blocks(runs, dtype.itemsize))
+
+    def _folder(self, path: str | None) -> SwapFolder:
+        assert path is not None
+        real = os.path.realpath(path)
+        if real not in self.folders:
+            allow = self._settings.in_memory
+            self.folders[real] = SwapFolder(Path(path), self._job, self._rank, self.engine, allow_memory=allow)
+        return self.folders[real]
+
+    def close(self) -> None:
+        """Finishes what is under way and removes the files. No update may be."""
+        if self.update is not None:
+            self.update.forget()
+        if self.params is not None:
+            self.params.forget()
+        for folder in self.folders.values():
+            folder.close()
+        self.engine.close()

@@ -1,0 +1,58 @@
+"""The order in which units are needed, as it has been seen: what to gather next, and what to read ahead from files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice, pairwise
+
+from zeroplan_runtime.offload.param_files import Want
+from zeroplan_runtime.store import Slot, UnitState
+
+
+class Path:
+    """`after` is the unit that followed each one in the last forward, `before` the one that followed it in the last backward.
+    They begin with the order of definition.
+    """
+
+    def __init__(self, units: Sequence[UnitState]) -> None:
+        self.units = units
+        self.after = dict(pairwise(units))
+        self.before = {later: earlier for earlier, later in pairwise(unit for unit in units if not unit.is_root)}
+
+    def reads(self, unit: UnitState, slots: Iterable[Slot], *, backward: bool, learning: bool) -> Iterator[Want]:
+        """The units in files that will be brought into their slots from `unit` on, as far as can be told.
+
+        Args:
+            unit: the first, whether it is brought or lies in its slot.
+            slots: what holds which unit now.
+            backward: the backward has begun.
+            learning: a backward follows this forward.
+        """
+        held = {slot.name: (slot.holder, slot.fresh) for slot in slots}
+        for upcoming in self._ahead(unit, backward=backward, learning=learning):
+            slot = upcoming.param_slot.name
+            holder, fresh = held[slot]
+            if upcoming.in_files and not (holder is upcoming and fresh):
+                yield Want(upcoming.name, frozen=upcoming.frozen is not None and holder is not upcoming)
+            held[slot] = (upcoming, True)
+
+    def _ahead(self, unit: UnitState, *, backward: bool, learning: bool) -> Iterator[UnitState]:
+        """The units in the order in which they will be needed. What follows a backward is not known: an update may."""
+        most = len(self.units)
+        turn = unit
+        if not backward:
+            for turn in islice(_chain(unit, self.after), most):
+                yield turn
+            if not learning:
+                yield from islice(_chain(self.units[0], self.after), most)
+                return
+        else:
+            yield unit
+        back = islice(_chain(self.before.get(turn), self.before), most)
+        yield from (one for one in back if one.gathers_in_backward)
+
+
+def _chain(unit: UnitState | None, following: Mapping[UnitState, UnitState]) -> Iterator[UnitState]:
+    while unit is not None:
+        yield unit
+        unit = following.get(unit)

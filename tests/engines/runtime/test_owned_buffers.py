@@ -6,6 +6,7 @@ The model has odd sizes throughout; the plan starts from its spec, the measureme
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from tests.runtime.train import ADAMW, ds_config, train_all
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.layout import runtime_buffers
 from zeroplan.core.workload import DType, Precision, Workload
-from zeroplan.core.zero_config import Device, OffloadOptimizer, ZeroConfig
+from zeroplan.core.zero_config import Device, OffloadOptimizer, OffloadParam, ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.runtime.engine import Runtime
 from zeroplan.engines.runtime.lines import OWNED
@@ -44,7 +45,8 @@ def plan_rows(config: dict[str, Any], model: dict[str, Any], ranks: int) -> tupl
         ratio=section.get("offload_optimizer", {}).get("ratio", 1.0),
         nvme_path=section.get("offload_optimizer", {}).get("nvme_path"),
     )
-    param = section.get("offload_param", {}).get("device", "none")
+    said = section.get("offload_param", {})
+    param = OffloadParam(**{**said, "device": Device(said.get("device", "none"))})
     zero = ZeroConfig.of(section["stage"], optimizer, param, grad_accum_dtype=DType(accum) if accum else None)
     workload = Workload(
         micro_batch=models.BATCH,
@@ -109,6 +111,25 @@ def test_offload(pool: RankPool, ranks: int) -> None:
     results = pool.run(ranks, train_all, [(config, {"tied": True}) for config in configs], 2)
     for index, config in enumerate(configs):
         hold(config, {"tied": True}, ranks, [rank[index] for rank in results])
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_files(pool: RankPool, tmp_path: Path, ranks: int) -> None:
+    def in_files(optimizer: str, dtype: str, kind: str = "AdamW", **keys: Any) -> dict[str, Any]:
+        config = ds_config(3, dtype, optimizer={"type": kind, "params": {"lr": 1e-3}}, zeroplan={"nvme_in_memory": True})
+        disk = {"device": "nvme", "nvme_path": str(tmp_path)}
+        states = disk if optimizer == "nvme" else {"device": optimizer}
+        section = {"stage": 3, "offload_optimizer": states, "offload_param": {**disk, "max_in_cpu": 0, **keys}}
+        return {**config, "zero_optimization": section}
+
+    configs = [in_files(optimizer, dtype) for optimizer in ("cpu", "nvme") for dtype in ("bf16", "fp32")]
+    configs += [in_files("nvme", "bf16", buffer_size=4096, buffer_count=2), in_files("cpu", "bf16", max_in_cpu=4000)]
+    configs += [in_files("nvme", "bf16", "SGD", max_in_cpu=4000)]
+    results = pool.run(ranks, train_all, [(config, {"tied": True}) for config in configs], 2)
+    for index, config in enumerate(configs):
+        hold(config, {"tied": True}, ranks, [rank[index] for rank in results])
+    places = {row["place"] for row in results[0][5]["rows"] if row["buffer"] == "param.shard"}
+    assert places == {"pinned", "nvme"}
 
 
 def test_other_optimizers_rings_and_accumulation(pool: RankPool) -> None:

@@ -37,7 +37,9 @@ OPTIONS = (
     (3, "cpu", "none"),
     (3, "cpu", "cpu"),
     (3, "nvme", "none"),
+    (3, "cpu", "nvme"),
     (3, "nvme", "cpu"),
+    (3, "nvme", "nvme"),
 )
 
 #: The runtime's memory model; it changes when `zeroplan.core.layout` does.
@@ -45,7 +47,7 @@ VERSION = "0.1.0"
 
 
 class Runtime:
-    """`zeroplan_runtime`, stages 0 to 3, with optimizer and parameters on the GPU, the host or (the optimizer's) in files."""
+    """`zeroplan_runtime`, stages 0 to 3, with optimizer and parameters on the GPU, on the host or in files."""
 
     name = "zeroplan"
     version = VERSION

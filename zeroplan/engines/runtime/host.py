@@ -7,7 +7,7 @@ Note [Passing through]
     A checkpoint is written piece by piece, a piece being what a rank owns of one parameter or of one of its states: each is
     copied to a tensor of its own and gone before the next (zeroplan_runtime/checkpoint/writer.py). It is read the same way,
     but there the next piece is in memory before the last is dropped (torch/distributed/checkpoint/filesystem.py, read_data);
-    a unit's states that go to a file are put together in memory first.
+    a unit's states and frozen parameters that go to files are put together in memory first.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ def checkpoint_phases(
     written = max((size for _, sizes in (*in_memory, *in_files) for size in sizes), default=0)
     read = _two([size for _, sizes in in_memory for size in sizes])
     for unit, sizes in in_files:
-        whole = _FP32_BYTES * layout.share(unit) * len(_streamed(layout))
-        read = max(read, whole + _two(sizes))
+        whole = _FP32_BYTES * layout.share(unit) * len(_streamed(layout)) if _states_in_file(unit) else 0
+        frozen = unit.frozen.shard if unit.frozen and unit.param_place is Place.NVME else 0
+        read = max(read, whole + layout.setup.param_dtype.bytes * frozen + _two(sizes))
     return (
         CheckpointPhase(Phase.SAVE, after_step, held[Phase.STEP] + written),
         CheckpointPhase(Phase.RESUME, after_init, held[Phase.INIT] + read),
@@ -78,6 +79,10 @@ def _kept(layout: Layout) -> dict[tuple[Buffer, Place], int]:
         if row.stands and row.place in (Place.PINNED, Place.DRAM):
             found[row.buffer, row.place] = found.get((row.buffer, row.place), 0) + row.bytes
     return found
+
+
+def _states_in_file(unit: UnitLayout) -> bool:
+    return unit.trainable is not None and unit.place is Place.NVME
 
 
 def _master_in_file(layout: Layout, unit: UnitLayout) -> bool:
@@ -100,12 +105,22 @@ def _pieces(layout: Layout) -> tuple[list[_Pieces], list[_Pieces]]:
     in_memory: list[_Pieces] = []
     in_files: list[_Pieces] = []
     for unit in layout.units:
+        inside: list[int] = []
         if unit.trainable:
-            sizes = [_FP32_BYTES * numel for numel in _largest_overlaps(unit.trainable)]
-            (in_files if unit.place is Place.NVME else in_memory).append((unit, sizes * kinds))
+            sizes = kinds * [_FP32_BYTES * numel for numel in _largest_overlaps(unit.trainable)]
+            if _states_in_file(unit):
+                inside += sizes
+            else:
+                in_memory.append((unit, sizes))
         if unit.frozen:
             width = layout.setup.param_dtype.bytes
-            in_memory.append((unit, [width * numel for numel in _largest_overlaps(unit.frozen)]))
+            sizes = [width * numel for numel in _largest_overlaps(unit.frozen)]
+            if unit.param_place is Place.NVME:
+                inside += sizes
+            else:
+                in_memory.append((unit, sizes))
+        if inside:
+            in_files.append((unit, inside))
     return in_memory, in_files
 
 

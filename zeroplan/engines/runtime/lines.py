@@ -24,6 +24,9 @@ GLOSSARY = {
     "ranks": "data-parallel ranks",
     "params_kept": "elements of trained parameters that this rank keeps beside masters: whole flats, at stage 3 shards or none",
     "frozen_kept": "the same of parameters without gradient",
+    "params_in_files": "the same of trained parameters that rest in a file, beyond those that max_in_cpu keeps in host memory",
+    "frozen_in_files": "the same of parameters without gradient there",
+    "params_swapped": "elements of the pinned buffers between that file and the GPU: buffer_count of up to buffer_size",
     "params_gathered": "elements of the slots that gathered units share: two blocks, the widest layer, the root",
     "grads_kept": "elements of gradients that this rank keeps: whole flats, from stage 2 on its shards of them",
     "grads_in_ring": "elements of the slots in which blocks' whole gradients wait for their reduction",
@@ -48,6 +51,7 @@ GLOSSARY = {
     "exchange_bytes": "bytes of one element of a gradient on the host",
     "reduce_bytes": "bytes of one element of a gradient as it is reduced",
     "slot_bytes": "bytes of one element of a gradient in the slot of an embedding, head or the root",
+    "swap_bytes": "bytes of one element between files and the update: a master's, or, where no states are there, a parameter's",
     "master_bytes": "bytes of one master, moment, scalar or word",
     "cublas_workspace": "bytes of one cuBLAS workspace on this GPU",
 }
@@ -61,6 +65,9 @@ class Facts:
     stage: int
     params_kept: int
     frozen_kept: int
+    params_in_files: int
+    frozen_in_files: int
+    params_swapped: int
     params_gathered: int
     grads_kept: int
     grads_in_ring: int
@@ -85,6 +92,7 @@ class Facts:
     reduce_bytes: int
     exchange_bytes: int
     slot_bytes: int
+    swap_bytes: int
     master_bytes: int
     cublas_workspace: int
     masters: bool
@@ -102,6 +110,8 @@ def facts(layout: Layout, *, cublas_workspace: int, inputs: LeavingInputs = _NO_
     kept = [unit for unit in layout.units if not unit.offloaded]
     ring = {unit.grad_slot for unit in layout.units if unit.shape.kind is UnitKind.BLOCK}
     here = [row for row in rows if row.place is Place.HBM]
+    in_memory = [row for row in rows if row.place is not Place.NVME]
+    in_files = [row for row in rows if row.place is Place.NVME]
     masters = _count(here, Buffer.PARAM_MASTER)
     stepping = [
         (unit, getattr(unit.trainable, "shard" if setup.shards_states else "full")) for unit in layout.units if unit.trainable
@@ -112,8 +122,11 @@ def facts(layout: Layout, *, cublas_workspace: int, inputs: LeavingInputs = _NO_
     return Facts(
         ranks=setup.ranks,
         stage=setup.stage,
-        params_kept=_count(rows, own_param),
-        frozen_kept=_count(rows, Buffer.PARAM_FROZEN),
+        params_kept=_count(in_memory, own_param),
+        frozen_kept=_count(in_memory, Buffer.PARAM_FROZEN),
+        params_in_files=_count(in_files, own_param),
+        frozen_in_files=_count(in_files, Buffer.PARAM_FROZEN),
+        params_swapped=setup.param_buffers * layout.param_buffer,
         params_gathered=sum(layout.param_slots.values()),
         grads_kept=sum((u.trainable.shard if setup.shards_grads else u.trainable.full) for u in kept if u.trainable),
         grads_in_ring=sum(numel for slot, numel in layout.grad_slots.items() if slot in ring),
@@ -125,7 +138,7 @@ def facts(layout: Layout, *, cublas_workspace: int, inputs: LeavingInputs = _NO_
         exchanges=2 if setup.delayed_update else 1,
         sent_apart=_count(rows, Buffer.STAGE_H2D),
         summed=_count(here, Buffer.STAGE_D2H),
-        swapped=_count(rows, Buffer.SWAP_BUFFER),
+        swapped=_count([row for row in rows if row.unit == "optimizer"], Buffer.SWAP_BUFFER),
         largest_param=max((p.numel for unit in layout.units for p in unit.shape.params), default=0),
         step_scalars=_count(rows, Buffer.OPTIM_NORM),
         inputs_away=inputs.count,
@@ -138,6 +151,7 @@ def facts(layout: Layout, *, cublas_workspace: int, inputs: LeavingInputs = _NO_
         exchange_bytes=setup.accum_dtype.bytes,
         reduce_bytes=setup.reduce_dtype.bytes,
         slot_bytes=setup.wide_grad_dtype.bytes,
+        swap_bytes=layout.swap_dtype.bytes,
         master_bytes=_FP32_BYTES,
         cublas_workspace=cublas_workspace,
         masters=bool(masters),
@@ -170,6 +184,18 @@ def param_shard(c: Facts) -> int:
 def param_frozen(c: Facts) -> int:
     """Parameters without gradient, in flats of their own."""
     return c.frozen_kept * c.param_bytes
+
+
+@_add(Buffer.PARAM_SHARD, Place.NVME, ALWAYS, state=True)
+def param_files(c: Facts) -> int:
+    """This rank's shard of trained parameters in a file, which the update writes and every gather reads."""
+    return c.params_in_files * c.param_bytes
+
+
+@_add(Buffer.PARAM_FROZEN, Place.NVME, ALWAYS, state=True)
+def frozen_files(c: Facts) -> int:
+    """The same of parameters without gradient."""
+    return c.frozen_in_files * c.param_bytes
 
 
 @_add(Buffer.PARAM_FULL, Place.HBM, ALWAYS)
@@ -276,8 +302,14 @@ def momentum_away(c: Facts) -> int:
 
 @_add(Buffer.SWAP_BUFFER, Place.PINNED, ALWAYS)
 def swap_ring(c: Facts) -> int:
-    """Pinned buffers that states in files stream through: read ahead, updated, written behind."""
-    return c.swapped * c.master_bytes
+    """Pinned buffers that the update streams through: states read ahead, updated, written behind; parameters written."""
+    return c.swapped * c.swap_bytes
+
+
+@_add(Buffer.SWAP_BUFFER, Place.PINNED, ALWAYS)
+def param_ring(c: Facts) -> int:
+    """Pinned buffers through which parameters in files come to the GPU, read ahead."""
+    return c.params_swapped * c.param_bytes
 
 
 @_add(Buffer.ACTIVATION_CHECKPOINT, Place.PINNED, FROM_FIRST_STEP)

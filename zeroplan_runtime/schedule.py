@@ -118,7 +118,8 @@ class Schedule:
         if self._backward:
             return
         self._release(unit)
-        self._gather_late(self._path.after.get(unit))
+        if not unit.is_root:  # whose forward ends last
+            self._gather_late(self._path.after.get(unit))
         if self._slots_due and unit.layout.shape.kind is not UnitKind.WIDE:
             self.give_slots()
         if torch.is_grad_enabled():

@@ -167,7 +167,7 @@ class Store:
         setup: Setup,
         ranks: Ranks,
         arena: Arena,
-        swap: Callable[[Store], Swap] | None = None,
+        swap: Callable[[Store], Swap | None] | None = None,
     ) -> None:
         self.setup, self.ranks, self.arena = setup, ranks, arena
         self.layout: Layout = plan_layout([unit.shape for unit in units], setup)
@@ -187,8 +187,7 @@ class Store:
                 state.grad_slot = self.grad_slots[state.layout.grad_slot]
             if not state.layout.offloaded:
                 state.grad_lease = leases.get((setup.kept_grad, state.name))
-        streams = self.layout.swap_lanes or self.layout.param_buffer
-        self.swap = swap(self) if swap is not None and streams else None
+        self.swap = swap(self) if swap is not None else None
         for state in self.units:
             self._fill(state)
 

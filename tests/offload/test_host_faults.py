@@ -24,7 +24,8 @@ from tests.runtime import models
 from tests.runtime.train import ds_config
 folder, mode = sys.argv[1:]
 config = ds_config(3, "bf16", zeroplan={{"nvme_in_memory": True}})
-config["zero_optimization"]["offload_optimizer"] = {{"device": "nvme", "nvme_path": folder}}
+disk = {{"device": "nvme", "nvme_path": folder}}
+config["zero_optimization"] |= {{"offload_optimizer": disk, "offload_param": {{**disk, "max_in_cpu": 0}}}}
 engine, *_ = zeroplan_runtime.initialize(model=models.make(), config=config, device="cpu")
 if mode == "resume":
     print("removed", sum(len(folder.removed) for folder in engine.store.swap.folders.values()))

@@ -149,6 +149,8 @@ class SwapFile:
         try:
             checksum = self.engine.wait(transfer.ticket)
         except DiskFault as fault:
+            if transfer.of is not None and fault.errno == errno.ECANCELED:
+                self.finish(transfer.of)  # it is that write's fault
             raise DiskFault(fault.errno, f"block {transfer.block!r}: {fault.strerror}") from fault
         if transfer.ticket.writes:
             self._blocks[transfer.block].checksum = checksum

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,8 @@ from zeroplan_runtime.offload.settings import Offload
 from zeroplan_runtime.offload.swap import Swap
 from zeroplan_runtime.optim.step import Segment, Stepper
 from zeroplan_runtime.store import Store, UnitState
+
+logger = logging.getLogger("zeroplan_runtime")
 
 
 def offload_optimizer(stepper: Stepper, settings: Offload) -> HostOptimizer | None:
@@ -48,12 +51,17 @@ def offload_optimizer(stepper: Stepper, settings: Offload) -> HostOptimizer | No
     return host
 
 
-def swap_files(settings: Offload) -> Callable[[Store], Swap]:
+def swap_files(settings: Offload) -> Callable[[Store], Swap | None]:
     """Makes a store's files, where the layout says that there are any."""
 
-    def make(store: Store) -> Swap:
+    def make(store: Store) -> Swap | None:
+        layout = store.layout
+        if layout.setup.params_in_files and not layout.param_buffer:
+            logger.warning("offload_param: all parameters stay in host memory, as max_in_cpu is %d", settings.param.max_in_cpu)
+        if not (layout.swap_lanes or layout.param_buffer):
+            return None
         rings = {unit: tensor for (buffer, unit), tensor in store.host_tensors.items() if buffer is Buffer.SWAP_BUFFER}
-        return Swap(store.layout, settings, rings, rank=store.ranks.rank, device=store.arena.device)
+        return Swap(layout, settings, rings, rank=store.ranks.rank, device=store.arena.device)
 
     return make
 

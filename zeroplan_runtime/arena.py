@@ -159,6 +159,16 @@ class Arena:
             if not row.stands
         }
 
+    def take_workspaces(self, dtype: torch.dtype) -> None:
+        """Lets cuBLAS take the workspace that it keeps for each thread, this one and autograd's, before anything else is there.
+
+        Taken in the first backward, the second would lie in a block that logits had left, which the next logits then lack.
+        """
+        if self.device.type == "cuda":
+            x = torch.zeros(16, 16, dtype=dtype, device=self.device, requires_grad=True)
+            with torch.enable_grad():
+                (x @ x).sum().backward()  # type: ignore[no-untyped-call]
+
     def make_room(self, leases: Iterable[Lease]) -> None:
         """Leaves torch's allocator one segment in which all of `leases` fit, for leases that will be there at once.
 

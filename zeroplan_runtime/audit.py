@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zeroplan.core.buffers import Phase
 from zeroplan.core.errors import BadInput
-from zeroplan_runtime.schedule import tensors_of
+from zeroplan_runtime.nested import tensors_of
 from zeroplan_runtime.store import Store, UnitState
 
 
@@ -24,6 +25,7 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, store: Store) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._arena = store.arena
         self._owners: dict[int, tuple[UnitState, str]] = {}
         self._views: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         self._view_owners: dict[int, tuple[UnitState, str]] = {}
@@ -41,11 +43,9 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if found is not None:
                 unit, name = owner = found
                 if unit.param_slot.holder is not unit and func not in _HARMLESS:
-                    raise BadInput(
-                        f"parameter {name!r} is read by {func} while its unit {unit.name!r} is not gathered",
-                        where="stage 3",
-                        remedy="give initialize() a policy that takes a module in whose forward all uses of it lie",
-                    )
+                    what = f"parameter {name!r} is read by {func} while its unit {unit.name!r} is not gathered"
+                    backward = self._arena.phase is Phase.BACKWARD
+                    raise BadInput(what, where="stage 3", remedy=_IN_BACKWARD if backward else _IN_FORWARD)
         result = func(*args, **(kwargs or {}))
         if owner is not None and func.is_view and isinstance(result, torch.Tensor):
             self._views[id(result)] = result
@@ -58,6 +58,12 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
             found = self._view_owners[id(tensor)]
         return found
 
+
+_IN_FORWARD = "give initialize() a policy that takes a module in whose forward all uses of it lie"
+_IN_BACKWARD = (
+    "its backward is seen by the gradients of its outputs: return tensors, or tuples, lists, dicts or dataclasses of them, and "
+    "take no gradients of gradients"
+)
 
 #: Operations that do not read what they are given.
 _HARMLESS = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.empty_like.default})

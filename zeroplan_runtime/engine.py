@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +16,26 @@ from zeroplan.core.buffers import Phase
 from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import UnitKind
 from zeroplan.core.layout_setup import RuntimeSetup
+from zeroplan.core.offload_rules import require_offloadable
 from zeroplan.core.zero_config import Device
 from zeroplan_runtime.arena import DTYPES, Arena
 from zeroplan_runtime.audit import Audit
 from zeroplan_runtime.comm import Mark, Ranks
 from zeroplan_runtime.config import RuntimeConfig
+from zeroplan_runtime.guard import Guard, groups_of, refuse_copy, require_loss, require_model
 from zeroplan_runtime.landing import attach
 from zeroplan_runtime.loss import attach_loss
+from zeroplan_runtime.nested import cast_tensors
 from zeroplan_runtime.offload.activations import ActivationOffload
 from zeroplan_runtime.offload.host import HostOptimizer
 from zeroplan_runtime.offload.host_setup import offload_optimizer, swap_files
 from zeroplan_runtime.optim.groups import ZeroOptimizer
 from zeroplan_runtime.optim.step import Outcome, Stepper
 from zeroplan_runtime.schedule import Schedule
+from zeroplan_runtime.state_dicts import StateDicts
 from zeroplan_runtime.store import Store
 from zeroplan_runtime.units import Policy, cast_floating, find_units
-from zeroplan_runtime.watchdog import watch
+from zeroplan_runtime.watchdog import watch, weakly
 
 logger = logging.getLogger("zeroplan_runtime")
 
@@ -72,8 +76,11 @@ class Engine(nn.Module):
         self._unsettled: Outcome | None = None
         self._boundary: bool | None = None
         self._audit: Audit | None = None
-        self._destroyed = False
 
+        require_model(model)
+        groups = groups_of(model, optimizer)
+        if optimizer is not None and config.offload.optimizer.device is not Device.NONE:
+            require_offloadable(optimizer.kind)
         setup = RuntimeSetup(
             ranks=ranks.count,
             stage=config.stage,
@@ -92,10 +99,6 @@ class Engine(nn.Module):
             params_in_host=config.offload.param.max_in_cpu,
             delayed_update=config.offload.delayed_from > 0,
         )
-        groups = {id(p): i for i, g in enumerate(optimizer.param_groups if optimizer else ()) for p in g["params"]}
-        for name, param in model.named_parameters():
-            if param.requires_grad and optimizer is not None and id(param) not in groups:
-                raise BadInput(f"parameter {name!r} is in no optimizer group", remedy="freeze it or add it to a group")
         self.arena = Arena(device)
         dtype = DTYPES[config.dtype]
         if any(p.is_floating_point() and p.dtype != dtype for p in model.parameters()):
@@ -115,10 +118,12 @@ class Engine(nn.Module):
             blocks = [unit.module for unit in self.store.units if unit.layout.shape.kind is UnitKind.BLOCK]
             self.activations = ActivationOffload(blocks, self.arena)
             self._undo.append(self.activations.remove)
-        self._guard = model.register_state_dict_pre_hook(self._before_state_dict)  # type: ignore[no-untyped-call]
+        self.guard = Guard(model, self.store)
+        self.state_dicts = StateDicts(model, self.store, settled=self._settled, filled=self.guard.look_again)
+        self._undo.append(self.state_dicts.remove)
         self._inside = False
         self._tail = Mark(device)
-        self.watchdog = watch(ranks.rank, ranks.count, _progress_of(self), config.timeout) if ranks.group is None else None
+        self.watchdog = watch(ranks.rank, ranks.count, weakly(self._where), config.timeout) if ranks.group is None else None
         if self.watchdog is not None:
             ranks.explain = self.watchdog.diagnose
             weakref.finalize(self, self.watchdog.stop)
@@ -128,44 +133,57 @@ class Engine(nn.Module):
             self.stepper = Stepper(self.schedule, optimizer, clip=config.clip, may_skip=config.check_overflow)
             self.host = offload_optimizer(self.stepper, config.offload)
             optimizer.take_step = self.step
-        if device.type == "cuda":
-            _take_workspaces(device, dtype)
+        self.arena.take_workspaces(dtype)
         self.arena.make_room(unit.grad_lease for unit in self.store.units if unit.grad_lease is not None)
+        self.guard.hold()
 
     # ------------------------------------------------------------------ training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, with its parameters gathered as needed."""
-        if self._destroyed:
-            raise BadInput("the engine has been destroyed", where="engine", remedy="initialize a new one")
+        self.guard.require("engine")
+        self.guard.require_parameters()
+        self.state_dicts.refresh()
         self.schedule.begin_forward()
         if self.config.auto_cast:
-            args, kwargs = _cast(args, DTYPES[self.config.dtype]), _cast(kwargs, DTYPES[self.config.dtype])
+            args, kwargs = cast_tensors((args, kwargs), DTYPES[self.config.dtype])
         saving = self.activations.saving() if self.activations is not None else nullcontext()
         with self._working(), self._watched(), saving:
             return self.module(*args, **kwargs)
 
-    def backward(self, loss: torch.Tensor) -> torch.Tensor:
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
         """Gradients of `loss`, divided by the accumulation steps as DeepSpeed does, averaged over the ranks.
+
+        Several backwards before one step add up. `retain_graph` lets another go through the same graph.
 
         Returns:
             The loss divided by the accumulation steps.
 
         Raises:
-            BadInput: when `loss` is no number that came out of this model's forward with gradients.
+            BadInput: when `loss` is no number that came out of this model's forward with gradients, after a backward that
+                failed, and for a second one where gradients can be reduced but once.
         """
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise BadInput(_no_loss(loss), where="engine.backward", remedy="give the loss as it came out of the forward")
+        self.guard.require("engine.backward")
+        self.guard.require_backward(once=self._reduces_once())
+        require_loss(loss)
         self.settle()
         scaled = loss / self.config.grad_accum if self.config.grad_accum > 1 else loss
         self.schedule.boundary = self.is_gradient_accumulation_boundary()
         if self.stepper is not None:
             self.stepper.upcoming = self._applied + 1
         self.arena.phase = Phase.BACKWARD
-        with self._working(), self._watched():
-            (scaled * self.scaler.scale if self.scaler.scale != 1.0 else scaled).backward()  # type: ignore[no-untyped-call]
+        self.schedule.start_backward()
+        with self.guard.going_back(boundary=self.schedule.boundary), self._working(), self._watched():
+            whole = scaled * self.scaler.scale if self.scaler.scale != 1.0 else scaled
+            whole.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             self.schedule.end_backward()
         return scaled
+
+    def _reduces_once(self) -> bool:
+        """Whether what the reduction leaves cannot be added to: parts of whole gradients, or updates that have begun."""
+        setup = self.store.setup
+        early = self.host is not None and self.host.early is not None
+        return early or (setup.shards_states and not setup.shards_grads)
 
     def _watched(self) -> AbstractContextManager[object]:
         """The audit of parameter reads, in the first micro batches at stage 3."""
@@ -177,17 +195,23 @@ class Engine(nn.Module):
 
     def step(self) -> None:
         """Ends a micro batch; the last one of an accumulation updates the parameters and the learning rate."""
+        self.guard.require("engine.step")
         boundary = self.is_gradient_accumulation_boundary()
+        if boundary and self.stepper is None:
+            trains = any(param.requires_grad for param in self.module.parameters())
+            remedy = "name one in the config or pass one" if trains else "the model has no parameter to train"
+            raise BadInput("there is no optimizer", where="engine.step", remedy=remedy)
+        if boundary:
+            self.guard.require_gradients()
         self.micro_steps += 1
-        if not boundary:
+        if not boundary or self.stepper is None:
             return
-        if self.stepper is None:
-            raise BadInput("there is no optimizer", where="engine.step", remedy="name one in the config or pass one")
+        self.state_dicts.refresh()
         self.settle()
         self.arena.phase = Phase.STEP
         self.schedule.where = "the optimizer's step"
         self.schedule.ticks += 1
-        with self._working():
+        with self.guard.stepping(), self._working():
             outcome = self.stepper.step(self._applied + 1, self.scaler.scale)
             self.schedule.gather_ahead()
         self.global_steps += 1
@@ -210,11 +234,15 @@ class Engine(nn.Module):
             logger.info("step %d skipped: infinite gradients; loss scale is %g", self.global_steps, self.scaler.scale)
             return
         self._applied += 1
+        if self.optimizer is not None:
+            self.optimizer.was_stepped()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
 
     def drain(self) -> None:
         """Returns when every update is in the masters and on its way to the parameters, those on the host included."""
+        self.guard.require("engine", torn=True)
+        self.state_dicts.refresh()
         self.settle()
         if self.host is not None:
             self.host.drain(self.schedule.compute)
@@ -234,14 +262,23 @@ class Engine(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients accumulated so far."""
+        self.guard.require("engine.zero_grad", torn=True)
         self.schedule.drop_gradients()
+        self.guard.dropped()
 
-    def destroy(self) -> None:
-        """Gives all memory of the runtime back. The model's parameters are empty afterwards; a second call does nothing."""
-        if self._destroyed:
+    def destroy(self, *, keep_parameters: bool = False) -> None:
+        """Gives all memory of the runtime back. A second call does nothing.
+
+        The model's parameters are empty afterwards, or, with `keep_parameters`, whole in host memory and in the dtype in which
+        they were trained: the model can be used, or given to :func:`zeroplan_runtime.initialize`, again. Every rank must then
+        call it so.
+        """
+        if self.guard.is_destroyed:
             return
-        self.settle()
-        self._destroyed = True
+        kept = self._parameters_on_host() if keep_parameters else {}
+        self.guard.let_go(emptied=not keep_parameters)
+        with suppress(BadInput):  # that no loss scale is left is of no interest any more
+            self.settle()
         if self.host is not None:
             self.host.close()
         if self.watchdog is not None:
@@ -249,16 +286,27 @@ class Engine(nn.Module):
             self.ranks.explain = None
         for undo in self._undo:
             undo()
-        self._guard.remove()
         self.schedule.remove()
         self.schedule.drop_gradients()
         for unit in self.store.units:
             for flat in unit.flats():
                 for param in flat.params:
-                    param.data = torch.empty(0, dtype=param.dtype, device=self.device)
+                    value = kept.get(id(param))
+                    param.data = torch.empty(0, dtype=param.dtype, device=self.device) if value is None else value
         self.stepper = self.host = self.schedule.host = self._outcome = self._audit = None
         self.store.drop()
         self.arena.release_host()
+
+    def _parameters_on_host(self) -> dict[int, torch.Tensor]:
+        self.guard.require("engine.destroy")
+        self.drain()
+        kept = {}
+        for unit in self.store.units:
+            with self.gathered(unit.name):
+                kept.update({id(p): p.detach().to("cpu", copy=True) for flat in unit.flats() for p in flat.params})
+        return kept
+
+    __reduce_ex__ = refuse_copy
 
     # ------------------------------------------------------------------ questions
 
@@ -328,6 +376,7 @@ class Engine(nn.Module):
     @contextmanager
     def gathered(self, name: str = "root") -> Iterator[None]:
         """Within it, the parameters of one unit (``engine.unit_names()``) hold their whole values, for reading."""
+        self.guard.require("engine")
         unit = next((u for u in self.store.units if u.name == name), None)
         if unit is None:
             raise BadInput(f"there is no unit {name!r}", where="gathered", remedy="see engine.unit_names()")
@@ -340,14 +389,8 @@ class Engine(nn.Module):
             unit.param_slot.busy = busy
             unit.param_slot.free.record(self.schedule.compute)
 
-    def _before_state_dict(self, *_: Any) -> None:
-        """Keeps ``module.state_dict()`` from showing bytes that are on their way, or another unit's."""
-        if self.store.setup.shards_params:
-            raise BadInput(
-                "state_dict() cannot show parameters that are sharded",
-                where="stage 3",
-                remedy="use engine.module_state_dict(), save_checkpoint() or save_16bit_model()",
-            )
+    def _settled(self) -> None:
+        self.drain()
         self.wait_parameters()
 
     def unit_names(self) -> list[str]:
@@ -391,6 +434,7 @@ class Engine(nn.Module):
         """See :func:`zeroplan_runtime.checkpoint.save.save_checkpoint`."""
         from zeroplan_runtime.checkpoint.save import save_checkpoint
 
+        self.guard.require("engine.save_checkpoint")
         return save_checkpoint(self, save_dir, tag, client_state, latest=save_latest)
 
     def load_checkpoint(
@@ -399,12 +443,17 @@ class Engine(nn.Module):
         """See :func:`zeroplan_runtime.checkpoint.save.load_checkpoint`."""
         from zeroplan_runtime.checkpoint.save import load_checkpoint
 
-        return load_checkpoint(self, load_dir, tag, **options)
+        self.guard.require("engine.load_checkpoint", torn=True)
+        self.zero_grad()
+        found = load_checkpoint(self, load_dir, tag, **options)
+        self.guard.loaded()
+        return found
 
     def save_16bit_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> None:
         """See :func:`zeroplan_runtime.checkpoint.export.save_16bit_model`."""
         from zeroplan_runtime.checkpoint.export import save_16bit_model
 
+        self.guard.require("engine.save_16bit_model")
         save_16bit_model(self, save_dir, save_filename)
 
     def _where(self) -> tuple[int, str, bool]:
@@ -438,42 +487,3 @@ class Engine(nn.Module):
         self.micro_steps = self.global_steps * self.config.grad_accum
         self._applied, self._skipped = progress["applied"], progress["skipped"]
         self.scaler.load_state_dict(progress["loss_scaler"])
-
-
-def _progress_of(engine: Engine) -> Callable[[], tuple[int, str, bool]]:
-    """For the watchdog, whose thread must not keep the engine alive."""
-    alive = weakref.ref(engine)
-
-    def progress() -> tuple[int, str, bool]:
-        found = alive()
-        return found._where() if found is not None else (0, "an engine that is gone", False)
-
-    return progress
-
-
-def _take_workspaces(device: torch.device, dtype: torch.dtype) -> None:
-    """Lets cuBLAS take the workspace that it keeps for each thread, this one and autograd's, before anything else is there.
-
-    Taken in the first backward, the second would lie in a block that logits had left, which the next logits then lack.
-    """
-    x = torch.zeros(16, 16, dtype=dtype, device=device, requires_grad=True)
-    with torch.enable_grad():
-        (x @ x).sum().backward()  # type: ignore[no-untyped-call]
-
-
-def _no_loss(value: object) -> str:
-    if not isinstance(value, torch.Tensor):
-        return f"a {type(value).__name__} is no loss"
-    if value.numel() != 1:
-        return f"the loss has shape {tuple(value.shape)}, not one element"
-    return "the loss has no gradients, as under torch.no_grad() or where every parameter is frozen"
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: _cast(item, dtype) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_cast(item, dtype) for item in value)
-    return value

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from zeroplan_runtime.guard import refuse_copy
 from zeroplan_runtime.schedule import NOW, Schedule
 from zeroplan_runtime.store import UnitState
 
@@ -77,6 +78,7 @@ class Sink:
     """Where one linear layer's gradients go."""
 
     __slots__ = ("bias", "schedule", "weight")
+    __reduce_ex__ = refuse_copy
 
     def __init__(self, schedule: Schedule, weight: _Place, bias: _Place | None) -> None:
         self.schedule, self.weight, self.bias = schedule, weight, bias
@@ -100,13 +102,25 @@ class Sink:
 
 def _forward(sink: Sink, module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     weight, bias = module.weight, module.bias
-    if not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type) or x.dtype != weight.dtype or not x.numel():
+    if (
+        not torch.is_grad_enabled()
+        or torch.is_autocast_enabled(x.device.type)
+        or x.dtype != weight.dtype
+        or not x.numel()
+        or not _is_sinks_alone(weight)
+    ):
         return functional.linear(x, weight, bias)
     return DirectLinear.apply(x, weight, bias, sink)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def _is_sinks_alone(weight: torch.Tensor) -> bool:
+    """Whether a gradient is wanted, and by nobody else: hooks of the user's must see it."""
+    after = weight._post_accumulate_grad_hooks  # ours is one
+    return weight.requires_grad and not weight._backward_hooks and (after is None or len(after) <= 1)
+
+
 class DirectLinear(torch.autograd.Function):
-    """``x Wᵀ + b`` whose weight gradient goes to a :class:`Sink` instead of autograd.
+    """``x Wᵀ + b`` whose weight gradient goes to a :class:`Sink` in engine.backward(), and to autograd in any other.
 
     The weight is remembered as the parameter itself, not saved: its address is constant (Note [Addresses] in store).
     """
@@ -119,11 +133,14 @@ class DirectLinear(torch.autograd.Function):
         return functional.linear(x, weight, bias)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, torch.Tensor | None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None]:
         """The gradient of `x`, and of the bias, which is small and takes autograd's way."""
         (x,) = ctx.saved_tensors
-        rows = grad.reshape(-1, grad.shape[-1])
+        rows, columns = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         grad_x = grad.matmul(ctx.weight) if ctx.needs_input_grad[0] else None
-        ctx.sink.multiply(rows, x.reshape(-1, x.shape[-1]))
-        return grad_x, None, rows.sum(0) if ctx.needs_bias else None, None
+        grad_weight = None
+        if ctx.sink.schedule.going_back and not torch.is_grad_enabled():
+            ctx.sink.multiply(rows, columns)
+        else:
+            grad_weight = rows.t() @ columns
+        return grad_x, grad_weight, rows.sum(0) if ctx.needs_bias else None, None

@@ -36,6 +36,8 @@ import torch
 from zeroplan.core.buffers import Phase, Place
 from zeroplan.core.layout import UnitKind
 from zeroplan_runtime.comm import Lane, Mark
+from zeroplan_runtime.guard import refuse_copy
+from zeroplan_runtime.nested import tensors_of
 from zeroplan_runtime.offload.param_files import ParamFiles, Want
 from zeroplan_runtime.path import Path
 from zeroplan_runtime.store import FlatState, Store, UnitState
@@ -64,6 +66,7 @@ class Schedule:
         self.boundary = True  # this micro batch is the last before the step
         self.where = "start"  # for the watchdog
         self.ticks = 0
+        self.going_back = False  # within engine.backward(): gradients are this step's
         self._backward = False
         self._learning = False  # a backward follows this forward
         self._current: UnitState | None = None
@@ -89,6 +92,8 @@ class Schedule:
         for handle in self._handles:
             handle.remove()
 
+    __reduce_ex__ = refuse_copy
+
     # ------------------------------------------------------------------ forward
 
     def begin_forward(self) -> None:
@@ -99,6 +104,7 @@ class Schedule:
         for slot in self.store.param_slots.values():
             slot.busy = False
         self._slots_due = any(slot.lease.held for slot in self.store.grad_slots.values())
+        self.going_back = False
 
     def _enter_hook(self, unit: UnitState, _module: torch.nn.Module, _args: Any) -> None:
         if self._backward:  # recomputed under gradient checkpointing
@@ -236,8 +242,18 @@ class Schedule:
 
     # ------------------------------------------------------------------ backward
 
+    def start_backward(self) -> None:
+        """Called before a micro batch's backward; forgets what an interrupted one left."""
+        self.going_back = True
+        for unit in self.store.units:
+            unit.reduced = False
+
     def _grad_hook(self, unit: UnitState, _grad: torch.Tensor) -> None:
-        self.begin_backward(unit)
+        if self.going_back:
+            self.begin_backward(unit)
+        else:  # torch.autograd.grad(), which reads the parameters but leaves no gradients of theirs
+            self.gather(unit)
+            unit.param_slot.ready.wait(self.compute)
 
     def begin_backward(self, unit: UnitState, *, recompute: bool = False) -> None:
         """The backward has reached `unit`: see Note [Backward of a unit]."""
@@ -277,7 +293,7 @@ class Schedule:
         for unit in self.store.units:
             unit.reduced, unit.visits = False, 0
             unit.landed = unit.landed.replace(b"\x02", b"\x01")
-        self._backward = False
+        self._backward = self.going_back = False
         self._current = self._last = None
         if not self.boundary:
             self._read_ahead()
@@ -307,6 +323,8 @@ class Schedule:
     def land(self, unit: UnitState, position: int, grad: torch.Tensor) -> None:
         """Takes over the complete gradient of one parameter, adding to what this one has received before."""
         self.acquire(unit)
+        if grad.is_sparse:
+            grad = grad.to_dense()
         if unit.landed[position]:
             unit.grad_views[position].add_(grad)
         else:
@@ -455,18 +473,3 @@ def _is_pending(unit: UnitState) -> bool:
 def _may_hold(unit: UnitState) -> bool:
     """Whether `unit` may be brought into its slot now."""
     return not unit.param_slot.busy or unit.param_slot.holder is unit
-
-
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors within tuples, lists, dicts and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_of(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_of(item)
-    elif hasattr(value, "__dataclass_fields__"):
-        for name in value.__dataclass_fields__:
-            yield from tensors_of(getattr(value, name))

@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -108,6 +109,17 @@ class Watchdog:
         faults = [f"rank {r} is dead or stopped (last seen in {after[r][2] if r in after else 'nothing'})" for r in silent]
         faults += [f"rank {r} is behind, in {after[r][2]}" for r in behind]
         return "; ".join([f"rank {self._rank} {what} in {where}", *(faults or ["no other rank is silent or behind"])])
+
+
+def weakly(progress: Progress) -> Progress:
+    """`progress`, a method, without keeping its object alive: the watchdog's thread must not."""
+    alive = weakref.WeakMethod(progress)
+
+    def found() -> tuple[int, str, bool]:
+        method = alive()
+        return method() if method is not None else (0, "an engine that is gone", False)
+
+    return found
 
 
 def watch(rank: int, ranks: int, progress: Progress, timeout: float) -> Watchdog | None:

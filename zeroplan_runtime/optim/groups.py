@@ -57,7 +57,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 _check(key, value, known[key])
         self.kind, self.decoupled = kind, decoupled
         self.take_step: Callable[[], None] | None = None
-        super().__init__(params, {**known, **{k: v for k, v in hyper.items() if k in known}})
+        self._scheduled: torch.optim.Optimizer = self  # what schedules were made on
+        try:
+            super().__init__(params, {**known, **{k: v for k, v in hyper.items() if k in known}})
+        except (TypeError, ValueError) as fault:  # torch's, for lists that are empty or hold something else
+            raise BadInput(str(fault), where="model_parameters", remedy="give parameters or parameter groups") from None
 
     @classmethod
     def from_torch(cls, optimizer: torch.optim.Optimizer) -> ZeroOptimizer:
@@ -82,6 +86,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             kind = "adamw"
         made = cls(optimizer.param_groups, kind, {}, decoupled=kind == "adamw")
         made.param_groups = optimizer.param_groups
+        made._scheduled = optimizer
         return made
 
     @property
@@ -105,6 +110,30 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise BadInput("a closure is not supported", where="optimizer.step")
         if self.take_step is not None:
             self.take_step()
+
+    def was_stepped(self) -> None:
+        """Tells torch's learning-rate schedules that a step has come before theirs; they warn otherwise."""
+        for optimizer in (self, self._scheduled):
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, until an engine has the optimizer."""
+        self._require_free("a group cannot be added any more", "give all groups to initialize()")
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, until an engine has the optimizer, whose states are sharded."""
+        self._require_free("its states are the engine's", "use engine.save_checkpoint()")
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As :meth:`state_dict`."""
+        self._require_free("its states are the engine's", "use engine.load_checkpoint()")
+        super().load_state_dict(state_dict)
+
+    def _require_free(self, what: str, remedy: str) -> None:
+        if getattr(self, "take_step", None) is not None:
+            raise BadInput(what, where="optimizer", remedy=remedy)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing: the engine begins new gradients after each step."""

@@ -1,0 +1,78 @@
+"""``state_dict()`` and ``load_state_dict()`` of a model under an engine, and of any module in it.
+
+Up to stage 2 parameters are whole, so both work as ever; what was loaded reaches the fp32 masters before they are used next, at
+the precision of the parameters. Where parameters are sharded there is nothing whole to show or to fill, and both are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroplan.core.errors import BadInput
+from zeroplan_runtime.guard import refuse_copy
+from zeroplan_runtime.store import Store
+
+
+class StateDicts:
+    """Hooks on the modules of `model` that have parameters. `settled` is called before parameters are shown or filled, and
+    returns when nothing is on its way to them; `filled` is called afterwards.
+    """
+
+    def __init__(self, model: nn.Module, store: Store, *, settled: Callable[[], None], filled: Callable[[], None]) -> None:
+        self._store, self._settled, self._filled = store, settled, filled
+        self._stale = False  # parameters were loaded that the masters have not seen
+        self._handles: list[Any] = []
+        for module in model.modules():
+            if module is model or module._parameters:
+                hooked: Any = module  # torch's registration functions are untyped
+                self._handles += [
+                    hooked.register_state_dict_pre_hook(self._before_showing),
+                    hooked.register_load_state_dict_pre_hook(self._before_filling),
+                    hooked.register_load_state_dict_post_hook(self._after_filling),
+                ]
+
+    __reduce_ex__ = refuse_copy
+
+    def remove(self) -> None:
+        """Takes the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Brings what was loaded to the masters."""
+        if not self._stale:
+            return
+        self._stale = False
+        for unit in self._store.units:
+            flat = unit.trainable
+            if flat is None or unit.master is None:
+                continue
+            share = self._store.part(flat.full, flat.layout) if self._store.setup.shards_states else flat.full
+            if unit.master.data_ptr() != share.data_ptr():
+                unit.master.copy_(share)
+
+    def _before_showing(self, *_: Any) -> None:
+        if self._store.setup.shards_params:
+            raise BadInput(
+                "state_dict() cannot show parameters that are sharded",
+                where="stage 3",
+                remedy="use engine.module_state_dict(), save_checkpoint() or save_16bit_model()",
+            )
+        self._settled()
+
+    def _before_filling(self, *_: Any) -> None:
+        remedy = "load before initialize(), or use engine.load_checkpoint()"
+        if self._store.setup.shards_params:
+            raise BadInput("load_state_dict() cannot fill parameters that are sharded", where="stage 3", remedy=remedy)
+        if any(unit.master is None for unit in self._store.units if unit.trainable is not None):
+            raise BadInput("load_state_dict() cannot fill masters in files", where="offload_optimizer", remedy=remedy)
+        self._settled()
+
+    def _after_filling(self, *_: Any) -> None:
+        self._stale = True
+        self._filled()

@@ -128,7 +128,7 @@ def _offload(case: Case) -> dict[str, Any]:
     if optimizer:
         found["offload_optimizer"] = {"device": optimizer.device.value, "nvme_path": optimizer.nvme_path}
     if param:
-        found["offload_param"] = {"device": param.device.value}
+        found["offload_param"] = {"device": param.device.value, "nvme_path": param.nvme_path}
     return found
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from zeroplan.core.buffers import Place
+from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.units import format_bytes
 from zeroplan.core.workload import Attention, DType
 from zeroplan.engines.runtime.units import PEFT_PREFIX
@@ -58,15 +58,20 @@ def _by_buffer(rows: Iterable[tuple[Key, int]], device: str) -> dict[tuple[str, 
     return totals
 
 
-def _measured_keys(measured: Measurement) -> dict[Key, int]:
-    return {(row.buffer, row.unit.removeprefix(PEFT_PREFIX), row.place): row.bytes for row in measured.rows}
+def _measured_keys(planned: Planned, measured: Measurement) -> dict[Key, int]:
+    """The measured rows; without a tape nothing tells of checkpointed inputs, so they are left out."""
+    return {
+        (row.buffer, row.unit.removeprefix(PEFT_PREFIX), row.place): row.bytes
+        for row in measured.rows
+        if row.buffer != Buffer.ACTIVATION_CHECKPOINT or not planned.undone
+    }
 
 
 def _mismatches(planned: Planned, measured: Measurement) -> list[str]:
     """Owned buffers that differ, unit by unit."""
     if planned.owned is None or not measured.owned:
         return []
-    found = _measured_keys(measured)
+    found = _measured_keys(planned, measured)
     out = []
     for key in dict.fromkeys([*planned.owned, *found]):
         want, have = planned.owned.get(key, 0), found.get(key, 0)
@@ -77,7 +82,7 @@ def _mismatches(planned: Planned, measured: Measurement) -> list[str]:
 
 def _buffer_rows(planned: Planned, measured: Measurement) -> list[DriftRow]:
     """What the engine keeps: exact where it is its own account, else for information."""
-    found = _by_buffer(_measured_keys(measured).items(), measured.device)
+    found = _by_buffer(_measured_keys(planned, measured).items(), measured.device)
     if planned.owned is not None:
         wanted, exact = _by_buffer(planned.owned.items(), measured.device), measured.owned
     else:
@@ -103,7 +108,8 @@ def _buffer_rows(planned: Planned, measured: Measurement) -> list[DriftRow]:
 
 
 def _offloads(planned: Planned) -> bool:
-    return planned.plan.offload_optimizer != "none" or planned.plan.offload_param != "none"
+    moves = planned.case.zero.activation_checkpointing.cpu_checkpointing
+    return planned.plan.offload_optimizer != "none" or planned.plan.offload_param != "none" or moves
 
 
 def _kept(rows: Iterable[DriftRow], device: str) -> tuple[int, int]:
@@ -155,11 +161,8 @@ def _less(a: int | None, b: int | None) -> int | None:
 
 def _totals(planned: Planned, measured: Measurement, tolerance: float) -> list[DriftRow]:
     gpu = planned.plan.gpu
-    simulated = planned.requested is not None
     if measured.device == "cpu":
-        rows = _cpu_totals(planned, measured, tolerance)
-        rows.append(DriftRow(name="resident memory", place="dram", planned=None, measured=measured.host, note="all ranks"))
-        return rows
+        return [*_cpu_totals(planned, measured, tolerance), *_host_totals(planned, measured)]
     rows = [
         DriftRow(name="live after a step", place="hbm", planned=gpu.live_after_step, measured=measured.live_after_step),
         DriftRow(name="peak allocated", place="hbm", planned=gpu.peak_allocated, measured=measured.peak_allocated),
@@ -169,8 +172,29 @@ def _totals(planned: Planned, measured: Measurement, tolerance: float) -> list[D
     else:
         rows.append(DriftRow(name="peak reserved", place="hbm", planned=gpu.peak_reserved, measured=measured.peak_reserved))
         rows.append(_judged("total", gpu.total, measured.total, tolerance, measured.total_source))
-    host = planned.plan.cpu.per_node if simulated else None
-    rows.append(DriftRow(name="resident memory", place="dram", planned=host, measured=measured.host, note="all ranks"))
+    return [*rows, *_host_totals(planned, measured)]
+
+
+def _host_totals(planned: Planned, measured: Measurement) -> list[DriftRow]:
+    """A node's resident memory, at its peak and by phase, what of it is pinned, and its swap files.
+
+    The plan's resident memory is that of a process that uses CUDA, so a CPU's is not held against it.
+    """
+    cpu, nvme = planned.plan.cpu, planned.plan.nvme
+    told = planned.requested is not None and measured.device == "cuda"
+    note = "all ranks of a node"
+    rows = [
+        DriftRow(
+            name="resident memory", place="dram", planned=cpu.per_node if told else None, measured=measured.host, note=note
+        )
+    ]
+    for phase, count in measured.host_phases.items():
+        want = cpu.phases.get(phase) if told else None
+        rows.append(DriftRow(name=f"resident in {phase}", place="dram", planned=want, measured=count, note=note))
+    if measured.pinned is not None and (measured.pinned or cpu.pinned):
+        rows.append(DriftRow(name="pinned memory", place="pinned", planned=cpu.pinned, measured=measured.pinned, note=note))
+    if measured.files is not None and (measured.files or nvme.per_node):
+        rows.append(DriftRow(name="swap files", place="nvme", planned=nvme.per_node, measured=measured.files, note=note))
     return rows
 
 

@@ -43,6 +43,14 @@ class Job:
     timeout: float
     ds_config: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def swap_folder(self) -> str | None:
+        """Where the engine keeps its swap files; None where it has none."""
+        zero = self.ds_config.get("zero_optimization", {})
+        sections = [zero.get(name) or {} for name in ("offload_optimizer", "offload_param")]
+        paths = [section.get("nvme_path") for section in sections if section.get("device") == "nvme"]
+        return next((str(path) for path in paths if path), None)
+
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return asdict(self)

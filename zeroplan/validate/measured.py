@@ -46,6 +46,9 @@ def measurement_of(
         phases=_most_by_phase(results),
         host=sum(int(result.get("host", 0)) for result in results) // nodes,
         host_before=sum(int(result.get("host_before", 0)) for result in results) // nodes,
+        host_phases=_sums_by_phase(results, nodes),
+        pinned=sum(result["pinned"] for result in results) // nodes if all("pinned" in result for result in results) else None,
+        files=_most(results, "files"),
         out_of_memory=None if ran_out is None else OutOfMemory(rank=ran_out["rank"], **ran_out["out_of_memory"]),
         failure=failure,
         versions=dict(first.get("versions", {})),
@@ -64,6 +67,15 @@ def _worst_rows(results: Sequence[Mapping[str, Any]]) -> tuple[MeasuredRow, ...]
             key = (buffer, unit, place)
             most[key] = max(most.get(key, 0), count)
     return tuple(MeasuredRow(buffer=b, unit=u, place=p, bytes=count) for (b, u, p), count in most.items())
+
+
+def _sums_by_phase(results: Sequence[Mapping[str, Any]], nodes: int) -> dict[str, int]:
+    """A node's resident peaks by phase: the sum of its ranks', which need not reach theirs at once."""
+    phases: dict[str, int] = {}
+    for result in results:
+        for phase, peak in result.get("host_phases", {}).items():
+            phases[phase] = phases.get(phase, 0) + peak
+    return {phase: peak // nodes for phase, peak in phases.items()}
 
 
 def _most_by_phase(results: Sequence[Mapping[str, Any]]) -> dict[str, int]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zeroplan.core.buffers import Phase
+from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.layout import runtime_buffers
 from zeroplan.core.plan import MemoryPlan
 from zeroplan.engines.base import Case, Engine
+from zeroplan.engines.runtime.checkpoints import host_buffers
 from zeroplan.engines.runtime.engine import Runtime
 from zeroplan.engines.simulation import phase_of_mark
 from zeroplan.planner.formula import formula_plan
@@ -52,6 +53,9 @@ def predict(engine: Engine, case: Case, streams: Streams) -> Planned:
         stream = streams.of(case)
     except NoTapeError as error:
         return Planned(case, formula_plan(engine, case), owned, undone=str(error), passing=passing)
+    if owned is not None and isinstance(engine, Runtime):
+        buffer, place = Buffer.ACTIVATION_CHECKPOINT.value, Place.PINNED.value
+        owned |= {(buffer, unit, place): count for unit, count in host_buffers(engine.moved(case, stream)).items()}
     run = simulated_plan(engine, case, stream)
     live = _training(run.simulation.timeline)
     return Planned(case, run.plan, owned, *live, drops=_has_dropout(case), passing=passing)

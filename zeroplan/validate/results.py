@@ -41,7 +41,9 @@ class Measurement(_Frozen):
     `owned` says whether `rows` are the engine's own account of every byte that it owns (the Arena's). `total` is the
     process's device memory by `total_source`; `tensors_counted` says that `peak_allocated` counts the tensors that operators
     returned (CPU) and not what a caching allocator handed out. `host` is one node's resident peak over its ranks,
-    `host_before` the part that was there before the model was made.
+    `host_phases` the same by phase, `host_before` the part that was there before the model was made. `pinned` are a node's
+    bytes of page-locked memory, torch's cache of it included (on a CPU, which locks nothing, those that would be), and
+    `files` those of its swap files.
     """
 
     device: str
@@ -58,6 +60,9 @@ class Measurement(_Frozen):
     phases: dict[str, int] = Field(default_factory=dict)
     host: int = 0
     host_before: int = 0
+    host_phases: dict[str, int] = Field(default_factory=dict)
+    pinned: int | None = None
+    files: int | None = None
     steps: int = 0
     step_seconds: float | None = None
     out_of_memory: OutOfMemory | None = None

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeroplan.core.buffers import Buffer
+from zeroplan.core.buffers import Buffer, Place
 from zeroplan.validate.job import Job
 from zeroplan.validate.rank.models import DTYPES, loss_of, make_model, prepare
 
@@ -33,7 +33,8 @@ _STATES = {
 class Trained:
     """A model ready to train. `step(batch)` is one optimizer step; `rows()` what the engine keeps between two steps.
 
-    `owned` says that the rows are all that the engine owns, each at its peak; `where()` what it is doing, for messages.
+    `owned` says that the rows are all that the engine owns, each at its peak; `where()` what it is doing, for messages;
+    `pinned()` the bytes of host memory that it has pinned without torch.
     """
 
     step: Callable[[dict[str, torch.Tensor]], torch.Tensor]
@@ -41,6 +42,7 @@ class Trained:
     owned: bool
     close: Callable[[], None]
     where: Callable[[], str]
+    pinned: Callable[[], int] = lambda: 0
 
 
 def build(job: Job, device: torch.device, mark: Mark, count: Count | None = None) -> Trained:
@@ -63,10 +65,7 @@ def _runtime(job: Job, device: torch.device, mark: Mark, count: Count | None) ->
     engine.arena.on_lease = count
 
     def rows() -> Rows:
-        # Checkpointed inputs that were moved are the model's own computation.
-        moved = Buffer.ACTIVATION_CHECKPOINT.value
-        rows = [row for row in engine.arena.measurement() if row["buffer"] != moved]
-        return [(row["buffer"], row["unit"], row["place"], row["peak"]) for row in rows]
+        return [(row["buffer"], row["unit"], row["place"], row["peak"]) for row in engine.arena.measurement()]
 
     def close() -> None:
         if engine.watchdog is not None:
@@ -75,7 +74,10 @@ def _runtime(job: Job, device: torch.device, mark: Mark, count: Count | None) ->
             for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).copy():
                 parameter._post_accumulate_grad_hooks.pop(hook)
 
-    return Trained(_engine_step(job, engine, mark), rows, True, close, lambda: str(engine.schedule.where))
+    def pinned() -> int:
+        return int(engine.arena.peak(Place.PINNED))
+
+    return Trained(_engine_step(job, engine, mark), rows, True, close, lambda: str(engine.schedule.where), pinned)
 
 
 def _engine_step(job: Job, engine: Any, mark: Mark) -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:

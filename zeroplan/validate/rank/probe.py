@@ -43,6 +43,22 @@ def give_back_freed() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def pinned_by_torch() -> int:
+    """Bytes of page-locked memory that torch holds, freed blocks in its cache included."""
+    return int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))
+
+
+def bytes_written(folder: str | None, since: float) -> int:
+    """Bytes of the files under a folder that were written after a time; 0 without a folder."""
+    found = 0
+    for where, _, names in os.walk(folder) if folder else ():
+        for name in names:
+            with contextlib.suppress(OSError):  # gone in the meantime
+                state = os.stat(os.path.join(where, name))
+                found += state.st_size if state.st_mtime >= since else 0
+    return found
+
+
 class Nvml:
     """One GPU as the driver sees it, found without touching CUDA. Everything is None where NVML cannot be had."""
 
@@ -153,6 +169,7 @@ class Probe:
             torch.cuda.reset_peak_memory_stats(self.device)
         self.tensors = TensorCount() if count and not self.cuda else None
         self.phases: dict[str, int] = {}
+        self.host_phases: dict[str, int] = {}
         self.peak = self.reserved = 0
         self.phase = "load"
         give_back_freed()
@@ -174,6 +191,9 @@ class Probe:
         self.phase = following
         if self.cuda:
             torch.cuda.synchronize(self.device)
+        self.host_phases[phase] = max(self.host_phases.get(phase, 0), resident()[1])
+        reset_resident()
+        if self.cuda:
             peak = int(torch.cuda.max_memory_allocated(self.device))
             self.reserved = max(self.reserved, int(torch.cuda.max_memory_reserved(self.device)))
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -199,6 +219,8 @@ class Probe:
             "context": place.context,
             "total": total,
             "total_source": source if total is not None else "",
-            "host": resident()[1],
+            "host": max(resident()[1], *self.host_phases.values(), 0),
             "host_before": self.host_before,
+            "host_phases": dict(self.host_phases),
+            "pinned": pinned_by_torch() if self.cuda else 0,
         }

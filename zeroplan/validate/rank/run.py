@@ -18,7 +18,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.validate.job import Job
 from zeroplan.validate.rank.engines import Trained, build
 from zeroplan.validate.rank.models import make_batch
-from zeroplan.validate.rank.probe import Place, Probe
+from zeroplan.validate.rank.probe import Place, Probe, bytes_written
 
 #: Called with what the rank does next.
 Say = Callable[[str], None]
@@ -31,6 +31,7 @@ def run_job(job: Job, place: Place, say: Say) -> dict[str, Any]:
     """One rank's figures; ``out_of_memory``, ``bad_input`` or ``error`` tell of a run that ended early."""
     probe = Probe(place, count=job.engine != "fsdp2")  # which resizes storages that no operator returns
     state: dict[str, Any] = {"trained": None}
+    begun = time.time()
     result: dict[str, Any] = {"rank": this_rank()}
     try:
         result |= _train(job, place, probe, say, state)
@@ -45,6 +46,8 @@ def run_job(job: Job, place: Place, say: Say) -> dict[str, Any]:
     if trained is not None:
         result["rows"] = trained.rows()
         result["owned"] = trained.owned
+        result["pinned"] += trained.pinned()
+        result["files"] = bytes_written(job.swap_folder, begun)
         trained.close()
     del trained
     gc.collect()

@@ -110,7 +110,8 @@ class RuntimeSchedule:
 
     def initialize(self) -> None:
         """The Arena takes one block for each run of standing rows of one kind; then parameters pass through, one at a time, and
-        cuBLAS takes its workspaces. The allocator is left a segment in which the kept gradients fit.
+        what they leave in the cache is given back. cuBLAS takes its workspaces, and the allocator is left a segment in which
+        the kept gradients fit.
         """
         standing = (row for row in self.rows if row.stands and row.place is Place.HBM)
         for (buffer, _, _), group in groupby(standing, key=lambda row: (row.buffer, row.dtype, row.place)):
@@ -119,6 +120,7 @@ class RuntimeSchedule:
         for unit in self.job.layout.units:
             for param in unit.shape.params:
                 self.recorder.free(self.recorder.alloc(param.numel * width, Buffer.INIT_TEMP, note=param.name))
+        self.recorder.empty_cache()
         for _ in range(2 if self.job.cublas_workspace else 0):
             self.recorder.alloc(self.job.cublas_workspace, Buffer.WORKSPACE)
         if self.job.makes_room:

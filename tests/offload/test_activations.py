@@ -155,3 +155,16 @@ def test_what_would_not_leave_the_device_is_not_copied(leaf: bool) -> None:
     found = torch.autograd.grad(value, [begin, state, *blocks.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert [row["bytes"] for row in arena.measurement()] == [3 * 4 * 4] * (2 if leaf else 3)
+
+
+def test_what_a_stack_shares_stays_when_another_follows() -> None:
+    """Two stacks of two blocks, each with a state of its own: of both, the states stay; all inputs but the last leave."""
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(Crossed() for _ in range(4))
+    begin, states = torch.randn(3, 4, requires_grad=True), torch.randn(2, 3, 4, requires_grad=True)
+    arena = Arena(CPU)
+    with ActivationOffload(list(blocks), arena, least_bytes=1).saving():
+        x, shared = begin * 1, [state * 1 for state in states]
+        for index, block in enumerate(blocks):
+            x = checkpoint(block, x, shared[index // 2], use_reentrant=False)
+    assert [row["bytes"] for row in arena.measurement()] == [3 * 4 * 4] * 3

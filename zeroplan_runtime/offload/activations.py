@@ -9,8 +9,8 @@ Note [Which tensors]
     just after, with gradients off inside). So a saved tensor is a checkpoint's when a block is entered with it next, or was
     entered with it without gradients. Of a block's arguments only those with a gradient count: others (masks, tables of
     positions) are the same for all blocks. What would not leave the device is not copied: a leaf, which autograd keeps for
-    its gradient (the embedding's output under LoRA), and what the next block takes as well (an encoder's output, a bias of
-    positions). Nothing else is moved, so a model that does not checkpoint is left as it is.
+    its gradient (the embedding's output under LoRA), and what the next block or the one before takes as well (an encoder's
+    output, a bias of positions). Nothing else is moved, so a model that does not checkpoint is left as it is.
 
 Note [Two on the device]
     The copy of an input begins when the next block is entered, and its memory is given up when the one after is: the model's
@@ -123,6 +123,7 @@ class ActivationOffload:
         self._entered: set[_Key] = set()  # what the last block was entered with, gradients off
         self._inputs: set[_Key] | None = None  # what the last block was entered with, until the first of them is claimed
         self._newest: list[Saved] = []  # of the last checkpointed block
+        self._shared: set[_Key] = set()  # of those, what the block before it had taken, too
         self._leaving: list[Saved] = []  # of the one before, on their way to the host
         self._handles = [block.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True) for block in blocks]
 
@@ -145,7 +146,7 @@ class ActivationOffload:
             self._saving = False
             self._let_go()
             self._newest = []
-            self._inputs = None
+            self._shared, self._inputs = set(), None
             self._fresh.clear()
             self._entered.clear()
 
@@ -182,7 +183,9 @@ class ActivationOffload:
         """`saved` is a checkpoint's: see Note [Two on the device]."""
         if self._inputs is not None:  # the first of its block
             self._let_go()
-            self._leaving = [one for one in self._newest if _key(one.on_device) not in self._inputs]
+            keys = {_key(one.on_device) for one in self._newest}
+            stays, self._shared = self._shared | self._inputs, keys & self._inputs
+            self._leaving = [one for one in self._newest if _key(one.on_device) not in stays]
             for one in self._leaving:
                 self._send(one)
             self._newest, self._inputs = [], None

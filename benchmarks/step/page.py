@@ -36,12 +36,12 @@ def runtime_speed() -> str:
 
 
 def _step_table(rows: list[dict[str, Any]]) -> list[list[str]]:
-    ours = {row["case"].partition(":")[2]: row for row in rows if row["case"].startswith("zeroplan:")}
+    ours = {(row["case"].partition(":")[2], row["command"]): row for row in rows if row["case"].startswith("zeroplan:")}
     table = []
     for row in sorted(rows, key=lambda row: (row["case"].partition(":")[2], not row["case"].startswith("zeroplan:"))):
         engine, _, group = row["case"].partition(":")
         stage, *options = group.split("+")
-        mine, ratios = ours.get(group), ["", ""]
+        mine, ratios = ours.get((group, row["command"])), ["", ""]  # those of the same run
         if mine is not None and mine is not row:
             ratios = [
                 f"× {mine['tokens_per_s'] / row['tokens_per_s']:.2f}",

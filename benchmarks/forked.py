@@ -61,9 +61,15 @@ def failure(found: list[dict[str, Any]]) -> str | None:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Below those that the system hands out by itself: collectives of the case before might take one of them meanwhile."""
+    for port in range(20000 + os.getpid() % 5000, 32768):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise OSError("no free port below 32768")
 
 
 def _fork(function: Callable[[int], Any], rank: int, ranks: int, port: int, gpus: list[int] | None, folder: Path) -> int:

@@ -2,6 +2,7 @@
 
     python examples/larger_than_gpu.py                      # on a GPU 18.4 GiB of states in 4.5 GiB, else a small Llama
     python examples/larger_than_gpu.py --nvme /mnt/disk     # masters and optimizer states in files
+    python examples/larger_than_gpu.py --nvme /mnt/disk --nvme-params   # parameters, too
 
 States are a 16-bit parameter and gradient, an fp32 master and two moments: 16 bytes a parameter. On a GPU the allowance is
 torch's to enforce, on a CPU what the runtime keeps in place of a GPU is held against it.
@@ -10,7 +11,10 @@ torch's to enforce, on a CPU what the runtime keeps in place of a GPU is held ag
 from __future__ import annotations
 
 import argparse
+import time
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -43,14 +47,16 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def ds_config(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Everything away from the GPU: parameters to the host, the optimizer to the host or to files."""
-    files = {"device": "nvme", "nvme_path": str(arguments.nvme)} if arguments.nvme else {"device": "cpu"}
+    """Everything away from the GPU, to the host or to files."""
+    host = {"device": "cpu"}
+    files = {"device": "nvme", "nvme_path": str(arguments.nvme)} if arguments.nvme else host
+    params = {**files, "max_in_cpu": 0} if arguments.nvme_params else host
     return {
         "train_micro_batch_size_per_gpu": arguments.micro,
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}},
-        "zero_optimization": {"stage": 3, "offload_optimizer": files, "offload_param": {"device": "cpu"}},
+        "zero_optimization": {"stage": 3, "offload_optimizer": files, "offload_param": params},
         "activation_checkpointing": {"cpu_checkpointing": arguments.checkpointing},
     }
 
@@ -80,11 +86,14 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="llama-1b" if cuda else "small")
     parser.add_argument("--gpu-memory", default="4.5G" if cuda else "64M", help="what the model is allowed")
     parser.add_argument("--nvme", type=Path, help="a folder on a disk for masters and states")
+    parser.add_argument("--nvme-params", action="store_true", help="parameters there, too")
     parser.add_argument("--micro", type=int, default=1)
     parser.add_argument("--seq", type=int, default=512 if cuda else 64)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--checkpointing", action="store_true", help="checkpoint the blocks, their inputs on the host")
     arguments = parser.parse_args()
+    if arguments.nvme_params and not arguments.nvme:
+        parser.error("--nvme-params needs --nvme FOLDER")
 
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -103,7 +112,9 @@ def main() -> None:
         torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.get_device_properties(0).total_memory)
     engine, *_ = zeroplan_runtime.initialize(model=model, config=config)
     tokens = torch.arange(arguments.micro * arguments.seq, device=engine.device).view(arguments.micro, -1)
+    begins = []
     for step in range(arguments.steps):
+        begins.append(time.perf_counter())
         batch = (tokens * 3 + step) % SHAPES[arguments.shape]["vocab_size"]
         loss = engine(input_ids=batch, labels=batch).loss
         engine.backward(loss)
@@ -111,6 +122,8 @@ def main() -> None:
         if step % 5 == 0 or step + 1 == arguments.steps:
             print(f"step {step}: loss {loss.item():.3f}")
     engine.drain()
+    took = median(b - a for a, b in pairwise([*begins[len(begins) // 2 :], time.perf_counter()]))
+    print(f"{took:.2f} s a step, {arguments.micro * arguments.seq / took:,.0f} tokens a second")
     taken = torch.cuda.max_memory_reserved() if cuda else engine.arena.peak(Place.HBM)
     if taken > allowed:
         raise SystemExit(f"{format_bytes(taken)} were taken")

@@ -42,6 +42,6 @@ def test_sentiment() -> None:
 @pytest.mark.torch
 def test_states_of_more_than_four_times_the_allowance(tmp_path: Path) -> None:
     """The example itself ends with an error when more was taken than allowed."""
-    for more in ((), ("--nvme", str(tmp_path), "--checkpointing")):
+    for more in ((), ("--nvme", str(tmp_path), "--nvme-params", "--checkpointing")):
         losses = run("examples/larger_than_gpu.py", "--steps", "16", *more)
         assert losses[-1] < losses[0] - 0.5

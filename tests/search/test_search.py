@@ -69,6 +69,22 @@ def test_search_is_exact_and_floors_are_floors(problem: tuple[Memory, list[Candi
             assert (found[0].candidate if found else None) == (best.candidate if best else None), (gib, host)
 
 
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2", "ddp", "zeroplan"])
+def test_floors_are_tight_where_the_step_decides_and_never_above(engine: str) -> None:
+    """One sequence of 64 tokens: states are all there is, so the floor of the step's buffers is what the run needs."""
+    memory = Memory(find_engine(engine), load_model("Qwen/Qwen2.5-0.5B"), Cluster(gpus=3, vram=400 * GIB))
+    tight = 0
+    for zero, _ in zero_configs(memory.engine, memory.cluster):
+        if zero.reduce_bucket_size < 100_000_000:
+            continue
+        candidate = Candidate(zero, Workload(micro_batch=1, seq_len=64))
+        plan = memory.plan(candidate)
+        allocated = (plan.gpu.peak_allocated or 0) + (plan.gpu.outside_torch or 0)
+        assert memory.floor(candidate) <= allocated, zero
+        tight += memory.floor(candidate) > 0.95 * allocated
+    assert tight >= {"deepspeed": 1, "zeroplan": 4}.get(engine, 0)
+
+
 def test_families_come_fastest_first_and_fit(problem: tuple[Memory, list[Candidate]]) -> None:
     memory, space = problem
     cost = CostModel("deepspeed", memory.spec, memory.cluster, rates_of(memory.cluster.gpu))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import sys
 from importlib import import_module
@@ -53,6 +54,7 @@ def run() -> None:
     """The console script: one line for bad input, and never a traceback for that, a closed pipe, a full disk or Ctrl-C."""
     # Plans are plain models: looking for pydantic's plugins would read the metadata of every installed package.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+    gc.set_threshold(50_000, 20, 100)  # a process of seconds: looking for cycles among a tape's events would take a tenth of it
     _register()
     try:
         code = app(standalone_mode=False)

@@ -164,21 +164,6 @@ class Layout:
         self.block_params: list[list[int]] = [[] for _ in tape.stacks]
         modules: list[TapeModule] = []
         params: list[TapeParam] = []
-        for index in tape.order:
-            if index >= 0:
-                self.module_at[index] = len(modules)
-                modules.append(tape.modules[index])
-                continue
-            stack = tape.stacks[-1 - index]
-            for i, traced in enumerate(stack.plan):
-                base = len(modules)
-                self.block_modules[-1 - index].append(base)
-                prefix = stack.name.replace("{}", str(i))
-                for m in stack.modules[traced]:
-                    name = f"{prefix}.{m.name}" if m.name else prefix
-                    # Parents outside are resolved below, parameters after those have their places.
-                    modules.append(TapeModule(name, m.type, base + m.parent if m.parent >= 0 else -2 - stack.parent, m.params))
-        owner = {at: index for index, at in enumerate(self.module_at)}
         for index in tape.param_order:
             if index >= 0:
                 self.param_at[index] = len(params)
@@ -189,21 +174,25 @@ class Layout:
                 self.block_params[-1 - index].append(len(params))
                 prefix = stack.name.replace("{}", str(i))
                 params.extend(TapeParam(f"{prefix}.{p.name}", p.shape, p.trainable, p.itemsize) for p in stack.params[traced])
-        for index, places in enumerate(self.block_modules):
-            stack = tape.stacks[index]
-            for i, base in enumerate(places):
-                shift = self.block_params[index][i]
-                for at in range(base, base + len(stack.modules[stack.plan[i]])):
-                    m = modules[at]
-                    parent = self.module_at[-2 - m.parent] if m.parent < -1 else m.parent
+        for index in tape.order:  # a module comes behind its parent
+            if index >= 0:
+                m = tape.modules[index]
+                self.module_at[index] = len(modules)
+                parent = self.module_at[m.parent] if m.parent >= 0 else -1
+                modules.append(TapeModule(m.name, m.type, parent, tuple(self.param_at[p] for p in m.params)))
+                continue
+            stack = tape.stacks[-1 - index]
+            outside = self.module_at[stack.parent] if stack.parent >= 0 else -1
+            for i, traced in enumerate(stack.plan):
+                base, shift = len(modules), self.block_params[-1 - index][i]
+                self.block_modules[-1 - index].append(base)
+                prefix = stack.name.replace("{}", str(i))
+                for m in stack.modules[traced]:
+                    name = f"{prefix}.{m.name}" if m.name else prefix
+                    parent = base + m.parent if m.parent >= 0 else outside
                     # A negative index marks a parameter that is owned outside the block, such as a tied one.
                     own = tuple(p + shift if p >= 0 else self.param_at[-1 - p] for p in m.params)
-                    modules[at] = TapeModule(m.name, m.type, parent, own)
-        for at, index in owner.items():
-            m = tape.modules[index]
-            modules[at] = TapeModule(
-                m.name, m.type, self.module_at[m.parent] if m.parent >= 0 else -1, tuple(self.param_at[p] for p in m.params)
-            )
+                    modules.append(TapeModule(name, m.type, parent, own))
         self.modules = tuple(modules)
         self.params = tuple(params)
 
@@ -277,7 +266,8 @@ def _resolve(anchor: Anchor, block: int, depth: int) -> int:
 
 
 def _storage_sizes(segment: Segment, sizes: Sequence[int]) -> list[int]:
-    return [sizes[x] for op, x in zip(segment.op, segment.aux, strict=True) if op == Op.ALLOC]
+    alloc = int(Op.ALLOC)
+    return [sizes[x] for op, x in zip(segment.op, segment.aux, strict=True) if op == alloc]
 
 
 class _Compiled:
@@ -294,31 +284,35 @@ class _Compiled:
         self.module: list[tuple[int, int]] = []
         self.grads: list[tuple[int, int, int]] = []
         outside = {"m": run.layout.module_at, "p": run.layout.param_at}
+        # By anchor where numbers outside all blocks are looked up; None for storages and blocks. -1 is no anchor.
+        tables = [outside[anchor.space] if anchor.space != "s" and anchor.number < 0 else None for anchor in anchors]
         local = -1
 
         def fixed(a: int, x: int) -> tuple[int, int]:
-            if a >= 0 and anchors[a].space != "s" and anchors[a].number < 0:
-                return plain, outside[anchors[a].space][x]
-            return (a, x) if a >= 0 else (plain, x)
+            if a < 0:
+                return plain, x
+            table = tables[a]
+            return (a, x) if table is None else (plain, table[x])
 
+        alloc, free, grad, nobody = int(Op.ALLOC), int(Op.FREE), int(Op.GRAD), (plain, -1)
         columns = zip(segment.op, segment.anchor, segment.offset, segment.aux_anchor, segment.aux, segment.kind, strict=True)
         for op, a, x, b, y, kind in columns:
-            if op == Op.ALLOC:
+            if op == alloc:
                 local += 1
                 size = run.sizes[y]
                 if size <= 0:
                     continue
                 self.arg.append((own, local))
                 self.aux.append(size)
-                self.module.append(fixed(a, x) if a >= 0 else (plain, -1))
+                self.module.append(fixed(a, x) if a >= 0 else nobody)
             else:
-                if op == Op.FREE and _size_at(run, anchors[a], x, piece, traced) <= 0:
+                if op == free and _size_at(run, anchors[a], x, piece, traced) <= 0:
                     continue
                 self.arg.append(fixed(a, x))
-                if op == Op.GRAD:
+                if op == grad:
                     self.grads.append((len(self.aux), b, y))
                 self.aux.append(0)
-                self.module.append((plain, -1))
+                self.module.append(nobody)
             self.op.append(op)
             self.kind.append(kind)
         indices = {a for a, _ in self.arg} | {a for a, _ in self.module} | {a for _, a, _ in self.grads}

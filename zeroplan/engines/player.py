@@ -166,15 +166,15 @@ class _Player:
 
     def run(self, cues: Sequence[Cue]) -> None:
         played, handle_of, hooks, grad = self.recorder.play, self.recorder.handle_of, self.hooks, int(Op.GRAD)
-        for cue in cues:
-            if cue.stretch is not None:  # hooks mostly follow one another
-                played(cue.stretch)
-            if cue.op == grad:
-                self.grad(cue.arg, handle_of(cue.aux))
-            elif cue.op == WORKSPACE:
-                self._workspace(cue.arg, cue.aux)
-            elif cue.op is not None:
-                hooks[cue.op](cue.arg)
+        for stretch, op, arg, aux in cues:
+            if stretch is not None:  # hooks mostly follow one another
+                played(stretch)
+            if op == grad:
+                self.grad(arg, handle_of(aux))
+            elif op == WORKSPACE:
+                self._workspace(arg, aux)
+            elif op is not None:
+                hooks[op](arg)
 
     def _workspace(self, index: int, module: int) -> None:
         """A workspace is allocated by the first call and never freed."""

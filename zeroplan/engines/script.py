@@ -5,8 +5,9 @@ See Note [Stretches] in ``zeroplan/simulate/stretches.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.tape import Kind, Mark, Op, Stream, TapeModule
@@ -31,8 +32,7 @@ BUFFER_OF_KIND = {
 WORKSPACE = 99
 
 
-@dataclass(frozen=True, slots=True)
-class Cue:
+class Cue(NamedTuple):
     """What comes after a stretch of allocations and frees.
 
     Attributes:
@@ -97,19 +97,18 @@ def script_of(stream: Stream, *, modules: bool, own_linear: bool) -> Script:
         modules: whether the engine has module hooks.
         own_linear: whether it put a function of its own in place of ``torch.nn.functional.linear``.
     """
-    halves: tuple[list[_Event], list[_Event], list[_Event]] = ([], [], [])
-    half = 0
-    for op, arg, aux, kind, module in zip(stream.op, stream.arg, stream.aux, stream.kind, stream.module, strict=True):
-        if op == Op.MARK:
-            half = {Mark.BACKWARD_BEGIN: 1, Mark.BACKWARD_END: 2}.get(Mark(arg), half)
-        else:
-            halves[half].append((op, arg, aux, kind, module))
+    alloc, free, mark = int(Op.ALLOC), int(Op.FREE), int(Op.MARK)
+    marks = {stream.arg[at]: at for at, op in enumerate(stream.op) if op == mark}
+    ends = (0, marks[Mark.BACKWARD_BEGIN], marks[Mark.BACKWARD_END])
     products = [_multiplies(m.type) for m in stream.modules]
     biased = [_adds_bias(m, stream, own_linear=own_linear) for m in stream.modules]
     stretches = Stretches()
-    played = [_cues(_with_workspaces(halves[half], half, products, biased), modules, stretches) for half in (0, 1)]
-    allocated = {arg: kind for op, arg, kind in zip(stream.op, stream.arg, stream.kind, strict=True) if op == Op.ALLOC}
-    last = [arg for op, arg, *_ in halves[2] if op == Op.FREE]
+    played = []
+    for half, (begin, end) in enumerate(pairwise(ends)):
+        workspaces = _workspaces(stream, range(begin, end), half, products, biased)
+        played.append(_cues(stream, range(begin, end), workspaces, modules, stretches))
+    allocated = {arg: kind for op, arg, kind in zip(stream.op, stream.arg, stream.kind, strict=True) if op == alloc}
+    last = [arg for op, arg in zip(stream.op[ends[2] :], stream.arg[ends[2] :], strict=True) if op == free]
     return Script(
         forward=played[0],
         backward=played[1],
@@ -119,30 +118,24 @@ def script_of(stream: Stream, *, modules: bool, own_linear: bool) -> Script:
     )
 
 
-#: op, arg, aux, kind, module: a row of the stream.
-_Event = tuple[int, int, int, int, int]
-_HOOKS = frozenset({Op.ENTER, Op.EXIT, Op.BWD_ENTER, Op.BWD_EXIT})
-
-
-def _with_workspaces(events: list[_Event], half: int, products: list[bool], biased: list[bool]) -> list[_Event]:
-    entered = [(i, arg, op) for i, (op, arg, *_) in enumerate(events) if op in (Op.ENTER, Op.BWD_ENTER)]
-    first = next((i for i, module, _ in entered if products[module]), None)
-    first_biased = next((i for i, module, op in entered if biased[module] and op == Op.ENTER), None)
-    at, module = (0, -1) if first is None else (_after_result(events, first), events[first][1])
-    added: list[tuple[int, _Event]] = [(at, (WORKSPACE, half, module, 0, -1))]
+def _workspaces(
+    stream: Stream, half: range, number: int, products: list[bool], biased: list[bool]
+) -> list[tuple[int, int, int]]:
+    """Before which event of the half a workspace is taken, its index, and the module that calls."""
+    enters = (int(Op.ENTER), int(Op.BWD_ENTER))
+    entries = [at for at in half if stream.op[at] in enters]
+    first = next((at for at in entries if products[stream.arg[at]]), None)
+    first_biased = next((at for at in entries if biased[stream.arg[at]] and stream.op[at] == Op.ENTER), None)
+    found = [(half.start, number, -1) if first is None else (_after_result(stream, first, half), number, stream.arg[first])]
     if first_biased is not None:
-        added.append((_after_result(events, first_biased), (WORKSPACE, 2 + half, events[first_biased][1], 0, -1)))
-    found = list(events)
-    for at, cue in sorted(added, reverse=True):
-        found.insert(at, cue)
-    return found
+        found.append((_after_result(stream, first_biased, half), 2 + number, stream.arg[first_biased]))
+    return sorted(found)
 
 
-def _after_result(events: list[_Event], entry: int) -> int:
+def _after_result(stream: Stream, entry: int, half: range) -> int:
     """Where the first product of the module entered there has its result, casts of its operands left aside."""
-    for at in range(entry + 1, len(events)):
-        op, _, _, kind, _ = events[at]
-        if op == Op.ALLOC and kind != Kind.CAST:
+    for at in range(entry + 1, half.stop):
+        if stream.op[at] == Op.ALLOC and stream.kind[at] != Kind.CAST:
             return at + 1
     return entry + 1
 
@@ -157,15 +150,28 @@ def _adds_bias(module: TapeModule, stream: Stream, *, own_linear: bool) -> bool:
     return (linear or "Conv1D" in module.type) and sorted(shapes) == [1, 2]
 
 
-def _cues(events: Iterable[_Event], modules: bool, stretches: Stretches) -> tuple[Cue, ...]:
+#: Events that no cue is made of where the engine has no module hooks.
+_HOOKS = frozenset({Op.ENTER, Op.EXIT, Op.BWD_ENTER, Op.BWD_EXIT, Op.MARK})
+
+
+def _cues(
+    stream: Stream, half: range, workspaces: list[tuple[int, int, int]], modules: bool, stretches: Stretches
+) -> tuple[Cue, ...]:
     buffers = [BUFFER_OF_KIND[Kind(kind)] for kind in range(len(Kind))]
-    alloc, free = int(Op.ALLOC), int(Op.FREE)
+    alloc, free, silent = int(Op.ALLOC), int(Op.FREE), frozenset({Op.MARK}) if modules else _HOOKS
     cues: list[Cue] = []
-    for op, arg, aux, kind, module in events:
-        if op == alloc:
-            stretches.alloc(arg, aux, buffers[kind], module)
-        elif op == free:
-            stretches.free(arg)
-        elif modules or op not in _HOOKS:
-            cues.append(Cue(stretches.close(), op, arg, aux))
+    at = half.start
+    for end, *workspace in (*workspaces, (half.stop, -1, -1)):
+        part = slice(at, end)
+        columns = (stream.op, stream.arg, stream.aux, stream.kind, stream.module)
+        for op, arg, aux, kind, module in zip(*(column[part] for column in columns), strict=True):
+            if op == alloc:
+                stretches.alloc(arg, aux, buffers[kind], module)
+            elif op == free:
+                stretches.free(arg)
+            elif op not in silent:
+                cues.append(Cue(stretches.close(), op, arg, aux))
+        if end < half.stop or workspace[0] >= 0:
+            cues.append(Cue(stretches.close(), WORKSPACE, *workspace))
+        at = end
     return (*cues, Cue(stretches.close()))

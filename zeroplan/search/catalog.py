@@ -10,10 +10,11 @@ from zeroplan.core.errors import BadInput
 from zeroplan.models import catalog
 from zeroplan.planner.request import Request
 from zeroplan.search.answer import Answer, Recommendation, recommendation
-from zeroplan.search.api import Wish, answer, problem_of, space_of
+from zeroplan.search.api import Problem, Wish, answer, problem_of, space_of
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
 from zeroplan.search.recommend import Ranked
+from zeroplan.search.space import Candidate
 
 #: Models that a method shows, and simulations that each may take.
 _SHOWN = 3
@@ -86,14 +87,20 @@ def _largest(
             return
         if entry.params in shapes:
             continue  # the same shapes under another name
-        one = _fits(method, entry, request, wish, limits)
+        problem = _problem(method, entry, request, wish, limits)
+        if problem is None:
+            continue
+        shapes.add(entry.params)
+        one = _fits(*problem)
         if one is not None:
             found += 1
-            shapes.add(entry.params)
             yield entry.id, entry.params, one
 
 
-def _fits(method: Method, entry: catalog.Entry, request: Request, wish: Wish, limits: Cluster) -> Recommendation | None:
+def _problem(
+    method: Method, entry: catalog.Entry, request: Request, wish: Wish, limits: Cluster
+) -> tuple[Problem, list[Candidate]] | None:
+    """The model trained by the method, and how it might be; None where that cannot be, for all that a sum tells."""
     asked = replace(
         request,
         model=entry.id,
@@ -101,23 +108,23 @@ def _fits(method: Method, entry: catalog.Entry, request: Request, wish: Wish, li
         lora_rank=(request.lora_rank or _LORA_RANK) if method.lora else None,
     )
     free = replace(wish, global_batch=None, gradient_checkpointing=True)
-    ranks, nodes = limits.ranks, limits.nodes
-    if method.gpu_bytes * entry.params > (limits.usable_vram or 0) * ranks:
+    if method.gpu_bytes * entry.params > (limits.usable_vram or 0) * limits.ranks:
         return None
-    if method.host_bytes * entry.params > (limits.cpu_ram or 0) * nodes:
+    if method.host_bytes * entry.params > (limits.cpu_ram or 0) * limits.nodes:
         return None
     try:
         problem = problem_of(asked, free)
     except BadInput:  # a sequence length beyond the model's positions
         return None
+    space = space_of(problem, asked, free)
+    return problem, [c for c in space if bool(c.zero.offload_optimizer or c.zero.offload_param) is method.offload]
+
+
+def _fits(problem: Problem, space: list[Candidate]) -> Recommendation | None:
+    """The first that fits of those that need the least."""
     memory = Memory(problem.engine, problem.spec, problem.cluster, trace=False)
     cost = CostModel(problem.engine.name, problem.spec, problem.cluster, problem.rates)
-    space = [
-        c
-        for c in space_of(problem, asked, free)
-        if bool(c.zero.offload_optimizer or c.zero.offload_param) is method.offload and not memory.cannot_fit(c)
-    ]
-    space = [c for c in space if memory.runnable(c)]
+    space = [c for c in space if not memory.cannot_fit(c) and memory.runnable(c)]
     for candidate in sorted(space, key=lambda c: (memory.floor(c), not c.alloc_conf, c.effort))[:_TRIES]:
         plan = memory.plan(candidate)
         if plan.fits:

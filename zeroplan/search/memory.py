@@ -1,9 +1,11 @@
 """What a candidate's memory is: a floor from formulas in microseconds, and the simulated plan of those that survive it.
 
 Note [Floors]
-    A floor is what must be allocated at once whatever the schedule does: the engine's buffers that live through forward and
-    step, the most that the model's own computation holds at once, and what lies outside torch. It is never above the
-    simulated total (a test holds that), so a candidate whose floor exceeds the card cannot fit and need not be simulated.
+    A floor is what must be allocated at once whatever the schedule does, beside what lies outside torch: either the engine's
+    buffers that live through forward and step with the most that the model's own computation holds at once, or all buffers of
+    the step, which is one moment while those of the other phases come one after another. It is never above the simulated total
+    (a test holds that), so a candidate whose floor exceeds the card, less the doubt that a fit leaves room for
+    (planner/limit.py), cannot fit and need not be simulated.
     Sums over parameters and tapes are kept by what they depend on, so a floor is two look-ups and a sum.
 """
 
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from zeroplan.core.buffers import Place
+from zeroplan.core.buffers import Phase, Place
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import MemoryPlan
@@ -20,7 +22,7 @@ from zeroplan.core.tape_sizes import Device
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case, Engine
-from zeroplan.engines.process import outside_torch
+from zeroplan.engines.process import Outside, outside_torch
 from zeroplan.ledger.line import evaluate
 from zeroplan.ledger.work import Counts, Matrices, count_stream, guess_counts, matrices, scale_counts
 from zeroplan.models.spec import ModelSpec
@@ -34,6 +36,8 @@ from zeroplan.tapes import find_tape
 
 #: Formulas of states that the schedule frees for a moment, and pads, may be off by this much.
 FLOOR_SLACK = 0.98
+#: Engines whose buffers of the step are all there at once. Gradients of DDP and FSDP2 may be views of buckets, or gone in part.
+_AT_ONCE = frozenset({"deepspeed", "zeroplan"})
 #: Without a tape, how far the analytic bound on activations may be from the truth, either way.
 ANALYTIC_SPREAD = 0.25
 
@@ -52,8 +56,9 @@ class Memory:
         self._matrices: Matrices = matrices(spec)
         self._streams: dict[tuple[str, int, int], Stream | None] = {}
         self._counts: dict[tuple[str, int, int], Counts] = {}
-        self._computed: dict[tuple[str, int, int], tuple[int, int]] = {}
-        self._states: dict[ZeroConfig, int] = {}
+        self._traced: dict[tuple[str, int, int], Counts | None] = {}
+        self._computed: dict[tuple[str, int], tuple[int, int]] = {}
+        self._states: dict[tuple[ZeroConfig, bool], tuple[int, int, int]] = {}
         self._host: dict[ZeroConfig, tuple[int, int]] = {}
         self._plans: dict[Candidate, MemoryPlan] = {}
 
@@ -62,6 +67,7 @@ class Memory:
         other = Memory(self.engine, self.spec, cluster, depth=self.depth, trace=self.trace)
         other.problem = self.problem
         other._streams, other._counts, other._computed = self._streams, self._counts, self._computed
+        other._traced = self._traced
         if (cluster.gpus, cluster.nodes, cluster.gpu) == (self.cluster.gpus, self.cluster.nodes, self.cluster.gpu):
             judged = ((candidate, other._judged(candidate, plan)) for candidate, plan in self._plans.items())
             other._plans = {candidate: plan for candidate, plan in judged if plan is not None}
@@ -99,30 +105,34 @@ class Memory:
         if found is None:
             # Stage 3's identity functions are counted as its hooks, so the plain tape serves every stage.
             plain = replace(candidate, zero=ZeroConfig())
-            one, two = self._stream(plain, 1), self._stream(plain, 2)
+            one, two = self._counted(plain, 1), self._counted(plain, 2)
             if one is None or two is None:
                 tokens = workload.micro_batch * (workload.seq_len or 0)
                 found = guess_counts(self._matrices, workload, tokens)
             else:
-                found = scale_counts(count_stream(one), count_stream(two), workload.micro_batch)
+                found = scale_counts(one, two, workload.micro_batch)
             self._counts[key] = found
         return found
 
+    def _counted(self, candidate: Candidate, micro_batch: int) -> Counts | None:
+        key = (self._tape_key(candidate), micro_batch, candidate.workload.seq_len or 0)
+        if key not in self._traced:
+            stream = self._stream(candidate, micro_batch)
+            self._traced[key] = None if stream is None else count_stream(stream)
+        return self._traced[key]
+
     def floor(self, candidate: Candidate) -> int:
         """Bytes a GPU that this cannot do without. See Note [Floors]."""
-        workload = candidate.workload
-        key = (self._tape_key(candidate), workload.seq_len or 0, 0)
-        most = self._computed.get(key)
-        if most is None:
-            most = self._computed[key] = self._computation(candidate)
-        return self._state_floor(candidate) + most[0] + most[1] * workload.micro_batch
+        between, stepping, _ = self._state_floors(candidate)
+        return max(between + self._computation(candidate), stepping)
 
-    def _state_floor(self, candidate: Candidate) -> int:
-        """The part of the floor that no tape is needed for."""
-        states = self._states.get(candidate.zero)
-        if states is None:
-            states = self._states[candidate.zero] = self._live_states(candidate)
-        return states
+    def _state_floors(self, candidate: Candidate) -> tuple[int, int, int]:
+        """What no tape is needed for: the buffers beside the computation, those of the step, and the doubt of either."""
+        key = (candidate.zero, candidate.workload.grad_accum > 1)
+        found = self._states.get(key)
+        if found is None:
+            found = self._states[key] = self._live_states(candidate)
+        return found
 
     def host_floor(self, candidate: Candidate) -> tuple[int, int]:
         """Bytes of a node's host memory and disk that this cannot do without."""
@@ -140,13 +150,14 @@ class Memory:
         """Whether the floors alone exceed a limit."""
         cluster, usable = self.cluster, self.cluster.usable_vram
         # The states alone first, then the host's: many a candidate falls before its tape has to be read.
-        if usable is not None and self._state_floor(candidate) > usable:
+        between, stepping, doubt = self._state_floors(candidate)
+        if usable is not None and max(between, stepping) + doubt > usable:
             return True
         if cluster.cpu_ram is not None or cluster.nvme is not None:
             host, disk = self.host_floor(candidate)
             if (cluster.cpu_ram is not None and host > cluster.cpu_ram) or (cluster.nvme is not None and disk > cluster.nvme):
                 return True
-        return usable is not None and self.floor(candidate) > usable
+        return usable is not None and self.floor(candidate) + doubt > usable
 
     def plan(self, candidate: Candidate) -> MemoryPlan:
         """The candidate's plan at the deepest depth there is; kept, because several questions ask for it."""
@@ -167,7 +178,7 @@ class Memory:
         """A formula plan; its total and interval stay open, but whether it fits is judged with the analytic bound."""
         plan = formula_plan(self.engine, case)
         bound = self._bound(case.workload)
-        need = max(plan.gpu.phases.values()) + round(bound * (1 + ANALYTIC_SPREAD)) + self._outside(case)
+        need = max(plan.gpu.phases.values()) + round(bound * (1 + ANALYTIC_SPREAD)) + self._outside(case).total
         broken = misfits(case, need, plan.cpu.per_node, plan.nvme.per_node)
         return plan.model_copy(update={"fits": verdict(case, broken), "misfits": broken})
 
@@ -175,29 +186,45 @@ class Memory:
         bound = activation_bound(self.spec, workload)
         return usual_activations(self.spec.params, workload) if bound is None else bound
 
-    def _outside(self, case: Case) -> int:
+    def _outside(self, case: Case) -> Outside:
         capability = case.cluster.gpu.capability
-        return outside_torch(self.engine.name, case.workload, case.zero, ranks=case.ranks, capability=capability).total
+        return outside_torch(self.engine.name, case.workload, case.zero, ranks=case.ranks, capability=capability)
 
-    def _live_states(self, candidate: Candidate) -> int:
+    def _live_states(self, candidate: Candidate) -> tuple[int, int, int]:
         case = self.case(candidate)
         ledger, facts = self.engine.ledger(case)
-        live = sum(i.bytes for i in evaluate(ledger, facts) if i.place is Place.HBM and lives_between_steps(i))
-        return round(FLOOR_SLACK * live) + self._outside(case)
+        on_gpu = [item for item in evaluate(ledger, facts) if item.place is Place.HBM]
+        outside = self._outside(case)
+        between = sum(item.bytes for item in on_gpu if lives_between_steps(item))
+        stepping = sum(i.bytes for i in on_gpu if Phase.STEP in i.phases) if self.engine.name in _AT_ONCE else 0
+        return (
+            round(FLOOR_SLACK * between) + outside.total,
+            round(FLOOR_SLACK * stepping) + outside.total,
+            outside.spread,
+        )
 
-    def _computation(self, candidate: Candidate) -> tuple[int, int]:
-        """The most that the computation holds at once: a constant, and what each sample adds.
+    def _computation(self, candidate: Candidate) -> int:
+        """The least of what the computation holds at once at its fullest.
 
         That maximum is of sums that grow linearly, so it is convex in the micro batch, and the line through its values at
         one and two lies below it from there on.
         """
-        one, two = self._stream(candidate, 1), self._stream(candidate, 2)
-        if one is None or two is None:
-            bound = self._bound(candidate.workload)
-            return 0, round((1 - ANALYTIC_SPREAD) * bound / candidate.workload.micro_batch / 2)
-        first, second = activation_peak(one), activation_peak(two)
-        slope = max(0, second - first)
-        return first - slope, slope
+        key, micro = (self._tape_key(candidate), candidate.workload.seq_len or 0), candidate.workload.micro_batch
+        line = self._computed.get(key)
+        if line is None:
+            one = self._stream(candidate, 1)
+            if one is None:
+                bound = self._bound(candidate.workload)
+                line = (0, round((1 - ANALYTIC_SPREAD) * bound / micro / 2))
+            elif micro == 1:
+                return activation_peak(one)  # the tape at two may never be asked for
+            else:
+                two = self._stream(candidate, 2)
+                first = activation_peak(one)
+                slope = max(0, activation_peak(two or one) - first)
+                line = (first - slope, slope)
+            self._computed[key] = line
+        return line[0] + line[1] * micro
 
     def _tape_key(self, candidate: Candidate) -> str:
         return f"{candidate.workload.gradient_checkpointing} {candidate.zero.stage == 3}"

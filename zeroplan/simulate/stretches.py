@@ -45,7 +45,7 @@ class Stretches:
     __slots__ = ("allocations", "begins", "beyond", "buffers", "home", "index", "notes", "op", "place", "sizes")
 
     def __init__(self) -> None:
-        self.begins, self.allocations, self.beyond = array("q", [0]), array("q", [0]), array("q")
+        self.begins, self.allocations, self.beyond = array("q", [0]), array("q"), array("q")
         self.op, self.home, self.index, self.sizes = array("q"), array("q"), array("q"), array("q")
         self.place: dict[int, tuple[int, int]] = {}
         self.buffers: list[list[Buffer]] = [[]]
@@ -59,22 +59,22 @@ class Stretches:
         """
         if storage in self.place:
             raise ValueError(f"storage {storage} is made twice")
-        stretch = len(self.allocations) - 1
-        self.place[storage] = (stretch, self.allocations[stretch])
-        self.allocations[stretch] += 1
-        self._event(_ALLOC, stretch, storage)
-        if storage >= len(self.sizes):
-            self.sizes.extend([0] * (storage + 1 - len(self.sizes)))
-        self.sizes[storage] = nbytes
-        self.buffers[stretch].append(buffer)
-        self.notes[stretch].append(note)
+        buffers, stretch = self.buffers[-1], len(self.beyond)
+        self.place[storage] = (stretch, len(buffers))
+        self.op.append(_ALLOC)
+        self.home.append(stretch)
+        self.index.append(storage)
+        sizes = self.sizes
+        if storage >= len(sizes):
+            sizes.extend([0] * (storage + 1 - len(sizes)))
+        sizes[storage] = nbytes
+        buffers.append(buffer)
+        self.notes[-1].append(note)
 
     def free(self, storage: int) -> None:
         """A free of the open stretch, of what the tape has made before."""
-        self._event(_FREE, *self.place[storage])
-
-    def _event(self, op: int, home: int, index: int) -> None:
-        self.op.append(op)
+        home, index = self.place[storage]
+        self.op.append(_FREE)
         self.home.append(home)
         self.index.append(index)
 
@@ -84,10 +84,10 @@ class Stretches:
             return None
         self.beyond.append(len(self.op) - self.begins[-1] - 1)
         self.begins.append(len(self.op))
-        self.allocations.append(0)
+        self.allocations.append(len(self.buffers[-1]))
         self.buffers.append([])
         self.notes.append([])
-        return len(self.begins) - 2
+        return len(self.beyond) - 1
 
 
 def write_out(

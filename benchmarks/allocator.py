@@ -15,6 +15,7 @@ import random
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.units import MIB
@@ -69,7 +70,7 @@ def main() -> int:
         print("the compiled allocator is not at hand")
         return 1
 
-    rows = []
+    rows: list[dict[str, Any]] = []
     print(f"{'settings':32} {'compiled':>14} {'python':>14}  M events/s (equal results)")
     for settings in SETTINGS:
         config = AllocatorConfig.parse(settings)

@@ -47,7 +47,7 @@ def accelerate_estimate(row: Row) -> int | None:
     if (row["zero_overrides"] or {}).get("offload_optimizer") or row["lora_rank"]:
         return None
     name = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[row["dtype"]]
-    return max(estimate_training_usage(4 * row["n_params"], name).values())
+    return int(max(estimate_training_usage(4 * row["n_params"], name).values()))
 
 
 def llm_analysis(row: Row) -> int | None:
@@ -59,6 +59,7 @@ def llm_analysis(row: Row) -> int | None:
         return None  # it asserts 4, 8 or 16 bits
     spec = load_model(row["model"])
     facts = spec_facts(spec)
+    assert facts.hidden_size, row["model"]
     config = spec.config
     inner = config.get("intermediate_size") or config.get("ffn_dim") or config.get("n_inner") or 4 * facts.hidden_size
     model = ModelConfig(
@@ -93,7 +94,8 @@ def llm_analysis(row: Row) -> int | None:
             mlp_gated_linear_units=config.get("hidden_act") == "silu",
         )
     parts = ("weight_memory_per_gpu", "gradient_memory_per_gpu", "optimizer_state_memory_per_gpu", "activation_memory_per_gpu")
-    return round(sum(summary[name] for name in parts))
+    total: float = sum(summary[name] for name in parts)
+    return round(total)
 
 
 def mem_tracker(row: Row) -> int | None:

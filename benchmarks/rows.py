@@ -75,4 +75,4 @@ def model_of(row: dict[str, Any]) -> str | dict[str, Any]:
         return str(row["model"])
     entry = find(row["model"])
     assert entry is not None, row["model"]
-    return dict(entry.config) | changes
+    return {**entry.config, **changes}

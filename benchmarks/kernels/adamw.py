@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.kernels.measure import Contender, call_cost, machine, race, save, show, use_tuned
+from benchmarks.kernels.measure import Contender, call_cost, machine, race, save, show, use_path, use_tuned
 from zeroplan_runtime import kernels
-from zeroplan_runtime.kernels import backends, cuda_path, fronts, torch_path
+from zeroplan_runtime.kernels import backends, cuda_path, torch_path
 
-HYPER = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+HYPER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 TARGET = 0.94
 #: The contender that the target speaks of.
 OURS = "zeroplan bf16 gradient, bf16 out"
@@ -30,13 +31,13 @@ def check(device: torch.device) -> None:
     grads = [torch.randn(n, device=device).bfloat16() for _ in range(3)]
     made = []
     for path in (cuda_path, torch_path):
-        fronts.backend = lambda _device, path=path: path
+        use_path(path)
         p, m, v = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
         out = torch.full((n,), float("nan"), dtype=torch.bfloat16, device=device)
         for i, grad in enumerate(grads):
             kernels.adamw(p, grad, m, v, step=i + 1, param_out=out, **HYPER)
         made.append((p, m, v, out))
-    fronts.backend = backends.backend
+    use_path(None)
     assert all(torch.equal(a, b) for a, b in zip(*made, strict=True)), "kernel and torch path differ"
     leaf = torch.nn.Parameter(start.clone())
     peer = torch.optim.AdamW([leaf], fused=True, **HYPER)
@@ -62,7 +63,7 @@ def contenders(n: int, device: torch.device) -> dict[str, Contender]:
         out = torch.empty(n, dtype=types[out_name], device=device) if out_name in types else None
         size = 24.0 + grad.element_size() + (2 if out is not None else 0)
 
-        def ours(grad=grad, out=out):
+        def ours(grad: torch.Tensor = grad, out: torch.Tensor | None = out) -> None:
             kernels.adamw(p, grad, m, v, step=10, param_out=out, scalars=scalars, **HYPER)
 
         made[f"zeroplan {grad_name} gradient, {out_name} out"] = (ours, size * n)

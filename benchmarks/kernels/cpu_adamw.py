@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.kernels.measure import Contender, machine, race, save, show
+from benchmarks.kernels.measure import Contender, machine, race, save, show, use_path
 from zeroplan_runtime import kernels
-from zeroplan_runtime.kernels import backends, fronts, native_path, torch_path
+from zeroplan_runtime.kernels import native_path, torch_path
 
-HYPER = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+HYPER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 TARGET = 0.85
 
 
@@ -28,13 +29,13 @@ def check() -> None:
     for path, instructions in ((torch_path, None), (native_path, "plain"), (native_path, "avx2"), (native_path, "avx512")):
         if instructions and not native_path.use_instructions(instructions):
             continue
-        fronts.backend = lambda _device, path=path: path
+        use_path(path)
         p, m, v, out = start.clone(), torch.zeros(n), torch.zeros(n), torch.zeros(n, dtype=torch.bfloat16)
         for step in (1, 2, 3):
             kernels.adamw(p, grad, m, v, step=step, param_out=out, **HYPER)
         made.append((p, m, v, out))
     native_path.use_instructions(None)
-    fronts.backend = backends.backend
+    use_path(None)
     assert all(torch.equal(a, b) for other in made[1:] for a, b in zip(made[0], other, strict=True))
     print(f"correct: the bits of the torch path; {native_path.instructions()} in use")
 
@@ -44,7 +45,7 @@ def contenders(n: int) -> dict[str, Contender]:
     p, m, v = torch.randn(n), torch.randn(n) * 0.01, torch.rand(n) * 0.01
     half, out = torch.randn(n).bfloat16(), torch.zeros(n, dtype=torch.bfloat16)
     leaf = torch.nn.Parameter(torch.randn(n))
-    leaf.grad = torch.randn(n)
+    leaf.grad = wide = torch.randn(n)
     peer = torch.optim.AdamW([leaf], fused=True, **HYPER)
     made: dict[str, Contender] = {
         "read-modify-write": (lambda: p.mul_(1.0000001), 8.0 * n),
@@ -52,7 +53,7 @@ def contenders(n: int) -> dict[str, Contender]:
             lambda: kernels.adamw(p, half, m, v, step=10, param_out=out, **HYPER),
             28.0 * n,
         ),
-        "zeroplan fp32 gradient, no out": (lambda: kernels.adamw(p, leaf.grad, m, v, step=10, **HYPER), 28.0 * n),
+        "zeroplan fp32 gradient, no out": (lambda: kernels.adamw(p, wide, m, v, step=10, **HYPER), 28.0 * n),
         "torch fused, fp32 gradient, no out": (peer.step, 28.0 * n),
     }
     try:

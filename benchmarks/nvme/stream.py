@@ -13,6 +13,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +78,11 @@ def measure(ours: Ours, peer_file: Path, aio: Aio, rounds: int) -> dict[str, Any
     made: dict[str, Any] = {}
     for mode in direct.MODES:
         moved = size * (2 if mode == "read and write" else 1)
+        span = ours.streamer.plan.bytes
         calls: dict[str, Callable[[], float | None]] = {
-            "zeroplan": lambda mode=mode: ours.run(mode),
-            "direct loop": lambda mode=mode: direct.loop(
-                peer_file, size, mode, block=aio.block_size, depth=depth, span=ours.streamer.plan.bytes
-            ),
-            "fio": lambda mode=mode: direct.fio(peer_file, size, mode, block=aio.block_size, depth=depth),
+            "zeroplan": partial(ours.run, mode),
+            "direct loop": partial(direct.loop, peer_file, size, mode, block=aio.block_size, depth=depth, span=span),
+            "fio": partial(direct.fio, peer_file, size, mode, block=aio.block_size, depth=depth),
         }
         rates: dict[str, list[float]] = {name: [] for name in calls}
         for turn in range(rounds):

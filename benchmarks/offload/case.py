@@ -8,7 +8,16 @@ from typing import Any
 from benchmarks.step.case import CLIP, Case
 
 #: What leaves the device, by the word in a case's name: optimizer, parameters.
-PLACES = {"none": ("none", "none"), "opt": ("cpu", "none"), "all": ("cpu", "cpu"), "nvme": ("nvme", "none")}
+PLACES = {
+    "none": ("none", "none"),
+    "opt": ("cpu", "none"),
+    "all": ("cpu", "cpu"),
+    "nvme": ("nvme", "none"),
+    "params": ("cpu", "nvme"),
+    "files": ("nvme", "nvme"),
+}
+#: All parameters in files, through buffers that DeepSpeed can hold the largest layer of a 1B model in.
+PARAM_FILES = {"max_in_cpu": 0, "buffer_size": 300_000_000}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +66,7 @@ class OffloadCase(Case):
                 zero[key] = {"device": device, "pin_memory": True}
                 if device == "nvme":
                     zero[key] |= {"nvme_path": self.nvme_path, "buffer_count": 5}
+                    zero[key] |= PARAM_FILES if key == "offload_param" else {}
         config["gradient_clipping"] = 0.0 if self.free else CLIP
         if self.free:
             config["bf16"] = {"enabled": True, "check_grad_overflow": False}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,6 +57,23 @@ def test_bits_of_the_device(stage: int, optimizer: dict[str, Any], changes: dict
     assert found == expected
     assert all(torch.equal(state[name], offloaded[name]) for name in state)
     assert nothing == 0 < booked
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("optimizer", ["cpu", "nvme"])
+@pytest.mark.parametrize("keys", [{}, {"buffer_count": 1, "buffer_size": 2048}, {"max_in_cpu": 4000}], ids=str)
+def test_parameters_in_files(tmp_path: Path, optimizer: str, keys: dict[str, int]) -> None:
+    several = {"gradient_accumulation_steps": 2, "zeroplan": {"direct_linear": False, "nvme_in_memory": True}}
+    resident = ds_config(3, "bf16", gradient_clipping=0.5, **several)
+    disk = {"device": "nvme", "nvme_path": str(tmp_path)}
+    states = disk if optimizer == "nvme" else CPU
+    section = {"stage": 3, "offload_optimizer": states, "offload_param": {**disk, "max_in_cpu": 0, **keys}}
+    for remat in ("", "plain"):
+        expected, state, _ = losses(resident, remat)
+        found, offloaded, _ = losses({**resident, "zero_optimization": section}, remat)
+        assert found == expected
+        assert all(torch.equal(state[name], offloaded[name]) for name in state)
 
 
 @pytest.mark.gpu

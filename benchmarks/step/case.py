@@ -5,32 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from zeroplan.models.catalog import find
+
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
 CLIP = 1.0
 
-_LLAMA: dict[str, Any] = {
-    "vocab_size": 128256,
-    "head_dim": 64,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 131072,
-}
-#: Shapes by name, as changes of transformers' LlamaConfig: Llama-3.2-1B, Llama-3.1-8B, and a toy for CPUs.
+
+def _shape(name: str) -> dict[str, Any]:
+    entry = find(name)
+    assert entry is not None
+    return {key: value for key, value in entry.config.items() if key not in ("model_type", "architectures")}
+
+
+#: Shapes by name, as values of transformers' LlamaConfig: two of the catalog's, and a toy for CPUs.
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama-1b": _LLAMA,
-    "llama-8b": _LLAMA
-    | {
-        "head_dim": 128,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "tie_word_embeddings": False,
-    },
-    "toy": _LLAMA
+    "llama-1b": _shape("meta-llama/Llama-3.2-1B"),
+    "llama-8b": _shape("meta-llama/Llama-3.1-8B"),
+    "toy": _shape("meta-llama/Llama-3.2-1B")
     | {
         "vocab_size": 512,
         "head_dim": 16,

@@ -12,7 +12,8 @@ Note [Passing through]
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import lru_cache
 from itertools import pairwise
 
 from zeroplan.core.buffers import Buffer, Phase, Place
@@ -60,13 +61,19 @@ def checkpoint_phases(
         after_step: bytes allocated on the GPU between two steps.
     """
     held = {one.phase: sum(one.kept.values()) for one in host}
-    in_memory, in_files = _pieces(layout)
-    written = max((size for _, sizes in (*in_memory, *in_files) for size in sizes), default=0)
-    read = _two([size for _, sizes in in_memory for size in sizes])
-    for unit, sizes in in_files:
-        whole = _FP32_BYTES * layout.share(unit) * len(_streamed(layout)) if _states_in_file(unit) else 0
-        frozen = unit.frozen.shard if unit.frozen and unit.param_place is Place.NVME else 0
-        read = max(read, whole + layout.setup.param_dtype.bytes * frozen + _two(sizes))
+    states, width = OPTIMIZER_STATES[layout.setup.optimizer], layout.setup.param_dtype.bytes
+    written = read = 0
+    for unit in layout.units:
+        together = pair = 0
+        if unit.trainable:
+            one, two = (_FP32_BYTES * numel for numel in _pieces(unit.trainable, 1 + len(states)))
+            written, pair = max(written, one), two
+            together += _FP32_BYTES * len(_streamed(layout)) * layout.share(unit) if unit.place is Place.NVME else 0
+        if unit.frozen:
+            one, two = (width * numel for numel in _pieces(unit.frozen, 1))
+            written, pair = max(written, one), max(pair, two)
+            together += width * unit.frozen.shard if unit.param_place is Place.NVME else 0
+        read = max(read, together + pair)
     return (
         CheckpointPhase(Phase.SAVE, after_step, held[Phase.STEP] + written),
         CheckpointPhase(Phase.RESUME, after_init, held[Phase.INIT] + read),
@@ -81,10 +88,6 @@ def _kept(layout: Layout) -> dict[tuple[Buffer, Place], int]:
     return found
 
 
-def _states_in_file(unit: UnitLayout) -> bool:
-    return unit.trainable is not None and unit.place is Place.NVME
-
-
 def _master_in_file(layout: Layout, unit: UnitLayout) -> bool:
     return unit.place is Place.NVME and layout.setup.masters_apart
 
@@ -95,43 +98,19 @@ def _streamed(layout: Layout) -> list[Buffer]:
     return [*masters, *OPTIMIZER_STATES[layout.setup.optimizer]]
 
 
-#: A unit and the bytes of its pieces, in the order in which they are written and read.
-_Pieces = tuple[UnitLayout, list[int]]
+@lru_cache(maxsize=256)
+def _pieces(flat: Flat, kinds: int) -> tuple[int, int]:
+    """Elements of the largest piece of a flat on any rank, and of the two largest that follow each other.
 
-
-def _pieces(layout: Layout) -> tuple[list[_Pieces], list[_Pieces]]:
-    """The pieces of the rank with the largest, of units in memory and of those in files."""
-    kinds = 1 + len(OPTIMIZER_STATES[layout.setup.optimizer])  # masters, and what the optimizer has
-    in_memory: list[_Pieces] = []
-    in_files: list[_Pieces] = []
-    for unit in layout.units:
-        inside: list[int] = []
-        if unit.trainable:
-            sizes = kinds * [_FP32_BYTES * numel for numel in _largest_overlaps(unit.trainable)]
-            if _states_in_file(unit):
-                inside += sizes
-            else:
-                in_memory.append((unit, sizes))
-        if unit.frozen:
-            width = layout.setup.param_dtype.bytes
-            sizes = [width * numel for numel in _largest_overlaps(unit.frozen)]
-            if unit.param_place is Place.NVME:
-                inside += sizes
-            else:
-                in_memory.append((unit, sizes))
-        if inside:
-            in_files.append((unit, inside))
-    return in_memory, in_files
-
-
-def _largest_overlaps(flat: Flat) -> Iterator[int]:
-    """Elements of the largest part that any rank owns of each parameter: of a rank in between, or at either end."""
+    Args:
+        flat: units alike have equal ones.
+        kinds: tensors laid out like it, which are written and read one after another.
+    """
+    by_rank: dict[int, list[int]] = {}
     for position, (offset, numel) in enumerate(zip(flat.offsets, flat.numels, strict=True)):
-        first, last = offset // flat.shard, (offset + numel - 1) // flat.shard
-        parts = [flat.overlap(position, rank) for rank in {first, min(first + 1, last), last}]
-        yield max(end - begin for begin, end in parts)
-
-
-def _two(sizes: list[int]) -> int:
-    """The most of two that follow each other."""
-    return max((a + b for a, b in pairwise(sizes)), default=sum(sizes))
+        for rank in range(offset // flat.shard, (offset + numel - 1) // flat.shard + 1):
+            begin, end = flat.overlap(position, rank)
+            by_rank.setdefault(rank, []).append(end - begin)
+    pairs = (pairwise(sizes * min(kinds, 2)) for sizes in by_rank.values())
+    one = max(max(sizes) for sizes in by_rank.values())
+    return one, max((a + b for following in pairs for a, b in following), default=one)

@@ -1,0 +1,98 @@
+"""Checkpointed inputs that ``cpu_checkpointing`` moves: planned from the tape, and measured on a rank, to the byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.validate.small import CONFIG
+from zeroplan.planner.request import Request, resolve
+from zeroplan.planner.tapes import Streams
+from zeroplan.validate.compare import compare
+from zeroplan.validate.job import job_of
+from zeroplan.validate.measured import measurement_of
+from zeroplan.validate.planned import predict
+
+pytestmark = pytest.mark.torch
+
+BATCH, LENGTH, WIDTH, BLOCKS = 2, 24, CONFIG["hidden_size"], CONFIG["num_hidden_layers"]
+MOVES = {"activation_checkpointing": {"cpu_checkpointing": True}, "bf16": {"enabled": True}}
+#: An encoder's three blocks share a bias of positions, and a decoder's three that and the encoder's output.
+T5: dict[str, Any] = {
+    "model_type": "t5",
+    "architectures": ["T5ForConditionalGeneration"],
+    "d_model": WIDTH,
+    "d_kv": 16,
+    "d_ff": 96,
+    "num_layers": 3,
+    "num_decoder_layers": 3,
+    "num_heads": 4,
+    "vocab_size": 499,
+    "decoder_start_token_id": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "leaving"),
+    [
+        (CONFIG, {}, BLOCKS - 1),
+        (CONFIG, {"lora_rank": 4}, BLOCKS - 2),  # the first block's input is a leaf
+        (T5, {}, 5),
+    ],
+    ids=["llama", "lora", "t5"],
+)
+def test_plan_and_measurement_are_equal(model: dict[str, Any], options: dict[str, Any], leaving: int) -> None:
+    from zeroplan.validate.rank.probe import Place
+    from zeroplan.validate.rank.run import run_job
+
+    config = {**MOVES, "zero_optimization": {"stage": 2}}
+    resolved = resolve(
+        Request(
+            model=model,
+            engine="zeroplan",
+            ds_config=config,
+            micro_batch=BATCH,
+            seq_len=LENGTH,
+            gradient_checkpointing=True,
+            **options,
+        )
+    )
+    (case,) = resolved.cases
+    planned = predict(resolved.engine, case, Streams(resolved.engine))
+    result = run_job(job_of(case, "zeroplan", "", raw=config, steps=2), Place.of("cpu", 0), lambda _: None)
+    found = compare(planned, measurement_of([result], device="cpu", ranks=1), 0.02)
+    assert not found.mismatches
+    row = next(row for row in found.rows if row.name == "activation.checkpoint")
+    assert (row.judged, row.planned, row.measured) == ("exact", *2 * (leaving * BATCH * LENGTH * WIDTH * 2,))
+    line = next(line for line in found.plan.lines if line.buffer == "activation.checkpoint")
+    assert (line.place, line.bytes, line.phases) == ("pinned", row.planned, ("forward", "backward", "step"))
+    assert "inputs_away × micro_batch × seq_len × hidden × param_bytes" in line.formula
+    pinned = next(row for row in found.totals if row.name == "pinned memory")
+    assert pinned.planned == pinned.measured == row.planned
+    assert found.plan.cpu.phases["step"] - found.plan.cpu.phases["init"] > 0
+
+
+def test_on_the_device_two_are_there_at_a_time() -> None:
+    """Beside the logits, where both halves peak, the difference is what has left; nothing else differs."""
+    batch, length = 8, 256
+
+    def phases(moves: bool) -> dict[str, int]:
+        config = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, **(MOVES if moves else {})}
+        request = Request(
+            model={**CONFIG, "num_hidden_layers": 8},
+            engine="zeroplan",
+            ds_config=config,
+            micro_batch=batch,
+            seq_len=length,
+            gradient_checkpointing=True,
+        )
+        resolved = resolve(request)
+        return predict(resolved.engine, resolved.cases[0], Streams(resolved.engine)).plan.gpu.phases
+
+    one = batch * length * WIDTH * 2  # a multiple of the allocator's 512 bytes
+    kept, moved = phases(moves=False), phases(moves=True)
+    # Before the forward ends the last but one is still leaving; when the backward begins, only the newest is there.
+    assert kept["forward"] - moved["forward"] == 6 * one
+    assert kept["backward"] - moved["backward"] == 7 * one
+    assert {name: kept[name] - moved[name] for name in ("init", "step")} == {"init": 0, "step": 0}

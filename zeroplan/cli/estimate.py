@@ -73,6 +73,7 @@ def _json(answer: Estimate, *, peak: bool) -> str:
 
 
 def _peaks(answer: Estimate, style: str) -> str:
+    from zeroplan.report.host import host_table
     from zeroplan.report.peak import peak_tables
 
     parts = []
@@ -81,7 +82,7 @@ def _peaks(answer: Estimate, style: str) -> str:
             parts.append(f"{plan.label}: no peak at formula depth")
         else:
             parts.append(f"{plan.label}: alive at the peak, in {plan.gpu.peak_phase}")
-            parts.append(peak_tables(run.simulation.timeline, run.stream, style=style))
+            parts += [peak_tables(run.simulation.timeline, run.stream, style=style), host_table(plan, style)]
     return "\n\n".join(parts)
 
 

@@ -135,6 +135,7 @@ def _plan(plan: Mapping[str, Any], timeline: Timeline | None, origin: Callable[[
     parts = [_tiles(plan), _warnings(plan.get("warnings", ()))]
     if timeline is not None:
         parts += [_plot(plan, timeline.curve()), _alive(timeline, origin)]
+    parts.append(_host(plan["cpu"]))
     parts.append(_lines(plan["lines"]))
     title = f"<h2>{escape(_label(plan))}</h2><span>{_FITS[plan.get('fits')]}</span><b>{format_bytes(_needed(plan))}</b>"
     head = f"<summary>{title}</summary>"
@@ -210,6 +211,28 @@ def _alive(timeline: Timeline, origin: Callable[[Buffer, Note], str]) -> str:
         f"<div>{_table(['by buffer', *headers[1:]], rows(by_buffer), figures=(1, 2))}</div>"
         f"<div>{_table(['by origin', *headers[1:]], rows(by_note), figures=(1, 2))}</div></div>"
     )
+
+
+def _host(cpu: Mapping[str, Any]) -> str:
+    """The host by phase, each phase with what is alive at its peak as one bar."""
+    peaks = cpu.get("peaks") or ()
+    if not peaks:
+        return ""
+    most = max(peak["bytes"] for peak in peaks) or 1
+    rows = []
+    for peak in peaks:
+        parts = [f"{one['buffer']} ({one['place']}) {format_bytes(one['bytes'])}" for one in peak["alive"]]
+        over = " class='over'" if peak["phase"] == cpu.get("peak_phase") else ""
+        rows.append(
+            [
+                escape(peak["phase"]),
+                format_bytes(peak["bytes"]),
+                format_bytes(peak["pinned"] or None),
+                f"<div class='bar'><i{over} style='width:{100 * peak['bytes'] / most:.1f}%'></i></div>",
+                f"<span class='words'>{escape(', '.join(parts))}</span>",
+            ]
+        )
+    return f"<h3>Host memory of a node</h3>{_table(['phase', 'most', 'pinned', '', 'alive there'], rows, figures=(1, 2))}"
 
 
 def _lines(lines: Sequence[Mapping[str, Any]]) -> str:

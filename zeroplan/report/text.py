@@ -18,6 +18,7 @@ _FIGURES = frozenset(
     [
         *("stage", "states", "fixed", "activations", "allocated", "reserved", "total", "host (pinned)", "disk"),
         *("DeepSpeed says", "bytes", "parameters", "short", "memory", "usable"),
+        *("most", "pinned"),
         *("memory GB/s", "link GB/s", "host link GB/s"),
     ]
 )
@@ -91,9 +92,21 @@ def report_text(report: Report, style: str = "plain") -> str:
     table = plans_table(report.plans, style)
     if style in ("csv", "html"):
         return table
-    parts = [_heading(report), "", table, "", *_legend(report), "", *decides(report)]
+    parts = [_heading(report), "", table, "", *_legend(report), "", *_host_part(report, style), *decides(report)]
     parts += [f"warning: {text}" for text in report.warnings]
     return "\n".join(parts)
+
+
+def _host_part(report: Report, style: str) -> list[str]:
+    """The host by phase, where there is one plan to tell of."""
+    from zeroplan.report.host import host_table
+
+    table = host_table(report.plans[0], style) if len(report.plans) == 1 else ""
+    return (
+        [table, "", "Host memory of a node, in GiB; save and resume are those of a checkpoint, and not in the total.", ""]
+        if table
+        else []
+    )
 
 
 def _heading(report: Report) -> str:
@@ -193,10 +206,15 @@ def _phases(phases: tuple[str, ...]) -> str:
 
 def plan_text(plan: MemoryPlan) -> str:
     """One plan for a terminal: its row and its buffers."""
-    return f"{plan.engine} {plan.engine_version}, {plan.label}\n{plans_table([plan])}\n\n{lines_table(plan)}"
+    from zeroplan.report.host import host_table
+
+    tables = [plans_table([plan]), host_table(plan), lines_table(plan)]
+    return f"{plan.engine} {plan.engine_version}, {plan.label}\n" + "\n\n".join(table for table in tables if table)
 
 
 def plan_html(plan: MemoryPlan) -> str:
     """One plan for a notebook."""
     heading = f"<p><b>{plan.engine} {plan.engine_version}, {plan.label}</b></p>"
-    return heading + plans_table([plan], "html") + lines_table(plan, "html")
+    from zeroplan.report.host import host_table
+
+    return heading + plans_table([plan], "html") + host_table(plan, "html") + lines_table(plan, "html")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -25,22 +25,27 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_of(getattr(value, field.name, None))
 
 
-def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with its floating tensors in `dtype`. Containers are copied and keep their types; others are as they were."""
+def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """`value` with `change` applied to its tensors. Containers are copied and keep their types; others are as they were."""
     if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
+        return change(value)
     if isinstance(value, MutableMapping):  # before dataclasses: transformers' outputs are both
         made: Any = copy.copy(value)
         for key, item in value.items():
-            made[key] = cast_tensors(item, dtype)
+            made[key] = map_tensors(item, change)
         return made
     if isinstance(value, list | tuple):
-        items = [cast_tensors(item, dtype) for item in value]
+        items = [map_tensors(item, change) for item in value]
         return value._make(items) if hasattr(value, "_make") else type(value)(items)
     if is_dataclass(value) and not isinstance(value, type):
         made = copy.copy(value)
         for field in fields(value):
             if hasattr(value, field.name):
-                object.__setattr__(made, field.name, cast_tensors(getattr(value, field.name), dtype))  # frozen ones, too
+                object.__setattr__(made, field.name, map_tensors(getattr(value, field.name), change))  # frozen ones, too
         return made
     return value
+
+
+def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with its floating tensors in `dtype`; see :func:`map_tensors`."""
+    return map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)

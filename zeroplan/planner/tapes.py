@@ -53,6 +53,9 @@ def stream_of(engine: Engine, case: Case) -> Stream:
 class Streams:
     """The expanded tapes of one request, whose cases differ in sharding only: each is looked for once, found or not."""
 
+    #: Whether a CPU's kernels keep other tensors than CUDA's, for which tapes are made; None asks the model's config.
+    differs: bool | None = None
+
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._known: dict[str, Stream | NoTapeError] = {}

@@ -73,10 +73,11 @@ def _row(row: DriftRow) -> list[str]:
 
 
 def _heading(drift: Drift) -> str:
-    work, machine = drift.workload, drift.machine
+    work, machine, params = drift.workload, drift.machine, drift.model.params
+    count = f"{params:,} parameter" if params == 1 else f"{params:,} parameters"
     return (
-        f"{drift.model.name}: {drift.model.params:,} parameters · {machine['ranks']} × {machine['name']} ({machine['backend']})"
-        f" · {work_text(work)}\nBytes of the worst rank; differences are measured less planned."
+        f"{drift.model.name}: {count} · {machine['ranks']} × {machine['name']} ({machine['backend']}) · {work_text(work)}\n"
+        "Bytes of the worst rank; differences are measured less planned."
     )
 
 
@@ -90,5 +91,11 @@ def _conclusion(drift: Drift) -> str:
         judged = sum(any(row.judged for row in c.totals) for c in drift.comparisons)
         totals = f"{judged} of {count} totals judged, within {drift.tolerance:.1%}"
         return f"{count} of {count} as planned: {'; '.join(part for part in (owned, totals) if part)}."
-    names = ", ".join(comparison.plan.label for comparison in outside)
-    return f"{len(outside)} of {len(drift.comparisons)} outside the tolerance: {names}."
+    ended = [c for c in outside if c.measurement.failure or c.measurement.out_of_memory is not None]
+    others = [c for c in outside if c not in ended]
+    parts = [
+        f"{len(those)} of {len(drift.comparisons)} {how}: {', '.join(c.plan.label for c in those)}"
+        for those, how in ((others, "outside the tolerance"), (ended, "ended early"))
+        if those
+    ]
+    return "; ".join(parts) + "."

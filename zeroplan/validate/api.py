@@ -7,12 +7,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import ModelInfo
 from zeroplan.core.zero_config import Device
-from zeroplan.engines.base import Case
+from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.runtime.engine import Runtime
 from zeroplan.planner.request import Request, Resolved, describe_workload, resolve
 from zeroplan.planner.tapes import Streams
@@ -25,6 +25,9 @@ from zeroplan.validate.measured import measurement_of
 from zeroplan.validate.planned import Planned, predict
 from zeroplan.validate.results import Comparison, Drift, Measurement
 
+if TYPE_CHECKING:
+    from zeroplan.validate.live import Live
+
 #: How far the total may be from the plan, as a fraction.
 TOLERANCE = 0.02
 #: Seconds without any sign of life from any rank after which a run is ended.
@@ -36,6 +39,7 @@ Say = Callable[[str], None]
 def verify(
     model: Any = None,
     *,
+    inputs: Any = None,
     tolerance: float = TOLERANCE,
     timeout: float = TIMEOUT,
     steps: int = STEPS,
@@ -46,7 +50,9 @@ def verify(
 
     Args:
         model: a catalog or hub id, a path, or a config as a dict; none runs a built-in set within five minutes. Weights are
-            random, so nothing is downloaded but the config.
+            random, so nothing is downloaded but the config. With `inputs`, a live ``nn.Module``, which is run itself.
+        inputs: one micro batch for a live module: the keyword arguments of its forward as a dict, or its positional ones. The
+            forward's result is, or has as `loss`, the loss; of any other tensor the mean is taken.
         tolerance: how far the total may be from the plan, as a fraction; owned buffers must be equal.
         timeout: seconds without a sign of life from any rank after which the run is ended.
         steps: optimizer steps; peaks repeat from the second applied one on.
@@ -67,29 +73,36 @@ def verify(
         raise BadInput(f"{timeout} is no time", where="--timeout", remedy="give seconds, such as 300")
     if steps < 2:
         raise BadInput(f"{steps} is too few", where="--steps", remedy="use 2 or more: peaks repeat from the second on")
+    live = _live(model, inputs, options)
     machine = find_machine()
     ranks = ranks_to_use(machine, options.pop("gpus", None))
     given: dict[str, Any] = {"model": model} if model is not None else builtin_request(machine)
     if options.get("ds_config") is not None and model is None:
         given.pop("micro_batch")  # the file's to say
+    if live is not None:
+        given["micro_batch"], given["seq_len"] = live.shape()
     fields = {"engine": "zeroplan", **given, **{k: v for k, v in options.items() if v is not None}}
     cluster = machine.cluster(ranks)
     resolved = resolve(Request(**fields, gpus=cluster.gpus, nodes=cluster.nodes))
     cases = [replace(case, cluster=cluster) for case in resolved.cases if not _lacks_path(case)]
-    left_out = [f"{_label(case)} is left out: it needs a folder on a disk" for case in resolved.cases if _lacks_path(case)]
+    lacking = sum(_lacks_path(case) for case in resolved.cases)
+    which = "1 configuration with NVMe is" if lacking == 1 else f"{lacking} configurations with NVMe are"
+    left_out = [f"{which} left out: give nvme_path in a --ds-config"] if lacking else []
     if not cases:
         raise BadInput("NVMe without a folder", where="--offload-optimizer", remedy="give nvme_path in a --ds-config")
     raw = _raw(options.get("ds_config"))
-    if machine.device == "cpu" and isinstance(resolved.engine, Runtime):
-        # No CPU kernel computes the loss in one pass; what torch takes in its place is not what a plan for GPUs has.
+    if isinstance(resolved.engine, Runtime) and (machine.device == "cpu" or live is not None):
+        # No CPU kernel computes the loss in one pass; what torch takes in its place is not what a plan for GPUs has. A module
+        # of the user's own has its own loss.
         raw = {**(raw or {}), "zeroplan": {"fused_loss": False, **((raw or {}).get("zeroplan") or {})}}
         engine = Runtime()
         engine.configure(raw)
         resolved = replace(resolved, engine=engine)
     name = resolved.engine.name
-    jobs = [job_of(case, name, _label(case), raw=raw, steps=steps, timeout=timeout) for case in cases]
+    jobs = [job_of(case, name, _label(case), raw=raw, steps=steps, timeout=timeout, live=live) for case in cases]
     run = _run_here if machine.launched else _run_launched
-    comparisons, skipped = run(resolved, cases, jobs, machine, ranks, tolerance, say, model is None)
+    streams = _streams(resolved.engine, model, live)
+    comparisons, skipped = run(resolved, streams, cases, jobs, machine, ranks, tolerance, say, model is None)
     spec = resolved.spec
     return Drift(
         model=ModelInfo(name=spec.name, params=spec.params, trainable=spec.trainable, source=spec.source),
@@ -100,6 +113,35 @@ def verify(
         within=all(comparison.within for comparison in comparisons),
         comparisons=tuple(comparisons),
     )
+
+
+def _live(model: Any, inputs: Any, options: dict[str, Any]) -> Live | None:
+    """The user's module and batch, where there is a batch."""
+    if inputs is None:
+        return None
+    if not hasattr(model, "named_parameters"):
+        raise BadInput("inputs are for a live nn.Module", where="inputs", remedy="leave them out: others get random tokens")
+    for name in ("micro_batch", "seq_len"):
+        if options.get(name) is not None:
+            raise BadInput("the batch says it", where=name, remedy="leave it out, or give another batch")
+    for name in ("lora_rank", "gradient_checkpointing"):
+        if options.get(name):
+            raise BadInput("is not done to a live module", where=name, remedy="give the module as it is to be trained")
+    from zeroplan.validate.live import ENGINES, live_of, require_no_rank
+
+    require_no_rank()
+    if options.get("engine") not in (None, *ENGINES):
+        what = f"{options['engine']} builds its models itself, which a live module is not for"
+        raise BadInput(what, where="engine", remedy=f"use {' or '.join(ENGINES)}")
+    return live_of(model, inputs)
+
+
+def _streams(engine: Engine, model: Any, live: Live | None) -> Streams:
+    if live is None:
+        return Streams(engine)
+    from zeroplan.validate.live import LiveStreams
+
+    return LiveStreams(engine, live, model)
 
 
 def _to_stderr(text: str) -> None:
@@ -132,6 +174,7 @@ _Outcome = tuple[list[Comparison], list[str]]
 
 def _run_launched(
     resolved: Resolved,
+    streams: Streams,
     cases: Sequence[Case],
     jobs: Sequence[Job],
     machine: Machine,
@@ -145,7 +188,6 @@ def _run_launched(
     skipped: list[str] = []
     alone = machine.device == "cuda"
     planned: list[Planned | None] = [None] * len(cases)
-    streams = Streams(resolved.engine)
     waiting = list(range(len(cases)))
     while waiting:
         taken = waiting[:1] if alone else list(waiting)
@@ -156,7 +198,8 @@ def _run_launched(
                 waiting.remove(taken[0])
                 continue
         launch = Launch([jobs[i] for i in taken], ranks, machine.device, _progress(jobs, taken, say), timeout=jobs[0].timeout)
-        say(f"{', '.join(jobs[i].label for i in taken)}: starting {ranks} ranks ({machine.device})")
+        what = jobs[taken[0]].label if len(taken) == 1 else f"{len(taken)} configurations"
+        say(f"{what}: starting {ranks} {'rank' if ranks == 1 else 'ranks'} ({machine.device})")
         try:
             launch.start()
             for i in taken:  # while the ranks start
@@ -204,6 +247,7 @@ def _told(say: Say | None, label: str, doing: str) -> None:
 
 def _run_here(
     resolved: Resolved,
+    streams: Streams,
     cases: Sequence[Case],
     jobs: Sequence[Job],
     machine: Machine,
@@ -220,7 +264,6 @@ def _run_here(
 
     place = join(jobs[0], machine.device, int(os.environ.get("LOCAL_RANK", "0")))
     first = machine.rank == 0
-    streams = Streams(resolved.engine)
     comparisons: list[Comparison] = []
     skipped: list[str] = []
     for case, job in zip(cases, jobs, strict=True):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.tape_options import auto_class_of
@@ -13,6 +13,9 @@ from zeroplan.core.workload import DType
 from zeroplan.engines.base import Case
 from zeroplan.interop.ds_config import write_ds_config
 from zeroplan.ledger.optimizers import find_optimizer
+
+if TYPE_CHECKING:
+    from zeroplan.validate.live import Live
 
 #: Optimizer steps that a run takes; peaks repeat from the second applied one on.
 STEPS = 3
@@ -23,7 +26,9 @@ _ADAM_LIKE = ("adam", "adamw", "lamb")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One configuration to run. `model` is a transformers config; `ds_config` serves the engines that read one."""
+    """One configuration to run. `model` is a transformers config; `ds_config` serves the engines that read one. `live` is the
+    user's own module instead, which goes to other processes in a file of its own.
+    """
 
     label: str
     engine: str
@@ -42,6 +47,7 @@ class Job:
     steps: int
     timeout: float
     ds_config: dict[str, Any] = field(default_factory=dict)
+    live: Live | None = None
 
     @property
     def swap_folder(self) -> str | None:
@@ -52,8 +58,8 @@ class Job:
         return next((str(path) for path in paths if path), None)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
+        """Plain values, without the module."""
+        return asdict(replace(self, live=None))
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Job:
@@ -62,18 +68,26 @@ class Job:
 
 
 def job_of(
-    case: Case, engine: str, label: str, *, raw: Mapping[str, Any] | None = None, steps: int = STEPS, timeout: float = 300.0
+    case: Case,
+    engine: str,
+    label: str,
+    *,
+    raw: Mapping[str, Any] | None = None,
+    steps: int = STEPS,
+    timeout: float = 300.0,
+    live: Live | None = None,
 ) -> Job:
-    """The job of a case. `raw` is the ds_config that the case came from.
+    """The job of a case. `raw` is the ds_config that the case came from, `live` the user's module and batch.
 
     Raises:
         BadInput: when the model has no config to build it from.
     """
     spec, work = case.spec, case.workload
-    if not spec.config:
-        raise BadInput(
-            f"{spec.name} has no config to build it from", where="MODEL", remedy="give a hub id, a folder or a config.json"
-        )
+    if live is None and not spec.config:
+        remedy = "give a hub id, a folder or a config.json"
+        if spec.source == "module":
+            remedy = "give inputs=…, the arguments of one forward, to run the module itself"
+        raise BadInput(f"{spec.name} has no config to build it from", where="MODEL", remedy=remedy)
     config: dict[str, Any] = {}
     if engine == "zeroplan":
         config = _runtime_config(case, raw or {}, timeout)
@@ -84,8 +98,8 @@ def job_of(
         label=label,
         engine=engine,
         stage=case.zero.stage,
-        model=json.loads(json.dumps(dict(spec.config), default=str)),
-        auto_class=spec.auto_class or auto_class_of(spec.config),
+        model={} if live else json.loads(json.dumps(dict(spec.config), default=str)),
+        auto_class="" if live else spec.auto_class or auto_class_of(spec.config),
         micro_batch=work.micro_batch,
         seq_len=work.seq_len or 1,
         grad_accum=work.grad_accum,
@@ -98,6 +112,7 @@ def job_of(
         steps=steps,
         timeout=timeout,
         ds_config=config,
+        live=live,
     )
 
 

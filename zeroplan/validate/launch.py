@@ -51,6 +51,10 @@ class Launch:
         """Start the ranks; returns at once."""
         (self.folder / "jobs.json").write_text(json.dumps([job.to_json() for job in self.jobs]))
         (self.folder / "device").write_text(self.device)
+        if self.jobs[0].live is not None:
+            from zeroplan.validate.live import write_live
+
+            write_live(self.folder, self.jobs[0].live)
         home = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH", "")])])
         threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // self.ranks))

@@ -28,7 +28,7 @@ class Planned:
     come and go. Without the caching allocator's
     rounding, `requested` is the most that lives at once in training (forward, backward, step) and `requested_live` what lives
     between two steps; both None at formula depth, where `undone` says why nothing deeper could be had. `drops` says that the
-    model has dropout, whose masks and attention kernels differ between a CPU and CUDA.
+    model has dropout, whose masks and attention kernels differ between a CPU and CUDA, or other modules that do.
     """
 
     case: Case
@@ -58,7 +58,9 @@ def predict(engine: Engine, case: Case, streams: Streams) -> Planned:
         owned |= {(buffer, unit, place): count for unit, count in host_buffers(engine.moved(case, stream)).items()}
     run = simulated_plan(engine, case, stream)
     live = _training(run.simulation.timeline)
-    return Planned(case, run.plan, owned, *live, drops=_has_dropout(case), passing=passing)
+    return Planned(
+        case, run.plan, owned, *live, drops=_has_dropout(case) if streams.differs is None else streams.differs, passing=passing
+    )
 
 
 def _has_dropout(case: Case) -> bool:

@@ -152,7 +152,7 @@ def _fsdp2(job: Job, device: torch.device, mark: Mark) -> Trained:
 def _ddp(job: Job, device: torch.device, mark: Mark) -> Trained:
     with device:
         model = make_model(job, torch.float32)
-    model = prepare(job, model)
+    model = prepare(job, model).to(device)
     if dist.get_world_size() > 1:
         ids = [device.index] if device.type == "cuda" else None
         model = torch.nn.parallel.DistributedDataParallel(model, device_ids=ids)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zeroplan.core.tape_options import Checkpointing, TraceOptions
-from zeroplan.core.workload import Attention
+from zeroplan.core.workload import Attention, DType
 from zeroplan.validate.job import Job
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -21,8 +21,11 @@ _PATTERN = 1 << 20
 def make_model(job: Job, dtype: torch.dtype, *, cheap: bool = False) -> Any:
     """The transformers model of the job's config on the current device, in training mode.
 
-    `cheap` skips transformers' initialisation and fills the weights with a repeated random pattern.
+    `cheap` skips transformers' initialisation and fills the weights with a repeated random pattern. A user's own module is
+    as it was given, whatever the dtype.
     """
+    if job.live is not None:
+        return job.live.make()
     import transformers
     from transformers.initialization import no_init_weights
 
@@ -56,6 +59,10 @@ def fill(model: nn.Module) -> None:
 
 def prepare(job: Job, model: Any) -> Any:
     """Adapters, checkpointing and no key-value cache, as the job asks."""
+    if job.live is not None:
+        from zeroplan.validate.live import prepared
+
+        return prepared(model)
     if job.lora_rank is not None:
         from peft import LoraConfig, get_peft_model
 
@@ -72,7 +79,11 @@ def prepare(job: Job, model: Any) -> Any:
 
 
 def make_batch(job: Job, device: torch.device, seed: int) -> dict[str, torch.Tensor]:
-    """One micro batch of random values, of the shapes that the job's tape was traced with."""
+    """One micro batch of random values, of the shapes that the job's tape was traced with; a user's own as it is."""
+    if job.live is not None:
+        from zeroplan.validate.live import input_dtype
+
+        return job.live.batch_on(device, input_dtype(job.engine, DType(job.dtype)))
     from zeroplan.trace.build import build_inputs
     from zeroplan.trace.fit import Point
 
@@ -102,6 +113,8 @@ def _vocabulary(config: Mapping[str, Any]) -> int:
 def loss_of(output: Any) -> torch.Tensor:
     """The model's own loss."""
     loss = getattr(output, "loss", None)
+    if loss is None and isinstance(output, Mapping):
+        loss = output.get("loss")
     if loss is None:
         loss = output[0] if isinstance(output, tuple | list) else output
     scalar: torch.Tensor = loss if loss.dim() == 0 else loss.float().mean()

@@ -72,8 +72,9 @@ def _train(job: Job, place: Place, probe: Probe, say: Say, state: dict[str, Any]
             loss = trained.step(batch)
             probe.end("step", "forward")
             seconds.append(time.perf_counter() - begin)
-        live = probe.allocated()
         value = float(loss.detach())
+        del loss, batch  # which a training loop would have dropped, too
+        live = probe.allocated()
     return {
         "live_after_step": live,
         "step_seconds": statistics.median(seconds[1:] or seconds),

@@ -10,10 +10,12 @@ import json
 import os
 import sys
 import traceback
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from zeroplan.core.errors import BadInput
 from zeroplan.core.files import write_atomic
 from zeroplan.validate.job import Job, ended_early
 
@@ -61,8 +63,22 @@ def run_here(job: Job, place: Any, say: Any) -> dict[str, Any]:
         return run_job(job, place, say)
     except Exception as error:
         traceback.print_exc()
-        text = str(error).strip().splitlines() or [""]
-        return {"rank": this_rank(), "error": f"{type(error).__name__}: {text[0][:300]}"}
+        return {"rank": this_rank(), **_refused(error)}
+
+
+def _jobs(folder: Path) -> list[Job]:
+    jobs = [Job.from_json(values) for values in json.loads((folder / "jobs.json").read_text())]
+    from zeroplan.validate.live import read_live
+
+    live = read_live(folder)
+    return [replace(job, live=live) for job in jobs]
+
+
+def _refused(error: Exception) -> dict[str, Any]:
+    if isinstance(error, BadInput):
+        return {"bad_input": {"what": error.what, "where": error.where, "remedy": error.remedy}}
+    text = str(error).strip().splitlines() or [""]
+    return {"error": f"{type(error).__name__}: {text[0][:300]}"}
 
 
 def main(folder: Path) -> None:
@@ -70,8 +86,12 @@ def main(folder: Path) -> None:
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     beat = Beat(folder, rank)
     beat.say("importing torch")
-    jobs = [Job.from_json(values) for values in json.loads((folder / "jobs.json").read_text())]
     device = (folder / "device").read_text()
+    try:
+        jobs = _jobs(folder)
+    except Exception as error:  # the user's own script runs here
+        write_atomic(folder / f"result-0-{rank}.json", json.dumps({"rank": rank, **_refused(error)}))
+        os._exit(EXIT_EARLY)
     beat.say("joining the other ranks")
     place = join(jobs[0], device, local_rank)
     for index, job in enumerate(jobs):

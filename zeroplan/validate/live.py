@@ -1,0 +1,227 @@
+"""A module of the user's own, verified with a batch of the user's own: what the plan reads of both, and how ranks get them.
+
+Note [How ranks get a module]
+    Ranks that this process starts read the module from a file that this process has just written, in a folder that only this
+    user may enter. It is a pickle, which runs code when it is read: no more than the script that the module comes from, and
+    never a file that anybody else gave. Classes are pickled by name, so those of the script itself are made in each rank as
+    ``multiprocessing`` makes them in its children: the script is imported under another name than ``__main__``. Within a
+    torchrun every rank has built the module itself, and no file is needed.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import multiprocessing.spawn
+import os
+import pickle
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.tape import Stream
+from zeroplan.core.tape_sizes import Device
+from zeroplan.core.workload import DType
+from zeroplan.engines.base import Case, Engine
+from zeroplan.planner.tapes import NoTapeError, Streams
+from zeroplan.trace.api import trace_module
+from zeroplan_runtime.arena import DTYPES
+from zeroplan_runtime.nested import cast_tensors, map_tensors, tensors_of
+from zeroplan_runtime.units import cast_floating
+
+#: Engines that take a module as it is; the others build theirs on the device, or shard it while it is built.
+ENGINES = ("zeroplan", "ddp")
+#: In a rank's environment.
+RANK = "ZEROPLAN_VERIFY_RANK"
+_FILE, _MAIN = "module.pt", "main.json"
+_IN_TORCHRUN = "run the script by torchrun, where every rank builds the module itself"
+#: Modules of torch.nn whose kernels keep the same tensors on a CPU as on CUDA.
+_ALIKE = ("activation", "container", "linear", "sparse", "normalization", "loss", "module", "transformer", "flatten")
+
+
+@dataclass(frozen=True)
+class Live:
+    """`make()` gives a module of its own each time; `batch` are the keyword arguments of one micro batch's forward."""
+
+    make: Callable[[], nn.Module]
+    batch: dict[str, Any]
+
+    def shape(self) -> tuple[int, int]:
+        """Samples, and positions of the first tensor that has them, for the report."""
+        sizes = [tensor.shape for tensor in tensors_of(self.batch) if tensor.dim()]
+        samples = sizes[0][0] if sizes else 1
+        return max(1, samples), max(1, next((shape[1] for shape in sizes if len(shape) > 1), 1))
+
+    def batch_on(self, device: torch.device, dtype: torch.dtype | None) -> dict[str, Any]:
+        """A copy of the batch on `device`, floating tensors in `dtype` unless that is None."""
+        moved: dict[str, Any] = map_tensors(self.batch, lambda tensor: tensor.to(device, copy=True))
+        return cast_tensors(moved, dtype) if dtype is not None else moved
+
+
+def live_of(module: nn.Module, inputs: Any) -> Live:
+    """The user's module and batch: a mapping of keyword arguments, a tuple of positional ones, or the first alone.
+
+    Raises:
+        BadInput: for a batch that the module's forward does not take, and a module on a GPU, whose memory the run needs.
+    """
+    if any(tensor.is_cuda for tensor in (*module.parameters(), *module.buffers())):
+        raise BadInput("the module is on a GPU, and takes memory from the run", where="model", remedy="give module.cpu()")
+    if isinstance(inputs, Mapping):
+        batch = dict(inputs)
+    else:
+        given = inputs if isinstance(inputs, tuple | list) else (inputs,)
+        try:
+            batch = dict(inspect.signature(module.forward).bind(*given).arguments)
+        except TypeError as fault:
+            raise BadInput(str(fault), where="inputs", remedy="give the keyword arguments of one forward as a dict") from None
+    if next(tensors_of(batch), None) is None:
+        raise BadInput("there is no tensor in the batch", where="inputs", remedy="give one micro batch")
+
+    def make() -> nn.Module:
+        with _disable_current_modes():  # the user's own copy is none of the run's memory
+            return copy.deepcopy(module)
+
+    return Live(make, batch)
+
+
+# ---------------------------------------------------------------------- the plan
+
+
+class LiveStreams(Streams):
+    """The tape of a module for the one batch that it is run with."""
+
+    def __init__(self, engine: Engine, live: Live, module: nn.Module) -> None:
+        super().__init__(engine)
+        self._engine_of, self._live, self._module = engine, live, module
+        self._streams: dict[str, Stream | NoTapeError] = {}
+        #: Whether a CPU's kernels keep other tensors than CUDA's, for which tapes are made.
+        self.differs = any(_differs(part) for part in module.modules())
+
+    def of(self, case: Case) -> Stream:
+        """As :meth:`Streams.of`."""
+        options = self._engine_of.trace_options(case)
+        if options.key not in self._streams:
+            try:
+                meta = _on_meta(self._module, case.workload.dtype if self._engine_of.name == "zeroplan" else DType.FP32)
+                batch = self._live.batch_on(torch.device("cpu"), input_dtype(self._engine_of.name, case.workload.dtype))
+                tape = trace_module(meta, lambda: map_tensors(batch, _empty_on_meta), options)
+                device = Device.of(case.cluster.gpu)
+                work = case.workload
+                self._streams[options.key] = tape.expand(work.micro_batch, work.seq_len or 1, None, device=device)
+            except Exception as fault:  # the user's own code runs here
+                text = " ".join(str(fault).split())[:160]
+                self._streams[options.key] = NoTapeError(f"it cannot be traced ({type(fault).__name__}: {text})")
+        found = self._streams[options.key]
+        if isinstance(found, NoTapeError):
+            raise found
+        return found
+
+
+def input_dtype(engine: str, dtype: DType) -> torch.dtype | None:
+    """What a batch's floating tensors are cast to; None under autocast, which casts within."""
+    return DTYPES[dtype] if engine == "zeroplan" else None
+
+
+def _on_meta(module: nn.Module, dtype: DType) -> nn.Module:
+    """A copy without values, as the engine casts it."""
+    memo: dict[int, Any] = {}
+    for param in module.parameters():
+        target = DTYPES[dtype] if param.is_floating_point() else param.dtype
+        memo[id(param)] = nn.Parameter(param.detach().to("meta", target), param.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = buffer.to("meta")
+    made = copy.deepcopy(module, memo)
+    if dtype is not DType.FP32:
+        cast_floating(made, DTYPES[dtype])
+    return prepared(made)
+
+
+def prepared(module: nn.Module) -> nn.Module:
+    """In training mode, and a transformers model without its key-value cache."""
+    config: Any = getattr(module, "config", None)
+    if hasattr(config, "use_cache"):
+        config.use_cache = False
+    return module.train()
+
+
+def _empty_on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _differs(module: nn.Module) -> bool:
+    kind = type(module)
+    drops = any(isinstance(rate, float) and rate > 0 for rate in (getattr(module, "p", 0), getattr(module, "dropout", 0)))
+    foreign = kind.__module__.startswith("torch.nn.modules.") and kind.__module__.rpartition(".")[2] not in _ALIKE
+    return drops or (foreign and not kind.__name__.startswith("Dropout"))
+
+
+# ---------------------------------------------------------------------- see Note [How ranks get a module]
+
+
+def write_live(folder: Path, live: Live) -> None:
+    """Leaves module and batch for the ranks that will be started on `folder`.
+
+    Raises:
+        BadInput: for what cannot be pickled, or not be imported by another process.
+    """
+    module = live.make()
+    own = next((type(part) for part in module.modules() if type(part).__module__ == "__main__"), None)
+    main = multiprocessing.spawn.get_preparation_data("rank")
+    if own is not None and not {"init_main_from_path", "init_main_from_name"} & main.keys():
+        raise BadInput(
+            f"the class {own.__name__} is known to this session alone",
+            where="model",
+            remedy=f"put it into a file that can be imported, or {_IN_TORCHRUN}",
+        )
+    try:
+        with (folder / _FILE).open("wb") as file:
+            torch.save((module, live.batch), file)
+    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as fault:
+        text = (str(fault).splitlines() or [""])[0][:200]
+        raise BadInput(f"the module cannot be handed to other processes ({text})", where="model", remedy=_IN_TORCHRUN) from None
+    wanted = ["sys_path", *(("init_main_from_path", "init_main_from_name") if own is not None else ())]
+    with (folder / _MAIN).open("wb") as file:
+        pickle.dump({key: main[key] for key in wanted if key in main}, file)
+
+
+def read_live(folder: Path) -> Live | None:
+    """What :func:`write_live` left for this rank; None where it left nothing.
+
+    Raises:
+        BadInput: when the script that the module comes from cannot be imported.
+    """
+    path = folder / _FILE
+    if not path.exists():
+        return None
+    os.environ[RANK] = "1"
+    preparation = pickle.loads((folder / _MAIN).read_bytes())
+    try:
+        multiprocessing.spawn.prepare(preparation)
+    except SystemExit as fault:
+        raise BadInput(f"the script ended ({fault}) when a rank imported it", where="model", remedy=_GUARD) from None
+
+    def make() -> nn.Module:
+        # weights_only would refuse the module's class; whose file this is says Note [How ranks get a module].
+        return torch.load(path, map_location="cpu", weights_only=False)[0]  # type: ignore[no-any-return]
+
+    return Live(make, torch.load(path, map_location="cpu", weights_only=False)[1])
+
+
+_GUARD = 'call verify() under if __name__ == "__main__":'
+
+
+def require_no_rank() -> None:
+    """Refuses a call that a rank makes while it imports the user's script.
+
+    Raises:
+        BadInput: with the remedy.
+    """
+    if os.environ.get(RANK) and "__mp_main__" in sys.modules:
+        raise BadInput("verify() was called while a rank imported the script", where="model", remedy=_GUARD)

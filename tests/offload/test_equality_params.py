@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,39 @@ def test_a_wrong_guess_costs_reads_and_nothing_else(tmp_path: Path, monkeypatch:
         assert torch.equal(inside, again.store.units[3].trainable.params[0])
     assert again(models.batch(2, 0, 0)).item() == loss.item()
     again.destroy()
+
+
+def test_an_update_that_lingers_frees_nothing_of_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last writes may end when the next update has been ordered, whose units are then not to be read."""
+    engine = engine_on(section(tmp_path, "cpu"))
+    params, streamer = engine.store.swap.params, engine.store.swap.update.streamer
+    go_on(engine, 0, 1)
+    engine.drain()
+    ordered: list[int] = []
+    held: list[int] = []
+    hold, run = params.hold, streamer.run
+
+    def holding(units: Any) -> None:
+        hold(units)
+        ordered.append(len(params._held))
+
+    def lingering(*groups: Any) -> None:
+        held.append(len(params._held))
+        run(*groups)
+        deadline = time.monotonic() + 20
+        while len(held) < 3 and len(ordered) == len(held) and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    monkeypatch.setattr(params, "hold", holding)
+    monkeypatch.setattr(streamer, "run", lingering)
+    found = go_on(engine, 1, 4)
+    engine.drain()
+    assert ordered == held == [8] * 3  # all units, each time
+    engine.destroy()
+    resident = engine_on({"stage": 3})
+    go_on(resident, 0, 1)
+    assert go_on(resident, 1, 4) == found
+    resident.destroy()
 
 
 # --------------------------------------------------------------------- checkpoints

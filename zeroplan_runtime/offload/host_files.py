@@ -168,9 +168,10 @@ class UpdateStream:
             self.streamer.run(self._groups, work, queued)
         finally:
             for host, ticket in wanted:
-                if self.params is not None:
-                    self.params.release(host.unit.name)
-                ticket.finish()
+                if not ticket.done():  # else the next update may have been ordered, and hold it
+                    if self.params is not None:
+                        self.params.release(host.unit.name)
+                    ticket.finish()
 
     def _ends(self, run: Run) -> bool:
         return run is self._runs[run.unit][-1]

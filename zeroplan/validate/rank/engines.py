@@ -68,6 +68,8 @@ def _runtime(job: Job, device: torch.device, mark: Mark, count: Count | None) ->
         return [(row["buffer"], row["unit"], row["place"], row["peak"]) for row in engine.arena.measurement()]
 
     def close() -> None:
+        if engine.store.swap is not None:  # files stay on the disk of a process that ends as a rank's does
+            engine.destroy()
         if engine.watchdog is not None:
             engine.watchdog.stop()
         for parameter in engine.module.parameters():  # hooks hold the units, which hold the parameters, through C++

@@ -38,7 +38,7 @@ from zeroplan.core.layout import UnitKind
 from zeroplan_runtime.comm import Lane, Mark
 from zeroplan_runtime.guard import refuse_copy
 from zeroplan_runtime.nested import tensors_of
-from zeroplan_runtime.offload.param_files import ParamFiles, Want
+from zeroplan_runtime.offload.param_files import Want
 from zeroplan_runtime.path import Path
 from zeroplan_runtime.store import FlatState, Store, UnitState
 
@@ -162,7 +162,7 @@ class Schedule:
         unit.updated.wait(self.gather_lane)
         if unit.in_files:
             shards = {buffer: flat.shard for buffer, flat in unit.flats_by_buffer()}
-            self._params.bring(self._coming(unit), shards, self.gather_lane)
+            self.store.param_files.bring(self._coming(unit), shards, self.gather_lane)
         with self.gather_lane.run():
             if unit.trainable is not None:
                 if self.setup.casts_masters and unit.master is not None:
@@ -192,17 +192,10 @@ class Schedule:
         if unit is not None and _may_hold(unit) and (_is_pending(unit) or unit.in_files):
             self.gather(unit)
 
-    @property
-    def _params(self) -> ParamFiles:
-        swap = self.store.swap
-        assert swap is not None
-        assert swap.params is not None
-        return swap.params
-
     def _read_ahead(self) -> None:
         """Reads what the next forward will ask for first."""
-        if self.store.swap is not None and self.store.swap.params is not None:
-            self._params.expect(self._coming(self.store.units[0]))
+        if self.store.layout.param_buffer:
+            self.store.param_files.expect(self._coming(self.store.units[0]))
 
     def _coming(self, unit: UnitState) -> Iterator[Want]:
         slots = self.store.param_slots.values()

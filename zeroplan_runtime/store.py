@@ -33,6 +33,8 @@ from zeroplan_runtime.units import Unit, reads_params_in_backward
 
 if TYPE_CHECKING:
     from zeroplan_runtime.offload.host import HostUnit
+    from zeroplan_runtime.offload.host_files import UpdateStream
+    from zeroplan_runtime.offload.param_files import ParamFiles
     from zeroplan_runtime.offload.swap import Swap
 
 _Carved = dict[tuple[Buffer, str], torch.Tensor]
@@ -191,6 +193,20 @@ class Store:
         for state in self.units:
             self._fill(state)
 
+    @property
+    def param_files(self) -> ParamFiles:
+        """The parameters in files. Only for where there are any."""
+        assert self.swap is not None
+        assert self.swap.params is not None
+        return self.swap.params
+
+    @property
+    def update_stream(self) -> UpdateStream:
+        """The updates that stream through files. Only for where there are any."""
+        assert self.swap is not None
+        assert self.swap.update is not None
+        return self.swap.update
+
     def _slot(self, name: str, tensor: torch.Tensor) -> Slot:
         return Slot(name, tensor, Mark(self.arena.device), Mark(self.arena.device))
 
@@ -333,18 +349,14 @@ class Store:
                 param.data = view
                 param.grad = None
             if unit.in_files:
-                assert self.swap is not None
-                assert self.swap.params is not None
-                self.swap.params.put(unit.name, buffer, flat.shard)
+                self.param_files.put(unit.name, buffer, flat.shard)
             elif flat.shard.untyped_storage().data_ptr() != flat.full.untyped_storage().data_ptr():
                 flat.shard.copy_(self.part(flat.full, flat.layout))
         if not self.setup.shards_params:
             unit.param_slot.holder, unit.param_slot.fresh = unit, True
         if unit.layout.place is Place.NVME and unit.trainable is not None:
-            assert self.swap is not None
-            assert self.swap.update is not None
-            for state in self.swap.update.buffers:
-                self.swap.update.put(unit.name, state, master if state is Buffer.PARAM_MASTER else None)
+            for state in self.update_stream.buffers:
+                self.update_stream.put(unit.name, state, master if state is Buffer.PARAM_MASTER else None)
 
     def _fill_master(self, master: torch.Tensor, flat: Flat, position: int, value: torch.Tensor) -> None:
         """Masters begin at the model's original precision, not at that of its 16-bit copy."""

@@ -31,8 +31,6 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.errors import BadInput
 from zeroplan.core.layout_setup import OPTIMIZER_STATES
-from zeroplan_runtime.offload.host_files import UpdateStream
-from zeroplan_runtime.offload.param_files import ParamFiles
 from zeroplan_runtime.store import FlatState, Store, UnitState
 
 
@@ -72,27 +70,13 @@ def pieces(store: Store, *, loading: bool, optimizer: bool = True) -> Iterator[P
             frozen = unit.frozen.full if whole else unit.frozen.shard
             held = Held(frozen.dtype, frozen)
             if unit.in_files:
-                held = Held(frozen.dtype, read=partial(params_of(store).get, unit.name, Buffer.PARAM_FROZEN))
+                held = Held(frozen.dtype, read=partial(store.param_files.get, unit.name, Buffer.PARAM_FROZEN))
             yield from _of_flat(store, unit, unit.frozen, "param", held, whole=whole, loading=loading)
 
 
 def states_in_files(unit: UnitState) -> bool:
     """Whether a unit's optimizer is in files."""
     return unit.trainable is not None and unit.layout.place is Place.NVME
-
-
-def params_of(store: Store) -> ParamFiles:
-    """The parameters in files, where there are any."""
-    assert store.swap is not None
-    assert store.swap.params is not None
-    return store.swap.params
-
-
-def update_of(store: Store) -> UpdateStream:
-    """The updates that stream through files, where there are any."""
-    assert store.swap is not None
-    assert store.swap.update is not None
-    return store.swap.update
 
 
 def pieces_in_files(store: Store, unit: UnitState, *, optimizer: bool) -> tuple[list[Piece], dict[Buffer, torch.Tensor]]:
@@ -102,7 +86,7 @@ def pieces_in_files(store: Store, unit: UnitState, *, optimizer: bool) -> tuple[
     if states_in_files(unit):
         assert unit.trainable is not None
         for buffer in _kept(store, unit) if optimizer else [Buffer.PARAM_MASTER]:
-            if buffer in update_of(store).buffers:
+            if buffer in store.update_stream.buffers:
                 tensors[buffer] = torch.zeros(store.layout.share(unit.layout))
                 held = Held(torch.float32, tensors[buffer])
             else:
@@ -144,7 +128,7 @@ def _held(store: Store, unit: UnitState, buffer: Buffer) -> Held:
     tensor = unit.master if buffer is Buffer.PARAM_MASTER else unit.states.get(buffer)
     if tensor is not None:
         return Held(tensor.dtype, tensor)
-    return Held(torch.float32, read=partial(update_of(store).get, unit.name, buffer))
+    return Held(torch.float32, read=partial(store.update_stream.get, unit.name, buffer))
 
 
 def _of_flat(

@@ -24,11 +24,9 @@ from zeroplan_runtime.checkpoint.pieces import (
     SafeReader,
     SavePieces,
     check,
-    params_of,
     pieces,
     pieces_in_files,
     states_in_files,
-    update_of,
 )
 from zeroplan_runtime.checkpoint.writer import PieceWriter
 from zeroplan_runtime.store import UnitState
@@ -168,14 +166,14 @@ def _read_into_files(engine: Engine, path: Path, unit: UnitState, *, optimizer: 
         _read(engine, path, wanted)
     for buffer, tensor in tensors.items():
         if buffer is Buffer.PARAM_FROZEN:
-            params_of(engine.store).put(unit.name, buffer, tensor)
+            engine.store.param_files.put(unit.name, buffer, tensor)
         else:
-            update_of(engine.store).put(unit.name, buffer, tensor)
+            engine.store.update_stream.put(unit.name, buffer, tensor)
     master = tensors.get(Buffer.PARAM_MASTER, unit.master)
     if unit.trainable is None or master is None:
         return
     if unit.in_files:
-        params_of(engine.store).put(unit.name, Buffer.PARAM_SHARD, master)
+        engine.store.param_files.put(unit.name, Buffer.PARAM_SHARD, master)
     else:
         unit.trainable.shard.copy_(master)
 

@@ -8,6 +8,7 @@ from zeroplan.core.workload import Precision, Workload
 from zeroplan.core.zero_config import Device, ZeroConfig
 from zeroplan.engines.deepspeed.groups import flat_group, padded, persistent, secondary_shard, sub_groups
 from zeroplan.engines.deepspeed.resolution import Resolution, groups_on_gpu, muon_updates
+from zeroplan.engines.deepspeed.swapping import Swapping
 from zeroplan.ledger.derive import pow2, shard
 from zeroplan.models.spec import ModelSpec, Tensor
 
@@ -22,7 +23,7 @@ class Parts:
         matrix: of trainable parameters that Muon updates; below stage 3 their whole elements.
         largest_param: elements of the largest trainable parameter.
         largest_shard: of its part.
-        blocks: bytes of one pinned block for each part, each rounded to a power of two.
+        blocks: bytes of one pinned block for each part, each rounded to a power of two; of those that go to files, none.
     """
 
     sharded: int
@@ -33,15 +34,19 @@ class Parts:
     blocks: int
 
 
-def parts(spec: ModelSpec, *, ranks: int, width: int, whole_matrices: bool) -> Parts:
-    """Of a model whose parameters have `width` bytes an element; every parameter is padded by itself."""
+def parts(spec: ModelSpec, *, ranks: int, width: int, whole_matrices: bool, least_in_file: int | None = None) -> Parts:
+    """Of a model whose parameters have `width` bytes an element; every parameter is padded by itself.
+
+    `least_in_file`: bytes from which on a part goes to a file (None: none does).
+    """
     sharded = frozen = matrix = largest = largest_shard = blocks = 0
     for unit in spec.units:
         for t in unit.tensors:
             if t.tied_to is not None:
                 continue
             part = shard(t.numel, ranks)
-            blocks += pow2(part * width) * unit.count
+            if least_in_file is None or part * width < least_in_file:
+                blocks += pow2(part * width) * unit.count
             if not t.trainable:
                 frozen += part * unit.count
                 continue
@@ -52,6 +57,27 @@ def parts(spec: ModelSpec, *, ranks: int, width: int, whole_matrices: bool) -> P
     if not spec.has_shapes:
         largest = spec.largest_module or 0  # a bare count's one stand-in tensor says nothing of its layers
     return Parts(sharded, frozen, matrix, largest, largest_shard, blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """NVMe offload's files and locked buffers, all aligned; elements. See Note [Swapping].
+
+    Attributes:
+        params: in files, of parameters.
+        param_buffer: of one buffer that parameters pass through.
+        reserve: of the buffer in which a step collects updated parameters.
+        states: in files, of masters and of each state.
+        gradients: in files, of gradients.
+        buffer: of one buffer that sub-groups pass through.
+    """
+
+    params: int = 0
+    param_buffer: int = 0
+    reserve: int = 0
+    states: int = 0
+    gradients: int = 0
+    buffer: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +116,26 @@ def step_groups(spec: ModelSpec, zero: ZeroConfig, ranks: int, flat: int) -> Gro
     shards = trainable_shards(spec, ranks)
     sizes = tuple(sum(shards[p] for p in group) for group in sub_groups(range(len(shards)), shards, zero.sub_group_size))
     return Groups(sizes, groups_on_gpu(len(sizes), zero))
+
+
+def files_of(spec: ModelSpec, zero: ZeroConfig, resolved: Resolution, ranks: int) -> Files:
+    """What NVMe offload has in files and in locked buffers."""
+    optimizer, params = resolved.optimizer_device is Device.NVME, resolved.param_device is Device.NVME
+    if zero.stage < 3 or not (optimizer or params):
+        return Files()
+    rules, shards = Swapping.of(zero, resolved), trainable_shards(spec, ranks)
+    groups = [[shards[p] for p in group] for group in sub_groups(range(len(shards)), shards, zero.sub_group_size)]
+    counts = [sum(group) for group in groups]
+    w, m = resolved.param_bytes, resolved.master_bytes
+    every = [*shards, *(shard(t.numel, ranks) for t, count in spec.tensor_groups() if not t.trainable for _ in range(count))]
+    return Files(
+        params=rules.param_files(every, w) if params else 0,
+        param_buffer=rules.whole(zero.offload_param.buffer_size, w) if params else 0,
+        reserve=rules.reserve(groups, w) if params else 0,
+        states=rules.state_files(counts, m) if optimizer else 0,
+        gradients=rules.gradient_files(groups, m) if optimizer else 0,
+        buffer=rules.whole(max(counts, default=0), m) if optimizer else 0,
+    )
 
 
 def trainable_shards(spec: ModelSpec, ranks: int) -> list[int]:

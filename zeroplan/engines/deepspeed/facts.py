@@ -13,6 +13,7 @@ from zeroplan.core.workload import OptimizerKind, Workload
 from zeroplan.core.zero_config import Device, ZeroConfig
 from zeroplan.engines.deepspeed.counts import (
     bucket_bytes,
+    files_of,
     flat_elements,
     parts,
     persistent_elements,
@@ -55,11 +56,15 @@ GLOSSARY = {
     "least_swapped": "bytes from which on a tensor is swapped to disk",
     "buckets": "buckets at once: two with overlap_comm",
     "pinned_grad_block": "bytes of the fp32 gradients' pinned blocks, each sub-group's rounded to a power of two",
-    "small_param_blocks": "bytes of one pinned block for each parameter's part, each rounded to a power of two",
+    "small_param_blocks": "bytes of one pinned block for each parameter's part not in a file, each rounded to a power of two",
     "swap_buffers": "offload_optimizer.buffer_count",
-    "swap_buffer": "elements of one swap buffer: the largest sub-group",
+    "swap_buffer": "elements of one swap buffer: the largest sub-group, aligned",
+    "states_in_files": "elements of the sub-groups whose states are in files, each aligned",
+    "grads_in_files": "elements of gradients in files: of parameters large enough, without what is not aligned",
+    "params_in_files": "elements of parameters in files: of those large enough, each aligned",
+    "swap_reserve": "elements of the largest sub-group's parameters, each aligned, where not all fit into max_in_cpu",
     "param_swap_buffers": "offload_param.buffer_count",
-    "param_swap_buffer": "offload_param.buffer_size, elements",
+    "param_swap_buffer": "offload_param.buffer_size, elements, aligned",
     "params_in_cpu": "elements of parameters that stay in host memory (max_in_cpu)",
     "cublas_workspace": "bytes of one cuBLAS workspace on this GPU",
 }
@@ -99,6 +104,10 @@ class Facts(Resolution):
     swap_buffer: int
     param_swap_buffers: int
     param_swap_buffer: int
+    states_in_files: int
+    grads_in_files: int
+    params_in_files: int
+    swap_reserve: int
     params_in_cpu: int
     cublas_workspace: int
     pin_optimizer: bool
@@ -142,7 +151,9 @@ def facts(
     resolved = resolution(workload, zero)
     w, m, offload = resolved.param_bytes, resolved.master_bytes, resolved.optimizer_device
     flat = flat_elements(spec, zero, ranks, w)
-    part = parts(spec, ranks=ranks, width=w, whole_matrices=stage < 3)
+    least = resolved.least_swapped if resolved.param_device is Device.NVME else None
+    part = parts(spec, ranks=ranks, width=w, whole_matrices=stage < 3, least_in_file=least)
+    files = files_of(spec, zero, resolved, ranks)
     groups = step_groups(spec, zero, ranks, flat)
     stepped = sum(groups.sizes) if stage else spec.trainable
     matrix = min(-(-part.matrix // ranks) if stage in (1, 2) else part.matrix, stepped)
@@ -177,9 +188,13 @@ def facts(
         pinned_grad_block=sum(pow2(size * m) for size in groups.sizes[groups.staying :]),
         small_param_blocks=part.blocks,
         swap_buffers=off.buffer_count,
-        swap_buffer=groups.largest,
+        swap_buffer=files.buffer,
         param_swap_buffers=zero.offload_param.buffer_count,
-        param_swap_buffer=zero.offload_param.buffer_size,
+        param_swap_buffer=files.param_buffer,
+        states_in_files=files.states,
+        grads_in_files=files.gradients,
+        params_in_files=files.params,
+        swap_reserve=files.reserve,
         params_in_cpu=min(part.sharded, zero.offload_param.max_in_cpu),
         cublas_workspace=cublas_workspace,
         pin_optimizer=off.pin_memory,

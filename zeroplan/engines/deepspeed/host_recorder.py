@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.engines.simulation import HostBytes, HostPhase
-from zeroplan.simulate.pinned import PinnedAllocator, PinnedConfig
+from zeroplan.simulate.pinned import PAGE, PinnedAllocator, PinnedConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,14 @@ class HostRecorder:
         self._alive: dict[tuple[Buffer, bool], int] = {}
         self._blocks: list[tuple[Buffer, int, int]] = []  # (buffer, bytes, handle of the pinned allocator or -1)
         self._pageable = 0
+        self._locked = 0
         self._peak = 0
         self._at_peak: HostBytes = {}
+
+    def lock(self, nbytes: int, buffer: Buffer) -> None:
+        """Allocates whole pages that stay, locked without torch's cache of pinned blocks."""
+        self._locked += -(-nbytes // PAGE) * PAGE
+        self._add(nbytes, (buffer, True))
 
     def alloc(self, nbytes: int, buffer: Buffer, *, pinned: bool = False) -> int:
         """Allocates and returns a handle."""
@@ -50,13 +56,19 @@ class HostRecorder:
         else:
             block = -1
             self._pageable += nbytes
-        key = (buffer, pinned)
-        self._alive[key] = self._alive.get(key, 0) + nbytes
-        self.buffers[key] = max(self.buffers.get(key, 0), self._alive[key])
-        if self._pageable + self.pins.resident > self._peak:
-            self._peak, self._at_peak = self._pageable + self.pins.resident, self._now()
+        self._add(nbytes, (buffer, pinned))
         self._blocks.append((buffer, nbytes, block))
         return len(self._blocks) - 1
+
+    @property
+    def _pinned(self) -> int:
+        return self.pins.resident + self._locked
+
+    def _add(self, nbytes: int, key: tuple[Buffer, bool]) -> None:
+        self._alive[key] = self._alive.get(key, 0) + nbytes
+        self.buffers[key] = max(self.buffers.get(key, 0), self._alive[key])
+        if self._pageable + self._pinned > self._peak:
+            self._peak, self._at_peak = self._pageable + self._pinned, self._now()
 
     def free(self, handle: int) -> None:
         """Gives pageable memory back to the system, a pinned block to torch's cache, where it stays resident."""
@@ -75,13 +87,13 @@ class HostRecorder:
     def mark(self, phase: Phase) -> None:
         """Ends a phase."""
         kept = self._now()
-        self.marks.append(HostMark(phase, self._pageable, self.pins.resident, self._peak, self._at_peak, kept))
-        self._peak, self._at_peak = self._pageable + self.pins.resident, kept
+        self.marks.append(HostMark(phase, self._pageable, self._pinned, self._peak, self._at_peak, kept))
+        self._peak, self._at_peak = self._pageable + self._pinned, kept
 
     def _now(self) -> HostBytes:
         """What is alive, as requested; what pinned blocks hold beyond it is the allocator's rounding, and freed blocks."""
         found = {(buffer, _place(pinned)): count for (buffer, pinned), count in self._alive.items() if count}
-        spare = self.pins.resident - sum(count for (_, place), count in found.items() if place is Place.PINNED)
+        spare = self._pinned - sum(count for (_, place), count in found.items() if place is Place.PINNED)
         return found | ({(Buffer.FRAGMENTATION, Place.PINNED): spare} if spare else {})
 
 

@@ -81,18 +81,18 @@ def param_shard_host(c: Facts) -> int:
 def param_first_shards(c: Facts) -> int:
     """Each parameter's own pinned part, replaced by the flat buffer but kept in torch's cache of host blocks.
 
-    Source: zero/partition_parameters.py, _partition_param
+    Source: zero/partition_parameters.py, _partition_param (with NVMe, of parameters too small for a file)
     """
-    return c.small_param_blocks if c.param_device is Device.CPU else 0
+    return c.small_param_blocks if c.param_device is not Device.NONE else 0
 
 
 @_add(Buffer.PARAM_SHARD, Place.NVME, ALWAYS, state=True)
 def param_shard_nvme(c: Facts) -> int:
-    """The parameters' parts in files.
+    """The parameters' parts in files, those too that a flat buffer holds.
 
-    Source: swap_tensor/partitioned_param_swapper.py
+    Source: swap_tensor/partitioned_param_swapper.py, swappable_tensor, _io_aligned_numel
     """
-    return c.param_bytes * (c.sharded + c.frozen_sharded) if c.param_device is Device.NVME else 0
+    return c.param_bytes * c.params_in_files
 
 
 @_add(Buffer.PARAM_FROZEN, Place.HBM, ALWAYS, state=True)
@@ -184,7 +184,7 @@ def param_master_nvme(c: Facts) -> int:
 
     Source: swap_tensor/partitioned_optimizer_swapper.py
     """
-    return c.master_bytes * c.stepped_nvme
+    return c.master_bytes * c.states_in_files
 
 
 # --- gradients ----------------------------------------------------------------------------------------------------------
@@ -285,11 +285,11 @@ def grad_master_kept(c: Facts) -> int:
 
 @_add(Buffer.GRAD_MASTER, Place.NVME, FROM_FIRST_STEP, state=True)
 def grad_master_nvme(c: Facts) -> int:
-    """Gradients in the master's dtype, swapped out between backward and step.
+    """Gradients in the master's dtype, one file a parameter, swapped out between backward and step.
 
-    Source: swap_tensor/optimizer_utils.py, swap_out_gradients
+    Source: swap_tensor/optimizer_utils.py, _swap_out_gradients, _adjust_for_misaligned_lengths
     """
-    return c.master_bytes * c.stepped_nvme
+    return c.master_bytes * c.grads_in_files
 
 
 @_add(Buffer.GRAD_ACCUM, _pinned, ALWAYS, state=True)
@@ -308,7 +308,7 @@ def grad_accum_host_stage2(c: Facts) -> int:
 
 add_state_lines(_lines, Place.HBM, lambda c: c.stepped_hbm)
 add_state_lines(_lines, Place.DRAM, lambda c: c.stepped_host, suffix="_host")
-add_state_lines(_lines, Place.NVME, lambda c: c.stepped_nvme, suffix="_nvme")
+add_state_lines(_lines, Place.NVME, lambda c: c.states_in_files, suffix="_nvme")
 
 
 @_add(Buffer.OPTIM_EXP_AVG_SQ, Place.DRAM, FROM_FIRST_STEP, state=True)
@@ -391,7 +391,7 @@ def updated_params_cast(c: Facts) -> int:
 
     Source: s3, _reassign_or_swap_out_partitioned_parameters (a copy across devices casts first)
     """
-    if c.stage == 3 and c.optimizer_device is Device.CPU and c.param_device is Device.NONE:
+    if c.stage == 3 and c.optimizer_device is not Device.NONE and c.param_device is Device.NONE:
         return c.param_bytes * c.sub_group
     return 0
 
@@ -411,7 +411,16 @@ def param_swap_buffers(c: Facts) -> int:
 
     Source: swap_tensor/partitioned_param_swapper.py
     """
-    return c.param_swap_buffers * c.param_swap_buffer * c.param_bytes if c.param_device is Device.NVME else 0
+    return c.param_swap_buffers * c.param_swap_buffer * c.param_bytes
+
+
+@_add(Buffer.SWAP_BUFFER, Place.PINNED, ALWAYS)
+def param_swap_reserve(c: Facts) -> int:
+    """A pinned buffer in which a step collects a sub-group's updated parameters on their way to disk.
+
+    Source: swap_tensor/partitioned_param_swapper.py, reserve_partitioned_swap_space
+    """
+    return c.swap_reserve * c.param_bytes
 
 
 # --- the optimizer step's temporaries -----------------------------------------------------------------------------------

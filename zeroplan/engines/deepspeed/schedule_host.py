@@ -12,6 +12,7 @@ from zeroplan.engines.deepspeed.groups import flat_group, secondary_shard, shard
 from zeroplan.engines.deepspeed.host_recorder import HostRecorder
 from zeroplan.engines.deepspeed.job import Job
 from zeroplan.engines.deepspeed.resolution import groups_on_gpu
+from zeroplan.engines.deepspeed.swapping import Swapping
 from zeroplan.simulate.pinned import PinnedConfig
 
 
@@ -28,12 +29,12 @@ def record_host(job: Job, config: PinnedConfig | None = None) -> HostRecorder:
     return host
 
 
-def _states(job: Job, host: HostRecorder, count: int) -> None:
+def _states(job: Job, host: HostRecorder, count: int) -> list[int]:
     """DeepSpeedCPUAdam's and its like's states: pageable, made by the first step (ops/adam/cpu_adam.py)."""
+    made = []
     if job.optimizer.name == "lion":  # ops/lion/cpu_lion.py makes a second moment that it never reads
-        host.alloc(job.state_bytes * count, Buffer.OPTIM_EXP_AVG_SQ)
-    for state in job.optimizer.states:
-        host.alloc(job.state_size(state, count), state.buffer)
+        made.append(host.alloc(job.state_bytes * count, Buffer.OPTIM_EXP_AVG_SQ))
+    return made + [host.alloc(job.state_size(state, count), state.buffer) for state in job.optimizer.states]
 
 
 def _temporaries(job: Job, host: HostRecorder, count: int) -> None:
@@ -99,59 +100,78 @@ def _stage12(job: Job, host: HostRecorder) -> None:
 
 
 def _stage3(job: Job, host: HostRecorder) -> None:
-    zero = job.zero
-    w, m = job.param_bytes, job.master_bytes
+    zero, rules, w = job.zero, Swapping.of(job.zero, job), job.param_bytes
     shards = [shard(count, job.ranks) for count in job.numel]
-    trained = job.trained
-    total = sum(shards[p] for p in trained)
-    counts = [sum(shards[p] for p in group) for group in sub_groups(trained, shards, zero.sub_group_size)]
-    first: list[int] = []
+    groups = sub_groups(job.trained, shards, zero.sub_group_size)
+    counts = [sum(shards[p] for p in group) for group in groups]
+    total = sum(counts)
+    in_flat = rules.in_flat(counts)
     if zero.offload_param.device is Device.NVME:
-        host.alloc(w * zero.offload_param.buffer_count * zero.offload_param.buffer_size, Buffer.SWAP_BUFFER, pinned=True)
-    elif zero.offloads_param:
-        first = _first_shards(job, host, shards)
+        buffer = rules.whole(zero.offload_param.buffer_size, w)
+        host.lock(w * zero.offload_param.buffer_count * buffer, Buffer.SWAP_BUFFER)
+    first = _first_shards(job, host, shards, rules) if zero.offloads_param else []
     host.mark(Phase.LOAD)
 
     if not zero.offloads_param:
         host.free(host.alloc(w * total, Buffer.INIT_TEMP))  # zero/utils.py, defragment
     else:
-        room = total if zero.offload_param.device is Device.CPU else min(total, zero.offload_param.max_in_cpu)
-        host.alloc(w * room, Buffer.PARAM_SHARD, pinned=True)
-        for handle in first:
-            host.free(handle)
+        host.alloc(w * rules.flat(total), Buffer.PARAM_SHARD, pinned=True)
+        moved = {p for group, fits in zip(groups, in_flat, strict=True) if fits for p in group}
+        for p, handle in first:
+            if p in moved:
+                host.free(handle)
+        reserve = rules.reserve([[shards[p] for p in group] for group in groups], w)
+        if reserve:
+            host.lock(w * reserve, Buffer.SWAP_BUFFER)
     if job.offloads_optimizer:
         _offloaded_optimizer(job, host, counts, total)
     host.mark(Phase.INIT)
     host.mark(Phase.FORWARD)
     host.mark(Phase.BACKWARD)
     if job.offloads_optimizer:
-        on_host = host_counts(job, counts)
-        for first_step in (True, False):  # in the second step all states are there from the first sub-group on
-            for count in on_host:
-                if first_step:
-                    _states(job, host, count)
-                _temporaries(job, host, count)
-                if not zero.offloads_param and m != w:  # a blocking copy to the GPU converts on the host
-                    host.free(host.alloc(w * count, Buffer.STAGE_H2D))
+        _step(job, host, counts)
     host.mark(Phase.STEP)
 
 
-def _first_shards(job: Job, host: HostRecorder, shards: list[int]) -> list[int]:
+def _step(job: Job, host: HostRecorder, counts: list[int]) -> None:
+    """Two steps: the first makes the states, in the second all of them are there from the first sub-group on.
+
+    States that go to a file are made in pageable memory, too, and go when they have been written.
+    """
+    on_disk = job.optimizer_device is Device.NVME
+    stepped = counts if on_disk else host_counts(job, counts)
+    for first_step in (True, False):
+        for count in stepped:
+            swapped = on_disk and count * job.master_bytes >= job.least_swapped
+            made = _states(job, host, count) if first_step else []
+            _temporaries(job, host, count)
+            if not job.zero.offloads_param and job.master_bytes != job.param_bytes:
+                # a blocking copy to the GPU converts on the host
+                host.free(host.alloc(job.param_bytes * count, Buffer.STAGE_H2D))
+            for handle in made if swapped else ():
+                host.free(handle)
+
+
+def _first_shards(job: Job, host: HostRecorder, shards: list[int], rules: Swapping) -> list[tuple[int, int]]:
     """pp, _partition_param: a pinned block for each parameter, a tied one's twin included until it is collected.
 
-    Beside them hpZ's second parts, which stay. Returns the blocks that the flat buffer replaces.
+    With NVMe only for those that are too small for a file. Beside them hpZ's second parts, which stay. Returns the trained
+    parameters' blocks, which the flat buffer replaces.
     """
     trained = set(job.trained)
-    handles, pin = [], job.zero.offload_param.pin_memory
+    blocks, pin = [], job.zero.offload_param.pin_memory
+    in_files = job.zero.offload_param.device is Device.NVME
     for owned in job.modules:
         for p in owned:
+            if in_files and rules.swaps(shards[p], job.param_bytes):
+                continue
             handle = host.alloc(job.param_bytes * shards[p], Buffer.PARAM_SHARD, pinned=pin)
             if p in trained:
-                handles.append(handle)
+                blocks.append((p, handle))
     group = job.zero.zero_hpz_partition_size
     for numel in job.numel if group > 1 else ():  # pp, _partition_param_sec; made again in each forward
         host.alloc(job.param_bytes * secondary_shard(numel, job.ranks, group), Buffer.PARAM_SECONDARY, pinned=pin)
-    return handles
+    return blocks
 
 
 def host_counts(job: Job, counts: list[int]) -> list[int]:
@@ -162,11 +182,16 @@ def host_counts(job: Job, counts: list[int]) -> list[int]:
 
 
 def _offloaded_optimizer(job: Job, host: HostRecorder, counts: list[int], total: int) -> None:
-    """s3, _create_fp32_partitions, initialize_optimizer_states, _setup_for_real_optimizer."""
+    """s3, _create_fp32_partitions, initialize_optimizer_states, _setup_for_real_optimizer.
+
+    Masters that go from files to files may pass through a temporary of a sub-group (without ``fast_init``): no more than the
+    buffer of the largest gradient that follows.
+    """
     offload, m, a = job.zero.offload_optimizer, job.master_bytes, job.accum_bytes
     on_host = host_counts(job, counts)
     if offload.device is Device.NVME:
-        host.alloc(m * max(counts, default=0) * offload.buffer_count, Buffer.SWAP_BUFFER, pinned=True)
+        whole = Swapping.of(job.zero, job).whole(max(counts, default=0), m)
+        host.lock(m * whole * offload.buffer_count, Buffer.SWAP_BUFFER)
     converted = -1
     for count in on_host:
         following = host.alloc(m * count, Buffer.INIT_TEMP)

@@ -87,6 +87,8 @@ def samples(rows: Iterable[dict[str, Any]]) -> list[Sample]:
     for row in rows:
         if row.get("model_overrides") or row.get("history_events") or "config" in row or row["gpu"] not in GPUS:
             continue
+        if row.get("retries", 0) > 1:  # a full card's allocator; its time needs the memory plan, as measure.py compares it
+            continue
         try:
             resolved = resolve(request_of(row))
         except BadInput:  # an engine's option that is measured and not planned

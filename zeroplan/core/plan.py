@@ -32,7 +32,8 @@ class GpuMemory(_Frozen):
     """Bytes on the worst rank's GPU. None where the depth does not tell.
 
     `at_limit` says that these are the figures of a run that fills its card: its allocator empties its cache, in each step
-    `cache_emptied` times, with `segments_remapped` calls of the driver and `bytes_remapped` in segments given up and taken.
+    `cache_emptied` times, with `segments_remapped` calls of the driver and `bytes_remapped` in segments given up and taken;
+    `pages_remapped` of them where segments are expandable.
     """
 
     model_states: int
@@ -51,6 +52,7 @@ class GpuMemory(_Frozen):
     cache_emptied: int = 0
     segments_remapped: int = 0
     bytes_remapped: int = 0
+    pages_remapped: int = 0
 
     @property
     def needed(self) -> int:

@@ -72,6 +72,8 @@ class Rates:
         read_gbs, write_gbs: the disk's, a node.
         segment_us: one ``cudaMalloc`` or ``cudaFree``, during which the GPU idles.
         mapping_gbs: bytes of device memory that they map or unmap a second.
+        page_us: a page of an expandable segment, one way: as measured on pages of 2 MiB, 29 µs to create, 2 to map and 38 to
+            make accessible; 34 to unmap and 23 to release (Prabhu et al. 2024, "vAttention", table of the driver's latencies).
         source: where the figures come from.
     """
 
@@ -102,6 +104,7 @@ class Rates:
     write_gbs: float = 3.0
     segment_us: float = 200.0
     mapping_gbs: float = 1000.0
+    page_us: float = 63.0
     source: str = "data sheet and measured fractions"
 
     def with_profile(self, values: dict[str, Any], source: str) -> Rates:

@@ -38,6 +38,7 @@ WORK_GLOSSARY = {
     "backward_modules": "modules passed in the backward",
     "segments_remapped": "segments that a full card's allocator returns and takes again",
     "bytes_remapped": "their bytes, both ways",
+    "pages_remapped": "their pages, where segments are expandable, both ways",
 }
 
 
@@ -65,10 +66,13 @@ class ComputeFacts:
     fp32: bool
     segments_remapped: int = 0
     bytes_remapped: int = 0
+    pages_remapped: int = 0
 
 
-def compute_facts(model: Matrices, counts: Counts, workload: Workload, remapped: tuple[int, int] = (0, 0)) -> ComputeFacts:
-    """The facts of one micro batch. `remapped`: segments and bytes a step, of a run that fills its card."""
+def compute_facts(
+    model: Matrices, counts: Counts, workload: Workload, remapped: tuple[int, int, int] = (0, 0, 0)
+) -> ComputeFacts:
+    """The facts of one micro batch. `remapped`: segments, bytes and pages a step, of a run that fills its card."""
     seq = workload.seq_len or 0
     policy = workload.recomputation
     # Selective checkpointing keeps what products and attention made; else each k-th block is run again.
@@ -94,6 +98,7 @@ def compute_facts(model: Matrices, counts: Counts, workload: Workload, remapped:
         fp32=workload.dtype is DType.FP32 and workload.precision is not Precision.AUTOCAST,
         segments_remapped=remapped[0],
         bytes_remapped=remapped[1],
+        pages_remapped=remapped[2],
     )
 
 
@@ -207,6 +212,15 @@ def segments_returned(c: ComputeFacts) -> int:
 def segments_mapped(c: ComputeFacts) -> int:
     """Their bytes, unmapped and mapped anew."""
     return c.bytes_remapped
+
+
+@_lines.add(Resource.PAGE, Phase.STEP)
+def pages_mapped(c: ComputeFacts) -> int:
+    """Of expandable segments: each page unmapped and released, or created, mapped and made accessible.
+
+    Source: c10/cuda/CUDACachingAllocator.cpp, ExpandableSegment::map, unmapHandles
+    """
+    return c.pages_remapped
 
 
 COMPUTE = _lines.ledger()

@@ -7,3 +7,7 @@ from __future__ import annotations
 #: step on four H200s (stage 3 against stage 2 in benchmarks/results/step/h200_x4.jsonl: 7.5 bytes a byte with the included
 #: runtime and 9.8 with FSDP2 at 8B parameters, 12 with the runtime at 1B). On other cards it follows their memory's bandwidth.
 MEMORY_PER_BYTE = 10
+
+#: The same of a bucketed all-reduce: what `overlap_comm` gains at stage 2 on four H200s is the hidden buckets' time less this
+#: (benchmarks/ground_truth/grid.jsonl: 6.6 bytes a byte at 1B parameters, 4.5 at 3B).
+MEMORY_PER_BYTE_REDUCED = 5

@@ -62,6 +62,7 @@ class Resource(StrEnum):
     WRITE = "disk write"  # bytes
     SEGMENT = "segment"  # calls of cudaFree and cudaMalloc
     MAPPING = "mapping"  # bytes that they unmap and map
+    PAGE = "page"  # pages of expandable segments that they unmap and map
 
 
 _TERA, _GIGA, _MICRO = 1e12, 1e9, 1e6
@@ -96,6 +97,7 @@ _RATES: dict[Resource, tuple[Lane, str, float]] = {
     Resource.WRITE: (Lane.DISK, "write_gbs", _GIGA),
     Resource.SEGMENT: (Lane.STALL, "segment_us", 0),
     Resource.MAPPING: (Lane.STALL, "mapping_gbs", _GIGA),
+    Resource.PAGE: (Lane.STALL, "page_us", 0),
 }
 
 

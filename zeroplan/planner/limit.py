@@ -6,6 +6,8 @@ Note [Under the limit]
     card's limit* does: with what the card leaves to torch, less how far the figures may be off. The interval's upper end of
     such a plan is that limited run's total with the same doubt, which is at most what is usable; where the limited run ends
     out of memory it is the unlimited run's, which is above. So `fits` still compares the upper end with the usable memory.
+    Where freed blocks wait for other streams (stage 3 among several ranks), timing decides which block a request lands in, on
+    a full card as well: such a run must get through with as much less as reserved memory was ever off.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from zeroplan.simulate.churn import NO_CHURN, Churn
 #: How far reserved memory was off on nine of ten measured runs (benchmarks/results/accuracy.json): which cached block a
 #: request lands in hangs on details of timing that no schedule fixes.
 RESERVED_SPREAD = 0.03
+#: At worst, where freed blocks wait for other streams: stage 3's rows there and in benchmarks/results/recommend.json.
+WAITING_SPREAD = 0.06
 #: The same of allocated memory, at worst: under a limit the allocator cannot hold more than it must, so this decides there.
 ALLOCATED_SPREAD = 0.002
 
@@ -51,18 +55,22 @@ def held_to(case: Case, simulation: Simulation, outside: Outside, config: Alloca
     """
     usable = case.cluster.usable_vram
     allocated, reserved = simulation.peak_allocated, simulation.peak_reserved
+    paces = [run.peak_reserved for run in simulation.other_paces]
     unsure = outside.spread + round(RESERVED_SPREAD * reserved)
-    least = reserved if simulation.least_reserved is None else min(reserved, simulation.least_reserved)
+    least = min(reserved, *paces, reserved if simulation.least_reserved is None else simulation.least_reserved)
     low = max(allocated + outside.total - outside.spread, least + outside.total - unsure)
-    high = reserved + outside.total + unsure
+    high = max([reserved, *paces]) + outside.total + unsure
     if usable is None or (high <= usable and not simulation.out_of_memory):
         return Held(simulation, (low, high))
     doubt = outside.spread + round(ALLOCATED_SPREAD * allocated)
+    if any(run.frees_wait for run in simulation.runs):
+        doubt = max(doubt, outside.spread + round(WAITING_SPREAD * (usable - outside.total)))
     room = usable - outside.total - doubt
     if allocated <= room and not simulation.out_of_memory:
-        limited = simulation.under(room, config, device_memory=case.cluster.vram)
-        if not limited.out_of_memory:
+        limited = simulation.settled_under(room, config, device_memory=case.cluster.vram)
+        if limited is not None:
             top = limited.peak_reserved + outside.total
-            churn = Churn.most(Churn.of(run, case.workload.grad_accum) for run in limited.runs)
+            page = config.large_segment_size if config is not None and config.expandable_segments else 0
+            churn = Churn.most(Churn.of(run, case.workload.grad_accum, page) for run in limited.runs)
             return Held(limited, (min(low, top), top + doubt), churn)
     return Held(simulation, (low, max(high, usable + 1)))

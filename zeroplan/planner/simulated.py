@@ -70,6 +70,7 @@ def simulated_plan(engine: Engine, case: Case, stream: Stream, config: Allocator
             "cache_emptied": churn.emptied,
             "segments_remapped": churn.segments,
             "bytes_remapped": churn.bytes,
+            "pages_remapped": churn.pages,
             "peak_phase": phase_of_mark(timeline.peak_mark()).value,
             "phases": simulation.phases(),
             "outside_torch": outside.total,

@@ -69,7 +69,8 @@ class CostModel:
 
         Without a `plan` the allocator is taken to have room, so the time is a lower bound.
         """
-        remapped = (0, 0) if plan is None else (plan.gpu.segments_remapped, plan.gpu.bytes_remapped)
+        gpu = None if plan is None else plan.gpu
+        remapped = (0, 0, 0) if gpu is None else (gpu.segments_remapped, gpu.bytes_remapped, gpu.pages_remapped)
         compute = compute_facts(self.matrices, counts, workload, remapped)
         own, ledger = self._engine_work(compute, workload, zero)
         if derive:

@@ -3,38 +3,42 @@
 Note [Emptying the cache]
     When the device has no memory left, the allocator waits for all streams, returns every cached segment that nothing lives in
     (``cudaFree``, which waits for the device), and asks again. A run near the card's limit gets through in this way, and does
-    so anew in each step: the host waits for the GPU, and the GPU for each ``cudaFree`` and ``cudaMalloc``.
-    Source: c10/cuda/CUDACachingAllocator.cpp, release_cached_blocks
+    so anew in each step: the host waits for the GPU, and the GPU for each ``cudaFree`` and ``cudaMalloc``. A range of an
+    expandable segment is unmapped and mapped page by page, and each page is a piece of memory of its own.
+    Source: c10/cuda/CUDACachingAllocator.cpp, release_cached_blocks, ExpandableSegment
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from zeroplan.simulate.allocator_events import SegmentChange
 from zeroplan.simulate.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
 class Churn:
-    """Of one optimizer step: how often the cache was emptied; segments returned and taken; bytes of them, both ways."""
+    """Of one optimizer step: how often the cache was emptied; segments (or ranges of them), pages and bytes, both ways."""
 
     emptied: int = 0
     segments: int = 0
     bytes: int = 0
+    pages: int = 0
 
     def __bool__(self) -> bool:
         """Whether there is any."""
         return self.segments > 0
 
     @classmethod
-    def of(cls, timeline: Timeline, micro_batches: int = 1) -> Churn:
+    def of(cls, timeline: Timeline, micro_batches: int = 1, page: int = 0) -> Churn:
         """Of a timeline's last step, in which steps repeat.
 
         Args:
             timeline: with the marks of :func:`zeroplan.engines.player.play`, which plays a few micro batches of a window.
             micro_batches: those of the whole window; the last but one that was played stands for those left out.
+            page: bytes of a page where segments are expandable, else 0.
         """
         ends = [-1, *(mark.event for mark in timeline.result.marks)]
         stretches = [(mark.name, span) for mark, span in zip(timeline.marks, pairwise(ends), strict=True)]
@@ -45,22 +49,26 @@ class Churn:
         played = sum(name == "fwd" for name, _ in last)
         left_out = max(0, micro_batches - played)
         total = cls()
+        changes = timeline.result.segments
         for micro, (_, span) in enumerate(last):
-            total += cls._within(timeline, span)
+            once = cls._within(changes, span, page)
+            total += once
             if left_out and played > 1 and micro // 2 == played - 2:  # a forward and a backward each
-                repeated = cls._within(timeline, span)
-                total += cls(repeated.emptied * left_out, repeated.segments * left_out, repeated.bytes * left_out)
+                total += cls(*(count * left_out for count in (once.emptied, once.segments, once.bytes, once.pages)))
         return total if total.emptied else cls()  # what only grows is not yet steady
 
     @classmethod
-    def _within(cls, timeline: Timeline, span: tuple[int, int]) -> Churn:
-        changes = [change for change in timeline.result.segments if span[0] < change.event <= span[1]]
-        emptied = {change.event for change in changes if change.size < 0}
-        return cls(len(emptied), len(changes), sum(abs(change.size) for change in changes))
+    def _within(cls, changes: Sequence[SegmentChange], span: tuple[int, int], page: int) -> Churn:
+        inside = [change for change in changes if span[0] < change.event <= span[1]]
+        emptied = {change.event for change in inside if change.size < 0}
+        pages = sum(max(1, abs(change.size) // page) for change in inside) if page else 0
+        return cls(len(emptied), len(inside), sum(abs(change.size) for change in inside), pages)
 
     def __add__(self, other: Churn) -> Churn:
         """Both together."""
-        return Churn(self.emptied + other.emptied, self.segments + other.segments, self.bytes + other.bytes)
+        return Churn(
+            self.emptied + other.emptied, self.segments + other.segments, self.bytes + other.bytes, self.pages + other.pages
+        )
 
     @classmethod
     def most(cls, runs: Iterable[Churn]) -> Churn:

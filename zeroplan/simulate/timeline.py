@@ -108,12 +108,23 @@ class Timeline:
         self.peak_reserved = result.peak_reserved
         self.oom: OutOfMemory | None = result.oom
 
+    @property
+    def recorded(self) -> tuple[array[int], array[int], Labels]:
+        """The events' code and value, and their labels."""
+        return self._code, self._value, self._labels
+
     def under(self, limit: int, config: AllocatorConfig | None = None, *, device_memory: int | None = None) -> Timeline:
         """The same events where the device gives the allocator `limit` bytes; arguments as of :func:`simulate`."""
         result = run_allocator(
             self._code, self._value, config or AllocatorConfig(), limit=limit, device_memory=device_memory or limit
         )
         return Timeline(self._code, self._value, self._labels, result)
+
+    @property
+    def frees_wait(self) -> bool:
+        """Whether blocks are freed that wait for another stream, so that timing decides when they can be used again."""
+        record = int(AllocatorOp.RECORD_STREAM)
+        return any(word & _OP_MASK == record for word in self._code)
 
     def peak_mark(self) -> str:
         """Name of the mark that ends the stretch in which allocated peaked; empty if none follows."""

@@ -7,7 +7,7 @@ and disk lines are of all ranks of a node, which share them. Bytes on a link are
 from __future__ import annotations
 
 from zeroplan.core.buffers import Phase
-from zeroplan.engines.contention import MEMORY_PER_BYTE
+from zeroplan.engines.contention import MEMORY_PER_BYTE, MEMORY_PER_BYTE_REDUCED
 from zeroplan.engines.deepspeed.traffic_facts import TrafficFacts
 from zeroplan.ledger.derive import fraction
 from zeroplan.ledger.traffic import Resource, WorkBuilder, WorkLedger
@@ -110,8 +110,9 @@ def contention_backward(c: TrafficFacts) -> int:
     if not c.overlaps or c.ranks == 1:
         return 0
     reduced = c.comm_bytes * (c.reduced - c.reduced_last)
-    sent = c.param_bytes * c.gathered + reduced if c.stage == 3 else 2 * reduced
-    return fraction(MEMORY_PER_BYTE * sent, c.steps_before, c.ranks)
+    if c.stage == 3:
+        return fraction(MEMORY_PER_BYTE * (c.param_bytes * c.gathered + reduced), c.steps_before, c.ranks)
+    return fraction(MEMORY_PER_BYTE_REDUCED * 2 * reduced, c.steps_before, c.ranks)
 
 
 @_lines.add(Resource.HBM, Phase.FORWARD)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from zeroplan.core.buffers import Buffer, Phase, Place
+from zeroplan.simulate.settling import settle
 
 if TYPE_CHECKING:
     from zeroplan.simulate.allocator_config import AllocatorConfig
@@ -70,6 +71,8 @@ class Simulation:
         checkpoint: saving and resuming, which a run need not do and its peaks leave out; empty where not derived.
         moved: bytes of each checkpointed input that leaves for pinned memory, which the tape tells and no formula.
         least_reserved: where data decide, the least that the worst rank may reserve; None where they do not.
+        other_paces: where the device's pace decides when freed blocks come back, the run of `rank` at the other end of what
+            that pace may be: peaks are not those of these, but a fit holds for them, too.
     """
 
     timeline: Timeline
@@ -77,6 +80,7 @@ class Simulation:
     host: tuple[HostPhase, ...] = field(default=())
     others: tuple[Timeline, ...] = field(default=())
     least_reserved: int | None = None
+    other_paces: tuple[Timeline, ...] = field(default=())
     checkpoint: tuple[CheckpointPhase, ...] = field(default=())
     moved: tuple[int, ...] = field(default=())
 
@@ -88,12 +92,40 @@ class Simulation:
     @property
     def out_of_memory(self) -> bool:
         """Whether any rank's allocator could not serve a request."""
-        return any(run.oom is not None for run in self.runs)
+        return any(run.oom is not None for run in self.all_paces)
+
+    @property
+    def all_paces(self) -> tuple[Timeline, ...]:
+        """Every timeline, those at another pace included."""
+        return (*self.runs, *self.other_paces)
 
     def under(self, limit: int, config: AllocatorConfig | None = None, *, device_memory: int | None = None) -> Simulation:
         """The same run where each device gives the allocator `limit` bytes; see :meth:`Timeline.under`."""
-        runs = [run.under(limit, config, device_memory=device_memory) for run in self.runs]
-        return replace(self, timeline=runs[0], others=tuple(runs[1:]))
+        return self._of([run.under(limit, config, device_memory=device_memory) for run in self.all_paces])
+
+    def settled_under(
+        self, limit: int, config: AllocatorConfig | None = None, *, device_memory: int | None = None
+    ) -> Simulation | None:
+        """The same, played on until it settles (simulate/settling.py); None where a run does not get through for good.
+
+        A run whose frees wait for a device of no certain pace is never twice the same: it has to settle for good. Of
+        expandable segments whole pages can be returned from between blocks, so that no step leaves much behind.
+        """
+        settled: list[Timeline] = []
+        for run in self.all_paces:
+            found = settle(run, limit, config, device_memory=device_memory)
+            through = found.quiet if self.other_paces else found.steady
+            if config is not None and config.expandable_segments:
+                through = found.timeline.oom is None
+            if not through:
+                return None
+            settled.append(found.timeline)
+        return self._of(settled)
+
+    def _of(self, all_paces: list[Timeline]) -> Simulation:
+        """The same with other timelines in place of :attr:`all_paces`."""
+        first, last = 1, len(self.runs)
+        return replace(self, timeline=all_paces[0], others=tuple(all_paces[first:last]), other_paces=tuple(all_paces[last:]))
 
     @property
     def peak_allocated(self) -> int:

@@ -10,9 +10,12 @@ Note [Trace]
 
 Note [Lag]
     A block that another stream used is reusable when that stream has passed its free. Stage 3's Python hooks take longer
-    than the kernels between them, so the device follows closely. In recorded histories a gradient's block is back in the
-    pool one allocation after the next one, and a parameter's at once, or with several ranks a few modules later. Where a
-    run differs, so does its fragmentation: by at most the largest parameter or two.
+    than the kernels between them, so the device mostly follows closely. In recorded histories a gradient's block is back in
+    the pool one allocation after the next one, and a parameter's at once, or with several ranks a few modules later. Behind
+    the head and the loss, and wherever kernels take longer than hooks, parameters are back tens of fetches later: as far as
+    pace.py says at most. Which it is decides how the gathers' stream is fragmented.
+    Gradients that wait for a reduce-scatter are back up to three buckets later (s3, max_param_reduce_events), which adds
+    nothing to reserved memory: what the forward saved is being freed beside them.
 """
 
 from __future__ import annotations
@@ -29,8 +32,8 @@ from zeroplan.simulate.stream import Recorder
 _ABSENT, _IN_FLIGHT, _AVAILABLE = range(3)
 _NEVER = -(10**10)
 
-#: How many fetches the device is behind the host, in freeing what the compute stream used: with several ranks it waits for
-#: their collectives; a single rank, or one that copies from the host, is waited for at every fetch. See Note [Lag].
+#: How many fetches the device is behind the host at least, in freeing what the compute stream used: with several ranks it
+#: waits for their collectives. See Note [Lag].
 FETCHES_BEHIND = 3
 
 
@@ -97,8 +100,7 @@ class Coordinator:
         self.persistent = frozenset(persistent)
         self.on_host = on_host
         self.stream = GATHER if zero.overlaps_comm else COMPUTE
-        waits = job.ranks == 1 or job.offloads_optimizer or zero.offloads_param
-        self.lag = 0 if waits else FETCHES_BEHIND
+        self.lag = FETCHES_BEHIND if job.device_lags else 0
         self.prefetch = 1 if zero.allgather_sequential else zero.prefetch_bucket_size
         count = len(job.numel)
         self.status = [_ABSENT] * count
@@ -115,8 +117,8 @@ class Coordinator:
         self.backward_modules: dict[int, None] = {}
         self.recomputed: dict[int, set[int]] = {}
         self.kept: dict[tuple[int, int], frozenset[int]] = {}
-        self.lagging: deque[tuple[int, int]] = deque()  # (fetches so far, block) of frees that wait for the compute stream
-        self.fetches = 0
+        self.lagging: deque[tuple[int, int]] = deque()  # frees that wait for the compute stream: (until which fetch, block)
+        self.fetches = self.before = 0  # in all, and before this micro batch
         self.before_free: Callable[[int], None] = lambda param: None  # hpZ makes its secondary shard there
         self.secondary: Mapping[int, int] = {}  # parameters that hpZ gathers from a second shard
         self.saved: dict[int, list[tuple[int, int]]] = {}  # blocks that a module's products keep (saved_weights.py)
@@ -137,6 +139,7 @@ class Coordinator:
             else:
                 self.recorded = []
         self.queue = self.step = self.live = 0
+        self.before = self.fetches
         self.fetched_at = [_NEVER] * len(self.fetched_at)
 
     def fetch(self, module: int, *, forward: bool, recomputing: bool = False) -> None:
@@ -261,7 +264,7 @@ class Coordinator:
 
     def _gather_together(self, params: list[int]) -> None:
         """pp, all_gather_coalesced: alone straight into place, several through one flat buffer."""
-        self.settle(self.lag)
+        self._catch_up()
         job, alloc, stream = self.job, self.alloc, self.stream
         w, ranks, numel = job.param_bytes, job.ranks, job.numel
         self.live += sum(numel[p] for p in params)
@@ -352,7 +355,7 @@ class Coordinator:
         handle, stream = block
         if stream != COMPUTE:
             self.recorder.record_stream(handle, COMPUTE)
-            self.lagging.append((self.fetches, handle))
+            self.lagging.append((self._back(), handle))
         self.recorder.free(handle)
 
     def save(self, module: int, params: Iterable[int]) -> None:
@@ -373,7 +376,20 @@ class Coordinator:
                     self.released.discard(handle)
                     self._free(block)
 
-    def settle(self, lag: int = 0) -> None:
-        """The compute stream has caught up with the host, up to what was freed during the last `lag` fetches."""
-        while self.lagging and self.lagging[0][0] <= self.fetches - lag:
+    def _back(self) -> int:
+        """The fetch at which the compute stream will have passed what has been issued; the stream goes in order."""
+        due = self.fetches + self.lag
+        at = self.fetches - self.before - 1
+        if 0 <= at < len(self.job.back):
+            due = max(due, self.before + 1 + self.job.back[at])
+        return max(due, self.lagging[-1][0]) if self.lagging else due
+
+    def _catch_up(self) -> None:
+        """The compute stream has done what lets these blocks come back."""
+        while self.lagging and self.lagging[0][0] <= self.fetches:
+            self.recorder.complete(self.lagging.popleft()[1])
+
+    def settle(self) -> None:
+        """The host has waited for the compute stream."""
+        while self.lagging:
             self.recorder.complete(self.lagging.popleft()[1])

@@ -46,6 +46,7 @@ class Job(Resolution):
         skipped_steps: leading optimizer steps that fp16's falling loss scale discards; data decide, so it is an input.
         cublas_workspace: bytes of one cuBLAS workspace.
         device_memory: bytes of the GPU; None for no limit. Flattening goes through the host where it does not fit.
+        back: where the device falls behind, by fetch of a micro batch when what is freed after it is back (pace.py).
     """
 
     zero: ZeroConfig
@@ -66,6 +67,16 @@ class Job(Resolution):
     zero_init: bool = True
     cublas_workspace: int = 0
     device_memory: int | None = None
+    back: tuple[int, ...] = ()
+
+    @property
+    def device_lags(self) -> bool:
+        """Whether stage 3's freed parameters wait for a device that nothing makes the host wait for (coordinator.py).
+
+        A single rank, or one that copies from the host, is waited for at every fetch.
+        """
+        waited_for = self.ranks == 1 or self.offloads_optimizer or self.zero.offloads_param
+        return self.zero.stage == 3 and self.zero.overlaps_comm and not waited_for
 
     @property
     def fp16(self) -> bool:

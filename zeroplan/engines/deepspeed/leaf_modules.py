@@ -42,6 +42,15 @@ def leaf_modules(modules: Sequence[TapeModule], numel: Sequence[int], zero: Zero
     return frozenset(leaves)
 
 
+def inside_of(modules: Sequence[TapeModule], leaves: frozenset[int]) -> list[bool]:
+    """Which modules lie inside a leaf module, whose children have no hooks."""
+    inside = [False] * len(modules)
+    for m, module in enumerate(modules):
+        parent = module.parent
+        inside[m] = parent >= 0 and (parent in leaves or inside[parent])
+    return inside
+
+
 def _by_granularity(modules: Sequence[TapeModule], numel: Sequence[int], threshold: int) -> set[int]:
     children: list[list[int]] = [[] for _ in modules]
     for m, module in enumerate(modules):

@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zeroplan.core.buffers import Phase
+from zeroplan.core.rates import rates_of
 from zeroplan.core.tape import Stream
 from zeroplan.core.workload import DType
 from zeroplan.engines.base import Case
 from zeroplan.engines.deepspeed.checkpoint import checkpoint_phases
+from zeroplan.engines.deepspeed.coordinator import FETCHES_BEHIND
 from zeroplan.engines.deepspeed.job import Job, resolve
+from zeroplan.engines.deepspeed.leaf_modules import inside_of, leaf_modules
+from zeroplan.engines.deepspeed.pace import pace_of
 from zeroplan.engines.deepspeed.recordings import Recordings
 from zeroplan.engines.deepspeed.schedule import distinct_ranks
 from zeroplan.engines.deepspeed.schedule_host import record_host
@@ -61,15 +65,36 @@ class Simulator:
             runs[fullest, 0] = run(fullest, 0)
             least = min(ranks[fullest].peak_reserved, runs[fullest, 0].peak_reserved)
         timeline = runs.pop((rank, usual))
-        return _with_host(first if not usual else _job(case, stream, 0, 0), timeline, rank, tuple(runs.values()), least)
+        found = Simulation(timeline, rank, others=tuple(runs.values()), least_reserved=least)
+        if first.device_lags:
+            found = self._at_its_pace(found, case, stream, replace(first, rank=rank), config)
+        return _with_host(first if not usual else _job(case, stream, 0, 0), found)
+
+    def _at_its_pace(
+        self, found: Simulation, case: Case, stream: Stream, job: Job, config: AllocatorConfig | None
+    ) -> Simulation:
+        """With the run where the device falls behind as far as a fast host lets it, which counts where the device is slower.
+
+        See Note [Pace] in pace.py.
+        """
+        tokens = case.workload.micro_batch * (case.workload.seq_len or 1)
+        unhooked = inside_of(stream.modules, leaf_modules(stream.modules, job.numel, case.zero))
+        pace = pace_of(stream, tokens, rates_of(case.cluster.gpu), unhooked)
+        if pace.furthest <= FETCHES_BEHIND:
+            return found
+        behind = simulate(
+            self._recordings.of(case, stream, replace(job, back=pace.back)), config, device_memory=case.cluster.vram
+        )
+        if pace.device_bound:
+            return replace(found, timeline=behind, other_paces=(found.timeline,))
+        return replace(found, other_paces=(behind,))
 
 
-def _with_host(job: Job, timeline: Timeline, rank: int, others: tuple[Timeline, ...], least: int | None) -> Simulation:
+def _with_host(job: Job, found: Simulation) -> Simulation:
     """The runs on the GPU with the host's phases, and with what saving and resuming would add to both."""
     marks = record_host(job).marks
-    host = tuple(mark.host_phase() for mark in marks)
+    found = replace(found, host=tuple(mark.host_phase() for mark in marks))
     on_host = {mark.phase: mark.pageable + mark.pinned for mark in marks}
-    found = Simulation(timeline, rank, host, others, least)
     checkpoint = checkpoint_phases(
         job,
         after_init=found.held_after(Phase.INIT) or 0,

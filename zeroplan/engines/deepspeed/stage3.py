@@ -6,14 +6,14 @@ Paths of sources are those of DeepSpeed 0.19.8: ``s3`` is runtime/zero/stage3.py
 from __future__ import annotations
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.tape import Stream, TapeModule
+from zeroplan.core.tape import Stream
 from zeroplan.core.workload import OptimizerKind
 from zeroplan.core.zero_config import Device
 from zeroplan.engines.deepspeed.base import Schedule
 from zeroplan.engines.deepspeed.coordinator import Coordinator
 from zeroplan.engines.deepspeed.groups import persistent, secondary_shard, shard, sub_groups
 from zeroplan.engines.deepspeed.job import COMPUTE, REDUCE, SCALAR, Job
-from zeroplan.engines.deepspeed.leaf_modules import leaf_modules, subtree_params
+from zeroplan.engines.deepspeed.leaf_modules import inside_of, leaf_modules, subtree_params
 from zeroplan.engines.deepspeed.resolution import groups_on_gpu
 from zeroplan.engines.deepspeed.saved_weights import saved_weights
 from zeroplan.simulate.stream import Recorder
@@ -40,7 +40,7 @@ class Stage3(Schedule):
         self.groups = sub_groups(self.trained, self.shards, zero.sub_group_size)
         self.on_gpu = self._groups_on_gpu()
         leaves = leaf_modules(modules, job.numel, zero)
-        self.inside_leaf = _below(modules, leaves)
+        self.inside_leaf = inside_of(modules, leaves)
         fetched = [
             subtree_params(modules, m) if m in leaves else () if self.inside_leaf[m] else module.params
             for m, module in enumerate(modules)
@@ -369,12 +369,3 @@ class Stage3(Schedule):
         self.optimizer_step([count], first=not self.has_states)
         if grads is not None:
             self.free(grads)
-
-
-def _below(modules: tuple[TapeModule, ...], leaves: frozenset[int]) -> list[bool]:
-    """Which modules lie inside a leaf module, whose children have no hooks."""
-    inside = [False] * len(modules)
-    for m, module in enumerate(modules):
-        parent = module.parent
-        inside[m] = parent >= 0 and (parent in leaves or inside[parent])
-    return inside

@@ -17,6 +17,8 @@ _lines = LedgerBuilder()
 _add = _lines.add
 
 _FP32_BYTES = 4
+#: Bytes that a block of a file begins on a multiple of (zeroplan_runtime/offload/pinned.py, PAGE).
+_PAGE = 4096
 _NO_INPUTS = LeavingInputs()
 
 #: What the names in the formulas mean. Flats are padded: parameters begin on multiples of 64 elements, shards are equal.
@@ -40,6 +42,7 @@ GLOSSARY = {
     "sent_apart": "elements of 16-bit parameters that go up from memory of their own, as gradients there are wider",
     "summed": "elements of the slots in which offloaded gradients are summed over micro batches, or cast",
     "swapped": "elements of the pinned buffers between files and the update",
+    "file_padding": "bytes that fill the last page of 4,096 of each unit's share of masters, moments and parameters in files",
     "inputs_away": "inputs of checkpointed blocks that leave for the host: all but the last block's (cpu_checkpointing)",
     "micro_batch": "samples a rank and pass",
     "seq_len": "tokens a sample",
@@ -82,6 +85,7 @@ class Facts:
     swapped: int
     largest_param: int
     step_scalars: int
+    file_padding: int
     inputs_away: int
     micro_batch: int
     seq_len: int
@@ -141,6 +145,7 @@ def facts(layout: Layout, *, cublas_workspace: int, inputs: LeavingInputs = _NO_
         swapped=_count([row for row in rows if row.unit == "optimizer"], Buffer.SWAP_BUFFER),
         largest_param=max((p.numel for unit in layout.units for p in unit.shape.params), default=0),
         step_scalars=_count(rows, Buffer.OPTIM_NORM),
+        file_padding=sum(-row.bytes % _PAGE for row in rows if row.place is Place.NVME),
         inputs_away=inputs.count,
         micro_batch=inputs.micro_batch,
         seq_len=inputs.seq_len,
@@ -330,6 +335,12 @@ def optim_trust(c: Facts) -> int:
     return c.trust_words * c.master_bytes
 
 
+@_add(Buffer.FRAGMENTATION, Place.NVME, ALWAYS)
+def file_padding(c: Facts) -> int:
+    """What fills the last page of each tensor in a file."""
+    return c.file_padding
+
+
 @_add(Buffer.INIT_TEMP, Place.HBM, (Phase.INIT,))
 def init_copy(c: Facts) -> int:
     """One parameter at a time on its way from the host into its flat."""
@@ -350,4 +361,5 @@ def cublas_workspace(c: Facts) -> int:
 
 LEDGER = _lines.ledger()
 #: Names of the lines that the Arena's rows are held against.
-OWNED = frozenset(line.name for line in LEDGER if line.name not in ("init_copy", "init_room", "cublas_workspace"))
+_BESIDE = ("file_padding", "init_copy", "init_room", "cublas_workspace")
+OWNED = frozenset(line.name for line in LEDGER if line.name not in _BESIDE)

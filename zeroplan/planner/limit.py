@@ -6,8 +6,10 @@ Note [Under the limit]
     card's limit* does: with what the card leaves to torch, less how far the figures may be off. The interval's upper end of
     such a plan is that limited run's total with the same doubt, which is at most what is usable; where the limited run ends
     out of memory it is the unlimited run's, which is above. So `fits` still compares the upper end with the usable memory.
-    Where freed blocks wait for other streams (stage 3 among several ranks), timing decides which block a request lands in, on
-    a full card as well: such a run must get through with as much less as reserved memory was ever off.
+    It has to get through for good: it is played on until it settles (simulate/settling.py), for a run that empties its cache
+    in each step meets other pieces in each. Where the device's pace decides when freed blocks come back (stage 3 among several
+    ranks), it has to at both ends of what that pace may be, and without emptying its cache any more, since no two steps of it
+    are timed alike; and the interval reaches from the lower of the two to the higher.
 """
 
 from __future__ import annotations
@@ -23,8 +25,6 @@ from zeroplan.simulate.churn import NO_CHURN, Churn
 #: How far reserved memory was off on nine of ten measured runs (benchmarks/results/accuracy.json): which cached block a
 #: request lands in hangs on details of timing that no schedule fixes.
 RESERVED_SPREAD = 0.03
-#: At worst, where freed blocks wait for other streams: stage 3's rows there and in benchmarks/results/recommend.json.
-WAITING_SPREAD = 0.06
 #: The same of allocated memory, at worst: under a limit the allocator cannot hold more than it must, so this decides there.
 ALLOCATED_SPREAD = 0.002
 
@@ -63,8 +63,6 @@ def held_to(case: Case, simulation: Simulation, outside: Outside, config: Alloca
     if usable is None or (high <= usable and not simulation.out_of_memory):
         return Held(simulation, (low, high))
     doubt = outside.spread + round(ALLOCATED_SPREAD * allocated)
-    if any(run.frees_wait for run in simulation.runs):
-        doubt = max(doubt, outside.spread + round(WAITING_SPREAD * (usable - outside.total)))
     room = usable - outside.total - doubt
     if allocated <= room and not simulation.out_of_memory:
         limited = simulation.settled_under(room, config, device_memory=case.cluster.vram)

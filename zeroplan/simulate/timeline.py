@@ -120,12 +120,6 @@ class Timeline:
         )
         return Timeline(self._code, self._value, self._labels, result)
 
-    @property
-    def frees_wait(self) -> bool:
-        """Whether blocks are freed that wait for another stream, so that timing decides when they can be used again."""
-        record = int(AllocatorOp.RECORD_STREAM)
-        return any(word & _OP_MASK == record for word in self._code)
-
     def peak_mark(self) -> str:
         """Name of the mark that ends the stretch in which allocated peaked; empty if none follows."""
         for mark, totals in zip(self.marks, self.result.marks, strict=True):

@@ -43,9 +43,12 @@ def give_back_freed() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def pinned_by_torch() -> int:
-    """Bytes of page-locked memory that torch holds, freed blocks in its cache included."""
-    return int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))
+def page_locked() -> int:
+    """Bytes of page-locked memory that torch holds, freed blocks in its cache included, and that ``mlock`` holds."""
+    locked = 0
+    with contextlib.suppress(OSError), open(_STATUS) as lines:
+        locked = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmLck:")), 0)
+    return int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)) + locked
 
 
 def bytes_written(folder: str | None, since: float) -> int:
@@ -222,5 +225,5 @@ class Probe:
             "host": max(resident()[1], *self.host_phases.values(), 0),
             "host_before": self.host_before,
             "host_phases": dict(self.host_phases),
-            "pinned": pinned_by_torch() if self.cuda else 0,
+            "pinned": page_locked() if self.cuda else 0,
         }

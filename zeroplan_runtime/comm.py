@@ -105,9 +105,22 @@ class Ranks:
         with self._named("reduce"):
             dist.all_reduce(values, group=self.group)
 
+    def all_reduce_max(self, values: torch.Tensor) -> None:
+        """Replaces `values` by their largest over the ranks, one by one."""
+        with self._named("reduce"):
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
+
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Replaces `tensor` by the first rank's."""
         dist.broadcast(tensor, group_src=0, group=self.group)
+
+    def from_first(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The first rank's `tensor`, as it lies there."""
+        if self.count == 1 or not tensor.numel():
+            return tensor
+        values = tensor.contiguous()
+        self.broadcast(values.view(-1).view(torch.uint8))
+        return values if values is tensor else tensor.clone().copy_(values)
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""

@@ -108,7 +108,7 @@ class Engine(nn.Module):
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    module._buffers[name] = buffer.to(device)
+                    module._buffers[name] = ranks.from_first(buffer.to(device))
         self.schedule = Schedule(self.store)
         self._undo = [attach(self.schedule, direct=config.direct_linear)]
         if config.fused_loss:
@@ -227,6 +227,8 @@ class Engine(nn.Module):
         outcome, self._unsettled = self._unsettled, None
         if outcome is None:
             return
+        if self.ranks.count > 1 and outcome.is_mixed:
+            self.guard.refuse_mixed()
         skipped = self.config.check_overflow and outcome.skipped
         self.scaler.update(skipped)
         if skipped:

@@ -52,6 +52,9 @@ def require_model(model: nn.Module) -> None:
                 where="model",
                 remedy="use engine.destroy(keep_parameters=True), or build the model anew",
             )
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise BadInput(f"buffer {name!r} has no values (meta device)", where="model", remedy="initialise the model first")
 
 
 def groups_of(model: nn.Module, optimizer: ZeroOptimizer | None) -> dict[int, int]:
@@ -195,6 +198,20 @@ class Guard:
             self._torn = _said(fault)
             raise
         self._reduced = False
+
+    def refuse_mixed(self) -> NoReturn:
+        """The ranks went through different units in the last step.
+
+        Raises:
+            BadInput: always.
+        """
+        self._torn = "the ranks went through different units"
+        raise BadInput(
+            "the ranks went through different units, so that gradients of one were added to another's",
+            where="engine.step",
+            remedy="load a checkpoint; call every unit on every rank, if need be with an empty input, or give a policy that "
+            "takes the module which chooses among them",
+        )
 
     def dropped(self) -> None:
         """All gradients are gone."""

@@ -5,6 +5,8 @@ Note [Order of collectives]
     backward of *modules*, which all ranks run alike, and never from the arrival of single gradients, which may differ
     (an expert that one rank did not use). A unit's gradients are reduced when the backward reaches the next unit; those of
     the root, and of units whose backward was not seen, when the backward has ended.
+    Where the ranks' data decide which units run, the order differs all the same, and equal sizes are mixed without any error.
+    So each rank makes a number of its order, and the step compares them (:attr:`Schedule.order`).
 
 Note [Backward of a unit]
     The backward of a unit begins when a gradient of its output arrives, or when gradient checkpointing runs its forward
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
 
 #: `UnitState.landed`, per parameter: its gradient came in an earlier micro batch, or in this one.
 EARLIER, NOW = 1, 2
+#: A prime below 2²⁴.
+_LARGEST_ORDER = 16777213
 
 
 class Schedule:
@@ -67,6 +71,7 @@ class Schedule:
         self.where = "start"  # for the watchdog
         self.ticks = 0
         self.going_back = False  # within engine.backward(): gradients are this step's
+        self.order = 0  # of the collectives since the last step, as a number that fp32 holds exactly
         self._backward = False
         self._learning = False  # a backward follows this forward
         self._current: UnitState | None = None
@@ -172,6 +177,7 @@ class Schedule:
                 self._bring(unit, unit.frozen)
         slot.ready.record(self.gather_lane)
         slot.holder, slot.fresh = unit, True
+        self._count(2 * unit.index)
 
     def _bring(self, unit: UnitState, flat: FlatState) -> None:
         """Makes `flat` whole, in the gather lane."""
@@ -345,6 +351,7 @@ class Schedule:
         if staging is not None and not staging.held and unit.layout.shape.kind is not UnitKind.BLOCK:
             staging.take()
         done = self.reduce_lane
+        self._count(2 * unit.index + 1)
         if self.ranks.count > 1 or unit.host is not None:
             self._produced.record(self.compute)
             self._produced.wait(self.reduce_lane)
@@ -453,6 +460,9 @@ class Schedule:
     def _set_phase(self, *, backward: bool) -> None:
         self._backward = backward
         self.store.arena.phase = Phase.BACKWARD if backward else Phase.FORWARD
+
+    def _count(self, collective: int) -> None:
+        self.order = (self.order * 31 + collective + 1) % _LARGEST_ORDER
 
     def _tick(self, doing: str, unit: UnitState) -> None:
         self.where = f"{doing} of {unit.name}"

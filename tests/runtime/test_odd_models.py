@@ -198,6 +198,63 @@ def test_backwards_that_cannot_be_followed_are_named_at_stage_3(pool: RankPool, 
         assert "no gradients of gradients" in said
 
 
+class Choosing(Net):
+    """Which block runs is decided by the data."""
+
+    def forward(self, x: torch.Tensor, number: int = 0) -> torch.Tensor:
+        chosen = int(x[0, 0] > 0)
+        return self.leave(self.blocks[chosen](self.enter(x))).square().mean()
+
+
+class Seeded(Net):
+    """Each rank makes another table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randn(WIDTH, 2).t())
+        self.register_buffer("mask", torch.rand(3) > 0.5, persistent=False)
+
+
+def choose(group: dist.ProcessGroup, stage: int, alike: bool) -> str:
+    rank = dist.get_rank(group)
+    config = ds_config(stage, optimizer={"type": "SGD", "params": {"lr": 0.1}})
+    engine, *_ = zeroplan_runtime.initialize(model=Choosing(), config=config, group=group, device="cpu")
+    sign = 1.0 if alike or rank == 0 else -1.0
+    try:
+        for number in range(2):
+            x = data(number, rank)
+            x[0, 0] = sign
+            engine.backward(engine(x))
+            engine.step()
+    except BadInput as fault:
+        with pytest.raises(BadInput, match="the last step failed half-way"):
+            engine(x)
+        return str(fault)
+    return ""
+
+
+def test_ranks_that_choose_other_units_are_told(pool: RankPool) -> None:
+    for stage in range(3):  # at stage 3 a gather waits for the other rank's, and the watchdog speaks
+        assert pool.run(2, choose, stage, True) == ["", ""]
+        for said in pool.run(2, choose, stage, False):
+            assert "the ranks went through different units" in said
+            assert "with an empty input" in said
+
+
+def tables(group: dist.ProcessGroup) -> list[torch.Tensor]:
+    torch.manual_seed(dist.get_rank(group))
+    model = Seeded()
+    engine, *_ = zeroplan_runtime.initialize(model=model, config=ds_config(1), group=group, device="cpu")
+    assert model.table.stride() == (1, 2)
+    engine.destroy()
+    return [model.table, model.mask]
+
+
+def test_buffers_are_the_first_ranks(pool: RankPool) -> None:
+    first, second = pool.run(2, tables)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
 def test_a_model_without_anything_to_train() -> None:
     for model in (nn.Identity(), Net().requires_grad_(False)):
         engine, *_ = zeroplan_runtime.initialize(model=model, config=ds_config(2), device="cpu")

@@ -102,7 +102,7 @@ def _buffer_rows(planned: Planned, measured: Measurement) -> list[DriftRow]:
                 measured=have if measured.rows else None,
                 judged="exact" if exact else "",
                 within=want == have if exact else None,
-                note="comes and goes; its most" if key[0] in planned.passing else "",
+                note="comes and goes: at its most" if key[0] in planned.passing else "",
                 stands=key[0] not in planned.passing,
             )
         )

@@ -32,6 +32,7 @@ from zeroplan.core.workload import DType
 from zeroplan.engines.base import Case, Engine
 from zeroplan.planner.tapes import NoTapeError, Streams
 from zeroplan.trace.api import trace_module
+from zeroplan.validate.job import MODULE_FILE
 from zeroplan_runtime.arena import DTYPES
 from zeroplan_runtime.nested import cast_tensors, map_tensors, tensors_of
 from zeroplan_runtime.units import cast_floating
@@ -40,7 +41,7 @@ from zeroplan_runtime.units import cast_floating
 ENGINES = ("zeroplan", "ddp")
 #: In a rank's environment.
 RANK = "ZEROPLAN_VERIFY_RANK"
-_FILE, _MAIN = "module.pt", "main.json"
+_MAIN = "main.pickle"
 _IN_TORCHRUN = "run the script by torchrun, where every rank builds the module itself"
 #: Modules of torch.nn whose kernels keep the same tensors on a CPU as on CUDA.
 _ALIKE = ("activation", "container", "linear", "sparse", "normalization", "loss", "module", "transformer", "flatten")
@@ -181,7 +182,7 @@ def write_live(folder: Path, live: Live) -> None:
             remedy=f"put it into a file that can be imported, or {_IN_TORCHRUN}",
         )
     try:
-        with (folder / _FILE).open("wb") as file:
+        with (folder / MODULE_FILE).open("wb") as file:
             torch.save((module, live.batch), file)
     except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as fault:
         text = (str(fault).splitlines() or [""])[0][:200]
@@ -191,15 +192,13 @@ def write_live(folder: Path, live: Live) -> None:
         pickle.dump({key: main[key] for key in wanted if key in main}, file)
 
 
-def read_live(folder: Path) -> Live | None:
-    """What :func:`write_live` left for this rank; None where it left nothing.
+def read_live(folder: Path) -> Live:
+    """What :func:`write_live` left for this rank.
 
     Raises:
         BadInput: when the script that the module comes from cannot be imported.
     """
-    path = folder / _FILE
-    if not path.exists():
-        return None
+    path = folder / MODULE_FILE
     os.environ[RANK] = "1"
     preparation = pickle.loads((folder / _MAIN).read_bytes())
     try:

@@ -8,11 +8,12 @@ from zeroplan_runtime.kernels.backends import backend_report
 from zeroplan_runtime.kernels.fronts import adam, adamw, cast, global_norm, grad_norm, lamb, lion, sgd, squares
 from zeroplan_runtime.kernels.loss import cross_entropy, cross_entropy_grad
 from zeroplan_runtime.kernels.segments import SegmentRoom, Segments, make_segments
-from zeroplan_runtime.kernels.step import FACTOR, NORM, SKIP, SQUARES
+from zeroplan_runtime.kernels.step import FACTOR, NORM, ORDER, SKIP, SQUARES
 
 __all__ = [
     "FACTOR",
     "NORM",
+    "ORDER",
     "SKIP",
     "SQUARES",
     "SegmentRoom",

@@ -15,8 +15,9 @@ import torch
 
 #: Places in the step's scalars, an fp32 tensor on the gradients' device. SQUARES: sum of the squares of the gradients as
 #: they lie, loss scale and all. NORM: of the gradients without loss scale, before clipping. FACTOR: multiplies every
-#: gradient, clip factor over loss scale. SKIP: 1 where the update must leave everything as it is.
-SQUARES, NORM, FACTOR, SKIP = range(4)
+#: gradient, clip factor over loss scale. SKIP: 1 where the update must leave everything as it is. ORDER and the next: the
+#: largest number that any rank made of the order of its collectives, and the largest of its negatives.
+SQUARES, NORM, FACTOR, SKIP, ORDER = range(5)
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,12 @@ class Outcome:
         return bool(self.scalars()[kernels.SKIP])
 
     @property
+    def is_mixed(self) -> bool:
+        """Whether the ranks' collectives were of different units, whose bytes they have mixed. Waits until it is known."""
+        highest, lowest = self.scalars()[kernels.ORDER : kernels.ORDER + 2].tolist()
+        return bool(highest != -lowest)
+
+    @property
     def norm(self) -> float:
         """The norm of the unclipped gradients, without loss scale. Waits until it is known."""
         return float(self.scalars()[kernels.NORM])
@@ -141,6 +147,7 @@ class Stepper:
             raise BadInput("there are no gradients", where="engine.step", remedy="call engine.backward(loss) first")
         self.schedule.gradients_ready()
         scalars = self._measure(loss_scale)
+        self._compare_orders()
         outcome = Outcome(self.store.scalars)
         hypers = self._hypers()
         if self.host is not None:
@@ -177,6 +184,15 @@ class Stepper:
             return None
         scalars.zero_()[kernels.FACTOR] = 1.0 / loss_scale
         return scalars
+
+    def _compare_orders(self) -> None:
+        """See Note [Order of collectives] in schedule."""
+        if self.store.ranks.count > 1:
+            order = self.store.scalars[kernels.ORDER : kernels.ORDER + 2]
+            order[0].fill_(self.schedule.order)
+            order[1].fill_(-self.schedule.order)
+            self.store.ranks.all_reduce_max(order)
+            self.schedule.order = 0
 
     def measure(self, unit: UnitState, grad: torch.Tensor) -> None:
         """Leaves `unit`'s sum of squares for the norm."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.files import write_atomic
-from zeroplan.validate.job import Job, ended_early
+from zeroplan.validate.job import MODULE_FILE, Job, ended_early
 
 #: The exit code of a rank whose run ended early, whose result says why.
 EXIT_EARLY = 70
@@ -68,6 +68,8 @@ def run_here(job: Job, place: Any, say: Any) -> dict[str, Any]:
 
 def _jobs(folder: Path) -> list[Job]:
     jobs = [Job.from_json(values) for values in json.loads((folder / "jobs.json").read_text())]
+    if not (folder / MODULE_FILE).exists():
+        return jobs
     from zeroplan.validate.live import read_live
 
     live = read_live(folder)

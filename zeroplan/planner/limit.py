@@ -68,7 +68,10 @@ def held_to(case: Case, simulation: Simulation, outside: Outside, config: Alloca
         limited = simulation.settled_under(room, config, device_memory=case.cluster.vram)
         if limited is not None:
             top = limited.peak_reserved + outside.total
-            page = config.large_segment_size if config is not None and config.expandable_segments else 0
-            churn = Churn.most(Churn.of(run, case.workload.grad_accum, page) for run in limited.runs)
+            runs, page = limited.runs, 0
+            if config is not None and config.expandable_segments:
+                # Measured runs went on emptying their cache in each step where the simulation settles after a few.
+                runs, page = simulation.under(room, config, device_memory=case.cluster.vram).runs, config.large_segment_size
+            churn = Churn.most(Churn.of(run, case.workload.grad_accum, page) for run in runs)
             return Held(limited, (min(low, top), top + doubt), churn)
     return Held(simulation, (low, max(high, usable + 1)))

@@ -30,7 +30,8 @@ HostBytes = Mapping[tuple[Buffer, Place], int]
 class HostPhase:
     """One rank's engine buffers on the host in one phase: bytes at its peak, and pinned bytes at its end.
 
-    `alive` is what makes the peak, `kept` what is there at the phase's end; both add up to what they are of.
+    `alive` is what makes the peak, `kept` what is there at the phase's end; both add up to what they are of. `unmapped` are
+    those pinned bytes that no device maps: ``mlock`` holds them, and not CUDA.
     """
 
     phase: Phase
@@ -38,6 +39,7 @@ class HostPhase:
     pinned: int
     alive: HostBytes = field(default_factory=dict)
     kept: HostBytes = field(default_factory=dict)
+    unmapped: int = 0
 
     @classmethod
     def of(cls, phase: Phase, kept: HostBytes, passing: HostBytes | None = None) -> HostPhase:

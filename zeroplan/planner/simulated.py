@@ -50,7 +50,7 @@ def simulated_plan(engine: Engine, case: Case, stream: Stream, config: Allocator
     formula = formula_plan(engine, case)
     unlimited = engine.simulate(case, stream, config)
     local = case.cluster.gpus
-    pinned = max((phase.pinned for phase in unlimited.host), default=0)
+    pinned = max((phase.pinned - phase.unmapped for phase in unlimited.host), default=0)
     outside = outside_torch(
         engine.name, case.workload, case.zero, ranks=case.ranks, capability=case.cluster.gpu.capability, pinned=pinned
     )

@@ -11,7 +11,10 @@ from zeroplan.simulate.pinned import PAGE, PinnedAllocator, PinnedConfig
 
 @dataclass(frozen=True, slots=True)
 class HostMark:
-    """Bytes at the end of a phase, and the most of their sum within it; of both, what they are of."""
+    """Bytes at the end of a phase, and the most of their sum within it; of both, what they are of.
+
+    `locked` is the part of `pinned` that torch does not hold.
+    """
 
     phase: Phase
     pageable: int
@@ -19,10 +22,11 @@ class HostMark:
     peak: int
     alive: HostBytes
     kept: HostBytes
+    locked: int = 0
 
     def host_phase(self) -> HostPhase:
         """As engines tell it."""
-        return HostPhase(self.phase, self.peak, self.pinned, self.alive, self.kept)
+        return HostPhase(self.phase, self.peak, self.pinned, self.alive, self.kept, self.locked)
 
 
 class HostRecorder:
@@ -87,7 +91,7 @@ class HostRecorder:
     def mark(self, phase: Phase) -> None:
         """Ends a phase."""
         kept = self._now()
-        self.marks.append(HostMark(phase, self._pageable, self._pinned, self._peak, self._at_peak, kept))
+        self.marks.append(HostMark(phase, self._pageable, self._pinned, self._peak, self._at_peak, kept, self._locked))
         self._peak, self._at_peak = self._pageable + self._pinned, kept
 
     def _now(self) -> HostBytes:

@@ -49,6 +49,20 @@ for dtype, kind in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
             engine.destroy()
             del engine, model
             gc.collect()
+    for name in ("AdamW", "Lamb", "Lion", "SGD"):  # whatever an optimizer needs is the Arena's, also after steps
+        before = torch.cuda.memory_allocated()
+        model = models.make()
+        config = ds_config(2, dtype, optimizer={{"type": name, "params": {{"lr": 1e-3}}}})
+        engine, *_ = zeroplan_runtime.initialize(model=model, config=config, device=device)
+        for number in range(2):
+            engine.backward(engine(models.batch(number, 0, rank)))
+            engine.step()
+        grown, rows = torch.cuda.memory_allocated() - before, engine.arena.measurement()
+        owned, kinds = sum(row["bytes"] for row in rows), len({{(row["buffer"], row["place"]) for row in rows}})
+        assert owned <= grown <= owned + 1024 * (kinds + 4), (name, owned, grown)
+        engine.destroy()
+        del engine, model
+        gc.collect()
     models.batch = real
 dist.destroy_process_group()
 print("well", flush=True)

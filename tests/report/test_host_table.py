@@ -25,8 +25,8 @@ def report(engine: str, stage: int, **options: str) -> Report:
 @pytest.mark.parametrize(
     ("engine", "stage", "options", "phases"),
     [
-        ("deepspeed", 2, {"offload_optimizer": "cpu"}, [*TRAINING, "save", "resume"]),
-        ("deepspeed", 3, {"offload_optimizer": "nvme", "offload_param": "nvme"}, [*TRAINING, "save", "resume"]),
+        ("deepspeed", 2, {"offload_optimizer": "cpu"}, [*TRAINING, "weights", "save", "resume"]),
+        ("deepspeed", 3, {"offload_optimizer": "nvme", "offload_param": "nvme"}, [*TRAINING, "weights", "save", "resume"]),
         ("zeroplan", 3, {"offload_optimizer": "cpu", "offload_param": "cpu"}, [*TRAINING, "save", "resume"]),
         ("zeroplan", 3, {"offload_optimizer": "nvme"}, [*TRAINING, "save", "resume"]),
         ("ddp", 0, {}, TRAINING),
@@ -55,3 +55,14 @@ def test_named_are_the_largest_and_the_rest_is_summed_up() -> None:
     peak = HostPeak(phase="step", bytes=24 * MIB, pinned=7 * MIB, alive=alive)
     assert alive_text(peak, 2) == "a 9.00 MiB, b 7.00 MiB pinned, 8.00 MiB in 2 more"
     assert alive_text(peak, 4).endswith("d 3.00 MiB")
+
+
+@pytest.mark.parametrize(("stage", "copies"), [(2, 2), (3, 1)])
+def test_pretrained_weights_are_on_every_rank_or_mapped_by_one(stage: int, copies: int) -> None:
+    """Below stage 3 each of the two ranks reads the whole model; under zero.Init the first alone."""
+    found = report("deepspeed", stage)
+    peaks = {peak.phase: peak for peak in found.plans[0].cpu.peaks}
+    model = 2 * found.model.params  # bf16
+    assert peaks["weights"].bytes - peaks["load"].bytes == copies * model
+    assert "weights" not in found.plans[0].gpu.phases
+    assert found.plans[0].cpu.per_node >= peaks["load"].bytes

@@ -87,6 +87,7 @@ class Phase(StrEnum):
     STEP = "step"
     SAVE = "save"
     RESUME = "resume"  # a checkpoint is loaded, between initialisation and the first forward
+    WEIGHTS = "weights"  # in place of LOAD: pretrained weights are read into host memory
 
 
 #: Lives from initialisation to the end of the run.

@@ -53,7 +53,10 @@ class HostPhase:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPhase:
-    """Saving or resuming: bytes at its peak on the GPU, of the engine on every rank's host, and on one rank's host beside."""
+    """Saving, resuming or reading weights: bytes at its peak on the GPU (0: not told), on every rank's host, and on one's beside.
+
+    Of the host those are the engine's.
+    """
 
     phase: Phase
     gpu: int
@@ -151,4 +154,4 @@ class Simulation:
             for mark in run.marks:
                 phase = phase_of_mark(mark.name).value
                 peaks[phase] = max(peaks.get(phase, 0), mark.peak)
-        return peaks | {one.phase.value: one.gpu for one in self.checkpoint}
+        return peaks | {one.phase.value: one.gpu for one in self.checkpoint if one.gpu}

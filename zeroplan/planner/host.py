@@ -9,7 +9,7 @@ from zeroplan.core.plan import CpuMemory, HostBuffer, HostPeak
 from zeroplan.engines.simulation import CheckpointPhase, HostBytes, HostPhase, Simulation
 
 #: The phase whose process saves or resumes: kernels and libraries loaded so far, and the engine's buffers that stay.
-_LOADED_BY = {Phase.SAVE: Phase.STEP, Phase.RESUME: Phase.INIT}
+_LOADED_BY = {Phase.SAVE: Phase.STEP, Phase.RESUME: Phase.INIT, Phase.WEIGHTS: Phase.LOAD}
 
 
 def host_memory(simulation: Simulation, rss: Mapping[Phase, int], *, ranks: int) -> CpuMemory:
@@ -42,18 +42,21 @@ def _peak(phase: Phase, base: int, engine: HostPhase | None, ranks: int) -> Host
 def _checkpoint(one: CheckpointPhase, base: int, before: HostPhase | None, ranks: int) -> HostPeak:
     """What was there, and what of the checkpoint is in memory: of every rank, and of one alone."""
     alive = dict(before.kept) if before is not None else {}
-    alive[Buffer.HOST_CHECKPOINT, Place.DRAM] = one.host - sum(alive.values())
-    return _told(one.phase, base, alive, ranks, once=one.host_once)
+    buffer = Buffer.HOST_MODEL if one.phase is Phase.WEIGHTS else Buffer.HOST_CHECKPOINT
+    alive[buffer, Place.DRAM] = one.host - sum(alive.values())
+    return _told(one.phase, base, alive, ranks, once=(buffer, one.host_once))
 
 
-def _told(phase: Phase, base: int, alive: HostBytes, ranks: int, *, once: int = 0) -> HostPeak:
-    """`once`: bytes of a checkpoint on one rank alone."""
+def _told(
+    phase: Phase, base: int, alive: HostBytes, ranks: int, *, once: tuple[Buffer, int] = (Buffer.HOST_CHECKPOINT, 0)
+) -> HostPeak:
+    """`once`: bytes on one rank alone."""
     found = {(Buffer.HOST_PROCESS, Place.DRAM): base * ranks}
     for key, count in alive.items():
         found[key] = count * ranks
-    if once:
-        checkpoint = (Buffer.HOST_CHECKPOINT, Place.DRAM)
-        found[checkpoint] = found.get(checkpoint, 0) + once
+    if once[1]:
+        key = (once[0], Place.DRAM)
+        found[key] = found.get(key, 0) + once[1]
     held = sorted(((count, buffer, place) for (buffer, place), count in found.items() if count), reverse=True)
     return HostPeak(
         phase=phase.value,

@@ -97,16 +97,18 @@ def report_text(report: Report, style: str = "plain") -> str:
     return "\n".join(parts)
 
 
+_HOST_LEGEND = (
+    "Host memory of a node, in GiB. Not in the total: saving and resuming, and weights, which is load where pretrained ones are"
+    " read into host memory."
+)
+
+
 def _host_part(report: Report, style: str) -> list[str]:
     """The host by phase, where there is one plan to tell of."""
     from zeroplan.report.host import host_table
 
     table = host_table(report.plans[0], style) if len(report.plans) == 1 else ""
-    return (
-        [table, "", "Host memory of a node, in GiB; save and resume are those of a checkpoint, and not in the total.", ""]
-        if table
-        else []
-    )
+    return [table, "", _HOST_LEGEND, ""] if table else []
 
 
 def _heading(report: Report) -> str:

@@ -13,6 +13,11 @@ Note [Checkpoints]
     file. The copies of frozen parameters stay, as part of what ``load_checkpoint`` returns. Masters are copied in place;
     states are made anew on the device of their masters (torch/optim/optimizer.py, load_state_dict), beside those that
     initialisation made.
+
+    Pretrained weights that transformers reads (``from_pretrained`` without a device) are on the host of every rank before the
+    model goes to the GPU. Under ``zero.Init`` every rank maps the files, and the first alone reads them, parameter by
+    parameter; the pages read stay mapped until the end. Source: transformers 5.17, modeling_utils.py,
+    _load_pretrained_model; integrations/deepspeed.py, _load_state_dict_into_zero3_model
 """
 
 from __future__ import annotations
@@ -37,7 +42,7 @@ class _Owned:
 
 
 def checkpoint_phases(
-    job: Job, *, after_init: int, after_step: int, host_init: int, host_step: int
+    job: Job, *, after_init: int, after_step: int, host_init: int, host_step: int, host_load: int = 0
 ) -> tuple[CheckpointPhase, ...]:
     """``engine.save_checkpoint`` after a step and ``engine.load_checkpoint`` after initialisation. See Note [Checkpoints].
 
@@ -52,9 +57,15 @@ def checkpoint_phases(
         after_step: bytes allocated on the GPU between two steps.
         host_init: bytes of the engine's buffers on the host after initialisation.
         host_step: the same between two steps.
+        host_load: the same when the model has been made.
     """
-    owned = _owned(job)
-    return (_save(job, owned, after_step, host_step), _resume(job, owned, after_init, host_init))
+    owned, weights = _owned(job), job.param_bytes * sum(job.numel)
+    read = (host_load, weights) if job.zero.stage == 3 else (host_load + weights, 0)
+    return (
+        CheckpointPhase(Phase.WEIGHTS, 0, *read),
+        _save(job, owned, after_step, host_step),
+        _resume(job, owned, after_init, host_init),
+    )
 
 
 def _owned(job: Job) -> _Owned:

@@ -101,6 +101,7 @@ def _with_host(job: Job, found: Simulation) -> Simulation:
         after_step=found.held_after(Phase.STEP) or 0,
         host_init=on_host[Phase.INIT],
         host_step=on_host[Phase.STEP],
+        host_load=on_host[Phase.LOAD],
     )
     return replace(found, checkpoint=checkpoint)
 

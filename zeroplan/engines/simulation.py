@@ -53,9 +53,9 @@ class HostPhase:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPhase:
-    """Saving, resuming or reading weights: bytes at its peak on the GPU (0: not told), on every rank's host, and on one's beside.
+    """Saving, resuming or reading weights: bytes at its peak on the GPU (0: not told) and of the engine's on every rank's host.
 
-    Of the host those are the engine's.
+    `host_once` are those on one rank's host beside.
     """
 
     phase: Phase

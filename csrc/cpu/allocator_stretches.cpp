@@ -1,5 +1,5 @@
-// What is done with a recording's columns beside running them: stretches written out, and what is alive counted. The twins
-// are in zeroplan/simulate/stretches.py and timeline.py.
+// What is done with a recording's columns beside running them: stretches written out, a step repeated, and what is alive
+// found. The twins are in zeroplan/simulate/stretches.py, settling.py and timeline.py.
 #include "abi.h"
 #include "allocator_types.hpp"
 
@@ -31,6 +31,26 @@ ZEROPLAN_API void zeroplan_stretches_write_out(const i64* code, const i64* value
       *whole_value++ = op[at] == kAlloc ? sizes[index[at]] : bases[home[at]] + index[at];
     }
     made += allocations[operand];
+  }
+}
+
+// Writes events `begin` to `end` so many times more behind `whole_code` and `whole_value`, each time with handles and marks
+// counted on, as if the program had gone on alike.
+ZEROPLAN_API void zeroplan_stream_repeat(const i64* code, const i64* value, i64 begin, i64 end, i64 times, i64* whole_code,
+                                         i64* whole_value) {
+  i64 handles = 0, marks = 0;
+  for (i64 event = begin; event < end; ++event) {
+    const i64 op = code[event] & kOpMask;
+    handles += op == kAlloc;
+    marks += op == kMark;
+  }
+  for (i64 again = 1; again <= times; ++again) {
+    for (i64 event = begin; event < end; ++event) {
+      const i64 op = code[event] & kOpMask;
+      const bool on_handle = op == kFree || op == kRecordStream || op == kComplete;
+      *whole_code++ = code[event];
+      *whole_value++ = value[event] + again * (on_handle ? handles : op == kMark ? marks : 0);
+    }
   }
 }
 

@@ -8,6 +8,7 @@ import pytest
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.simulate import native
+from zeroplan.simulate.settling import repeated
 from zeroplan.simulate.stream import Recorder
 from zeroplan.simulate.stretches import Stretches, write_out
 
@@ -85,3 +86,20 @@ def test_a_storage_is_made_once() -> None:
     stretches.alloc(3, 8, Buffer.ACTIVATION, 0)
     with pytest.raises(ValueError, match="storage 3 is made twice"):
         stretches.alloc(3, 8, Buffer.ACTIVATION, 0)
+
+
+@pytest.mark.skipif(not native.available(), reason="library not built")
+def test_repeated_steps_of_the_twins_agree() -> None:
+    """Handles and marks are counted on, sizes and streams are not."""
+    recorder = Recorder()
+    for step in range(2):
+        kept = [recorder.alloc(1000 + at, Buffer.ACTIVATION, stream=at % 2) for at in range(5)]
+        recorder.record_stream(kept[1], 2)
+        for handle in kept:
+            recorder.free(handle)
+        recorder.complete(kept[1])
+        recorder.mark(f"step{step}")
+    half = len(recorder) // 2
+    span = (recorder.code, recorder.value, half, 2 * half, 3)
+    assert native.repeated(*span) == repeated(*span)
+    assert repeated(recorder.code, recorder.value, 0, half, 1) == (recorder.code[half:], recorder.value[half:])

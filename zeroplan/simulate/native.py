@@ -35,6 +35,8 @@ def _library() -> ctypes.CDLL | None:
     loaded.zeroplan_allocator_count.argtypes, loaded.zeroplan_allocator_count.restype = [column, count, column], None
     loaded.zeroplan_stretches_write_out.argtypes = [column, column, count, *[column] * 9]
     loaded.zeroplan_stretches_write_out.restype = None
+    loaded.zeroplan_stream_repeat.argtypes = [column, column, count, count, count, column, column]
+    loaded.zeroplan_stream_repeat.restype = None
     loaded.zeroplan_stream_alive.argtypes, loaded.zeroplan_stream_alive.restype = [column, column, count, column], None
     return loaded
 
@@ -132,6 +134,18 @@ def write_out(
         _pointer(bases), _pointer(whole_code), _pointer(whole_value),
     )  # fmt: skip
     return whole_code, whole_value
+
+
+def repeated(code: array[int], value: array[int], begin: int, end: int, times: int) -> tuple[array[int], array[int]] | None:
+    """The events from `begin` to `end`, so many times more with handles and marks counted on; None without the library."""
+    loaded = _library()
+    if loaded is None:
+        return None
+    more_code, more_value = (array("q", bytes(8 * (end - begin) * times)) for _ in range(2))
+    loaded.zeroplan_stream_repeat(
+        _pointer(code), _pointer(value), begin, end, times, _pointer(more_code), _pointer(more_value)
+    )  # fmt: skip
+    return more_code, more_value
 
 
 def alive(code: array[int], value: array[int], events: int, handles: int) -> Sequence[int] | None:

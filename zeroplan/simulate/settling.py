@@ -11,11 +11,13 @@ Note [Settling]
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from zeroplan.core.buffers import Buffer
+from zeroplan.simulate import native
 from zeroplan.simulate.allocator_config import AllocatorConfig
 from zeroplan.simulate.allocator_events import OP_BITS, AllocatorOp
 from zeroplan.simulate.timeline import Labels, Note, Timeline
@@ -73,12 +75,13 @@ def _judged(timeline: Timeline) -> Settled:
     ends = _step_ends(timeline)
     changes: list[list[tuple[int, int]]] = [[] for _ in ends]
     step = 0
-    for change in timeline.result.segments:
-        while step < len(ends) and change.event > ends[step]:
+    rows = timeline.result.changes
+    for event, size in zip(rows[::3], rows[1::3], strict=True):
+        while step < len(ends) and event > ends[step]:
             step += 1
         if step == len(ends):
             break
-        changes[step].append((change.event - (ends[step - 1] if step else 0), change.size))
+        changes[step].append((event - (ends[step - 1] if step else 0), size))
     quiet = len(ends) > 1 and not changes[-1]
     return Settled(timeline, quiet, quiet or (len(ends) > 2 and changes[-1] == changes[-2]))
 
@@ -127,19 +130,27 @@ def play_on(timeline: Timeline, times: int) -> Timeline | None:
     begin, end = ends[-2] + 1, ends[-1] + 1
     made = len(timeline.result.block_sizes)
     code, value, labels = timeline.recorded
-    count = sum(word & _OP_MASK == AllocatorOp.ALLOC for word in code[begin:end])
+    alloc = int(AllocatorOp.ALLOC)
+    count = sum([word & _OP_MASK == alloc for word in code[begin:end]])
     found, left = set(timeline.alive(begin - 1)), set(timeline.alive(end - 1))
     if {handle + count for handle in found - left} != left - found:
         return None
+    more_code, more_value = native.repeated(code, value, begin, end, times) or repeated(code, value, begin, end, times)
+    return Timeline(code[:end] + more_code, value[:end] + more_value, _PlayedOn(labels, made - count, times), timeline.result)
+
+
+def repeated(code: array[int], value: array[int], begin: int, end: int, times: int) -> tuple[array[int], array[int]]:
+    """The readable twin of ``zeroplan_stream_repeat`` in ``csrc/cpu/allocator_stretches.cpp``."""
     step_code, step_value = code[begin:end], value[begin:end]
+    count = sum(word & _OP_MASK == AllocatorOp.ALLOC for word in step_code)
     moved = [at for at, word in enumerate(step_code) if word & _OP_MASK in _ON_HANDLES]
     marks = [at for at, word in enumerate(step_code) if word & _OP_MASK == AllocatorOp.MARK]
-    whole_code, whole_value = code[:end], value[:end]
+    more_code, more_value = array("q"), array("q")
     for _ in range(times):
         for at in moved:
             step_value[at] += count
         for at in marks:
             step_value[at] += len(marks)
-        whole_code += step_code
-        whole_value += step_value
-    return Timeline(whole_code, whole_value, _PlayedOn(labels, made - count, times), timeline.result)
+        more_code += step_code
+        more_value += step_value
+    return more_code, more_value

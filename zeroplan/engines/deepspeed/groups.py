@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 #: A flat group is padded so that each rank's part starts on 4 bytes: two 16-bit elements.
@@ -21,6 +21,10 @@ class Slice:
     count: int
 
 
+#: What stages 1 and 2 reduce together: (elements, this rank's part if it is kept apart), and all elements.
+Batch = tuple[list[tuple[int, Slice | None]], int]
+
+
 @dataclass(frozen=True, slots=True)
 class FlatGroup:
     """A parameter group as one flat tensor, cut into equal parts.
@@ -31,6 +35,7 @@ class FlatGroup:
         numel: elements of the flat tensor, padding included.
         partition: elements of one rank's part.
         slices: by parameter, the parts that ranks own, in order.
+        batches: by bucket what is reduced together, which every rank and step asks for anew; filled by stage12.py.
     """
 
     order: tuple[int, ...]
@@ -38,6 +43,7 @@ class FlatGroup:
     numel: int
     partition: int
     slices: dict[int, tuple[Slice, ...]]
+    batches: dict[object, list[Batch]] = field(default_factory=dict, compare=False, repr=False)
 
     def owned(self, rank: int) -> list[tuple[int, Slice]]:
         """The parameters that touch `rank`'s part, in order, with what it owns of them."""

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.engines.deepspeed.base import Schedule
-from zeroplan.engines.deepspeed.groups import Slice, flat_group
+from zeroplan.engines.deepspeed.groups import Batch, Slice, flat_group
 from zeroplan.engines.deepspeed.job import REDUCE, SCALAR, Job
 from zeroplan.simulate.stream import Recorder
 
@@ -212,9 +212,22 @@ class Stage12(Schedule):
                     if p in self.owned:
                         self._add_to_compact(self.owned[p], bucket.comm)
             return
+        if self.compact:
+            batches = self._batches(bucket.params)
+        else:
+            known, key = self.group.batches, (tuple(bucket.params), self.bucket_size, zero.use_multi_rank_bucket_allreduce)
+            if key not in known:
+                known[key] = self._batches(bucket.params)
+            batches = known[key]
+        for batch, elements in batches:
+            self._all_reduce(batch, elements, bucket.comm)
+
+    def _batches(self, params: list[int]) -> list[Batch]:
+        """What is reduced together: slices of one owner, as many as fill a bucket. With `compact` this rank's buffer is opened."""
+        zero = self.job.zero
         runs: dict[int, list[tuple[int, Slice | None]]] = {}
         last = -1
-        for p in bucket.params:
+        for p in params:
             for part in self.group.slices[p]:
                 mine = self.compact and part.rank == self.job.rank
                 queue = runs.setdefault(-1 if zero.use_multi_rank_bucket_allreduce else part.rank, [])
@@ -225,6 +238,7 @@ class Stage12(Schedule):
                 last = part.rank
                 if mine:
                     self._open_compact()
+        found: list[Batch] = []
         for queue in runs.values():
             batch: list[tuple[int, Slice | None]] = []
             total = 0
@@ -232,10 +246,11 @@ class Stage12(Schedule):
                 batch.append(item)
                 total += item[0]
                 if total > self.bucket_size:
-                    self._all_reduce(batch, total, bucket.comm)
+                    found.append((batch, total))
                     batch, total = [], 0
             if batch:
-                self._all_reduce(batch, total, bucket.comm)
+                found.append((batch, total))
+        return found
 
     def _all_reduce(self, batch: list[tuple[int, Slice | None]], elements: int, comm: int) -> None:
         """s12, allreduce_bucket and what copies the result back."""

@@ -13,7 +13,7 @@ from zeroplan.core.gpus import GPUS
 from zeroplan.core.rates import rates_of
 from zeroplan.core.tape import Mark, Op, Stream, TapeModule, TapeParam
 from zeroplan.core.workload import Workload
-from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.core.zero_config import Device, OffloadParam, ZeroConfig
 from zeroplan.engines import torch_traffic
 from zeroplan.engines.compute_traffic import COMPUTE, WORK_GLOSSARY
 from zeroplan.engines.deepspeed import traffic
@@ -103,6 +103,20 @@ def test_offload_moves_the_step_to_the_host() -> None:
     assert both["upload_forward"].amount == 2 * -(-(1_235_814_400 - 33 * 2048) // 4)
     assert "cast_updated" not in both
     assert "cast_updated" in items(3, gpus=4, offload_optimizer="cpu")
+
+
+def test_the_runtime_reads_from_disk_what_host_memory_does_not_keep() -> None:
+    cluster = Cluster.of(gpus=1, gpu="H100")
+    cost = CostModel("zeroplan", load_model(LLAMA), cluster, rates_of(cluster.gpu))
+    found = {}
+    for kept in (0, 10**6, 10**10):
+        param = OffloadParam(Device.NVME, "/disk", max_in_cpu=kept)
+        lines = {item.name: item for item in cost.items(WORK, ZeroConfig.of(3, "cpu", param), COUNTS)}
+        found[kept] = lines["read_params_forward"].amount if "read_params_forward" in lines else 0
+        assert lines["upload_forward"].amount >= found[0]
+    assert found[0] > 2 * 1.2e9
+    assert found[0] - found[10**6] == 2 * 10**6
+    assert found[10**10] == 0
 
 
 def test_every_line_says_what_it_is_and_derives_its_number() -> None:

@@ -108,6 +108,8 @@ class CostModel:
             again = self._units if workload.gradient_checkpointing else 0
             own = replace(own, trained_tensors=self._units, tensors=self._units, forward_modules=self._units)
             own = replace(own, recomputed_modules=again, backward_modules=self._units, owned_tensors=self._units, overlaps=True)
+            stays = min(own.params_on_disk, zero.offload_param.max_in_cpu)
+            own = replace(own, params_on_disk=own.params_on_disk - stays, params_on_host=own.params_on_host + stays)
         return own, deepspeed_traffic.TRAFFIC
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -127,17 +126,19 @@ def test_folder_lives_and_goes(engine: IoEngine, tmp_path: Path) -> None:
 
 
 def write_for_ever(parent: Path, ready: int) -> None:
-    """A job that flushes once and then overwrites all its blocks over and over."""
+    """A job that flushes once and then overwrites its blocks over and over: it says each time that writes are under way."""
     with IoEngine() as engine, SwapFolder(parent, "killed", 0, engine) as folder:
         file = folder.file("states", {str(i): 1 << 20 for i in range(32)})
         data = torch.zeros(1 << 20, dtype=torch.uint8)
         for i in range(32):
             file.finish(file.write(str(i), data))
         file.flush()
-        os.write(ready, b"!")
+        file.finish(file.write("0", data + 1))  # one block at least is overwritten, however soon the kill comes
         while True:
             data += 1
-            for write in [file.write(str(i), data) for i in range(32)]:
+            under_way = [file.write(str(i), data) for i in range(32)]
+            os.write(ready, b"!")  # fails, and so ends the job, when nobody is left to kill it
+            for write in under_way:
                 file.finish(write)
 
 
@@ -147,12 +148,12 @@ def test_killed_in_the_middle_of_writes(engine: IoEngine, tmp_path: Path) -> Non
     child = os.fork()
     if child == 0:
         try:
+            os.close(reader)
             write_for_ever(tmp_path, ready)
         finally:
             os._exit(1)
     os.close(ready)
     assert os.read(reader, 1) == b"!"
-    time.sleep(0.05)
     os.kill(child, signal.SIGKILL)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
     os.close(reader)

@@ -24,7 +24,8 @@ Block* Allocator::find_range(Pool& pool, i64 size) {
     for (const Block* at = start; at != nullptr && at->is_free() && room < size; at = at->next) room += at->size;
     if (room >= size) return start;
   }
-  const i64 room = round_up(config_.device_memory + config_.device_memory / 8, pool.page);
+  // Without a limit a request may be larger than the device.
+  const i64 room = round_up(std::max(config_.device_memory + config_.device_memory / 8, size), pool.page);
   Block* block = make(next_range_, room, &pool, nullptr, nullptr, next_range_);
   block->mapped = false;
   next_range_ += room;

@@ -364,3 +364,13 @@ def test_impossible_streams_are_refused(run, rec, spoil, message):
     spoil(rec)
     with pytest.raises(BadStream, match=message):
         run(rec)
+
+
+def test_a_request_larger_than_the_device_has_a_range_of_its_own(run) -> None:
+    """Without a limit, as where a search asks what a micro batch of thousands would take."""
+    recorder = Recorder()
+    for size in (30 * MIB, 3000 * MIB, 30 * MIB):
+        recorder.alloc(size, Buffer.ACTIVATION)
+    result = run(recorder, "expandable_segments:True", device_memory=1000 * MIB)
+    assert list(result.block_sizes) == [30 * MIB, 3000 * MIB, 30 * MIB]
+    assert result.peak_reserved == 3060 * MIB  # pages of 20 MiB: two, 150, and one more for what is left of the first range

@@ -195,7 +195,8 @@ class Segments:
                 at = at.next
             if room >= size:
                 return start
-        room = -(-(self.device_memory + self.device_memory // 8) // pool.page) * pool.page
+        # Without a limit a request may be larger than the device.
+        room = -(-max(self.device_memory + self.device_memory // 8, size) // pool.page) * pool.page
         block = Block(self.next_range, room, pool, mapped=False, range_base=self.next_range)
         self.next_range += room
         pool.insert_unmapped(block)

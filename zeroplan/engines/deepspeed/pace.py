@@ -20,9 +20,7 @@ from dataclasses import dataclass
 
 from zeroplan.core.rates import Rates
 from zeroplan.core.tape import Mark, Op, Stream
-
-#: Each byte that a kernel writes was read about twice (as in compute_traffic.py: two operands, one result).
-_PASSES = 3
+from zeroplan.engines.compute_traffic import PASSES
 
 #: Kernels that a driver's queue takes before a launch waits for the device.
 QUEUE = 1024
@@ -48,44 +46,54 @@ class Pace:
         return max((back - at for at, back in enumerate(self.back)), default=0)
 
 
-def pace_of(stream: Stream, tokens: int, rates: Rates, unhooked: Sequence[bool]) -> Pace:
+def pace_of(stream: Stream, tokens: int, rates: Rates, *, fp32: bool, unhooked: Sequence[bool]) -> Pace:
     """The pace of a tape's forward and backward.
 
     Args:
         stream: the expanded tape; each allocation is one kernel's output.
         tokens: rows of the products: micro batch times sequence.
         rates: of the machine.
+        fp32: whether the products are.
         unhooked: the modules inside leaf modules, which fetch nothing of their own.
     """
+    fetch, released = rates.gather_hook_us * _MICRO, rates.release_hook_us * _MICRO
+    launch, engine = rates.launch_us * _MICRO, rates.autograd_us * _MICRO
+    a_byte = PASSES / (rates.hbm_gbs * _GIGA)
+    an_element = 2 * tokens / ((rates.fp32_tflops if fp32 else rates.matmul_tflops) * _TERA)
+    forwards, backwards = ([one * an_element for one in found] for found in _multiplied(stream))
+    alloc, enter, leave, arrive, passed, mark = Op.ALLOC, Op.ENTER, Op.EXIT, Op.BWD_ENTER, Op.BWD_EXIT, Op.MARK
+
     host = device = busy = 0.0
     backward = False
-    running: list[int] = []
+    depth = 0  # of modules that run, recomputed ones included
     issued: deque[float] = deque()  # when the device is done with each of the latest kernels
     begun: list[float] = []  # the host's clock at each fetch
     done: list[float] = []  # the device's when it has done all that was issued before a fetch
     for op, arg, aux in zip(stream.op, stream.arg, stream.aux, strict=True):
         work = 0.0
-        if op == Op.ALLOC:
-            host += (rates.autograd_us if backward and not running else rates.launch_us) * _MICRO
-            work = _PASSES * aux / (rates.hbm_gbs * _GIGA)
-        elif op in (Op.ENTER, Op.BWD_ENTER):
+        if op == alloc:
+            host += engine if backward and not depth else launch
+            work = a_byte * aux
+        elif op in (enter, arrive):
             if not unhooked[arg]:
-                host += rates.gather_hook_us * _MICRO
+                host += fetch
                 begun.append(host)
                 done.append(device)
-            work = 2 * _multiplied(stream, arg, backward=op == Op.BWD_ENTER) * tokens / (rates.matmul_tflops * _TERA)
-            if op == Op.ENTER:
-                running.append(arg)
+            if op == enter:
+                depth += 1
+                work = forwards[arg]
             else:
-                running.clear()  # recomputation may stop inside its modules
-        elif op == Op.EXIT and running:
-            running.pop()
-        elif op == Op.BWD_EXIT:
-            host += 0.0 if unhooked[arg] else rates.release_hook_us * _MICRO
-        elif op == Op.MARK:
-            backward = backward or arg == Mark.BACKWARD_BEGIN
+                depth = 0  # recomputation may stop inside its modules
+                work = backwards[arg]
+        elif op == leave:
+            depth = max(0, depth - 1)
+        elif op == passed:
+            if not unhooked[arg]:
+                host += released
+        elif op == mark and arg == Mark.BACKWARD_BEGIN:
+            backward = True
         if work:
-            device = max(device, host) + work
+            device = (device if device > host else host) + work
             busy += work
             issued.append(device)
             if len(issued) > QUEUE:
@@ -93,13 +101,12 @@ def pace_of(stream: Stream, tokens: int, rates: Rates, unhooked: Sequence[bool])
     return Pace(tuple(bisect_left(begun, time) for time in (*done[1:], device)), busy > host)
 
 
-def _multiplied(stream: Stream, module: int, *, backward: bool) -> int:
-    """Elements of the matrices that a module multiplies with, twice in the backward of those that are trained.
+def _multiplied(stream: Stream) -> tuple[list[int], list[int]]:
+    """By module, elements of the matrices that its forward multiplies with, and its backward, those that are trained twice.
 
     An embedding looks rows up.
     """
-    owner = stream.modules[module]
-    if owner.type.endswith("Embedding"):
-        return 0
-    matrices = (stream.params[p] for p in owner.params if len(stream.params[p].shape) == 2)
-    return sum(p.shape[0] * p.shape[1] * (1 + (backward and p.trainable)) for p in matrices)
+    elements = [p.shape[0] * p.shape[1] if len(p.shape) == 2 else 0 for p in stream.params]
+    owned = [() if module.type.endswith("Embedding") else module.params for module in stream.modules]
+    forward = [sum(elements[p] for p in params) for params in owned]
+    return forward, [sum(elements[p] * (1 + stream.params[p].trainable) for p in params) for params in owned]

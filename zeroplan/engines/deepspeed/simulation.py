@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import replace
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.rates import rates_of
 from zeroplan.core.tape import Stream
-from zeroplan.core.workload import DType
+from zeroplan.core.workload import DType, Precision
 from zeroplan.engines.base import Case
 from zeroplan.engines.deepspeed.checkpoint import checkpoint_phases
 from zeroplan.engines.deepspeed.coordinator import FETCHES_BEHIND
 from zeroplan.engines.deepspeed.job import Job, resolve
 from zeroplan.engines.deepspeed.leaf_modules import inside_of, leaf_modules
-from zeroplan.engines.deepspeed.pace import pace_of
-from zeroplan.engines.deepspeed.recordings import Recordings
+from zeroplan.engines.deepspeed.pace import Pace, pace_of
+from zeroplan.engines.deepspeed.recordings import MOST_TAPES, Recordings
 from zeroplan.engines.deepspeed.schedule import distinct_ranks
 from zeroplan.engines.deepspeed.schedule_host import record_host
 from zeroplan.engines.simulation import Simulation
@@ -42,6 +43,7 @@ class Simulator:
 
     def __init__(self) -> None:
         self._recordings = Recordings()
+        self._paces: OrderedDict[tuple[object, ...], tuple[Stream, Pace]] = OrderedDict()
 
     def simulate(self, case: Case, stream: Stream, config: AllocatorConfig | None = None) -> Simulation:
         """The schedule of the stage, on each rank that can be the worst.
@@ -77,9 +79,7 @@ class Simulator:
 
         See Note [Pace] in pace.py.
         """
-        tokens = case.workload.micro_batch * (case.workload.seq_len or 1)
-        unhooked = inside_of(stream.modules, leaf_modules(stream.modules, job.numel, case.zero))
-        pace = pace_of(stream, tokens, rates_of(case.cluster.gpu), unhooked)
+        pace = self._pace(case, stream, job)
         if pace.furthest <= FETCHES_BEHIND:
             return found
         behind = simulate(
@@ -88,6 +88,20 @@ class Simulator:
         if pace.device_bound:
             return replace(found, timeline=behind, other_paces=(found.timeline,))
         return replace(found, other_paces=(behind,))
+
+    def _pace(self, case: Case, stream: Stream, job: Job) -> Pace:
+        workload, gpu = case.workload, case.cluster.gpu
+        unhooked = tuple(inside_of(stream.modules, leaf_modules(stream.modules, job.numel, case.zero)))
+        fp32 = workload.dtype is DType.FP32 and workload.precision is not Precision.AUTOCAST
+        key = (id(stream), gpu, fp32, unhooked)
+        known = self._paces.get(key)
+        if known is None:
+            tokens = workload.micro_batch * (workload.seq_len or 1)
+            pace = pace_of(stream, tokens, rates_of(gpu), fp32=fp32, unhooked=unhooked)
+            known = self._paces[key] = (stream, pace)  # holds the stream, so that its id stays its own
+            if len(self._paces) > MOST_TAPES:
+                self._paces.popitem(last=False)
+        return known[1]
 
 
 def _with_host(job: Job, found: Simulation) -> Simulation:

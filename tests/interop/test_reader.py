@@ -111,7 +111,7 @@ class TestAuto:
         assert "auto.dropped" in {f.id for f in config.warnings}
 
     def test_a_flag_that_contradicts_the_file(self) -> None:
-        with pytest.raises(BadInput, match="the file says 8, the flags 4"):
+        with pytest.raises(BadInput, match="the file says 8, the flags say 4"):
             read_ds_config(zero() | {"train_micro_batch_size_per_gpu": 8}, fill=fill_from(micro_batch=4))
 
     def test_a_flag_fills_what_is_missing(self) -> None:

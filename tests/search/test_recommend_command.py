@@ -130,6 +130,8 @@ def test_bad_candidates_are_one_line(cli: Cli, tmp_path: Path, line: str) -> Non
         (LLAMA, "--vram", "24G", "-o", "/nowhere/x.json"),
         (LLAMA, "--vram", "24G", "-o", "x.json", "--form", "toml"),
         (LLAMA, "--vram", "24G", "--format", "pdf"),
+        (LLAMA, "--vram", "24G", "--global-batch", "1" + 21 * "0"),
+        ("--vram", "24G", "--gpus", "3", "--global-batch", "7"),
     ],
 )
 def test_bad_requests_are_one_line(cli: Cli, words: tuple[str, ...]) -> None:
@@ -137,6 +139,57 @@ def test_bad_requests_are_one_line(cli: Cli, words: tuple[str, ...]) -> None:
     assert code == 2
     assert err.startswith("zeroplan: ")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "message"),
+    [
+        ({"per_device_train_batch_size": 0}, (), "run.json: per_device_train_batch_size: '0' is no whole number from 1 on"),
+        ({"fp16": True}, (), "run.json: bf16 and fp16 are both true; switch one of them off"),
+        ({"bf16": "maybe"}, (), "run.json: bf16: 'maybe' is neither true nor false; write true or false"),
+        ({"optim": "adam_of_mars"}, (), "run.json (--optimizer): unknown optimizer 'adam_of_mars'; use one of"),
+        ({"deepspeed": "nowhere.json"}, (), "run.json: deepspeed: there is no 'nowhere.json'; put the file where it says"),
+        (
+            {"deepspeed": ds_config(2), "per_device_train_batch_size": 4},
+            (),
+            "run.json: its ds_config: train_micro_batch_size_per_gpu: says 1, TrainingArguments has 4; change one of the two",
+        ),
+        (
+            {"deepspeed": ds_config(2), "per_device_train_batch_size": 1},
+            ("--stage", "3"),
+            "run.json: its ds_config: zero_optimization.stage: the file says 2, the flags say 3; change one of the two",
+        ),
+    ],
+)
+def test_what_a_run_in_use_gets_wrong_is_said_in_its_words(
+    cli: Cli, tmp_path: Path, text: dict[str, Any], words: tuple[str, ...], message: str
+) -> None:
+    said = {"output_dir": "out", "bf16": True, "per_device_train_batch_size": 1} | text
+    (tmp_path / "run.json").write_text(json.dumps(said))
+    code, _, err = cli("recommend", LLAMA, "--vram", "24G", "--from", str(tmp_path / "run.json"), *words, *FAST)
+    assert code == 2
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_machines_share_the_processes(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "acc.json").write_text(json.dumps({"distributed_type": "NO", "num_processes": 3, "num_machines": 2}))
+    code, _, err = cli("recommend", LLAMA, "--vram", "24G", "--from", str(tmp_path / "acc.json"), *FAST)
+    assert code == 2
+    assert "acc.json: num_processes: 3 processes do not divide by 2 machines; write 4" in err
+
+
+def test_what_the_next_gpu_buys_is_left_out_where_the_batch_cannot_be_split(cli: Cli) -> None:
+    words = ("--gpus", "2", "--micro-batch", "2", "--grad-accum", "4", "--global-batch", "16")
+    code, out, _ = cli("recommend", LLAMA, "--vram", "24G", *words, *FAST)
+    assert code == 0
+    assert "GPUs a node would" not in out
+
+
+def test_blocks_that_are_entered_again_early_are_counted() -> None:
+    """T5's, whose recomputation begins before the gradients of the block have arrived."""
+    found = zeroplan.recommend("google-t5/t5-small", vram="24G", gpus=2, global_batch=16, seq_len=64, explain=False)
+    assert found[0].fits
 
 
 def test_when_nothing_fits_the_nearest_and_the_remedies_are_named(cli: Cli) -> None:

@@ -116,7 +116,7 @@ class Rates:
         known = {f.name for f in fields(self)} - {"source"}
         for name, value in values.items():
             if name not in known:
-                raise BadInput(f"unknown rate {name[:60]!r}", where=source, remedy=did_you_mean(name, known))
+                raise BadInput(f"unknown rate {name[:60]!r}", where=source, remedy=did_you_mean(name, known) or "leave it out")
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
                 raise BadInput(f"{str(value)[:40]!r} is no rate", where=f"{source}: {name}", remedy="give a number above zero")
         return replace(self, **{name: float(value) for name, value in values.items()}, source=source)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from zeroplan.core.errors import BadInput
 from zeroplan.core.workload import DType, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.interop.setups import Keys, Setup
@@ -77,7 +78,13 @@ def read_accelerate(data: Mapping[str, Any], name: str) -> Setup:
     kind = (keys.text("distributed_type") or "NO").upper()
     nodes = keys.number("num_machines", 1) or 1
     processes = keys.number("num_processes", 1) or 1
-    common: dict[str, Any] = {"kind": "accelerate", "nodes": nodes, "gpus": max(1, processes // nodes)}
+    if processes % nodes:
+        raise BadInput(
+            f"{processes} processes do not divide by {nodes} machines",
+            where=f"{name}: num_processes",
+            remedy=f"write {-(-processes // nodes) * nodes}, all machines' together",
+        )
+    common: dict[str, Any] = {"kind": "accelerate", "nodes": nodes, "gpus": processes // nodes}
     mode = keys.text("mixed_precision")
     dtype = mode if mode in ("bf16", "fp16") else None
     if kind == "DEEPSPEED":

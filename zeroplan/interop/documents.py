@@ -28,7 +28,8 @@ def load_document(path: str | os.PathLike[str]) -> dict[str, Any]:
         with open(name, "rb") as file:
             blob = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
-        raise BadInput(f"cannot be read ({getattr(error, 'strerror', None) or error})", where=name) from None
+        reason = getattr(error, "strerror", None) or error
+        raise BadInput(f"cannot be read ({reason})", where=name, remedy="give a file of YAML or JSON") from None
     if len(blob) > MAX_BYTES:
         raise BadInput(f"is larger than {MAX_BYTES >> 20} MiB", where=name, remedy="this is no training configuration")
     try:
@@ -57,7 +58,7 @@ def _parse_yaml(text: str, name: str) -> Any:
                     raise BadInput(f"uses more than {MAX_ALIASES} aliases", where=name, remedy="write the values out")
             self.depth += 1
             if self.depth > MAX_DEPTH:
-                raise BadInput(f"is nested deeper than {MAX_DEPTH} levels", where=name)
+                raise BadInput(f"is nested deeper than {MAX_DEPTH} levels", where=name, remedy="no configuration is")
             node = super().compose_node(parent, index)
             self.depth -= 1
             return node
@@ -77,7 +78,7 @@ def _parse_yaml(text: str, name: str) -> Any:
 
 def _plain_object(data: Any, name: str) -> dict[str, Any]:
     if not isinstance(data, Mapping):
-        raise BadInput("holds no mapping of keys to values", where=name)
+        raise BadInput("holds no mapping of keys to values", where=name, remedy="write lines of KEY: VALUE")
     budget = [MAX_NODES]
     copied = _copy(data, name, 0, budget)
     assert isinstance(copied, dict)

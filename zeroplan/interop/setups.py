@@ -53,7 +53,11 @@ class Keys:
         if isinstance(value, str) and value.strip().isdigit():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= 1 << 31:
-            raise BadInput(f"{str(value)[:40]!r} is no whole number from {least} on", where=f"{self.name}: {key}")
+            raise BadInput(
+                f"{str(value)[:40]!r} is no whole number from {least} on",
+                where=f"{self.name}: {key}",
+                remedy=f"write {least} or more",
+            )
         return value
 
     def flag(self, key: str, default: bool | None = None) -> bool | None:
@@ -64,7 +68,9 @@ class Keys:
         if isinstance(value, str) and value.lower() in ("true", "false", "yes", "no"):
             return value.lower() in ("true", "yes")
         if not isinstance(value, bool):
-            raise BadInput(f"{str(value)[:40]!r} is neither true nor false", where=f"{self.name}: {key}")
+            raise BadInput(
+                f"{str(value)[:40]!r} is neither true nor false", where=f"{self.name}: {key}", remedy="write true or false"
+            )
         return value
 
     def text(self, key: str) -> str | None:
@@ -73,7 +79,7 @@ class Keys:
         if value is None or value == "":
             return None
         if not isinstance(value, str):
-            raise BadInput(f"{str(value)[:40]!r} is no string", where=f"{self.name}: {key}")
+            raise BadInput(f"{str(value)[:40]!r} is no string", where=f"{self.name}: {key}", remedy="write one name or path")
         return value
 
     def texts(self, key: str) -> tuple[str, ...]:
@@ -83,7 +89,9 @@ class Keys:
             return ()
         parts = value.split(",") if isinstance(value, str) else value
         if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
-            raise BadInput(f"{str(value)[:40]!r} is no list of names", where=f"{self.name}: {key}")
+            raise BadInput(
+                f"{str(value)[:40]!r} is no list of names", where=f"{self.name}: {key}", remedy="write [q_proj, v_proj]"
+            )
         return tuple(part.strip() for part in parts if part.strip())
 
     def mapping(self, key: str) -> Keys:
@@ -92,7 +100,7 @@ class Keys:
         if value is None:
             value = {}
         if not isinstance(value, Mapping):
-            raise BadInput("is no mapping", where=f"{self.name}: {key}")
+            raise BadInput("is no mapping", where=f"{self.name}: {key}", remedy="write keys and values below it")
         return Keys(value, f"{self.name}: {key}")
 
     def ds_config(self, key: str) -> Mapping[str, Any] | None:
@@ -103,7 +111,7 @@ class Keys:
         if isinstance(value, Mapping):
             return load_source(value)[0]
         if not isinstance(value, str):
-            raise BadInput("is neither a path nor an object", where=f"{self.name}: {key}")
+            raise BadInput("is neither a path nor an object", where=f"{self.name}: {key}", remedy="write a ds_config's path")
         for place in (Path(self.name.partition(": ")[0]).parent / value, Path(value)):
             if place.is_file():
                 return load_source(place)[0]
@@ -141,7 +149,9 @@ def attention_of(name: str | None) -> str | None:
 
 
 def precision_of(keys: Keys) -> str:
-    """``bf16`` and ``fp16`` switches as transformers has them: neither means fp32."""
+    """``bf16`` and ``fp16`` switches as transformers has them: neither means fp32, and it refuses both."""
+    if keys.flag("bf16") and keys.flag("fp16"):
+        raise BadInput("bf16 and fp16 are both true", where=keys.name, remedy="switch one of them off")
     if keys.flag("bf16"):
         return "bf16"
     return "fp16" if keys.flag("fp16") else "fp32"

@@ -121,7 +121,8 @@ def count_stream(stream: Stream) -> Counts:
             checkpoints += part and not running
             running.append(arg)
         elif op == leave:
-            running.pop()
+            if running:  # T5's blocks are entered again before their gradients have arrived, which looks like the end of it
+                running.pop()
         elif op == left:
             passed += 1
             if running:  # recomputation stops at the last tensor that is needed, inside its modules

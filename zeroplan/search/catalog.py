@@ -68,6 +68,7 @@ def overview(request: Request, wish: Wish | None = None) -> Overview:
     wish = wish or Wish()
     entries = sorted(catalog.entries(), key=lambda e: -e.params)
     smallest = problem_of(replace(request, model=entries[-1].id), wish)
+    space_of(smallest, request, wish)  # what the batch cannot be, before the models are gone through
     rows = tuple(Row(method, tuple(_largest(method, entries, request, wish, smallest.cluster))) for method in METHODS)
     full = [entry for row in rows[:2] for entry in row.found[:1]]
     best = None

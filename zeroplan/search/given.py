@@ -12,6 +12,7 @@ from zeroplan.planner.from_ds_config import workload_and_zero
 from zeroplan.planner.request import Request
 from zeroplan.search.api import Problem
 from zeroplan.search.space import Candidate
+from zeroplan.simulate.allocator_config import AllocatorConfig
 
 _KEYS = ("ds_config", "gradient_checkpointing", "alloc_conf")
 _MOST_BYTES = 64 << 20
@@ -63,9 +64,11 @@ def _entry(line: str, where: str) -> dict[str, Any]:
                 f"unknown key {key[:60]!r}", where=where, remedy=did_you_mean(key, _KEYS) or f"use {', '.join(_KEYS)}"
             )
     if not isinstance(entry.get("gradient_checkpointing", False), bool):
-        raise BadInput("gradient_checkpointing is neither true nor false", where=where)
-    if not isinstance(entry.get("alloc_conf", ""), str):
-        raise BadInput("alloc_conf is no string", where=where)
+        raise BadInput("gradient_checkpointing is neither true nor false", where=where, remedy="write true or false")
+    conf = entry.get("alloc_conf", "")
+    if not isinstance(conf, str):
+        raise BadInput("alloc_conf is no string", where=where, remedy='write "expandable_segments:True", for one')
+    AllocatorConfig.parse(conf, where=f"{where}: alloc_conf")
     return entry
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,10 +32,17 @@ def inherit(request: Request, wish: Wish) -> tuple[Request, Wish, Recommendation
     Raises:
         BadInput: a source that cannot be read, lacks a model, or contradicts a flag.
     """
+    setup = read_setup(wish.source)
+    changes = _said(request, setup)
+    try:
+        return _inherit(replace(request, **changes), request, wish, setup)
+    except BadInput as error:
+        raise _in_its_words(error, wish.source, setup, changes) from None
+
+
+def _inherit(asked: Request, request: Request, wish: Wish, setup: Setup) -> tuple[Request, Wish, Recommendation]:
     from zeroplan.search.api import problem_of
 
-    setup = read_setup(wish.source)
-    asked = _filled(request, setup)
     if asked.model is None and asked.params is None:
         raise BadInput(f"the {setup.kind} names no model", where="MODEL", remedy="give one before --from")
     plain = replace(wish, source=None, given=None)
@@ -57,7 +65,46 @@ def inherit(request: Request, wish: Wish) -> tuple[Request, Wish, Recommendation
     return free, replace(plain, global_batch=batch, notes=notes), current
 
 
-def _filled(request: Request, setup: Setup) -> Request:
+#: Flags and keys of a ds_config by the field of a Request that they fill.
+_FLAGS = {
+    "MODEL": "model",
+    "--micro-batch": "micro_batch",
+    "--grad-accum": "grad_accum",
+    "--seq-len": "seq_len",
+    "--dtype": "dtype",
+    "--optimizer": "optimizer",
+    "--lora-rank": "lora_rank",
+    "--lora-targets": "lora_targets",
+    "--gpus": "gpus",
+    "--nodes": "nodes",
+}
+_DS_CONFIG = "ds_config: "
+_KEYS = {
+    "train_micro_batch_size_per_gpu": "micro_batch",
+    "gradient_accumulation_steps": "grad_accum",
+    "bf16.enabled": "dtype",
+    "fp16.enabled": "dtype",
+    "optimizer.type": "optimizer",
+}
+
+
+def _in_its_words(error: BadInput, source: Any, setup: Setup, changes: dict[str, Any]) -> BadInput:
+    """The same with the file's name, and with its program where it and not a flag said what is wrong."""
+    name = os.fspath(source) if isinstance(source, str | os.PathLike) else setup.kind
+    if error.where.startswith(_DS_CONFIG):
+        key = error.where.removeprefix(_DS_CONFIG)
+        inner = name if setup.kind == "ds_config" else f"{name}: its ds_config"
+        what = error.what
+        if _KEYS.get(key) in changes:
+            what = what.replace("the file says", "says").replace("the flags say", f"{setup.kind} has")
+        return BadInput(what, where=f"{inner}: {key}", remedy=error.remedy)
+    if _FLAGS.get(error.where) in changes:
+        return BadInput(error.what, where=f"{name} ({error.where})", remedy=error.remedy)
+    return error
+
+
+def _said(request: Request, setup: Setup) -> dict[str, Any]:
+    """What the source says and no flag does, by the Request's fields."""
     changes: dict[str, Any] = {}
     for name in _SHARED:
         said = getattr(setup, name)
@@ -71,7 +118,7 @@ def _filled(request: Request, setup: Setup) -> Request:
         changes["gpus"] = setup.gpus
     if setup.nodes is not None and request.nodes == 1:
         changes["nodes"] = setup.nodes
-    return replace(request, **changes)
+    return changes
 
 
 def _candidate(setup: Setup, request: Request, problem: Problem) -> Candidate:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from zeroplan.core.cluster import Cluster
+from zeroplan.core.errors import BadInput
 from zeroplan.core.units import GIB, format_bytes
 from zeroplan.core.zero_config import OffloadOptimizer, OffloadParam, ZeroConfig
 from zeroplan.ledger.traffic import Lane
@@ -165,11 +166,13 @@ def _best_on(cluster: Cluster, problem: Problem, request: Request, wish: Wish, m
     from zeroplan.search.api import space_of
 
     grown = replace(problem, cluster=cluster)
-    if wish.global_batch is not None and wish.global_batch % cluster.ranks:
+    try:
+        space = space_of(grown, request, wish)
+    except BadInput:  # the batch does not divide by these ranks and what is fixed
         return None
     other = memory.on(cluster)
     cost = CostModel(problem.engine.name, problem.spec, cluster, problem.rates)
-    outcome = search(space_of(grown, request, wish), other, cost, shown=1, most=_WHAT_IF, strict=True)
+    outcome = search(space, other, cost, shown=1, most=_WHAT_IF, strict=True)
     return outcome.ranking[0] if outcome.ranking else None
 
 

@@ -16,6 +16,7 @@ _Block = TypeVar("_Block", OffloadOptimizer, OffloadParam)
 
 #: Without a global batch, micro batches are tried up to this.
 MOST_MICRO_BATCH = 256
+MOST_GLOBAL_BATCH = 1 << 24
 #: Where swap files go until the user names a place: a local disk.
 NVME_PATH = "/local_nvme"
 EXPANDABLE = "expandable_segments:True"
@@ -69,8 +70,9 @@ def batch_splits(
         if micro_batch is not None:
             return [(micro_batch, accum)]
         return [(1 << power, accum) for power in range(MOST_MICRO_BATCH.bit_length())]
-    if global_batch < 1:
-        raise BadInput(f"{global_batch} is out of range", where="--global-batch", remedy="use 1 or more")
+    if not 1 <= global_batch <= MOST_GLOBAL_BATCH:
+        remedy = f"use 1 to {MOST_GLOBAL_BATCH:,}"
+        raise BadInput(f"{global_batch} is out of range", where="--global-batch", remedy=remedy)
     fixed = ranks * (micro_batch or 1) * (grad_accum or 1)
     if global_batch % fixed:
         near = max(fixed, round(global_batch / fixed) * fixed)

@@ -57,7 +57,7 @@ def _read(name: str) -> str:
         raise BadInput("no such file", where=name, remedy="give the path of a ds_config.json") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise BadInput(f"cannot be read ({reason})", where=name) from None
+        raise BadInput(f"cannot be read ({reason})", where=name or "FILE", remedy="give a JSON file") from None
     if len(blob) > MAX_BYTES:
         raise BadInput(f"is larger than {MAX_BYTES >> 20} MiB", where=name, remedy="this is no ds_config.json")
     try:
@@ -82,9 +82,10 @@ def _parse(text: str, name: str) -> tuple[Any, bool]:
     try:
         return _json(_without_comments(text), name), False
     except json.JSONDecodeError:
-        raise BadInput(
-            f"is not JSON (line {first.lineno}, column {first.colno}: {first.msg})", where=name, remedy="mend the syntax"
-        ) from None
+        yaml = name.lower().endswith((".yaml", ".yml"))
+        remedy = "other programs' YAML goes to zeroplan recommend --from" if yaml else "mend the syntax"
+        what = f"is not JSON (line {first.lineno}, column {first.colno}: {first.msg})"
+        raise BadInput(what, where=name, remedy=remedy) from None
 
 
 def _json(text: str, name: str) -> Any:

@@ -180,7 +180,7 @@ def _known_key(reading: Reading, section: Section, key: Key, where: str, value: 
 
 def _contradiction(reading: Reading, canonical: str, where: str, found: Any) -> None:
     if canonical in reading.fill and reading.fill[canonical] != found:
-        what = f"the file says {_show(found)}, the flags {_show(reading.fill[canonical])}"
+        what = f"the file says {_show(found)}, the flags say {_show(reading.fill[canonical])}"
         reading.add("flag.contradicts", Severity.ERROR, where, what, "change one of the two")
 
 

@@ -71,7 +71,9 @@ def held_to(case: Case, simulation: Simulation, outside: Outside, config: Alloca
             runs, page = limited.runs, 0
             if config is not None and config.expandable_segments:
                 # Measured runs went on emptying their cache in each step where the simulation settles after a few.
-                runs, page = simulation.under(room, config, device_memory=case.cluster.vram).runs, config.large_segment_size
+                page = config.large_segment_size
+                if any(len(a.marks) > len(b.marks) for a, b in zip(limited.runs, simulation.runs, strict=True)):
+                    runs = simulation.under(room, config, device_memory=case.cluster.vram).runs
             churn = Churn.most(Churn.of(run, case.workload.grad_accum, page) for run in runs)
             return Held(limited, (min(low, top), top + doubt), churn)
     return Held(simulation, (low, max(high, usable + 1)))

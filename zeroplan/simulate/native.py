@@ -14,6 +14,7 @@ from zeroplan.simulate.allocator_events import AllocatorResult, BadStream, MarkT
 # Layouts shared with csrc/cpu/allocator_types.hpp.
 _MARK_FIELDS, _SEGMENT_FIELDS, _SUMMARY_FIELDS = 8, 3, 24
 _DONE, _OUT_OF_MEMORY = 0, 1
+_ZERO = array("q", [0])
 _FAULTS = {
     2: "operation {0} is unknown",
     3: "a request of {0} bytes",
@@ -73,7 +74,7 @@ def run_allocator(
     block_sizes = _zeros(allocs)
     mark_rows = _zeros(marks * _MARK_FIELDS)
     summary = _zeros(_SUMMARY_FIELDS)
-    capacity = 4096
+    capacity = 1024
     while True:
         segments = _zeros(capacity * _SEGMENT_FIELDS)
         needed: int = loaded.zeroplan_allocator_run(
@@ -128,7 +129,7 @@ def write_out(
     loaded = _library()
     if loaded is None:
         raise RuntimeError("the compiled library is not at hand")
-    whole_code, whole_value, bases = (array("q", bytes(8 * count)) for count in (events, events, len(stretches[0])))
+    whole_code, whole_value, bases = _ZERO * events, _ZERO * events, _ZERO * len(stretches[0])
     loaded.zeroplan_stretches_write_out(
         _pointer(code), _pointer(value), len(code), *map(_pointer, stretches), _pointer(sizes),
         _pointer(bases), _pointer(whole_code), _pointer(whole_value),
@@ -141,7 +142,7 @@ def repeated(code: array[int], value: array[int], begin: int, end: int, times: i
     loaded = _library()
     if loaded is None:
         return None
-    more_code, more_value = (array("q", bytes(8 * (end - begin) * times)) for _ in range(2))
+    more_code, more_value = _ZERO * ((end - begin) * times), _ZERO * ((end - begin) * times)
     loaded.zeroplan_stream_repeat(
         _pointer(code), _pointer(value), begin, end, times, _pointer(more_code), _pointer(more_value)
     )  # fmt: skip
@@ -176,7 +177,7 @@ def _settings(config: AllocatorConfig, limit: int, device_memory: int) -> array[
 
 
 def _zeros(count: int) -> array[int]:
-    return array("q", bytes(8 * max(count, 1)))
+    return _ZERO * max(count, 1)
 
 
 def _pointer(column: array[int]) -> int:

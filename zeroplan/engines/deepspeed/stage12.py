@@ -47,6 +47,7 @@ class Stage12(Schedule):
         self.accumulates_apart = job.accumulates_apart  # s12, use_grad_accum_attribute
         self.bucket_bytes = job.accum_bytes if self.accumulates_apart else job.param_bytes
         self.compact = job.compact
+        self.numel, self.comm_of = job.numel, job.comm_of
         self.group = flat_group(
             job.trained,
             job.numel,
@@ -115,7 +116,8 @@ class Stage12(Schedule):
 
     def grad(self, param: int, handle: int) -> None:
         """s12, process_gradients: the hook that runs when a gradient has been accumulated."""
-        self._open_buckets()
+        if not self.ready:
+            self._open_buckets()
         if self.accumulates_apart:
             if param in self.own:
                 self.temporary(self.job.accum_bytes * self.job.numel[param], Buffer.GRAD_ACCUM)
@@ -151,8 +153,6 @@ class Stage12(Schedule):
         self._close_buckets()
 
     def _open_buckets(self) -> None:
-        if self.ready:
-            return
         self.ready = True
         self.micro += 1
         if self.contiguous:
@@ -170,7 +170,7 @@ class Stage12(Schedule):
 
     def _reduce(self, param: int) -> None:
         """s12, reduce_independent_p_g_buckets_and_remove_grads."""
-        count, bucket = self.job.numel[param], self.buckets[self.job.comm_of[param]]
+        count, bucket = self.numel[param], self.buckets[self.comm_of[param]]
         if bucket.filled + count > self.bucket_size:
             self._flush([bucket])
         if self.contiguous:
@@ -223,7 +223,7 @@ class Stage12(Schedule):
             self._all_reduce(batch, elements, bucket.comm)
 
     def _batches(self, params: list[int]) -> list[Batch]:
-        """What is reduced together: slices of one owner, as many as fill a bucket. With `compact` this rank's buffer is opened."""
+        """What is reduced together: slices of one owner, as many as fill a bucket; with `compact` this opens its buffer."""
         zero = self.job.zero
         runs: dict[int, list[tuple[int, Slice | None]]] = {}
         last = -1

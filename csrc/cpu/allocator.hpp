@@ -98,7 +98,9 @@ class Allocator {
   SegmentChange* segments_;
   const i64 segment_capacity_;
 
+  static constexpr i64 kNearStreams = 4;
   std::map<std::pair<bool, i64>, Pool> pools_;
+  Pool* near_[2][kNearStreams] = {};
   std::deque<Block> arena_;
   std::vector<Block*> spare_;
   std::vector<Block*> blocks_;  // by handle

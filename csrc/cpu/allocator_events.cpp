@@ -8,6 +8,8 @@ namespace zeroplan::allocator {
 void Allocator::run(const i64* code, const i64* value, i64 count, Summary& summary) {
   Status status = kDone;
   i64 operand = 0;
+  blocks_.reserve(count / 2 + 1);
+  states_.reserve(count / 2 + 1);
   for (event_ = 0; event_ < count && status == kDone; ++event_) {
     operand = value[event_];
     status = handle(static_cast<int>(code[event_] & ((1 << kOpBits) - 1)), code[event_] >> kOpBits, operand);

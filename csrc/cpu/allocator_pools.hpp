@@ -41,10 +41,14 @@ inline Status Allocator::alloc(i64 requested, i64 stream) {
 }
 
 inline Pool& Allocator::pool_of(bool small, i64 stream) {
+  // A map's nodes stay where they are, so the pools of the first streams are remembered.
+  const bool near = stream >= 0 && stream < kNearStreams;
+  if (near && near_[small][stream] != nullptr) return *near_[small][stream];
   const auto key = std::make_pair(small, stream);
   auto found = pools_.find(key);
   if (found == pools_.end())
     found = pools_.emplace(key, Pool{small, stream, small ? kSmallSegment : config_.large_segment, {}, {}}).first;
+  if (near) near_[small][stream] = &found->second;
   return found->second;
 }
 

@@ -89,7 +89,7 @@ class Engine(nn.Module):
             accum_dtype=config.accum_dtype,
             optimizer=optimizer.layout_kind if optimizer is not None else "sgd",
             grad_accum=config.grad_accum,
-            block_slots=config.ring,
+            block_slots=config.knobs.ring,
             offload_optimizer=config.offload.optimizer.device if optimizer is not None else Device.NONE,
             offload_ratio=config.offload.optimizer.ratio,
             swap_buffers=config.offload.optimizer.buffer_count,
@@ -103,15 +103,15 @@ class Engine(nn.Module):
         dtype = DTYPES[config.dtype]
         if any(p.is_floating_point() and p.dtype != dtype for p in model.parameters()):
             cast_floating(model, dtype)
-        units = find_units(model, groups, policy=policy, wide_numel=config.wide_numel)
+        units = find_units(model, groups, policy=policy, wide_numel=config.knobs.wide_numel)
         self.store = Store(units, setup, ranks, self.arena, swap_files(config.offload))
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = ranks.from_first(buffer.to(device))
         self.schedule = Schedule(self.store)
-        self._undo = [attach(self.schedule, direct=config.direct_linear)]
-        if config.fused_loss:
+        self._undo = [attach(self.schedule, direct=config.knobs.direct_linear)]
+        if config.knobs.fused_loss:
             self._undo.append(attach_loss(model))
         self.activations: ActivationOffload | None = None
         if config.offload.checkpoints:
@@ -123,7 +123,9 @@ class Engine(nn.Module):
         self._undo.append(self.state_dicts.remove)
         self._inside = False
         self._tail = Mark(device)
-        self.watchdog = watch(ranks.rank, ranks.count, weakly(self._where), config.timeout) if ranks.group is None else None
+        self.watchdog = (
+            watch(ranks.rank, ranks.count, weakly(self._where), config.knobs.timeout) if ranks.group is None else None
+        )
         if self.watchdog is not None:
             ranks.explain = self.watchdog.diagnose
             weakref.finalize(self, self.watchdog.stop)
@@ -187,7 +189,7 @@ class Engine(nn.Module):
 
     def _watched(self) -> AbstractContextManager[object]:
         """The audit of parameter reads, in the first micro batches at stage 3."""
-        if self.micro_steps < self.config.audit_steps and self.store.setup.shards_params:
+        if self.micro_steps < self.config.knobs.audit_steps and self.store.setup.shards_params:
             self._audit = self._audit or Audit(self.store)
             return self._audit
         self._audit = None

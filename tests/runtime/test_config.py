@@ -14,6 +14,7 @@ import torch
 import zeroplan_runtime
 from zeroplan.core.errors import BadInput
 from zeroplan.core.workload import DType
+from zeroplan.core.zero_config import Aio
 from zeroplan_runtime.config import read_config
 
 
@@ -59,7 +60,7 @@ def test_batch_sizes(given: dict[str, Any], ranks: int, expected: tuple[int, int
         ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 2}}}, "not between 0 and 1"),
         ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, 'add "nvme_path"'),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "add offload_optimizer with ratio 1"),
-        ({"zeroplan": {"delayed_update": True}}, "zeroplan.delayed_update: True is not a step"),
+        ({"zeroplan": {"delayed_update": True}}, "zeroplan.delayed_update: True is not a whole number"),
         ({"zeroplan": {"delayed_update": 4}}, "is for an optimizer in host memory"),
         ({"zero_optimization": {"stage": 2, "zero_quantized_weights": True}}, "'zero_quantized_weights' is not supported"),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "both enabled"),
@@ -73,6 +74,12 @@ def test_batch_sizes(given: dict[str, Any], ranks: int, expected: tuple[int, int
         ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "optimizer.params.lr: 'auto' is for the HF Trainer"),
         ({"zeroplan": {"ring": "2"}}, "zeroplan.ring: '2' is not a whole number"),
         ({"zeroplan": {"ring": 1}}, "zeroplan.ring: 1 is too small; use 2 or more"),
+        ({"zeroplan": {"delayed_update": -1}}, "zeroplan.delayed_update: -1 is too small; use 0 or more"),
+        ({"zeroplan": {"nvme_in_memory": "no"}}, "zeroplan.nvme_in_memory: 'no' is not true or false"),
+        ({"zeroplan": [1]}, "zeroplan: [1] is not an object"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"buffer_size": 0.5}}}, "buffer_size: 0.5 is not a whole number"),
+        ({"aio": {"block_size": "1M"}}, "aio.block_size: '1M' is not a whole number"),
+        ({"activation_checkpointing": {"cpu_checkpointing": "yes"}}, "cpu_checkpointing: 'yes' is not true or false"),
         ({"zeroplan": {"timeout": 0}}, "zeroplan.timeout: 0 is too small"),
         ({"zeroplan": {"fused_loss": "yes"}}, "zeroplan.fused_loss: 'yes' is not true or false"),
         ({"zeroplan": {"rings": 2}}, "did you mean 'ring'"),
@@ -84,6 +91,36 @@ def test_what_is_refused(given: dict[str, Any], said: str) -> None:
         read_config(given, 2)
     assert said in str(fault.value)
     assert "\n" not in str(fault.value)
+
+
+@pytest.mark.parametrize(
+    ("aio", "said"),
+    [
+        ({"block_size": 5000}, "aio.block_size: 5000 is not a block size; give a multiple of 4096"),
+        ({"use_gds": True}, "aio.use_gds: GPUDirect Storage is not supported"),
+        ({"queue_depth": 0}, "aio.queue_depth: 0 is out of range; give 1 to 4096"),
+    ],
+)
+def test_aio_matters_for_files(aio: dict[str, Any], said: str) -> None:
+    def config(device: str) -> dict[str, Any]:
+        return {"aio": aio, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": device, "nvme_path": "."}}}
+
+    with pytest.raises(BadInput, match=said):
+        read_config(config("nvme"), 1)
+    assert read_config(config("cpu"), 1).offload.aio != Aio()
+
+
+def test_offload_is_read_as_deepspeed_reads_it() -> None:
+    """Integral floats and digits are counts, as pydantic takes them; `thread_count` is an older name of aio's."""
+    optimizer = {"device": "nvme", "nvme_path": ".", "buffer_count": "5", "pin_memory": "true"}
+    param = {"device": "nvme", "nvme_path": ".", "buffer_size": 1e8, "max_in_cpu": 1e9}
+    given = {"stage": 3, "offload_optimizer": optimizer, "offload_param": param}
+    offload = read_config({"zero_optimization": given, "aio": {"thread_count": 3}}, 1).offload
+    assert (offload.optimizer.buffer_count, offload.aio.intra_op_parallelism) == (5, 3)
+    assert (offload.param.buffer_size, offload.param.max_in_cpu) == (100_000_000, 1_000_000_000)
+    assert type(offload.param.buffer_size) is int
+    both = read_config({"aio": {"intra_op_parallelism": 2, "thread_count": 3}}, 1)
+    assert both.offload.aio.intra_op_parallelism == 2
 
 
 @pytest.mark.parametrize(

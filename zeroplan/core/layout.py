@@ -71,10 +71,13 @@ NORM_WORKSPACE = (NORM_PARTS * 8 + 64) // 4
 #: Elements that the staging buffer casts and reduces at once, at most.
 STAGING_NUMEL = 1 << 26
 
-#: Elements of one of the pinned buffers that states in files pass through, at most; and elements of a page of a file in
-#: 16 bits, of two in 32.
+#: Elements of one of the pinned buffers that states in files pass through, at most.
 SWAP_NUMEL = 1 << 26
-PAGE_NUMEL = 2048
+
+#: Bytes of a page: what is pinned, what is in files and what is read or written at once are whole multiples of it. And its
+#: elements in 16 bits; in 32 they are two pages.
+PAGE = 4096
+PAGE_NUMEL = PAGE // 2
 
 #: Groups of states that are in the pinned buffers at once: one is read, one worked on, one written.
 SWAP_SLOTS = 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,6 +13,7 @@ from zeroplan.core.plan import ModelInfo
 from zeroplan.core.zero_config import Device
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.runtime.engine import Runtime
+from zeroplan.interop.ds_config.source import load_source
 from zeroplan.planner.request import Request, Resolved, describe_workload, resolve
 from zeroplan.planner.tapes import Streams
 from zeroplan.validate.builtin import builtin_request
@@ -165,8 +165,7 @@ def _lacks_path(case: Case) -> bool:
 def _raw(source: Any) -> dict[str, Any] | None:
     if source is None or isinstance(source, dict):
         return source
-    with open(source, encoding="utf-8") as file:  # read and checked once already, by resolve
-        return dict(json.load(file))
+    return load_source(source)[0]  # once more, as resolve keeps what it makes of it
 
 
 _Outcome = tuple[list[Comparison], list[str]]

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.layout import PAGE
 from zeroplan_runtime.checkpoint.files import write_durably
 from zeroplan_runtime.offload.io import DiskFault, DiskFile, IoEngine, Ticket
-from zeroplan_runtime.offload.pinned import PAGE
 
 _RESUME = "check the disk (dmesg, smartctl) and resume from the last checkpoint"
 

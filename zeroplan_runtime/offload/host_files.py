@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zeroplan.core.buffers import Buffer, Place
-from zeroplan.core.layout import SWAP_SLOTS, Layout, UnitLayout
+from zeroplan.core.layout import PAGE, SWAP_SLOTS, Layout, UnitLayout
 from zeroplan.core.layout_setup import OPTIMIZER_STATES
 from zeroplan_runtime import kernels
 from zeroplan_runtime.comm import Lane, Mark
 from zeroplan_runtime.offload.files import SwapFile, Transfer
 from zeroplan_runtime.offload.host_worker import Ticket
 from zeroplan_runtime.offload.param_files import ParamFiles
-from zeroplan_runtime.offload.pinned import PAGE
 from zeroplan_runtime.offload.runs import Run, runs_of_update
 from zeroplan_runtime.offload.stream import Part, RingPlan, Streamer
 

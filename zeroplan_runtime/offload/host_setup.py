@@ -11,11 +11,11 @@ import torch
 
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.offload_rules import require_offloadable
+from zeroplan.core.runtime_offload import Offload
 from zeroplan_runtime.arena import DTYPES
 from zeroplan_runtime.comm import Mark
 from zeroplan_runtime.offload.host import Exchange, HostOptimizer, HostUnit, Update
 from zeroplan_runtime.offload.host_worker import Worker, host_threads
-from zeroplan_runtime.offload.settings import Offload
 from zeroplan_runtime.offload.swap import Swap
 from zeroplan_runtime.optim.step import Segment, Stepper
 from zeroplan_runtime.store import Store, UnitState

@@ -20,18 +20,17 @@ from typing import Any, Literal, Protocol
 import torch
 
 from zeroplan.core.errors import BadInput, did_you_mean
+from zeroplan.core.layout import PAGE
 from zeroplan.core.native import library as shared_library
+from zeroplan.core.offload_rules import require_io
 from zeroplan.core.zero_config import Aio
 from zeroplan_runtime.offload.io_python import PythonEngine
-from zeroplan_runtime.offload.pinned import PAGE
 
 Backend = Literal["auto", "io_uring", "threads", "python"]
 
 _BACKENDS = {"threads": 0, "io_uring": 1}
 _WRITE, _CHECKSUM = 1, 2
 _WAIT_MS = 200  # a wait this long lets a Ctrl-C through
-_MOST_BLOCK = 1 << 30
-_MOST_DEPTH = 4096
 
 
 class DiskFault(OSError):
@@ -137,7 +136,7 @@ class IoEngine:
 
     def __init__(self, aio: Aio | None = None, backend: Backend = "auto") -> None:
         self.aio = aio or Aio()
-        _check(self.aio)
+        require_io(self.aio)
         self._engine, self.backend, self.why = _open(self.aio, backend)
         self._owner = os.getpid()
         self._lock = threading.Lock()
@@ -257,7 +256,7 @@ def read_aio(section: Mapping[str, Any]) -> Aio:
             raise BadInput(f"{value!r} is not {kind}", where=f"aio.{key}", remedy=f"give {kind}")
         given[name] = value
     aio = Aio(**given)
-    _check(aio)
+    require_io(aio)
     return aio
 
 
@@ -335,21 +334,6 @@ def _open(aio: Aio, backend: Backend) -> tuple[_Handles | None, str, str]:
     if backend not in ("auto", "python"):
         raise BadInput(f"{why}", where="file I/O", remedy="leave the choice of a backend to the probe (auto)")
     return PythonEngine(aio.block_size, aio.queue_depth * aio.intra_op_parallelism), "python", why
-
-
-def _check(aio: Aio) -> None:
-    if aio.use_gds:
-        raise BadInput("GPUDirect Storage is not supported", where="aio.use_gds", remedy="set it to false")
-    if not (PAGE <= aio.block_size <= _MOST_BLOCK and aio.block_size % PAGE == 0):
-        raise BadInput(
-            f"{aio.block_size} is not a block size", where="aio.block_size", remedy=f"give a multiple of {PAGE} up to 1 GiB"
-        )
-    for name, value, most in (
-        ("queue_depth", aio.queue_depth, _MOST_DEPTH),
-        ("intra_op_parallelism", aio.intra_op_parallelism, 64),
-    ):
-        if not 1 <= value <= most:
-            raise BadInput(f"{value} is out of range", where=f"aio.{name}", remedy=f"give 1 to {most}")
 
 
 def _fault(ticket: Ticket, error: int, offset: int) -> DiskFault:

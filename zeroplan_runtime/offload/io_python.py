@@ -10,9 +10,10 @@ import os
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
+from zeroplan.core.layout import PAGE
+
 _WRITE, _CHECKSUM = 1, 2
 _MOST_THREADS = 64
-_ALIGNMENT = 4096
 
 _Result = tuple[int, int, int]
 
@@ -64,7 +65,7 @@ class PythonEngine:
             except OSError as fault:
                 return fault.errno or errno.EIO, offset + moved, 0
             if direct and moved + count < length:
-                count -= count % _ALIGNMENT
+                count -= count % PAGE
             if count == 0:
                 return errno.EIO if flags & _WRITE else errno.ENODATA, offset + moved, 0
             moved += count

@@ -25,10 +25,9 @@ from dataclasses import dataclass
 import torch
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.layout import PAGE_NUMEL, Layout, align
+from zeroplan.core.layout import PAGE, PAGE_NUMEL, Layout, align
 from zeroplan_runtime.comm import Lane, Mark
 from zeroplan_runtime.offload.files import SwapFile, Transfer
-from zeroplan_runtime.offload.pinned import PAGE
 from zeroplan_runtime.offload.runs import Run, runs_of_params
 
 

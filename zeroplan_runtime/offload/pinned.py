@@ -25,9 +25,7 @@ from typing import Any
 import torch
 
 from zeroplan.core.errors import BadInput
-
-#: Every block begins on a multiple of this many bytes, and covers whole multiples of it: a page.
-PAGE = 4096
+from zeroplan.core.layout import PAGE
 
 _HUGE = 2 << 20
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.layout import PAGE
 from zeroplan_runtime.offload import pinned
 
 # Linux, include/uapi/linux/magic.h and the file systems' own headers.
@@ -40,9 +41,6 @@ _DISK = {
     0xCA451A4E: "bcachefs",
     0x794C7630: "overlayfs",
 }
-
-#: The key, below "zeroplan" in the ds_config, that allows swap files on a file system in memory.
-ALLOW_MEMORY_KEY = "nvme_in_memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +89,7 @@ def probe_folder(path: Path, *, allow_memory: bool = False) -> DiskProbe:
         raise BadInput(
             f"{path} is on {name}, which keeps files in host memory: nothing would be saved",
             where="nvme_path",
-            remedy=f'give a folder on a disk, offload to "cpu", or set "zeroplan": {{"{ALLOW_MEMORY_KEY}": true}}',
+            remedy='give a folder on a disk, offload to "cpu", or set "zeroplan": {"nvme_in_memory": true}',
         )
     try:
         why = _try_direct(path)
@@ -123,11 +121,11 @@ def _try_direct(folder: Path) -> str:
     """Why a page cannot be written and read directly here, or an empty string."""
     handle, name = tempfile.mkstemp(prefix=".zeroplan_probe_", dir=folder)
     try:
-        os.ftruncate(handle, pinned.PAGE)
+        os.ftruncate(handle, PAGE)
         if not hasattr(os, "O_DIRECT"):
             return "this system has no O_DIRECT"
-        page = pinned.allocate(pinned.PAGE, torch.uint8, register=False, threads=1)
-        view = memoryview((ctypes.c_char * pinned.PAGE).from_address(page.data_ptr()))
+        page = pinned.allocate(PAGE, torch.uint8, register=False, threads=1)
+        view = memoryview((ctypes.c_char * PAGE).from_address(page.data_ptr()))
         try:
             direct = os.open(name, os.O_RDWR | os.O_DIRECT)
             try:

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import torch
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.layout import PAGE
 from zeroplan_runtime.offload.files import SwapFile, Transfer
-from zeroplan_runtime.offload.pinned import PAGE
 
 #: Read, worked on, written.
 SLOTS = 3

@@ -9,6 +9,8 @@ from typing import Any
 from zeroplan.core.buffers import Phase
 from zeroplan.core.layout import Layout, UnitKind
 from zeroplan.core.offload_rules import require_offloadable, require_runnable
+from zeroplan.core.runtime_keys import Knobs, require_known_keys
+from zeroplan.core.runtime_offload import read_sections
 from zeroplan.core.tape import Stream
 from zeroplan.core.tape_options import TraceOptions, options_for
 from zeroplan.core.workload import DType
@@ -19,7 +21,7 @@ from zeroplan.engines.runtime import lines
 from zeroplan.engines.runtime.checkpoints import Moved, host_buffers, leaving_inputs, moved_inputs, with_moved_inputs
 from zeroplan.engines.runtime.fused_loss import with_fused_loss
 from zeroplan.engines.runtime.host import checkpoint_phases, host_phases
-from zeroplan.engines.runtime.job import Knobs, layout_of, require_trainable
+from zeroplan.engines.runtime.job import layout_of, require_trainable
 from zeroplan.engines.runtime.schedule import RuntimeJob, RuntimeSchedule, with_direct_gradients
 from zeroplan.engines.simulation import Simulation
 from zeroplan.ledger.line import Ledger
@@ -56,14 +58,14 @@ class Runtime:
         self.knobs = knobs or Knobs()
 
     def configure(self, ds_config: Mapping[str, Any]) -> None:
-        """Take the ``zeroplan`` section of a ds_config.
+        """Take the ``zeroplan`` section of a ds_config, and hold the others to what the runtime reads.
 
         Raises:
-            BadInput: a value of the wrong type.
+            BadInput: a key that the runtime refuses, or a value of the wrong type.
         """
-        section = ds_config.get("zeroplan")
-        if isinstance(section, Mapping):
-            self.knobs = Knobs.of(section)
+        require_known_keys(ds_config)
+        self.knobs = Knobs.of(ds_config)
+        read_sections(ds_config, self.knobs)
 
     def options(self) -> list[ZeroConfig]:
         """The four stages, and the offloads that each allows."""
@@ -75,7 +77,8 @@ class Runtime:
         Raises:
             BadInput: with the remedy.
         """
-        require_runnable(zero.stage, zero.offload_optimizer, zero.offload_param, delayed=self.knobs.delayed_update > 0)
+        delayed = self.knobs.delayed_update > 0
+        require_runnable(zero.stage, zero.offload_optimizer, zero.offload_param, delayed=delayed, aio=zero.aio)
 
     def require_workload(self, case: Case) -> None:
         """Refuse what the runtime does not train.

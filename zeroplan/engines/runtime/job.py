@@ -2,44 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Any
 
 from zeroplan.core.errors import BadInput, did_you_mean
-from zeroplan.core.layout import WIDE_NUMEL, Layout, UnitShape, plan_layout
+from zeroplan.core.layout import Layout, UnitShape, plan_layout
 from zeroplan.core.layout_setup import OPTIMIZER_STATES, RuntimeSetup
+from zeroplan.core.runtime_keys import Knobs
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.runtime.units import unit_shapes
 from zeroplan.models.spec import ModelSpec, Unit
-
-
-@dataclass(frozen=True, slots=True)
-class Knobs:
-    """Keys of a ds_config's ``zeroplan`` section that decide memory: slots of the ring, and what counts as wide."""
-
-    ring: int = 2
-    wide_numel: int = WIDE_NUMEL
-    direct_linear: bool = True
-    fused_loss: bool = True
-    delayed_update: int = 0
-
-    @classmethod
-    def of(cls, section: Mapping[str, Any]) -> Knobs:
-        """The knobs that a section gives, defaults for the others; keys that decide no memory are left out.
-
-        Raises:
-            BadInput: a value of another type.
-        """
-        given: dict[str, Any] = {}
-        for field in fields(cls):
-            value = section.get(field.name, field.default)
-            if type(value) is not type(field.default):
-                raise BadInput(f"{value!r} is no {type(field.default).__name__}", where=f"zeroplan.{field.name}")
-            given[field.name] = value
-        return cls(**given)
 
 
 def setup_of(workload: Workload, zero: ZeroConfig, *, ranks: int, knobs: Knobs) -> RuntimeSetup:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zeroplan.core.buffers import ALWAYS, FROM_FIRST_STEP, Buffer, Phase, Place
-from zeroplan.core.layout import Layout, OwnedBuffer, UnitKind, runtime_buffers
+from zeroplan.core.layout import PAGE, Layout, OwnedBuffer, UnitKind, runtime_buffers
 from zeroplan.core.layout_setup import OPTIMIZER_STATES
 from zeroplan.engines.runtime.checkpoints import LeavingInputs
 from zeroplan.ledger.line import LedgerBuilder
@@ -17,8 +17,6 @@ _lines = LedgerBuilder()
 _add = _lines.add
 
 _FP32_BYTES = 4
-#: Bytes that a block of a file begins on a multiple of (zeroplan_runtime/offload/pinned.py, PAGE).
-_PAGE = 4096
 _NO_INPUTS = LeavingInputs()
 
 #: What the names in the formulas mean. Flats are padded: parameters begin on multiples of 64 elements, shards are equal.
@@ -145,7 +143,7 @@ def facts(layout: Layout, *, cublas_workspace: int, inputs: LeavingInputs = _NO_
         swapped=_count([row for row in rows if row.unit == "optimizer"], Buffer.SWAP_BUFFER),
         largest_param=max((p.numel for unit in layout.units for p in unit.shape.params), default=0),
         step_scalars=_count(rows, Buffer.OPTIM_NORM),
-        file_padding=sum(-row.bytes % _PAGE for row in rows if row.place is Place.NVME),
+        file_padding=sum(-row.bytes % PAGE for row in rows if row.place is Place.NVME),
         inputs_away=inputs.count,
         micro_batch=inputs.micro_batch,
         seq_len=inputs.seq_len,

@@ -1,15 +1,16 @@
-"""What a ds_config says about offload, checked: what the runtime cannot do is refused by name."""
+"""What a ds_config says about the runtime's offload, checked: what the runtime cannot do is refused by name."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from zeroplan.core.errors import BadInput, did_you_mean
+from zeroplan.core.lax import to_bool, to_float, to_int
 from zeroplan.core.offload_rules import require_runnable
+from zeroplan.core.runtime_keys import Knobs, section
 from zeroplan.core.zero_config import ActivationCheckpointing, Aio, Device, OffloadOptimizer, OffloadParam
-from zeroplan_runtime.offload.probe import ALLOW_MEMORY_KEY
 
 #: Keys of DeepSpeed's that choose between its own ways and change nothing here.
 WITHOUT_EFFECT = {
@@ -25,6 +26,10 @@ WITHOUT_EFFECT = {
 }
 #: Keys for what is in files, which change nothing elsewhere.
 FOR_FILES = {"offload_param": ("buffer_count", "buffer_size", "max_in_cpu")}
+#: Older names that configs still have, with the newer.
+OLDER = {"aio": {"thread_count": "intra_op_parallelism"}}
+#: Sections that DeepSpeed reads by pydantic, which takes 2e8 and "4" for integers.
+LAX = ("offload_optimizer", "offload_param")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,45 +50,47 @@ class Offload:
         return bool(self.optimizer or self.param)
 
 
-def read_offload(raw: Mapping[str, Any], stage: int) -> tuple[Offload, list[str]]:
+def read_offload(raw: Mapping[str, Any], knobs: Knobs, stage: int) -> tuple[Offload, list[str]]:
     """The offload of a ds_config at `stage`, and the keys given there that have no effect.
 
     Raises:
         BadInput: for unknown keys, values of a wrong type, and combinations that the runtime does not do.
     """
-    zero = raw.get("zero_optimization") or {}
+    made, ignored = read_sections(raw, knobs)
+    require_runnable(stage, made.optimizer, made.param, delayed=made.delayed_from > 0, aio=made.aio)
+    for name, one in (("offload_optimizer", made.optimizer), ("offload_param", made.param)):
+        if one.device is Device.NVME and not one.nvme_path:
+            raise BadInput("a folder on the disk is missing", where=name, remedy='add "nvme_path"')
+    return made, ignored
+
+
+def read_sections(raw: Mapping[str, Any], knobs: Knobs) -> tuple[Offload, list[str]]:
+    """The same, whether or not it can be done.
+
+    Raises:
+        BadInput: for unknown keys and values of a wrong type.
+    """
+    zero = section(raw, "zero_optimization")
     ignored: list[str] = []
     optimizer = _read(OffloadOptimizer, zero, "offload_optimizer", "zero_optimization.", ignored)
     param = _read(OffloadParam, zero, "offload_param", "zero_optimization.", ignored)
     checkpoints = _read(ActivationCheckpointing, raw, "activation_checkpointing", "", ignored)
     aio = _read(Aio, raw, "aio", "", ignored)
-    delayed = (raw.get("zeroplan") or {}).get("delayed_update", 0)
-    if not isinstance(delayed, int) or isinstance(delayed, bool) or delayed < 0:
-        raise BadInput(
-            f"{delayed!r} is not a step", where="zeroplan.delayed_update", remedy="name the first step, or 0 for none"
-        )
-    in_memory = bool((raw.get("zeroplan") or {}).get(ALLOW_MEMORY_KEY, False))
-    made = Offload(optimizer, param, aio, checkpoints.cpu_checkpointing, delayed, in_memory)
-    require_runnable(stage, optimizer, param, delayed=delayed > 0)
-    for section, one in (("offload_optimizer", optimizer), ("offload_param", param)):
-        if one.device is Device.NVME and not one.nvme_path:
-            raise BadInput("a folder on the disk is missing", where=section, remedy='add "nvme_path"')
-    return made, ignored
+    return Offload(optimizer, param, aio, checkpoints.cpu_checkpointing, knobs.delayed_update, knobs.nvme_in_memory), ignored
 
 
 def _read(kind: type[Any], holder: Mapping[str, Any], key: str, prefix: str, ignored: list[str]) -> Any:
-    section = holder.get(key) or {}
     where = prefix + key
-    if not isinstance(section, Mapping):
-        raise BadInput(f"{section!r} is not an object", where=where)
     known = {f.name: f.default for f in fields(kind)}
+    older = OLDER.get(key, {})
     given: dict[str, Any] = {}
-    for name, value in section.items():
+    for told, value in section(holder, key).items():
+        name = older.get(told, told)
         if name not in known:
             raise BadInput(f"key {name!r} is not supported", where=where, remedy=did_you_mean(name, known) or "remove it")
-        if value == "auto" or value is None:
+        if value == "auto" or value is None or (told in older and name in section(holder, key)):
             continue
-        given[name] = _value(value, known[name], f"{where}.{name}")
+        given[name] = _value(value, known[name], f"{where}.{told}", lax=key in LAX)
     without = WITHOUT_EFFECT.get(key, ())
     if given.get("device") is not Device.NVME:
         without += FOR_FILES.get(key, ())
@@ -91,15 +98,29 @@ def _read(kind: type[Any], holder: Mapping[str, Any], key: str, prefix: str, ign
     return kind(**given)
 
 
-def _value(value: Any, default: Any, where: str) -> Any:
+_TAKES: dict[type[Any], tuple[str, Callable[[Any], Any]]] = {
+    bool: ("true or false", to_bool),
+    int: ("a whole number", to_int),
+    float: ("a number", to_float),
+}
+
+
+def _value(value: Any, default: Any, where: str, *, lax: bool) -> Any:
     if isinstance(default, Device):
         try:
             return Device(value)
         except ValueError:
             raise BadInput(f"{value!r} is not a device", where=where, remedy="use none, cpu or nvme") from None
-    if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    wanted = str if default is None and where.endswith("path") else type(default) if default is not None else int
-    if type(value) is not wanted:
-        raise BadInput(f"{value!r} is no {wanted.__name__}", where=where)
-    return value
+    if default is None and where.endswith("path"):
+        if not isinstance(value, str):
+            raise BadInput(f"{value!r} is not a string", where=where, remedy="write the path of a folder")
+        return value
+    kind = int if default is None else type(default)
+    what, coerce = _TAKES[kind]
+    exact = type(value) is kind or (kind is float and type(value) is int)
+    try:
+        if not lax and not exact:
+            raise ValueError
+        return coerce(value)
+    except ValueError:
+        raise BadInput(f"{value!r} is not {what}", where=where, remedy=f"write {what}") from None

@@ -12,6 +12,7 @@ from zeroplan.core.units import GIB
 from zeroplan.simulate.allocator import run_allocator
 from zeroplan.simulate.allocator_config import AllocatorConfig
 from zeroplan.simulate.allocator_events import OP_BITS, AllocatorOp
+from zeroplan.simulate.deferrals import Deferrals
 from zeroplan.simulate.stretches import PLAY, Stretches, write_out
 from zeroplan.simulate.timeline import Note, Timeline
 
@@ -49,6 +50,7 @@ class Recorder:
         "_made",
         "_notes",
         "_value",
+        "deferrals",
         "marks",
         "sizes",
         "stretches",
@@ -63,6 +65,7 @@ class Recorder:
         self._made = 0  # handles so far
         self._beyond = 0  # events of stretches that were played, beyond the one that plays each
         self._by_handle = _Known()
+        self.deferrals: Deferrals | None = None  # the schedule's, where a device's pace decides
         self.follow(stretches or Stretches())
 
     def follow(self, stretches: Stretches) -> None:
@@ -165,6 +168,26 @@ class Recorder:
         for name in Recorder.__slots__:
             setattr(other, name, getattr(self, name))
         other.sizes = sizes
+        return other
+
+    def completing(self, points: Sequence[tuple[int, int, Sequence[int]]]) -> Recorder:
+        """The same events where deferred frees take effect elsewhere.
+
+        Args:
+            points: by stored event in order: how many completions stand there, and those that shall stand there instead.
+        """
+        other = self.resized(self.sizes)
+        other._code, other._value, other._by_handle = array("q"), array("q"), _Known()
+        begin = 0
+        for event, there, handles in points:
+            other._code += self._code[begin:event]
+            other._value += self._value[begin:event]
+            for handle in handles:
+                other.complete(handle)
+            begin = event + there
+        other._code += self._code[begin:]
+        other._value += self._value[begin:]
+        other._beyond = self._beyond
         return other
 
     def record_stream(self, handle: int, stream: int) -> None:

@@ -21,12 +21,12 @@ Note [Lag]
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.engines.deepspeed.groups import secondary_shard, shard
 from zeroplan.engines.deepspeed.job import COMPUTE, GATHER, Job
+from zeroplan.simulate.deferrals import Deferrals
 from zeroplan.simulate.stream import Recorder
 
 _ABSENT, _IN_FLIGHT, _AVAILABLE = range(3)
@@ -100,7 +100,8 @@ class Coordinator:
         self.persistent = frozenset(persistent)
         self.on_host = on_host
         self.stream = GATHER if zero.overlaps_comm else COMPUTE
-        self.lag = FETCHES_BEHIND if job.device_lags else 0
+        self.deferrals = Deferrals(recorder, FETCHES_BEHIND if job.device_lags else 0)
+        recorder.deferrals = self.deferrals if job.device_lags else None
         self.prefetch = 1 if zero.allgather_sequential else zero.prefetch_bucket_size
         count = len(job.numel)
         self.status = [_ABSENT] * count
@@ -117,8 +118,6 @@ class Coordinator:
         self.backward_modules: dict[int, None] = {}
         self.recomputed: dict[int, set[int]] = {}
         self.kept: dict[tuple[int, int], frozenset[int]] = {}
-        self.lagging: deque[tuple[int, int]] = deque()  # frees that wait for the compute stream: (until which fetch, block)
-        self.fetches = self.before = 0  # in all, and before this micro batch
         self.before_free: Callable[[int], None] = lambda param: None  # hpZ makes its secondary shard there
         self.secondary: Mapping[int, int] = {}  # parameters that hpZ gathers from a second shard
         self.saved: dict[int, list[tuple[int, int]]] = {}  # blocks that a module's products keep (saved_weights.py)
@@ -139,12 +138,12 @@ class Coordinator:
             else:
                 self.recorded = []
         self.queue = self.step = self.live = 0
-        self.before = self.fetches
+        self.deferrals.begin()
         self.fetched_at = [_NEVER] * len(self.fetched_at)
 
     def fetch(self, module: int, *, forward: bool, recomputing: bool = False) -> None:
         """co, fetch_sub_module: gathers what the module needs, waits for it, and prefetches."""
-        self.fetches += 1
+        self.deferrals.tick()
         if self.trace is None and self.recorded is not None:
             self.recorded.append(module)
         if not forward:
@@ -242,7 +241,7 @@ class Coordinator:
 
     def gather_persistent(self) -> None:
         """stage3.py, _post_step: on the compute stream, every parameter into a block of its own."""
-        self.settle()
+        self.deferrals.settle()
         job = self.job
         chosen = sorted(self.persistent)
         aliased = job.ranks == 1 and len(chosen) > 1
@@ -264,7 +263,7 @@ class Coordinator:
 
     def _gather_together(self, params: list[int]) -> None:
         """pp, all_gather_coalesced: alone straight into place, several through one flat buffer."""
-        self._catch_up()
+        self.deferrals.look()
         job, alloc, stream = self.job, self.alloc, self.stream
         w, ranks, numel = job.param_bytes, job.ranks, job.numel
         self.live += sum(numel[p] for p in params)
@@ -355,7 +354,7 @@ class Coordinator:
         handle, stream = block
         if stream != COMPUTE:
             self.recorder.record_stream(handle, COMPUTE)
-            self.lagging.append((self._back(), handle))
+            self.deferrals.free(handle)
         self.recorder.free(handle)
 
     def save(self, module: int, params: Iterable[int]) -> None:
@@ -375,21 +374,3 @@ class Coordinator:
                 if handle in self.released:
                     self.released.discard(handle)
                     self._free(block)
-
-    def _back(self) -> int:
-        """The fetch at which the compute stream will have passed what has been issued; the stream goes in order."""
-        due = self.fetches + self.lag
-        at = self.fetches - self.before - 1
-        if 0 <= at < len(self.job.back):
-            due = max(due, self.before + 1 + self.job.back[at])
-        return max(due, self.lagging[-1][0]) if self.lagging else due
-
-    def _catch_up(self) -> None:
-        """The compute stream has done what lets these blocks come back."""
-        while self.lagging and self.lagging[0][0] <= self.fetches:
-            self.recorder.complete(self.lagging.popleft()[1])
-
-    def settle(self) -> None:
-        """The host has waited for the compute stream."""
-        while self.lagging:
-            self.recorder.complete(self.lagging.popleft()[1])

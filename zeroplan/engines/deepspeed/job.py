@@ -46,7 +46,6 @@ class Job(Resolution):
         skipped_steps: leading optimizer steps that fp16's falling loss scale discards; data decide, so it is an input.
         cublas_workspace: bytes of one cuBLAS workspace.
         device_memory: bytes of the GPU; None for no limit. Flattening goes through the host where it does not fit.
-        back: where the device falls behind, by fetch of a micro batch when what is freed after it is back (pace.py).
     """
 
     zero: ZeroConfig
@@ -67,7 +66,6 @@ class Job(Resolution):
     zero_init: bool = True
     cublas_workspace: int = 0
     device_memory: int | None = None
-    back: tuple[int, ...] = ()
 
     @property
     def device_lags(self) -> bool:

@@ -4,8 +4,8 @@ Note [Shapes of recordings]
     A schedule reads the job and the order of the tape's events, never the bytes of its storages. So a recording serves every
     configuration with the same job but for its micro batch, as long as the tape has the same events: the sizes are put in,
     in a small part of the time that playing the tape takes. A search asks for the same few sharded layouts at many micro
-    batches, and under two settings of the allocator. How far the device falls behind (pace.py) does depend on the sizes: a
-    recording at a pace serves that pace only.
+    batches, and under two settings of the allocator.
+    How far the device falls behind (pace.py) does depend on the sizes, and is put in as well (simulate/deferrals.py).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Recordings:
         """The job's recording: played, or an earlier one with this stream's sizes."""
         tape = self._tape(stream)
         workload = replace(case.workload, micro_batch=1)
-        layout = (case.zero, workload, case.cluster, job.rank, job.skipped_steps, job.back, tape.shape)
+        layout = (case.zero, workload, case.cluster, job.rank, job.skipped_steps, tape.shape)
         found = self._kept.get(layout)
         if found is not None:
             self._kept.move_to_end(layout)

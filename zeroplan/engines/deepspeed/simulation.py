@@ -82,9 +82,9 @@ class Simulator:
         pace = self._pace(case, stream, job)
         if pace.furthest <= FETCHES_BEHIND:
             return found
-        behind = simulate(
-            self._recordings.of(case, stream, replace(job, back=pace.back)), config, device_memory=case.cluster.vram
-        )
+        recorder = self._recordings.of(case, stream, job)
+        assert recorder.deferrals is not None
+        behind = simulate(recorder.deferrals.at_pace(recorder, pace.back), config, device_memory=case.cluster.vram)
         if pace.device_bound:
             return replace(found, timeline=behind, other_paces=(found.timeline,))
         return replace(found, other_paces=(behind,))

@@ -328,7 +328,7 @@ class Stage3(Schedule):
         self.micro = -1
         self.coordinator.release_all()
         if self.stream != COMPUTE:
-            self.coordinator.settle()
+            self.coordinator.deferrals.settle()
         total = sum(self.shards[p] for p in self.trained)
         if job.fp16 and not self.offload:  # isinf through the absolute values, then isnan
             magnitudes = self.alloc(job.accum_bytes * total, Buffer.OPTIM_NORM, stream=self.stream)

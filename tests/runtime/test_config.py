@@ -15,7 +15,11 @@ import zeroplan_runtime
 from zeroplan.core.errors import BadInput
 from zeroplan.core.workload import DType
 from zeroplan.core.zero_config import Aio
+from zeroplan.planner.estimate import estimate_report
+from zeroplan.planner.request import Request
 from zeroplan_runtime.config import read_config
+
+LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 def test_defaults_are_deepspeeds() -> None:
@@ -108,6 +112,34 @@ def test_aio_matters_for_files(aio: dict[str, Any], said: str) -> None:
     with pytest.raises(BadInput, match=said):
         read_config(config("nvme"), 1)
     assert read_config(config("cpu"), 1).offload.aio != Aio()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"aio": {"block_size": 5000}},
+        {"aio": {"blocksize": 4096}},
+        {"activation_checkpointing": {"cpu_checkpointing": "yes"}},
+        {"activation_checkpointing": {"cpu_checkpoint": True}},
+        {"zeroplan": {"ring": 1}},
+        {"zeroplan": {"delay": 2}},
+        {"zeroplan": {"nvme_in_memory": "no"}},
+        {"zeroplan": [1]},
+        {"data_efficiency": {}},
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": ""}}},
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+        {"zero_optimization": {"stage": 3, "cpu_offload": True}},
+    ],
+    ids=str,
+)
+def test_a_plan_refuses_what_a_run_refuses(given: dict[str, Any]) -> None:
+    disk = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/nowhere"}}
+    config = {"bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1, "zero_optimization": disk, **given}
+    with pytest.raises(BadInput) as run:
+        read_config(config, 1)
+    with pytest.raises(BadInput) as plan:
+        estimate_report(Request(model=LLAMA, engine="zeroplan", ds_config=config, depth="formula"))
+    assert plan.value.what == run.value.what
 
 
 def test_offload_is_read_as_deepspeed_reads_it() -> None:

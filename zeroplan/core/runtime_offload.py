@@ -112,8 +112,8 @@ def _value(value: Any, default: Any, where: str, *, lax: bool) -> Any:
         except ValueError:
             raise BadInput(f"{value!r} is not a device", where=where, remedy="use none, cpu or nvme") from None
     if default is None and where.endswith("path"):
-        if not isinstance(value, str):
-            raise BadInput(f"{value!r} is not a string", where=where, remedy="write the path of a folder")
+        if not isinstance(value, str) or not value:
+            raise BadInput(f"{value!r} is not a path", where=where, remedy="write the path of a folder")
         return value
     kind = int if default is None else type(default)
     what, coerce = _TAKES[kind]

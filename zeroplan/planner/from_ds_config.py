@@ -52,7 +52,10 @@ def workload_and_zero(
         from zeroplan.engines.runtime.engine import Runtime
 
         assert isinstance(engine, Runtime)
-        engine.configure(config.raw)
+        try:
+            engine.configure(config.raw)
+        except BadInput as fault:
+            raise BadInput(fault.what, where=f"{config.source}: {fault.where}", remedy=fault.remedy) from None
     warnings += [str(finding) for finding in config.warnings if not (own and finding.where == "zeroplan")]
     return workload, [config.zero]
 

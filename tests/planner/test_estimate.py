@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import zeroplan
@@ -12,6 +14,33 @@ from zeroplan.planner.request import Request
 
 LLAMA = "meta-llama/Llama-3.2-1B"
 GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("given", "zero"),
+    [
+        ({}, {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}),
+        ({"optimizer": {"type": "Lion", "params": {}}}, {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}),
+        ({}, {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme", "buffer_count": 2}}),
+        ({"optimizer": {"type": "Lamb", "params": {}}}, {"stage": 2}),
+        ({"data_types": {"grad_accum_dtype": "fp32"}}, {"stage": 0}),
+        ({}, {"stage": 2, "allgather_bucket_size": 5}),
+    ],
+    ids=str,
+)
+def test_the_runtime_does_what_deepspeed_refuses(given: dict[str, Any], zero: dict[str, Any]) -> None:
+    """Rules of DeepSpeed's own do not stand in the way of the runtime's plan; `ratio` divides the masters between places."""
+    optimizer = {"type": "AdamW", "params": {}}
+    config = {"bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1, "optimizer": optimizer, **given}
+    config["zero_optimization"] = zero
+    asked = {"ds_config": config, "depth": "formula", "gpus": 2}
+    with pytest.raises(BadInput):
+        estimate_report(Request(model="gpt2", **asked))
+    (plan,) = estimate_report(Request(model="gpt2", engine="zeroplan", **asked)).plans
+    places = {str(line.place): line.bytes for line in plan.lines if line.buffer == "param.master"}
+    assert sum(places.values()) == pytest.approx(4 * 124_439_808 / (2 if zero["stage"] else 1), rel=2e-3)
+    away = places.get("dram", 0) / sum(places.values())
+    assert away == pytest.approx(zero.get("offload_optimizer", {}).get("ratio", 0), abs=0.1)
 
 
 def test_the_papers_figure_through_the_api() -> None:

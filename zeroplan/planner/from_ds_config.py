@@ -20,6 +20,21 @@ if TYPE_CHECKING:
 #: Fields of the Request that a ds_config may fix too.
 _SHARED = ("micro_batch", "grad_accum", "dtype", "optimizer")
 _DS = "zero_optimization"
+#: Rules by which DeepSpeed refuses what the included runtime does: `ratio` below stage 3 and with every optimizer, three
+#: buffers or fewer, LAMB unasked, odd buckets and others of the keys that change nothing there.
+_DEEPSPEED_ALONE = frozenset(
+    {
+        "offload.ratio",
+        "offload.hybrid",
+        "offload.buffers",
+        "optimizer.untested",
+        "optimizer.lamb_scale",
+        "accum.stage0",
+        "bucket.even",
+        "scale.reduce_scatter",
+        "stage1.legacy",
+    }
+)
 
 
 def workload_and_zero(
@@ -42,12 +57,12 @@ def workload_and_zero(
         world_size=cluster.ranks,
         hidden_size=spec_facts(spec).hidden_size,
     )
-    if config.errors:
-        raise _refusal(config.source, config.errors)
+    own = engine.name == "zeroplan"
+    if errors := [error for error in config.errors if not (own and error.id in _DEEPSPEED_ALONE)]:
+        raise _refusal(config.source, errors)
     given = frozenset(name for name in _SHARED if getattr(request, name) is not None)
     workload = config.workload(base, given=given)
     find_optimizer(workload.optimizer, where=f"{config.source}: optimizer.type")
-    own = engine.name == "zeroplan"
     if own:
         from zeroplan.engines.runtime.engine import Runtime
 

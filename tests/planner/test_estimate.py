@@ -33,7 +33,7 @@ def test_the_runtime_does_what_deepspeed_refuses(given: dict[str, Any], zero: di
     optimizer = {"type": "AdamW", "params": {}}
     config = {"bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1, "optimizer": optimizer, **given}
     config["zero_optimization"] = zero
-    asked = {"ds_config": config, "depth": "formula", "gpus": 2}
+    asked: dict[str, Any] = {"ds_config": config, "depth": "formula", "gpus": 2}
     with pytest.raises(BadInput):
         estimate_report(Request(model="gpt2", **asked))
     (plan,) = estimate_report(Request(model="gpt2", engine="zeroplan", **asked)).plans

@@ -52,12 +52,12 @@ class Job:
     live: Live | None = None
 
     @property
-    def swap_folder(self) -> str | None:
-        """Where the engine keeps its swap files; None where it has none."""
+    def swap_folders(self) -> tuple[str, ...]:
+        """Where the engine keeps its swap files: the optimizer's and the parameters' folder, or none."""
         zero = self.ds_config.get("zero_optimization", {})
         sections = [zero.get(name) or {} for name in ("offload_optimizer", "offload_param")]
         paths = [section.get("nvme_path") for section in sections if section.get("device") == "nvme"]
-        return next((str(path) for path in paths if path), None)
+        return tuple(str(path) for path in paths if path)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, without the module."""

@@ -7,8 +7,10 @@ import ctypes
 import gc
 import os
 import weakref
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -51,15 +53,16 @@ def page_locked() -> int:
     return int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)) + locked
 
 
-def bytes_written(folder: str | None, since: float) -> int:
-    """Bytes of the files under a folder that were written after a time; 0 without a folder."""
-    found = 0
-    for where, _, names in os.walk(folder) if folder else ():
+def bytes_written(folders: Iterable[str], since: float) -> int:
+    """Bytes of the files under the folders that were written after a time, locks apart; folders may be the same or nested."""
+    found: dict[tuple[int, int], int] = {}
+    for where, _, names in chain.from_iterable(map(os.walk, folders)):
         for name in names:
             with contextlib.suppress(OSError):  # gone in the meantime
                 state = os.stat(os.path.join(where, name))
-                found += state.st_size if state.st_mtime >= since else 0
-    return found
+                if state.st_mtime >= since and name != "lock":
+                    found[state.st_dev, state.st_ino] = state.st_size
+    return sum(found.values())
 
 
 class Nvml:

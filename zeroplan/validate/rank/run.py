@@ -47,7 +47,7 @@ def run_job(job: Job, place: Place, say: Say) -> dict[str, Any]:
         result["rows"] = trained.rows()
         result["owned"] = trained.owned
         result["pinned"] += trained.pinned()
-        result["files"] = bytes_written(job.swap_folder, begun)
+        result["files"] = bytes_written(job.swap_folders, begun)
         trained.close()
     del trained
     gc.collect()

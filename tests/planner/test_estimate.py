@@ -17,6 +17,16 @@ GB = 10**9
 
 
 @pytest.mark.parametrize(
+    ("engine", "param", "optimizer"),
+    [("zeroplan", "cpu", "cpu"), ("zeroplan", "nvme", "cpu"), ("deepspeed", "cpu", "cpu"), ("deepspeed", "nvme", "none")],
+)
+def test_where_the_optimizer_goes_with_its_parameters(engine: str, param: str, optimizer: str) -> None:
+    asked = Request(model="gpt2", engine=engine, stage=3, offload_param=param, depth="formula")
+    (plan,) = estimate_report(asked).plans
+    assert (plan.offload_param, plan.offload_optimizer) == (param, optimizer)
+
+
+@pytest.mark.parametrize(
     ("given", "zero"),
     [
         ({}, {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}),

@@ -8,17 +8,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
 
 from tests.conftest import ROOT
 from tests.validate.small import CONFIG
 from tests.validate.test_compare import measured, planned, result
-from zeroplan.core.errors import EXIT_BAD_INPUT, EXIT_OUT_OF_TOLERANCE
+from zeroplan.core.errors import EXIT_BAD_INPUT, EXIT_OUT_OF_TOLERANCE, BadInput
 from zeroplan.core.plan import ModelInfo
 from zeroplan.core.units import GIB
 from zeroplan.planner.request import describe_workload
 from zeroplan.report.drift import drift_text
+from zeroplan.validate.api import verify
 from zeroplan.validate.compare import compare
 from zeroplan.validate.results import Drift
 
@@ -98,6 +101,14 @@ def test_inside_a_torchrun_every_rank_takes_part_and_the_first_prints(tmp_path_f
     peak = next(row for row in one.totals if row.name == "peak of tensors")
     assert peak.difference is not None
     assert abs(peak.difference) < 4096
+
+
+def test_a_file_with_comments_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
+    """A live module without a batch is refused behind the file."""
+    file = tmp_path / "ds.json"
+    file.write_text('{"bf16": {"enabled": true},  // as DeepSpeed takes it\n "train_micro_batch_size_per_gpu": 1,}')
+    with pytest.raises(BadInput, match="has no config to build it from"):
+        verify(torch.nn.Linear(2, 2), gpus=1, ds_config=str(file))
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,9 @@ def _zeros(request: Request, engine: Engine) -> list[ZeroConfig]:
     """The configurations that the flags leave: all options of the engine, those of one stage, or exactly one."""
     optimizer, param = request.offload_optimizer, request.offload_param
     if request.stage is not None and (optimizer is not None or param is not None):
-        return [ZeroConfig.of(request.stage, optimizer or ("cpu" if param == "cpu" else "none"), param or "none")]
+        # The runtime's parameters leave the device only with their optimizer.
+        follows = param == "cpu" or (param == "nvme" and engine.name == "zeroplan")
+        return [ZeroConfig.of(request.stage, optimizer or ("cpu" if follows else "none"), param or "none")]
     if request.stage is not None and request.stage not in (0, 1, 2, 3):
         raise BadInput(f"stage {request.stage} does not exist", where="--stage", remedy="use 0, 1, 2 or 3")
     if request.stage is not None:

@@ -363,10 +363,15 @@ class Store:
         start, end = self.share(flat)
         offset, numel = flat.offsets[position], flat.numels[position]
         first, last = max(start, offset), min(end, offset + numel)
-        if first < last:
-            master[first - start : last - start].copy_(value.reshape(-1)[first - offset : last - offset])
+        values = value.reshape(-1)
+        # A copy to the host that also casts takes as much memory there again, as it casts at its end: so by pieces.
+        for begin in range(first, last, _PIECE):
+            stop = min(begin + _PIECE, last)
+            master[begin - start : stop - start].copy_(values[begin - offset : stop - offset])
 
 
+#: Elements that a master on the host is filled by.
+_PIECE = 1 << 22
 #: What gradients come down to, and parameters go up from.
 _EXCHANGES = (Buffer.GRAD_SHARD, Buffer.STAGE_D2H, Buffer.STAGE_H2D, Buffer.SWAP_BUFFER)
 

@@ -14,6 +14,7 @@ import zeroplan_runtime
 from tests.runtime.ranks import RankPool
 from tests.runtime.train import ds_config
 from zeroplan.core.errors import BadInput
+from zeroplan_runtime import store
 from zeroplan_runtime.engine import Engine
 
 WIDTH = 16
@@ -261,3 +262,19 @@ def test_a_model_without_anything_to_train() -> None:
         engine(data(0, 0))
         with pytest.raises(BadInput, match="the model has no parameter to train"):
             engine.step()
+
+
+def test_masters_filled_by_pieces_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece ends within a parameter, and where one ends."""
+    monkeypatch.setattr(store, "_PIECE", WIDTH * WIDTH // 3)
+    model = Net()
+    wanted = {name: value.clone() for name, value in model.state_dict().items()}
+    engine, *_ = zeroplan_runtime.initialize(model=model, config={**ds_config(2), "bf16": {"enabled": True}}, device="cpu")
+    found = {}
+    for unit in engine.store.units:
+        assert unit.trainable is not None
+        for place, begin, numel in zip(
+            unit.trainable.layout.params, unit.trainable.layout.offsets, unit.trainable.layout.numels, strict=True
+        ):
+            found[unit.layout.shape.params[place].name] = unit.master[begin : begin + numel]
+    assert {name: value.flatten().tolist() for name, value in wanted.items()} == {n: v.tolist() for n, v in found.items()}

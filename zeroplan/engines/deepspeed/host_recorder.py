@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.engines.simulation import HostBytes, HostPhase
@@ -27,6 +27,11 @@ class HostMark:
     def host_phase(self) -> HostPhase:
         """As engines tell it."""
         return HostPhase(self.phase, self.peak, self.pinned, self.alive, self.kept, self.locked)
+
+    def repeated(self, step: HostMark) -> HostPhase:
+        """As engines tell it of the steps that follow: beside what the first one, `step`, left."""
+        passing = {key: self.alive.get(key, 0) - self.kept.get(key, 0) for key in {**self.alive, **self.kept}}
+        return replace(HostPhase.of(self.phase, step.kept, passing), pinned=step.pinned, unmapped=step.locked)
 
 
 class HostRecorder:

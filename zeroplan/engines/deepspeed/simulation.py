@@ -107,7 +107,10 @@ class Simulator:
 def _with_host(job: Job, found: Simulation) -> Simulation:
     """The runs on the GPU with the host's phases, and with what saving and resuming would add to both."""
     marks = record_host(job).marks
-    found = replace(found, host=tuple(mark.host_phase() for mark in marks))
+    step = marks[-1]
+    repeated = (Phase.FORWARD, Phase.BACKWARD)
+    host = tuple(mark.repeated(step) if mark.phase in repeated else mark.host_phase() for mark in marks)
+    found = replace(found, host=host)
     on_host = {mark.phase: mark.pageable + mark.pinned for mark in marks}
     checkpoint = checkpoint_phases(
         job,

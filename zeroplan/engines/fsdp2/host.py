@@ -28,10 +28,9 @@ def host_phases(case: Case, stream: Stream) -> tuple[HostPhase, ...]:
         key = (state.buffer, Place.DRAM)
         states[key] = states.get(key, 0) + sum(state.bytes_of(count, job.original_bytes) for count in trained)
     loaded = {(Buffer.PARAM_SHARD, Place.PINNED): params}
-    with_grads = loaded | {(Buffer.GRAD_SHARD, Place.PINNED): grads}
-    with_states = with_grads | states
+    with_states = loaded | {(Buffer.GRAD_SHARD, Place.PINNED): grads} | states
     return (
-        *(HostPhase.of(phase, loaded) for phase in (Phase.LOAD, Phase.INIT, Phase.FORWARD)),
-        HostPhase.of(Phase.BACKWARD, with_grads),
-        HostPhase.of(Phase.STEP, with_states),
+        *(HostPhase.of(phase, loaded) for phase in (Phase.LOAD, Phase.INIT)),
+        # From the second step on, states are there throughout, and torch keeps the gradients' pinned blocks.
+        *(HostPhase.of(phase, with_states) for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)),
     )

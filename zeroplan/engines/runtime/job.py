@@ -18,7 +18,9 @@ def setup_of(workload: Workload, zero: ZeroConfig, *, ranks: int, knobs: Knobs) 
     """The runtime's setup, as ``zeroplan_runtime.config`` and its engine take it from the same ds_config."""
     dtype = workload.dtype
     reduce = zero.communication_data_type or dtype
-    return RuntimeSetup(
+    return RuntimeSetup.of(
+        zero.offload_optimizer,
+        zero.offload_param,
         ranks=ranks,
         stage=zero.stage,
         param_dtype=dtype,
@@ -27,13 +29,6 @@ def setup_of(workload: Workload, zero: ZeroConfig, *, ranks: int, knobs: Knobs) 
         optimizer=workload.optimizer,
         grad_accum=workload.grad_accum,
         block_slots=knobs.ring,
-        offload_optimizer=zero.offload_optimizer.device,
-        offload_ratio=zero.offload_optimizer.ratio,
-        swap_buffers=zero.offload_optimizer.buffer_count,
-        offload_param=zero.offload_param.device,
-        param_buffers=zero.offload_param.buffer_count,
-        param_buffer_numel=zero.offload_param.buffer_size,
-        params_in_host=zero.offload_param.max_in_cpu,
         delayed_update=knobs.delayed_update > 0,
     )
 

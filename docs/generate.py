@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT.parent))
 
 from benchmarks.recommend.page import measured  # noqa: E402
 from benchmarks.step.page import runtime_speed  # noqa: E402
+from benchmarks.verified import verify_measured  # noqa: E402
 from zeroplan.core.cluster import Cluster  # noqa: E402
 from zeroplan.core.gpus import GPUS  # noqa: E402
 from zeroplan.core.units import format_bytes, format_count  # noqa: E402
@@ -194,6 +195,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "ds_config_keys.md": keys,
     "accuracy.md": accuracy,
     "runtime_speed.md": runtime_speed,
+    "verify_measured.md": verify_measured,
     "recommend_measured.md": measured,
 }
 

@@ -17,7 +17,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import UnitKind
 from zeroplan.core.layout_setup import RuntimeSetup
 from zeroplan.core.offload_rules import require_offloadable
-from zeroplan.core.zero_config import Device
+from zeroplan.core.zero_config import Device, OffloadOptimizer
 from zeroplan_runtime.arena import DTYPES, Arena
 from zeroplan_runtime.audit import Audit
 from zeroplan_runtime.comm import Mark, Ranks
@@ -81,7 +81,9 @@ class Engine(nn.Module):
         groups = groups_of(model, optimizer)
         if optimizer is not None and config.offload.optimizer.device is not Device.NONE:
             require_offloadable(optimizer.kind)
-        setup = RuntimeSetup(
+        setup = RuntimeSetup.of(
+            config.offload.optimizer if optimizer is not None else OffloadOptimizer(),
+            config.offload.param,
             ranks=ranks.count,
             stage=config.stage,
             param_dtype=config.dtype,
@@ -90,13 +92,6 @@ class Engine(nn.Module):
             optimizer=optimizer.layout_kind if optimizer is not None else "sgd",
             grad_accum=config.grad_accum,
             block_slots=config.knobs.ring,
-            offload_optimizer=config.offload.optimizer.device if optimizer is not None else Device.NONE,
-            offload_ratio=config.offload.optimizer.ratio,
-            swap_buffers=config.offload.optimizer.buffer_count,
-            offload_param=config.offload.param.device,
-            param_buffers=config.offload.param.buffer_count,
-            param_buffer_numel=config.offload.param.buffer_size,
-            params_in_host=config.offload.param.max_in_cpu,
             delayed_update=config.offload.delayed_from > 0,
         )
         self.arena = Arena(device)

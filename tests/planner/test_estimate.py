@@ -16,6 +16,17 @@ LLAMA = "meta-llama/Llama-3.2-1B"
 GB = 10**9
 
 
+def test_parameters_that_stay_in_host_memory_are_remarked() -> None:
+    """DeepSpeed's default of `max_in_cpu` holds a small model altogether; none of it is then in a file."""
+    disk = {"device": "nvme", "nvme_path": "/nvme"}
+    for param, count in ((disk, 1), ({**disk, "max_in_cpu": 0}, 0)):
+        section = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": param}
+        config = {"bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1, "zero_optimization": section}
+        report = estimate_report(Request(model="gpt2", engine="zeroplan", ds_config=config, depth="formula"))
+        assert sum("as max_in_cpu is 1,000,000,000" in said for said in report.warnings) == count
+        assert (report.plans[0].nvme.per_node == 0) is (count == 1)
+
+
 @pytest.mark.parametrize(
     ("engine", "param", "optimizer"),
     [("zeroplan", "cpu", "cpu"), ("zeroplan", "nvme", "cpu"), ("deepspeed", "cpu", "cpu"), ("deepspeed", "nvme", "none")],

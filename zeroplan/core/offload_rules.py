@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.layout import PAGE, PAGE_NUMEL
+from zeroplan.core.layout import PAGE, PAGE_NUMEL, Layout
 from zeroplan.core.zero_config import Aio, Device, OffloadOptimizer, OffloadParam, ZeroConfig
 
 #: Checkpointed inputs of fewer bytes stay on the device: torch's allocator gives no tensor less than this.
@@ -94,6 +94,14 @@ def require_io(aio: Aio) -> None:
     ):
         if not 1 <= value <= most:
             raise BadInput(f"{value} is out of range", where=f"aio.{name}", remedy=f"give 1 to {most}")
+
+
+def remark(layout: Layout) -> str:
+    """What may surprise whoever asked for this layout; an empty string where nothing does."""
+    if layout.setup.params_in_files and not layout.param_buffer:
+        most = layout.setup.params_in_host
+        return f"offload_param: all parameters stay in host memory, as max_in_cpu is {most:,} elements; 0 keeps none there"
+    return ""
 
 
 def require_offloadable(optimizer: str) -> None:

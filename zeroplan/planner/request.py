@@ -106,6 +106,11 @@ def resolve(request: Request) -> Resolved:
     if workload.attn is Attention.SDPA and (missing := eager_only(spec.model_type)):
         warnings.append(missing)
     cases = _cases(request, engine, [Case(spec, workload, cluster, zero) for zero in zeros])
+    if engine.name == "zeroplan":
+        from zeroplan.engines.runtime.engine import Runtime
+
+        assert isinstance(engine, Runtime)
+        warnings += sorted({said for case in cases if (said := engine.remark(case))})
     return Resolved(spec, workload, cluster, engine, cases, request.depth, tuple(warnings))
 
 

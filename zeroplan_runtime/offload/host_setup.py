@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from zeroplan.core.buffers import Buffer, Place
-from zeroplan.core.offload_rules import require_offloadable
+from zeroplan.core.offload_rules import remark, require_offloadable
 from zeroplan.core.runtime_offload import Offload
 from zeroplan_runtime.arena import DTYPES
 from zeroplan_runtime.comm import Mark
@@ -56,8 +56,8 @@ def swap_files(settings: Offload) -> Callable[[Store], Swap | None]:
 
     def make(store: Store) -> Swap | None:
         layout = store.layout
-        if layout.setup.params_in_files and not layout.param_buffer:
-            logger.warning("offload_param: all parameters stay in host memory, as max_in_cpu is %d", settings.param.max_in_cpu)
+        if said := remark(layout):
+            logger.warning(said)
         if not (layout.swap_lanes or layout.param_buffer):
             return None
         rings = {unit: tensor for (buffer, unit), tensor in store.host_tensors.items() if buffer is Buffer.SWAP_BUFFER}

@@ -8,7 +8,7 @@ from typing import Any
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.layout import Layout, UnitKind
-from zeroplan.core.offload_rules import require_offloadable, require_runnable
+from zeroplan.core.offload_rules import remark, require_offloadable, require_runnable
 from zeroplan.core.runtime_keys import Knobs, require_known_keys
 from zeroplan.core.runtime_offload import read_sections
 from zeroplan.core.tape import Stream
@@ -98,6 +98,10 @@ class Runtime:
     def layout(self, case: Case) -> Layout:
         """What the Arena will allocate by."""
         return layout_of(case.spec, case.workload, case.zero, ranks=case.ranks, knobs=self.knobs)
+
+    def remark(self, case: Case) -> str:
+        """What may surprise whoever asked for this case; an empty string where nothing does."""
+        return remark(self.layout(case))
 
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
         """The runtime's lines and the facts of any rank."""

@@ -158,7 +158,8 @@ def decides(report: Report) -> list[str]:
     on_gpu = [line for line in first.lines if line.place == "hbm"]
     if on_gpu:
         top = max(on_gpu, key=lambda line: line.bytes)
-        out.append(f"Largest item at {first.label}: {top.buffer}, {format_bytes(top.bytes)} = {top.formula} bytes.")
+        why = f", {top.formula}" if top.formula.startswith("measured") else f" = {top.formula} bytes"
+        out.append(f"Largest item at {first.label}: {top.buffer}, {format_bytes(top.bytes)}{why}.")
     fitting = [plan for plan in report.plans if plan.fits]
     if any(plan.fits is not None for plan in report.plans):
         if fitting:
@@ -183,7 +184,7 @@ def _would_change(report: Report) -> list[str]:
         return []
     small = min(report.plans, key=lambda plan: plan.gpu.needed)
     first = report.plans[0]
-    if small is first:
+    if _need(small) == _need(first):
         return []
     return [f"What changes it most: {small.label} brings {_need(first)} down to {_need(small)} a GPU."]
 

@@ -23,8 +23,9 @@ from benchmarks.rows import GPUS, GRID
 from zeroplan.core.units import GIB
 from zeroplan.planner.request import Request
 from zeroplan.search.answer import Answer, Recommendation
-from zeroplan.search.api import Wish, answer, problem_of
+from zeroplan.search.api import answer
 from zeroplan.search.given import candidate_of
+from zeroplan.search.problem import Wish, problem_of
 from zeroplan.search.space import Candidate
 
 #: What is kept of a row.

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from zeroplan.planner.request import Request
-from zeroplan.search.api import Problem, Wish, answer, problem_of, space_of
+from zeroplan.search.api import answer
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
+from zeroplan.search.problem import Problem, Wish, problem_of, space_of
 from zeroplan.search.recommend import rank_all
 
 RESULT = Path(__file__).resolve().parent.parent / "results" / "rate.json"

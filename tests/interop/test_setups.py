@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from zeroplan.core.errors import BadInput
 from zeroplan.interop.documents import MAX_ALIASES, dump_yaml, load_document
-from zeroplan.interop.setups import read_setup
+from zeroplan.interop.readers import read_setup
 
 Cli = Callable[..., tuple[int, str, str]]
 ZERO2 = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}, "train_micro_batch_size_per_gpu": "auto"}

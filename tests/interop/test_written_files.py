@@ -21,7 +21,7 @@ from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.engines.registry import find_engine
 from zeroplan.interop.ds_config import read_ds_config
 from zeroplan.interop.launch import LAUNCHERS, launch
-from zeroplan.interop.setups import read_setup
+from zeroplan.interop.readers import read_setup
 from zeroplan.models.load import load_model
 from zeroplan.search.answer import Recommendation, recommendation
 from zeroplan.search.cost import CostModel

@@ -16,7 +16,7 @@ from zeroplan.planner.request import Request
 
 if TYPE_CHECKING:
     from zeroplan.search.answer import Answer
-    from zeroplan.search.api import Wish
+    from zeroplan.search.problem import Wish
 
 _SEARCH = "Search"
 Checkpointing = Annotated[
@@ -83,7 +83,8 @@ def recommend(
     Without MODEL: what such a card can train.
     """
     from zeroplan.report.recommendation import answer_text
-    from zeroplan.search.api import Wish, answer
+    from zeroplan.search.api import answer
+    from zeroplan.search.problem import Wish
 
     request = replace(request, gradient_checkpointing=bool(gradient_checkpointing))
     wish = Wish(

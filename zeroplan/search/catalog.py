@@ -10,9 +10,10 @@ from zeroplan.core.errors import BadInput
 from zeroplan.models import catalog
 from zeroplan.planner.request import Request
 from zeroplan.search.answer import Answer, Recommendation, recommendation
-from zeroplan.search.api import Problem, Wish, answer, problem_of, space_of
+from zeroplan.search.api import answer
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
+from zeroplan.search.problem import Problem, Wish, problem_of, space_of
 from zeroplan.search.recommend import Ranked
 from zeroplan.search.space import Candidate
 

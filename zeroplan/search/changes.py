@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.units import GIB, TIB, format_bytes
+from zeroplan.planner.request import Request
 from zeroplan.search.answer import Change, Recommendation, recommendation
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
+from zeroplan.search.problem import Problem, Wish, problem_of, space_of
 from zeroplan.search.recommend import Ranked
 from zeroplan.search.space import Candidate
-
-if TYPE_CHECKING:
-    from zeroplan.planner.request import Request
-    from zeroplan.search.api import Problem, Wish
 
 #: Simulations that the nearest miss and each change may take.
 _TRIES = 2
@@ -141,8 +138,6 @@ def _same_model(one: Request, two: Request) -> bool:
 
 def _least(option: _Option, base: Memory | None) -> Recommendation | None:
     """A configuration that fits after the change, the lightest by its floor first; None when none of the lightest does."""
-    from zeroplan.search.api import problem_of, space_of
-
     try:
         changed = problem_of(option.request, option.wish)
         space = space_of(changed, option.request, option.wish)

@@ -10,7 +10,7 @@ from typing import Any
 from zeroplan.core.errors import BadInput, did_you_mean
 from zeroplan.planner.from_ds_config import workload_and_zero
 from zeroplan.planner.request import Request
-from zeroplan.search.api import Problem
+from zeroplan.search.problem import Problem
 from zeroplan.search.space import Candidate
 from zeroplan.simulate.allocator_config import AllocatorConfig
 

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.interop.setups import Setup, read_setup
+from zeroplan.interop.readers import read_setup
+from zeroplan.interop.setups import Setup
 from zeroplan.planner.request import Request
 from zeroplan.search.answer import Recommendation, recommendation
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
+from zeroplan.search.problem import Problem, Wish, problem_of
 from zeroplan.search.recommend import rank_all
 from zeroplan.search.space import Candidate
-
-if TYPE_CHECKING:
-    from zeroplan.search.api import Problem, Wish
 
 #: Fields of a Setup that a Request has under the same name, with the Request's value when nothing was said.
 _SHARED = ("model", "micro_batch", "grad_accum", "seq_len", "dtype", "optimizer", "lora_rank")
@@ -41,8 +40,6 @@ def inherit(request: Request, wish: Wish) -> tuple[Request, Wish, Recommendation
 
 
 def _inherit(asked: Request, request: Request, wish: Wish, setup: Setup) -> tuple[Request, Wish, Recommendation]:
-    from zeroplan.search.api import problem_of
-
     if asked.model is None and asked.params is None:
         raise BadInput(f"the {setup.kind} names no model", where="MODEL", remedy="give one before --from")
     plain = replace(wish, source=None, given=None)

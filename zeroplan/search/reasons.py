@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.units import GIB, format_bytes
 from zeroplan.core.zero_config import OffloadOptimizer, OffloadParam, ZeroConfig
 from zeroplan.ledger.traffic import Lane
+from zeroplan.planner.request import Request
 from zeroplan.search.answer import Point
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
+from zeroplan.search.problem import Problem, Wish, space_of
 from zeroplan.search.recommend import Outcome, Ranked, search
 from zeroplan.search.space import Candidate
-
-if TYPE_CHECKING:
-    from zeroplan.planner.request import Request
-    from zeroplan.search.api import Problem, Wish
 
 #: Simulations that one "what if" may take.
 _WHAT_IF = 2
@@ -163,8 +160,6 @@ def what_more_buys(problem: Problem, request: Request, wish: Wish, best: Ranked,
 
 
 def _best_on(cluster: Cluster, problem: Problem, request: Request, wish: Wish, memory: Memory) -> Ranked | None:
-    from zeroplan.search.api import space_of
-
     grown = replace(problem, cluster=cluster)
     try:
         space = space_of(grown, request, wish)

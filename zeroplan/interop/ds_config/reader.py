@@ -23,7 +23,8 @@ from zeroplan.core.zero_config import (
 from zeroplan.interop.ds_config.batch import Batch, resolve_batch
 from zeroplan.interop.ds_config.findings import At, Finding, Severity
 from zeroplan.interop.ds_config.job import Job
-from zeroplan.interop.ds_config.rules import View, run_rules
+from zeroplan.interop.ds_config.rulebook import run_rules
+from zeroplan.interop.ds_config.rules import View
 from zeroplan.interop.ds_config.schema import Effect
 from zeroplan.interop.ds_config.schema_rest import SECTIONS
 from zeroplan.interop.ds_config.source import load_source

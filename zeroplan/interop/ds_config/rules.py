@@ -5,7 +5,7 @@ Paths of `source` are within deepspeed/ at 0.19.8. A test runs DeepSpeed's own p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,14 +75,3 @@ class Rule:
     def finding(self, view: View) -> Finding:
         """The rule's finding for this config."""
         return Finding(self.id, self.severity, self.where, self.what.format(v=view), self.remedy, self.source, self.at)
-
-
-def run_rules(view: View) -> Iterator[Finding]:
-    """The findings of every rule that applies."""
-    from zeroplan.interop.ds_config.rules_config import CONFIG_REFUSALS
-    from zeroplan.interop.ds_config.rules_engine import ENGINE_REFUSALS
-    from zeroplan.interop.ds_config.rules_notes import REMARKS
-
-    for rule in (*CONFIG_REFUSALS, *ENGINE_REFUSALS, *REMARKS):
-        if rule.applies(view):
-            yield rule.finding(view)

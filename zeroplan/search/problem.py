@@ -1,0 +1,124 @@
+"""What the search is asked: a wish beside the request, and both made definite."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from zeroplan.core.cluster import Cluster
+from zeroplan.core.errors import BadInput
+from zeroplan.core.rates import Rates, profile_path, rates_of, read_profile
+from zeroplan.core.units import GIB
+from zeroplan.core.workload import DType, Workload
+from zeroplan.engines.base import Engine
+from zeroplan.models.spec import ModelSpec
+from zeroplan.planner.request import Request, resolve
+from zeroplan.search.space import NVME_PATH, Candidate, batch_splits, candidates, zero_configs
+
+GOALS = ("throughput", "memory")
+#: Host memory a GPU that is assumed where none is given.
+ASSUMED_HOST = 64 * GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is asked of the search beside the :class:`~zeroplan.planner.request.Request`.
+
+    Attributes:
+        global_batch: sequences an optimizer step; None keeps accumulation at 1 and lets the batch follow.
+        goal: throughput, or memory: the least on the GPU.
+        gradient_checkpointing: None lets the search choose.
+        given: candidates to rank in place of the search's own, or the file that holds them.
+        source: what is in use, to be compared with: a path, a dict or TrainingArguments (interop/readers.py).
+        profile: a profile's path; None takes the user's own where it is of this GPU.
+        nvme_path: where swap files may go.
+        explain: whether reasons are worked out.
+        notes: warnings that the answer should repeat.
+    """
+
+    global_batch: int | None = None
+    goal: str = "throughput"
+    gradient_checkpointing: bool | None = None
+    given: Sequence[Candidate] | str | None = None
+    source: Any = None
+    profile: str | os.PathLike[str] | None = None
+    nvme_path: str = NVME_PATH
+    explain: bool = True
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A request made definite: what the search works on."""
+
+    spec: ModelSpec
+    workload: Workload
+    cluster: Cluster
+    engine: Engine
+    rates: Rates
+    warnings: list[str] = field(default_factory=list)
+
+
+def problem_of(request: Request, wish: Wish) -> Problem:
+    """The request resolved, with rates, and the assumptions that were made for it.
+
+    Raises:
+        BadInput: a value that cannot be used.
+    """
+    if wish.goal not in GOALS:
+        raise BadInput(f"unknown goal {wish.goal[:40]!r}", where="--goal", remedy=f"use one of {', '.join(GOALS)}")
+    resolved = resolve(replace(request, stage=None, offload_optimizer=None, offload_param=None, ds_config=None))
+    cluster, warnings = resolved.cluster, list(resolved.warnings)
+    if cluster.vram is None and wish.given is None:
+        raise BadInput("no GPU memory is given", where="--vram", remedy="give --vram 24G, or a card: --gpu A100-80G")
+    spec, workload = resolved.spec, resolved.workload
+    if request.dtype is None and not cluster.gpu.bf16 and workload.dtype is DType.BF16:
+        workload = replace(workload, dtype=DType.FP16)
+        warnings.append(f"{cluster.gpu.name} has no bf16: fp16 is used; give --dtype fp32 for full precision")
+    if cluster.cpu_ram is None:
+        cluster = replace(cluster, cpu_ram=ASSUMED_HOST * cluster.gpus)
+        warnings.append(f"host memory is assumed to be 64 GiB a GPU ({64 * cluster.gpus} GiB a node); give --cpu-ram")
+    rates = _rates(cluster, wish, warnings)
+    if request.gpu is None:
+        warnings.append(f"speeds are those of an {cluster.gpu.name}; name the card by --gpu")
+    return Problem(spec, workload, cluster, resolved.engine, rates, warnings)
+
+
+def _rates(cluster: Cluster, wish: Wish, warnings: list[str]) -> Rates:
+    rates = rates_of(cluster.gpu)
+    path = Path(wish.profile) if wish.profile is not None else profile_path()
+    if wish.profile is None and not path.exists():
+        return rates
+    profile = read_profile(path)
+    if wish.profile is None and profile.get("gpu") != cluster.gpu.name:
+        return rates
+    warnings.append(f"rates from {path}")
+    return rates.with_profile(profile["rates"], str(path))
+
+
+def space_of(problem: Problem, request: Request, wish: Wish) -> list[Candidate]:
+    """The candidates that the request leaves open.
+
+    Raises:
+        BadInput: batch arithmetic that cannot work out, or a stage and offload that no option has.
+    """
+    zeros = [
+        (zero, effort)
+        for zero, effort in zero_configs(problem.engine, problem.cluster, nvme_path=wish.nvme_path)
+        if (request.stage is None or zero.stage == request.stage)
+        and (request.offload_optimizer is None or zero.offload_optimizer.device == request.offload_optimizer)
+        and (request.offload_param is None or zero.offload_param.device == request.offload_param)
+    ]
+    if not zeros:
+        raise BadInput(
+            "no configuration has this stage and offload", where="--stage", remedy="leave one of the flags out, or give --nvme"
+        )
+    splits = batch_splits(
+        wish.global_batch, problem.cluster.ranks, micro_batch=request.micro_batch, grad_accum=request.grad_accum
+    )
+    again = (False, True) if wish.gradient_checkpointing is None else (wish.gradient_checkpointing,)
+    confs = (request.alloc_conf,) if request.alloc_conf else ("", "expandable_segments:True")
+    return list(candidates(zeros, problem.workload, splits, again, confs))

@@ -89,8 +89,11 @@ public:
     bool stopping();
     // Before a write and after a read of a whole block.
     void sum(const Block& block);
-    // A transfer returned `count` (-errno on failure). True when the block is done with; else it goes on from `moved`.
-    bool advance(Block& block, std::int64_t count);
+    // A transfer returned `count` (-errno on failure). True when the block's transfers are over, well or with *error; else it
+    // goes on from `moved`.
+    bool advance(Block& block, std::int64_t count, int* error);
+    // Sums a block that was read, and counts it as done.
+    void end(const Block& block, int error);
 
     const ZeroplanIoOptions options;
 

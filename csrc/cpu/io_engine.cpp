@@ -180,13 +180,13 @@ void Engine::sum(const Block& block) {
     request.sums[static_cast<std::size_t>(block.begin / options.block_size)] = crc32c(0, begin, static_cast<std::size_t>(block.size));
 }
 
-bool Engine::advance(Block& block, std::int64_t count) {
-    int error = 0;
+bool Engine::advance(Block& block, std::int64_t count, int* error) {
+    *error = 0;
     if (count == -EINTR || count == -EAGAIN) return false;
     if (count < 0) {
-        error = static_cast<int>(-count);
+        *error = static_cast<int>(-count);
     } else if (count == 0) {
-        error = block.writes() ? EIO : ENODATA;
+        *error = block.writes() ? EIO : ENODATA;
     } else {
         std::int64_t moved = block.moved + count;
         if (moved < block.size) {
@@ -195,10 +195,14 @@ bool Engine::advance(Block& block, std::int64_t count) {
                 block.moved = moved;
                 return false;
             }
-            error = block.writes() ? EIO : ENODATA; // less than one aligned piece: the file ends here
+            *error = block.writes() ? EIO : ENODATA; // less than one aligned piece: the file ends here
         }
         block.moved = moved;
     }
+    return true;
+}
+
+void Engine::end(const Block& block, int error) {
     if (!error && !block.writes()) sum(block);
     std::lock_guard<std::mutex> lock(mutex_);
     Request* request = block.request;
@@ -207,7 +211,6 @@ bool Engine::advance(Block& block, std::int64_t count) {
         request->result.offset = block.offset();
     }
     if (--request->left == 0) finish(request);
-    return true;
 }
 
 } // namespace zeroplan

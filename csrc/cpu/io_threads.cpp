@@ -12,13 +12,15 @@ void serve_by_calls(Engine& engine) {
     Block block;
     while (engine.take(block, true)) {
         if (block.writes()) engine.sum(block);
+        int error = 0;
         for (bool done = false; !done;) {
             const int file = block.request->asked.file;
             const auto left = static_cast<std::size_t>(block.left());
             const ssize_t count = block.writes() ? pwrite(file, block.memory(), left, block.offset())
                                                  : pread(file, block.memory(), left, block.offset());
-            done = engine.advance(block, count < 0 ? -errno : count);
+            done = engine.advance(block, count < 0 ? -errno : count, &error);
         }
+        engine.end(block, error);
     }
 }
 

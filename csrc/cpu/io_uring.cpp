@@ -120,13 +120,21 @@ public:
                 push(slot);
                 if (engine.options.single_submit) enter(0);
             }
-            if (in_flight() == 0 && engine.stopping()) return;
-            enter(1);
+            if (in_flight() == 0 && ended_.empty() && engine.stopping()) return;
+            // What is new is on its way before what has come is summed, so that the disk never waits for the sums.
+            enter(ended_.empty() ? 1 : 0);
+            for (const Ended& one : ended_) engine.end(one.block, one.error);
+            ended_.clear();
             reap(engine);
         }
     }
 
 private:
+    struct Ended {
+        Block block;
+        int error;
+    };
+
     std::size_t in_flight() const { return blocks_.size() - free_.size(); }
 
     Sqe* next_entry() {
@@ -177,9 +185,14 @@ private:
             __atomic_store_n(head, ++at, __ATOMIC_RELEASE);
             if (done.mark == wake_mark) {
                 arm_wake();
-            } else if (engine.advance(blocks_[done.mark], done.result)) {
+                continue;
+            }
+            Ended one{blocks_[done.mark], 0};
+            if (engine.advance(one.block, done.result, &one.error)) {
+                ended_.push_back(one);
                 free_.push_back(done.mark);
             } else {
+                blocks_[done.mark] = one.block;
                 push(done.mark);
             }
         }
@@ -193,6 +206,7 @@ private:
     std::uint64_t count_ = 0; // what the wake's event counter is read into
     std::vector<Block> blocks_;
     std::vector<std::size_t> free_;
+    std::vector<Ended> ended_; // not summed yet
 };
 
 int open_ring(int depth, int wake, Ring** made) {

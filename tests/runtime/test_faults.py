@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -36,9 +37,9 @@ def run_job(tmp_path: Path, fault: str, timeout: float, **zero: Any) -> tuple[in
     script = tmp_path / "job.py"
     root = str(Path(__file__).resolve().parents[2])
     script.write_text(_JOB.format(root=root, fault=fault, timeout=timeout, zero=zero))
-    ranks, logs = [], []
+    ranks, logs, port = [], [], str(_port())
     for rank in range(3):
-        variables = {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_port(tmp_path))}
+        variables = {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         log = open(tmp_path / f"log{rank}", "w+")  # noqa: SIM115
         logs.append(log)
         environment = {**os.environ, **variables, "OMP_NUM_THREADS": "1"}
@@ -61,8 +62,13 @@ def run_job(tmp_path: Path, fault: str, timeout: float, **zero: Any) -> tuple[in
     return min(map(abs, codes)), text, time.monotonic() - begin
 
 
-def _port(tmp_path: Path) -> int:
-    return 20000 + hash(str(tmp_path)) % 20000
+def _port() -> int:
+    """A free one, below those that the system hands out by itself meanwhile."""
+    for port in range(20000 + os.getpid() % 10000, 32768):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port
+    raise OSError("no free port")
 
 
 @pytest.mark.slow

@@ -18,3 +18,8 @@ def test_formulas_are_bytes_and_measured_items_are_sentences() -> None:
     )
     alike = report.model_copy(update={"plans": (first.model_copy(update={"lines": (*first.lines, kernels)}), first)})
     assert decides(alike) == ["Largest item at stage 0: device.context, 1.00 TiB, measured: kernels that CUDA loads."]
+
+
+def test_a_traced_item_is_no_formula() -> None:
+    report = estimate_report(Request(model="Qwen/Qwen2.5-0.5B", stage=3, gpus=8, offload_optimizer="cpu", micro_batch=4))
+    assert decides(report)[0].endswith("GiB, traced, at the peak.")

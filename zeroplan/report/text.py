@@ -149,6 +149,10 @@ def _legend(report: Report) -> list[str]:
     return lines
 
 
+#: How the origin of an item begins that no formula gives.
+_NO_FORMULA = ("measured", "traced", "simulated")
+
+
 def decides(report: Report) -> list[str]:
     """What decides: the largest item, the first option that fits, and what would change it."""
     if not report.plans:
@@ -158,7 +162,7 @@ def decides(report: Report) -> list[str]:
     on_gpu = [line for line in first.lines if line.place == "hbm"]
     if on_gpu:
         top = max(on_gpu, key=lambda line: line.bytes)
-        why = f", {top.formula}" if top.formula.startswith("measured") else f" = {top.formula} bytes"
+        why = f", {top.formula}" if top.formula.startswith(_NO_FORMULA) else f" = {top.formula} bytes"
         out.append(f"Largest item at {first.label}: {top.buffer}, {format_bytes(top.bytes)}{why}.")
     fitting = [plan for plan in report.plans if plan.fits]
     if any(plan.fits is not None for plan in report.plans):

@@ -159,15 +159,21 @@ class Arena:
             if not row.stands
         }
 
+    def clear_cache(self) -> None:
+        """Gives back to the device what the model's own parameters left in torch's cache.
+
+        Activations would lie in those segments with holes between them, and where the model was made on the device they are as
+        many bytes as all of it.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def take_workspaces(self, dtype: torch.dtype) -> None:
         """Lets cuBLAS take the workspace that it keeps for each thread, this one and autograd's, before anything else is there.
 
         Taken in the first backward, the second would lie in a block that logits had left, which the next logits then lack.
-        What the model's own parameters left in torch's cache goes back to the device first: activations would lie in those
-        segments with holes between them, and where the model was made on the device they are as many bytes as all of it.
         """
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()
             x = torch.zeros(16, 16, dtype=dtype, device=self.device, requires_grad=True)
             with torch.enable_grad():
                 (x @ x).sum().backward()  # type: ignore[no-untyped-call]

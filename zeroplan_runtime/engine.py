@@ -130,6 +130,7 @@ class Engine(nn.Module):
             self.stepper = Stepper(self.schedule, optimizer, clip=config.clip, may_skip=config.check_overflow)
             self.host = offload_optimizer(self.stepper, config.offload)
             optimizer.take_step = self.step
+        self.arena.clear_cache()
         self.arena.take_workspaces(dtype)
         self.arena.make_room(unit.grad_lease for unit in self.store.units if unit.grad_lease is not None)
         self.guard.hold()

@@ -12,12 +12,13 @@ import argparse
 import os
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from benchmarks.nvme import direct
-from benchmarks.nvme.stream import TARGET
+from benchmarks.nvme.stream import TARGET, in_turns
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.layout import Layout, ParamShape, UnitKind, UnitShape, plan_layout
 from zeroplan.core.layout_setup import RuntimeSetup
@@ -91,18 +92,12 @@ def main() -> int:
     )
     layout = plan_layout(shapes, setup)
     aio = Aio(queue_depth=given.queue_depth)
-    rates: dict[str, list[float]] = {"zeroplan": [], "direct loop": []}
     with IoEngine(aio) as engine, SwapFolder(given.path, f"benchmark-{os.getpid()}", 0, engine) as folder:
         ours = Ours(layout, folder, device)
         ours.check()
         size, span = ours.file.bytes, setup.param_buffers * layout.param_buffer * _WIDTH
-        for turn in range(given.rounds):
-            for name in list(rates)[:: -1 if turn % 2 else 1]:
-                if name == "zeroplan":
-                    rates[name].append(2 * size / ours.read())
-                else:
-                    plain = direct.loop(ours.file.path, size, "read", block=aio.block_size, depth=aio.queue_depth, span=span)
-                    rates[name].append(size / plain)
+        plain = partial(direct.loop, ours.file.path, size, "read", block=aio.block_size, depth=aio.queue_depth, span=span)
+        rates = in_turns({"zeroplan": (2 * size, ours.read), "direct loop": (size, plain)}, given.rounds)
         ours.params.forget()
     median = {name: statistics.median(values) for name, values in rates.items()}
     ratio = median["zeroplan"] / median["direct loop"]

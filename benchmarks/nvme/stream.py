@@ -12,7 +12,7 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,23 @@ class Ours:
         self.run("read", compare)
 
 
+def in_turns(contenders: Mapping[str, tuple[int, Callable[[], float | None]]], rounds: int) -> dict[str, list[float]]:
+    """Bytes a second of each contender, in rounds whose order alternates.
+
+    Args:
+        contenders: by name, the bytes that each moves and its run, which returns seconds, or None where it cannot be had.
+        rounds: of all.
+    """
+    rates: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(rounds):
+        for name in list(contenders)[:: -1 if turn % 2 else 1]:
+            moved, run = contenders[name]
+            seconds = run()
+            if seconds is not None:
+                rates[name].append(moved / seconds)
+    return rates
+
+
 def measure(ours: Ours, peer_file: Path, aio: Aio, rounds: int) -> dict[str, Any]:
     """Bytes a second by mode and contender: all rounds and their median."""
     size, depth = ours.file.bytes, aio.queue_depth * aio.intra_op_parallelism
@@ -84,12 +101,7 @@ def measure(ours: Ours, peer_file: Path, aio: Aio, rounds: int) -> dict[str, Any
             "direct loop": partial(direct.loop, peer_file, size, mode, block=aio.block_size, depth=depth, span=span),
             "fio": partial(direct.fio, peer_file, size, mode, block=aio.block_size, depth=depth),
         }
-        rates: dict[str, list[float]] = {name: [] for name in calls}
-        for turn in range(rounds):
-            for name in list(calls)[:: -1 if turn % 2 else 1]:
-                seconds = calls[name]()
-                if seconds is not None:
-                    rates[name].append(moved / seconds)
+        rates = in_turns({name: (moved, call) for name, call in calls.items()}, rounds)
         median = {name: statistics.median(values) for name, values in rates.items() if values}
         best = max(rate for name, rate in median.items() if name != "zeroplan")
         made[mode] = {"rounds": rates, "median": median, "ratio": median["zeroplan"] / best}

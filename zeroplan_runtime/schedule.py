@@ -41,7 +41,7 @@ from zeroplan_runtime.comm import Lane, Mark
 from zeroplan_runtime.guard import refuse_copy
 from zeroplan_runtime.nested import tensors_of
 from zeroplan_runtime.offload.param_files import Want
-from zeroplan_runtime.path import Path
+from zeroplan_runtime.route import Route
 from zeroplan_runtime.store import FlatState, Store, UnitState
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Schedule:
         self._learning = False  # a backward follows this forward
         self._current: UnitState | None = None
         units = store.units
-        self._path = Path(units)
+        self._route = Route(units)
         self._last: UnitState | None = None
         for unit in units:
             unit.updated.record(self.compute)  # the store has filled the shards in this lane
@@ -120,17 +120,17 @@ class Schedule:
         unit.param_slot.ready.wait(self.compute)
         unit.param_slot.busy = not unit.is_root
         if self._last is not None and self._last is not unit:
-            self._path.after[self._last] = unit
+            self._route.after[self._last] = unit
         self._last = unit
         unit.visits += 1
-        self._prefetch(self._path.after.get(unit))
+        self._prefetch(self._route.after.get(unit))
 
     def _leave_hook(self, unit: UnitState, _module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._backward:
             return
         self._release(unit)
         if not unit.is_root:  # whose forward ends last
-            self._gather_late(self._path.after.get(unit))
+            self._gather_late(self._route.after.get(unit))
         if self._slots_due and unit.layout.shape.kind is not UnitKind.WIDE:
             self.give_slots()
         if torch.is_grad_enabled():
@@ -205,7 +205,7 @@ class Schedule:
 
     def _coming(self, unit: UnitState) -> Iterator[Want]:
         slots = self.store.param_slots.values()
-        return self._path.reads(unit, slots, backward=self._backward, learning=self._learning)
+        return self._route.reads(unit, slots, backward=self._backward, learning=self._learning)
 
     def updated(self, unit: UnitState) -> None:
         """Called when the optimizer has been given `unit`'s update: gathered copies of it are out of date from here on.
@@ -230,7 +230,7 @@ class Schedule:
         while upcoming is not None and upcoming.param_slot.name not in taken and not _is_pending(upcoming):
             self.gather(upcoming)
             taken.add(upcoming.param_slot.name)
-            upcoming = self._path.after.get(upcoming)
+            upcoming = self._route.after.get(upcoming)
 
     def wait_gathered(self) -> None:
         """Makes the model's stream wait for every gather that was started."""
@@ -263,14 +263,14 @@ class Schedule:
         self._tick("backward", unit)
         before, self._current = self._current, None if unit.is_root else unit
         if before is not None and not unit.is_root:
-            self._path.before[before] = unit
+            self._route.before[before] = unit
         if before is not None:
             self._finish(before)
         if unit.gathers_in_backward or recompute:
             self.gather(unit)
             unit.param_slot.ready.wait(self.compute)
             unit.param_slot.busy = not unit.is_root
-        following = self._path.before.get(unit)
+        following = self._route.before.get(unit)
         if following is not None and following.gathers_in_backward:
             self._prefetch(following)
 

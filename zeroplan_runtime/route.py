@@ -9,7 +9,7 @@ from zeroplan_runtime.offload.param_files import Want
 from zeroplan_runtime.store import Slot, UnitState
 
 
-class Path:
+class Route:
     """`after` is the unit that followed each one in the last forward, `before` the one that followed it in the last backward.
     They begin with the order of definition.
     """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 #: Bytes of memory traffic that a byte sent costs the computation beside it: a collective's kernels keep processors and memory
 #: busy, so hiding it gains less than its time. Derived from what one more gather of the parameters in the backward adds to a
-#: step on four H200s (stage 3 against stage 2 in benchmarks/results/step/h200_x4.jsonl: 7.5 bytes a byte with the included
-#: runtime and 9.8 with FSDP2 at 8B parameters, 12 with the runtime at 1B). On other cards it follows their memory's bandwidth.
+#: step on four H200s (stage 3 against stage 2 in benchmarks/results/step/h200_x4.jsonl: 6.6 bytes a byte with the included
+#: runtime and 10 with FSDP2 at 8B parameters, 11 with both at 1B). On other cards it follows their memory's bandwidth.
 MEMORY_PER_BYTE = 10
 
 #: The same of a bucketed all-reduce: what `overlap_comm` gains at stage 2 on four H200s is the hidden buckets' time less this

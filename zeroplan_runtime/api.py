@@ -17,8 +17,8 @@ from zeroplan.core.errors import BadInput
 from zeroplan_runtime.comm import Ranks
 from zeroplan_runtime.config import RuntimeConfig, read_config
 from zeroplan_runtime.engine import Engine
-from zeroplan_runtime.optim.groups import Params, ZeroOptimizer
-from zeroplan_runtime.optim.rates import make_schedule
+from zeroplan_runtime.optim.lr_schedules import make_schedule
+from zeroplan_runtime.optim.zero_optimizer import Params, ZeroOptimizer
 from zeroplan_runtime.units import Policy
 
 logger = logging.getLogger("zeroplan_runtime")

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.errors import BadInput
-from zeroplan_runtime.nested import tensors_of
-from zeroplan_runtime.store import Store, UnitState
+from zeroplan_runtime.model_states import Store, UnitState
+from zeroplan_runtime.pytree import tensors_of
 
 
 class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -20,20 +20,20 @@ from zeroplan.core.offload_rules import require_offloadable
 from zeroplan.core.zero_config import Device, OffloadOptimizer
 from zeroplan_runtime.arena import DTYPES, Arena
 from zeroplan_runtime.audit import Audit
+from zeroplan_runtime.checks import Guard, groups_of, refuse_copy, require_loss, require_model
 from zeroplan_runtime.comm import Mark, Ranks
 from zeroplan_runtime.config import RuntimeConfig
-from zeroplan_runtime.guard import Guard, groups_of, refuse_copy, require_loss, require_model
-from zeroplan_runtime.landing import attach
+from zeroplan_runtime.gradient_hooks import attach
 from zeroplan_runtime.loss import attach_loss
-from zeroplan_runtime.nested import cast_tensors
+from zeroplan_runtime.model_states import Store
 from zeroplan_runtime.offload.activations import ActivationOffload
-from zeroplan_runtime.offload.host import HostOptimizer
+from zeroplan_runtime.offload.host_optimizer import HostOptimizer
 from zeroplan_runtime.offload.host_setup import offload_optimizer, swap_files
-from zeroplan_runtime.optim.groups import ZeroOptimizer
 from zeroplan_runtime.optim.step import Outcome, Stepper
+from zeroplan_runtime.optim.zero_optimizer import ZeroOptimizer
+from zeroplan_runtime.pytree import cast_tensors
 from zeroplan_runtime.schedule import Schedule
-from zeroplan_runtime.state_dicts import StateDicts
-from zeroplan_runtime.store import Store
+from zeroplan_runtime.state_dict_hooks import StateDicts
 from zeroplan_runtime.units import Policy, cast_floating, find_units
 from zeroplan_runtime.watchdog import watch, weakly
 

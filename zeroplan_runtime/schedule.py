@@ -37,15 +37,15 @@ import torch
 
 from zeroplan.core.buffers import Phase, Place
 from zeroplan.core.layout import UnitKind
+from zeroplan_runtime.checks import refuse_copy
 from zeroplan_runtime.comm import Lane, Mark
-from zeroplan_runtime.guard import refuse_copy
-from zeroplan_runtime.nested import tensors_of
-from zeroplan_runtime.offload.param_files import Want
-from zeroplan_runtime.route import Route
-from zeroplan_runtime.store import FlatState, Store, UnitState
+from zeroplan_runtime.execution_order import Route
+from zeroplan_runtime.model_states import FlatState, Store, UnitState
+from zeroplan_runtime.offload.param_swapper import Want
+from zeroplan_runtime.pytree import tensors_of
 
 if TYPE_CHECKING:
-    from zeroplan_runtime.offload.host import HostOptimizer
+    from zeroplan_runtime.offload.host_optimizer import HostOptimizer
 
 #: `UnitState.landed`, per parameter: its gradient came in an earlier micro batch, or in this one.
 EARLIER, NOW = 1, 2

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.kernels.measure import Contender, call_cost, machine, race, save, show, use_path, use_tuned
 from zeroplan_runtime import kernels
-from zeroplan_runtime.kernels import backends, cuda_path, torch_path
+from zeroplan_runtime.kernels import backends, cuda_backend, torch_backend
 
 HYPER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 TARGET = 0.94
@@ -30,7 +30,7 @@ def check(device: torch.device) -> None:
     start = torch.randn(n, device=device)
     grads = [torch.randn(n, device=device).bfloat16() for _ in range(3)]
     made = []
-    for path in (cuda_path, torch_path):
+    for path in (cuda_backend, torch_backend):
         use_path(path)
         p, m, v = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
         out = torch.full((n,), float("nan"), dtype=torch.bfloat16, device=device)

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.kernels.measure import Contender, machine, race, save, show, use_path
 from zeroplan_runtime import kernels
-from zeroplan_runtime.kernels import native_path, torch_path
+from zeroplan_runtime.kernels import native_backend, torch_backend
 
 HYPER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 TARGET = 0.85
@@ -26,18 +26,23 @@ def check() -> None:
     n = 300_007
     start, grad = torch.randn(n), torch.randn(n).bfloat16()
     made = []
-    for path, instructions in ((torch_path, None), (native_path, "plain"), (native_path, "avx2"), (native_path, "avx512")):
-        if instructions and not native_path.use_instructions(instructions):
+    for path, instructions in (
+        (torch_backend, None),
+        (native_backend, "plain"),
+        (native_backend, "avx2"),
+        (native_backend, "avx512"),
+    ):
+        if instructions and not native_backend.use_instructions(instructions):
             continue
         use_path(path)
         p, m, v, out = start.clone(), torch.zeros(n), torch.zeros(n), torch.zeros(n, dtype=torch.bfloat16)
         for step in (1, 2, 3):
             kernels.adamw(p, grad, m, v, step=step, param_out=out, **HYPER)
         made.append((p, m, v, out))
-    native_path.use_instructions(None)
+    native_backend.use_instructions(None)
     use_path(None)
     assert all(torch.equal(a, b) for other in made[1:] for a, b in zip(made[0], other, strict=True))
-    print(f"correct: the bits of the torch path; {native_path.instructions()} in use")
+    print(f"correct: the bits of the torch path; {native_backend.instructions()} in use")
 
 
 def contenders(n: int) -> dict[str, Contender]:
@@ -74,7 +79,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    if native_path.library() is None:
+    if native_backend.library() is None:
         print("libzeroplan_cpu is not built")
         return 2
     check()
@@ -88,7 +93,7 @@ def main() -> int:
     print(
         f"share of read-modify-write {share:.1%}, target {TARGET:.0%}; the same work as {best}: {ratio:.2f} times its bandwidth"
     )
-    result = {"machine": machine(device), "instructions": native_path.instructions(), "numel": given.numel, "rows": rows}
+    result = {"machine": machine(device), "instructions": native_backend.instructions(), "numel": given.numel, "rows": rows}
     save("kernels_cpu_adamw", {**result, "share_of_rmw": share, "ratio_to_best_peer": ratio}, given.out)
     return 0 if share >= TARGET and ratio >= 1 else 1
 

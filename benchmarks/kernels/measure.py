@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from zeroplan_runtime.kernels import backends, fronts
-from zeroplan_runtime.kernels.cuda_path import SHAPES, Shape
+from zeroplan_runtime.kernels import backends, functional
+from zeroplan_runtime.kernels.cuda_backend import SHAPES, Shape
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 
@@ -26,9 +26,9 @@ Contender = tuple[Callable[[], object], float]
 
 
 def use_path(path: Any) -> None:
-    """Lets the fronts call this backend, whatever the device; None: the device's own again."""
+    """Lets the kernels.functional functions call this backend, whatever the device; None: the device's own again."""
     chosen = backends.backend if path is None else lambda _device: path
-    setattr(fronts, "backend", chosen)  # noqa: B010 - a name that the module imported and does not export
+    setattr(functional, "backend", chosen)  # noqa: B010 - a name that the module imported and does not export
 
 
 def seconds(call: Callable[[], object], device: torch.device, times: int) -> list[float]:

@@ -18,8 +18,8 @@ import torch
 
 from benchmarks.kernels.measure import machine, save, seconds
 from zeroplan_runtime import kernels
-from zeroplan_runtime.kernels import backends, cuda_path
-from zeroplan_runtime.kernels.cuda_path import SHAPES, Shape
+from zeroplan_runtime.kernels import backends, cuda_backend
+from zeroplan_runtime.kernels.cuda_backend import SHAPES, Shape
 
 Row = tuple[float, Shape]
 
@@ -79,10 +79,10 @@ def main() -> int:
         kernels.adamw(p, grad, m, v, lr=1e-3, step=10, param_out=out, scalars=scalars)
 
     def norm() -> None:
-        cuda_path.sum_of_squares(grad, scalars, accumulate=False)
+        cuda_backend.sum_of_squares(grad, scalars, accumulate=False)
 
     def cast() -> None:
-        cuda_path.cast(p, out, 1.0)
+        cuda_backend.cast(p, out, 1.0)
 
     shapes = [
         Shape(t, v, u, b) for t, v, u, b in product((128, 256, 512, 1024), (4, 8), (1, 2, 4), (0, 8)) if t * v * u <= 8192

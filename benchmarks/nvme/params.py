@@ -25,10 +25,10 @@ from zeroplan.core.layout_setup import RuntimeSetup
 from zeroplan.core.zero_config import Aio, Device
 from zeroplan_runtime.comm import Lane
 from zeroplan_runtime.offload import pinned
-from zeroplan_runtime.offload.files_folder import SwapFolder
+from zeroplan_runtime.offload.chunks import blocks, runs_of_params
 from zeroplan_runtime.offload.io import IoEngine
-from zeroplan_runtime.offload.param_files import ParamFiles, Want
-from zeroplan_runtime.offload.runs import blocks, runs_of_params
+from zeroplan_runtime.offload.param_swapper import ParamFiles, Want
+from zeroplan_runtime.offload.swap_folder import SwapFolder
 
 _WIDTH = 2  # bf16
 

@@ -23,9 +23,9 @@ from benchmarks.kernels.measure import machine, save
 from benchmarks.nvme import direct
 from zeroplan.core.zero_config import Aio
 from zeroplan_runtime.offload import pinned
-from zeroplan_runtime.offload.files_folder import SwapFolder
 from zeroplan_runtime.offload.io import IoEngine
-from zeroplan_runtime.offload.stream import Part, Streamer, Work, plan_ring
+from zeroplan_runtime.offload.swap_folder import SwapFolder
+from zeroplan_runtime.offload.swap_pipeline import Part, Streamer, Work, plan_ring
 
 TARGET = 0.90
 LANES = 3  # master, exp_avg, exp_avg_sq

@@ -8,16 +8,16 @@ from unittest import mock
 import pytest
 import torch
 
-from zeroplan_runtime.kernels import backends, cuda_path, fronts, native_path, torch_path
+from zeroplan_runtime.kernels import backends, cuda_backend, functional, native_backend, torch_backend
 
 #: name → (path module, device type, instruction set of the native routines)
 TARGETS = {
-    "torch": (torch_path, "cpu", None),
-    "native-plain": (native_path, "cpu", "plain"),
-    "native-avx2": (native_path, "cpu", "avx2"),
-    "native-avx512": (native_path, "cpu", "avx512"),
-    "cuda": (cuda_path, "cuda", None),
-    "torch-cuda": (torch_path, "cuda", None),
+    "torch": (torch_backend, "cpu", None),
+    "native-plain": (native_backend, "cpu", "plain"),
+    "native-avx2": (native_backend, "cpu", "avx2"),
+    "native-avx512": (native_backend, "cpu", "avx512"),
+    "cuda": (cuda_backend, "cuda", None),
+    "torch-cuda": (torch_backend, "cuda", None),
 }
 
 all_targets = pytest.mark.parametrize(
@@ -32,20 +32,20 @@ def using(target: str):
     if device == "cuda":
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device")
-        if path is cuda_path:
+        if path is cuda_backend:
             fault = backends.cuda_fault(0)
             assert not fault, fault
-    if path is native_path:
-        if native_path.library() is None:
+    if path is native_backend:
+        if native_backend.library() is None:
             pytest.skip("libzeroplan_cpu is not built")
-        if not native_path.use_instructions(instructions):
+        if not native_backend.use_instructions(instructions):
             pytest.skip(f"this processor has no {instructions}")
     try:
-        with mock.patch.object(fronts, "backend", return_value=path):
+        with mock.patch.object(functional, "backend", return_value=path):
             yield torch.device(device)
     finally:
-        if path is native_path:
-            native_path.use_instructions(None)
+        if path is native_backend:
+            native_backend.use_instructions(None)
 
 
 def buffer(values: torch.Tensor, device: torch.device, offset: int = 0) -> torch.Tensor:

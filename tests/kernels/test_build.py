@@ -15,7 +15,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from zeroplan_runtime.kernels import backends, cuda_path, fronts, loss, make_segments, native_path, nvrtc, torch_path
+from zeroplan_runtime.kernels import (
+    backends,
+    cuda_backend,
+    functional,
+    loss,
+    make_segments,
+    native_backend,
+    nvrtc,
+    torch_backend,
+)
 
 ARCHITECTURES = (75, 80, 90, 100)
 
@@ -122,35 +131,35 @@ def test_head_is_where_all_tensors_align():
     room = torch.zeros(64)
     halves = torch.zeros(64, dtype=torch.bfloat16)
     first, half = (-room.data_ptr() % 64) // 4, (-halves.data_ptr() % 64) // 2
-    assert cuda_path._head(4, room[first:], halves[half:]) == 0
-    assert cuda_path._head(4, room[first + 1 :], halves[half + 1 :]) == 3
-    assert cuda_path._head(8, room[first + 5 :], halves[half + 5 :]) == 3
-    assert cuda_path._head(4, room[first + 1 : first + 11], halves[half + 2 : half + 12]) == 10  # never together
-    assert cuda_path._head(4, room[first + 1 : first + 3]) == 2
-    assert cuda_path._head(4, room[:0]) == 0
+    assert cuda_backend._head(4, room[first:], halves[half:]) == 0
+    assert cuda_backend._head(4, room[first + 1 :], halves[half + 1 :]) == 3
+    assert cuda_backend._head(8, room[first + 5 :], halves[half + 5 :]) == 3
+    assert cuda_backend._head(4, room[first + 1 : first + 11], halves[half + 2 : half + 12]) == 10  # never together
+    assert cuda_backend._head(4, room[first + 1 : first + 3]) == 2
+    assert cuda_backend._head(4, room[:0]) == 0
 
 
 def test_environment_keeps_to_torch(monkeypatch):
     monkeypatch.setenv(backends.ENVIRONMENT, "torch")
-    assert fronts.backend(torch.device("cpu")) is torch_path
+    assert functional.backend(torch.device("cpu")) is torch_backend
     assert backends.backend_report()[0] == {"device": "cpu", "backend": "torch", "reason": "ZEROPLAN_KERNELS=torch"}
 
 
 def test_report_says_what_is_in_use(monkeypatch):
     monkeypatch.delenv(backends.ENVIRONMENT, raising=False)
     (cpu, *_gpus) = backends.backend_report()
-    if native_path.library() is None:
+    if native_backend.library() is None:
         assert cpu["backend"] == "torch"
         assert "libzeroplan_cpu" in cpu["reason"]
     else:
         assert cpu["backend"] == "native"
-        assert native_path.instructions() in cpu["reason"]
+        assert native_backend.instructions() in cpu["reason"]
 
 
 def test_without_the_library_torch_serves(monkeypatch):
     monkeypatch.delenv(backends.ENVIRONMENT, raising=False)
-    monkeypatch.setattr(native_path, "library", lambda: None)
-    assert backends.backend(torch.device("cpu")) is torch_path
+    monkeypatch.setattr(native_backend, "library", lambda: None)
+    assert backends.backend(torch.device("cpu")) is torch_backend
 
 
 @pytest.mark.gpu
@@ -165,7 +174,7 @@ def test_the_kernels_are_in_use_on_a_gpu():
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_threads_survive_a_fork(fresh_python):
     """The child has none of its parent's threads, and must not wait for them."""
-    if native_path.library() is None:
+    if native_backend.library() is None:
         pytest.skip("libzeroplan_cpu is not built")
     code = """
 import ctypes, os
@@ -191,16 +200,18 @@ class Recorder:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launches: list[tuple[str, int, tuple[object, ...]]] = []
         monkeypatch.setattr(nvrtc, "core", lambda: self)
-        monkeypatch.setattr(cuda_path, "_kernel", lambda _device, _file, name, *_rest: name)
-        monkeypatch.setattr(cuda_path, "_config", lambda blocks, threads: blocks * threads)
-        monkeypatch.setattr(cuda_path, "_stream", lambda handle: handle)
-        monkeypatch.setattr(cuda_path, "_multiprocessors", lambda _device: 4)
-        monkeypatch.setattr(cuda_path, "_index", lambda _device: 0)
-        monkeypatch.setattr(cuda_path, "_workspace", lambda _device: torch.zeros(cuda_path.WORKSPACE_BYTES, dtype=torch.uint8))
+        monkeypatch.setattr(cuda_backend, "_kernel", lambda _device, _file, name, *_rest: name)
+        monkeypatch.setattr(cuda_backend, "_config", lambda blocks, threads: blocks * threads)
+        monkeypatch.setattr(cuda_backend, "_stream", lambda handle: handle)
+        monkeypatch.setattr(cuda_backend, "_multiprocessors", lambda _device: 4)
+        monkeypatch.setattr(cuda_backend, "_index", lambda _device: 0)
+        monkeypatch.setattr(
+            cuda_backend, "_workspace", lambda _device: torch.zeros(cuda_backend.WORKSPACE_BYTES, dtype=torch.uint8)
+        )
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: SimpleNamespace(cuda_stream=7))
-        monkeypatch.setattr(fronts, "backend", lambda _device: cuda_path)
-        monkeypatch.setattr(loss, "backend", lambda _device: cuda_path)
+        monkeypatch.setattr(functional, "backend", lambda _device: cuda_backend)
+        monkeypatch.setattr(loss, "backend", lambda _device: cuda_backend)
 
     def launch(self, _stream, threads, kernel, *arguments) -> None:
         self.launches.append((kernel, threads, arguments))
@@ -212,12 +223,12 @@ def test_arguments_are_those_of_the_sources(monkeypatch):
     n = 5000
     p, m, v = torch.ones(n), torch.ones(n), torch.ones(n)
     g, out, scalars = torch.ones(n).bfloat16(), torch.ones(n).bfloat16(), torch.zeros(16)
-    fronts.adamw(p, g, m, v, lr=0.1, step=1, param_out=out, scalars=scalars)
-    fronts.lion(p, g, m, lr=0.1, param_out=out)
-    fronts.sgd(p, g, None, lr=0.1)
-    fronts.lamb(p, g, m, v, make_segments([0, 17, n], "cpu"), lr=0.1, step=1, param_out=out)
-    fronts.grad_norm([g, m], scalars, max_norm=1.0)
-    fronts.cast(p, out)
+    functional.adamw(p, g, m, v, lr=0.1, step=1, param_out=out, scalars=scalars)
+    functional.lion(p, g, m, lr=0.1, param_out=out)
+    functional.sgd(p, g, None, lr=0.1)
+    functional.lamb(p, g, m, v, make_segments([0, 17, n], "cpu"), lr=0.1, step=1, param_out=out)
+    functional.grad_norm([g, m], scalars, max_norm=1.0)
+    functional.cast(p, out)
     labels = torch.zeros(4, dtype=torch.int64)
     lse, _ = loss.cross_entropy(g.view(4, -1), labels)
     loss.cross_entropy_grad(g.view(4, -1), labels, lse, scalars[:1])
@@ -235,4 +246,4 @@ def test_arguments_are_those_of_the_sources(monkeypatch):
             want = int if pointer or "long" in words else sizes[words[0]]
             assert type(argument) is want, f"{name}: {words} is given {argument!r}"
         if name in ("zp_adam", "zp_lion", "zp_sgd", "zp_cast"):
-            assert threads * cuda_path.SHAPES[name[3:]].vector * cuda_path.SHAPES[name[3:]].unroll >= n
+            assert threads * cuda_backend.SHAPES[name[3:]].vector * cuda_backend.SHAPES[name[3:]].unroll >= n

@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from tests.kernels.targets import TARGETS
 from zeroplan_runtime import loss as loss_module
-from zeroplan_runtime.kernels import cuda_path, torch_path
-from zeroplan_runtime.kernels import loss as fronts
+from zeroplan_runtime.kernels import cuda_backend, torch_backend
+from zeroplan_runtime.kernels import loss as kernels_loss
 from zeroplan_runtime.loss import causal_lm_loss
 
 DEVICES = ["torch", pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("torch-cuda", marks=pytest.mark.gpu)]
@@ -24,8 +24,8 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     path, kind, _ = TARGETS[request.param]
     if kind == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    monkeypatch.setattr(fronts, "backend", lambda _: path)
-    assert path in (torch_path, cuda_path)
+    monkeypatch.setattr(kernels_loss, "backend", lambda _: path)
+    assert path in (torch_backend, cuda_backend)
     return torch.device(kind)
 
 
@@ -48,8 +48,8 @@ def test_against_fp64(device: torch.device, dtype: torch.dtype, rows: int, vocab
     labels[::3] = -100
     scale = 1024.0 / rows  # gradients of 16-bit floats would vanish without
     losses, grad = reference(logits, labels, scale)
-    lse, got = fronts.cross_entropy(logits, labels)
-    found = fronts.cross_entropy_grad(logits, labels, lse, torch.tensor(scale, device=device))
+    lse, got = kernels_loss.cross_entropy(logits, labels)
+    found = kernels_loss.cross_entropy_grad(logits, labels, lse, torch.tensor(scale, device=device))
     assert (got.double() - losses).abs().max() <= 4e-6 * max(1.0, float(losses.max()))
     assert found.dtype is dtype
     # The softmax errs by the fp32 error of logit - lse; the subtraction of one at the label leaves that absolute error.
@@ -63,8 +63,8 @@ def test_against_fp64(device: torch.device, dtype: torch.dtype, rows: int, vocab
 def test_by_hand(device: torch.device) -> None:
     """Logits 0 and ln 3 have probabilities 1/4 and 3/4."""
     logits = torch.tensor([[0.0, math.log(3.0)]], device=device)
-    lse, losses = fronts.cross_entropy(logits, torch.tensor([0], device=device))
-    grad = fronts.cross_entropy_grad(logits, torch.tensor([0], device=device), lse, torch.tensor(2.0, device=device))
+    lse, losses = kernels_loss.cross_entropy(logits, torch.tensor([0], device=device))
+    grad = kernels_loss.cross_entropy_grad(logits, torch.tensor([0], device=device), lse, torch.tensor(2.0, device=device))
     assert lse.item() == pytest.approx(math.log(4.0), rel=1e-6)
     assert losses.item() == pytest.approx(math.log(4.0), rel=1e-6)
     assert grad.flatten().tolist() == pytest.approx([-1.5, 1.5], rel=1e-6)
@@ -75,8 +75,8 @@ def test_large_and_infinite_logits(device: torch.device) -> None:
     """The largest logit is subtracted before the exponential; a masked class (minus infinity) has no gradient."""
     logits = torch.tensor([[3.0e4, 3.0e4 - 1, -math.inf, -3.0e4]], device=device)
     labels = torch.tensor([1], device=device)
-    lse, losses = fronts.cross_entropy(logits, labels)
-    grad = fronts.cross_entropy_grad(logits, labels, lse, torch.tensor(1.0, device=device))
+    lse, losses = kernels_loss.cross_entropy(logits, labels)
+    grad = kernels_loss.cross_entropy_grad(logits, labels, lse, torch.tensor(1.0, device=device))
     assert losses.item() == pytest.approx(1.0 + math.log1p(math.exp(-1.0)), abs=4e-3)  # an ulp of 3e4 in fp32
     assert grad[0, 2].item() == 0.0
     assert torch.isfinite(grad).all()
@@ -84,7 +84,7 @@ def test_large_and_infinite_logits(device: torch.device) -> None:
 
 def test_shapes_must_fit() -> None:
     with pytest.raises(ValueError, match="do not fit together"):
-        fronts.cross_entropy(torch.zeros(3, 4), torch.zeros(2, dtype=torch.int64))
+        kernels_loss.cross_entropy(torch.zeros(3, 4), torch.zeros(2, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("items", [None, 7, torch.tensor(9)])

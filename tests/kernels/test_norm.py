@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.kernels.targets import all_targets, buffer, same_bits, using
 from zeroplan_runtime import kernels
-from zeroplan_runtime.kernels import FACTOR, NORM, SKIP, SQUARES, native_path
+from zeroplan_runtime.kernels import FACTOR, NORM, SKIP, SQUARES, native_backend
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 #: fp32 accumulation over at most a few hundred terms a lane, then fp64, then one rounding to fp32.
@@ -98,7 +98,7 @@ def test_several_buffers_and_ranks(target):
 
 def test_native_sum_has_the_same_bits_everywhere():
     """Whatever the instruction set and the number of threads."""
-    if native_path.library() is None:
+    if native_backend.library() is None:
         pytest.skip("libzeroplan_cpu is not built")
     before, sums = torch.get_num_threads(), set()
     grad = grad_of(1_000_003, torch.bfloat16)

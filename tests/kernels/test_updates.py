@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.kernels import formulas
 from tests.kernels.targets import all_targets, buffer, same_bits, using
 from zeroplan_runtime import kernels
-from zeroplan_runtime.kernels import native_path
+from zeroplan_runtime.kernels import native_backend
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 OUTS = (None, torch.bfloat16, torch.float16)
@@ -140,7 +140,7 @@ def test_bits_equal_those_of_the_torch_path(target, kind):
 )
 def test_any_size_and_alignment(n, offset, kind, seed):
     """The native routines write every element, none beside, and the bits of the torch path."""
-    if native_path.library() is None:
+    if native_backend.library() is None:
         pytest.skip("libzeroplan_cpu is not built")
     tensors = inputs(n, torch.bfloat16, seed)
     with using("torch") as device:
@@ -186,7 +186,7 @@ def test_neighbours_are_left_alone(target):
 
 def test_native_matches_torch_at_any_number_of_threads():
     """More parts than one, streaming stores included (they begin at 2^20 elements)."""
-    if native_path.library() is None:
+    if native_backend.library() is None:
         pytest.skip("libzeroplan_cpu is not built")
     n, before = (1 << 20) + 77, torch.get_num_threads()
     tensors = inputs(n, torch.bfloat16)

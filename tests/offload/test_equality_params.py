@@ -23,9 +23,9 @@ from tests.runtime.test_checkpoint import go_on
 from tests.runtime.test_options import freeze
 from tests.runtime.train import ds_config
 from zeroplan.core.errors import BadInput
-from zeroplan_runtime.offload import files
+from zeroplan_runtime.offload import swap_file
 from zeroplan_runtime.offload.io import DiskFault
-from zeroplan_runtime.offload.param_files import ParamFiles
+from zeroplan_runtime.offload.param_swapper import ParamFiles
 
 MEMORY = {"nvme_in_memory": True}  # wherever the tests' folder may be
 
@@ -309,7 +309,7 @@ def test_a_full_disk_is_found_at_the_start(tmp_path: Path, monkeypatch: pytest.M
         if "states" in os.readlink(f"/proc/self/fd/{handle}"):  # the second of the two
             raise OSError(errno.ENOSPC, "")
 
-    monkeypatch.setattr(files.os, "posix_fallocate", fill_up)
+    monkeypatch.setattr(swap_file.os, "posix_fallocate", fill_up)
     with pytest.raises(BadInput, match=r"states.swap needs [\d,]+ bytes, .*No space left on device"):
         engine_on(section(tmp_path))
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []

@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 
-from zeroplan_runtime.kernels import native_path
+from zeroplan_runtime.kernels import native_backend
 from zeroplan_runtime.offload.host_worker import Worker, host_threads
 
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ def test_jobs_run_in_order_on_another_thread_without_gradients() -> None:
     held = threading.Event()
     first = worker.submit(held.wait)  # type: ignore[arg-type]
     tickets = [worker.submit(lambda i=i: seen.append(i)) for i in range(5)]  # type: ignore[misc]
-    last = worker.submit(lambda: seen.append((torch.is_grad_enabled(), native_path._threads(), threading.get_ident())))
+    last = worker.submit(lambda: seen.append((torch.is_grad_enabled(), native_backend._threads(), threading.get_ident())))
     assert not first.done()
     assert not last.done()
     held.set()
@@ -31,7 +31,7 @@ def test_jobs_run_in_order_on_another_thread_without_gradients() -> None:
     assert seen[5][:2] == (False, 3)  # type: ignore[index]
     assert seen[5][2] != threading.get_ident()  # type: ignore[index]
     assert all(ticket.done() for ticket in tickets)
-    assert native_path._threads() == torch.get_num_threads()
+    assert native_backend._threads() == torch.get_num_threads()
     worker.close()
 
 

@@ -23,7 +23,7 @@ from tests.runtime import models
 from tests.runtime.ranks import RankPool
 from tests.runtime.train import ds_config
 from zeroplan.core.errors import BadInput
-from zeroplan_runtime.checkpoint.files import find
+from zeroplan_runtime.checkpoint.atomic_files import find
 
 SCHEDULE = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_min_lr": 1e-3}}}
 

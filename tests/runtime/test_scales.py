@@ -14,7 +14,7 @@ from tests.runtime import models
 from tests.runtime.ranks import RankPool
 from tests.runtime.train import ds_config
 from zeroplan.core.errors import BadInput
-from zeroplan_runtime.optim.rates import make_schedule
+from zeroplan_runtime.optim.lr_schedules import make_schedule
 from zeroplan_runtime.optim.scaler import LossScaler
 
 

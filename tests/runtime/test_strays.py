@@ -19,7 +19,7 @@ from tests.runtime import models
 from tests.runtime.ranks import RankPool
 from tests.runtime.train import ds_config
 from zeroplan_runtime.arena import Arena
-from zeroplan_runtime.kernels import native_path
+from zeroplan_runtime.kernels import native_backend
 from zeroplan_runtime.schedule import tensors_of
 
 #: The step's scalars as the host reads them (optim/step.py, Outcome): they stay until the next step.
@@ -107,7 +107,7 @@ def test_nothing_outlives_a_step_but_the_arenas(pool: RankPool, ranks: int) -> N
     for config in CONFIGS if ranks > 1 else CONFIGS[2:3]:
         left, within = pool.run(ranks, strays, config)[0]
         assert [size for size, _ in left] in ([], [OUTCOME]), (config, left)
-        if native_path.library() is not None:  # torch's own operations, where they stand in, need temporaries
+        if native_backend.library() is not None:  # torch's own operations, where they stand in, need temporaries
             assert [made for made in within if made[0] > SCALAR and made[0] != OUTCOME] == [], config
 
 

@@ -34,7 +34,7 @@ from zeroplan.planner.tapes import NoTapeError, Streams
 from zeroplan.trace.api import trace_module
 from zeroplan.validate.job import MODULE_FILE
 from zeroplan_runtime.arena import DTYPES
-from zeroplan_runtime.nested import cast_tensors, map_tensors, tensors_of
+from zeroplan_runtime.pytree import cast_tensors, map_tensors, tensors_of
 from zeroplan_runtime.units import cast_floating
 
 #: Engines that take a module as it is; the others build theirs on the device, or shard it while it is built.

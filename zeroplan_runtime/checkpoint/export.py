@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zeroplan_runtime.checkpoint.files import sync_folder, write_durably
+from zeroplan_runtime.checkpoint.atomic_files import sync_folder, write_durably
 
 if TYPE_CHECKING:
     from zeroplan_runtime.engine import Engine

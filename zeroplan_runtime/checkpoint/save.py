@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from zeroplan.core.buffers import Buffer, Phase
 from zeroplan.core.errors import BadInput
-from zeroplan_runtime.checkpoint import files
-from zeroplan_runtime.checkpoint.pieces import (
+from zeroplan_runtime.checkpoint import atomic_files
+from zeroplan_runtime.checkpoint.planners import (
     LoadPieces,
     Piece,
     SafeReader,
@@ -29,7 +29,7 @@ from zeroplan_runtime.checkpoint.pieces import (
     states_in_files,
 )
 from zeroplan_runtime.checkpoint.writer import PieceWriter
-from zeroplan_runtime.store import UnitState
+from zeroplan_runtime.model_states import UnitState
 
 if TYPE_CHECKING:
     from zeroplan_runtime.engine import Engine
@@ -68,10 +68,10 @@ def save_checkpoint(
     first = engine.ranks.rank == 0
     engine.arena.phase = Phase.SAVE
     if first:
-        files.write_state(files.begin(folder, tag), _state(engine, client_state))
+        atomic_files.write_state(atomic_files.begin(folder, tag), _state(engine, client_state))
     engine.ranks.barrier()
     wanted = [*pieces(engine.store, loading=False), *(_buffers(engine) if first else ())]
-    path = files.unfinished(folder, tag)
+    path = atomic_files.unfinished(folder, tag)
     if engine.device.type == "cuda":
         torch.cuda.current_stream(engine.device).synchronize()
     with _quiet():
@@ -84,9 +84,9 @@ def save_checkpoint(
         )
     engine.ranks.barrier()
     if first:
-        files.finish(folder, tag)
+        atomic_files.finish(folder, tag)
         if latest:
-            files.write_durably(folder / files.LATEST, tag.encode())
+            atomic_files.write_durably(folder / atomic_files.LATEST, tag.encode())
     engine.ranks.barrier()
     return folder / tag
 
@@ -112,11 +112,11 @@ def load_checkpoint(
     Raises:
         BadInput: when it is damaged, of another model, or of another optimizer.
     """
-    path = files.find(Path(folder), tag)
+    path = atomic_files.find(Path(folder), tag)
     if path is None:
         logger.warning("%s holds no checkpoint%s: nothing was loaded", folder, f" {tag}" if tag else "")
         return None, {}
-    state = files.read_state(path)
+    state = atomic_files.read_state(path)
     optimizer = load_optimizer_states and not load_module_only
     kind = engine.optimizer.kind if engine.optimizer is not None else None
     if optimizer and kind is not None and state["optimizer"] != kind:
@@ -227,7 +227,7 @@ def _refresh(engine: Engine) -> None:
 
 def remove_checkpoint(folder: str | Path, tag: str) -> None:
     """Deletes one checkpoint; ``latest`` must not name it."""
-    pointer = Path(folder) / files.LATEST
+    pointer = Path(folder) / atomic_files.LATEST
     if pointer.exists() and pointer.read_text().strip() == tag:
         raise BadInput(f"{tag!r} is the latest checkpoint", where=str(folder))
     shutil.rmtree(Path(folder) / tag)

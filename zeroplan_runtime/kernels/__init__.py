@@ -5,10 +5,10 @@ Public: :func:`adamw`, :func:`adam`, :func:`lamb`, :func:`lion`, :func:`sgd`, :f
 """
 
 from zeroplan_runtime.kernels.backends import backend_report
-from zeroplan_runtime.kernels.fronts import adam, adamw, cast, global_norm, grad_norm, lamb, lion, sgd, squares
+from zeroplan_runtime.kernels.functional import adam, adamw, cast, global_norm, grad_norm, lamb, lion, sgd, squares
 from zeroplan_runtime.kernels.loss import cross_entropy, cross_entropy_grad
 from zeroplan_runtime.kernels.segments import SegmentRoom, Segments, make_segments
-from zeroplan_runtime.kernels.step import FACTOR, NORM, ORDER, SKIP, SQUARES
+from zeroplan_runtime.kernels.update import FACTOR, NORM, ORDER, SKIP, SQUARES
 
 __all__ = [
     "FACTOR",

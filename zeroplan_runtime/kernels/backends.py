@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from zeroplan_runtime.kernels import cuda_path, native_path, nvrtc, torch_path
+from zeroplan_runtime.kernels import cuda_backend, native_backend, nvrtc, torch_backend
 
 #: ``torch`` keeps to plain torch operations everywhere; anything else takes the best that works.
 ENVIRONMENT = "ZEROPLAN_KERNELS"
@@ -19,15 +19,15 @@ _log = logging.getLogger("zeroplan")
 
 
 def backend(device: torch.device) -> ModuleType:
-    """The module whose functions work on `device`: :mod:`.cuda_path`, :mod:`.native_path` or :mod:`.torch_path`."""
+    """The module whose functions work on `device`: :mod:`.cuda_backend`, :mod:`.native_backend` or :mod:`.torch_backend`."""
     if os.environ.get(ENVIRONMENT) == "torch":
-        return torch_path
+        return torch_backend
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
-        return torch_path if cuda_fault(index) else cuda_path
-    if device.type == "cpu" and native_path.library() is not None:
-        return native_path
-    return torch_path
+        return torch_backend if cuda_fault(index) else cuda_backend
+    if device.type == "cpu" and native_backend.library() is not None:
+        return native_backend
+    return torch_backend
 
 
 @cache
@@ -37,7 +37,7 @@ def cuda_fault(index: int) -> str:
         device = torch.device("cuda", index)
         source = torch.arange(8, dtype=torch.float32, device=device)
         out = torch.empty(8, dtype=torch.bfloat16, device=device)
-        cuda_path.cast(source, out, 2.0)
+        cuda_backend.cast(source, out, 2.0)
         if out.tolist() != [0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0]:
             return "a first kernel gave a wrong result"
     except Exception as fault:  # whatever it is, torch's own operations remain
@@ -60,9 +60,9 @@ def backend_report() -> list[dict[str, Any]]:
 
 def _cpu_report() -> dict[str, str]:
     chosen = backend(torch.device("cpu"))
-    if chosen is native_path:
+    if chosen is native_backend:
         threads = torch.get_num_threads()
-        return {"backend": "native", "reason": f"libzeroplan_cpu with {native_path.instructions()}, {threads} threads"}
+        return {"backend": "native", "reason": f"libzeroplan_cpu with {native_backend.instructions()}, {threads} threads"}
     if os.environ.get(ENVIRONMENT) == "torch":
         return {"backend": "torch", "reason": f"{ENVIRONMENT}=torch"}
     return {"backend": "torch", "reason": "libzeroplan_cpu was not built or does not load"}

@@ -9,12 +9,12 @@ from types import ModuleType
 
 import torch
 
-from zeroplan_runtime.kernels import cuda_path, torch_path
+from zeroplan_runtime.kernels import cuda_backend, torch_backend
 from zeroplan_runtime.kernels.backends import backend
 
 
 def _path(logits: torch.Tensor) -> ModuleType:
-    return cuda_path if backend(logits.device) is cuda_path else torch_path  # host memory is not what it saves
+    return cuda_backend if backend(logits.device) is cuda_backend else torch_backend  # host memory is not what it saves
 
 
 def _check(logits: torch.Tensor, labels: torch.Tensor) -> None:

@@ -117,7 +117,7 @@ def cubin(path: Path | None, file: str, macros: tuple[tuple[str, str], ...], arc
 def compile_source(file: str, macros: tuple[tuple[str, str], ...], arch: str) -> bytes:
     """Compiles one source file, past the cache."""
     cuda = core()
-    # No fused multiply-add: Note [Arithmetic] of zeroplan_runtime.kernels.step.
+    # No fused multiply-add: Note [Arithmetic] of zeroplan_runtime.kernels.update.
     options = cuda.ProgramOptions(
         name=file, std="c++17", arch=arch, fma=False, include_path=str(sources()), define_macro=list(macros)
     )

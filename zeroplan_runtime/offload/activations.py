@@ -33,7 +33,7 @@ from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.offload_rules import LEAST_MOVED_BYTES
 from zeroplan_runtime.arena import Arena
 from zeroplan_runtime.comm import Lane, Mark
-from zeroplan_runtime.nested import tensors_of
+from zeroplan_runtime.pytree import tensors_of
 
 _Key = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 

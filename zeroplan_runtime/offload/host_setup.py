@@ -14,11 +14,11 @@ from zeroplan.core.offload_rules import remark, require_offloadable
 from zeroplan.core.runtime_offload import Offload
 from zeroplan_runtime.arena import DTYPES
 from zeroplan_runtime.comm import Mark
-from zeroplan_runtime.offload.host import Exchange, HostOptimizer, HostUnit, Update
+from zeroplan_runtime.model_states import Store, UnitState
+from zeroplan_runtime.offload.host_optimizer import Exchange, HostOptimizer, HostUnit, Update
 from zeroplan_runtime.offload.host_worker import Worker, host_threads
-from zeroplan_runtime.offload.swap import Swap
+from zeroplan_runtime.offload.nvme import Swap
 from zeroplan_runtime.optim.step import Segment, Stepper
-from zeroplan_runtime.store import Store, UnitState
 
 logger = logging.getLogger("zeroplan_runtime")
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from zeroplan_runtime.kernels import native_path
+from zeroplan_runtime.kernels import native_backend
 
 
 class Ticket:
@@ -80,7 +80,7 @@ def _serve(
 ) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    native_path.use_threads(threads)
+    native_backend.use_threads(threads)
     broken = False
     while (item := jobs.get()) is not None:
         job, ticket = item

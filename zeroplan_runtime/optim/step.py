@@ -16,10 +16,10 @@ from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import Flat
 from zeroplan_runtime import kernels
-from zeroplan_runtime.offload.host import HostOptimizer, Order
-from zeroplan_runtime.optim.groups import ZeroOptimizer
+from zeroplan_runtime.model_states import UnitState
+from zeroplan_runtime.offload.host_optimizer import HostOptimizer, Order
+from zeroplan_runtime.optim.zero_optimizer import ZeroOptimizer
 from zeroplan_runtime.schedule import Schedule
-from zeroplan_runtime.store import UnitState
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 Gathers and reductions use slots, and the kernels need no temporaries. What the runtime takes and gives back in a step are
 gradients: Note [Lifetimes] in core/layout. A plain linear layer's weight gradient is written into its flat by the product
 itself; every other gradient is made by autograd, copied into its flat and dropped at once.
-Source: zeroplan_runtime/arena.py, allocate and Lease; zeroplan_runtime/schedule.py; zeroplan_runtime/store.py, _fill.
+Source: zeroplan_runtime/arena.py, allocate and Lease; zeroplan_runtime/schedule.py; zeroplan_runtime/model_states.py, _fill.
 """
 
 from __future__ import annotations

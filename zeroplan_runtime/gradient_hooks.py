@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from zeroplan_runtime.guard import refuse_copy
+from zeroplan_runtime.checks import refuse_copy
+from zeroplan_runtime.model_states import UnitState
 from zeroplan_runtime.schedule import NOW, Schedule
-from zeroplan_runtime.store import UnitState
 
 _Place = tuple[UnitState, int]
 

@@ -10,8 +10,8 @@ Note [Addresses]
 Note [Places]
     Where a buffer lies is a column of the layout's rows, which the Arena follows. A unit's gradients leave for another place
     in :meth:`zeroplan_runtime.schedule.Schedule.reduce`, in the reduce lane; its masters and states are met there unit by
-    unit, by :class:`zeroplan_runtime.offload.host.HostOptimizer`. Parameters that rest on the host or in files come to the
-    device in :meth:`zeroplan_runtime.schedule.Schedule.gather`.
+    unit, by :class:`zeroplan_runtime.offload.host_optimizer.HostOptimizer`. Parameters that rest on the host or in files come
+    to the device in :meth:`zeroplan_runtime.schedule.Schedule.gather`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from zeroplan_runtime.comm import Lane, Mark, Ranks
 from zeroplan_runtime.units import Unit, reads_params_in_backward
 
 if TYPE_CHECKING:
-    from zeroplan_runtime.offload.host import HostUnit
-    from zeroplan_runtime.offload.host_files import UpdateStream
-    from zeroplan_runtime.offload.param_files import ParamFiles
-    from zeroplan_runtime.offload.swap import Swap
+    from zeroplan_runtime.offload.host_optimizer import HostUnit
+    from zeroplan_runtime.offload.nvme import Swap
+    from zeroplan_runtime.offload.optimizer_swapper import UpdateStream
+    from zeroplan_runtime.offload.param_swapper import ParamFiles
 
 _Carved = dict[tuple[Buffer, str], torch.Tensor]
 

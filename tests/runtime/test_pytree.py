@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import zeroplan_runtime
-from zeroplan_runtime.nested import cast_tensors, tensors_of
+from zeroplan_runtime.pytree import cast_tensors, tensors_of
 
 Pair = namedtuple("Pair", "x ids")
 

@@ -18,7 +18,7 @@ import torch
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import PAGE
-from zeroplan_runtime.checkpoint.files import write_durably
+from zeroplan_runtime.checkpoint.atomic_files import write_durably
 from zeroplan_runtime.offload.io import DiskFault, DiskFile, IoEngine, Ticket
 
 _RESUME = "check the disk (dmesg, smartctl) and resume from the last checkpoint"
@@ -52,7 +52,7 @@ class Transfer:
 
 
 class SwapFile:
-    """One file of named blocks. Get one from :class:`~zeroplan_runtime.offload.files_folder.SwapFolder`.
+    """One file of named blocks. Get one from :class:`~zeroplan_runtime.offload.swap_folder.SwapFolder`.
 
     A block takes up to its size, rounded up to a page, and is read back with as many bytes as were written (:meth:`held`).
     Transfers of whole pages go past the page cache.

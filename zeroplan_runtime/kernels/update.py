@@ -2,7 +2,7 @@
 
 Note [Arithmetic]
     Every product, sum, root and quotient of an update is rounded to fp32 on its own (no fused multiply-add, IEEE division
-    and square root, subnormals kept), in one order that csrc/cuda, csrc/cpu and :mod:`.torch_path` all keep; scalars are
+    and square root, subnormals kept), in one order that csrc/cuda, csrc/cpu and :mod:`.torch_backend` all keep; scalars are
     computed here in fp64 and rounded to fp32 once. So the three backends give the same bits (NaN payloads aside), and a run
     may move between them. Sums of squares are the exception: each backend adds in its own fixed order.
 """

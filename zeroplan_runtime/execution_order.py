@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, pairwise
 
-from zeroplan_runtime.offload.param_files import Want
-from zeroplan_runtime.store import Slot, UnitState
+from zeroplan_runtime.model_states import Slot, UnitState
+from zeroplan_runtime.offload.param_swapper import Want
 
 
 class Route:

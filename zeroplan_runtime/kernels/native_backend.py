@@ -10,7 +10,7 @@ import torch
 
 from zeroplan.core.native import library as shared_library
 from zeroplan_runtime.kernels.segments import Segments
-from zeroplan_runtime.kernels.step import FACTOR, SKIP, SQUARES, Step
+from zeroplan_runtime.kernels.update import FACTOR, SKIP, SQUARES, Step
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NONE = -1

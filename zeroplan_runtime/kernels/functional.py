@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from zeroplan_runtime.kernels import cuda_path, torch_path
+from zeroplan_runtime.kernels import cuda_backend, torch_backend
 from zeroplan_runtime.kernels.backends import backend
 from zeroplan_runtime.kernels.segments import Segments
-from zeroplan_runtime.kernels.step import NORM, SQUARES, Step, bias_corrections, check_elements
+from zeroplan_runtime.kernels.update import NORM, SQUARES, Step, bias_corrections, check_elements
 
 Betas = tuple[float, float]
 Reduce = Callable[[torch.Tensor], object] | None
@@ -230,7 +230,7 @@ def _require_positive(loss_scale: float) -> None:
 
 def _add_squares(grad: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor | None, *, accumulate: bool) -> None:
     path = backend(out.device)
-    more = {"workspace": workspace} if path is cuda_path else {}  # no other path needs one
+    more = {"workspace": workspace} if path is cuda_backend else {}  # no other path needs one
     path.sum_of_squares(grad, out, accumulate=accumulate, **more)
 
 
@@ -238,7 +238,7 @@ def _finish(scalars: torch.Tensor, max_norm: float, loss_scale: float, may_skip:
     """From this rank's sum of squares to the norm, the factor and whether to skip."""
     if reduce is not None:
         reduce(scalars[SQUARES : SQUARES + 1])
-    path = cuda_path if backend(scalars.device) is cuda_path else torch_path  # three numbers: no routine on a CPU pays
+    path = cuda_backend if backend(scalars.device) is cuda_backend else torch_backend  # three numbers: no routine on a CPU pays
     path.finalize(scalars, max_norm, loss_scale, may_skip=may_skip)
 
 
@@ -258,7 +258,7 @@ def grad_norm(
     Fills `scalars`: SQUARES, NORM (without loss scale), FACTOR (clip factor over loss scale, with the clip factor of
     ``torch.nn.utils.clip_grad_norm_``; `max_norm` 0 does not clip), SKIP (1 if `may_skip` and the sum is not finite: some
     gradient is infinite or NaN, or its square is beyond fp32). `reduce` is called with SQUARES alone (shape [1]) to add the
-    other ranks' in place. `workspace`: ``WORKSPACE_BYTES`` of :mod:`.cuda_path`, zeroed once, where it shall be the caller's.
+    other ranks' in place. `workspace`: ``WORKSPACE_BYTES`` of :mod:`.cuda_backend`, zeroed once by the caller, who owns it.
 
     Returns:
         The norm: a view of `scalars`.

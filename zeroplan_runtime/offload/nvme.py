@@ -12,12 +12,12 @@ import torch
 from zeroplan.core.buffers import Place
 from zeroplan.core.layout import Layout
 from zeroplan.core.runtime_offload import Offload
-from zeroplan_runtime.offload.files import SwapFile
-from zeroplan_runtime.offload.files_folder import SwapFolder
-from zeroplan_runtime.offload.host_files import UpdateStream, states_in_files
+from zeroplan_runtime.offload.chunks import blocks, runs_of_params, runs_of_update
 from zeroplan_runtime.offload.io import IoEngine
-from zeroplan_runtime.offload.param_files import ParamFiles
-from zeroplan_runtime.offload.runs import blocks, runs_of_params, runs_of_update
+from zeroplan_runtime.offload.optimizer_swapper import UpdateStream, states_in_files
+from zeroplan_runtime.offload.param_swapper import ParamFiles
+from zeroplan_runtime.offload.swap_file import SwapFile
+from zeroplan_runtime.offload.swap_folder import SwapFolder
 
 _count = itertools.count()
 _FP32_BYTES = 4

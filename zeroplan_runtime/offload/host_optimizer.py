@@ -37,9 +37,9 @@ from zeroplan_runtime.comm import Lane, Mark
 from zeroplan_runtime.offload.host_worker import Ticket, Worker
 
 if TYPE_CHECKING:
-    from zeroplan_runtime.offload.host_files import UpdateStream
+    from zeroplan_runtime.model_states import SumSlot, UnitState
+    from zeroplan_runtime.offload.optimizer_swapper import UpdateStream
     from zeroplan_runtime.optim.step import Segment
-    from zeroplan_runtime.store import SumSlot, UnitState
 
 #: ``update(segment, hyperparameters, step, scalars)``: the optimizer's arithmetic.
 Update = Callable[["Segment", dict[str, Any], int, torch.Tensor | None], None]

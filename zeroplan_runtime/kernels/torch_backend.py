@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 
 from zeroplan_runtime.kernels.segments import Segments
-from zeroplan_runtime.kernels.step import FACTOR, NORM, SKIP, SQUARES, Step
+from zeroplan_runtime.kernels.update import FACTOR, NORM, SKIP, SQUARES, Step
 
 #: Elements updated at a time: 16 MiB a temporary.
 CHUNK = 1 << 22

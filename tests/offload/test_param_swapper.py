@@ -17,10 +17,10 @@ from zeroplan.core.workload import DType
 from zeroplan.core.zero_config import Aio, Device
 from zeroplan_runtime.comm import Lane
 from zeroplan_runtime.offload import pinned
-from zeroplan_runtime.offload.files import SwapFile
+from zeroplan_runtime.offload.chunks import blocks, runs_of_params
 from zeroplan_runtime.offload.io import IoEngine
-from zeroplan_runtime.offload.param_files import ParamFiles, Want
-from zeroplan_runtime.offload.runs import blocks, runs_of_params
+from zeroplan_runtime.offload.param_swapper import ParamFiles, Want
+from zeroplan_runtime.offload.swap_file import SwapFile
 
 CPU = torch.device("cpu")
 TRAINED, FROZEN = Buffer.PARAM_SHARD, Buffer.PARAM_FROZEN

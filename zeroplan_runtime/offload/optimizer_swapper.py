@@ -19,14 +19,14 @@ from zeroplan.core.layout import PAGE, SWAP_SLOTS, Layout, UnitLayout
 from zeroplan.core.layout_setup import OPTIMIZER_STATES
 from zeroplan_runtime import kernels
 from zeroplan_runtime.comm import Lane, Mark
-from zeroplan_runtime.offload.files import SwapFile, Transfer
+from zeroplan_runtime.offload.chunks import Run, runs_of_update
 from zeroplan_runtime.offload.host_worker import Ticket
-from zeroplan_runtime.offload.param_files import ParamFiles
-from zeroplan_runtime.offload.runs import Run, runs_of_update
-from zeroplan_runtime.offload.stream import Part, RingPlan, Streamer
+from zeroplan_runtime.offload.param_swapper import ParamFiles
+from zeroplan_runtime.offload.swap_file import SwapFile, Transfer
+from zeroplan_runtime.offload.swap_pipeline import Part, RingPlan, Streamer
 
 if TYPE_CHECKING:
-    from zeroplan_runtime.offload.host import Exchange, HostUnit, Order, Update
+    from zeroplan_runtime.offload.host_optimizer import Exchange, HostUnit, Order, Update
     from zeroplan_runtime.optim.step import Segment
 
 _FP32_BYTES = 4

@@ -12,9 +12,9 @@ import torch
 from zeroplan.core.errors import BadInput
 from zeroplan.core.zero_config import Aio
 from zeroplan_runtime.offload import pinned
-from zeroplan_runtime.offload.files import SwapFile
 from zeroplan_runtime.offload.io import DiskFault, IoEngine
-from zeroplan_runtime.offload.stream import Part, RingPlan, Streamer, plan_ring
+from zeroplan_runtime.offload.swap_file import SwapFile
+from zeroplan_runtime.offload.swap_pipeline import Part, RingPlan, Streamer, plan_ring
 
 SIZES = [5000, 1, 4096, 10_000, 777, 10_000, 2048, 3]
 LANES = ("master", "exp_avg", "exp_avg_sq")

@@ -23,9 +23,9 @@ from pathlib import Path
 from types import TracebackType
 
 from zeroplan.core.errors import BadInput
-from zeroplan_runtime.offload.files import SwapFile
+from zeroplan_runtime.offload.disk_probe import DiskProbe, probe_folder
 from zeroplan_runtime.offload.io import IoEngine
-from zeroplan_runtime.offload.probe import DiskProbe, probe_folder
+from zeroplan_runtime.offload.swap_file import SwapFile
 
 _PREFIX = "zeroplan_swap_"
 _LOCK = "lock"

@@ -15,7 +15,7 @@ import torch
 from zeroplan.core.layout import NORM_PARTS, NORM_WORKSPACE
 from zeroplan_runtime.kernels import nvrtc
 from zeroplan_runtime.kernels.segments import Segments
-from zeroplan_runtime.kernels.step import Step
+from zeroplan_runtime.kernels.update import Step
 
 _NAMES = {torch.float32: "float", torch.bfloat16: "zp::bf16", torch.float16: "zp::fp16"}
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from zeroplan.core.errors import BadInput
-from zeroplan_runtime.guard import refuse_copy
-from zeroplan_runtime.store import Store
+from zeroplan_runtime.checks import refuse_copy
+from zeroplan_runtime.model_states import Store
 
 
 class StateDicts:

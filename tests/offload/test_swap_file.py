@@ -13,11 +13,11 @@ import torch
 
 from tests.offload.test_io import aligned, noise
 from zeroplan.core.errors import BadInput
-from zeroplan_runtime.offload import files, probe
-from zeroplan_runtime.offload.files import SwapFile, file_bytes
-from zeroplan_runtime.offload.files_folder import SwapFolder
+from zeroplan_runtime.offload import disk_probe, swap_file
+from zeroplan_runtime.offload.disk_probe import probe_folder
 from zeroplan_runtime.offload.io import DiskFault, IoEngine
-from zeroplan_runtime.offload.probe import probe_folder
+from zeroplan_runtime.offload.swap_file import SwapFile, file_bytes
+from zeroplan_runtime.offload.swap_folder import SwapFolder
 
 BLOCKS = {"embed/exp_avg": 10_000, "block.0/exp_avg": 8192, "head/exp_avg": 1}
 
@@ -106,7 +106,7 @@ def test_a_full_disk_is_found_at_the_start(engine: IoEngine, tmp_path: Path, mon
     def fill_up(*_: object) -> None:
         raise OSError(errno.ENOSPC, "")
 
-    monkeypatch.setattr(files.os, "posix_fallocate", fill_up)
+    monkeypatch.setattr(swap_file.os, "posix_fallocate", fill_up)
     with pytest.raises(BadInput, match=r"needs 4,096 bytes, .*No space left on device"):
         SwapFile.create(tmp_path / "late.swap", {"a": 1}, engine)
     assert list(tmp_path.iterdir()) == []
@@ -181,7 +181,7 @@ def test_on_a_network_another_boots_folder_is_left_alone(
     theirs = tmp_path / "zeroplan_swap_theirs_rank0"
     theirs.mkdir()
     (theirs / "lock").write_text('{"pid": 1, "boot": "another"}')
-    monkeypatch.setattr(probe, "_file_system", lambda _: ("nfs", "network"))
+    monkeypatch.setattr(disk_probe, "_file_system", lambda _: ("nfs", "network"))
     with pytest.warns(UserWarning, match="is on nfs, reached over a network"):
         folder = SwapFolder(tmp_path, "a", 0, engine)
     assert folder.removed == []
@@ -203,7 +203,7 @@ def test_paths_that_are_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert any("stays in host memory" in line for line in found.warnings())
     with pytest.raises(BadInput, match="cannot be written to"):
         probe_folder(Path("/proc"))
-    monkeypatch.setattr(probe, "_try_direct", lambda _: "EINVAL")
+    monkeypatch.setattr(disk_probe, "_try_direct", lambda _: "EINVAL")
     assert any("refuses direct I/O (EINVAL)" in line for line in probe_folder(tmp_path).warnings())
 
 

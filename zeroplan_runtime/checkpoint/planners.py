@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.errors import BadInput
 from zeroplan.core.layout_setup import OPTIMIZER_STATES
-from zeroplan_runtime.store import FlatState, Store, UnitState
+from zeroplan_runtime.model_states import FlatState, Store, UnitState
 
 
 @dataclass(frozen=True, slots=True)

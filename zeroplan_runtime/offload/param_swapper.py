@@ -27,8 +27,8 @@ import torch
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.layout import PAGE, PAGE_NUMEL, Layout, align
 from zeroplan_runtime.comm import Lane, Mark
-from zeroplan_runtime.offload.files import SwapFile, Transfer
-from zeroplan_runtime.offload.runs import Run, runs_of_params
+from zeroplan_runtime.offload.chunks import Run, runs_of_params
+from zeroplan_runtime.offload.swap_file import SwapFile, Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class ParamFiles:
     Args:
         layout: which units, how long, how cut.
         memory: the pinned buffers, as long as the layout's row of them.
-        file: with the blocks that :func:`~zeroplan_runtime.offload.runs.runs_of_params` names.
+        file: with the blocks that :func:`~zeroplan_runtime.offload.chunks.runs_of_params` names.
         device: where the parameters go.
     """
 

@@ -24,7 +24,7 @@ import torch
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import PAGE
-from zeroplan_runtime.offload.files import SwapFile, Transfer
+from zeroplan_runtime.offload.swap_file import SwapFile, Transfer
 
 #: Read, worked on, written.
 SLOTS = 3

@@ -16,8 +16,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zeroplan.core.errors import BadInput
-from zeroplan_runtime.optim.groups import ZeroOptimizer
-from zeroplan_runtime.store import Store
+from zeroplan_runtime.model_states import Store
+from zeroplan_runtime.optim.zero_optimizer import ZeroOptimizer
 
 #: Parameters under an engine, and those that an engine has emptied.
 _held: WeakIdKeyDictionary = WeakIdKeyDictionary()

@@ -24,7 +24,7 @@ from zeroplan.engines.deepspeed.schedule import simulate_deepspeed
 from zeroplan.planner.estimate import estimate_runs
 from zeroplan.planner.request import Request, resolve
 from zeroplan.planner.simulated import Simulated
-from zeroplan.simulate.allocator_config import AllocatorConfig
+from zeroplan.simulate.allocator.config import AllocatorConfig
 from zeroplan.simulate.timeline import TimelineMark
 
 #: Rows that were measured when their predictions already stood. What those were is kept in results/blind.json.

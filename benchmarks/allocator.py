@@ -19,10 +19,10 @@ from typing import Any
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.units import MIB
-from zeroplan.simulate import native
-from zeroplan.simulate.allocator import run_allocator
-from zeroplan.simulate.allocator_config import AllocatorConfig
-from zeroplan.simulate.stream import Recorder, simulate
+from zeroplan.simulate.allocator import native
+from zeroplan.simulate.allocator.config import AllocatorConfig
+from zeroplan.simulate.allocator.run import run_allocator
+from zeroplan.simulate.recorder import Recorder, simulate
 
 SETTINGS = ("", "expandable_segments:True", "max_split_size_mb:128", "roundup_power2_divisions:8")
 TARGET = 1_000_000

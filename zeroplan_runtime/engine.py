@@ -17,7 +17,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import UnitKind
 from zeroplan.core.layout_setup import RuntimeSetup
 from zeroplan.core.offload_rules import require_offloadable
-from zeroplan.core.zero_config import Device, OffloadOptimizer
+from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer
 from zeroplan_runtime.arena import DTYPES, Arena
 from zeroplan_runtime.audit import Audit
 from zeroplan_runtime.checks import Guard, groups_of, refuse_copy, require_loss, require_model
@@ -79,7 +79,7 @@ class Engine(nn.Module):
 
         require_model(model)
         groups = groups_of(model, optimizer)
-        if optimizer is not None and config.offload.optimizer.device is not Device.NONE:
+        if optimizer is not None and config.offload.optimizer.device is not OffloadDevice.NONE:
             require_offloadable(optimizer.kind)
         setup = RuntimeSetup.of(
             config.offload.optimizer if optimizer is not None else OffloadOptimizer(),

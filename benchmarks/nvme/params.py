@@ -22,7 +22,7 @@ from benchmarks.nvme.stream import TARGET, in_turns
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.layout import Layout, ParamShape, UnitKind, UnitShape, plan_layout
 from zeroplan.core.layout_setup import RuntimeSetup
-from zeroplan.core.zero_config import Aio, Device
+from zeroplan.core.zero_config import Aio, OffloadDevice
 from zeroplan_runtime.comm import Lane
 from zeroplan_runtime.offload import pinned
 from zeroplan_runtime.offload.chunks import blocks, runs_of_params
@@ -88,7 +88,11 @@ def main() -> int:
     count = max(2, int(given.gib * 2**30) // (numel * _WIDTH))
     shapes = [UnitShape(f"u{i}", UnitKind.BLOCK, (ParamShape(f"u{i}.w", numel),)) for i in range(count)]
     setup = RuntimeSetup(
-        stage=3, offload_optimizer=Device.CPU, offload_param=Device.NVME, param_buffers=given.buffers, param_buffer_numel=numel
+        stage=3,
+        offload_optimizer=OffloadDevice.CPU,
+        offload_param=OffloadDevice.NVME,
+        param_buffers=given.buffers,
+        param_buffer_numel=numel,
     )
     layout = plan_layout(shapes, setup)
     aio = Aio(queue_depth=given.queue_depth)

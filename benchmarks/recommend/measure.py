@@ -24,7 +24,7 @@ from zeroplan.core.units import GIB
 from zeroplan.planner.request import Request
 from zeroplan.search.answer import Answer, Recommendation
 from zeroplan.search.api import answer
-from zeroplan.search.given import candidate_of
+from zeroplan.search.candidates_file import candidate_of
 from zeroplan.search.problem import Wish, problem_of
 from zeroplan.search.space import Candidate
 

@@ -27,13 +27,13 @@ from zeroplan.core.rates import Rates, rates_of
 from zeroplan.engines.base import Case
 from zeroplan.ledger.work import Counts, count_stream
 from zeroplan.planner.request import resolve
-from zeroplan.planner.tapes import NoTapeError, stream_of
+from zeroplan.planner.tapes import NoTapeError, expanded_tape_of
 from zeroplan.search.cost import CostModel
 
 HERE = Path(__file__).resolve().parent
 COUNTS = HERE / "counts.json"
 RESULT = HERE.parent / "results" / "speeds.json"
-#: Host times, in µs each, which a busy host stretches alike; and what the host's memory and cores attain.
+#: Host times, in µs each, which a busy host event blocks alike; and what the host's memory and cores attain.
 HOST = (
     "launch_us",
     "autograd_us",
@@ -98,7 +98,7 @@ def samples(rows: Iterable[dict[str, Any]]) -> list[Sample]:
         key = f"{row['model']} {work.micro_batch}x{work.seq_len} {resolved.engine.trace_options(case).key} r{work.lora_rank}"
         if key not in known:
             try:
-                known[key] = asdict(count_stream(stream_of(resolved.engine, case)))
+                known[key] = asdict(count_stream(expanded_tape_of(resolved.engine, case)))
             except NoTapeError as error:
                 print(f"{row['id']}: {error}")
                 continue

@@ -11,7 +11,7 @@ import pytest
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
-from zeroplan.core.zero_config import Device, ZeroConfig
+from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.interop.ds_config import Effect, Severity, Wrapper, effects, fill_from, inspect_ds_config, read_ds_config, wrapper
 
 
@@ -56,8 +56,8 @@ class TestDefaults:
 
     def test_deprecated_offload(self) -> None:
         config = read_ds_config(zero(3, cpu_offload=True, cpu_offload_param=True))
-        assert config.zero.offload_optimizer.device is Device.CPU
-        assert config.zero.offload_param.device is Device.CPU
+        assert config.zero.offload_optimizer.device is OffloadDevice.CPU
+        assert config.zero.offload_param.device is OffloadDevice.CPU
         assert [f.id for f in config.warnings].count("key.deprecated") == 2
 
 

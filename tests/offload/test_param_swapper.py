@@ -14,7 +14,7 @@ from zeroplan.core.buffers import Buffer
 from zeroplan.core.layout import Layout, ParamShape, UnitKind, UnitShape, plan_layout
 from zeroplan.core.layout_setup import RuntimeSetup
 from zeroplan.core.workload import DType
-from zeroplan.core.zero_config import Aio, Device
+from zeroplan.core.zero_config import Aio, OffloadDevice
 from zeroplan_runtime.comm import Lane
 from zeroplan_runtime.offload import pinned
 from zeroplan_runtime.offload.chunks import blocks, runs_of_params
@@ -40,8 +40,8 @@ def layout_of(buffers: int, size: int, dtype: DType = DType.BF16) -> Layout:
     setup = RuntimeSetup(
         stage=3,
         param_dtype=dtype,
-        offload_optimizer=Device.CPU,
-        offload_param=Device.NVME,
+        offload_optimizer=OffloadDevice.CPU,
+        offload_param=OffloadDevice.NVME,
         param_buffers=buffers,
         param_buffer_numel=size,
     )

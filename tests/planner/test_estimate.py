@@ -206,7 +206,7 @@ def test_a_model_that_cannot_be_traced_is_tried_once_for_each_way_of_running_it(
         tried.append(case)
         raise tapes.NoTapeError("no way")
 
-    monkeypatch.setattr(tapes, "stream_of", fail)
+    monkeypatch.setattr(tapes, "expanded_tape_of", fail)
     report = estimate_report(Request(model=LLAMA))
     assert len(tried) == 2
     assert {plan.depth for plan in report.plans} == {"formula"}

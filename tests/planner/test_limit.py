@@ -12,8 +12,8 @@ from zeroplan.planner.estimate import estimate_runs
 from zeroplan.planner.request import Request
 from zeroplan.planner.simulated import Simulated
 from zeroplan.search.api import recommend
-from zeroplan.simulate.allocator_config import AllocatorConfig
-from zeroplan.simulate.churn import Churn
+from zeroplan.simulate.allocator.config import AllocatorConfig
+from zeroplan.simulate.cache_release import CacheRelease
 
 LLAMA = "meta-llama/Llama-3.2-1B"
 
@@ -80,22 +80,22 @@ def test_a_roomy_card_changes_nothing() -> None:
 
 def test_a_run_that_thrashes_returns_in_each_step_what_it_takes_again() -> None:
     run = _run(model=LLAMA, seq_len=1024, stage=3, micro_batch=4)
-    assert not Churn.of(run.simulation.timeline)
+    assert not CacheRelease.of(run.simulation.timeline)
     limited = run.simulation.under(round(1.06 * run.simulation.peak_allocated)).timeline
     assert limited.oom is None
-    churn = Churn.of(limited)
-    assert churn.emptied > 0
+    released = CacheRelease.of(limited)
+    assert released.emptied > 0
     before, after = [mark.reserved for mark in limited.marks if mark.name.startswith("step")][-2:]
     assert before == after  # so half of what moves goes out and half comes in
     events = [mark.event for mark, named in zip(limited.result.marks, limited.marks, strict=True) if named.name == "step1"]
     out = [change.size for change in limited.result.segments if change.event > events[0] and change.size < 0]
-    assert churn.bytes == -2 * sum(out)
+    assert released.bytes == -2 * sum(out)
 
 
 def test_churn_of_a_long_window_counts_its_middle_again() -> None:
     run = _run(model=LLAMA, seq_len=1024, stage=3, micro_batch=4, grad_accum=8)
     limited = run.simulation.under(round(1.06 * run.simulation.peak_allocated)).timeline
-    three, eight = Churn.of(limited, 3), Churn.of(limited, 8)
+    three, eight = CacheRelease.of(limited, 3), CacheRelease.of(limited, 8)
     assert three.emptied > 0
     assert (eight.emptied - three.emptied) % 5 == 0  # five micro batches more, alike
     assert eight.bytes >= three.bytes

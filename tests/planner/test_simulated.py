@@ -11,7 +11,7 @@ import pytest
 from zeroplan.core.buffers import Phase
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.plan import MemoryPlan
-from zeroplan.core.tape import Kind, Mark, Op, Stream, TapeModule, TapeParam
+from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op, TapeModule, TapeParam
 from zeroplan.core.units import MIB
 from zeroplan.core.workload import Attention, DType, OptimizerKind, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
@@ -27,10 +27,10 @@ PARAMS = sum(math.prod(shape) for shape in SHAPES)
 SAVED = 48 * MIB  # activation of a layer
 
 
-def _stream(width: int, saved: int, frozen: int) -> Stream:
+def _stream(width: int, saved: int, frozen: int) -> ExpandedTape:
     params = tuple(TapeParam(f"layers.{i}.weight", shape, i != frozen, width) for i, shape in enumerate(SHAPES))
     modules = (TapeModule("", "Net", -1, ()), *(TapeModule(f"layers.{i}", "Linear", 0, (i,)) for i in range(len(SHAPES))))
-    stream = Stream(modules, params)
+    stream = ExpandedTape(modules, params)
 
     def add(op: Op, arg: int, aux: int = 0, kind: Kind = Kind.SAVED, module: int = -1) -> None:
         for column, value in zip(

@@ -13,7 +13,7 @@ from zeroplan.core.buffers import Buffer
 from zeroplan.core.units import GIB, MIB
 from zeroplan.report.html import html_report
 from zeroplan.report.timeline import Frame, layers, timeline_svg
-from zeroplan.simulate.stream import Recorder, simulate
+from zeroplan.simulate.recorder import Recorder, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -11,14 +11,14 @@ from zeroplan.core.buffers import Phase
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.gpus import GPUS
 from zeroplan.core.rates import rates_of
-from zeroplan.core.tape import Mark, Op, Stream, TapeModule, TapeParam
+from zeroplan.core.tape import ExpandedTape, Mark, Op, TapeModule, TapeParam
 from zeroplan.core.workload import Workload
-from zeroplan.core.zero_config import Device, OffloadParam, ZeroConfig
+from zeroplan.core.zero_config import OffloadDevice, OffloadParam, ZeroConfig
 from zeroplan.engines import torch_traffic
 from zeroplan.engines.compute_traffic import COMPUTE, WORK_GLOSSARY
 from zeroplan.engines.deepspeed import traffic
 from zeroplan.engines.deepspeed.traffic_facts import GLOSSARY
-from zeroplan.ledger.traffic import Lane, Resource, WorkItem, seconds_for
+from zeroplan.ledger.traffic import Executor, Resource, WorkItem, seconds_for
 from zeroplan.ledger.work import Counts, count_stream, guess_counts, matrices, scale_counts
 from zeroplan.models.load import load_model
 from zeroplan.search.cost import CostModel, compose
@@ -85,7 +85,7 @@ def test_rings_carry_what_the_textbook_says(ranks: int) -> None:
 
 def test_one_rank_sends_nothing() -> None:
     for stage in (0, 1, 2, 3):
-        assert not [i for i in items(stage, gpus=1).values() if i.lane is Lane.LINK]
+        assert not [i for i in items(stage, gpus=1).values() if i.executor is Executor.LINK]
 
 
 def test_several_nodes_use_the_slower_link() -> None:
@@ -110,7 +110,7 @@ def test_the_runtime_reads_from_disk_what_host_memory_does_not_keep() -> None:
     cost = CostModel("zeroplan", load_model(LLAMA), cluster, rates_of(cluster.gpu))
     found = {}
     for kept in (0, 10**6, 10**10):
-        param = OffloadParam(Device.NVME, "/disk", max_in_cpu=kept)
+        param = OffloadParam(OffloadDevice.NVME, "/disk", max_in_cpu=kept)
         lines = {item.name: item for item in cost.items(WORK, ZeroConfig.of(3, "cpu", param), COUNTS)}
         found[kept] = lines["read_params_forward"].amount if "read_params_forward" in lines else 0
         assert lines["upload_forward"].amount >= found[0]
@@ -208,7 +208,7 @@ def test_recomputation_leaves_out_the_last_product_of_a_block() -> None:
             TapeModule("n", "Norm", 0, (2,)),
         )
         params = (TapeParam("0", (64, 8), True, 2), TapeParam("1", (8, 64), True, 2), TapeParam("n", (8,), True, 2))
-        stream = Stream(modules, params)
+        stream = ExpandedTape(modules, params)
         again = [(Op.ENTER, 0), (Op.ENTER, 1), (Op.ALLOC, 0), (Op.EXIT, 1), (Op.ENTER, 2)]
         if after:
             again += [(Op.ALLOC, 1), (Op.EXIT, 2), *((Op.ENTER, module) for module in after)]

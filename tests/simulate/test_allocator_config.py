@@ -6,7 +6,7 @@ import pytest
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.units import MIB
-from zeroplan.simulate.allocator_config import AllocatorConfig
+from zeroplan.simulate.allocator.config import AllocatorConfig
 
 
 def test_settings_are_read():

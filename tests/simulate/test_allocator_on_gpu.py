@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from zeroplan.simulate.allocator import run_allocator
-from zeroplan.simulate.allocator_config import AllocatorConfig
+from zeroplan.simulate.allocator.config import AllocatorConfig
+from zeroplan.simulate.allocator.run import run_allocator
 from zeroplan.simulate.history import from_snapshot, read_history
 
 pytestmark = pytest.mark.gpu

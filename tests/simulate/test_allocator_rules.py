@@ -6,12 +6,12 @@ import pytest
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.units import GIB, MIB
-from zeroplan.simulate import native
-from zeroplan.simulate.allocator import run_allocator
-from zeroplan.simulate.allocator_config import AllocatorConfig
-from zeroplan.simulate.allocator_events import AllocatorResult, BadStream
-from zeroplan.simulate.allocator_rules import round_size, segment_size
-from zeroplan.simulate.stream import Recorder
+from zeroplan.simulate.allocator import native
+from zeroplan.simulate.allocator.config import AllocatorConfig
+from zeroplan.simulate.allocator.events import AllocatorResult, BadStream
+from zeroplan.simulate.allocator.rules import round_size, segment_size
+from zeroplan.simulate.allocator.run import run_allocator
+from zeroplan.simulate.recorder import Recorder
 
 TEMP = Buffer.ACTIVATION_TEMP
 TWINS = [

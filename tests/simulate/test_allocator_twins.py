@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.units import MIB
-from zeroplan.simulate import native
-from zeroplan.simulate.allocator import run_allocator
-from zeroplan.simulate.allocator_config import AllocatorConfig
-from zeroplan.simulate.allocator_events import OP_BITS, AllocatorOp
-from zeroplan.simulate.stream import Recorder
+from zeroplan.simulate.allocator import native
+from zeroplan.simulate.allocator.config import AllocatorConfig
+from zeroplan.simulate.allocator.events import OP_BITS, AllocatorOp
+from zeroplan.simulate.allocator.run import run_allocator
+from zeroplan.simulate.recorder import Recorder
 
 CONFIGS = [
     "",

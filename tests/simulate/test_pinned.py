@@ -6,7 +6,7 @@ import pytest
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.units import GIB, MIB
-from zeroplan.simulate.pinned import PinnedAllocator, PinnedConfig, pinned_bytes
+from zeroplan.simulate.allocator.pinned_host import PinnedAllocator, PinnedConfig, pinned_bytes
 
 
 @pytest.mark.parametrize(

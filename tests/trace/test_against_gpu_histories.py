@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from zeroplan.core.tape import Mark, Op, Stream
+from zeroplan.core.tape import ExpandedTape, Mark, Op
 from zeroplan.core.tape_options import Arithmetic, Checkpointing, TraceOptions, auto_class_of
 from zeroplan.core.workload import Attention
 from zeroplan.models import catalog
@@ -37,12 +37,12 @@ def _config(model: str, layers: int) -> dict[str, Any]:
     return {**entry.config, depth: layers}
 
 
-def _blocks(stream: Stream) -> Mapping[str, list[int]]:
+def _blocks(tape: ExpandedTape) -> Mapping[str, list[int]]:
     """Sizes as in the fixture; a gradient's end is the engine's."""
     found: dict[str, list[int]] = {"fwd": [], "bwd": []}
     sizes: dict[int, int] = {}
     phase = ""
-    for op, arg, aux in zip(stream.op, stream.arg, stream.aux, strict=True):
+    for op, arg, aux in zip(tape.op, tape.arg, tape.aux, strict=True):
         if op == Op.MARK:
             phase = {Mark.FORWARD_BEGIN: "fwd", Mark.BACKWARD_BEGIN: "bwd"}.get(Mark(arg), "")
         elif op == Op.ALLOC:

@@ -12,10 +12,10 @@ pytest.importorskip("transformers")
 import torch
 from torch import nn
 
-from zeroplan.core.tape import Mark, Op, Stream
+from zeroplan.core.tape import ExpandedTape, Mark, Op
 from zeroplan.core.tape_codec import from_json, to_json
 from zeroplan.core.tape_options import Arithmetic, Checkpointing, TraceOptions, auto_class_of
-from zeroplan.core.tape_sizes import Device
+from zeroplan.core.tape_sizes import KernelDevice
 from zeroplan.core.workload import Attention
 from zeroplan.trace import pointwise
 from zeroplan.trace.api import Donors, trace_at, trace_model, trace_module
@@ -62,20 +62,20 @@ MOE = {
 }
 
 
-def columns(stream: Stream) -> tuple[list[int], ...]:
-    return stream.op, stream.arg, stream.aux, stream.kind, stream.module
+def columns(tape: ExpandedTape) -> tuple[list[int], ...]:
+    return tape.op, tape.arg, tape.aux, tape.kind, tape.module
 
 
-def renumbered(stream: Stream) -> tuple[list[int], ...]:
+def renumbered(tape: ExpandedTape) -> tuple[list[int], ...]:
     """Columns with storages numbered in the order of their allocation."""
     number: dict[int, int] = {}
     arg, aux = [], []
-    for op, a, x in zip(stream.op, stream.arg, stream.aux, strict=True):
+    for op, a, x in zip(tape.op, tape.arg, tape.aux, strict=True):
         if op == Op.ALLOC:
             number[a] = len(number)
         arg.append(number[a] if op in (Op.ALLOC, Op.FREE) else a)
         aux.append(number[x] if op == Op.GRAD else x)
-    return stream.op, arg, aux, stream.kind, stream.module
+    return tape.op, arg, aux, tape.kind, tape.module
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_an_expanded_tape_equals_the_whole_model_traced_there(
         assert folded.modules == there.modules
 
 
-def _whole(config: dict[str, Any], options: TraceOptions, point: Point) -> Stream:
+def _whole(config: dict[str, Any], options: TraceOptions, point: Point) -> ExpandedTape:
     """Every block traced, nothing fitted."""
     from zeroplan.trace import api
 
@@ -139,7 +139,7 @@ def test_a_tape_survives_its_stored_form() -> None:
 
 def test_other_devices_run_other_attention_kernels() -> None:
     tape = trace_model(LLAMA, "AutoModelForCausalLM", TraceOptions())
-    hopper, ampere = tape.expand(2, 100), tape.expand(2, 100, device=Device(108, 2048, cudnn_attention=False))
+    hopper, ampere = tape.expand(2, 100), tape.expand(2, 100, device=KernelDevice(108, 2048, cudnn_attention=False))
     rows, heads, dim = 128, 4, 32  # flash's fp32 gradient of the queries: rows padded to 128, head dimension to 32
     assert 4 * 2 * rows * heads * dim in set(ampere.aux) - set(hopper.aux)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from zeroplan.core.tape_sizes import FUNCTIONS, Device
+from zeroplan.core.tape_sizes import FUNCTIONS, KernelDevice
 
-H100 = Device()
+H100 = KernelDevice()
 
 
 @pytest.mark.parametrize(

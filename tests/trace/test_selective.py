@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.tape import Mark, Op, Stream
+from zeroplan.core.tape import ExpandedTape, Mark, Op
 from zeroplan.core.tape_options import Arithmetic, Checkpointing, TraceOptions, options_for
 from zeroplan.core.tape_summary import summarise
 from zeroplan.core.workload import Attention, CheckpointPolicy, Workload
@@ -80,12 +80,12 @@ def _real(policy: CheckpointPolicy) -> tuple[list[int], list[int]]:
     return forward, backward
 
 
-def _traced(stream: Stream) -> tuple[list[int], list[int]]:
+def _traced(tape: ExpandedTape) -> tuple[list[int], list[int]]:
     """The same of a tape; the batch is not counted."""
     size: dict[int, int] = {}
     parts: dict[int, list[int]] = {Mark.FORWARD_BEGIN: [], Mark.BACKWARD_BEGIN: []}
     now: list[int] | None = None
-    for op, arg, aux in zip(stream.op, stream.arg, stream.aux, strict=True):
+    for op, arg, aux in zip(tape.op, tape.arg, tape.aux, strict=True):
         if op == Op.MARK:
             now = parts.get(arg)
         elif op in (Op.ALLOC, Op.FREE):

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from zeroplan.core.tape import Mark, Op, Stream
+from zeroplan.core.tape import ExpandedTape, Mark, Op
 from zeroplan.core.tape_options import Arithmetic, Checkpointing, TraceOptions, auto_class_of
 from zeroplan.core.workload import Attention, DType, Precision, Workload
 from zeroplan.models.load import load_model
@@ -19,11 +19,11 @@ from zeroplan.tapes import find_tape, shipped
 _ROWS = os.path.join(os.path.dirname(__file__), "..", "..", "benchmarks", "ground_truth", "measured.jsonl")
 
 
-def live_after_forward(stream: Stream) -> int:
+def live_after_forward(tape: ExpandedTape) -> int:
     """Bytes live at the forward's end, each block rounded up to 512 as CUDA's allocator does, the inputs left out."""
     live: dict[int, int] = {}
     inside = False
-    for op, arg, size in zip(stream.op, stream.arg, stream.aux, strict=True):
+    for op, arg, size in zip(tape.op, tape.arg, tape.aux, strict=True):
         if op == Op.ALLOC and inside:
             live[arg] = -(-size // 512) * 512
         elif op == Op.FREE:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.validate.small import CONFIG
 from zeroplan.planner.request import Request, resolve
-from zeroplan.planner.tapes import Streams
+from zeroplan.planner.tapes import ExpandedTapes
 from zeroplan.validate.compare import compare
 from zeroplan.validate.job import job_of
 from zeroplan.validate.measured import measurement_of
@@ -59,7 +59,7 @@ def test_plan_and_measurement_are_equal(model: dict[str, Any], options: dict[str
         )
     )
     (case,) = resolved.cases
-    planned = predict(resolved.engine, case, Streams(resolved.engine))
+    planned = predict(resolved.engine, case, ExpandedTapes(resolved.engine))
     result = run_job(job_of(case, "zeroplan", "", raw=config, steps=2), Place.of("cpu", 0), lambda _: None)
     found = compare(planned, measurement_of([result], device="cpu", ranks=1), 0.02)
     assert not found.mismatches
@@ -88,7 +88,7 @@ def test_on_the_device_two_are_there_at_a_time() -> None:
             gradient_checkpointing=True,
         )
         resolved = resolve(request)
-        return predict(resolved.engine, resolved.cases[0], Streams(resolved.engine)).plan.gpu.phases
+        return predict(resolved.engine, resolved.cases[0], ExpandedTapes(resolved.engine)).plan.gpu.phases
 
     one = batch * length * WIDTH * 2  # a multiple of the allocator's 512 bytes
     kept, moved = phases(moves=False), phases(moves=True)

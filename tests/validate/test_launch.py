@@ -15,14 +15,14 @@ import pytest
 from tests.conftest import ROOT
 from tests.validate.small import CONFIG
 from zeroplan.planner.request import Request, resolve
-from zeroplan.validate.job import Job, job_of
+from zeroplan.validate.job import VerifyJob, job_of
 from zeroplan.validate.launch import Launch
 from zeroplan.validate.measured import measurement_of
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 
-def endless(timeout: float) -> Job:
+def endless(timeout: float) -> VerifyJob:
     """A job that ends only when it is ended."""
     case = resolve(Request(model=CONFIG, engine="zeroplan", gpus=2, stage=3, seq_len=16)).cases[0]
     return job_of(case, "zeroplan", "stage 3", steps=100_000, timeout=timeout)

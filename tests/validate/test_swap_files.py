@@ -9,7 +9,7 @@ import pytest
 
 from tests.validate.small import CONFIG
 from zeroplan.planner.request import Request, resolve
-from zeroplan.planner.tapes import Streams
+from zeroplan.planner.tapes import ExpandedTapes
 from zeroplan.validate.compare import compare
 from zeroplan.validate.job import job_of
 from zeroplan.validate.measured import measurement_of
@@ -34,7 +34,7 @@ def test_states_and_parameters_in_folders_of_their_own(folders: tuple[str, str],
     }
     resolved = resolve(Request(model=CONFIG, engine="zeroplan", ds_config=config, seq_len=16))
     (case,) = resolved.cases
-    planned = predict(resolved.engine, case, Streams(resolved.engine))
+    planned = predict(resolved.engine, case, ExpandedTapes(resolved.engine))
     result = run_job(job_of(case, "zeroplan", "", raw=config, steps=2), Place.of("cpu", 0), lambda _: None)
     found = compare(planned, measurement_of([result], device="cpu", ranks=1), 0.02)
     files = next(row for row in found.totals if row.name == "swap files")

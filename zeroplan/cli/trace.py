@@ -42,7 +42,7 @@ def trace_command(
     as_json: flags.Json = False,
 ) -> None:
     """Trace one micro batch of MODEL: what its forward and backward allocate, kept for later predictions."""
-    from zeroplan.core.tape_sizes import Device
+    from zeroplan.core.tape_sizes import KernelDevice
     from zeroplan.core.tape_summary import summarise
     from zeroplan.tapes import find_tape, get_tape
 
@@ -58,7 +58,7 @@ def trace_command(
     source = "at hand"
     if tape is None:
         tape, source = get_tape(spec, workload, zero3=zero3), "traced now"
-    device = Device.of(resolved.cluster.gpu)
+    device = KernelDevice.of(resolved.cluster.gpu)
     stream = tape.expand(workload.micro_batch, workload.seq_len or 1, workload.lora_rank, device=device)
     summary = summarise(stream)
     facts: dict[str, Any] = {

@@ -52,7 +52,7 @@ from zeroplan.core.buffers import ALWAYS, Buffer, Phase, Place
 from zeroplan.core.layout_setup import OPTIMIZER_STATES, RuntimeSetup
 from zeroplan.core.segments import SegmentTable
 from zeroplan.core.workload import DType
-from zeroplan.core.zero_config import Device
+from zeroplan.core.zero_config import OffloadDevice
 
 #: Parameters and shards begin on multiples of this many elements: 128 bytes in 16 bits, a line of the GPU's L2 cache.
 ALIGN = 64
@@ -340,7 +340,9 @@ def plan_layout(shapes: Sequence[UnitShape], setup: RuntimeSetup) -> Layout:
 
 def _optimizer_places(numels: Sequence[int], setup: RuntimeSetup) -> list[Place]:
     """Where each unit's optimizer lies; see Note [Offload]."""
-    away = {Device.NONE: Place.HBM, Device.CPU: Place.DRAM, Device.NVME: Place.NVME}[setup.offload_optimizer]
+    away = {OffloadDevice.NONE: Place.HBM, OffloadDevice.CPU: Place.DRAM, OffloadDevice.NVME: Place.NVME}[
+        setup.offload_optimizer
+    ]
     stays = (1.0 - setup.offload_ratio) * sum(numels)
     places, end = [], 0
     for numel in numels:
@@ -351,7 +353,7 @@ def _optimizer_places(numels: Sequence[int], setup: RuntimeSetup) -> list[Place]
 
 def _param_places(numels: Sequence[int], setup: RuntimeSetup) -> list[Place]:
     """Where each unit's shard of parameters rests; see Note [Offload]."""
-    away = {Device.NONE: Place.HBM, Device.CPU: Place.PINNED, Device.NVME: Place.NVME}[setup.offload_param]
+    away = {OffloadDevice.NONE: Place.HBM, OffloadDevice.CPU: Place.PINNED, OffloadDevice.NVME: Place.NVME}[setup.offload_param]
     places, end = [], 0
     for numel in numels:
         end += numel

@@ -8,7 +8,7 @@ from typing import Any
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput
 from zeroplan.core.workload import DType
-from zeroplan.core.zero_config import Device, OffloadOptimizer, OffloadParam
+from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer, OffloadParam
 
 #: The optimizers' states by name; every state is fp32 and as long as the unit's share of the masters.
 OPTIMIZER_STATES: dict[str, tuple[Buffer, ...]] = {
@@ -39,10 +39,10 @@ class RuntimeSetup:
     optimizer: str = "adamw"
     grad_accum: int = 1
     block_slots: int = 2
-    offload_optimizer: Device = Device.NONE
+    offload_optimizer: OffloadDevice = OffloadDevice.NONE
     offload_ratio: float = 1.0
     swap_buffers: int = 4
-    offload_param: Device = Device.NONE
+    offload_param: OffloadDevice = OffloadDevice.NONE
     param_buffers: int = 5
     param_buffer_numel: int = 100_000_000
     params_in_host: int = 0
@@ -96,12 +96,12 @@ class RuntimeSetup:
     @property
     def offloads_params(self) -> bool:
         """Parameters rest outside the device."""
-        return self.offload_param is not Device.NONE
+        return self.offload_param is not OffloadDevice.NONE
 
     @property
     def params_in_files(self) -> bool:
         """Parameters rest in files, but for the first :attr:`params_in_host`."""
-        return self.offload_param is Device.NVME
+        return self.offload_param is OffloadDevice.NVME
 
     @property
     def has_masters(self) -> bool:
@@ -121,13 +121,13 @@ class RuntimeSetup:
     @property
     def casts_masters(self) -> bool:
         """Gathers begin with the masters; no 16-bit shard stands."""
-        offloads = self.offload_optimizer is not Device.NONE or self.offloads_params
+        offloads = self.offload_optimizer is not OffloadDevice.NONE or self.offloads_params
         return self.shards_params and self.has_masters and not offloads
 
     @property
     def wide_grad_dtype(self) -> DType:
         """Dtype of whole gradients in the slots of embeddings, heads and the root, until they are cast for the reduction."""
-        staged = self.reduce_dtype is DType.FP32 and self.offload_optimizer is Device.NONE
+        staged = self.reduce_dtype is DType.FP32 and self.offload_optimizer is OffloadDevice.NONE
         return self.param_dtype if staged else self.reduce_dtype
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import PAGE, PAGE_NUMEL, Layout
-from zeroplan.core.zero_config import Aio, Device, OffloadOptimizer, OffloadParam, ZeroConfig
+from zeroplan.core.zero_config import Aio, OffloadDevice, OffloadOptimizer, OffloadParam, ZeroConfig
 
 #: Checkpointed inputs of fewer bytes stay on the device: torch's allocator gives no tensor less than this.
 LEAST_MOVED_BYTES = 512
@@ -38,7 +38,7 @@ def require_runnable(
             where="offload_optimizer",
             remedy=f"use {OffloadOptimizer().cpuadam_cores_perc} for that part of the cores",
         )
-    if Device.NVME in (optimizer.device, param.device):
+    if OffloadDevice.NVME in (optimizer.device, param.device):
         _require_buffers(optimizer, param)
         require_io(aio or Aio())
     if param and (not optimizer or optimizer.ratio < 1.0):
@@ -47,7 +47,7 @@ def require_runnable(
             where="offload_param",
             remedy="add offload_optimizer with ratio 1",
         )
-    if delayed and (optimizer.device is not Device.CPU or param):
+    if delayed and (optimizer.device is not OffloadDevice.CPU or param):
         raise BadInput(
             "the delayed update is for an optimizer in host memory and parameters on the device",
             where="zeroplan.delayed_update",
@@ -57,7 +57,7 @@ def require_runnable(
 
 def _require_buffers(optimizer: OffloadOptimizer, param: OffloadParam) -> None:
     streamed: list[tuple[str, OffloadOptimizer | OffloadParam]] = [("offload_optimizer", optimizer)]
-    if param.device is Device.NVME:
+    if param.device is OffloadDevice.NVME:
         streamed.append(("offload_param", param))
     for where, one in streamed:
         if one.buffer_count < 1:
@@ -66,7 +66,7 @@ def _require_buffers(optimizer: OffloadOptimizer, param: OffloadParam) -> None:
                 where=where,
                 remedy=f"use {type(one)().buffer_count}, or leave it out",
             )
-    if param.device is Device.NVME and param.buffer_size < PAGE_NUMEL:
+    if param.device is OffloadDevice.NVME and param.buffer_size < PAGE_NUMEL:
         raise BadInput(
             f"buffer_size {param.buffer_size:,} holds no page of a file",
             where="offload_param",

@@ -10,7 +10,7 @@ from zeroplan.core.errors import BadInput, did_you_mean
 from zeroplan.core.lax import to_bool, to_float, to_int
 from zeroplan.core.offload_rules import require_runnable
 from zeroplan.core.runtime_keys import Knobs, section
-from zeroplan.core.zero_config import ActivationCheckpointing, Aio, Device, OffloadOptimizer, OffloadParam
+from zeroplan.core.zero_config import ActivationCheckpointing, Aio, OffloadDevice, OffloadOptimizer, OffloadParam
 
 #: Keys of DeepSpeed's that choose between its own ways and change nothing here.
 WITHOUT_EFFECT = {
@@ -59,7 +59,7 @@ def read_offload(raw: Mapping[str, Any], knobs: Knobs, stage: int) -> tuple[Offl
     made, ignored = read_sections(raw, knobs)
     require_runnable(stage, made.optimizer, made.param, delayed=made.delayed_from > 0, aio=made.aio)
     for name, one in (("offload_optimizer", made.optimizer), ("offload_param", made.param)):
-        if one.device is Device.NVME and not one.nvme_path:
+        if one.device is OffloadDevice.NVME and not one.nvme_path:
             raise BadInput("a folder on the disk is missing", where=name, remedy='add "nvme_path"')
     return made, ignored
 
@@ -92,7 +92,7 @@ def _read(kind: type[Any], holder: Mapping[str, Any], key: str, prefix: str, ign
             continue
         given[name] = _value(value, known[name], f"{where}.{told}", lax=key in LAX)
     without = WITHOUT_EFFECT.get(key, ())
-    if given.get("device") is not Device.NVME:
+    if given.get("device") is not OffloadDevice.NVME:
         without += FOR_FILES.get(key, ())
     ignored += [f"{where}.{name}" for name in given if name in without]
     return kind(**given)
@@ -106,9 +106,9 @@ _TAKES: dict[type[Any], tuple[str, Callable[[Any], Any]]] = {
 
 
 def _value(value: Any, default: Any, where: str, *, lax: bool) -> Any:
-    if isinstance(default, Device):
+    if isinstance(default, OffloadDevice):
         try:
-            return Device(value)
+            return OffloadDevice(value)
         except ValueError:
             raise BadInput(f"{value!r} is not a device", where=where, remedy="use none, cpu or nvme") from None
     if default is None and where.endswith("path"):

@@ -7,7 +7,7 @@ Note [Tape]
     engine afterwards (the tape never frees it).
 
     The stored form is compact (sizes as monomials of micro batch, sequence length and LoRA rank; one block for all that
-    are alike) and is expanded to a :class:`Stream` for given numbers.
+    are alike) and is expanded to a :class:`ExpandedTape` for given numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from enum import IntEnum
 
 
 class Op(IntEnum):
-    """What an event says. The columns `arg`, `aux` of :class:`Stream` mean, for each:"""
+    """What an event says. The columns `arg`, `aux` of :class:`ExpandedTape` mean, for each:"""
 
     ALLOC = 0  # arg: storage id, aux: bytes (as requested, not rounded)
     FREE = 1  # arg: storage id
@@ -74,7 +74,7 @@ class TapeParam:
 
 
 @dataclass(slots=True)
-class Stream:
+class ExpandedTape:
     """An expanded tape: five columns of equal length (struct of arrays, because a 405B model has 10^5 events).
 
     `kind` and `module` describe ALLOC events (the innermost module running, -1 outside any) and are 0 and -1 elsewhere.

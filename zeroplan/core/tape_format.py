@@ -1,4 +1,4 @@
-"""The tape's stored form: sizes as expressions, blocks that are alike once; expanded to a :class:`Stream` on demand.
+"""The tape's stored form: sizes as expressions, blocks that are alike once; expanded to a :class:`ExpandedTape` on demand.
 
 Note [Folding]
     A trace of a few blocks is cut into *pieces*: those outside the blocks (the embedding, the head and the loss, …) and
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.tape import Op, Stream, TapeModule, TapeParam
-from zeroplan.core.tape_sizes import FUNCTIONS, Device, Poly, evaluate
+from zeroplan.core.tape import ExpandedTape, Op, TapeModule, TapeParam
+from zeroplan.core.tape_sizes import FUNCTIONS, KernelDevice, Poly, evaluate
 
 #: Bumped when the stored form changes, so that older caches are not read.
 FORMAT = 2
@@ -40,7 +40,7 @@ class Size(NamedTuple):
     function: str  # "" for the polynomial itself
     args: tuple[Poly, ...]
 
-    def bytes(self, device: Device, batch: int, seq: int, rank: int) -> int:
+    def bytes(self, device: KernelDevice, batch: int, seq: int, rank: int) -> int:
         """The value."""
         values = [evaluate(poly, batch, seq, rank) for poly in self.args]
         return FUNCTIONS[self.function](device, *values) if self.function else values[0]
@@ -131,9 +131,11 @@ class Tape:
     programs: list[Program]
     buffers: int = 0
     about: dict[str, Any] = field(default_factory=dict)
-    _layout: Layout | None = field(default=None, repr=False, compare=False)
+    _layout: TapeLayout | None = field(default=None, repr=False, compare=False)
 
-    def expand(self, micro_batch: int, seq_len: int, lora_rank: int | None = None, *, device: Device | None = None) -> Stream:
+    def expand(
+        self, micro_batch: int, seq_len: int, lora_rank: int | None = None, *, device: KernelDevice | None = None
+    ) -> ExpandedTape:
         """The events for these numbers.
 
         Raises:
@@ -148,13 +150,13 @@ class Tape:
                 remedy=f"stay within {', '.join(str(p.seqs) for p in self.programs)}",
             )
         if self._layout is None:
-            self._layout = Layout(self)
+            self._layout = TapeLayout(self)
         layout = self._layout
-        sizes = [s.bytes(device or Device(), micro_batch, seq_len, lora_rank or 0) for s in program.sizes]
+        sizes = [s.bytes(device or KernelDevice(), micro_batch, seq_len, lora_rank or 0) for s in program.sizes]
         return _Expansion(self, layout, program, sizes, lora_rank or 0).stream
 
 
-class Layout:
+class TapeLayout:
     """Indices of modules and parameters at full depth."""
 
     def __init__(self, tape: Tape) -> None:
@@ -200,11 +202,11 @@ class Layout:
 class _Expansion:
     """Lays a program's segments end to end."""
 
-    def __init__(self, tape: Tape, layout: Layout, program: Program, sizes: Sequence[int], rank: int) -> None:
+    def __init__(self, tape: Tape, layout: TapeLayout, program: Program, sizes: Sequence[int], rank: int) -> None:
         self.tape, self.layout, self.program, self.sizes = tape, layout, program, sizes
         self._counts = [[_storage_sizes(s, sizes) for s in piece.segments] for piece in program.pieces]
         self._bases: list[list[int]] = []
-        self.stream = Stream(_with_rank(layout.modules), _ranked(layout.params, rank))
+        self.stream = ExpandedTape(_with_rank(layout.modules), _ranked(layout.params, rank))
         self._place()
         self._lay()
 

@@ -52,7 +52,7 @@ def _embedding_partial_grad(count: int, weights: int, width: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class KernelDevice:
     """What a tape's sizes depend on besides the workload. The default is a Hopper GPU (H100, H200).
 
     `cudnn_attention`: PyTorch prefers cuDNN's attention kernels on compute capabilities 9 and 10 (``sdp_utils.cpp``).
@@ -63,7 +63,7 @@ class Device:
     cudnn_attention: bool = True
 
     @classmethod
-    def of(cls, gpu: Gpu) -> Device:
+    def of(cls, gpu: Gpu) -> KernelDevice:
         """The device of a preset; one whose multiprocessors are not listed counts as a Hopper GPU's number of them."""
         threads = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}.get(gpu.capability, 2048)
         return cls(_MULTIPROCESSORS.get(gpu.name, 132), threads, gpu.capability[0] in (9, 10))
@@ -91,7 +91,7 @@ def _last_power_of_two(value: int) -> int:
     return 1 << (value.bit_length() - 1) if value > 0 else 1
 
 
-def _reduction(device: Device, outputs: int, inputs: int, fastest: int, vector: int, acc_size: int) -> tuple[int, int]:
+def _reduction(device: KernelDevice, outputs: int, inputs: int, fastest: int, vector: int, acc_size: int) -> tuple[int, int]:
     """Bytes of the partial results and of the semaphores of a reduction that is split across thread blocks.
 
     Args:
@@ -131,7 +131,7 @@ def _reduction(device: Device, outputs: int, inputs: int, fastest: int, vector: 
     return (size if fastest else size * width * vector), 4 * grid
 
 
-def _cudnn_backward(device: Device, rows: int, dim: int, grouped: int) -> int:
+def _cudnn_backward(device: KernelDevice, rows: int, dim: int, grouped: int) -> int:
     """cuDNN's workspace: gradient of the queries in fp32, row sums, and whole key and value gradients if heads are grouped.
 
     `rows` is batch × heads × sequence.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zeroplan.core.tape import Kind, Mark, Op, Stream
+from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Summary:
     largest: list[tuple[str, Kind, int]]
 
 
-def summarise(stream: Stream, *, largest: int = 10) -> Summary:
+def summarise(tape: ExpandedTape, *, largest: int = 10) -> Summary:
     """The summary of one micro batch."""
     live: dict[int, int] = {}  # storage -> its ALLOC event
     total = gradients = after_forward = 0
@@ -31,30 +31,27 @@ def summarise(stream: Stream, *, largest: int = 10) -> Summary:
     best: list[int] = []
     backward = 0
     stale = False  # whether `best` has to be taken again before anything is freed
-    for i, (op, arg) in enumerate(zip(stream.op, stream.arg, strict=True)):
+    for i, (op, arg) in enumerate(zip(tape.op, tape.arg, strict=True)):
         if op == Op.ALLOC:
             live[arg] = i
-            total += stream.aux[i]
+            total += tape.aux[i]
             if total > peaks[backward]:
                 stale = stale or total > max(peaks)
                 peaks[backward] = total
         elif op == Op.FREE:
             if stale:
                 best, stale = list(live.values()), False
-            total -= stream.aux[live.pop(arg)]
+            total -= tape.aux[live.pop(arg)]
         elif op == Op.GRAD:
-            gradients += stream.aux[live[stream.aux[i]]]
+            gradients += tape.aux[live[tape.aux[i]]]
         elif op == Op.MARK and arg == Mark.FORWARD_END:
             after_forward = total
         elif op == Op.MARK and arg == Mark.BACKWARD_BEGIN:
             backward = 1
     by_kind: dict[Kind, int] = {}
     for i in best:
-        by_kind[Kind(stream.kind[i])] = by_kind.get(Kind(stream.kind[i]), 0) + stream.aux[i]
-    top = sorted(best, key=lambda i: -stream.aux[i])[:largest]
-    named = [
-        (stream.modules[stream.module[i]].name if stream.module[i] >= 0 else "", Kind(stream.kind[i]), stream.aux[i])
-        for i in top
-    ]
+        by_kind[Kind(tape.kind[i])] = by_kind.get(Kind(tape.kind[i]), 0) + tape.aux[i]
+    top = sorted(best, key=lambda i: -tape.aux[i])[:largest]
+    named = [(tape.modules[tape.module[i]].name if tape.module[i] >= 0 else "", Kind(tape.kind[i]), tape.aux[i]) for i in top]
     order = dict(sorted(by_kind.items(), key=lambda item: -item[1]))
-    return Summary(len(stream), after_forward, peaks[0], peaks[1], gradients, order, named)
+    return Summary(len(tape), after_forward, peaks[0], peaks[1], gradients, order, named)

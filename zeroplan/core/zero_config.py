@@ -26,7 +26,7 @@ _LEAF_CLASSES = tuple(
 )
 
 
-class Device(StrEnum):
+class OffloadDevice(StrEnum):
     """Where offloaded state goes."""
 
     NONE = "none"
@@ -38,7 +38,7 @@ class Device(StrEnum):
 class OffloadOptimizer:
     """``zero_optimization.offload_optimizer``. `ratio` is the part of sub-groups that goes to the host (stage 3)."""
 
-    device: Device = Device.NONE
+    device: OffloadDevice = OffloadDevice.NONE
     nvme_path: str | None = None
     buffer_count: int = 4
     pin_memory: bool = True
@@ -51,14 +51,14 @@ class OffloadOptimizer:
 
     def __bool__(self) -> bool:
         """Whether anything is offloaded."""
-        return self.device is not Device.NONE
+        return self.device is not OffloadDevice.NONE
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadParam:
     """``zero_optimization.offload_param``. `buffer_size` and `max_in_cpu` are elements."""
 
-    device: Device = Device.NONE
+    device: OffloadDevice = OffloadDevice.NONE
     nvme_path: str | None = None
     buffer_count: int = 5
     buffer_size: int = 100_000_000
@@ -67,7 +67,7 @@ class OffloadParam:
 
     def __bool__(self) -> bool:
         """Whether anything is offloaded."""
-        return self.device is not Device.NONE
+        return self.device is not OffloadDevice.NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,9 +212,9 @@ class ZeroConfig:
             offload_param if isinstance(offload_param, OffloadParam) else OffloadParam(_device(offload_param, "offload_param"))
         )
         if nvme_path is not None:
-            if optimizer.device is Device.NVME and optimizer.nvme_path is None:
+            if optimizer.device is OffloadDevice.NVME and optimizer.nvme_path is None:
                 optimizer = replace(optimizer, nvme_path=nvme_path)
-            if param.device is Device.NVME and param.nvme_path is None:
+            if param.device is OffloadDevice.NVME and param.nvme_path is None:
                 param = replace(param, nvme_path=nvme_path)
         config = cls(stage=stage, offload_optimizer=optimizer, offload_param=param, **bare)
         config.require_possible()
@@ -234,7 +234,7 @@ class ZeroConfig:
             )
         if self.offload_optimizer and self.stage < 1:
             raise BadInput("optimizer offload needs stage 1, 2 or 3", where="offload_optimizer", remedy="raise the stage")
-        if self.offload_optimizer.device is Device.NVME and self.stage < 3:
+        if self.offload_optimizer.device is OffloadDevice.NVME and self.stage < 3:
             raise BadInput(
                 f"NVMe offload needs stage 3, not {self.stage}", where="offload_optimizer", remedy="use cpu, or stage 3"
             )
@@ -259,8 +259,8 @@ class ZeroConfig:
         return self.stage == 3 and bool(self.offload_param)
 
 
-def _device(text: str, where: str) -> Device:
+def _device(text: str, where: str) -> OffloadDevice:
     try:
-        return Device(text)
+        return OffloadDevice(text)
     except ValueError:
         raise BadInput(f"{text!r} is not a device", where=where, remedy="use none, cpu or nvme") from None

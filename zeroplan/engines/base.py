@@ -14,9 +14,9 @@ from zeroplan.ledger.line import Ledger
 from zeroplan.models.spec import ModelSpec
 
 if TYPE_CHECKING:  # a plan from the ledger alone needs no simulator
-    from zeroplan.core.tape import Stream
+    from zeroplan.core.tape import ExpandedTape
     from zeroplan.engines.simulation import Simulation
-    from zeroplan.simulate.allocator_config import AllocatorConfig
+    from zeroplan.simulate.allocator.config import AllocatorConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,6 @@ class Engine(Protocol):
         """How the model must be traced to run under this engine."""
         ...
 
-    def simulate(self, case: Case, stream: Stream, config: AllocatorConfig | None = None) -> Simulation:
+    def simulate(self, case: Case, tape: ExpandedTape, config: AllocatorConfig | None = None) -> Simulation:
         """The run, laid over the model's expanded tape, of the rank that needs the most."""
         ...

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.tape import Op, Stream
+from zeroplan.core.tape import ExpandedTape, Op
 from zeroplan.core.workload import Workload
 from zeroplan.engines.script import WORKSPACE, Cue, Script, Scripts
-from zeroplan.simulate.stream import Recorder
+from zeroplan.simulate.recorder import Recorder
 
 #: Micro batches of an accumulation window that differ from each other: the first, a later one, and the last.
 DISTINCT_MICRO_BATCHES = 3
@@ -89,7 +89,7 @@ class PlayedJob(Protocol):
 
 def play(
     job: PlayedJob,
-    stream: Stream,
+    tape: ExpandedTape,
     recorder: Recorder,
     schedule: StageSchedule,
     *,
@@ -97,13 +97,13 @@ def play(
     warm: bool = False,
     scripts: Scripts | None = None,
 ) -> None:
-    """Records a whole run: build, initialisation, and `job.steps` steps, each stretch of it ended by a mark.
+    """Records a whole run: build, initialisation, and `job.steps` steps, each event block of it ended by a mark.
 
     Marks are ``model``, ``init``, then ``fwd`` and ``bwd`` for every micro batch and ``step0``, ``step1``, …
 
     Args:
         job: what is played.
-        stream: the expanded tape.
+        tape: the expanded tape.
         recorder: where it is recorded.
         schedule: what the engine does.
         own_linear: the engine put a function of its own in place of ``torch.nn.functional.linear``.
@@ -115,7 +115,7 @@ def play(
     schedule.add_adapters()
     schedule.initialize()
     recorder.mark("init")
-    script = (scripts or Scripts()).of(stream, modules=schedule.follows_modules, own_linear=own_linear)
+    script = (scripts or Scripts()).of(tape, modules=schedule.follows_modules, own_linear=own_linear)
     player = _Player(script, recorder, schedule, job.cublas_workspace)
     if warm:
         player.workspaces[:2] = [0, 0]
@@ -150,7 +150,7 @@ class _Player:
             Op.BWD_ENTER: schedule.backward_enter,
             Op.BWD_EXIT: schedule.backward_exit,
         }
-        recorder.follow(script.stretches)
+        recorder.follow(script.event_blocks)
 
     def end(self) -> list[int]:
         """Frees the inputs; returns the blocks that the loss keeps."""
@@ -166,9 +166,9 @@ class _Player:
 
     def run(self, cues: Sequence[Cue]) -> None:
         played, handle_of, hooks, grad = self.recorder.play, self.recorder.handle_of, self.hooks, int(Op.GRAD)
-        for stretch, op, arg, aux in cues:
-            if stretch is not None:  # hooks mostly follow one another
-                played(stretch)
+        for event_block, op, arg, aux in cues:
+            if event_block is not None:  # hooks mostly follow one another
+                played(event_block)
             if op == grad:
                 self.grad(arg, handle_of(aux))
             elif op == WORKSPACE:

@@ -1,6 +1,6 @@
-"""A tape made ready to be played many times: stretches that are recorded as a whole, and what an engine does between them.
+"""A tape made ready to be played many times: event blocks that are recorded as a whole, and what an engine does between them.
 
-See Note [Stretches] in ``zeroplan/simulate/stretches.py``.
+See Note [Event blocks] in ``zeroplan/simulate/event_blocks.py``.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.tape import Kind, Mark, Op, Stream, TapeModule
-from zeroplan.simulate.stretches import Stretches
+from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op, TapeModule
+from zeroplan.simulate.event_blocks import EventBlocks
 
 #: By Kind, the name of a tape's allocation.
 BUFFER_OF_KIND = {
@@ -33,16 +33,16 @@ WORKSPACE = 99
 
 
 class Cue(NamedTuple):
-    """What comes after a stretch of allocations and frees.
+    """What comes after an event block of allocations and frees.
 
     Attributes:
-        stretch: what is recorded first, by its number; None for nothing.
+        event_block: what is recorded first, by its number; None for nothing.
         op: a module hook or GRAD of :class:`zeroplan.core.tape.Op`, or WORKSPACE; None at the end.
         arg: as in the tape's event.
         aux: as in the tape's event.
     """
 
-    stretch: int | None
+    event_block: int | None
     op: int | None = None
     arg: int = 0
     aux: int = 0
@@ -57,34 +57,34 @@ class Script:
         backward: the backward's.
         inputs: storages of the batch, freed once the backward has returned.
         kept: what the loss keeps until another takes its place, in the order in which it goes.
-        stretches: what the cues' numbers stand for.
+        event_blocks: what the cues' numbers stand for.
     """
 
     forward: tuple[Cue, ...]
     backward: tuple[Cue, ...]
     inputs: tuple[int, ...]
     kept: tuple[int, ...]
-    stretches: Stretches
+    event_blocks: EventBlocks
 
 
 class Scripts:
     """The scripts of the last stream: all ranks and stages of a request play the same few."""
 
     def __init__(self) -> None:
-        self._stream: Stream | None = None
+        self._stream: ExpandedTape | None = None
         self._known: dict[tuple[bool, bool], Script] = {}
 
-    def of(self, stream: Stream, *, modules: bool, own_linear: bool) -> Script:
+    def of(self, tape: ExpandedTape, *, modules: bool, own_linear: bool) -> Script:
         """As :func:`script_of`."""
-        if stream is not self._stream:
-            self._stream, self._known = stream, {}
+        if tape is not self._stream:
+            self._stream, self._known = tape, {}
         key = (modules, own_linear)
         if key not in self._known:
-            self._known[key] = script_of(stream, modules=modules, own_linear=own_linear)
+            self._known[key] = script_of(tape, modules=modules, own_linear=own_linear)
         return self._known[key]
 
 
-def script_of(stream: Stream, *, modules: bool, own_linear: bool) -> Script:
+def script_of(tape: ExpandedTape, *, modules: bool, own_linear: bool) -> Script:
     """The tape's forward and backward, with module hooks only if `modules`.
 
     Workspace cues stand behind the first result of the first module of each half that multiplies matrices, and of the first
@@ -93,49 +93,49 @@ def script_of(stream: Stream, *, modules: bool, own_linear: bool) -> Script:
     adds the bias apart (zero/linear.py).
 
     Args:
-        stream: the expanded tape.
+        tape: the expanded tape.
         modules: whether the engine has module hooks.
         own_linear: whether it put a function of its own in place of ``torch.nn.functional.linear``.
     """
     alloc, free, mark = int(Op.ALLOC), int(Op.FREE), int(Op.MARK)
-    marks = {stream.arg[at]: at for at, op in enumerate(stream.op) if op == mark}
+    marks = {tape.arg[at]: at for at, op in enumerate(tape.op) if op == mark}
     ends = (0, marks[Mark.BACKWARD_BEGIN], marks[Mark.BACKWARD_END])
-    products = [_multiplies(m.type) for m in stream.modules]
-    biased = [_adds_bias(m, stream, own_linear=own_linear) for m in stream.modules]
-    stretches = Stretches()
+    products = [_multiplies(m.type) for m in tape.modules]
+    biased = [_adds_bias(m, tape, own_linear=own_linear) for m in tape.modules]
+    event_blocks = EventBlocks()
     played = []
     for half, (begin, end) in enumerate(pairwise(ends)):
-        workspaces = _workspaces(stream, range(begin, end), half, products, biased)
-        played.append(_cues(stream, range(begin, end), workspaces, modules, stretches))
-    allocated = {arg: kind for op, arg, kind in zip(stream.op, stream.arg, stream.kind, strict=True) if op == alloc}
-    last = [arg for op, arg in zip(stream.op[ends[2] :], stream.arg[ends[2] :], strict=True) if op == free]
+        workspaces = _workspaces(tape, range(begin, end), half, products, biased)
+        played.append(_cues(tape, range(begin, end), workspaces, modules, event_blocks))
+    allocated = {arg: kind for op, arg, kind in zip(tape.op, tape.arg, tape.kind, strict=True) if op == alloc}
+    last = [arg for op, arg in zip(tape.op[ends[2] :], tape.arg[ends[2] :], strict=True) if op == free]
     return Script(
         forward=played[0],
         backward=played[1],
         inputs=tuple(arg for arg in last if allocated[arg] == Kind.INPUT),
         kept=tuple(arg for arg in last if allocated[arg] != Kind.INPUT),
-        stretches=stretches,
+        event_blocks=event_blocks,
     )
 
 
 def _workspaces(
-    stream: Stream, half: range, number: int, products: list[bool], biased: list[bool]
+    tape: ExpandedTape, half: range, number: int, products: list[bool], biased: list[bool]
 ) -> list[tuple[int, int, int]]:
     """Before which event of the half a workspace is taken, its index, and the module that calls."""
     enters = (int(Op.ENTER), int(Op.BWD_ENTER))
-    entries = [at for at in half if stream.op[at] in enters]
-    first = next((at for at in entries if products[stream.arg[at]]), None)
-    first_biased = next((at for at in entries if biased[stream.arg[at]] and stream.op[at] == Op.ENTER), None)
-    found = [(half.start, number, -1) if first is None else (_after_result(stream, first, half), number, stream.arg[first])]
+    entries = [at for at in half if tape.op[at] in enters]
+    first = next((at for at in entries if products[tape.arg[at]]), None)
+    first_biased = next((at for at in entries if biased[tape.arg[at]] and tape.op[at] == Op.ENTER), None)
+    found = [(half.start, number, -1) if first is None else (_after_result(tape, first, half), number, tape.arg[first])]
     if first_biased is not None:
-        found.append((_after_result(stream, first_biased, half), 2 + number, stream.arg[first_biased]))
+        found.append((_after_result(tape, first_biased, half), 2 + number, tape.arg[first_biased]))
     return sorted(found)
 
 
-def _after_result(stream: Stream, entry: int, half: range) -> int:
+def _after_result(tape: ExpandedTape, entry: int, half: range) -> int:
     """Where the first product of the module entered there has its result, casts of its operands left aside."""
     for at in range(entry + 1, half.stop):
-        if stream.op[at] == Op.ALLOC and stream.kind[at] != Kind.CAST:
+        if tape.op[at] == Op.ALLOC and tape.kind[at] != Kind.CAST:
             return at + 1
     return entry + 1
 
@@ -144,8 +144,8 @@ def _multiplies(module_type: str) -> bool:
     return any(word in module_type for word in ("Linear", "Conv1D", "Rotary"))
 
 
-def _adds_bias(module: TapeModule, stream: Stream, *, own_linear: bool) -> bool:
-    shapes = [len(stream.params[p].shape) for p in module.params]
+def _adds_bias(module: TapeModule, tape: ExpandedTape, *, own_linear: bool) -> bool:
+    shapes = [len(tape.params[p].shape) for p in module.params]
     linear = "Linear" in module.type and not own_linear
     return (linear or "Conv1D" in module.type) and sorted(shapes) == [1, 2]
 
@@ -155,7 +155,7 @@ _HOOKS = frozenset({Op.ENTER, Op.EXIT, Op.BWD_ENTER, Op.BWD_EXIT, Op.MARK})
 
 
 def _cues(
-    stream: Stream, half: range, workspaces: list[tuple[int, int, int]], modules: bool, stretches: Stretches
+    tape: ExpandedTape, half: range, workspaces: list[tuple[int, int, int]], modules: bool, event_blocks: EventBlocks
 ) -> tuple[Cue, ...]:
     buffers = [BUFFER_OF_KIND[Kind(kind)] for kind in range(len(Kind))]
     alloc, free, silent = int(Op.ALLOC), int(Op.FREE), frozenset({Op.MARK}) if modules else _HOOKS
@@ -163,15 +163,15 @@ def _cues(
     at = half.start
     for end, *workspace in (*workspaces, (half.stop, -1, -1)):
         part = slice(at, end)
-        columns = (stream.op, stream.arg, stream.aux, stream.kind, stream.module)
+        columns = (tape.op, tape.arg, tape.aux, tape.kind, tape.module)
         for op, arg, aux, kind, module in zip(*(column[part] for column in columns), strict=True):
             if op == alloc:
-                stretches.alloc(arg, aux, buffers[kind], module)
+                event_blocks.alloc(arg, aux, buffers[kind], module)
             elif op == free:
-                stretches.free(arg)
+                event_blocks.free(arg)
             elif op not in silent:
-                cues.append(Cue(stretches.close(), op, arg, aux))
+                cues.append(Cue(event_blocks.close(), op, arg, aux))
         if end < half.stop or workspace[0] >= 0:
-            cues.append(Cue(stretches.close(), WORKSPACE, *workspace))
+            cues.append(Cue(event_blocks.close(), WORKSPACE, *workspace))
         at = end
-    return (*cues, Cue(stretches.close()))
+    return (*cues, Cue(event_blocks.close()))

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from zeroplan.core.buffers import Buffer, Phase, Place
-from zeroplan.simulate.settling import settle
+from zeroplan.simulate.steady_state import settle
 
 if TYPE_CHECKING:
-    from zeroplan.simulate.allocator_config import AllocatorConfig
+    from zeroplan.simulate.allocator.config import AllocatorConfig
     from zeroplan.simulate.timeline import Timeline
 
 #: Marks by the phase that they end.
@@ -76,7 +76,7 @@ class Simulation:
         checkpoint: saving and resuming, which a run need not do and its peaks leave out; empty where not derived.
         moved: bytes of each checkpointed input that leaves for pinned memory, which the tape tells and no formula.
         least_reserved: where data decide, the least that the worst rank may reserve; None where they do not.
-        other_paces: where the device's pace decides when freed blocks come back, the run of `rank` at the other end of what
+        other_lags: where the device's pace decides when freed blocks come back, the run of `rank` at the other end of what
             that pace may be: peaks are not those of these, but a fit holds for them, too.
     """
 
@@ -85,7 +85,7 @@ class Simulation:
     host: tuple[HostPhase, ...] = field(default=())
     others: tuple[Timeline, ...] = field(default=())
     least_reserved: int | None = None
-    other_paces: tuple[Timeline, ...] = field(default=())
+    other_lags: tuple[Timeline, ...] = field(default=())
     checkpoint: tuple[CheckpointPhase, ...] = field(default=())
     moved: tuple[int, ...] = field(default=())
 
@@ -97,29 +97,29 @@ class Simulation:
     @property
     def out_of_memory(self) -> bool:
         """Whether any rank's allocator could not serve a request."""
-        return any(run.oom is not None for run in self.all_paces)
+        return any(run.oom is not None for run in self.all_lags)
 
     @property
-    def all_paces(self) -> tuple[Timeline, ...]:
+    def all_lags(self) -> tuple[Timeline, ...]:
         """Every timeline, those at another pace included."""
-        return (*self.runs, *self.other_paces)
+        return (*self.runs, *self.other_lags)
 
     def under(self, limit: int, config: AllocatorConfig | None = None, *, device_memory: int | None = None) -> Simulation:
         """The same run where each device gives the allocator `limit` bytes; see :meth:`Timeline.under`."""
-        return self._of([run.under(limit, config, device_memory=device_memory) for run in self.all_paces])
+        return self._of([run.under(limit, config, device_memory=device_memory) for run in self.all_lags])
 
-    def settled_under(
+    def steady_under(
         self, limit: int, config: AllocatorConfig | None = None, *, device_memory: int | None = None
     ) -> Simulation | None:
-        """The same, played on until it settles (simulate/settling.py); None where a run does not get through for good.
+        """The same, played on until it settles (simulate/steady_state.py); None where a run does not get through for good.
 
         A run whose frees wait for a device of no certain pace is never twice the same: it has to settle for good. Of
         expandable segments whole pages can be returned from between blocks, so that no step leaves much behind.
         """
         settled: list[Timeline] = []
-        for run in self.all_paces:
+        for run in self.all_lags:
             found = settle(run, limit, config, device_memory=device_memory)
-            through = found.quiet if self.other_paces else found.steady
+            through = found.quiet if self.other_lags else found.steady
             if config is not None and config.expandable_segments:
                 through = found.timeline.oom is None
             if not through:
@@ -127,10 +127,10 @@ class Simulation:
             settled.append(found.timeline)
         return self._of(settled)
 
-    def _of(self, all_paces: list[Timeline]) -> Simulation:
-        """The same with other timelines in place of :attr:`all_paces`."""
+    def _of(self, all_lags: list[Timeline]) -> Simulation:
+        """The same with other timelines in place of :attr:`all_lags`."""
         first, last = 1, len(self.runs)
-        return replace(self, timeline=all_paces[0], others=tuple(all_paces[first:last]), other_paces=tuple(all_paces[last:]))
+        return replace(self, timeline=all_lags[0], others=tuple(all_lags[first:last]), other_lags=tuple(all_lags[last:]))
 
     @property
     def peak_allocated(self) -> int:

@@ -10,10 +10,10 @@ from zeroplan.core.versions import TORCH_GPU
 from zeroplan.engines.base import Case
 
 if TYPE_CHECKING:
-    from zeroplan.core.tape import Stream
+    from zeroplan.core.tape import ExpandedTape
     from zeroplan.engines.simulation import HostPhase, Simulation
-    from zeroplan.simulate.allocator_config import AllocatorConfig
-    from zeroplan.simulate.stream import Recorder
+    from zeroplan.simulate.allocator.config import AllocatorConfig
+    from zeroplan.simulate.recorder import Recorder
 
 
 class TorchEngine(ABC):
@@ -29,17 +29,17 @@ class TorchEngine(ABC):
         return options_for(case.workload)
 
     @abstractmethod
-    def record(self, case: Case, stream: Stream) -> Recorder:
+    def record(self, case: Case, tape: ExpandedTape) -> Recorder:
         """The allocations and frees of rank 0, which holds the most."""
 
-    def host(self, case: Case, stream: Stream) -> tuple[HostPhase, ...]:
+    def host(self, case: Case, tape: ExpandedTape) -> tuple[HostPhase, ...]:
         """A rank's buffers on the host by phase: none, unless the engine offloads."""
         return ()
 
-    def simulate(self, case: Case, stream: Stream, config: AllocatorConfig | None = None) -> Simulation:
+    def simulate(self, case: Case, tape: ExpandedTape, config: AllocatorConfig | None = None) -> Simulation:
         """The run of rank 0."""
         from zeroplan.engines.simulation import Simulation
-        from zeroplan.simulate.stream import simulate
+        from zeroplan.simulate.recorder import simulate
 
-        timeline = simulate(self.record(case, stream), config, device_memory=case.cluster.vram)
-        return Simulation(timeline, host=self.host(case, stream))
+        timeline = simulate(self.record(case, tape), config, device_memory=case.cluster.vram)
+        return Simulation(timeline, host=self.host(case, tape))

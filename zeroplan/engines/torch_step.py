@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.tape import Stream
+from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.workload import DType, OptimizerKind, Workload
 from zeroplan.ledger.optimizers import Optimizer, find_optimizer
-from zeroplan.simulate.stream import Recorder
+from zeroplan.simulate.recorder import Recorder
 
 #: Optimizer steps until peaks repeat: the first makes the states, the second runs with them, the third meets the blocks
 #: that the second left in the cache.
@@ -45,17 +45,17 @@ class TorchJob:
         return max(self.numel[param], self.chunk[param] * self.ranks)
 
 
-def torch_job(stream: Stream, workload: Workload, *, ranks: int, sharded: bool, cublas_workspace: int) -> TorchJob:
+def torch_job(tape: ExpandedTape, workload: Workload, *, ranks: int, sharded: bool, cublas_workspace: int) -> TorchJob:
     """The job of rank 0, whose chunks are the largest.
 
     Source: torch/distributed/fsdp/_fully_shard/_fsdp_param.py, _init_sharded_param (chunks of the first dimension)
     """
-    numel = tuple(math.prod(p.shape) for p in stream.params)
+    numel = tuple(math.prod(p.shape) for p in tape.params)
     chunk = numel
     if sharded:
         chunk = tuple(
             -(-p.shape[0] // ranks) * (count // p.shape[0]) if p.shape and p.shape[0] else count
-            for p, count in zip(stream.params, numel, strict=True)
+            for p, count in zip(tape.params, numel, strict=True)
         )
     return TorchJob(
         workload=workload,
@@ -63,8 +63,8 @@ def torch_job(stream: Stream, workload: Workload, *, ranks: int, sharded: bool, 
         ranks=ranks,
         numel=numel,
         chunk=chunk,
-        trainable=tuple(p.trainable for p in stream.params),
-        modules=tuple(m.params for m in stream.modules),
+        trainable=tuple(p.trainable for p in tape.params),
+        modules=tuple(m.params for m in tape.modules),
         original_bytes=DType.FP32.bytes,
         param_bytes=workload.dtype.bytes if sharded else DType.FP32.bytes,
         reduce_bytes=DType.FP32.bytes,

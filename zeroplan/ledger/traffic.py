@@ -18,8 +18,8 @@ from zeroplan.ledger.derive import expression
 from zeroplan.ledger.line import symbols
 
 
-class Lane(StrEnum):
-    """What a piece of work keeps busy. Work of different lanes can run at the same time, where the engine lets it."""
+class Executor(StrEnum):
+    """What a piece of work keeps busy. Work of different executors can run at the same time, where the engine lets it."""
 
     PYTHON = "python"  # the process that issues kernels
     GPU = "gpu"
@@ -66,42 +66,42 @@ class Resource(StrEnum):
 
 
 _TERA, _GIGA, _MICRO = 1e12, 1e9, 1e6
-#: lane, the rate's field in Rates, and its unit: amount ÷ (rate × unit) for throughputs, amount × rate ÷ 10^6 for µs each.
-_RATES: dict[Resource, tuple[Lane, str, float]] = {
-    Resource.MATMUL: (Lane.GPU, "matmul_tflops", _TERA),
-    Resource.FP32_MATMUL: (Lane.GPU, "fp32_tflops", _TERA),
-    Resource.ATTENTION: (Lane.GPU, "attention_tflops", _TERA),
-    Resource.HBM: (Lane.GPU, "hbm_gbs", _GIGA),
-    Resource.KERNEL: (Lane.GPU, "kernel_us", 0),
-    Resource.LAUNCH: (Lane.PYTHON, "launch_us", 0),
-    Resource.AUTOGRAD: (Lane.PYTHON, "autograd_us", 0),
-    Resource.CHECKPOINT: (Lane.PYTHON, "checkpoint_us", 0),
-    Resource.OPERATION: (Lane.PYTHON, "operation_us", 0),
-    Resource.AWAITED: (Lane.PYTHON, "await_us", 0),
-    Resource.GRADIENT_HOOK: (Lane.PYTHON, "gradient_hook_us", 0),
-    Resource.GATHER_HOOK: (Lane.PYTHON, "gather_hook_us", 0),
-    Resource.RELEASE_HOOK: (Lane.PYTHON, "release_hook_us", 0),
-    Resource.UPLOAD_HOOK: (Lane.PYTHON, "upload_hook_us", 0),
-    Resource.UNIT_HOOK: (Lane.PYTHON, "unit_hook_us", 0),
-    Resource.LINK: (Lane.LINK, "link_gbs", _GIGA),
-    Resource.NODE_LINK: (Lane.LINK, "node_gbs", _GIGA),
-    Resource.COLLECTIVE: (Lane.LINK, "collective_us", 0),
-    Resource.PINNED: (Lane.PCIE, "pinned_gbs", _GIGA),
-    Resource.PAGEABLE: (Lane.PCIE, "pageable_gbs", _GIGA),
-    Resource.AWAITED_PINNED: (Lane.PYTHON, "pinned_gbs", _GIGA),
-    Resource.AWAITED_PAGEABLE: (Lane.PYTHON, "pageable_gbs", _GIGA),
-    Resource.CPU_ADAM: (Lane.HOST, "cpu_adam_gbs", _GIGA),
-    Resource.DRAM: (Lane.HOST, "dram_gbs", _GIGA),
-    Resource.FRESH: (Lane.HOST, "fresh_gbs", _GIGA),
-    Resource.READ: (Lane.DISK, "read_gbs", _GIGA),
-    Resource.WRITE: (Lane.DISK, "write_gbs", _GIGA),
-    Resource.SEGMENT: (Lane.STALL, "segment_us", 0),
-    Resource.MAPPING: (Lane.STALL, "mapping_gbs", _GIGA),
-    Resource.PAGE: (Lane.STALL, "page_us", 0),
+#: executor, the rate's field in Rates, and its unit: amount ÷ (rate × unit) for throughputs, amount × rate ÷ 10^6 for µs each.
+_RATES: dict[Resource, tuple[Executor, str, float]] = {
+    Resource.MATMUL: (Executor.GPU, "matmul_tflops", _TERA),
+    Resource.FP32_MATMUL: (Executor.GPU, "fp32_tflops", _TERA),
+    Resource.ATTENTION: (Executor.GPU, "attention_tflops", _TERA),
+    Resource.HBM: (Executor.GPU, "hbm_gbs", _GIGA),
+    Resource.KERNEL: (Executor.GPU, "kernel_us", 0),
+    Resource.LAUNCH: (Executor.PYTHON, "launch_us", 0),
+    Resource.AUTOGRAD: (Executor.PYTHON, "autograd_us", 0),
+    Resource.CHECKPOINT: (Executor.PYTHON, "checkpoint_us", 0),
+    Resource.OPERATION: (Executor.PYTHON, "operation_us", 0),
+    Resource.AWAITED: (Executor.PYTHON, "await_us", 0),
+    Resource.GRADIENT_HOOK: (Executor.PYTHON, "gradient_hook_us", 0),
+    Resource.GATHER_HOOK: (Executor.PYTHON, "gather_hook_us", 0),
+    Resource.RELEASE_HOOK: (Executor.PYTHON, "release_hook_us", 0),
+    Resource.UPLOAD_HOOK: (Executor.PYTHON, "upload_hook_us", 0),
+    Resource.UNIT_HOOK: (Executor.PYTHON, "unit_hook_us", 0),
+    Resource.LINK: (Executor.LINK, "link_gbs", _GIGA),
+    Resource.NODE_LINK: (Executor.LINK, "node_gbs", _GIGA),
+    Resource.COLLECTIVE: (Executor.LINK, "collective_us", 0),
+    Resource.PINNED: (Executor.PCIE, "pinned_gbs", _GIGA),
+    Resource.PAGEABLE: (Executor.PCIE, "pageable_gbs", _GIGA),
+    Resource.AWAITED_PINNED: (Executor.PYTHON, "pinned_gbs", _GIGA),
+    Resource.AWAITED_PAGEABLE: (Executor.PYTHON, "pageable_gbs", _GIGA),
+    Resource.CPU_ADAM: (Executor.HOST, "cpu_adam_gbs", _GIGA),
+    Resource.DRAM: (Executor.HOST, "dram_gbs", _GIGA),
+    Resource.FRESH: (Executor.HOST, "fresh_gbs", _GIGA),
+    Resource.READ: (Executor.DISK, "read_gbs", _GIGA),
+    Resource.WRITE: (Executor.DISK, "write_gbs", _GIGA),
+    Resource.SEGMENT: (Executor.STALL, "segment_us", 0),
+    Resource.MAPPING: (Executor.STALL, "mapping_gbs", _GIGA),
+    Resource.PAGE: (Executor.STALL, "page_us", 0),
 }
 
 
-def lane_of(resource: Resource) -> Lane:
+def executor_of(resource: Resource) -> Executor:
     """What the resource keeps busy."""
     return _RATES[resource][0]
 
@@ -168,9 +168,9 @@ class WorkItem:
     ahead: bool = False
 
     @property
-    def lane(self) -> Lane:
+    def executor(self) -> Executor:
         """What it keeps busy."""
-        return lane_of(self.resource)
+        return executor_of(self.resource)
 
 
 class WorkLedger(tuple[Work, ...]):

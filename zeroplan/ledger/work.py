@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zeroplan.core.tape import Mark, Op, Stream
+from zeroplan.core.tape import ExpandedTape, Mark, Op
 from zeroplan.core.workload import Workload
 from zeroplan.models.facts import spec_facts
 from zeroplan.models.spec import ModelSpec, Tensor
@@ -105,13 +105,13 @@ def _active_experts(config: Mapping[str, Any]) -> float:
     return min(1.0, used / total) if isinstance(used, int) and total else 1.0
 
 
-def count_stream(stream: Stream) -> Counts:
+def count_stream(tape: ExpandedTape) -> Counts:
     """The counts of an expanded tape: each allocation is one kernel's output."""
     kernels, written, enters, passed = [0, 0], [0, 0], [0, 0], 0
     part = recomputed = checkpoints = unfinished = 0
     running: list[int] = []
     alloc, enter, leave, left, mark = Op.ALLOC, Op.ENTER, Op.EXIT, Op.BWD_ENTER, Op.MARK
-    for op, arg, aux in zip(stream.op, stream.arg, stream.aux, strict=True):
+    for op, arg, aux in zip(tape.op, tape.arg, tape.aux, strict=True):
         if op == alloc:
             kernels[part] += 1
             written[part] += aux
@@ -126,7 +126,7 @@ def count_stream(stream: Stream) -> Counts:
         elif op == left:
             passed += 1
             if running:  # recomputation stops at the last tensor that is needed, inside its modules
-                shapes = (stream.params[index].shape for index in stream.modules[running[-1]].params)
+                shapes = (tape.params[index].shape for index in tape.modules[running[-1]].params)
                 unfinished += sum(shape[0] * shape[1] for shape in shapes if len(shape) == 2)
                 running.clear()
         elif op == mark and arg == Mark.BACKWARD_BEGIN:

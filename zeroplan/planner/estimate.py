@@ -65,15 +65,15 @@ def _simulated(resolved: Resolved, alloc_conf: str, warnings: list[str]) -> list
     """
     config = None
     if alloc_conf:
-        from zeroplan.simulate.allocator_config import AllocatorConfig
+        from zeroplan.simulate.allocator.config import AllocatorConfig
 
         config = AllocatorConfig.parse(alloc_conf, where="--alloc-conf")
     if resolved.depth == FORMULA:
         return [None] * len(resolved.cases)
     from zeroplan.planner.simulated import SIMULATED, simulated_plan
-    from zeroplan.planner.tapes import NoTapeError, Streams
+    from zeroplan.planner.tapes import ExpandedTapes, NoTapeError
 
-    streams = Streams(resolved.engine)
+    streams = ExpandedTapes(resolved.engine)
     runs: list[Simulated | None] = []
     for case in resolved.cases:
         try:

@@ -14,7 +14,7 @@ from zeroplan.planner.formula import FORMULA
 from zeroplan.planner.request import Request, resolve
 
 if TYPE_CHECKING:
-    from zeroplan.planner.tapes import Streams
+    from zeroplan.planner.tapes import ExpandedTapes
 
 _NAME = re.compile(r"[a-z][a-z_0-9]*")
 
@@ -45,9 +45,9 @@ def explain(request: Request, line: str | None = None) -> list[Explanation]:
     resolved = resolve(request)
     streams = None
     if resolved.depth != FORMULA:
-        from zeroplan.planner.tapes import Streams
+        from zeroplan.planner.tapes import ExpandedTapes
 
-        streams = Streams(resolved.engine)
+        streams = ExpandedTapes(resolved.engine)
     every = [_explain(resolved.engine, case, streams) for case in resolved.cases]
     out = [replace(e, derivations=tuple(d for d in e.derivations if line in (None, *d.item.names))) for e in every]
     if not any(e.derivations for e in out):
@@ -60,7 +60,7 @@ def explain(request: Request, line: str | None = None) -> list[Explanation]:
     return out
 
 
-def _explain(engine: Engine, case: Case, streams: Streams | None) -> Explanation:
+def _explain(engine: Engine, case: Case, streams: ExpandedTapes | None) -> Explanation:
     ledger, facts = engine.ledger(case)
     meanings = engine.glossary()
     derivations = []
@@ -89,7 +89,7 @@ _PURPOSES = {
 }
 
 
-def _at_the_peak(engine: Engine, case: Case, streams: Streams, known: set[Buffer]) -> list[Derivation]:
+def _at_the_peak(engine: Engine, case: Case, streams: ExpandedTapes, known: set[Buffer]) -> list[Derivation]:
     """The schedule's buffers that no line sizes, as they are when allocated memory peaks; none without a tape."""
     from zeroplan.engines.simulation import phase_of_mark
     from zeroplan.planner.tapes import NoTapeError

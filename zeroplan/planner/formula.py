@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from zeroplan.core.buffers import ALWAYS, Phase, Place
 from zeroplan.core.plan import CpuMemory, GpuMemory, MemoryPlan, NvmeMemory, PeerFigures, PlanLine
-from zeroplan.core.zero_config import Device
+from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.engines.base import Case, Engine
 from zeroplan.ledger.deepspeed_estimator import estimate_zero2, estimate_zero3
 from zeroplan.ledger.line import Item, derived
@@ -113,7 +113,7 @@ def peer_figures(case: Case) -> PeerFigures | None:
     gpus, nodes = case.cluster.gpus, case.cluster.nodes
     if zero.stage == 2:
         peer = estimate_zero2(case.spec.params, gpus=gpus, nodes=nodes, offload_optimizer=offload)
-    elif zero.stage == 3 and Device.NVME not in (zero.offload_optimizer.device, zero.offload_param.device):
+    elif zero.stage == 3 and OffloadDevice.NVME not in (zero.offload_optimizer.device, zero.offload_param.device):
         if offload_param and not offload:
             return None
         largest = largest_module_params(case.spec)

@@ -6,10 +6,10 @@ Note [Under the limit]
     card's limit* does: with what the card leaves to torch, less how far the figures may be off. The interval's upper end of
     such a plan is that limited run's total with the same doubt, which is at most what is usable; where the limited run ends
     out of memory it is the unlimited run's, which is above. So `fits` still compares the upper end with the usable memory.
-    It has to get through for good: it is played on until it settles (simulate/settling.py), for a run that empties its cache
-    in each step meets other pieces in each. Where the device's pace decides when freed blocks come back (stage 3 among several
-    ranks), it has to at both ends of what that pace may be, and without emptying its cache any more, since no two steps of it
-    are timed alike; and the interval reaches from the lower of the two to the higher.
+    It has to get through for good: it is played on until it settles (simulate/steady_state.py), for a run that empties its
+    cache in each step meets other pieces in each. Where the device's pace decides when freed blocks come back (stage 3 among
+    several ranks), it has to at both ends of what that pace may be, and without emptying its cache any more, since no two
+    steps of it are timed alike; and the interval reaches from the lower of the two to the higher.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from zeroplan.engines.base import Case
 from zeroplan.engines.process import Outside
 from zeroplan.engines.simulation import Simulation
-from zeroplan.simulate.allocator_config import AllocatorConfig
-from zeroplan.simulate.churn import NO_CHURN, Churn
+from zeroplan.simulate.allocator.config import AllocatorConfig
+from zeroplan.simulate.cache_release import NO_RELEASE, CacheRelease
 
 #: How far reserved memory was off on nine of ten measured runs (benchmarks/results/accuracy.json): which cached block a
 #: request lands in hangs on details of timing that no schedule fixes.
@@ -36,12 +36,12 @@ class Held:
     Attributes:
         simulation: the run whose figures count: the limited one where it gets through and the limit is felt.
         interval: of the total, in bytes.
-        churn: what the limited run's allocator returns and takes again in each step.
+        released: what the limited run's allocator returns and takes again in each step.
     """
 
     simulation: Simulation
     interval: tuple[int, int]
-    churn: Churn = NO_CHURN
+    released: CacheRelease = NO_RELEASE
 
 
 def held_to(case: Case, simulation: Simulation, outside: Outside, config: AllocatorConfig | None = None) -> Held:
@@ -55,17 +55,17 @@ def held_to(case: Case, simulation: Simulation, outside: Outside, config: Alloca
     """
     usable = case.cluster.usable_vram
     allocated, reserved = simulation.peak_allocated, simulation.peak_reserved
-    paces = [run.peak_reserved for run in simulation.other_paces]
+    lags = [run.peak_reserved for run in simulation.other_lags]
     unsure = outside.spread + round(RESERVED_SPREAD * reserved)
-    least = min(reserved, *paces, reserved if simulation.least_reserved is None else simulation.least_reserved)
+    least = min(reserved, *lags, reserved if simulation.least_reserved is None else simulation.least_reserved)
     low = max(allocated + outside.total - outside.spread, least + outside.total - unsure)
-    high = max([reserved, *paces]) + outside.total + unsure
+    high = max([reserved, *lags]) + outside.total + unsure
     if usable is None or (high <= usable and not simulation.out_of_memory):
         return Held(simulation, (low, high))
     doubt = outside.spread + round(ALLOCATED_SPREAD * allocated)
     room = usable - outside.total - doubt
     if allocated <= room and not simulation.out_of_memory:
-        limited = simulation.settled_under(room, config, device_memory=case.cluster.vram)
+        limited = simulation.steady_under(room, config, device_memory=case.cluster.vram)
         if limited is not None:
             top = limited.peak_reserved + outside.total
             runs, page = limited.runs, 0
@@ -74,6 +74,6 @@ def held_to(case: Case, simulation: Simulation, outside: Outside, config: Alloca
                 page = config.large_segment_size
                 if any(len(a.marks) > len(b.marks) for a, b in zip(limited.runs, simulation.runs, strict=True)):
                     runs = simulation.under(room, config, device_memory=case.cluster.vram).runs
-            churn = Churn.most(Churn.of(run, case.workload.grad_accum, page) for run in runs)
-            return Held(limited, (min(low, top), top + doubt), churn)
+            released = CacheRelease.most(CacheRelease.of(run, case.workload.grad_accum, page) for run in runs)
+            return Held(limited, (min(low, top), top + doubt), released)
     return Held(simulation, (low, max(high, usable + 1)))

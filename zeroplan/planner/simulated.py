@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from zeroplan.core.buffers import FROM_FIRST_STEP, Buffer, Phase, Place
 from zeroplan.core.plan import MemoryPlan, PlanLine
-from zeroplan.core.tape import Kind, Op, Stream
+from zeroplan.core.tape import ExpandedTape, Kind, Op
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.process import Outside, host_rss, outside_torch
 from zeroplan.engines.simulation import Simulation, phase_of_mark
 from zeroplan.planner.formula import formula_plan, misfits, verdict
 from zeroplan.planner.host import host_memory
 from zeroplan.planner.limit import held_to
-from zeroplan.simulate.allocator_config import AllocatorConfig
+from zeroplan.simulate.allocator.config import AllocatorConfig
 
 SIMULATED = "simulated"
 #: Buffers that hold the model's own computation.
@@ -35,48 +35,48 @@ class Simulated:
 
     plan: MemoryPlan
     simulation: Simulation
-    stream: Stream
+    stream: ExpandedTape
 
 
-def simulated_plan(engine: Engine, case: Case, stream: Stream, config: AllocatorConfig | None = None) -> Simulated:
+def simulated_plan(engine: Engine, case: Case, tape: ExpandedTape, config: AllocatorConfig | None = None) -> Simulated:
     """The plan of one configuration, every figure filled.
 
     Args:
         engine: whose schedule.
         case: the configuration.
-        stream: the model's tape, expanded for the workload's numbers.
+        tape: the model's tape, expanded for the workload's numbers.
         config: settings of the caching allocator.
     """
     formula = formula_plan(engine, case)
-    unlimited = engine.simulate(case, stream, config)
+    unlimited = engine.simulate(case, tape, config)
     local = case.cluster.gpus
     pinned = max((phase.pinned - phase.unmapped for phase in unlimited.host), default=0)
     outside = outside_torch(
         engine.name, case.workload, case.zero, ranks=case.ranks, capability=case.cluster.gpu.capability, pinned=pinned
     )
     held = held_to(case, unlimited, outside, config)
-    simulation, churn = held.simulation, held.churn
+    simulation, released = held.simulation, held.released
     timeline = simulation.timeline
     live = simulation.held_after(Phase.STEP)
     gpu = formula.gpu.model_copy(
         update={
-            "activations": activation_peak(stream),
+            "activations": activation_peak(tape),
             "live_after_step": formula.gpu.live_after_step if live is None else live,
             "peak_allocated": simulation.peak_allocated,
             "peak_reserved": simulation.peak_reserved,
             "total": simulation.peak_reserved + outside.total,
             "interval": held.interval,
             "at_limit": simulation is not unlimited,
-            "cache_emptied": churn.emptied,
-            "segments_remapped": churn.segments,
-            "bytes_remapped": churn.bytes,
-            "pages_remapped": churn.pages,
+            "cache_emptied": released.emptied,
+            "segments_remapped": released.segments,
+            "bytes_remapped": released.bytes,
+            "pages_remapped": released.pages,
             "peak_phase": phase_of_mark(timeline.peak_mark()).value,
             "phases": simulation.phases(),
             "outside_torch": outside.total,
         }
     )
-    types = {module.type for module in stream.modules}
+    types = {module.type for module in tape.modules}
     rss = host_rss(
         engine.name,
         case.workload,
@@ -96,29 +96,29 @@ def simulated_plan(engine: Engine, case: Case, stream: Stream, config: Allocator
             "lines": (*_ledger_lines(formula, simulation), *_traced_lines(formula, simulation), *_outside_lines(outside)),
         }
     )
-    return Simulated(plan, simulation, stream)
+    return Simulated(plan, simulation, tape)
 
 
 #: The latest streams with their activation peaks, which every plan of a stream asks for.
-_PEAKS: OrderedDict[int, tuple[Stream, int]] = OrderedDict()
+_PEAKS: OrderedDict[int, tuple[ExpandedTape, int]] = OrderedDict()
 _MOST_PEAKS = 32
 
 
-def activation_peak(stream: Stream) -> int:
+def activation_peak(tape: ExpandedTape) -> int:
     """The most bytes that one micro batch's own computation holds at once, gradients of parameters left out."""
-    known = _PEAKS.get(id(stream))
-    if known is None or known[0] is not stream:
-        known = _PEAKS[id(stream)] = (stream, _activation_peak(stream))
+    known = _PEAKS.get(id(tape))
+    if known is None or known[0] is not tape:
+        known = _PEAKS[id(tape)] = (tape, _activation_peak(tape))
         if len(_PEAKS) > _MOST_PEAKS:
             _PEAKS.popitem(last=False)
     return known[1]
 
 
-def _activation_peak(stream: Stream) -> int:
+def _activation_peak(tape: ExpandedTape) -> int:
     sizes: dict[int, int] = {}
     now = peak = 0
     alloc, free, grad = int(Op.ALLOC), int(Op.FREE), int(Kind.GRAD)
-    for op, arg, aux, kind in zip(stream.op, stream.arg, stream.aux, stream.kind, strict=True):
+    for op, arg, aux, kind in zip(tape.op, tape.arg, tape.aux, tape.kind, strict=True):
         if op == alloc and kind != grad:
             sizes[arg] = aux
             now += aux

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.tape import Stream
+from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.tape_format import Tape
-from zeroplan.core.tape_sizes import Device
+from zeroplan.core.tape_sizes import KernelDevice
 from zeroplan.core.workload import Workload
 from zeroplan.engines.base import Case, Engine
 from zeroplan.models.spec import ModelSpec
@@ -28,7 +28,7 @@ def _traced(spec: ModelSpec, workload: Workload, zero3: bool) -> Tape:
         raise NoTapeError(f"{spec.name} cannot be traced ({type(error).__name__}: {text})") from error
 
 
-def stream_of(engine: Engine, case: Case) -> Stream:
+def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:
     """The case's tape, expanded for its micro batch and sequence length.
 
     Raises:
@@ -44,13 +44,13 @@ def stream_of(engine: Engine, case: Case) -> Stream:
             if sys.stderr.isatty():
                 print(f"tracing {spec.name}, once …", file=sys.stderr)
             tape = _traced(spec, workload, zero3)
-        device = Device.of(case.cluster.gpu)
+        device = KernelDevice.of(case.cluster.gpu)
         return tape.expand(workload.micro_batch, workload.seq_len or 1, workload.lora_rank, device=device)
     except BadInput as error:
         raise NoTapeError(str(error)) from None
 
 
-class Streams:
+class ExpandedTapes:
     """The expanded tapes of one request, whose cases differ in sharding only: each is looked for once, found or not."""
 
     #: Whether a CPU's kernels keep other tensors than CUDA's, for which tapes are made; None asks the model's config.
@@ -58,10 +58,10 @@ class Streams:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._known: dict[str, Stream | NoTapeError] = {}
+        self._known: dict[str, ExpandedTape | NoTapeError] = {}
 
-    def of(self, case: Case) -> Stream:
-        """As :func:`stream_of`.
+    def of(self, case: Case) -> ExpandedTape:
+        """As :func:`expanded_tape_of`.
 
         Raises:
             NoTapeError: when the model cannot be traced here.
@@ -69,7 +69,7 @@ class Streams:
         key = self._engine.trace_options(case).key
         if key not in self._known:
             try:
-                self._known[key] = stream_of(self._engine, case)
+                self._known[key] = expanded_tape_of(self._engine, case)
             except NoTapeError as error:
                 self._known[key] = error
         found = self._known[key]

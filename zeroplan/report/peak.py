@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.tape import Stream
+from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.units import format_bytes
 from zeroplan.report.text import render
 from zeroplan.simulate.timeline import Note, Timeline
@@ -25,13 +25,13 @@ _OF_PARAMETERS = frozenset(
 )
 
 
-def origin_in(stream: Stream) -> Callable[[Buffer, Note], str]:
+def origin_in(tape: ExpandedTape) -> Callable[[Buffer, Note], str]:
     """What to call a block's origin, given its buffer and note, in this model."""
 
     def origin(buffer: Buffer, note: Note) -> str:
         if isinstance(note, str):
             return note
-        names = stream.params if buffer in _OF_PARAMETERS else stream.modules
+        names = tape.params if buffer in _OF_PARAMETERS else tape.modules
         if note < 0 or note >= len(names):
             return ""
         return names[note].name or "the whole model"
@@ -39,9 +39,9 @@ def origin_in(stream: Stream) -> Callable[[Buffer, Note], str]:
     return origin
 
 
-def peak_tables(timeline: Timeline, stream: Stream, *, most: int = 20, style: str = "plain") -> str:
+def peak_tables(timeline: Timeline, tape: ExpandedTape, *, most: int = 20, style: str = "plain") -> str:
     """Two tables: buffers, and the `most` largest origins; what differs only in the block's number is one row."""
-    origin = origin_in(stream)
+    origin = origin_in(tape)
     by_buffer = [[buffer.value, format_bytes(count)] for buffer, count in timeline.alive_by_buffer().items()]
     totals: dict[tuple[str, str], int] = {}
     for (buffer, note), count in timeline.alive_by_buffer_and_note().items():
@@ -54,9 +54,9 @@ def peak_tables(timeline: Timeline, stream: Stream, *, most: int = 20, style: st
     )
 
 
-def peak_json(timeline: Timeline, stream: Stream) -> dict[str, object]:
+def peak_json(timeline: Timeline, tape: ExpandedTape) -> dict[str, object]:
     """The same as plain data."""
-    origin = origin_in(stream)
+    origin = origin_in(tape)
     return {
         "mark": timeline.peak_mark(),
         "by_buffer": {buffer.value: count for buffer, count in timeline.alive_by_buffer().items()},

@@ -8,8 +8,8 @@ from zeroplan.core.units import format_bytes, format_count, format_gib
 from zeroplan.interop.ds_config import dump_ds_config
 from zeroplan.report.text import fits_text, gpus_text, model_text, render
 from zeroplan.search.answer import Answer, Recommendation
-from zeroplan.search.changes import shortfalls
 from zeroplan.search.reasons import name_of
+from zeroplan.search.suggestions import shortfalls
 
 
 def answer_text(answer: Answer, style: str = "plain", *, written: str = "", start: str = "") -> str:

@@ -22,7 +22,7 @@ def time_text(explanations: Iterable[TimeExplanation]) -> str:
             item = line.item
             rate = f"{line.rate[0]} = {line.rate[1]:g}"
             out.append(
-                f"  {item.phase.value:<8} {item.lane.value:<6} {1000 * item.seconds:9.2f} ms  {item.name}   # {item.doc}"
+                f"  {item.phase.value:<8} {item.executor.value:<6} {1000 * item.seconds:9.2f} ms  {item.name}   # {item.doc}"
             )
             out.append(f"      {item.amount:,} = {item.formula}; {rate}")
             out += [f"      {name} = {value:,}" + (f"   {what}" if what else "") for name, value, what in line.values]
@@ -43,7 +43,7 @@ def time_json(explanations: Iterable[TimeExplanation]) -> list[dict[str, Any]]:
                 {
                     "line": line.item.name,
                     "phase": line.item.phase.value,
-                    "lane": line.item.lane.value,
+                    "lane": line.item.executor.value,
                     "resource": line.item.resource.value,
                     "amount": line.item.amount,
                     "seconds": line.item.seconds,

@@ -68,7 +68,7 @@ class Recommendation:
                 "backward": self.time.backward,
                 "step": self.time.step,
                 "bound": self.time.bound.value,
-                "lanes": {lane.value: seconds for lane, seconds in self.time.lanes.items() if seconds},
+                "lanes": {one.value: seconds for one, seconds in self.time.busy.items() if seconds},
             },
             "reasons": list(self.reasons),
             "ds_config": self.ds_config() if self.plan.engine in ("deepspeed", "zeroplan") else None,

@@ -8,15 +8,15 @@ from typing import Any
 
 from zeroplan.planner.request import Request
 from zeroplan.search.answer import Answer, Change, Recommendation, recommendation
-from zeroplan.search.changes import cheapest_changes, nearest_miss
+from zeroplan.search.candidates_file import read_candidates
 from zeroplan.search.cost import CostModel
-from zeroplan.search.given import read_candidates
-from zeroplan.search.inherit import inherit
+from zeroplan.search.from_setup import inherit
 from zeroplan.search.memory import Memory
 from zeroplan.search.problem import Problem, Wish, problem_of, space_of
 from zeroplan.search.reasons import points, reasons_for, what_more_buys
 from zeroplan.search.recommend import SHOWN, least_memory, rank_all, search
 from zeroplan.search.space import Candidate
+from zeroplan.search.suggestions import cheapest_changes, nearest_miss
 
 
 def recommend(model: Any = None, **options: Any) -> list[Recommendation]:

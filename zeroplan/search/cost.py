@@ -28,7 +28,7 @@ from zeroplan.engines import torch_traffic
 from zeroplan.engines.compute_traffic import COMPUTE, ComputeFacts, compute_facts
 from zeroplan.engines.deepspeed import traffic as deepspeed_traffic
 from zeroplan.engines.deepspeed.traffic_facts import Sizes, traffic_facts
-from zeroplan.ledger.traffic import Lane, WorkItem, WorkLedger, derived_work, work_items
+from zeroplan.ledger.traffic import Executor, WorkItem, WorkLedger, derived_work, work_items
 from zeroplan.ledger.work import Counts, Matrices, matrices
 from zeroplan.models.spec import ModelSpec
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 class StepTime:
     """Seconds. `forward` and `backward` are of one micro batch, `step` of the optimizer; `total` is a whole step.
 
-    `lanes` is the whole step's busy time by lane, which adds up to more than `total` where work overlaps; `bound` is what a
+    `busy` is the whole step's busy time by executor, which adds up to more than `total` where work overlaps; `bound` is what a
     faster step would need most.
     """
 
@@ -49,8 +49,8 @@ class StepTime:
     step: float
     total: float
     tokens_per_second: float
-    lanes: dict[Lane, float]
-    bound: Lane
+    busy: dict[Executor, float]
+    bound: Executor
 
 
 class CostModel:
@@ -123,31 +123,37 @@ def compose(items: Sequence[WorkItem], workload: Workload, overlap: bool, ranks:
         ranks: that compute alike.
         marked: whether the host waits for the device after each forward and backward.
     """
-    busy = {phase: dict.fromkeys(Lane, 0.0) for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)}
-    ahead = dict.fromkeys(Lane, 0.0)
+    busy = {phase: dict.fromkeys(Executor, 0.0) for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)}
+    ahead = dict.fromkeys(Executor, 0.0)
     for item in items:
-        busy[item.phase][item.lane] += item.seconds
+        busy[item.phase][item.executor] += item.seconds
         if item.ahead:
-            ahead[item.lane] += item.seconds
+            ahead[item.executor] += item.seconds
 
-    def device(lanes: dict[Lane, float]) -> float:
-        side = (lanes[Lane.LINK], lanes[Lane.PCIE], lanes[Lane.DISK])
-        return max(lanes[Lane.GPU], *side) if overlap else lanes[Lane.GPU] + sum(side)
+    def device(work: dict[Executor, float]) -> float:
+        side = (work[Executor.LINK], work[Executor.PCIE], work[Executor.DISK])
+        return max(work[Executor.GPU], *side) if overlap else work[Executor.GPU] + sum(side)
 
     first, second = busy[Phase.FORWARD], busy[Phase.BACKWARD]
-    forward, backward = max(first[Lane.PYTHON], device(first)), max(second[Lane.PYTHON], device(second))
-    lag = backward - second[Lane.PYTHON]
+    forward, backward = max(first[Executor.PYTHON], device(first)), max(second[Executor.PYTHON], device(second))
+    lag = backward - second[Executor.PYTHON]
     if not marked:
-        issued = first[Lane.PYTHON] + max(second[Lane.PYTHON], device(second))
+        issued = first[Executor.PYTHON] + max(second[Executor.PYTHON], device(second))
         backward = max(issued, device(first) + device(second)) - forward
-        lag = forward + backward - first[Lane.PYTHON] - second[Lane.PYTHON]
+        lag = forward + backward - first[Executor.PYTHON] - second[Executor.PYTHON]
     last = busy[Phase.STEP]
     # Disk and host work in a pipeline of sub-groups; what the link and the GPU do comes before or after.
-    step = last[Lane.PYTHON] + last[Lane.GPU] + last[Lane.LINK] + last[Lane.PCIE] + max(last[Lane.HOST], last[Lane.DISK])
-    step += last[Lane.STALL] - min(ahead[Lane.PYTHON], lag + ahead[Lane.GPU] + ahead[Lane.LINK])
+    step = (
+        last[Executor.PYTHON]
+        + last[Executor.GPU]
+        + last[Executor.LINK]
+        + last[Executor.PCIE]
+        + max(last[Executor.HOST], last[Executor.DISK])
+    )
+    step += last[Executor.STALL] - min(ahead[Executor.PYTHON], lag + ahead[Executor.GPU] + ahead[Executor.LINK])
     count = workload.grad_accum
     total = count * (forward + backward) + step
-    lanes = {lane: count * (first[lane] + second[lane]) + last[lane] for lane in Lane}
+    whole = {executor: count * (first[executor] + second[executor]) + last[executor] for executor in Executor}
     tokens = workload.micro_batch * (workload.seq_len or 0) * count * ranks
-    bound = max(lanes, key=lambda lane: lanes[lane])
-    return StepTime(forward, backward, step, total, tokens / total if total else 0.0, lanes, bound)
+    bound = max(whole, key=lambda executor: whole[executor])
+    return StepTime(forward, backward, step, total, tokens / total if total else 0.0, whole, bound)

@@ -17,8 +17,8 @@ from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import MemoryPlan
-from zeroplan.core.tape import Stream
-from zeroplan.core.tape_sizes import Device
+from zeroplan.core.tape import ExpandedTape
+from zeroplan.core.tape_sizes import KernelDevice
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case, Engine
@@ -29,9 +29,9 @@ from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.bound import activation_bound
 from zeroplan.planner.formula import FORMULA, formula_plan, lives_between_steps, misfits, verdict
 from zeroplan.planner.simulated import activation_peak, simulated_plan
-from zeroplan.planner.tapes import NoTapeError, stream_of
+from zeroplan.planner.tapes import NoTapeError, expanded_tape_of
 from zeroplan.search.space import Candidate
-from zeroplan.simulate.allocator_config import AllocatorConfig
+from zeroplan.simulate.allocator.config import AllocatorConfig
 from zeroplan.tapes import find_tape
 
 #: Formulas of states that the schedule frees for a moment, and pads, may be off by this much.
@@ -54,7 +54,7 @@ class Memory:
         self.problem = ""  # why there is no tape, once that is known
         self.simulated = 0
         self._matrices: Matrices = matrices(spec)
-        self._streams: dict[tuple[str, int, int], Stream | None] = {}
+        self._streams: dict[tuple[str, int, int], ExpandedTape | None] = {}
         self._counts: dict[tuple[str, int, int], Counts] = {}
         self._traced: dict[tuple[str, int, int], Counts | None] = {}
         self._computed: dict[tuple[str, int], tuple[int, int]] = {}
@@ -230,7 +230,7 @@ class Memory:
     def _tape_key(self, candidate: Candidate) -> str:
         return f"{candidate.workload.gradient_checkpointing} {candidate.zero.stage == 3}"
 
-    def _stream(self, candidate: Candidate, micro_batch: int) -> Stream | None:
+    def _stream(self, candidate: Candidate, micro_batch: int) -> ExpandedTape | None:
         workload: Workload = replace(candidate.workload, micro_batch=micro_batch, grad_accum=1)
         key = (self._tape_key(candidate), micro_batch, workload.seq_len or 0)
         if key not in self._streams:
@@ -242,14 +242,14 @@ class Memory:
                 self._streams[key] = None
         return self._streams[key]
 
-    def _tape(self, case: Case) -> Stream:
+    def _tape(self, case: Case) -> ExpandedTape:
         if self.trace:
-            return stream_of(self.engine, case)
+            return expanded_tape_of(self.engine, case)
         workload = case.workload
         tape = find_tape(case.spec, workload, zero3=self.engine.trace_options(case).zero3, plain=True)
         if tape is None:
             raise NoTapeError(f"no tape of {case.spec.name} is at hand")
-        device = Device.of(case.cluster.gpu)
+        device = KernelDevice.of(case.cluster.gpu)
         return tape.expand(workload.micro_batch, workload.seq_len or 1, workload.lora_rank, device=device)
 
 

@@ -9,7 +9,7 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.units import GIB, format_bytes
 from zeroplan.core.zero_config import OffloadOptimizer, OffloadParam, ZeroConfig
-from zeroplan.ledger.traffic import Lane
+from zeroplan.ledger.traffic import Executor
 from zeroplan.planner.request import Request
 from zeroplan.search.answer import Point
 from zeroplan.search.cost import CostModel
@@ -22,13 +22,14 @@ from zeroplan.search.space import Candidate
 _WHAT_IF = 2
 _MORE_VRAM = 8 * GIB
 _BOUND = {
-    Lane.PYTHON: "the host issues kernels and hooks more slowly than the GPU runs them: a larger micro batch costs little time",
-    Lane.GPU: "the GPU's own computation decides",
-    Lane.LINK: "traffic between the GPUs decides",
-    Lane.PCIE: "copies between GPU and host decide",
-    Lane.HOST: "the optimizer's step on the host decides",
-    Lane.DISK: "the disk decides",
-    Lane.STALL: "the allocator, which returns memory and takes it again in each step, decides",
+    Executor.PYTHON: "the host issues kernels and hooks more slowly than the GPU runs them: "
+    "a larger micro batch costs little time",
+    Executor.GPU: "the GPU's own computation decides",
+    Executor.LINK: "traffic between the GPUs decides",
+    Executor.PCIE: "copies between GPU and host decide",
+    Executor.HOST: "the optimizer's step on the host decides",
+    Executor.DISK: "the disk decides",
+    Executor.STALL: "the allocator, which returns memory and takes it again in each step, decides",
 }
 
 
@@ -113,9 +114,9 @@ def _costs(best: Ranked, memory: Memory, cost: CostModel) -> list[str]:
 
 
 def _bound(best: Ranked) -> str:
-    lanes = best.time.lanes
+    busy = best.time.busy
     busiest = best.time.bound
-    share = 100 * lanes[busiest] / best.time.total
+    share = 100 * busy[busiest] / best.time.total
     return f"{_BOUND[busiest]} ({min(share, 100):.0f} % of the step)"
 
 
@@ -126,7 +127,7 @@ def _full_card(best: Ranked) -> list[str]:
         return []
     text = "it fills the card: the allocator gets by with less than it would take by itself"
     if gpu.cache_emptied:
-        stalls = _seconds(best.time.lanes[Lane.STALL])
+        stalls = _seconds(best.time.busy[Executor.STALL])
         text += f", empties its cache {gpu.cache_emptied} × a step and so costs {stalls}"
     return [text]
 

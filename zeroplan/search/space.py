@@ -9,7 +9,7 @@ from typing import TypeVar
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.workload import Workload
-from zeroplan.core.zero_config import Device, OffloadOptimizer, OffloadParam, ZeroConfig
+from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer, OffloadParam, ZeroConfig
 from zeroplan.engines.base import Engine
 
 _Block = TypeVar("_Block", OffloadOptimizer, OffloadParam)
@@ -94,14 +94,14 @@ def zero_configs(engine: Engine, cluster: Cluster, *, nvme_path: str = NVME_PATH
         return [(zero, 0) for zero in engine.options()]
     for zero in engine.options():
         devices = (zero.offload_optimizer.device, zero.offload_param.device)
-        if Device.NVME in devices and cluster.nvme is None:
+        if OffloadDevice.NVME in devices and cluster.nvme is None:
             continue
         base = replace(
             zero,
             offload_optimizer=_placed(zero.offload_optimizer, nvme_path),
             offload_param=_placed(zero.offload_param, nvme_path),
         )
-        moves = sum(device is not Device.NONE for device in devices)
+        moves = sum(device is not OffloadDevice.NONE for device in devices)
         knobs = _SHARDED_KNOBS if zero.stage == 3 else _FLAT_KNOBS if zero.stage else ({},)
         if cluster.ranks == 1 and zero.stage in (1, 2):
             knobs = knobs[:2]  # one rank has nothing to overlap
@@ -110,7 +110,7 @@ def zero_configs(engine: Engine, cluster: Cluster, *, nvme_path: str = NVME_PATH
 
 
 def _placed(block: _Block, path: str) -> _Block:
-    return replace(block, nvme_path=path) if block.device is Device.NVME else block
+    return replace(block, nvme_path=path) if block.device is OffloadDevice.NVME else block
 
 
 def candidates(

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.simulate.allocator import run_allocator
-from zeroplan.simulate.allocator_config import AllocatorConfig
-from zeroplan.simulate.allocator_events import AllocatorResult
-from zeroplan.simulate.stream import Recorder
+from zeroplan.simulate.allocator.config import AllocatorConfig
+from zeroplan.simulate.allocator.events import AllocatorResult
+from zeroplan.simulate.allocator.run import run_allocator
+from zeroplan.simulate.recorder import Recorder
 
 #: Stands for whichever streams a deferred free waited for; a history does not name them.
 _SOME_STREAM = -1

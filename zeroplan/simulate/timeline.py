@@ -10,10 +10,10 @@ from itertools import compress, pairwise
 from typing import Protocol, TypeVar
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.simulate import native
-from zeroplan.simulate.allocator import run_allocator
-from zeroplan.simulate.allocator_config import AllocatorConfig
-from zeroplan.simulate.allocator_events import OP_BITS, AllocatorOp, AllocatorResult, OutOfMemory
+from zeroplan.simulate.allocator import native
+from zeroplan.simulate.allocator.config import AllocatorConfig
+from zeroplan.simulate.allocator.events import OP_BITS, AllocatorOp, AllocatorResult, OutOfMemory
+from zeroplan.simulate.allocator.run import run_allocator
 
 #: Who asked for a block: a module's index or name.
 Note = int | str
@@ -47,7 +47,7 @@ class TimelineMark:
 class Curve:
     """A run in a few hundred points, each the moment of the highest allocated total within its slice of events.
 
-    Events say in which order things happen, not when. A stretch between two marks is as wide as the root of its number of
+    Events say in which order things happen, not when. An event block between two marks is as wide as the root of its number of
     events, so that an optimizer step of fifty is seen beside a backward of fifty thousand.
 
     Attributes:
@@ -121,7 +121,7 @@ class Timeline:
         return Timeline(self._code, self._value, self._labels, result)
 
     def peak_mark(self) -> str:
-        """Name of the mark that ends the stretch in which allocated peaked; empty if none follows."""
+        """Name of the mark that ends the event block in which allocated peaked; empty if none follows."""
         for mark, totals in zip(self.marks, self.result.marks, strict=True):
             if totals.event > self.result.peak_event:
                 return mark.name
@@ -193,13 +193,13 @@ class Timeline:
         """Slices of events, the position of each, and the marks' positions; see :class:`Curve`."""
         names = {totals.event: mark.name for mark, totals in zip(self.marks, self.result.marks, strict=True)}
         bounds = sorted({0, count, *(event + 1 for event in names)})
-        stretches = [(start, end) for start, end in pairwise(bounds) if end > start]
-        whole = sum(math.sqrt(end - start) for start, end in stretches) or 1.0
+        event_blocks = [(start, end) for start, end in pairwise(bounds) if end > start]
+        whole = sum(math.sqrt(end - start) for start, end in event_blocks) or 1.0
         slices: list[tuple[int, int]] = []
         positions: list[float] = []
         marks: list[tuple[float, str]] = []
         left = 0.0
-        for start, end in stretches:
+        for start, end in event_blocks:
             width = math.sqrt(end - start) / whole
             parts = min(end - start, max(1, round(points * width)))
             for part in range(parts):

@@ -29,7 +29,7 @@ _COST = {"t5": 4, "whisper": 4, "gemma3": 4, "gemma3_text": 4, "gemma2": 3, "mod
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class TraceTask:
     """Models of one family and the variant to trace them with."""
 
     models: tuple[str, ...]
@@ -69,7 +69,9 @@ class Folder:
                 yield key, ending, os.path.join(base, name)
 
 
-def units(entries: Sequence[catalog.Entry], wanted: Sequence[TraceOptions], todo: Callable[[str, str], bool]) -> list[Unit]:
+def units(
+    entries: Sequence[catalog.Entry], wanted: Sequence[TraceOptions], todo: Callable[[str, str], bool]
+) -> list[TraceTask]:
     """The work, in the order in which to begin it. `todo` says whether a model's variant is to be traced."""
     families: dict[tuple[str, str], list[catalog.Entry]] = {}
     for entry in entries:
@@ -79,11 +81,11 @@ def units(entries: Sequence[catalog.Entry], wanted: Sequence[TraceOptions], todo
         for (family, _), members in families.items():
             models = tuple(e.id for e in members if todo(e.id, options.key))
             if models:
-                found.append(Unit(models, options, (place // 20, -len(models) * _COST.get(family, 1))))
+                found.append(TraceTask(models, options, (place // 20, -len(models) * _COST.get(family, 1))))
     return sorted(found, key=lambda unit: unit.order)
 
 
-def trace_unit(unit: Unit, folder: Folder, deadline: float) -> list[tuple[str, str]]:
+def trace_unit(unit: TraceTask, folder: Folder, deadline: float) -> list[tuple[str, str]]:
     """Trace a unit's models; returns (model, reason) of those that cannot be. Stops at the deadline (``time.time()``)."""
     from zeroplan.core.tape_codec import to_json
     from zeroplan.trace.api import Donors
@@ -143,7 +145,9 @@ def _begin_worker() -> None:
     sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # transformers' advice, once a model
 
 
-def run(work: Sequence[Unit], models: Iterable[str], folder: Folder, *, jobs: int, seconds: float, software: str) -> list[str]:
+def run(
+    work: Sequence[TraceTask], models: Iterable[str], folder: Folder, *, jobs: int, seconds: float, software: str
+) -> list[str]:
     """Do the work in `jobs` processes and pack what came of it; returns a line for each failure.
 
     Tracing ends after `seconds`; what is traced by then is packed.
@@ -152,7 +156,7 @@ def run(work: Sequence[Unit], models: Iterable[str], folder: Folder, *, jobs: in
     total, done = sum(len(unit.models) for unit in work), 0
     # Fresh interpreters: a forked one would inherit whatever threads torch has begun.
     with ProcessPoolExecutor(max(1, jobs), mp_context=get_context("spawn"), initializer=_begin_worker) as pool:
-        pending: dict[Future[list[tuple[str, str]]], Unit] = {
+        pending: dict[Future[list[tuple[str, str]]], TraceTask] = {
             pool.submit(trace_unit, unit, folder, began + seconds): unit for unit in work
         }
         for future in as_completed(pending):

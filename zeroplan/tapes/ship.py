@@ -13,7 +13,7 @@ import shutil
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from zeroplan.core.tape import Stream
+from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.tape_codec import from_json
 from zeroplan.core.tape_options import TraceOptions
 from zeroplan.models import catalog
@@ -116,8 +116,8 @@ def _difference(one: dict[str, object], two: dict[str, object]) -> str:
     return ""
 
 
-def _columns(stream: Stream) -> list[tuple[int, int, int]]:
-    return list(zip(stream.op, stream.arg, stream.aux, strict=True))
+def _columns(tape: ExpandedTape) -> list[tuple[int, int, int]]:
+    return list(zip(tape.op, tape.arg, tape.aux, strict=True))
 
 
 if __name__ == "__main__":

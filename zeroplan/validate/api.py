@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import ModelInfo
-from zeroplan.core.zero_config import Device
+from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.runtime.engine import Runtime
 from zeroplan.interop.ds_config.source import load_source
 from zeroplan.planner.request import Request, Resolved, describe_workload, resolve
-from zeroplan.planner.tapes import Streams
+from zeroplan.planner.tapes import ExpandedTapes
 from zeroplan.validate.builtin import builtin_request
 from zeroplan.validate.compare import compare
-from zeroplan.validate.job import STEPS, Job, ended_early, job_of
+from zeroplan.validate.job import STEPS, VerifyJob, ended_early, job_of
 from zeroplan.validate.launch import Launch
 from zeroplan.validate.machine import Machine, find_machine, ranks_to_use
 from zeroplan.validate.measured import measurement_of
@@ -136,12 +136,12 @@ def _live(model: Any, inputs: Any, options: dict[str, Any]) -> Live | None:
     return live_of(model, inputs)
 
 
-def _streams(engine: Engine, model: Any, live: Live | None) -> Streams:
+def _streams(engine: Engine, model: Any, live: Live | None) -> ExpandedTapes:
     if live is None:
-        return Streams(engine)
-    from zeroplan.validate.live import LiveStreams
+        return ExpandedTapes(engine)
+    from zeroplan.validate.live import LiveExpandedTapes
 
-    return LiveStreams(engine, live, model)
+    return LiveExpandedTapes(engine, live, model)
 
 
 def _to_stderr(text: str) -> None:
@@ -159,7 +159,7 @@ def _label(case: Case) -> str:
 def _lacks_path(case: Case) -> bool:
     """Whether a table's option goes to NVMe without saying where."""
     parts = (case.zero.offload_optimizer, case.zero.offload_param)
-    return any(part.device is Device.NVME and part.nvme_path is None for part in parts)
+    return any(part.device is OffloadDevice.NVME and part.nvme_path is None for part in parts)
 
 
 def _raw(source: Any) -> dict[str, Any] | None:
@@ -173,9 +173,9 @@ _Outcome = tuple[list[Comparison], list[str]]
 
 def _run_launched(
     resolved: Resolved,
-    streams: Streams,
+    streams: ExpandedTapes,
     cases: Sequence[Case],
-    jobs: Sequence[Job],
+    jobs: Sequence[VerifyJob],
     machine: Machine,
     ranks: int,
     tolerance: float,
@@ -220,7 +220,7 @@ def _run_launched(
     return comparisons, skipped
 
 
-def _progress(jobs: Sequence[Job], taken: Sequence[int], say: Say) -> Callable[[int, str], None]:
+def _progress(jobs: Sequence[VerifyJob], taken: Sequence[int], say: Say) -> Callable[[int, str], None]:
     def show(place: int, doing: str) -> None:
         if _worth_saying(doing):
             say(f"{jobs[taken[place]].label}: {doing}")
@@ -233,7 +233,7 @@ def _worth_saying(doing: str) -> bool:
     return not doing.endswith("done")
 
 
-def _compared(plan: Planned, measured: Measurement, tolerance: float, job: Job, say: Say) -> Comparison:
+def _compared(plan: Planned, measured: Measurement, tolerance: float, job: VerifyJob, say: Say) -> Comparison:
     comparison = compare(plan, measured, tolerance)
     say(f"{job.label}: {comparison.verdict}")
     return comparison
@@ -246,9 +246,9 @@ def _told(say: Say | None, label: str, doing: str) -> None:
 
 def _run_here(
     resolved: Resolved,
-    streams: Streams,
+    streams: ExpandedTapes,
     cases: Sequence[Case],
-    jobs: Sequence[Job],
+    jobs: Sequence[VerifyJob],
     machine: Machine,
     ranks: int,
     tolerance: float,

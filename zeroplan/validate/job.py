@@ -27,7 +27,7 @@ _ADAM_LIKE = ("adam", "adamw", "lamb")
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class VerifyJob:
     """One configuration to run. `model` is a transformers config; `ds_config` serves the engines that read one. `live` is the
     user's own module instead, which goes to other processes in a file of its own.
     """
@@ -64,7 +64,7 @@ class Job:
         return asdict(replace(self, live=None))
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Job:
+    def from_json(cls, values: Mapping[str, Any]) -> VerifyJob:
         """The inverse of :meth:`to_json`."""
         return cls(**{**values, "lora_targets": tuple(values["lora_targets"])})
 
@@ -78,7 +78,7 @@ def job_of(
     steps: int = STEPS,
     timeout: float = 300.0,
     live: Live | None = None,
-) -> Job:
+) -> VerifyJob:
     """The job of a case. `raw` is the ds_config that the case came from, `live` the user's module and batch.
 
     Raises:
@@ -96,7 +96,7 @@ def job_of(
     elif engine == "deepspeed":
         given = _optimizer(work.optimizer) if "optimizer" not in (raw or {}) else None
         config = write_ds_config(case.zero, work, world_size=case.ranks, optimizer=given, source=raw)
-    return Job(
+    return VerifyJob(
         label=label,
         engine=engine,
         stage=case.zero.stage,

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from zeroplan.validate.job import Job, ended_early
+from zeroplan.validate.job import VerifyJob, ended_early
 
 #: Called with a job's index and what its first rank is doing.
 Progress = Callable[[int, str], None]
@@ -38,7 +38,7 @@ Results = dict[int, list[dict[str, Any]]]
 class Launch:
     """One torchrun of `ranks` processes that run `jobs` in turn."""
 
-    def __init__(self, jobs: Sequence[Job], ranks: int, device: str, progress: Progress, *, timeout: float) -> None:
+    def __init__(self, jobs: Sequence[VerifyJob], ranks: int, device: str, progress: Progress, *, timeout: float) -> None:
         self.jobs, self.ranks, self.device = jobs, ranks, device
         self.progress, self.timeout = progress, timeout
         self._folder = tempfile.TemporaryDirectory(prefix="zeroplan-verify-")

@@ -26,11 +26,11 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.tape import Stream
-from zeroplan.core.tape_sizes import Device
+from zeroplan.core.tape import ExpandedTape
+from zeroplan.core.tape_sizes import KernelDevice
 from zeroplan.core.workload import DType
 from zeroplan.engines.base import Case, Engine
-from zeroplan.planner.tapes import NoTapeError, Streams
+from zeroplan.planner.tapes import ExpandedTapes, NoTapeError
 from zeroplan.trace.api import trace_module
 from zeroplan.validate.job import MODULE_FILE
 from zeroplan_runtime.arena import DTYPES
@@ -95,25 +95,25 @@ def live_of(module: nn.Module, inputs: Any) -> Live:
 # ---------------------------------------------------------------------- the plan
 
 
-class LiveStreams(Streams):
+class LiveExpandedTapes(ExpandedTapes):
     """The tape of a module for the one batch that it is run with."""
 
     def __init__(self, engine: Engine, live: Live, module: nn.Module) -> None:
         super().__init__(engine)
         self._engine_of, self._live, self._module = engine, live, module
-        self._streams: dict[str, Stream | NoTapeError] = {}
+        self._streams: dict[str, ExpandedTape | NoTapeError] = {}
         #: Whether a CPU's kernels keep other tensors than CUDA's, for which tapes are made.
         self.differs = any(_differs(part) for part in module.modules())
 
-    def of(self, case: Case) -> Stream:
-        """As :meth:`Streams.of`."""
+    def of(self, case: Case) -> ExpandedTape:
+        """As :meth:`ExpandedTapes.of`."""
         options = self._engine_of.trace_options(case)
         if options.key not in self._streams:
             try:
                 meta = _on_meta(self._module, case.workload.dtype if self._engine_of.name == "zeroplan" else DType.FP32)
                 batch = self._live.batch_on(torch.device("cpu"), input_dtype(self._engine_of.name, case.workload.dtype))
                 tape = trace_module(meta, lambda: map_tensors(batch, _empty_on_meta), options)
-                device = Device.of(case.cluster.gpu)
+                device = KernelDevice.of(case.cluster.gpu)
                 work = case.workload
                 self._streams[options.key] = tape.expand(work.micro_batch, work.seq_len or 1, None, device=device)
             except Exception as fault:  # the user's own code runs here

@@ -13,7 +13,7 @@ from zeroplan.engines.runtime.engine import Runtime
 from zeroplan.engines.simulation import phase_of_mark
 from zeroplan.planner.formula import formula_plan
 from zeroplan.planner.simulated import simulated_plan
-from zeroplan.planner.tapes import NoTapeError, Streams
+from zeroplan.planner.tapes import ExpandedTapes, NoTapeError
 from zeroplan.simulate.timeline import Timeline
 
 #: A row's key: buffer, unit, place.
@@ -41,7 +41,7 @@ class Planned:
     passing: frozenset[str] = frozenset()
 
 
-def predict(engine: Engine, case: Case, streams: Streams) -> Planned:
+def predict(engine: Engine, case: Case, streams: ExpandedTapes) -> Planned:
     """The deepest plan that can be had; `streams` are those of the cases that are verified together."""
     owned, passing = None, frozenset[str]()
     if isinstance(engine, Runtime):

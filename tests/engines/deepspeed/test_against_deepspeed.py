@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from zeroplan.core.tape import Kind, Mark, Op, Stream, TapeModule, TapeParam
+from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op, TapeModule, TapeParam
 from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.deepspeed.job import resolve
 from zeroplan.engines.deepspeed.schedule import record_deepspeed
-from zeroplan.simulate.allocator_events import OP_BITS, AllocatorOp
+from zeroplan.simulate.allocator.events import OP_BITS, AllocatorOp
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.skipif(not find_spec("deepspeed"), reason="needs DeepSpeed")]
 
@@ -114,12 +114,12 @@ def allocations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list
     return {(found := json.loads(line))["id"]: found["phases"] for line in lines}
 
 
-def chain_stream(width: int, shapes: list[list[int]] = SHAPES) -> Stream:
+def chain_stream(width: int, shapes: list[list[int]] = SHAPES) -> ExpandedTape:
     """The chain's tape, without its activations, which are all below `LEAST`."""
     modules = [TapeModule("", "Chain", -1), TapeModule("layers", "ModuleList", 0)]
     modules += [TapeModule(f"layers.{i}", "Linear", 1, (i,)) for i in range(len(shapes))]
     params = [TapeParam(f"layers.{i}.weight", (out, into), True, width) for i, (out, into) in enumerate(shapes)]
-    stream = Stream(tuple(modules), tuple(params))
+    stream = ExpandedTape(tuple(modules), tuple(params))
 
     def add(op: Op, arg: int, aux: int = 0, kind: int = 0) -> None:
         columns = (stream.op, stream.arg, stream.aux, stream.kind, stream.module)

@@ -7,29 +7,29 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from llama_stream import llama_stream
+from llama_tape import llama_tape
 
 from zeroplan.core.buffers import ALWAYS, Buffer, Phase, Place
-from zeroplan.core.tape import Op, Stream
+from zeroplan.core.tape import ExpandedTape, Op
 from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
-from zeroplan.core.zero_config import Device, OffloadOptimizer, ZeroConfig
+from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer, ZeroConfig
 from zeroplan.engines.deepspeed.facts import facts
 from zeroplan.engines.deepspeed.job import resolve
 from zeroplan.engines.deepspeed.lines import LEDGER
 from zeroplan.engines.deepspeed.schedule import record_deepspeed
 from zeroplan.ledger.line import Item, evaluate
 from zeroplan.models.spec import ModelSpec, Tensor, Unit
-from zeroplan.simulate.allocator_events import OP_BITS, AllocatorOp
-from zeroplan.simulate.stream import Recorder
+from zeroplan.simulate.allocator.events import OP_BITS, AllocatorOp
+from zeroplan.simulate.recorder import Recorder
 
 WORKSPACE = 1 << 20
-STREAM = llama_stream(3)
+STREAM = llama_tape(3)
 FP32 = {"precision": Precision.FP32, "dtype": DType.FP32}
 AUTOCAST = {"precision": Precision.AUTOCAST}
 ACCUM_32 = {"grad_accum_dtype": DType.FP32}
 MASTERS_16 = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 NVME = {"offload_optimizer": "nvme", "nvme_path": "/nvme"}
-HALF = {"offload_optimizer": OffloadOptimizer(Device.CPU, ratio=0.5), "sub_group_size": 40_000_000}
+HALF = {"offload_optimizer": OffloadOptimizer(OffloadDevice.CPU, ratio=0.5), "sub_group_size": 40_000_000}
 
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "0": (0, {}, {}),
@@ -72,19 +72,19 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def spec_of(stream: Stream) -> ModelSpec:
-    kinds = {p: module.type for module in stream.modules for p in module.params if module.type != "Linear"}
-    tensors = [Tensor(p.name, p.shape, p.trainable, kind="" if i in kinds else "linear") for i, p in enumerate(stream.params)]
+def spec_of(tape: ExpandedTape) -> ModelSpec:
+    kinds = {p: module.type for module in tape.modules for p in module.params if module.type != "Linear"}
+    tensors = [Tensor(p.name, p.shape, p.trainable, kind="" if i in kinds else "linear") for i, p in enumerate(tape.params)]
     return ModelSpec("llama", (Unit("", tuple(tensors)),), "test")
 
 
-def adapters_only(stream: Stream) -> Stream:
+def adapters_only(tape: ExpandedTape) -> ExpandedTape:
     """The same model with everything frozen but the attention's projections."""
-    params = tuple(replace(p, trainable="_proj" in p.name) for p in stream.params)
-    rows = list(zip(stream.op, stream.arg, stream.aux, stream.kind, stream.module, strict=True))
+    params = tuple(replace(p, trainable="_proj" in p.name) for p in tape.params)
+    rows = list(zip(tape.op, tape.arg, tape.aux, tape.kind, tape.module, strict=True))
     gone = {aux for op, arg, aux, *_ in rows if op == Op.GRAD and not params[arg].trainable}
     kept = [row for row in rows if not (row[0] == Op.ALLOC and row[1] in gone) and not (row[0] == Op.GRAD and row[2] in gone)]
-    return Stream(stream.modules, params, *(list(column) for column in zip(*kept, strict=True)))
+    return ExpandedTape(tape.modules, params, *(list(column) for column in zip(*kept, strict=True)))
 
 
 class Replay:
@@ -108,12 +108,14 @@ class Replay:
                 self.at[recorder.marks[value]] = Counter({buffer: count for buffer, count in now.items() if count})
 
 
-def both(stream: Stream, stage: int, knobs: dict[str, Any], work: dict[str, Any], ranks: int) -> tuple[list[Item], Recorder]:
+def both(
+    tape: ExpandedTape, stage: int, knobs: dict[str, Any], work: dict[str, Any], ranks: int
+) -> tuple[list[Item], Recorder]:
     zero, workload = ZeroConfig.of(stage, **knobs), Workload(**work)
-    known = facts(spec_of(stream), workload, zero, ranks=ranks, local_ranks=ranks, cublas_workspace=WORKSPACE)
-    job = resolve(stream, workload, zero, ranks=ranks, cublas_workspace=WORKSPACE)
+    known = facts(spec_of(tape), workload, zero, ranks=ranks, local_ranks=ranks, cublas_workspace=WORKSPACE)
+    job = resolve(tape, workload, zero, ranks=ranks, cublas_workspace=WORKSPACE)
     items = [item for item in evaluate(LEDGER, known) if item.place is Place.HBM]
-    return items, record_deepspeed(job, stream)
+    return items, record_deepspeed(job, tape)
 
 
 #: What only the schedule knows: it comes and goes within a phase, and its most depends on the order of events.
@@ -134,7 +136,7 @@ SCALARS = 64
 
 def _played(name: str, frozen: bool, ranks: int) -> tuple[list[Item], Replay]:
     stage, knobs, work = CASES[name]
-    stream = llama_stream(3, 4 if work.get("precision") in (Precision.FP32, Precision.AUTOCAST) else 2)
+    stream = llama_tape(3, 4 if work.get("precision") in (Precision.FP32, Precision.AUTOCAST) else 2)
     items, recorder = both(adapters_only(stream) if frozen else stream, stage, knobs, work, ranks)
     return items, Replay(recorder)
 

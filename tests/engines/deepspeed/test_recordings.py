@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from zeroplan.core.cluster import Cluster
-from zeroplan.core.tape import Stream
+from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
@@ -17,16 +17,16 @@ from zeroplan.engines.deepspeed.job import resolve
 from zeroplan.engines.deepspeed.recordings import Recordings
 from zeroplan.engines.deepspeed.schedule import record_deepspeed
 from zeroplan.models.load import load_model
-from zeroplan.planner.tapes import stream_of
+from zeroplan.planner.tapes import expanded_tape_of
 
 SPEC = load_model("meta-llama/Llama-3.2-1B")
 ENGINE = DeepSpeed()
 
 
-def _case(stage: int, micro_batch: int) -> tuple[Case, Stream]:
+def _case(stage: int, micro_batch: int) -> tuple[Case, ExpandedTape]:
     workload = Workload(micro_batch=micro_batch, seq_len=512, gradient_checkpointing=True)
     case = Case(SPEC, workload, Cluster(gpus=2), ZeroConfig.of(stage))
-    return case, stream_of(ENGINE, case)
+    return case, expanded_tape_of(ENGINE, case)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

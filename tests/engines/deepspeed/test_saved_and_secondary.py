@@ -17,7 +17,7 @@ from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.deepspeed.job import resolve
 from zeroplan.engines.deepspeed.schedule import record_deepspeed
-from zeroplan.simulate.stream import simulate
+from zeroplan.simulate.recorder import simulate
 from zeroplan.simulate.timeline import Timeline
 
 LAYERS = [[512, 512]] * 6

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from llama_stream import llama_stream
+from llama_tape import llama_tape
 
-from zeroplan.core.tape import Stream, TapeParam
+from zeroplan.core.tape import ExpandedTape, TapeParam
 from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.deepspeed.job import resolve
 from zeroplan.engines.deepspeed.schedule import distinct_ranks, simulate_deepspeed
 
-STREAM = llama_stream(3)
+STREAM = llama_tape(3)
 KNOBS: list[tuple[int, dict[str, Any]]] = [
     (0, {}),
     (1, {}),
@@ -70,7 +70,7 @@ def test_settles(stage: int, knobs: dict[str, Any], ranks: int) -> None:
 def test_frozen_parameters_have_no_states(stage: int, zero_init: bool) -> None:
     """Only the norms train: states and masters are theirs alone."""
     small = tuple(TapeParam(p.name, p.shape, len(p.shape) == 1, p.itemsize) for p in STREAM.params)
-    frozen = Stream(STREAM.modules, small, *_without_frozen_grads(STREAM, small))
+    frozen = ExpandedTape(STREAM.modules, small, *_without_frozen_grads(STREAM, small))
     trainable = sum(p.shape[0] for p in small if p.trainable)
     whole = sum(p.shape[0] * (p.shape[1] if len(p.shape) > 1 else 1) for p in small)
     line = simulate_deepspeed(frozen, Workload(), ZeroConfig.of(stage), ranks=1, zero_init=zero_init, steps=3)
@@ -79,13 +79,11 @@ def test_frozen_parameters_have_no_states(stage: int, zero_init: bool) -> None:
     assert 12 * trainable <= states <= 14 * trainable + (4 << 20)
 
 
-def _without_frozen_grads(stream: Stream, params: tuple[TapeParam, ...]) -> tuple[list[int], ...]:
-    gone = {
-        aux for op, arg, aux in zip(stream.op, stream.arg, stream.aux, strict=True) if op == 6 and not params[arg].trainable
-    }
+def _without_frozen_grads(tape: ExpandedTape, params: tuple[TapeParam, ...]) -> tuple[list[int], ...]:
+    gone = {aux for op, arg, aux in zip(tape.op, tape.arg, tape.aux, strict=True) if op == 6 and not params[arg].trainable}
     kept = [
         i
-        for i, (op, arg) in enumerate(zip(stream.op, stream.arg, strict=True))
-        if not (op == 0 and arg in gone) and not (op == 6 and stream.aux[i] in gone)
+        for i, (op, arg) in enumerate(zip(tape.op, tape.arg, strict=True))
+        if not (op == 0 and arg in gone) and not (op == 6 and tape.aux[i] in gone)
     ]
-    return tuple([column[i] for i in kept] for column in (stream.op, stream.arg, stream.aux, stream.kind, stream.module))
+    return tuple([column[i] for i in kept] for column in (tape.op, tape.arg, tape.aux, tape.kind, tape.module))

@@ -7,9 +7,9 @@ Parts are 2,000,002 (alone in its sub-group), 300 and 1,500,000 elements (togeth
 from __future__ import annotations
 
 from zeroplan.core.buffers import Buffer, Phase, Place
-from zeroplan.core.tape import Stream, TapeModule, TapeParam
+from zeroplan.core.tape import ExpandedTape, TapeModule, TapeParam
 from zeroplan.core.workload import Workload
-from zeroplan.core.zero_config import Aio, Device, OffloadOptimizer, OffloadParam, ZeroConfig
+from zeroplan.core.zero_config import Aio, OffloadDevice, OffloadOptimizer, OffloadParam, ZeroConfig
 from zeroplan.engines.deepspeed.facts import facts
 from zeroplan.engines.deepspeed.host_recorder import HostMark
 from zeroplan.engines.deepspeed.job import resolve
@@ -23,8 +23,8 @@ WORKLOAD = Workload(seq_len=8)
 
 
 def config(*, threads: int = 1, pin: bool = True) -> ZeroConfig:
-    optimizer = OffloadOptimizer(Device.NVME, nvme_path="/nvme", buffer_count=4, pin_memory=pin)
-    param = OffloadParam(Device.NVME, nvme_path="/nvme", buffer_count=5, buffer_size=2_000_100, max_in_cpu=2_500_000)
+    optimizer = OffloadOptimizer(OffloadDevice.NVME, nvme_path="/nvme", buffer_count=4, pin_memory=pin)
+    param = OffloadParam(OffloadDevice.NVME, nvme_path="/nvme", buffer_count=5, buffer_size=2_000_100, max_in_cpu=2_500_000)
     return ZeroConfig.of(3, optimizer, param, sub_group_size=1_000_000, aio=Aio(intra_op_parallelism=threads))
 
 
@@ -36,7 +36,7 @@ def lines(zero: ZeroConfig) -> dict[str, int]:
 
 def marks(zero: ZeroConfig) -> dict[Phase, HostMark]:
     params = tuple(TapeParam(name, (count,), on, 2) for name, count, on in SIZES)
-    stream = Stream((TapeModule("", "Five", -1, tuple(range(len(SIZES)))),), params)
+    stream = ExpandedTape((TapeModule("", "Five", -1, tuple(range(len(SIZES)))),), params)
     return {mark.phase: mark for mark in record_host(resolve(stream, WORKLOAD, zero, ranks=2)).marks}
 
 
@@ -96,7 +96,7 @@ def test_the_buffer_of_the_largest_gradient_passes_through_memory() -> None:
 
 
 def test_with_the_optimizer_alone_updated_parameters_are_cast_on_the_host() -> None:
-    zero = ZeroConfig.of(3, OffloadOptimizer(Device.NVME, nvme_path="/nvme"), "none", sub_group_size=1_000_000)
+    zero = ZeroConfig.of(3, OffloadOptimizer(OffloadDevice.NVME, nvme_path="/nvme"), "none", sub_group_size=1_000_000)
     step = marks(zero)[Phase.STEP]
     assert step.peak - step.pageable - step.pinned == 2 * 4 * 2_000_002 + 2 * 2_000_002
     assert lines(zero)["updated_params_cast"] == 2 * 2_000_002

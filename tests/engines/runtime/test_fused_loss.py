@@ -10,22 +10,22 @@ from pathlib import Path
 import pytest
 
 from zeroplan.core.losses import leaves_loss_to_function
-from zeroplan.core.tape import Kind, Mark, Op, Stream
+from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op
 from zeroplan.engines.runtime.fused_loss import with_fused_loss
 from zeroplan.planner.request import Request, resolve
-from zeroplan.planner.tapes import stream_of
+from zeroplan.planner.tapes import expanded_tape_of
 
 
-def tape(model: str, **options: object) -> Stream:
+def tape(model: str, **options: object) -> ExpandedTape:
     resolved = resolve(Request(model=model, engine="zeroplan", stage=2, seq_len=512, depth="simulated", **options))  # type: ignore[arg-type]
-    return stream_of(resolved.engine, resolved.cases[0])
+    return expanded_tape_of(resolved.engine, resolved.cases[0])
 
 
-def alive(stream: Stream) -> Iterator[tuple[int, int]]:
+def alive(tape: ExpandedTape) -> Iterator[tuple[int, int]]:
     """(event, bytes alive), checking that nothing is freed twice or before it lives."""
     sizes: dict[int, int] = {}
     total = 0
-    for i, (op, arg, aux) in enumerate(zip(stream.op, stream.arg, stream.aux, strict=True)):
+    for i, (op, arg, aux) in enumerate(zip(tape.op, tape.arg, tape.aux, strict=True)):
         if op == Op.ALLOC:
             assert arg not in sizes
             sizes[arg] = aux
@@ -38,14 +38,12 @@ def alive(stream: Stream) -> Iterator[tuple[int, int]]:
     assert total == sum(sizes.values())
 
 
-def peak_around_loss(stream: Stream) -> int:
+def peak_around_loss(tape: ExpandedTape) -> int:
     """The most that lives from the backward's begin until the head's."""
-    events = list(zip(stream.op, stream.arg, strict=True))
-    (head,) = {
-        m for op, kind, m in zip(stream.op, stream.kind, stream.module, strict=True) if (op, kind) == (Op.ALLOC, Kind.LOGITS)
-    }
+    events = list(zip(tape.op, tape.arg, strict=True))
+    (head,) = {m for op, kind, m in zip(tape.op, tape.kind, tape.module, strict=True) if (op, kind) == (Op.ALLOC, Kind.LOGITS)}
     begin, end = events.index((Op.MARK, Mark.BACKWARD_BEGIN)), events.index((Op.BWD_ENTER, head))
-    return max(total for i, total in alive(stream) if begin < i < end)
+    return max(total for i, total in alive(tape) if begin < i < end)
 
 
 @pytest.mark.parametrize(

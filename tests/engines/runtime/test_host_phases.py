@@ -7,7 +7,7 @@ import pytest
 from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.layout import PAGE_NUMEL, SWAP_SLOTS, ParamShape, UnitKind, UnitShape, plan_layout
 from zeroplan.core.layout_setup import RuntimeSetup
-from zeroplan.core.zero_config import Device
+from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.engines.runtime.host import checkpoint_phases, host_phases
 
 #: Flats of 64 + 192 = 256 and of 640 elements: shards of 128 and 320 on two ranks.
@@ -18,7 +18,7 @@ SHAPES = [
 MODEL = 2 * (60 + 190 + 640)
 
 
-def phases(where: Device, moved: dict[str, int] | None = None) -> dict[Phase, int]:
+def phases(where: OffloadDevice, moved: dict[str, int] | None = None) -> dict[Phase, int]:
     layout = plan_layout(SHAPES, RuntimeSetup(ranks=2, stage=3, offload_optimizer=where))
     host = host_phases(layout, MODEL, moved)
     assert all(one.peak == sum(one.alive.values()) for one in host)
@@ -34,7 +34,7 @@ def test_states_in_memory() -> None:
     kind by kind, so that two of b's are there at once.
     """
     kept = (4 + 4 + 4 + 2) * (128 + 320)
-    assert phases(Device.CPU, {"checkpoint.0": 1000, "checkpoint.1": 24}) == {
+    assert phases(OffloadDevice.CPU, {"checkpoint.0": 1000, "checkpoint.1": 24}) == {
         Phase.LOAD: MODEL,
         Phase.INIT: MODEL + kept,
         Phase.FORWARD: kept + 1024,
@@ -52,15 +52,15 @@ def test_states_in_files() -> None:
     a checkpoint is read.
     """
     kept = 2 * (128 + 320) + SWAP_SLOTS * 3 * PAGE_NUMEL * 4
-    found = phases(Device.NVME)
+    found = phases(OffloadDevice.NVME)
     assert found[Phase.INIT] == kept + max(MODEL + 4 * 128, MODEL - 2 * 250 + 4 * 320)
     assert found[Phase.STEP] == kept
     assert found[Phase.SAVE] == kept + 4 * 320
     assert found[Phase.RESUME] == kept + 3 * 4 * 320 + 2 * 4 * 320
 
 
-@pytest.mark.parametrize("where", [Device.CPU, Device.NVME])
-def test_what_is_pinned_stands_in_pinned_memory(where: Device) -> None:
+@pytest.mark.parametrize("where", [OffloadDevice.CPU, OffloadDevice.NVME])
+def test_what_is_pinned_stands_in_pinned_memory(where: OffloadDevice) -> None:
     layout = plan_layout(SHAPES, RuntimeSetup(ranks=2, stage=3, offload_optimizer=where))
     step = host_phases(layout, MODEL, {"checkpoint.0": 512})[-1]
     assert step.pinned == sum(count for (_, place), count in step.kept.items() if place is Place.PINNED)

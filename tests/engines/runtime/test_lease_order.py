@@ -24,9 +24,9 @@ from zeroplan.engines.base import Case
 from zeroplan.engines.runtime import engine as planned_engine
 from zeroplan.engines.runtime.engine import Runtime
 from zeroplan.models.load import load_model
-from zeroplan.planner.tapes import stream_of
-from zeroplan.simulate.allocator_events import OP_BITS, AllocatorOp
-from zeroplan.simulate.stream import Recorder
+from zeroplan.planner.tapes import expanded_tape_of
+from zeroplan.simulate.allocator.events import OP_BITS, AllocatorOp
+from zeroplan.simulate.recorder import Recorder
 
 pytestmark = pytest.mark.torch
 
@@ -79,7 +79,7 @@ def planned(config: dict[str, Any], ranks: int, monkeypatch: pytest.MonkeyPatch)
         grad_accum=config["gradient_accumulation_steps"],
     )
     case = Case(load_model(CONFIG), workload, Cluster(gpus=ranks), zero)
-    engine.simulate(case, stream_of(engine, case))
+    engine.simulate(case, expanded_tape_of(engine, case))
     (recorder,) = recorders
     passing = {row.buffer for row in runtime_buffers(engine.layout(case)) if not row.stands}
     changes: list[Change] = []

@@ -17,7 +17,7 @@ from tests.runtime.train import ADAMW, ds_config, train_all
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.layout import runtime_buffers
 from zeroplan.core.workload import DType, Precision, Workload
-from zeroplan.core.zero_config import Device, OffloadOptimizer, OffloadParam, ZeroConfig
+from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer, OffloadParam, ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.runtime.engine import Runtime
 from zeroplan.engines.runtime.lines import OWNED
@@ -41,12 +41,12 @@ def plan_rows(config: dict[str, Any], model: dict[str, Any], ranks: int) -> tupl
     accum = config.get("data_types", {}).get("grad_accum_dtype")
     section = config["zero_optimization"]
     optimizer = OffloadOptimizer(
-        Device(section.get("offload_optimizer", {}).get("device", "none")),
+        OffloadDevice(section.get("offload_optimizer", {}).get("device", "none")),
         ratio=section.get("offload_optimizer", {}).get("ratio", 1.0),
         nvme_path=section.get("offload_optimizer", {}).get("nvme_path"),
     )
     said = section.get("offload_param", {})
-    param = OffloadParam(**{**said, "device": Device(said.get("device", "none"))})
+    param = OffloadParam(**{**said, "device": OffloadDevice(said.get("device", "none"))})
     zero = ZeroConfig.of(section["stage"], optimizer, param, grad_accum_dtype=DType(accum) if accum else None)
     workload = Workload(
         micro_batch=models.BATCH,

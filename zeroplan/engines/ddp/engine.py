@@ -13,8 +13,8 @@ from zeroplan.engines.torch_engine import TorchEngine
 from zeroplan.ledger.line import Ledger
 
 if TYPE_CHECKING:
-    from zeroplan.core.tape import Stream
-    from zeroplan.simulate.stream import Recorder
+    from zeroplan.core.tape import ExpandedTape
+    from zeroplan.simulate.recorder import Recorder
 
 
 class Ddp(TorchEngine):
@@ -45,8 +45,8 @@ class Ddp(TorchEngine):
             case.spec, case.workload, ranks=case.ranks, cublas_workspace=case.cluster.gpu.workspace
         )
 
-    def record(self, case: Case, stream: Stream) -> Recorder:
+    def record(self, case: Case, tape: ExpandedTape) -> Recorder:
         """See :func:`zeroplan.engines.ddp.schedule.record_ddp`."""
         from zeroplan.engines.ddp.schedule import record_ddp
 
-        return record_ddp(case, stream)
+        return record_ddp(case, tape)

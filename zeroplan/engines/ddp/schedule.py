@@ -9,13 +9,13 @@ compute_bucket_assignment_by_size, of torch 2.11.
 from __future__ import annotations
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.tape import Stream
+from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.units import MIB
 from zeroplan.core.workload import OptimizerKind
 from zeroplan.engines.base import Case
 from zeroplan.engines.player import play
 from zeroplan.engines.torch_step import TorchJob, adam_states, step_temporaries, torch_job
-from zeroplan.simulate.stream import Recorder
+from zeroplan.simulate.recorder import Recorder
 
 FIRST_BUCKET = MIB
 BUCKET = 25 * MIB
@@ -111,10 +111,10 @@ class DdpSchedule:
         self.grads.clear()
 
 
-def record_ddp(case: Case, stream: Stream) -> Recorder:
+def record_ddp(case: Case, tape: ExpandedTape) -> Recorder:
     """Every allocation and free of rank 0's run, in order. See :func:`zeroplan.engines.player.play`."""
     workspace = case.cluster.gpu.workspace
-    job = torch_job(stream, case.workload, ranks=case.ranks, sharded=False, cublas_workspace=workspace)
+    job = torch_job(tape, case.workload, ranks=case.ranks, sharded=False, cublas_workspace=workspace)
     recorder = Recorder()
-    play(job, stream, recorder, DdpSchedule(job, recorder))
+    play(job, tape, recorder, DdpSchedule(job, recorder))
     return recorder

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.workload import OptimizerKind
 from zeroplan.engines.deepspeed.job import SCALAR, Job
-from zeroplan.simulate.stream import Recorder
+from zeroplan.simulate.recorder import Recorder
 
 
 class Schedule:

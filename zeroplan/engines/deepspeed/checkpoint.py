@@ -25,7 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zeroplan.core.buffers import Phase
-from zeroplan.core.zero_config import Device
+from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.engines.deepspeed.groups import padded, persistent, shard, sub_groups
 from zeroplan.engines.deepspeed.job import Job
 from zeroplan.engines.deepspeed.resolution import groups_on_gpu
@@ -134,7 +134,7 @@ def _frozen_copies(job: Job) -> int:
 def _persistent_bytes(job: Job) -> int:
     """Bytes of the parameters that stay gathered; with one rank they alias their parts unless those are on the host."""
     zero = job.zero
-    if job.ranks == 1 and job.param_device is Device.NONE:
+    if job.ranks == 1 and job.param_device is OffloadDevice.NONE:
         return 0
     kept = persistent(job.numel, zero.param_persistence_threshold, zero.model_persistence_threshold)
     return sum(job.param_bytes * shard(job.numel[p], job.ranks) * job.ranks for p in kept)

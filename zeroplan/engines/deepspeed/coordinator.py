@@ -13,7 +13,7 @@ Note [Lag]
     than the kernels between them, so the device mostly follows closely. In recorded histories a gradient's block is back in
     the pool one allocation after the next one, and a parameter's at once, or with several ranks a few modules later. Behind
     the head and the loss, and wherever kernels take longer than hooks, parameters are back tens of fetches later: as far as
-    pace.py says at most. Which it is decides how the gathers' stream is fragmented.
+    device_lag.py says at most. Which it is decides how the gathers' stream is fragmented.
     Gradients that wait for a reduce-scatter are back up to three buckets later (s3, max_param_reduce_events), which adds
     nothing to reserved memory: what the forward saved is being freed beside them.
 """
@@ -26,8 +26,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from zeroplan.core.buffers import Buffer
 from zeroplan.engines.deepspeed.groups import secondary_shard, shard
 from zeroplan.engines.deepspeed.job import COMPUTE, GATHER, Job
-from zeroplan.simulate.deferrals import Deferrals
-from zeroplan.simulate.stream import Recorder
+from zeroplan.simulate.deferred_frees import DeferredFrees
+from zeroplan.simulate.recorder import Recorder
 
 _ABSENT, _IN_FLIGHT, _AVAILABLE = range(3)
 _NEVER = -(10**10)
@@ -100,8 +100,8 @@ class Coordinator:
         self.persistent = frozenset(persistent)
         self.on_host = on_host
         self.stream = GATHER if zero.overlaps_comm else COMPUTE
-        self.deferrals = Deferrals(recorder, FETCHES_BEHIND if job.device_lags else 0)
-        recorder.deferrals = self.deferrals if job.device_lags else None
+        self.deferred_frees = DeferredFrees(recorder, FETCHES_BEHIND if job.device_lags else 0)
+        recorder.deferred_frees = self.deferred_frees if job.device_lags else None
         self.prefetch = 1 if zero.allgather_sequential else zero.prefetch_bucket_size
         count = len(job.numel)
         self.status = [_ABSENT] * count
@@ -138,12 +138,12 @@ class Coordinator:
             else:
                 self.recorded = []
         self.queue = self.step = self.live = 0
-        self.deferrals.begin()
+        self.deferred_frees.begin()
         self.fetched_at = [_NEVER] * len(self.fetched_at)
 
     def fetch(self, module: int, *, forward: bool, recomputing: bool = False) -> None:
         """co, fetch_sub_module: gathers what the module needs, waits for it, and prefetches."""
-        self.deferrals.tick()
+        self.deferred_frees.tick()
         if self.trace is None and self.recorded is not None:
             self.recorded.append(module)
         if not forward:
@@ -241,7 +241,7 @@ class Coordinator:
 
     def gather_persistent(self) -> None:
         """stage3.py, _post_step: on the compute stream, every parameter into a block of its own."""
-        self.deferrals.settle()
+        self.deferred_frees.settle()
         job = self.job
         chosen = sorted(self.persistent)
         aliased = job.ranks == 1 and len(chosen) > 1
@@ -263,7 +263,7 @@ class Coordinator:
 
     def _gather_together(self, params: list[int]) -> None:
         """pp, all_gather_coalesced: alone straight into place, several through one flat buffer."""
-        self.deferrals.look()
+        self.deferred_frees.look()
         job, alloc, stream = self.job, self.alloc, self.stream
         w, ranks, numel = job.param_bytes, job.ranks, job.numel
         self.live += sum(numel[p] for p in params)
@@ -354,7 +354,7 @@ class Coordinator:
         handle, stream = block
         if stream != COMPUTE:
             self.recorder.record_stream(handle, COMPUTE)
-            self.deferrals.free(handle)
+            self.deferred_frees.free(handle)
         self.recorder.free(handle)
 
     def save(self, module: int, params: Iterable[int]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zeroplan.core.workload import Precision, Workload
-from zeroplan.core.zero_config import Device, ZeroConfig
+from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.engines.deepspeed.groups import flat_group, padded, persistent, secondary_shard, sub_groups
 from zeroplan.engines.deepspeed.resolution import Resolution, groups_on_gpu, muon_updates
 from zeroplan.engines.deepspeed.swapping import Swapping
@@ -104,7 +104,7 @@ class Groups:
 
     def swapped(self, resolved: Resolution) -> int:
         """Elements of the groups whose states go to files."""
-        if resolved.optimizer_device is not Device.NVME:
+        if resolved.optimizer_device is not OffloadDevice.NVME:
             return 0
         return sum(size for size in self.sizes if size * resolved.master_bytes >= resolved.least_swapped)
 
@@ -120,7 +120,7 @@ def step_groups(spec: ModelSpec, zero: ZeroConfig, ranks: int, flat: int) -> Gro
 
 def files_of(spec: ModelSpec, zero: ZeroConfig, resolved: Resolution, ranks: int) -> Files:
     """What NVMe offload has in files and in locked buffers."""
-    optimizer, params = resolved.optimizer_device is Device.NVME, resolved.param_device is Device.NVME
+    optimizer, params = resolved.optimizer_device is OffloadDevice.NVME, resolved.param_device is OffloadDevice.NVME
     if zero.stage < 3 or not (optimizer or params):
         return Files()
     rules, shards = Swapping.of(zero, resolved), trainable_shards(spec, ranks)
@@ -171,7 +171,7 @@ def saved_weights(spec: ModelSpec, workload: Workload, zero: ZeroConfig, resolve
 
     Of the blocks that are recomputed, those of one at a time. A single rank's weights are its shards, unless they are fetched.
     """
-    alone = ranks == 1 and resolved.param_device is Device.NONE
+    alone = ranks == 1 and resolved.param_device is OffloadDevice.NONE
     if zero.stage < 3 or zero.memory_efficient_linear or workload.precision is Precision.AUTOCAST or alone:
         return 0
     policy = workload.recomputation

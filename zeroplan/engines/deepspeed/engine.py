@@ -15,10 +15,10 @@ from zeroplan.ledger.line import Ledger
 from zeroplan.ledger.optimizers import find_optimizer
 
 if TYPE_CHECKING:
-    from zeroplan.core.tape import Stream
+    from zeroplan.core.tape import ExpandedTape
     from zeroplan.engines.deepspeed.simulation import Simulator
     from zeroplan.engines.simulation import Simulation
-    from zeroplan.simulate.allocator_config import AllocatorConfig
+    from zeroplan.simulate.allocator.config import AllocatorConfig
 
 #: Every stage with each offload it allows: (stage, optimizer, parameters).
 OPTIONS = (
@@ -89,10 +89,10 @@ class DeepSpeed:
         """Stage 3 runs the model through its own hooks and linear function."""
         return options_for(case.workload, zero3=case.zero.stage == 3)
 
-    def simulate(self, case: Case, stream: Stream, config: AllocatorConfig | None = None) -> Simulation:
+    def simulate(self, case: Case, tape: ExpandedTape, config: AllocatorConfig | None = None) -> Simulation:
         """The schedule of the stage, on each rank that can be the worst."""
         from zeroplan.engines.deepspeed.simulation import Simulator
 
         if self._simulator is None:
             self._simulator = Simulator()
-        return self._simulator.simulate(case, stream, config)
+        return self._simulator.simulate(case, tape, config)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from zeroplan.core.buffers import Place
 from zeroplan.core.workload import OptimizerKind, Workload
-from zeroplan.core.zero_config import Device, ZeroConfig
+from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.engines.deepspeed.counts import (
     bucket_bytes,
     files_of,
@@ -126,12 +126,12 @@ class Facts(Resolution):
     @property
     def stepped_hbm(self) -> int:
         """Of those, the ones updated on the GPU."""
-        return self.stepped if self.optimizer_device is Device.NONE else self.kept_on_gpu
+        return self.stepped if self.optimizer_device is OffloadDevice.NONE else self.kept_on_gpu
 
     @property
     def stepped_host(self) -> int:
         """Of those, the ones updated on the host."""
-        if self.optimizer_device is Device.NONE:
+        if self.optimizer_device is OffloadDevice.NONE:
             return 0
         elsewhere = self.kept_on_gpu + self.stepped_nvme
         return self.stepped - elsewhere if elsewhere else self.stepped
@@ -151,7 +151,7 @@ def facts(
     resolved = resolution(workload, zero)
     w, m, offload = resolved.param_bytes, resolved.master_bytes, resolved.optimizer_device
     flat = flat_elements(spec, zero, ranks, w)
-    least = resolved.least_swapped if resolved.param_device is Device.NVME else None
+    least = resolved.least_swapped if resolved.param_device is OffloadDevice.NVME else None
     part = parts(spec, ranks=ranks, width=w, whole_matrices=stage < 3, least_in_file=least)
     files = files_of(spec, zero, resolved, ranks)
     groups = step_groups(spec, zero, ranks, flat)
@@ -199,7 +199,7 @@ def facts(
         cublas_workspace=cublas_workspace,
         pin_optimizer=off.pin_memory,
         pin_param=zero.offload_param.pin_memory,
-        second_moment_always=offload is not Device.NONE and optimizer.name == "lion",
+        second_moment_always=offload is not OffloadDevice.NONE and optimizer.name == "lion",
         optimizer=optimizer,
         optimizer_kind=workload.optimizer_kind,
     )

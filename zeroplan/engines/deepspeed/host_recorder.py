@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.engines.simulation import HostBytes, HostPhase
-from zeroplan.simulate.pinned import PAGE, PinnedAllocator, PinnedConfig
+from zeroplan.simulate.allocator.pinned_host import PAGE, PinnedAllocator, PinnedConfig
 
 
 @dataclass(frozen=True, slots=True)

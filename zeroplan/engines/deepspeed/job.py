@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zeroplan.core.tape import Stream
+from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.deepspeed.resolution import Resolution, muon_updates, resolution
@@ -94,7 +94,7 @@ class Job(Resolution):
 
 
 def resolve(
-    stream: Stream,
+    tape: ExpandedTape,
     workload: Workload,
     zero: ZeroConfig,
     *,
@@ -117,14 +117,14 @@ def resolve(
         ranks=ranks,
         rank=rank,
         local_ranks=local_ranks or ranks,
-        numel=tuple(_count(p.shape) for p in stream.params),
-        trainable=tuple(p.trainable for p in stream.params),
-        adapter=tuple(".lora_" in p.name for p in stream.params),
-        modules=tuple(module.params for module in stream.modules),
-        comm_of=_travelling(stream, workload, resolved.comm_bytes),
-        gather_of=_travelling(stream, workload, resolved.param_bytes),
+        numel=tuple(_count(p.shape) for p in tape.params),
+        trainable=tuple(p.trainable for p in tape.params),
+        adapter=tuple(".lora_" in p.name for p in tape.params),
+        modules=tuple(module.params for module in tape.modules),
+        comm_of=_travelling(tape, workload, resolved.comm_bytes),
+        gather_of=_travelling(tape, workload, resolved.param_bytes),
         steps=(STEPS_UNTIL_STEADY if steps is None else steps) + (skipped_steps if steps is None else 0),
-        matrix_share=_matrix_share(stream),
+        matrix_share=_matrix_share(tape),
         skipped_steps=skipped_steps,
         zero_init=zero_init,
         cublas_workspace=cublas_workspace,
@@ -132,19 +132,19 @@ def resolve(
     )
 
 
-def _travelling(stream: Stream, workload: Workload, otherwise: int) -> tuple[int, ...]:
+def _travelling(tape: ExpandedTape, workload: Workload, otherwise: int) -> tuple[int, ...]:
     """Under ``torch_autocast`` parameters of linear layers and convolutions travel in 16 bits, all others in their own dtype.
 
     Source: runtime/torch_autocast.py, init_autocast_params, whose attribute outranks `communication_data_type`
     """
     if workload.precision is not Precision.AUTOCAST:
-        return (otherwise,) * len(stream.params)
-    safe = {p for module in stream.modules if module.type in AUTOCAST_SAFE for p in module.params}
-    return tuple(workload.dtype.bytes if p in safe else workload.param_bytes for p in range(len(stream.params)))
+        return (otherwise,) * len(tape.params)
+    safe = {p for module in tape.modules if module.type in AUTOCAST_SAFE for p in module.params}
+    return tuple(workload.dtype.bytes if p in safe else workload.param_bytes for p in range(len(tape.params)))
 
 
-def _matrix_share(stream: Stream) -> float:
-    trainable = [p for p in stream.params if p.trainable]
+def _matrix_share(tape: ExpandedTape) -> float:
+    trainable = [p for p in tape.params if p.trainable]
     matrices = [p for p in trainable if muon_updates(p.name, len(p.shape))]
     return sum(_count(p.shape) for p in matrices) / max(1, sum(_count(p.shape) for p in trainable))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from zeroplan.core.buffers import ALWAYS, FROM_FIRST_STEP, Buffer, Phase, Place
 from zeroplan.core.workload import OptimizerKind
-from zeroplan.core.zero_config import Device
+from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.engines.deepspeed.facts import Facts
 from zeroplan.ledger.derive import pow2, shard
 from zeroplan.ledger.line import LedgerBuilder
@@ -39,7 +39,7 @@ def _kept_width(c: Facts) -> int:
     """Bytes of an element of the reduced gradients that stages 1 and 2 keep on the GPU, besides those left where they are."""
     if c.compact:
         return c.accum_bytes
-    kept = c.contiguous_gradients and c.optimizer_device is Device.NONE and not c.full_fp32_grads
+    kept = c.contiguous_gradients and c.optimizer_device is OffloadDevice.NONE and not c.full_fp32_grads
     return c.param_bytes if kept else 0
 
 
@@ -63,7 +63,7 @@ def param_shard(c: Facts) -> int:
 
     Source: zero/partition_parameters.py, _partition_param
     """
-    return c.param_bytes * c.sharded if c.stage == 3 and c.param_device is Device.NONE else 0
+    return c.param_bytes * c.sharded if c.stage == 3 and c.param_device is OffloadDevice.NONE else 0
 
 
 @_add(Buffer.PARAM_SHARD, Place.PINNED, ALWAYS, state=True)
@@ -72,9 +72,9 @@ def param_shard_host(c: Facts) -> int:
 
     Source: s3, _create_param_groups_fp16_flat_cpu_memory
     """
-    if c.param_device is Device.CPU:
+    if c.param_device is OffloadDevice.CPU:
         return pow2(c.param_bytes * c.sharded)
-    return pow2(c.param_bytes * c.params_in_cpu) if c.param_device is Device.NVME else 0
+    return pow2(c.param_bytes * c.params_in_cpu) if c.param_device is OffloadDevice.NVME else 0
 
 
 @_add(Buffer.INIT_TEMP, Place.PINNED, ALWAYS)
@@ -83,7 +83,7 @@ def param_first_shards(c: Facts) -> int:
 
     Source: zero/partition_parameters.py, _partition_param (with NVMe, of parameters too small for a file)
     """
-    return c.small_param_blocks if c.param_device is not Device.NONE else 0
+    return c.small_param_blocks if c.param_device is not OffloadDevice.NONE else 0
 
 
 @_add(Buffer.PARAM_SHARD, Place.NVME, ALWAYS, state=True)
@@ -100,13 +100,13 @@ def param_frozen(c: Facts) -> int:
     """Parameters without gradient: whole below stage 3, this rank's part at stage 3."""
     if c.stage < 3:
         return c.param_bytes * c.frozen
-    return c.param_bytes * c.frozen_sharded if c.param_device is Device.NONE else 0
+    return c.param_bytes * c.frozen_sharded if c.param_device is OffloadDevice.NONE else 0
 
 
 @_add(Buffer.PARAM_FROZEN, Place.PINNED, ALWAYS, state=True)
 def param_frozen_host(c: Facts) -> int:
     """Offloaded parameters without gradient, each in a pinned block of its own."""
-    return c.param_bytes * c.frozen_sharded if c.param_device is Device.CPU else 0
+    return c.param_bytes * c.frozen_sharded if c.param_device is OffloadDevice.CPU else 0
 
 
 @_add(Buffer.PARAM_PERSISTENT, Place.HBM, _FROM_FIRST_FORWARD)
@@ -117,7 +117,7 @@ def param_persistent(c: Facts) -> int:
 
     Source: zero/parameter_offload.py, mark_persistent_parameters; zero/partition_parameters.py, all_gather_coalesced
     """
-    if c.stage != 3 or (c.ranks == 1 and c.param_device is Device.NONE):
+    if c.stage != 3 or (c.ranks == 1 and c.param_device is OffloadDevice.NONE):
         return 0
     return c.param_bytes * c.persistent
 
@@ -128,7 +128,7 @@ def param_secondary(c: Facts) -> int:
 
     Source: zero/partition_parameters.py, _partition_param_sec; s3, invalidate_secondary_tensor
     """
-    return c.param_bytes * c.secondary if c.param_device is Device.NONE else 0
+    return c.param_bytes * c.secondary if c.param_device is OffloadDevice.NONE else 0
 
 
 @_add(Buffer.PARAM_SECONDARY, _param_host, _UNTIL_STEP)
@@ -137,7 +137,7 @@ def param_secondary_host(c: Facts) -> int:
 
     Source: zero/partition_parameters.py, _partition_param_sec
     """
-    if c.param_device is not Device.CPU:
+    if c.param_device is not OffloadDevice.CPU:
         return 0
     return c.secondary_blocks if c.pin_param else c.param_bytes * c.secondary
 
@@ -247,7 +247,7 @@ def grad_accum(c: Facts) -> int:
 
     Source: s3, grad_partitions_flat_buffer
     """
-    return c.accum_bytes * c.sharded if c.stage == 3 and c.optimizer_device is Device.NONE else 0
+    return c.accum_bytes * c.sharded if c.stage == 3 and c.optimizer_device is OffloadDevice.NONE else 0
 
 
 @_add(Buffer.GRAD_ACCUM, _pinned, ALWAYS, state=True)
@@ -256,7 +256,7 @@ def grad_accum_host(c: Facts) -> int:
 
     Source: s3, grad_partitions_flat_buffer
     """
-    if c.stage != 3 or c.optimizer_device is Device.NONE:
+    if c.stage != 3 or c.optimizer_device is OffloadDevice.NONE:
         return 0
     return _block(c, c.accum_bytes * c.sharded)
 
@@ -267,7 +267,7 @@ def grad_master_host(c: Facts) -> int:
 
     Source: s12, single_partition_of_fp32_groups[i].grad; s3, initialize_optimizer_states
     """
-    if c.optimizer_device is not Device.CPU:
+    if c.optimizer_device is not OffloadDevice.CPU:
         return 0
     if c.stage == 3:
         return c.pinned_grad_block if c.pin_optimizer else c.master_bytes * c.stepped_host
@@ -280,7 +280,7 @@ def grad_master_kept(c: Facts) -> int:
 
     Source: s3, initialize_optimizer_states
     """
-    return c.master_bytes * c.stepped_hbm if c.stage == 3 and c.optimizer_device is Device.CPU else 0
+    return c.master_bytes * c.stepped_hbm if c.stage == 3 and c.optimizer_device is OffloadDevice.CPU else 0
 
 
 @_add(Buffer.GRAD_MASTER, Place.NVME, FROM_FIRST_STEP, state=True)
@@ -298,7 +298,7 @@ def grad_accum_host_stage2(c: Facts) -> int:
 
     Source: s12, accumulated_grads_in_cpu (a pinned buffer for every parameter)
     """
-    if c.stage in (1, 2) and c.optimizer_device is Device.CPU and c.grad_accum > 1:
+    if c.stage in (1, 2) and c.optimizer_device is OffloadDevice.CPU and c.grad_accum > 1:
         return c.param_bytes * c.stepped_host
     return 0
 
@@ -360,7 +360,7 @@ def offload_staging(c: Facts) -> int:
 
     Source: s12, temp_grad_buffer_for_gpu_offload
     """
-    return c.param_bytes * c.largest_param if c.stage in (1, 2) and c.optimizer_device is Device.CPU else 0
+    return c.param_bytes * c.largest_param if c.stage in (1, 2) and c.optimizer_device is OffloadDevice.CPU else 0
 
 
 @_add(Buffer.STAGE_D2H, _pinned, ALWAYS)
@@ -369,7 +369,7 @@ def offload_staging_host(c: Facts) -> int:
 
     Source: s12, temp_grad_buffer_for_cpu_offload
     """
-    if c.stage in (1, 2) and c.optimizer_device is Device.CPU:
+    if c.stage in (1, 2) and c.optimizer_device is OffloadDevice.CPU:
         return _block(c, c.param_bytes * c.largest_param)
     return 0
 
@@ -380,7 +380,7 @@ def updated_params_host(c: Facts) -> int:
 
     Source: s12, param_buffer_of_bit16_for_cpu_offload_groups
     """
-    if c.stage in (1, 2) and c.optimizer_device is Device.CPU:
+    if c.stage in (1, 2) and c.optimizer_device is OffloadDevice.CPU:
         return _block(c, c.param_bytes * c.stepped_host)
     return 0
 
@@ -391,7 +391,7 @@ def updated_params_cast(c: Facts) -> int:
 
     Source: s3, _reassign_or_swap_out_partitioned_parameters (a copy across devices casts first)
     """
-    if c.stage == 3 and c.optimizer_device is not Device.NONE and c.param_device is Device.NONE:
+    if c.stage == 3 and c.optimizer_device is not OffloadDevice.NONE and c.param_device is OffloadDevice.NONE:
         return c.param_bytes * c.sub_group
     return 0
 
@@ -432,7 +432,7 @@ def step_gradients_flat(c: Facts) -> int:
 
     Source: s12, flatten_dense_tensors_aligned; s3, _prepare_fp32_grad_for_sub_group (one sub-group at a time)
     """
-    if c.stage == 0 or c.optimizer_device is not Device.NONE or c.full_fp32_grads or c.compact:
+    if c.stage == 0 or c.optimizer_device is not OffloadDevice.NONE or c.full_fp32_grads or c.compact:
         return 0
     return c.accum_bytes * (c.sub_group if c.stage == 3 else c.stepped)
 
@@ -445,7 +445,7 @@ def step_gradients_cast(c: Facts) -> int:
     """
     if c.stage == 0:
         return c.master_bytes * c.stepped * (2 if c.fused_adam else 1) if c.own_masters else 0
-    if c.optimizer_device is not Device.NONE or c.full_fp32_grads or c.accum_bytes == c.master_bytes:
+    if c.optimizer_device is not OffloadDevice.NONE or c.full_fp32_grads or c.accum_bytes == c.master_bytes:
         return 0
     return c.master_bytes * (c.sub_group if c.stage == 3 else c.stepped)
 
@@ -461,7 +461,7 @@ def optimizer_temporaries(c: Facts) -> int:
     """
     if c.kept_on_gpu:
         return c.master_bytes * c.sub_group
-    if c.optimizer_device is not Device.NONE or c.optimizer_kind is OptimizerKind.FUSED:
+    if c.optimizer_device is not OffloadDevice.NONE or c.optimizer_kind is OptimizerKind.FUSED:
         return 0
     if c.optimizer_kind is OptimizerKind.FOREACH:
         return c.master_bytes * (c.sub_group if c.stage == 3 else c.stepped)
@@ -474,7 +474,7 @@ def optimizer_temporaries_host(c: Facts) -> int:
 
     Source: torch/optim/adam.py, _single_tensor_adam
     """
-    if not c.torch_adam or c.optimizer_device is not Device.CPU:
+    if not c.torch_adam or c.optimizer_device is not OffloadDevice.CPU:
         return 0
     return 2 * c.master_bytes * (c.sub_group if c.stage == 3 else c.stepped_host)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
-from zeroplan.core.zero_config import Device, ZeroConfig
+from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.ledger.optimizers import find_optimizer
 
 #: swap_tensor/utils.py, MIN_AIO_BYTES: smaller tensors are not worth a file.
@@ -48,8 +48,8 @@ class Resolution:
     accumulates_apart: bool
     compact: bool
     contiguous_gradients: bool
-    optimizer_device: Device
-    param_device: Device
+    optimizer_device: OffloadDevice
+    param_device: OffloadDevice
     fused_adam: bool
     torch_adam: bool
     least_swapped: int
@@ -57,7 +57,7 @@ class Resolution:
     @property
     def offloads_optimizer(self) -> bool:
         """Whether optimizer states leave the GPU."""
-        return self.optimizer_device is not Device.NONE
+        return self.optimizer_device is not OffloadDevice.NONE
 
     def values(self) -> dict[str, Any]:
         """The fields by name, for classes that extend this one."""
@@ -80,14 +80,16 @@ def resolution(workload: Workload, zero: ZeroConfig) -> Resolution:
     )
     master = width if masters_16 else 4
     accum = width if zero.grad_accum_dtype is None else zero.grad_accum_dtype.bytes
-    offload = zero.offload_optimizer.device if stage else Device.NONE
-    full_fp32_grads = stage == 1 and width == 2 and workload.dtype is DType.BF16 and accum == 4 and offload is not Device.CPU
+    offload = zero.offload_optimizer.device if stage else OffloadDevice.NONE
+    full_fp32_grads = (
+        stage == 1 and width == 2 and workload.dtype is DType.BF16 and accum == 4 and offload is not OffloadDevice.CPU
+    )
     if full_fp32_grads:
-        offload = Device.NONE
-    elif stage < 3 and offload is Device.NVME:
-        offload = Device.CPU  # stages 1 and 2 only ask whether the device is "none"
+        offload = OffloadDevice.NONE
+    elif stage < 3 and offload is OffloadDevice.NVME:
+        offload = OffloadDevice.CPU  # stages 1 and 2 only ask whether the device is "none"
     adam = find_optimizer(workload.optimizer).name in ("adam", "adamw")
-    states_follow = zero.bf16_optimizer_states or not zero.fp32_optimizer_states or offload is Device.NONE
+    states_follow = zero.bf16_optimizer_states or not zero.fp32_optimizer_states or offload is OffloadDevice.NONE
     return Resolution(
         param_bytes=width,
         master_bytes=master,
@@ -98,9 +100,9 @@ def resolution(workload: Workload, zero: ZeroConfig) -> Resolution:
         full_fp32_grads=full_fp32_grads,
         accumulates_apart=stage == 1 and not full_fp32_grads and accum != width,
         compact=stage in (1, 2) and not full_fp32_grads and accum == 4 and width == 2,
-        contiguous_gradients=zero.contiguous_gradients or (stage in (1, 2) and offload is not Device.NONE),
+        contiguous_gradients=zero.contiguous_gradients or (stage in (1, 2) and offload is not OffloadDevice.NONE),
         optimizer_device=offload,
-        param_device=zero.offload_param.device if stage == 3 else Device.NONE,
+        param_device=zero.offload_param.device if stage == 3 else OffloadDevice.NONE,
         fused_adam=adam and workload.optimizer_kind is OptimizerKind.FUSED,
         torch_adam=adam and workload.optimizer_kind is not OptimizerKind.FUSED,
         least_swapped=max(_MIN_AIO_BYTES, zero.aio.block_size),
@@ -112,7 +114,7 @@ def groups_on_gpu(count: int, zero: ZeroConfig) -> int:
 
     Source: zero/stage3.py, subgroup_to_device
     """
-    return int((1 - zero.offload_optimizer.ratio) * count) if zero.offload_optimizer.device is Device.CPU else 0
+    return int((1 - zero.offload_optimizer.ratio) * count) if zero.offload_optimizer.device is OffloadDevice.CPU else 0
 
 
 def muon_updates(name: str, dimensions: int) -> bool:

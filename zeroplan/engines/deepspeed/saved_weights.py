@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from zeroplan.core.tape import Mark, Op, Stream
+from zeroplan.core.tape import ExpandedTape, Mark, Op
 from zeroplan.core.workload import Precision
 from zeroplan.engines.deepspeed.job import Job
 
@@ -30,17 +30,17 @@ class SavedWeights:
     recomputation: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
 
-def saved_weights(job: Job, stream: Stream) -> SavedWeights:
+def saved_weights(job: Job, tape: ExpandedTape) -> SavedWeights:
     """What the job's linear layers save; nothing with DeepSpeed's linear function. See Note [Saved weights]."""
     if job.zero.memory_efficient_linear or job.workload.precision is Precision.AUTOCAST:
         return SavedWeights()
-    begins = next((i for i, (op, arg) in enumerate(zip(stream.op, stream.arg, strict=True)) if _backward_begins(op, arg)), 0)
-    rest = list(zip(stream.op[begins:], stream.arg[begins:], strict=True))
+    begins = next((i for i, (op, arg) in enumerate(zip(tape.op, tape.arg, strict=True)) if _backward_begins(op, arg)), 0)
+    rest = list(zip(tape.op[begins:], tape.arg[begins:], strict=True))
     recomputed = {module for op, module in rest if op == Op.ENTER}
     needed = {module for op, module in rest if op == Op.BWD_EXIT}  # their inputs have gradients
     found = SavedWeights()
-    for index, module in enumerate(stream.modules):
-        weights = tuple(p for p in module.params if len(stream.params[p].shape) == 2)
+    for index, module in enumerate(tape.modules):
+        weights = tuple(p for p in module.params if len(tape.params[p].shape) == 2)
         if "Linear" in module.type and weights and index in needed:
             (found.recomputation if index in recomputed else found.forward)[index] = weights
     return found

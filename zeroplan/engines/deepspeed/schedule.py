@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeroplan.core.tape import Stream
+from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.deepspeed.groups import flat_group
@@ -12,15 +12,15 @@ from zeroplan.engines.deepspeed.stage3 import Stage3
 from zeroplan.engines.deepspeed.stage12 import Stage12
 from zeroplan.engines.player import StageSchedule, play
 from zeroplan.engines.script import Scripts
-from zeroplan.simulate.allocator_config import AllocatorConfig
-from zeroplan.simulate.stream import Recorder, simulate
+from zeroplan.simulate.allocator.config import AllocatorConfig
+from zeroplan.simulate.recorder import Recorder, simulate
 from zeroplan.simulate.timeline import Timeline
 
 
-def stage_schedule(job: Job, stream: Stream, recorder: Recorder) -> StageSchedule:
+def stage_schedule(job: Job, tape: ExpandedTape, recorder: Recorder) -> StageSchedule:
     """The schedule of the wrapper that DeepSpeed chooses for the job."""
     if job.zero.stage == 3:
-        return Stage3(job, recorder, stream)
+        return Stage3(job, recorder, tape)
     if job.full_fp32_grads:
         return Stage1Bf16(job, recorder)
     if job.zero.stage in (1, 2):
@@ -28,11 +28,11 @@ def stage_schedule(job: Job, stream: Stream, recorder: Recorder) -> StageSchedul
     return stage0_schedule(job, recorder)
 
 
-def record_deepspeed(job: Job, stream: Stream, scripts: Scripts | None = None) -> Recorder:
+def record_deepspeed(job: Job, tape: ExpandedTape, scripts: Scripts | None = None) -> Recorder:
     """Every allocation and free of one rank's run, in order. See :func:`zeroplan.engines.player.play`."""
     recorder = Recorder()
     own_linear = job.zero.stage == 3 and job.zero.memory_efficient_linear
-    play(job, stream, recorder, stage_schedule(job, stream, recorder), own_linear=own_linear, scripts=scripts)
+    play(job, tape, recorder, stage_schedule(job, tape, recorder), own_linear=own_linear, scripts=scripts)
     return recorder
 
 
@@ -67,7 +67,7 @@ def distinct_ranks(job: Job, most: int = 8) -> tuple[int, ...]:
 
 
 def simulate_deepspeed(
-    stream: Stream,
+    tape: ExpandedTape,
     workload: Workload,
     zero: ZeroConfig,
     *,
@@ -85,7 +85,7 @@ def simulate_deepspeed(
     """One rank's memory over building the model, initialisation and as many steps as it takes until peaks repeat.
 
     Args:
-        stream: the tape of one micro batch, expanded for the workload's numbers.
+        tape: the tape of one micro batch, expanded for the workload's numbers.
         workload: what is computed.
         zero: how it is sharded and moved.
         ranks: data-parallel ranks.
@@ -100,7 +100,7 @@ def simulate_deepspeed(
         limit: bytes that the device can give the allocator; None never runs out.
     """
     job = resolve(
-        stream,
+        tape,
         workload,
         zero,
         ranks=ranks,
@@ -112,4 +112,4 @@ def simulate_deepspeed(
         skipped_steps=skipped_steps,
         zero_init=zero_init,
     )
-    return simulate(record_deepspeed(job, stream), config, limit, device_memory=device_memory)
+    return simulate(record_deepspeed(job, tape), config, limit, device_memory=device_memory)

@@ -7,13 +7,13 @@ What the interpreter and the libraries take comes on top and is not DeepSpeed's.
 from __future__ import annotations
 
 from zeroplan.core.buffers import Buffer, Phase
-from zeroplan.core.zero_config import Device
+from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.engines.deepspeed.groups import flat_group, secondary_shard, shard, sub_groups
 from zeroplan.engines.deepspeed.host_recorder import HostRecorder
 from zeroplan.engines.deepspeed.job import Job
 from zeroplan.engines.deepspeed.resolution import groups_on_gpu
 from zeroplan.engines.deepspeed.swapping import Swapping
-from zeroplan.simulate.pinned import PinnedConfig
+from zeroplan.simulate.allocator.pinned_host import PinnedConfig
 
 
 def record_host(job: Job, config: PinnedConfig | None = None) -> HostRecorder:
@@ -106,7 +106,7 @@ def _stage3(job: Job, host: HostRecorder) -> None:
     counts = [sum(shards[p] for p in group) for group in groups]
     total = sum(counts)
     in_flat = rules.in_flat(counts)
-    if zero.offload_param.device is Device.NVME:
+    if zero.offload_param.device is OffloadDevice.NVME:
         buffer = rules.whole(zero.offload_param.buffer_size, w)
         host.lock(w * zero.offload_param.buffer_count * buffer, Buffer.SWAP_BUFFER)
     first = _first_shards(job, host, shards, rules) if zero.offloads_param else []
@@ -138,7 +138,7 @@ def _step(job: Job, host: HostRecorder, counts: list[int]) -> None:
 
     States that go to a file are made in pageable memory, too, and go when they have been written.
     """
-    on_disk = job.optimizer_device is Device.NVME
+    on_disk = job.optimizer_device is OffloadDevice.NVME
     stepped = counts if on_disk else host_counts(job, counts)
     for first_step in (True, False):
         for count in stepped:
@@ -160,7 +160,7 @@ def _first_shards(job: Job, host: HostRecorder, shards: list[int], rules: Swappi
     """
     trained = set(job.trained)
     blocks, pin = [], job.zero.offload_param.pin_memory
-    in_files = job.zero.offload_param.device is Device.NVME
+    in_files = job.zero.offload_param.device is OffloadDevice.NVME
     for owned in job.modules:
         for p in owned:
             if in_files and rules.swaps(shards[p], job.param_bytes):
@@ -176,7 +176,7 @@ def _first_shards(job: Job, host: HostRecorder, shards: list[int], rules: Swappi
 
 def host_counts(job: Job, counts: list[int]) -> list[int]:
     """Elements of the sub-groups whose optimizer state stays in host memory between steps."""
-    if job.optimizer_device is Device.NVME:
+    if job.optimizer_device is OffloadDevice.NVME:
         return [count for count in counts if count * job.master_bytes < job.least_swapped]
     return counts[groups_on_gpu(len(counts), job.zero) :]
 
@@ -189,7 +189,7 @@ def _offloaded_optimizer(job: Job, host: HostRecorder, counts: list[int], total:
     """
     offload, m, a = job.zero.offload_optimizer, job.master_bytes, job.accum_bytes
     on_host = host_counts(job, counts)
-    if offload.device is Device.NVME:
+    if offload.device is OffloadDevice.NVME:
         whole = Swapping.of(job.zero, job).whole(max(counts, default=0), m)
         host.lock(m * whole * offload.buffer_count, Buffer.SWAP_BUFFER)
     converted = -1
@@ -203,14 +203,14 @@ def _offloaded_optimizer(job: Job, host: HostRecorder, counts: list[int], total:
         host.free(converted)
     largest = host.alloc(m * max(counts, default=0), Buffer.INIT_TEMP)
     moved = -1  # a sub-group's gradient that went on to the GPU keeps its name, and so lives, until the next one's is made
-    for at, count in enumerate(on_host if offload.device is Device.NVME else counts):
+    for at, count in enumerate(on_host if offload.device is OffloadDevice.NVME else counts):
         grads = host.alloc(m * count, Buffer.GRAD_MASTER)
         if offload.pin_memory:
             pageable, grads = grads, host.pin(grads)
             host.free(pageable)
         if moved >= 0:
             host.free(moved)
-        moved = grads if offload.device is Device.CPU and at < groups_on_gpu(len(counts), job.zero) else -1
+        moved = grads if offload.device is OffloadDevice.CPU and at < groups_on_gpu(len(counts), job.zero) else -1
     host.free(largest)
     if moved >= 0:
         host.free(moved)

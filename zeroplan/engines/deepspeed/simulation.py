@@ -7,20 +7,20 @@ from dataclasses import replace
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.rates import rates_of
-from zeroplan.core.tape import Stream
+from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.workload import DType, Precision
 from zeroplan.engines.base import Case
 from zeroplan.engines.deepspeed.checkpoint import checkpoint_phases
 from zeroplan.engines.deepspeed.coordinator import FETCHES_BEHIND
+from zeroplan.engines.deepspeed.device_lag import DeviceLag, device_lag_of
 from zeroplan.engines.deepspeed.job import Job, resolve
 from zeroplan.engines.deepspeed.leaf_modules import inside_of, leaf_modules
-from zeroplan.engines.deepspeed.pace import Pace, pace_of
 from zeroplan.engines.deepspeed.recordings import MOST_TAPES, Recordings
 from zeroplan.engines.deepspeed.schedule import distinct_ranks
 from zeroplan.engines.deepspeed.schedule_host import record_host
 from zeroplan.engines.simulation import Simulation
-from zeroplan.simulate.allocator_config import AllocatorConfig
-from zeroplan.simulate.stream import simulate
+from zeroplan.simulate.allocator.config import AllocatorConfig
+from zeroplan.simulate.recorder import simulate
 from zeroplan.simulate.timeline import Timeline
 
 #: With fp16, the loss scale mostly starts too high and the first steps are discarded. How many depends on the data; one
@@ -33,9 +33,9 @@ EVENTS_OVER_RANKS = 80_000
 FEWEST_RANKS, MOST_RANKS = 2, 8
 
 
-def worth_simulating(job: Job, stream: Stream) -> tuple[int, ...]:
+def worth_simulating(job: Job, tape: ExpandedTape) -> tuple[int, ...]:
     """The ranks whose runs can differ in what they reserve, as many as the model's depth affords."""
-    return distinct_ranks(job, max(FEWEST_RANKS, min(MOST_RANKS, EVENTS_OVER_RANKS // max(1, len(stream)))))
+    return distinct_ranks(job, max(FEWEST_RANKS, min(MOST_RANKS, EVENTS_OVER_RANKS // max(1, len(tape)))))
 
 
 class Simulator:
@@ -43,22 +43,22 @@ class Simulator:
 
     def __init__(self) -> None:
         self._recordings = Recordings()
-        self._paces: OrderedDict[tuple[object, ...], tuple[Stream, Pace]] = OrderedDict()
+        self._lags: OrderedDict[tuple[object, ...], tuple[ExpandedTape, DeviceLag]] = OrderedDict()
 
-    def simulate(self, case: Case, stream: Stream, config: AllocatorConfig | None = None) -> Simulation:
+    def simulate(self, case: Case, tape: ExpandedTape, config: AllocatorConfig | None = None) -> Simulation:
         """The schedule of the stage, on each rank that can be the worst.
 
         With fp16 data decide how many steps the loss scale discards, and with them the order of allocations: the worst rank
         is simulated with and without.
         """
         usual = _skipped(case)
-        first = _job(case, stream, 0, usual)
+        first = _job(case, tape, 0, usual)
 
         def run(rank: int, skipped: int) -> Timeline:
-            job = replace(first, rank=rank) if skipped == usual else _job(case, stream, rank, skipped)
-            return simulate(self._recordings.of(case, stream, job), config, device_memory=case.cluster.vram)
+            job = replace(first, rank=rank) if skipped == usual else _job(case, tape, rank, skipped)
+            return simulate(self._recordings.of(case, tape, job), config, device_memory=case.cluster.vram)
 
-        runs = {(rank, usual): run(rank, usual) for rank in worth_simulating(first, stream)}
+        runs = {(rank, usual): run(rank, usual) for rank in worth_simulating(first, tape)}
         ranks = {rank: timeline for (rank, _), timeline in runs.items()}
         rank = max(ranks, key=lambda r: (ranks[r].peak_allocated, ranks[r].peak_reserved))
         least = None
@@ -69,38 +69,38 @@ class Simulator:
         timeline = runs.pop((rank, usual))
         found = Simulation(timeline, rank, others=tuple(runs.values()), least_reserved=least)
         if first.device_lags:
-            found = self._at_its_pace(found, case, stream, replace(first, rank=rank), config)
-        return _with_host(first if not usual else _job(case, stream, 0, 0), found)
+            found = self._with_its_lag(found, case, tape, replace(first, rank=rank), config)
+        return _with_host(first if not usual else _job(case, tape, 0, 0), found)
 
-    def _at_its_pace(
-        self, found: Simulation, case: Case, stream: Stream, job: Job, config: AllocatorConfig | None
+    def _with_its_lag(
+        self, found: Simulation, case: Case, tape: ExpandedTape, job: Job, config: AllocatorConfig | None
     ) -> Simulation:
         """With the run where the device falls behind as far as a fast host lets it, which counts where the device is slower.
 
-        See Note [Pace] in pace.py.
+        See Note [Device lag] in device_lag.py.
         """
-        pace = self._pace(case, stream, job)
-        if pace.furthest <= FETCHES_BEHIND:
+        lag = self._lag(case, tape, job)
+        if lag.furthest <= FETCHES_BEHIND:
             return found
-        recorder = self._recordings.of(case, stream, job)
-        assert recorder.deferrals is not None
-        behind = simulate(recorder.deferrals.at_pace(recorder, pace.back), config, device_memory=case.cluster.vram)
-        if pace.device_bound:
-            return replace(found, timeline=behind, other_paces=(found.timeline,))
-        return replace(found, other_paces=(behind,))
+        recorder = self._recordings.of(case, tape, job)
+        assert recorder.deferred_frees is not None
+        behind = simulate(recorder.deferred_frees.with_lag(recorder, lag.back), config, device_memory=case.cluster.vram)
+        if lag.device_bound:
+            return replace(found, timeline=behind, other_lags=(found.timeline,))
+        return replace(found, other_lags=(behind,))
 
-    def _pace(self, case: Case, stream: Stream, job: Job) -> Pace:
+    def _lag(self, case: Case, tape: ExpandedTape, job: Job) -> DeviceLag:
         workload, gpu = case.workload, case.cluster.gpu
-        unhooked = tuple(inside_of(stream.modules, leaf_modules(stream.modules, job.numel, case.zero)))
+        unhooked = tuple(inside_of(tape.modules, leaf_modules(tape.modules, job.numel, case.zero)))
         fp32 = workload.dtype is DType.FP32 and workload.precision is not Precision.AUTOCAST
-        key = (id(stream), gpu, fp32, unhooked)
-        known = self._paces.get(key)
+        key = (id(tape), gpu, fp32, unhooked)
+        known = self._lags.get(key)
         if known is None:
             tokens = workload.micro_batch * (workload.seq_len or 1)
-            pace = pace_of(stream, tokens, rates_of(gpu), fp32=fp32, unhooked=unhooked)
-            known = self._paces[key] = (stream, pace)  # holds the stream, so that its id stays its own
-            if len(self._paces) > MOST_TAPES:
-                self._paces.popitem(last=False)
+            lag = device_lag_of(tape, tokens, rates_of(gpu), fp32=fp32, unhooked=unhooked)
+            known = self._lags[key] = (tape, lag)  # holds the stream, so that its id stays its own
+            if len(self._lags) > MOST_TAPES:
+                self._lags.popitem(last=False)
         return known[1]
 
 
@@ -123,9 +123,9 @@ def _with_host(job: Job, found: Simulation) -> Simulation:
     return replace(found, checkpoint=checkpoint)
 
 
-def _job(case: Case, stream: Stream, rank: int, skipped: int) -> Job:
+def _job(case: Case, tape: ExpandedTape, rank: int, skipped: int) -> Job:
     return resolve(
-        stream,
+        tape,
         case.workload,
         case.zero,
         ranks=case.ranks,

@@ -10,7 +10,7 @@ from zeroplan.core.buffers import Buffer
 from zeroplan.engines.deepspeed.base import Schedule
 from zeroplan.engines.deepspeed.groups import padded
 from zeroplan.engines.deepspeed.job import SCALAR, STAGE0_BUCKET, Job
-from zeroplan.simulate.stream import Recorder
+from zeroplan.simulate.recorder import Recorder
 
 
 class Stage0(Schedule):

@@ -17,7 +17,7 @@ from zeroplan.core.buffers import Buffer
 from zeroplan.engines.deepspeed.base import Schedule
 from zeroplan.engines.deepspeed.groups import Batch, Slice, flat_group
 from zeroplan.engines.deepspeed.job import REDUCE, SCALAR, Job
-from zeroplan.simulate.stream import Recorder
+from zeroplan.simulate.recorder import Recorder
 
 
 class _Bucket:

@@ -6,9 +6,9 @@ Paths of sources are those of DeepSpeed 0.19.8: ``s3`` is runtime/zero/stage3.py
 from __future__ import annotations
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.tape import Stream
+from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.workload import OptimizerKind
-from zeroplan.core.zero_config import Device
+from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.engines.deepspeed.base import Schedule
 from zeroplan.engines.deepspeed.coordinator import Coordinator
 from zeroplan.engines.deepspeed.groups import persistent, secondary_shard, shard, sub_groups
@@ -16,7 +16,7 @@ from zeroplan.engines.deepspeed.job import COMPUTE, REDUCE, SCALAR, Job
 from zeroplan.engines.deepspeed.leaf_modules import inside_of, leaf_modules, subtree_params
 from zeroplan.engines.deepspeed.resolution import groups_on_gpu
 from zeroplan.engines.deepspeed.saved_weights import saved_weights
-from zeroplan.simulate.stream import Recorder
+from zeroplan.simulate.recorder import Recorder
 
 #: s3, _constant_buffered_norm2: elements whose norm is taken at once.
 NORM_CHUNK = 250_000_000
@@ -27,13 +27,13 @@ class Stage3(Schedule):
 
     follows_modules = True
 
-    def __init__(self, job: Job, recorder: Recorder, stream: Stream) -> None:
+    def __init__(self, job: Job, recorder: Recorder, tape: ExpandedTape) -> None:
         super().__init__(job, recorder)
-        zero, modules = job.zero, stream.modules
-        self.saves = saved_weights(job, stream)
+        zero, modules = job.zero, tape.modules
+        self.saves = saved_weights(job, tape)
         self.offload = job.offloads_optimizer
         self.offload_param = zero.offloads_param
-        self.swaps_optimizer = job.optimizer_device is Device.NVME
+        self.swaps_optimizer = job.optimizer_device is OffloadDevice.NVME
         self.stream = REDUCE if zero.overlaps_comm else COMPUTE
         self.shards = [shard(count, job.ranks) for count in job.numel]
         self.trained = job.trained
@@ -328,7 +328,7 @@ class Stage3(Schedule):
         self.micro = -1
         self.coordinator.release_all()
         if self.stream != COMPUTE:
-            self.coordinator.deferrals.settle()
+            self.coordinator.deferred_frees.settle()
         total = sum(self.shards[p] for p in self.trained)
         if job.fp16 and not self.offload:  # isinf through the absolute values, then isnan
             magnitudes = self.alloc(job.accum_bytes * total, Buffer.OPTIM_NORM, stream=self.stream)

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from zeroplan.core.zero_config import Device, ZeroConfig
+from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.engines.deepspeed.resolution import Resolution
 
 #: swap_tensor/utils.py, AIO_ALIGNED_BYTES: for each of a request's threads.
@@ -65,7 +65,7 @@ class Swapping:
     def flat(self, total: int) -> int:
         """Of the flat buffer in host memory; `total` are all trained ones."""
         away = self.zero.offload_param
-        return total if away.device is Device.CPU else min(total, away.max_in_cpu)
+        return total if away.device is OffloadDevice.CPU else min(total, away.max_in_cpu)
 
     def in_flat(self, counts: Sequence[int]) -> list[bool]:
         """Which sub-groups fit into it."""
@@ -77,7 +77,7 @@ class Swapping:
 
     def reserve(self, groups: Sequence[Sequence[int]], width: int) -> int:
         """Of the buffer for updated parameters on their way to files; `groups` are the shards of each sub-group."""
-        if self.zero.offload_param.device is not Device.NVME or all(self.in_flat([sum(group) for group in groups])):
+        if self.zero.offload_param.device is not OffloadDevice.NVME or all(self.in_flat([sum(group) for group in groups])):
             return 0
         return sum(self.whole(count, width) for count in max(groups, key=sum))
 

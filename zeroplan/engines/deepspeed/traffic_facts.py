@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zeroplan.core.workload import Workload
-from zeroplan.core.zero_config import Device, ZeroConfig
+from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.engines.compute_traffic import WORK_GLOSSARY, ComputeFacts
 from zeroplan.engines.deepspeed.resolution import resolution
 from zeroplan.ledger.optimizers import find_optimizer
@@ -116,7 +116,7 @@ def traffic_facts(
     resolved = resolution(workload, zero)
     updated = sizes.trainable if stage == 0 else -(-sizes.trainable // ranks)
     device, param_device = resolved.optimizer_device, resolved.param_device
-    moved = 0 if device is Device.NONE else round(updated * (zero.offload_optimizer.ratio if stage == 3 else 1))
+    moved = 0 if device is OffloadDevice.NONE else round(updated * (zero.offload_optimizer.ratio if stage == 3 else 1))
     params = -(-(sizes.params - sizes.persistent) // ranks)
     return TrafficFacts(
         forward_modules=compute.forward_modules,
@@ -137,11 +137,11 @@ def traffic_facts(
         reduced_at_step=sizes.trainable if stage < 2 else 0,
         updated=updated,
         on_gpu=updated - moved,
-        on_host=moved if device is Device.CPU else 0,
-        on_disk=moved if device is Device.NVME else 0,
+        on_host=moved if device is OffloadDevice.CPU else 0,
+        on_disk=moved if device is OffloadDevice.NVME else 0,
         last_to_host=moved * sizes.last_buckets // sizes.trainable if stage == 3 and moved else 0,
-        params_on_host=params if param_device is Device.CPU else 0,
-        params_on_disk=params if param_device is Device.NVME else 0,
+        params_on_host=params if param_device is OffloadDevice.CPU else 0,
+        params_on_disk=params if param_device is OffloadDevice.NVME else 0,
         param_bytes=resolved.param_bytes,
         comm_bytes=resolved.comm_bytes,
         accum_bytes=resolved.accum_bytes,

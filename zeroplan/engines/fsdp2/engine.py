@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.zero_config import Device, ZeroConfig
+from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.fsdp2 import lines
 from zeroplan.engines.torch_engine import TorchEngine
 from zeroplan.ledger.line import Ledger
 
 if TYPE_CHECKING:
-    from zeroplan.core.tape import Stream
+    from zeroplan.core.tape import ExpandedTape
     from zeroplan.engines.simulation import HostPhase
-    from zeroplan.simulate.stream import Recorder
+    from zeroplan.simulate.recorder import Recorder
 
 
 class Fsdp2(TorchEngine):
@@ -36,7 +36,7 @@ class Fsdp2(TorchEngine):
         if zero.stage not in (2, 3):
             raise BadInput(f"fsdp2 has no stage {zero.stage}", where="--stage", remedy="use 3, or 2 for no resharding")
         moved = {zero.offload_optimizer.device, zero.offload_param.device}
-        if moved != {Device.NONE} and moved != {Device.CPU}:
+        if moved != {OffloadDevice.NONE} and moved != {OffloadDevice.CPU}:
             raise BadInput(
                 "fsdp2's CPUOffloadPolicy moves parameters, gradients and optimizer states, all of them to the host",
                 where="--offload-optimizer",
@@ -58,14 +58,14 @@ class Fsdp2(TorchEngine):
             cublas_workspace=case.cluster.gpu.workspace,
         )
 
-    def record(self, case: Case, stream: Stream) -> Recorder:
+    def record(self, case: Case, tape: ExpandedTape) -> Recorder:
         """See :func:`zeroplan.engines.fsdp2.schedule.record_fsdp2`."""
         from zeroplan.engines.fsdp2.schedule import record_fsdp2
 
-        return record_fsdp2(case, stream)
+        return record_fsdp2(case, tape)
 
-    def host(self, case: Case, stream: Stream) -> tuple[HostPhase, ...]:
+    def host(self, case: Case, tape: ExpandedTape) -> tuple[HostPhase, ...]:
         """See :func:`zeroplan.engines.fsdp2.host.host_phases`."""
         from zeroplan.engines.fsdp2.host import host_phases
 
-        return host_phases(case, stream)
+        return host_phases(case, tape)

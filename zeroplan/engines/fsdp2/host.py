@@ -8,18 +8,18 @@ Source: torch/distributed/fsdp/_fully_shard/_fsdp_param.py, reset_sharded_param;
 from __future__ import annotations
 
 from zeroplan.core.buffers import Buffer, Phase, Place
-from zeroplan.core.tape import Stream
+from zeroplan.core.tape import ExpandedTape
 from zeroplan.engines.base import Case
 from zeroplan.engines.simulation import HostPhase
 from zeroplan.engines.torch_step import torch_job
-from zeroplan.simulate.pinned import pinned_bytes
+from zeroplan.simulate.allocator.pinned_host import pinned_bytes
 
 
-def host_phases(case: Case, stream: Stream) -> tuple[HostPhase, ...]:
+def host_phases(case: Case, tape: ExpandedTape) -> tuple[HostPhase, ...]:
     """The host's peaks; none where nothing is offloaded."""
     if not case.zero.offloads_param:
         return ()
-    job = torch_job(stream, case.workload, ranks=case.ranks, sharded=True, cublas_workspace=0)
+    job = torch_job(tape, case.workload, ranks=case.ranks, sharded=True, cublas_workspace=0)
     trained = [count for count, on in zip(job.chunk, job.trainable, strict=True) if on]
     params = pinned_bytes(job.original_bytes * count for count in job.chunk)
     grads = pinned_bytes(job.original_bytes * count for count in trained)

@@ -19,14 +19,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.tape import Stream, TapeModule
+from zeroplan.core.tape import ExpandedTape, TapeModule
 from zeroplan.core.workload import OptimizerKind
 from zeroplan.engines.base import Case
 from zeroplan.engines.player import play
 from zeroplan.engines.torch_step import TorchJob, adam_states, step_temporaries, torch_job
-from zeroplan.simulate.stream import Recorder
+from zeroplan.simulate.recorder import Recorder
 
-#: Streams of the simulated device: compute, the all-gathers', the reductions'.
+#: ExpandedTapes of the simulated device: compute, the all-gathers', the reductions'.
 COMPUTE, GATHER, REDUCE = 0, 1, 2
 _BLOCK = re.compile(r"^(?:[a-zA-Z_]\w*\.)+\d+$")
 
@@ -62,7 +62,7 @@ class Fsdp2Schedule:
 
     follows_modules = True
 
-    def __init__(self, job: TorchJob, stream: Stream, recorder: Recorder, *, reshard: bool, offload: bool = False) -> None:
+    def __init__(self, job: TorchJob, tape: ExpandedTape, recorder: Recorder, *, reshard: bool, offload: bool = False) -> None:
         self.job, self.recorder, self.reshard, self.offload = job, recorder, reshard, offload
         self.alloc, self.free = recorder.alloc, recorder.free
         self.groups: dict[int, Group] = {}
@@ -72,20 +72,20 @@ class Fsdp2Schedule:
         self.stepped = False
         self.kept_output: int = -1  # the forward's last all-gather output
         self.reduce_input = -1
-        self.root_module = next((i for i, m in enumerate(stream.modules) if m.parent < 0), -1)
-        self._group(stream)
+        self.root_module = next((i for i, m in enumerate(tape.modules) if m.parent < 0), -1)
+        self._group(tape)
 
-    def _group(self, stream: Stream) -> None:
+    def _group(self, tape: ExpandedTape) -> None:
         owner: dict[int, int] = {}
-        blocks = blocks_of(stream.modules)
+        blocks = blocks_of(tape.modules)
         inside = {block: block for block in blocks}
-        for index, module in enumerate(stream.modules):
+        for index, module in enumerate(tape.modules):
             home = inside.get(index, inside.get(module.parent, -1))
             if home >= 0:
                 inside[index] = home
             for p in module.params:
                 owner.setdefault(p, home)
-        self.home = [owner.get(p, -1) for p in range(len(stream.params))]
+        self.home = [owner.get(p, -1) for p in range(len(tape.params))]
         for p, home in enumerate(self.home):
             self.groups.setdefault(home, Group([], home)).params.append(p)
         for group in self.groups.values():
@@ -286,11 +286,11 @@ class Fsdp2Schedule:
                 group.reduced = -1
 
 
-def record_fsdp2(case: Case, stream: Stream) -> Recorder:
+def record_fsdp2(case: Case, tape: ExpandedTape) -> Recorder:
     """Every allocation and free of rank 0's run, in order. See :func:`zeroplan.engines.player.play`."""
     workspace = case.cluster.gpu.workspace
-    job = torch_job(stream, case.workload, ranks=case.ranks, sharded=True, cublas_workspace=workspace)
+    job = torch_job(tape, case.workload, ranks=case.ranks, sharded=True, cublas_workspace=workspace)
     recorder = Recorder()
-    schedule = Fsdp2Schedule(job, stream, recorder, reshard=case.zero.stage == 3, offload=case.zero.offloads_param)
-    play(job, stream, recorder, schedule)
+    schedule = Fsdp2Schedule(job, tape, recorder, reshard=case.zero.stage == 3, offload=case.zero.offloads_param)
+    play(job, tape, recorder, schedule)
     return recorder

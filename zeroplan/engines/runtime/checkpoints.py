@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from zeroplan.core.layout import Layout, UnitKind
 from zeroplan.core.offload_rules import LEAST_MOVED_BYTES
-from zeroplan.core.tape import Kind, Mark, Op, Stream
+from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op
 from zeroplan.engines.base import Case
 from zeroplan.engines.runtime.units import PEFT_PREFIX
 from zeroplan.models.facts import spec_facts
@@ -61,15 +61,15 @@ class Moved:
     returns: int
 
 
-def moved_inputs(stream: Stream, blocks: Collection[str]) -> tuple[Moved, ...]:
+def moved_inputs(tape: ExpandedTape, blocks: Collection[str]) -> tuple[Moved, ...]:
     """What leaves in one micro batch, in the order of the forward: a pinned buffer for each.
 
     Args:
-        stream: the model's expanded tape.
+        tape: the model's expanded tape.
         blocks: full names of the modules that are units of kind block.
     """
-    found, forward_end = _checkpointed(stream, blocks)
-    lives = _Lives(stream)
+    found, forward_end = _checkpointed(tape, blocks)
+    lives = _Lives(tape)
     inputs: list[int | None] = []
     for before, block in zip([None, *found], found, strict=False):
         inside = before is not None and before.stack == block.stack
@@ -91,21 +91,21 @@ def moved_inputs(stream: Stream, blocks: Collection[str]) -> tuple[Moved, ...]:
     return tuple(moved)
 
 
-def with_moved_inputs(stream: Stream, moved: Collection[Moved]) -> Stream:
+def with_moved_inputs(tape: ExpandedTape, moved: Collection[Moved]) -> ExpandedTape:
     """The tape in which these inputs are freed in the forward, and others made in their place in the backward."""
-    first = max(arg for op, arg in zip(stream.op, stream.arg, strict=True) if op == Op.ALLOC) + 1
+    first = max(arg for op, arg in zip(tape.op, tape.arg, strict=True) if op == Op.ALLOC) + 1
     returned = {one.storage: first + index for index, one in enumerate(moved)}
     added: dict[int, list[_Event]] = {}
     for one in moved:
         added.setdefault(one.goes, []).append((Op.FREE, one.storage, 0, 0, -1))
         added.setdefault(one.returns, []).append((Op.ALLOC, returned[one.storage], one.bytes, Kind.CHECKPOINT, -1))
     columns: tuple[list[int], ...] = ([], [], [], [], [])
-    for at, (op, arg, *rest) in enumerate(_events(stream)):
+    for at, (op, arg, *rest) in enumerate(_events(tape)):
         storage = returned.get(arg, arg) if op == Op.FREE else arg
         for each in (*added.get(at, ()), (op, storage, *rest)):
             for column, value in zip(columns, each, strict=True):
                 column.append(value)
-    return Stream(stream.modules, stream.params, *columns)
+    return ExpandedTape(tape.modules, tape.params, *columns)
 
 
 def host_buffers(moved: Collection[Moved]) -> dict[str, int]:
@@ -123,17 +123,17 @@ class _Block:
     until: int
 
 
-def _events(stream: Stream) -> Iterator[_Event]:
-    return zip(stream.op, stream.arg, stream.aux, stream.kind, stream.module, strict=True)
+def _events(tape: ExpandedTape) -> Iterator[_Event]:
+    return zip(tape.op, tape.arg, tape.aux, tape.kind, tape.module, strict=True)
 
 
-def _checkpointed(stream: Stream, blocks: Collection[str]) -> tuple[list[_Block], int]:
+def _checkpointed(tape: ExpandedTape, blocks: Collection[str]) -> tuple[list[_Block], int]:
     """The blocks whose forward runs again in the backward, in the order of the forward, and where the forward ends."""
-    names = [module.name.removeprefix(PEFT_PREFIX) for module in stream.modules]
+    names = [module.name.removeprefix(PEFT_PREFIX) for module in tape.modules]
     entered: dict[int, int] = {}
     again: dict[int, int] = {}
     forward_end = backward_end = 0
-    for at, (op, arg) in enumerate(zip(stream.op, stream.arg, strict=True)):
+    for at, (op, arg) in enumerate(zip(tape.op, tape.arg, strict=True)):
         if op == Op.MARK:
             forward_end = at if arg == Mark.FORWARD_END else forward_end
             backward_end = at if arg == Mark.BACKWARD_END else backward_end
@@ -150,11 +150,11 @@ def _checkpointed(stream: Stream, blocks: Collection[str]) -> tuple[list[_Block]
 class _Lives:
     """When each storage of a tape comes and goes."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, tape: ExpandedTape) -> None:
         self.made: dict[int, int] = {}
         self.gone: dict[int, int] = {}
         self.bytes: dict[int, int] = {}
-        for at, (op, arg, aux, _, _) in enumerate(_events(stream)):
+        for at, (op, arg, aux, _, _) in enumerate(_events(tape)):
             if op == Op.ALLOC:
                 self.made[arg], self.bytes[arg] = at, aux
             elif op == Op.FREE:

@@ -11,7 +11,7 @@ from zeroplan.core.layout import Layout, UnitKind
 from zeroplan.core.offload_rules import remark, require_offloadable, require_runnable
 from zeroplan.core.runtime_keys import Knobs, require_known_keys
 from zeroplan.core.runtime_offload import read_sections
-from zeroplan.core.tape import Stream
+from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.tape_options import TraceOptions, options_for
 from zeroplan.core.workload import DType
 from zeroplan.core.zero_config import ZeroConfig
@@ -25,8 +25,8 @@ from zeroplan.engines.runtime.job import layout_of, require_trainable
 from zeroplan.engines.runtime.schedule import RuntimeJob, RuntimeSchedule, with_direct_gradients
 from zeroplan.engines.simulation import Simulation
 from zeroplan.ledger.line import Ledger
-from zeroplan.simulate.allocator_config import UNLIMITED, AllocatorConfig
-from zeroplan.simulate.stream import Recorder, simulate
+from zeroplan.simulate.allocator.config import UNLIMITED, AllocatorConfig
+from zeroplan.simulate.recorder import Recorder, simulate
 
 #: Stages with optimizer and parameter offload, in the order in which they are shown.
 OPTIONS = (
@@ -109,18 +109,18 @@ class Runtime:
         inputs = leaving_inputs(case, layout)
         return lines.LEDGER, lines.facts(layout, cublas_workspace=case.cluster.gpu.workspace, inputs=inputs)
 
-    def moved(self, case: Case, stream: Stream) -> tuple[Moved, ...]:
+    def moved(self, case: Case, tape: ExpandedTape) -> tuple[Moved, ...]:
         """The checkpointed inputs that leave for pinned memory in one micro batch (``cpu_checkpointing``)."""
         if not case.zero.activation_checkpointing.cpu_checkpointing:
             return ()
         units = self.layout(case).units
-        return moved_inputs(stream, {unit.shape.name for unit in units if unit.shape.kind is UnitKind.BLOCK})
+        return moved_inputs(tape, {unit.shape.name for unit in units if unit.shape.kind is UnitKind.BLOCK})
 
     def trace_options(self, case: Case) -> TraceOptions:
         """As the workload says."""
         return options_for(case.workload)
 
-    def simulate(self, case: Case, stream: Stream, config: AllocatorConfig | None = None) -> Simulation:
+    def simulate(self, case: Case, expanded: ExpandedTape, config: AllocatorConfig | None = None) -> Simulation:
         """The run of any rank: all own and do the same."""
         layout = self.layout(case)
         skipped = 1 if case.workload.dtype is DType.FP16 else 0
@@ -131,8 +131,8 @@ class Runtime:
         # On a GPU a product of 16-bit factors may be written in fp32, but not the other way round.
         direct = self.knobs.direct_linear and whole in (setup.param_dtype, DType.FP32)
         recorder = Recorder()
-        moved = self.moved(case, stream)
-        tape = with_moved_inputs(stream, moved) if moved else stream
+        moved = self.moved(case, expanded)
+        tape = with_moved_inputs(expanded, moved) if moved else expanded
         tape = with_direct_gradients(tape) if direct else tape
         if self.knobs.fused_loss:
             rows = case.workload.micro_batch * (case.workload.seq_len or 0)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zeroplan.core.losses import leaves_loss_to_function
-from zeroplan.core.tape import Kind, Mark, Op, Stream
+from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op
 
 _WIDE = 4  # bytes of an fp32 number
 
@@ -28,36 +28,36 @@ class _Loss:
     grad: int
 
 
-def with_fused_loss(stream: Stream, *, rows: int, itemsize: int) -> Stream:
-    """`stream` with the loss over `rows` tokens computed by the runtime; as it is, where that loss is not in it.
+def with_fused_loss(tape: ExpandedTape, *, rows: int, itemsize: int) -> ExpandedTape:
+    """`tape` with the loss over `rows` tokens computed by the runtime; as it is, where that loss is not in it.
 
     Args:
-        stream: the tape of one micro batch.
+        tape: the tape of one micro batch.
         rows: tokens of the micro batch.
         itemsize: bytes of one logit.
     """
-    loss = _find(stream, itemsize)
+    loss = _find(tape, itemsize)
     if loss is None:
-        return stream
+        return tape
     columns: tuple[list[int], ...] = ([], [], [], [], [])
-    for event in _events(stream, loss, rows):
+    for event in _events(tape, loss, rows):
         for column, value in zip(columns, event, strict=True):
             column.append(value)
-    return Stream(stream.modules, stream.params, *columns)
+    return ExpandedTape(tape.modules, tape.params, *columns)
 
 
-def _find(stream: Stream, itemsize: int) -> _Loss | None:
+def _find(tape: ExpandedTape, itemsize: int) -> _Loss | None:
     """The loss of a causal language model, recognised by its model's class and the sizes of what it allocates."""
     forward: list[tuple[int, int]] = []  # storages and bytes of logits and loss, in order
     backward: list[tuple[int, int]] = []
     chosen, head = forward, 0
-    for op, arg, aux, kind, module in zip(stream.op, stream.arg, stream.aux, stream.kind, stream.module, strict=True):
+    for op, arg, aux, kind, module in zip(tape.op, tape.arg, tape.aux, tape.kind, tape.module, strict=True):
         if op == Op.MARK and arg == Mark.BACKWARD_BEGIN:
             chosen = backward
         elif op == Op.ALLOC and kind == Kind.LOGITS and chosen is forward:
             head = aux
             forward.append((arg, aux))
-        elif op == Op.ALLOC and kind == Kind.LOSS and module >= 0 and leaves_loss_to_function(stream.modules[module].type):
+        elif op == Op.ALLOC and kind == Kind.LOSS and module >= 0 and leaves_loss_to_function(tape.modules[module].type):
             chosen.append((arg, aux))
     wide = head // itemsize * _WIDE
     after = [storage for storage, size in backward if size == wide]
@@ -74,9 +74,9 @@ def _find(stream: Stream, itemsize: int) -> _Loss | None:
     return _Loss(forward[copies[0] - 1][0], frozenset((*dropped, *after)), dropped[0], narrow[0])
 
 
-def _events(stream: Stream, loss: _Loss, rows: int) -> Iterator[_Event]:
-    sums = max(arg for op, arg in zip(stream.op, stream.arg, strict=True) if op == Op.ALLOC) + 1
-    for event in zip(stream.op, stream.arg, stream.aux, stream.kind, stream.module, strict=True):
+def _events(tape: ExpandedTape, loss: _Loss, rows: int) -> Iterator[_Event]:
+    sums = max(arg for op, arg in zip(tape.op, tape.arg, strict=True) if op == Op.ALLOC) + 1
+    for event in zip(tape.op, tape.arg, tape.aux, tape.kind, tape.module, strict=True):
         op, arg, _, _, module = event
         if op == Op.ALLOC and arg == loss.first_dropped:
             yield (Op.ALLOC, sums, rows * _WIDE, Kind.SAVED, module)

@@ -14,10 +14,10 @@ from itertools import groupby
 
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.layout import Layout, OwnedBuffer, UnitKind, runtime_buffers
-from zeroplan.core.tape import Mark, Op, Stream
+from zeroplan.core.tape import ExpandedTape, Mark, Op
 from zeroplan.core.workload import Workload
 from zeroplan.engines.runtime.units import PEFT_PREFIX
-from zeroplan.simulate.stream import Recorder
+from zeroplan.simulate.recorder import Recorder
 
 #: Optimizer steps until peaks repeat: the second runs with the blocks that the first left in the cache.
 STEPS_UNTIL_STEADY = 2
@@ -69,7 +69,7 @@ class RuntimeSchedule:
 
     follows_modules = True
 
-    def __init__(self, job: RuntimeJob, stream: Stream, recorder: Recorder) -> None:
+    def __init__(self, job: RuntimeJob, tape: ExpandedTape, recorder: Recorder) -> None:
         self.job, self.setup, self.recorder = job, job.layout.setup, recorder
         self.rows = runtime_buffers(job.layout)
         leases = {(row.buffer, row.unit): Lease(row) for row in self.rows if not row.stands}
@@ -90,11 +90,11 @@ class RuntimeSchedule:
             self.units.append(run)
             by_module[unit.shape.name] = run
             by_param.update((param.name, run) for param in unit.shape.params)
-        self.of_param = [by_param.get(param.name.removeprefix(PEFT_PREFIX)) for param in stream.params]
-        self.of_module = [by_module.get(module.name.removeprefix(PEFT_PREFIX)) for module in stream.modules]
+        self.of_param = [by_param.get(param.name.removeprefix(PEFT_PREFIX)) for param in tape.params]
+        self.of_module = [by_module.get(module.name.removeprefix(PEFT_PREFIX)) for module in tape.modules]
         # Behind the forward of these, slots that an earlier backward left are given back.
         blocks = {unit.shape.name for unit in job.layout.units if unit.shape.kind is UnitKind.BLOCK}
-        self.gives = [module.parent < 0 or module.name.removeprefix(PEFT_PREFIX) in blocks for module in stream.modules]
+        self.gives = [module.parent < 0 or module.name.removeprefix(PEFT_PREFIX) in blocks for module in tape.modules]
         self.boundary = True
         self.in_backward = False
         self.slots_due = False
@@ -251,21 +251,19 @@ class RuntimeSchedule:
             self._give(slot.lease)
 
 
-def with_direct_gradients(stream: Stream) -> Stream:
+def with_direct_gradients(tape: ExpandedTape) -> ExpandedTape:
     """The tape without the weight gradients that linear layers write in place; their GRAD stands where they are written.
 
     Where other modules use the weight, too (a tied embedding), autograd's sum of their gradients is left out as well: each
     arrives on its own and is added in place.
     """
-    weights = _direct_weights(stream)
-    final = {
-        aux: arg for op, arg, aux in zip(stream.op, stream.arg, stream.aux, strict=True) if op == Op.GRAD and arg in weights
-    }
+    weights = _direct_weights(tape)
+    final = {aux: arg for op, arg, aux in zip(tape.op, tape.arg, tape.aux, strict=True) if op == Op.GRAD and arg in weights}
     written: dict[int, int] = {}  # storages that are never made, and the parameters whose gradients they would hold
     summed: set[int] = set()  # storages of sums that are never made
     alive: dict[int, tuple[int, int]] = {}  # storages of the backward: bytes and module
     backward = False
-    for op, arg, aux, module in zip(stream.op, stream.arg, stream.aux, stream.module, strict=True):
+    for op, arg, aux, module in zip(tape.op, tape.arg, tape.aux, tape.module, strict=True):
         if op == Op.MARK:
             backward = arg == Mark.BACKWARD_BEGIN
         elif op == Op.FREE:
@@ -278,18 +276,18 @@ def with_direct_gradients(stream: Stream) -> Stream:
                 if arg not in direct and direct and len(direct) < sum(size == nbytes for size, _ in alive.values()):
                     summed.add(arg)
             alive[arg] = (aux, module)
-    return _without(stream, written, summed)
+    return _without(tape, written, summed)
 
 
-def _direct_weights(stream: Stream) -> dict[int, tuple[int, frozenset[int]]]:
+def _direct_weights(tape: ExpandedTape) -> dict[int, tuple[int, frozenset[int]]]:
     """For each trainable weight of a plain linear layer, its gradient's bytes and the layers that use it."""
     users: dict[int, set[int]] = {}
-    for index, module in enumerate(stream.modules):
+    for index, module in enumerate(tape.modules):
         if module.type == "Linear":
             for p in module.params:
-                if stream.params[p].trainable and len(stream.params[p].shape) == 2:
+                if tape.params[p].trainable and len(tape.params[p].shape) == 2:
                     users.setdefault(p, set()).add(index)
-    params = stream.params
+    params = tape.params
     return {p: (math.prod(params[p].shape) * params[p].itemsize, frozenset(layers)) for p, layers in users.items()}
 
 
@@ -298,7 +296,7 @@ def _written(alive: dict[int, tuple[int, int]], nbytes: int, layers: frozenset[i
     return {storage for storage, (size, module) in alive.items() if size == nbytes and module in layers}
 
 
-def _without(stream: Stream, written: dict[int, int], summed: set[int]) -> Stream:
+def _without(tape: ExpandedTape, written: dict[int, int], summed: set[int]) -> ExpandedTape:
     """Without the sums, and with a GRAD of no bytes in place of each written storage's allocation."""
     columns: tuple[list[int], ...] = ([], [], [], [], [])
 
@@ -306,7 +304,7 @@ def _without(stream: Stream, written: dict[int, int], summed: set[int]) -> Strea
         for column, value in zip(columns, event, strict=True):
             column.append(value)
 
-    for event in zip(stream.op, stream.arg, stream.aux, stream.kind, stream.module, strict=True):
+    for event in zip(tape.op, tape.arg, tape.aux, tape.kind, tape.module, strict=True):
         op, arg, aux, kind, module = event
         storage = aux if op == Op.GRAD else arg if op in (Op.ALLOC, Op.FREE) else -1
         if storage in written:
@@ -315,4 +313,4 @@ def _without(stream: Stream, written: dict[int, int], summed: set[int]) -> Strea
                 emit(Op.GRAD, written[storage], storage, 0, -1)
         elif storage not in summed:
             emit(*event)
-    return Stream(stream.modules, stream.params, *columns)
+    return ExpandedTape(tape.modules, tape.params, *columns)

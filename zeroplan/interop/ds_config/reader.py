@@ -13,8 +13,8 @@ from zeroplan.core.zero_config import (
     DEEPSPEED_VERSION,
     ActivationCheckpointing,
     Aio,
-    Device,
     LeafModule,
+    OffloadDevice,
     OffloadOptimizer,
     OffloadParam,
     ZenFlow,
@@ -200,11 +200,11 @@ def _zero(values: Mapping[str, Any]) -> ZeroConfig:
     param = _attrs(values, f"{zero}.offload_param")
     for block in (optimizer, param):
         if "device" in block:
-            block["device"] = Device(block["device"])
+            block["device"] = OffloadDevice(block["device"])
     if values.get(f"{zero}.cpu_offload"):
-        optimizer = {"device": Device.CPU}
+        optimizer = {"device": OffloadDevice.CPU}
     if values.get(f"{zero}.cpu_offload_param"):
-        param = {"device": Device.CPU}
+        param = {"device": OffloadDevice.CPU}
     if values.get(f"{zero}.stage3_gather_fp16_weights_on_model_save"):
         settings["gather_16bit_weights_on_model_save"] = True
     params = values.get("optimizer.params.fp32_optimizer_states")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zeroplan.core.workload import DType
-from zeroplan.core.zero_config import Device, ZeroConfig
+from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.interop.ds_config.findings import At, Finding, Severity
 from zeroplan.interop.ds_config.job import Job
 from zeroplan.interop.ds_config.wrappers import bf16_optimizer_takes_stage_1
@@ -43,7 +43,7 @@ class View:
         return self.job.dtype or DType.FP32
 
     @property
-    def offload(self) -> Device:
+    def offload(self) -> OffloadDevice:
         """Where the optimizer goes."""
         return self.zero.offload_optimizer.device
 
@@ -51,7 +51,7 @@ class View:
     def cpu_adam(self) -> bool:
         """Whether the config's optimizer becomes ``DeepSpeedCPUAdam`` itself (not torch's Adam, not ZenFlow's)."""
         known = self.job.optimizer_name in ("adam", "adamw") and not self.job.torch_adam
-        return known and self.offload is not Device.NONE and self.zero.zenflow is None
+        return known and self.offload is not OffloadDevice.NONE and self.zero.zenflow is None
 
     @property
     def bf16_optimizer(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeroplan.core.zero_config import Device
+from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.interop.ds_config.findings import At, Severity
 from zeroplan.interop.ds_config.job import DEEPSPEED_OPTIMIZERS, ONE_BIT_OPTIMIZERS, TORCH_OPTIMIZERS
 from zeroplan.interop.ds_config.rules import Rule, View
@@ -44,7 +44,7 @@ def _reduce_scatters(v: View) -> bool:
 
 def _masters_need_cpu_adam(v: View) -> bool:
     z = v.zero
-    bf16 = z.bf16_master_weights_and_grads and (not z.bf16_optimizer_states or v.offload is not Device.NONE)
+    bf16 = z.bf16_master_weights_and_grads and (not z.bf16_optimizer_states or v.offload is not OffloadDevice.NONE)
     needed = z.stage > 0 and (bf16 or z.fp16_master_weights_and_grads) and not v.bf16_optimizer
     return needed and v.job.optimizer is not None and not v.cpu_adam
 
@@ -67,8 +67,8 @@ def _zenflow_order(v: View) -> bool:
 
 def _no_path(v: View) -> bool:
     z = v.zero
-    optimizer = v.offload is Device.NVME and z.offload_optimizer.nvme_path is None
-    param = z.offload_param.device is Device.NVME and z.offload_param.nvme_path is None
+    optimizer = v.offload is OffloadDevice.NVME and z.offload_optimizer.nvme_path is None
+    param = z.offload_param.device is OffloadDevice.NVME and z.offload_param.nvme_path is None
     return z.stage == 3 and (optimizer or param)
 
 
@@ -83,7 +83,12 @@ ENGINE_REFUSALS: tuple[Rule, ...] = (
         lambda v: (
             not v.zero.compute_grad_norm
             and v.zero.stage in (1, 2)
-            and (v.zero.gradient_clipping > 0 or v.zero.zenflow is not None or v.offload is not Device.NONE or v.bf16_optimizer)
+            and (
+                v.zero.gradient_clipping > 0
+                or v.zero.zenflow is not None
+                or v.offload is not OffloadDevice.NONE
+                or v.bf16_optimizer
+            )
         ),
         "compute_grad_norm false forbids clipping (1.0 by default), optimizer offload, ZenFlow and BF16_Optimizer",
         "set gradient_clipping to 0 and offload nothing, or leave compute_grad_norm out",
@@ -134,7 +139,7 @@ ENGINE_REFUSALS: tuple[Rule, ...] = (
         At.ENGINE,
         f"{_ZERO}.zenflow",
         "runtime/zenflow/zenflow_stage_1_and_2.py",
-        lambda v: v.zero.zenflow is not None and v.zero.stage in (1, 2) and v.offload is Device.NONE,
+        lambda v: v.zero.zenflow is not None and v.zero.stage in (1, 2) and v.offload is OffloadDevice.NONE,
         "ZenFlow needs the optimizer offloaded",
         'set offload_optimizer.device to "cpu"',
     ),
@@ -286,7 +291,9 @@ ENGINE_REFUSALS: tuple[Rule, ...] = (
         At.ENGINE,
         f"{_ZERO}.zero_hpz_partition_size",
         "runtime/zero/partition_parameters.py",
-        lambda v: v.zero.stage == 3 and v.zero.zero_hpz_partition_size > 1 and v.zero.offload_param.device is Device.NVME,
+        lambda v: (
+            v.zero.stage == 3 and v.zero.zero_hpz_partition_size > 1 and v.zero.offload_param.device is OffloadDevice.NVME
+        ),
         "the second parts are made on the device of the parameters, and no tensor can be made on a disk",
         "set it to 1, or offload_param.device to cpu",
     ),
@@ -309,7 +316,7 @@ ENGINE_REFUSALS: tuple[Rule, ...] = (
         lambda v: (
             v.zero.stage == 3
             and v.zero.offload_optimizer.ratio < 1.0
-            and v.offload is not Device.NONE
+            and v.offload is not OffloadDevice.NONE
             and v.job.optimizer is not None
             and not v.cpu_adam
         ),
@@ -324,7 +331,7 @@ ENGINE_REFUSALS: tuple[Rule, ...] = (
         "runtime/swap_tensor/partitioned_optimizer_swapper.py",
         lambda v: (
             v.zero.stage == 3
-            and v.offload is Device.NVME
+            and v.offload is OffloadDevice.NVME
             and v.job.optimizer_name in ("adam", "adamw")
             and v.zero.offload_optimizer.buffer_count < 4
         ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zeroplan.core.workload import DType
-from zeroplan.core.zero_config import Device
+from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.interop.ds_config.findings import At, Severity
 from zeroplan.interop.ds_config.rules import Rule, View
 
@@ -50,7 +50,7 @@ REMARKS: tuple[Rule, ...] = (
         At.ENGINE,
         f"{_OFF}.device",
         _S12,
-        lambda v: v.zero.stage in (1, 2) and v.offload is Device.NVME and not v.bf16_optimizer,
+        lambda v: v.zero.stage in (1, 2) and v.offload is OffloadDevice.NVME and not v.bf16_optimizer,
         "nvme is treated as cpu below stage 3 (here stage {v.zero.stage})",
         'use stage 3, or write "cpu"',
     ),
@@ -60,7 +60,7 @@ REMARKS: tuple[Rule, ...] = (
         At.ENGINE,
         f"{_OFF}.device",
         _EN,
-        lambda v: v.bf16_optimizer and v.offload is Device.NVME,
+        lambda v: v.bf16_optimizer and v.offload is OffloadDevice.NVME,
         "stage 1 in bf16 with fp32 accumulation builds BF16_Optimizer, which offloads nothing",
         'write "cpu", or drop grad_accum_dtype',
     ),

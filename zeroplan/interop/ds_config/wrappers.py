@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.workload import DType
-from zeroplan.core.zero_config import Device, ZeroConfig
+from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 
 
 class Wrapper(StrEnum):
@@ -67,5 +67,5 @@ def bf16_optimizer_takes_stage_1(zero: ZeroConfig, dtype: DType) -> bool:
         zero.stage == 1
         and dtype is DType.BF16
         and zero.grad_accum_dtype is DType.FP32
-        and zero.offload_optimizer.device is not Device.CPU
+        and zero.offload_optimizer.device is not OffloadDevice.CPU
     )

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from zeroplan.core.buffers import Buffer, Place
-from zeroplan.validate.job import Job
+from zeroplan.validate.job import VerifyJob
 from zeroplan.validate.rank.models import DTYPES, loss_of, make_model, prepare
 
 #: Rows as (buffer, unit, place, bytes).
@@ -45,7 +45,7 @@ class Trained:
     pinned: Callable[[], int] = lambda: 0
 
 
-def build(job: Job, device: torch.device, mark: Mark, count: Count | None = None) -> Trained:
+def build(job: VerifyJob, device: torch.device, mark: Mark, count: Count | None = None) -> Trained:
     """The engine's training step. `mark(phase, next)` is called as phases end, `count(bytes)` (fewer: negative) as the
     included runtime takes memory that no operator returns.
     """
@@ -54,7 +54,7 @@ def build(job: Job, device: torch.device, mark: Mark, count: Count | None = None
     return {"deepspeed": _deepspeed, "fsdp2": _fsdp2, "ddp": _ddp}[job.engine](job, device, mark)
 
 
-def _runtime(job: Job, device: torch.device, mark: Mark, count: Count | None) -> Trained:
+def _runtime(job: VerifyJob, device: torch.device, mark: Mark, count: Count | None) -> Trained:
     import zeroplan_runtime
 
     model = prepare(job, make_model(job, DTYPES[job.dtype], cheap=True))
@@ -82,7 +82,7 @@ def _runtime(job: Job, device: torch.device, mark: Mark, count: Count | None) ->
     return Trained(_engine_step(job, engine, mark), rows, True, close, lambda: str(engine.schedule.where), pinned)
 
 
-def _engine_step(job: Job, engine: Any, mark: Mark) -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:
+def _engine_step(job: VerifyJob, engine: Any, mark: Mark) -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:
     def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         for micro in range(job.grad_accum):
             loss = loss_of(engine(**batch))
@@ -96,7 +96,7 @@ def _engine_step(job: Job, engine: Any, mark: Mark) -> Callable[[dict[str, torch
     return step
 
 
-def _deepspeed(job: Job, device: torch.device, mark: Mark) -> Trained:
+def _deepspeed(job: VerifyJob, device: torch.device, mark: Mark) -> Trained:
     deepspeed = import_module("deepspeed")
     dtype = DTYPES[job.dtype]
     deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo")
@@ -126,7 +126,7 @@ def _deepspeed(job: Job, device: torch.device, mark: Mark) -> Trained:
     return Trained(_engine_step(job, engine, mark), rows, False, lambda: None, lambda: "")
 
 
-def _fsdp2(job: Job, device: torch.device, mark: Mark) -> Trained:
+def _fsdp2(job: VerifyJob, device: torch.device, mark: Mark) -> Trained:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -151,7 +151,7 @@ def _fsdp2(job: Job, device: torch.device, mark: Mark) -> Trained:
     return _torch_loop(job, model, mark, Buffer.PARAM_SHARD)
 
 
-def _ddp(job: Job, device: torch.device, mark: Mark) -> Trained:
+def _ddp(job: VerifyJob, device: torch.device, mark: Mark) -> Trained:
     with device:
         model = make_model(job, torch.float32)
     model = prepare(job, model).to(device)
@@ -162,7 +162,7 @@ def _ddp(job: Job, device: torch.device, mark: Mark) -> Trained:
     return _torch_loop(job, model, mark, Buffer.PARAM_FULL)
 
 
-def _torch_loop(job: Job, model: Any, mark: Mark, kept: Buffer) -> Trained:
+def _torch_loop(job: VerifyJob, model: Any, mark: Mark, kept: Buffer) -> Trained:
     """Fused AdamW with clipping around an FSDP2 or DDP model; autocast for DDP's fp32 parameters."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = _torch_optimizer(job, trainable)
@@ -191,7 +191,7 @@ def _torch_loop(job: Job, model: Any, mark: Mark, kept: Buffer) -> Trained:
     return Trained(step, rows, False, lambda: None, lambda: "")
 
 
-def _torch_optimizer(job: Job, params: list[Any]) -> torch.optim.Optimizer:
+def _torch_optimizer(job: VerifyJob, params: list[Any]) -> torch.optim.Optimizer:
     if job.optimizer == "adamw":
         return torch.optim.AdamW(params, lr=1e-5, fused=True)
     if job.optimizer == "adam":

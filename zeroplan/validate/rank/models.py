@@ -10,7 +10,7 @@ from torch import nn
 
 from zeroplan.core.tape_options import Checkpointing, TraceOptions
 from zeroplan.core.workload import Attention, DType
-from zeroplan.validate.job import Job
+from zeroplan.validate.job import VerifyJob
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _ATTENTION = {"sdpa": "sdpa", "eager": "eager", "flash": "flash_attention_2"}
@@ -18,7 +18,7 @@ _ATTENTION = {"sdpa": "sdpa", "eager": "eager", "flash": "flash_attention_2"}
 _PATTERN = 1 << 20
 
 
-def make_model(job: Job, dtype: torch.dtype, *, cheap: bool = False) -> Any:
+def make_model(job: VerifyJob, dtype: torch.dtype, *, cheap: bool = False) -> Any:
     """The transformers model of the job's config on the current device, in training mode.
 
     `cheap` skips transformers' initialisation and fills the weights with a repeated random pattern. A user's own module is
@@ -57,7 +57,7 @@ def fill(model: nn.Module) -> None:
             part.copy_(pattern[: part.numel()])
 
 
-def prepare(job: Job, model: Any) -> Any:
+def prepare(job: VerifyJob, model: Any) -> Any:
     """Adapters, checkpointing and no key-value cache, as the job asks."""
     if job.live is not None:
         from zeroplan.validate.live import prepared
@@ -78,7 +78,7 @@ def prepare(job: Job, model: Any) -> Any:
     return model
 
 
-def make_batch(job: Job, device: torch.device, seed: int) -> dict[str, torch.Tensor]:
+def make_batch(job: VerifyJob, device: torch.device, seed: int) -> dict[str, torch.Tensor]:
     """One micro batch of random values, of the shapes that the job's tape was traced with; a user's own as it is."""
     if job.live is not None:
         from zeroplan.validate.live import input_dtype

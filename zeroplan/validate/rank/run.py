@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput
-from zeroplan.validate.job import Job
+from zeroplan.validate.job import VerifyJob
 from zeroplan.validate.rank.engines import Trained, build
 from zeroplan.validate.rank.models import make_batch
 from zeroplan.validate.rank.probe import Place, Probe, bytes_written
@@ -27,7 +27,7 @@ _UNITS = {"B": 1, "bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "T
 _VERSIONS = ("torch", "transformers", "deepspeed", "peft")
 
 
-def run_job(job: Job, place: Place, say: Say) -> dict[str, Any]:
+def run_job(job: VerifyJob, place: Place, say: Say) -> dict[str, Any]:
     """One rank's figures; ``out_of_memory``, ``bad_input`` or ``error`` tell of a run that ended early."""
     probe = Probe(place, count=job.engine != "fsdp2")  # which resizes storages that no operator returns
     state: dict[str, Any] = {"trained": None}
@@ -54,7 +54,7 @@ def run_job(job: Job, place: Place, say: Say) -> dict[str, Any]:
     return result
 
 
-def _train(job: Job, place: Place, probe: Probe, say: Say, state: dict[str, Any]) -> dict[str, Any]:
+def _train(job: VerifyJob, place: Place, probe: Probe, say: Say, state: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(0)
     seconds: list[float] = []
     with probe.counting():

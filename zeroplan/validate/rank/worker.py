@@ -17,7 +17,7 @@ from typing import Any
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.files import write_atomic
-from zeroplan.validate.job import MODULE_FILE, Job, ended_early
+from zeroplan.validate.job import MODULE_FILE, VerifyJob, ended_early
 
 #: The exit code of a rank whose run ended early, whose result says why.
 EXIT_EARLY = 70
@@ -35,7 +35,7 @@ class Beat:
         self._file.write(json.dumps({"job": self.job, "pid": os.getpid(), "doing": text}) + "\n")
 
 
-def join(job: Job, device: str, local_rank: int) -> Any:
+def join(job: VerifyJob, device: str, local_rank: int) -> Any:
     """Makes the first CUDA call, then joins the other ranks; returns this rank's place.
 
     DeepSpeed's own start-up names no device, so that its communicator is made by the first collective.
@@ -55,7 +55,7 @@ def join(job: Job, device: str, local_rank: int) -> Any:
     return place
 
 
-def run_here(job: Job, place: Any, say: Any) -> dict[str, Any]:
+def run_here(job: VerifyJob, place: Any, say: Any) -> dict[str, Any]:
     """One job's result on this rank, an unexpected error included."""
     from zeroplan.validate.rank.run import run_job, this_rank
 
@@ -66,8 +66,8 @@ def run_here(job: Job, place: Any, say: Any) -> dict[str, Any]:
         return {"rank": this_rank(), **_refused(error)}
 
 
-def _jobs(folder: Path) -> list[Job]:
-    jobs = [Job.from_json(values) for values in json.loads((folder / "jobs.json").read_text())]
+def _jobs(folder: Path) -> list[VerifyJob]:
+    jobs = [VerifyJob.from_json(values) for values in json.loads((folder / "jobs.json").read_text())]
     if not (folder / MODULE_FILE).exists():
         return jobs
     from zeroplan.validate.live import read_live

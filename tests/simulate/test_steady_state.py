@@ -10,8 +10,8 @@ from zeroplan.engines.deepspeed.schedule import simulate_deepspeed
 from zeroplan.planner.estimate import estimate_runs
 from zeroplan.planner.request import Request, resolve
 from zeroplan.planner.simulated import Simulated
-from zeroplan.simulate.settling import MOST_STEPS, play_on, settle
-from zeroplan.simulate.stream import Recorder, simulate
+from zeroplan.simulate.recorder import Recorder, simulate
+from zeroplan.simulate.steady_state import MOST_STEPS, play_on, settle
 from zeroplan.simulate.timeline import Timeline
 
 #: What a 40 GB card leaves to torch, as the measured runs were held to (benchmarks/ground_truth/grid.jsonl, `cap`).

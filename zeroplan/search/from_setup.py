@@ -121,7 +121,7 @@ def _said(request: Request, setup: Setup) -> dict[str, Any]:
 def _candidate(setup: Setup, request: Request, problem: Problem) -> Candidate:
     again = bool(setup.gradient_checkpointing)
     if setup.ds_config is not None:
-        from zeroplan.search.given import candidate_of
+        from zeroplan.search.candidates_file import candidate_of
 
         return candidate_of(dict(setup.ds_config), problem, request, again)
     stage = 3 if setup.engine == "fsdp2" else 0

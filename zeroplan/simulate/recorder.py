@@ -9,11 +9,11 @@ from typing import TypeVar
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.units import GIB
-from zeroplan.simulate.allocator import run_allocator
-from zeroplan.simulate.allocator_config import AllocatorConfig
-from zeroplan.simulate.allocator_events import OP_BITS, AllocatorOp
-from zeroplan.simulate.deferrals import Deferrals
-from zeroplan.simulate.stretches import PLAY, Stretches, write_out
+from zeroplan.simulate.allocator.config import AllocatorConfig
+from zeroplan.simulate.allocator.events import OP_BITS, AllocatorOp
+from zeroplan.simulate.allocator.run import run_allocator
+from zeroplan.simulate.deferred_frees import DeferredFrees
+from zeroplan.simulate.event_blocks import PLAY, EventBlocks, write_out
 from zeroplan.simulate.timeline import Note, Timeline
 
 _ALLOC, _OP_MASK = int(AllocatorOp.ALLOC), (1 << OP_BITS) - 1
@@ -38,7 +38,7 @@ class Recorder:
     simulated until :func:`simulate` reads the columns. A call costs well under a microsecond.
 
     Args:
-        stretches: what :meth:`play` plays.
+        event_blocks: what :meth:`play` plays.
     """
 
     __slots__ = (
@@ -50,44 +50,44 @@ class Recorder:
         "_made",
         "_notes",
         "_value",
-        "deferrals",
+        "deferred_frees",
+        "event_blocks",
         "marks",
         "sizes",
-        "stretches",
     )
 
-    def __init__(self, stretches: Stretches | None = None) -> None:
+    def __init__(self, event_blocks: EventBlocks | None = None) -> None:
         self.marks: list[str] = []
         self._code = array("q")
         self._value = array("q")
-        self._buffers: list[Buffer] = []  # of the allocations that no stretch makes
+        self._buffers: list[Buffer] = []  # of the allocations that no event block makes
         self._notes: list[Note] = []
         self._made = 0  # handles so far
-        self._beyond = 0  # events of stretches that were played, beyond the one that plays each
+        self._beyond = 0  # events of event blocks that were played, beyond the one that plays each
         self._by_handle = _Known()
-        self.deferrals: Deferrals | None = None  # the schedule's, where a device's pace decides
-        self.follow(stretches or Stretches())
+        self.deferred_frees: DeferredFrees | None = None  # the schedule's, where a device's pace decides
+        self.follow(event_blocks or EventBlocks())
 
-    def follow(self, stretches: Stretches) -> None:
-        """Names the stretches that will be played; before the first of them."""
-        self.stretches = stretches
-        self.sizes: Sequence[int] = stretches.sizes
-        self._bases = [0] * len(stretches.begins)  # by stretch the first handle of when it was played last
+    def follow(self, event_blocks: EventBlocks) -> None:
+        """Names the event blocks that will be played; before the first of them."""
+        self.event_blocks = event_blocks
+        self.sizes: Sequence[int] = event_blocks.sizes
+        self._bases = [0] * len(event_blocks.begins)  # by event block the first handle of when it was played last
 
     def __len__(self) -> int:
-        """Number of events, a stretch's own included."""
+        """Number of events, an event block's own included."""
         return len(self._code) + self._beyond
 
     @property
     def stored(self) -> int:
-        """Number of events with a stretch counted as one."""
+        """Number of events with an event block counted as one."""
         return len(self._code)
 
     def columns(self) -> tuple[array[int], array[int]]:
         """Code and value of every event; see Note [Event columns]."""
-        if not self.stretches.beyond:
+        if not self.event_blocks.beyond:
             return self._code, self._value
-        return write_out(self._code, self._value, self.stretches, self.sizes, len(self))
+        return write_out(self._code, self._value, self.event_blocks, self.sizes, len(self))
 
     @property
     def code(self) -> array[int]:
@@ -104,16 +104,16 @@ class Recorder:
         """By handle what the bytes are."""
         known = self._by_handle
         if known.events != len(self._code):
-            known.buffers, known.events = self._whole(self._buffers, self.stretches.buffers), len(self._code)
+            known.buffers, known.events = self._whole(self._buffers, self.event_blocks.buffers), len(self._code)
         return known.buffers
 
     @property
     def notes(self) -> list[Note]:
         """By handle who asked."""
-        return self._whole(self._notes, self.stretches.notes)
+        return self._whole(self._notes, self.event_blocks.notes)
 
     def _whole(self, alone: list[_Label], within: list[list[_Label]]) -> list[_Label]:
-        """By handle a label, from those of single allocations and those of stretches."""
+        """By handle a label, from those of single allocations and those of event blocks."""
         single = iter(alone)
         found: list[_Label] = []
         for word, operand in zip(self._code, self._value, strict=True):
@@ -145,21 +145,21 @@ class Recorder:
         self._code.append(_FREE)
         self._value.append(handle)
 
-    def play(self, stretch: int) -> None:
-        """Records a stretch, by its number."""
+    def play(self, event_block: int) -> None:
+        """Records an event block, by its number."""
         self._code.append(PLAY)
-        self._value.append(stretch)
-        self._bases[stretch] = self._made
-        self._made += self.stretches.allocations[stretch]
-        self._beyond += self.stretches.beyond[stretch]
+        self._value.append(event_block)
+        self._bases[event_block] = self._made
+        self._made += self.event_blocks.allocations[event_block]
+        self._beyond += self.event_blocks.beyond[event_block]
 
     def handle_of(self, storage: int) -> int:
         """The handle that a storage of the tape got when it was last made."""
-        stretch, index = self.stretches.place[storage]
-        return self._bases[stretch] + index
+        event_block, index = self.event_blocks.place[storage]
+        return self._bases[event_block] + index
 
     def resized(self, sizes: Sequence[int]) -> Recorder:
-        """The same events where the storages of the stretches have other sizes; all but the sizes is shared, not copied.
+        """The same events where the storages of the event blocks have other sizes; all but the sizes is shared, not copied.
 
         Args:
             sizes: by storage its bytes.

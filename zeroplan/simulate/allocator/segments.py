@@ -20,9 +20,9 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from zeroplan.simulate.allocator_blocks import Block, Pool, growable
-from zeroplan.simulate.allocator_config import SMALL_SEGMENT, UNLIMITED, AllocatorConfig
-from zeroplan.simulate.allocator_rules import Addresses
+from zeroplan.simulate.allocator.blocks import Block, Pool, growable
+from zeroplan.simulate.allocator.config import SMALL_SEGMENT, UNLIMITED, AllocatorConfig
+from zeroplan.simulate.allocator.rules import Addresses
 
 
 class Segments:

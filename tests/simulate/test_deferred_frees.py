@@ -6,26 +6,26 @@ from zeroplan.core.buffers import Buffer
 from zeroplan.core.units import MIB
 from zeroplan.planner.estimate import estimate_runs
 from zeroplan.planner.request import Request
-from zeroplan.simulate.allocator_events import OP_BITS, AllocatorOp
-from zeroplan.simulate.deferrals import Deferrals
-from zeroplan.simulate.stream import Recorder, simulate
+from zeroplan.simulate.allocator.events import OP_BITS, AllocatorOp
+from zeroplan.simulate.deferred_frees import DeferredFrees
+from zeroplan.simulate.recorder import Recorder, simulate
 
 
-def _recorded(behind: int) -> tuple[Recorder, Deferrals]:
+def _recorded(behind: int) -> tuple[Recorder, DeferredFrees]:
     """Six ticks of a micro batch, each with a block of 30 MiB that another stream uses, freed before the next tick."""
     recorder = Recorder()
-    deferrals = Deferrals(recorder, behind)
-    deferrals.begin()
+    deferred_frees = DeferredFrees(recorder, behind)
+    deferred_frees.begin()
     for _ in range(6):
-        deferrals.tick()
-        deferrals.look()
+        deferred_frees.tick()
+        deferred_frees.look()
         handle = recorder.alloc(30 * MIB, Buffer.PARAM_FULL, stream=1)
         recorder.record_stream(handle, 0)
-        deferrals.free(handle)
+        deferred_frees.free(handle)
         recorder.free(handle)
-    deferrals.settle()
+    deferred_frees.settle()
     recorder.mark("step0")
-    return recorder, deferrals
+    return recorder, deferred_frees
 
 
 def test_as_many_blocks_as_the_device_is_behind() -> None:
@@ -35,19 +35,19 @@ def test_as_many_blocks_as_the_device_is_behind() -> None:
 
 
 def test_another_pace_is_what_would_have_been_recorded() -> None:
-    near, deferrals = _recorded(1)
-    moved = deferrals.at_pace(near, [at + 3 for at in range(6)])  # freed after tick 1, 2, …: back at tick 4, 5, …
+    near, deferred_frees = _recorded(1)
+    moved = deferred_frees.with_lag(near, [at + 3 for at in range(6)])  # freed after tick 1, 2, …: back at tick 4, 5, …
     expected = _recorded(3)[0]
     assert (moved.code, moved.value) == (expected.code, expected.value)
     assert moved.buffers == expected.buffers
-    unmoved = deferrals.at_pace(near, ())
+    unmoved = deferred_frees.with_lag(near, ())
     assert (unmoved.code, unmoved.value) == (near.code, near.value)
 
 
 def test_nothing_is_back_before_an_earlier_block() -> None:
     """Only the second block is late; those behind it wait for it, as a stream goes in order, and four lie about at once."""
-    near, deferrals = _recorded(1)
-    assert simulate(deferrals.at_pace(near, [1, 5, 3, 4, 5, 6])).peak_reserved == 4 * 30 * MIB
+    near, deferred_frees = _recorded(1)
+    assert simulate(deferred_frees.with_lag(near, [1, 5, 3, 4, 5, 6])).peak_reserved == 4 * 30 * MIB
 
 
 def test_a_whole_run_at_another_pace_allocates_the_same() -> None:
@@ -55,7 +55,7 @@ def test_a_whole_run_at_another_pace_allocates_the_same() -> None:
     request = Request(model="meta-llama/Llama-3.2-1B", seq_len=1024, stage=3, gpus=4, gpu="H100", micro_batch=8)
     run = estimate_runs(request).runs[0]
     assert run is not None
-    other = run.simulation.other_paces[0]
+    other = run.simulation.other_lags[0]
 
     def events(timeline: object) -> tuple[list[tuple[int, int]], list[int]]:
         code, value, _ = timeline.recorded  # type: ignore[attr-defined]

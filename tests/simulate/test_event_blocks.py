@@ -1,4 +1,4 @@
-"""Stretches that are played are what their allocations and frees are one by one."""
+"""EventBlocks that are played are what their allocations and frees are one by one."""
 
 from __future__ import annotations
 
@@ -7,41 +7,41 @@ import random
 import pytest
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.simulate import native
-from zeroplan.simulate.settling import repeated
-from zeroplan.simulate.stream import Recorder
-from zeroplan.simulate.stretches import Stretches, write_out
+from zeroplan.simulate.allocator import native
+from zeroplan.simulate.event_blocks import EventBlocks, write_out
+from zeroplan.simulate.recorder import Recorder
+from zeroplan.simulate.steady_state import repeated
 
 #: (storage, bytes), and (storage, -1) for a free.
 Program = list[tuple[int, int]]
 
 
-def tape(rng: random.Random) -> tuple[list[Program], Stretches]:
-    """Storages that cross the stretches' ends, each made once."""
+def tape(rng: random.Random) -> tuple[list[Program], EventBlocks]:
+    """Storages that cross the event blocks' ends, each made once."""
     programs: list[Program] = []
-    stretches, alive, made = Stretches(), set[int](), 0
+    event_blocks, alive, made = EventBlocks(), set[int](), 0
     while len(programs) < 20:
         program: Program = []
         for _ in range(rng.randrange(12)):
             if alive and rng.random() < 0.5:
                 storage = rng.choice(sorted(alive))
                 alive.discard(storage)
-                stretches.free(storage)
+                event_blocks.free(storage)
                 program.append((storage, -1))
             else:
                 program.append((made, rng.randrange(1 << 20)))
-                stretches.alloc(made, program[-1][1], Buffer.ACTIVATION, made)
+                event_blocks.alloc(made, program[-1][1], Buffer.ACTIVATION, made)
                 alive.add(made)
                 made += 1
-        number = stretches.close()
+        number = event_blocks.close()
         assert number == (len(programs) if program else None)
         programs += [program] if program else []
-    return programs, stretches
+    return programs, event_blocks
 
 
-def recorded(programs: list[Program], stretches: Stretches, sizes: list[int]) -> tuple[Recorder, Recorder, dict[int, int]]:
+def recorded(programs: list[Program], event_blocks: EventBlocks, sizes: list[int]) -> tuple[Recorder, Recorder, dict[int, int]]:
     """Three micro batches one by one, and played; other blocks come and go in between."""
-    plain, whole = Recorder(), Recorder(stretches)
+    plain, whole = Recorder(), Recorder(event_blocks)
     live: dict[int, int] = {}
     for _ in range(3):
         for number, program in enumerate(programs):
@@ -61,31 +61,31 @@ def recorded(programs: list[Program], stretches: Stretches, sizes: list[int]) ->
 @pytest.mark.parametrize("seed", range(3))
 def test_stretches_equal_their_events(seed: int) -> None:
     rng = random.Random(seed)
-    programs, stretches = tape(rng)
-    plain, whole, live = recorded(programs, stretches, list(stretches.sizes))
+    programs, event_blocks = tape(rng)
+    plain, whole, live = recorded(programs, event_blocks, list(event_blocks.sizes))
     assert {storage: whole.handle_of(storage) for storage in live} == live
     assert (whole.code, whole.value) == (plain.code, plain.value)
     assert (whole.buffers, whole.notes) == (plain.buffers, plain.notes)
     assert len(whole) == len(plain) > 3 * whole.stored / 2 > 200
 
-    sizes = [rng.randrange(1 << 20) for _ in stretches.sizes]
-    assert whole.resized(sizes).value == recorded(programs, stretches, sizes)[0].value
+    sizes = [rng.randrange(1 << 20) for _ in event_blocks.sizes]
+    assert whole.resized(sizes).value == recorded(programs, event_blocks, sizes)[0].value
     assert whole.value == plain.value
 
 
 @pytest.mark.skipif(not native.available(), reason="library not built")
 def test_the_twins_agree() -> None:
-    programs, stretches = tape(random.Random(3))
-    whole = recorded(programs, stretches, list(stretches.sizes))[1]
-    stored = (whole._code, whole._value, stretches, stretches.sizes, len(whole))
+    programs, event_blocks = tape(random.Random(3))
+    whole = recorded(programs, event_blocks, list(event_blocks.sizes))[1]
+    stored = (whole._code, whole._value, event_blocks, event_blocks.sizes, len(whole))
     assert write_out(*stored, compiled=True) == write_out(*stored, compiled=False)
 
 
 def test_a_storage_is_made_once() -> None:
-    stretches = Stretches()
-    stretches.alloc(3, 8, Buffer.ACTIVATION, 0)
+    event_blocks = EventBlocks()
+    event_blocks.alloc(3, 8, Buffer.ACTIVATION, 0)
     with pytest.raises(ValueError, match="storage 3 is made twice"):
-        stretches.alloc(3, 8, Buffer.ACTIVATION, 0)
+        event_blocks.alloc(3, 8, Buffer.ACTIVATION, 0)
 
 
 @pytest.mark.skipif(not native.available(), reason="library not built")

@@ -1,9 +1,9 @@
 """Frees that wait for another stream, and where the host looks whether that stream has passed them.
 
 Note [Another pace]
-    A schedule's decisions do not hang on when a freed block can be used again. So runs that differ only in how far a device is
-    behind are one recording with its completions elsewhere: :meth:`Deferrals.at_pace` moves them, in a small part of the time
-    that playing the tape again would take.
+    A schedule's decisions do not hang on when a freed block can be used again. So runs that differ only in how far a device
+    is behind are one recording with its completions elsewhere: :meth:`DeferredFrees.with_lag` moves them, in a small part of
+    the time that playing the tape again would take.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from zeroplan.simulate.stream import Recorder
+    from zeroplan.simulate.recorder import Recorder
 
 _ALL = 1 << 62
 
 
-class Deferrals:
+class DeferredFrees:
     """The deferred frees of one recording, by a clock that the schedule moves.
 
     Args:
@@ -62,7 +62,7 @@ class Deferrals:
             self._recorder.complete(self._waiting.popleft()[1])
         self._chances.append((event, until, before - len(self._waiting), len(self._freed)))
 
-    def at_pace(self, recorder: Recorder, back: Sequence[int]) -> Recorder:
+    def with_lag(self, recorder: Recorder, back: Sequence[int]) -> Recorder:
         """The recording where the device is further behind.
 
         Args:

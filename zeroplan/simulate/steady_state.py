@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.simulate import native
-from zeroplan.simulate.allocator_config import AllocatorConfig
-from zeroplan.simulate.allocator_events import OP_BITS, AllocatorOp
+from zeroplan.simulate.allocator import native
+from zeroplan.simulate.allocator.config import AllocatorConfig
+from zeroplan.simulate.allocator.events import OP_BITS, AllocatorOp
 from zeroplan.simulate.timeline import Labels, Note, Timeline
 
 #: Steps played on, at first and at most. Most runs that settle do so at once, the slowest of those tried in sixteen.
@@ -30,7 +30,7 @@ _ON_HANDLES = frozenset({int(AllocatorOp.FREE), int(AllocatorOp.RECORD_STREAM), 
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class SteadyRun:
     """A limited run, played on.
 
     Attributes:
@@ -46,7 +46,7 @@ class Settled:
 
 def settle(
     timeline: Timeline, limit: int, config: AllocatorConfig | None = None, *, device_memory: int | None = None
-) -> Settled:
+) -> SteadyRun:
     """The run under a limit, for as many steps as it takes to settle, at most :data:`MOST_STEPS` more than were recorded.
 
     Args:
@@ -69,9 +69,9 @@ def settle(
     return found
 
 
-def _judged(timeline: Timeline) -> Settled:
+def _judged(timeline: Timeline) -> SteadyRun:
     if timeline.oom is not None:
-        return Settled(timeline, quiet=False, steady=False)
+        return SteadyRun(timeline, quiet=False, steady=False)
     ends = _step_ends(timeline)
     changes: list[list[tuple[int, int]]] = [[] for _ in ends]
     step = 0
@@ -83,7 +83,7 @@ def _judged(timeline: Timeline) -> Settled:
             break
         changes[step].append((event - (ends[step - 1] if step else 0), size))
     quiet = len(ends) > 1 and not changes[-1]
-    return Settled(timeline, quiet, quiet or (len(ends) > 2 and changes[-1] == changes[-2]))
+    return SteadyRun(timeline, quiet, quiet or (len(ends) > 2 and changes[-1] == changes[-2]))
 
 
 def _step_ends(timeline: Timeline) -> list[int]:

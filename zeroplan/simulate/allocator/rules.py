@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from zeroplan.core.units import MIB
-from zeroplan.simulate.allocator_config import (
+from zeroplan.simulate.allocator.config import (
     MIN_BLOCK,
     MIN_LARGE_ALLOC,
     ROUND_LARGE,

@@ -8,11 +8,11 @@ import pytest
 
 from zeroplan.core.gpus import find_gpu
 from zeroplan.core.rates import rates_of
-from zeroplan.core.tape import Kind, Mark, Op, Stream, TapeModule, TapeParam
+from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op, TapeModule, TapeParam
 from zeroplan.core.units import GIB
 from zeroplan.engines.compute_traffic import PASSES
-from zeroplan.engines.deepspeed import pace
-from zeroplan.engines.deepspeed.pace import pace_of
+from zeroplan.engines.deepspeed import device_lag
+from zeroplan.engines.deepspeed.device_lag import device_lag_of
 from zeroplan.planner.estimate import estimate_runs
 from zeroplan.planner.request import Request
 
@@ -28,10 +28,10 @@ RATES = replace(
 )
 
 
-def _stream(*numel: int, trained: bool = True, wrote: int = 0) -> Stream:
+def _stream(*numel: int, trained: bool = True, wrote: int = 0) -> ExpandedTape:
     """Layers of so many elements, forward and backward; the last forward writes some bytes."""
     params = tuple(TapeParam(f"{i}.weight", (1, count), trained, 2) for i, count in enumerate(numel))
-    stream = Stream(tuple(TapeModule(str(i), "Linear", -1, (i,)) for i in range(len(numel))), params)
+    stream = ExpandedTape(tuple(TapeModule(str(i), "Linear", -1, (i,)) for i in range(len(numel))), params)
 
     def add(op: Op, arg: int, aux: int = 0) -> None:
         for column, value in zip(
@@ -53,7 +53,7 @@ def _stream(*numel: int, trained: bool = True, wrote: int = 0) -> Stream:
 
 def test_a_device_that_waits_for_the_host_is_back_by_the_next_fetch() -> None:
     """Products of half a fetch's time: done at 1.5, 2.5, 3.5 µs; the backward's, of a whole one, at 5, 6, 7."""
-    found = pace_of(_stream(5, 5, 5), 1, RATES, fp32=False, unhooked=[False] * 3)
+    found = device_lag_of(_stream(5, 5, 5), 1, RATES, fp32=False, unhooked=[False] * 3)
     assert found.back == (1, 2, 3, 4, 5, 6)
     assert found.furthest == 1
     assert not found.device_bound
@@ -61,31 +61,31 @@ def test_a_device_that_waits_for_the_host_is_back_by_the_next_fetch() -> None:
 
 def test_a_device_that_needs_longer_falls_behind_all_the_way() -> None:
     """Products of two fetches' time, four in the backward: done at 3, 5, 7 µs, then 11, 15, 19; fetches begin at 1 to 6 µs."""
-    found = pace_of(_stream(20, 20, 20), 1, RATES, fp32=False, unhooked=[False] * 3)
+    found = device_lag_of(_stream(20, 20, 20), 1, RATES, fp32=False, unhooked=[False] * 3)
     assert found.back == (2, 4, 6, 6, 6, 6)
     assert found.device_bound
-    frozen = pace_of(_stream(20, 20, 20, trained=False), 1, RATES, fp32=False, unhooked=[False] * 3)
+    frozen = device_lag_of(_stream(20, 20, 20, trained=False), 1, RATES, fp32=False, unhooked=[False] * 3)
     assert frozen.back == (2, 4, 6, 6, 6, 6)
-    assert pace_of(_stream(5, 5, 5), 4, RATES, fp32=False, unhooked=[False] * 3) == found  # four times the tokens
+    assert device_lag_of(_stream(5, 5, 5), 4, RATES, fp32=False, unhooked=[False] * 3) == found  # four times the tokens
 
 
 def test_what_the_head_writes_keeps_the_device_busy() -> None:
     """Three bytes of logits, three µs: what is freed at the head is back three fetches later."""
-    found = pace_of(_stream(5, 5, 5, wrote=3), 1, RATES, fp32=False, unhooked=[False] * 3)
+    found = device_lag_of(_stream(5, 5, 5, wrote=3), 1, RATES, fp32=False, unhooked=[False] * 3)
     assert found.back[2] == 2 + 1 + 3
     assert found.back[1] == 2
 
 
 def test_modules_inside_a_leaf_fetch_nothing() -> None:
-    found = pace_of(_stream(5, 5, 5), 1, RATES, fp32=False, unhooked=[False, True, False])
+    found = device_lag_of(_stream(5, 5, 5), 1, RATES, fp32=False, unhooked=[False, True, False])
     assert len(found.back) == 4
 
 
 def test_a_full_queue_holds_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for one kernel the host issues the third fetch's when the second is done: never further than two behind."""
-    free = pace_of(_stream(*[20] * 9), 1, RATES, fp32=False, unhooked=[False] * 9)
-    monkeypatch.setattr(pace, "QUEUE", 1)
-    held = pace_of(_stream(*[20] * 9), 1, RATES, fp32=False, unhooked=[False] * 9)
+    free = device_lag_of(_stream(*[20] * 9), 1, RATES, fp32=False, unhooked=[False] * 9)
+    monkeypatch.setattr(device_lag, "QUEUE", 1)
+    held = device_lag_of(_stream(*[20] * 9), 1, RATES, fp32=False, unhooked=[False] * 9)
     assert free.furthest > 4
     assert held.furthest <= 2
 
@@ -110,7 +110,7 @@ def test_both_measured_runs_of_one_config_lie_between_its_paces() -> None:
     assert gpu.interval is not None
     assert gpu.outside_torch is not None
     assert gpu.peak_reserved / GIB == pytest.approx(37.04, rel=0.015)
-    (close,) = run.simulation.other_paces
+    (close,) = run.simulation.other_lags
     assert close.peak_reserved / GIB == pytest.approx(35.97, rel=0.02)
     low, high = gpu.interval
     for measured in (37.04, 35.97):
@@ -124,5 +124,5 @@ def test_a_run_that_the_host_holds_up_counts_at_the_closer_pace() -> None:
     assert run is not None
     assert run.plan.gpu.peak_reserved is not None
     assert run.plan.gpu.peak_reserved / GIB == pytest.approx(41.95, rel=0.01)
-    assert len(run.simulation.other_paces) == 1
-    assert run.simulation.other_paces[0].peak_allocated == run.simulation.peak_allocated
+    assert len(run.simulation.other_lags) == 1
+    assert run.simulation.other_lags[0].peak_allocated == run.simulation.peak_allocated

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from zeroplan.simulate.allocator_config import UNLIMITED, parse_mib, split_settings
+from zeroplan.simulate.allocator.config import UNLIMITED, parse_mib, split_settings
 
 PAGE = 4096
 

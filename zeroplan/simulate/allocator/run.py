@@ -6,9 +6,9 @@ from array import array
 from collections.abc import Sequence
 
 from zeroplan.core.units import GIB
-from zeroplan.simulate import native
-from zeroplan.simulate.allocator_config import UNLIMITED, AllocatorConfig
-from zeroplan.simulate.allocator_events import AllocatorResult
+from zeroplan.simulate.allocator import native
+from zeroplan.simulate.allocator.config import UNLIMITED, AllocatorConfig
+from zeroplan.simulate.allocator.events import AllocatorResult
 
 
 def run_allocator(
@@ -40,6 +40,6 @@ def run_allocator(
         compiled = native.available()
     if compiled:
         return native.run_allocator(code, value, config, most, device_memory, addresses)
-    from zeroplan.simulate.allocator_python import PythonAllocator  # not needed where the library is
+    from zeroplan.simulate.allocator.python_twin import PythonAllocator  # not needed where the library is
 
     return PythonAllocator(config, most, device_memory, addresses).run(code, value)

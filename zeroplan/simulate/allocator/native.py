@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from functools import cache
 
 from zeroplan.core.native import library
-from zeroplan.simulate.allocator_config import AllocatorConfig
-from zeroplan.simulate.allocator_events import AllocatorResult, BadStream, MarkTotals, OutOfMemory
+from zeroplan.simulate.allocator.config import AllocatorConfig
+from zeroplan.simulate.allocator.events import AllocatorResult, BadStream, MarkTotals, OutOfMemory
 
 # Layouts shared with csrc/cpu/allocator_types.hpp.
 _MARK_FIELDS, _SEGMENT_FIELDS, _SUMMARY_FIELDS = 8, 3, 24
@@ -116,22 +116,22 @@ def _result(
 
 
 def write_out(
-    code: array[int], value: array[int], stretches: Sequence[array[int]], sizes: array[int], events: int
+    code: array[int], value: array[int], event_blocks: Sequence[array[int]], sizes: array[int], events: int
 ) -> tuple[array[int], array[int]]:
-    """:func:`zeroplan.simulate.stretches.write_out` on the compiled twin.
+    """:func:`zeroplan.simulate.event_blocks.write_out` on the compiled twin.
 
     Args:
         code, value: a recording's columns.
-        stretches: the columns of Stretches from `begins` to `index`.
+        event_blocks: the columns of EventBlocks from `begins` to `index`.
         sizes: by storage its bytes.
         events: how many there will be.
     """
     loaded = _library()
     if loaded is None:
         raise RuntimeError("the compiled library is not at hand")
-    whole_code, whole_value, bases = _ZERO * events, _ZERO * events, _ZERO * len(stretches[0])
+    whole_code, whole_value, bases = _ZERO * events, _ZERO * events, _ZERO * len(event_blocks[0])
     loaded.zeroplan_stretches_write_out(
-        _pointer(code), _pointer(value), len(code), *map(_pointer, stretches), _pointer(sizes),
+        _pointer(code), _pointer(value), len(code), *map(_pointer, event_blocks), _pointer(sizes),
         _pointer(bases), _pointer(whole_code), _pointer(whole_value),
     )  # fmt: skip
     return whole_code, whole_value

@@ -1,6 +1,6 @@
 """How far the device is behind the host in a micro batch of stage 3, module by module.
 
-Note [Pace]
+Note [Device lag]
     Freed parameters come back once the compute stream has passed their last use (coordinator.py, Note [Lag]). Two clocks say
     when that is: the host's, which each hook and each kernel issued takes on, and the device's, which starts a kernel no
     earlier than it is issued and takes what the module's products and its bytes take. Where a host's hooks take longer than
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zeroplan.core.rates import Rates
-from zeroplan.core.tape import Mark, Op, Stream
+from zeroplan.core.tape import ExpandedTape, Mark, Op
 from zeroplan.engines.compute_traffic import PASSES
 
 #: Kernels that a driver's queue takes before a launch waits for the device.
@@ -29,7 +29,7 @@ _MICRO, _GIGA, _TERA = 1e-6, 1e9, 1e12
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class DeviceLag:
     """When what is freed in a micro batch can be used again.
 
     Attributes:
@@ -46,11 +46,11 @@ class Pace:
         return max((back - at for at, back in enumerate(self.back)), default=0)
 
 
-def pace_of(stream: Stream, tokens: int, rates: Rates, *, fp32: bool, unhooked: Sequence[bool]) -> Pace:
+def device_lag_of(tape: ExpandedTape, tokens: int, rates: Rates, *, fp32: bool, unhooked: Sequence[bool]) -> DeviceLag:
     """The pace of a tape's forward and backward.
 
     Args:
-        stream: the expanded tape; each allocation is one kernel's output.
+        tape: the expanded tape; each allocation is one kernel's output.
         tokens: rows of the products: micro batch times sequence.
         rates: of the machine.
         fp32: whether the products are.
@@ -60,7 +60,7 @@ def pace_of(stream: Stream, tokens: int, rates: Rates, *, fp32: bool, unhooked: 
     launch, engine = rates.launch_us * _MICRO, rates.autograd_us * _MICRO
     a_byte = PASSES / (rates.hbm_gbs * _GIGA)
     an_element = 2 * tokens / ((rates.fp32_tflops if fp32 else rates.matmul_tflops) * _TERA)
-    forwards, backwards = ([one * an_element for one in found] for found in _multiplied(stream))
+    forwards, backwards = ([one * an_element for one in found] for found in _multiplied(tape))
     alloc, enter, leave, arrive, passed, mark = Op.ALLOC, Op.ENTER, Op.EXIT, Op.BWD_ENTER, Op.BWD_EXIT, Op.MARK
 
     host = device = busy = 0.0
@@ -69,7 +69,7 @@ def pace_of(stream: Stream, tokens: int, rates: Rates, *, fp32: bool, unhooked: 
     issued: deque[float] = deque()  # when the device is done with each of the latest kernels
     begun: list[float] = []  # the host's clock at each fetch
     done: list[float] = []  # the device's when it has done all that was issued before a fetch
-    for op, arg, aux in zip(stream.op, stream.arg, stream.aux, strict=True):
+    for op, arg, aux in zip(tape.op, tape.arg, tape.aux, strict=True):
         work = 0.0
         if op == alloc:
             host += engine if backward and not depth else launch
@@ -98,15 +98,15 @@ def pace_of(stream: Stream, tokens: int, rates: Rates, *, fp32: bool, unhooked: 
             issued.append(device)
             if len(issued) > QUEUE:
                 host = max(host, issued.popleft())
-    return Pace(tuple(bisect_left(begun, time) for time in (*done[1:], device)), busy > host)
+    return DeviceLag(tuple(bisect_left(begun, time) for time in (*done[1:], device)), busy > host)
 
 
-def _multiplied(stream: Stream) -> tuple[list[int], list[int]]:
+def _multiplied(tape: ExpandedTape) -> tuple[list[int], list[int]]:
     """By module, elements of the matrices that its forward multiplies with, and its backward, those that are trained twice.
 
     An embedding looks rows up.
     """
-    elements = [p.shape[0] * p.shape[1] if len(p.shape) == 2 else 0 for p in stream.params]
-    owned = [() if module.type.endswith("Embedding") else module.params for module in stream.modules]
+    elements = [p.shape[0] * p.shape[1] if len(p.shape) == 2 else 0 for p in tape.params]
+    owned = [() if module.type.endswith("Embedding") else module.params for module in tape.modules]
     forward = [sum(elements[p] for p in params) for params in owned]
-    return forward, [sum(elements[p] * (1 + stream.params[p].trainable) for p in params) for params in owned]
+    return forward, [sum(elements[p] * (1 + tape.params[p].trainable) for p in params) for params in owned]

@@ -12,7 +12,7 @@ from zeroplan.planner.from_ds_config import workload_and_zero
 from zeroplan.planner.request import Request
 from zeroplan.search.problem import Problem
 from zeroplan.search.space import Candidate
-from zeroplan.simulate.allocator_config import AllocatorConfig
+from zeroplan.simulate.allocator.config import AllocatorConfig
 
 _KEYS = ("ds_config", "gradient_checkpointing", "alloc_conf")
 _MOST_BYTES = 64 << 20

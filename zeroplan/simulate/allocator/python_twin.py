@@ -10,9 +10,9 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 
-from zeroplan.simulate.allocator_blocks import Block
-from zeroplan.simulate.allocator_config import MIN_BLOCK, SMALL_SIZE, UNLIMITED, AllocatorConfig
-from zeroplan.simulate.allocator_events import (
+from zeroplan.simulate.allocator.blocks import Block
+from zeroplan.simulate.allocator.config import MIN_BLOCK, SMALL_SIZE, UNLIMITED, AllocatorConfig
+from zeroplan.simulate.allocator.events import (
     OP_BITS,
     AllocatorOp,
     AllocatorResult,
@@ -20,8 +20,8 @@ from zeroplan.simulate.allocator_events import (
     MarkTotals,
     OutOfMemory,
 )
-from zeroplan.simulate.allocator_rules import round_size, segment_size
-from zeroplan.simulate.allocator_segments import Segments
+from zeroplan.simulate.allocator.rules import round_size, segment_size
+from zeroplan.simulate.allocator.segments import Segments
 
 _OP_MASK = (1 << OP_BITS) - 1
 

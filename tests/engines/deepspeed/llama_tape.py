@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from zeroplan.core.tape import Kind, Mark, Op, Stream, TapeModule, TapeParam
+from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op, TapeModule, TapeParam
 
 _IN_ORDER = {
     "LlamaModel": ("embed_tokens", "rotary_emb", "layers", "norm"),
@@ -33,7 +33,7 @@ class _Builder:
         self.module(name, "LlamaRMSNorm", parent, self.param(f"{name}.weight", width))
 
 
-def llama_stream(layers: int, itemsize: int = 2) -> Stream:
+def llama_tape(layers: int, itemsize: int = 2) -> ExpandedTape:
     """The shape of Llama-3.2-1B with `layers` layers; `itemsize` bytes an element of each gradient."""
     hidden, inner, kv, vocab = 2048, 8192, 512, 128256
     b = _Builder()
@@ -58,30 +58,30 @@ def llama_stream(layers: int, itemsize: int = 2) -> Stream:
     b.norm("model.norm", model, hidden)
     b.module("model.rotary_emb", "LlamaRotaryEmbedding", model)
     b.module("lm_head", "Linear", root, embedding)
-    stream = Stream(tuple(b.modules), tuple(b.params))
+    stream = ExpandedTape(tuple(b.modules), tuple(b.params))
     _run(stream, root, embedding, itemsize)
     return stream
 
 
-def _run(stream: Stream, root: int, embedding: int, itemsize: int) -> None:
+def _run(tape: ExpandedTape, root: int, embedding: int, itemsize: int) -> None:
     children: dict[int, list[int]] = {}
-    for m, module in enumerate(stream.modules):
+    for m, module in enumerate(tape.modules):
         children.setdefault(module.parent, []).append(m)
 
     def add(op: Op, arg: int, aux: int = 0, kind: int = 0) -> None:
-        stream.op.append(op)
-        stream.arg.append(arg)
-        stream.aux.append(aux)
-        stream.kind.append(kind)
-        stream.module.append(-1)
+        tape.op.append(op)
+        tape.arg.append(arg)
+        tape.aux.append(aux)
+        tape.kind.append(kind)
+        tape.module.append(-1)
 
     def ordered(m: int) -> list[int]:
-        names = _IN_ORDER.get(stream.modules[m].type)
+        names = _IN_ORDER.get(tape.modules[m].type)
         inside = children.get(m, [])
-        return sorted(inside, key=lambda c: names.index(stream.modules[c].name.rpartition(".")[2])) if names else inside
+        return sorted(inside, key=lambda c: names.index(tape.modules[c].name.rpartition(".")[2])) if names else inside
 
     def forward(m: int) -> None:
-        called = stream.modules[m].type != "ModuleList"
+        called = tape.modules[m].type != "ModuleList"
         if called:
             add(Op.ENTER, m)
         for child in ordered(m):
@@ -90,18 +90,18 @@ def _run(stream: Stream, root: int, embedding: int, itemsize: int) -> None:
             add(Op.EXIT, m)
 
     def backward(m: int) -> None:
-        kind = stream.modules[m].type
+        kind = tape.modules[m].type
         if kind == "LlamaRotaryEmbedding":
             return
         if kind != "ModuleList":
             add(Op.BWD_ENTER, m)
         for child in reversed(ordered(m)):
             backward(child)
-        for p in stream.modules[m].params:
+        for p in tape.modules[m].params:
             if p == embedding and kind == "Linear":
                 continue  # the tied weight's gradient is complete at the embedding
-            storage = sum(1 for op in stream.op if op == Op.ALLOC)
-            add(Op.ALLOC, storage, itemsize * math.prod(stream.params[p].shape), Kind.GRAD)
+            storage = sum(1 for op in tape.op if op == Op.ALLOC)
+            add(Op.ALLOC, storage, itemsize * math.prod(tape.params[p].shape), Kind.GRAD)
             add(Op.GRAD, p, storage)
         if kind not in ("ModuleList", "Embedding", "LlamaForCausalLM", "LlamaModel"):
             add(Op.BWD_EXIT, m)

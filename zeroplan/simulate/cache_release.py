@@ -14,12 +14,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from zeroplan.simulate.allocator_events import SegmentChange
+from zeroplan.simulate.allocator.events import SegmentChange
 from zeroplan.simulate.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
-class Churn:
+class CacheRelease:
     """Of one optimizer step: how often the cache was emptied; segments (or ranges of them), pages and bytes, both ways."""
 
     emptied: int = 0
@@ -32,7 +32,7 @@ class Churn:
         return self.segments > 0
 
     @classmethod
-    def of(cls, timeline: Timeline, micro_batches: int = 1, page: int = 0) -> Churn:
+    def of(cls, timeline: Timeline, micro_batches: int = 1, page: int = 0) -> CacheRelease:
         """Of a timeline's last step, in which steps repeat.
 
         Args:
@@ -41,11 +41,11 @@ class Churn:
             page: bytes of a page where segments are expandable, else 0.
         """
         ends = [-1, *(mark.event for mark in timeline.result.marks)]
-        stretches = [(mark.name, span) for mark, span in zip(timeline.marks, pairwise(ends), strict=True)]
-        steps = [at for at, (name, _) in enumerate(stretches) if name.startswith("step")]
+        event_blocks = [(mark.name, span) for mark, span in zip(timeline.marks, pairwise(ends), strict=True)]
+        steps = [at for at, (name, _) in enumerate(event_blocks) if name.startswith("step")]
         if not steps:
             return cls()
-        last = stretches[(steps[-2] if len(steps) > 1 else -1) + 1 : steps[-1] + 1]
+        last = event_blocks[(steps[-2] if len(steps) > 1 else -1) + 1 : steps[-1] + 1]
         played = sum(name == "fwd" for name, _ in last)
         left_out = max(0, micro_batches - played)
         total = cls()
@@ -58,22 +58,22 @@ class Churn:
         return total if total.emptied else cls()  # what only grows is not yet steady
 
     @classmethod
-    def _within(cls, changes: Sequence[SegmentChange], span: tuple[int, int], page: int) -> Churn:
+    def _within(cls, changes: Sequence[SegmentChange], span: tuple[int, int], page: int) -> CacheRelease:
         inside = [change for change in changes if span[0] < change.event <= span[1]]
         emptied = {change.event for change in inside if change.size < 0}
         pages = sum(max(1, abs(change.size) // page) for change in inside) if page else 0
         return cls(len(emptied), len(inside), sum(abs(change.size) for change in inside), pages)
 
-    def __add__(self, other: Churn) -> Churn:
+    def __add__(self, other: CacheRelease) -> CacheRelease:
         """Both together."""
-        return Churn(
+        return CacheRelease(
             self.emptied + other.emptied, self.segments + other.segments, self.bytes + other.bytes, self.pages + other.pages
         )
 
     @classmethod
-    def most(cls, runs: Iterable[Churn]) -> Churn:
+    def most(cls, runs: Iterable[CacheRelease]) -> CacheRelease:
         """That of the run that gives back the most."""
         return max(runs, key=lambda one: (one.bytes, one.segments), default=cls())
 
 
-NO_CHURN = Churn()
+NO_RELEASE = CacheRelease()

@@ -22,9 +22,9 @@ from zeroplan.core.gpus import GPUS  # noqa: E402
 from zeroplan.core.units import format_bytes, format_count  # noqa: E402
 from zeroplan.core.workload import Precision, Workload  # noqa: E402
 from zeroplan.core.zero_config import DEEPSPEED_VERSION  # noqa: E402
+from zeroplan.ds_config.sections import SECTIONS  # noqa: E402
 from zeroplan.engines.base import Case, Engine  # noqa: E402
 from zeroplan.engines.registry import ENGINE_NAMES, find_engine  # noqa: E402
-from zeroplan.interop.ds_config.schema_rest import SECTIONS  # noqa: E402
 from zeroplan.ledger.line import derived  # noqa: E402
 from zeroplan.models.catalog import catalog_table  # noqa: E402
 from zeroplan.models.load import load_model  # noqa: E402

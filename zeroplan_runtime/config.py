@@ -1,6 +1,7 @@
 """Reads a ``ds_config`` into what the runtime needs. What it cannot do is refused by name, what has no effect is listed.
 
-The defaults are DeepSpeed 0.19.8's. ``"auto"`` counts as not given. The keys are those of :mod:`zeroplan.core.runtime_keys`.
+The defaults are DeepSpeed 0.19.8's. ``"auto"`` counts as not given. The keys are those of
+:mod:`zeroplan.ds_config.runtime_keys`.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.runtime_keys import Knobs, require_known_keys, section
-from zeroplan.core.runtime_offload import Offload, read_offload
 from zeroplan.core.workload import DType
+from zeroplan.ds_config.runtime_keys import Knobs, require_known_keys, section
+from zeroplan.ds_config.runtime_offload import Offload, read_offload
 from zeroplan_runtime.optim.scaler import LossScaler
 
 

@@ -16,8 +16,8 @@ from zeroplan.core.buffers import Phase
 from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import UnitKind
 from zeroplan.core.layout_setup import RuntimeSetup
-from zeroplan.core.offload_rules import require_offloadable
 from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer
+from zeroplan.ds_config.runtime_offload_rules import require_offloadable
 from zeroplan_runtime.arena import DTYPES, Arena
 from zeroplan_runtime.audit import Audit
 from zeroplan_runtime.checks import Guard, groups_of, refuse_copy, require_loss, require_model

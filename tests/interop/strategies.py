@@ -12,15 +12,15 @@ from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import (
     ActivationCheckpointing,
     Aio,
-    Device,
     LeafModule,
+    OffloadDevice,
     OffloadOptimizer,
     OffloadParam,
     ZenFlow,
     ZeroConfig,
 )
-from zeroplan.interop.ds_config.schema import Section
-from zeroplan.interop.ds_config.schema_rest import REMOVED, SECTIONS
+from zeroplan.ds_config.schema import Section
+from zeroplan.ds_config.sections import REMOVED, SECTIONS
 
 SCALARS = st.one_of(
     st.none(),
@@ -68,7 +68,7 @@ def _block(cls: type, **special: st.SearchStrategy[Any]) -> st.SearchStrategy[An
     return st.builds(cls, **made)
 
 
-_DEVICE = st.sampled_from(list(Device))
+_DEVICE = st.sampled_from(list(OffloadDevice))
 _PATH = st.none() | st.sampled_from(["/nvme", "/local scratch"])
 _SHARE = st.floats(0, 1, allow_nan=False)
 _NAMES = st.lists(st.text(min_size=1, max_size=6), max_size=3, unique=True).map(tuple)

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from agreement_cases import CASES, random_config
 
-from zeroplan.interop.ds_config import At, DsConfig, Severity, Wrapper, inspect_ds_config
+from zeroplan.ds_config.findings import At, Severity
+from zeroplan.ds_config.reader import DsConfig, inspect_ds_config
+from zeroplan.ds_config.wrappers import Wrapper
 
 Verdict = dict[str, Any]
 Verdicts = dict[str, Verdict]

@@ -12,15 +12,10 @@ import pytest
 from zeroplan.core.errors import BadInput
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.interop.ds_config import (
-    DEFAULT_CHANGES,
-    inspect_ds_config,
-    lightning_form,
-    older_defaults,
-    read_ds_config,
-    trainer_form,
-    write_ds_config,
-)
+from zeroplan.ds_config.forms import lightning_form, trainer_form
+from zeroplan.ds_config.reader import inspect_ds_config, read_ds_config
+from zeroplan.ds_config.versions import DEFAULT_CHANGES, older_defaults
+from zeroplan.ds_config.writer import write_ds_config
 
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 2e-5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}}
 WORKLOADS = {
@@ -104,7 +99,7 @@ def test_what_the_file_says_holds_in_every_version() -> None:
 
 
 def test_changed_defaults_are_todays_defaults_no_more() -> None:
-    from zeroplan.interop.ds_config.schema_rest import find_key
+    from zeroplan.ds_config.sections import find_key
 
     for change in DEFAULT_CHANGES:
         key = find_key(change.path)

@@ -12,7 +12,11 @@ import pytest
 from zeroplan.core.errors import BadInput
 from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
-from zeroplan.interop.ds_config import Effect, Severity, Wrapper, effects, fill_from, inspect_ds_config, read_ds_config, wrapper
+from zeroplan.ds_config.findings import Severity
+from zeroplan.ds_config.reader import fill_from, inspect_ds_config, read_ds_config
+from zeroplan.ds_config.schema import Effect
+from zeroplan.ds_config.sections import effects
+from zeroplan.ds_config.wrappers import Wrapper, wrapper
 
 
 def ids(config: dict[str, Any], *severities: Severity, **more: Any) -> set[str]:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from zeroplan.core.zero_config import DEEPSPEED_VERSION
-from zeroplan.interop.ds_config.schema import Key, Mode
-from zeroplan.interop.ds_config.schema_rest import REMOVED, SECTIONS
-from zeroplan.interop.ds_config.values import Kind
+from zeroplan.ds_config.schema import Key, Mode
+from zeroplan.ds_config.sections import REMOVED, SECTIONS
+from zeroplan.ds_config.values import Kind
 
 pytestmark = pytest.mark.torch
 deepspeed = pytest.importorskip("deepspeed")
@@ -160,7 +160,7 @@ def test_optimizer_names_are_deepspeeds_and_torchs() -> None:
     import torch
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
-    from zeroplan.interop.ds_config import job
+    from zeroplan.ds_config import job
 
     assert set(DEEPSPEED_OPTIMIZERS) == job.DEEPSPEED_OPTIMIZERS
     theirs = {n for n, c in vars(torch.optim).items() if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)}
@@ -174,7 +174,7 @@ def test_trainer_fills_what_we_say_it_fills() -> None:
 
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
-    from zeroplan.interop.ds_config.schema_rest import HF_FILLS
+    from zeroplan.ds_config.sections import HF_FILLS
 
     filled = set(re.findall(r'"([a-z0-9_]+(?:[.][a-z0-9_]+)*)"', inspect.getsource(HfTrainerDeepSpeedConfig)))
     stage3 = {"prefetch_bucket_size", "param_persistence_threshold"}

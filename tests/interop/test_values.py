@@ -14,9 +14,9 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from zeroplan.core.lax import to_bool, to_float, to_int
 from zeroplan.core.workload import DType
-from zeroplan.interop.ds_config.values import COERCE, Kind, to_dtype, to_str
+from zeroplan.ds_config.coercion import to_bool, to_float, to_int
+from zeroplan.ds_config.values import COERCE, Kind, to_dtype, to_str
 
 
 class Stage(int, enum.Enum):

@@ -19,7 +19,8 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.files import write_atomic
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import OffloadOptimizer, ZenFlow, ZeroConfig
-from zeroplan.interop.ds_config import dump_ds_config, inspect_ds_config, read_ds_config, write_ds_config
+from zeroplan.ds_config.reader import inspect_ds_config, read_ds_config
+from zeroplan.ds_config.writer import dump_ds_config, write_ds_config
 
 RELAXED = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 

@@ -18,8 +18,8 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.rates import rates_of
 from zeroplan.core.workload import DType, Precision, Workload
+from zeroplan.ds_config.reader import read_ds_config
 from zeroplan.engines.registry import find_engine
-from zeroplan.interop.ds_config import read_ds_config
 from zeroplan.interop.launch import LAUNCHERS, launch
 from zeroplan.interop.readers import read_setup
 from zeroplan.models.load import load_model

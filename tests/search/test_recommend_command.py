@@ -13,7 +13,7 @@ import pytest
 import zeroplan
 from zeroplan.core.errors import BadInput
 from zeroplan.core.rates import read_profile
-from zeroplan.interop.ds_config import read_ds_config
+from zeroplan.ds_config.reader import read_ds_config
 from zeroplan.report.recommendation_html import pareto_front
 from zeroplan.search.answer import Point
 from zeroplan.search.machine import preset_of

@@ -11,7 +11,9 @@ from zeroplan.cli import flags
 from zeroplan.cli.main import app
 from zeroplan.core.errors import EXIT_BAD_INPUT, EXIT_OK, BadInput
 from zeroplan.core.zero_config import DEEPSPEED_VERSION
-from zeroplan.interop.ds_config import DsConfig, Effect, Severity, inspect_ds_config
+from zeroplan.ds_config.findings import Severity
+from zeroplan.ds_config.reader import DsConfig, inspect_ds_config
+from zeroplan.ds_config.schema import Effect
 
 _TITLES = {
     Severity.ERROR: "DeepSpeed refuses",

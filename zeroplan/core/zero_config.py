@@ -3,7 +3,7 @@
 Note [ZeroConfig and Workload]
     A ``ds_config.json`` speaks of two things. What is computed (micro batch, accumulation, dtype, optimizer) belongs to
     :class:`~zeroplan.core.workload.Workload`; how it is sharded and moved belongs here. Neither repeats the other.
-    The defaults are those of DeepSpeed 0.19.8, stated here once: the schema of ``interop.ds_config`` reads them from these
+    The defaults are those of DeepSpeed 0.19.8, stated here once: the schema of ``ds_config`` reads them from these
     classes. All sizes of buckets and thresholds are **elements**, not bytes.
 """
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zeroplan.core.errors import BadInput
-from zeroplan.interop.ds_config.source import MAX_BYTES, MAX_DEPTH, load_source
+from zeroplan.ds_config.source import MAX_BYTES, MAX_DEPTH, load_source
 
 #: Uses of YAML aliases in one file. Hand-written ones have a few; a bomb needs many.
 MAX_ALIASES = 64

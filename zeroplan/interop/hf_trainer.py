@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from zeroplan.interop.ds_config import trainer_form
+from zeroplan.ds_config.forms import trainer_form
 from zeroplan.interop.setups import Keys, Setup, optimizer_of, precision_of
 
 #: ``per_device_train_batch_size`` where it is not given.

@@ -10,7 +10,7 @@ from typing import Any
 from zeroplan.core.errors import BadInput
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.interop.ds_config import write_ds_config
+from zeroplan.ds_config.writer import write_ds_config
 
 LAUNCHERS = ("deepspeed", "torchrun", "accelerate", "slurm")
 #: Where ranks of several nodes meet, until the user says otherwise.

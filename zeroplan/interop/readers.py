@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from zeroplan.core.errors import BadInput
+from zeroplan.ds_config.source import load_source
 from zeroplan.interop import accelerate, axolotl, hf_trainer, llama_factory
 from zeroplan.interop.documents import load_document
-from zeroplan.interop.ds_config.source import load_source
 from zeroplan.interop.setups import Setup
 
 

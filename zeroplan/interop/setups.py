@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroplan.core.errors import BadInput
-from zeroplan.interop.ds_config.source import load_source
+from zeroplan.ds_config.source import load_source
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 
 from zeroplan.core.units import format_bytes, format_count, format_gib
-from zeroplan.interop.ds_config import dump_ds_config
+from zeroplan.ds_config.writer import dump_ds_config
 from zeroplan.report.text import fits_text, gpus_text, model_text, render
 from zeroplan.search.answer import Answer, Recommendation
 from zeroplan.search.reasons import name_of

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
+from zeroplan.ds_config.writer import dump_ds_config
 from zeroplan.interop.accelerate import accelerate_deepspeed, accelerate_fsdp2
 from zeroplan.interop.documents import dump_yaml
-from zeroplan.interop.ds_config import dump_ds_config
 from zeroplan.interop.hf_trainer import training_arguments
 from zeroplan.interop.launch import LAUNCHERS, Launch, launch
 from zeroplan.interop.lightning import lightning_trainer

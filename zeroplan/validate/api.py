@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import ModelInfo
 from zeroplan.core.zero_config import OffloadDevice
+from zeroplan.ds_config.source import load_source
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.runtime.engine import Runtime
-from zeroplan.interop.ds_config.source import load_source
 from zeroplan.planner.request import Request, Resolved, describe_workload, resolve
 from zeroplan.planner.tapes import ExpandedTapes
 from zeroplan.validate.builtin import builtin_request

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from zeroplan.core.errors import BadInput
 from zeroplan.core.tape_options import auto_class_of
 from zeroplan.core.workload import DType
+from zeroplan.ds_config.writer import write_ds_config
 from zeroplan.engines.base import Case
-from zeroplan.interop.ds_config import write_ds_config
 from zeroplan.ledger.optimizers import find_optimizer
 
 if TYPE_CHECKING:

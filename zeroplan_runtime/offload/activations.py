@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from zeroplan.core.buffers import Buffer, Place
-from zeroplan.core.offload_rules import LEAST_MOVED_BYTES
+from zeroplan.ds_config.runtime_offload_rules import LEAST_MOVED_BYTES
 from zeroplan_runtime.arena import Arena
 from zeroplan_runtime.comm import Lane, Mark
 from zeroplan_runtime.pytree import tensors_of

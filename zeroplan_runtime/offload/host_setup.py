@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from zeroplan.core.buffers import Buffer, Place
-from zeroplan.core.offload_rules import remark, require_offloadable
-from zeroplan.core.runtime_offload import Offload
+from zeroplan.ds_config.runtime_offload import Offload
+from zeroplan.ds_config.runtime_offload_rules import remark, require_offloadable
 from zeroplan_runtime.arena import DTYPES
 from zeroplan_runtime.comm import Mark
 from zeroplan_runtime.model_states import Store, UnitState

@@ -22,8 +22,8 @@ import torch
 from zeroplan.core.errors import BadInput, did_you_mean
 from zeroplan.core.layout import PAGE
 from zeroplan.core.native import library as shared_library
-from zeroplan.core.offload_rules import require_io
 from zeroplan.core.zero_config import Aio
+from zeroplan.ds_config.runtime_offload_rules import require_io
 from zeroplan_runtime.offload.io_python import PythonEngine
 
 Backend = Literal["auto", "io_uring", "threads", "python"]

@@ -11,7 +11,7 @@ import torch
 
 from zeroplan.core.buffers import Place
 from zeroplan.core.layout import Layout
-from zeroplan.core.runtime_offload import Offload
+from zeroplan.ds_config.runtime_offload import Offload
 from zeroplan_runtime.offload.chunks import blocks, runs_of_params, runs_of_update
 from zeroplan_runtime.offload.io import IoEngine
 from zeroplan_runtime.offload.optimizer_swapper import UpdateStream, states_in_files

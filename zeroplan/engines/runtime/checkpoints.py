@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from zeroplan.core.layout import Layout, UnitKind
-from zeroplan.core.offload_rules import LEAST_MOVED_BYTES
 from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op
+from zeroplan.ds_config.runtime_offload_rules import LEAST_MOVED_BYTES
 from zeroplan.engines.base import Case
 from zeroplan.engines.runtime.units import PEFT_PREFIX
 from zeroplan.models.facts import spec_facts

@@ -8,13 +8,13 @@ from typing import Any
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.layout import Layout, UnitKind
-from zeroplan.core.offload_rules import remark, require_offloadable, require_runnable
-from zeroplan.core.runtime_keys import Knobs, require_known_keys
-from zeroplan.core.runtime_offload import read_sections
 from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.tape_options import TraceOptions, options_for
 from zeroplan.core.workload import DType
 from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.ds_config.runtime_keys import Knobs, require_known_keys
+from zeroplan.ds_config.runtime_offload import read_sections
+from zeroplan.ds_config.runtime_offload_rules import remark, require_offloadable, require_runnable
 from zeroplan.engines.base import Case
 from zeroplan.engines.player import play
 from zeroplan.engines.runtime import lines

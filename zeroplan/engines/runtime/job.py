@@ -7,9 +7,9 @@ from functools import lru_cache
 from zeroplan.core.errors import BadInput, did_you_mean
 from zeroplan.core.layout import Layout, UnitShape, plan_layout
 from zeroplan.core.layout_setup import OPTIMIZER_STATES, RuntimeSetup
-from zeroplan.core.runtime_keys import Knobs
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.ds_config.runtime_keys import Knobs
 from zeroplan.engines.runtime.units import unit_shapes
 from zeroplan.models.spec import ModelSpec, Unit
 

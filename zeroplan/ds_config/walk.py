@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zeroplan.core.errors import did_you_mean
-from zeroplan.interop.ds_config.findings import At, Finding, Severity
-from zeroplan.interop.ds_config.schema import Effect, Key, Mode, Section
-from zeroplan.interop.ds_config.schema_rest import HF_FILLS, REMOVED, SECTIONS, effects
-from zeroplan.interop.ds_config.values import COERCE, Kind
+from zeroplan.ds_config.findings import At, Finding, Severity
+from zeroplan.ds_config.schema import Effect, Key, Mode, Section
+from zeroplan.ds_config.sections import HF_FILLS, REMOVED, SECTIONS, effects
+from zeroplan.ds_config.values import COERCE, Kind
 
 AUTO = "auto"
 _NOWHERE = "remove it"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from zeroplan.interop.ds_config.findings import Severity
-from zeroplan.interop.ds_config.walk import Reading
+from zeroplan.ds_config.findings import Severity
+from zeroplan.ds_config.walk import Reading
 
 TRAIN, MICRO, ACCUM = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 _SOURCE = "runtime/config.py"

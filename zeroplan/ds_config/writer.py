@@ -10,9 +10,9 @@ from typing import Any
 
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.interop.ds_config.batch import ACCUM, MICRO, TRAIN
-from zeroplan.interop.ds_config.schema import Key, Section
-from zeroplan.interop.ds_config.schema_rest import SECTIONS
+from zeroplan.ds_config.batch import ACCUM, MICRO, TRAIN
+from zeroplan.ds_config.schema import Key, Section
+from zeroplan.ds_config.sections import SECTIONS
 
 _ZERO = "zero_optimization"
 #: Sections whose keys hold fields of ZeroConfig itself.

@@ -1,7 +1,7 @@
 """Every key of a ds_config, once: its type, default, bounds, and whether it moves memory.
 
 Keys that :class:`~zeroplan.core.zero_config.ZeroConfig` holds take their default from there (`attr` names the field).
-The other sections, which no line of the ledger reads, are in :mod:`.schema_rest`. A test compares both with the models of
+The other sections, which no line of the ledger reads, are in :mod:`.sections`. A test compares both with the models of
 the installed DeepSpeed, so a new version shows what it changed. Sources: runtime/config.py, runtime/constants.py,
 runtime/zero/config.py, runtime/zero/offload_config.py, runtime/precision_config.py of DeepSpeed 0.19.8.
 """
@@ -21,7 +21,7 @@ from zeroplan.core.zero_config import (
     ZenFlow,
     ZeroConfig,
 )
-from zeroplan.interop.ds_config.values import Kind
+from zeroplan.ds_config.values import Kind
 
 
 class Effect(StrEnum):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from zeroplan.core.workload import DType
 from zeroplan.core.zero_config import OffloadDevice
-from zeroplan.interop.ds_config.findings import At, Severity
-from zeroplan.interop.ds_config.rules import Rule, View
+from zeroplan.ds_config.findings import At, Severity
+from zeroplan.ds_config.rules import Rule, View
 
 _W, _N = Severity.WARNING, Severity.NOTE
 _ZERO, _OFF, _PAR = "zero_optimization", "zero_optimization.offload_optimizer", "zero_optimization.offload_param"

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from zeroplan.core.errors import BadInput, did_you_mean
-from zeroplan.core.lax import to_bool, to_float, to_int
-from zeroplan.core.offload_rules import require_runnable
-from zeroplan.core.runtime_keys import Knobs, section
 from zeroplan.core.zero_config import ActivationCheckpointing, Aio, OffloadDevice, OffloadOptimizer, OffloadParam
+from zeroplan.ds_config.coercion import to_bool, to_float, to_int
+from zeroplan.ds_config.runtime_keys import Knobs, section
+from zeroplan.ds_config.runtime_offload_rules import require_runnable
 
 #: Keys of DeepSpeed's that choose between its own ways and change nothing here.
 WITHOUT_EFFECT = {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from zeroplan.interop.ds_config.findings import At, Severity
-from zeroplan.interop.ds_config.rules import Rule, View
+from zeroplan.ds_config.findings import At, Severity
+from zeroplan.ds_config.rules import Rule, View
 
 _E = Severity.ERROR
 _ZC, _RC = "runtime/zero/config.py", "runtime/config.py"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.interop.ds_config.schema import (
+from zeroplan.ds_config.schema import (
     ACTIVATION_CHECKPOINTING,
     AIO,
     BF16,
@@ -30,7 +30,7 @@ from zeroplan.interop.ds_config.schema import (
     mem,
     other,
 )
-from zeroplan.interop.ds_config.values import Kind
+from zeroplan.ds_config.values import Kind
 
 _SEC = Kind.SECTION
 

@@ -6,8 +6,8 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from zeroplan.interop.ds_config.batch import ACCUM, MICRO, TRAIN
-from zeroplan.interop.ds_config.schema_rest import HF_FILLS
+from zeroplan.ds_config.batch import ACCUM, MICRO, TRAIN
+from zeroplan.ds_config.sections import HF_FILLS
 
 #: Buckets stay as they are: what the Trainer would derive is not what was planned.
 _KEPT = frozenset(path for path in HF_FILLS if path.startswith("zero_optimization."))

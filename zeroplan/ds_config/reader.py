@@ -20,17 +20,17 @@ from zeroplan.core.zero_config import (
     ZenFlow,
     ZeroConfig,
 )
-from zeroplan.interop.ds_config.batch import Batch, resolve_batch
-from zeroplan.interop.ds_config.findings import At, Finding, Severity
-from zeroplan.interop.ds_config.job import Job
-from zeroplan.interop.ds_config.rulebook import run_rules
-from zeroplan.interop.ds_config.rules import View
-from zeroplan.interop.ds_config.schema import Effect
-from zeroplan.interop.ds_config.schema_rest import SECTIONS
-from zeroplan.interop.ds_config.source import load_source
-from zeroplan.interop.ds_config.versions import older_defaults
-from zeroplan.interop.ds_config.walk import KeyReport, Reading, walk
-from zeroplan.interop.ds_config.wrappers import Wrapper, wrapper
+from zeroplan.ds_config.batch import Batch, resolve_batch
+from zeroplan.ds_config.findings import At, Finding, Severity
+from zeroplan.ds_config.job import Job
+from zeroplan.ds_config.rulebook import run_rules
+from zeroplan.ds_config.rules import View
+from zeroplan.ds_config.schema import Effect
+from zeroplan.ds_config.sections import SECTIONS
+from zeroplan.ds_config.source import load_source
+from zeroplan.ds_config.versions import older_defaults
+from zeroplan.ds_config.walk import KeyReport, Reading, walk
+from zeroplan.ds_config.wrappers import Wrapper, wrapper
 
 _ORDER = {Severity.ERROR: 0, Severity.OPEN: 1, Severity.WARNING: 2, Severity.NOTE: 3}
 
@@ -85,7 +85,7 @@ class DsConfig:
         return wrapper(self.zero, self.job.dtype or DType.FP32, fused=fused)
 
     def workload(self, base: Workload, *, given: frozenset[str] = frozenset()) -> Workload:
-        """`base` with what the file fixes; see :meth:`zeroplan.interop.ds_config.job.Job.workload`.
+        """`base` with what the file fixes; see :meth:`zeroplan.ds_config.job.Job.workload`.
 
         Raises:
             BadInput: a field named in `given` that the file contradicts.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zeroplan.interop.ds_config.findings import Finding
-from zeroplan.interop.ds_config.rules import View
-from zeroplan.interop.ds_config.rules_config import CONFIG_REFUSALS
-from zeroplan.interop.ds_config.rules_engine import ENGINE_REFUSALS
-from zeroplan.interop.ds_config.rules_notes import REMARKS
+from zeroplan.ds_config.findings import Finding
+from zeroplan.ds_config.rules import View
+from zeroplan.ds_config.rules_config import CONFIG_REFUSALS
+from zeroplan.ds_config.rules_engine import ENGINE_REFUSALS
+from zeroplan.ds_config.rules_notes import REMARKS
 
 
 def run_rules(view: View) -> Iterator[Finding]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from zeroplan.core.zero_config import OffloadDevice
-from zeroplan.interop.ds_config.findings import At, Severity
-from zeroplan.interop.ds_config.job import DEEPSPEED_OPTIMIZERS, ONE_BIT_OPTIMIZERS, TORCH_OPTIMIZERS
-from zeroplan.interop.ds_config.rules import Rule, View
+from zeroplan.ds_config.findings import At, Severity
+from zeroplan.ds_config.job import DEEPSPEED_OPTIMIZERS, ONE_BIT_OPTIMIZERS, TORCH_OPTIMIZERS
+from zeroplan.ds_config.rules import Rule, View
 
 _E = Severity.ERROR
 _ZC, _RC, _EN, _S12, _S3 = (

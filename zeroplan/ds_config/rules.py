@@ -11,9 +11,9 @@ from typing import Any
 
 from zeroplan.core.workload import DType
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
-from zeroplan.interop.ds_config.findings import At, Finding, Severity
-from zeroplan.interop.ds_config.job import Job
-from zeroplan.interop.ds_config.wrappers import bf16_optimizer_takes_stage_1
+from zeroplan.ds_config.findings import At, Finding, Severity
+from zeroplan.ds_config.job import Job
+from zeroplan.ds_config.wrappers import bf16_optimizer_takes_stage_1
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The kinds of a ds_config's values, and what turns a value into one; see :mod:`zeroplan.core.lax`."""
+"""The kinds of a ds_config's values, and what turns a value into one; see :mod:`zeroplan.ds_config.coercion`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
 
-from zeroplan.core.lax import to_bool, to_float, to_int
 from zeroplan.core.workload import DType
+from zeroplan.ds_config.coercion import to_bool, to_float, to_int
 
 
 class Kind(StrEnum):

@@ -56,7 +56,7 @@ def test_requests_run_apart_from_the_users_home(monkeypatch: pytest.MonkeyPatch,
     """A profile of the user's rates moves no answer, and the process is left as it was."""
     profile = tmp_path / "zeroplan" / "profile.json"
     profile.parent.mkdir()
-    profile.write_text('{"schema": 1, "rates": {"matmul_tflops": 1.0}}')
+    profile.write_text('{"schema": 1, "gpu": "RTX4090", "rates": {"matmul_tflops": 1.0}}')
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     words = ("recommend", "openai-community/gpt2", "--gpu", "RTX4090", "--depth", "formula", "--json")
     before = (Path.cwd(), dict(os.environ), sys.modules.get("torch"))

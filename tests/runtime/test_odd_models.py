@@ -14,7 +14,7 @@ import zeroplan_runtime
 from tests.runtime.ranks import RankPool
 from tests.runtime.train import ds_config
 from zeroplan.core.errors import BadInput
-from zeroplan_runtime import store
+from zeroplan_runtime import model_states
 from zeroplan_runtime.engine import Engine
 
 WIDTH = 16
@@ -266,7 +266,7 @@ def test_a_model_without_anything_to_train() -> None:
 
 def test_masters_filled_by_pieces_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """A piece ends within a parameter, and where one ends."""
-    monkeypatch.setattr(store, "_PIECE", WIDTH * WIDTH // 3)
+    monkeypatch.setattr(model_states, "_PIECE", WIDTH * WIDTH // 3)
     model = Net()
     wanted = {name: value.clone() for name, value in model.state_dict().items()}
     engine, *_ = zeroplan_runtime.initialize(model=model, config={**ds_config(2), "bf16": {"enabled": True}}, device="cpu")

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from zeroplan.core.errors import BadInput
-from zeroplan_runtime.comm import Ranks
+from zeroplan_runtime.comm import Communicator
 from zeroplan_runtime.config import RuntimeConfig, read_config
 from zeroplan_runtime.engine import Engine
 from zeroplan_runtime.optim.lr_schedules import make_schedule
@@ -58,14 +58,14 @@ def initialize(
     _require_usable(model, training_data, policy)
     where = _device(device)
     _join(where)
-    ranks = Ranks(group)
-    settings = read_config(config, ranks.count)
-    if settings.without_effect and ranks.rank == 0:
+    comm = Communicator(group)
+    settings = read_config(config, comm.world_size)
+    if settings.without_effect and comm.rank == 0:
         logger.warning("keys without effect in this runtime: %s", ", ".join(settings.without_effect))
     chosen = _optimizer(model, settings, model_parameters, optimizer)
-    engine = Engine(model, settings, chosen, ranks=ranks, device=where, policy=policy)
+    engine = Engine(model, settings, chosen, comm=comm, device=where, policy=policy)
     engine.lr_scheduler = _schedule(settings, chosen, lr_scheduler)
-    return engine, chosen, _loader(training_data, settings, ranks, collate_fn), engine.lr_scheduler
+    return engine, chosen, _loader(training_data, settings, comm, collate_fn), engine.lr_scheduler
 
 
 def _require_usable(model: object, data: object, policy: object) -> None:
@@ -135,9 +135,9 @@ def _schedule(settings: RuntimeConfig, optimizer: ZeroOptimizer | None, given: A
 
 
 def _loader(
-    data: Dataset[Any] | None, settings: RuntimeConfig, ranks: Ranks, collate_fn: Callable[..., Any] | None
+    data: Dataset[Any] | None, settings: RuntimeConfig, comm: Communicator, collate_fn: Callable[..., Any] | None
 ) -> DataLoader[Any] | None:
     if data is None:
         return None
-    sampler: DistributedSampler[Any] = DistributedSampler(data, ranks.count, ranks.rank, shuffle=True)
+    sampler: DistributedSampler[Any] = DistributedSampler(data, comm.world_size, comm.rank, shuffle=True)
     return DataLoader(data, settings.micro_batch, sampler=sampler, collate_fn=collate_fn, drop_last=True)

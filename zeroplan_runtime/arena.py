@@ -38,20 +38,20 @@ class Row:
         return max(self.peaks.values(), default=0)
 
 
-class Lease:
+class ResizableBuffer:
     """A buffer that comes and goes. Its tensor, and every view of it, keep their shapes while the memory is away.
 
-    The memory belongs to the stream that is current at :meth:`take`; whoever calls :meth:`give` has made that stream wait for
+    The memory belongs to the stream that is current at :meth:`alloc`; whoever calls :meth:`free` has made that stream wait for
     all others that use it. Reading the tensor while the memory is away is a fault of the program, and fails.
     """
 
-    __slots__ = ("_arena", "_bytes", "_empty", "_row", "_tensor", "held")
+    __slots__ = ("_arena", "_bytes", "_empty", "_row", "_tensor", "is_allocated")
 
     def __init__(self, arena: Arena, row: Row, empty: torch.Tensor, numel: int) -> None:
         self._arena, self._row, self._empty = arena, row, empty
         self._bytes = numel * empty.element_size()
         self._tensor: torch.Tensor | None = None
-        self.held = False
+        self.is_allocated = False
 
     @property
     def bytes(self) -> int:
@@ -60,25 +60,25 @@ class Lease:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The 1-D tensor. It exists from the first :meth:`take` on."""
+        """The 1-D tensor. It exists from the first :meth:`alloc` on."""
         assert self._tensor is not None
         return self._tensor
 
-    def take(self) -> None:
+    def alloc(self) -> None:
         """Brings the memory, uninitialised."""
         storage = self._empty.untyped_storage()
         self._arena.resize(storage, self._bytes, self._row.buffer)
         if self._tensor is None:
             numel = self._bytes // self._empty.element_size()
             self._tensor = self._empty.set_(storage, 0, (numel,), (1,))
-        self.held = True
-        self._arena.book(self._row, self._bytes)
+        self.is_allocated = True
+        self._arena.record(self._row, self._bytes)
 
-    def give(self) -> None:
+    def free(self) -> None:
         """Gives the memory back to torch's allocator."""
         self._arena.resize(self._empty.untyped_storage(), 0, self._row.buffer)
-        self.held = False
-        self._arena.book(self._row, -self._bytes)
+        self.is_allocated = False
+        self._arena.record(self._row, -self._bytes)
 
 
 class Arena:
@@ -96,7 +96,7 @@ class Arena:
         self._releases: list[pinned.Release] = []  # of blocks in host memory
         self._peaks: dict[tuple[Place, Phase], int] = {}
         #: Called with the bytes that a lease takes (or gives, negative), for those who count memory that no operator returns.
-        self.on_lease: Callable[[int], None] | None = None
+        self.on_resize: Callable[[int], None] | None = None
 
     @property
     def phase(self) -> Phase:
@@ -146,10 +146,10 @@ class Arena:
                 made[buffer, row.unit] = tensor
         return made
 
-    def leases(self, wanted: Iterable[OwnedBuffer]) -> dict[tuple[Buffer, str], Lease]:
+    def resizable(self, wanted: Iterable[OwnedBuffer]) -> dict[tuple[Buffer, str], ResizableBuffer]:
         """A lease, without memory yet, for each buffer of a plan that comes and goes; by buffer and unit."""
         return {
-            (row.buffer, row.unit): Lease(
+            (row.buffer, row.unit): ResizableBuffer(
                 self,
                 self._row(row.buffer, row.unit, row.place),
                 self._allocate(0, DTYPES[row.dtype], row.place),
@@ -159,7 +159,7 @@ class Arena:
             if not row.stands
         }
 
-    def clear_cache(self) -> None:
+    def empty_cache(self) -> None:
         """Gives back to the device what the model's own parameters left in torch's cache.
 
         Activations would lie in those segments with holes between them, and where the model was made on the device they are as
@@ -168,7 +168,7 @@ class Arena:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def take_workspaces(self, dtype: torch.dtype) -> None:
+    def allocate_workspaces(self, dtype: torch.dtype) -> None:
         """Lets cuBLAS take the workspace that it keeps for each thread, this one and autograd's, before anything else is there.
 
         Taken in the first backward, the second would lie in a block that logits had left, which the next logits then lack.
@@ -178,14 +178,14 @@ class Arena:
             with torch.enable_grad():
                 (x @ x).sum().backward()  # type: ignore[no-untyped-call]
 
-    def make_room(self, leases: Iterable[Lease]) -> None:
+    def reserve_segment(self, buffers: Iterable[ResizableBuffer]) -> None:
         """Leaves torch's allocator one segment in which all of `leases` fit, for leases that will be there at once.
 
         What the forward keeps lies there in the meantime and leaves the segment whole. In segments of their own, activations
         would leave holes in which no gradient of a unit fits.
         """
         if self.device.type == "cuda" and not _limits_splits():
-            torch.empty(sum(lease.bytes for lease in leases), dtype=torch.uint8, device=self.device)
+            torch.empty(sum(buffer.bytes for buffer in buffers), dtype=torch.uint8, device=self.device)
 
     def free(self, tensor: torch.Tensor) -> None:
         """Books `tensor`, which :meth:`empty` gave, as gone; the caller drops its last reference.
@@ -200,11 +200,11 @@ class Arena:
         """Brings or takes the memory of a lease; `buffer` names it to who reads the frame of a failed call."""
         storage.resize_(size)
 
-    def book(self, row: Row, size: int) -> None:
+    def record(self, row: Row, size: int) -> None:
         """Books `size` bytes more (or less) under a lease's row."""
         self._add(row, size)
-        if self.on_lease is not None:
-            self.on_lease(size)
+        if self.on_resize is not None:
+            self.on_resize(size)
 
     def live(self, place: Place = Place.HBM) -> int:
         """Bytes now alive in `place`."""

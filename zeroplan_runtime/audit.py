@@ -1,7 +1,7 @@
 """Watches the first micro batches at stage 3 for parameters that are used while their unit is not gathered.
 
-Parameters there have constant addresses in memory that units share (Note [Addresses] in store). A module that reads another
-unit's parameter outside that unit's forward would get other numbers without any error. So every operation of the first
+Parameters there have constant addresses in memory that units share (Note [Addresses] in model_states). A module that reads
+another unit's parameter outside that unit's forward would get other numbers without any error. So every operation of the first
 micro batches is looked at, and such a read ends the run with the parameter's name.
 """
 
@@ -16,20 +16,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.errors import BadInput
-from zeroplan_runtime.model_states import Store, UnitState
+from zeroplan_runtime.model_states import ModelStates, UnitState
 from zeroplan_runtime.pytree import tensors_of
 
 
 class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within it, every operation that is handed a parameter, or a view of one, must find its unit gathered."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, model_states: ModelStates) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._arena = store.arena
+        self._arena = model_states.arena
         self._owners: dict[int, tuple[UnitState, str]] = {}
         self._views: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         self._view_owners: dict[int, tuple[UnitState, str]] = {}
-        for unit in store.units:
+        for unit in model_states.units:
             for flat in unit.flats():
                 for i, param in zip(flat.layout.params, flat.params, strict=True):
                     self._owners[id(param)] = (unit, unit.layout.shape.params[i].name)

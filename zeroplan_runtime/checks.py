@@ -1,7 +1,7 @@
 """What an engine may rely on and what may follow a failure. Every fault is one line that names the remedy.
 
-An engine's parameters are views of memory that it allocated once (Note [Addresses] in store). Whoever moves, casts or replaces
-them afterwards would train something else without any error; so do two engines on one model. Both are looked for here.
+An engine's parameters are views of memory that it allocated once (Note [Addresses] in model_states). Whoever moves, casts or
+replaces them afterwards would train something else without any error; so do two engines on one model. Both are looked for here.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zeroplan.core.errors import BadInput
-from zeroplan_runtime.model_states import Store
+from zeroplan_runtime.model_states import ModelStates
 from zeroplan_runtime.optim.zero_optimizer import ZeroOptimizer
 
 #: Parameters under an engine, and those that an engine has emptied.
-_held: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_claimed: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _emptied: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 #: Classes, by name, that distribute a model themselves.
@@ -40,7 +40,7 @@ def require_model(model: nn.Module) -> None:
             raise BadInput(f"{name!r} has no shape yet", where="model", remedy="call the model with a batch first")
         if type(param.data).__name__ == "DTensor":
             raise BadInput(f"{name!r} is sharded already", where="model", remedy="give the model as it is before fully_shard()")
-        if param in _held:
+        if param in _claimed:
             raise BadInput(
                 f"{name!r} is under another engine",
                 where="model",
@@ -99,33 +99,35 @@ def require_loss(value: object) -> None:
     raise BadInput(what, where="engine.backward", remedy="give the loss as it came out of the forward")
 
 
-class Guard:
+class EngineChecks:
     """Holds an engine's parameters to the places where `store` has put them, and its calls to an order that makes sense."""
 
-    def __init__(self, model: nn.Module, store: Store) -> None:
+    def __init__(self, model: nn.Module, model_states: ModelStates) -> None:
         self._model = model
-        self._params = [param for unit in store.units for flat in unit.flats() for param in flat.params]
+        self._params = [param for unit in model_states.units for flat in unit.flats() for param in flat.params]
         self._addresses = [param.data_ptr() for param in self._params]
         self._trained = [param.requires_grad for param in self._params]
         self.is_destroyed = False
-        self._torn = ""  # why a step ended half-way
-        self._partial = ""  # why a backward did
-        self._reduced = False  # the backward before a step has been
-        self._known = False  # the model's parameters have been found to be those of the start
+        self._failed_step = ""  # why a step ended half-way
+        self._failed_backward = ""  # why a backward did
+        self._has_reduced_grads = False  # the backward before a step has been
+        self._checked_model = False  # the model's parameters have been found to be those of the start
 
     # ------------------------------------------------------------------ calls
 
-    def require(self, where: str, *, torn: bool = False) -> None:
-        """Refuses calls that need parameters with values; `torn` ones will do.
+    def require_usable(self, where: str, *, allow_failed_step: bool = False) -> None:
+        """Refuses calls that need parameters with values; after a failed step only if `allow_failed_step`.
 
         Raises:
             BadInput: when the engine is destroyed, or its last step failed.
         """
         if self.is_destroyed:
             raise BadInput("the engine has been destroyed", where=where, remedy="initialize a new one")
-        if self._torn and not torn:
+        if self._failed_step and not allow_failed_step:
             raise BadInput(
-                f"the last step failed half-way ({self._torn})", where=where, remedy="load a checkpoint, or initialize anew"
+                f"the last step failed half-way ({self._failed_step})",
+                where=where,
+                remedy="load a checkpoint, or initialize anew",
             )
 
     def require_backward(self, *, once: bool) -> None:
@@ -134,8 +136,8 @@ class Guard:
         Raises:
             BadInput: after a backward that failed, and, where gradients can be reduced but `once` a step, after that.
         """
-        self._require_whole("engine.backward")
-        if once and self._reduced:
+        self._require_complete_grads("engine.backward")
+        if once and self._has_reduced_grads:
             raise BadInput(
                 "the gradients of this step have been reduced already",
                 where="engine.backward",
@@ -148,8 +150,8 @@ class Guard:
         Raises:
             BadInput: with the remedy.
         """
-        self._require_whole("engine.step")
-        if not self._reduced:
+        self._require_complete_grads("engine.step")
+        if not self._has_reduced_grads:
             raise BadInput(
                 "there are no gradients of engine.backward()",
                 where="engine.step",
@@ -164,48 +166,48 @@ class Guard:
                     remedy="call engine.destroy(keep_parameters=True) and initialize again",
                 )
 
-    def _require_whole(self, where: str) -> None:
-        if self._partial:
+    def _require_complete_grads(self, where: str) -> None:
+        if self._failed_backward:
             raise BadInput(
-                f"the last backward failed and left part of its gradients ({self._partial})",
+                f"the last backward failed and left part of its gradients ({self._failed_backward})",
                 where=where,
                 remedy="call engine.zero_grad() to drop them",
             )
 
     @contextmanager
-    def going_back(self, *, boundary: bool) -> Iterator[None]:
+    def during_backward(self, *, boundary: bool) -> Iterator[None]:
         """Around a backward; `boundary` says that a step follows."""
         try:
             yield
         except BaseException as fault:
-            self._partial = _said(fault)
+            self._failed_backward = _first_line(fault)
             if "backward through the graph a second time" in str(fault):
-                self._partial = "its graph was gone"
+                self._failed_backward = "its graph was gone"
                 raise BadInput(
                     "the graph of this loss has been gone through already",
                     where="engine.backward",
                     remedy="call the forward again, or give retain_graph=True the first time",
                 ) from None
             raise
-        self._reduced = boundary
+        self._has_reduced_grads = boundary
 
     @contextmanager
-    def stepping(self) -> Iterator[None]:
+    def during_step(self) -> Iterator[None]:
         """Around an update."""
         try:
             yield
         except BaseException as fault:
-            self._torn = _said(fault)
+            self._failed_step = _first_line(fault)
             raise
-        self._reduced = False
+        self._has_reduced_grads = False
 
-    def refuse_mixed(self) -> NoReturn:
+    def refuse_mixed_collectives(self) -> NoReturn:
         """The ranks went through different units in the last step.
 
         Raises:
             BadInput: always.
         """
-        self._torn = "the ranks went through different units"
+        self._failed_step = "the ranks went through different units"
         raise BadInput(
             "the ranks went through different units, so that gradients of one were added to another's",
             where="engine.step",
@@ -213,25 +215,25 @@ class Guard:
             "takes the module which chooses among them",
         )
 
-    def dropped(self) -> None:
+    def grads_were_dropped(self) -> None:
         """All gradients are gone."""
-        self._partial, self._reduced = "", False
+        self._failed_backward, self._has_reduced_grads = "", False
 
-    def loaded(self) -> None:
+    def checkpoint_was_loaded(self) -> None:
         """A checkpoint was read: all parameters and states are of one step again."""
-        self._torn = ""
+        self._failed_step = ""
 
-    def hold(self) -> None:
+    def claim_parameters(self) -> None:
         """No other engine may have these parameters."""
         for param in self._params:
-            _held[param] = True
+            _claimed[param] = True
 
-    def let_go(self, *, emptied: bool) -> None:
+    def give_up_parameters(self, *, emptied: bool) -> None:
         """The engine is no more; it has left its parameters without values if `emptied`."""
         self.is_destroyed = True
         for param in self._params:
-            if param in _held:
-                del _held[param]
+            if param in _claimed:
+                del _claimed[param]
             if emptied:
                 _emptied[param] = True
 
@@ -250,17 +252,17 @@ class Guard:
                     where="model",
                     remedy="do so before initialize(), whose config says the dtype",
                 )
-        if self._known:
+        if self._checked_model:
             return
         known = {id(param) for param in self._params}
         for name, param in self._model.named_parameters():
             if id(param) not in known and param.numel():
                 raise BadInput(f"{name!r} was put into the model after the engine was made", where="model", remedy=_ANEW)
-        self._known = True
+        self._checked_model = True
 
-    def look_again(self) -> None:
+    def recheck_parameters(self) -> None:
         """The model may have got other parameters."""
-        self._known = False
+        self._checked_model = False
 
     def _name(self, wanted: nn.Parameter) -> str:
         return next((name for name, param in self._model.named_parameters() if param is wanted), "a parameter")
@@ -269,7 +271,7 @@ class Guard:
 _ANEW = "change the model before initialize(), or call engine.destroy(keep_parameters=True) and initialize again"
 
 
-def _said(fault: BaseException) -> str:
+def _first_line(fault: BaseException) -> str:
     return f"{type(fault).__name__}: {(str(fault).strip().splitlines() or [''])[0]}"[:120]
 
 

@@ -20,20 +20,21 @@ from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer
 from zeroplan.ds_config.runtime_offload_rules import require_offloadable
 from zeroplan_runtime.arena import DTYPES, Arena
 from zeroplan_runtime.audit import Audit
-from zeroplan_runtime.checks import Guard, groups_of, refuse_copy, require_loss, require_model
-from zeroplan_runtime.comm import Mark, Ranks
+from zeroplan_runtime.checks import EngineChecks, groups_of, refuse_copy, require_loss, require_model
+from zeroplan_runtime.comm import Communicator
 from zeroplan_runtime.config import RuntimeConfig
-from zeroplan_runtime.gradient_hooks import attach
-from zeroplan_runtime.loss import attach_loss
-from zeroplan_runtime.model_states import Store
+from zeroplan_runtime.gradient_hooks import attach_gradient_hooks
+from zeroplan_runtime.loss import attach_fused_loss
+from zeroplan_runtime.model_states import ModelStates
 from zeroplan_runtime.offload.activations import ActivationOffload
 from zeroplan_runtime.offload.host_optimizer import HostOptimizer
-from zeroplan_runtime.offload.host_setup import offload_optimizer, swap_files
-from zeroplan_runtime.optim.step import Outcome, Stepper
+from zeroplan_runtime.offload.host_setup import make_nvme_offload, offload_optimizer
+from zeroplan_runtime.optim.step import OptimizerStep, StepResult
 from zeroplan_runtime.optim.zero_optimizer import ZeroOptimizer
 from zeroplan_runtime.pytree import cast_tensors
 from zeroplan_runtime.schedule import Schedule
-from zeroplan_runtime.state_dict_hooks import StateDicts
+from zeroplan_runtime.state_dict_hooks import StateDictHooks
+from zeroplan_runtime.streams import Event
 from zeroplan_runtime.units import Policy, cast_floating, find_units
 from zeroplan_runtime.watchdog import watch, weakly
 
@@ -56,7 +57,7 @@ class Engine(nn.Module):
         config: RuntimeConfig,
         optimizer: ZeroOptimizer | None,
         *,
-        ranks: Ranks,
+        comm: Communicator,
         device: torch.device,
         policy: Policy | None = None,
     ) -> None:
@@ -64,7 +65,7 @@ class Engine(nn.Module):
         self.module = model
         self.config = config
         self.device = device
-        self.ranks = ranks
+        self.comm = comm
         self.optimizer = optimizer
         self.lr_scheduler: Any = None
         self.scaler = config.loss_scaler()
@@ -72,8 +73,8 @@ class Engine(nn.Module):
         self.micro_steps = 0
         self._applied = 0
         self._skipped = 0
-        self._outcome: Outcome | None = None
-        self._unsettled: Outcome | None = None
+        self._step_result: StepResult | None = None
+        self._pending_result: StepResult | None = None
         self._boundary: bool | None = None
         self._audit: Audit | None = None
 
@@ -84,7 +85,7 @@ class Engine(nn.Module):
         setup = RuntimeSetup.of(
             config.offload.optimizer if optimizer is not None else OffloadOptimizer(),
             config.offload.param,
-            ranks=ranks.count,
+            ranks=comm.world_size,
             stage=config.stage,
             param_dtype=config.dtype,
             reduce_dtype=config.reduce_dtype,
@@ -99,54 +100,58 @@ class Engine(nn.Module):
         if any(p.is_floating_point() and p.dtype != dtype for p in model.parameters()):
             cast_floating(model, dtype)
         units = find_units(model, groups, policy=policy, wide_numel=config.knobs.wide_numel)
-        self.store = Store(units, setup, ranks, self.arena, swap_files(config.offload))
+        self.model_states = ModelStates(units, setup, comm, self.arena, make_nvme_offload(config.offload))
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    module._buffers[name] = ranks.from_first(buffer.to(device))
-        self.schedule = Schedule(self.store)
-        self._undo = [attach(self.schedule, direct=config.knobs.direct_linear)]
+                    module._buffers[name] = comm.broadcast_from_first(buffer.to(device))
+        self.schedule = Schedule(self.model_states)
+        self._undo = [attach_gradient_hooks(self.schedule, direct=config.knobs.direct_linear)]
         if config.knobs.fused_loss:
-            self._undo.append(attach_loss(model))
+            self._undo.append(attach_fused_loss(model))
         self.activations: ActivationOffload | None = None
         if config.offload.checkpoints:
-            blocks = [unit.module for unit in self.store.units if unit.layout.shape.kind is UnitKind.BLOCK]
+            blocks = [unit.module for unit in self.model_states.units if unit.layout.shape.kind is UnitKind.BLOCK]
             self.activations = ActivationOffload(blocks, self.arena)
             self._undo.append(self.activations.remove)
-        self.guard = Guard(model, self.store)
-        self.state_dicts = StateDicts(model, self.store, settled=self._settled, filled=self.guard.look_again)
-        self._undo.append(self.state_dicts.remove)
+        self.checks = EngineChecks(model, self.model_states)
+        self.state_dict_hooks = StateDictHooks(
+            model, self.model_states, synchronize=self._synchronize_parameters, after_load=self.checks.recheck_parameters
+        )
+        self._undo.append(self.state_dict_hooks.remove)
         self._inside = False
-        self._tail = Mark(device)
+        self._last_event = Event(device)
         self.watchdog = (
-            watch(ranks.rank, ranks.count, weakly(self._where), config.knobs.timeout) if ranks.group is None else None
+            watch(comm.rank, comm.world_size, weakly(self._progress_for_watchdog), config.knobs.timeout)
+            if comm.group is None
+            else None
         )
         if self.watchdog is not None:
-            ranks.explain = self.watchdog.diagnose
+            comm.explain = self.watchdog.diagnose
             weakref.finalize(self, self.watchdog.stop)
-        self.stepper: Stepper | None = None
+        self.optimizer_step: OptimizerStep | None = None
         self.host: HostOptimizer | None = None
         if optimizer is not None:
-            self.stepper = Stepper(self.schedule, optimizer, clip=config.clip, may_skip=config.check_overflow)
-            self.host = offload_optimizer(self.stepper, config.offload)
+            self.optimizer_step = OptimizerStep(self.schedule, optimizer, clip=config.clip, may_skip=config.check_overflow)
+            self.host = offload_optimizer(self.optimizer_step, config.offload)
             optimizer.take_step = self.step
-        self.arena.clear_cache()
-        self.arena.take_workspaces(dtype)
-        self.arena.make_room(unit.grad_lease for unit in self.store.units if unit.grad_lease is not None)
-        self.guard.hold()
+        self.arena.empty_cache()
+        self.arena.allocate_workspaces(dtype)
+        self.arena.reserve_segment(unit.grad_buffer for unit in self.model_states.units if unit.grad_buffer is not None)
+        self.checks.claim_parameters()
 
     # ------------------------------------------------------------------ training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, with its parameters gathered as needed."""
-        self.guard.require("engine")
-        self.guard.require_parameters()
-        self.state_dicts.refresh()
-        self.schedule.begin_forward()
+        self.checks.require_usable("engine")
+        self.checks.require_parameters()
+        self.state_dict_hooks.sync_masters()
+        self.schedule.root_pre_forward()
         if self.config.auto_cast:
             args, kwargs = cast_tensors((args, kwargs), DTYPES[self.config.dtype])
         saving = self.activations.saving() if self.activations is not None else nullcontext()
-        with self._working(), self._watched(), saving:
+        with self._inside_engine(), self._audited(), saving:
             return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
@@ -161,73 +166,73 @@ class Engine(nn.Module):
             BadInput: when `loss` is no number that came out of this model's forward with gradients, after a backward that
                 failed, and for a second one where gradients can be reduced but once.
         """
-        self.guard.require("engine.backward")
-        self.guard.require_backward(once=self._reduces_once())
+        self.checks.require_usable("engine.backward")
+        self.checks.require_backward(once=self._reduces_once())
         require_loss(loss)
-        self.settle()
+        self.finish_step()
         scaled = loss / self.config.grad_accum if self.config.grad_accum > 1 else loss
         self.schedule.boundary = self.is_gradient_accumulation_boundary()
-        if self.stepper is not None:
-            self.stepper.upcoming = self._applied + 1
+        if self.optimizer_step is not None:
+            self.optimizer_step.next_step = self._applied + 1
         self.arena.phase = Phase.BACKWARD
-        self.schedule.start_backward()
-        with self.guard.going_back(boundary=self.schedule.boundary), self._working(), self._watched():
+        self.schedule.root_pre_backward()
+        with self.checks.during_backward(boundary=self.schedule.boundary), self._inside_engine(), self._audited():
             whole = scaled * self.scaler.scale if self.scaler.scale != 1.0 else scaled
             whole.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
-            self.schedule.end_backward()
+            self.schedule.root_post_backward()
         return scaled
 
     def _reduces_once(self) -> bool:
         """Whether what the reduction leaves cannot be added to: parts of whole gradients, or updates that have begun."""
-        setup = self.store.setup
+        setup = self.model_states.setup
         early = self.host is not None and self.host.early is not None
         return early or (setup.shards_states and not setup.shards_grads)
 
-    def _watched(self) -> AbstractContextManager[object]:
+    def _audited(self) -> AbstractContextManager[object]:
         """The audit of parameter reads, in the first micro batches at stage 3."""
-        if self.micro_steps < self.config.knobs.audit_steps and self.store.setup.shards_params:
-            self._audit = self._audit or Audit(self.store)
+        if self.micro_steps < self.config.knobs.audit_steps and self.model_states.setup.shards_params:
+            self._audit = self._audit or Audit(self.model_states)
             return self._audit
         self._audit = None
         return nullcontext()
 
     def step(self) -> None:
-        """Ends a micro batch; the last one of an accumulation updates the parameters and the learning rate."""
-        self.guard.require("engine.step")
+        """Ends a micro batch; the last one of an accumulation updates the parameters and the grad_enabled rate."""
+        self.checks.require_usable("engine.step")
         boundary = self.is_gradient_accumulation_boundary()
-        if boundary and self.stepper is None:
+        if boundary and self.optimizer_step is None:
             trains = any(param.requires_grad for param in self.module.parameters())
             remedy = "name one in the config or pass one" if trains else "the model has no parameter to train"
             raise BadInput("there is no optimizer", where="engine.step", remedy=remedy)
         if boundary:
-            self.guard.require_gradients()
+            self.checks.require_gradients()
         self.micro_steps += 1
-        if not boundary or self.stepper is None:
+        if not boundary or self.optimizer_step is None:
             return
-        self.state_dicts.refresh()
-        self.settle()
+        self.state_dict_hooks.sync_masters()
+        self.finish_step()
         self.arena.phase = Phase.STEP
         self.schedule.where = "the optimizer's step"
-        self.schedule.ticks += 1
-        with self.guard.stepping(), self._working():
-            outcome = self.stepper.step(self._applied + 1, self.scaler.scale)
-            self.schedule.gather_ahead()
+        self.schedule.progress_count += 1
+        with self.checks.during_step(), self._inside_engine():
+            result = self.optimizer_step.step(self._applied + 1, self.scaler.scale)
+            self.schedule.prefetch_forward()
         self.global_steps += 1
-        self._outcome = self._unsettled = outcome
+        self._step_result = self._pending_result = result
         if not self.config.check_overflow or self.device.type == "cpu":
-            self.settle()
+            self.finish_step()
 
-    def settle(self) -> None:
-        """Draws the conclusions of the last step, once its outcome is known: loss scale, step count, learning rate.
+    def finish_step(self) -> None:
+        """Draws the conclusions of the last step, once its result is known: loss scale, step count, grad_enabled rate.
 
         The host waits here, at the next backward at the earliest, while the device still has a forward to do.
         """
-        outcome, self._unsettled = self._unsettled, None
-        if outcome is None:
+        result, self._pending_result = self._pending_result, None
+        if result is None:
             return
-        if self.ranks.count > 1 and outcome.is_mixed:
-            self.guard.refuse_mixed()
-        skipped = self.config.check_overflow and outcome.skipped
+        if self.comm.world_size > 1 and result.is_mixed:
+            self.checks.refuse_mixed_collectives()
+        skipped = self.config.check_overflow and result.skipped
         self.scaler.update(skipped)
         if skipped:
             self._skipped += 1
@@ -241,11 +246,11 @@ class Engine(nn.Module):
 
     def drain(self) -> None:
         """Returns when every update is in the masters and on its way to the parameters, those on the host included."""
-        self.guard.require("engine", torn=True)
-        self.state_dicts.refresh()
-        self.settle()
+        self.checks.require_usable("engine", allow_failed_step=True)
+        self.state_dict_hooks.sync_masters()
+        self.finish_step()
         if self.host is not None:
-            self.host.drain(self.schedule.compute)
+            self.host.drain(self.schedule.compute_stream)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether this micro batch is the last before the parameters are updated."""
@@ -262,9 +267,9 @@ class Engine(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients accumulated so far."""
-        self.guard.require("engine.zero_grad", torn=True)
-        self.schedule.drop_gradients()
-        self.guard.dropped()
+        self.checks.require_usable("engine.zero_grad", allow_failed_step=True)
+        self.schedule.drop_grads()
+        self.checks.grads_were_dropped()
 
     def destroy(self, *, keep_parameters: bool = False) -> None:
         """Gives all memory of the runtime back. A second call does nothing.
@@ -273,35 +278,35 @@ class Engine(nn.Module):
         they were trained: the model can be used, or given to :func:`zeroplan_runtime.initialize`, again. Every rank must then
         call it so.
         """
-        if self.guard.is_destroyed:
+        if self.checks.is_destroyed:
             return
         kept = self._parameters_on_host() if keep_parameters else {}
-        self.guard.let_go(emptied=not keep_parameters)
+        self.checks.give_up_parameters(emptied=not keep_parameters)
         with suppress(BadInput):  # that no loss scale is left is of no interest any more
-            self.settle()
+            self.finish_step()
         if self.host is not None:
             self.host.close()
         if self.watchdog is not None:
             self.watchdog.stop()
-            self.ranks.explain = None
+            self.comm.explain = None
         for undo in self._undo:
             undo()
         self.schedule.remove()
-        self.schedule.drop_gradients()
-        for unit in self.store.units:
+        self.schedule.drop_grads()
+        for unit in self.model_states.units:
             for flat in unit.flats():
                 for param in flat.params:
                     value = kept.get(id(param))
                     param.data = torch.empty(0, dtype=param.dtype, device=self.device) if value is None else value
-        self.stepper = self.host = self.schedule.host = self._outcome = self._audit = None
-        self.store.drop()
+        self.optimizer_step = self.host = self.schedule.host = self._step_result = self._audit = None
+        self.model_states.free()
         self.arena.release_host()
 
     def _parameters_on_host(self) -> dict[int, torch.Tensor]:
-        self.guard.require("engine.destroy")
+        self.checks.require_usable("engine.destroy")
         self.drain()
         kept = {}
-        for unit in self.store.units:
+        for unit in self.model_states.units:
             with self.gathered(unit.name):
                 kept.update({id(p): p.detach().to("cpu", copy=True) for flat in unit.flats() for p in flat.params})
         return kept
@@ -313,13 +318,13 @@ class Engine(nn.Module):
     @property
     def skipped_steps(self) -> int:
         """Steps that infinite gradients prevented."""
-        self.settle()
+        self.finish_step()
         return self._skipped
 
     @property
     def loss_scale(self) -> float:
         """The present factor on the loss."""
-        self.settle()
+        self.finish_step()
         return self.scaler.scale
 
     @property
@@ -329,13 +334,13 @@ class Engine(nn.Module):
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last step's gradients before clipping; None when neither clipping nor checks need it."""
-        if self._outcome is None or not (self.config.clip or self.config.check_overflow):
+        if self._step_result is None or not (self.config.clip or self.config.check_overflow):
             return None
-        return self._outcome.norm
+        return self._step_result.norm
 
     def get_lr(self) -> list[float]:
-        """The groups' learning rates for the next step."""
-        self.settle()
+        """The groups' grad_enabled rates for the next step."""
+        self.finish_step()
         return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer is not None else []
 
     def gradient_accumulation_steps(self) -> int:
@@ -348,7 +353,7 @@ class Engine(nn.Module):
 
     def train_batch_size(self) -> int:
         """Samples a step over all ranks."""
-        return self.config.micro_batch * self.config.grad_accum * self.ranks.count
+        return self.config.micro_batch * self.config.grad_accum * self.comm.world_size
 
     def zero_optimization_stage(self) -> int:
         """The ZeRO stage."""
@@ -357,12 +362,12 @@ class Engine(nn.Module):
     @property
     def global_rank(self) -> int:
         """This process's rank."""
-        return self.ranks.rank
+        return self.comm.rank
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.ranks.count
+        return self.comm.world_size
 
     # ------------------------------------------------------------------ whole parameters
 
@@ -371,38 +376,38 @@ class Engine(nn.Module):
 
         Forwards wait by themselves. This is for reading parameters directly at stages 0 to 2.
         """
-        self.schedule.wait_gathered()
+        self.schedule.wait_for_unshard()
 
     @contextmanager
     def gathered(self, name: str = "root") -> Iterator[None]:
         """Within it, the parameters of one unit (``engine.unit_names()``) hold their whole values, for reading."""
-        self.guard.require("engine")
-        unit = next((u for u in self.store.units if u.name == name), None)
+        self.checks.require_usable("engine")
+        unit = next((u for u in self.model_states.units if u.name == name), None)
         if unit is None:
             raise BadInput(f"there is no unit {name!r}", where="gathered", remedy="see engine.unit_names()")
-        self.schedule.gather(unit)
-        unit.param_slot.ready.wait(self.schedule.compute)
-        busy, unit.param_slot.busy = unit.param_slot.busy, True
+        self.schedule.unshard(unit)
+        unit.param_slot.ready.wait(self.schedule.compute_stream)
+        busy, unit.param_slot.in_use = unit.param_slot.in_use, True
         try:
             yield
         finally:
-            unit.param_slot.busy = busy
-            unit.param_slot.free.record(self.schedule.compute)
+            unit.param_slot.in_use = busy
+            unit.param_slot.last_use.record(self.schedule.compute_stream)
 
-    def _settled(self) -> None:
+    def _synchronize_parameters(self) -> None:
         self.drain()
         self.wait_parameters()
 
     def unit_names(self) -> list[str]:
         """The units that the model was divided into."""
-        return [unit.name for unit in self.store.units]
+        return [unit.name for unit in self.model_states.units]
 
-    def whole_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter, then every persistent buffer, by name and whole, each valid until the next is asked for.
 
         Every rank must go through all of them. Tied parameters come once, under their first name.
         """
-        for unit in self.store.units:
+        for unit in self.model_states.units:
             with self.gathered(unit.name):
                 for flat in unit.flats():
                     for i, param in zip(flat.layout.params, flat.params, strict=True):
@@ -417,8 +422,8 @@ class Engine(nn.Module):
 
         Every rank must call it. Tied parameters appear under each of their names, sharing memory.
         """
-        keep = self.ranks.rank == 0
-        state = {name: tensor.to("cpu", copy=True) for name, tensor in self.whole_tensors() if keep}
+        keep = self.comm.rank == 0
+        state = {name: tensor.to("cpu", copy=True) for name, tensor in self.full_tensors() if keep}
         if not keep:
             return None
         names = {id(param): name for name, param in self.module.named_parameters()}
@@ -434,7 +439,7 @@ class Engine(nn.Module):
         """See :func:`zeroplan_runtime.checkpoint.save.save_checkpoint`."""
         from zeroplan_runtime.checkpoint.save import save_checkpoint
 
-        self.guard.require("engine.save_checkpoint")
+        self.checks.require_usable("engine.save_checkpoint")
         return save_checkpoint(self, save_dir, tag, client_state, latest=save_latest)
 
     def load_checkpoint(
@@ -443,33 +448,33 @@ class Engine(nn.Module):
         """See :func:`zeroplan_runtime.checkpoint.save.load_checkpoint`."""
         from zeroplan_runtime.checkpoint.save import load_checkpoint
 
-        self.guard.require("engine.load_checkpoint", torn=True)
+        self.checks.require_usable("engine.load_checkpoint", allow_failed_step=True)
         self.zero_grad()
         found = load_checkpoint(self, load_dir, tag, **options)
-        self.guard.loaded()
+        self.checks.checkpoint_was_loaded()
         return found
 
     def save_16bit_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> None:
         """See :func:`zeroplan_runtime.checkpoint.export.save_16bit_model`."""
         from zeroplan_runtime.checkpoint.export import save_16bit_model
 
-        self.guard.require("engine.save_16bit_model")
+        self.checks.require_usable("engine.save_16bit_model")
         save_16bit_model(self, save_dir, save_filename)
 
-    def _where(self) -> tuple[int, str, bool]:
+    def _progress_for_watchdog(self) -> tuple[int, str, bool]:
         """For the watchdog: how far, where, and whether in the engine or with work on the device still to be done."""
         outside = "" if self._inside else ", outside the engine since"
-        waiting = self._inside or not self._tail.done()
-        return self.schedule.ticks, f"{self.schedule.where}, step {self.global_steps}{outside}", waiting
+        waiting = self._inside or not self._last_event.query()
+        return self.schedule.progress_count, f"{self.schedule.where}, step {self.global_steps}{outside}", waiting
 
     @contextmanager
-    def _working(self) -> Iterator[None]:
+    def _inside_engine(self) -> Iterator[None]:
         self._inside = True
         try:
             yield
         finally:
             self._inside = False
-            self._tail.record(self.schedule.compute)
+            self._last_event.record(self.schedule.compute_stream)
 
     def progress(self) -> dict[str, Any]:
         """Step counts and loss scale, for a checkpoint."""

@@ -19,7 +19,7 @@ from zeroplan.core.losses import leaves_loss_to_function
 from zeroplan_runtime.kernels import cross_entropy, cross_entropy_grad
 
 
-def attach_loss(model: nn.Module) -> Callable[[], None]:
+def attach_fused_loss(model: nn.Module) -> Callable[[], None]:
     """Gives the causal language models within `model` this loss, where they have transformers' own.
 
     Returns:

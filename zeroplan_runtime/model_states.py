@@ -1,4 +1,4 @@
-"""The Store: every unit's flats as tensors, carved by the Arena from the layout, and the parameters as views of them.
+"""The ModelStates: every unit's flats as tensors, carved by the Arena from the layout, and the parameters as views of them.
 
 Note [Addresses]
     A parameter's ``data`` is set once, to a view of its unit's place: a permanent buffer, or, at stage 3, its unit's slot.
@@ -9,9 +9,9 @@ Note [Addresses]
 
 Note [Places]
     Where a buffer lies is a column of the layout's rows, which the Arena follows. A unit's gradients leave for another place
-    in :meth:`zeroplan_runtime.schedule.Schedule.reduce`, in the reduce lane; its masters and states are met there unit by
+    in :meth:`zeroplan_runtime.schedule.Schedule.reduce_grads`, in the reduce lane; its masters and states are met there unit by
     unit, by :class:`zeroplan_runtime.offload.host_optimizer.HostOptimizer`. Parameters that rest on the host or in files come
-    to the device in :meth:`zeroplan_runtime.schedule.Schedule.gather`.
+    to the device in :meth:`zeroplan_runtime.schedule.Schedule.unshard`.
 """
 
 from __future__ import annotations
@@ -27,61 +27,62 @@ from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import STEP_SCALARS, Flat, Layout, OwnedBuffer, UnitKind, UnitLayout, plan_layout, runtime_buffers
 from zeroplan.core.layout_setup import RuntimeSetup as Setup
-from zeroplan_runtime.arena import DTYPES, Arena, Lease
-from zeroplan_runtime.comm import Lane, Mark, Ranks
+from zeroplan_runtime.arena import DTYPES, Arena, ResizableBuffer
+from zeroplan_runtime.comm import Communicator
+from zeroplan_runtime.streams import Event, Stream
 from zeroplan_runtime.units import Unit, reads_params_in_backward
 
 if TYPE_CHECKING:
     from zeroplan_runtime.offload.host_optimizer import HostUnit
-    from zeroplan_runtime.offload.nvme import Swap
-    from zeroplan_runtime.offload.optimizer_swapper import UpdateStream
-    from zeroplan_runtime.offload.param_swapper import ParamFiles
+    from zeroplan_runtime.offload.nvme import NvmeOffload
+    from zeroplan_runtime.offload.optimizer_swapper import OptimizerSwapper
+    from zeroplan_runtime.offload.param_swapper import ParamSwapper
 
 _Carved = dict[tuple[Buffer, str], torch.Tensor]
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
+class ParamSlot:
     """Memory for parameters that units take turns in, or that one unit has for itself.
 
-    `holder` is the unit whose data it holds; `fresh` tells whether that is current; `busy` whether it is being read.
-    `free` marks the last use of the previous data, `ready` the arrival of the present.
+    `holder` is the unit whose data it holds; `is_current` tells whether that is current; `in_use` whether it is being read.
+    `last_use` marks the last use of the previous data, `ready` the arrival of the present.
     """
 
     name: str
     tensor: torch.Tensor
-    free: Mark
-    ready: Mark
+    last_use: Event
+    ready: Event
     holder: UnitState | None = None
-    fresh: bool = False
-    busy: bool = False
+    is_current: bool = False
+    in_use: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class GradSlot:
     """Memory for whole gradients that units take turns in, there from a backward's first need of it to its end.
 
-    `holder` is the unit whose gradients it holds; `free` marks the end of the last reduction from it.
+    `holder` is the unit whose gradients it holds; `last_use` marks the end of the last reduction from it.
     """
 
-    lease: Lease
-    free: Mark
+    buffer: ResizableBuffer
+    last_use: Event
     holder: UnitState | None = None
 
 
 @dataclass(slots=True, eq=False)
-class SumSlot:
+class AccumSlot:
     """Memory on the device in which an offloaded unit's sum over micro batches is brought up and added to, there like a
-    :class:`GradSlot`. `ready` marks the sum's arrival, `free` its departure.
+    :class:`GradSlot`. `ready` marks the sum's arrival, `last_use` its departure.
     """
 
-    lease: Lease
-    free: Mark
-    ready: Mark
+    buffer: ResizableBuffer
+    last_use: Event
+    ready: Event
 
 
 @dataclass(slots=True, eq=False)
-class FlatState:
+class FlatParam:
     """One flat: `full` is where the parameters live, `shard` this rank's part: memory of its own where it stands, maybe on the
     host, while others use the slot that `full` is in, else (and where it rests in a file) inside `full`.
     """
@@ -104,34 +105,34 @@ class UnitState:
     """One unit's tensors. The optimizer's (`grad`, `master`, `states`) cover the rank's share of the trainable flat.
 
     `grad_full` are the whole gradients (in a slot from stage 2 on), `grad` this rank's averaged share of them; both are None
-    until they are first needed. `grad_lease` is the memory of what is kept until the step: of `grad` where it lies apart from
-    `grad_full`, else of `grad_full`. `landed` says which parameters' gradients have arrived in `grad_full` since it was last
-    taken.
+    until they are first needed. `grad_buffer` is the memory of what is kept until the step: of `grad` where it lies apart from
+    `grad_full`, else of `grad_full`. `grad_received` says which parameters' gradients have arrived in
+    `grad_full` since it was last taken.
     """
 
     index: int
     layout: UnitLayout
     module: nn.Module
-    trainable: FlatState | None
-    frozen: FlatState | None
-    param_slot: Slot
+    trainable: FlatParam | None
+    frozen: FlatParam | None
+    param_slot: ParamSlot
     gathers_in_backward: bool
-    updated: Mark  # the optimizer has written the shards
+    updated: Event  # the optimizer has written the shards
     grad_slot: GradSlot | None = None
-    grad_lease: Lease | None = None
+    grad_buffer: ResizableBuffer | None = None
     grad_full: torch.Tensor | None = None
     grad: torch.Tensor | None = None
     grad_views: list[torch.Tensor] = field(default_factory=list)
     grad_gaps: list[torch.Tensor] = field(default_factory=list)
-    landed: bytearray = field(default_factory=bytearray)
+    grad_received: bytearray = field(default_factory=bytearray)
     reduced: bool = False  # in this micro batch
-    visits: int = 0  # forwards in this micro batch
+    forward_count: int = 0  # forwards in this micro batch
     accumulated: bool = False  # `grad` holds earlier micro batches
     master: torch.Tensor | None = None
-    copy: torch.Tensor | None = None  # what stands of the parameters beside `master`, in their dtype
+    param_16bit: torch.Tensor | None = None  # what stands of the parameters beside `master`, in their dtype
     host: HostUnit | None = None  # where the optimizer is not on the device
-    states: dict[Buffer, torch.Tensor] = field(default_factory=dict)
-    trust: torch.Tensor | None = None  # for the tables of optimizers that look at whole tensors
+    optim_states: dict[Buffer, torch.Tensor] = field(default_factory=dict)
+    lamb_workspace: torch.Tensor | None = None  # for the tables of optimizers that look at whole tensors
 
     @property
     def name(self) -> str:
@@ -148,11 +149,11 @@ class UnitState:
         """Whether its parameters rest in a file."""
         return self.layout.param_place is Place.NVME
 
-    def flats(self) -> Iterator[FlatState]:
+    def flats(self) -> Iterator[FlatParam]:
         """The trainable flat and the frozen one, where they exist."""
         return (flat for _, flat in self.flats_by_buffer())
 
-    def flats_by_buffer(self) -> Iterator[tuple[Buffer, FlatState]]:
+    def flats_by_buffer(self) -> Iterator[tuple[Buffer, FlatParam]]:
         """The same, each with the name that its shard has where parameters are sharded."""
         if self.trainable is not None:
             yield Buffer.PARAM_SHARD, self.trainable
@@ -160,26 +161,26 @@ class UnitState:
             yield Buffer.PARAM_FROZEN, self.frozen
 
 
-class Store:
+class ModelStates:
     """All units of one model on one rank. Building it moves the parameters into the Arena, one after another."""
 
     def __init__(
         self,
         units: Sequence[Unit],
         setup: Setup,
-        ranks: Ranks,
+        comm: Communicator,
         arena: Arena,
-        swap: Callable[[Store], Swap | None] | None = None,
+        make_nvme: Callable[[ModelStates], NvmeOffload | None] | None = None,
     ) -> None:
-        self.setup, self.ranks, self.arena = setup, ranks, arena
+        self.setup, self.comm, self.arena = setup, comm, arena
         self.layout: Layout = plan_layout([unit.shape for unit in units], setup)
         rows = runtime_buffers(self.layout)
-        carved, leases = arena.allocate(rows), arena.leases(rows)
+        carved, resizable = arena.allocate(rows), arena.resizable(rows)
         self.param_slots = {n: self._slot(n, carved[Buffer.PARAM_FULL, n]) for n in self.layout.param_slots}
-        self.grad_slots = {n: GradSlot(leases[Buffer.GRAD_FULL, n], Mark(arena.device)) for n in self.layout.grad_slots}
-        self.sum_slots: dict[str, SumSlot] = {}
+        self.grad_slots = {n: GradSlot(resizable[Buffer.GRAD_FULL, n], Event(arena.device)) for n in self.layout.grad_slots}
+        self.accum_slots: dict[str, AccumSlot] = {}
         self.host_tensors = {key: tensor for key, tensor in carved.items() if key[0] in _EXCHANGES}
-        self.staging = leases.get((Buffer.COMM_REDUCE_SCATTER, "staging"))
+        self.staging = resizable.get((Buffer.COMM_REDUCE_SCATTER, "staging"))
         self.norm_workspace = carved[Buffer.OPTIM_NORM, "workspace"]
         norms = carved[Buffer.OPTIM_NORM, "step"]
         self.scalars, self.squares = norms[:STEP_SCALARS], norms[STEP_SCALARS:]
@@ -188,145 +189,147 @@ class Store:
             if state.layout.grad_slot is not None:
                 state.grad_slot = self.grad_slots[state.layout.grad_slot]
             if not state.layout.offloaded:
-                state.grad_lease = leases.get((setup.kept_grad, state.name))
-        self.swap = swap(self) if swap is not None else None
+                state.grad_buffer = resizable.get((setup.kept_grad, state.name))
+        self.nvme = make_nvme(self) if make_nvme is not None else None
         for state in self.units:
-            self._fill(state)
+            self._init_params(state)
 
     @property
-    def param_files(self) -> ParamFiles:
+    def param_swapper(self) -> ParamSwapper:
         """The parameters in files. Only for where there are any."""
-        assert self.swap is not None
-        assert self.swap.params is not None
-        return self.swap.params
+        assert self.nvme is not None
+        assert self.nvme.param_swapper is not None
+        return self.nvme.param_swapper
 
     @property
-    def update_stream(self) -> UpdateStream:
+    def optimizer_swapper(self) -> OptimizerSwapper:
         """The updates that stream through files. Only for where there are any."""
-        assert self.swap is not None
-        assert self.swap.update is not None
-        return self.swap.update
+        assert self.nvme is not None
+        assert self.nvme.optimizer_swapper is not None
+        return self.nvme.optimizer_swapper
 
-    def _slot(self, name: str, tensor: torch.Tensor) -> Slot:
-        return Slot(name, tensor, Mark(self.arena.device), Mark(self.arena.device))
+    def _slot(self, name: str, tensor: torch.Tensor) -> ParamSlot:
+        return ParamSlot(name, tensor, Event(self.arena.device), Event(self.arena.device))
 
     def _unit(self, index: int, unit: Unit, carved: _Carved) -> UnitState:
         layout, setup = self.layout.units[index], self.setup
         name = layout.shape.name
         begin = 0
-        flats: list[FlatState | None] = []
+        flats: list[FlatParam | None] = []
         for flat, own in ((layout.trainable, _own_buffer(setup)), (layout.frozen, Buffer.PARAM_FROZEN)):
             if flat is None:
                 flats.append(None)
                 continue
             if layout.param_slot is not None:
                 full = self.param_slots[layout.param_slot].tensor[begin : begin + flat.full]
-                shard = carved[own, name] if (own, name) in carved else self.part(full, flat)
+                shard = carved[own, name] if (own, name) in carved else self.local_shard(full, flat)
                 begin += flat.full
             else:
                 full = carved[own, name]
-                shard = self.part(full, flat) if setup.shards_states else full
-            flats.append(FlatState(flat, [unit.params[i] for i in flat.params], full, shard))
+                shard = self.local_shard(full, flat) if setup.shards_states else full
+            flats.append(FlatParam(flat, [unit.params[i] for i in flat.params], full, shard))
         trainable, frozen = flats
         if layout.param_slot is not None:
             slot = self.param_slots[layout.param_slot]
         else:
             slot = self._slot(name, next(flat.full for flat in flats if flat is not None))
-        reads, mark = reads_params_in_backward(unit.module), Mark(self.arena.device)
+        reads, mark = reads_params_in_backward(unit.module), Event(self.arena.device)
         state = UnitState(index, layout, unit.module, trainable, frozen, slot, reads, mark)
         if trainable is not None:
             self._add_training(state, trainable, carved)
         return state
 
-    def _add_training(self, state: UnitState, trainable: FlatState, carved: _Carved) -> None:
+    def _add_training(self, state: UnitState, trainable: FlatParam, carved: _Carved) -> None:
         name = state.name
-        state.landed = bytearray(len(trainable.layout.params))
+        state.grad_received = bytearray(len(trainable.layout.params))
         in_files = state.layout.place is Place.NVME and self.setup.masters_apart
         state.master = None if in_files else carved.get((Buffer.PARAM_MASTER, name), trainable.shard)
         beside = self.setup.has_masters and not self.setup.casts_masters and not state.in_files
-        state.copy = trainable.shard if beside else None
-        state.trust = carved.get((Buffer.OPTIM_TRUST, name))
-        state.states = {buffer: tensor for (buffer, unit), tensor in carved.items() if unit == name and _is_state(buffer)}
+        state.param_16bit = trainable.shard if beside else None
+        state.lamb_workspace = carved.get((Buffer.OPTIM_TRUST, name))
+        state.optim_states = {buffer: tensor for (buffer, unit), tensor in carved.items() if unit == name and _is_state(buffer)}
 
-    def take_gradient(self, unit: UnitState) -> None:
+    def alloc_grad(self, unit: UnitState) -> None:
         """Brings the memory of what is kept of `unit`'s gradients until the step."""
-        lease, trainable = unit.grad_lease, unit.trainable
-        assert lease is not None
+        buffer, trainable = unit.grad_buffer, unit.trainable
+        assert buffer is not None
         assert trainable is not None
-        lease.take()
+        buffer.alloc()
         if unit.grad is not None:
             return
         if unit.grad_slot is not None:
-            unit.grad = lease.tensor
+            unit.grad = buffer.tensor
         else:
-            self._view_gradients(unit, trainable, lease.tensor)
-            unit.grad = self.part(lease.tensor, trainable.layout) if self.setup.shards_states else lease.tensor
+            self._view_gradients(unit, trainable, buffer.tensor)
+            unit.grad = self.local_shard(buffer.tensor, trainable.layout) if self.setup.shards_states else buffer.tensor
 
-    def take_slot(self, unit: UnitState) -> None:
+    def alloc_grad_slot(self, unit: UnitState) -> None:
         """Brings the memory of `unit`'s slot of whole gradients, unless it is there."""
         slot, trainable = unit.grad_slot, unit.trainable
         assert slot is not None
         assert trainable is not None
-        if not slot.lease.held:
-            slot.lease.take()
+        if not slot.buffer.is_allocated:
+            slot.buffer.alloc()
         if unit.grad_full is None:
-            self._view_gradients(unit, trainable, slot.lease.tensor[: trainable.layout.full])
+            self._view_gradients(unit, trainable, slot.buffer.tensor[: trainable.layout.full])
 
-    def sum_slot(self, unit: UnitState) -> SumSlot:
+    def accum_slot(self, unit: UnitState) -> AccumSlot:
         """The slot for sums of `unit`'s offloaded gradients, its memory brought.
 
         A unit that is gone through several times in a micro batch needs one even where the layout plans none.
         """
         name = unit.layout.grad_slot
         assert name is not None
-        slot = self.sum_slots.get(name)
+        slot = self.accum_slots.get(name)
         if slot is None:
             size, dtype = self.layout.sum_slot_sizes[name], self.setup.accum_dtype
             row = OwnedBuffer(Buffer.STAGE_D2H, name, size, dtype, phases=(Phase.BACKWARD,))
             device = self.arena.device
-            slot = self.sum_slots[name] = SumSlot(self.arena.leases([row])[row.buffer, name], Mark(device), Mark(device))
-        if not slot.lease.held:
-            slot.lease.take()
-            slot.free.record(Lane(self.arena.device, own=False))  # what had the memory before may still be at work there
+            slot = self.accum_slots[name] = AccumSlot(
+                self.arena.resizable([row])[row.buffer, name], Event(device), Event(device)
+            )
+        if not slot.buffer.is_allocated:
+            slot.buffer.alloc()
+            slot.last_use.record(Stream.current(self.arena.device))  # what had the memory before may still be at work there
         return slot
 
-    def _view_gradients(self, unit: UnitState, trainable: FlatState, full: torch.Tensor) -> None:
+    def _view_gradients(self, unit: UnitState, trainable: FlatParam, full: torch.Tensor) -> None:
         """Made once: a lease's memory may come and go under its views."""
         unit.grad_full = full
         unit.grad_views = trainable.views(full)
         unit.grad_gaps = [full[a:b] for a, b in trainable.layout.gaps()]
 
-    def drop(self) -> None:
+    def free(self) -> None:
         """Lets go of every tensor, so that their memory returns to the allocator even while something keeps the units.
 
         The gradients must be gone already.
         """
         nothing = torch.empty(0, device=self.arena.device)
         for unit in self.units:
-            unit.grad_full = unit.grad = unit.master = unit.copy = unit.trust = None
-            unit.grad_views, unit.grad_gaps, unit.states, unit.host = [], [], {}, None
+            unit.grad_full = unit.grad = unit.master = unit.param_16bit = unit.lamb_workspace = None
+            unit.grad_views, unit.grad_gaps, unit.optim_states, unit.host = [], [], {}, None
             unit.param_slot.tensor = nothing
             for flat in unit.flats():
                 flat.full = flat.shard = nothing
         for slot in self.param_slots.values():
             slot.tensor = nothing
         self.scalars = self.squares = self.norm_workspace = nothing
-        if self.swap is not None:
-            self.swap.close()
+        if self.nvme is not None:
+            self.nvme.close()
         self.host_tensors.clear()
 
-    def part(self, full: torch.Tensor, flat: Flat) -> torch.Tensor:
+    def local_shard(self, full: torch.Tensor, flat: Flat) -> torch.Tensor:
         """This rank's shard of a whole flat."""
-        return full[self.ranks.rank * flat.shard : (self.ranks.rank + 1) * flat.shard]
+        return full[self.comm.rank * flat.shard : (self.comm.rank + 1) * flat.shard]
 
-    def share(self, flat: Flat) -> tuple[int, int]:
+    def owned_range(self, flat: Flat) -> tuple[int, int]:
         """``(start, end)`` of the part of a trainable flat that this rank's optimizer owns."""
         if not self.setup.shards_states:
             return 0, flat.full
-        return self.ranks.rank * flat.shard, (self.ranks.rank + 1) * flat.shard
+        return self.comm.rank * flat.shard, (self.comm.rank + 1) * flat.shard
 
     @torch.no_grad()
-    def _fill(self, unit: UnitState) -> None:
+    def _init_params(self, unit: UnitState) -> None:
         """Takes the parameters' values from the first rank, and makes the parameters views of the unit's place."""
         master = unit.master
         if master is None and unit.trainable is not None:  # on its way to a file
@@ -340,27 +343,27 @@ class Store:
                 if not param.is_floating_point():
                     raise BadInput(f"parameter {name!r} has dtype {param.dtype}, which cannot be cast", where="model")
                 value = param.data.to(self.arena.device)
-                if self.ranks.count > 1:
+                if self.comm.world_size > 1:
                     value = value.contiguous()
-                    self.ranks.broadcast(value)
+                    self.comm.broadcast(value)
                 view.copy_(value)
                 if flat is unit.trainable and master is not None and master is not flat.shard:
-                    self._fill_master(master, flat.layout, i, value)
+                    self._init_master(master, flat.layout, i, value)
                 param.data = view
                 param.grad = None
             if unit.in_files:
-                self.param_files.put(unit.name, buffer, flat.shard)
+                self.param_swapper.put(unit.name, buffer, flat.shard)
             elif flat.shard.untyped_storage().data_ptr() != flat.full.untyped_storage().data_ptr():
-                flat.shard.copy_(self.part(flat.full, flat.layout))
+                flat.shard.copy_(self.local_shard(flat.full, flat.layout))
         if not self.setup.shards_params:
-            unit.param_slot.holder, unit.param_slot.fresh = unit, True
+            unit.param_slot.holder, unit.param_slot.is_current = unit, True
         if unit.layout.place is Place.NVME and unit.trainable is not None:
-            for state in self.update_stream.buffers:
-                self.update_stream.put(unit.name, state, master if state is Buffer.PARAM_MASTER else None)
+            for state in self.optimizer_swapper.buffers:
+                self.optimizer_swapper.put(unit.name, state, master if state is Buffer.PARAM_MASTER else None)
 
-    def _fill_master(self, master: torch.Tensor, flat: Flat, position: int, value: torch.Tensor) -> None:
+    def _init_master(self, master: torch.Tensor, flat: Flat, position: int, value: torch.Tensor) -> None:
         """Masters begin at the model's original precision, not at that of its 16-bit copy."""
-        start, end = self.share(flat)
+        start, end = self.owned_range(flat)
         offset, numel = flat.offsets[position], flat.numels[position]
         first, last = max(start, offset), min(end, offset + numel)
         values = value.reshape(-1)

@@ -14,25 +14,27 @@ from torch import nn
 
 from zeroplan.core.errors import BadInput
 from zeroplan_runtime.checks import refuse_copy
-from zeroplan_runtime.model_states import Store
+from zeroplan_runtime.model_states import ModelStates
 
 
-class StateDicts:
-    """Hooks on the modules of `model` that have parameters. `settled` is called before parameters are shown or filled, and
-    returns when nothing is on its way to them; `filled` is called afterwards.
+class StateDictHooks:
+    """Hooks on the modules of `model` that have parameters. `synchronize` is called before parameters are shown or filled, and
+    returns when nothing is on its way to them; `after_load` is called afterwards.
     """
 
-    def __init__(self, model: nn.Module, store: Store, *, settled: Callable[[], None], filled: Callable[[], None]) -> None:
-        self._store, self._settled, self._filled = store, settled, filled
-        self._stale = False  # parameters were loaded that the masters have not seen
+    def __init__(
+        self, model: nn.Module, model_states: ModelStates, *, synchronize: Callable[[], None], after_load: Callable[[], None]
+    ) -> None:
+        self._model_states, self._synchronize, self._after_load = model_states, synchronize, after_load
+        self._masters_are_stale = False  # parameters were loaded that the masters have not seen
         self._handles: list[Any] = []
         for module in model.modules():
             if module is model or module._parameters:
                 hooked: Any = module  # torch's registration functions are untyped
                 self._handles += [
-                    hooked.register_state_dict_pre_hook(self._before_showing),
-                    hooked.register_load_state_dict_pre_hook(self._before_filling),
-                    hooked.register_load_state_dict_post_hook(self._after_filling),
+                    hooked.register_state_dict_pre_hook(self._before_state_dict),
+                    hooked.register_load_state_dict_pre_hook(self._before_load),
+                    hooked.register_load_state_dict_post_hook(self._after_load_hook),
                 ]
 
     __reduce_ex__ = refuse_copy
@@ -43,36 +45,38 @@ class StateDicts:
             handle.remove()
 
     @torch.no_grad()
-    def refresh(self) -> None:
+    def sync_masters(self) -> None:
         """Brings what was loaded to the masters."""
-        if not self._stale:
+        if not self._masters_are_stale:
             return
-        self._stale = False
-        for unit in self._store.units:
+        self._masters_are_stale = False
+        for unit in self._model_states.units:
             flat = unit.trainable
             if flat is None or unit.master is None:
                 continue
-            share = self._store.part(flat.full, flat.layout) if self._store.setup.shards_states else flat.full
+            share = (
+                self._model_states.local_shard(flat.full, flat.layout) if self._model_states.setup.shards_states else flat.full
+            )
             if unit.master.data_ptr() != share.data_ptr():
                 unit.master.copy_(share)
 
-    def _before_showing(self, *_: Any) -> None:
-        if self._store.setup.shards_params:
+    def _before_state_dict(self, *_: Any) -> None:
+        if self._model_states.setup.shards_params:
             raise BadInput(
                 "state_dict() cannot show parameters that are sharded",
                 where="stage 3",
                 remedy="use engine.module_state_dict(), save_checkpoint() or save_16bit_model()",
             )
-        self._settled()
+        self._synchronize()
 
-    def _before_filling(self, *_: Any) -> None:
+    def _before_load(self, *_: Any) -> None:
         remedy = "load before initialize(), or use engine.load_checkpoint()"
-        if self._store.setup.shards_params:
+        if self._model_states.setup.shards_params:
             raise BadInput("load_state_dict() cannot fill parameters that are sharded", where="stage 3", remedy=remedy)
-        if any(unit.master is None for unit in self._store.units if unit.trainable is not None):
+        if any(unit.master is None for unit in self._model_states.units if unit.trainable is not None):
             raise BadInput("load_state_dict() cannot fill masters in files", where="offload_optimizer", remedy=remedy)
-        self._settled()
+        self._synchronize()
 
-    def _after_filling(self, *_: Any) -> None:
-        self._stale = True
-        self._filled()
+    def _after_load_hook(self, *_: Any) -> None:
+        self._masters_are_stale = True
+        self._after_load()

@@ -23,12 +23,12 @@ from zeroplan.core.buffers import Buffer
 from zeroplan.core.layout import Layout, ParamShape, UnitKind, UnitShape, plan_layout
 from zeroplan.core.layout_setup import RuntimeSetup
 from zeroplan.core.zero_config import Aio, OffloadDevice
-from zeroplan_runtime.comm import Lane
 from zeroplan_runtime.offload import pinned
 from zeroplan_runtime.offload.chunks import blocks, runs_of_params
 from zeroplan_runtime.offload.io import IoEngine
-from zeroplan_runtime.offload.param_swapper import ParamFiles, Want
+from zeroplan_runtime.offload.param_swapper import ParamSwapper, Want
 from zeroplan_runtime.offload.swap_folder import SwapFolder
+from zeroplan_runtime.streams import Stream
 
 _WIDTH = 2  # bf16
 
@@ -41,8 +41,8 @@ class Ours:
         self.file = folder.file("params", blocks(pairs, _WIDTH))
         numel = layout.setup.param_buffers * layout.param_buffer
         memory = pinned.allocate(numel, torch.bfloat16, register=device.type == "cuda")
-        self.params = ParamFiles(layout, memory, self.file, device)
-        self.lane = Lane(device, own=True)
+        self.params = ParamSwapper(layout, memory, self.file, device)
+        self.lane = Stream(device)
         self.names = [unit.shape.name for unit in layout.units]
         shard = layout.units[0].trainable
         assert shard is not None

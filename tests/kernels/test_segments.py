@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroplan.core.segments import TILE, SegmentTable
-from zeroplan_runtime.kernels import SegmentRoom, Segments, make_segments
+from zeroplan_runtime.kernels import Segments, SegmentWorkspace, make_segments
 
 runs = st.lists(st.lists(st.integers(0, 3 * TILE), min_size=1, max_size=5), min_size=1, max_size=4)
 
@@ -20,7 +20,7 @@ runs = st.lists(st.lists(st.integers(0, 3 * TILE), min_size=1, max_size=5), min_
 def test_any_cut_fits_and_nothing_overlaps(lengths: list[list[int]]) -> None:
     numel, count = sum(map(sum, lengths)), sum(map(len, lengths))
     table = SegmentTable.of(numel, count, len(lengths))
-    room = SegmentRoom(torch.zeros(table.words), table)
+    room = SegmentWorkspace(torch.zeros(table.words), table)
     made = [make_segments([0, *itertools.accumulate(run)], "cpu", room) for run in lengths]
     spans = sorted(span(t) for one in made for t in (one.norms, one.partial, one.tiles, one.first_tile) if t.numel())
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))

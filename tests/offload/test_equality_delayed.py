@@ -94,7 +94,7 @@ def drained(group: dist.ProcessGroup, config: dict[str, Any]) -> bool:
 
     def same() -> bool:
         engine.wait_parameters()
-        units = [unit for unit in engine.store.units if unit.trainable is not None and unit.master is not None]
+        units = [unit for unit in engine.model_states.units if unit.trainable is not None and unit.master is not None]
         return all(torch.equal(unit.trainable.shard, unit.master.to(torch.bfloat16)) for unit in units)
 
     engine.host.worker.submit(lambda: None).wait()  # the updates themselves are done, and wait

@@ -49,7 +49,7 @@ def test_units_longer_than_a_lane_are_cut(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setattr(layout, "SWAP_NUMEL", most)
         config = {**ds_config(0, "bf16"), "zero_optimization": files(tmp_path), "zeroplan": {"wide_numel": 500, **MEMORY}}
         engine, *_ = zeroplan_runtime.initialize(model=models.make(), config=config, device="cpu")
-        runs = [len(found) for found in engine.store.swap.update._runs.values()]
+        runs = [len(found) for found in engine.model_states.nvme.optimizer_swapper._runs.values()]
         losses.append([])
         for number in range(4):
             losses[-1].append(engine.backward(engine(models.batch(number, 0, 0))).item())
@@ -78,7 +78,7 @@ def damaged(group: dist.ProcessGroup, zero: dict[str, Any]) -> str:
         engine.backward(engine(models.batch(number, 0, 0)))
         engine.step()
     engine.drain()
-    with open(engine.store.swap.update.states.path, "r+b") as file:
+    with open(engine.model_states.nvme.optimizer_swapper.states.path, "r+b") as file:
         file.seek(128)
         file.write(b"\xff" * 64)
     try:
@@ -103,10 +103,12 @@ def test_torch_sees_the_same_masters(tmp_path: Path) -> None:
     model = models.make()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     engine, *_ = zeroplan_runtime.initialize(model=model, config=config, device="cpu")
-    for unit in engine.store.units:
+    for unit in engine.model_states.units:
         flat = unit.trainable.layout
         for i, offset, numel in zip(flat.params, flat.offsets, flat.numels, strict=True):
             name = unit.layout.shape.params[i].name
-            found = engine.store.swap.update.get(unit.name, layout.Buffer.PARAM_MASTER, offset, offset + numel)
+            found = engine.model_states.nvme.optimizer_swapper.get(
+                unit.name, layout.Buffer.PARAM_MASTER, offset, offset + numel
+            )
             assert torch.equal(found, before[name].reshape(-1))
     engine.destroy()

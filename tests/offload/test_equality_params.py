@@ -25,7 +25,7 @@ from tests.runtime.train import ds_config
 from zeroplan.core.errors import BadInput
 from zeroplan_runtime.offload import swap_file
 from zeroplan_runtime.offload.io import DiskFault
-from zeroplan_runtime.offload.param_swapper import ParamFiles
+from zeroplan_runtime.offload.param_swapper import ParamSwapper
 
 MEMORY = {"nvme_in_memory": True}  # wherever the tests' folder may be
 
@@ -108,25 +108,25 @@ def watched(engine: zeroplan_runtime.Engine, monkeypatch: pytest.MonkeyPatch) ->
     brought: list[str] = []
     early: list[bool] = []
     vain: list[str] = []
-    params = engine.store.swap.params
-    expect, drop = ParamFiles.expect, ParamFiles._drop
+    params = engine.model_states.nvme.param_swapper
+    expect, drop = ParamSwapper.expect, ParamSwapper._drop
 
-    def bring(self: ParamFiles, coming: Any, targets: Any, lane: Any) -> None:
+    def bring(self: ParamSwapper, coming: Any, targets: Any, lane: Any) -> None:
         wanted = list(coming)
         brought.append(wanted[0].unit)
         queue = list(self._queue)
         early.append(bool(queue) and queue[0].piece is self._pieces[wanted[0]][0] and queue[0].transfers is not None)
         real(self, iter(wanted), targets, lane)
 
-    def dropped(self: ParamFiles, begin: int) -> None:
+    def dropped(self: ParamSwapper, begin: int) -> None:
         vain.extend(one.piece.unit for one in list(self._queue)[begin:] if one.transfers is not None)
         drop(self, begin)
 
-    real = ParamFiles.bring
-    monkeypatch.setattr(ParamFiles, "bring", bring)
-    monkeypatch.setattr(ParamFiles, "_drop", dropped)
+    real = ParamSwapper.bring
+    monkeypatch.setattr(ParamSwapper, "bring", bring)
+    monkeypatch.setattr(ParamSwapper, "_drop", dropped)
     assert params is not None
-    assert expect is ParamFiles.expect
+    assert expect is ParamSwapper.expect
     return brought, early, vain
 
 
@@ -163,18 +163,18 @@ def test_a_wrong_guess_costs_reads_and_nothing_else(tmp_path: Path, monkeypatch:
     go_on(engine, 0, 2)
     _, _, vain = watched(engine, monkeypatch)
     engine.drain()
-    names = [name for name, _ in engine.whole_tensors()]
+    names = [name for name, _ in engine.full_tensors()]
     loss = engine(models.batch(2, 0, 0))
     assert len(set(vain)) >= 1  # the forward's first units had been expected, then the last ones' backward
     with engine.gathered("blocks.1"):
-        inside = engine.store.units[3].trainable.params[0].detach().clone()
+        inside = engine.model_states.units[3].trainable.params[0].detach().clone()
     engine.backward(loss)
     engine.destroy()
     again = engine_on({"stage": 3})
     go_on(again, 0, 2)
-    assert [name for name, _ in again.whole_tensors()] == names
+    assert [name for name, _ in again.full_tensors()] == names
     with again.gathered("blocks.1"):
-        assert torch.equal(inside, again.store.units[3].trainable.params[0])
+        assert torch.equal(inside, again.model_states.units[3].trainable.params[0])
     assert again(models.batch(2, 0, 0)).item() == loss.item()
     again.destroy()
 
@@ -182,7 +182,7 @@ def test_a_wrong_guess_costs_reads_and_nothing_else(tmp_path: Path, monkeypatch:
 def test_an_update_that_lingers_frees_nothing_of_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its last writes may end when the next update has been ordered, whose units are then not to be read."""
     engine = engine_on(section(tmp_path, "cpu"))
-    params, streamer = engine.store.swap.params, engine.store.swap.update.streamer
+    params, streamer = engine.model_states.nvme.param_swapper, engine.model_states.nvme.optimizer_swapper.streamer
     go_on(engine, 0, 1)
     engine.drain()
     ordered: list[int] = []
@@ -270,8 +270,8 @@ def test_a_damaged_file_ends_the_run_by_name(tmp_path: Path, optimizer: str, dam
     engine = engine_on(section(tmp_path, optimizer))
     go_on(engine, 0, 2)
     engine.drain()
-    engine.store.swap.params.forget()  # what had been read ahead is well
-    damage(engine.store.swap.params.file.path)
+    engine.model_states.nvme.param_swapper.forget()  # what had been read ahead is well
+    damage(engine.model_states.nvme.param_swapper.file.path)
     with pytest.raises(DiskFault) as fault:
         engine(models.batch(2, 0, 0))
     assert said in str(fault.value)
@@ -287,7 +287,7 @@ def test_a_failing_write_of_the_update_ends_the_run(tmp_path: Path, monkeypatch:
     go_on(engine, 0, 2)
     engine.drain()
     full = os.open("/dev/full", os.O_RDWR)
-    file, writes = engine.store.swap.params.file, threading.local()
+    file, writes = engine.model_states.nvme.param_swapper.file, threading.local()
     real_write, real_handle = file.write, file.file.handle
 
     def write(*where: Any, **after: Any) -> Any:

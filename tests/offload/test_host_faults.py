@@ -28,11 +28,11 @@ disk = {{"device": "nvme", "nvme_path": folder}}
 config["zero_optimization"] |= {{"offload_optimizer": disk, "offload_param": {{**disk, "max_in_cpu": 0}}}}
 engine, *_ = zeroplan_runtime.initialize(model=models.make(), config=config, device="cpu")
 if mode == "resume":
-    print("removed", sum(len(folder.removed) for folder in engine.store.swap.folders.values()))
+    print("removed", sum(len(folder.removed) for folder in engine.model_states.nvme.folders.values()))
     engine.load_checkpoint(folder + "/saved")
 while engine.global_steps < 8:
     if mode == "kill" and engine.global_steps == 6:
-        files, seen = engine.store.swap.update, []
+        files, seen = engine.model_states.nvme.optimizer_swapper, []
         real = files._segments
         def segments(*where):
             seen.append(where)

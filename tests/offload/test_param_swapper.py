@@ -15,12 +15,12 @@ from zeroplan.core.layout import Layout, ParamShape, UnitKind, UnitShape, plan_l
 from zeroplan.core.layout_setup import RuntimeSetup
 from zeroplan.core.workload import DType
 from zeroplan.core.zero_config import Aio, OffloadDevice
-from zeroplan_runtime.comm import Lane
 from zeroplan_runtime.offload import pinned
 from zeroplan_runtime.offload.chunks import blocks, runs_of_params
 from zeroplan_runtime.offload.io import IoEngine
-from zeroplan_runtime.offload.param_swapper import ParamFiles, Want
+from zeroplan_runtime.offload.param_swapper import ParamSwapper, Want
 from zeroplan_runtime.offload.swap_file import SwapFile
+from zeroplan_runtime.streams import Stream
 
 CPU = torch.device("cpu")
 TRAINED, FROZEN = Buffer.PARAM_SHARD, Buffer.PARAM_FROZEN
@@ -48,7 +48,7 @@ def layout_of(buffers: int, size: int, dtype: DType = DType.BF16) -> Layout:
     return plan_layout(shapes, setup)
 
 
-Maker = Callable[[Layout], tuple[ParamFiles, dict[tuple[str, Buffer], torch.Tensor]]]
+Maker = Callable[[Layout], tuple[ParamSwapper, dict[tuple[str, Buffer], torch.Tensor]]]
 
 
 @pytest.fixture
@@ -56,12 +56,12 @@ def made(tmp_path: Path) -> Iterator[Maker]:
     """Makes the reader of a layout's parameters, filled, and what it was filled with."""
     with IoEngine(Aio(block_size=8192, queue_depth=4)) as engine:
 
-        def make(layout: Layout) -> tuple[ParamFiles, dict[tuple[str, Buffer], torch.Tensor]]:
+        def make(layout: Layout) -> tuple[ParamSwapper, dict[tuple[str, Buffer], torch.Tensor]]:
             dtype = torch.bfloat16 if layout.setup.param_dtype is DType.BF16 else torch.float32
             pairs = [pair for runs in runs_of_params(layout).values() for pair in runs]
             file = SwapFile.create(tmp_path / "params.swap", blocks(pairs, dtype.itemsize), engine)
             memory = pinned.allocate(layout.setup.param_buffers * layout.param_buffer, dtype, register=False)
-            params = ParamFiles(layout, memory, file, CPU)
+            params = ParamSwapper(layout, memory, file, CPU)
             held = {}
             for unit in layout.units:
                 for buffer, flat in ((TRAINED, unit.trainable), (FROZEN, unit.frozen)):
@@ -73,11 +73,11 @@ def made(tmp_path: Path) -> Iterator[Maker]:
         yield make
 
 
-def brought(params: ParamFiles, layout: Layout, coming: list[Want]) -> dict[Buffer, torch.Tensor]:
+def brought(params: ParamSwapper, layout: Layout, coming: list[Want]) -> dict[Buffer, torch.Tensor]:
     unit = next(unit for unit in layout.units if unit.shape.name == coming[0].unit)
     flats = {TRAINED: unit.trainable, FROZEN: unit.frozen if coming[0].frozen else None}
     targets = {buffer: torch.zeros(flat.shard, dtype=params.dtype) for buffer, flat in flats.items() if flat is not None}
-    params.bring(iter(coming), targets, Lane(CPU, own=True))
+    params.bring(iter(coming), targets, Stream(CPU))
     return targets
 
 

@@ -105,10 +105,10 @@ def test_room_is_one_segment_unless_large_blocks_are_never_split(monkeypatch: py
     asked: list[int] = []
     arena = Arena(torch.device("cpu"))
     rows = [OwnedBuffer(Buffer.GRAD_SHARD, unit, 100, DType.BF16, phases=(Phase.BACKWARD,)) for unit in "ab"]
-    leases = arena.leases(rows).values()
+    buffers = arena.resizable(rows).values()
     arena.device = torch.device("cuda")  # only looked at, since nothing is allocated here
     monkeypatch.setattr(torch, "empty", lambda size, **_: asked.append(size))
-    arena.make_room(leases)
+    arena.reserve_segment(buffers)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
-    arena.make_room(leases)
+    arena.reserve_segment(buffers)
     assert asked == [400]

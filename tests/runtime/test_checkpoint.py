@@ -84,7 +84,7 @@ def resume_with_other_optimizer(group: dist.ProcessGroup, folder: str) -> tuple[
     except BadInput as fault:
         said = str(fault)
     engine.load_checkpoint(folder, load_module_only=True)
-    return said, engine.global_steps, bool((engine.store.units[1].states["optim.exp_avg"] == 0).all())
+    return said, engine.global_steps, bool((engine.model_states.units[1].optim_states["optim.exp_avg"] == 0).all())
 
 
 def test_parameters_alone_for_another_optimizer(pool: RankPool, tmp_path: Path) -> None:

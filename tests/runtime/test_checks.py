@@ -333,14 +333,14 @@ def test_a_failed_step_is_the_engines_last_until_a_checkpoint_is_loaded(
     engine = take_steps(start(dtype="bf16"))
     engine.save_checkpoint(tmp_path)
     expected = take_steps(engine, 1, begin=2).module_state_dict()
-    update, calls = engine.stepper.update, iter(range(100))
+    update, calls = engine.optimizer_step.update, iter(range(100))
 
     def fails(*arguments: Any) -> None:
         if next(calls) == 3:
             raise OSError("disk is gone")
         update(*arguments)
 
-    monkeypatch.setattr(engine.stepper, "update", fails)
+    monkeypatch.setattr(engine.optimizer_step, "update", fails)
     with pytest.raises(OSError, match="disk is gone"):
         take_steps(engine, 1)
     for call in (engine.step, lambda: engine(models.batch(0, 0, 0)), lambda: engine.save_checkpoint(tmp_path)):

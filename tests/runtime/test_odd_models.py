@@ -271,7 +271,7 @@ def test_masters_filled_by_pieces_are_whole(monkeypatch: pytest.MonkeyPatch) -> 
     wanted = {name: value.clone() for name, value in model.state_dict().items()}
     engine, *_ = zeroplan_runtime.initialize(model=model, config={**ds_config(2), "bf16": {"enabled": True}}, device="cpu")
     found = {}
-    for unit in engine.store.units:
+    for unit in engine.model_states.units:
         assert unit.trainable is not None
         for place, begin, numel in zip(
             unit.trainable.layout.params, unit.trainable.layout.offsets, unit.trainable.layout.numels, strict=True

@@ -99,7 +99,7 @@ def first_gradients(group: dist.ProcessGroup, config: dict[str, Any]) -> dict[st
         if micro + 1 < engine.gradient_accumulation_steps():
             engine.step()
     found = {}
-    for unit in engine.store.units:
+    for unit in engine.model_states.units:
         for i, view in zip(unit.trainable.layout.params, unit.grad_views, strict=True):
             found[unit.layout.shape.params[i].name] = view.clone()
     return found
@@ -442,7 +442,7 @@ def abandon(group: dist.ProcessGroup, stage: int) -> list[bool]:
     engine = zeroplan_runtime.initialize(model=models.make(), config=ds_config(stage), group=group, device="cpu")[0]
     engine.backward(engine(models.batch(0, 0, 0)))
     kept = [weakref.ref(engine), weakref.ref(engine.module)]
-    for unit in engine.store.units:
+    for unit in engine.model_states.units:
         tensors = [unit.grad, unit.master, *(flat.full for flat in unit.flats())]
         kept += [weakref.ref(t.untyped_storage()) for t in tensors if t is not None]
     del engine, tensors, unit
@@ -461,7 +461,7 @@ def test_destroy_gives_all_memory_back() -> None:
     engine, *_ = zeroplan_runtime.initialize(model=models.make(), config=ds_config(3), device="cpu")
     engine.backward(engine(models.batch(0, 0, 0)))
     engine.step()
-    kept = [weakref.ref(t.untyped_storage()) for u in engine.store.units for f in u.flats() for t in (f.full, f.shard)]
+    kept = [weakref.ref(t.untyped_storage()) for u in engine.model_states.units for f in u.flats() for t in (f.full, f.shard)]
     sizes = [p.numel() for p in engine.module.parameters()]
     engine.destroy()
     assert sum(sizes) > 0

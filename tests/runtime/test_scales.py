@@ -90,13 +90,13 @@ def overflow(group: dist.ProcessGroup, stage: int) -> dict[str, Any]:
     engine, *_ = zeroplan_runtime.initialize(model=models.make(), config=config, group=group, device="cpu")
     told = []
     for number in range(12):
-        before = engine.store.units[1].master.clone()
+        before = engine.model_states.units[1].master.clone()
         rank = dist.get_rank(group)
         loss = engine(models.batch(number, 0, rank)) * (8.0 if rank == 1 and number < 4 else 1.0)
         engine.backward(loss)
         scale = engine.loss_scale
         engine.step()
-        moved = bool((engine.store.units[1].master != before).any())
+        moved = bool((engine.model_states.units[1].master != before).any())
         told.append((scale, engine.skipped_steps, moved, engine.get_lr()[0]))
     return {"told": told, "steps": engine.global_steps, "params": engine.module_state_dict()}
 

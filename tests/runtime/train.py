@@ -49,7 +49,7 @@ def train(
         "params": engine.module_state_dict(),
         "norm": engine.get_global_grad_norm(),
         "rows": engine.arena.measurement(),
-        "layout": engine.store.layout,
+        "layout": engine.model_states.layout,
         "skipped": engine.skipped_steps,
         "scale": engine.loss_scale,
     }

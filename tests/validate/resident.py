@@ -99,10 +99,10 @@ def _grow(group: dist.ProcessGroup, config: dict[str, Any], width: int, hidden: 
     swapped = Path(path).glob(f"zeroplan_swap_*_rank{dist.get_rank(group)}/*.swap") if path else ()
     found = {
         "phases": phases,
-        "layout": engine.store.layout,
+        "layout": engine.model_states.layout,
         "device": engine.arena.live(Place.HBM),
         "host": engine.arena.live(Place.PINNED) + engine.arena.live(Place.DRAM),
-        "params": sum(shape.numel for unit in engine.store.layout.units for shape in unit.shape.params),
+        "params": sum(shape.numel for unit in engine.model_states.layout.units for shape in unit.shape.params),
         "files": sum(file.stat().st_size for file in swapped),
         "in_files": engine.arena.live(Place.NVME),
     }

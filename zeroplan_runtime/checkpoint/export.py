@@ -33,7 +33,7 @@ def save_16bit_model(
     from safetensors.torch import save_file
 
     folder = Path(folder)
-    first = engine.ranks.rank == 0
+    first = engine.comm.rank == 0
     if first:
         folder.mkdir(parents=True, exist_ok=True)
     stem = filename.removesuffix(".safetensors")
@@ -52,7 +52,7 @@ def save_16bit_model(
             pending.clear()
         size = 0
 
-    for name, tensor in engine.whole_tensors():
+    for name, tensor in engine.full_tensors():
         if first:
             nbytes = tensor.numel() * tensor.element_size()
             if size and size + nbytes > file_bytes:
@@ -68,7 +68,7 @@ def save_16bit_model(
             if hasattr(config, "save_pretrained"):
                 config.save_pretrained(folder)
         sync_folder(folder)
-    engine.ranks.barrier()
+    engine.comm.barrier()
 
 
 def _name_files(folder: Path, stem: str, written: list[tuple[Path, list[str]]], total: int) -> None:

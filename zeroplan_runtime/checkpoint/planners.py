@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.errors import BadInput
 from zeroplan.core.layout_setup import OPTIMIZER_STATES
-from zeroplan_runtime.model_states import FlatState, Store, UnitState
+from zeroplan_runtime.model_states import FlatParam, ModelStates, UnitState
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,24 +54,24 @@ class Piece:
         return cls(name, numel, offset, tensor.numel(), tensor.dtype, lambda: tensor)
 
 
-def pieces(store: Store, *, loading: bool, optimizer: bool = True) -> Iterator[Piece]:
+def pieces(model_states: ModelStates, *, loading: bool, optimizer: bool = True) -> Iterator[Piece]:
     """Every piece of parameters and optimizer states that this rank writes or, `loading`, needs.
 
     To write, the parts of the ranks never overlap; to load, a rank that keeps something whole asks for the whole.
     """
-    for unit in store.units:
+    for unit in model_states.units:
         if unit.trainable is not None and not (loading and states_in_files(unit)):
-            whole = not store.setup.shards_states
-            for buffer in _kept(store, unit) if optimizer else (Buffer.PARAM_MASTER,):
-                held = _held(store, unit, buffer)
-                yield from _of_flat(store, unit, unit.trainable, _kind(buffer), held, whole=whole, loading=loading)
+            whole = not model_states.setup.shards_states
+            for buffer in _kept(model_states, unit) if optimizer else (Buffer.PARAM_MASTER,):
+                held = _held(model_states, unit, buffer)
+                yield from _of_flat(model_states, unit, unit.trainable, _kind(buffer), held, whole=whole, loading=loading)
         if unit.frozen is not None and not (loading and unit.in_files):
-            whole = not store.setup.shards_params
+            whole = not model_states.setup.shards_params
             frozen = unit.frozen.full if whole else unit.frozen.shard
             held = Held(frozen.dtype, frozen)
             if unit.in_files:
-                held = Held(frozen.dtype, read=partial(store.param_files.get, unit.name, Buffer.PARAM_FROZEN))
-            yield from _of_flat(store, unit, unit.frozen, "param", held, whole=whole, loading=loading)
+                held = Held(frozen.dtype, read=partial(model_states.param_swapper.get, unit.name, Buffer.PARAM_FROZEN))
+            yield from _of_flat(model_states, unit, unit.frozen, "param", held, whole=whole, loading=loading)
 
 
 def states_in_files(unit: UnitState) -> bool:
@@ -79,28 +79,30 @@ def states_in_files(unit: UnitState) -> bool:
     return unit.trainable is not None and unit.layout.place is Place.NVME
 
 
-def pieces_in_files(store: Store, unit: UnitState, *, optimizer: bool) -> tuple[list[Piece], dict[Buffer, torch.Tensor]]:
+def pieces_in_files(
+    model_states: ModelStates, unit: UnitState, *, optimizer: bool
+) -> tuple[list[Piece], dict[Buffer, torch.Tensor]]:
     """What of a unit in files this rank needs to load, in new memory: the pieces, and the tensors that they lie in."""
     made: list[Piece] = []
     tensors: dict[Buffer, torch.Tensor] = {}
     if states_in_files(unit):
         assert unit.trainable is not None
-        for buffer in _kept(store, unit) if optimizer else [Buffer.PARAM_MASTER]:
-            if buffer in store.update_stream.buffers:
-                tensors[buffer] = torch.zeros(store.layout.share(unit.layout))
+        for buffer in _kept(model_states, unit) if optimizer else [Buffer.PARAM_MASTER]:
+            if buffer in model_states.optimizer_swapper.buffers:
+                tensors[buffer] = torch.zeros(model_states.layout.share(unit.layout))
                 held = Held(torch.float32, tensors[buffer])
             else:
-                held = _held(store, unit, buffer)
-            whole = not store.setup.shards_states
-            made += _of_flat(store, unit, unit.trainable, _kind(buffer), held, whole=whole, loading=True)
+                held = _held(model_states, unit, buffer)
+            whole = not model_states.setup.shards_states
+            made += _of_flat(model_states, unit, unit.trainable, _kind(buffer), held, whole=whole, loading=True)
     if unit.frozen is not None and unit.in_files:
         tensor = tensors[Buffer.PARAM_FROZEN] = torch.zeros(unit.frozen.layout.shard, dtype=unit.frozen.shard.dtype)
-        made += _of_flat(store, unit, unit.frozen, "param", Held(tensor.dtype, tensor), whole=False, loading=True)
+        made += _of_flat(model_states, unit, unit.frozen, "param", Held(tensor.dtype, tensor), whole=False, loading=True)
     return made, tensors
 
 
-def _kept(store: Store, unit: UnitState) -> list[Buffer]:
-    return [Buffer.PARAM_MASTER, *OPTIMIZER_STATES[store.setup.optimizer]]
+def _kept(model_states: ModelStates, unit: UnitState) -> list[Buffer]:
+    return [Buffer.PARAM_MASTER, *OPTIMIZER_STATES[model_states.setup.optimizer]]
 
 
 def _kind(buffer: Buffer) -> str:
@@ -124,17 +126,17 @@ class Held:
         return partial(self.read, begin, end)
 
 
-def _held(store: Store, unit: UnitState, buffer: Buffer) -> Held:
-    tensor = unit.master if buffer is Buffer.PARAM_MASTER else unit.states.get(buffer)
+def _held(model_states: ModelStates, unit: UnitState, buffer: Buffer) -> Held:
+    tensor = unit.master if buffer is Buffer.PARAM_MASTER else unit.optim_states.get(buffer)
     if tensor is not None:
         return Held(tensor.dtype, tensor)
-    return Held(torch.float32, read=partial(store.update_stream.get, unit.name, buffer))
+    return Held(torch.float32, read=partial(model_states.optimizer_swapper.get, unit.name, buffer))
 
 
 def _of_flat(
-    store: Store, unit: UnitState, flat: FlatState, kind: str, held: Held, *, whole: bool, loading: bool
+    model_states: ModelStates, unit: UnitState, flat: FlatParam, kind: str, held: Held, *, whole: bool, loading: bool
 ) -> Iterator[Piece]:
-    rank = store.ranks.rank
+    rank = model_states.comm.rank
     base = 0 if whole else rank * flat.layout.shard
     for position, (i, offset, numel) in enumerate(
         zip(flat.layout.params, flat.layout.offsets, flat.layout.numels, strict=True)
@@ -146,15 +148,15 @@ def _of_flat(
             yield Piece(name, numel, start, end - start, held.dtype, tensor)
 
 
-def check(store: Store, metadata: Metadata, *, optimizer: bool) -> None:
+def check(model_states: ModelStates, metadata: Metadata, *, optimizer: bool) -> None:
     """Compares the whole model with a checkpoint's table of contents, so that all ranks find the same fault.
 
     Raises:
         BadInput: for the first tensor that the checkpoint lacks or holds with another number of elements.
     """
-    for unit in store.units:
+    for unit in model_states.units:
         for shape in unit.layout.shape.params:
-            states = [buffer.value for buffer in OPTIMIZER_STATES[store.setup.optimizer]] if optimizer else []
+            states = [buffer.value for buffer in OPTIMIZER_STATES[model_states.setup.optimizer]] if optimizer else []
             for kind in ["master", *states] if shape.trainable else ["param"]:
                 name = f"{kind}/{shape.name}"
                 stored = metadata.state_dict_metadata.get(name)

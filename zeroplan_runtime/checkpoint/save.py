@@ -65,12 +65,12 @@ def save_checkpoint(
     if tag != Path(tag).name or tag.startswith("."):
         raise BadInput(f"{tag!r} is not a name", where="save_checkpoint")
     engine.drain()
-    first = engine.ranks.rank == 0
+    first = engine.comm.rank == 0
     engine.arena.phase = Phase.SAVE
     if first:
         atomic_files.write_state(atomic_files.begin(folder, tag), _state(engine, client_state))
-    engine.ranks.barrier()
-    wanted = [*pieces(engine.store, loading=False), *(_buffers(engine) if first else ())]
+    engine.comm.barrier()
+    wanted = [*pieces(engine.model_states, loading=False), *(_buffers(engine) if first else ())]
     path = atomic_files.unfinished(folder, tag)
     if engine.device.type == "cuda":
         torch.cuda.current_stream(engine.device).synchronize()
@@ -79,15 +79,15 @@ def save_checkpoint(
             {},
             storage_writer=PieceWriter(path, sync_files=True),
             planner=SavePieces(wanted),
-            process_group=engine.ranks.group,
-            no_dist=engine.ranks.count == 1,
+            process_group=engine.comm.group,
+            no_dist=engine.comm.world_size == 1,
         )
-    engine.ranks.barrier()
+    engine.comm.barrier()
     if first:
         atomic_files.finish(folder, tag)
         if latest:
             atomic_files.write_durably(folder / atomic_files.LATEST, tag.encode())
-    engine.ranks.barrier()
+    engine.comm.barrier()
     return folder / tag
 
 
@@ -124,10 +124,10 @@ def load_checkpoint(
             f"the checkpoint's optimizer is {state['optimizer']}, not {kind}", where=str(path), remedy="load_module_only=True"
         )
     engine.drain()
-    wanted = [*pieces(engine.store, loading=True, optimizer=optimizer), *_buffers(engine)]
-    check(engine.store, SafeReader(path).read_metadata(), optimizer=optimizer)
+    wanted = [*pieces(engine.model_states, loading=True, optimizer=optimizer), *_buffers(engine)]
+    check(engine.model_states, SafeReader(path).read_metadata(), optimizer=optimizer)
     _read(engine, path, wanted)
-    for unit in engine.store.units:
+    for unit in engine.model_states.units:
         if unit.in_files or states_in_files(unit):
             _read_into_files(engine, path, unit, optimizer=optimizer)
     _refresh(engine)
@@ -138,7 +138,7 @@ def load_checkpoint(
                 group.update({k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
         if load_lr_scheduler_states and engine.lr_scheduler is not None and state["schedule"] is not None:
             engine.lr_scheduler.load_state_dict(state["schedule"])
-    engine.ranks.barrier()
+    engine.comm.barrier()
     return str(path), state["client_state"]
 
 
@@ -149,8 +149,8 @@ def _read(engine: Engine, path: Path, wanted: list[Piece]) -> None:
                 {},
                 storage_reader=SafeReader(path),
                 planner=LoadPieces(wanted),
-                process_group=engine.ranks.group,
-                no_dist=engine.ranks.count == 1,
+                process_group=engine.comm.group,
+                no_dist=engine.comm.world_size == 1,
             )
     except CheckpointException as fault:  # of all ranks at once, so all of them end here
         first = next((error for error, _ in fault.failures.values()), fault)
@@ -161,19 +161,19 @@ def _read(engine: Engine, path: Path, wanted: list[Piece]) -> None:
 @torch.no_grad()
 def _read_into_files(engine: Engine, path: Path, unit: UnitState, *, optimizer: bool) -> None:
     """One unit at a time, so that what is in files need not fit into host memory."""
-    wanted, tensors = pieces_in_files(engine.store, unit, optimizer=optimizer)
+    wanted, tensors = pieces_in_files(engine.model_states, unit, optimizer=optimizer)
     if states_in_files(unit) or unit.frozen is not None:  # on every rank or on none
         _read(engine, path, wanted)
     for buffer, tensor in tensors.items():
         if buffer is Buffer.PARAM_FROZEN:
-            engine.store.param_files.put(unit.name, buffer, tensor)
+            engine.model_states.param_swapper.put(unit.name, buffer, tensor)
         else:
-            engine.store.update_stream.put(unit.name, buffer, tensor)
+            engine.model_states.optimizer_swapper.put(unit.name, buffer, tensor)
     master = tensors.get(Buffer.PARAM_MASTER, unit.master)
     if unit.trainable is None or master is None:
         return
     if unit.in_files:
-        engine.store.param_files.put(unit.name, Buffer.PARAM_SHARD, master)
+        engine.model_states.param_swapper.put(unit.name, Buffer.PARAM_SHARD, master)
     else:
         unit.trainable.shard.copy_(master)
 
@@ -190,7 +190,7 @@ def _state(engine: Engine, client_state: dict[str, Any] | None) -> dict[str, Any
     groups = engine.optimizer.param_groups if engine.optimizer is not None else []
     return {
         "format": 1,
-        "ranks": engine.ranks.count,
+        "ranks": engine.comm.world_size,
         "stage": engine.config.stage,
         "dtype": engine.config.dtype,
         "optimizer": engine.optimizer.kind if engine.optimizer is not None else None,
@@ -215,14 +215,14 @@ def _buffers(engine: Engine) -> list[Piece]:
 @torch.no_grad()
 def _refresh(engine: Engine) -> None:
     """Derives the 16-bit parameters from the masters that were read, and sends them where they are needed."""
-    for unit in engine.store.units:
-        if unit.copy is not None and unit.master is not None:
-            unit.copy.copy_(unit.master)
+    for unit in engine.model_states.units:
+        if unit.param_16bit is not None and unit.master is not None:
+            unit.param_16bit.copy_(unit.master)
         elif unit.master is not None and unit.trainable is not None and unit.layout.offloaded and not unit.in_files:
             unit.trainable.shard.copy_(unit.master)
-        unit.param_slot.holder = unit if not engine.store.setup.shards_params else None
-        engine.schedule.updated(unit)
-    engine.schedule.gather_ahead()
+        unit.param_slot.holder = unit if not engine.model_states.setup.shards_params else None
+        engine.schedule.mark_updated(unit)
+    engine.schedule.prefetch_forward()
 
 
 def remove_checkpoint(folder: str | Path, tag: str) -> None:

@@ -7,7 +7,7 @@ Public: :func:`adamw`, :func:`adam`, :func:`lamb`, :func:`lion`, :func:`sgd`, :f
 from zeroplan_runtime.kernels.backends import backend_report
 from zeroplan_runtime.kernels.functional import adam, adamw, cast, global_norm, grad_norm, lamb, lion, sgd, squares
 from zeroplan_runtime.kernels.loss import cross_entropy, cross_entropy_grad
-from zeroplan_runtime.kernels.segments import SegmentRoom, Segments, make_segments
+from zeroplan_runtime.kernels.segments import Segments, SegmentWorkspace, make_segments
 from zeroplan_runtime.kernels.update import FACTOR, NORM, ORDER, SKIP, SQUARES
 
 __all__ = [
@@ -16,7 +16,7 @@ __all__ = [
     "ORDER",
     "SKIP",
     "SQUARES",
-    "SegmentRoom",
+    "SegmentWorkspace",
     "Segments",
     "adam",
     "adamw",

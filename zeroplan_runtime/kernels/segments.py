@@ -32,7 +32,7 @@ class Segments:
         return len(self.bounds) - 1
 
 
-class SegmentRoom:
+class SegmentWorkspace:
     """Memory for the :class:`Segments` of a flat buffer's runs: `words` fp32, zeroed, as long as `table` says."""
 
     def __init__(self, words: torch.Tensor, table: SegmentTable) -> None:
@@ -51,7 +51,7 @@ class SegmentRoom:
         return made
 
 
-def make_segments(bounds: Sequence[int], device: torch.device | str, room: SegmentRoom | None = None) -> Segments:
+def make_segments(bounds: Sequence[int], device: torch.device | str, room: SegmentWorkspace | None = None) -> Segments:
     """The segments [bounds[i], bounds[i+1]) of a flat buffer on `device`. A segment may be empty on this rank.
 
     `room` has the memory; without one it is allocated here.
@@ -70,5 +70,5 @@ def make_segments(bounds: Sequence[int], device: torch.device | str, room: Segme
         first_tile.append(len(tiles))
     if room is None:
         table = SegmentTable.of(bounds[-1], len(bounds) - 1)
-        room = SegmentRoom(torch.zeros(table.words, dtype=torch.float32, device=device), table)
+        room = SegmentWorkspace(torch.zeros(table.words, dtype=torch.float32, device=device), table)
     return room.take(bounds, tiles, first_tile)

@@ -32,8 +32,8 @@ from torch import nn
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan.ds_config.runtime_offload_rules import LEAST_MOVED_BYTES
 from zeroplan_runtime.arena import Arena
-from zeroplan_runtime.comm import Lane, Mark
 from zeroplan_runtime.pytree import tensors_of
+from zeroplan_runtime.streams import Event, Stream
 
 _Key = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
@@ -58,12 +58,12 @@ class HostPool:
             small = max(self._free, key=lambda one: one.memory.numel())
             self._free.remove(small)
             name = small.name
-            small.read.finish()
+            small.read.synchronize()
             self._arena.free(small.memory)
         else:
             name, self._made = f"checkpoint.{self._made}", self._made + 1
         memory = self._arena.empty(Buffer.ACTIVATION_CHECKPOINT, nbytes, torch.uint8, unit=name, place=Place.PINNED)
-        return HostBuffer(name, memory, Mark(self._arena.device))
+        return HostBuffer(name, memory, Event(self._arena.device))
 
     def give_back(self, buffer: HostBuffer) -> None:
         """Its content is not needed any more."""
@@ -75,7 +75,7 @@ class HostBuffer:
 
     __slots__ = ("memory", "name", "read")
 
-    def __init__(self, name: str, memory: torch.Tensor, read: Mark) -> None:
+    def __init__(self, name: str, memory: torch.Tensor, read: Event) -> None:
         self.name, self.memory, self.read = name, memory, read
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -94,7 +94,7 @@ class Saved:
         self.pool = pool
         self.buffer: HostBuffer | None = None
         self.shape_of = torch.empty_like(tensor, device="meta", memory_format=torch.contiguous_format)
-        self.copied = self.ready = Mark(tensor.device)
+        self.copied = self.ready = Event(tensor.device)
         self.returning: torch.Tensor | None = None
         self.before: Sequence[Saved] = ()  # those of the block before, which needs them next in the backward
 
@@ -115,8 +115,8 @@ class ActivationOffload:
     def __init__(self, blocks: Sequence[nn.Module], arena: Arena, *, least_bytes: int = LEAST_MOVED_BYTES) -> None:
         device = arena.device
         self.pool = HostPool(arena)
-        self._compute = Lane(device, own=False)
-        self._down, self._up = Lane(device, own=True), Lane(device, own=True)
+        self._compute = Stream.current(device)
+        self._down, self._up = Stream(device), Stream(device)
         self._device, self._least = device, least_bytes
         self._saving = False
         self._fresh: dict[_Key, Saved] = {}  # saved since the last block was entered
@@ -197,13 +197,13 @@ class ActivationOffload:
         if tensor._version != saved.version:
             raise RuntimeError("the input of a checkpointed block was changed in place after the block saved it")
         saved.buffer = self.pool.take(tensor.numel(), tensor.dtype)
-        produced = Mark(self._device)
+        produced = Event(self._device)
         produced.record(self._compute)
         produced.wait(self._down)
         saved.buffer.read.wait(self._down)
-        with self._down.run():
+        with self._down.as_current():
             saved.buffer.like(tensor).copy_(tensor.detach(), non_blocking=True)
-        saved.copied = Mark(self._device)
+        saved.copied = Event(self._device)
         saved.copied.record(self._down)
 
     def _let_go(self) -> None:
@@ -235,14 +235,14 @@ class ActivationOffload:
             return
         assert saved.buffer is not None
         target = torch.empty_like(saved.shape_of, device=self._device)  # autograd's, as without offload
-        allocated = Mark(self._device)
+        allocated = Event(self._device)
         allocated.record(self._compute)  # its memory may still be in use by what was freed there
         allocated.wait(self._up)
         saved.copied.wait(self._up)
-        with self._up.run():
+        with self._up.as_current():
             target.copy_(saved.buffer.like(saved.shape_of), non_blocking=True)
         saved.buffer.read.record(self._up)
-        saved.ready = Mark(self._device)
+        saved.ready = Event(self._device)
         saved.ready.record(self._up)
         saved.returning = target
 

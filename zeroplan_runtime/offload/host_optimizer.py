@@ -33,16 +33,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zeroplan_runtime import kernels
-from zeroplan_runtime.comm import Lane, Mark
 from zeroplan_runtime.offload.host_worker import Ticket, Worker
+from zeroplan_runtime.streams import Event, Stream
 
 if TYPE_CHECKING:
-    from zeroplan_runtime.model_states import SumSlot, UnitState
-    from zeroplan_runtime.offload.optimizer_swapper import UpdateStream
-    from zeroplan_runtime.optim.step import Segment
+    from zeroplan_runtime.model_states import AccumSlot, UnitState
+    from zeroplan_runtime.offload.optimizer_swapper import OptimizerSwapper
+    from zeroplan_runtime.optim.step import GroupSlice
 
 #: ``update(segment, hyperparameters, step, scalars)``: the optimizer's arithmetic.
-Update = Callable[["Segment", dict[str, Any], int, torch.Tensor | None], None]
+Update = Callable[["GroupSlice", dict[str, Any], int, torch.Tensor | None], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -54,9 +54,9 @@ class Exchange:
 
     grad: torch.Tensor
     param: torch.Tensor | None
-    segments: list[Segment]
-    landed: Mark
-    sent: Mark
+    segments: list[GroupSlice]
+    landed: Event
+    sent: Event
     sends_master: bool = False  # run by run, from the ring that masters in files stream through
     skipped: bool = False
 
@@ -100,14 +100,14 @@ class Order:
     """One step's update: its number, hyperparameters by group, and whoever knows the scalars (None: nothing to scale)."""
 
     number: int
-    hypers: list[dict[str, Any]]
+    hyperparameters: list[dict[str, Any]]
     scalars: Callable[[], torch.Tensor] | None = None
-    readers: tuple[Mark, ...] = ()  # of the parameters as they are
+    readers: tuple[Event, ...] = ()  # of the parameters as they are
 
 
 @dataclass(eq=False)
 class HostOptimizer:
-    """All offloaded units of one rank, and the lanes and the thread that serve them.
+    """All offloaded units of one rank, and the streams and the thread that serve them.
 
     `direct` says that gradients go down as they lie: one reduction a step and unit, in the dtype that the exchange keeps.
     `sum_slot` gives a unit's slot for sums, its memory brought. `delayed_from` is the first step whose update is delayed (0:
@@ -119,16 +119,16 @@ class HostOptimizer:
     worker: Worker
     device: torch.device
     direct: bool
-    sum_slot: Callable[[UnitState], SumSlot]
+    sum_slot: Callable[[UnitState], AccumSlot]
     delayed_from: int = 0
-    files: UpdateStream | None = None
+    files: OptimizerSwapper | None = None
     early: Callable[[], Order] | None = None  # set where updates may begin in the backward
-    down: Lane = field(init=False)
-    up: Lane = field(init=False)
+    down: Stream = field(init=False)
+    up: Stream = field(init=False)
     _reading: bool = field(init=False, default=False)  # the files have been told to read ahead for this step
 
     def __post_init__(self) -> None:
-        self.down, self.up = Lane(self.device, own=True), Lane(self.device, own=True)
+        self.down, self.up = Stream(self.device), Stream(self.device)
 
     # ------------------------------------------------------------------ gradients
 
@@ -136,22 +136,22 @@ class HostOptimizer:
         self,
         host: HostUnit,
         arrived: torch.Tensor,
-        lane: Lane,
+        stream: Stream,
         *,
         boundary: bool,
         last: bool,
         measure: Callable[[torch.Tensor], None] | None,
-    ) -> Lane:
+    ) -> Stream:
         """Takes a unit's reduced gradients to the host, adding to what is there of this step.
 
         Args:
-            arrived: this rank's part of the mean, on the device, final in `lane`.
+            arrived: this rank's part of the mean, on the device, final in `stream`.
             boundary: this is the step's last micro batch.
             last: and no more gradients of this unit are to come.
-            measure: called in `lane` with the sum so far, which may yet grow unless `last`.
+            measure: called in `stream` with the sum so far, which may yet grow unless `last`.
 
         Returns:
-            The lane after whose present work `arrived` may be overwritten.
+            The stream after whose present work `arrived` may be overwritten.
         """
         if host.begun:
             raise RuntimeError(
@@ -162,41 +162,41 @@ class HostOptimizer:
         if boundary and self.files is not None and not self._reading:
             self._reading = True
             self.worker.submit(self.files.prefetch)
-        place, produced = host.present, Mark(self.device)
+        place, produced = host.present, Event(self.device)
         slot = None if self.direct and not host.summed else self.sum_slot(host.unit)
-        source = arrived if slot is None else self._sum(host, slot, arrived, lane)
+        source = arrived if slot is None else self._sum(host, slot, arrived, stream)
         host.summed = True
         if boundary and measure is not None:
-            with lane.run():
+            with stream.as_current():
                 measure(source)
-        produced.record(lane)
+        produced.record(stream)
         produced.wait(self.down)
         place.sent.wait(self.down)
-        with self.down.run():
+        with self.down.as_current():
             place.grad.copy_(source, non_blocking=True)
         place.landed.record(self.down)
         if slot is not None:
-            slot.free.record(self.down)
+            slot.last_use.record(self.down)
         if boundary and last:
             self._begin(host)
-        return self.down if slot is None else lane
+        return self.down if slot is None else stream
 
-    def _sum(self, host: HostUnit, slot: SumSlot, arrived: torch.Tensor, lane: Lane) -> torch.Tensor:
+    def _sum(self, host: HostUnit, slot: AccumSlot, arrived: torch.Tensor, stream: Stream) -> torch.Tensor:
         """See Note [Sums over micro batches]."""
-        total = slot.lease.tensor[: arrived.numel()]
+        total = slot.buffer.tensor[: arrived.numel()]
         if host.summed:
             place = host.present
-            slot.free.wait(self.up)
+            slot.last_use.wait(self.up)
             place.landed.wait(self.up)
-            with self.up.run():
+            with self.up.as_current():
                 total.copy_(place.grad, non_blocking=True)
             slot.ready.record(self.up)
-            slot.ready.wait(lane)
-            with lane.run():
+            slot.ready.wait(stream)
+            with stream.as_current():
                 total.add_(arrived)
         else:
-            slot.free.wait(lane)
-            with lane.run():
+            slot.last_use.wait(stream)
+            with stream.as_current():
                 total.copy_(arrived)
         return total
 
@@ -217,15 +217,15 @@ class HostOptimizer:
 
     # ------------------------------------------------------------------ the step
 
-    def step(self, order: Order, readers: Sequence[Lane]) -> None:
+    def step(self, order: Order, readers: Sequence[Stream]) -> None:
         """Asks for the updates that have not begun, in the order in which the next forward needs them.
 
         No parameter is overwritten before the present work of `readers` is done.
         """
-        order.readers = tuple(Mark(self.device) for _ in readers)
-        for mark, lane in zip(order.readers, readers, strict=True):
-            mark.record(lane)
-            mark.wait(self.up)
+        order.readers = tuple(Event(self.device) for _ in readers)
+        for event, stream in zip(order.readers, readers, strict=True):
+            event.record(stream)
+            event.wait(self.up)
         delayed = 0 < self.delayed_from <= order.number
         for host in self.units:
             if self.early is None and not host.streamed:
@@ -251,16 +251,16 @@ class HostOptimizer:
         place = host.present
 
         def work() -> None:
-            place.landed.finish()
+            place.landed.synchronize()
             if place.param is None:  # they are read, and written, where they are
-                for mark in order.readers:
-                    mark.finish()
+                for event in order.readers:
+                    event.synchronize()
             scalars = order.scalars() if order.scalars is not None else None
             place.skipped = scalars is not None and bool(scalars[kernels.SKIP])
             if place.skipped:
                 return
             for segment in place.segments:
-                self.update(segment, order.hypers[segment.group], order.number, scalars)
+                self.update(segment, order.hyperparameters[segment.group], order.number, scalars)
             if send:
                 self._send(host.unit, place)
 
@@ -270,7 +270,7 @@ class HostOptimizer:
         else:
             host.updated = place
 
-    def _order_files(self, files: UpdateStream, order: Order) -> None:
+    def _order_files(self, files: OptimizerSwapper, order: Order) -> None:
         """One pass over the files updates all units in them, one after another."""
         wanted = [(host, Ticket(self.worker)) for host in self.units if host.streamed]
         files.hold(host.unit.name for host, _ in wanted)
@@ -287,12 +287,12 @@ class HostOptimizer:
         if place.param is None or place.skipped:
             return
         assert unit.trainable is not None
-        with self.up.run():
+        with self.up.as_current():
             unit.trainable.shard.copy_(place.param, non_blocking=True)
         place.sent.record(self.up)
         unit.updated.record(self.up)
 
-    def _send_delayed(self, host: HostUnit, after: Mark) -> None:
+    def _send_delayed(self, host: HostUnit, after: Event) -> None:
         """Asks for the parameters of an update that was delayed, once the work at `after` has read those of before."""
         place, host.updated = host.updated, None
         if place is not None:
@@ -301,17 +301,17 @@ class HostOptimizer:
 
     def _expect(self, host: HostUnit, ticket: Ticket) -> None:
         host.ticket = ticket
-        host.unit.param_slot.fresh = False
+        host.unit.param_slot.is_current = False
 
     # ------------------------------------------------------------------ between steps
 
-    def drain(self, reader: Lane) -> None:
+    def drain(self, reader: Stream) -> None:
         """Returns when every update that was asked for is in the masters and its parameters are on their way up.
 
         A delayed update is sent up, too, once `reader` has read the parameters of before: what follows goes on from the same
         state as a run resumed from a checkpoint.
         """
-        now = Mark(self.device)
+        now = Event(self.device)
         now.record(reader)
         for host in self.units:
             host.wait()

@@ -13,55 +13,55 @@ from zeroplan.core.buffers import Buffer, Place
 from zeroplan.ds_config.runtime_offload import Offload
 from zeroplan.ds_config.runtime_offload_rules import remark, require_offloadable
 from zeroplan_runtime.arena import DTYPES
-from zeroplan_runtime.comm import Mark
-from zeroplan_runtime.model_states import Store, UnitState
+from zeroplan_runtime.model_states import ModelStates, UnitState
 from zeroplan_runtime.offload.host_optimizer import Exchange, HostOptimizer, HostUnit, Update
 from zeroplan_runtime.offload.host_worker import Worker, host_threads
-from zeroplan_runtime.offload.nvme import Swap
-from zeroplan_runtime.optim.step import Segment, Stepper
+from zeroplan_runtime.offload.nvme import NvmeOffload
+from zeroplan_runtime.optim.step import GroupSlice, OptimizerStep
+from zeroplan_runtime.streams import Event
 
 logger = logging.getLogger("zeroplan_runtime")
 
 
-def offload_optimizer(stepper: Stepper, settings: Offload) -> HostOptimizer | None:
+def offload_optimizer(optimizer_step: OptimizerStep, settings: Offload) -> HostOptimizer | None:
     """Hands the offloaded units' updates to the host; None where no unit is offloaded.
 
     Raises:
         BadInput: for an optimizer that cannot be.
     """
-    store = stepper.store
-    if not any(unit.layout.offloaded for unit in store.units if unit.trainable is not None):
+    model_states = optimizer_step.model_states
+    if not any(unit.layout.offloaded for unit in model_states.units if unit.trainable is not None):
         return None
-    require_offloadable(stepper.optimizer.kind)
-    for unit in store.units:
+    require_offloadable(optimizer_step.optimizer.kind)
+    for unit in model_states.units:
         if unit.layout.offloaded and unit.trainable is not None:
-            unit.host = HostUnit(unit, _exchanges(unit, store, stepper))
+            unit.host = HostUnit(unit, _exchanges(unit, model_states, optimizer_step))
     host = HostOptimizer(
-        units=[unit.host for unit in store.units if unit.host is not None],
-        update=_with_copies(stepper.update),
-        worker=Worker(store.arena.device, host_threads(settings.optimizer.cpuadam_cores_perc)),
-        device=store.arena.device,
-        direct=not store.layout.sum_slots,
-        sum_slot=store.sum_slot,
+        units=[unit.host for unit in model_states.units if unit.host is not None],
+        update=_with_copies(optimizer_step.update),
+        worker=Worker(model_states.arena.device, host_threads(settings.optimizer.cpuadam_cores_perc)),
+        device=model_states.arena.device,
+        direct=not model_states.layout.sum_slots,
+        sum_slot=model_states.accum_slot,
         delayed_from=settings.delayed_from,
-        files=store.swap.update if store.swap is not None else None,
+        files=model_states.nvme.optimizer_swapper if model_states.nvme is not None else None,
     )
-    stepper.offload(host)
-    stepper.schedule.host = host
+    optimizer_step.offload(host)
+    optimizer_step.schedule.host = host
     return host
 
 
-def swap_files(settings: Offload) -> Callable[[Store], Swap | None]:
+def make_nvme_offload(settings: Offload) -> Callable[[ModelStates], NvmeOffload | None]:
     """Makes a store's files, where the layout says that there are any."""
 
-    def make(store: Store) -> Swap | None:
-        layout = store.layout
+    def make(model_states: ModelStates) -> NvmeOffload | None:
+        layout = model_states.layout
         if said := remark(layout):
             logger.warning(said)
         if not (layout.swap_lanes or layout.param_buffer):
             return None
-        rings = {unit: tensor for (buffer, unit), tensor in store.host_tensors.items() if buffer is Buffer.SWAP_BUFFER}
-        return Swap(layout, settings, rings, rank=store.ranks.rank, device=store.arena.device)
+        rings = {unit: tensor for (buffer, unit), tensor in model_states.host_tensors.items() if buffer is Buffer.SWAP_BUFFER}
+        return NvmeOffload(layout, settings, rings, rank=model_states.comm.rank, device=model_states.arena.device)
 
     return make
 
@@ -69,7 +69,7 @@ def swap_files(settings: Offload) -> Callable[[Store], Swap | None]:
 def _with_copies(update: Update) -> Update:
     """The update, which refreshes fp32 parameters beside their masters, too; its kernels write 16 bits."""
 
-    def both(segment: Segment, hyper: dict[str, Any], number: int, scalars: torch.Tensor | None) -> None:
+    def both(segment: GroupSlice, hyper: dict[str, Any], number: int, scalars: torch.Tensor | None) -> None:
         if segment.param is None or segment.param.dtype is not torch.float32:
             update(segment, hyper, number, scalars)
         else:
@@ -79,13 +79,13 @@ def _with_copies(update: Update) -> Update:
     return both
 
 
-def _exchanges(unit: UnitState, store: Store, stepper: Stepper) -> tuple[Exchange, ...]:
-    setup, device = store.setup, store.arena.device
+def _exchanges(unit: UnitState, model_states: ModelStates, optimizer_step: OptimizerStep) -> tuple[Exchange, ...]:
+    setup, device = model_states.setup, model_states.arena.device
     assert unit.trainable is not None
     made = []
     buffers = (Buffer.GRAD_SHARD, Buffer.STAGE_D2H) if setup.delayed_update else (Buffer.GRAD_SHARD,)
     for turn, buffer in enumerate(buffers):
-        grad = store.host_tensors[buffer, unit.name]
+        grad = model_states.host_tensors[buffer, unit.name]
         out: torch.Tensor | None
         goes_up: torch.Tensor | None
         if setup.offloads_params:
@@ -94,10 +94,10 @@ def _exchanges(unit: UnitState, store: Store, stepper: Stepper) -> tuple[Exchang
         elif not setup.has_masters:
             out, goes_up = None, unit.master  # None if in files
         elif setup.sends_apart:
-            out = goes_up = store.host_tensors[Buffer.STAGE_H2D, unit.name].view(len(buffers), -1)[turn]
+            out = goes_up = model_states.host_tensors[Buffer.STAGE_H2D, unit.name].view(len(buffers), -1)[turn]
         else:
             out = goes_up = grad.view(DTYPES[setup.param_dtype])
-        segments = stepper.segments_of(unit, out, grad)
+        segments = optimizer_step.group_slices(unit, out, grad)
         sends_master = unit.master is None and not setup.has_masters
-        made.append(Exchange(grad, goes_up, segments, Mark(device), Mark(device), sends_master))
+        made.append(Exchange(grad, goes_up, segments, Event(device), Event(device), sends_master))
     return tuple(made)

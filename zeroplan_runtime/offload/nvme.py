@@ -14,8 +14,8 @@ from zeroplan.core.layout import Layout
 from zeroplan.ds_config.runtime_offload import Offload
 from zeroplan_runtime.offload.chunks import blocks, runs_of_params, runs_of_update
 from zeroplan_runtime.offload.io import IoEngine
-from zeroplan_runtime.offload.optimizer_swapper import UpdateStream, states_in_files
-from zeroplan_runtime.offload.param_swapper import ParamFiles
+from zeroplan_runtime.offload.optimizer_swapper import OptimizerSwapper, states_in_files
+from zeroplan_runtime.offload.param_swapper import ParamSwapper
 from zeroplan_runtime.offload.swap_file import SwapFile
 from zeroplan_runtime.offload.swap_folder import SwapFolder
 
@@ -23,8 +23,8 @@ _count = itertools.count()
 _FP32_BYTES = 4
 
 
-class Swap:
-    """What of a rank is in files: `update` streams what the optimizer has there, `params` are the parameters.
+class NvmeOffload:
+    """What of a rank is in files: `optimizer_swapper` streams what the optimizer has there, `param_swapper` are the parameters.
 
     Args:
         layout: which units, how long, how cut.
@@ -42,17 +42,17 @@ class Swap:
     ) -> None:
         self.engine = IoEngine(settings.aio)
         self.folders: dict[str, SwapFolder] = {}
-        self.update: UpdateStream | None = None
-        self.params: ParamFiles | None = None
+        self.optimizer_swapper: OptimizerSwapper | None = None
+        self.param_swapper: ParamSwapper | None = None
         self._settings, self._rank = settings, rank
         self._job = f"{os.getpid()}-{next(_count)}"
         try:
             if layout.param_buffer:
                 file = self._params_file(layout, buffers["parameters"].dtype)
-                self.params = ParamFiles(layout, buffers["parameters"], file, device)
+                self.param_swapper = ParamSwapper(layout, buffers["parameters"], file, device)
             if layout.swap_lanes:
                 states = self._states_file(layout) if layout.states_in_files else None
-                self.update = UpdateStream(layout, buffers["optimizer"], states, self.params)
+                self.optimizer_swapper = OptimizerSwapper(layout, buffers["optimizer"], states, self.param_swapper)
         except BaseException:
             self.close()
             raise
@@ -77,10 +77,10 @@ class Swap:
 
     def close(self) -> None:
         """Finishes what is under way and removes the files. No update may be."""
-        if self.update is not None:
-            self.update.forget()
-        if self.params is not None:
-            self.params.forget()
+        if self.optimizer_swapper is not None:
+            self.optimizer_swapper.forget()
+        if self.param_swapper is not None:
+            self.param_swapper.forget()
         for folder in self.folders.values():
             folder.close()
         self.engine.close()

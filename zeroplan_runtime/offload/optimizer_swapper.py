@@ -18,16 +18,16 @@ from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.layout import PAGE, SWAP_SLOTS, Layout, UnitLayout
 from zeroplan.core.layout_setup import OPTIMIZER_STATES
 from zeroplan_runtime import kernels
-from zeroplan_runtime.comm import Lane, Mark
 from zeroplan_runtime.offload.chunks import Run, runs_of_update
 from zeroplan_runtime.offload.host_worker import Ticket
-from zeroplan_runtime.offload.param_swapper import ParamFiles
+from zeroplan_runtime.offload.param_swapper import ParamSwapper
 from zeroplan_runtime.offload.swap_file import SwapFile, Transfer
 from zeroplan_runtime.offload.swap_pipeline import Part, RingPlan, Streamer
+from zeroplan_runtime.streams import Event, Stream
 
 if TYPE_CHECKING:
     from zeroplan_runtime.offload.host_optimizer import Exchange, HostUnit, Order, Update
-    from zeroplan_runtime.optim.step import Segment
+    from zeroplan_runtime.optim.step import GroupSlice
 
 _FP32_BYTES = 4
 
@@ -38,7 +38,7 @@ def states_in_files(layout: Layout) -> tuple[Buffer, ...]:
     return (*masters, *OPTIMIZER_STATES[layout.setup.optimizer]) if layout.states_in_files else ()
 
 
-class UpdateStream:
+class OptimizerSwapper:
     """The updates that stream through files, and the ring that they stream through.
 
     Args:
@@ -48,7 +48,7 @@ class UpdateStream:
         params: the parameters in files, None where they are not.
     """
 
-    def __init__(self, layout: Layout, ring: torch.Tensor, states: SwapFile | None, params: ParamFiles | None) -> None:
+    def __init__(self, layout: Layout, ring: torch.Tensor, states: SwapFile | None, params: ParamSwapper | None) -> None:
         self.buffers = states_in_files(layout)
         self.states, self.params = states, params
         self.has_masters = Buffer.PARAM_MASTER in self.buffers
@@ -125,7 +125,7 @@ class UpdateStream:
         order: Order,
         update: Update,
         send: Callable[[HostUnit, Exchange], None],
-        up: Lane,
+        up: Stream,
     ) -> None:
         """Updates all units in turn, each sent on (and its ticket finished) when its last run is done. Called in the worker."""
         units = {host.unit.name: (host, ticket) for host, ticket in wanted}
@@ -135,12 +135,12 @@ class UpdateStream:
             host, ticket = units[run.unit]
             place, wait = host.exchanges[0], None
             if run.begin == 0:
-                place.landed.finish()
+                place.landed.synchronize()
                 if place.param is None:
-                    for mark in order.readers:
-                        mark.finish()
+                    for event in order.readers:
+                        event.synchronize()
             for segment in self._segments(place, run, tensors):
-                update(segment, order.hypers[segment.group], order.number, scalars)
+                update(segment, order.hyperparameters[segment.group], order.number, scalars)
             if place.sends_master:
                 wait = _send_run(host, run, tensors[0], up)
             if self._ends(run) and host.unit.layout.param_place is not Place.NVME:
@@ -175,7 +175,7 @@ class UpdateStream:
     def _ends(self, run: Run) -> bool:
         return run is self._runs[run.unit][-1]
 
-    def _segments(self, place: Exchange, run: Run, tensors: tuple[torch.Tensor, ...]) -> Iterator[Segment]:
+    def _segments(self, place: Exchange, run: Run, tensors: tuple[torch.Tensor, ...]) -> Iterator[GroupSlice]:
         """The parts of a unit's segments that lie in `run`, on the run's tensors."""
         unit: UnitLayout = self._units[run.unit]
         streamed = unit.place is Place.NVME
@@ -200,13 +200,13 @@ class UpdateStream:
             )
 
 
-def _send_run(host: HostUnit, run: Run, master: torch.Tensor, up: Lane) -> Callable[[], None]:
+def _send_run(host: HostUnit, run: Run, master: torch.Tensor, up: Stream) -> Callable[[], None]:
     """fp32 parameters go up as they are in the ring; returns what waits until they have left it."""
     assert host.unit.trainable is not None
     shard: Any = host.unit.trainable.shard
-    with up.run():
+    with up.as_current():
         shard[run.begin : run.end].copy_(master, non_blocking=True)
-    left = Mark(shard.device)
+    left = Event(shard.device)
     left.record(up)
     host.unit.updated.record(up)
-    return left.finish
+    return left.synchronize

@@ -26,9 +26,9 @@ import torch
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.layout import PAGE, PAGE_NUMEL, Layout, align
-from zeroplan_runtime.comm import Lane, Mark
 from zeroplan_runtime.offload.chunks import Run, runs_of_params
 from zeroplan_runtime.offload.swap_file import SwapFile, Transfer
+from zeroplan_runtime.streams import Event, Stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Reading:
     transfers: list[Transfer] | None = None
 
 
-class ParamFiles:
+class ParamSwapper:
     """The parameters of a rank's units that rest in a file, and the buffers that they come through.
 
     The model's thread calls it, but for :meth:`wrote` and :meth:`release`, which are the updating thread's.
@@ -84,7 +84,7 @@ class ParamFiles:
     def __init__(self, layout: Layout, memory: torch.Tensor, file: SwapFile, device: torch.device) -> None:
         self.file = file
         self._buffers = list(memory.view(-1, layout.param_buffer))
-        self._free = [Mark(device) for _ in self._buffers]
+        self._free = [Event(device) for _ in self._buffers]
         self._runs = runs_of_params(layout)
         self._pieces: dict[Want, list[Piece]] = {}
         for unit, runs in self._runs.items():
@@ -125,25 +125,25 @@ class ParamFiles:
             self._advance()
         return first or 0
 
-    def bring(self, coming: Iterable[Want], targets: Mapping[Buffer, torch.Tensor], lane: Lane) -> None:
-        """Copies the first of these units to `targets` in `lane`, and reads ahead for the others. Waits for its reads.
+    def bring(self, coming: Iterable[Want], targets: Mapping[Buffer, torch.Tensor], stream: Stream) -> None:
+        """Copies the first of these units to `targets` in `stream`, and reads ahead for the others. Waits for its reads.
 
         Raises:
             DiskFault: when a read failed, or a block is not what was written.
         """
         for _ in range(self.expect(coming)):
             number = self._taken % len(self._buffers)
-            self._free[number].finish()
+            self._free[number].synchronize()
             with self._lock:
                 reading = self._queue[0]
                 transfers = reading.transfers = reading.transfers or self._read(reading.piece, number)
             for transfer in transfers:
                 self.file.finish(transfer)
-            with lane.run():
+            with stream.as_current():
                 for part in reading.piece.parts:
                     source = self._buffers[number][part.at : part.at + part.run.numel]
                     targets[part.buffer][part.run.begin : part.run.end].copy_(source, non_blocking=True)
-            self._free[number].record(lane)
+            self._free[number].record(stream)
             with self._lock:
                 self._queue.popleft()
                 self._taken += 1
@@ -166,7 +166,7 @@ class ParamFiles:
                 return
             if reading.transfers is None:
                 number = (self._taken + i) % len(self._buffers)
-                if reading.piece.unit in self._held or not self._free[number].done():
+                if reading.piece.unit in self._held or not self._free[number].query():
                     return
                 reading.transfers = self._read(reading.piece, number)
 
@@ -206,7 +206,7 @@ class ParamFiles:
             number = i % len(self._buffers)
             if len(under_way) == len(self._buffers):
                 self.file.finish(under_way.popleft())
-            self._free[number].finish()
+            self._free[number].synchronize()
             memory = self._buffers[number]
             memory[: run.numel].copy_(values[run.begin : run.end])
             pages = -(-run.numel * memory.element_size() // PAGE) * PAGE
@@ -218,7 +218,7 @@ class ParamFiles:
     def get(self, unit: str, buffer: Buffer, begin: int, end: int) -> torch.Tensor:
         """Elements ``[begin, end)`` of this rank's shard of them, in new memory. Not while an update is under way."""
         self.forget()
-        self._free[0].finish()
+        self._free[0].synchronize()
         memory = self._buffers[0]
         found = torch.empty(end - begin, dtype=memory.dtype)
         for _, run in (pair for pair in self._runs[unit] if pair[0] is buffer):

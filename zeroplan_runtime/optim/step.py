@@ -1,8 +1,8 @@
 """One optimizer step over all units: norm, overflow, clipping and update, decided on the device.
 
 The host does not wait for the norm. It writes no more than hyperparameters; the factor that undoes the loss scale and clips,
-and the flag that skips a step with infinite gradients, stay in :attr:`Store.scalars` where the updates read them. What the
-host must learn (was the step skipped?) is copied behind its back and read when the next step needs it.
+and the flag that skips a step with infinite gradients, stay in :attr:`ModelStates.scalars` where the updates read them. What
+the host must learn (was the step skipped?) is copied behind its back and read when the next step needs it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zeroplan_runtime.schedule import Schedule
 
 
 @dataclass(slots=True)
-class Segment:
+class GroupSlice:
     """A run of one unit's share that one optimizer group covers: parallel 1-D views. `grad` is there from the first step on."""
 
     unit: UnitState
@@ -36,7 +36,7 @@ class Segment:
     grad: torch.Tensor | None = None
 
 
-class Outcome:
+class StepResult:
     """Whether a step was skipped and its gradient norm, on their way to the host.
 
     64 bytes of torch's own pinned memory and not the Arena's: users and the host's worker may keep more than one.
@@ -75,17 +75,17 @@ class Outcome:
         return float(self.scalars()[kernels.NORM])
 
 
-class Stepper:
+class OptimizerStep:
     """Updates the masters of all units. `clip` 0 means no clipping; `may_skip` lets infinite gradients skip a step."""
 
     def __init__(self, schedule: Schedule, optimizer: ZeroOptimizer, *, clip: float, may_skip: bool) -> None:
-        self.schedule, self.store, self.optimizer = schedule, schedule.store, optimizer
+        self.schedule, self.model_states, self.optimizer = schedule, schedule.model_states, optimizer
         self.clip, self.may_skip = clip, may_skip
-        self.upcoming = 1  # the step that the present gradients are for
+        self.next_step = 1  # the step that the present gradients are for
         self.host: HostOptimizer | None = None
-        self.segments = [
-            [] if unit.trainable is None or unit.layout.offloaded else self.segments_of(unit, unit.copy)
-            for unit in self.store.units
+        self.slices = [
+            [] if unit.trainable is None or unit.layout.offloaded else self.group_slices(unit, unit.param_16bit)
+            for unit in self.model_states.units
         ]
         if clip or may_skip:
             schedule.measure = self.measure
@@ -94,9 +94,9 @@ class Stepper:
         """Leaves the offloaded units' updates to `host`, which may begin them in the backward if nothing else forbids it."""
         self.host = host
         if not (self.clip or self.may_skip or host.delayed_from):
-            host.early = lambda: Order(self.upcoming, self._hypers())
+            host.early = lambda: Order(self.next_step, self._hyperparameters())
 
-    def segments_of(self, unit: UnitState, param: torch.Tensor | None, grad: torch.Tensor | None = None) -> list[Segment]:
+    def group_slices(self, unit: UnitState, param: torch.Tensor | None, grad: torch.Tensor | None = None) -> list[GroupSlice]:
         """The runs of a unit's share, with `param` to refresh and `grad` to read (the unit's own, if left out)."""
         assert unit.trainable is not None
         master = unit.master if unit.master is not None else torch.empty(0)  # in files: met run by run
@@ -107,34 +107,38 @@ class Stepper:
             if n == 0 or params[i].group != params[flat.params[n - 1]].group
         ]
         ends = [begin for begin, _ in begins[1:]] + [flat.full]
-        first, last = self.store.share(flat)
-        room = kernels.SegmentRoom(unit.trust, self.store.layout.segments(unit.layout)) if unit.trust is not None else None
+        first, last = self.model_states.owned_range(flat)
+        room = (
+            kernels.SegmentWorkspace(unit.lamb_workspace, self.model_states.layout.segments(unit.layout))
+            if unit.lamb_workspace is not None
+            else None
+        )
         made = []
         for (begin, group), end in zip(begins, ends, strict=True):
             part = slice(max(begin, first) - first, min(end, last) - first)
             # LAMB adds norms over the ranks, so even a rank with nothing of a run takes part.
             if part.start < part.stop or room is not None:
                 part = slice(part.start, max(part.stop, part.start))
-                states = [unit.states[b][part] for b in _STATE_ORDER if b in unit.states]
+                states = [unit.optim_states[b][part] for b in _STATE_ORDER if b in unit.optim_states]
                 out = None if param is None else param[part]
                 tensors = self._tensors(flat, begin, end, part, room) if room is not None else None
-                made.append(Segment(unit, group, master[part], out, part, states, tensors))
+                made.append(GroupSlice(unit, group, master[part], out, part, states, tensors))
                 if grad is not None:
                     made[-1].grad = grad[part]
         return made
 
-    def _tensors(self, flat: Flat, begin: int, end: int, part: slice, room: kernels.SegmentRoom) -> kernels.Segments:
+    def _tensors(self, flat: Flat, begin: int, end: int, part: slice, room: kernels.SegmentWorkspace) -> kernels.Segments:
         """The parameters of the run ``[begin, end)`` of a flat, as bounds within this rank's `part`; padding follows its
         parameter, where its zeros change no norm.
         """
-        first = self.store.share(flat)[0] + part.start
+        first = self.model_states.owned_range(flat)[0] + part.start
         starts = [offset for offset in flat.offsets if begin <= offset < end]
         length = part.stop - part.start
         bounds = [min(max(start - first, 0), length) for start in [*starts[1:], end]]
-        return kernels.make_segments([0, *bounds], self.store.arena.device, room)
+        return kernels.make_segments([0, *bounds], self.model_states.arena.device, room)
 
     @torch.no_grad()
-    def step(self, number: int, loss_scale: float = 1.0) -> Outcome:
+    def step(self, number: int, loss_scale: float = 1.0) -> StepResult:
         """Applies the gradients to masters and parameters, as applied step `number` (from 1).
 
         `loss_scale` is what the loss was multiplied by. A unit's gradients go as soon as its update has been given to the
@@ -143,41 +147,41 @@ class Stepper:
         Raises:
             BadInput: when no backward came before.
         """
-        if not all(_has_gradients(unit) for unit in self.store.units):
+        if not all(_has_gradients(unit) for unit in self.model_states.units):
             raise BadInput("there are no gradients", where="engine.step", remedy="call engine.backward(loss) first")
-        self.schedule.gradients_ready()
+        self.schedule.wait_for_reductions()
         scalars = self._measure(loss_scale)
         self._compare_orders()
-        outcome = Outcome(self.store.scalars)
-        hypers = self._hypers()
+        result = StepResult(self.model_states.scalars)
+        hyperparameters = self._hyperparameters()
         if self.host is not None:
-            order = Order(number, hypers, None if scalars is None else outcome.scalars)
-            self.host.step(order, (self.schedule.compute, self.schedule.gather_lane))
-        # Unit by unit, in the order in which the next forward needs them. See Note [Places] in store.
-        for unit, segments in zip(self.store.units, self.segments, strict=True):
+            order = Order(number, hyperparameters, None if scalars is None else result.scalars)
+            self.host.step(order, (self.schedule.compute_stream, self.schedule.all_gather_stream))
+        # Unit by unit, in the order in which the next forward needs them. See Note [Places] in model_states.
+        for unit, segments in zip(self.model_states.units, self.slices, strict=True):
             if unit.trainable is None:
                 continue
             for segment in segments:
-                self.update(segment, hypers[segment.group], number, scalars)
+                self.update(segment, hyperparameters[segment.group], number, scalars)
             if unit.host is None:
-                self.schedule.updated(unit)
-            self.schedule.gradient_taken(unit)
-        return outcome
+                self.schedule.mark_updated(unit)
+            self.schedule.free_grads(unit)
+        return result
 
     def _measure(self, loss_scale: float) -> torch.Tensor | None:
         """Fills the scalars for the updates to read; None when these would surely say: as it is."""
-        scalars, setup = self.store.scalars, self.store.setup
+        scalars, setup = self.model_states.scalars, self.model_states.setup
         if self.clip or self.may_skip:
-            for unit in self.store.units:
+            for unit in self.model_states.units:
                 if unit.host is None and unit.grad is not None:
                     self.measure(unit, unit.grad)
             kernels.global_norm(
-                self.store.squares,
+                self.model_states.squares,
                 scalars,
                 max_norm=self.clip,
                 loss_scale=loss_scale,
                 may_skip=self.may_skip,
-                reduce=self.store.ranks.all_reduce_sum if setup.shards_states else None,
+                reduce=self.model_states.comm.all_reduce_sum if setup.shards_states else None,
             )
             return scalars
         if loss_scale == 1.0:
@@ -187,21 +191,21 @@ class Stepper:
 
     def _compare_orders(self) -> None:
         """See Note [Order of collectives] in schedule."""
-        if self.store.ranks.count > 1:
-            order = self.store.scalars[kernels.ORDER : kernels.ORDER + 2]
-            order[0].fill_(self.schedule.order)
-            order[1].fill_(-self.schedule.order)
-            self.store.ranks.all_reduce_max(order)
-            self.schedule.order = 0
+        if self.model_states.comm.world_size > 1:
+            order = self.model_states.scalars[kernels.ORDER : kernels.ORDER + 2]
+            order[0].fill_(self.schedule.collectives_hash)
+            order[1].fill_(-self.schedule.collectives_hash)
+            self.model_states.comm.all_reduce_max(order)
+            self.schedule.collectives_hash = 0
 
     def measure(self, unit: UnitState, grad: torch.Tensor) -> None:
         """Leaves `unit`'s sum of squares for the norm."""
-        kernels.squares(grad, self.store.squares[unit.index :], workspace=self.store.norm_workspace)
+        kernels.squares(grad, self.model_states.squares[unit.index :], workspace=self.model_states.norm_workspace)
 
-    def _hypers(self) -> list[dict[str, Any]]:
+    def _hyperparameters(self) -> list[dict[str, Any]]:
         return [self.optimizer.hyper(i) for i in range(len(self.optimizer.param_groups))]
 
-    def update(self, segment: Segment, hyper: dict[str, Any], number: int, scalars: torch.Tensor | None) -> None:
+    def update(self, segment: GroupSlice, hyper: dict[str, Any], number: int, scalars: torch.Tensor | None) -> None:
         """The optimizer's arithmetic on one run, wherever it lies."""
         if segment.grad is None:
             assert segment.unit.grad is not None
@@ -217,7 +221,7 @@ class Stepper:
                 kernels.sgd(master, grad, states[0] if states else None, step=number, **hyper, **common)
             case "lamb":
                 assert segment.tensors is not None
-                reduce = self.store.ranks.all_reduce_sum if self.store.setup.shards_states else None
+                reduce = self.model_states.comm.all_reduce_sum if self.model_states.setup.shards_states else None
                 if master.numel():
                     kernels.lamb(
                         master, grad, states[0], states[1], segment.tensors, step=number, reduce=reduce, **hyper, **common
@@ -229,7 +233,7 @@ class Stepper:
 def _has_gradients(unit: UnitState) -> bool:
     if unit.host is not None:
         return unit.host.summed
-    return unit.grad_lease is None or unit.grad_lease.held
+    return unit.grad_buffer is None or unit.grad_buffer.is_allocated
 
 
 _STATE_ORDER = (Buffer.OPTIM_EXP_AVG, Buffer.OPTIM_EXP_AVG_SQ, Buffer.OPTIM_MOMENTUM)

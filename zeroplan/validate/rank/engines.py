@@ -62,13 +62,13 @@ def _runtime(job: VerifyJob, device: torch.device, mark: Mark, count: Count | No
     engine, *_ = zeroplan_runtime.initialize(model=model, config=job.ds_config, device=device)
     mark("init", "forward")
 
-    engine.arena.on_lease = count
+    engine.arena.on_resize = count
 
     def rows() -> Rows:
         return [(row["buffer"], row["unit"], row["place"], row["peak"]) for row in engine.arena.measurement()]
 
     def close() -> None:
-        if engine.store.swap is not None:  # files stay on the disk of a process that ends as a rank's does
+        if engine.model_states.nvme is not None:  # files stay on the disk of a process that ends as a rank's does
             engine.destroy()
         if engine.watchdog is not None:
             engine.watchdog.stop()

@@ -34,8 +34,8 @@ pytestmark = pytest.mark.torch
 Change = tuple[str, str, int]
 
 
-def leases(group: dist.ProcessGroup, config: dict[str, Any]) -> list[Change]:
-    """What the second step takes and gives."""
+def recorded(group: dist.ProcessGroup, config: dict[str, Any]) -> list[Change]:
+    """The allocations (positive bytes) and frees (negative) of the second step, in order."""
     import transformers
 
     import zeroplan_runtime
@@ -44,15 +44,15 @@ def leases(group: dist.ProcessGroup, config: dict[str, Any]) -> list[Change]:
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**CONFIG)).train()
     engine, *_ = zeroplan_runtime.initialize(model=model, config=config, group=group, device="cpu")
     log: list[Change] = []
-    book = engine.arena.book
+    record = engine.arena.record
 
     def logged(row: Any, size: int) -> None:
         log.append((str(row.buffer), row.unit, size))
-        book(row, size)
+        record(row, size)
 
     for step in range(2):
         if step == 1:
-            engine.arena.book = logged
+            engine.arena.record = logged
         for micro in range(engine.gradient_accumulation_steps()):
             tokens = models.batch(step, micro, 0)
             engine.backward(engine(input_ids=tokens, labels=tokens).loss)
@@ -119,5 +119,5 @@ def test_the_plan_takes_and_gives_in_the_runs_order(
     wanted = planned(config, ranks, monkeypatch)
     assert len(wanted) >= 8
     assert sum(size for _, _, size in wanted) == 0
-    for found in pool.run(ranks, leases, config):
+    for found in pool.run(ranks, recorded, config):
         assert found == wanted

@@ -1,0 +1,66 @@
+"""CUDA streams and events that also work on a CPU, where they do nothing.
+
+Note [Streams]
+    The runtime issues work on three streams: the stream that the model computes on, one for all-gathers and one for gradient
+    reductions. A stream waits for another by an event; the host never waits. On a CPU everything runs in program order.
+    The buffers that streams hand to each other belong to the Arena and are never freed while in use, so ``record_stream``
+    is not needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+
+import torch
+
+
+class Event:
+    """A ``torch.cuda.Event`` with torch's method names; on a CPU every event has completed."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def record(self, stream: Stream) -> None:
+        """Captures all work that `stream` has been given so far."""
+        if self._event is not None:
+            self._event.record(stream.cuda_stream())
+
+    def query(self) -> bool:
+        """Whether the captured work is done; true for an event that was never recorded."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self, stream: Stream) -> None:
+        """Makes `stream` wait for the captured work; does nothing for an event that was never recorded."""
+        if self._event is not None:
+            stream.cuda_stream().wait_event(self._event)
+
+    def synchronize(self) -> None:
+        """Blocks the calling thread until the captured work is done."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class Stream:
+    """A new high-priority CUDA stream; see :meth:`current` for the stream that the model computes on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def current(cls, device: torch.device) -> Stream:
+        """Whichever stream is current at the time of each use."""
+        made = cls.__new__(cls)
+        made._device, made._stream = device, None
+        return made
+
+    def cuda_stream(self) -> torch.cuda.Stream:
+        """The CUDA stream. Call it for CUDA devices only."""
+        return self._stream if self._stream is not None else torch.cuda.current_stream(self._device)
+
+    def as_current(self) -> AbstractContextManager[object]:
+        """A context in which work is issued on this stream."""
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

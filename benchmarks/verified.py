@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroplan.core.units import MIB
-from zeroplan.report.text import render
+from zeroplan.report.table import render
 
 RESULTS = Path(__file__).resolve().parent / "results" / "verify"
 #: The figures shown: a total's name in the JSON, and the column's.

@@ -28,7 +28,7 @@ from zeroplan.engines.registry import ENGINE_NAMES, find_engine  # noqa: E402
 from zeroplan.ledger.line import derived  # noqa: E402
 from zeroplan.models.catalog import catalog_table  # noqa: E402
 from zeroplan.models.load import load_model  # noqa: E402
-from zeroplan.report.text import render  # noqa: E402
+from zeroplan.report.table import render  # noqa: E402
 
 MODEL = "meta-llama/Llama-3.2-1B"
 _NOTE = "<!-- Made by docs/generate.py; edit the code, not this page. -->\n\n"

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from zeroplan.api import Plans as Plans
+    from zeroplan.api import estimate as estimate
+    from zeroplan.api import estimate_zero1_mem as estimate_zero1_mem
+    from zeroplan.api import estimate_zero2_mem as estimate_zero2_mem
+    from zeroplan.api import estimate_zero3_mem as estimate_zero3_mem
+    from zeroplan.core.display import Printable
     from zeroplan.core.errors import BadInput as BadInput
     from zeroplan.core.plan import MemoryPlan as MemoryPlan
-    from zeroplan.planner.api import estimate as estimate
-    from zeroplan.planner.api import estimate_zero1_mem as estimate_zero1_mem
-    from zeroplan.planner.api import estimate_zero2_mem as estimate_zero2_mem
-    from zeroplan.planner.api import estimate_zero3_mem as estimate_zero3_mem
     from zeroplan.search.answer import Recommendation as Recommendation
     from zeroplan.search.api import recommend as recommend
     from zeroplan.validate.api import verify as verify
@@ -25,13 +27,14 @@ if TYPE_CHECKING:
     from zeroplan.validate.results import Measurement as Measurement
 
 _HOMES = {
-    "estimate": "zeroplan.planner.api",
+    "estimate": "zeroplan.api",
     "recommend": "zeroplan.search.api",
     "verify": "zeroplan.validate.api",
-    "estimate_zero1_mem": "zeroplan.planner.api",
-    "estimate_zero2_mem": "zeroplan.planner.api",
-    "estimate_zero3_mem": "zeroplan.planner.api",
+    "estimate_zero1_mem": "zeroplan.api",
+    "estimate_zero2_mem": "zeroplan.api",
+    "estimate_zero3_mem": "zeroplan.api",
     "MemoryPlan": "zeroplan.core.plan",
+    "Plans": "zeroplan.api",
     "Recommendation": "zeroplan.search.answer",
     "Drift": "zeroplan.validate.results",
     "Measurement": "zeroplan.validate.results",
@@ -43,6 +46,7 @@ __all__ = [
     "Drift",
     "Measurement",
     "MemoryPlan",
+    "Plans",
     "Recommendation",
     "estimate",
     "estimate_zero1_mem",
@@ -53,12 +57,31 @@ __all__ = [
 ]
 
 
+class _Report:
+    """Draws answers with :mod:`zeroplan.report`, which is loaded when the first of them is shown."""
+
+    @staticmethod
+    def text(answer: Printable) -> str:
+        from zeroplan.report.display import answer_text
+
+        return answer_text(answer)
+
+    @staticmethod
+    def html(answer: Printable) -> str:
+        from zeroplan.report.display import answer_html
+
+        return answer_html(answer)
+
+
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'zeroplan' has no attribute {name!r}")
     from importlib import import_module
 
+    from zeroplan.core.display import install_renderer
+
+    install_renderer(_Report)
     value = getattr(import_module(home), name)
     globals()[name] = value
     return value

@@ -86,7 +86,7 @@ def _count(model: Any) -> tuple[int, int]:
 def _ours(
     params: int, largest: int | None, stage: int, gpus: int, nodes: int, offload: bool, offload_param: bool
 ) -> PeerEstimate:
-    from zeroplan.planner.api import estimate
+    from zeroplan.api import estimate
 
     (plan,) = estimate(
         params=params,

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from zeroplan.report.text import render
+from zeroplan.report.table import render
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 

@@ -11,8 +11,8 @@ from zeroplan.core.units import MIB
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.request import Request
 from zeroplan.report.host import alive_text
-from zeroplan.report.html import html_report
-from zeroplan.report.text import report_text
+from zeroplan.report.plans import report_text
+from zeroplan.report.plans_html import html_report
 
 MODEL = "Qwen/Qwen2.5-0.5B"
 TRAINING = ["load", "init", "forward", "backward", "step"]

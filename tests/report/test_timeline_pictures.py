@@ -11,7 +11,7 @@ import pytest
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.units import GIB, MIB
-from zeroplan.report.html import html_report
+from zeroplan.report.plans_html import html_report
 from zeroplan.report.timeline import Frame, layers, timeline_svg
 from zeroplan.simulate.recorder import Recorder, simulate
 

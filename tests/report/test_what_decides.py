@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.request import Request
-from zeroplan.report.text import decides
+from zeroplan.report.plans import decides
 
 
 def test_formulas_are_bytes_and_measured_items_are_sentences() -> None:

@@ -11,10 +11,10 @@ from zeroplan.simulate.deferred_frees import DeferredFrees
 from zeroplan.simulate.recorder import Recorder, simulate
 
 
-def _recorded(behind: int) -> tuple[Recorder, DeferredFrees]:
+def _recorded(behind: int) -> Recorder:
     """Six ticks of a micro batch, each with a block of 30 MiB that another stream uses, freed before the next tick."""
     recorder = Recorder()
-    deferred_frees = DeferredFrees(recorder, behind)
+    recorder.deferred_frees = deferred_frees = DeferredFrees(recorder, behind)
     deferred_frees.begin()
     for _ in range(6):
         deferred_frees.tick()
@@ -25,29 +25,29 @@ def _recorded(behind: int) -> tuple[Recorder, DeferredFrees]:
         recorder.free(handle)
     deferred_frees.settle()
     recorder.mark("step0")
-    return recorder, deferred_frees
+    return recorder
 
 
 def test_as_many_blocks_as_the_device_is_behind() -> None:
     """A tick behind, one block is used again and again; three behind, three are."""
-    assert simulate(_recorded(1)[0]).peak_reserved == 30 * MIB
-    assert simulate(_recorded(3)[0]).peak_reserved == 90 * MIB
+    assert simulate(_recorded(1)).peak_reserved == 30 * MIB
+    assert simulate(_recorded(3)).peak_reserved == 90 * MIB
 
 
 def test_another_pace_is_what_would_have_been_recorded() -> None:
-    near, deferred_frees = _recorded(1)
-    moved = deferred_frees.with_lag(near, [at + 3 for at in range(6)])  # freed after tick 1, 2, …: back at tick 4, 5, …
-    expected = _recorded(3)[0]
+    near = _recorded(1)
+    moved = near.with_lag([at + 3 for at in range(6)])  # freed after tick 1, 2, …: back at tick 4, 5, …
+    expected = _recorded(3)
     assert (moved.code, moved.value) == (expected.code, expected.value)
     assert moved.buffers == expected.buffers
-    unmoved = deferred_frees.with_lag(near, ())
+    unmoved = near.with_lag(())
     assert (unmoved.code, unmoved.value) == (near.code, near.value)
 
 
 def test_nothing_is_back_before_an_earlier_block() -> None:
     """Only the second block is late; those behind it wait for it, as a stream goes in order, and four lie about at once."""
-    near, deferred_frees = _recorded(1)
-    assert simulate(deferred_frees.with_lag(near, [1, 5, 3, 4, 5, 6])).peak_reserved == 4 * 30 * MIB
+    near = _recorded(1)
+    assert simulate(near.with_lag([1, 5, 3, 4, 5, 6])).peak_reserved == 4 * 30 * MIB
 
 
 def test_a_whole_run_at_another_pace_allocates_the_same() -> None:

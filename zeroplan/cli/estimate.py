@@ -52,7 +52,7 @@ def estimate(
     if as_json:
         typer.echo(_json(answer, peak=peak))
     else:
-        from zeroplan.report.text import report_text
+        from zeroplan.report.plans import report_text
 
         typer.echo(report_text(report, style))
         if peak:
@@ -88,8 +88,8 @@ def _peaks(answer: Estimate, style: str) -> str:
 
 def _write_html(answer: Estimate, path: str) -> None:
     from zeroplan.core.files import write_atomic
-    from zeroplan.report.html import html_report
     from zeroplan.report.peak import origin_in
+    from zeroplan.report.plans_html import html_report
 
     timelines = {index: run.simulation.timeline for index, run in enumerate(answer.runs) if run is not None}
     run = next((run for run in answer.runs if run is not None), None)

@@ -41,7 +41,7 @@ def explain(
 
 
 def _time(request: Request, *, as_json: bool) -> str:
-    from zeroplan.report.work import time_json, time_text
+    from zeroplan.report.step_time import time_json, time_text
     from zeroplan.search.explain_time import explain_time
 
     found = explain_time(request)

@@ -19,7 +19,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def _style(style: str) -> str:
     """Refuse an unknown format before the work whose result it is for."""
-    from zeroplan.report.text import FORMATS
+    from zeroplan.report.table import FORMATS
 
     if style not in FORMATS:
         raise BadInput(f"unknown format {style[:40]!r}", where="--format", remedy=f"use one of {', '.join(FORMATS)}")

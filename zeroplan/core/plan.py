@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from zeroplan.core.display import Printable
 from zeroplan.core.units import format_bytes
 
 SCHEMA_VERSION = 1
@@ -104,7 +105,7 @@ class PeerFigures(_Frozen):
     cpu: int
 
 
-class MemoryPlan(_Frozen):
+class MemoryPlan(Printable, _Frozen):
     """The memory of one configuration. `fits` is None when no limit was given."""
 
     engine: str
@@ -131,16 +132,6 @@ class MemoryPlan(_Frozen):
         if self.offload_param != "none":
             text += f", parameters {self.offload_param}"
         return text
-
-    def __str__(self) -> str:
-        from zeroplan.report.text import plan_text
-
-        return plan_text(self)
-
-    def _repr_html_(self) -> str:
-        from zeroplan.report.text import plan_html
-
-        return plan_html(self)
 
     def __repr__(self) -> str:
         return f"<MemoryPlan {self.engine} {self.label}: {format_bytes(self.gpu.needed)} a GPU>"

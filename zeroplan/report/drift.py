@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from zeroplan.core.units import format_bytes
-from zeroplan.report.text import render, work_text
+from zeroplan.report.table import render
+from zeroplan.report.words import work_text
 from zeroplan.validate.results import Comparison, Drift, DriftRow
 
 _HEADERS = ["buffer", "place", "planned", "measured", "difference", "drift", ""]

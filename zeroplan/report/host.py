@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zeroplan.core.plan import HostPeak, MemoryPlan
 from zeroplan.core.units import format_bytes, format_gib
-from zeroplan.report.text import render
+from zeroplan.report.table import render
 
 #: Buffers that a row names; the rest of them is summed up.
 MOST_NAMED = 4

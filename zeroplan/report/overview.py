@@ -6,7 +6,7 @@ from typing import Any
 
 from zeroplan.core.units import format_count, format_gib
 from zeroplan.report.recommendation import answer_text
-from zeroplan.report.text import render
+from zeroplan.report.table import render
 from zeroplan.search.catalog import Overview
 from zeroplan.search.reasons import name_of
 

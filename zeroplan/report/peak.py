@@ -8,7 +8,7 @@ from collections.abc import Callable
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.units import format_bytes
-from zeroplan.report.text import render
+from zeroplan.report.table import render
 from zeroplan.simulate.timeline import Note, Timeline
 
 #: A block's place in its list.

@@ -6,7 +6,9 @@ import difflib
 
 from zeroplan.core.units import format_bytes, format_count, format_gib
 from zeroplan.ds_config.writer import dump_ds_config
-from zeroplan.report.text import fits_text, gpus_text, model_text, render
+from zeroplan.report.plans import fits_text
+from zeroplan.report.table import render
+from zeroplan.report.words import gpus_text, model_text
 from zeroplan.search.answer import Answer, Recommendation
 from zeroplan.search.reasons import name_of
 from zeroplan.search.suggestions import shortfalls

@@ -2,20 +2,30 @@
 
 Note [Another pace]
     A schedule's decisions do not hang on when a freed block can be used again. So runs that differ only in how far a device
-    is behind are one recording with its completions elsewhere: :meth:`DeferredFrees.with_lag` moves them, in a small part of
-    the time that playing the tape again would take.
+    is behind are one recording with its completions elsewhere: :meth:`DeferredFrees.completions_with_lag` says where, in a
+    small part of the time that playing the tape again would take.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from zeroplan.simulate.recorder import Recorder
+from typing import Protocol
 
 _ALL = 1 << 62
+
+
+class Completions(Protocol):
+    """Where completions are recorded: a :class:`~zeroplan.simulate.recorder.Recorder`."""
+
+    @property
+    def stored(self) -> int:
+        """Number of events so far, an event block counted as one."""
+        ...
+
+    def complete(self, handle: int) -> None:
+        """Record that the deferred free of `handle` takes effect."""
+        ...
 
 
 class DeferredFrees:
@@ -28,7 +38,7 @@ class DeferredFrees:
 
     __slots__ = ("_began", "_behind", "_chances", "_clock", "_freed", "_recorder", "_waiting")
 
-    def __init__(self, recorder: Recorder, behind: int) -> None:
+    def __init__(self, recorder: Completions, behind: int) -> None:
         self._recorder, self._behind = recorder, behind
         self._clock = self._began = 0
         self._waiting: deque[tuple[int, int]] = deque()  # (due, block)
@@ -62,12 +72,14 @@ class DeferredFrees:
             self._recorder.complete(self._waiting.popleft()[1])
         self._chances.append((event, until, before - len(self._waiting), len(self._freed)))
 
-    def with_lag(self, recorder: Recorder, back: Sequence[int]) -> Recorder:
-        """The recording where the device is further behind.
+    def completions_with_lag(self, back: Sequence[int]) -> list[tuple[int, int, list[int]]]:
+        """Where blocks come back if the device is further behind.
 
         Args:
-            recorder: this one's, with whatever sizes.
             back: by tick of a micro batch, the tick from which what is freed after it is back.
+
+        Returns:
+            By stored event in order: how many completions stand there, and the handles that complete there instead.
         """
         due: deque[tuple[int, int]] = deque()
         points: list[tuple[int, int, list[int]]] = []
@@ -86,4 +98,4 @@ class DeferredFrees:
                 latest = 0
             if returned or there:
                 points.append((event, there, returned))
-        return recorder.completing(points)
+        return points

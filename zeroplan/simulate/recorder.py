@@ -170,7 +170,16 @@ class Recorder:
         other.sizes = sizes
         return other
 
-    def completing(self, points: Sequence[tuple[int, int, Sequence[int]]]) -> Recorder:
+    def with_lag(self, back: Sequence[int]) -> Recorder:
+        """The same events where the device is further behind.
+
+        Args:
+            back: by tick of a micro batch, the tick from which what is freed after it is back.
+        """
+        assert self.deferred_frees is not None, "recorded without deferred frees"
+        return self._completing(self.deferred_frees.completions_with_lag(back))
+
+    def _completing(self, points: Sequence[tuple[int, int, Sequence[int]]]) -> Recorder:
         """The same events where deferred frees take effect elsewhere.
 
         Args:

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 #: Optimizer steps that a run takes; peaks repeat from the second applied one on.
 STEPS = 3
-#: Where ranks that are started here find a user's own module.
-MODULE_FILE = "module.pt"
 #: fp16 begins at this loss scale where no file says otherwise, so that no step is lost to finding it.
 _FP16_POWER = 8
 _ADAM_LIKE = ("adam", "adamw", "lamb")

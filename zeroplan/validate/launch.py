@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroplan.validate.job import VerifyJob, ended_early
+from zeroplan.validate.run_folder import BEAT, DEVICE, JOBS, RESULT
 
 #: Called with a job's index and what its first rank is doing.
 Progress = Callable[[int, str], None]
@@ -49,8 +50,8 @@ class Launch:
 
     def start(self) -> None:
         """Start the ranks; returns at once."""
-        (self.folder / "jobs.json").write_text(json.dumps([job.to_json() for job in self.jobs]))
-        (self.folder / "device").write_text(self.device)
+        (self.folder / JOBS).write_text(json.dumps([job.to_json() for job in self.jobs]))
+        (self.folder / DEVICE).write_text(self.device)
         if self.jobs[0].live is not None:
             from zeroplan.validate.live import write_live
 
@@ -96,7 +97,7 @@ class Launch:
                 early = time.monotonic()
             if early and time.monotonic() - early > _GRACE_SECONDS:
                 return  # that rank's result says why; torchrun would wait longer for the others
-            written = sum(file.stat().st_size for file in self.folder.glob("beat-*.jsonl"))
+            written = sum(file.stat().st_size for file in self.folder.glob(BEAT.format(rank="*")))
             if written != size:
                 size, since = written, time.monotonic()
             elif time.monotonic() - since > self.timeout + _PATIENCE_SECONDS:
@@ -113,7 +114,7 @@ class Launch:
         self._read = len(beats)
 
     def _beats(self, rank: int) -> list[dict[str, Any]]:
-        file = self.folder / f"beat-{rank}.jsonl"
+        file = self.folder / BEAT.format(rank=rank)
         lines = file.read_text().split("\n")[:-1] if file.exists() else []
         return [json.loads(line) for line in lines]
 
@@ -154,7 +155,7 @@ class Launch:
     def _results(self) -> Results:
         found: Results = {}
         for index in range(len(self.jobs)):
-            files = sorted(self.folder.glob(f"result-{index}-*.json"))
+            files = sorted(self.folder.glob(RESULT.format(job=index, rank="*")))
             found[index] = [json.loads(file.read_text()) for file in files]
         return found
 

@@ -32,7 +32,7 @@ from zeroplan.core.workload import DType
 from zeroplan.engines.base import Case, Engine
 from zeroplan.planner.tapes import ExpandedTapes, NoTapeError
 from zeroplan.trace.api import trace_module
-from zeroplan.validate.job import MODULE_FILE
+from zeroplan.validate.run_folder import MAIN, MODULE
 from zeroplan_runtime.arena import DTYPES
 from zeroplan_runtime.pytree import cast_tensors, map_tensors, tensors_of
 from zeroplan_runtime.units import cast_floating
@@ -41,7 +41,6 @@ from zeroplan_runtime.units import cast_floating
 ENGINES = ("zeroplan", "ddp")
 #: In a rank's environment.
 RANK = "ZEROPLAN_VERIFY_RANK"
-_MAIN = "main.pickle"
 _IN_TORCHRUN = "run the script by torchrun, where every rank builds the module itself"
 #: Modules of torch.nn whose kernels keep the same tensors on a CPU as on CUDA.
 _ALIKE = ("activation", "container", "linear", "sparse", "normalization", "loss", "module", "transformer", "flatten")
@@ -182,13 +181,13 @@ def write_live(folder: Path, live: Live) -> None:
             remedy=f"put it into a file that can be imported, or {_IN_TORCHRUN}",
         )
     try:
-        with (folder / MODULE_FILE).open("wb") as file:
+        with (folder / MODULE).open("wb") as file:
             torch.save((module, live.batch), file)
     except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as fault:
         text = (str(fault).splitlines() or [""])[0][:200]
         raise BadInput(f"the module cannot be handed to other processes ({text})", where="model", remedy=_IN_TORCHRUN) from None
     wanted = ["sys_path", *(("init_main_from_path", "init_main_from_name") if own is not None else ())]
-    with (folder / _MAIN).open("wb") as file:
+    with (folder / MAIN).open("wb") as file:
         pickle.dump({key: main[key] for key in wanted if key in main}, file)
 
 
@@ -198,9 +197,9 @@ def read_live(folder: Path) -> Live:
     Raises:
         BadInput: when the script that the module comes from cannot be imported.
     """
-    path = folder / MODULE_FILE
+    path = folder / MODULE
     os.environ[RANK] = "1"
-    preparation = pickle.loads((folder / _MAIN).read_bytes())
+    preparation = pickle.loads((folder / MAIN).read_bytes())
     try:
         multiprocessing.spawn.prepare(preparation)
     except SystemExit as fault:

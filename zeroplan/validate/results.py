@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from zeroplan.core.display import Printable
 from zeroplan.core.plan import MemoryPlan, ModelInfo
 
 SCHEMA_VERSION = 1
@@ -108,7 +109,7 @@ class Comparison(_Frozen):
     verdict: str
 
 
-class Drift(_Frozen):
+class Drift(Printable, _Frozen):
     """What ``verify`` answers: every configuration that was run."""
 
     schema_version: int = Field(default=SCHEMA_VERSION, alias="schema")
@@ -125,8 +126,3 @@ class Drift(_Frozen):
     def to_json(self) -> str:
         """One JSON object, indented."""
         return self.model_dump_json(by_alias=True, indent=2)
-
-    def __str__(self) -> str:
-        from importlib import import_module
-
-        return str(import_module("zeroplan.report.drift").drift_text(self))

@@ -82,9 +82,8 @@ class Simulator:
         lag = self._lag(case, tape, job)
         if lag.furthest <= FETCHES_BEHIND:
             return found
-        recorder = self._recordings.of(case, tape, job)
-        assert recorder.deferred_frees is not None
-        behind = simulate(recorder.deferred_frees.with_lag(recorder, lag.back), config, device_memory=case.cluster.vram)
+        recorder = self._recordings.of(case, tape, job).with_lag(lag.back)
+        behind = simulate(recorder, config, device_memory=case.cluster.vram)
         if lag.device_bound:
             return replace(found, timeline=behind, other_lags=(found.timeline,))
         return replace(found, other_lags=(behind,))

@@ -17,7 +17,8 @@ from typing import Any
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.files import write_atomic
-from zeroplan.validate.job import MODULE_FILE, VerifyJob, ended_early
+from zeroplan.validate.job import VerifyJob, ended_early
+from zeroplan.validate.run_folder import BEAT, DEVICE, JOBS, MODULE, RESULT
 
 #: The exit code of a rank whose run ended early, whose result says why.
 EXIT_EARLY = 70
@@ -27,7 +28,7 @@ class Beat:
     """Says what this rank is doing, in a file of its own."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self._file = (folder / f"beat-{rank}.jsonl").open("a", buffering=1)
+        self._file = (folder / BEAT.format(rank=rank)).open("a", buffering=1)
         self.job = 0
 
     def say(self, text: str) -> None:
@@ -67,8 +68,8 @@ def run_here(job: VerifyJob, place: Any, say: Any) -> dict[str, Any]:
 
 
 def _jobs(folder: Path) -> list[VerifyJob]:
-    jobs = [VerifyJob.from_json(values) for values in json.loads((folder / "jobs.json").read_text())]
-    if not (folder / MODULE_FILE).exists():
+    jobs = [VerifyJob.from_json(values) for values in json.loads((folder / JOBS).read_text())]
+    if not (folder / MODULE).exists():
         return jobs
     from zeroplan.validate.live import read_live
 
@@ -88,18 +89,18 @@ def main(folder: Path) -> None:
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     beat = Beat(folder, rank)
     beat.say("importing torch")
-    device = (folder / "device").read_text()
+    device = (folder / DEVICE).read_text()
     try:
         jobs = _jobs(folder)
     except Exception as error:  # the user's own script runs here
-        write_atomic(folder / f"result-0-{rank}.json", json.dumps({"rank": rank, **_refused(error)}))
+        write_atomic(folder / RESULT.format(job=0, rank=rank), json.dumps({"rank": rank, **_refused(error)}))
         os._exit(EXIT_EARLY)
     beat.say("joining the other ranks")
     place = join(jobs[0], device, local_rank)
     for index, job in enumerate(jobs):
         beat.job = index
         result = run_here(job, place, beat.say)
-        write_atomic(folder / f"result-{index}-{rank}.json", json.dumps(result))
+        write_atomic(folder / RESULT.format(job=index, rank=rank), json.dumps(result))
         beat.say("done")
         if ended_early(result):
             os._exit(EXIT_EARLY)

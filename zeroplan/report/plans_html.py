@@ -10,8 +10,8 @@ from typing import Any
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.units import format_bytes, format_count
 from zeroplan.report.html_assets import SCRIPT, STYLE
-from zeroplan.report.text import gpus_text
 from zeroplan.report.timeline import Frame, timeline_svg
+from zeroplan.report.words import gpus_text
 from zeroplan.simulate.timeline import Curve, Note, Timeline
 
 _FITS = {True: "<span class='yes'>fits</span>", False: "<span class='no'>does not fit</span>", None: ""}

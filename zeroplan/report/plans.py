@@ -2,45 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Mapping
-from typing import Any
-
-from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import MemoryPlan, Report
-from zeroplan.core.units import format_bytes, format_count, format_gib
+from zeroplan.core.units import format_bytes, format_gib
+from zeroplan.report.host import host_table
+from zeroplan.report.table import render
+from zeroplan.report.words import gpus_text, model_text, work_text
 
-FORMATS = ("plain", "github", "html", "csv")
-_TABULATE = {"plain": "simple", "github": "github", "html": "html"}
-#: Columns of figures, which are formatted already; all others are text.
-_FIGURES = frozenset(
-    [
-        *("stage", "states", "fixed", "activations", "allocated", "reserved", "total", "host (pinned)", "disk"),
-        *("DeepSpeed says", "bytes", "parameters", "short", "memory", "usable"),
-        *("most", "pinned"),
-        *("memory GB/s", "link GB/s", "host link GB/s"),
-    ]
-)
 _FITS = {True: "yes", False: "no", None: "-"}
-
-
-def render(headers: list[str], rows: list[list[str]], style: str) -> str:
-    """A table in one of :data:`FORMATS`.
-
-    Raises:
-        BadInput: an unknown format.
-    """
-    if style == "csv":
-        out = io.StringIO()
-        csv.writer(out, lineterminator="\n").writerows([headers, *rows])
-        return out.getvalue().rstrip("\n")
-    if style not in _TABULATE:
-        raise BadInput(f"unknown format {style[:40]!r}", where="--format", remedy=f"use one of {', '.join(FORMATS)}")
-    from tabulate import tabulate
-
-    align = ["right" if h in _FIGURES else "left" for h in headers]
-    return str(tabulate(rows, headers, tablefmt=_TABULATE[style], disable_numparse=True, colalign=align if rows else None))
 
 
 def _offload(plan: MemoryPlan) -> str:
@@ -105,8 +73,6 @@ _HOST_LEGEND = (
 
 def _host_part(report: Report, style: str) -> list[str]:
     """The host by phase, where there is one plan to tell of."""
-    from zeroplan.report.host import host_table
-
     table = host_table(report.plans[0], style) if len(report.plans) == 1 else ""
     return [table, "", _HOST_LEGEND, ""] if table else []
 
@@ -117,26 +83,6 @@ def _heading(report: Report) -> str:
     if cluster["vram"]:
         text += f" of {format_bytes(cluster['vram'], digits=0)} ({format_bytes(cluster['usable_vram'], digits=1)} usable)"
     return f"{text} · {work_text(work)}"
-
-
-def model_text(name: str, params: int, trainable: int) -> str:
-    """A model by its name and size."""
-    return f"{name}: {params:,} parameters" + (f" ({format_count(trainable)} trainable)" if trainable != params else "")
-
-
-def gpus_text(nodes: int, gpus: int) -> str:
-    """How many GPUs, by node where there are several."""
-    if nodes > 1:
-        return f"{nodes} × {gpus} GPUs"
-    return f"{gpus} GPU" if gpus == 1 else f"{gpus} GPUs"
-
-
-def work_text(work: Mapping[str, Any]) -> str:
-    """A workload, as the JSON has it, in a few words."""
-    batch = f"batch {work['micro_batch']} × {work['seq_len']}"
-    if work["grad_accum"] > 1:
-        batch += f" × {work['grad_accum']} accumulated"
-    return f"{work['dtype']} {work['optimizer']} · {batch}"
 
 
 def _legend(report: Report) -> list[str]:
@@ -212,9 +158,7 @@ def _phases(phases: tuple[str, ...]) -> str:
 
 
 def plan_text(plan: MemoryPlan) -> str:
-    """One plan for a terminal: its row and its buffers."""
-    from zeroplan.report.host import host_table
-
+    """One plan for a terminal: its row, its host and its buffers."""
     tables = [plans_table([plan]), host_table(plan), lines_table(plan)]
     return f"{plan.engine} {plan.engine_version}, {plan.label}\n" + "\n\n".join(table for table in tables if table)
 
@@ -222,6 +166,4 @@ def plan_text(plan: MemoryPlan) -> str:
 def plan_html(plan: MemoryPlan) -> str:
     """One plan for a notebook."""
     heading = f"<p><b>{plan.engine} {plan.engine_version}, {plan.label}</b></p>"
-    from zeroplan.report.host import host_table
-
     return heading + plans_table([plan], "html") + host_table(plan, "html") + lines_table(plan, "html")

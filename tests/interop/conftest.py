@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +16,34 @@ FIXTURES = HERE.parent / "fixtures" / "ds_configs"
 
 
 @pytest.fixture(scope="session")
-def oracle() -> Callable[[list[dict[str, Any]]], list[dict[str, Any]]]:
-    """DeepSpeed's verdicts on a list of configs, from a process of its own."""
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[list[dict[str, Any]]], list[dict[str, Any]]]]:
+    """DeepSpeed's verdicts on a list of configs, from a process of its own that serves the session."""
     pytest.importorskip("deepspeed")
-
-    def ask(configs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        done = subprocess.run(
+    said = tmp_path_factory.mktemp("oracle") / "stderr"
+    with (
+        said.open("w") as stderr,
+        subprocess.Popen(
             [sys.executable, str(HERE / "deepspeed_oracle.py")],
-            input="\n".join(json.dumps(config) for config in configs),
-            capture_output=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
             text=True,
-            timeout=280,
+            bufsize=1,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
-        return [json.loads(line) for line in done.stdout.splitlines()]
+        ) as process,
+    ):
 
-    return ask
+        def ask(configs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            answers = []
+            for config in configs:
+                with contextlib.suppress(BrokenPipeError):  # it then has no answer either
+                    process.stdin.write(json.dumps(config) + "\n")
+                answer = process.stdout.readline()
+                assert answer, said.read_text()[-2000:]
+                answers.append(json.loads(answer))
+            return answers
+
+        yield ask
+        process.kill()

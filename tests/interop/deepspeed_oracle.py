@@ -1,4 +1,4 @@
-"""DeepSpeed's own verdict on a list of configs: JSON lines in, JSON lines out. Run as a script, in a process of its own.
+"""DeepSpeed's own verdict on configs: a JSON line in, a JSON line out, until the input ends. Run as a script.
 
 The engine is built on the CPU over a tiny model, one rank, with DeepSpeed's compiled kernels stubbed: no step is taken, so
 what is asked is only which configs it refuses and which wrapper it builds.
@@ -6,8 +6,9 @@ what is asked is only which configs it refuses and which wrapper it builds.
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import functools
+import gc
 import json
 import logging
 import os
@@ -24,25 +25,24 @@ def main() -> None:
         LOCAL_RANK="0",
         LOCAL_SIZE="1",
     )
-    configs = [json.loads(line) for line in sys.stdin]
-    answers = sys.stdout
-    with contextlib.redirect_stdout(sys.stderr):
-        import deepspeed
-        import torch
-        from deepspeed.accelerator import get_accelerator
-        from deepspeed.ops.op_builder import builder
-        from deepspeed.ops.op_builder.cpu.no_impl import NotImplementedBuilder
+    answers, sys.stdout = sys.stdout, sys.stderr  # DeepSpeed prints
+    import cpuinfo
+    import deepspeed
+    import torch
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.ops.op_builder import builder
+    from deepspeed.ops.op_builder.cpu.no_impl import NotImplementedBuilder
 
-        logging.getLogger("DeepSpeed").setLevel(logging.CRITICAL)
-        builder.OpBuilder.load = lambda self, verbose=True: MagicMock()  # no compiler, no kernels
-        NotImplementedBuilder.load = builder.OpBuilder.load
-        get_accelerator().is_fp16_supported = lambda: True
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-        deepspeed.init_distributed("gloo")
-        found = [verdict(config) for config in configs]
-    for answer in found:
-        print(json.dumps(answer), file=answers)
-    answers.flush()
+    logging.getLogger("DeepSpeed").setLevel(logging.CRITICAL)
+    builder.OpBuilder.load = lambda self, verbose=True: MagicMock()  # no compiler, no kernels
+    NotImplementedBuilder.load = builder.OpBuilder.load
+    get_accelerator().is_fp16_supported = lambda: True
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)  # a process each time, and every CPU optimizer asks
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    deepspeed.init_distributed("gloo")
+    for line in sys.stdin:
+        gc.freeze()  # else every collection, and DeepSpeed asks for many, goes through all that torch has imported
+        print(json.dumps(verdict(json.loads(line))), file=answers, flush=True)
     os._exit(0)  # threads that engines leave behind may end the process by a signal while it is torn down
 
 

@@ -13,8 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-os.environ.update(DS_ACCELERATOR="cpu", MASTER_ADDR="127.0.0.1", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-os.environ.setdefault("MASTER_PORT", "29655")
+os.environ.update(DS_ACCELERATOR="cpu", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_SIZE="1")
 
 import deepspeed
 import torch
@@ -69,7 +68,11 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # else every collection, and DeepSpeed asks for many, goes through all that torch has imported
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # for inference; it would be compiled here
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)  # needs no port
     deepspeed.init_distributed("gloo", verbose=False)
     for one in json.loads(Path(sys.argv[1]).read_text()):
         print("RESULT " + json.dumps(run(one)), flush=True)
         gc.collect()
+        gc.freeze()

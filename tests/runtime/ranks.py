@@ -15,6 +15,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 MOST = 4
+#: What the server that ranks are forked from imports once, for all of a session; torch's choice of kernels imports the first.
+_IMPORTED = ["torch._inductor.config", "tests.runtime.train"]
 
 
 def _work(rank: int, store: str, tasks: Any, results: Any) -> None:
@@ -40,7 +42,8 @@ class RankPool:
         self._processes: list[Any] = []
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(_IMPORTED)
         self._results = context.Queue()
         self._tasks = [context.Queue() for _ in range(MOST)]
         store = os.path.join(tempfile.mkdtemp(), "store")

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from zeroplan.cli.check import check_command
-from zeroplan.core.errors import BadInput
-
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "ds_configs"
 
 
-def run(capsys: pytest.CaptureFixture[str], path: Path, **more: Any) -> tuple[int, str]:
-    code = check_command(str(path), as_json=False, **more)
-    return code, capsys.readouterr().out
+Cli = Callable[..., tuple[int, str, str]]
+
+
+def run(cli: Cli, path: Path, *words: str) -> tuple[int, str]:
+    code, out, _ = cli("check", str(path), *words)
+    return code, out
 
 
 def write(tmp_path: Path, config: dict[str, Any]) -> Path:
@@ -72,40 +73,40 @@ def test_every_fixture_has_its_answer() -> None:
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_fixtures_get_honest_answers(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fixtures_get_honest_answers(name: str, cli: Cli) -> None:
     code, phrases = ANSWERS[name]
-    found, text = run(capsys, FIXTURES / name)
+    found, text = run(cli, FIXTURES / name)
     assert found == code
     for phrase in phrases:
         assert phrase in text
 
 
-def test_the_nearest_config_of_the_one_bit_fixture_does_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_nearest_config_of_the_one_bit_fixture_does_run(tmp_path: Path, cli: Cli) -> None:
     config = json.loads((FIXTURES / "lightning_onebit_stage2_offload.json").read_text())
     config["optimizer"]["type"] = "AdamW"
     del config["optimizer"]["params"]["cuda_aware"]
     config["train_micro_batch_size_per_gpu"] = 1
-    code, text = run(capsys, write(tmp_path, config))
+    code, text = run(cli, write(tmp_path, config))
     assert code == 0
     assert "runs this file as it is: stage 2, optimizer on cpu" in text
 
 
-def test_renaming_zero_in_the_slides_leaves_the_placeholders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_renaming_zero_in_the_slides_leaves_the_placeholders(tmp_path: Path, cli: Cli) -> None:
     config = json.loads((FIXTURES / "slides_top_level_zero.json").read_text())
     config["zero_optimization"] = config.pop("zero")
-    code, text = run(capsys, write(tmp_path, config))
+    code, text = run(cli, write(tmp_path, config))
     assert code == 2
     assert text.count("'[cpu|nvme]' is a placeholder") == 2
 
 
-def test_ranks_settle_the_batch(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, FIXTURES / "gpt2_zero_true.json", world_size=8)[0] == 0
-    code, text = run(capsys, FIXTURES / "gpt2_zero_true.json", world_size=12)
+def test_ranks_settle_the_batch(cli: Cli) -> None:
+    assert run(cli, FIXTURES / "gpt2_zero_true.json", "--gpus", "8")[0] == 0
+    code, text = run(cli, FIXTURES / "gpt2_zero_true.json", "--gpus", "12")
     assert code == 2
     assert "512 does not divide by micro batch 16 × 12 ranks; use a multiple of 192" in text
 
 
-def test_all_problems_are_listed_one_line_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_problems_are_listed_one_line_each(tmp_path: Path, cli: Cli) -> None:
     config = {
         "train_batch_size": 0,
         "fp16": {"enabled": True},
@@ -113,7 +114,7 @@ def test_all_problems_are_listed_one_line_each(tmp_path: Path, capsys: pytest.Ca
         "zero_optimization": {"stage": 5, "offload_param": {"device": "gpu"}, "mics_shard_size": 2},
         "optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}},
     }
-    code, text = run(capsys, write(tmp_path, config))
+    code, text = run(cli, write(tmp_path, config))
     assert code == 2
     start = text.index("DeepSpeed refuses (7)")
     lines = text[start:].split("\n\n")[0].splitlines()[1:]
@@ -129,9 +130,9 @@ def test_all_problems_are_listed_one_line_each(tmp_path: Path, capsys: pytest.Ca
     ]
 
 
-def test_json_accounts_for_every_key(capsys: pytest.CaptureFixture[str]) -> None:
-    code = check_command(str(FIXTURES / "lightning_onebit_stage2_offload.json"), as_json=True)
-    answer = json.loads(capsys.readouterr().out)
+def test_json_accounts_for_every_key(cli: Cli) -> None:
+    code, out = run(cli, FIXTURES / "lightning_onebit_stage2_offload.json", "--json")
+    answer = json.loads(out)
     assert code == 2
     assert (answer["runs"], answer["runs_alone"], answer["stage"], answer["wrapper"]) == (False, False, 2, None)
     assert answer["findings"][0]["id"] == "optimizer.one_bit"
@@ -141,19 +142,9 @@ def test_json_accounts_for_every_key(capsys: pytest.CaptureFixture[str]) -> None
     assert effects["optimizer.params.lr"] == "no effect on memory"
 
 
-def test_a_file_that_is_no_json(tmp_path: Path) -> None:
+def test_a_file_that_is_no_json(tmp_path: Path, cli: Cli) -> None:
     path = tmp_path / "broken.json"
     path.write_text('{"zero_optimization": ')
-    with pytest.raises(BadInput, match="is not JSON"):
-        check_command(str(path), as_json=False)
-
-
-def test_the_verb(tmp_path: Path) -> None:
-    from typer.testing import CliRunner
-
-    from zeroplan.cli.main import app
-
-    done = CliRunner().invoke(app, ["check", str(FIXTURES / "lightning_onebit_stage2_offload.json"), "--json"])
-    assert done.exit_code == 2
-    assert json.loads(done.stdout)["runs"] is False
-    assert CliRunner().invoke(app, ["check", str(FIXTURES / "gpt2_zero_true.json"), "--gpus", "4"]).exit_code == 0
+    code, out, message = cli("check", str(path))
+    assert (code, out) == (2, "")
+    assert "is not JSON" in message

@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from strategies import JSON, SHAPED
 
-from zeroplan.cli.check import check_json, check_text
 from zeroplan.core.errors import BadInput
 from zeroplan.core.workload import Workload
 from zeroplan.ds_config.reader import inspect_ds_config, read_ds_config
 from zeroplan.ds_config.writer import write_ds_config
+from zeroplan.report.check import check_json, check_text
 
 RELAXED = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from zeroplan.cli import flags
 from zeroplan.cli.main import app
 from zeroplan.core.errors import EXIT_BAD_INPUT, EXIT_OK, BadInput
-from zeroplan.core.zero_config import DEEPSPEED_VERSION
-from zeroplan.ds_config.findings import Severity
-from zeroplan.ds_config.reader import DsConfig, inspect_ds_config
-from zeroplan.ds_config.schema import Effect
-
-_TITLES = {
-    Severity.ERROR: "DeepSpeed refuses",
-    Severity.OPEN: "Left open: refused alone, filled by the HF Trainer, Lightning or a flag",
-    Severity.WARNING: "Runs otherwise than it says",
-    Severity.NOTE: "Worth knowing",
-}
 
 
 @app.command()
@@ -29,98 +18,15 @@ def check(
     gpus: Annotated[int | None, typer.Option("--gpus", help="Ranks, for the batch arithmetic. [any]")] = None,
     as_json: flags.Json = False,
 ) -> None:
-    """Say of every key of a ds_config whether it is understood, and what DeepSpeed will do with the file."""
+    """Say of every key of a ds_config whether it is understood, and what DeepSpeed will do with the file.
+
+    The exit code is 0 when DeepSpeed runs the file (once filled), 2 when it refuses it.
+    """
+    from zeroplan.ds_config.reader import inspect_ds_config
+    from zeroplan.report.check import check_json, check_text
+
     if gpus is not None and gpus < 1:
         raise BadInput(f"{gpus} is out of range", where="--gpus", remedy="use 1 or more")
-    raise typer.Exit(check_command(file, as_json=as_json, world_size=gpus))
-
-
-def check_command(path: str, *, as_json: bool, world_size: int | None = None) -> int:
-    """Print the verdict on one file; the exit code is 0 when DeepSpeed runs it (once filled), 2 when it refuses it.
-
-    Raises:
-        BadInput: when the file cannot be read as JSON at all.
-    """
-    config = inspect_ds_config(path, world_size=world_size)
+    config = inspect_ds_config(file, world_size=gpus)
     print(json.dumps(check_json(config), indent=2) if as_json else check_text(config))
-    return EXIT_OK if config.runs_filled else EXIT_BAD_INPUT
-
-
-def verdict(config: DsConfig) -> str:
-    """One sentence: whether it runs, and as what."""
-    name = f"DeepSpeed {DEEPSPEED_VERSION}"
-    if config.errors:
-        count = len(config.errors)
-        return f"{name} refuses this file: {count} error{'s' if count > 1 else ''}."
-    does = f"stage {config.zero.stage}"
-    if config.zero.stage and config.zero.offload_optimizer:
-        device = config.zero.offload_optimizer.device if config.zero.stage == 3 else "cpu"
-        does += f", optimizer on {device}"
-    if config.zero.offloads_param:
-        does += f", parameters on {config.zero.offload_param.device}"
-    if config.job.dtype is not None and config.wrapper is not None:
-        built = "the optimizer as it is" if config.wrapper == "none" else config.wrapper
-        does += f", {config.job.dtype}; it builds {built}"
-    if config.runs_alone:
-        return f"{name} runs this file as it is: {does}."
-    return f"{name} alone refuses this file; once what is open is filled, it runs: {does}."
-
-
-def check_json(config: DsConfig) -> dict[str, Any]:
-    """The same as one object."""
-    return {
-        "schema": 1,
-        "file": config.source,
-        "engine_version": DEEPSPEED_VERSION,
-        "runs": config.runs_filled,
-        "runs_alone": config.runs_alone,
-        "verdict": verdict(config),
-        "stage": config.zero.stage,
-        "offload_optimizer": config.zero.offload_optimizer.device.value,
-        "offload_param": config.zero.offload_param.device.value,
-        "wrapper": None if config.wrapper is None else config.wrapper.value,
-        "findings": [
-            {
-                "id": finding.id,
-                "severity": finding.severity.value,
-                "where": finding.where,
-                "what": finding.what,
-                "remedy": finding.remedy,
-                "raised_at": finding.at.value,
-                "source": finding.source,
-            }
-            for finding in config.findings
-        ],
-        "unresolved_auto": list(config.unresolved_auto),
-        "keys": [{"key": key.path, "effect": key.effect.value, "note": key.note} for key in config.keys],
-    }
-
-
-def check_text(config: DsConfig) -> str:
-    """The same for a terminal: verdict, findings by severity, then the keys by what is known of them."""
-    lines = [_one_line(f"{config.source}: {verdict(config)}")]
-    for severity, title in _TITLES.items():
-        found = config.of_severity(severity)
-        if found:
-            lines += ["", f"{title} ({len(found)})", *(f"  {_one_line(finding)}" for finding in found)]
-    for effect in Effect:
-        paths = [key.path for key in config.keys if key.effect is effect]
-        if paths:
-            lines += ["", f"Keys: {effect.value} ({len(paths)})", *_wrapped(paths)]
-    return "\n".join(lines)
-
-
-def _one_line(finding: object) -> str:
-    text = "".join(ch if ch.isprintable() else " " for ch in str(finding))
-    return text if len(text) <= 400 else text[:397] + "..."
-
-
-def _wrapped(paths: list[str], width: int = 100) -> list[str]:
-    lines, line = [], " "
-    for path in paths:
-        shown = "".join(ch if ch.isprintable() else " " for ch in path)[:200]
-        if len(line) + len(shown) + 2 > width and line.strip():
-            lines.append(line.rstrip())
-            line = " "
-        line += f" {shown},"
-    return [*lines, line.rstrip(",")] if line.strip() else lines
+    raise typer.Exit(EXIT_OK if config.runs_filled else EXIT_BAD_INPUT)

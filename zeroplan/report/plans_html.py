@@ -9,7 +9,7 @@ from typing import Any
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.units import format_bytes, format_count
-from zeroplan.report.html_assets import SCRIPT, STYLE
+from zeroplan.report.page import page
 from zeroplan.report.timeline import Frame, timeline_svg
 from zeroplan.report.words import gpus_text
 from zeroplan.simulate.timeline import Curve, Note, Timeline
@@ -47,15 +47,7 @@ def html_report(
     body.append(
         "<footer>Made by zeroplan. Sizes are binary: 1 GiB = 2<sup>30</sup> bytes, on the GPU that needs the most.</footer>"
     )
-    return "\n".join(
-        [
-            "<!doctype html>",
-            "<html lang='en'><head><meta charset='utf-8'><meta name='viewport' content='width=device-width, initial-scale=1'>",
-            f"<title>{escape(report['model']['name'])}: memory</title><style>{STYLE}</style></head><body><main>",
-            *filter(None, body),
-            f"</main><script>{SCRIPT}</script></body></html>",
-        ]
-    )
+    return page(f"{report['model']['name']}: memory", body, script="timeline.js")
 
 
 def _plain_origin(_: Buffer, note: Note) -> str:

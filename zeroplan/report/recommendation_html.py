@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from zeroplan.core.units import GIB, format_bytes
-from zeroplan.report.html_assets import STYLE
+from zeroplan.report.page import page
 from zeroplan.report.recommendation import answer_text, ranking_table
 from zeroplan.search.answer import Answer, Point
 
@@ -31,8 +31,7 @@ def answer_html(answer: Answer) -> str:
         "The line joins what nothing else beats in both.</p></section>",
         *(f"<p class='warning'>{escape(w)}</p>" for w in answer.warnings),
     ]
-    head = f"<meta charset='utf-8'><title>{title}: recommendation</title><style>{STYLE}</style>"
-    return f"<!doctype html>\n<html lang='en'><head>{head}</head><body><main>{''.join(body)}</main></body></html>\n"
+    return page(f"{answer.model['name']}: recommendation", body)
 
 
 def pareto_front(points: Sequence[Point]) -> list[Point]:

@@ -1,0 +1,45 @@
+"""The pages' style and script are files of the package, and a page carries them itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from zeroplan.report.page import asset, page
+
+ROOT = Path(__file__).resolve().parents[2]
+Cli = Callable[..., tuple[int, str, str]]
+
+
+def test_a_page_needs_no_other_file() -> None:
+    text = page("<gpt2>", ["<h1>gpt2</h1>", ""], script="timeline.js")
+    assert "<title>&lt;gpt2&gt;</title>" in text
+    assert asset("page.css") in text
+    assert asset("timeline.js") in text
+    assert "src=" not in text
+    assert "href=" not in text
+
+
+def test_both_reports_are_pages(cli: Cli, tmp_path: Path) -> None:
+    pages = [tmp_path / "estimate.html", tmp_path / "recommend.html"]
+    words = ("openai-community/gpt2", "--gpus", "2", "--vram", "16G", "--depth", "formula")
+    assert cli("estimate", *words, "--html", str(pages[0]))[0] == 0
+    assert cli("recommend", *words, "--html", str(pages[1]))[0] == 0
+    for one in pages:
+        assert asset("page.css") in one.read_text()
+
+
+def test_the_wheel_carries_every_file_of_the_packages(tmp_path: Path) -> None:
+    """Built without its native part, which needs a compiler; files that only this machine made (bytecode) stay out."""
+    build = "import sys; from scikit_build_core.build import build_wheel; build_wheel(sys.argv[1], {'wheel.cmake': 'false'})"
+    done = subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    held = set(zipfile.ZipFile(wheel).namelist())
+    files = [path for package in ("zeroplan", "zeroplan_runtime") for path in (ROOT / package).rglob("*") if path.is_file()]
+    names = {str(path.relative_to(ROOT)) for path in files if path.suffix not in (".pyc", ".so")}
+    assert {"zeroplan/report/assets/page.css", "zeroplan/report/assets/timeline.js", "zeroplan/py.typed"} <= names
+    assert names <= held, names - held

@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.errors import BadInput
-from zeroplan_runtime.model_states import ModelStates, UnitState
+from zeroplan_runtime.model_states import ModelStates
 from zeroplan_runtime.pytree import tensors_of
+from zeroplan_runtime.unit_state import UnitState
 
 
 class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]

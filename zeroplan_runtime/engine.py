@@ -185,7 +185,7 @@ class Engine(nn.Module):
     def _reduces_once(self) -> bool:
         """Whether what the reduction leaves cannot be added to: parts of whole gradients, or updates that have begun."""
         setup = self.model_states.setup
-        early = self.host is not None and self.host.early is not None
+        early = self.host is not None and self.host.early_request is not None
         return early or (setup.shards_states and not setup.shards_grads)
 
     def _audited(self) -> AbstractContextManager[object]:
@@ -437,7 +437,7 @@ class Engine(nn.Module):
         self, save_dir: str | Path, tag: str | None = None, client_state: dict[str, Any] | None = None, save_latest: bool = True
     ) -> Path:
         """See :func:`zeroplan_runtime.checkpoint.save.save_checkpoint`."""
-        from zeroplan_runtime.checkpoint.save import save_checkpoint
+        from zeroplan_runtime.checkpoint.save import save_checkpoint  # torch.distributed.checkpoint is slow to import
 
         self.checks.require_usable("engine.save_checkpoint")
         return save_checkpoint(self, save_dir, tag, client_state, latest=save_latest)
@@ -446,7 +446,7 @@ class Engine(nn.Module):
         self, load_dir: str | Path, tag: str | None = None, **options: bool
     ) -> tuple[str | None, dict[str, Any]]:
         """See :func:`zeroplan_runtime.checkpoint.save.load_checkpoint`."""
-        from zeroplan_runtime.checkpoint.save import load_checkpoint
+        from zeroplan_runtime.checkpoint.save import load_checkpoint  # torch.distributed.checkpoint is slow to import
 
         self.checks.require_usable("engine.load_checkpoint", allow_failed_step=True)
         self.zero_grad()
@@ -456,7 +456,7 @@ class Engine(nn.Module):
 
     def save_16bit_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> None:
         """See :func:`zeroplan_runtime.checkpoint.export.save_16bit_model`."""
-        from zeroplan_runtime.checkpoint.export import save_16bit_model
+        from zeroplan_runtime.checkpoint.export import save_16bit_model  # torch.distributed.checkpoint is slow to import
 
         self.checks.require_usable("engine.save_16bit_model")
         save_16bit_model(self, save_dir, save_filename)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, pairwise
 
-from zeroplan_runtime.model_states import ParamSlot, UnitState
-from zeroplan_runtime.offload.param_swapper import Want
+from zeroplan_runtime.offload.param_swapper import FetchRequest
+from zeroplan_runtime.unit_state import ParamSlot, UnitState
 
 
 class ExecutionOrder:
@@ -20,7 +20,9 @@ class ExecutionOrder:
         self.next_in_forward = dict(pairwise(units))
         self.next_in_backward = {later: earlier for earlier, later in pairwise(unit for unit in units if not unit.is_root)}
 
-    def reads(self, unit: UnitState, slots: Iterable[ParamSlot], *, backward: bool, grad_enabled: bool) -> Iterator[Want]:
+    def reads(
+        self, unit: UnitState, slots: Iterable[ParamSlot], *, backward: bool, grad_enabled: bool
+    ) -> Iterator[FetchRequest]:
         """The units in files that will be brought into their slots from `unit` on, as far as can be told.
 
         Args:
@@ -34,7 +36,7 @@ class ExecutionOrder:
             slot = upcoming.param_slot.name
             holder, fresh = held[slot]
             if upcoming.in_files and not (holder is upcoming and fresh):
-                yield Want(upcoming.name, frozen=upcoming.frozen is not None and holder is not upcoming)
+                yield FetchRequest(upcoming.name, frozen=upcoming.frozen is not None and holder is not upcoming)
             held[slot] = (upcoming, True)
 
     def _ahead(self, unit: UnitState, *, backward: bool, grad_enabled: bool) -> Iterator[UnitState]:

@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn import functional
 
 from zeroplan_runtime.checks import refuse_copy
-from zeroplan_runtime.model_states import UnitState
 from zeroplan_runtime.schedule import RECEIVED_NOW, Schedule
+from zeroplan_runtime.unit_state import UnitState
 
 _Place = tuple[UnitState, int]
 

@@ -16,149 +16,24 @@ Note [Places]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
 
 from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.errors import BadInput
-from zeroplan.core.layout import STEP_SCALARS, Flat, Layout, OwnedBuffer, UnitKind, UnitLayout, plan_layout, runtime_buffers
+from zeroplan.core.layout import STEP_SCALARS, Flat, Layout, OwnedBuffer, plan_layout, runtime_buffers
 from zeroplan.core.layout_setup import RuntimeSetup as Setup
-from zeroplan_runtime.arena import DTYPES, Arena, ResizableBuffer
+from zeroplan_runtime.arena import DTYPES, Arena
 from zeroplan_runtime.comm import Communicator
+from zeroplan_runtime.offload.nvme import NvmeOffload
+from zeroplan_runtime.offload.optimizer_swapper import OptimizerSwapper
+from zeroplan_runtime.offload.param_swapper import ParamSwapper
 from zeroplan_runtime.streams import Event, Stream
+from zeroplan_runtime.unit_state import AccumSlot, FlatParam, GradSlot, ParamSlot, UnitState
 from zeroplan_runtime.units import Unit, reads_params_in_backward
 
-if TYPE_CHECKING:
-    from zeroplan_runtime.offload.host_optimizer import HostUnit
-    from zeroplan_runtime.offload.nvme import NvmeOffload
-    from zeroplan_runtime.offload.optimizer_swapper import OptimizerSwapper
-    from zeroplan_runtime.offload.param_swapper import ParamSwapper
-
 _Carved = dict[tuple[Buffer, str], torch.Tensor]
-
-
-@dataclass(slots=True, eq=False)
-class ParamSlot:
-    """Memory for parameters that units take turns in, or that one unit has for itself.
-
-    `holder` is the unit whose data it holds; `is_current` tells whether that is current; `in_use` whether it is being read.
-    `last_use` marks the last use of the previous data, `ready` the arrival of the present.
-    """
-
-    name: str
-    tensor: torch.Tensor
-    last_use: Event
-    ready: Event
-    holder: UnitState | None = None
-    is_current: bool = False
-    in_use: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class GradSlot:
-    """Memory for whole gradients that units take turns in, there from a backward's first need of it to its end.
-
-    `holder` is the unit whose gradients it holds; `last_use` marks the end of the last reduction from it.
-    """
-
-    buffer: ResizableBuffer
-    last_use: Event
-    holder: UnitState | None = None
-
-
-@dataclass(slots=True, eq=False)
-class AccumSlot:
-    """Memory on the device in which an offloaded unit's sum over micro batches is brought up and added to, there like a
-    :class:`GradSlot`. `ready` marks the sum's arrival, `last_use` its departure.
-    """
-
-    buffer: ResizableBuffer
-    last_use: Event
-    ready: Event
-
-
-@dataclass(slots=True, eq=False)
-class FlatParam:
-    """One flat: `full` is where the parameters live, `shard` this rank's part: memory of its own where it stands, maybe on the
-    host, while others use the slot that `full` is in, else (and where it rests in a file) inside `full`.
-    """
-
-    layout: Flat
-    params: list[nn.Parameter]
-    full: torch.Tensor
-    shard: torch.Tensor
-
-    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """`flat`, laid out like this one, as tensors of the parameters' shapes."""
-        return [
-            flat[offset : offset + numel].view(param.shape)
-            for offset, numel, param in zip(self.layout.offsets, self.layout.numels, self.params, strict=True)
-        ]
-
-
-@dataclass(slots=True, eq=False)
-class UnitState:
-    """One unit's tensors. The optimizer's (`grad`, `master`, `states`) cover the rank's share of the trainable flat.
-
-    `grad_full` are the whole gradients (in a slot from stage 2 on), `grad` this rank's averaged share of them; both are None
-    until they are first needed. `grad_buffer` is the memory of what is kept until the step: of `grad` where it lies apart from
-    `grad_full`, else of `grad_full`. `grad_received` says which parameters' gradients have arrived in
-    `grad_full` since it was last taken.
-    """
-
-    index: int
-    layout: UnitLayout
-    module: nn.Module
-    trainable: FlatParam | None
-    frozen: FlatParam | None
-    param_slot: ParamSlot
-    gathers_in_backward: bool
-    updated: Event  # the optimizer has written the shards
-    grad_slot: GradSlot | None = None
-    grad_buffer: ResizableBuffer | None = None
-    grad_full: torch.Tensor | None = None
-    grad: torch.Tensor | None = None
-    grad_views: list[torch.Tensor] = field(default_factory=list)
-    grad_gaps: list[torch.Tensor] = field(default_factory=list)
-    grad_received: bytearray = field(default_factory=bytearray)
-    reduced: bool = False  # in this micro batch
-    forward_count: int = 0  # forwards in this micro batch
-    accumulated: bool = False  # `grad` holds earlier micro batches
-    master: torch.Tensor | None = None
-    param_16bit: torch.Tensor | None = None  # what stands of the parameters beside `master`, in their dtype
-    host: HostUnit | None = None  # where the optimizer is not on the device
-    optim_states: dict[Buffer, torch.Tensor] = field(default_factory=dict)
-    lamb_workspace: torch.Tensor | None = None  # for the tables of optimizers that look at whole tensors
-
-    @property
-    def name(self) -> str:
-        """The module's full name, or ``root``."""
-        return self.layout.shape.name
-
-    @property
-    def is_root(self) -> bool:
-        """Whether this is the root unit, which stays gathered."""
-        return self.layout.shape.kind is UnitKind.ROOT
-
-    @property
-    def in_files(self) -> bool:
-        """Whether its parameters rest in a file."""
-        return self.layout.param_place is Place.NVME
-
-    def flats(self) -> Iterator[FlatParam]:
-        """The trainable flat and the frozen one, where they exist."""
-        return (flat for _, flat in self.flats_by_buffer())
-
-    def flats_by_buffer(self) -> Iterator[tuple[Buffer, FlatParam]]:
-        """The same, each with the name that its shard has where parameters are sharded."""
-        if self.trainable is not None:
-            yield Buffer.PARAM_SHARD, self.trainable
-        if self.frozen is not None:
-            yield Buffer.PARAM_FROZEN, self.frozen
 
 
 class ModelStates:
@@ -307,7 +182,7 @@ class ModelStates:
         nothing = torch.empty(0, device=self.arena.device)
         for unit in self.units:
             unit.grad_full = unit.grad = unit.master = unit.param_16bit = unit.lamb_workspace = None
-            unit.grad_views, unit.grad_gaps, unit.optim_states, unit.host = [], [], {}, None
+            unit.grad_views, unit.grad_gaps, unit.optim_states, unit.offloaded = [], [], {}, None
             unit.param_slot.tensor = nothing
             for flat in unit.flats():
                 flat.full = flat.shard = nothing
@@ -352,14 +227,14 @@ class ModelStates:
                 param.data = view
                 param.grad = None
             if unit.in_files:
-                self.param_swapper.put(unit.name, buffer, flat.shard)
+                self.param_swapper.write(unit.name, buffer, flat.shard)
             elif flat.shard.untyped_storage().data_ptr() != flat.full.untyped_storage().data_ptr():
                 flat.shard.copy_(self.local_shard(flat.full, flat.layout))
         if not self.setup.shards_params:
             unit.param_slot.holder, unit.param_slot.is_current = unit, True
         if unit.layout.place is Place.NVME and unit.trainable is not None:
             for state in self.optimizer_swapper.buffers:
-                self.optimizer_swapper.put(unit.name, state, master if state is Buffer.PARAM_MASTER else None)
+                self.optimizer_swapper.write(unit.name, state, master if state is Buffer.PARAM_MASTER else None)
 
     def _init_master(self, master: torch.Tensor, flat: Flat, position: int, value: torch.Tensor) -> None:
         """Masters begin at the model's original precision, not at that of its 16-bit copy."""

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -39,13 +39,12 @@ from zeroplan.core.buffers import Phase, Place
 from zeroplan.core.layout import UnitKind
 from zeroplan_runtime.checks import refuse_copy
 from zeroplan_runtime.execution_order import ExecutionOrder
-from zeroplan_runtime.model_states import FlatParam, ModelStates, UnitState
-from zeroplan_runtime.offload.param_swapper import Want
+from zeroplan_runtime.model_states import ModelStates
+from zeroplan_runtime.offload.host_optimizer import HostOptimizer
+from zeroplan_runtime.offload.param_swapper import FetchRequest
 from zeroplan_runtime.pytree import tensors_of
 from zeroplan_runtime.streams import Event, Stream
-
-if TYPE_CHECKING:
-    from zeroplan_runtime.offload.host_optimizer import HostOptimizer
+from zeroplan_runtime.unit_state import FlatParam, UnitState
 
 #: `UnitState.grad_received`, per parameter: its gradient came in an earlier micro batch, or in this one.
 RECEIVED_EARLIER, RECEIVED_NOW = 1, 2
@@ -163,13 +162,13 @@ class Schedule:
                 f"unit {unit.name!r} is needed while {slot.holder.name if slot.holder else '?'!r} still computes in the slot "
                 f'{slot.name!r} that they share; set {{"zeroplan": {{"ring": N}}}} higher, or give a policy that joins them'
             )
-        if unit.host is not None:
-            unit.host.wait()
+        if unit.offloaded is not None:
+            unit.offloaded.wait_for_update()
         slot.last_use.wait(self.all_gather_stream)
         unit.updated.wait(self.all_gather_stream)
         if unit.in_files:
             shards = {buffer: flat.shard for buffer, flat in unit.flats_by_buffer()}
-            self.model_states.param_swapper.bring(self._upcoming_reads(unit), shards, self.all_gather_stream)
+            self.model_states.param_swapper.fetch(self._upcoming_reads(unit), shards, self.all_gather_stream)
         with self.all_gather_stream.as_current():
             if unit.trainable is not None:
                 if self.setup.casts_masters and unit.master is not None:
@@ -192,20 +191,25 @@ class Schedule:
 
     def _prefetch_unshard(self, unit: UnitState | None) -> None:
         """Gathers `unit` early, unless that is to wait: see Note [Waiting for the host]."""
-        if unit is not None and _can_use_slot(unit) and not _is_pending(unit) and (self._in_backward or not unit.in_files):
+        if (
+            unit is not None
+            and _can_use_slot(unit)
+            and not _has_pending_update(unit)
+            and (self._in_backward or not unit.in_files)
+        ):
             self.unshard(unit)
 
     def _unshard_deferred(self, unit: UnitState | None) -> None:
         """Called when all of the unit before has been launched: the host has nothing better to do than to wait for `unit`."""
-        if unit is not None and _can_use_slot(unit) and (_is_pending(unit) or unit.in_files):
+        if unit is not None and _can_use_slot(unit) and (_has_pending_update(unit) or unit.in_files):
             self.unshard(unit)
 
     def _read_ahead(self) -> None:
         """Reads what the next forward will ask for first."""
         if self.model_states.layout.param_buffer:
-            self.model_states.param_swapper.expect(self._upcoming_reads(self.model_states.units[0]))
+            self.model_states.param_swapper.prefetch(self._upcoming_reads(self.model_states.units[0]))
 
-    def _upcoming_reads(self, unit: UnitState) -> Iterator[Want]:
+    def _upcoming_reads(self, unit: UnitState) -> Iterator[FetchRequest]:
         slots = self.model_states.param_slots.values()
         return self._execution_order.reads(unit, slots, backward=self._in_backward, grad_enabled=self._grad_enabled)
 
@@ -229,7 +233,7 @@ class Schedule:
         self._read_ahead()
         taken: set[str] = set()
         upcoming: UnitState | None = self.model_states.units[0]
-        while upcoming is not None and upcoming.param_slot.name not in taken and not _is_pending(upcoming):
+        while upcoming is not None and upcoming.param_slot.name not in taken and not _has_pending_update(upcoming):
             self.unshard(upcoming)
             taken.add(upcoming.param_slot.name)
             upcoming = self._execution_order.next_in_forward.get(upcoming)
@@ -237,7 +241,7 @@ class Schedule:
     def wait_for_unshard(self) -> None:
         """Makes the model's stream wait for every gather that was started."""
         for unit in self.model_states.units:
-            if _is_pending(unit) and not self.setup.shards_params:
+            if _has_pending_update(unit) and not self.setup.shards_params:
                 self.unshard(unit)
             unit.param_slot.ready.wait(self.compute_stream)
 
@@ -290,7 +294,7 @@ class Schedule:
             if unit.trainable is not None and not unit.reduced:
                 self.reduce_grads(unit, last=True)
         if self.host is not None and self.boundary:
-            self.host.backward_done()
+            self.host.post_backward()
         for unit in self.model_states.units:
             unit.reduced, unit.forward_count = False, 0
             unit.grad_received = unit.grad_received.replace(b"\x02", b"\x01")
@@ -354,10 +358,10 @@ class Schedule:
             staging.alloc()
         done = self.reduce_stream
         self._record_collective(2 * unit.index + 1)
-        if self.comm.world_size > 1 or unit.host is not None:
+        if self.comm.world_size > 1 or unit.offloaded is not None:
             self._produced.record(self.compute_stream)
             self._produced.wait(self.reduce_stream)
-            if unit.host is not None:
+            if unit.offloaded is not None:
                 done = self._reduce_to_host(unit, last=last)
             else:
                 with self.reduce_stream.as_current():
@@ -371,7 +375,7 @@ class Schedule:
     def _reduce_to_host(self, unit: UnitState, *, last: bool) -> Stream:
         """The reduced share leaves from where it lies; returns the lane that reads it last."""
         assert self.host is not None
-        assert unit.host is not None
+        assert unit.offloaded is not None
         assert unit.trainable is not None
         assert unit.grad_full is not None
         arrived = unit.grad_full
@@ -380,7 +384,9 @@ class Schedule:
             with self.reduce_stream.as_current():
                 self.comm.reduce_scatter(arrived, unit.grad_full)
         measure = partial(self.measure, unit) if self.measure is not None else None
-        return self.host.take(unit.host, arrived, self.reduce_stream, boundary=self.boundary, last=last, measure=measure)
+        return self.host.offload_grad(
+            unit.offloaded, arrived, self.reduce_stream, boundary=self.boundary, last=last, measure=measure
+        )
 
     def _reduce_on_device(self, unit: UnitState) -> None:
         assert unit.grad is not None
@@ -455,7 +461,7 @@ class Schedule:
         for unit in self.model_states.units:
             self.free_grads(unit)
         if self.host is not None:
-            self.host.forget()
+            self.host.drop_grads()
 
     # ------------------------------------------------------------------ progress
 
@@ -471,8 +477,8 @@ class Schedule:
         self.progress_count += 1
 
 
-def _is_pending(unit: UnitState) -> bool:
-    return unit.host is not None and unit.host.pending
+def _has_pending_update(unit: UnitState) -> bool:
+    return unit.offloaded is not None and unit.offloaded.update_pending
 
 
 def _can_use_slot(unit: UnitState) -> bool:

@@ -24,9 +24,9 @@ from zeroplan.core.layout import Layout, ParamShape, UnitKind, UnitShape, plan_l
 from zeroplan.core.layout_setup import RuntimeSetup
 from zeroplan.core.zero_config import Aio, OffloadDevice
 from zeroplan_runtime.offload import pinned
-from zeroplan_runtime.offload.chunks import blocks, runs_of_params
+from zeroplan_runtime.offload.chunks import block_sizes, param_chunks
 from zeroplan_runtime.offload.io import IoEngine
-from zeroplan_runtime.offload.param_swapper import ParamSwapper, Want
+from zeroplan_runtime.offload.param_swapper import FetchRequest, ParamSwapper
 from zeroplan_runtime.offload.swap_folder import SwapFolder
 from zeroplan_runtime.streams import Stream
 
@@ -37,18 +37,18 @@ class Ours:
     """Units of random parameters in a file, and slots on the device that they take turns in."""
 
     def __init__(self, layout: Layout, folder: SwapFolder, device: torch.device) -> None:
-        pairs = [pair for runs in runs_of_params(layout).values() for pair in runs]
-        self.file = folder.file("params", blocks(pairs, _WIDTH))
+        pairs = [pair for runs in param_chunks(layout).values() for pair in runs]
+        self.file = folder.file("params", block_sizes(pairs, _WIDTH))
         numel = layout.setup.param_buffers * layout.param_buffer
         memory = pinned.allocate(numel, torch.bfloat16, register=device.type == "cuda")
         self.params = ParamSwapper(layout, memory, self.file, device)
-        self.lane = Stream(device)
+        self.stream = Stream(device)
         self.names = [unit.shape.name for unit in layout.units]
         shard = layout.units[0].trainable
         assert shard is not None
         self.slots = [torch.empty(shard.shard, dtype=torch.bfloat16, device=device) for _ in range(2)]
         for i, name in enumerate(self.names):
-            self.params.put(name, Buffer.PARAM_SHARD, self._values(i))
+            self.params.write(name, Buffer.PARAM_SHARD, self._values(i))
 
     def _values(self, unit: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(unit)
@@ -57,10 +57,10 @@ class Ours:
     def read(self) -> float:
         """Seconds of a forward's reads and a backward's."""
         order = [*self.names, *reversed(self.names)]
-        wants = [Want(name, frozen=False) for name in order]
+        wants = [FetchRequest(name, frozen=False) for name in order]
         begin = time.perf_counter()
         for i in range(len(wants)):
-            self.params.bring(iter(wants[i:]), {Buffer.PARAM_SHARD: self.slots[i % 2]}, self.lane)
+            self.params.fetch(iter(wants[i:]), {Buffer.PARAM_SHARD: self.slots[i % 2]}, self.stream)
         if self.slots[0].is_cuda:
             torch.cuda.synchronize()
         return time.perf_counter() - begin
@@ -68,7 +68,7 @@ class Ours:
     def check(self) -> None:
         """What was written comes."""
         for i, name in enumerate(self.names):
-            self.params.bring(iter([Want(name, frozen=False)]), {Buffer.PARAM_SHARD: self.slots[0]}, self.lane)
+            self.params.fetch(iter([FetchRequest(name, frozen=False)]), {Buffer.PARAM_SHARD: self.slots[0]}, self.stream)
             if self.slots[0].is_cuda:
                 torch.cuda.synchronize()
             assert torch.equal(self.slots[0].cpu(), self._values(i)), name
@@ -102,7 +102,7 @@ def main() -> int:
         size, span = ours.file.bytes, setup.param_buffers * layout.param_buffer * _WIDTH
         plain = partial(direct.loop, ours.file.path, size, "read", block=aio.block_size, depth=aio.queue_depth, span=span)
         rates = in_turns({"zeroplan": (2 * size, ours.read), "direct loop": (size, plain)}, given.rounds)
-        ours.params.forget()
+        ours.params.drop_prefetch()
     median = {name: statistics.median(values) for name, values in rates.items()}
     ratio = median["zeroplan"] / median["direct loop"]
     said = ", ".join(f"{name} {rate / 1e9:.2f} GB/s" for name, rate in median.items())

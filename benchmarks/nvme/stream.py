@@ -25,7 +25,7 @@ from zeroplan.core.zero_config import Aio
 from zeroplan_runtime.offload import pinned
 from zeroplan_runtime.offload.io import IoEngine
 from zeroplan_runtime.offload.swap_folder import SwapFolder
-from zeroplan_runtime.offload.swap_pipeline import Part, Streamer, Work, plan_ring
+from zeroplan_runtime.offload.swap_pipeline import SwapPipeline, SwapTensor, Work, plan_buffers
 
 TARGET = 0.90
 LANES = 3  # master, exp_avg, exp_avg_sq
@@ -40,15 +40,15 @@ class Ours:
         self.file = folder.file("states", blocks)
         self.numel = lane // 4
         self.count = count
-        plan = plan_ring(3 * LANES, self.numel, lanes=LANES, largest=self.numel)
-        self.streamer = Streamer(plan, pinned.allocate(plan.bytes, torch.uint8, register=torch.cuda.is_available()))
+        plan = plan_buffers(3 * LANES, self.numel, lanes=LANES, largest=self.numel)
+        self.streamer = SwapPipeline(plan, pinned.allocate(plan.bytes, torch.uint8, register=torch.cuda.is_available()))
         self.run("write", self._fill)
 
     def run(self, mode: str, work: Work = lambda *_: None) -> float:
         """Seconds of one pass."""
         reads, writes = mode != "write", mode != "read"
         groups = [
-            [Part(self.file, f"{group}/{part}", self.numel, read=reads, write=writes) for part in range(LANES)]
+            [SwapTensor(self.file, f"{group}/{part}", self.numel, read=reads, write=writes) for part in range(LANES)]
             for group in range(self.count)
         ]
         begin = time.perf_counter()

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.runtime import models
 from zeroplan_runtime.arena import Arena
-from zeroplan_runtime.offload.activations import ActivationOffload, HostPool
+from zeroplan_runtime.offload.activations import ActivationOffload, PinnedPool
 
 CPU = torch.device("cpu")
 INPUT_BYTES = models.BATCH * models.LENGTH * models.WIDTH * 4
@@ -113,7 +113,7 @@ def test_an_input_changed_in_place_is_refused() -> None:
 
 def test_pool_holds_no_more_buffers_than_are_in_use_at_once() -> None:
     arena = Arena(CPU)
-    pool = HostPool(arena)
+    pool = PinnedPool(arena)
     for length in (3, 5, 4, 9):
         taken = [pool.take(length, torch.bfloat16) for _ in range(2)]
         assert all(one.memory.numel() >= 2 * length for one in taken)

@@ -49,7 +49,7 @@ def test_units_longer_than_a_lane_are_cut(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setattr(layout, "SWAP_NUMEL", most)
         config = {**ds_config(0, "bf16"), "zero_optimization": files(tmp_path), "zeroplan": {"wide_numel": 500, **MEMORY}}
         engine, *_ = zeroplan_runtime.initialize(model=models.make(), config=config, device="cpu")
-        runs = [len(found) for found in engine.model_states.nvme.optimizer_swapper._runs.values()]
+        runs = [len(found) for found in engine.model_states.nvme.optimizer_swapper._chunks.values()]
         losses.append([])
         for number in range(4):
             losses[-1].append(engine.backward(engine(models.batch(number, 0, 0))).item())
@@ -107,7 +107,7 @@ def test_torch_sees_the_same_masters(tmp_path: Path) -> None:
         flat = unit.trainable.layout
         for i, offset, numel in zip(flat.params, flat.offsets, flat.numels, strict=True):
             name = unit.layout.shape.params[i].name
-            found = engine.model_states.nvme.optimizer_swapper.get(
+            found = engine.model_states.nvme.optimizer_swapper.read(
                 unit.name, layout.Buffer.PARAM_MASTER, offset, offset + numel
             )
             assert torch.equal(found, before[name].reshape(-1))

@@ -109,24 +109,24 @@ def watched(engine: zeroplan_runtime.Engine, monkeypatch: pytest.MonkeyPatch) ->
     early: list[bool] = []
     vain: list[str] = []
     params = engine.model_states.nvme.param_swapper
-    expect, drop = ParamSwapper.expect, ParamSwapper._drop
+    prefetch, drop = ParamSwapper.prefetch, ParamSwapper._drop
 
-    def bring(self: ParamSwapper, coming: Any, targets: Any, lane: Any) -> None:
+    def fetch(self: ParamSwapper, coming: Any, targets: Any, stream: Any) -> None:
         wanted = list(coming)
         brought.append(wanted[0].unit)
         queue = list(self._queue)
-        early.append(bool(queue) and queue[0].piece is self._pieces[wanted[0]][0] and queue[0].transfers is not None)
-        real(self, iter(wanted), targets, lane)
+        early.append(bool(queue) and queue[0].batch is self._batches[wanted[0]][0] and queue[0].transfers is not None)
+        real(self, iter(wanted), targets, stream)
 
     def dropped(self: ParamSwapper, begin: int) -> None:
-        vain.extend(one.piece.unit for one in list(self._queue)[begin:] if one.transfers is not None)
+        vain.extend(one.batch.unit for one in list(self._queue)[begin:] if one.transfers is not None)
         drop(self, begin)
 
-    real = ParamSwapper.bring
-    monkeypatch.setattr(ParamSwapper, "bring", bring)
+    real = ParamSwapper.fetch
+    monkeypatch.setattr(ParamSwapper, "fetch", fetch)
     monkeypatch.setattr(ParamSwapper, "_drop", dropped)
     assert params is not None
-    assert expect is ParamSwapper.expect
+    assert prefetch is ParamSwapper.prefetch
     return brought, early, vain
 
 
@@ -182,26 +182,26 @@ def test_a_wrong_guess_costs_reads_and_nothing_else(tmp_path: Path, monkeypatch:
 def test_an_update_that_lingers_frees_nothing_of_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its last writes may end when the next update has been ordered, whose units are then not to be read."""
     engine = engine_on(section(tmp_path, "cpu"))
-    params, streamer = engine.model_states.nvme.param_swapper, engine.model_states.nvme.optimizer_swapper.streamer
+    params, pipeline = engine.model_states.nvme.param_swapper, engine.model_states.nvme.optimizer_swapper.pipeline
     go_on(engine, 0, 1)
     engine.drain()
     ordered: list[int] = []
     held: list[int] = []
-    hold, run = params.hold, streamer.run
+    hold, run = params.block_reads, pipeline.run
 
     def holding(units: Any) -> None:
         hold(units)
-        ordered.append(len(params._held))
+        ordered.append(len(params._blocked))
 
     def lingering(*groups: Any) -> None:
-        held.append(len(params._held))
+        held.append(len(params._blocked))
         run(*groups)
         deadline = time.monotonic() + 20
         while len(held) < 3 and len(ordered) == len(held) and time.monotonic() < deadline:
             time.sleep(0.001)
 
-    monkeypatch.setattr(params, "hold", holding)
-    monkeypatch.setattr(streamer, "run", lingering)
+    monkeypatch.setattr(params, "block_reads", holding)
+    monkeypatch.setattr(pipeline, "run", lingering)
     found = go_on(engine, 1, 4)
     engine.drain()
     assert ordered == held == [8] * 3  # all units, each time
@@ -270,7 +270,7 @@ def test_a_damaged_file_ends_the_run_by_name(tmp_path: Path, optimizer: str, dam
     engine = engine_on(section(tmp_path, optimizer))
     go_on(engine, 0, 2)
     engine.drain()
-    engine.model_states.nvme.param_swapper.forget()  # what had been read ahead is well
+    engine.model_states.nvme.param_swapper.drop_prefetch()  # what had been read ahead is well
     damage(engine.model_states.nvme.param_swapper.file.path)
     with pytest.raises(DiskFault) as fault:
         engine(models.batch(2, 0, 0))

@@ -33,13 +33,13 @@ if mode == "resume":
 while engine.global_steps < 8:
     if mode == "kill" and engine.global_steps == 6:
         files, seen = engine.model_states.nvme.optimizer_swapper, []
-        real = files._segments
-        def segments(*where):
+        real = files._group_slices
+        def slices(*where):
             seen.append(where)
             if len(seen) == 4:  # some units are written, some are on their way, some are not begun
                 os.kill(os.getpid(), signal.SIGKILL)
             return real(*where)
-        files._segments = segments
+        files._group_slices = slices
     loss = engine.backward(engine(models.batch(engine.global_steps, 0, 0)))
     engine.step()
     if engine.global_steps > 4:

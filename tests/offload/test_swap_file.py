@@ -39,7 +39,7 @@ def swap(engine: IoEngine, tmp_path: Path) -> SwapFile:
 
 
 def read(swap: SwapFile, name: str) -> torch.Tensor:
-    into = aligned(swap.held(name))
+    into = aligned(swap.stored_bytes(name))
     swap.finish(swap.read(name, into))
     return into
 

@@ -14,7 +14,7 @@ from zeroplan.core.zero_config import Aio
 from zeroplan_runtime.offload import pinned
 from zeroplan_runtime.offload.io import DiskFault, IoEngine
 from zeroplan_runtime.offload.swap_file import SwapFile
-from zeroplan_runtime.offload.swap_pipeline import Part, RingPlan, Streamer, plan_ring
+from zeroplan_runtime.offload.swap_pipeline import PipelineBuffers, SwapPipeline, SwapTensor, plan_buffers
 
 SIZES = [5000, 1, 4096, 10_000, 777, 10_000, 2048, 3]
 LANES = ("master", "exp_avg", "exp_avg_sq")
@@ -39,17 +39,17 @@ def states(numel: int, seed: int) -> tuple[torch.Tensor, ...]:
     return tuple(torch.randn(numel, generator=generator) for _ in LANES)
 
 
-def ring(plan: RingPlan) -> Streamer:
-    return Streamer(plan, pinned.allocate(plan.bytes, torch.uint8, register=False))
+def ring(plan: PipelineBuffers) -> SwapPipeline:
+    return SwapPipeline(plan, pinned.allocate(plan.bytes, torch.uint8, register=False))
 
 
-def swap_groups(path: Path, engine: IoEngine, *, first: bool = False) -> tuple[SwapFile, list[list[Part]]]:
+def swap_groups(path: Path, engine: IoEngine, *, first: bool = False) -> tuple[SwapFile, list[list[SwapTensor]]]:
     file = SwapFile.create(path, {f"{k}/{name}": 4 * numel for k, numel in enumerate(SIZES) for name in LANES}, engine)
     return file, parts_of(file, read=not first)
 
 
-def parts_of(file: SwapFile, *, read: bool = True, write: bool = True) -> list[list[Part]]:
-    return [[Part(file, f"{k}/{name}", n, read=read, write=write) for name in LANES] for k, n in enumerate(SIZES)]
+def parts_of(file: SwapFile, *, read: bool = True, write: bool = True) -> list[list[SwapTensor]]:
+    return [[SwapTensor(file, f"{k}/{name}", n, read=read, write=write) for name in LANES] for k, n in enumerate(SIZES)]
 
 
 def fill(index: int, tensors: tuple[torch.Tensor, ...]) -> None:
@@ -61,7 +61,7 @@ def fill(index: int, tensors: tuple[torch.Tensor, ...]) -> None:
 @pytest.mark.parametrize("late", [False, True])
 def test_equals_memory(engine: IoEngine, tmp_path: Path, slots: int, late: bool) -> None:
     file, fresh = swap_groups(tmp_path / "states.swap", engine, first=True)
-    streamer = ring(plan_ring(slots * 3, 12_288, lanes=3, largest=max(SIZES), slots=slots))
+    streamer = ring(plan_buffers(slots * 3, 12_288, lanes=3, largest=max(SIZES), slots=slots))
     streamer.run(fresh, fill)
     order: list[str] = []
 
@@ -94,9 +94,9 @@ def test_equals_memory(engine: IoEngine, tmp_path: Path, slots: int, late: bool)
 def test_reads_run_ahead(engine: IoEngine, tmp_path: Path) -> None:
     """While the first group is worked on, the second and third arrive in their slots."""
     file, fresh = swap_groups(tmp_path / "states.swap", engine, first=True)
-    plan = plan_ring(9, 10_240, lanes=3, largest=max(SIZES))
+    plan = plan_buffers(9, 10_240, lanes=3, largest=max(SIZES))
     memory = pinned.allocate(plan.bytes, torch.uint8, register=False)
-    streamer = Streamer(plan, memory)
+    streamer = SwapPipeline(plan, memory)
     streamer.run(fresh, fill)
     memory.zero_()
     seen: list[float] = []
@@ -116,28 +116,28 @@ def test_reads_run_ahead(engine: IoEngine, tmp_path: Path) -> None:
 
 
 def test_the_plan_is_exact() -> None:
-    assert plan_ring(4, 100_000_000, lanes=3).bytes <= 1_600_000_000
-    assert plan_ring(4, 100_000_000, lanes=3).numel(4) == 1_600_000_000 // 9 // 4096 * 1024
-    assert plan_ring(12, 10_240, lanes=3, largest=10_240) == RingPlan(3, 3, 40_960)
-    assert plan_ring(8, 10_240, lanes=3, largest=10_240) == RingPlan(2, 3, 40_960)
-    assert plan_ring(5, 1000, lanes=1, element_size=2, largest=1, slots=3) == RingPlan(2, 1, 4096)
+    assert plan_buffers(4, 100_000_000, lanes=3).bytes <= 1_600_000_000
+    assert plan_buffers(4, 100_000_000, lanes=3).numel(4) == 1_600_000_000 // 9 // 4096 * 1024
+    assert plan_buffers(12, 10_240, lanes=3, largest=10_240) == PipelineBuffers(3, 3, 40_960)
+    assert plan_buffers(8, 10_240, lanes=3, largest=10_240) == PipelineBuffers(2, 3, 40_960)
+    assert plan_buffers(5, 1000, lanes=1, element_size=2, largest=1, slots=3) == PipelineBuffers(2, 1, 4096)
     with pytest.raises(
         BadInput, match=r"2 buffers of 10,240 elements do not hold a group of 3 tensors.*at least 30,720 elements"
     ):
-        plan_ring(2, 10_240, lanes=3, largest=10_240)
+        plan_buffers(2, 10_240, lanes=3, largest=10_240)
 
 
 def test_too_large_a_group(engine: IoEngine, tmp_path: Path) -> None:
     file = SwapFile.create(tmp_path / "a.swap", {"a": 1 << 20}, engine)
     with pytest.raises(ValueError, match="does not fit"):
-        ring(RingPlan(2, 1, 4096)).run([[Part(file, "a", 2000)]], lambda *_: None)
+        ring(PipelineBuffers(2, 1, 4096)).run([[SwapTensor(file, "a", 2000)]], lambda *_: None)
 
 
 @pytest.mark.parametrize("slots", [1, 3])
 def test_a_fault_ends_the_pass(engine: IoEngine, tmp_path: Path, slots: int) -> None:
     """A corrupted block in the middle: its fault is raised, what was before it is written, and the streamer still works."""
     file, fresh = swap_groups(tmp_path / "states.swap", engine, first=True)
-    streamer = ring(plan_ring(slots * 3, 10_240, lanes=3, largest=max(SIZES)))
+    streamer = ring(plan_buffers(slots * 3, 10_240, lanes=3, largest=max(SIZES)))
     streamer.run(fresh, fill)
     with open(file.path, "r+b") as stream:
         stream.seek(file._blocks["5/exp_avg"].offset)

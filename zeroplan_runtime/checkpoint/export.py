@@ -5,21 +5,19 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from zeroplan_runtime.checkpoint.atomic_files import sync_folder, write_durably
-
-if TYPE_CHECKING:
-    from zeroplan_runtime.engine import Engine
+from zeroplan_runtime.checkpoint.training_state import TrainingState
 
 #: Bytes after which another file is begun.
 FILE_BYTES = 5 * 10**9
 
 
 def save_16bit_model(
-    engine: Engine, folder: str | Path, filename: str = "model.safetensors", *, file_bytes: int = FILE_BYTES
+    engine: TrainingState, folder: str | Path, filename: str = "model.safetensors", *, file_bytes: int = FILE_BYTES
 ) -> None:
     """Writes the parameters and persistent buffers, and the configs of a transformers model, from the first rank.
 

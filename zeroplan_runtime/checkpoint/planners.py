@@ -31,7 +31,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.errors import BadInput
 from zeroplan.core.layout_setup import OPTIMIZER_STATES
-from zeroplan_runtime.model_states import FlatParam, ModelStates, UnitState
+from zeroplan_runtime.model_states import ModelStates
+from zeroplan_runtime.unit_state import FlatParam, UnitState
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ def pieces(model_states: ModelStates, *, loading: bool, optimizer: bool = True) 
             frozen = unit.frozen.full if whole else unit.frozen.shard
             held = Held(frozen.dtype, frozen)
             if unit.in_files:
-                held = Held(frozen.dtype, read=partial(model_states.param_swapper.get, unit.name, Buffer.PARAM_FROZEN))
+                held = Held(frozen.dtype, read=partial(model_states.param_swapper.read, unit.name, Buffer.PARAM_FROZEN))
             yield from _of_flat(model_states, unit, unit.frozen, "param", held, whole=whole, loading=loading)
 
 
@@ -130,7 +131,7 @@ def _held(model_states: ModelStates, unit: UnitState, buffer: Buffer) -> Held:
     tensor = unit.master if buffer is Buffer.PARAM_MASTER else unit.optim_states.get(buffer)
     if tensor is not None:
         return Held(tensor.dtype, tensor)
-    return Held(torch.float32, read=partial(model_states.optimizer_swapper.get, unit.name, buffer))
+    return Held(torch.float32, read=partial(model_states.optimizer_swapper.read, unit.name, buffer))
 
 
 def _of_flat(

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -28,17 +28,15 @@ from zeroplan_runtime.checkpoint.planners import (
     pieces_in_files,
     states_in_files,
 )
+from zeroplan_runtime.checkpoint.training_state import TrainingState
 from zeroplan_runtime.checkpoint.writer import PieceWriter
-from zeroplan_runtime.model_states import UnitState
-
-if TYPE_CHECKING:
-    from zeroplan_runtime.engine import Engine
+from zeroplan_runtime.unit_state import UnitState
 
 logger = logging.getLogger("zeroplan_runtime")
 
 
 def save_checkpoint(
-    engine: Engine,
+    engine: TrainingState,
     folder: str | Path,
     tag: str | None = None,
     client_state: dict[str, Any] | None = None,
@@ -92,7 +90,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    engine: Engine,
+    engine: TrainingState,
     folder: str | Path,
     tag: str | None = None,
     *,
@@ -142,7 +140,7 @@ def load_checkpoint(
     return str(path), state["client_state"]
 
 
-def _read(engine: Engine, path: Path, wanted: list[Piece]) -> None:
+def _read(engine: TrainingState, path: Path, wanted: list[Piece]) -> None:
     try:
         with _quiet():
             load(
@@ -159,21 +157,21 @@ def _read(engine: Engine, path: Path, wanted: list[Piece]) -> None:
 
 
 @torch.no_grad()
-def _read_into_files(engine: Engine, path: Path, unit: UnitState, *, optimizer: bool) -> None:
+def _read_into_files(engine: TrainingState, path: Path, unit: UnitState, *, optimizer: bool) -> None:
     """One unit at a time, so that what is in files need not fit into host memory."""
     wanted, tensors = pieces_in_files(engine.model_states, unit, optimizer=optimizer)
     if states_in_files(unit) or unit.frozen is not None:  # on every rank or on none
         _read(engine, path, wanted)
     for buffer, tensor in tensors.items():
         if buffer is Buffer.PARAM_FROZEN:
-            engine.model_states.param_swapper.put(unit.name, buffer, tensor)
+            engine.model_states.param_swapper.write(unit.name, buffer, tensor)
         else:
-            engine.model_states.optimizer_swapper.put(unit.name, buffer, tensor)
+            engine.model_states.optimizer_swapper.write(unit.name, buffer, tensor)
     master = tensors.get(Buffer.PARAM_MASTER, unit.master)
     if unit.trainable is None or master is None:
         return
     if unit.in_files:
-        engine.model_states.param_swapper.put(unit.name, Buffer.PARAM_SHARD, master)
+        engine.model_states.param_swapper.write(unit.name, Buffer.PARAM_SHARD, master)
     else:
         unit.trainable.shard.copy_(master)
 
@@ -186,7 +184,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _state(engine: Engine, client_state: dict[str, Any] | None) -> dict[str, Any]:
+def _state(engine: TrainingState, client_state: dict[str, Any] | None) -> dict[str, Any]:
     groups = engine.optimizer.param_groups if engine.optimizer is not None else []
     return {
         "format": 1,
@@ -201,7 +199,7 @@ def _state(engine: Engine, client_state: dict[str, Any] | None) -> dict[str, Any
     }
 
 
-def _buffers(engine: Engine) -> list[Piece]:
+def _buffers(engine: TrainingState) -> list[Piece]:
     """The model's persistent buffers, equal on all ranks."""
     made = []
     for prefix, module in engine.module.named_modules():
@@ -213,7 +211,7 @@ def _buffers(engine: Engine) -> list[Piece]:
 
 
 @torch.no_grad()
-def _refresh(engine: Engine) -> None:
+def _refresh(engine: TrainingState) -> None:
     """Derives the 16-bit parameters from the masters that were read, and sends them where they are needed."""
     for unit in engine.model_states.units:
         if unit.param_16bit is not None and unit.master is not None:

@@ -38,15 +38,15 @@ from zeroplan_runtime.streams import Event, Stream
 _Key = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
-class HostPool:
+class PinnedPool:
     """Pinned buffers that saved inputs take turns in. There are never more than were in use at once."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        self._free: list[HostBuffer] = []
+        self._free: list[PinnedBuffer] = []
         self._made = 0
 
-    def take(self, numel: int, dtype: torch.dtype) -> HostBuffer:
+    def take(self, numel: int, dtype: torch.dtype) -> PinnedBuffer:
         """A buffer for `numel` elements: the smallest free one that holds them, else a new one in place of the largest."""
         nbytes = numel * dtype.itemsize
         fitting = [one for one in self._free if one.memory.numel() >= nbytes]
@@ -63,14 +63,14 @@ class HostPool:
         else:
             name, self._made = f"checkpoint.{self._made}", self._made + 1
         memory = self._arena.empty(Buffer.ACTIVATION_CHECKPOINT, nbytes, torch.uint8, unit=name, place=Place.PINNED)
-        return HostBuffer(name, memory, Event(self._arena.device))
+        return PinnedBuffer(name, memory, Event(self._arena.device))
 
-    def give_back(self, buffer: HostBuffer) -> None:
+    def give_back(self, buffer: PinnedBuffer) -> None:
         """Its content is not needed any more."""
         self._free.append(buffer)
 
 
-class HostBuffer:
+class PinnedBuffer:
     """Bytes in pinned memory; `read` marks the last copy out of them."""
 
     __slots__ = ("memory", "name", "read")
@@ -83,20 +83,20 @@ class HostBuffer:
         return self.memory[: tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
 
 
-class Saved:
+class SavedTensor:
     """One saved tensor: on the device (`tensor`), or in the host's `buffer`, or on its way back (`returning`)."""
 
     __slots__ = ("before", "buffer", "copied", "pool", "ready", "returning", "shape_of", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor, pool: HostPool) -> None:
+    def __init__(self, tensor: torch.Tensor, pool: PinnedPool) -> None:
         self.tensor: torch.Tensor | None = tensor
         self.version = tensor._version
         self.pool = pool
-        self.buffer: HostBuffer | None = None
+        self.buffer: PinnedBuffer | None = None
         self.shape_of = torch.empty_like(tensor, device="meta", memory_format=torch.contiguous_format)
         self.copied = self.ready = Event(tensor.device)
         self.returning: torch.Tensor | None = None
-        self.before: Sequence[Saved] = ()  # those of the block before, which needs them next in the backward
+        self.before: Sequence[SavedTensor] = ()  # those of the block before, which needs them next in the backward
 
     @property
     def on_device(self) -> torch.Tensor:
@@ -114,17 +114,17 @@ class ActivationOffload:
 
     def __init__(self, blocks: Sequence[nn.Module], arena: Arena, *, least_bytes: int = LEAST_MOVED_BYTES) -> None:
         device = arena.device
-        self.pool = HostPool(arena)
-        self._compute = Stream.current(device)
-        self._down, self._up = Stream(device), Stream(device)
+        self.pool = PinnedPool(arena)
+        self._compute_stream = Stream.current(device)
+        self._d2h_stream, self._h2d_stream = Stream(device), Stream(device)
         self._device, self._least = device, least_bytes
         self._saving = False
-        self._fresh: dict[_Key, Saved] = {}  # saved since the last block was entered
+        self._fresh: dict[_Key, SavedTensor] = {}  # saved since the last block was entered
         self._entered: set[_Key] = set()  # what the last block was entered with, gradients off
         self._inputs: set[_Key] | None = None  # what the last block was entered with, until the first of them is claimed
-        self._newest: list[Saved] = []  # of the last checkpointed block
+        self._newest: list[SavedTensor] = []  # of the last checkpointed block
         self._shared: set[_Key] = set()  # of those, what the block before it had taken, too
-        self._leaving: list[Saved] = []  # of the one before, on their way to the host
+        self._leaving: list[SavedTensor] = []  # of the one before, on their way to the host
         self._handles = [block.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True) for block in blocks]
 
     def remove(self) -> None:
@@ -152,7 +152,7 @@ class ActivationOffload:
 
     # ------------------------------------------------------------------ forward
 
-    def _pack(self, tensor: torch.Tensor) -> Saved | torch.Tensor:
+    def _pack(self, tensor: torch.Tensor) -> SavedTensor | torch.Tensor:
         if tensor.device != self._device or not tensor.is_floating_point() or isinstance(tensor, nn.Parameter):
             return tensor
         if tensor.numel() * tensor.element_size() < self._least:
@@ -160,7 +160,7 @@ class ActivationOffload:
         key = _key(tensor)
         saved = self._fresh.get(key)
         if saved is None:
-            saved = self._fresh[key] = Saved(tensor, self.pool)
+            saved = self._fresh[key] = SavedTensor(tensor, self.pool)
             if key in self._entered:
                 self._claim(saved)
         return saved
@@ -179,7 +179,7 @@ class ActivationOffload:
             if key in keys:
                 self._claim(saved)
 
-    def _claim(self, saved: Saved) -> None:
+    def _claim(self, saved: SavedTensor) -> None:
         """`saved` is a checkpoint's: see Note [Two on the device]."""
         if self._inputs is not None:  # the first of its block
             self._let_go()
@@ -192,36 +192,36 @@ class ActivationOffload:
         saved.before = self._leaving
         self._newest.append(saved)
 
-    def _send(self, saved: Saved) -> None:
+    def _send(self, saved: SavedTensor) -> None:
         tensor = saved.on_device
         if tensor._version != saved.version:
             raise RuntimeError("the input of a checkpointed block was changed in place after the block saved it")
         saved.buffer = self.pool.take(tensor.numel(), tensor.dtype)
         produced = Event(self._device)
-        produced.record(self._compute)
-        produced.wait(self._down)
-        saved.buffer.read.wait(self._down)
-        with self._down.as_current():
+        produced.record(self._compute_stream)
+        produced.wait(self._d2h_stream)
+        saved.buffer.read.wait(self._d2h_stream)
+        with self._d2h_stream.as_current():
             saved.buffer.like(tensor).copy_(tensor.detach(), non_blocking=True)
         saved.copied = Event(self._device)
-        saved.copied.record(self._down)
+        saved.copied.record(self._d2h_stream)
 
     def _let_go(self) -> None:
         """Gives up the memory of what has been copied."""
         for saved in self._leaving:
-            saved.copied.wait(self._compute)
+            saved.copied.wait(self._compute_stream)
             saved.tensor = None
         self._leaving = []
 
     # ------------------------------------------------------------------ backward
 
-    def _unpack(self, saved: Saved | torch.Tensor) -> torch.Tensor:
+    def _unpack(self, saved: SavedTensor | torch.Tensor) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
             return saved
         found = saved.tensor
         if found is None:
             self._fetch(saved)
-            saved.ready.wait(self._compute)
+            saved.ready.wait(self._compute_stream)
             found, saved.returning = saved.returning, None
             assert found is not None
         for before in saved.before:
@@ -229,21 +229,21 @@ class ActivationOffload:
                 self._fetch(before)
         return found
 
-    def _fetch(self, saved: Saved) -> None:
+    def _fetch(self, saved: SavedTensor) -> None:
         """Starts to bring a tensor back, unless it is on its way."""
         if saved.returning is not None:
             return
         assert saved.buffer is not None
         target = torch.empty_like(saved.shape_of, device=self._device)  # autograd's, as without offload
         allocated = Event(self._device)
-        allocated.record(self._compute)  # its memory may still be in use by what was freed there
-        allocated.wait(self._up)
-        saved.copied.wait(self._up)
-        with self._up.as_current():
+        allocated.record(self._compute_stream)  # its memory may still be in use by what was freed there
+        allocated.wait(self._h2d_stream)
+        saved.copied.wait(self._h2d_stream)
+        with self._h2d_stream.as_current():
             target.copy_(saved.buffer.like(saved.shape_of), non_blocking=True)
-        saved.buffer.read.record(self._up)
+        saved.buffer.read.record(self._h2d_stream)
         saved.ready = Event(self._device)
-        saved.ready.record(self._up)
+        saved.ready.record(self._h2d_stream)
         saved.returning = target
 
 

@@ -11,7 +11,7 @@ from zeroplan.core.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Chunk:
     """Elements ``[begin, end)`` of a unit's share, or of its shard of frozen parameters."""
 
     unit: str
@@ -28,33 +28,37 @@ class Run:
         return f"{self.unit}/{self.begin}/{buffer.value}"
 
 
-def cut(unit: str, numel: int, step: int) -> list[Run]:
+def split_into_chunks(unit: str, numel: int, step: int) -> list[Chunk]:
     """Runs of `step` elements, the last of what is left."""
-    return [Run(unit, a, b) for a, b in itertools.pairwise([*range(0, numel, step), numel])]
+    return [Chunk(unit, a, b) for a, b in itertools.pairwise([*range(0, numel, step), numel])]
 
 
-def runs_of_update(layout: Layout) -> dict[str, list[Run]]:
-    """The runs of the units whose update streams through files, each of at most one lane of the ring, by unit."""
+def optimizer_chunks(layout: Layout) -> dict[str, list[Chunk]]:
+    """The chunks of the units whose update streams through files, each of at most one lane of the ring, by unit."""
     return {
-        unit.shape.name: cut(unit.shape.name, layout.share(unit), layout.swap_numel) for unit in layout.units if unit.streamed
+        unit.shape.name: split_into_chunks(unit.shape.name, layout.share(unit), layout.swap_numel)
+        for unit in layout.units
+        if unit.streamed
     }
 
 
-def runs_of_params(layout: Layout) -> dict[str, list[tuple[Buffer, Run]]]:
-    """The runs of the units whose parameters are in files, trained ones cut as the update cuts them, by unit."""
-    found: dict[str, list[tuple[Buffer, Run]]] = {}
+def param_chunks(layout: Layout) -> dict[str, list[tuple[Buffer, Chunk]]]:
+    """The chunks of the units whose parameters are in files, trained ones cut as the update cuts them, by unit."""
+    found: dict[str, list[tuple[Buffer, Chunk]]] = {}
     for unit in layout.units:
         if unit.param_place is not Place.NVME:
             continue
-        name, runs = unit.shape.name, found.setdefault(unit.shape.name, [])
+        name, chunks = unit.shape.name, found.setdefault(unit.shape.name, [])
         step = layout.swap_numel if unit.streamed else layout.param_buffer
         if unit.trainable is not None:
-            runs += [(Buffer.PARAM_SHARD, run) for run in cut(name, unit.trainable.shard, step)]
+            chunks += [(Buffer.PARAM_SHARD, chunk) for chunk in split_into_chunks(name, unit.trainable.shard, step)]
         if unit.frozen is not None:
-            runs += [(Buffer.PARAM_FROZEN, run) for run in cut(name, unit.frozen.shard, layout.param_buffer)]
+            chunks += [
+                (Buffer.PARAM_FROZEN, chunk) for chunk in split_into_chunks(name, unit.frozen.shard, layout.param_buffer)
+            ]
     return found
 
 
-def blocks(runs: Sequence[tuple[Buffer, Run]], element_size: int) -> dict[str, int]:
-    """A swap file's blocks (name: bytes) for these runs."""
-    return {run.block(buffer): run.numel * element_size for buffer, run in runs}
+def block_sizes(chunks: Sequence[tuple[Buffer, Chunk]], element_size: int) -> dict[str, int]:
+    """A swap file's blocks (name: bytes) for these chunks."""
+    return {chunk.block(buffer): chunk.numel * element_size for buffer, chunk in chunks}

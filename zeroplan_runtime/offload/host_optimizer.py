@@ -1,7 +1,7 @@
 """The optimizer in host memory: gradients come down as they are reduced, updated parameters go up as they are ready.
 
-Note [Exchange]
-    Each offloaded unit has one pinned place as long as this rank's share. Its gradients come down into it and its updated
+Note [PinnedBuffers]
+    Each offloaded unit has one pinned buffers as long as this rank's share. Its gradients come down into it and its updated
     16-bit parameters go up from it: the update reads element i of the gradient before it writes element i of the parameter,
     so where both have the same width they are the same bytes. Masters and states, which only the CPU touches, are pageable.
 
@@ -28,113 +28,47 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zeroplan_runtime import kernels
-from zeroplan_runtime.offload.host_worker import Ticket, Worker
+from zeroplan_runtime.offload.host_worker import Task, Worker
+from zeroplan_runtime.offload.optimizer_swapper import OptimizerSwapper
+from zeroplan_runtime.offload.update_request import Update, UpdateRequest
 from zeroplan_runtime.streams import Event, Stream
-
-if TYPE_CHECKING:
-    from zeroplan_runtime.model_states import AccumSlot, UnitState
-    from zeroplan_runtime.offload.optimizer_swapper import OptimizerSwapper
-    from zeroplan_runtime.optim.step import GroupSlice
-
-#: ``update(segment, hyperparameters, step, scalars)``: the optimizer's arithmetic.
-Update = Callable[["GroupSlice", dict[str, Any], int, torch.Tensor | None], None]
-
-
-@dataclass(slots=True, eq=False)
-class Exchange:
-    """See Note [Exchange]. `param` is what goes up: 16-bit parameters, the master in fp32, None where it stays here.
-
-    `landed` marks the arrival of `grad`, `sent` the last copy of `param` upwards.
-    """
-
-    grad: torch.Tensor
-    param: torch.Tensor | None
-    segments: list[GroupSlice]
-    landed: Event
-    sent: Event
-    sends_master: bool = False  # run by run, from the ring that masters in files stream through
-    skipped: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class HostUnit:
-    """An offloaded unit. `ticket` is for what the unit's next forward needs, `updated` for an update not yet sent up."""
-
-    unit: UnitState
-    exchanges: tuple[Exchange, ...]
-    turn: int = 0
-    summed: bool = False  # the exchange holds gradients of this step
-    begun: bool = False  # the work that this step's last gradients allow has been asked for
-    ticket: Ticket | None = None
-    updated: Exchange | None = None
-
-    @property
-    def streamed(self) -> bool:
-        """Whether the update streams through files."""
-        return self.unit.layout.streamed
-
-    @property
-    def pending(self) -> bool:
-        """Whether new parameters are to come that :meth:`wait` has not been called for."""
-        return self.ticket is not None
-
-    @property
-    def present(self) -> Exchange:
-        """Where this step's gradients go."""
-        return self.exchanges[self.turn]
-
-    def wait(self) -> None:
-        """The calling thread waits until the parameters are on their way up (their copy ends at ``unit.updated``)."""
-        ticket, self.ticket = self.ticket, None
-        if ticket is not None:
-            ticket.wait()
-
-
-@dataclass(slots=True)
-class Order:
-    """One step's update: its number, hyperparameters by group, and whoever knows the scalars (None: nothing to scale)."""
-
-    number: int
-    hyperparameters: list[dict[str, Any]]
-    scalars: Callable[[], torch.Tensor] | None = None
-    readers: tuple[Event, ...] = ()  # of the parameters as they are
+from zeroplan_runtime.unit_state import AccumSlot, OffloadedUnit, PinnedBuffers, UnitState
 
 
 @dataclass(eq=False)
 class HostOptimizer:
     """All offloaded units of one rank, and the streams and the thread that serve them.
 
-    `direct` says that gradients go down as they lie: one reduction a step and unit, in the dtype that the exchange keeps.
-    `sum_slot` gives a unit's slot for sums, its memory brought. `delayed_from` is the first step whose update is delayed (0:
+    `sends_grads_directly`: there is one reduction a step and unit, in the dtype of the pinned buffer, so no sum is needed.
+    `accum_slot` gives a unit's slot for sums, its memory brought. `delayed_from` is the first step whose update is delayed (0:
     none).
     """
 
-    units: Sequence[HostUnit]
+    units: Sequence[OffloadedUnit]
     update: Update
     worker: Worker
     device: torch.device
-    direct: bool
-    sum_slot: Callable[[UnitState], AccumSlot]
+    sends_grads_directly: bool
+    accum_slot: Callable[[UnitState], AccumSlot]
     delayed_from: int = 0
-    files: OptimizerSwapper | None = None
-    early: Callable[[], Order] | None = None  # set where updates may begin in the backward
-    down: Stream = field(init=False)
-    up: Stream = field(init=False)
-    _reading: bool = field(init=False, default=False)  # the files have been told to read ahead for this step
+    swapper: OptimizerSwapper | None = None
+    early_request: Callable[[], UpdateRequest] | None = None  # set where updates may begin in the backward
+    d2h_stream: Stream = field(init=False)
+    h2d_stream: Stream = field(init=False)
+    _prefetched: bool = field(init=False, default=False)  # the files have been told to read ahead for this step
 
     def __post_init__(self) -> None:
-        self.down, self.up = Stream(self.device), Stream(self.device)
+        self.d2h_stream, self.h2d_stream = Stream(self.device), Stream(self.device)
 
     # ------------------------------------------------------------------ gradients
 
-    def take(
+    def offload_grad(
         self,
-        host: HostUnit,
+        host: OffloadedUnit,
         arrived: torch.Tensor,
         stream: Stream,
         *,
@@ -153,44 +87,44 @@ class HostOptimizer:
         Returns:
             The stream after whose present work `arrived` may be overwritten.
         """
-        if host.begun:
+        if host.update_requested:
             raise RuntimeError(
                 f"a gradient of unit {host.unit.name!r} came after its update had begun: its parameters are used outside its "
                 "forward; set gradient_clipping, or give a policy that leaves the module to the root"
             )
-        host.wait()
-        if boundary and self.files is not None and not self._reading:
-            self._reading = True
-            self.worker.submit(self.files.prefetch)
-        place, produced = host.present, Event(self.device)
-        slot = None if self.direct and not host.summed else self.sum_slot(host.unit)
-        source = arrived if slot is None else self._sum(host, slot, arrived, stream)
-        host.summed = True
+        host.wait_for_update()
+        if boundary and self.swapper is not None and not self._prefetched:
+            self._prefetched = True
+            self.worker.submit(self.swapper.prefetch)
+        buffers, produced = host.current, Event(self.device)
+        slot = None if self.sends_grads_directly and not host.has_grads else self.accum_slot(host.unit)
+        source = arrived if slot is None else self._accumulate(host, slot, arrived, stream)
+        host.has_grads = True
         if boundary and measure is not None:
             with stream.as_current():
                 measure(source)
         produced.record(stream)
-        produced.wait(self.down)
-        place.sent.wait(self.down)
-        with self.down.as_current():
-            place.grad.copy_(source, non_blocking=True)
-        place.landed.record(self.down)
+        produced.wait(self.d2h_stream)
+        buffers.param_sent.wait(self.d2h_stream)
+        with self.d2h_stream.as_current():
+            buffers.grad.copy_(source, non_blocking=True)
+        buffers.grad_ready.record(self.d2h_stream)
         if slot is not None:
-            slot.last_use.record(self.down)
+            slot.last_use.record(self.d2h_stream)
         if boundary and last:
-            self._begin(host)
-        return self.down if slot is None else stream
+            self._start_update(host)
+        return self.d2h_stream if slot is None else stream
 
-    def _sum(self, host: HostUnit, slot: AccumSlot, arrived: torch.Tensor, stream: Stream) -> torch.Tensor:
+    def _accumulate(self, host: OffloadedUnit, slot: AccumSlot, arrived: torch.Tensor, stream: Stream) -> torch.Tensor:
         """See Note [Sums over micro batches]."""
         total = slot.buffer.tensor[: arrived.numel()]
-        if host.summed:
-            place = host.present
-            slot.last_use.wait(self.up)
-            place.landed.wait(self.up)
-            with self.up.as_current():
-                total.copy_(place.grad, non_blocking=True)
-            slot.ready.record(self.up)
+        if host.has_grads:
+            buffers = host.current
+            slot.last_use.wait(self.h2d_stream)
+            buffers.grad_ready.wait(self.h2d_stream)
+            with self.h2d_stream.as_current():
+                total.copy_(buffers.grad, non_blocking=True)
+            slot.ready.record(self.h2d_stream)
             slot.ready.wait(stream)
             with stream.as_current():
                 total.add_(arrived)
@@ -200,107 +134,107 @@ class HostOptimizer:
                 total.copy_(arrived)
         return total
 
-    def backward_done(self) -> None:
+    def post_backward(self) -> None:
         """The step's last gradients have all been taken."""
         for host in self.units:
-            if not host.begun:
-                self._begin(host)
+            if not host.update_requested:
+                self._start_update(host)
 
-    def _begin(self, host: HostUnit) -> None:
+    def _start_update(self, host: OffloadedUnit) -> None:
         """What needs no more than this unit's gradients: its update, or, where updates are delayed, the one before's end."""
-        if host.updated is not None:
-            host.begun = True
-            self._send_delayed(host, host.present.landed)
-        elif self.early is not None and not host.streamed:
-            host.begun = True
-            self._order(host, self.early(), send=True)
+        if host.unsent_update is not None:
+            host.update_requested = True
+            self._send_delayed(host, host.current.grad_ready)
+        elif self.early_request is not None and not host.is_swapped:
+            host.update_requested = True
+            self._request_update(host, self.early_request(), send=True)
 
     # ------------------------------------------------------------------ the step
 
-    def step(self, order: Order, readers: Sequence[Stream]) -> None:
-        """Asks for the updates that have not begun, in the order in which the next forward needs them.
+    def step(self, request: UpdateRequest, readers: Sequence[Stream]) -> None:
+        """Asks for the updates that have not begun, in the request in which the next forward needs them.
 
         No parameter is overwritten before the present work of `readers` is done.
         """
-        order.readers = tuple(Event(self.device) for _ in readers)
-        for event, stream in zip(order.readers, readers, strict=True):
+        request.param_readers = tuple(Event(self.device) for _ in readers)
+        for event, stream in zip(request.param_readers, readers, strict=True):
             event.record(stream)
-            event.wait(self.up)
-        delayed = 0 < self.delayed_from <= order.number
+            event.wait(self.h2d_stream)
+        delayed = 0 < self.delayed_from <= request.step
         for host in self.units:
-            if self.early is None and not host.streamed:
-                self._order(host, order, send=not delayed)
-            host.begun = host.summed = False
-            host.turn = (host.turn + 1) % len(host.exchanges)
-        if self.files is not None:
-            self._reading = False
-            self._order_files(self.files, order)
+            if self.early_request is None and not host.is_swapped:
+                self._request_update(host, request, send=not delayed)
+            host.update_requested = host.has_grads = False
+            host.turn = (host.turn + 1) % len(host.buffers)
+        if self.swapper is not None:
+            self._prefetched = False
+            self._request_swapped_updates(self.swapper, request)
 
-    def forget(self) -> None:
+    def drop_grads(self) -> None:
         """Drops this step's sums.
 
         Raises:
             RuntimeError: when updates by them have begun.
         """
-        if self.early is not None and any(host.begun for host in self.units):
+        if self.early_request is not None and any(host.update_requested for host in self.units):
             raise RuntimeError("gradients cannot be dropped: updates by them have begun, as nothing clips or checks them")
         for host in self.units:
-            host.summed = host.begun = False
+            host.has_grads = host.update_requested = False
 
-    def _order(self, host: HostUnit, order: Order, *, send: bool) -> None:
-        place = host.present
+    def _request_update(self, host: OffloadedUnit, request: UpdateRequest, *, send: bool) -> None:
+        buffers = host.current
 
         def work() -> None:
-            place.landed.synchronize()
-            if place.param is None:  # they are read, and written, where they are
-                for event in order.readers:
+            buffers.grad_ready.synchronize()
+            if buffers.param is None:  # they are read, and written, where they are
+                for event in request.param_readers:
                     event.synchronize()
-            scalars = order.scalars() if order.scalars is not None else None
-            place.skipped = scalars is not None and bool(scalars[kernels.SKIP])
-            if place.skipped:
+            scalars = request.scalars() if request.scalars is not None else None
+            buffers.skipped = scalars is not None and bool(scalars[kernels.SKIP])
+            if buffers.skipped:
                 return
-            for segment in place.segments:
-                self.update(segment, order.hyperparameters[segment.group], order.number, scalars)
+            for group_slice in buffers.slices:
+                self.update(group_slice, request.hyperparameters[group_slice.group], request.step, scalars)
             if send:
-                self._send(host.unit, place)
+                self._send_params(host.unit, buffers)
 
-        ticket = self.worker.submit(work)
+        task = self.worker.submit(work)
         if send:
-            self._expect(host, ticket)
+            self._expect_params(host, task)
         else:
-            host.updated = place
+            host.unsent_update = buffers
 
-    def _order_files(self, files: OptimizerSwapper, order: Order) -> None:
+    def _request_swapped_updates(self, swapper: OptimizerSwapper, request: UpdateRequest) -> None:
         """One pass over the files updates all units in them, one after another."""
-        wanted = [(host, Ticket(self.worker)) for host in self.units if host.streamed]
-        files.hold(host.unit.name for host, _ in wanted)
+        wanted = [(host, Task(self.worker)) for host in self.units if host.is_swapped]
+        swapper.block_param_reads(host.unit.name for host, _ in wanted)
 
-        def send(host: HostUnit, place: Exchange) -> None:
-            self._send(host.unit, place)
+        def send(host: OffloadedUnit, buffers: PinnedBuffers) -> None:
+            self._send_params(host.unit, buffers)
 
-        self.worker.submit(lambda: files.update(wanted, order, self.update, send, self.up))
-        for host, ticket in wanted:
-            self._expect(host, ticket)
+        self.worker.submit(lambda: swapper.update(wanted, request, self.update, send, self.h2d_stream))
+        for host, task in wanted:
+            self._expect_params(host, task)
 
-    def _send(self, unit: UnitState, place: Exchange) -> None:
+    def _send_params(self, unit: UnitState, buffers: PinnedBuffers) -> None:
         """Copies the updated parameters up (in the worker)."""
-        if place.param is None or place.skipped:
+        if buffers.param is None or buffers.skipped:
             return
         assert unit.trainable is not None
-        with self.up.as_current():
-            unit.trainable.shard.copy_(place.param, non_blocking=True)
-        place.sent.record(self.up)
-        unit.updated.record(self.up)
+        with self.h2d_stream.as_current():
+            unit.trainable.shard.copy_(buffers.param, non_blocking=True)
+        buffers.param_sent.record(self.h2d_stream)
+        unit.updated.record(self.h2d_stream)
 
-    def _send_delayed(self, host: HostUnit, after: Event) -> None:
+    def _send_delayed(self, host: OffloadedUnit, after: Event) -> None:
         """Asks for the parameters of an update that was delayed, once the work at `after` has read those of before."""
-        place, host.updated = host.updated, None
-        if place is not None:
-            after.wait(self.up)
-            self._expect(host, self.worker.submit(lambda: self._send(host.unit, place)))
+        buffers, host.unsent_update = host.unsent_update, None
+        if buffers is not None:
+            after.wait(self.h2d_stream)
+            self._expect_params(host, self.worker.submit(lambda: self._send_params(host.unit, buffers)))
 
-    def _expect(self, host: HostUnit, ticket: Ticket) -> None:
-        host.ticket = ticket
+    def _expect_params(self, host: OffloadedUnit, task: Task) -> None:
+        host.update_task = task
         host.unit.param_slot.is_current = False
 
     # ------------------------------------------------------------------ between steps
@@ -314,12 +248,12 @@ class HostOptimizer:
         now = Event(self.device)
         now.record(reader)
         for host in self.units:
-            host.wait()
+            host.wait_for_update()
             self._send_delayed(host, now)
         for host in self.units:
-            host.wait()
+            host.wait_for_update()
         self.worker.submit(lambda: None).wait()  # reads ahead, and a pass's last writes
-        self._reading = False
+        self._prefetched = False
 
     def close(self) -> None:
         """Ends the thread."""

@@ -13,12 +13,14 @@ from zeroplan.core.buffers import Buffer, Place
 from zeroplan.ds_config.runtime_offload import Offload
 from zeroplan.ds_config.runtime_offload_rules import remark, require_offloadable
 from zeroplan_runtime.arena import DTYPES
-from zeroplan_runtime.model_states import ModelStates, UnitState
-from zeroplan_runtime.offload.host_optimizer import Exchange, HostOptimizer, HostUnit, Update
+from zeroplan_runtime.model_states import ModelStates
+from zeroplan_runtime.offload.host_optimizer import HostOptimizer
 from zeroplan_runtime.offload.host_worker import Worker, host_threads
 from zeroplan_runtime.offload.nvme import NvmeOffload
-from zeroplan_runtime.optim.step import GroupSlice, OptimizerStep
+from zeroplan_runtime.offload.update_request import Update
+from zeroplan_runtime.optim.step import OptimizerStep
 from zeroplan_runtime.streams import Event
+from zeroplan_runtime.unit_state import GroupSlice, OffloadedUnit, PinnedBuffers, UnitState
 
 logger = logging.getLogger("zeroplan_runtime")
 
@@ -35,16 +37,16 @@ def offload_optimizer(optimizer_step: OptimizerStep, settings: Offload) -> HostO
     require_offloadable(optimizer_step.optimizer.kind)
     for unit in model_states.units:
         if unit.layout.offloaded and unit.trainable is not None:
-            unit.host = HostUnit(unit, _exchanges(unit, model_states, optimizer_step))
+            unit.offloaded = OffloadedUnit(unit, _pinned_buffers(unit, model_states, optimizer_step))
     host = HostOptimizer(
-        units=[unit.host for unit in model_states.units if unit.host is not None],
+        units=[unit.offloaded for unit in model_states.units if unit.offloaded is not None],
         update=_with_copies(optimizer_step.update),
         worker=Worker(model_states.arena.device, host_threads(settings.optimizer.cpuadam_cores_perc)),
         device=model_states.arena.device,
-        direct=not model_states.layout.sum_slots,
-        sum_slot=model_states.accum_slot,
+        sends_grads_directly=not model_states.layout.sum_slots,
+        accum_slot=model_states.accum_slot,
         delayed_from=settings.delayed_from,
-        files=model_states.nvme.optimizer_swapper if model_states.nvme is not None else None,
+        swapper=model_states.nvme.optimizer_swapper if model_states.nvme is not None else None,
     )
     optimizer_step.offload(host)
     optimizer_step.schedule.host = host
@@ -79,7 +81,7 @@ def _with_copies(update: Update) -> Update:
     return both
 
 
-def _exchanges(unit: UnitState, model_states: ModelStates, optimizer_step: OptimizerStep) -> tuple[Exchange, ...]:
+def _pinned_buffers(unit: UnitState, model_states: ModelStates, optimizer_step: OptimizerStep) -> tuple[PinnedBuffers, ...]:
     setup, device = model_states.setup, model_states.arena.device
     assert unit.trainable is not None
     made = []
@@ -99,5 +101,5 @@ def _exchanges(unit: UnitState, model_states: ModelStates, optimizer_step: Optim
             out = goes_up = grad.view(DTYPES[setup.param_dtype])
         segments = optimizer_step.group_slices(unit, out, grad)
         sends_master = unit.master is None and not setup.has_masters
-        made.append(Exchange(grad, goes_up, segments, Event(device), Event(device), sends_master))
+        made.append(PinnedBuffers(grad, goes_up, segments, Event(device), Event(device), sends_master))
     return tuple(made)

@@ -17,7 +17,7 @@ import torch
 from zeroplan_runtime.kernels import native_backend
 
 
-class Ticket:
+class Task:
     """One job that was asked for."""
 
     __slots__ = ("_done", "_worker")
@@ -53,7 +53,7 @@ class Worker:
 
     def __init__(self, device: torch.device, threads: int) -> None:
         self.fault: BaseException | None = None
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Ticket] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Task] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=_serve, args=(weakref.ref(self), self._jobs, device, threads), name="zeroplan-host", daemon=True
         )
@@ -61,11 +61,11 @@ class Worker:
         # Also when the interpreter ends: a daemon thread inside a CUDA call would crash it.
         self._end = weakref.finalize(self, _stop, self._jobs, self._thread)
 
-    def submit(self, job: Callable[[], None]) -> Ticket:
+    def submit(self, job: Callable[[], None]) -> Task:
         """Asks for `job`, after all that were asked for before."""
-        ticket = Ticket(self)
-        self._jobs.put((job, ticket))
-        return ticket
+        task = Task(self)
+        self._jobs.put((job, task))
+        return task
 
     def close(self) -> None:
         """Waits for what was asked for and ends the thread."""
@@ -74,7 +74,7 @@ class Worker:
 
 def _serve(
     owner: weakref.ref[Worker],
-    jobs: queue.SimpleQueue[tuple[Callable[[], None], Ticket] | None],
+    jobs: queue.SimpleQueue[tuple[Callable[[], None], Task] | None],
     device: torch.device,
     threads: int,
 ) -> None:
@@ -83,7 +83,7 @@ def _serve(
     native_backend.use_threads(threads)
     broken = False
     while (item := jobs.get()) is not None:
-        job, ticket = item
+        job, task = item
         try:
             if not broken:
                 with torch.no_grad():
@@ -95,11 +95,11 @@ def _serve(
                 worker.fault = fault
             del worker
         finally:
-            ticket.finish()
-        del item, job, ticket
+            task.finish()
+        del item, job, task
 
 
-def _stop(jobs: queue.SimpleQueue[tuple[Callable[[], None], Ticket] | None], thread: threading.Thread) -> None:
+def _stop(jobs: queue.SimpleQueue[tuple[Callable[[], None], Task] | None], thread: threading.Thread) -> None:
     jobs.put(None)
     if thread is not threading.current_thread():
         thread.join()

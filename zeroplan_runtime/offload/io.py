@@ -109,7 +109,7 @@ class DiskFile:
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
+class IoRequest:
     """One transfer under way. It keeps the tensor alive until :meth:`IoEngine.wait`."""
 
     handle: int
@@ -140,7 +140,7 @@ class IoEngine:
         self._engine, self.backend, self.why = _open(self.aio, backend)
         self._owner = os.getpid()
         self._lock = threading.Lock()
-        self._open: dict[int, Ticket] = {}
+        self._open: dict[int, IoRequest] = {}
 
     @property
     def algorithm(self) -> str:
@@ -148,22 +148,22 @@ class IoEngine:
         return "crc32" if self.backend == "python" else "crc32c"
 
     def read(
-        self, file: DiskFile, offset: int, into: torch.Tensor, *, after: Ticket | None = None, checksum: bool = False
-    ) -> Ticket:
+        self, file: DiskFile, offset: int, into: torch.Tensor, *, after: IoRequest | None = None, checksum: bool = False
+    ) -> IoRequest:
         """Begins to fill the contiguous host tensor `into` from byte `offset` of `file`, once `after` is done."""
         return self._submit(file, offset, into, after, _CHECKSUM if checksum else 0)
 
     def write(
-        self, file: DiskFile, offset: int, source: torch.Tensor, *, after: Ticket | None = None, checksum: bool = False
-    ) -> Ticket:
+        self, file: DiskFile, offset: int, source: torch.Tensor, *, after: IoRequest | None = None, checksum: bool = False
+    ) -> IoRequest:
         """Begins to write the contiguous host tensor `source` to byte `offset` of `file`, once `after` is done."""
         return self._submit(file, offset, source, after, _WRITE | (_CHECKSUM if checksum else 0))
 
-    def done(self, ticket: Ticket) -> bool:
+    def done(self, request: IoRequest) -> bool:
         """Whether :meth:`wait` would return at once."""
-        return not self._pending(ticket) or self._finish(ticket, 0)
+        return not self._pending(request) or self._finish(request, 0)
 
-    def wait(self, ticket: Ticket) -> int:
+    def wait(self, request: IoRequest) -> int:
         """Returns when the transfer is done.
 
         Returns:
@@ -172,16 +172,16 @@ class IoEngine:
         Raises:
             DiskFault: when it failed; names the file, the offset and the reason.
         """
-        while self._pending(ticket) and not self._finish(ticket, _WAIT_MS):
+        while self._pending(request) and not self._finish(request, _WAIT_MS):
             pass
-        if ticket.fault is not None:
-            raise ticket.fault
-        return ticket.checksum or 0
+        if request.fault is not None:
+            raise request.fault
+        return request.checksum or 0
 
     def drain(self) -> None:
         """Waits for everything under way, whether it fails or not."""
-        for ticket in list(self._open.values()):
-            while self._pending(ticket) and not self._finish(ticket, _WAIT_MS):
+        for request in list(self._open.values()):
+            while self._pending(request) and not self._finish(request, _WAIT_MS):
                 pass
 
     def close(self) -> None:
@@ -197,7 +197,7 @@ class IoEngine:
     def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _submit(self, file: DiskFile, offset: int, memory: torch.Tensor, after: Ticket | None, flags: int) -> Ticket:
+    def _submit(self, file: DiskFile, offset: int, memory: torch.Tensor, after: IoRequest | None, flags: int) -> IoRequest:
         if memory.device.type != "cpu" or not memory.is_contiguous():
             raise ValueError(
                 f"expected a contiguous tensor in host memory, got one on {memory.device}, stride {memory.stride()}"
@@ -205,35 +205,35 @@ class IoEngine:
         if self._engine is None:
             raise ValueError("the I/O engine is closed")
         address, length = memory.data_ptr(), memory.numel() * memory.element_size()
-        ticket = Ticket(0, file, offset, memory, bool(flags & _WRITE))
+        request = IoRequest(0, file, offset, memory, bool(flags & _WRITE))
         with self._lock:
             before = after.handle if after is not None and after.handle in self._open else 0
             if after is not None and after.fault is not None:
-                ticket.fault = _fault(ticket, errno.ECANCELED, offset)
-                return ticket
+                request.fault = _fault(request, errno.ECANCELED, offset)
+                return request
             handle = file.handle(address, offset, length)
-            ticket.handle = self._engine.submit(address, offset, length, before, handle, flags)
-            self._open[ticket.handle] = ticket
-        return ticket
+            request.handle = self._engine.submit(address, offset, length, before, handle, flags)
+            self._open[request.handle] = request
+        return request
 
-    def _pending(self, ticket: Ticket) -> bool:
-        return ticket.checksum is None and ticket.fault is None
+    def _pending(self, request: IoRequest) -> bool:
+        return request.checksum is None and request.fault is None
 
-    def _finish(self, ticket: Ticket, milliseconds: int) -> bool:
+    def _finish(self, request: IoRequest, milliseconds: int) -> bool:
         assert self._engine is not None
-        with ticket.turn:  # the backend gives a result once
-            if not self._pending(ticket):
+        with request.turn:  # the backend gives a result once
+            if not self._pending(request):
                 return True
-            result = self._engine.wait(ticket.handle, milliseconds)
+            result = self._engine.wait(request.handle, milliseconds)
             if result is None:
                 return False
             error, offset, checksum = result
             with self._lock:
-                self._open.pop(ticket.handle, None)
+                self._open.pop(request.handle, None)
                 if error:
-                    ticket.fault = _fault(ticket, error, offset)
+                    request.fault = _fault(request, error, offset)
                 else:
-                    ticket.checksum = checksum
+                    request.checksum = checksum
         return True
 
 
@@ -336,9 +336,9 @@ def _open(aio: Aio, backend: Backend) -> tuple[_Handles | None, str, str]:
     return PythonEngine(aio.block_size, aio.queue_depth * aio.intra_op_parallelism), "python", why
 
 
-def _fault(ticket: Ticket, error: int, offset: int) -> DiskFault:
-    doing = "writing" if ticket.writes else "reading"
-    size = ticket.memory.numel() * ticket.memory.element_size()
+def _fault(request: IoRequest, error: int, offset: int) -> DiskFault:
+    doing = "writing" if request.writes else "reading"
+    size = request.memory.numel() * request.memory.element_size()
     reason = {
         errno.ENODATA: "the file ends there: it was truncated",
         errno.ECANCELED: "not done, as the transfer that it waited for failed",
@@ -349,7 +349,7 @@ def _fault(ticket: Ticket, error: int, offset: int) -> DiskFault:
         errno.EFBIG: "raise `ulimit -f`, or point nvme_path to a file system without that limit",
     }.get(error, "check the disk (dmesg, smartctl) and resume from the last checkpoint")
     return DiskFault(
-        error, f"{doing} {size:,} bytes at {ticket.offset:,} of {ticket.file.path} failed at {offset:,}: {reason}; {remedy}"
+        error, f"{doing} {size:,} bytes at {request.offset:,} of {request.file.path} failed at {offset:,}: {reason}; {remedy}"
     )
 
 

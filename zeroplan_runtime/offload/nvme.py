@@ -12,7 +12,7 @@ import torch
 from zeroplan.core.buffers import Place
 from zeroplan.core.layout import Layout
 from zeroplan.ds_config.runtime_offload import Offload
-from zeroplan_runtime.offload.chunks import blocks, runs_of_params, runs_of_update
+from zeroplan_runtime.offload.chunks import block_sizes, optimizer_chunks, param_chunks
 from zeroplan_runtime.offload.io import IoEngine
 from zeroplan_runtime.offload.optimizer_swapper import OptimizerSwapper, states_in_files
 from zeroplan_runtime.offload.param_swapper import ParamSwapper
@@ -58,14 +58,14 @@ class NvmeOffload:
             raise
 
     def _states_file(self, layout: Layout) -> SwapFile:
-        runs = runs_of_update(layout)
+        chunks = optimizer_chunks(layout)
         inside = [unit.shape.name for unit in layout.units if unit.trainable is not None and unit.place is Place.NVME]
-        pairs = [(buffer, run) for name in inside for run in runs[name] for buffer in states_in_files(layout)]
-        return self._folder(self._settings.optimizer.nvme_path).file("states", blocks(pairs, _FP32_BYTES))
+        pairs = [(buffer, chunk) for name in inside for chunk in chunks[name] for buffer in states_in_files(layout)]
+        return self._folder(self._settings.optimizer.nvme_path).file("states", block_sizes(pairs, _FP32_BYTES))
 
     def _params_file(self, layout: Layout, dtype: torch.dtype) -> SwapFile:
-        runs = [pair for pairs in runs_of_params(layout).values() for pair in pairs]
-        return self._folder(self._settings.param.nvme_path).file("params", blocks(runs, dtype.itemsize))
+        chunks = [pair for pairs in param_chunks(layout).values() for pair in pairs]
+        return self._folder(self._settings.param.nvme_path).file("params", block_sizes(chunks, dtype.itemsize))
 
     def _folder(self, path: str | None) -> SwapFolder:
         assert path is not None
@@ -78,9 +78,9 @@ class NvmeOffload:
     def close(self) -> None:
         """Finishes what is under way and removes the files. No update may be."""
         if self.optimizer_swapper is not None:
-            self.optimizer_swapper.forget()
+            self.optimizer_swapper.drop_prefetch()
         if self.param_swapper is not None:
-            self.param_swapper.forget()
+            self.param_swapper.drop_prefetch()
         for folder in self.folders.values():
             folder.close()
         self.engine.close()

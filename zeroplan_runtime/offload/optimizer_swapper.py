@@ -1,7 +1,7 @@
-"""The update of units that have something in files: masters and states come and go, new parameters go, run by run.
+"""The update of units that have something in files: masters and states come and go, new parameters go, chunk by chunk.
 
-Each unit's share is cut into *runs* of at most one lane of the ring (:attr:`zeroplan.core.layout.Layout.swap_numel`
-elements). What a run has in files is one group: masters and states are read, updated and written back; 16-bit parameters that
+Each unit's share is cut into *chunks* of at most one lane of the ring (:attr:`zeroplan.core.layout.Layout.swap_numel`
+elements). What a chunk has in files is one group: masters and states are read, updated and written back; 16-bit parameters that
 rest in a file are written by the update into a lane of their own. Whatever else of the unit is in host memory is met there.
 The gradients are in the unit's exchange, as without files.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,16 +18,14 @@ from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.layout import PAGE, SWAP_SLOTS, Layout, UnitLayout
 from zeroplan.core.layout_setup import OPTIMIZER_STATES
 from zeroplan_runtime import kernels
-from zeroplan_runtime.offload.chunks import Run, runs_of_update
-from zeroplan_runtime.offload.host_worker import Ticket
+from zeroplan_runtime.offload.chunks import Chunk, optimizer_chunks
+from zeroplan_runtime.offload.host_worker import Task
 from zeroplan_runtime.offload.param_swapper import ParamSwapper
 from zeroplan_runtime.offload.swap_file import SwapFile, Transfer
-from zeroplan_runtime.offload.swap_pipeline import Part, RingPlan, Streamer
+from zeroplan_runtime.offload.swap_pipeline import PipelineBuffers, SwapPipeline, SwapTensor
+from zeroplan_runtime.offload.update_request import Update, UpdateRequest
 from zeroplan_runtime.streams import Event, Stream
-
-if TYPE_CHECKING:
-    from zeroplan_runtime.offload.host_optimizer import Exchange, HostUnit, Order, Update
-    from zeroplan_runtime.optim.step import GroupSlice
+from zeroplan_runtime.unit_state import GroupSlice, OffloadedUnit, PinnedBuffers
 
 _FP32_BYTES = 4
 
@@ -53,140 +51,140 @@ class OptimizerSwapper:
         self.states, self.params = states, params
         self.has_masters = Buffer.PARAM_MASTER in self.buffers
         self._units = {unit.shape.name: unit for unit in layout.units if unit.streamed}
-        self._runs = runs_of_update(layout)
-        self._order = [run for runs in self._runs.values() for run in runs]
-        self.streamer = Streamer(
-            RingPlan(SWAP_SLOTS, layout.swap_lanes, layout.swap_numel * layout.swap_dtype.bytes), ring.view(torch.uint8)
+        self._chunks = optimizer_chunks(layout)
+        self._order = [chunk for chunks in self._chunks.values() for chunk in chunks]
+        self.pipeline = SwapPipeline(
+            PipelineBuffers(SWAP_SLOTS, layout.swap_lanes, layout.swap_numel * layout.swap_dtype.bytes), ring.view(torch.uint8)
         )
         self._scratch = ring[: layout.swap_numel]
-        self._groups = [self._parts(run) for run in self._order]
+        self._groups = [self._parts(chunk) for chunk in self._order]
         self._prefetched = False
 
-    def _parts(self, run: Run) -> list[Part]:
-        unit, parts = self._units[run.unit], []
+    def _parts(self, chunk: Chunk) -> list[SwapTensor]:
+        unit, parts = self._units[chunk.unit], []
         if unit.place is Place.NVME:
             assert self.states is not None
-            parts += [Part(self.states, run.block(b), run.numel) for b in self.buffers]
+            parts += [SwapTensor(self.states, chunk.block(b), chunk.numel) for b in self.buffers]
         if unit.param_place is Place.NVME:
             assert self.params is not None
-            block = run.block(Buffer.PARAM_SHARD)
-            parts.append(Part(self.params.file, block, run.numel, self.params.dtype, read=False))
+            block = chunk.block(Buffer.PARAM_SHARD)
+            parts.append(SwapTensor(self.params.file, block, chunk.numel, self.params.dtype, read=False))
         return parts
 
     # ------------------------------------------------------------------ outside a step
 
-    def put(self, unit: str, buffer: Buffer, values: torch.Tensor | None) -> None:
+    def write(self, unit: str, buffer: Buffer, values: torch.Tensor | None) -> None:
         """Writes the whole of one of a unit's masters or states; zeros for None. Not while a step is under way."""
         assert self.states is not None
-        self.forget()
-        for run in self._runs[unit]:
+        self.drop_prefetch()
+        for chunk in self._chunks[unit]:
             if values is None:
-                self._scratch[: run.numel].zero_()
+                self._scratch[: chunk.numel].zero_()
             else:
-                self._scratch[: run.numel].copy_(values[run.begin : run.end])
-            pages = -(-run.numel * _FP32_BYTES // PAGE) * PAGE
-            self.states.finish(self.states.write(run.block(buffer), self._scratch.view(torch.uint8)[:pages]))
+                self._scratch[: chunk.numel].copy_(values[chunk.begin : chunk.end])
+            pages = -(-chunk.numel * _FP32_BYTES // PAGE) * PAGE
+            self.states.finish(self.states.write(chunk.block(buffer), self._scratch.view(torch.uint8)[:pages]))
 
-    def get(self, unit: str, buffer: Buffer, begin: int, end: int) -> torch.Tensor:
+    def read(self, unit: str, buffer: Buffer, begin: int, end: int) -> torch.Tensor:
         """Elements ``[begin, end)`` of one of them, in new memory. Not while a step is under way."""
         assert self.states is not None
-        self.forget()
+        self.drop_prefetch()
         found = torch.empty(end - begin, dtype=torch.float32)
-        for run in self._runs[unit]:
-            first, last = max(begin, run.begin), min(end, run.end)
+        for chunk in self._chunks[unit]:
+            first, last = max(begin, chunk.begin), min(end, chunk.end)
             if first < last:
-                held = self.states.held(run.block(buffer))
-                self.states.finish(self.states.read(run.block(buffer), self._scratch.view(torch.uint8)[:held]))
-                found[first - begin : last - begin].copy_(self._scratch[first - run.begin : last - run.begin])
+                held = self.states.stored_bytes(chunk.block(buffer))
+                self.states.finish(self.states.read(chunk.block(buffer), self._scratch.view(torch.uint8)[:held]))
+                found[first - begin : last - begin].copy_(self._scratch[first - chunk.begin : last - chunk.begin])
         return found
 
     # ------------------------------------------------------------------ a step
 
     def prefetch(self) -> None:
-        """Begins to read the first runs, which the next update wants, beside the backward. Called in the worker."""
+        """Begins to read the first chunks, which the next update wants, beside the backward. Called in the worker."""
         if not self._prefetched:
             self._prefetched = True
-            self.streamer.prefetch(self._groups)
+            self.pipeline.prefetch(self._groups)
 
-    def forget(self) -> None:
+    def drop_prefetch(self) -> None:
         """Drops what was read ahead."""
         if self._prefetched:
             self._prefetched = False
-            self.streamer.abandon()
+            self.pipeline.cancel()
 
-    def hold(self, units: Iterable[str]) -> None:
+    def block_param_reads(self, units: Iterable[str]) -> None:
         """An update of these units is ordered: their parameters in files are not read until it has queued its writes."""
         if self.params is not None:
-            self.params.hold(name for name in units if self._units[name].param_place is Place.NVME)
+            self.params.block_reads(name for name in units if self._units[name].param_place is Place.NVME)
 
     def update(
         self,
-        wanted: Sequence[tuple[HostUnit, Ticket]],
-        order: Order,
+        wanted: Sequence[tuple[OffloadedUnit, Task]],
+        request: UpdateRequest,
         update: Update,
-        send: Callable[[HostUnit, Exchange], None],
+        send: Callable[[OffloadedUnit, PinnedBuffers], None],
         up: Stream,
     ) -> None:
-        """Updates all units in turn, each sent on (and its ticket finished) when its last run is done. Called in the worker."""
-        units = {host.unit.name: (host, ticket) for host, ticket in wanted}
+        """Updates all units in turn, each sent on (and its task finished) when its last chunk is done. Called in the worker."""
+        units = {host.unit.name: (host, task) for host, task in wanted}
 
         def work(index: int, tensors: tuple[torch.Tensor, ...]) -> Callable[[], None] | None:
-            run = self._order[index]
-            host, ticket = units[run.unit]
-            place, wait = host.exchanges[0], None
-            if run.begin == 0:
-                place.landed.synchronize()
-                if place.param is None:
-                    for event in order.readers:
+            chunk = self._order[index]
+            host, task = units[chunk.unit]
+            buffers, wait = host.buffers[0], None
+            if chunk.begin == 0:
+                buffers.grad_ready.synchronize()
+                if buffers.param is None:
+                    for event in request.param_readers:
                         event.synchronize()
-            for segment in self._segments(place, run, tensors):
-                update(segment, order.hyperparameters[segment.group], order.number, scalars)
-            if place.sends_master:
-                wait = _send_run(host, run, tensors[0], up)
-            if self._ends(run) and host.unit.layout.param_place is not Place.NVME:
-                send(host, place)
-                ticket.finish()
+            for group_slice in self._group_slices(buffers, chunk, tensors):
+                update(group_slice, request.hyperparameters[group_slice.group], request.step, scalars)
+            if buffers.sends_master:
+                wait = _send_run(host, chunk, tensors[0], up)
+            if self._ends(chunk) and host.unit.layout.param_place is not Place.NVME:
+                send(host, buffers)
+                task.finish()
             return wait
 
         def queued(index: int, writes: Sequence[Transfer | None]) -> None:
-            run = self._order[index]
-            if self._units[run.unit].param_place is Place.NVME:
+            chunk = self._order[index]
+            if self._units[chunk.unit].param_place is Place.NVME:
                 assert self.params is not None
                 write = writes[len(self._groups[index]) - 1]
                 assert write is not None
-                self.params.wrote(run.block(Buffer.PARAM_SHARD), write)
-                if self._ends(run):
-                    self.params.release(run.unit)
-                    units[run.unit][1].finish()
+                self.params.record_write(chunk.block(Buffer.PARAM_SHARD), write)
+                if self._ends(chunk):
+                    self.params.unblock_reads(chunk.unit)
+                    units[chunk.unit][1].finish()
 
         try:
-            scalars = order.scalars() if order.scalars is not None else None
+            scalars = request.scalars() if request.scalars is not None else None
             if scalars is not None and bool(scalars[kernels.SKIP]):
                 return
             self._prefetched = False
-            self.streamer.run(self._groups, work, queued)
+            self.pipeline.run(self._groups, work, queued)
         finally:
-            for host, ticket in wanted:
-                if not ticket.done():  # else the next update may have been ordered, and hold it
+            for host, task in wanted:
+                if not task.done():  # else the next update may have been ordered, and hold it
                     if self.params is not None:
-                        self.params.release(host.unit.name)
-                    ticket.finish()
+                        self.params.unblock_reads(host.unit.name)
+                    task.finish()
 
-    def _ends(self, run: Run) -> bool:
-        return run is self._runs[run.unit][-1]
+    def _ends(self, chunk: Chunk) -> bool:
+        return chunk is self._chunks[chunk.unit][-1]
 
-    def _segments(self, place: Exchange, run: Run, tensors: tuple[torch.Tensor, ...]) -> Iterator[GroupSlice]:
-        """The parts of a unit's segments that lie in `run`, on the run's tensors."""
-        unit: UnitLayout = self._units[run.unit]
+    def _group_slices(self, buffers: PinnedBuffers, chunk: Chunk, tensors: tuple[torch.Tensor, ...]) -> Iterator[GroupSlice]:
+        """The parts of a unit's segments that lie in `chunk`, on the chunk's tensors."""
+        unit: UnitLayout = self._units[chunk.unit]
         streamed = unit.place is Place.NVME
         param = tensors[-1] if unit.param_place is Place.NVME else None
         first_state = int(self.has_masters)
-        for whole in place.segments:
-            first, last = max(whole.part.start, run.begin), min(whole.part.stop, run.end)
+        for whole in buffers.slices:
+            first, last = max(whole.part.start, chunk.begin), min(whole.part.stop, chunk.end)
             if first >= last:
                 continue
             inside = slice(first - whole.part.start, last - whole.part.start)
-            mine = slice(first - run.begin, last - run.begin)
+            mine = slice(first - chunk.begin, last - chunk.begin)
             states = [lane[mine] for lane in tensors[first_state : len(self.buffers)]]
             out = None if whole.param is None else whole.param[inside]
             assert whole.grad is not None
@@ -200,12 +198,12 @@ class OptimizerSwapper:
             )
 
 
-def _send_run(host: HostUnit, run: Run, master: torch.Tensor, up: Stream) -> Callable[[], None]:
+def _send_run(host: OffloadedUnit, chunk: Chunk, master: torch.Tensor, up: Stream) -> Callable[[], None]:
     """fp32 parameters go up as they are in the ring; returns what waits until they have left it."""
     assert host.unit.trainable is not None
     shard: Any = host.unit.trainable.shard
     with up.as_current():
-        shard[run.begin : run.end].copy_(master, non_blocking=True)
+        shard[chunk.begin : chunk.end].copy_(master, non_blocking=True)
     left = Event(shard.device)
     left.record(up)
     host.unit.updated.record(up)

@@ -1,8 +1,8 @@
 """Parameters in files: a rank's shards come through a few pinned buffers, ahead of the gathers that want them.
 
 Note [Pieces]
-    What comes through one buffer at once is a *piece* of a unit's shard: all of it where the buffer is long enough, else as
-    many of its runs as fit. Trained and frozen parameters lie one after another in it, each run on a page of its own.
+    What comes through one buffer at once is a *batch* of a unit's shard: all of it where the buffer is long enough, else as
+    many of its chunks as fit. Trained and frozen parameters lie one after another in it, each chunk on a page of its own.
 
 Note [Reading ahead]
     The schedule says with each unit that it wants which ones it will want then, and their reads are queued as far as there
@@ -26,13 +26,13 @@ import torch
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.layout import PAGE, PAGE_NUMEL, Layout, align
-from zeroplan_runtime.offload.chunks import Run, runs_of_params
+from zeroplan_runtime.offload.chunks import Chunk, param_chunks
 from zeroplan_runtime.offload.swap_file import SwapFile, Transfer
 from zeroplan_runtime.streams import Event, Stream
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
+class FetchRequest:
     """A unit whose shard is wanted on the device; `frozen` tells whether its frozen parameters are, too."""
 
     unit: str
@@ -40,60 +40,60 @@ class Want:
 
 
 @dataclass(frozen=True, slots=True)
-class PiecePart:
-    """A run in a piece: `at` is where it lies in the buffer, in elements."""
+class BatchChunk:
+    """A chunk in a batch: `at` is where it lies in the buffer, in elements."""
 
     buffer: Buffer
-    run: Run
+    chunk: Chunk
     at: int
 
     @property
     def block(self) -> str:
         """Its block in the file."""
-        return self.run.block(self.buffer)
+        return self.chunk.block(self.buffer)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class ReadBatch:
     """See Note [Pieces]."""
 
     unit: str
-    parts: tuple[PiecePart, ...]
+    parts: tuple[BatchChunk, ...]
 
 
 @dataclass(slots=True, eq=False)
-class Reading:
-    """A piece that is expected; `transfers` are its reads once they are queued."""
+class PendingRead:
+    """A batch that is expected; `transfers` are its reads once they are queued."""
 
-    piece: Piece
+    batch: ReadBatch
     transfers: list[Transfer] | None = None
 
 
 class ParamSwapper:
     """The parameters of a rank's units that rest in a file, and the buffers that they come through.
 
-    The model's thread calls it, but for :meth:`wrote` and :meth:`release`, which are the updating thread's.
+    The model's thread calls it, but for :meth:`record_write` and :meth:`unblock_reads`, which are the updating thread's.
 
     Args:
         layout: which units, how long, how cut.
         memory: the pinned buffers, as long as the layout's row of them.
-        file: with the blocks that :func:`~zeroplan_runtime.offload.chunks.runs_of_params` names.
+        file: with the blocks that :func:`~zeroplan_runtime.offload.chunks.param_chunks` names.
         device: where the parameters go.
     """
 
     def __init__(self, layout: Layout, memory: torch.Tensor, file: SwapFile, device: torch.device) -> None:
         self.file = file
         self._buffers = list(memory.view(-1, layout.param_buffer))
-        self._free = [Event(device) for _ in self._buffers]
-        self._runs = runs_of_params(layout)
-        self._pieces: dict[Want, list[Piece]] = {}
-        for unit, runs in self._runs.items():
-            trained = [pair for pair in runs if pair[0] is Buffer.PARAM_SHARD]
-            self._pieces[Want(unit, False)] = _pieces(unit, trained, layout.param_buffer)
-            self._pieces[Want(unit, True)] = _pieces(unit, runs, layout.param_buffer)
-        self._queue: deque[Reading] = deque()  # the first of them is of piece number `_taken`
+        self._last_copy = [Event(device) for _ in self._buffers]
+        self._chunks = param_chunks(layout)
+        self._batches: dict[FetchRequest, list[ReadBatch]] = {}
+        for unit, chunks in self._chunks.items():
+            trained = [pair for pair in chunks if pair[0] is Buffer.PARAM_SHARD]
+            self._batches[FetchRequest(unit, False)] = _batches(unit, trained, layout.param_buffer)
+            self._batches[FetchRequest(unit, True)] = _batches(unit, chunks, layout.param_buffer)
+        self._queue: deque[PendingRead] = deque()  # the first of them is of batch number `_taken`
         self._taken = 0
-        self._held: set[str] = set()
+        self._blocked: set[str] = set()
         self._writes: dict[str, Transfer] = {}  # by block: what its next read follows
         self._lock = threading.Lock()
 
@@ -105,51 +105,51 @@ class ParamSwapper:
 
     # ------------------------------------------------------------------ for the schedule
 
-    def expect(self, coming: Iterable[Want]) -> int:
-        """Reads ahead for these units, in the order in which they will be wanted; returns how many pieces the first has."""
-        pieces: list[Piece] = []
+    def prefetch(self, coming: Iterable[FetchRequest]) -> int:
+        """Reads ahead for these units, in the order in which they will be wanted; returns how many batches the first has."""
+        batches: list[ReadBatch] = []
         first: int | None = None
         for want in coming:
-            pieces += self._pieces[want]
-            first = len(pieces) if first is None else first
-            if len(pieces) >= first + len(self._buffers):
+            batches += self._batches[want]
+            first = len(batches) if first is None else first
+            if len(batches) >= first + len(self._buffers):
                 break
         with self._lock:
             same = 0
-            for reading, piece in zip(self._queue, pieces, strict=False):
-                if reading.piece is not piece:
+            for pending, batch in zip(self._queue, batches, strict=False):
+                if pending.batch is not batch:
                     break
                 same += 1
             self._drop(same)
-            self._queue.extend(Reading(piece) for piece in pieces[same:])
+            self._queue.extend(PendingRead(batch) for batch in batches[same:])
             self._advance()
         return first or 0
 
-    def bring(self, coming: Iterable[Want], targets: Mapping[Buffer, torch.Tensor], stream: Stream) -> None:
+    def fetch(self, coming: Iterable[FetchRequest], targets: Mapping[Buffer, torch.Tensor], stream: Stream) -> None:
         """Copies the first of these units to `targets` in `stream`, and reads ahead for the others. Waits for its reads.
 
         Raises:
             DiskFault: when a read failed, or a block is not what was written.
         """
-        for _ in range(self.expect(coming)):
+        for _ in range(self.prefetch(coming)):
             number = self._taken % len(self._buffers)
-            self._free[number].synchronize()
+            self._last_copy[number].synchronize()
             with self._lock:
-                reading = self._queue[0]
-                transfers = reading.transfers = reading.transfers or self._read(reading.piece, number)
+                pending = self._queue[0]
+                transfers = pending.transfers = pending.transfers or self._read(pending.batch, number)
             for transfer in transfers:
                 self.file.finish(transfer)
             with stream.as_current():
-                for part in reading.piece.parts:
-                    source = self._buffers[number][part.at : part.at + part.run.numel]
-                    targets[part.buffer][part.run.begin : part.run.end].copy_(source, non_blocking=True)
-            self._free[number].record(stream)
+                for part in pending.batch.parts:
+                    source = self._buffers[number][part.at : part.at + part.chunk.numel]
+                    targets[part.buffer][part.chunk.begin : part.chunk.end].copy_(source, non_blocking=True)
+            self._last_copy[number].record(stream)
             with self._lock:
                 self._queue.popleft()
                 self._taken += 1
                 self._advance()
 
-    def forget(self) -> None:
+    def drop_prefetch(self) -> None:
         """Drops what was read ahead. Nothing reads the file any more when it returns."""
         with self._lock:
             self._drop(0)
@@ -157,87 +157,87 @@ class ParamSwapper:
     def _drop(self, begin: int) -> None:
         while len(self._queue) > begin:
             for transfer in self._queue.pop().transfers or ():
-                transfer.settle()
+                transfer.wait_until_idle()
 
     def _advance(self) -> None:
         """Queues the reads for which there are buffers, in order."""
-        for i, reading in enumerate(self._queue):
+        for i, pending in enumerate(self._queue):
             if i == len(self._buffers):
                 return
-            if reading.transfers is None:
+            if pending.transfers is None:
                 number = (self._taken + i) % len(self._buffers)
-                if reading.piece.unit in self._held or not self._free[number].query():
+                if pending.batch.unit in self._blocked or not self._last_copy[number].query():
                     return
-                reading.transfers = self._read(reading.piece, number)
+                pending.transfers = self._read(pending.batch, number)
 
-    def _read(self, piece: Piece, number: int) -> list[Transfer]:
+    def _read(self, batch: ReadBatch, number: int) -> list[Transfer]:
         memory, begun = self._buffers[number], []
-        for part in piece.parts:
-            into = memory[part.at :].view(torch.uint8)[: self.file.held(part.block)]
+        for part in batch.parts:
+            into = memory[part.at :].view(torch.uint8)[: self.file.stored_bytes(part.block)]
             begun.append(self.file.read(part.block, into, after=self._writes.get(part.block)))
         return begun
 
     # ------------------------------------------------------------------ for the update
 
-    def hold(self, units: Iterable[str]) -> None:
+    def block_reads(self, units: Iterable[str]) -> None:
         """Reads nothing of these units until their update's writes are queued."""
-        self.forget()
+        self.drop_prefetch()
         with self._lock:
-            self._held.update(units)
+            self._blocked.update(units)
 
-    def wrote(self, block: str, write: Transfer) -> None:
+    def record_write(self, block: str, write: Transfer) -> None:
         """A block's write has been queued: later reads come behind it."""
         with self._lock:
             self._writes[block] = write
 
-    def release(self, unit: str) -> None:
+    def unblock_reads(self, unit: str) -> None:
         """All writes of a unit's update have been queued, or it was not updated."""
         with self._lock:
-            self._held.discard(unit)
+            self._blocked.discard(unit)
             self._advance()
 
     # ------------------------------------------------------------------ between steps
 
-    def put(self, unit: str, buffer: Buffer, values: torch.Tensor) -> None:
+    def write(self, unit: str, buffer: Buffer, values: torch.Tensor) -> None:
         """Writes this rank's shard of a unit's trained or frozen parameters. Not while an update is under way."""
-        self.forget()
+        self.drop_prefetch()
         under_way: deque[Transfer] = deque()
-        for i, (_, run) in enumerate(pair for pair in self._runs[unit] if pair[0] is buffer):
+        for i, (_, chunk) in enumerate(pair for pair in self._chunks[unit] if pair[0] is buffer):
             number = i % len(self._buffers)
             if len(under_way) == len(self._buffers):
                 self.file.finish(under_way.popleft())
-            self._free[number].synchronize()
+            self._last_copy[number].synchronize()
             memory = self._buffers[number]
-            memory[: run.numel].copy_(values[run.begin : run.end])
-            pages = -(-run.numel * memory.element_size() // PAGE) * PAGE
-            self._writes.pop(run.block(buffer), None)
-            under_way.append(self.file.write(run.block(buffer), memory.view(torch.uint8)[:pages]))
+            memory[: chunk.numel].copy_(values[chunk.begin : chunk.end])
+            pages = -(-chunk.numel * memory.element_size() // PAGE) * PAGE
+            self._writes.pop(chunk.block(buffer), None)
+            under_way.append(self.file.write(chunk.block(buffer), memory.view(torch.uint8)[:pages]))
         for transfer in under_way:
             self.file.finish(transfer)
 
-    def get(self, unit: str, buffer: Buffer, begin: int, end: int) -> torch.Tensor:
+    def read(self, unit: str, buffer: Buffer, begin: int, end: int) -> torch.Tensor:
         """Elements ``[begin, end)`` of this rank's shard of them, in new memory. Not while an update is under way."""
-        self.forget()
-        self._free[0].synchronize()
+        self.drop_prefetch()
+        self._last_copy[0].synchronize()
         memory = self._buffers[0]
         found = torch.empty(end - begin, dtype=memory.dtype)
-        for _, run in (pair for pair in self._runs[unit] if pair[0] is buffer):
-            first, last = max(begin, run.begin), min(end, run.end)
+        for _, chunk in (pair for pair in self._chunks[unit] if pair[0] is buffer):
+            first, last = max(begin, chunk.begin), min(end, chunk.end)
             if first < last:
-                block = run.block(buffer)
-                self.file.finish(self.file.read(block, memory.view(torch.uint8)[: self.file.held(block)]))
-                found[first - begin : last - begin].copy_(memory[first - run.begin : last - run.begin])
+                block = chunk.block(buffer)
+                self.file.finish(self.file.read(block, memory.view(torch.uint8)[: self.file.stored_bytes(block)]))
+                found[first - begin : last - begin].copy_(memory[first - chunk.begin : last - chunk.begin])
         return found
 
 
-def _pieces(unit: str, runs: Iterable[tuple[Buffer, Run]], most: int) -> list[Piece]:
+def _batches(unit: str, chunks: Iterable[tuple[Buffer, Chunk]], most: int) -> list[ReadBatch]:
     """See Note [Pieces]; `most` are a buffer's elements."""
-    made: list[list[PiecePart]] = []
+    made: list[list[BatchChunk]] = []
     end = most
-    for buffer, run in runs:
-        if end + run.numel > most:
+    for buffer, chunk in chunks:
+        if end + chunk.numel > most:
             made.append([])
             end = 0
-        made[-1].append(PiecePart(buffer, run, end))
-        end += align(run.numel, PAGE_NUMEL)
-    return [Piece(unit, tuple(parts)) for parts in made]
+        made[-1].append(BatchChunk(buffer, chunk, end))
+        end += align(chunk.numel, PAGE_NUMEL)
+    return [ReadBatch(unit, tuple(parts)) for parts in made]

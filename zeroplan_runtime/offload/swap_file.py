@@ -19,7 +19,7 @@ import torch
 from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import PAGE
 from zeroplan_runtime.checkpoint.atomic_files import write_durably
-from zeroplan_runtime.offload.io import DiskFault, DiskFile, IoEngine, Ticket
+from zeroplan_runtime.offload.io import DiskFault, DiskFile, IoEngine, IoRequest
 
 _RESUME = "check the disk (dmesg, smartctl) and resume from the last checkpoint"
 
@@ -39,16 +39,16 @@ class Transfer:
     """A block on its way; :meth:`SwapFile.finish` waits for it."""
 
     block: str
-    ticket: Ticket
+    request: IoRequest
     size: int
     engine: IoEngine
     expected: int | None = None  # the checksum, of a read
     of: Transfer | None = None  # the write that a read follows, whose checksum is known when that is finished
 
-    def settle(self) -> None:
+    def wait_until_idle(self) -> None:
         """Returns when the memory is not used any more, whether the transfer failed or not."""
         with contextlib.suppress(DiskFault):
-            self.engine.wait(self.ticket)
+            self.engine.wait(self.request)
 
 
 class SwapFile:
@@ -121,8 +121,8 @@ class SwapFile:
         place, size = self._at(block, source)
         place.checksum = None
         place.written = size
-        ticket = self.engine.write(self.file, place.offset, source, after=after.ticket if after else None, checksum=True)
-        return Transfer(block, ticket, size, self.engine)
+        request = self.engine.write(self.file, place.offset, source, after=after.request if after else None, checksum=True)
+        return Transfer(block, request, size, self.engine)
 
     def read(self, block: str, into: torch.Tensor, *, after: Transfer | None = None) -> Transfer:
         """Begins to read a block into the tensor, once `after` (a transfer of this or another file) is done.
@@ -132,13 +132,13 @@ class SwapFile:
             ValueError: when the tensor is not as large as what was written.
         """
         place, size = self._at(block, into)
-        follows = after if after is not None and after.ticket.writes and after.block == block else None
+        follows = after if after is not None and after.request.writes and after.block == block else None
         if place.checksum is None and follows is None:
             raise DiskFault(errno.ENODATA, f"block {block!r} of {self.path} holds nothing: it was never written whole")
         if size != place.written:
             raise ValueError(f"block {block!r} of {self.path} holds {place.written} bytes, the tensor {size}")
-        ticket = self.engine.read(self.file, place.offset, into, after=after.ticket if after else None, checksum=True)
-        return Transfer(block, ticket, size, self.engine, expected=place.checksum, of=follows)
+        request = self.engine.read(self.file, place.offset, into, after=after.request if after else None, checksum=True)
+        return Transfer(block, request, size, self.engine, expected=place.checksum, of=follows)
 
     def finish(self, transfer: Transfer) -> None:
         """Waits for a transfer of this file; holds a read to its checksum, keeps a write's.
@@ -147,30 +147,30 @@ class SwapFile:
             DiskFault: when it failed, or the bytes are not those that were written.
         """
         try:
-            checksum = self.engine.wait(transfer.ticket)
+            checksum = self.engine.wait(transfer.request)
         except DiskFault as fault:
             if transfer.of is not None and fault.errno == errno.ECANCELED:
                 self.finish(transfer.of)  # it is that write's fault
             raise DiskFault(fault.errno, f"block {transfer.block!r}: {fault.strerror}") from fault
-        if transfer.ticket.writes:
+        if transfer.request.writes:
             self._blocks[transfer.block].checksum = checksum
             return
-        expected = self.engine.wait(transfer.of.ticket) if transfer.of is not None else transfer.expected
+        expected = self.engine.wait(transfer.of.request) if transfer.of is not None else transfer.expected
         if checksum != expected:
             raise DiskFault(
                 errno.EBADMSG,
-                f"block {transfer.block!r} of {self.path} (bytes {transfer.ticket.offset:,} to "
-                f"{transfer.ticket.offset + transfer.size:,}) is corrupted: its checksum is {checksum:08x}, that of what was "
+                f"block {transfer.block!r} of {self.path} (bytes {transfer.request.offset:,} to "
+                f"{transfer.request.offset + transfer.size:,}) is corrupted: its checksum is {checksum:08x}, that of what was "
                 f"written {expected or 0:08x}; {_RESUME}",
             )
 
-    def held(self, block: str) -> int:
+    def stored_bytes(self, block: str) -> int:
         """Bytes that were last written to a block, 0 at first."""
         return self._blocks[block].written
 
     def done(self, transfer: Transfer) -> bool:
         """Whether :meth:`finish` would not wait."""
-        return self.engine.done(transfer.ticket)
+        return self.engine.done(transfer.request)
 
     def flush(self) -> None:
         """Makes the data and its index durable, data first. Nothing may be under way.

@@ -31,7 +31,7 @@ SLOTS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class RingPlan:
+class PipelineBuffers:
     """The ring's memory: `slots` groups of `lanes` tensors, each of up to `lane_bytes`."""
 
     slots: int
@@ -48,16 +48,16 @@ class RingPlan:
         return self.lane_bytes // element_size
 
 
-def plan_ring(
+def plan_buffers(
     buffer_count: int, buffer_size: int, *, lanes: int, element_size: int = 4, largest: int | None = None, slots: int = SLOTS
-) -> RingPlan:
+) -> PipelineBuffers:
     """Cuts ``buffer_count`` buffers of ``buffer_size`` elements into a ring. See Note [Ring].
 
     Args:
         lanes: tensors of a group.
         element_size: bytes of an element.
         largest: elements of the largest group, where groups are given; then no lane is larger, and there are as many slots
-            as fit, up to `slots`. Without it lanes are as large as fit, and groups are to be cut by :meth:`RingPlan.numel`.
+            as fit, up to `slots`. Without it lanes are as large as fit, and cut groups by :meth:`PipelineBuffers.numel`.
         slots: groups in flight.
 
     Raises:
@@ -75,11 +75,11 @@ def plan_ring(
             where="buffer_count, buffer_size",
             remedy=f"make their product at least {need * (1 if largest else SLOTS):,} elements",
         )
-    return RingPlan(slots, lanes, lane)
+    return PipelineBuffers(slots, lanes, lane)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SwapTensor:
     """One tensor of a group: `numel` elements in a block of a swap file, to be read before the work and written after it."""
 
     file: SwapFile
@@ -95,7 +95,7 @@ class Part:
         return self.numel * self.dtype.itemsize
 
 
-Group = Sequence[Part]
+Group = Sequence[SwapTensor]
 
 #: Called with a group's index and its tensors, in the group's order. It may return a function that waits for whatever still
 #: uses the tensors (a copy to the GPU); it is called before they are written or overwritten, one group later if slots allow.
@@ -106,7 +106,7 @@ Queued = Callable[[int, Sequence[Transfer | None]], None]
 
 
 @dataclass(slots=True)
-class StreamTimes:
+class PipelineStats:
     """What a pass moved, and the seconds that it stood still for the disk."""
 
     read_bytes: int = 0
@@ -114,10 +114,10 @@ class StreamTimes:
     waited: float = 0.0
 
 
-class Streamer:
+class SwapPipeline:
     """Streams groups through `memory`, ``plan.bytes`` bytes of page-aligned (pinned) memory as a uint8 tensor."""
 
-    def __init__(self, plan: RingPlan, memory: torch.Tensor) -> None:
+    def __init__(self, plan: PipelineBuffers, memory: torch.Tensor) -> None:
         if memory.numel() * memory.element_size() != plan.bytes or memory.data_ptr() % PAGE:
             raise ValueError(f"expected {plan.bytes} bytes on a page boundary, got {memory.numel()} at {memory.data_ptr():#x}")
         self.plan = plan
@@ -126,7 +126,7 @@ class Streamer:
         self._groups: Sequence[Group] | None = None
         self._reads: dict[int, list[Transfer]] = {}
         self._writes: dict[int, list[Transfer | None]] = {}
-        self._times = StreamTimes()
+        self._times = PipelineStats()
         self._queued: Queued | None = None
 
     def prefetch(self, groups: Sequence[Group]) -> None:
@@ -140,15 +140,15 @@ class Streamer:
                     f"group {index} of {len(group)} tensors, {max(part.bytes for part in group)} bytes, does not fit into "
                     f"{self.plan.lanes} lanes of {self.plan.lane_bytes}"
                 )
-        self._groups, self._times = groups, StreamTimes()
+        self._groups, self._times = groups, PipelineStats()
         try:
             for index in range(min(self.plan.slots, len(groups))):
                 self._read(index, [None] * self.plan.lanes)
         except BaseException:
-            self.abandon()
+            self.cancel()
             raise
 
-    def run(self, groups: Sequence[Group], work: Work, queued: Queued | None = None) -> StreamTimes:
+    def run(self, groups: Sequence[Group], work: Work, queued: Queued | None = None) -> PipelineStats:
         """Reads every group, hands it to `work`, writes it back (and tells `queued`); returns when all is written.
 
         Raises:
@@ -163,20 +163,20 @@ class Streamer:
         keep = min(1, self.plan.slots - 1)
         try:
             for index in range(len(groups)):
-                self._arrive(index)
+                self._wait_for_reads(index)
                 late.append((index, work(index, self._tensors(index))))
                 while late and (late[0][1] is None or len(late) > keep):
-                    self._leave(*late.popleft())
+                    self._queue_writes(*late.popleft())
             while late:
-                self._leave(*late.popleft())
+                self._queue_writes(*late.popleft())
             for index in range(max(0, len(groups) - self.plan.slots), len(groups)):
-                self._written(index)
+                self._wait_for_writes(index)
         finally:
             times = self._times
-            self.abandon()
+            self.cancel()
         return times
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         """Waits until nothing uses the memory, and forgets the pass."""
         under_way = [*itertools.chain(*self._reads.values()), *itertools.chain(*self._writes.values())]
         self._groups = None
@@ -184,7 +184,7 @@ class Streamer:
         self._writes.clear()
         for transfer in under_way:
             if transfer is not None:
-                transfer.settle()
+                transfer.wait_until_idle()
 
     def _group(self, index: int) -> Group:
         assert self._groups is not None
@@ -199,23 +199,23 @@ class Streamer:
         begun = self._reads[index] = []
         for part, lane, before in zip(self._group(index), slot, after, strict=False):
             if part.read:
-                held = part.file.held(part.block)
+                held = part.file.stored_bytes(part.block)
                 if 0 < held < part.bytes:
                     raise ValueError(f"block {part.block!r} of {part.file.path} holds {held} bytes, not {part.bytes}")
                 begun.append(part.file.read(part.block, lane[:held], after=before))
                 self._times.read_bytes += held
 
-    def _arrive(self, index: int) -> None:
+    def _wait_for_reads(self, index: int) -> None:
         """Waits for a group's reads, and for the writes of the group that had its slot before."""
         begin = time.perf_counter()
         if index >= self.plan.slots:
-            self._written(index - self.plan.slots)
+            self._wait_for_writes(index - self.plan.slots)
         read = [part for part in self._group(index) if part.read]
         for part, transfer in zip(read, self._reads.pop(index), strict=True):
             part.file.finish(transfer)
         self._times.waited += time.perf_counter() - begin
 
-    def _leave(self, index: int, wait: Callable[[], None] | None) -> None:
+    def _queue_writes(self, index: int, wait: Callable[[], None] | None) -> None:
         """Queues a group's writes and, behind them, the reads of the slot's next group. See Note [Chain]."""
         if wait is not None:
             wait()
@@ -232,7 +232,7 @@ class Streamer:
         if index + self.plan.slots < len(self._groups):
             self._read(index + self.plan.slots, begun)
 
-    def _written(self, index: int) -> None:
+    def _wait_for_writes(self, index: int) -> None:
         begin = time.perf_counter()
         for part, transfer in zip(self._group(index), self._writes.pop(index), strict=False):
             if transfer is not None:

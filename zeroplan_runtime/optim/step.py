@@ -7,7 +7,6 @@ the host must learn (was the step skipped?) is copied behind its back and read w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,24 +15,11 @@ from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import Flat
 from zeroplan_runtime import kernels
-from zeroplan_runtime.model_states import UnitState
-from zeroplan_runtime.offload.host_optimizer import HostOptimizer, Order
+from zeroplan_runtime.offload.host_optimizer import HostOptimizer
+from zeroplan_runtime.offload.update_request import UpdateRequest
 from zeroplan_runtime.optim.zero_optimizer import ZeroOptimizer
 from zeroplan_runtime.schedule import Schedule
-
-
-@dataclass(slots=True)
-class GroupSlice:
-    """A run of one unit's share that one optimizer group covers: parallel 1-D views. `grad` is there from the first step on."""
-
-    unit: UnitState
-    group: int
-    master: torch.Tensor
-    param: torch.Tensor | None  # the 16-bit parameters to refresh; None where there are none beside the master
-    part: slice  # of the unit's share
-    states: list[torch.Tensor]
-    tensors: kernels.Segments | None  # the parameters within, for LAMB
-    grad: torch.Tensor | None = None
+from zeroplan_runtime.unit_state import GroupSlice, UnitState
 
 
 class StepResult:
@@ -94,7 +80,7 @@ class OptimizerStep:
         """Leaves the offloaded units' updates to `host`, which may begin them in the backward if nothing else forbids it."""
         self.host = host
         if not (self.clip or self.may_skip or host.delayed_from):
-            host.early = lambda: Order(self.next_step, self._hyperparameters())
+            host.early_request = lambda: UpdateRequest(self.next_step, self._hyperparameters())
 
     def group_slices(self, unit: UnitState, param: torch.Tensor | None, grad: torch.Tensor | None = None) -> list[GroupSlice]:
         """The runs of a unit's share, with `param` to refresh and `grad` to read (the unit's own, if left out)."""
@@ -155,15 +141,15 @@ class OptimizerStep:
         result = StepResult(self.model_states.scalars)
         hyperparameters = self._hyperparameters()
         if self.host is not None:
-            order = Order(number, hyperparameters, None if scalars is None else result.scalars)
-            self.host.step(order, (self.schedule.compute_stream, self.schedule.all_gather_stream))
+            request = UpdateRequest(number, hyperparameters, None if scalars is None else result.scalars)
+            self.host.step(request, (self.schedule.compute_stream, self.schedule.all_gather_stream))
         # Unit by unit, in the order in which the next forward needs them. See Note [Places] in model_states.
         for unit, segments in zip(self.model_states.units, self.slices, strict=True):
             if unit.trainable is None:
                 continue
             for segment in segments:
                 self.update(segment, hyperparameters[segment.group], number, scalars)
-            if unit.host is None:
+            if unit.offloaded is None:
                 self.schedule.mark_updated(unit)
             self.schedule.free_grads(unit)
         return result
@@ -173,7 +159,7 @@ class OptimizerStep:
         scalars, setup = self.model_states.scalars, self.model_states.setup
         if self.clip or self.may_skip:
             for unit in self.model_states.units:
-                if unit.host is None and unit.grad is not None:
+                if unit.offloaded is None and unit.grad is not None:
                     self.measure(unit, unit.grad)
             kernels.global_norm(
                 self.model_states.squares,
@@ -231,8 +217,8 @@ class OptimizerStep:
 
 
 def _has_gradients(unit: UnitState) -> bool:
-    if unit.host is not None:
-        return unit.host.summed
+    if unit.offloaded is not None:
+        return unit.offloaded.has_grads
     return unit.grad_buffer is None or unit.grad_buffer.is_allocated
 
 

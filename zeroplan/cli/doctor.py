@@ -42,7 +42,7 @@ def doctor(
 
 
 def _kernels() -> tuple[tuple[dict[str, Any], ...], str]:
-    """The runtime's kernels by device, or why there are none."""
+    """Return the runtime's kernels, one row for each device, or no row and the reason."""
     try:
         from zeroplan_runtime.kernels import backend_report
     except ImportError as error:

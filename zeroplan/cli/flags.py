@@ -1,4 +1,4 @@
-"""The options of a request, each stated once, and the decorator that gives them to a verb."""
+"""The options that several verbs share, each defined once, and the decorator that adds them to a verb."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def _style(style: str) -> str:
-    """Refuse an unknown format before the work whose result it is for."""
+    """Refuse an unknown format before the work starts."""
     from zeroplan.report.table import FORMATS
 
     if style not in FORMATS:
@@ -32,11 +32,11 @@ _WORK, _CLUSTER, _ZERO = "Workload", "Cluster", "Sharding"
 
 
 def _option(kind: Any, flag: str, help_text: str, panel: str | None = None, metavar: str | None = None) -> Any:
-    """An option of type ``kind``, as the annotation of a verb's parameter."""
+    """Return an option of type ``kind`` as the annotation of a verb's parameter."""
     return Annotated[kind, typer.Option(flag, metavar=metavar, rich_help_panel=panel, help=help_text)]
 
 
-#: The fields of a Request that have a flag, in the order of the help; their defaults are the Request's own.
+#: The flag of each field of a Request, in the order of the help. The defaults are those of the Request.
 OPTIONS: dict[str, Any] = {
     "model": Annotated[
         str | None, typer.Argument(metavar="MODEL", help="A hub id, a folder, a config.json, a safetensors file or index.")
@@ -70,7 +70,7 @@ OPTIONS: dict[str, Any] = {
     "token": _option(str | None, "--token", "The hub's token, for gated models."),
     "trust_remote_code": _option(bool, "--trust-remote-code", "Let an unknown architecture run its own code."),
 }
-#: Fields that a flag gives as text of another form, and how the text is read.
+#: Fields whose flag takes text, and the function that reads it.
 _READERS: dict[str, Callable[[Any], Any]] = {
     "params": lambda text: None if text is None else parse_count(text, where="--params"),
     "lora_targets": lambda text: tuple(name.strip() for name in (text or "").split(",") if name.strip()),
@@ -78,10 +78,11 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 
 
 def takes_request(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A verb whose first parameter is a :class:`~zeroplan.planner.request.Request`, made of the options.
+    """Give a verb the shared options. Its first parameter gets the :class:`~zeroplan.planner.request.Request` made of them.
 
-    The verb gets every option but those named ``without``. A parameter of its own that bears an option's name stands in that
-    option's place, with its own type, default and help; its value goes to the verb and not to the Request.
+    Args:
+        without: fields of the Request for which the verb has no option. If the verb has a parameter of an option's name, that
+            parameter replaces the option (type, default and help), and its value goes to the verb, not to the Request.
     """
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
@@ -105,13 +106,13 @@ def takes_request(*without: str) -> Callable[[Callable[..., None]], Callable[...
 
 
 def chosen(request: Request) -> dict[str, Any]:
-    """The fields of the request that differ from their defaults."""
+    """Return the fields of the request that differ from their defaults."""
     values = {field.name: (getattr(request, field.name), field.default) for field in fields(request)}
     return {name: value for name, (value, default) in values.items() if value != default}
 
 
 def _parameter(field: Field[Any]) -> inspect.Parameter:
-    """The parameter of a Request's field; one that is read from text is left out as None."""
+    """Return the parameter for a field of the Request. The default of a field that is read from text is None."""
     default = None if field.name in _READERS else field.default
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=OPTIONS[field.name])
 

@@ -1,4 +1,4 @@
-"""The command line's entry: wires the verbs and turns every expected error into one line and an exit code."""
+"""The command line's entry: registers the verbs, and turns every expected error into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ def _main(
 
 
 def _register() -> None:
-    """Import the verbs, each of which registers itself: the one asked for, or all of them for help."""
+    """Import the module of the verb on the command line, which registers it; without a verb, as for help, import all."""
     verbs = ("estimate", "explain", "check", "recommend", "verify", "doctor", "trace")
     asked = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
     for verb in (asked,) if asked in verbs else verbs:
         import_module(f"zeroplan.cli.{verb}")
 
 
-#: What a shell reports of a program that Ctrl-C ended, and of one whose reader went away: `head -1` took what it wanted.
+#: Exit codes of a shell: 128 + SIGINT after Ctrl-C, 128 + SIGPIPE where the reader has closed the pipe, as `head -1` does.
 _INTERRUPTED, _READER_GONE = 128 + 2, 128 + 13
 
 
 def run() -> None:
-    """The console script: one line for bad input, and never a traceback for that, a closed pipe, a full disk or Ctrl-C."""
-    # Plans are plain models: looking for pydantic's plugins would read the metadata of every installed package.
+    """Run the command line. Bad input, a closed pipe, a full disk and Ctrl-C end with one line or none, never a traceback."""
+    # zeroplan's models use no pydantic plugin. Looking for plugins would read the metadata of every installed package.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
-    gc.set_threshold(50_000, 20, 100)  # a process of seconds: looking for cycles among a tape's events would take a tenth of it
+    gc.set_threshold(50_000, 20, 100)  # collecting cycles among a tape's events would take a tenth of the run time
     _register()
     try:
         code = app(standalone_mode=False)
@@ -65,7 +65,7 @@ def run() -> None:
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(_INTERRUPTED)
     except SystemExit as stop:
-        # The library of the words turns a closed pipe into exit code 1, which here says that nothing fits.
+        # click turns a closed pipe into exit code 1, which here means that nothing fits.
         if isinstance(stop.__context__, BrokenPipeError):
             _drop_output()
             sys.exit(_READER_GONE)
@@ -80,12 +80,12 @@ def run() -> None:
     sys.exit(code if isinstance(code, int) else EXIT_OK)
 
 
-#: The parent of every fault in the words of a command line. typer names only this child of it.
+#: The base class of every error in a command line. typer exports only this subclass of it.
 _UsageError: Any = typer.BadParameter.__base__
 
 
 def _usage(error: Any) -> None:
-    """A fault in the words themselves: the help where there were none, else one line like any other bad input."""
+    """Print the help where no verb was given, else one line that says which argument is wrong; exit with 2."""
     if type(error).__name__ == "NoArgsIsHelpError":
         print(error.format_message(), file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT)
@@ -99,7 +99,7 @@ def _refuse(line: str) -> None:
 
 
 def _drop_output() -> None:
-    """What is still buffered cannot be written; the interpreter must not try again as it ends."""
+    """Discard what is still buffered: it cannot be written, and the interpreter would try again when it exits."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -124,7 +124,7 @@ def recommend(
 
 
 def _require_output(request: Request, output: str | None, form: str, launcher: str | None) -> None:
-    """Refuse, before the search, what could not be written after it, and a form or launcher for which nothing is written."""
+    """Refuse, before the search, a form or launcher that cannot be written, and either of them without -o."""
     from zeroplan.engines.registry import find_engine
     from zeroplan.search.files import require_form
 
@@ -138,7 +138,7 @@ def _require_output(request: Request, output: str | None, form: str, launcher: s
 
 
 def _write(found: Answer, output: str | None, form: str, launcher: str | None, script: str) -> tuple[str, str]:
-    """Write the best one's files; returns the file's name and the command that starts it, empty where none was asked for."""
+    """Write the best configuration's files. Return their names and the start command; both are empty without -o."""
     best = found.best
     if output is None or best is None:
         return "", ""
@@ -152,7 +152,7 @@ def _write(found: Answer, output: str | None, form: str, launcher: str | None, s
 
 
 def _catalog(request: Request, wish: Wish, write: Callable[[Answer], tuple[str, str]], *, as_json: bool, style: str) -> None:
-    """What such a machine can train; writes the config of the largest full fine-tune."""
+    """Print the largest models that the machine can train; with -o, write the config of the largest full fine-tune."""
     from zeroplan.report.overview import overview_json, overview_text
     from zeroplan.search.catalog import overview
 

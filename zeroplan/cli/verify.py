@@ -57,7 +57,7 @@ def verify(
 
 
 def _first_rank() -> bool:
-    """Within a torchrun only the first rank prints."""
+    """Return whether this process prints: under torchrun only rank 0 does."""
     import os
 
     return os.environ.get("RANK", "0") == "0"

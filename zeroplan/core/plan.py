@@ -1,6 +1,6 @@
-"""The answer: a MemoryPlan, and the Report that holds several with what they were asked for.
+"""The answer of ``estimate``: a MemoryPlan for each configuration, and the Report that holds them with the request.
 
-The JSON form is the outward contract (DESIGN, "JSON"): bytes are integers, additions are fine, renaming is not.
+The JSON form is a contract with users: bytes are integers; fields may be added, but not renamed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class _Frozen(BaseModel):
 
 
 class PlanLine(_Frozen):
-    """One buffer's bytes on the worst rank."""
+    """The bytes of one buffer on the worst rank, the phases in which it is alive, and the formula of its size."""
 
     buffer: str
     place: str
@@ -30,11 +30,15 @@ class PlanLine(_Frozen):
 
 
 class GpuMemory(_Frozen):
-    """Bytes on the worst rank's GPU. None where the depth does not tell.
+    """Bytes on the worst rank's GPU. Activations, peaks and total are None at formula depth.
 
-    `at_limit` says that these are the figures of a run that fills its card: its allocator empties its cache, in each step
-    `cache_emptied` times, with `segments_remapped` calls of the driver and `bytes_remapped` in segments given up and taken;
-    `pages_remapped` of them where segments are expandable.
+    `peak_allocated` and `peak_reserved` are what ``torch.cuda.max_memory_allocated`` and ``max_memory_reserved`` return
+    after training. `total` is the peak of reserved memory plus `outside_torch` (CUDA context, kernels, NCCL); `interval` is
+    its lower and upper bound. `usable` is what the card gives to a process.
+
+    `at_limit` is true where the run fills its card, so that torch's allocator releases its cache. Per step it then does so
+    `cache_emptied` times, in `segments_remapped` driver calls, and frees and allocates `bytes_remapped` bytes again; with
+    expandable segments these are `pages_remapped` pages.
     """
 
     model_states: int
@@ -57,12 +61,12 @@ class GpuMemory(_Frozen):
 
     @property
     def needed(self) -> int:
-        """The total, or where activations are not known the largest phase without them."""
+        """The total; at formula depth the largest phase, which is without activations."""
         return self.total if self.total is not None else max([self.live_after_step, *self.phases.values()])
 
 
 class HostBuffer(_Frozen):
-    """Bytes of one buffer in a node's host memory, over its ranks."""
+    """Bytes of one buffer in a node's host memory, summed over the node's ranks. `place` is ``dram`` or ``pinned``."""
 
     buffer: str
     place: str
@@ -70,7 +74,7 @@ class HostBuffer(_Frozen):
 
 
 class HostPeak(_Frozen):
-    """The most of a node's host memory in one phase, and what is alive there, largest first; it adds up to `bytes`."""
+    """The peak of a node's host memory in one phase. `alive`, largest first, adds up to `bytes`."""
 
     phase: str
     bytes: int
@@ -79,10 +83,10 @@ class HostPeak(_Frozen):
 
 
 class CpuMemory(_Frozen):
-    """Bytes of one node's host memory, over its ranks; `per_node` includes `pinned`.
+    """Bytes of one node's host memory, summed over the node's ranks.
 
-    `per_node` is the most over initialisation and training, which is in `peak_phase`; `peaks` (and `phases`, the bytes alone)
-    also tell of saving and resuming. Both are empty at formula depth.
+    `per_node` is the peak of loading, initialisation and training, pinned memory included; it is reached in `peak_phase`.
+    `peaks`, and `phases` with their bytes alone, also hold saving and resuming. All three are empty at formula depth.
     """
 
     per_node: int
@@ -93,20 +97,23 @@ class CpuMemory(_Frozen):
 
 
 class NvmeMemory(_Frozen):
-    """Bytes of one node's disk."""
+    """Bytes of one node's swap files."""
 
     per_node: int
 
 
 class PeerFigures(_Frozen):
-    """What DeepSpeed's own estimator says: bytes a GPU, bytes a node's host."""
+    """What DeepSpeed's own estimator says: bytes on each GPU, and bytes in each node's host memory."""
 
     gpu: int
     cpu: int
 
 
 class MemoryPlan(Printable, _Frozen):
-    """The memory of one configuration. `fits` is None when no limit was given."""
+    """The memory of one configuration.
+
+    `fits` is None when no limit was given. `misfits` names the limits that are exceeded: ``gpu``, ``cpu``, ``nvme``.
+    """
 
     engine: str
     engine_version: str
@@ -138,7 +145,7 @@ class MemoryPlan(Printable, _Frozen):
 
 
 class ModelInfo(_Frozen):
-    """Which model the plans are of."""
+    """The model: its name, the number of its parameters, how many of them are trained, and where the shapes came from."""
 
     name: str
     params: int
@@ -147,7 +154,7 @@ class ModelInfo(_Frozen):
 
 
 class Report(_Frozen):
-    """What one command answers, as ``--json`` prints it."""
+    """The plans of one request, with the request. ``--json`` prints it."""
 
     schema_version: int = Field(default=SCHEMA_VERSION, alias="schema")
     model: ModelInfo
@@ -159,5 +166,5 @@ class Report(_Frozen):
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
     def to_json(self) -> str:
-        """The contract's JSON, indented."""
+        """Return the report as JSON text, indented by two."""
         return self.model_dump_json(by_alias=True, indent=2)

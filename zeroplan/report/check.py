@@ -1,4 +1,4 @@
-"""What DeepSpeed makes of a ds_config: the verdict, the findings by severity, and every key by what is known of it."""
+"""What ``check`` answers, as text and JSON: whether DeepSpeed runs a ds_config, what it does otherwise, and every key."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LONGEST_LINE, _LONGEST_KEY = 400, 200
 
 
 def verdict(config: DsConfig) -> str:
-    """One sentence: whether it runs, and as what."""
+    """Return one sentence: whether DeepSpeed runs the file, at which stage, with which offload, dtype and optimizer class."""
     name = f"DeepSpeed {DEEPSPEED_VERSION}"
     if config.errors:
         count = len(config.errors)
@@ -39,7 +39,7 @@ def verdict(config: DsConfig) -> str:
 
 
 def check_json(config: DsConfig) -> dict[str, Any]:
-    """The same as one object."""
+    """Return the verdict, the findings and the keys as one object that JSON can hold."""
     return {
         "schema": 1,
         "file": config.source,
@@ -69,7 +69,7 @@ def check_json(config: DsConfig) -> dict[str, Any]:
 
 
 def check_text(config: DsConfig) -> str:
-    """The same for a terminal: verdict, findings by severity, then the keys by what is known of them."""
+    """Return the verdict, the findings by severity, and the keys grouped by their effect on memory."""
     lines = [_one_line(f"{config.source}: {verdict(config)}")]
     for severity, title in _TITLES.items():
         found = config.of_severity(severity)

@@ -1,4 +1,4 @@
-"""Which renderer draws which answer, when it is printed or shown in a notebook."""
+"""Chooses the renderer of an answer that is printed or shown in a notebook."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zeroplan.report.plans import plan_html, plan_text
 
 
 def answer_text(answer: Printable) -> str:
-    """Any answer for a terminal."""
+    """Return the answer as text for a terminal."""
     if isinstance(answer, MemoryPlan):
         return plan_text(answer)
     from zeroplan.report.drift import drift_text
@@ -20,5 +20,5 @@ def answer_text(answer: Printable) -> str:
 
 
 def answer_html(answer: Printable) -> str:
-    """Any answer for a notebook's cell."""
+    """Return the answer as an HTML fragment for a notebook's cell."""
     return plan_html(answer) if isinstance(answer, MemoryPlan) else f"<pre>{escape(answer_text(answer))}</pre>"

@@ -1,4 +1,4 @@
-"""A Drift as tables: plan beside measurement, buffer by buffer and in total. No formulas here."""
+"""Text of what ``verify`` answers: plan beside measurement, buffer by buffer and in total."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _MOST_MISMATCHES = 10
 
 
 def drift_text(drift: Drift, style: str = "plain") -> str:
-    """The whole answer: a heading, a table and a verdict for each configuration, and the conclusion.
+    """Return a heading, a table and a verdict for each configuration, the warnings and the conclusion.
 
     Raises:
-        BadInput: an unknown format.
+        BadInput: `style` is not one of :data:`zeroplan.report.table.FORMATS`.
     """
     parts = [_heading(drift)]
     for comparison in drift.comparisons:
@@ -25,7 +25,7 @@ def drift_text(drift: Drift, style: str = "plain") -> str:
 
 
 def comparison_text(comparison: Comparison, style: str = "plain") -> str:
-    """One configuration."""
+    """Return the table and the verdict of one configuration, or only the verdict where its run failed."""
     plan, measured = comparison.plan, comparison.measurement
     title = f"{plan.engine} {plan.engine_version}, {plan.label} ({plan.depth} plan)"
     if measured.failure or measured.out_of_memory is not None:

@@ -1,4 +1,4 @@
-"""Derivations as text."""
+"""What ``explain`` answers, as text and JSON: every line of the ledger with its formula and the values in it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def explanation_text(explanations: Iterable[Explanation]) -> str:
-    """Every line: bytes, formula, purpose, the values of its names, and its source."""
+    """Return for every line its bytes, formula and purpose, the value of each name in the formula, and the source."""
     out: list[str] = []
     for explanation in explanations:
         out += [f"{explanation.engine}, {explanation.label} (bytes of one rank)", ""]
@@ -29,7 +29,7 @@ def explanation_text(explanations: Iterable[Explanation]) -> str:
 
 
 def explanation_json(explanations: Iterable[Explanation]) -> list[dict[str, object]]:
-    """The same as plain data."""
+    """Return the same as values that JSON can hold; ``bytes`` are integers."""
     return [
         {
             "engine": explanation.engine,

@@ -1,4 +1,4 @@
-"""A node's host memory, phase by phase: the most, what of it is pinned, and what is alive there. No formulas here."""
+"""A table of one node's host memory by phase: the peak, how much of it is pinned, and which buffers are alive."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from zeroplan.core.plan import HostPeak, MemoryPlan
 from zeroplan.core.units import format_bytes, format_gib
 from zeroplan.report.table import render
 
-#: Buffers that a row names; the rest of them is summed up.
+#: A row names this many buffers and gives the sum of the others.
 MOST_NAMED = 4
 
 
 def host_table(plan: MemoryPlan, style: str = "plain") -> str:
-    """One row a phase, in the order of a run; sizes in GiB. Empty at formula depth, which has no phases."""
+    """Return one row for each phase, in the order of a run, sizes in GiB. Empty at formula depth, which has no host phases."""
     if not plan.cpu.peaks:
         return ""
     rows = [
@@ -22,7 +22,7 @@ def host_table(plan: MemoryPlan, style: str = "plain") -> str:
 
 
 def alive_text(peak: HostPeak, most: int = MOST_NAMED) -> str:
-    """``"param.master 4.60 GiB, host.process 3.50 GiB, grad.shard 2.30 GiB pinned"``, largest first."""
+    """Return what is alive, largest first: ``"param.master 4.60 GiB, grad.shard 2.30 GiB pinned, 1.04 GiB in 4 more"``."""
     named = [f"{one.buffer} {format_bytes(one.bytes)}{' pinned' if one.place == 'pinned' else ''}" for one in peak.alive[:most]]
     rest = sum(one.bytes for one in peak.alive[most:])
     return ", ".join([*named, *([f"{format_bytes(rest)} in {len(peak.alive) - most} more"] if rest else [])])

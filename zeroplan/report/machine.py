@@ -1,4 +1,4 @@
-"""What this machine is, which kernels are in use on it and why, and how fast it is where that was measured."""
+"""What ``doctor`` answers, as text and JSON: the machine, the kernels in use and why, and its measured rates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Diagnosis:
 
 
 def machine_json(found: Diagnosis) -> dict[str, Any]:
-    """One object; bytes are integers."""
+    """Return one object that JSON can hold; ``memory`` and ``disk_free`` are bytes."""
     machine = found.machine
     answer: dict[str, Any] = {
         "schema": 1,
@@ -45,7 +45,7 @@ def machine_json(found: Diagnosis) -> dict[str, Any]:
 
 
 def machine_text(found: Diagnosis) -> str:
-    """One line a fact."""
+    """Return one line for each fact."""
     machine = found.machine
     lines = [
         f"{machine.system}, Python {machine.python}, {machine.cores} cores, {format_bytes(machine.memory)} of memory, "

@@ -1,4 +1,4 @@
-"""What a machine can train, for the terminal and as JSON."""
+"""What ``recommend`` without a model answers, as text and JSON: the largest models that the machine can train."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from zeroplan.search.reasons import name_of
 
 
 def overview_text(found: Overview, style: str = "plain", *, written: str = "", start: str = "") -> str:
-    """One row a method and model, largest first; below them the answer for the largest full fine-tune."""
+    """Return one row for each method and model, largest first, and below them the answer for the largest full fine-tune.
+
+    Args:
+        found: what was found.
+        style: plain, github, html or csv.
+        written: the files that were written, by comma.
+        start: the command that starts the run.
+    """
     headers = ["method", "model", "parameters", "how", "total", "host", "tokens/s"]
     rows = []
     for row in found.rows:
@@ -34,7 +41,7 @@ def overview_text(found: Overview, style: str = "plain", *, written: str = "", s
 
 
 def overview_json(found: Overview) -> dict[str, Any]:
-    """The same as one object."""
+    """Return the same as one object that JSON can hold."""
     return {
         "schema": 1,
         "warnings": list(found.warnings),

@@ -1,4 +1,4 @@
-"""The frame of every HTML report: one file that carries its style and its script, and needs nothing from anywhere."""
+"""The frame of every HTML report. A page holds its style and its script, so it loads no other file."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from importlib.resources import files
 
 @cache
 def asset(name: str) -> str:
-    """The text of a file of ``report/assets``."""
+    """Return the text of a file in ``report/assets``."""
     return files(__package__).joinpath("assets", name).read_text(encoding="utf-8")
 
 
 def page(title: str, body: Iterable[str], *, script: str = "") -> str:
-    """A whole page.
+    """Return a whole page.
 
     Args:
         title: the tab's title, as plain text.

@@ -1,4 +1,4 @@
-"""What is alive when a plan's memory peaks, largest first: by buffer, and by the module that asked for it."""
+"""Which buffers are alive when a plan's GPU memory peaks, and which module or parameter each belongs to."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from zeroplan.core.units import format_bytes
 from zeroplan.report.table import render
 from zeroplan.simulate.timeline import Note, Timeline
 
-#: A block's place in its list.
+#: The number of a transformer block in a module's name: ``.11`` in ``transformer.h.11.mlp``.
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
-#: Buffers whose note is a parameter's index; the others' is a module's.
+#: The recorder notes a parameter's index for these buffers, and a module's index for all others.
 _OF_PARAMETERS = frozenset(
     {
         Buffer.PARAM_FULL,
@@ -26,7 +26,10 @@ _OF_PARAMETERS = frozenset(
 
 
 def origin_in(tape: ExpandedTape) -> Callable[[Buffer, Note], str]:
-    """What to call a block's origin, given its buffer and note, in this model."""
+    """Return a function that names the module or parameter that an allocation of this model belongs to.
+
+    The function takes the allocation's buffer and its note (an index, or -1 for none).
+    """
 
     def origin(buffer: Buffer, note: Note) -> str:
         if isinstance(note, str):

@@ -1,4 +1,4 @@
-"""Plans, and the timelines behind them, as one HTML file that needs nothing else."""
+"""``estimate --html``: plans and the timelines behind them as one HTML file that loads no other file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zeroplan.report.words import gpus_text
 from zeroplan.simulate.timeline import Curve, Note, Timeline
 
 _FITS = {True: "<span class='yes'>fits</span>", False: "<span class='no'>does not fit</span>", None: ""}
-#: Rows of the tables of what is alive at the peak.
+#: Most rows in the tables of what is alive at the peak.
 _MOST_ROWS = 14
 
 
@@ -24,13 +24,12 @@ def html_report(
     timelines: Mapping[int, Timeline] | None = None,
     origin: Callable[[Buffer, Note], str] | None = None,
 ) -> str:
-    """The page.
+    """Return the page.
 
     Args:
         report: the object that ``--json`` prints (see :class:`zeroplan.core.plan.Report`).
-        timelines: by the plan's index among the report's plans, the simulated run behind it.
-        origin: what to call a block's origin, given its buffer and note: a note may be the index of a parameter or of a
-            module, by the kind of buffer.
+        timelines: the simulated run of each plan, by the plan's index among the report's plans.
+        origin: names the module or parameter of an allocation, given its buffer and note (see :func:`.peak.origin_in`).
     """
     plans = report["plans"]
     timelines = timelines or {}
@@ -85,7 +84,7 @@ def _label(plan: Mapping[str, Any]) -> str:
 
 
 def _table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, figures: Sequence[int] = ()) -> str:
-    """A table of cells that are HTML already; the columns in `figures` align right."""
+    """Return a table. The cells are HTML already; the columns whose indices are in `figures` align right."""
 
     def cell(tag: str, at: int, content: str) -> str:
         return f"<{tag}{' class=figure' if at in figures else ''}>{content}</{tag}>"
@@ -206,7 +205,7 @@ def _alive(timeline: Timeline, origin: Callable[[Buffer, Note], str]) -> str:
 
 
 def _host(cpu: Mapping[str, Any]) -> str:
-    """The host by phase, each phase with what is alive at its peak as one bar."""
+    """Return a table of host memory by phase, with a bar for each phase's peak and the buffers alive there."""
     peaks = cpu.get("peaks") or ()
     if not peaks:
         return ""

@@ -1,4 +1,4 @@
-"""A recommendation as one HTML file: the ranked table, the reasons, and memory against predicted speed."""
+"""``recommend --html``: the ranked table, the reasons, and a picture of memory against predicted speed, as one HTML file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TICKS = 6
 
 
 def answer_html(answer: Answer) -> str:
-    """The page; it needs nothing else."""
+    """Return the page."""
     title = escape(str(answer.model["name"]))
     text = answer_text(answer)
     reasons = answer.best.reasons if answer.best is not None else ()
@@ -35,7 +35,7 @@ def answer_html(answer: Answer) -> str:
 
 
 def pareto_front(points: Sequence[Point]) -> list[Point]:
-    """The simulated points that no other one beats in memory and in speed, least memory first."""
+    """Return the simulated points for which no other needs less memory and is faster, least memory first."""
     front: list[Point] = []
     for point in sorted((p for p in points if not p.floor), key=lambda p: (p.bytes, -p.tokens_per_second)):
         if not front or point.tokens_per_second > front[-1].tokens_per_second:
@@ -44,7 +44,12 @@ def pareto_front(points: Sequence[Point]) -> list[Point]:
 
 
 def pareto_svg(points: Sequence[Point], limit: int | None) -> str:
-    """Memory to the right, speed upwards, the card's usable memory as a line; each point names itself on hovering."""
+    """Return a scatter plot as SVG: GiB a GPU on the x axis, tokens/s on the y axis. A point shows its name on hovering.
+
+    Args:
+        points: the configurations. Empty text is returned if there are none.
+        limit: usable bytes of one GPU, drawn as a vertical line.
+    """
     if not points:
         return ""
     most_bytes = 1.05 * max([limit or 0, *(min(p.bytes, 3 * (limit or p.bytes)) for p in points)])

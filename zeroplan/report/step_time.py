@@ -1,4 +1,4 @@
-"""Derivations of step times as text and plain data."""
+"""What ``explain --time`` answers, as text and JSON: every line of work with its amount, its rate and its time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from zeroplan.search.explain_time import TimeExplanation
 
 
 def time_text(explanations: Iterable[TimeExplanation]) -> str:
-    """Every line of work: amount, formula, purpose, rate and milliseconds, by phase."""
+    """Return for every line of work its phase, milliseconds and purpose, and below it the amount, its formula and the rate."""
     out: list[str] = []
     for one in explanations:
         time = one.time
@@ -33,7 +33,7 @@ def time_text(explanations: Iterable[TimeExplanation]) -> str:
 
 
 def time_json(explanations: Iterable[TimeExplanation]) -> list[dict[str, Any]]:
-    """The same as plain data; seconds."""
+    """Return the same as values that JSON can hold; times are in seconds, amounts in the unit of their resource."""
     return [
         {
             "engine": one.engine,

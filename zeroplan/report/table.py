@@ -1,4 +1,4 @@
-"""A table as text for the terminal and GitHub, as HTML and as CSV."""
+"""Tables in four formats: plain text, GitHub's Markdown, HTML and CSV."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from zeroplan.core.errors import BadInput
 
 FORMATS = ("plain", "github", "html", "csv")
 _TABULATE = {"plain": "simple", "github": "github", "html": "html"}
-#: Columns of figures, which are formatted already; all others are text.
+#: Headers of columns that hold figures, which align right. Cells are formatted text already.
 _FIGURES = frozenset(
     [
         *("stage", "states", "fixed", "activations", "allocated", "reserved", "total", "host (pinned)", "disk"),
@@ -21,10 +21,15 @@ _FIGURES = frozenset(
 
 
 def render(headers: list[str], rows: list[list[str]], style: str) -> str:
-    """A table in one of :data:`FORMATS`.
+    """Return a table as text.
+
+    Args:
+        headers: one for each column.
+        rows: each with one cell for each column, formatted already.
+        style: one of :data:`FORMATS`.
 
     Raises:
-        BadInput: an unknown format.
+        BadInput: an unknown `style`.
     """
     if style == "csv":
         out = io.StringIO()

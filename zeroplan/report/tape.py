@@ -1,4 +1,4 @@
-"""A tape in figures: what one micro batch keeps and needs, and its largest blocks."""
+"""What ``trace`` answers, as text and JSON: the bytes that one micro batch keeps and needs, and its largest allocations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from zeroplan.core.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class TracedBatch:
-    """What ``trace`` answers. `source` says whether the tape was at hand; `seconds` is what it took to find it or make it."""
+    """One micro batch, traced.
+
+    `source` says whether the tape was at hand or is new. `seconds` is the time that finding or making it took. `seq_len` is in
+    tokens.
+    """
 
     model: str
     source: str
@@ -22,7 +26,7 @@ class TracedBatch:
 
 
 def tape_json(traced: TracedBatch) -> dict[str, Any]:
-    """One object; bytes are integers."""
+    """Return one object that JSON can hold; sizes are bytes."""
     summary = traced.summary
     return {
         "schema": 1,
@@ -42,7 +46,7 @@ def tape_json(traced: TracedBatch) -> dict[str, Any]:
 
 
 def tape_text(traced: TracedBatch) -> str:
-    """The phases' bytes, what is alive at the highest point, and the largest blocks there."""
+    """Return the peaks by phase, what is alive at the highest of them, and the largest allocations there."""
     summary = traced.summary
     lines = [
         f"{traced.model}: micro batch {traced.micro_batch}, {traced.seq_len} tokens; {traced.source}, "

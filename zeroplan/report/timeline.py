@@ -1,4 +1,4 @@
-"""A run's memory as a picture: what is allocated, stacked by buffer, below what is reserved, as a self-contained SVG."""
+"""A run's GPU memory as an SVG: allocated bytes stacked by buffer, with the reserved bytes as a line above."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zeroplan.core.buffers import Buffer
 from zeroplan.core.units import GIB, MIB, format_bytes
 from zeroplan.simulate.timeline import Curve
 
-#: One hue a family, so that a buffer looks the same in every picture; the stack is built from the first to the last.
+#: Buffers of one family share a hue, and a buffer has the same colour in every picture. The first is drawn lowest.
 COLORS: dict[Buffer, str] = {
     Buffer.PARAM_SHARD: "#1d4f91",
     Buffer.PARAM_FROZEN: "#3a7bc8",
@@ -58,7 +58,7 @@ _FONT = "font-family='system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The picture's measures, in pixels."""
+    """Sizes and margins of the picture, in pixels."""
 
     width: int = 1120
     height: int = 470
@@ -69,25 +69,25 @@ class Frame:
 
     @property
     def plot_width(self) -> int:
-        """Width of the area within the axes."""
+        """Width between the axes, in pixels."""
         return self.width - self.left - self.right
 
     @property
     def plot_height(self) -> int:
-        """Height of the area within the axes."""
+        """Height between the axes, in pixels."""
         return self.height - self.top - self.bottom
 
     def x(self, position: float) -> float:
-        """Pixels from a position of 0 to 1."""
+        """Return the x coordinate in pixels of a position from 0 (the first event) to 1 (the last)."""
         return self.left + position * self.plot_width
 
     def y(self, value: float, top: float) -> float:
-        """Pixels from bytes, where `top` bytes are the upper edge."""
+        """Return the y coordinate in pixels of `value` bytes, where `top` bytes are the upper edge."""
         return self.top + self.plot_height * (1 - value / top)
 
 
 def layers(curve: Curve, most: int = 11) -> list[tuple[str, str, tuple[int, ...]]]:
-    """(name, color, bytes at each point) in the order of the stack; the smallest beyond `most` are one layer."""
+    """Return (name, colour, bytes at each point) for each layer, lowest first. All but the `most` largest are one layer."""
     largest = sorted(curve.by_buffer, key=lambda buffer: max(curve.by_buffer[buffer], default=0), reverse=True)
     shown = [buffer for buffer in largest if any(curve.by_buffer[buffer])]
     rest = shown[most:] if len(shown) > most + 1 else []
@@ -104,13 +104,13 @@ def layers(curve: Curve, most: int = 11) -> list[tuple[str, str, tuple[int, ...]
 def timeline_svg(
     curve: Curve, *, title: str = "", subtitle: str = "", limit: int | None = None, frame: Frame | None = None
 ) -> str:
-    """The picture as SVG text.
+    """Return the picture as SVG text.
 
     Args:
         curve: from :meth:`Timeline.curve`.
-        title, subtitle: above the picture.
-        limit: usable bytes of the GPU, drawn as a line where it is in reach.
-        frame: the picture's measures.
+        title, subtitle: the two lines above the picture.
+        limit: usable bytes of the GPU. A line is drawn if it is below 1.6 times the highest value.
+        frame: sizes and margins.
     """
     frame = frame or Frame()
     highest = max((*curve.reserved, *curve.allocated, 1))
@@ -168,7 +168,7 @@ def _text(
 
 
 def _ticks(top: float) -> list[tuple[float, str]]:
-    """Round values below `top`, about six of them, with labels in one unit."""
+    """Return about six round values up to `top` bytes, each with its label; all labels have the same unit."""
     unit, name = (GIB, "GiB") if top >= 2 * GIB else (MIB, "MiB")
     rough = top / unit / 6
     power = 10.0 ** (len(str(int(rough))) - 1) if rough >= 1 else 0.1

@@ -1,4 +1,4 @@
-"""What was asked for, in a few words: the model, the GPUs, the workload."""
+"""Short descriptions of what was asked for: the model, the GPUs, the workload."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from zeroplan.core.units import format_count
 
 
 def model_text(name: str, params: int, trainable: int) -> str:
-    """A model by its name and size."""
+    """Return ``"openai-community/gpt2: 124,439,808 parameters (1.2 M trainable)"``."""
     return f"{name}: {params:,} parameters" + (f" ({format_count(trainable)} trainable)" if trainable != params else "")
 
 
 def gpus_text(nodes: int, gpus: int) -> str:
-    """How many GPUs, by node where there are several."""
+    """Return ``"8 GPUs"``, or ``"2 × 8 GPUs"`` for two nodes of eight."""
     if nodes > 1:
         return f"{nodes} × {gpus} GPUs"
     return f"{gpus} GPU" if gpus == 1 else f"{gpus} GPUs"
 
 
 def work_text(work: Mapping[str, Any]) -> str:
-    """A workload, as the JSON has it, in a few words."""
+    """Return ``"bf16 adamw · batch 1 × 2048 × 4 accumulated"`` for a workload as the report's JSON holds it."""
     batch = f"batch {work['micro_batch']} × {work['seq_len']}"
     if work["grad_accum"] > 1:
         batch += f" × {work['grad_accum']} accumulated"

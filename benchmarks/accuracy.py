@@ -22,7 +22,8 @@ from typing import Any
 from benchmarks.rows import EXTRA, MEASURED, load_rows, request_of
 from zeroplan.engines.deepspeed.schedule import simulate_deepspeed
 from zeroplan.planner.estimate import estimate_runs
-from zeroplan.planner.request import Request, resolve
+from zeroplan.planner.request import Request
+from zeroplan.planner.resolve import resolve
 from zeroplan.planner.simulated import Simulated
 from zeroplan.simulate.allocator.config import AllocatorConfig
 from zeroplan.simulate.timeline import TimelineMark

@@ -20,11 +20,11 @@ from benchmarks.verified import verify_measured  # noqa: E402
 from zeroplan.core.cluster import Cluster  # noqa: E402
 from zeroplan.core.gpus import GPUS  # noqa: E402
 from zeroplan.core.units import format_bytes, format_count  # noqa: E402
-from zeroplan.core.workload import Precision, Workload  # noqa: E402
+from zeroplan.core.workload import DType, Workload  # noqa: E402
 from zeroplan.core.zero_config import DEEPSPEED_VERSION  # noqa: E402
 from zeroplan.ds_config.sections import SECTIONS  # noqa: E402
 from zeroplan.engines.base import Case, Engine  # noqa: E402
-from zeroplan.engines.registry import ENGINE_NAMES, find_engine  # noqa: E402
+from zeroplan.engines.registry import engine_names, find_engine  # noqa: E402
 from zeroplan.ledger.line import derived  # noqa: E402
 from zeroplan.models.catalog import catalog_table  # noqa: E402
 from zeroplan.models.load import load_model  # noqa: E402
@@ -44,14 +44,14 @@ def ledger() -> str:
         "",
     ]
     spec = load_model(MODEL)
-    for name in ENGINE_NAMES:
+    for name in engine_names():
         engine = find_engine(name)
         out += [f"## {name} {engine.version}", "", "### Names", ""]
         out += [render(["name", "what"], [[f"`{key}`", text] for key, text in engine.glossary().items()], "github"), ""]
         for zero in engine.options():
             offload = f", optimizer {zero.offload_optimizer.device}" if zero.offload_optimizer else ""
             offload += f", parameters {zero.offload_param.device}" if zero.offload_param else ""
-            workload = Workload(seq_len=2048, precision=Precision.AUTOCAST if name == "ddp" else Precision.MIXED)
+            workload = Workload(seq_len=2048, precision=engine.precision(DType.BF16))
             out += [f"### Stage {zero.stage}{offload}", "", _lines(engine, Case(spec, workload, Cluster(gpus=8), zero)), ""]
     return "\n".join(out)
 

@@ -61,7 +61,7 @@ def repeated(run: Callable[[], int]) -> float:
 def rates(problem: Problem, request: Request) -> dict[str, Any]:
     """Candidates a second by each kind of judgement."""
     memory = Memory(problem.engine, problem.spec, problem.cluster)
-    cost = CostModel(problem.engine.name, problem.spec, problem.cluster, problem.rates)
+    cost = CostModel(problem.engine, problem.spec, problem.cluster, problem.rates)
     space = space_of(problem, request, Wish())
 
     def floors() -> int:

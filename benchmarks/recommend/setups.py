@@ -14,7 +14,7 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.units import GIB
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.process import outside_torch
+from zeroplan.engines.registry import find_engine
 from zeroplan.planner.request import Request
 from zeroplan.search.space import EXPANDABLE
 
@@ -181,7 +181,7 @@ def specs(name: str, setup: Setup) -> Iterator[Spec]:
     cluster = Cluster.of(gpus=setup.gpus, gpu="H100", vram=setup.vram * GIB)
     for index, choice in enumerate(setup.grid):
         zero = ZeroConfig.of(choice.stage, "cpu" if choice.offload else "none", "cpu" if choice.offload == "op" else "none")
-        outside = outside_torch("deepspeed", Workload(), zero, ranks=setup.gpus, capability=(9, 0))
+        outside = find_engine("deepspeed").outside_torch(Workload(), zero, cluster)
         yield Spec(
             id=f"{name}-{index:02d}",
             model=setup.model,

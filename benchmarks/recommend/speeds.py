@@ -25,8 +25,9 @@ from benchmarks.rows import EXTRA, GPUS, GRID, MEASURED, load_rows, request_of
 from zeroplan.core.errors import BadInput
 from zeroplan.core.rates import Rates, rates_of
 from zeroplan.engines.base import Case
+from zeroplan.engines.registry import find_engine
 from zeroplan.ledger.work import Counts, count_stream
-from zeroplan.planner.request import resolve
+from zeroplan.planner.resolve import resolve
 from zeroplan.planner.tapes import NoTapeError, expanded_tape_of
 from zeroplan.search.cost import CostModel
 
@@ -125,7 +126,7 @@ def predictions(rows: Sequence[Sample], **rates: float) -> list[tuple[float, flo
     pairs = []
     for one in rows:
         case = one.case
-        cost = CostModel(one.engine, case.spec, case.cluster, rates_for(one, **rates))
+        cost = CostModel(find_engine(one.engine), case.spec, case.cluster, rates_for(one, **rates))
         time = cost.step_time(case.workload, case.zero, one.counts, marked=one.marked)
         pairs.append((time.total, one.seconds))
     return pairs

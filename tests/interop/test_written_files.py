@@ -43,7 +43,7 @@ def recommended(workload: Workload, engine: str = "deepspeed") -> list[Recommend
     found = find_engine(engine)
     spec = load_model("meta-llama/Llama-3.2-1B")
     memory = Memory(found, spec, CLUSTER, depth="formula")
-    cost = CostModel(engine, spec, CLUSTER, rates_of(CLUSTER.gpu))
+    cost = CostModel(found, spec, CLUSTER, rates_of(CLUSTER.gpu))
     given = [Candidate(zero, workload, "", 0, i) for i, (zero, _) in enumerate(zero_configs(found, CLUSTER))]
     return [recommendation(r, 0, CLUSTER.ranks) for r in rank_all(given, memory, cost)]
 

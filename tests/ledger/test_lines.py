@@ -13,7 +13,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
-from zeroplan.engines.registry import ENGINE_NAMES, find_engine
+from zeroplan.engines.registry import engine_names, find_engine
 from zeroplan.ledger.derive import Derived
 from zeroplan.ledger.line import _Symbols, derived, evaluate
 from zeroplan.ledger.optimizers import OPTIMIZERS, find_optimizer
@@ -41,7 +41,7 @@ def tiny(hidden: int = 64, layers: int = 3, vocab: int = 1000, *, frozen: bool =
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Any, Case]:
     """An engine and any case that it can run."""
-    engine = find_engine(draw(st.sampled_from(ENGINE_NAMES)))
+    engine = find_engine(draw(st.sampled_from(engine_names())))
     spec = tiny(draw(DIM), draw(st.integers(1, 40)), draw(DIM), frozen=draw(st.booleans()))
     zero = draw(st.sampled_from(engine.options()))
     workload = Workload(
@@ -96,7 +96,7 @@ def test_every_plan_round_trips_through_json(drawn: tuple[Any, Case]) -> None:
     assert type(plan).model_validate_json(plan.model_dump_json()) == plan
 
 
-@pytest.mark.parametrize("name", ENGINE_NAMES)
+@pytest.mark.parametrize("name", engine_names())
 def test_every_line_says_what_it_is_for(name: str) -> None:
     engine = find_engine(name)
     ledger, facts = engine.ledger(Case(tiny(), Workload(), Cluster(), engine.options()[0]))

@@ -17,8 +17,9 @@ from zeroplan.core.workload import Attention, DType, OptimizerKind, Precision, W
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.deepspeed.engine import DeepSpeed
-from zeroplan.engines.process import host_rss
+from zeroplan.engines.registry import find_engine
 from zeroplan.models.spec import ModelSpec, Tensor, Unit
+from zeroplan.planner.formula import formula_plan
 from zeroplan.planner.simulated import Simulated, simulated_plan
 
 #: Elements of each layer's weight; the second is the largest.
@@ -76,7 +77,7 @@ def _simulated(
         "net", (Unit("", tuple(Tensor(f"layers.{i}.weight", s, i != frozen) for i, s in enumerate(SHAPES))),), "test"
     )
     case = Case(spec, workload, Cluster(gpus=gpus), ZeroConfig.of(stage, reduce_bucket_size=1 << 20, **knobs))
-    return simulated_plan(DeepSpeed(), case, _stream(workload.param_bytes, saved, frozen))
+    return simulated_plan(formula_plan(DeepSpeed(), case), DeepSpeed(), case, _stream(workload.param_bytes, saved, frozen))
 
 
 def _plan(stage: int, **more: Any) -> MemoryPlan:
@@ -133,7 +134,7 @@ def test_a_checkpoint_needs_room_for_states_on_the_gpu_and_for_one_storage_on_th
     assert after_init is not None
     assert gpu.phases["save"] == gpu.live_after_step
     assert gpu.phases["resume"] == after_init + 8 * _part(2)
-    rss = host_rss("deepspeed", Workload(), ZeroConfig.of(stage), rotary=False)
+    rss = DeepSpeed().host_rss(Workload(), ZeroConfig.of(stage), rotary=False)
     assert cpu.phases["save"] == 2 * (rss[Phase.STEP] + 4 * _part(2))
     own, model = 12 * _part(2), 2 * PARAMS if stage < 3 else 0
     assert cpu.phases["resume"] == 2 * (rss[Phase.INIT] + max(own, model))
@@ -157,7 +158,7 @@ def test_offloaded_states_are_saved_from_where_they_are() -> None:
 @pytest.mark.parametrize(("stage", "copied"), [(1, 0), (2, 2048 * 8192), (3, 2048 * 8192 // 2)])
 def test_frozen_parameters_are_copied_where_gradients_are_partitioned(stage: int, copied: int) -> None:
     run = _simulated(stage, frozen=1)
-    rss = host_rss("deepspeed", Workload(), ZeroConfig.of(stage), rotary=False)
+    rss = DeepSpeed().host_rss(Workload(), ZeroConfig.of(stage), rotary=False)
     trained = PARAMS - 2048 * 8192
     master, own, model = 4 * trained // 2, 12 * trained // 2, 2 * PARAMS if stage < 3 else 0
     every = max(master, 2 * copied)
@@ -172,7 +173,7 @@ def test_fp32_at_stage_0_has_no_masters_to_load() -> None:
     run = _simulated(0, work=fp32)
     whole = 4 * PARAMS
     assert run.plan.cpu.phases["resume"] == 2 * (
-        host_rss("deepspeed", Workload(**fp32), ZeroConfig.of(0), rotary=False)[Phase.INIT] + 3 * whole
+        DeepSpeed().host_rss(Workload(**fp32), ZeroConfig.of(0), rotary=False)[Phase.INIT] + 3 * whole
     )
 
 
@@ -189,7 +190,7 @@ def test_host_rss_of_the_process_on_measured_runs(measured_rows: list[dict[str, 
             lora_rank=row["lora_rank"],
             optimizer_kind=OptimizerKind.FOREACH if lists else OptimizerKind.FUSED,
         )
-        known = host_rss(row["engine"], workload, ZeroConfig.of(row["stage"]))[Phase.STEP]
+        known = find_engine(row["engine"]).host_rss(workload, ZeroConfig.of(row["stage"]))[Phase.STEP]
         errors[row["id"]] = abs(known / row["marks"][-1]["host_VmRSS"] - 1)
     assert len(errors) >= 30
     assert statistics.median(errors.values()) <= 0.01

@@ -53,7 +53,7 @@ def limited(memory: Memory, gib: float, host: float) -> Memory:
 @pytest.mark.slow
 def test_search_is_exact_and_floors_are_floors(problem: tuple[Memory, list[Candidate]]) -> None:
     memory, space = problem
-    cost = CostModel("deepspeed", memory.spec, memory.cluster, rates_of(memory.cluster.gpu))
+    cost = CostModel(find_engine("deepspeed"), memory.spec, memory.cluster, rates_of(memory.cluster.gpu))
     everything = rank_all(space, memory, cost)
     for one in everything:
         assert one.plan.gpu.total is not None
@@ -87,7 +87,7 @@ def test_floors_are_tight_where_the_step_decides_and_never_above(engine: str) ->
 
 def test_families_come_fastest_first_and_fit(problem: tuple[Memory, list[Candidate]]) -> None:
     memory, space = problem
-    cost = CostModel("deepspeed", memory.spec, memory.cluster, rates_of(memory.cluster.gpu))
+    cost = CostModel(find_engine("deepspeed"), memory.spec, memory.cluster, rates_of(memory.cluster.gpu))
     outcome = search(space, memory.on(replace(memory.cluster, vram=6 * GIB)), cost)
     speeds = [r.time.tokens_per_second for r in outcome.ranking]
     assert speeds == pytest.approx(sorted(speeds, reverse=True))
@@ -99,7 +99,7 @@ def test_families_come_fastest_first_and_fit(problem: tuple[Memory, list[Candida
 
 def test_least_memory_needs_less_than_the_fastest(problem: tuple[Memory, list[Candidate]]) -> None:
     memory, space = problem
-    cost = CostModel("deepspeed", memory.spec, memory.cluster, rates_of(memory.cluster.gpu))
+    cost = CostModel(find_engine("deepspeed"), memory.spec, memory.cluster, rates_of(memory.cluster.gpu))
     least = least_memory(space, memory.on(memory.cluster), cost).ranking
     fastest = search(space, memory.on(memory.cluster), cost, shown=1).ranking[0]
     assert least[0].plan.gpu.needed < fastest.plan.gpu.needed

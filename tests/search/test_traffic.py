@@ -18,6 +18,7 @@ from zeroplan.engines import torch_traffic
 from zeroplan.engines.compute_traffic import COMPUTE, WORK_GLOSSARY
 from zeroplan.engines.deepspeed import traffic
 from zeroplan.engines.deepspeed.traffic_facts import GLOSSARY
+from zeroplan.engines.registry import find_engine
 from zeroplan.ledger.traffic import Executor, Resource, WorkItem, seconds_for
 from zeroplan.ledger.work import Counts, count_stream, guess_counts, matrices, scale_counts
 from zeroplan.models.load import load_model
@@ -33,7 +34,7 @@ def items(stage: int, *, gpus: int = 4, nodes: int = 1, model: str = LLAMA, **ch
     cluster = Cluster.of(gpus=gpus, nodes=nodes, gpu="H100")
     offload = {k: str(changes.pop(k)) for k in ("offload_optimizer", "offload_param") if k in changes}
     zero = ZeroConfig.of(stage, **offload)  # type: ignore[arg-type]
-    cost = CostModel("deepspeed", spec, cluster, rates_of(cluster.gpu))
+    cost = CostModel(find_engine("deepspeed"), spec, cluster, rates_of(cluster.gpu))
     work = replace(WORK, **changes)  # type: ignore[arg-type]
     return {item.name: item for item in cost.items(work, zero, COUNTS, derive=True)}
 
@@ -107,7 +108,7 @@ def test_offload_moves_the_step_to_the_host() -> None:
 
 def test_the_runtime_reads_from_disk_what_host_memory_does_not_keep() -> None:
     cluster = Cluster.of(gpus=1, gpu="H100")
-    cost = CostModel("zeroplan", load_model(LLAMA), cluster, rates_of(cluster.gpu))
+    cost = CostModel(find_engine("zeroplan"), load_model(LLAMA), cluster, rates_of(cluster.gpu))
     found = {}
     for kept in (0, 10**6, 10**10):
         param = OffloadParam(OffloadDevice.NVME, "/disk", max_in_cpu=kept)
@@ -222,7 +223,7 @@ def test_recomputation_leaves_out_the_last_product_of_a_block() -> None:
     assert recomputed((3,)).unfinished == 0  # a norm behind it saves what the product made
     spec = load_model(LLAMA)
     work = replace(WORK, gradient_checkpointing=True)
-    cost = CostModel("deepspeed", spec, Cluster.of(gpus=1, gpu="H100"), rates_of(GPUS["h100"]))
+    cost = CostModel(find_engine("deepspeed"), spec, Cluster.of(gpus=1, gpu="H100"), rates_of(GPUS["h100"]))
     block = 2048 * 2048 * 2 + 2 * 2048 * 512 + 3 * 2048 * 8192
     counts = replace(COUNTS, unfinished=16 * 2048 * 8192)
     again = {item.name: item.amount for item in cost.items(work, ZeroConfig.of(0), counts)}

@@ -8,7 +8,8 @@ from zeroplan.core.buffers import Buffer
 from zeroplan.core.units import GIB, MIB
 from zeroplan.engines.deepspeed.schedule import simulate_deepspeed
 from zeroplan.planner.estimate import estimate_runs
-from zeroplan.planner.request import Request, resolve
+from zeroplan.planner.request import Request
+from zeroplan.planner.resolve import resolve
 from zeroplan.planner.simulated import Simulated
 from zeroplan.simulate.recorder import Recorder, simulate
 from zeroplan.simulate.steady_state import MOST_STEPS, play_on, settle

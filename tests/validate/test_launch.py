@@ -14,7 +14,8 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.validate.small import CONFIG
-from zeroplan.planner.request import Request, resolve
+from zeroplan.planner.request import Request
+from zeroplan.planner.resolve import resolve
 from zeroplan.validate.job import VerifyJob, job_of
 from zeroplan.validate.launch import Launch
 from zeroplan.validate.measured import measurement_of

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tests.validate.small import CONFIG
-from zeroplan.planner.request import Request, resolve
+from zeroplan.planner.request import Request
+from zeroplan.planner.resolve import resolve
 from zeroplan.planner.tapes import ExpandedTapes
 from zeroplan.validate.compare import compare
 from zeroplan.validate.job import job_of

@@ -19,7 +19,7 @@ from tests.validate.test_compare import measured, planned, result
 from zeroplan.core.errors import EXIT_BAD_INPUT, EXIT_OUT_OF_TOLERANCE, BadInput
 from zeroplan.core.plan import ModelInfo
 from zeroplan.core.units import GIB
-from zeroplan.planner.request import describe_workload
+from zeroplan.planner.describe import describe_workload
 from zeroplan.report.drift import drift_text
 from zeroplan.validate.api import verify
 from zeroplan.validate.compare import compare

@@ -13,9 +13,11 @@ from zeroplan.cli import flags
 from zeroplan.cli.main import app
 from zeroplan.core.errors import BadInput
 from zeroplan.core.files import write_atomic
-from zeroplan.planner.request import Request, resolve
+from zeroplan.engines.registry import find_engine
+from zeroplan.planner.request import Request
+from zeroplan.planner.resolve import resolve
 
-Stage = Annotated[int | None, typer.Option("--stage", rich_help_panel="Sharding", help="0 to 3. [2; ddp: 0]")]
+Stage = Annotated[int | None, typer.Option("--stage", rich_help_panel="Sharding", help="0 to 3. [the engine's default]")]
 
 
 @app.command(name="trace")
@@ -49,7 +51,7 @@ def trace_command(
     if request.model is None:
         raise BadInput("no model", where="MODEL", remedy="give one id, path or config")
     if stage is None:
-        stage = 0 if request.engine.lower() == "ddp" else 2
+        stage = find_engine(request.engine).default().stage
     resolved = resolve(replace(request, stage=stage))
     spec, workload, case = resolved.spec, resolved.workload, resolved.cases[0]
     zero3 = resolved.engine.trace_options(case).zero3

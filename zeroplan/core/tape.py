@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cached_property
 
 
 class Op(IntEnum):
@@ -73,7 +74,7 @@ class TapeParam:
     itemsize: int
 
 
-@dataclass(slots=True)
+@dataclass
 class ExpandedTape:
     """An expanded tape: five columns of equal length (struct of arrays, because a 405B model has 10^5 events).
 
@@ -90,3 +91,21 @@ class ExpandedTape:
 
     def __len__(self) -> int:
         return len(self.op)
+
+    @cached_property
+    def activation_peak(self) -> int:
+        """The most bytes that the model's own computation holds at once, gradients of parameters left out.
+
+        Computed when it is first asked for: nobody changes a tape after it is expanded.
+        """
+        sizes: dict[int, int] = {}
+        now = peak = 0
+        alloc, free, grad = int(Op.ALLOC), int(Op.FREE), int(Kind.GRAD)
+        for op, arg, aux, kind in zip(self.op, self.arg, self.aux, self.kind, strict=True):
+            if op == alloc and kind != grad:
+                sizes[arg] = aux
+                now += aux
+                peak = max(peak, now)
+            elif op == free:
+                now -= sizes.pop(arg, 0)
+        return peak

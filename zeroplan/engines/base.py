@@ -1,21 +1,33 @@
-"""What every engine offers: its options, its ledger, and the case that both are about."""
+"""The interface of an engine: everything that zeroplan asks of DeepSpeed, FSDP2, DDP, the included runtime, or one of your own.
+
+An engine is a class that derives from :class:`Engine`, in a folder of its own. The registry (:mod:`zeroplan.engines.registry`)
+knows it by name; nothing outside the folder does. Methods without a default are those that no engine can do without.
+``docs/extending.md`` tells how to add one.
+
+Engines import their schedule, their traffic and their process figures inside the methods that need them, so that a plan at
+formula depth loads a ledger and nothing else.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from zeroplan.core.buffers import Phase
 from zeroplan.core.cluster import Cluster
-from zeroplan.core.tape_options import TraceOptions
-from zeroplan.core.workload import Workload
-from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.core.tape_options import TraceOptions, options_for
+from zeroplan.core.workload import DType, Precision, Workload
+from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.ledger.line import Ledger
 from zeroplan.models.spec import ModelSpec
 
 if TYPE_CHECKING:  # a plan from the ledger alone needs no simulator
     from zeroplan.core.tape import ExpandedTape
+    from zeroplan.engines.process import Outside
     from zeroplan.engines.simulation import Simulation
+    from zeroplan.engines.traffic import Traffic
     from zeroplan.simulate.allocator.config import AllocatorConfig
 
 
@@ -34,44 +46,126 @@ class Case:
         return self.cluster.ranks
 
 
-class Engine(Protocol):
-    """An engine whose memory can be predicted."""
+class Engine(ABC):
+    """An engine whose memory and step time zeroplan predicts.
 
-    name: str
-    version: str
+    Attributes:
+        name: what users write after ``--engine``.
+        version: of the software whose behaviour the engine's formulas describe.
+        measured: whether the engine's process figures (:meth:`outside_torch`, :meth:`host_rss`) were measured. Plans of an
+            engine without measurements have a wider interval.
+        step_buffers_coexist: whether all of the ledger's buffers of the step are there at one moment, so that their sum is a
+            floor of what the step needs. Not so where gradients may be views of other buffers, or gone in part.
+        reads_ds_config: whether the engine takes a ``ds_config.json``.
+        own_sections: top-level sections of a ds_config that DeepSpeed ignores and this engine reads.
+        waived_rules: ids of DeepSpeed's rules on a ds_config that do not bind this engine.
+    """
 
+    name: ClassVar[str]
+    version: ClassVar[str]
+    measured: ClassVar[bool] = False
+    step_buffers_coexist: ClassVar[bool] = False
+    reads_ds_config: ClassVar[bool] = False
+    own_sections: ClassVar[frozenset[str]] = frozenset()
+    waived_rules: ClassVar[frozenset[str]] = frozenset()
+
+    # --- what it runs -----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
     def options(self) -> list[ZeroConfig]:
-        """Every stage with each offload that it allows, in the order in which they are shown."""
-        ...
+        """Every stage with each offload that the engine allows, in the order in which tables show them."""
 
+    def default(self) -> ZeroConfig:
+        """The configuration of a program that names the engine and sets nothing else."""
+        return self.options()[0]
+
+    @abstractmethod
     def require_runnable(self, zero: ZeroConfig) -> None:
-        """Refuse what this engine cannot do.
+        """Refuse a configuration that the engine cannot run.
 
         Raises:
-            BadInput: with what it can.
+            BadInput: with what the engine can run.
         """
-        ...
 
-    def require_workload(self, case: Case) -> None:
-        """Refuse what this engine cannot train so.
+    def require_workload(self, case: Case) -> None:  # noqa: B027  (most engines train every workload)
+        """Refuse a workload that the engine cannot train in this configuration.
 
         Raises:
             BadInput: naming the conflict.
         """
-        ...
 
+    def precision(self, dtype: DType) -> Precision:
+        """How the engine divides dtypes between model, masters and arithmetic when ``--dtype`` asks for `dtype`."""
+        return Precision.FP32 if dtype is DType.FP32 else Precision.MIXED
+
+    def optimizer_device(self, offload_param: str) -> str:
+        """Where the optimizer goes when the user offloads parameters to `offload_param` and does not say."""
+        return OffloadDevice.CPU if offload_param == OffloadDevice.CPU else OffloadDevice.NONE
+
+    def remark(self, case: Case) -> str:
+        """A warning about what may surprise the user in this case; an empty string for none."""
+        return ""
+
+    def with_ds_config(self, ds_config: Mapping[str, Any]) -> Self:
+        """The engine with its own sections of a ds_config read. Called only if :attr:`reads_ds_config`.
+
+        Raises:
+            BadInput: a key or a value that the engine refuses.
+        """
+        return self
+
+    # --- memory -----------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
     def glossary(self) -> Mapping[str, str]:
         """What each name in the ledger's formulas means."""
-        ...
 
+    @abstractmethod
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
-        """The engine's lines, and the facts they read, for rank 0."""
-        ...
+        """The engine's lines, and the facts that they read, for rank 0."""
 
     def trace_options(self, case: Case) -> TraceOptions:
         """How the model must be traced to run under this engine."""
-        ...
+        return options_for(case.workload)
 
+    @abstractmethod
     def simulate(self, case: Case, tape: ExpandedTape, config: AllocatorConfig | None = None) -> Simulation:
-        """The run, laid over the model's expanded tape, of the rank that needs the most."""
-        ...
+        """The engine's allocations laid over the model's tape, on the rank that needs the most.
+
+        Args:
+            case: the configuration.
+            tape: the model's tape, expanded for the workload's micro batch and sequence length.
+            config: settings of the caching allocator; None for its defaults.
+        """
+
+    def nccl_bytes(self, workload: Workload, zero: ZeroConfig, ranks: int) -> int:
+        """Bytes of NCCL's buffers and kernels on one GPU. The default is one communicator of torch's."""
+        from zeroplan.engines.process import ONE_COMMUNICATOR
+
+        return ONE_COMMUNICATOR if ranks > 1 else 0
+
+    def outside_torch(self, workload: Workload, zero: ZeroConfig, cluster: Cluster, *, pinned: int = 0) -> Outside:
+        """Bytes of one GPU that lie outside torch's allocator; `pinned` are the bytes of host memory that the rank pins."""
+        from zeroplan.engines.process import outside_torch
+
+        nccl = self.nccl_bytes(workload, zero, cluster.ranks)
+        return outside_torch(workload, nccl=nccl, capability=cluster.gpu.capability, pinned=pinned, measured=self.measured)
+
+    def host_rss(self, workload: Workload, zero: ZeroConfig, *, rotary: bool = True, experts: bool = False) -> dict[Phase, int]:
+        """Resident bytes of one rank's process by the end of each phase, without the engine's own buffers.
+
+        Args:
+            workload: decides, with `zero`, which kernels the process loads.
+            zero: the stage and the offload.
+            rotary: whether the model has rotary position embeddings.
+            experts: whether the model is a mixture of experts.
+        """
+        from zeroplan.engines.process import TORCH_RSS, host_rss
+
+        return host_rss(TORCH_RSS, workload, zero, rotary=rotary, experts=experts)
+
+    # --- time -------------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def traffic(self, spec: ModelSpec, cluster: Cluster) -> Traffic:
+        """The engine's work for one model on one cluster."""

@@ -1,32 +1,28 @@
-"""What FSDP2 and DDP share as engines: any of torch's optimizers runs, and one rank stands for all."""
+"""What FSDP2 and DDP share as engines: every optimizer of torch runs, and one rank stands for all."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import TYPE_CHECKING
 
-from zeroplan.core.tape_options import TraceOptions, options_for
+from zeroplan.core.cluster import Cluster
 from zeroplan.core.versions import TORCH_GPU
-from zeroplan.engines.base import Case
+from zeroplan.engines.base import Case, Engine
+from zeroplan.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from zeroplan.core.tape import ExpandedTape
     from zeroplan.engines.simulation import HostPhase, Simulation
+    from zeroplan.engines.torch_traffic import TorchTraffic
     from zeroplan.simulate.allocator.config import AllocatorConfig
     from zeroplan.simulate.recorder import Recorder
 
 
-class TorchEngine(ABC):
+class TorchEngine(Engine):
     """An engine that is part of torch."""
 
     version = TORCH_GPU
-
-    def require_workload(self, case: Case) -> None:  # noqa: B027  (nothing to refuse)
-        """Every optimizer of torch runs, on sharded parameters as well."""
-
-    def trace_options(self, case: Case) -> TraceOptions:
-        """As the workload says."""
-        return options_for(case.workload)
+    measured = True
 
     @abstractmethod
     def record(self, case: Case, tape: ExpandedTape) -> Recorder:
@@ -43,3 +39,9 @@ class TorchEngine(ABC):
 
         timeline = simulate(self.record(case, tape), config, device_memory=case.cluster.vram)
         return Simulation(timeline, host=self.host(case, tape))
+
+    def traffic(self, spec: ModelSpec, cluster: Cluster) -> TorchTraffic:
+        """See ``zeroplan/engines/torch_traffic.py``."""
+        from zeroplan.engines.torch_traffic import TorchTraffic
+
+        return TorchTraffic(spec, cluster)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zeroplan.core.buffers import Phase
+from zeroplan.core.cluster import Cluster
 from zeroplan.core.workload import Workload
-from zeroplan.engines.compute_traffic import WORK_GLOSSARY
+from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.engines.compute_traffic import WORK_GLOSSARY, ComputeFacts
 from zeroplan.engines.contention import MEMORY_PER_BYTE
+from zeroplan.engines.traffic import Traffic
 from zeroplan.ledger.derive import fraction
 from zeroplan.ledger.optimizers import find_optimizer
 from zeroplan.ledger.traffic import Resource, WorkBuilder, WorkLedger
@@ -152,3 +155,18 @@ def torch_facts(spec: ModelSpec, workload: Workload, *, stage: int, ranks: int, 
         state_bytes=find_optimizer(workload.optimizer).bytes_per_element,
         one_node=ranks <= local_ranks,
     )
+
+
+class TorchTraffic(Traffic):
+    """Of FSDP2 and DDP, whose collectives always run beside the computation."""
+
+    ledger = TRAFFIC
+    glossary = GLOSSARY
+
+    def __init__(self, spec: ModelSpec, cluster: Cluster) -> None:
+        self._spec, self._cluster = spec, cluster
+
+    def facts(self, compute: ComputeFacts, workload: Workload, zero: ZeroConfig) -> TorchFacts:
+        """The facts of rank 0."""
+        cluster = self._cluster
+        return torch_facts(self._spec, workload, stage=zero.stage, ranks=cluster.ranks, local_ranks=cluster.gpus)

@@ -6,15 +6,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.plan import ModelInfo, Report
+from zeroplan.core.plan import MemoryPlan, ModelInfo, Report
 from zeroplan.core.units import format_bytes
-from zeroplan.engines.base import Case
+from zeroplan.engines.base import Case, Engine
 from zeroplan.planner.bound import activation_bound
+from zeroplan.planner.describe import describe_cluster, describe_workload
 from zeroplan.planner.formula import FORMULA, formula_plan
-from zeroplan.planner.request import Request, Resolved, describe_cluster, describe_workload, resolve
+from zeroplan.planner.request import Request
+from zeroplan.planner.resolve import Resolved, resolve
 
 if TYPE_CHECKING:
     from zeroplan.planner.simulated import Simulated
+    from zeroplan.planner.tapes import ExpandedTapes
+    from zeroplan.simulate.allocator.config import AllocatorConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +39,23 @@ def estimate_report(request: Request) -> Report:
 
 
 def estimate_runs(request: Request) -> Estimate:
-    """The same, with the simulated runs.
+    """The report of :func:`estimate_report`, and the simulated run behind each plan.
 
     Raises:
-        BadInput: a value that cannot be used.
+        BadInput: a value that cannot be used; or ``--depth simulated`` where a model cannot be traced.
     """
     resolved = resolve(request)
+    engine, spec = resolved.engine, resolved.spec
+    config = allocator_config(request.alloc_conf)
+    tapes = None if resolved.depth == FORMULA else _tapes(engine)
     warnings = list(resolved.warnings)
-    runs = _simulated(resolved, request.alloc_conf, warnings)
-    plans = [
-        formula_plan(resolved.engine, case) if run is None else run.plan for case, run in zip(resolved.cases, runs, strict=True)
-    ]
-    spec = resolved.spec
+    plans: list[MemoryPlan] = []
+    runs: list[Simulated | None] = []
+    for case in resolved.cases:
+        plan = formula_plan(engine, case)
+        run = None if tapes is None else _simulated(plan, resolved, case, tapes, config, warnings)
+        plans.append(plan if run is None else run.plan)
+        runs.append(run)
     report = Report(
         model=ModelInfo(name=spec.name, params=spec.params, trainable=spec.trainable, source=spec.source),
         workload=describe_workload(resolved.workload),
@@ -57,33 +66,48 @@ def estimate_runs(request: Request) -> Estimate:
     return Estimate(report, tuple(runs))
 
 
-def _simulated(resolved: Resolved, alloc_conf: str, warnings: list[str]) -> list[Simulated | None]:
-    """By case the simulated plan, or None where formula depth was asked for or, with a warning, the model cannot be traced.
+def allocator_config(alloc_conf: str) -> AllocatorConfig | None:
+    """The settings of ``--alloc-conf``; None where nothing is set.
 
     Raises:
-        BadInput: when simulated depth was asked for by name and cannot be had, or the allocator's settings cannot be read.
+        BadInput: a setting that torch does not take.
     """
-    config = None
-    if alloc_conf:
-        from zeroplan.simulate.allocator.config import AllocatorConfig
+    if not alloc_conf:
+        return None
+    from zeroplan.simulate.allocator.config import AllocatorConfig
 
-        config = AllocatorConfig.parse(alloc_conf, where="--alloc-conf")
-    if resolved.depth == FORMULA:
-        return [None] * len(resolved.cases)
+    return AllocatorConfig.parse(alloc_conf, where="--alloc-conf")
+
+
+def _tapes(engine: Engine) -> ExpandedTapes:
+    from zeroplan.planner.tapes import ExpandedTapes
+
+    return ExpandedTapes(engine)
+
+
+def _simulated(
+    plan: MemoryPlan,
+    resolved: Resolved,
+    case: Case,
+    tapes: ExpandedTapes,
+    config: AllocatorConfig | None,
+    warnings: list[str],
+) -> Simulated | None:
+    """The simulated run, or None with a warning where the model cannot be traced.
+
+    Raises:
+        BadInput: when the model cannot be traced and the user asked for simulated depth by name.
+    """
     from zeroplan.planner.simulated import SIMULATED, simulated_plan
-    from zeroplan.planner.tapes import ExpandedTapes, NoTapeError
+    from zeroplan.planner.tapes import NoTapeError
 
-    streams = ExpandedTapes(resolved.engine)
-    runs: list[Simulated | None] = []
-    for case in resolved.cases:
-        try:
-            runs.append(simulated_plan(resolved.engine, case, streams.of(case), config))
-        except NoTapeError as error:
-            if resolved.depth == SIMULATED:
-                raise BadInput(str(error), where="--depth simulated", remedy="use --depth formula") from None
-            _warn(str(error), case, warnings)
-            runs.append(None)
-    return runs
+    try:
+        return simulated_plan(plan, resolved.engine, case, tapes.of(case), config)
+    except NoTapeError as error:
+        if resolved.depth == SIMULATED:
+            raise BadInput(str(error), where="--depth simulated", remedy="use --depth formula") from None
+        _warn(str(error), case, warnings)
+        return None
 
 
 def _warn(reason: str, case: Case, warnings: list[str]) -> None:

@@ -11,7 +11,8 @@ from zeroplan.core.errors import BadInput, did_you_mean
 from zeroplan.engines.base import Case, Engine
 from zeroplan.ledger.line import Item, derived
 from zeroplan.planner.formula import FORMULA
-from zeroplan.planner.request import Request, resolve
+from zeroplan.planner.request import Request
+from zeroplan.planner.resolve import resolve
 
 if TYPE_CHECKING:
     from zeroplan.planner.tapes import ExpandedTapes

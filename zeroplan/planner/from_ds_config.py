@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
@@ -14,41 +15,31 @@ from zeroplan.engines.base import Engine
 from zeroplan.ledger.optimizers import find_optimizer
 from zeroplan.models.facts import spec_facts
 from zeroplan.models.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from zeroplan.planner.request import Request
+from zeroplan.planner.request import Request
+from zeroplan.planner.workload import workload_of
 
 #: Fields of the Request that a ds_config may fix too.
 _SHARED = ("micro_batch", "grad_accum", "dtype", "optimizer")
 _DS = "zero_optimization"
-#: Rules by which DeepSpeed refuses what the included runtime does: `ratio` below stage 3 and with every optimizer, three
-#: buffers or fewer, LAMB unasked, odd buckets and others of the keys that change nothing there.
-_DEEPSPEED_ALONE = frozenset(
-    {
-        "offload.ratio",
-        "offload.hybrid",
-        "offload.buffers",
-        "optimizer.untested",
-        "optimizer.lamb_scale",
-        "accum.stage0",
-        "bucket.even",
-        "scale.reduce_scatter",
-        "stage1.legacy",
-    }
-)
 
 
-def workload_and_zero(
-    request: Request, engine: Engine, cluster: Cluster, spec: ModelSpec, warnings: list[str]
-) -> tuple[Workload, list[ZeroConfig]]:
-    """The one workload and configuration that the file and the flags describe; warnings are appended.
+@dataclass(frozen=True, slots=True)
+class DsConfigRun:
+    """The one run that a ds_config and the flags describe; `engine` has read its own sections of the file."""
+
+    engine: Engine
+    workload: Workload
+    zero: ZeroConfig
+    warnings: tuple[str, ...]
+
+
+def read_run(request: Request, engine: Engine, cluster: Cluster, spec: ModelSpec) -> DsConfigRun:
+    """The run that ``request.ds_config`` and the flags describe.
 
     Raises:
-        BadInput: what DeepSpeed refuses, a flag that contradicts the file, another engine than DeepSpeed or the runtime.
+        BadInput: what the engine refuses, a flag that contradicts the file, or an engine that takes no ds_config.
     """
-    from zeroplan.planner.request import workload_of
-
-    if engine.name not in ("deepspeed", "zeroplan"):
+    if not engine.reads_ds_config:
         raise BadInput(f"{engine.name} reads no ds_config", where="--engine", remedy="use --engine deepspeed")
     assert request.ds_config is not None
     base = workload_of(request, engine, spec)
@@ -58,22 +49,17 @@ def workload_and_zero(
         world_size=cluster.ranks,
         hidden_size=spec_facts(spec).hidden_size,
     )
-    own = engine.name == "zeroplan"
-    if errors := [error for error in config.errors if not (own and error.id in _DEEPSPEED_ALONE)]:
+    if errors := [error for error in config.errors if error.id not in engine.waived_rules]:
         raise _refusal(config.source, errors)
     given = frozenset(name for name in _SHARED if getattr(request, name) is not None)
     workload = config.workload(base, given=given)
     find_optimizer(workload.optimizer, where=f"{config.source}: optimizer.type")
-    if own:
-        from zeroplan.engines.runtime.engine import Runtime
-
-        assert isinstance(engine, Runtime)
-        try:
-            engine.configure(config.raw)
-        except BadInput as fault:
-            raise BadInput(fault.what, where=f"{config.source}: {fault.where}", remedy=fault.remedy) from None
-    warnings += [str(finding) for finding in config.warnings if not (own and finding.where == "zeroplan")]
-    return workload, [config.zero]
+    try:
+        engine = engine.with_ds_config(config.raw)
+    except BadInput as fault:
+        raise BadInput(fault.what, where=f"{config.source}: {fault.where}", remedy=fault.remedy) from None
+    warnings = tuple(str(finding) for finding in config.warnings if finding.where not in engine.own_sections)
+    return DsConfigRun(engine, workload, config.zero, warnings)
 
 
 def _fill(request: Request, base: Workload) -> dict[str, Any]:

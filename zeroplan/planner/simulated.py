@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 
 from zeroplan.core.buffers import FROM_FIRST_STEP, Buffer, Phase, Place
 from zeroplan.core.plan import MemoryPlan, PlanLine
-from zeroplan.core.tape import ExpandedTape, Kind, Op
+from zeroplan.core.tape import ExpandedTape
 from zeroplan.engines.base import Case, Engine
-from zeroplan.engines.process import Outside, host_rss, outside_torch
+from zeroplan.engines.process import Outside
 from zeroplan.engines.simulation import Simulation, phase_of_mark
-from zeroplan.planner.formula import formula_plan, misfits, verdict
+from zeroplan.planner.formula import misfits, verdict
 from zeroplan.planner.host import host_memory
 from zeroplan.planner.limit import held_to
 from zeroplan.simulate.allocator.config import AllocatorConfig
@@ -38,29 +37,29 @@ class Simulated:
     stream: ExpandedTape
 
 
-def simulated_plan(engine: Engine, case: Case, tape: ExpandedTape, config: AllocatorConfig | None = None) -> Simulated:
-    """The plan of one configuration, every figure filled.
+def simulated_plan(
+    formula: MemoryPlan, engine: Engine, case: Case, tape: ExpandedTape, config: AllocatorConfig | None = None
+) -> Simulated:
+    """The plan of one configuration with every figure filled.
 
     Args:
-        engine: whose schedule.
+        formula: the same configuration's plan at formula depth.
+        engine: lays its allocations over the tape.
         case: the configuration.
-        tape: the model's tape, expanded for the workload's numbers.
-        config: settings of the caching allocator.
+        tape: the model's tape, expanded for the workload's micro batch and sequence length.
+        config: settings of the caching allocator; None for its defaults.
     """
-    formula = formula_plan(engine, case)
     unlimited = engine.simulate(case, tape, config)
     local = case.cluster.gpus
     pinned = max((phase.pinned - phase.unmapped for phase in unlimited.host), default=0)
-    outside = outside_torch(
-        engine.name, case.workload, case.zero, ranks=case.ranks, capability=case.cluster.gpu.capability, pinned=pinned
-    )
+    outside = engine.outside_torch(case.workload, case.zero, case.cluster, pinned=pinned)
     held = held_to(case, unlimited, outside, config)
     simulation, released = held.simulation, held.released
     timeline = simulation.timeline
     live = simulation.held_after(Phase.STEP)
     gpu = formula.gpu.model_copy(
         update={
-            "activations": activation_peak(tape),
+            "activations": tape.activation_peak,
             "live_after_step": formula.gpu.live_after_step if live is None else live,
             "peak_allocated": simulation.peak_allocated,
             "peak_reserved": simulation.peak_reserved,
@@ -77,8 +76,7 @@ def simulated_plan(engine: Engine, case: Case, tape: ExpandedTape, config: Alloc
         }
     )
     types = {module.type for module in tape.modules}
-    rss = host_rss(
-        engine.name,
+    rss = engine.host_rss(
         case.workload,
         case.zero,
         rotary=any("Rotary" in kind for kind in types),
@@ -97,35 +95,6 @@ def simulated_plan(engine: Engine, case: Case, tape: ExpandedTape, config: Alloc
         }
     )
     return Simulated(plan, simulation, tape)
-
-
-#: The latest streams with their activation peaks, which every plan of a stream asks for.
-_PEAKS: OrderedDict[int, tuple[ExpandedTape, int]] = OrderedDict()
-_MOST_PEAKS = 32
-
-
-def activation_peak(tape: ExpandedTape) -> int:
-    """The most bytes that one micro batch's own computation holds at once, gradients of parameters left out."""
-    known = _PEAKS.get(id(tape))
-    if known is None or known[0] is not tape:
-        known = _PEAKS[id(tape)] = (tape, _activation_peak(tape))
-        if len(_PEAKS) > _MOST_PEAKS:
-            _PEAKS.popitem(last=False)
-    return known[1]
-
-
-def _activation_peak(tape: ExpandedTape) -> int:
-    sizes: dict[int, int] = {}
-    now = peak = 0
-    alloc, free, grad = int(Op.ALLOC), int(Op.FREE), int(Kind.GRAD)
-    for op, arg, aux, kind in zip(tape.op, tape.arg, tape.aux, tape.kind, strict=True):
-        if op == alloc and kind != grad:
-            sizes[arg] = aux
-            now += aux
-            peak = max(peak, now)
-        elif op == free:
-            now -= sizes.pop(arg, 0)
-    return peak
 
 
 def _ledger_lines(formula: MemoryPlan, simulation: Simulation) -> list[PlanLine]:

@@ -9,7 +9,7 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.plan import MemoryPlan
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.planner.request import describe_cluster, describe_workload
+from zeroplan.planner.describe import describe_cluster, describe_workload
 from zeroplan.search.cost import StepTime
 from zeroplan.search.recommend import Ranked
 

@@ -52,7 +52,7 @@ def answer(request: Request, wish: Wish | None = None) -> Answer:
         request, wish, current = inherit(request, wish)
     problem = problem_of(request, wish)
     memory = Memory(problem.engine, problem.spec, problem.cluster, depth=request.depth)
-    cost = CostModel(problem.engine.name, problem.spec, problem.cluster, problem.rates)
+    cost = CostModel(problem.engine, problem.spec, problem.cluster, problem.rates)
     ranks = problem.cluster.ranks
     if wish.given is not None:
         ranked = rank_all(_given(wish.given, problem, request), memory, cost)

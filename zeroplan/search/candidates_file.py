@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from zeroplan.core.errors import BadInput, did_you_mean
-from zeroplan.planner.from_ds_config import workload_and_zero
+from zeroplan.planner.from_ds_config import read_run
 from zeroplan.planner.request import Request
 from zeroplan.search.problem import Problem
 from zeroplan.search.space import Candidate
@@ -96,7 +96,6 @@ def candidate_of(
     """
     again = request.gradient_checkpointing if gradient_checkpointing is None else gradient_checkpointing
     asked = replace(request, ds_config=ds_config, gradient_checkpointing=again)
-    warnings: list[str] = []
-    workload, zeros = workload_and_zero(asked, problem.engine, problem.cluster, problem.spec, warnings)
-    problem.warnings.extend(f"candidate {index}: {text}" for text in warnings)
-    return Candidate(zeros[0], workload, alloc_conf or request.alloc_conf, index=index)
+    run = read_run(asked, problem.engine, problem.cluster, problem.spec)
+    problem.warnings.extend(f"candidate {index}: {text}" for text in run.warnings)
+    return Candidate(run.zero, run.workload, alloc_conf or request.alloc_conf, index=index)

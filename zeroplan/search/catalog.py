@@ -125,7 +125,7 @@ def _problem(
 def _fits(problem: Problem, space: list[Candidate]) -> Recommendation | None:
     """The first that fits of those that need the least."""
     memory = Memory(problem.engine, problem.spec, problem.cluster, trace=False)
-    cost = CostModel(problem.engine.name, problem.spec, problem.cluster, problem.rates)
+    cost = CostModel(problem.engine, problem.spec, problem.cluster, problem.rates)
     space = [c for c in space if not memory.cannot_fit(c) and memory.runnable(c)]
     for candidate in sorted(space, key=lambda c: (memory.floor(c), not c.alloc_conf, c.effort))[:_TRIES]:
         plan = memory.plan(candidate)

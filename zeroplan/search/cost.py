@@ -16,7 +16,7 @@ Note [Overlap]
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.buffers import Phase
@@ -24,11 +24,9 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.rates import Rates
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines import torch_traffic
-from zeroplan.engines.compute_traffic import COMPUTE, ComputeFacts, compute_facts
-from zeroplan.engines.deepspeed import traffic as deepspeed_traffic
-from zeroplan.engines.deepspeed.traffic_facts import Sizes, traffic_facts
-from zeroplan.ledger.traffic import Executor, WorkItem, WorkLedger, derived_work, work_items
+from zeroplan.engines.base import Engine
+from zeroplan.engines.compute_traffic import COMPUTE, compute_facts
+from zeroplan.ledger.traffic import Executor, WorkItem, derived_work, work_items
 from zeroplan.ledger.work import Counts, Matrices, matrices
 from zeroplan.models.spec import ModelSpec
 
@@ -54,13 +52,12 @@ class StepTime:
 
 
 class CostModel:
-    """Step times of one model on one cluster under one engine; sums over parameters are kept."""
+    """Step times of one model on one cluster under one engine; sums over the model's parameters are kept between calls."""
 
-    def __init__(self, engine: str, spec: ModelSpec, cluster: Cluster, rates: Rates) -> None:
-        self.engine, self.spec, self.cluster, self.rates = engine, spec, cluster, rates
+    def __init__(self, engine: Engine, spec: ModelSpec, cluster: Cluster, rates: Rates) -> None:
+        self.cluster, self.rates = cluster, rates
+        self.traffic = engine.traffic(spec, cluster)
         self.matrices: Matrices = matrices(spec)
-        self._units = sum(unit.count for unit in spec.units)
-        self._sizes: dict[tuple[int, int], Sizes] = {}
 
     def items(
         self, workload: Workload, zero: ZeroConfig, counts: Counts, *, plan: MemoryPlan | None = None, derive: bool = False
@@ -72,7 +69,7 @@ class CostModel:
         gpu = None if plan is None else plan.gpu
         remapped = (0, 0, 0) if gpu is None else (gpu.segments_remapped, gpu.bytes_remapped, gpu.pages_remapped)
         compute = compute_facts(self.matrices, counts, workload, remapped)
-        own, ledger = self._engine_work(compute, workload, zero)
+        own, ledger = self.traffic.facts(compute, workload, zero), self.traffic.ledger
         if derive:
             return [*derived_work(COMPUTE, compute, self.rates), *derived_work(ledger, own, self.rates)]
         return work_items(COMPUTE, compute, self.rates) + work_items(ledger, own, self.rates)
@@ -82,35 +79,12 @@ class CostModel:
     ) -> StepTime:
         """The predicted time of one optimizer step; arguments as of :meth:`items` and :func:`compose`."""
         items = self.items(workload, zero, counts, plan=plan)
-        return compose(items, workload, self.overlaps(zero), self.cluster.ranks, marked=marked)
-
-    def overlaps(self, zero: ZeroConfig) -> bool:
-        """Whether collectives run beside the computation."""
-        return zero.overlaps_comm if self.engine == "deepspeed" else True
+        return compose(items, workload, self.traffic.overlaps(zero), self.cluster.ranks, marked=marked)
 
     def facts(self, workload: Workload, zero: ZeroConfig, counts: Counts) -> tuple[Any, Any]:
         """What the lines read: the computation's facts, and the engine's."""
         compute = compute_facts(self.matrices, counts, workload)
-        return compute, self._engine_work(compute, workload, zero)[0]
-
-    def _engine_work(self, compute: ComputeFacts, workload: Workload, zero: ZeroConfig) -> tuple[object, WorkLedger]:
-        ranks, local = self.cluster.ranks, self.cluster.gpus
-        if self.engine in ("fsdp2", "ddp"):
-            facts = torch_traffic.torch_facts(self.spec, workload, stage=zero.stage, ranks=ranks, local_ranks=local)
-            return facts, torch_traffic.TRAFFIC
-        widths = (zero.param_persistence_threshold, zero.reduce_bucket_size)
-        sizes = self._sizes.get(widths)
-        if sizes is None:
-            sizes = self._sizes[widths] = Sizes.of(self.spec, *widths)
-        own = traffic_facts(sizes, compute, workload, zero, ranks=ranks, local_ranks=local)
-        if self.engine == "zeroplan":
-            # The runtime hooks units, never parameters or modules.
-            again = self._units if workload.gradient_checkpointing else 0
-            own = replace(own, trained_tensors=self._units, tensors=self._units, forward_modules=self._units)
-            own = replace(own, recomputed_modules=again, backward_modules=self._units, owned_tensors=self._units, overlaps=True)
-            stays = min(own.params_on_disk, zero.offload_param.max_in_cpu)
-            own = replace(own, params_on_disk=own.params_on_disk - stays, params_on_host=own.params_on_host + stays)
-        return own, deepspeed_traffic.TRAFFIC
+        return compute, self.traffic.facts(compute, workload, zero)
 
 
 def compose(items: Sequence[WorkItem], workload: Workload, overlap: bool, ranks: int, *, marked: bool = False) -> StepTime:

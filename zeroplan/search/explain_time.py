@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from zeroplan.core.rates import Rates, rates_of
-from zeroplan.engines import torch_traffic
-from zeroplan.engines.deepspeed.traffic_facts import GLOSSARY
 from zeroplan.ledger.traffic import WorkItem, rate_name
-from zeroplan.planner.request import Request, resolve
+from zeroplan.planner.request import Request
+from zeroplan.planner.resolve import resolve
 from zeroplan.search.cost import CostModel, StepTime, compose
 from zeroplan.search.memory import Memory
 from zeroplan.search.reasons import name_of
@@ -47,20 +47,19 @@ def explain_time(request: Request) -> list[TimeExplanation]:
     resolved = resolve(request)
     memory = Memory(resolved.engine, resolved.spec, resolved.cluster, trace=False)
     rates = rates_of(resolved.cluster.gpu)
-    cost = CostModel(resolved.engine.name, resolved.spec, resolved.cluster, rates)
-    glossary = torch_traffic.GLOSSARY if resolved.engine.name in ("fsdp2", "ddp") else GLOSSARY
+    cost = CostModel(resolved.engine, resolved.spec, resolved.cluster, rates)
     found = []
     for case in resolved.cases:
         counts = memory.counts(Candidate(case.zero, case.workload))
         items = cost.items(case.workload, case.zero, counts, derive=True)
         facts = cost.facts(case.workload, case.zero, counts)
-        time = compose(items, case.workload, cost.overlaps(case.zero), case.ranks)
-        lines = tuple(_derivation(item, facts, glossary, rates) for item in items)
+        time = compose(items, case.workload, cost.traffic.overlaps(case.zero), case.ranks)
+        lines = tuple(_derivation(item, facts, cost.traffic.glossary, rates) for item in items)
         found.append(TimeExplanation(f"{resolved.engine.name} {resolved.engine.version}", name_of(case.zero), time, lines))
     return found
 
 
-def _derivation(item: WorkItem, facts: tuple[Any, ...], glossary: dict[str, str], rates: Rates) -> WorkDerivation:
+def _derivation(item: WorkItem, facts: tuple[Any, ...], glossary: Mapping[str, str], rates: Rates) -> WorkDerivation:
     values = []
     for name in dict.fromkeys(_NAME.findall(item.formula)):
         holder = next((f for f in facts if hasattr(f, name)), None)

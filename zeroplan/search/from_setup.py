@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.interop.readers import read_setup
 from zeroplan.interop.setups import Setup
 from zeroplan.planner.request import Request
@@ -46,7 +45,7 @@ def _inherit(asked: Request, request: Request, wish: Wish, setup: Setup) -> tupl
     problem = problem_of(replace(asked, engine=setup.engine), plain)
     candidate = _candidate(setup, asked, problem)
     memory = Memory(problem.engine, problem.spec, problem.cluster, depth=request.depth)
-    cost = CostModel(problem.engine.name, problem.spec, problem.cluster, problem.rates)
+    cost = CostModel(problem.engine, problem.spec, problem.cluster, problem.rates)
     current = recommendation(rank_all([candidate], memory, cost)[0], 0, problem.cluster.ranks)
     work = candidate.workload
     batch = wish.global_batch or work.micro_batch * work.grad_accum * problem.cluster.ranks
@@ -124,6 +123,5 @@ def _candidate(setup: Setup, request: Request, problem: Problem) -> Candidate:
         from zeroplan.search.candidates_file import candidate_of
 
         return candidate_of(dict(setup.ds_config), problem, request, again)
-    stage = 3 if setup.engine == "fsdp2" else 0
     workload = replace(problem.workload, gradient_checkpointing=again)
-    return Candidate(ZeroConfig.of(stage), workload, request.alloc_conf)
+    return Candidate(problem.engine.default(), workload, request.alloc_conf)

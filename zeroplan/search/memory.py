@@ -22,13 +22,13 @@ from zeroplan.core.tape_sizes import KernelDevice
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case, Engine
-from zeroplan.engines.process import Outside, outside_torch
+from zeroplan.engines.process import Outside
 from zeroplan.ledger.line import evaluate
 from zeroplan.ledger.work import Counts, Matrices, count_stream, guess_counts, matrices, scale_counts
 from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.bound import activation_bound
 from zeroplan.planner.formula import FORMULA, formula_plan, lives_between_steps, misfits, verdict
-from zeroplan.planner.simulated import activation_peak, simulated_plan
+from zeroplan.planner.simulated import simulated_plan
 from zeroplan.planner.tapes import NoTapeError, expanded_tape_of
 from zeroplan.search.space import Candidate
 from zeroplan.simulate.allocator.config import AllocatorConfig
@@ -36,8 +36,6 @@ from zeroplan.tapes import find_tape
 
 #: Formulas of states that the schedule frees for a moment, and pads, may be off by this much.
 FLOOR_SLACK = 0.98
-#: Engines whose buffers of the step are all there at once. Gradients of DDP and FSDP2 may be views of buckets, or gone in part.
-_AT_ONCE = frozenset({"deepspeed", "zeroplan"})
 #: Without a tape, how far the analytic bound on activations may be from the truth, either way.
 ANALYTIC_SPREAD = 0.25
 
@@ -170,7 +168,7 @@ class Memory:
                 found = self._analytic(case)
             else:
                 conf = AllocatorConfig.parse(candidate.alloc_conf, where="alloc_conf") if candidate.alloc_conf else None
-                found = simulated_plan(self.engine, case, stream, conf).plan
+                found = simulated_plan(formula_plan(self.engine, case), self.engine, case, stream, conf).plan
                 self.simulated += 1
             self._plans[candidate] = found
         return found
@@ -188,8 +186,7 @@ class Memory:
         return usual_activations(self.spec.params, workload) if bound is None else bound
 
     def _outside(self, case: Case) -> Outside:
-        capability = case.cluster.gpu.capability
-        return outside_torch(self.engine.name, case.workload, case.zero, ranks=case.ranks, capability=capability)
+        return self.engine.outside_torch(case.workload, case.zero, case.cluster)
 
     def _live_states(self, candidate: Candidate) -> tuple[int, int, int]:
         case = self.case(candidate)
@@ -197,7 +194,7 @@ class Memory:
         on_gpu = [item for item in evaluate(ledger, facts) if item.place is Place.HBM]
         outside = self._outside(case)
         between = sum(item.bytes for item in on_gpu if lives_between_steps(item))
-        stepping = sum(i.bytes for i in on_gpu if Phase.STEP in i.phases) if self.engine.name in _AT_ONCE else 0
+        stepping = sum(i.bytes for i in on_gpu if Phase.STEP in i.phases) if self.engine.step_buffers_coexist else 0
         return (
             round(FLOOR_SLACK * between) + outside.total,
             round(FLOOR_SLACK * stepping) + outside.total,
@@ -218,11 +215,11 @@ class Memory:
                 bound = self._bound(candidate.workload)
                 line = (0, round((1 - ANALYTIC_SPREAD) * bound / micro / 2))
             elif micro == 1:
-                return activation_peak(one)  # the tape at two may never be asked for
+                return one.activation_peak  # the tape at two may never be asked for
             else:
                 two = self._stream(candidate, 2)
-                first = activation_peak(one)
-                slope = max(0, activation_peak(two or one) - first)
+                first = one.activation_peak
+                slope = max(0, (two or one).activation_peak - first)
                 line = (first - slope, slope)
             self._computed[key] = line
         return line[0] + line[1] * micro

@@ -15,7 +15,8 @@ from zeroplan.core.units import GIB
 from zeroplan.core.workload import DType, Workload
 from zeroplan.engines.base import Engine
 from zeroplan.models.spec import ModelSpec
-from zeroplan.planner.request import Request, resolve
+from zeroplan.planner.request import Request
+from zeroplan.planner.resolve import resolve
 from zeroplan.search.space import NVME_PATH, Candidate, batch_splits, candidates, zero_configs
 
 GOALS = ("throughput", "memory")

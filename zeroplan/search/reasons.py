@@ -167,7 +167,7 @@ def _best_on(cluster: Cluster, problem: Problem, request: Request, wish: Wish, m
     except BadInput:  # the batch does not divide by these ranks and what is fixed
         return None
     other = memory.on(cluster)
-    cost = CostModel(problem.engine.name, problem.spec, cluster, problem.rates)
+    cost = CostModel(problem.engine, problem.spec, cluster, problem.rates)
     outcome = search(space, other, cost, shown=1, most=_WHAT_IF, strict=True)
     return outcome.ranking[0] if outcome.ranking else None
 

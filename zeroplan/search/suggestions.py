@@ -147,7 +147,7 @@ def _least(option: _Option, base: Memory | None) -> Recommendation | None:
         memory = Memory(changed.engine, changed.spec, changed.cluster, depth=option.request.depth)
     else:
         memory = base.on(changed.cluster)
-    cost = CostModel(changed.engine.name, memory.spec, changed.cluster, changed.rates)
+    cost = CostModel(changed.engine, memory.spec, changed.cluster, changed.rates)
     likely = sorted((c for c in space if not memory.cannot_fit(c)), key=lambda c: (memory.floor(c), c.effort))
     lightest: dict[object, Candidate] = {}
     for candidate in likely:

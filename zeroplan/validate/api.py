@@ -14,7 +14,9 @@ from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.ds_config.source import load_source
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.runtime.engine import Runtime
-from zeroplan.planner.request import Request, Resolved, describe_workload, resolve
+from zeroplan.planner.describe import describe_workload
+from zeroplan.planner.request import Request
+from zeroplan.planner.resolve import Resolved, resolve
 from zeroplan.planner.tapes import ExpandedTapes
 from zeroplan.validate.builtin import builtin_request
 from zeroplan.validate.compare import compare
@@ -95,9 +97,7 @@ def verify(
         # No CPU kernel computes the loss in one pass; what torch takes in its place is not what a plan for GPUs has. A module
         # of the user's own has its own loss.
         raw = {**(raw or {}), "zeroplan": {"fused_loss": False, **((raw or {}).get("zeroplan") or {})}}
-        engine = Runtime()
-        engine.configure(raw)
-        resolved = replace(resolved, engine=engine)
+        resolved = replace(resolved, engine=resolved.engine.with_ds_config(raw))
     name = resolved.engine.name
     jobs = [job_of(case, name, _label(case), raw=raw, steps=steps, timeout=timeout, live=live) for case in cases]
     run = _run_here if machine.launched else _run_launched

@@ -49,14 +49,15 @@ def predict(engine: Engine, case: Case, streams: ExpandedTapes) -> Planned:
         owned = {(row.buffer.value, row.unit, row.place.value): row.bytes for row in rows}
         standing = {row.buffer for row in rows if row.stands}
         passing = frozenset(row.buffer.value for row in rows if row.buffer not in standing)
+    formula = formula_plan(engine, case)
     try:
         stream = streams.of(case)
     except NoTapeError as error:
-        return Planned(case, formula_plan(engine, case), owned, undone=str(error), passing=passing)
+        return Planned(case, formula, owned, undone=str(error), passing=passing)
     if owned is not None and isinstance(engine, Runtime):
         buffer, place = Buffer.ACTIVATION_CHECKPOINT.value, Place.PINNED.value
         owned |= {(buffer, unit, place): count for unit, count in host_buffers(engine.moved(case, stream)).items()}
-    run = simulated_plan(engine, case, stream)
+    run = simulated_plan(formula, engine, case, stream)
     live = _training(run.simulation.timeline)
     return Planned(
         case, run.plan, owned, *live, drops=_has_dropout(case) if streams.differs is None else streams.differs, passing=passing

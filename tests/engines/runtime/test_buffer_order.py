@@ -69,8 +69,7 @@ def planned(config: dict[str, Any], ranks: int, monkeypatch: pytest.MonkeyPatch)
         return recorders[-1]
 
     monkeypatch.setattr(planned_engine, "Recorder", record)
-    engine = Runtime()
-    engine.configure(config)
+    engine = Runtime().with_ds_config(config)
     reduce = config.get("communication_data_type")
     zero = ZeroConfig.of(config["zero_optimization"]["stage"], communication_data_type=DType(reduce) if reduce else None)
     workload = Workload(

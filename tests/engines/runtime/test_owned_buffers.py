@@ -35,8 +35,7 @@ Totals = dict[tuple[str, str], int]
 
 def plan_rows(config: dict[str, Any], model: dict[str, Any], ranks: int) -> tuple[Rows, Totals]:
     """Bytes by buffer, unit and place, and the ledger's by buffer and place."""
-    engine = Runtime()
-    engine.configure(config)
+    engine = Runtime().with_ds_config(config)
     dtype = next((DType(name) for name in ("bf16", "fp16") if name in config), DType.FP32)
     accum = config.get("data_types", {}).get("grad_accum_dtype")
     section = config["zero_optimization"]

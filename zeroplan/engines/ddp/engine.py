@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from zeroplan.core.buffers import Phase
 from zeroplan.core.errors import BadInput
+from zeroplan.core.units import MIB
+from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.ddp import lines
@@ -15,6 +18,11 @@ from zeroplan.ledger.line import Ledger
 if TYPE_CHECKING:
     from zeroplan.core.tape import ExpandedTape
     from zeroplan.simulate.recorder import Recorder
+
+
+#: NCCL's buffers and kernels, and resident MiB of a rank by the end of each phase: as in ``zeroplan/engines/process.py``.
+_NCCL = 283 * MIB
+_RSS = {Phase.LOAD: 1390, Phase.INIT: 1390, Phase.FORWARD: 1780, Phase.BACKWARD: 1840, Phase.STEP: 1935}
 
 
 class Ddp(TorchEngine):
@@ -35,6 +43,10 @@ class Ddp(TorchEngine):
         if zero.stage or zero.offload_optimizer or zero.offload_param:
             raise BadInput("ddp shards nothing", where="--stage", remedy="use --stage 0, or --engine deepspeed or fsdp2")
 
+    def precision(self, dtype: DType) -> Precision:
+        """DDP keeps fp32 parameters; 16-bit arithmetic is autocast's."""
+        return Precision.FP32 if dtype is DType.FP32 else Precision.AUTOCAST
+
     def glossary(self) -> Mapping[str, str]:
         """What each name in the ledger's formulas means."""
         return lines.GLOSSARY
@@ -50,3 +62,13 @@ class Ddp(TorchEngine):
         from zeroplan.engines.ddp.schedule import record_ddp
 
         return record_ddp(case, tape)
+
+    def nccl_bytes(self, workload: Workload, zero: ZeroConfig, ranks: int) -> int:
+        """One communicator with an all-reduce."""
+        return _NCCL if ranks > 1 else 0
+
+    def host_rss(self, workload: Workload, zero: ZeroConfig, *, rotary: bool = True, experts: bool = False) -> dict[Phase, int]:
+        """As :meth:`zeroplan.engines.base.Engine.host_rss`, measured with DDP."""
+        from zeroplan.engines.process import host_rss
+
+        return host_rss(_RSS, workload, zero, rotary=rotary, experts=experts)

@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from zeroplan.core.buffers import Phase
+from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.tape_options import TraceOptions, options_for
+from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import DEEPSPEED_VERSION, ZeroConfig
-from zeroplan.engines.base import Case
+from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.deepspeed import facts as facts_module
 from zeroplan.engines.deepspeed.lines import LEDGER
 from zeroplan.ledger.line import Ledger
 from zeroplan.ledger.optimizers import find_optimizer
+from zeroplan.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from zeroplan.core.tape import ExpandedTape
     from zeroplan.engines.deepspeed.simulation import Simulator
+    from zeroplan.engines.deepspeed.traffic import DeepSpeedTraffic
     from zeroplan.engines.simulation import Simulation
     from zeroplan.simulate.allocator.config import AllocatorConfig
 
@@ -35,11 +40,14 @@ OPTIONS = (
 )
 
 
-class DeepSpeed:
+class DeepSpeed(Engine):
     """DeepSpeed's ZeRO, stages 0 to 3."""
 
     name = "deepspeed"
     version = DEEPSPEED_VERSION
+    measured = True
+    step_buffers_coexist = True
+    reads_ds_config = True
 
     def __init__(self) -> None:
         self._simulator: Simulator | None = None  # made by the first simulation, which alone imports it
@@ -96,3 +104,21 @@ class DeepSpeed:
         if self._simulator is None:
             self._simulator = Simulator()
         return self._simulator.simulate(case, tape, config)
+
+    def nccl_bytes(self, workload: Workload, zero: ZeroConfig, ranks: int) -> int:
+        """See :func:`zeroplan.engines.deepspeed.process.nccl_bytes`."""
+        from zeroplan.engines.deepspeed.process import nccl_bytes
+
+        return nccl_bytes(workload, zero, ranks)
+
+    def host_rss(self, workload: Workload, zero: ZeroConfig, *, rotary: bool = True, experts: bool = False) -> dict[Phase, int]:
+        """See :func:`zeroplan.engines.deepspeed.process.host_rss`."""
+        from zeroplan.engines.deepspeed.process import host_rss
+
+        return host_rss(workload, zero, rotary=rotary, experts=experts)
+
+    def traffic(self, spec: ModelSpec, cluster: Cluster) -> DeepSpeedTraffic:
+        """See ``zeroplan/engines/deepspeed/traffic.py``."""
+        from zeroplan.engines.deepspeed.traffic import DeepSpeedTraffic
+
+        return DeepSpeedTraffic(spec, cluster)

@@ -7,10 +7,16 @@ and disk lines are of all ranks of a node, which share them. Bytes on a link are
 from __future__ import annotations
 
 from zeroplan.core.buffers import Phase
+from zeroplan.core.cluster import Cluster
+from zeroplan.core.workload import Workload
+from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.engines.compute_traffic import ComputeFacts
 from zeroplan.engines.contention import MEMORY_PER_BYTE, MEMORY_PER_BYTE_REDUCED
-from zeroplan.engines.deepspeed.traffic_facts import TrafficFacts
+from zeroplan.engines.deepspeed.traffic_facts import GLOSSARY, Sizes, TrafficFacts, traffic_facts
+from zeroplan.engines.traffic import Traffic
 from zeroplan.ledger.derive import fraction
 from zeroplan.ledger.traffic import Resource, WorkBuilder, WorkLedger
+from zeroplan.models.spec import ModelSpec
 
 #: Small operations on each gradient: its cast to fp64 and norm; largest, least, two tests and their conjunction for overflow
 #: (runtime/utils.py, has_inf_or_nan). With offload both, its cast and its copy.
@@ -405,3 +411,27 @@ def accumulate_on_host(c: TrafficFacts) -> int:
 
 
 TRAFFIC: WorkLedger = _lines.ledger()
+
+
+class DeepSpeedTraffic(Traffic):
+    """DeepSpeed's traffic for one model on one cluster."""
+
+    ledger = TRAFFIC
+    glossary = GLOSSARY
+
+    def __init__(self, spec: ModelSpec, cluster: Cluster) -> None:
+        self._spec, self._cluster = spec, cluster
+        self._sizes: dict[tuple[int, int], Sizes] = {}
+
+    def facts(self, compute: ComputeFacts, workload: Workload, zero: ZeroConfig) -> TrafficFacts:
+        """The facts of rank 0."""
+        key = (zero.param_persistence_threshold, zero.reduce_bucket_size)
+        sizes = self._sizes.get(key)
+        if sizes is None:
+            sizes = self._sizes[key] = Sizes.of(self._spec, *key)
+        cluster = self._cluster
+        return traffic_facts(sizes, compute, workload, zero, ranks=cluster.ranks, local_ranks=cluster.gpus)
+
+    def overlaps(self, zero: ZeroConfig) -> bool:
+        """As ``overlap_comm`` says, or by the stage."""
+        return zero.overlaps_comm

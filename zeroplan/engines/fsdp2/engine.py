@@ -27,6 +27,10 @@ class Fsdp2(TorchEngine):
         """Without and with resharding."""
         return [ZeroConfig.of(2), ZeroConfig.of(3)]
 
+    def default(self) -> ZeroConfig:
+        """``reshard_after_forward`` is true unless the program says otherwise."""
+        return ZeroConfig.of(3)
+
     def require_runnable(self, zero: ZeroConfig) -> None:
         """Refuse what `fully_shard` does not do.
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.buffers import Phase
+from zeroplan.core.cluster import Cluster
 from zeroplan.core.layout import Layout, UnitKind
 from zeroplan.core.tape import ExpandedTape
-from zeroplan.core.tape_options import TraceOptions, options_for
 from zeroplan.core.workload import DType
-from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.ds_config.runtime_keys import Knobs, require_known_keys
 from zeroplan.ds_config.runtime_offload import read_sections
 from zeroplan.ds_config.runtime_offload_rules import remark, require_offloadable, require_runnable
-from zeroplan.engines.base import Case
+from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.player import play
 from zeroplan.engines.runtime import lines
 from zeroplan.engines.runtime.checkpoints import Moved, host_buffers, leaving_inputs, moved_inputs, with_moved_inputs
@@ -25,8 +25,12 @@ from zeroplan.engines.runtime.job import layout_of, require_trainable
 from zeroplan.engines.runtime.schedule import RuntimeJob, RuntimeSchedule, with_direct_gradients
 from zeroplan.engines.simulation import Simulation
 from zeroplan.ledger.line import Ledger
+from zeroplan.models.spec import ModelSpec
 from zeroplan.simulate.allocator.config import UNLIMITED, AllocatorConfig
 from zeroplan.simulate.recorder import Recorder, simulate
+
+if TYPE_CHECKING:
+    from zeroplan.engines.runtime.traffic import RuntimeTraffic
 
 #: Stages with optimizer and parameter offload, in the order in which they are shown.
 OPTIONS = (
@@ -44,28 +48,50 @@ OPTIONS = (
     (3, "nvme", "nvme"),
 )
 
+#: Rules by which DeepSpeed refuses what the runtime does: `ratio` below stage 3 and with every optimizer, three buffers or
+#: fewer, LAMB unasked, odd buckets and others of the keys that change nothing here.
+WAIVED_RULES = frozenset(
+    {
+        "offload.ratio",
+        "offload.hybrid",
+        "offload.buffers",
+        "optimizer.untested",
+        "optimizer.lamb_scale",
+        "accum.stage0",
+        "bucket.even",
+        "scale.reduce_scatter",
+        "stage1.legacy",
+    }
+)
+
 #: The runtime's memory model; it changes when `zeroplan.core.layout` does.
 VERSION = "0.1.0"
 
 
-class Runtime:
+class Runtime(Engine):
     """`zeroplan_runtime`, stages 0 to 3, with optimizer and parameters on the GPU, on the host or in files."""
 
     name = "zeroplan"
     version = VERSION
+    measured = True
+    step_buffers_coexist = True
+    reads_ds_config = True
+    own_sections = frozenset({"zeroplan"})
+    waived_rules = WAIVED_RULES
 
     def __init__(self, knobs: Knobs | None = None) -> None:
         self.knobs = knobs or Knobs()
 
-    def configure(self, ds_config: Mapping[str, Any]) -> None:
-        """Take the ``zeroplan`` section of a ds_config, and hold the others to what the runtime reads.
+    def with_ds_config(self, ds_config: Mapping[str, Any]) -> Runtime:
+        """The runtime with the ``zeroplan`` section of a ds_config; the other sections are held to what the runtime reads.
 
         Raises:
             BadInput: a key that the runtime refuses, or a value of the wrong type.
         """
         require_known_keys(ds_config)
-        self.knobs = Knobs.of(ds_config)
-        read_sections(ds_config, self.knobs)
+        knobs = Knobs.of(ds_config)
+        read_sections(ds_config, knobs)
+        return Runtime(knobs)
 
     def options(self) -> list[ZeroConfig]:
         """The four stages, and the offloads that each allows."""
@@ -99,6 +125,11 @@ class Runtime:
         """What the Arena will allocate by."""
         return layout_of(case.spec, case.workload, case.zero, ranks=case.ranks, knobs=self.knobs)
 
+    def optimizer_device(self, offload_param: str) -> str:
+        """Parameters leave the device only with their optimizer."""
+        moved = offload_param in (OffloadDevice.CPU, OffloadDevice.NVME)
+        return OffloadDevice.CPU if moved else OffloadDevice.NONE
+
     def remark(self, case: Case) -> str:
         """What may surprise whoever asked for this case; an empty string where nothing does."""
         return remark(self.layout(case))
@@ -115,10 +146,6 @@ class Runtime:
             return ()
         units = self.layout(case).units
         return moved_inputs(tape, {unit.shape.name for unit in units if unit.shape.kind is UnitKind.BLOCK})
-
-    def trace_options(self, case: Case) -> TraceOptions:
-        """As the workload says."""
-        return options_for(case.workload)
 
     def simulate(self, case: Case, expanded: ExpandedTape, config: AllocatorConfig | None = None) -> Simulation:
         """The run of any rank: all own and do the same."""
@@ -143,3 +170,9 @@ class Runtime:
         found = Simulation(timeline, host=host, moved=tuple(one.bytes for one in moved))
         after = [found.held_after(phase) or 0 for phase in (Phase.INIT, Phase.STEP)]
         return replace(found, checkpoint=checkpoint_phases(layout, host, after_init=after[0], after_step=after[1]))
+
+    def traffic(self, spec: ModelSpec, cluster: Cluster) -> RuntimeTraffic:
+        """See ``zeroplan/engines/runtime/traffic.py``."""
+        from zeroplan.engines.runtime.traffic import RuntimeTraffic
+
+        return RuntimeTraffic(spec, cluster)

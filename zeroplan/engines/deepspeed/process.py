@@ -1,0 +1,52 @@
+"""DeepSpeed's process beside torch's allocator. See Note [Measured, not derived] in ``zeroplan/engines/process.py``."""
+
+from __future__ import annotations
+
+from zeroplan.core.buffers import Phase
+from zeroplan.core.units import MIB
+from zeroplan.core.workload import DType, OptimizerKind, Workload
+from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.engines.process import ADAPTERS, EXPERTS, NO_ROTARY, Change, arithmetic_change, changed, in_bytes
+
+#: DeepSpeed's barriers, broadcasts and reductions of scalars open more channels and kernels than two collectives do.
+_NCCL = 482 * MIB
+#: A single rank calls no collective, except that fp16 at stage 3 all-reduces its overflow flag.
+_NCCL_ALONE = 390 * MIB
+
+#: Resident MiB of a rank by the end of each phase at stage 2, bf16 and fused attention, without DeepSpeed's buffers.
+_RSS = {Phase.LOAD: 1400, Phase.INIT: 1480, Phase.FORWARD: 1870, Phase.BACKWARD: 1920, Phase.STEP: 2147}
+#: The step beside that of stages 1 and 2: neither stage 0 nor stage 3 takes norms of slices in double precision and
+#: flattens them (a4 and a5; D04 and D03); torch's multi-tensor AdamW has kernels for lists of tensors (E17 and a5).
+_STEP_OF_STAGE = {0: -120, 3: -88}
+_FOREACH_STEP = 50
+#: With the optimizer on the host, stages 1 and 2 take the norms of gradients as the backward makes them, and the GPU runs no
+#: optimizer (K02, K09, K25 and E06); stage 3 leaves the norms to the step.
+_OFFLOADED: Change = {Phase.BACKWARD: 100, Phase.STEP: -124}
+#: Stage 3 also partitions adapters itself, which are made after zero.Init (E08, E107).
+_ADAPTERS_STAGE3 = 105
+
+
+def nccl_bytes(workload: Workload, zero: ZeroConfig, ranks: int) -> int:
+    """Bytes of NCCL's buffers and kernels on one GPU."""
+    if ranks > 1:
+        return _NCCL
+    return _NCCL_ALONE if zero.stage == 3 and workload.dtype is DType.FP16 else 0
+
+
+def host_rss(workload: Workload, zero: ZeroConfig, *, rotary: bool, experts: bool) -> dict[Phase, int]:
+    """As :meth:`zeroplan.engines.base.Engine.host_rss`."""
+    sliced_norms = zero.stage in (1, 2)
+    changes = [arithmetic_change(workload)]
+    if not rotary:  # the norms of stages 1 and 2 raise to a power, too, so their step has the kernel all the same
+        changes.append({phase: change for phase, change in NO_ROTARY.items() if phase is not Phase.STEP or not sliced_norms})
+    if experts:
+        changes.append(EXPERTS)
+    if sliced_norms and zero.offloads_optimizer:
+        changes.append(_OFFLOADED)
+    found = changed(_RSS, changes)
+    # The step's norms need some of the experts' kernels, so that stage 3, which takes none, ends where stage 2 does (F18).
+    found[Phase.STEP] += 0 if experts and zero.stage == 3 else _STEP_OF_STAGE.get(zero.stage, 0)
+    if workload.optimizer_kind is OptimizerKind.FOREACH and not zero.offloads_optimizer:
+        found[Phase.STEP] += _FOREACH_STEP
+    adapters = _ADAPTERS_STAGE3 if zero.stage == 3 else ADAPTERS
+    return in_bytes(found, adapters if workload.lora_rank else 0)

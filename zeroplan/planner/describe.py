@@ -1,0 +1,31 @@
+"""A workload and a cluster as plain values, as every report's JSON shows them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zeroplan.core.cluster import Cluster
+from zeroplan.core.workload import Workload
+
+
+def describe_workload(workload: Workload) -> dict[str, Any]:
+    """The workload as the report's JSON shows it."""
+    return {name: _plain(getattr(workload, name)) for name in Workload.__dataclass_fields__}
+
+
+def describe_cluster(cluster: Cluster) -> dict[str, Any]:
+    """The cluster as the report's JSON shows it; sizes are bytes."""
+    return {
+        "nodes": cluster.nodes,
+        "gpus": cluster.gpus,
+        "ranks": cluster.ranks,
+        "gpu": cluster.gpu.name,
+        "vram": cluster.vram,
+        "usable_vram": cluster.usable_vram,
+        "cpu_ram": cluster.cpu_ram,
+        "nvme": cluster.nvme,
+    }
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else str(value) if isinstance(value, str) else value

@@ -1,0 +1,121 @@
+"""From a Request to cases: loads the model, checks every value, and lays out one case for each plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zeroplan.core.cluster import Cluster
+from zeroplan.core.errors import BadInput
+from zeroplan.core.workload import Attention, Workload
+from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.engines.base import Case, Engine
+from zeroplan.engines.registry import find_engine
+from zeroplan.ledger.optimizers import find_optimizer
+from zeroplan.models.attention import eager_only
+from zeroplan.models.load import bare_params, load_model
+from zeroplan.models.spec import ModelSpec
+from zeroplan.planner.request import Request
+from zeroplan.planner.workload import workload_of
+
+DEPTHS = ("formula", "simulated")
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A request made definite: one case for each plan, in the order in which the report shows them."""
+
+    spec: ModelSpec
+    workload: Workload
+    cluster: Cluster
+    engine: Engine
+    cases: tuple[Case, ...]
+    depth: str | None
+    warnings: tuple[str, ...]
+
+
+def resolve(request: Request) -> Resolved:
+    """Load the model, check every value and lay out the cases.
+
+    Raises:
+        BadInput: the first value that cannot be used.
+    """
+    if request.depth is not None and request.depth not in DEPTHS:
+        raise BadInput(f"unknown depth {request.depth!r}", where="--depth", remedy=f"use one of {', '.join(DEPTHS)}")
+    engine = find_engine(request.engine)
+    cluster = Cluster.of(
+        gpus=request.gpus,
+        nodes=request.nodes,
+        gpu=request.gpu,
+        vram=request.vram,
+        cpu_ram=request.cpu_ram,
+        nvme=request.nvme,
+    )
+    spec = _model(request)
+    warnings: list[str] = []
+    if request.ds_config is None:
+        workload, zeros = workload_of(request, engine, spec), _zeros(request, engine)
+    else:
+        from zeroplan.planner.from_ds_config import read_run
+
+        run = read_run(request, engine, cluster, spec)
+        engine, workload, zeros = run.engine, run.workload, [run.zero]
+        warnings += run.warnings
+    if workload.lora_rank is not None:
+        from zeroplan.models.lora import with_lora
+
+        spec = with_lora(spec, workload.lora_rank, workload.lora_targets)
+    if warning := find_optimizer(workload.optimizer).warning:
+        warnings.append(warning)
+    if workload.attn is Attention.SDPA and (missing := eager_only(spec.model_type)):
+        warnings.append(missing)
+    cases = _cases(request, engine, [Case(spec, workload, cluster, zero) for zero in zeros])
+    warnings += sorted({said for case in cases if (said := engine.remark(case))})
+    return Resolved(spec, workload, cluster, engine, cases, request.depth, tuple(warnings))
+
+
+def _model(request: Request) -> ModelSpec:
+    if (request.model is None) == (request.params is None):
+        given = "both a model and --params" if request.model is not None else "no model"
+        raise BadInput(given, where="MODEL", remedy="give one id, path or config, or --params 7.5B")
+    if request.params is not None:
+        return bare_params(request.params, largest_layer=request.largest_layer_params)
+    return load_model(request.model, token=request.token, trust_remote_code=request.trust_remote_code, offline=request.offline)
+
+
+def _cases(request: Request, engine: Engine, cases: list[Case]) -> tuple[Case, ...]:
+    """The cases that the engine can run. A table leaves out the others; a single case that cannot run is bad input."""
+    kept: list[Case] = []
+    for case in cases:
+        if request.ds_config is None:
+            engine.require_runnable(case.zero)
+        try:
+            engine.require_workload(case)
+        except BadInput:
+            if len(cases) == 1 or (case is cases[-1] and not kept):
+                raise
+            continue
+        kept.append(case)
+    return tuple(kept)
+
+
+def _zeros(request: Request, engine: Engine) -> list[ZeroConfig]:
+    """The configurations that the flags leave: all options of the engine, those of one stage, or exactly one."""
+    optimizer, param = request.offload_optimizer, request.offload_param
+    if request.stage is not None and (optimizer is not None or param is not None):
+        param = param or "none"
+        return [ZeroConfig.of(request.stage, optimizer or engine.optimizer_device(param), param)]
+    if request.stage is not None and request.stage not in (0, 1, 2, 3):
+        raise BadInput(f"stage {request.stage} does not exist", where="--stage", remedy="use 0, 1, 2 or 3")
+    if request.stage is not None:
+        engine.require_runnable(ZeroConfig.of(request.stage))
+        return [ZeroConfig.of(request.stage)]
+    options = engine.options()
+    if optimizer is not None:
+        ZeroConfig.of(3, optimizer)  # refuses an unknown device
+        options = [zero for zero in options if zero.offload_optimizer.device == optimizer]
+    if param is not None:
+        ZeroConfig.of(3, "none", param)
+        options = [zero for zero in options if zero.offload_param.device == param]
+    if not options:
+        options = [ZeroConfig.of(3, optimizer or "none", param or "none")]
+    return options

@@ -1,0 +1,77 @@
+"""The workload that a request's flags describe, with the defaults filled in and every value checked."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.workload import Attention, CheckpointPolicy, DType, Workload
+from zeroplan.engines.base import Engine
+from zeroplan.ledger.optimizers import find_optimizer
+from zeroplan.models.facts import max_seq_len
+from zeroplan.models.spec import ModelSpec
+from zeroplan.planner.request import Request
+
+DEFAULT_SEQ_LEN = 2048
+#: No count of a workload goes beyond this; it keeps arithmetic and loops sane.
+_MOST = 1 << 31
+_E = TypeVar("_E", DType, Attention)
+
+
+def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
+    """The workload that the request's flags describe.
+
+    Raises:
+        BadInput: a value out of range or of an unknown name.
+    """
+    dtype = _one_of(DType, request.dtype or "bf16", "--dtype")
+    for where, value in (
+        ("--micro-batch", request.micro_batch),
+        ("--seq-len", request.seq_len),
+        ("--grad-accum", request.grad_accum),
+        ("--lora-rank", request.lora_rank),
+    ):
+        if value is not None and not 1 <= value <= _MOST:
+            raise BadInput(f"{value} is out of range", where=where, remedy="use a whole number above zero")
+    optimizer = find_optimizer(request.optimizer or "adamw")
+    if request.lora_targets and request.lora_rank is None:
+        raise BadInput("targets without a rank", where="--lora-targets", remedy="give --lora-rank 16 as well")
+    policy = CheckpointPolicy.parse(request.checkpoint_policy)
+    if policy != CheckpointPolicy() and not request.gradient_checkpointing:
+        raise BadInput(
+            "a policy without checkpointing", where="--checkpoint-policy", remedy="give --gradient-checkpointing as well"
+        )
+    return Workload(
+        micro_batch=request.micro_batch or 1,
+        seq_len=sequence_length(request.seq_len, spec),
+        grad_accum=request.grad_accum or 1,
+        dtype=dtype,
+        precision=engine.precision(dtype),
+        optimizer=optimizer.name,
+        attn=_one_of(Attention, request.attn, "--attn"),
+        gradient_checkpointing=request.gradient_checkpointing,
+        checkpoint_policy=str(policy),
+        lora_rank=request.lora_rank,
+        lora_targets=tuple(request.lora_targets),
+    )
+
+
+def sequence_length(asked: int | None, spec: ModelSpec) -> int:
+    """The length that was asked for, else 2048 or the model's maximum if that is less.
+
+    Raises:
+        BadInput: when the model cannot take the length that was asked for.
+    """
+    most = max_seq_len(spec)
+    if asked is None:
+        return min(DEFAULT_SEQ_LEN, most) if most else DEFAULT_SEQ_LEN
+    if most is not None and asked > most:
+        raise BadInput(f"{asked} is beyond the model's {most} positions", where="--seq-len", remedy=f"use at most {most}")
+    return asked
+
+
+def _one_of(kind: type[_E], text: str, where: str) -> _E:
+    try:
+        return kind(text.strip().lower())
+    except ValueError:
+        raise BadInput(f"unknown value {text[:60]!r}", where=where, remedy=f"use one of {', '.join(kind)}") from None

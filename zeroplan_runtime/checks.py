@@ -139,9 +139,9 @@ class EngineChecks:
         self._require_complete_grads("engine.backward")
         if once and self._has_reduced_grads:
             raise BadInput(
-                "the gradients of this step have been reduced already",
+                "updates by the gradients of this step have begun, as nothing clips or checks them",
                 where="engine.backward",
-                remedy="add the losses and go back once, or count each as a micro batch in gradient_accumulation_steps",
+                remedy="add the losses and go back once, count each as a micro batch, or set gradient_clipping",
             )
 
     def require_gradients(self) -> None:

@@ -183,10 +183,8 @@ class Engine(nn.Module):
         return scaled
 
     def _reduces_once(self) -> bool:
-        """Whether what the reduction leaves cannot be added to: parts of whole gradients, or updates that have begun."""
-        setup = self.model_states.setup
-        early = self.host is not None and self.host.early_request is not None
-        return early or (setup.shards_states and not setup.shards_grads)
+        """Whether what the reduction leaves cannot be added to, as updates begin with it."""
+        return self.host is not None and self.host.early_request is not None
 
     def _audited(self) -> AbstractContextManager[object]:
         """The audit of parameter reads, in the first micro batches at stage 3."""

@@ -36,6 +36,7 @@ from typing import Any
 import torch
 
 from zeroplan.core.buffers import Phase, Place
+from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import UnitKind
 from zeroplan_runtime.checks import refuse_copy
 from zeroplan_runtime.execution_order import ExecutionOrder
@@ -152,15 +153,17 @@ class Schedule:
         """Starts to bring `unit`'s current parameters into its place, unless they are there.
 
         Raises:
-            RuntimeError: when another unit is still computing in the same slot.
+            BadInput: when another unit is still computing in the same slot.
         """
         slot = unit.param_slot
         if slot.holder is unit and slot.is_current:
             return
         if slot.in_use and slot.holder is not unit:
-            raise RuntimeError(
-                f"unit {unit.name!r} is needed while {slot.holder.name if slot.holder else '?'!r} still computes in the slot "
-                f'{slot.name!r} that they share; set {{"zeroplan": {{"ring": N}}}} higher, or give a policy that joins them'
+            holder = slot.holder.name if slot.holder else "?"
+            raise BadInput(
+                f"unit {unit.name!r} is needed while {holder!r} still computes in the slot {slot.name!r} that they share",
+                where="stage 3",
+                remedy='set {"zeroplan": {"ring": N}} higher, or give a policy that joins them',
             )
         if unit.offloaded is not None:
             unit.offloaded.wait_for_update()
@@ -282,16 +285,18 @@ class Schedule:
 
     def _post_backward(self, unit: UnitState) -> None:
         self._reshard(unit)
-        # Gradients kept whole are reduced once, so not before the last of several forwards has been gone back through.
-        if RECEIVED_NOW in unit.grad_received and (unit.forward_count == 1 or unit.grad_slot is not None):
-            self.reduce_grads(unit, last=unit.forward_count == 1)
+        # Gradients kept whole are best reduced once: not before the last of several forwards has been gone back through.
+        once = unit.forward_count == 1 and not unit.reduces_late
+        if RECEIVED_NOW in unit.grad_received and (once or unit.grad_slot is not None):
+            self.reduce_grads(unit, last=once)
 
     def root_post_backward(self) -> None:
         """Called when a micro batch's backward has returned: reduces what is left."""
         if self._current is not None:
             self._post_backward(self._current)
         for unit in reversed(self.model_states.units):
-            if unit.trainable is not None and not unit.reduced:
+            came_late = unit.grad_slot is not None and RECEIVED_NOW in unit.grad_received
+            if unit.trainable is not None and (came_late or not unit.reduced):
                 self.reduce_grads(unit, last=True)
         if self.host is not None and self.boundary:
             self.host.post_backward()
@@ -319,11 +324,24 @@ class Schedule:
                 slot.holder = unit
         elif unit.grad_buffer is not None and not unit.grad_buffer.is_allocated:
             self.model_states.alloc_grad(unit)
-        elif unit.reduced and self.boundary and self.comm.world_size > 1:
-            raise RuntimeError(
-                f"a gradient of unit {unit.name!r} came after the unit was reduced: its parameters are used outside its "
-                "forward; use stage 2 or 3, or a policy that leaves the module to the root"
-            )
+        elif unit.averaged:
+            self._reopen_average(unit)
+
+    def _reopen_average(self, unit: UnitState) -> None:
+        """Makes whole gradients that have been averaged a rank's own again, such that the next average is theirs and what is
+        added. Gradients come this late where parameters are used outside their unit's forward (a penalty on weights), and in
+        the second of two backwards before a step.
+        """
+        assert unit.grad is not None
+        assert unit.grad_full is not None
+        self.wait_for_reductions()
+        if self.setup.shards_states:  # only this rank's shard holds the mean
+            mean = unit.grad * self.comm.world_size
+            unit.grad_full.zero_()
+            unit.grad.copy_(mean)
+        unit.grad_received = bytearray([RECEIVED_NOW]) * len(unit.grad_received)  # also what other ranks received
+        unit.reduces_late |= unit.reduced
+        unit.averaged = unit.reduced = False
 
     def accumulate_grad(self, unit: UnitState, position: int, grad: torch.Tensor) -> None:
         """Takes over the complete gradient of one parameter, adding to what this one has received before."""
@@ -340,12 +358,12 @@ class Schedule:
         """Averages `unit`'s gradients over the ranks, in the reduce lane; parameters without gradient count as zero.
 
         Whole gradients (stages 0 and 1) wait for the last micro batch; those in slots are reduced in each. `last`: no more
-        gradients of this unit come in this micro batch.
+        gradients of this unit are expected in this micro batch.
         """
-        unit.reduced = True
         if unit.grad_slot is None and not self.boundary:
+            unit.reduced = True
             return
-        if unit.grad_slot is not None and unit.grad_slot.holder is not unit:
+        if unit.averaged or (unit.grad_slot is not None and unit.grad_slot.holder is not unit):
             self.acquire_full_grad(unit)  # none of its gradients came, and its zeros need a place, too
         if unit.grad_buffer is not None and not unit.grad_buffer.is_allocated:
             self.model_states.alloc_grad(unit)
@@ -353,6 +371,7 @@ class Schedule:
         missing += unit.grad_gaps  # anything may lie there
         if missing:
             torch._foreach_zero_(missing)
+        unit.reduced = True
         staging = self.model_states.staging
         if staging is not None and not staging.is_allocated and unit.layout.shape.kind is not UnitKind.BLOCK:
             staging.alloc()
@@ -391,10 +410,12 @@ class Schedule:
     def _reduce_on_device(self, unit: UnitState) -> None:
         assert unit.grad is not None
         assert unit.grad_full is not None
-        if not self.setup.shards_states:
-            self.comm.all_reduce_mean(unit.grad_full)
-        elif not self.setup.shards_grads:
-            self.comm.reduce_scatter(unit.grad, unit.grad_full)
+        if not self.setup.shards_grads:
+            if self.setup.shards_states:
+                self.comm.reduce_scatter(unit.grad, unit.grad_full)
+            else:
+                self.comm.all_reduce_mean(unit.grad_full)
+            unit.averaged = True
         elif self.model_states.staging is None or unit.layout.shape.kind is UnitKind.BLOCK:
             self._reduce_scatter(unit, unit.grad_full, unit.grad)
         else:
@@ -449,7 +470,7 @@ class Schedule:
 
     def free_grads(self, unit: UnitState) -> None:
         """Called when the optimizer has been given `unit`'s update: its gradients go, and the next begin new sums."""
-        unit.accumulated = False
+        unit.accumulated = unit.averaged = False
         unit.grad_received = bytearray(len(unit.grad_received))
         if unit.grad_buffer is not None and unit.grad_buffer.is_allocated:
             unit.grad_buffer.free()

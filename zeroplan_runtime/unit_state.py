@@ -114,6 +114,8 @@ class UnitState:
         reduced: the gradients of this micro batch have been reduced.
         forward_count: forwards of the unit in this micro batch.
         accumulated: `grad` holds the sum of earlier micro batches.
+        averaged: `grad_full`, kept whole, holds the mean over the ranks.
+        reduces_late: gradients have come after its backward, so its whole gradients are reduced when all have come.
         master: the fp32 masters, or the parameters themselves where the model is fp32; None where they are in a file.
         param_16bit: the 16-bit shard that the update refreshes from `master`; None where no shard is kept.
         offloaded: the host's side of the unit, where its optimizer is offloaded.
@@ -138,6 +140,8 @@ class UnitState:
     reduced: bool = False
     forward_count: int = 0
     accumulated: bool = False
+    averaged: bool = False
+    reduces_late: bool = False
     master: torch.Tensor | None = None
     param_16bit: torch.Tensor | None = None
     offloaded: OffloadedUnit | None = None

@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from zeroplan.core.errors import BadInput
 from zeroplan_runtime import kernels
 from zeroplan_runtime.offload.host_worker import Task, Worker
 from zeroplan_runtime.offload.optimizer_swapper import OptimizerSwapper
@@ -88,9 +89,10 @@ class HostOptimizer:
             The stream after whose present work `arrived` may be overwritten.
         """
         if host.update_requested:
-            raise RuntimeError(
-                f"a gradient of unit {host.unit.name!r} came after its update had begun: its parameters are used outside its "
-                "forward; set gradient_clipping, or give a policy that leaves the module to the root"
+            raise BadInput(
+                f"unit {host.unit.name!r} got a gradient after its update had begun: a parameter is used outside its forward",
+                where="offload_optimizer",
+                remedy="set gradient_clipping, with which updates wait for all gradients",
             )
         host.wait_for_update()
         if boundary and self.swapper is not None and not self._prefetched:
@@ -174,10 +176,14 @@ class HostOptimizer:
         """Drops this step's sums.
 
         Raises:
-            RuntimeError: when updates by them have begun.
+            BadInput: when updates by them have begun.
         """
         if self.early_request is not None and any(host.update_requested for host in self.units):
-            raise RuntimeError("gradients cannot be dropped: updates by them have begun, as nothing clips or checks them")
+            raise BadInput(
+                "gradients cannot be dropped: updates by them have begun, as nothing clips or checks them",
+                where="offload_optimizer",
+                remedy="set gradient_clipping, with which updates wait for the step",
+            )
         for host in self.units:
             host.has_grads = host.update_requested = False
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.optimizers import RUNTIME_OPTIMIZERS
 from zeroplan_runtime.comm import Communicator
 from zeroplan_runtime.config import RuntimeConfig, read_config
 from zeroplan_runtime.engine import Engine
@@ -116,7 +117,9 @@ def _optimizer(
         raise BadInput("'max_grad_norm' is not a parameter", where="optimizer.params", remedy="use gradient_clipping")
     kind = str(settings.optimizer["type"]).lower()
     # DeepSpeed's "Adam" is AdamW unless adam_w_mode says otherwise.
-    decoupled = bool(hyper.pop("adam_w_mode", True)) or kind == "adamw"
+    row = RUNTIME_OPTIMIZERS.get(kind)
+    always = row is not None and row.runtime is not None and row.runtime.decoupled == row.name
+    decoupled = bool(hyper.pop("adam_w_mode", True)) or always
     return ZeroOptimizer(params if params is not None else trainable, kind, hyper, decoupled=decoupled)
 
 

@@ -16,6 +16,7 @@ from zeroplan.core.buffers import Phase
 from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import UnitKind
 from zeroplan.core.layout_setup import RuntimeSetup
+from zeroplan.core.optimizers import STATELESS
 from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer
 from zeroplan.ds_config.runtime_offload_rules import require_offloadable
 from zeroplan_runtime.arena import DTYPES, Arena
@@ -90,7 +91,7 @@ class Engine(nn.Module):
             param_dtype=config.dtype,
             reduce_dtype=config.reduce_dtype,
             accum_dtype=config.accum_dtype,
-            optimizer=optimizer.layout_kind if optimizer is not None else "sgd",
+            optimizer=optimizer.layout_kind if optimizer is not None else STATELESS,
             grad_accum=config.grad_accum,
             block_slots=config.knobs.ring,
             delayed_update=config.offload.delayed_from > 0,

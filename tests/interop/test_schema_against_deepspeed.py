@@ -160,11 +160,11 @@ def test_optimizer_names_are_deepspeeds_and_torchs() -> None:
     import torch
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
-    from zeroplan.ds_config import job
+    from zeroplan.core import optimizers
 
-    assert set(DEEPSPEED_OPTIMIZERS) == job.DEEPSPEED_OPTIMIZERS
+    assert set(DEEPSPEED_OPTIMIZERS) == optimizers.DEEPSPEED_OPTIMIZERS
     theirs = {n for n, c in vars(torch.optim).items() if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)}
-    assert theirs - {"Optimizer"} == job.TORCH_OPTIMIZERS
+    assert theirs - {"Optimizer"} == optimizers.TORCH_OPTIMIZERS
 
 
 def test_trainer_fills_what_we_say_it_fills() -> None:

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
+from zeroplan.core.optimizers import OPTIMIZERS, find_optimizer
 from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.registry import engine_names, find_engine
 from zeroplan.ledger.derive import Derived
 from zeroplan.ledger.line import _Symbols, derived, evaluate
-from zeroplan.ledger.optimizers import OPTIMIZERS, find_optimizer
 from zeroplan.models.spec import ModelSpec, Tensor, Unit
 from zeroplan.planner.formula import formula_plan
 

@@ -49,7 +49,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from zeroplan.core.buffers import ALWAYS, Buffer, Phase, Place
-from zeroplan.core.layout_setup import OPTIMIZER_STATES, RuntimeSetup
+from zeroplan.core.layout_setup import RuntimeSetup
 from zeroplan.core.segments import SegmentTable
 from zeroplan.core.workload import DType
 from zeroplan.core.zero_config import OffloadDevice
@@ -243,7 +243,7 @@ class Layout:
         but where parameters on the host are their own; of parameters in files what the update makes of them.
         """
         streamed = [unit for unit in self.units if unit.streamed]
-        states = len(OPTIMIZER_STATES[self.setup.optimizer]) + self.setup.masters_apart if self.states_in_files else 0
+        states = len(self.setup.states) + self.setup.masters_apart if self.states_in_files else 0
         return states + any(unit.param_place is Place.NVME for unit in streamed)
 
     @property
@@ -371,9 +371,9 @@ def runtime_buffers(layout: Layout) -> list[OwnedBuffer]:
             pinned = place is Place.DRAM and not setup.has_masters  # what goes up is the master itself
             where = Place.PINNED if pinned else place
             rows.append(OwnedBuffer(Buffer.PARAM_MASTER, name, numel, DType.FP32, where))
-    for state in OPTIMIZER_STATES[setup.optimizer]:
+    for state in setup.states:
         rows += [OwnedBuffer(state, name, numel, DType.FP32, place) for name, numel, place in trained]
-    if setup.optimizer == "lamb":
+    if setup.takes_norms:
         tables = ((u.shape.name, layout.segments(u).words) for u in layout.units if u.trainable)
         rows += [OwnedBuffer(Buffer.OPTIM_TRUST, name, words, DType.FP32) for name, words in tables]
     rows.append(OwnedBuffer(Buffer.OPTIM_NORM, "step", STEP_SCALARS + len(layout.units), DType.FP32))

@@ -7,18 +7,9 @@ from typing import Any
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput
+from zeroplan.core.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, RUNTIME_NAMES
 from zeroplan.core.workload import DType
 from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer, OffloadParam
-
-#: The optimizers' states by name; every state is fp32 and as long as the unit's share of the masters.
-OPTIMIZER_STATES: dict[str, tuple[Buffer, ...]] = {
-    "adam": (Buffer.OPTIM_EXP_AVG, Buffer.OPTIM_EXP_AVG_SQ),
-    "adamw": (Buffer.OPTIM_EXP_AVG, Buffer.OPTIM_EXP_AVG_SQ),
-    "lamb": (Buffer.OPTIM_EXP_AVG, Buffer.OPTIM_EXP_AVG_SQ),
-    "lion": (Buffer.OPTIM_EXP_AVG,),
-    "sgd": (),
-    "sgd_momentum": (Buffer.OPTIM_MOMENTUM,),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +18,8 @@ class RuntimeSetup:
 
     `reduce_dtype` is that of the gradients' reduction (and of whole gradients, but for :attr:`wide_grad_dtype`),
     `accum_dtype` that of the reduced shard.
-    `optimizer` is a key of :data:`OPTIMIZER_STATES`. `params_in_host` are the elements of parameters in files that stay in host
-    memory.
+    `optimizer` is one of :data:`~zeroplan.core.optimizers.RUNTIME_NAMES`.
+    `params_in_host` are the elements of parameters in files that stay in host memory.
     """
 
     ranks: int = 1
@@ -36,7 +27,7 @@ class RuntimeSetup:
     param_dtype: DType = DType.BF16
     reduce_dtype: DType = DType.BF16
     accum_dtype: DType = DType.BF16
-    optimizer: str = "adamw"
+    optimizer: str = DEFAULT_OPTIMIZER
     grad_accum: int = 1
     block_slots: int = 2
     offload_optimizer: OffloadDevice = OffloadDevice.NONE
@@ -67,8 +58,19 @@ class RuntimeSetup:
             raise BadInput(f"stage {self.stage} does not exist", remedy="use 0, 1, 2 or 3")
         if self.ranks < 1 or self.grad_accum < 1 or self.block_slots < 2:
             raise BadInput(f"ranks {self.ranks}, accumulation {self.grad_accum} and ring {self.block_slots} are too small")
-        if self.optimizer not in OPTIMIZER_STATES:
-            raise BadInput(f"unknown optimizer {self.optimizer!r}", remedy=f"use one of {', '.join(OPTIMIZER_STATES)}")
+        if self.optimizer not in RUNTIME_NAMES:
+            raise BadInput(f"unknown optimizer {self.optimizer!r}", remedy=f"use one of {', '.join(RUNTIME_NAMES)}")
+
+    @property
+    def states(self) -> tuple[Buffer, ...]:
+        """The optimizer's states; each is fp32 and as long as the unit's share of the masters."""
+        return OPTIMIZERS[self.optimizer].buffers
+
+    @property
+    def takes_norms(self) -> bool:
+        """The optimizer needs the norm of each whole tensor."""
+        kernel = OPTIMIZERS[self.optimizer].runtime
+        return kernel is not None and kernel.takes_norms
 
     @property
     def shards_states(self) -> bool:

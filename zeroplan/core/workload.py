@@ -80,8 +80,8 @@ class OptimizerKind(StrEnum):
 class Workload:
     """One training job's computation on one rank.
 
-    `optimizer` is a key of :data:`zeroplan.ledger.optimizers.OPTIMIZERS`. `checkpoint_policy` is ``full``, ``selective`` or
-    ``every:K`` (:class:`CheckpointPolicy`) and takes effect with `gradient_checkpointing`. `lora_targets` empty means all
+    `optimizer` is a row's name in :data:`zeroplan.core.optimizers.OPTIMIZERS`. `checkpoint_policy` is ``full``, ``selective``
+    or ``every:K`` (:class:`CheckpointPolicy`) and takes effect with `gradient_checkpointing`. `lora_targets` empty means all
     linear layers of the blocks. `seq_len` None means 2048, or the model's maximum if that is less.
     """
 

@@ -7,36 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.optimizer_row import DeepSpeedType
+from zeroplan.core.optimizers import deepspeed_type, known_optimizer, optimizer_of_type
 from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
-
-#: DeepSpeed's own optimizers (runtime/config.py of 0.19.8), matched without regard to case.
-DEEPSPEED_OPTIMIZERS = frozenset({"adagrad", "adam", "adamw", "lamb", "muadam", "muadamw", "musgd", "lion", "muon"})
-#: The classes of ``torch.optim`` (torch 2.13), matched with case. ``Muon`` is DeepSpeed's own by then.
-TORCH_OPTIMIZERS = frozenset(
-    {
-        "ASGD",
-        "Adadelta",
-        "Adafactor",
-        "Adagrad",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "LBFGS",
-        "NAdam",
-        "RAdam",
-        "RMSprop",
-        "Rprop",
-        "SGD",
-    }
-    | {"SparseAdam", "Muon"}
-)
-#: Once DeepSpeed's, gone in 0.19; before, they refused ZeRO.
-ONE_BIT_OPTIMIZERS = frozenset({"onebitadam", "zerooneadam", "onebitlamb"})
-
-#: From DeepSpeed's names to those of the ledger.
-_LEDGER_NAMES = {"muadam": "adamw", "muadamw": "adamw", "musgd": "sgd", "adam": "adamw"}
-#: Those that DeepSpeed runs as one fused kernel (or its CPU counterpart).
-_FUSED = frozenset({"adam", "adamw", "lamb", "lion"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +30,20 @@ class Job:
     scheduler: str | None = None
 
     @property
-    def optimizer_name(self) -> str:
-        """The type in lower case where DeepSpeed knows it, else as written; empty without one."""
-        name = self.optimizer or ""
-        return name.lower() if name.lower() in DEEPSPEED_OPTIMIZERS else name
+    def optimizer_type(self) -> DeepSpeedType | None:
+        """What DeepSpeed makes of the type; None without one, and where the table has none of that name."""
+        return deepspeed_type(self.optimizer) if self.optimizer else None
+
+    @property
+    def builds_adam(self) -> bool:
+        """Whether DeepSpeed builds an Adam of its own: FusedAdam, or DeepSpeedCPUAdam where the optimizer is offloaded."""
+        return self.optimizer_type is not None and self.optimizer_type.adam and not self.torch_adam
 
     @property
     def torch_adam(self) -> bool:
         """Whether ``optimizer.params.torch_adam`` asks for torch's Adam in place of DeepSpeed's."""
-        return bool(self.optimizer_params.get("torch_adam")) and self.optimizer_name in ("adam", "adamw", "muon")
+        kind = self.optimizer_type
+        return bool(self.optimizer_params.get("torch_adam")) and kind is not None and kind.torch_adam
 
     def workload(self, base: Workload, *, pure: bool = False, given: frozenset[str] = frozenset()) -> Workload:
         """`base` with what the file fixes. `given` names fields of `base` that the user set by flag.
@@ -90,7 +68,7 @@ class Job:
         elif self.dtype is not None:
             said |= {"dtype": self.dtype, "precision": Precision.PURE if pure else Precision.MIXED}
         if self.optimizer is not None:
-            said |= {"optimizer": self._ledger_name(), "optimizer_kind": self._kind()}
+            said |= {"optimizer": self._optimizer(), "optimizer_kind": self._kind()}
         for name, value in said.items():
             if name in given and getattr(base, name) != value:
                 raise BadInput(
@@ -100,12 +78,13 @@ class Job:
                 )
         return replace(base, **said)
 
-    def _ledger_name(self) -> str:
-        name = self.optimizer_name.lower()
-        if name == "sgd" and self.optimizer_params.get("momentum"):
-            return "sgd_momentum"
-        return _LEDGER_NAMES.get(name, name)
+    def _optimizer(self) -> str:
+        """The table's name; the type in lower case where the table has none, which its reader refuses."""
+        name = self.optimizer or ""
+        row = optimizer_of_type(name, momentum=bool(self.optimizer_params.get("momentum")))
+        return known_optimizer(name) if row is None else row.name
 
     def _kind(self) -> OptimizerKind:
-        fused = self.optimizer_name in _FUSED and not self.torch_adam
+        kind = self.optimizer_type
+        fused = kind is not None and kind.fused and not self.torch_adam
         return OptimizerKind.FUSED if fused or self.optimizer_params.get("fused") is True else OptimizerKind.FOREACH

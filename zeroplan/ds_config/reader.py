@@ -81,8 +81,8 @@ class DsConfig:
         """The optimizer wrapper that DeepSpeed builds on GPUs, None where it refuses the config."""
         if self.errors:
             return None
-        fused = self.job.optimizer_name in ("adam", "adamw") and not self.job.torch_adam and not self.zero.offload_optimizer
-        return wrapper(self.zero, self.job.dtype or DType.FP32, fused=fused)
+        fused_adam = self.job.builds_adam and not self.zero.offload_optimizer
+        return wrapper(self.zero, self.job.dtype or DType.FP32, fused=fused_adam)
 
     def workload(self, base: Workload, *, given: frozenset[str] = frozenset()) -> Workload:
         """`base` with what the file fixes; see :meth:`zeroplan.ds_config.job.Job.workload`.

@@ -50,8 +50,7 @@ class View:
     @property
     def cpu_adam(self) -> bool:
         """Whether the config's optimizer becomes ``DeepSpeedCPUAdam`` itself (not torch's Adam, not ZenFlow's)."""
-        known = self.job.optimizer_name in ("adam", "adamw") and not self.job.torch_adam
-        return known and self.offload is not OffloadDevice.NONE and self.zero.zenflow is None
+        return self.job.builds_adam and self.offload is not OffloadDevice.NONE and self.zero.zenflow is None
 
     @property
     def bf16_optimizer(self) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from zeroplan.core.optimizers import DEEPSPEED_OPTIMIZERS, TORCH_OPTIMIZERS
 from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.ds_config.findings import At, Severity
-from zeroplan.ds_config.job import DEEPSPEED_OPTIMIZERS, ONE_BIT_OPTIMIZERS, TORCH_OPTIMIZERS
 from zeroplan.ds_config.rules import Rule, View
 
 _E = Severity.ERROR
@@ -19,17 +19,31 @@ _ZERO, _OFF, _OPT = "zero_optimization", "zero_optimization.offload_optimizer", 
 
 
 def _unsupported(v: View) -> bool:
-    name = v.job.optimizer_name
-    return bool(name) and not (name in DEEPSPEED_OPTIMIZERS or name in TORCH_OPTIMIZERS or _one_bit(v))
+    name = v.job.optimizer or ""
+    known = name.lower() in DEEPSPEED_OPTIMIZERS or name in TORCH_OPTIMIZERS or _removed(v)
+    return bool(name) and not known
 
 
-def _one_bit(v: View) -> bool:
-    return v.job.optimizer_name.lower() in ONE_BIT_OPTIMIZERS
+def _removed(v: View) -> bool:
+    return v.job.optimizer_type is not None and v.job.optimizer_type.removed
 
 
 def _untested(v: View) -> bool:
-    name = v.job.optimizer_name
-    return bool(name) and name not in ("adam", "adamw", "adagrad", "lion", "muon") and not _one_bit(v) and not _unsupported(v)
+    kind = v.job.optimizer_type
+    refused = _removed(v) or _unsupported(v)
+    return bool(v.job.optimizer) and not refused and not (kind is not None and kind.tested)
+
+
+def _of_adam(v: View) -> bool:
+    return v.job.optimizer_type is not None and v.job.optimizer_type.adam
+
+
+def _needs_dynamic_scale(v: View) -> bool:
+    return v.job.optimizer_type is not None and v.job.optimizer_type.dynamic_scale
+
+
+def _splits(v: View) -> bool:
+    return v.job.optimizer_type is not None and v.job.optimizer_type.splits
 
 
 def _prescales(v: View) -> bool:
@@ -159,7 +173,7 @@ ENGINE_REFUSALS: tuple[Rule, ...] = (
         At.ENGINE,
         _OPT,
         _RC,
-        _one_bit,
+        _removed,
         "{v.job.optimizer} is gone from DeepSpeed 0.19, and before that the 1-bit optimizers refused ZeRO (here stage"
         " {v.zero.stage})",
         'the nearest config that runs: optimizer.type "AdamW" with the same ZeRO block, without cuda_aware, freeze_step and'
@@ -201,8 +215,8 @@ ENGINE_REFUSALS: tuple[Rule, ...] = (
         At.ENGINE,
         _OPT,
         _EN,
-        lambda v: v.job.optimizer_name == "lamb" and v.says("fp16.loss_scale", 0) != 0,
-        "Lamb needs a dynamic loss scale",
+        lambda v: _needs_dynamic_scale(v) and v.says("fp16.loss_scale", 0) != 0,
+        "{v.job.optimizer} needs a dynamic loss scale",
         "set fp16.loss_scale to 0",
     ),
     Rule(
@@ -211,8 +225,8 @@ ENGINE_REFUSALS: tuple[Rule, ...] = (
         At.ENGINE,
         f"{_ZERO}.reduce_scatter",
         _S3,
-        lambda v: v.zero.stage == 3 and v.job.optimizer_name == "muon" and v.zero.reduce_scatter,
-        "Muon and reduce_scatter exclude each other at stage 3",
+        lambda v: v.zero.stage == 3 and _splits(v) and v.zero.reduce_scatter,
+        "{v.job.optimizer} and reduce_scatter exclude each other at stage 3",
         "set reduce_scatter to false",
     ),
     Rule(
@@ -330,10 +344,7 @@ ENGINE_REFUSALS: tuple[Rule, ...] = (
         f"{_OFF}.buffer_count",
         "runtime/swap_tensor/partitioned_optimizer_swapper.py",
         lambda v: (
-            v.zero.stage == 3
-            and v.offload is OffloadDevice.NVME
-            and v.job.optimizer_name in ("adam", "adamw")
-            and v.zero.offload_optimizer.buffer_count < 4
+            v.zero.stage == 3 and v.offload is OffloadDevice.NVME and _of_adam(v) and v.zero.offload_optimizer.buffer_count < 4
         ),
         "Adam swaps four tensors (parameter, gradient, two moments) and asserts with {v.zero.offload_optimizer.buffer_count}"
         " buffers",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import PAGE, PAGE_NUMEL, Layout
+from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.zero_config import Aio, OffloadDevice, OffloadOptimizer, OffloadParam, ZeroConfig
 
 #: Checkpointed inputs of fewer bytes stay on the device: torch's allocator gives no tensor less than this.
@@ -108,7 +109,10 @@ def require_offloadable(optimizer: str) -> None:
     """Refuse an optimizer that cannot leave the device.
 
     Raises:
-        BadInput: for LAMB, whose trust ratios need every rank between two passes.
+        BadInput: for one that takes whole tensors' norms (LAMB), which need every rank between two passes.
     """
-    if optimizer == "lamb":
-        raise BadInput("LAMB cannot be offloaded", where="offload_optimizer", remedy="use AdamW, or keep it on the device")
+    kernel = find_optimizer(optimizer).runtime
+    if kernel is not None and kernel.takes_norms:
+        raise BadInput(
+            f"{optimizer.upper()} cannot be offloaded", where="offload_optimizer", remedy="use AdamW, or keep it on the device"
+        )

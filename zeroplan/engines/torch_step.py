@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zeroplan.core.buffers import Buffer
+from zeroplan.core.optimizer_row import Optimizer
+from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.workload import DType, OptimizerKind, Workload
-from zeroplan.ledger.optimizers import Optimizer, find_optimizer
 from zeroplan.simulate.recorder import Recorder
 
 #: Optimizer steps until peaks repeat: the first makes the states, the second runs with them, the third meets the blocks

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.cluster import Cluster
+from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.compute_traffic import WORK_GLOSSARY, ComputeFacts
 from zeroplan.engines.contention import MEMORY_PER_BYTE
 from zeroplan.engines.traffic import Traffic
 from zeroplan.ledger.derive import fraction
-from zeroplan.ledger.optimizers import find_optimizer
 from zeroplan.ledger.traffic import Resource, WorkBuilder, WorkLedger
 from zeroplan.models.spec import ModelSpec
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ds_config.writer import write_ds_config
@@ -15,30 +16,12 @@ from zeroplan.ds_config.writer import write_ds_config
 LAUNCHERS = ("deepspeed", "torchrun", "accelerate", "slurm")
 #: Where ranks of several nodes meet, until the user says otherwise.
 _PORT = 29500
-#: DeepSpeed's own optimizers by the ledger's names, with what a fine-tuning run starts from. Others (8-bit Adam, Adafactor)
-#: the program brings itself.
-_ADAM = {"lr": 1e-5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
-_OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "adamw": ("AdamW", _ADAM),
-    "adam": ("Adam", _ADAM),
-    "lamb": ("Lamb", {"lr": 1e-4, "weight_decay": 0.01}),
-    "lion": ("Lion", {"lr": 1e-6, "betas": [0.9, 0.99], "weight_decay": 0.1}),
-    "adagrad": ("Adagrad", {"lr": 1e-3}),
-    "muon": ("Muon", {"lr": 1e-3}),
-    "sgd": ("SGD", {"lr": 1e-3}),
-    "sgd_momentum": ("SGD", {"lr": 1e-3, "momentum": 0.9}),
-    "nadam": ("NAdam", {"lr": 1e-4}),
-    "radam": ("RAdam", {"lr": 1e-4}),
-    "adamax": ("Adamax", {"lr": 1e-4}),
-    "rmsprop": ("RMSprop", {"lr": 1e-4}),
-    "adadelta": ("Adadelta", {"lr": 1.0}),
-}
 
 
 def explicit_ds_config(zero: ZeroConfig, workload: Workload, ranks: int) -> dict[str, Any]:
     """A ds_config that ``deepspeed.initialize`` takes as it is: no ``auto``, batches, precision and optimizer stated."""
-    kind = _OPTIMIZERS.get(workload.optimizer)
-    block = None if kind is None else {"type": kind[0], "params": kind[1]}
+    written = find_optimizer(workload.optimizer).written
+    block = None if written is None else {"type": written.type, "params": written.params}
     return write_ds_config(zero, workload, world_size=ranks, optimizer=block)
 
 

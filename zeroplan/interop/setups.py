@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.optimizers import known_optimizer
 from zeroplan.ds_config.source import load_source
 
 
@@ -116,26 +117,9 @@ class Keys:
         raise BadInput(f"there is no {value[:200]!r}", where=f"{self.name}: {key}", remedy="put the file where it says")
 
 
-#: The optimizers of transformers' TrainingArguments by the ledger's names, where they differ.
-_OPTIMIZERS = {
-    "adamw_hf": "adamw",
-    "adamw_torch": "adamw",
-    "adamw_torch_fused": "adamw",
-    "adamw_apex_fused": "adamw",
-    "adamw_torch_xla": "adamw",
-    "adamw_bnb_8bit": "adamw8bit",
-    "adamw_8bit": "adamw8bit",
-    "paged_adamw_8bit": "adamw8bit",
-    "paged_adamw_32bit": "adamw",
-    "paged_adamw": "adamw",
-    "lion_32bit": "lion",
-    "paged_lion_32bit": "lion",
-}
-
-
 def optimizer_of(name: str | None) -> str | None:
-    """The ledger's name of an optimizer as the HF Trainer, axolotl and LLaMA-Factory write it."""
-    return None if name is None else _OPTIMIZERS.get(name.lower(), name.lower())
+    """The table's name of an optimizer as the HF Trainer, axolotl and LLaMA-Factory write it."""
+    return None if name is None else known_optimizer(name)
 
 
 def attention_of(name: str | None) -> str | None:

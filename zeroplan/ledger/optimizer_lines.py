@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from zeroplan.core.buffers import FROM_FIRST_STEP, Buffer, Place
+from zeroplan.core.optimizer_row import Optimizer
 from zeroplan.ledger.derive import fraction
 from zeroplan.ledger.line import LedgerBuilder
-from zeroplan.ledger.optimizers import Optimizer
 
 
 class StateFacts(Protocol):
@@ -69,5 +69,5 @@ def add_state_lines(lines: LedgerBuilder, place: Place, count: Callable[[Any], i
             return state_bytes(c, buffer, count(c))
 
         formula.__name__ = buffer.value.replace(".", "_") + suffix
-        formula.__doc__ = f"{doc}\n\nSource: ledger/optimizers.py; created by the first step that is not skipped"
+        formula.__doc__ = f"{doc}\n\nSource: core/optimizers.py; created by the first step that is not skipped"
         lines.add(buffer, place, FROM_FIRST_STEP, state=True)(formula)

@@ -7,12 +7,12 @@ from typing import Any
 
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
+from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.workload import DType, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ds_config.findings import Finding, Severity
 from zeroplan.ds_config.reader import fill_from, inspect_ds_config
 from zeroplan.engines.base import Engine
-from zeroplan.ledger.optimizers import find_optimizer
 from zeroplan.models.facts import spec_facts
 from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.request import Request

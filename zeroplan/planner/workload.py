@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TypeVar
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.optimizers import DEFAULT_OPTIMIZER, find_optimizer
 from zeroplan.core.workload import Attention, CheckpointPolicy, DType, Workload
 from zeroplan.engines.base import Engine
-from zeroplan.ledger.optimizers import find_optimizer
 from zeroplan.models.facts import max_seq_len
 from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.request import Request
@@ -33,7 +33,7 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
     ):
         if value is not None and not 1 <= value <= _MOST:
             raise BadInput(f"{value} is out of range", where=where, remedy="use a whole number above zero")
-    optimizer = find_optimizer(request.optimizer or "adamw")
+    optimizer = find_optimizer(request.optimizer or DEFAULT_OPTIMIZER)
     if request.lora_targets and request.lora_rank is None:
         raise BadInput("targets without a rank", where="--lora-targets", remedy="give --lora-rank 16 as well")
     policy = CheckpointPolicy.parse(request.checkpoint_policy)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.units import GIB, TIB, format_bytes
 from zeroplan.planner.request import Request
 from zeroplan.search.answer import Change, Recommendation, recommendation
@@ -82,8 +83,9 @@ class _Option:
 def _options(problem: Problem, request: Request, wish: Wish, nearest: Recommendation) -> Iterator[_Option]:
     """Cheapest first: what costs a flag, then quality, then what costs money."""
     cluster, workload = problem.cluster, problem.workload
-    if workload.optimizer == "adamw" and workload.lora_rank is None:
-        yield _Option("8-bit AdamW (--optimizer adamw8bit)", replace(request, optimizer="adamw8bit"), wish)
+    eight_bit = find_optimizer(workload.optimizer).eight_bit
+    if eight_bit and workload.lora_rank is None:
+        yield _Option(f"8-bit AdamW (--optimizer {eight_bit})", replace(request, optimizer=eight_bit), wish)
     seq = workload.seq_len or 0
     for parts in (2, 4):
         if seq // parts >= 512:

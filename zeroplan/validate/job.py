@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.tape_options import auto_class_of
 from zeroplan.core.workload import DType
 from zeroplan.ds_config.writer import write_ds_config
 from zeroplan.engines.base import Case
-from zeroplan.ledger.optimizers import find_optimizer
 
 if TYPE_CHECKING:
     from zeroplan.validate.live import Live
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 STEPS = 3
 #: fp16 begins at this loss scale where no file says otherwise, so that no step is lost to finding it.
 _FP16_POWER = 8
-_ADAM_LIKE = ("adam", "adamw", "lamb")
+#: Small enough that no optimizer leaves the loss's range within the few steps of a run.
+_LEARNING_RATE = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +119,12 @@ def job_of(
 
 def _optimizer(name: str) -> dict[str, Any]:
     """The ``optimizer`` section for one of the ledger's names."""
-    params: dict[str, Any] = {"lr": 1e-5}
-    if name in _ADAM_LIKE:
-        params |= {"betas": [0.9, 0.95], "weight_decay": 0.1}
-    if name == "sgd_momentum":
-        params["momentum"] = 0.9
-    return {"type": find_optimizer(name).deepspeed_type or name, "params": params}
+    written = find_optimizer(name).written
+    if written is None:
+        raise BadInput(
+            f"DeepSpeed builds no {name} from a config", where="--optimizer", remedy="give --ds-config, or use adamw"
+        )
+    return {"type": written.type, "params": {**written.params, "lr": _LEARNING_RATE}}
 
 
 def _runtime_config(case: Case, raw: Mapping[str, Any], timeout: float) -> dict[str, Any]:

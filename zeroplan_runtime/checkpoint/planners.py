@@ -30,7 +30,6 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.errors import BadInput
-from zeroplan.core.layout_setup import OPTIMIZER_STATES
 from zeroplan_runtime.model_states import ModelStates
 from zeroplan_runtime.unit_state import FlatParam, UnitState
 
@@ -103,7 +102,7 @@ def pieces_in_files(
 
 
 def _kept(model_states: ModelStates, unit: UnitState) -> list[Buffer]:
-    return [Buffer.PARAM_MASTER, *OPTIMIZER_STATES[model_states.setup.optimizer]]
+    return [Buffer.PARAM_MASTER, *model_states.setup.states]
 
 
 def _kind(buffer: Buffer) -> str:
@@ -157,7 +156,7 @@ def check(model_states: ModelStates, metadata: Metadata, *, optimizer: bool) -> 
     """
     for unit in model_states.units:
         for shape in unit.layout.shape.params:
-            states = [buffer.value for buffer in OPTIMIZER_STATES[model_states.setup.optimizer]] if optimizer else []
+            states = [buffer.value for buffer in model_states.setup.states] if optimizer else []
             for kind in ["master", *states] if shape.trainable else ["param"]:
                 name = f"{kind}/{shape.name}"
                 stored = metadata.state_dict_metadata.get(name)

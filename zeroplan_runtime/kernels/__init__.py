@@ -1,12 +1,13 @@
 """Optimizer updates, gradient norm and casts over flat buffers: CUDA kernels, CPU routines, or torch, with equal numerics.
 
 Public: :func:`adamw`, :func:`adam`, :func:`lamb`, :func:`lion`, :func:`sgd`, :func:`grad_norm`, :func:`squares`,
-:func:`global_norm`, :func:`cast`, :func:`cross_entropy`, :func:`cross_entropy_grad`, :func:`backend_report`.
+:func:`global_norm`, :func:`cast`, :data:`UPDATES`, :func:`cross_entropy`, :func:`cross_entropy_grad`, :func:`backend_report`.
 """
 
 from zeroplan_runtime.kernels.backends import backend_report
 from zeroplan_runtime.kernels.functional import adam, adamw, cast, global_norm, grad_norm, lamb, lion, sgd, squares
 from zeroplan_runtime.kernels.loss import cross_entropy, cross_entropy_grad
+from zeroplan_runtime.kernels.optimizers import UPDATES
 from zeroplan_runtime.kernels.segments import Segments, SegmentWorkspace, make_segments
 from zeroplan_runtime.kernels.update import FACTOR, NORM, ORDER, SKIP, SQUARES
 
@@ -16,6 +17,7 @@ __all__ = [
     "ORDER",
     "SKIP",
     "SQUARES",
+    "UPDATES",
     "SegmentWorkspace",
     "Segments",
     "adam",

@@ -16,7 +16,6 @@ import torch
 
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.layout import PAGE, SWAP_SLOTS, Layout, UnitLayout
-from zeroplan.core.layout_setup import OPTIMIZER_STATES
 from zeroplan_runtime import kernels
 from zeroplan_runtime.offload.chunks import Chunk, optimizer_chunks
 from zeroplan_runtime.offload.host_worker import Task
@@ -33,7 +32,7 @@ _FP32_BYTES = 4
 def states_in_files(layout: Layout) -> tuple[Buffer, ...]:
     """What an optimizer in files keeps there, in the order of its lanes."""
     masters = (Buffer.PARAM_MASTER,) if layout.setup.masters_apart else ()
-    return (*masters, *OPTIMIZER_STATES[layout.setup.optimizer]) if layout.states_in_files else ()
+    return (*masters, *layout.setup.states) if layout.states_in_files else ()
 
 
 class OptimizerSwapper:

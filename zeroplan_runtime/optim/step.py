@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import Flat
 from zeroplan_runtime import kernels
@@ -105,7 +104,7 @@ class OptimizerStep:
             # LAMB adds norms over the ranks, so even a rank with nothing of a run takes part.
             if part.start < part.stop or room is not None:
                 part = slice(part.start, max(part.stop, part.start))
-                states = [unit.optim_states[b][part] for b in _STATE_ORDER if b in unit.optim_states]
+                states = [unit.optim_states[b][part] for b in self.model_states.setup.states if b in unit.optim_states]
                 out = None if param is None else param[part]
                 tensors = self._tensors(flat, begin, end, part, room) if room is not None else None
                 made.append(GroupSlice(unit, group, master[part], out, part, states, tensors))
@@ -198,28 +197,14 @@ class OptimizerStep:
             segment.grad = segment.unit.grad[segment.part]
         master, grad, states = segment.master, segment.grad, segment.states
         common: dict[str, Any] = {"param_out": segment.param, "scalars": scalars}
-        match self.optimizer.kind:
-            case "adam" | "adamw":
-                kernels.adamw(master, grad, states[0], states[1], step=number, **hyper, **common)
-            case "lion":
-                kernels.lion(master, grad, states[0], **hyper, **common)
-            case "sgd":
-                kernels.sgd(master, grad, states[0] if states else None, step=number, **hyper, **common)
-            case "lamb":
-                assert segment.tensors is not None
-                reduce = self.model_states.comm.all_reduce_sum if self.model_states.setup.shards_states else None
-                if master.numel():
-                    kernels.lamb(
-                        master, grad, states[0], states[1], segment.tensors, step=number, reduce=reduce, **hyper, **common
-                    )
-                elif reduce is not None:
-                    reduce(segment.tensors.norms.zero_())
+        shared = self.model_states.setup.shards_states
+        reduce = self.model_states.comm.all_reduce_sum if shared else None
+        kernels.UPDATES[self.optimizer.kernel.kernel](
+            master, grad, states, segment.tensors, reduce, step=number, **hyper, **common
+        )
 
 
 def _has_gradients(unit: UnitState) -> bool:
     if unit.offloaded is not None:
         return unit.offloaded.has_grads
     return unit.grad_buffer is None or unit.grad_buffer.is_allocated
-
-
-_STATE_ORDER = (Buffer.OPTIM_EXP_AVG, Buffer.OPTIM_EXP_AVG_SQ, Buffer.OPTIM_MOMENTUM)

@@ -10,29 +10,11 @@ import torch
 from torch import nn
 
 from zeroplan.core.errors import BadInput, did_you_mean
+from zeroplan.core.optimizers import OPTIMIZERS, RUNTIME_OPTIMIZERS
 
-#: Hyperparameters by kind, with their defaults (those of DeepSpeed's classes; SGD: torch's).
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "adamw": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True},
-    "adam": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True},
-    "lamb": {
-        "lr": 1e-3,
-        "betas": (0.9, 0.999),
-        "eps": 1e-8,
-        "weight_decay": 0.0,
-        "bias_correction": True,
-        "min_coeff": 0.01,
-        "max_coeff": 10.0,
-    },
-    "lion": {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0},
-    "sgd": {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
-}
 #: Settings of torch's and DeepSpeed's optimizers that choose an implementation or are off by default here.
 _IGNORED = frozenset({"torch_adam", "foreach", "fused", "capturable", "differentiable", "fp32_optimizer_states"})
 _MUST_BE_FALSE = ("amsgrad", "maximize", "eps_inside_sqrt")
-
-#: DeepSpeed's names for LAMB's bounds, by the kernels'.
-_KERNEL_NAMES = {"min_coeff": "min_trust", "max_coeff": "max_trust"}
 
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
@@ -40,14 +22,17 @@ Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 class ZeroOptimizer(torch.optim.Optimizer):
     """Holds the parameter groups. Learning-rate schedules act on ``param_groups``; the engine reads them at each step.
 
-    `kind` is one of :data:`DEFAULTS`; `decoupled` tells AdamW from Adam with L2 regularisation.
+    `kind` is a key of :data:`~zeroplan.core.optimizers.RUNTIME_OPTIMIZERS`; `decoupled` tells AdamW from Adam with L2
+    regularisation.
     """
 
     def __init__(self, params: Params, kind: str, hyper: dict[str, Any], *, decoupled: bool = True) -> None:
-        if kind not in DEFAULTS:
-            remedy = did_you_mean(kind, DEFAULTS) or f"use one of {', '.join(DEFAULTS)}"
+        row = RUNTIME_OPTIMIZERS.get(kind)
+        if row is None or row.runtime is None:
+            remedy = did_you_mean(kind, RUNTIME_OPTIMIZERS) or f"use one of {', '.join(RUNTIME_OPTIMIZERS)}"
             raise BadInput(f"optimizer {kind!r} is not supported", where="optimizer.type", remedy=remedy)
-        known = DEFAULTS[kind]
+        self.row, self.kernel = row, row.runtime
+        known = row.runtime.defaults
         for key, value in hyper.items():
             if key in _MUST_BE_FALSE and value:
                 raise BadInput(f"{key!r} is not supported", where="optimizer.params")
@@ -71,36 +56,39 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             BadInput: when it is not AdamW, Adam or SGD, or uses AMSGrad or maximises.
         """
-        kinds = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.SGD: "sgd"}
-        kind = kinds.get(type(optimizer))
-        if kind is None:
+        rows = {row.torch.name: row for row in RUNTIME_OPTIMIZERS.values() if row.torch is not None}
+        row = next((row for name, row in rows.items() if type(optimizer) is getattr(torch.optim, name)), None)
+        if row is None:
+            *others, last = rows
             raise BadInput(
                 f"an optimizer of type {type(optimizer).__name__} is not supported",
                 where="optimizer",
-                remedy="give torch.optim.AdamW, Adam or SGD, or name the optimizer in the config",
+                remedy=f"give torch.optim.{', '.join(others)} or {last}, or name the optimizer in the config",
             )
         for key in ("amsgrad", "maximize"):
             if any(group.get(key) for group in optimizer.param_groups):
                 raise BadInput(f"{key!r} is not supported", where="optimizer")
-        if kind == "adam" and any(group.get("decoupled_weight_decay") for group in optimizer.param_groups):
-            kind = "adamw"
-        made = cls(optimizer.param_groups, kind, {}, decoupled=kind == "adamw")
+        decoupled = row.runtime.decoupled if row.runtime is not None else ""
+        if decoupled and any(group.get("decoupled_weight_decay") for group in optimizer.param_groups):
+            row = OPTIMIZERS[decoupled]
+        made = cls(optimizer.param_groups, row.name, {}, decoupled=row.name == decoupled)
         made.param_groups = optimizer.param_groups
         made._scheduled = optimizer
         return made
 
     @property
     def layout_kind(self) -> str:
-        """The key of :data:`zeroplan.core.layout.OPTIMIZER_STATES`."""
-        momentum = self.kind == "sgd" and any(group["momentum"] for group in self.param_groups)
-        return "sgd_momentum" if momentum else self.kind
+        """The row's name in the optimizer table, which decides the states: SGD's with momentum where any group has it."""
+        momentum = self.row.with_momentum and any(group["momentum"] for group in self.param_groups)
+        return self.row.with_momentum if momentum else self.row.name
 
     def hyper(self, group: int) -> dict[str, Any]:
         """One group's present hyperparameters, by the names that the kernels' functions take."""
         values = self.param_groups[group]
-        hyper = {_KERNEL_NAMES.get(key, key): values[key] for key in DEFAULTS[self.kind] if key in values}
+        names = self.kernel.kernel_names
+        hyper = {names.get(key, key): values[key] for key in self.kernel.defaults if key in values}
         hyper["lr"] = float(hyper["lr"])
-        if self.kind in ("adam", "adamw"):
+        if self.kernel.decoupled:
             hyper["decoupled"] = self.decoupled
         return hyper
 

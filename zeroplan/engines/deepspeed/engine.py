@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from zeroplan.core.buffers import Phase
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
+from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.tape_options import TraceOptions, options_for
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import DEEPSPEED_VERSION, ZeroConfig
@@ -15,7 +16,6 @@ from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.deepspeed import facts as facts_module
 from zeroplan.engines.deepspeed.lines import LEDGER
 from zeroplan.ledger.line import Ledger
-from zeroplan.ledger.optimizers import find_optimizer
 from zeroplan.models.spec import ModelSpec
 
 if TYPE_CHECKING:

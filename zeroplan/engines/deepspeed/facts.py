@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zeroplan.core.buffers import Place
+from zeroplan.core.buffers import Buffer, Place
+from zeroplan.core.optimizer_row import Optimizer
+from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.workload import OptimizerKind, Workload
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.engines.deepspeed.counts import (
@@ -23,7 +25,6 @@ from zeroplan.engines.deepspeed.counts import (
 )
 from zeroplan.engines.deepspeed.resolution import Resolution, resolution
 from zeroplan.ledger.derive import pow2, shard
-from zeroplan.ledger.optimizers import Optimizer, find_optimizer
 from zeroplan.models.spec import ModelSpec
 
 #: What the names in the formulas mean.
@@ -199,7 +200,7 @@ def facts(
         cublas_workspace=cublas_workspace,
         pin_optimizer=off.pin_memory,
         pin_param=zero.offload_param.pin_memory,
-        second_moment_always=offload is not OffloadDevice.NONE and optimizer.name == "lion",
+        second_moment_always=offload is not OffloadDevice.NONE and Buffer.OPTIM_EXP_AVG_SQ in optimizer.host_states,
         optimizer=optimizer,
         optimizer_kind=workload.optimizer_kind,
     )

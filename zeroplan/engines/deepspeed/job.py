@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zeroplan.core.optimizer_row import Optimizer, State
+from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.deepspeed.resolution import Resolution, muon_updates, resolution
-from zeroplan.ledger.optimizers import Optimizer, State, find_optimizer
 
 #: Streams of the simulated device. Blocks are reused only on the stream that allocated them.
 COMPUTE, GATHER, REDUCE = 0, 1, 2

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
-from zeroplan.ledger.optimizers import find_optimizer
 
 #: swap_tensor/utils.py, MIN_AIO_BYTES: smaller tensors are not worth a file.
 _MIN_AIO_BYTES = 1 << 20
@@ -88,7 +88,8 @@ def resolution(workload: Workload, zero: ZeroConfig) -> Resolution:
         offload = OffloadDevice.NONE
     elif stage < 3 and offload is OffloadDevice.NVME:
         offload = OffloadDevice.CPU  # stages 1 and 2 only ask whether the device is "none"
-    adam = find_optimizer(workload.optimizer).name in ("adam", "adamw")
+    written = find_optimizer(workload.optimizer).written
+    adam = written is not None and written.adam
     states_follow = zero.bf16_optimizer_states or not zero.fp32_optimizer_states or offload is OffloadDevice.NONE
     return Resolution(
         param_bytes=width,

@@ -31,9 +31,7 @@ def record_host(job: Job, config: PinnedConfig | None = None) -> HostRecorder:
 
 def _states(job: Job, host: HostRecorder, count: int) -> list[int]:
     """DeepSpeedCPUAdam's and its like's states: pageable, made by the first step (ops/adam/cpu_adam.py)."""
-    made = []
-    if job.optimizer.name == "lion":  # ops/lion/cpu_lion.py makes a second moment that it never reads
-        made.append(host.alloc(job.state_bytes * count, Buffer.OPTIM_EXP_AVG_SQ))
+    made = [host.alloc(job.state_bytes * count, buffer) for buffer in job.optimizer.host_states]
     return made + [host.alloc(job.state_size(state, count), state.buffer) for state in job.optimizer.states]
 
 

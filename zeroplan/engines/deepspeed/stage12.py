@@ -100,7 +100,7 @@ class Stage12(Schedule):
                 self.alloc(m * group.partition, Buffer.PARAM_MASTER)
                 self.free(clone)
             self.temporary(m * group.partition, Buffer.INIT_TEMP)
-            if job.optimizer.name == "adagrad":  # the one torch optimizer that makes its state when constructed
+            if job.optimizer.torch is not None and job.optimizer.torch.states_when_built:
                 self.optimizer_step([group.partition], first=True)
                 self.has_states = True
 

@@ -132,7 +132,7 @@ class Stage3(Schedule):
         self._make_masters()
         if not self.offload:
             self.temporary(m * max(map(self.group_numel, range(len(self.groups))), default=0), Buffer.INIT_TEMP)
-            if job.optimizer.name == "adagrad":  # the one torch optimizer that makes its state when constructed
+            if job.optimizer.torch is not None and job.optimizer.torch.states_when_built:
                 self.optimizer_step([self.group_numel(i) for i in range(len(self.groups))], first=True)
                 self.has_states = True
         if job.zero.contiguous_gradients:

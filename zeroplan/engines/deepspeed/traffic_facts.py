@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.engines.compute_traffic import WORK_GLOSSARY, ComputeFacts
 from zeroplan.engines.deepspeed.resolution import resolution
-from zeroplan.ledger.optimizers import find_optimizer
 from zeroplan.models.spec import ModelSpec
 
 GLOSSARY = {

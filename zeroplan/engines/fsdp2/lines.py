@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zeroplan.core.buffers import ALWAYS, FROM_FIRST_STEP, Buffer, Phase, Place
+from zeroplan.core.optimizer_row import Optimizer
+from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.workload import DType, Workload
 from zeroplan.ledger.derive import pow2
 from zeroplan.ledger.line import LedgerBuilder
 from zeroplan.ledger.optimizer_lines import add_state_lines
-from zeroplan.ledger.optimizers import Optimizer, find_optimizer
 from zeroplan.models.spec import ModelSpec
 
 _lines = LedgerBuilder()

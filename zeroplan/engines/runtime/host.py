@@ -18,7 +18,6 @@ from itertools import pairwise
 
 from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.layout import Flat, Layout, UnitLayout, runtime_buffers
-from zeroplan.core.layout_setup import OPTIMIZER_STATES
 from zeroplan.engines.simulation import CheckpointPhase, HostPhase
 
 _FP32_BYTES = 4
@@ -61,7 +60,7 @@ def checkpoint_phases(
         after_step: bytes allocated on the GPU between two steps.
     """
     held = {one.phase: sum(one.kept.values()) for one in host}
-    states, width = OPTIMIZER_STATES[layout.setup.optimizer], layout.setup.param_dtype.bytes
+    states, width = layout.setup.states, layout.setup.param_dtype.bytes
     written = read = 0
     for unit in layout.units:
         together = pair = 0
@@ -95,7 +94,7 @@ def _master_in_file(layout: Layout, unit: UnitLayout) -> bool:
 def _streamed(layout: Layout) -> list[Buffer]:
     """What of a unit in files is in its file."""
     masters = [Buffer.PARAM_MASTER] if layout.setup.masters_apart else []
-    return [*masters, *OPTIMIZER_STATES[layout.setup.optimizer]]
+    return [*masters, *layout.setup.states]
 
 
 @lru_cache(maxsize=256)

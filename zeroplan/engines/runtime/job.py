@@ -6,7 +6,8 @@ from functools import lru_cache
 
 from zeroplan.core.errors import BadInput, did_you_mean
 from zeroplan.core.layout import Layout, UnitShape, plan_layout
-from zeroplan.core.layout_setup import OPTIMIZER_STATES, RuntimeSetup
+from zeroplan.core.layout_setup import RuntimeSetup
+from zeroplan.core.optimizers import RUNTIME_NAMES
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ds_config.runtime_keys import Knobs
@@ -51,9 +52,9 @@ def require_trainable(workload: Workload) -> None:
     Raises:
         BadInput: other optimizers than its own, autocast, and pure 16-bit states.
     """
-    if workload.optimizer not in OPTIMIZER_STATES:
-        near = did_you_mean(workload.optimizer, OPTIMIZER_STATES)
-        remedy = near or f"use one of {', '.join(OPTIMIZER_STATES)}"
+    if workload.optimizer not in RUNTIME_NAMES:
+        near = did_you_mean(workload.optimizer, RUNTIME_NAMES)
+        remedy = near or f"use one of {', '.join(RUNTIME_NAMES)}"
         raise BadInput(f"the runtime has no optimizer {workload.optimizer!r}", where="--optimizer", remedy=remedy)
     if workload.precision not in (Precision.MIXED, Precision.FP32):
         raise BadInput(

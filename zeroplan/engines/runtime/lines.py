@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from zeroplan.core.buffers import ALWAYS, FROM_FIRST_STEP, Buffer, Phase, Place
 from zeroplan.core.layout import PAGE, Layout, OwnedBuffer, UnitKind, runtime_buffers
-from zeroplan.core.layout_setup import OPTIMIZER_STATES
 from zeroplan.engines.runtime.checkpoints import LeavingInputs
 from zeroplan.ledger.line import LedgerBuilder
 
@@ -119,7 +118,7 @@ def facts(layout: Layout, *, cublas_workspace: int, inputs: LeavingInputs = _NO_
         (unit, getattr(unit.trainable, "shard" if setup.shards_states else "full")) for unit in layout.units if unit.trainable
     ]
     master_away = next((row for row in rows if row.buffer is Buffer.PARAM_MASTER and row.place is not Place.HBM), None)
-    states = OPTIMIZER_STATES[setup.optimizer]
+    states = setup.states
     own_param = Buffer.PARAM_SHARD if setup.stage >= 3 else Buffer.PARAM_FULL
     return Facts(
         ranks=setup.ranks,

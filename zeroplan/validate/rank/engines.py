@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 from zeroplan.core.buffers import Buffer, Place
+from zeroplan.core.errors import BadInput
+from zeroplan.core.optimizers import OPTIMIZERS, find_optimizer
 from zeroplan.validate.job import VerifyJob
 from zeroplan.validate.rank.models import DTYPES, loss_of, make_model, prepare
 
@@ -22,11 +24,8 @@ from zeroplan.validate.rank.models import DTYPES, loss_of, make_model, prepare
 Rows = list[tuple[str, str, str, int]]
 Mark = Callable[[str, str], None]
 Count = Callable[[int], None]
-_STATES = {
-    "exp_avg": Buffer.OPTIM_EXP_AVG,
-    "exp_avg_sq": Buffer.OPTIM_EXP_AVG_SQ,
-    "momentum_buffer": Buffer.OPTIM_MOMENTUM,
-}
+#: The optimizers' states by their keys.
+_STATES = {state.state_key: state.buffer for row in OPTIMIZERS.values() for state in row.states}
 
 
 @dataclass(slots=True)
@@ -192,12 +191,13 @@ def _torch_loop(job: VerifyJob, model: Any, mark: Mark, kept: Buffer) -> Trained
 
 
 def _torch_optimizer(job: VerifyJob, params: list[Any]) -> torch.optim.Optimizer:
-    if job.optimizer == "adamw":
-        return torch.optim.AdamW(params, lr=1e-5, fused=True)
-    if job.optimizer == "adam":
-        return torch.optim.Adam(params, lr=1e-5, fused=True)
-    momentum = 0.9 if job.optimizer == "sgd_momentum" else 0.0
-    return torch.optim.SGD(params, lr=1e-5, momentum=momentum)
+    kind = find_optimizer(job.optimizer).torch
+    if kind is None:
+        raise BadInput(f"torch has no optimizer {job.optimizer!r}", where="--optimizer", remedy="verify runs torch.optim's")
+    fused = {"fused": True} if kind.fused else {}
+    optimizer = getattr(torch.optim, kind.name)(params, lr=1e-5, **fused, **kind.params)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    return optimizer
 
 
 def _sync_gradients(model: Any, last: bool) -> None:

@@ -1,0 +1,185 @@
+"""The parts of one row of the optimizer table (:mod:`zeroplan.core.optimizers`): states, names, and who can run it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from zeroplan.core.buffers import Buffer
+
+
+class Domain(StrEnum):
+    """Which elements have a state."""
+
+    ALL = "all"
+    MATRIX = "matrix"  # the parameters that Muon updates
+    REST = "rest"  # those that Muon leaves to AdamW
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """One optimizer state: `per_master` elements as wide as the master, or ``numerator / denominator`` bytes, a parameter.
+
+    `key` is its name in the ``state`` of torch's and DeepSpeed's classes; empty where that is the buffer's last word.
+    """
+
+    buffer: Buffer
+    per_master: int = 0
+    numerator: int = 0
+    denominator: int = 1
+    domain: Domain = Domain.ALL
+    key: str = ""
+
+    @property
+    def state_key(self) -> str:
+        """Its name in a torch optimizer's ``state``."""
+        return self.key or self.buffer.value.rpartition(".")[2]
+
+    def bytes_of(self, count: int, width: int) -> int:
+        """Bytes of the state for `count` elements, where one element of the state has `width` bytes."""
+        return self.per_master * width * count + self.numerator * count // self.denominator
+
+
+@dataclass(frozen=True, slots=True)
+class DeepSpeedType:
+    """One value of ``optimizer.type`` in a ds_config.
+
+    Sources are paths under ``deepspeed/`` at the version of :data:`zeroplan.core.zero_config.DEEPSPEED_VERSION`.
+
+    Attributes:
+        type: the name as users write it.
+        own: DeepSpeed matches the name itself, in any case (runtime/config.py, DEEPSPEED_OPTIMIZERS); else it is a class of
+            ``torch.optim``, matched with case (runtime/engine.py, _configure_basic_optimizer).
+        becomes: the row that a ds_config with this type means, if it is another than the row that holds this type.
+        fused: one kernel steps all tensors, or the host's counterpart of it.
+        adam: DeepSpeed builds its FusedAdam, on the host its DeepSpeedCPUAdam, or torch's Adam if `torch_adam` asks for it
+            (runtime/engine.py, get_optimizer_configuration).
+        torch_adam: the key ``optimizer.params.torch_adam`` has an effect.
+        tested: runs with ZeRO without ``zero_allow_untested_optimizer`` (runtime/zero/utils.py, ZERO_SUPPORTED_OPTIMIZERS).
+        removed: older versions had it; none of them combined it with ZeRO.
+        dynamic_scale: needs a dynamic loss scale.
+        splits: updates matrices and the rest in different ways, so needs whole gradients at stage 3.
+        host_states: states that only the class for the host keeps.
+        params: ``optimizer.params`` of a file that zeroplan writes: what a fine-tuning run starts from.
+    """
+
+    type: str
+    own: bool = False
+    becomes: str = ""
+    fused: bool = False
+    adam: bool = False
+    torch_adam: bool = False
+    tested: bool = False
+    removed: bool = False
+    dynamic_scale: bool = False
+    splits: bool = False
+    host_states: tuple[Buffer, ...] = ()
+    params: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def matches(self, type_: str) -> bool:
+        """Whether DeepSpeed takes `type_` as this type."""
+        return type_.lower() == self.type.lower() if self.own or self.removed else type_ == self.type
+
+
+@dataclass(frozen=True, slots=True)
+class TorchClass:
+    """A class of ``torch.optim``.
+
+    Attributes:
+        name: the class.
+        fused: it takes ``fused=True`` on a GPU.
+        states_when_built: its constructor makes the states; all others make them at the first step.
+        params: arguments that make the class keep the row's states.
+    """
+
+    name: str
+    fused: bool = False
+    states_when_built: bool = False
+    params: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeKernel:
+    """How the included runtime steps an optimizer. Every state is fp32 and as long as the rank's part of the masters.
+
+    Attributes:
+        kernel: the function of ``zeroplan_runtime.kernels``.
+        defaults: the hyperparameters with their defaults.
+        kernel_names: the kernel's argument for a hyperparameter of another name.
+        decoupled: the row whose weight decay is decoupled, if that and L2 regularisation are both this kernel's: it takes the
+            argument ``decoupled`` then.
+        takes_norms: the kernel needs the norm of each whole tensor, which the ranks add up between two passes. So the
+            optimizer cannot run on the host, where each rank steps alone.
+    """
+
+    kernel: str
+    defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    kernel_names: Mapping[str, str] = field(default_factory=dict, hash=False)
+    decoupled: str = ""
+    takes_norms: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """One row: everything that zeroplan knows of one optimizer.
+
+    Attributes:
+        name: its name on the command line.
+        states: what it keeps between steps, in the order in which it makes them.
+        source: the paper, or the file that allocates the states.
+        aliases: its other names on the command line, in lower case. Those of transformers' ``OptimizerNames`` are among them.
+        deepspeed: the values of ``optimizer.type`` that mean it; the first is the one that zeroplan writes. None: DeepSpeed
+            builds it from no config, so the program must bring it.
+        torch: its class in ``torch.optim``; None where torch has none.
+        runtime: how the included runtime steps it; None where it cannot.
+        with_momentum: the row that holds if ``momentum`` is above 0.
+        eight_bit: the row with the same update and 8-bit states.
+        warning: what whoever plans with it should know.
+    """
+
+    name: str
+    states: tuple[State, ...]
+    source: str
+    aliases: tuple[str, ...] = ()
+    deepspeed: tuple[DeepSpeedType, ...] = ()
+    torch: TorchClass | None = None
+    runtime: RuntimeKernel | None = None
+    with_momentum: str = ""
+    eight_bit: str = ""
+    warning: str = ""
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """The states' buffers, in order."""
+        return tuple(state.buffer for state in self.states)
+
+    @property
+    def written(self) -> DeepSpeedType | None:
+        """The ``optimizer.type`` that zeroplan writes for it; None where the program must bring the optimizer."""
+        return next((one for one in self.deepspeed if not one.removed), None)
+
+    @property
+    def host_states(self) -> tuple[Buffer, ...]:
+        """States that only DeepSpeed's class for the host keeps."""
+        return () if self.written is None else self.written.host_states
+
+    @property
+    def zero(self) -> bool:
+        """Whether DeepSpeed combines it with ZeRO; what the program brings, it does."""
+        return not self.deepspeed or self.written is not None
+
+    @property
+    def bytes_per_element(self) -> int:
+        """Bytes of all states of one element with fp32 masters, rounded."""
+        return round(sum(4 * state.per_master + state.numerator / state.denominator for state in self.states))
+
+
+@dataclass(frozen=True, slots=True)
+class Unmodelled:
+    """Optimizers that programs know by these names and whose memory zeroplan does not model, with the reason."""
+
+    names: tuple[str, ...]
+    why: str
+    torch: str = ""  # the class of torch.optim

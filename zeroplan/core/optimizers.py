@@ -1,0 +1,280 @@
+"""The optimizer table: one row an optimizer, and the only place where an optimizer's name means anything.
+
+Planner, readers of config files, engines and the included runtime all read a row, so a new optimizer is a new row
+(docs/extending.md). The classes of a row are in :mod:`zeroplan.core.optimizer_row`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from zeroplan.core.buffers import Buffer
+from zeroplan.core.errors import BadInput, did_you_mean
+from zeroplan.core.optimizer_row import DeepSpeedType, Domain, Optimizer, RuntimeKernel, State, TorchClass, Unmodelled
+from zeroplan.core.zero_config import DEEPSPEED_VERSION
+
+#: The optimizer of a run that names none.
+DEFAULT_OPTIMIZER = "adamw"
+
+_EXP_AVG, _EXP_AVG_SQ = State(Buffer.OPTIM_EXP_AVG, 1), State(Buffer.OPTIM_EXP_AVG_SQ, 1)
+_ADAM = (_EXP_AVG, _EXP_AVG_SQ)
+_ADAM_DEFAULTS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True}
+_ADAM_KERNEL = RuntimeKernel("adamw", _ADAM_DEFAULTS, decoupled="adamw")
+_ADAM_PARAMS = {"lr": 1e-5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+_SGD_KERNEL = RuntimeKernel("sgd", {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False})
+
+_ROWS = (
+    Optimizer(
+        "adamw",
+        _ADAM,
+        "Loshchilov & Hutter 2019, algorithm 2",
+        aliases=(
+            "fusedadam",
+            "adamw_torch",
+            "adamw_torch_fused",
+            "adamw_torch_xla",
+            "adamw_torch_npu_fused",
+            "adamw_apex_fused",
+            "adamw_hf",
+            "paged_adamw",
+            "paged_adamw_32bit",
+        ),
+        deepspeed=(
+            DeepSpeedType("AdamW", own=True, fused=True, adam=True, torch_adam=True, tested=True, params=_ADAM_PARAMS),
+            DeepSpeedType("MuAdam", own=True),
+            DeepSpeedType("MuAdamW", own=True),
+        ),
+        torch=TorchClass("AdamW", fused=True),
+        runtime=_ADAM_KERNEL,
+        eight_bit="adamw8bit",
+    ),
+    Optimizer(
+        "adam",
+        _ADAM,
+        "Kingma & Ba 2015, algorithm 1",
+        # DeepSpeed's Adam decays weights as AdamW does, unless adam_w_mode is false.
+        deepspeed=(
+            DeepSpeedType(
+                "Adam", own=True, becomes="adamw", fused=True, adam=True, torch_adam=True, tested=True, params=_ADAM_PARAMS
+            ),
+        ),
+        torch=TorchClass("Adam", fused=True),
+        runtime=_ADAM_KERNEL,
+    ),
+    Optimizer(
+        "adamw8bit",
+        (  # bitsandbytes keeps one fp32 scale for every 256 elements of each 8-bit state
+            State(Buffer.OPTIM_EXP_AVG, numerator=1),
+            State(Buffer.OPTIM_EXP_AVG_SQ, numerator=1),
+            State(Buffer.OPTIM_SCALE, numerator=8, denominator=256),
+        ),
+        "Dettmers et al. 2022, section 2; bitsandbytes blocksize 256",
+        aliases=("adam8bit", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "8bit-adam"),
+    ),
+    Optimizer(
+        "lamb",
+        _ADAM,
+        "You et al. 2020, algorithm 2",
+        aliases=("fusedlamb",),
+        deepspeed=(DeepSpeedType("Lamb", own=True, fused=True, dynamic_scale=True, params={"lr": 1e-4, "weight_decay": 0.01}),),
+        runtime=RuntimeKernel(
+            "lamb",
+            {**_ADAM_DEFAULTS, "min_coeff": 0.01, "max_coeff": 10.0},
+            kernel_names={"min_coeff": "min_trust", "max_coeff": "max_trust"},
+            takes_norms=True,
+        ),
+    ),
+    Optimizer(
+        "onebitadam",
+        (*_ADAM, State(Buffer.OPTIM_ERROR_FEEDBACK, 1)),
+        "Tang et al. 2021, algorithm 1",
+        aliases=("1bitadam", "1-bit-adam"),
+        deepspeed=tuple(DeepSpeedType(name, removed=True) for name in ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")),
+        warning=f"DeepSpeed {DEEPSPEED_VERSION} no longer has 1-bit Adam: planned is what earlier ones allocated",
+    ),
+    Optimizer(
+        "lion",
+        (_EXP_AVG,),
+        "Chen et al. 2023, algorithm 2",
+        aliases=("fusedlion", "lion_32bit", "paged_lion_32bit"),
+        deepspeed=(
+            DeepSpeedType(
+                "Lion",
+                own=True,
+                fused=True,
+                tested=True,
+                host_states=(Buffer.OPTIM_EXP_AVG_SQ,),  # never read; ops/lion/cpu_lion.py
+                params={"lr": 1e-6, "betas": [0.9, 0.99], "weight_decay": 0.1},
+            ),
+        ),
+        runtime=RuntimeKernel("lion", {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}),
+    ),
+    Optimizer(
+        "adagrad",
+        (State(Buffer.OPTIM_SUM, 1),),
+        "Duchi et al. 2011",
+        deepspeed=(DeepSpeedType("Adagrad", own=True, tested=True, params={"lr": 1e-3}),),
+        torch=TorchClass("Adagrad", states_when_built=True),
+    ),
+    Optimizer(
+        "adafactor",
+        (State(Buffer.OPTIM_FACTORED, 1, key="variance"),),
+        "Shazeer & Stern 2018, algorithm 4",
+        deepspeed=(DeepSpeedType("Adafactor"),),
+        torch=TorchClass("Adafactor"),
+    ),
+    Optimizer(
+        "muon",
+        (
+            State(Buffer.OPTIM_MOMENTUM, 1, domain=Domain.MATRIX, key="momentum_buffer"),
+            State(Buffer.OPTIM_EXP_AVG, 1, domain=Domain.REST),
+            State(Buffer.OPTIM_EXP_AVG_SQ, 1, domain=Domain.REST),
+        ),
+        "Jordan et al. 2024; embeddings, head and vectors are left to Adam",
+        deepspeed=(DeepSpeedType("Muon", own=True, torch_adam=True, tested=True, splits=True, params={"lr": 1e-3}),),
+        torch=TorchClass("Muon"),
+    ),
+    Optimizer(
+        "nadam",
+        _ADAM,
+        "Dozat 2016; torch/optim/nadam.py",
+        deepspeed=(DeepSpeedType("NAdam", params={"lr": 1e-4}),),
+        torch=TorchClass("NAdam"),
+    ),
+    Optimizer(
+        "radam",
+        _ADAM,
+        "Liu et al. 2020; torch/optim/radam.py",
+        deepspeed=(DeepSpeedType("RAdam", params={"lr": 1e-4}),),
+        torch=TorchClass("RAdam"),
+    ),
+    Optimizer(
+        "adamax",
+        (_EXP_AVG, State(Buffer.OPTIM_EXP_AVG_SQ, 1, key="exp_inf")),
+        "Kingma & Ba 2015, algorithm 2; torch/optim/adamax.py",
+        deepspeed=(DeepSpeedType("Adamax", params={"lr": 1e-4}),),
+        torch=TorchClass("Adamax"),
+    ),
+    Optimizer(
+        "rmsprop",
+        (State(Buffer.OPTIM_EXP_AVG_SQ, 1, key="square_avg"),),
+        "Hinton 2012, lecture 6e; torch/optim/rmsprop.py",
+        deepspeed=(DeepSpeedType("RMSprop", params={"lr": 1e-4}),),
+        torch=TorchClass("RMSprop"),
+    ),
+    Optimizer(
+        "adadelta",
+        (State(Buffer.OPTIM_EXP_AVG_SQ, 1, key="square_avg"), State(Buffer.OPTIM_SUM, 1, key="acc_delta")),
+        "Zeiler 2012; torch/optim/adadelta.py",
+        deepspeed=(DeepSpeedType("Adadelta", params={"lr": 1.0}),),
+        torch=TorchClass("Adadelta"),
+    ),
+    Optimizer(
+        "sgd",
+        (),
+        "Robbins & Monro 1951",
+        deepspeed=(DeepSpeedType("SGD", params={"lr": 1e-3}), DeepSpeedType("MuSGD", own=True)),
+        torch=TorchClass("SGD", fused=True),
+        runtime=_SGD_KERNEL,
+        with_momentum="sgd_momentum",
+    ),
+    Optimizer(
+        "sgd_momentum",
+        (State(Buffer.OPTIM_MOMENTUM, 1, key="momentum_buffer"),),
+        "Polyak 1964",
+        aliases=("sgdm",),
+        deepspeed=(DeepSpeedType("SGD", params={"lr": 1e-3, "momentum": 0.9}),),
+        torch=TorchClass("SGD", fused=True, params={"momentum": 0.9}),
+        runtime=_SGD_KERNEL,
+    ),
+)
+
+#: The rows by name, in the order in which they are shown.
+OPTIMIZERS: dict[str, Optimizer] = {row.name: row for row in _ROWS}
+
+_LOW_BIT = "the blocks and scales of its quantised states are not measured"
+_LOW_RANK = "its states follow each matrix's projection rank, which no flag states"
+#: What transformers' ``OptimizerNames`` and torch have beside the rows.
+UNMODELLED = (
+    Unmodelled(("asgd",), "its averaged copy and step sizes are not in the table", torch="ASGD"),
+    Unmodelled(("lbfgs",), "its history of past steps is as long as the user says", torch="LBFGS"),
+    Unmodelled(("rprop",), "its step sizes are not in the table", torch="Rprop"),
+    Unmodelled(("sparseadam",), "it takes sparse gradients, which no plan here has", torch="SparseAdam"),
+    Unmodelled(("adamw_torch_4bit", "adamw_torch_8bit", "lion_8bit", "paged_lion_8bit"), _LOW_BIT),
+    Unmodelled(("ademamix", "paged_ademamix_32bit"), "its third moment is not in the table"),
+    Unmodelled(("ademamix_8bit", "paged_ademamix_8bit", "rmsprop_bnb_8bit"), _LOW_BIT),
+    Unmodelled(("rmsprop_bnb", "rmsprop_bnb_32bit"), "bitsandbytes's step for it is not measured"),
+    Unmodelled(("adamw_anyprecision",), "the dtypes of its states are arguments of its own"),
+    Unmodelled(("galore_adamw", "galore_adamw_8bit", "galore_adafactor"), _LOW_RANK),
+    Unmodelled(("galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise"), _LOW_RANK),
+    Unmodelled(("apollo_adamw", "apollo_adamw_layerwise"), _LOW_RANK),
+    Unmodelled(("lomo", "adalomo"), "it steps within the backward, so gradients never stand together"),
+    Unmodelled(("grokadamw",), "its average of past gradients is not in the table"),
+    Unmodelled(("schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd"), "its averaged iterate is not in the table"),
+    Unmodelled(("stable_adamw",), "its states are those of its own package, which is not measured"),
+)
+
+_BY_NAME = {name: row for row in _ROWS for name in (row.name, *row.aliases)}
+_WHY = {name: group.why for group in UNMODELLED for name in group.names}
+
+
+def find_optimizer(name: str, *, where: str = "--optimizer") -> Optimizer:
+    """The row of that name, in any case, or of one of its other names.
+
+    Raises:
+        BadInput: for a name that is not modelled, with the reason; for an unknown one, with the nearest names.
+    """
+    key = name.strip().lower()
+    found = _BY_NAME.get(key)
+    if found is None:
+        if key in _WHY:
+            raise BadInput(f"{key!r} is not modelled: {_WHY[key]}", where=where, remedy=f"use one of {', '.join(OPTIMIZERS)}")
+        near = did_you_mean(key, OPTIMIZERS)
+        raise BadInput(f"unknown optimizer {name[:60]!r}", where=where, remedy=near or f"use one of {', '.join(OPTIMIZERS)}")
+    return found
+
+
+def known_optimizer(name: str) -> str:
+    """The row's name for any of an optimizer's names; the name itself, in lower case, where no row has it."""
+    found = _BY_NAME.get(name.strip().lower())
+    return name.strip().lower() if found is None else found.name
+
+
+def _types() -> Iterable[tuple[Optimizer, DeepSpeedType]]:
+    return ((row, one) for row in _ROWS for one in row.deepspeed)
+
+
+#: Names of ``optimizer.type`` that DeepSpeed matches itself, in lower case.
+DEEPSPEED_OPTIMIZERS = frozenset(one.type.lower() for _, one in _types() if one.own)
+#: The classes of ``torch.optim``, which DeepSpeed takes by their exact names.
+TORCH_OPTIMIZERS = frozenset(
+    [row.torch.name for row in _ROWS if row.torch is not None] + [group.torch for group in UNMODELLED if group.torch]
+)
+
+
+def deepspeed_type(type_: str) -> DeepSpeedType | None:
+    """What DeepSpeed makes of a value of ``optimizer.type``; None where no row has it."""
+    return next((one for _, one in _types() if one.matches(type_)), None)
+
+
+def optimizer_of_type(type_: str, *, momentum: bool = False) -> Optimizer | None:
+    """The row that a value of ``optimizer.type`` means, `momentum` telling whether that parameter is above 0.
+
+    None where no row has it.
+    """
+    for row, one in _types():
+        if one.matches(type_):
+            found = OPTIMIZERS[one.becomes or row.name]
+            return OPTIMIZERS[found.with_momentum] if momentum and found.with_momentum else found
+    return None
+
+
+#: A row without states, for a run that steps nothing.
+STATELESS = "sgd"
+#: What the included runtime can step, by the ``optimizer.type`` of a ds_config in lower case.
+RUNTIME_OPTIMIZERS: dict[str, Optimizer] = {}
+for _row in _ROWS:
+    if _row.runtime is not None and _row.written is not None:
+        RUNTIME_OPTIMIZERS.setdefault(_row.written.type.lower(), _row)
+#: The names of all rows that the included runtime can step, in alphabetical order.
+RUNTIME_NAMES = tuple(sorted(row.name for row in _ROWS if row.runtime is not None))

@@ -15,8 +15,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 MOST = 4
-#: What the server that ranks are forked from imports once, for all of a session; torch's choice of kernels imports the first.
-_IMPORTED = ["torch._inductor.config", "tests.runtime.train"]
+#: Its processes are forked from one that has imported torch and the runtime. `use_deterministic_algorithms` imports inductor.
+CONTEXT = mp.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch._inductor.config", "tests.runtime.train"])
 
 
 def _work(rank: int, store: str, tasks: Any, results: Any) -> None:
@@ -42,14 +43,12 @@ class RankPool:
         self._processes: list[Any] = []
 
     def _start(self) -> None:
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(_IMPORTED)
-        self._results = context.Queue()
-        self._tasks = [context.Queue() for _ in range(MOST)]
+        self._results = CONTEXT.Queue()
+        self._tasks = [CONTEXT.Queue() for _ in range(MOST)]
         store = os.path.join(tempfile.mkdtemp(), "store")
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         for rank in range(MOST):
-            process = context.Process(target=_work, args=(rank, store, self._tasks[rank], self._results), daemon=True)
+            process = CONTEXT.Process(target=_work, args=(rank, store, self._tasks[rank], self._results), daemon=True)
             process.start()
             self._processes.append(process)
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
 import random
-import signal
-import subprocess
-import sys
 import time
 import weakref
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch.distributed as dist
 
 import zeroplan_runtime
 from tests.runtime import models
-from tests.runtime.ranks import RankPool
+from tests.runtime.ranks import CONTEXT, RankPool
 from tests.runtime.train import ds_config
 from zeroplan.core.errors import BadInput
 from zeroplan_runtime.checkpoint.atomic_files import find
@@ -149,39 +148,32 @@ def test_saving_again_under_the_same_name(tmp_path: Path) -> None:
     assert find(tmp_path, "best") == tmp_path / ".best.replaced"
 
 
-_SAVER = """
-import sys, torch
-sys.path[:0] = [{root!r}]
-torch.set_num_threads(1)
-import zeroplan_runtime
-from tests.runtime import models
-from tests.runtime.train import ds_config
-engine, *_ = zeroplan_runtime.initialize(model=models.make(depth=24), config=ds_config(2), device="cpu")
-print("ready", flush=True)
-for number in range(10_000):
-    engine.backward(engine(models.batch(number, 0, 0)))
-    engine.step()
-    tag = "same" if {same} else None
-    engine.save_checkpoint({folder!r}, tag=tag, client_state={{"number": number}})
-    print(number, flush=True)
-"""
+def save_for_ever(folder: Path, tag: str | None, told: Connection) -> None:
+    """Tells the number of each step once its checkpoint is there."""
+    engine = single(folder, depth=24)
+    for number in range(10_000):
+        engine.backward(engine(models.batch(number, 0, 0)))
+        engine.step()
+        engine.save_checkpoint(folder, tag=tag, client_state={"number": number})
+        told.send(number)
 
 
-@pytest.mark.parametrize("same", [False, True], ids=["new_names", "same_name"])
-def test_a_kill_at_any_moment_leaves_the_last_good_one(tmp_path: Path, same: bool) -> None:
-    root = str(Path(__file__).resolve().parents[2])
+@pytest.mark.parametrize("tag", [None, "same"], ids=["new_names", "same_name"])
+def test_a_kill_at_any_moment_leaves_the_last_good_one(tmp_path: Path, tag: str | None) -> None:
     draw = random.Random(7)
     for attempt in range(3):
         folder = tmp_path / str(attempt)
-        code = _SAVER.format(root=root, folder=str(folder), same=same)
-        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        assert process.stdout.readline() == "0\n"
+        listen, tell = CONTEXT.Pipe(duplex=False)
+        process = CONTEXT.Process(target=save_for_ever, args=(folder, tag, tell))
+        process.start()
+        tell.close()
+        told = [listen.recv()]
         time.sleep(draw.uniform(0.02, 0.5))
-        process.send_signal(signal.SIGKILL)
-        told = [0, *(int(line) for line in process.stdout.read().split())]
-        process.wait()
+        process.kill()
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                told.append(listen.recv())
+        process.join()
         engine = single(folder, depth=24)
         path, client = engine.load_checkpoint(folder)
         # The last that was reported, or the next if the kill came between its end and its report.

@@ -68,7 +68,7 @@ def marks_of(request: Request, run: Simulated, row: dict[str, Any]) -> Sequence[
         run.stream,
         case.workload,
         case.zero,
-        ranks=case.ranks,
+        case.layout,
         cublas_workspace=case.cluster.gpu.workspace,
         steps=len(steps),
         skipped_steps=skipped_steps(row),

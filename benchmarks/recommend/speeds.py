@@ -74,8 +74,8 @@ class Sample:
 
     @property
     def world(self) -> int:
-        """Ranks."""
-        return self.case.ranks
+        """Data-parallel ranks."""
+        return self.case.layout.dp
 
 
 def samples(rows: Iterable[dict[str, Any]]) -> list[Sample]:

@@ -45,7 +45,7 @@ def recommended(workload: Workload, engine: str = "deepspeed") -> list[Recommend
     memory = Memory(found, spec, CLUSTER, depth="formula")
     cost = CostModel(found, spec, CLUSTER, rates_of(CLUSTER.gpu))
     given = [Candidate(zero, workload, "", 0, i) for i, (zero, _) in enumerate(zero_configs(found, CLUSTER))]
-    return [recommendation(r, 0, CLUSTER.ranks) for r in rank_all(given, memory, cost)]
+    return [recommendation(r, 0, CLUSTER.layout) for r in rank_all(given, memory, cost)]
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -53,7 +53,7 @@ def test_explicit_configs_read_back_to_the_same_plan(name: str) -> None:
     for one in recommended(WORKLOADS[name]):
         config = one.ds_config()
         assert "auto" not in json.dumps(config)
-        read = read_ds_config(config, world_size=CLUSTER.ranks)
+        read = read_ds_config(config, world_size=CLUSTER.layout.dp)
         assert read.zero == one.zero
         assert read.runs_alone
         base = Workload(seq_len=1024, gradient_checkpointing=one.workload.gradient_checkpointing)
@@ -71,7 +71,7 @@ def test_deepspeed_parses_every_explicit_config() -> None:
         "from deepspeed.runtime.config import DeepSpeedConfig\n"
         "for line in sys.stdin:\n"
         "    c = json.loads(line)\n"
-        f"    with patch('deepspeed.comm.get_world_size', return_value={CLUSTER.ranks}), "
+        f"    with patch('deepspeed.comm.get_world_size', return_value={CLUSTER.layout.dp}), "
         "patch('deepspeed.comm.get_rank', return_value=0):\n"
         "        d = DeepSpeedConfig(c)\n"
         "    z = d.zero_config\n"
@@ -89,7 +89,7 @@ def test_deepspeed_parses_every_explicit_config() -> None:
     answers = [json.loads(line) for line in run.stdout.splitlines() if line.startswith('["answer"')]
     assert len(answers) == len(configs), run.stderr[-2000:]
     for config, (_, batch, micro, accum, stage, bucket, _) in zip(configs, answers, strict=True):
-        assert batch == micro * accum * CLUSTER.ranks == config["train_batch_size"]
+        assert batch == micro * accum * CLUSTER.layout.dp == config["train_batch_size"]
         assert micro == config["train_micro_batch_size_per_gpu"]
         assert accum == config["gradient_accumulation_steps"]
         assert stage == config["zero_optimization"]["stage"]
@@ -108,7 +108,7 @@ def test_the_trainer_takes_its_form_with_the_arguments_beside_it(tmp_path: Path)
     assert said["per_device_train_batch_size"] == 2
     assert said["gradient_checkpointing"] is False
     defaults = {"save_on_each_node": False, "fp16_full_eval": False, "bf16_full_eval": False, "bf16": False, "fp16": False}
-    arguments = SimpleNamespace(world_size=CLUSTER.ranks, get_warmup_steps=lambda steps: 0, **(defaults | said))
+    arguments = SimpleNamespace(world_size=CLUSTER.layout.dp, get_warmup_steps=lambda steps: 0, **(defaults | said))
     try:
         trainer = HfTrainerDeepSpeedConfig(form)
         trainer.trainer_config_process(arguments)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from zeroplan.core.cluster import Cluster
+from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.rates import rates_of
 from zeroplan.core.units import GIB
 from zeroplan.core.workload import Workload
@@ -41,7 +42,7 @@ def problem() -> tuple[Memory, list[Candidate]]:
     engine, cluster = find_engine("deepspeed"), Cluster.of(gpus=2, vram="80G", gpu="H100", cpu_ram="64G")
     memory = Memory(engine, load_model(SMALL), cluster)
     zeros = zero_configs(engine, cluster)
-    space = list(candidates(zeros, Workload(seq_len=SEQ), batch_splits(8, 2), (False, True)))
+    space = list(candidates(zeros, Workload(seq_len=SEQ), batch_splits(8, ParallelLayout(2)), (False, True)))
     return memory, space
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
+from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import Workload
 from zeroplan.engines.registry import find_engine
 from zeroplan.search.space import EXPANDABLE, batch_splits, candidates, zero_configs
@@ -15,7 +16,7 @@ from zeroplan.search.space import EXPANDABLE, batch_splits, candidates, zero_con
 
 @given(st.integers(1, 64), st.integers(1, 64))
 def test_splits_make_the_batch(share: int, ranks: int) -> None:
-    pairs = batch_splits(share * ranks, ranks)
+    pairs = batch_splits(share * ranks, ParallelLayout(ranks))
     assert all(micro * accum * ranks == share * ranks for micro, accum in pairs)
     assert len(pairs) == sum(share % d == 0 for d in range(1, share + 1))
     assert [micro for micro, _ in pairs] == sorted(micro for micro, _ in pairs)
@@ -26,13 +27,13 @@ def test_splits_make_the_batch(share: int, ranks: int) -> None:
 )
 def test_impossible_batches_are_refused(batch: int, ranks: int, micro: int | None, accum: int | None) -> None:
     with pytest.raises(BadInput, match="--global-batch"):
-        batch_splits(batch, ranks, micro_batch=micro, grad_accum=accum)
+        batch_splits(batch, ParallelLayout(ranks), micro_batch=micro, grad_accum=accum)
 
 
 def test_fixed_parts_hold() -> None:
-    assert batch_splits(32, 4, micro_batch=2) == [(2, 4)]
-    assert batch_splits(32, 4, grad_accum=8) == [(1, 8)]
-    assert batch_splits(None, 4, micro_batch=3, grad_accum=5) == [(3, 5)]
+    assert batch_splits(32, ParallelLayout(4), micro_batch=2) == [(2, 4)]
+    assert batch_splits(32, ParallelLayout(4), grad_accum=8) == [(1, 8)]
+    assert batch_splits(None, ParallelLayout(4), micro_batch=3, grad_accum=5) == [(3, 5)]
 
 
 def test_disk_is_tried_only_where_there_is_one() -> None:

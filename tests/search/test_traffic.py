@@ -10,6 +10,7 @@ import pytest
 from zeroplan.core.buffers import Phase
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.gpus import GPUS
+from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.rates import rates_of
 from zeroplan.core.tape import ExpandedTape, Mark, Op, TapeModule, TapeParam
 from zeroplan.core.workload import Workload
@@ -144,11 +145,11 @@ def test_python_and_device_overlap_and_the_step_does_not() -> None:
         item(Resource.HBM, Phase.STEP, 0.5),
         item(Resource.LINK, Phase.STEP, 0.25),
     ]
-    serial = compose(lines, work, overlap=False, ranks=2)
+    serial = compose(lines, work, overlap=False, layout=ParallelLayout(2))
     assert (serial.forward, serial.backward, serial.step) == (3.0, 5.0, 0.75)
     assert serial.total == 3 * 8.0 + 0.75
     assert serial.tokens_per_second == pytest.approx(600 / serial.total)
-    assert compose(lines, work, overlap=True, ranks=2).backward == 4.0
+    assert compose(lines, work, overlap=True, layout=ParallelLayout(2)).backward == 4.0
 
 
 def test_what_is_issued_before_the_first_wait_hides_behind_the_backward() -> None:
@@ -165,11 +166,11 @@ def test_what_is_issued_before_the_first_wait_hides_behind_the_backward() -> Non
         item(Resource.OPERATION, Phase.STEP, 0.25),
     ]
     work = Workload(micro_batch=1, seq_len=100)
-    assert compose(lines, work, overlap=False, ranks=2).total == 6.0 + 0.5 + 0.25
+    assert compose(lines, work, overlap=False, layout=ParallelLayout(2)).total == 6.0 + 0.5 + 0.25
     longer = [*lines, item(Resource.GRADIENT_HOOK, Phase.STEP, 2.0, ahead=True)]  # 5 to issue, 4.5 of the device to hide them
-    assert compose(longer, work, overlap=False, ranks=2).total == 2.0 + 5.0 + 0.25
+    assert compose(longer, work, overlap=False, layout=ParallelLayout(2)).total == 2.0 + 5.0 + 0.25
     waiting = [replace(one, ahead=False) for one in lines]
-    assert compose(waiting, work, overlap=False, ranks=2).total == 6.0 + 3.0 + 0.5 + 0.25
+    assert compose(waiting, work, overlap=False, layout=ParallelLayout(2)).total == 6.0 + 3.0 + 0.5 + 0.25
 
 
 def test_stage_1_reduces_as_stage_2_does_but_once_a_step() -> None:

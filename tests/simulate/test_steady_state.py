@@ -45,7 +45,7 @@ def test_playing_on_equals_a_longer_recording(options: dict[str, object]) -> Non
             run.stream,
             case.workload,
             case.zero,
-            ranks=case.ranks,
+            case.layout,
             cublas_workspace=case.cluster.gpu.workspace,
             device_memory=case.cluster.vram,
             steps=steps,

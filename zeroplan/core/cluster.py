@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.gpus import DEFAULT_GPU, DRIVER_RESERVE, Gpu, find_gpu
+from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.units import parse_size
 
 #: More ranks than any cluster has; it keeps arithmetic and loops sane.
@@ -27,9 +28,9 @@ class Cluster:
     nvme: int | None = None
 
     @property
-    def ranks(self) -> int:
-        """Data-parallel ranks: one a GPU."""
-        return self.gpus * self.nodes
+    def layout(self) -> ParallelLayout:
+        """Data parallelism over every GPU of the cluster."""
+        return ParallelLayout(self.gpus, self.nodes)
 
     @property
     def usable_vram(self) -> int | None:

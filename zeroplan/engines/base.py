@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.cluster import Cluster
+from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.tape_options import TraceOptions, options_for
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
@@ -33,17 +34,21 @@ if TYPE_CHECKING:  # a plan from the ledger alone needs no simulator
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One model, trained in one way, on one cluster, sharded in one way."""
+    """One model, trained in one way, on one cluster, sharded in one way.
+
+    `parallel` None means data parallelism over the whole cluster.
+    """
 
     spec: ModelSpec
     workload: Workload
     cluster: Cluster
     zero: ZeroConfig
+    parallel: ParallelLayout | None = None
 
     @property
-    def ranks(self) -> int:
-        """Data-parallel ranks."""
-        return self.cluster.ranks
+    def layout(self) -> ParallelLayout:
+        """How the ranks divide the work."""
+        return self.parallel or self.cluster.layout
 
 
 class Engine(ABC):
@@ -86,6 +91,14 @@ class Engine(ABC):
         Raises:
             BadInput: with what the engine can run.
         """
+
+    def require_layout(self, layout: ParallelLayout) -> None:
+        """Refuse degrees of parallelism that the engine does not have. The default allows data parallelism alone.
+
+        Raises:
+            BadInput: naming the first such degree.
+        """
+        layout.require_data_parallel_only(self.name)
 
     def require_workload(self, case: Case) -> None:  # noqa: B027  (most engines train every workload)
         """Refuse a workload that the engine cannot train in this configuration.
@@ -138,17 +151,17 @@ class Engine(ABC):
             config: settings of the caching allocator; None for its defaults.
         """
 
-    def nccl_bytes(self, workload: Workload, zero: ZeroConfig, ranks: int) -> int:
+    def nccl_bytes(self, workload: Workload, zero: ZeroConfig, layout: ParallelLayout) -> int:
         """Bytes of NCCL's buffers and kernels on one GPU. The default is one communicator of torch's."""
         from zeroplan.engines.process import ONE_COMMUNICATOR
 
-        return ONE_COMMUNICATOR if ranks > 1 else 0
+        return ONE_COMMUNICATOR if layout.world_size > 1 else 0
 
     def outside_torch(self, workload: Workload, zero: ZeroConfig, cluster: Cluster, *, pinned: int = 0) -> Outside:
         """Bytes of one GPU that lie outside torch's allocator; `pinned` are the bytes of host memory that the rank pins."""
         from zeroplan.engines.process import outside_torch
 
-        nccl = self.nccl_bytes(workload, zero, cluster.ranks)
+        nccl = self.nccl_bytes(workload, zero, cluster.layout)
         return outside_torch(workload, nccl=nccl, capability=cluster.gpu.capability, pinned=pinned, measured=self.measured)
 
     def host_rss(self, workload: Workload, zero: ZeroConfig, *, rotary: bool = True, experts: bool = False) -> dict[Phase, int]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.optimizer_row import Optimizer
 from zeroplan.core.optimizers import find_optimizer
+from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.workload import DType, OptimizerKind, Workload
 from zeroplan.simulate.recorder import Recorder
@@ -46,11 +47,14 @@ class TorchJob:
         return max(self.numel[param], self.chunk[param] * self.ranks)
 
 
-def torch_job(tape: ExpandedTape, workload: Workload, *, ranks: int, sharded: bool, cublas_workspace: int) -> TorchJob:
+def torch_job(
+    tape: ExpandedTape, workload: Workload, layout: ParallelLayout, *, sharded: bool, cublas_workspace: int
+) -> TorchJob:
     """The job of rank 0, whose chunks are the largest.
 
     Source: torch/distributed/fsdp/_fully_shard/_fsdp_param.py, _init_sharded_param (chunks of the first dimension)
     """
+    ranks = layout.shard_group if sharded else layout.dp
     numel = tuple(math.prod(p.shape) for p in tape.params)
     chunk = numel
     if sharded:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from zeroplan.core.buffers import Phase
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.optimizers import find_optimizer
+from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.compute_traffic import WORK_GLOSSARY, ComputeFacts
@@ -139,8 +140,9 @@ def step_on_gpu(c: TorchFacts) -> int:
 TRAFFIC: WorkLedger = _lines.ledger()
 
 
-def torch_facts(spec: ModelSpec, workload: Workload, *, stage: int, ranks: int, local_ranks: int) -> TorchFacts:
+def torch_facts(spec: ModelSpec, workload: Workload, layout: ParallelLayout, *, stage: int) -> TorchFacts:
     """The facts of rank 0: stage 0 is DDP, 2 FSDP2 without resharding, 3 FSDP2."""
+    ranks = layout.shard_group if stage else layout.dp
     tensors = sum(count for _, count in spec.tensor_groups())
     return TorchFacts(
         sharded=stage > 0,
@@ -153,7 +155,7 @@ def torch_facts(spec: ModelSpec, workload: Workload, *, stage: int, ranks: int, 
         updated=-(-spec.trainable // ranks) if stage else spec.trainable,
         param_bytes=workload.dtype.bytes,
         state_bytes=find_optimizer(workload.optimizer).bytes_per_element,
-        one_node=ranks <= local_ranks,
+        one_node=layout.shards_on_one_node,
     )
 
 
@@ -169,4 +171,4 @@ class TorchTraffic(Traffic):
     def facts(self, compute: ComputeFacts, workload: Workload, zero: ZeroConfig) -> TorchFacts:
         """The facts of rank 0."""
         cluster = self._cluster
-        return torch_facts(self._spec, workload, stage=zero.stage, ranks=cluster.ranks, local_ranks=cluster.gpus)
+        return torch_facts(self._spec, workload, cluster.layout, stage=zero.stage)

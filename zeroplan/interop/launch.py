@@ -9,6 +9,7 @@ from typing import Any
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import find_optimizer
+from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ds_config.writer import write_ds_config
@@ -18,11 +19,11 @@ LAUNCHERS = ("deepspeed", "torchrun", "accelerate", "slurm")
 _PORT = 29500
 
 
-def explicit_ds_config(zero: ZeroConfig, workload: Workload, ranks: int) -> dict[str, Any]:
+def explicit_ds_config(zero: ZeroConfig, workload: Workload, layout: ParallelLayout) -> dict[str, Any]:
     """A ds_config that ``deepspeed.initialize`` takes as it is: no ``auto``, batches, precision and optimizer stated."""
     written = find_optimizer(workload.optimizer).written
     block = None if written is None else {"type": written.type, "params": written.params}
-    return write_ds_config(zero, workload, world_size=ranks, optimizer=block)
+    return write_ds_config(zero, workload, world_size=layout.dp, optimizer=block)
 
 
 @dataclass(frozen=True, slots=True)

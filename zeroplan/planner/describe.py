@@ -18,7 +18,7 @@ def describe_cluster(cluster: Cluster) -> dict[str, Any]:
     return {
         "nodes": cluster.nodes,
         "gpus": cluster.gpus,
-        "ranks": cluster.ranks,
+        "ranks": cluster.layout.world_size,
         "gpu": cluster.gpu.name,
         "vram": cluster.vram,
         "usable_vram": cluster.usable_vram,

@@ -46,7 +46,7 @@ def read_run(request: Request, engine: Engine, cluster: Cluster, spec: ModelSpec
     config = inspect_ds_config(
         request.ds_config,
         fill=_fill(request, base),
-        world_size=cluster.ranks,
+        world_size=cluster.layout.dp,
         hidden_size=spec_facts(spec).hidden_size,
     )
     if errors := [error for error in config.errors if error.id not in engine.waived_rules]:

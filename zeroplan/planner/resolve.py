@@ -86,6 +86,7 @@ def _cases(request: Request, engine: Engine, cases: list[Case]) -> tuple[Case, .
     """The cases that the engine can run. A table leaves out the others; a single case that cannot run is bad input."""
     kept: list[Case] = []
     for case in cases:
+        engine.require_layout(case.layout)
         if request.ds_config is None:
             engine.require_runnable(case.zero)
         try:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zeroplan.core.cluster import Cluster
+from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.plan import MemoryPlan
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
@@ -27,7 +28,7 @@ class Recommendation:
     workload: Workload
     plan: MemoryPlan
     time: StepTime
-    ranks: int
+    layout: ParallelLayout
     alloc_conf: str = ""
     reasons: tuple[str, ...] = ()
 
@@ -50,7 +51,7 @@ class Recommendation:
         """The explicit ds_config that runs this: no ``auto``, an optimizer of its own."""
         from zeroplan.interop.launch import explicit_ds_config
 
-        return explicit_ds_config(self.zero, self.workload, self.ranks)
+        return explicit_ds_config(self.zero, self.workload, self.layout)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; bytes are integers, times seconds."""
@@ -76,12 +77,12 @@ class Recommendation:
         }
 
 
-def recommendation(ranked: Ranked, index: int, ranks: int, reasons: tuple[str, ...] = ()) -> Recommendation:
+def recommendation(ranked: Ranked, index: int, layout: ParallelLayout, reasons: tuple[str, ...] = ()) -> Recommendation:
     """A ranked candidate as users see it."""
     candidate = ranked.candidate
     place = candidate.index if candidate.index >= 0 else index
     return Recommendation(
-        place, candidate.zero, candidate.workload, ranked.plan, ranked.time, ranks, candidate.alloc_conf, reasons
+        place, candidate.zero, candidate.workload, ranked.plan, ranked.time, layout, candidate.alloc_conf, reasons
     )
 
 

@@ -53,19 +53,19 @@ def answer(request: Request, wish: Wish | None = None) -> Answer:
     problem = problem_of(request, wish)
     memory = Memory(problem.engine, problem.spec, problem.cluster, depth=request.depth)
     cost = CostModel(problem.engine, problem.spec, problem.cluster, problem.rates)
-    ranks = problem.cluster.ranks
+    layout = problem.cluster.layout
     if wish.given is not None:
         ranked = rank_all(_given(wish.given, problem, request), memory, cost)
-        found = [recommendation(r, i, ranks) for i, r in enumerate(ranked)]
+        found = [recommendation(r, i, layout) for i, r in enumerate(ranked)]
         return _answer(problem, wish, tuple(found), memory, considered=len(found))
     space = space_of(problem, request, wish)
     outcome = (least_memory if wish.goal == "memory" else search)(space, memory, cost, shown=SHOWN)
-    ranking = [recommendation(r, i, ranks) for i, r in enumerate(outcome.ranking)]
+    ranking = [recommendation(r, i, layout) for i, r in enumerate(outcome.ranking)]
     nearest: Recommendation | None = None
     changes: tuple[Change, ...] = ()
     if not ranking:
         miss = nearest_miss(space, memory, cost)
-        nearest = recommendation(miss, 0, ranks)
+        nearest = recommendation(miss, 0, layout)
         changes = tuple(cheapest_changes(problem, request, wish, nearest, memory))
     elif wish.explain:
         said = reasons_for(outcome.ranking[0], space, memory, cost)

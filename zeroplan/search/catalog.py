@@ -110,7 +110,7 @@ def _problem(
         lora_rank=(request.lora_rank or _LORA_RANK) if method.lora else None,
     )
     free = replace(wish, global_batch=None, gradient_checkpointing=True)
-    if method.gpu_bytes * entry.params > (limits.usable_vram or 0) * limits.ranks:
+    if method.gpu_bytes * entry.params > (limits.usable_vram or 0) * limits.layout.world_size:
         return None
     if method.host_bytes * entry.params > (limits.cpu_ram or 0) * limits.nodes:
         return None
@@ -131,5 +131,5 @@ def _fits(problem: Problem, space: list[Candidate]) -> Recommendation | None:
         plan = memory.plan(candidate)
         if plan.fits:
             time = cost.step_time(candidate.workload, candidate.zero, memory.counts(candidate))
-            return recommendation(Ranked(candidate, time, plan), 0, problem.cluster.ranks)
+            return recommendation(Ranked(candidate, time, plan), 0, problem.cluster.layout)
     return None

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.cluster import Cluster
+from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.rates import Rates
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
@@ -79,7 +80,7 @@ class CostModel:
     ) -> StepTime:
         """The predicted time of one optimizer step; arguments as of :meth:`items` and :func:`compose`."""
         items = self.items(workload, zero, counts, plan=plan)
-        return compose(items, workload, self.traffic.overlaps(zero), self.cluster.ranks, marked=marked)
+        return compose(items, workload, self.traffic.overlaps(zero), self.cluster.layout, marked=marked)
 
     def facts(self, workload: Workload, zero: ZeroConfig, counts: Counts) -> tuple[Any, Any]:
         """What the lines read: the computation's facts, and the engine's."""
@@ -87,14 +88,16 @@ class CostModel:
         return compute, self.traffic.facts(compute, workload, zero)
 
 
-def compose(items: Sequence[WorkItem], workload: Workload, overlap: bool, ranks: int, *, marked: bool = False) -> StepTime:
+def compose(
+    items: Sequence[WorkItem], workload: Workload, overlap: bool, layout: ParallelLayout, *, marked: bool = False
+) -> StepTime:
     """Lay the lines of work side by side. See Note [Overlap].
 
     Args:
         items: the lines of one micro batch's forward and backward, and of a step.
         workload: for the tokens, and how often a micro batch is run.
         overlap: whether collectives and copies run beside the computation.
-        ranks: that compute alike.
+        layout: for the samples of a step.
         marked: whether the host waits for the device after each forward and backward.
     """
     busy = {phase: dict.fromkeys(Executor, 0.0) for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)}
@@ -128,6 +131,6 @@ def compose(items: Sequence[WorkItem], workload: Workload, overlap: bool, ranks:
     count = workload.grad_accum
     total = count * (forward + backward) + step
     whole = {executor: count * (first[executor] + second[executor]) + last[executor] for executor in Executor}
-    tokens = workload.micro_batch * (workload.seq_len or 0) * count * ranks
+    tokens = workload.micro_batch * (workload.seq_len or 0) * count * layout.dp
     bound = max(whole, key=lambda executor: whole[executor])
     return StepTime(forward, backward, step, total, tokens / total if total else 0.0, whole, bound)

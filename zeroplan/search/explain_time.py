@@ -53,7 +53,7 @@ def explain_time(request: Request) -> list[TimeExplanation]:
         counts = memory.counts(Candidate(case.zero, case.workload))
         items = cost.items(case.workload, case.zero, counts, derive=True)
         facts = cost.facts(case.workload, case.zero, counts)
-        time = compose(items, case.workload, cost.traffic.overlaps(case.zero), case.ranks)
+        time = compose(items, case.workload, cost.traffic.overlaps(case.zero), case.layout)
         lines = tuple(_derivation(item, facts, cost.traffic.glossary, rates) for item in items)
         found.append(TimeExplanation(f"{resolved.engine.name} {resolved.engine.version}", name_of(case.zero), time, lines))
     return found

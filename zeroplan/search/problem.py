@@ -118,7 +118,7 @@ def space_of(problem: Problem, request: Request, wish: Wish) -> list[Candidate]:
             "no configuration has this stage and offload", where="--stage", remedy="leave one of the flags out, or give --nvme"
         )
     splits = batch_splits(
-        wish.global_batch, problem.cluster.ranks, micro_batch=request.micro_batch, grad_accum=request.grad_accum
+        wish.global_batch, problem.cluster.layout, micro_batch=request.micro_batch, grad_accum=request.grad_accum
     )
     again = (False, True) if wish.gradient_checkpointing is None else (wish.gradient_checkpointing,)
     confs = (request.alloc_conf,) if request.alloc_conf else ("", "expandable_segments:True")

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
+from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer, OffloadParam, ZeroConfig
 from zeroplan.engines.base import Engine
@@ -58,7 +59,7 @@ class Candidate:
 
 
 def batch_splits(
-    global_batch: int | None, ranks: int, *, micro_batch: int | None = None, grad_accum: int | None = None
+    global_batch: int | None, layout: ParallelLayout, *, micro_batch: int | None = None, grad_accum: int | None = None
 ) -> list[tuple[int, int]]:
     """(micro batch, accumulation) pairs that make the global batch, smallest micro batch first.
 
@@ -73,6 +74,7 @@ def batch_splits(
     if not 1 <= global_batch <= MOST_GLOBAL_BATCH:
         remedy = f"use 1 to {MOST_GLOBAL_BATCH:,}"
         raise BadInput(f"{global_batch} is out of range", where="--global-batch", remedy=remedy)
+    ranks = layout.dp
     fixed = ranks * (micro_batch or 1) * (grad_accum or 1)
     if global_batch % fixed:
         near = max(fixed, round(global_batch / fixed) * fixed)
@@ -103,7 +105,7 @@ def zero_configs(engine: Engine, cluster: Cluster, *, nvme_path: str = NVME_PATH
         )
         moves = sum(device is not OffloadDevice.NONE for device in devices)
         knobs = _SHARDED_KNOBS if zero.stage == 3 else _FLAT_KNOBS if zero.stage else ({},)
-        if cluster.ranks == 1 and zero.stage in (1, 2):
+        if cluster.layout.dp == 1 and zero.stage in (1, 2):
             knobs = knobs[:2]  # one rank has nothing to overlap
         found += [(replace(base, **knob), 4 * moves + 2 * bool(knob)) for knob in knobs]  # type: ignore[arg-type]
     return found

@@ -94,7 +94,7 @@ def job_of(
         config = _runtime_config(case, raw or {}, timeout)
     elif engine == "deepspeed":
         given = _optimizer(work.optimizer) if "optimizer" not in (raw or {}) else None
-        config = write_ds_config(case.zero, work, world_size=case.ranks, optimizer=given, source=raw)
+        config = write_ds_config(case.zero, work, world_size=case.layout.dp, optimizer=given, source=raw)
     return VerifyJob(
         label=label,
         engine=engine,

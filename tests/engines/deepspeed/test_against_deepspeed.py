@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op, TapeModule, TapeParam
 from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
@@ -161,7 +162,7 @@ def predicted(case: str) -> list[list[Any]]:
         optimizer_kind=OptimizerKind.LOOP,
     )
     stream = chain_stream(4 if dtype == "fp32" else 2)
-    recorder = record_deepspeed(resolve(stream, workload, config, ranks=1, steps=2, zero_init=False), stream)
+    recorder = record_deepspeed(resolve(stream, workload, config, ParallelLayout(), steps=2, zero_init=False), stream)
     phases: list[list[Any]] = []
     sizes: list[int] = []
     for code, value in zip(recorder.code, recorder.value, strict=True):

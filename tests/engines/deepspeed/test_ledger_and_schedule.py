@@ -10,6 +10,7 @@ import pytest
 from llama_tape import llama_tape
 
 from zeroplan.core.buffers import ALWAYS, Buffer, Phase, Place
+from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.tape import ExpandedTape, Op
 from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
 from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer, ZeroConfig
@@ -112,8 +113,8 @@ def both(
     tape: ExpandedTape, stage: int, knobs: dict[str, Any], work: dict[str, Any], ranks: int
 ) -> tuple[list[Item], Recorder]:
     zero, workload = ZeroConfig.of(stage, **knobs), Workload(**work)
-    known = facts(spec_of(tape), workload, zero, ranks=ranks, local_ranks=ranks, cublas_workspace=WORKSPACE)
-    job = resolve(tape, workload, zero, ranks=ranks, cublas_workspace=WORKSPACE)
+    known = facts(spec_of(tape), workload, zero, ParallelLayout(ranks), cublas_workspace=WORKSPACE)
+    job = resolve(tape, workload, zero, ParallelLayout(ranks), cublas_workspace=WORKSPACE)
     items = [item for item in evaluate(LEDGER, known) if item.place is Place.HBM]
     return items, record_deepspeed(job, tape)
 

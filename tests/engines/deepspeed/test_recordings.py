@@ -41,7 +41,7 @@ def test_other_micro_batches_are_put_in(stage: int, monkeypatch: pytest.MonkeyPa
     kept = Recordings()
     for micro_batch in (8, 16, 24, 16):
         case, stream = _case(stage, micro_batch)
-        job = resolve(stream, case.workload, case.zero, ranks=2, rank=1)
+        job = resolve(stream, case.workload, case.zero, case.layout, rank=1)
         found, fresh = kept.of(case, stream, job), record_deepspeed(job, stream)
         assert found.value == fresh.value
         assert (found.code, found.buffers, found.notes, found.marks) == (fresh.code, fresh.buffers, fresh.notes, fresh.marks)
@@ -51,9 +51,9 @@ def test_other_micro_batches_are_put_in(stage: int, monkeypatch: pytest.MonkeyPa
 def test_another_layout_is_played() -> None:
     case, stream = _case(2, 8)
     kept = Recordings()
-    job = resolve(stream, case.workload, case.zero, ranks=2)
+    job = resolve(stream, case.workload, case.zero, case.layout)
     first = kept.of(case, stream, job)
     assert kept.of(case, stream, job) is first
     small = replace(case, zero=replace(case.zero, reduce_bucket_size=1 << 20))
-    again = resolve(stream, small.workload, small.zero, ranks=2)
+    again = resolve(stream, small.workload, small.zero, small.layout)
     assert kept.of(small, stream, again).value != first.value

@@ -13,6 +13,7 @@ import pytest
 
 from tests.engines.deepspeed.test_against_deepspeed import chain_stream
 from zeroplan.core.buffers import Buffer
+from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.deepspeed.job import resolve
@@ -29,7 +30,7 @@ def run(ranks: int = 2, **knobs: Any) -> Timeline:
     """Three steps of one rank."""
     stream = chain_stream(2, LAYERS)
     zero = ZeroConfig.of(3, **ALONE, reduce_bucket_size=600_000, **knobs)
-    return simulate(record_deepspeed(resolve(stream, Workload(), zero, ranks=ranks, zero_init=False), stream))
+    return simulate(record_deepspeed(resolve(stream, Workload(), zero, ParallelLayout(ranks), zero_init=False), stream))
 
 
 def left_by_last_forward(timeline: Timeline) -> int:

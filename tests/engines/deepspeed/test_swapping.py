@@ -7,6 +7,7 @@ Parts are 2,000,002 (alone in its sub-group), 300 and 1,500,000 elements (togeth
 from __future__ import annotations
 
 from zeroplan.core.buffers import Buffer, Phase, Place
+from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.tape import ExpandedTape, TapeModule, TapeParam
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import Aio, OffloadDevice, OffloadOptimizer, OffloadParam, ZeroConfig
@@ -30,14 +31,14 @@ def config(*, threads: int = 1, pin: bool = True) -> ZeroConfig:
 
 def lines(zero: ZeroConfig) -> dict[str, int]:
     spec = ModelSpec("five", (Unit("", tuple(Tensor(name, (count,), on) for name, count, on in SIZES)),), "test")
-    known = facts(spec, WORKLOAD, zero, ranks=2, local_ranks=2, cublas_workspace=0)
+    known = facts(spec, WORKLOAD, zero, ParallelLayout(2), cublas_workspace=0)
     return {item.name: item.bytes for item in evaluate(LEDGER, known) if item.place is not Place.HBM}
 
 
 def marks(zero: ZeroConfig) -> dict[Phase, HostMark]:
     params = tuple(TapeParam(name, (count,), on, 2) for name, count, on in SIZES)
     stream = ExpandedTape((TapeModule("", "Five", -1, tuple(range(len(SIZES)))),), params)
-    return {mark.phase: mark for mark in record_host(resolve(stream, WORKLOAD, zero, ranks=2)).marks}
+    return {mark.phase: mark for mark in record_host(resolve(stream, WORKLOAD, zero, ParallelLayout(2))).marks}
 
 
 def pages(count: int) -> int:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.errors import BadInput
+from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.units import MIB
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
@@ -53,9 +54,7 @@ class Ddp(TorchEngine):
 
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
         """DDP's lines and the facts of any rank."""
-        return lines.LEDGER, lines.facts(
-            case.spec, case.workload, ranks=case.ranks, cublas_workspace=case.cluster.gpu.workspace
-        )
+        return lines.LEDGER, lines.facts(case.spec, case.workload, case.layout, cublas_workspace=case.cluster.gpu.workspace)
 
     def record(self, case: Case, tape: ExpandedTape) -> Recorder:
         """See :func:`zeroplan.engines.ddp.schedule.record_ddp`."""
@@ -63,9 +62,9 @@ class Ddp(TorchEngine):
 
         return record_ddp(case, tape)
 
-    def nccl_bytes(self, workload: Workload, zero: ZeroConfig, ranks: int) -> int:
+    def nccl_bytes(self, workload: Workload, zero: ZeroConfig, layout: ParallelLayout) -> int:
         """One communicator with an all-reduce."""
-        return _NCCL if ranks > 1 else 0
+        return _NCCL if layout.world_size > 1 else 0
 
     def host_rss(self, workload: Workload, zero: ZeroConfig, *, rotary: bool = True, experts: bool = False) -> dict[Phase, int]:
         """As :meth:`zeroplan.engines.base.Engine.host_rss`, measured with DDP."""

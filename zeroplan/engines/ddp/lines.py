@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from zeroplan.core.buffers import ALWAYS, FROM_FIRST_STEP, Buffer, Phase, Place
 from zeroplan.core.optimizer_row import Optimizer
 from zeroplan.core.optimizers import find_optimizer
+from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import DType, Workload
 from zeroplan.ledger.line import LedgerBuilder
 from zeroplan.ledger.optimizer_lines import add_state_lines
@@ -49,9 +50,9 @@ class Facts:
         return self.param_bytes
 
 
-def facts(spec: ModelSpec, workload: Workload, *, ranks: int, cublas_workspace: int) -> Facts:
+def facts(spec: ModelSpec, workload: Workload, layout: ParallelLayout, *, cublas_workspace: int) -> Facts:
     """The facts of any rank: all are alike."""
-    return Facts(ranks, spec.params, spec.trainable, DType.FP32.bytes, cublas_workspace, find_optimizer(workload.optimizer))
+    return Facts(layout.dp, spec.params, spec.trainable, DType.FP32.bytes, cublas_workspace, find_optimizer(workload.optimizer))
 
 
 @_add(Buffer.PARAM_FULL, Place.HBM, ALWAYS, state=True)

@@ -114,7 +114,7 @@ class DdpSchedule:
 def record_ddp(case: Case, tape: ExpandedTape) -> Recorder:
     """Every allocation and free of rank 0's run, in order. See :func:`zeroplan.engines.player.play`."""
     workspace = case.cluster.gpu.workspace
-    job = torch_job(tape, case.workload, ranks=case.ranks, sharded=False, cublas_workspace=workspace)
+    job = torch_job(tape, case.workload, case.layout, sharded=False, cublas_workspace=workspace)
     recorder = Recorder()
     play(job, tape, recorder, DdpSchedule(job, recorder))
     return recorder

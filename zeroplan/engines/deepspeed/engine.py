@@ -9,6 +9,7 @@ from zeroplan.core.buffers import Phase
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import find_optimizer
+from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.tape_options import TraceOptions, options_for
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import DEEPSPEED_VERSION, ZeroConfig
@@ -88,8 +89,7 @@ class DeepSpeed(Engine):
             case.spec,
             case.workload,
             case.zero,
-            ranks=case.ranks,
-            local_ranks=case.cluster.gpus,
+            case.layout,
             cublas_workspace=case.cluster.gpu.workspace,
         )
 
@@ -105,11 +105,11 @@ class DeepSpeed(Engine):
             self._simulator = Simulator()
         return self._simulator.simulate(case, tape, config)
 
-    def nccl_bytes(self, workload: Workload, zero: ZeroConfig, ranks: int) -> int:
+    def nccl_bytes(self, workload: Workload, zero: ZeroConfig, layout: ParallelLayout) -> int:
         """See :func:`zeroplan.engines.deepspeed.process.nccl_bytes`."""
         from zeroplan.engines.deepspeed.process import nccl_bytes
 
-        return nccl_bytes(workload, zero, ranks)
+        return nccl_bytes(workload, zero, layout)
 
     def host_rss(self, workload: Workload, zero: ZeroConfig, *, rotary: bool = True, experts: bool = False) -> dict[Phase, int]:
         """See :func:`zeroplan.engines.deepspeed.process.host_rss`."""

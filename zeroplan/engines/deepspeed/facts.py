@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.optimizer_row import Optimizer
 from zeroplan.core.optimizers import find_optimizer
+from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import OptimizerKind, Workload
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.engines.deepspeed.counts import (
@@ -33,7 +34,6 @@ GLOSSARY = {
     "trainable": "elements that receive a gradient",
     "frozen": "elements without gradient",
     "ranks": "data-parallel ranks",
-    "local_ranks": "of those, the ones on one node",
     "param_bytes": "bytes of one model parameter",
     "master_bytes": "bytes of one master parameter",
     "accum_bytes": "bytes of one accumulated gradient element",
@@ -80,7 +80,6 @@ class Facts(Resolution):
     trainable: int
     frozen: int
     ranks: int
-    local_ranks: int
     flat_group: int  # trainable parameters, padded (stages 1 and 2)
     kept_on_gpu: int  # of what this rank's optimizer updates: a partial offload's part on the GPU
     stepped_nvme: int
@@ -143,12 +142,10 @@ class Facts(Resolution):
         return Place.PINNED if self.pin_optimizer else Place.DRAM
 
 
-def facts(
-    spec: ModelSpec, workload: Workload, zero: ZeroConfig, *, ranks: int, local_ranks: int, cublas_workspace: int
-) -> Facts:
+def facts(spec: ModelSpec, workload: Workload, zero: ZeroConfig, layout: ParallelLayout, *, cublas_workspace: int) -> Facts:
     """The facts of rank 0 for one configuration."""
     optimizer = find_optimizer(workload.optimizer)
-    stage = zero.stage
+    stage, ranks = zero.stage, layout.shard_group
     resolved = resolution(workload, zero)
     w, m, offload = resolved.param_bytes, resolved.master_bytes, resolved.optimizer_device
     flat = flat_elements(spec, zero, ranks, w)
@@ -167,7 +164,6 @@ def facts(
         trainable=spec.trainable,
         frozen=spec.frozen,
         ranks=ranks,
-        local_ranks=local_ranks,
         flat_group=flat,
         kept_on_gpu=groups.on_gpu,
         stepped_nvme=groups.swapped(resolved),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from zeroplan.core.optimizer_row import Optimizer, State
 from zeroplan.core.optimizers import find_optimizer
+from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
@@ -54,7 +55,6 @@ class Job(Resolution):
     optimizer: Optimizer
     ranks: int
     rank: int
-    local_ranks: int
     numel: tuple[int, ...]
     trainable: tuple[bool, ...]
     adapter: tuple[bool, ...]
@@ -98,26 +98,24 @@ def resolve(
     tape: ExpandedTape,
     workload: Workload,
     zero: ZeroConfig,
+    layout: ParallelLayout,
     *,
-    ranks: int,
     rank: int = 0,
-    local_ranks: int | None = None,
     cublas_workspace: int = 0,
     device_memory: int | None = None,
     steps: int | None = None,
     skipped_steps: int = 0,
     zero_init: bool = True,
 ) -> Job:
-    """The job of `rank` among `ranks`. `steps` None means until peaks repeat."""
+    """The job of `rank`. `steps` None means until peaks repeat."""
     resolved = resolution(workload, zero)
     return Job(
         **resolved.values(),
         zero=zero,
         workload=workload,
         optimizer=find_optimizer(workload.optimizer),
-        ranks=ranks,
+        ranks=layout.shard_group,
         rank=rank,
-        local_ranks=local_ranks or ranks,
         numel=tuple(_count(p.shape) for p in tape.params),
         trainable=tuple(p.trainable for p in tape.params),
         adapter=tuple(".lora_" in p.name for p in tape.params),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from zeroplan.core.buffers import Phase
+from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.units import MIB
 from zeroplan.core.workload import DType, OptimizerKind, Workload
 from zeroplan.core.zero_config import ZeroConfig
@@ -26,9 +27,9 @@ _OFFLOADED: Change = {Phase.BACKWARD: 100, Phase.STEP: -124}
 _ADAPTERS_STAGE3 = 105
 
 
-def nccl_bytes(workload: Workload, zero: ZeroConfig, ranks: int) -> int:
+def nccl_bytes(workload: Workload, zero: ZeroConfig, layout: ParallelLayout) -> int:
     """Bytes of NCCL's buffers and kernels on one GPU."""
-    if ranks > 1:
+    if layout.world_size > 1:
         return _NCCL
     return _NCCL_ALONE if zero.stage == 3 and workload.dtype is DType.FP16 else 0
 

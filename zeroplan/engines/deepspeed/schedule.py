@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
@@ -70,10 +71,9 @@ def simulate_deepspeed(
     tape: ExpandedTape,
     workload: Workload,
     zero: ZeroConfig,
+    layout: ParallelLayout,
     *,
-    ranks: int,
     rank: int = 0,
-    local_ranks: int | None = None,
     cublas_workspace: int = 0,
     device_memory: int | None = None,
     steps: int | None = None,
@@ -88,9 +88,8 @@ def simulate_deepspeed(
         tape: the tape of one micro batch, expanded for the workload's numbers.
         workload: what is computed.
         zero: how it is sharded and moved.
-        ranks: data-parallel ranks.
+        layout: how the ranks divide the work.
         rank: whose memory; see :func:`distinct_ranks`.
-        local_ranks: ranks on this node (all, if None).
         cublas_workspace: bytes of one cuBLAS workspace on this GPU.
         device_memory: bytes of the GPU, which decides whether parameters are flattened there; None for enough.
         steps: optimizer steps to play; None for as many as differ.
@@ -103,9 +102,8 @@ def simulate_deepspeed(
         tape,
         workload,
         zero,
-        ranks=ranks,
+        layout,
         rank=rank,
-        local_ranks=local_ranks,
         cublas_workspace=cublas_workspace,
         device_memory=device_memory,
         steps=steps,

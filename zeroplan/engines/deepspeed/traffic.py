@@ -430,7 +430,7 @@ class DeepSpeedTraffic(Traffic):
         if sizes is None:
             sizes = self._sizes[key] = Sizes.of(self._spec, *key)
         cluster = self._cluster
-        return traffic_facts(sizes, compute, workload, zero, ranks=cluster.ranks, local_ranks=cluster.gpus)
+        return traffic_facts(sizes, compute, workload, zero, cluster.layout)
 
     def overlaps(self, zero: ZeroConfig) -> bool:
         """As ``overlap_comm`` says, or by the stage."""

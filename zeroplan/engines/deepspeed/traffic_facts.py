@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zeroplan.core.optimizers import find_optimizer
+from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.engines.compute_traffic import WORK_GLOSSARY, ComputeFacts
@@ -106,13 +107,13 @@ class Sizes:
 
 
 def traffic_facts(
-    sizes: Sizes, compute: ComputeFacts, workload: Workload, zero: ZeroConfig, *, ranks: int, local_ranks: int
+    sizes: Sizes, compute: ComputeFacts, workload: Workload, zero: ZeroConfig, layout: ParallelLayout
 ) -> TrafficFacts:
     """The facts of rank 0.
 
     `sizes` must be those of the configuration's ``param_persistence_threshold`` and ``reduce_bucket_size``.
     """
-    stage = zero.stage
+    stage, ranks = zero.stage, layout.shard_group
     resolved = resolution(workload, zero)
     updated = sizes.trainable if stage == 0 else -(-sizes.trainable // ranks)
     device, param_device = resolved.optimizer_device, resolved.param_device
@@ -124,7 +125,7 @@ def traffic_facts(
         backward_modules=compute.backward_modules,
         stage=stage,
         ranks=ranks,
-        local_ranks=local_ranks,
+        local_ranks=layout.gpus,
         steps_before=ranks - 1,
         gathered=sizes.params - sizes.persistent,
         persistent=sizes.persistent,
@@ -147,7 +148,7 @@ def traffic_facts(
         accum_bytes=resolved.accum_bytes,
         state_bytes=find_optimizer(workload.optimizer).bytes_per_element,
         repeats=workload.grad_accum - 1,
-        one_node=ranks <= local_ranks,
+        one_node=layout.shards_on_one_node,
         pinned=zero.offload_optimizer.pin_memory if zero.offload_optimizer else zero.offload_param.pin_memory,
         mixed=resolved.param_bytes == 2,
         overlaps=zero.overlaps_comm,

@@ -56,7 +56,7 @@ class Fsdp2(TorchEngine):
         return lines.LEDGER, lines.facts(
             case.spec,
             case.workload,
-            ranks=case.ranks,
+            case.layout,
             reshard=case.zero.stage == 3,
             offload=case.zero.offloads_param,
             cublas_workspace=case.cluster.gpu.workspace,

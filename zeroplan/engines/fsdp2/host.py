@@ -19,7 +19,7 @@ def host_phases(case: Case, tape: ExpandedTape) -> tuple[HostPhase, ...]:
     """The host's peaks; none where nothing is offloaded."""
     if not case.zero.offloads_param:
         return ()
-    job = torch_job(tape, case.workload, ranks=case.ranks, sharded=True, cublas_workspace=0)
+    job = torch_job(tape, case.workload, case.layout, sharded=True, cublas_workspace=0)
     trained = [count for count, on in zip(job.chunk, job.trainable, strict=True) if on]
     params = pinned_bytes(job.original_bytes * count for count in job.chunk)
     grads = pinned_bytes(job.original_bytes * count for count in trained)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from zeroplan.core.buffers import ALWAYS, FROM_FIRST_STEP, Buffer, Phase, Place
 from zeroplan.core.optimizer_row import Optimizer
 from zeroplan.core.optimizers import find_optimizer
+from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import DType, Workload
 from zeroplan.ledger.derive import pow2
 from zeroplan.ledger.line import LedgerBuilder
@@ -70,9 +71,10 @@ class Facts:
 
 
 def facts(
-    spec: ModelSpec, workload: Workload, *, ranks: int, reshard: bool, cublas_workspace: int, offload: bool = False
+    spec: ModelSpec, workload: Workload, layout: ParallelLayout, *, reshard: bool, cublas_workspace: int, offload: bool = False
 ) -> Facts:
     """The facts of rank 0, which holds the largest chunks."""
+    ranks = layout.shard_group
     sharded = trainable = largest = root = param_blocks = grad_blocks = largest_chunk = 0
     width = 4
     for unit in spec.units:

@@ -289,7 +289,7 @@ class Fsdp2Schedule:
 def record_fsdp2(case: Case, tape: ExpandedTape) -> Recorder:
     """Every allocation and free of rank 0's run, in order. See :func:`zeroplan.engines.player.play`."""
     workspace = case.cluster.gpu.workspace
-    job = torch_job(tape, case.workload, ranks=case.ranks, sharded=True, cublas_workspace=workspace)
+    job = torch_job(tape, case.workload, case.layout, sharded=True, cublas_workspace=workspace)
     recorder = Recorder()
     schedule = Fsdp2Schedule(job, tape, recorder, reshard=case.zero.stage == 3, offload=case.zero.offloads_param)
     play(job, tape, recorder, schedule)

@@ -123,7 +123,7 @@ class Runtime(Engine):
 
     def layout(self, case: Case) -> Layout:
         """What the Arena will allocate by."""
-        return layout_of(case.spec, case.workload, case.zero, ranks=case.ranks, knobs=self.knobs)
+        return layout_of(case.spec, case.workload, case.zero, case.layout, self.knobs)
 
     def optimizer_device(self, offload_param: str) -> str:
         """Parameters leave the device only with their optimizer."""

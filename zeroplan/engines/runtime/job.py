@@ -8,6 +8,7 @@ from zeroplan.core.errors import BadInput, did_you_mean
 from zeroplan.core.layout import Layout, UnitShape, plan_layout
 from zeroplan.core.layout_setup import RuntimeSetup
 from zeroplan.core.optimizers import RUNTIME_NAMES
+from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ds_config.runtime_keys import Knobs
@@ -15,14 +16,14 @@ from zeroplan.engines.runtime.units import unit_shapes
 from zeroplan.models.spec import ModelSpec, Unit
 
 
-def setup_of(workload: Workload, zero: ZeroConfig, *, ranks: int, knobs: Knobs) -> RuntimeSetup:
+def setup_of(workload: Workload, zero: ZeroConfig, parallel: ParallelLayout, knobs: Knobs) -> RuntimeSetup:
     """The runtime's setup, as ``zeroplan_runtime.config`` and its engine take it from the same ds_config."""
     dtype = workload.dtype
     reduce = zero.communication_data_type or dtype
     return RuntimeSetup.of(
         zero.offload_optimizer,
         zero.offload_param,
-        ranks=ranks,
+        ranks=parallel.shard_group,
         stage=zero.stage,
         param_dtype=dtype,
         reduce_dtype=reduce,
@@ -39,11 +40,9 @@ def _shapes(units: tuple[Unit, ...], model_type: str, wide_numel: int) -> tuple[
     return tuple(unit_shapes(ModelSpec("", units, "units", model_type), wide_numel=wide_numel))
 
 
-def layout_of(spec: ModelSpec, workload: Workload, zero: ZeroConfig, *, ranks: int, knobs: Knobs) -> Layout:
+def layout_of(spec: ModelSpec, workload: Workload, zero: ZeroConfig, parallel: ParallelLayout, knobs: Knobs) -> Layout:
     """The layout of one rank; all ranks are equal."""
-    return plan_layout(
-        _shapes(spec.units, spec.model_type, knobs.wide_numel), setup_of(workload, zero, ranks=ranks, knobs=knobs)
-    )
+    return plan_layout(_shapes(spec.units, spec.model_type, knobs.wide_numel), setup_of(workload, zero, parallel, knobs))
 
 
 def require_trainable(workload: Workload) -> None:

@@ -1,0 +1,123 @@
+"""ParallelLayout: how a run divides its work among ranks, and the process groups that follow.
+
+Note [Parallel layout]
+    One rank is one process with one GPU. Ranks are numbered as in torchtitan's ParallelDims and Megatron-LM: neighbours in
+    rank belong to one tensor-parallel group, then to one context-parallel group, then to one data-parallel group (shards
+    first, replicas of the shards after them), and pipeline stages are outermost. Data parallelism is what the other degrees
+    leave of nodes × GPUs.
+
+    ZeRO and FSDP shard parameters, gradients and optimizer states over the *shard group*: every rank that holds the same part
+    of the model, context-parallel ranks included, since those differ in tokens and not in parameters.
+
+    Experts divide the ranks of a pipeline stage a second time, into ep × etp for the experts and their matrices. What
+    remains is the experts' own data parallelism, so an expert's parameters have another shard group than the dense ones.
+
+    Sources: torchtitan/distributed/parallel_dims.py (ParallelDims); Megatron-LM, megatron/core/parallel_state.py
+    (RankGenerator, initialize_model_parallel).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zeroplan.core.errors import BadInput
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelLayout:
+    """The degrees of parallelism on `nodes` × `gpus` ranks. See Note [Parallel layout].
+
+    Attributes:
+        gpus: ranks a node, one a GPU.
+        nodes: nodes.
+        tp: ranks that share each matrix (tensor parallelism).
+        sp: whether the tensor-parallel ranks also share the tokens between matrices (Megatron's sequence parallelism).
+        cp: ranks that share each sequence (context parallelism: ring attention or Ulysses).
+        pp: pipeline stages.
+        vpp: model chunks a pipeline stage (the interleaved schedule; virtual pipeline parallelism).
+        ep: ranks that share the experts of a layer.
+        etp: ranks that share each expert's matrices.
+        dp_replicate: replicas of the shard group (HSDP); 1 shards over all data-parallel ranks.
+
+    Raises:
+        BadInput: a degree below 1, degrees that do not divide the ranks, or a degree without the one that it belongs to.
+    """
+
+    gpus: int = 1
+    nodes: int = 1
+    tp: int = 1
+    sp: bool = False
+    cp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    etp: int = 1
+    dp_replicate: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("gpus", "nodes", "tp", "cp", "pp", "vpp", "ep", "etp", "dp_replicate"):
+            if getattr(self, name) < 1:
+                raise BadInput(f"{name} {getattr(self, name)} is below 1", where=name, remedy="use a whole number above zero")
+        ranks = self.world_size
+        self._require_divides(("tp", "cp", "pp"), ranks, f"{self.nodes} × {self.gpus} = {ranks} ranks")
+        self._require_divides(("dp_replicate",), self.dp, f"the {self.dp} data-parallel ranks")
+        stage = ranks // (self.pp * self.dp_replicate)
+        self._require_divides(("ep", "etp"), stage, f"the {stage} ranks of one stage and replica")
+        if self.vpp > 1 and self.pp == 1:
+            raise BadInput(f"vpp {self.vpp} needs pipeline stages", where="vpp", remedy="raise pp, or use vpp 1")
+        if self.sp and self.tp == 1:
+            raise BadInput("sp needs tensor parallelism", where="sp", remedy="raise tp, or leave sp out")
+
+    def _require_divides(self, names: tuple[str, ...], total: int, what: str) -> None:
+        product = 1
+        for name in names:
+            product *= getattr(self, name)
+        if total % product:
+            factors = " × ".join(f"{name} {getattr(self, name)}" for name in names if getattr(self, name) > 1)
+            shown = factors if " × " not in factors else f"{factors} = {product}"
+            raise BadInput(f"{shown} does not divide {what}", where=names[0], remedy=f"use divisors of {total}")
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.nodes * self.gpus
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks: those that read different samples. A step reads micro batch × accumulation × `dp` samples."""
+        return self.world_size // (self.tp * self.cp * self.pp)
+
+    @property
+    def shard_group(self) -> int:
+        """Ranks over which ZeRO and FSDP shard the dense parameters' states: (dp / dp_replicate) × cp."""
+        return self.dp // self.dp_replicate * self.cp
+
+    @property
+    def expert_dp(self) -> int:
+        """Data-parallel ranks of one expert."""
+        return self.world_size // (self.pp * self.ep * self.etp)
+
+    @property
+    def expert_shard_group(self) -> int:
+        """Ranks over which ZeRO and FSDP shard an expert's states."""
+        return self.expert_dp // self.dp_replicate
+
+    @property
+    def shards_on_one_node(self) -> bool:
+        """Whether a shard group lies within one node, so that its collectives use the links between the node's GPUs."""
+        ranks = self.shard_group * self.tp  # those between the group's first and last
+        return ranks <= self.gpus and (self.nodes == 1 or self.gpus % ranks == 0)
+
+    def secondary_group(self, size: int) -> int:
+        """Ranks of one secondary shard group of at most `size` ranks (ZeRO++ hpZ, ``zero_hpz_partition_size``)."""
+        return min(size, self.shard_group)
+
+    def require_data_parallel_only(self, engine: str) -> None:
+        """Refuse every degree but data parallelism's, for an engine that has no other.
+
+        Raises:
+            BadInput: naming the first other degree above 1.
+        """
+        for name in ("tp", "cp", "pp", "vpp", "ep", "etp", "dp_replicate"):
+            if getattr(self, name) > 1:
+                raise BadInput(f"{engine} has data parallelism only, and no {name}", where=name, remedy=f"leave {name} at 1")

@@ -1,8 +1,8 @@
-"""Watches the first micro batches at stage 3 for parameters that are used while their unit is not gathered.
+"""Checks the first micro batches at stage 3 for parameters that are read while their unit is sharded.
 
-Parameters there have constant addresses in memory that units share (Note [Addresses] in model_states). A module that reads
-another unit's parameter outside that unit's forward would get other numbers without any error. So every operation of the first
-micro batches is looked at, and such a read ends the run with the parameter's name.
+At stage 3 parameters have constant addresses in memory that units share (Note [Addresses] in model_states). A module that reads
+another unit's parameter outside that unit's forward would get wrong values without an error. So a dispatch mode checks every
+operation of the first micro batches, and such a read raises an error with the parameter's name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ from zeroplan_runtime.unit_state import UnitState
 
 
 class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within it, every operation that is handed a parameter, or a view of one, must find its unit gathered."""
+    """A context in which every operation that is given a parameter, or a view of one, must find its unit unsharded.
+
+    Raises:
+        BadInput: from the operation, with the parameter's name.
+    """
 
     def __init__(self, model_states: ModelStates) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -60,11 +64,11 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
 
-_IN_FORWARD = "give initialize() a policy that takes a module in whose forward all uses of it lie"
+_IN_FORWARD = "give initialize() a policy that takes a module whose forward contains every use of the parameter"
 _IN_BACKWARD = (
     "its backward is seen by the gradients of its outputs: return tensors, or tuples, lists, dicts or dataclasses of them, and "
     "take no gradients of gradients"
 )
 
-#: Operations that do not read what they are given.
+#: Operations that do not read the values of their arguments.
 _HARMLESS = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.empty_like.default})

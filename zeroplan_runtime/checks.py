@@ -1,7 +1,7 @@
-"""What an engine may rely on and what may follow a failure. Every fault is one line that names the remedy.
+"""Checks of the model, the loss and the order of calls. Every error is one line that names the remedy.
 
-An engine's parameters are views of memory that it allocated once (Note [Addresses] in model_states). Whoever moves, casts or
-replaces them afterwards would train something else without any error; so do two engines on one model. Both are looked for here.
+An engine's parameters are views of memory that it allocated once (Note [Addresses] in model_states). If they are moved, cast or
+replaced afterwards, or if two engines hold one model, training would go wrong without an error; the checks here find both.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from zeroplan.core.errors import BadInput
 from zeroplan_runtime.model_states import ModelStates
 from zeroplan_runtime.optim.zero_optimizer import ZeroOptimizer
 
-#: Parameters under an engine, and those that an engine has emptied.
+#: Parameters that an engine owns, and parameters that a destroyed engine has left empty.
 _claimed: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _emptied: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-#: Classes, by name, that distribute a model themselves.
+#: Names of wrapper classes that distribute a model themselves.
 _WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"})
 
 
 def require_model(model: nn.Module) -> None:
-    """Refuses a model whose parameters have no values of their own, or another owner.
+    """Checks that an engine can take the model: parameters with values, not wrapped, not sharded, not owned by an engine.
 
     Raises:
-        BadInput: with the parameter's name.
+        BadInput: with the parameter's name and the remedy.
     """
     if type(model).__name__ in _WRAPPERS:
         raise BadInput(f"a {type(model).__name__} distributes the model itself", where="model", remedy="give the module within")
@@ -58,10 +58,10 @@ def require_model(model: nn.Module) -> None:
 
 
 def groups_of(model: nn.Module, optimizer: ZeroOptimizer | None) -> dict[int, int]:
-    """The optimizer group of each parameter, by ``id``.
+    """The index of each parameter's optimizer group, by the parameter's ``id``; empty without an optimizer.
 
     Raises:
-        BadInput: when the optimizer holds what is not the model's, or lacks what is trained.
+        BadInput: when the optimizer holds a tensor that is not the model's, or lacks a trainable parameter.
     """
     if optimizer is None:
         return {}
@@ -83,10 +83,10 @@ def groups_of(model: nn.Module, optimizer: ZeroOptimizer | None) -> dict[int, in
 
 
 def require_loss(value: object) -> None:
-    """Refuses what no gradients can be taken of.
+    """Checks that `value` is a tensor of one element with a gradient.
 
     Raises:
-        BadInput: with what it is instead.
+        BadInput: that says what it is instead.
     """
     if not isinstance(value, torch.Tensor):
         what = f"a {type(value).__name__} is no loss"
@@ -100,7 +100,7 @@ def require_loss(value: object) -> None:
 
 
 class EngineChecks:
-    """Holds an engine's parameters to the places where `store` has put them, and its calls to an order that makes sense."""
+    """Checks that an engine's parameters stay where `model_states` put them and that its methods are called in order."""
 
     def __init__(self, model: nn.Module, model_states: ModelStates) -> None:
         self._model = model
@@ -108,18 +108,18 @@ class EngineChecks:
         self._addresses = [param.data_ptr() for param in self._params]
         self._trained = [param.requires_grad for param in self._params]
         self.is_destroyed = False
-        self._failed_step = ""  # why a step ended half-way
-        self._failed_backward = ""  # why a backward did
-        self._has_reduced_grads = False  # the backward before a step has been
-        self._checked_model = False  # the model's parameters have been found to be those of the start
+        self._failed_step = ""  # why the last step raised; empty if it did not
+        self._failed_backward = ""  # why the last backward raised; empty if it did not
+        self._has_reduced_grads = False  # the last backward of an accumulation is done
+        self._checked_model = False  # the model was found to have the parameters that the engine took
 
     # ------------------------------------------------------------------ calls
 
     def require_usable(self, where: str, *, allow_failed_step: bool = False) -> None:
-        """Refuses calls that need parameters with values; after a failed step only if `allow_failed_step`.
+        """Checks that the engine is not destroyed and, unless `allow_failed_step`, that its last step did not fail.
 
         Raises:
-            BadInput: when the engine is destroyed, or its last step failed.
+            BadInput: with `where`, the method that was called.
         """
         if self.is_destroyed:
             raise BadInput("the engine has been destroyed", where=where, remedy="initialize a new one")
@@ -131,21 +131,24 @@ class EngineChecks:
             )
 
     def require_backward(self, *, once: bool) -> None:
-        """Refuses a backward that would add to gradients which cannot be added to.
+        """Checks that the gradients can be added to.
+
+        Args:
+            once: gradients can be reduced only once a step.
 
         Raises:
-            BadInput: after a backward that failed, and, where gradients can be reduced but `once` a step, after that.
+            BadInput: after a backward that failed, and, if `once`, when this step's gradients have been reduced.
         """
         self._require_complete_grads("engine.backward")
         if once and self._has_reduced_grads:
             raise BadInput(
-                "updates by the gradients of this step have begun, as nothing clips or checks them",
+                "updates with this step's gradients have begun, because neither clipping nor overflow checks delay them",
                 where="engine.backward",
-                remedy="add the losses and go back once, count each as a micro batch, or set gradient_clipping",
+                remedy="add the losses and call backward once, count each as a micro batch, or set gradient_clipping",
             )
 
     def require_gradients(self) -> None:
-        """Refuses a step without a whole backward before it.
+        """Checks that a complete backward came before the step and that no parameter was frozen or unfrozen since the start.
 
         Raises:
             BadInput: with the remedy.
@@ -161,7 +164,7 @@ class EngineChecks:
             if param.requires_grad is not trained:
                 was, now = ("trained", "frozen") if trained else ("frozen", "trained")
                 raise BadInput(
-                    f"{self._name(param)!r} was {was} when the engine was made and is to be {now}",
+                    f"{self._name(param)!r} was {was} when the engine was made and is {now} now",
                     where="engine.step",
                     remedy="call engine.destroy(keep_parameters=True) and initialize again",
                 )
@@ -176,7 +179,14 @@ class EngineChecks:
 
     @contextmanager
     def during_backward(self, *, boundary: bool) -> Iterator[None]:
-        """Around a backward; `boundary` says that a step follows."""
+        """A context for a backward; notes whether it failed.
+
+        Args:
+            boundary: the optimizer steps after it.
+
+        Raises:
+            BadInput: when the loss's graph has been freed by an earlier backward.
+        """
         try:
             yield
         except BaseException as fault:
@@ -193,7 +203,7 @@ class EngineChecks:
 
     @contextmanager
     def during_step(self) -> Iterator[None]:
-        """Around an update."""
+        """A context for the optimizer's step; notes whether it failed."""
         try:
             yield
         except BaseException as fault:
@@ -202,7 +212,7 @@ class EngineChecks:
         self._has_reduced_grads = False
 
     def refuse_mixed_collectives(self) -> NoReturn:
-        """The ranks went through different units in the last step.
+        """Marks the last step as failed because the ranks ran different units.
 
         Raises:
             BadInput: always.
@@ -216,20 +226,20 @@ class EngineChecks:
         )
 
     def grads_were_dropped(self) -> None:
-        """All gradients are gone."""
+        """Notes that all gradients are gone."""
         self._failed_backward, self._has_reduced_grads = "", False
 
     def checkpoint_was_loaded(self) -> None:
-        """A checkpoint was read: all parameters and states are of one step again."""
+        """Notes that parameters and optimizer states are consistent again."""
         self._failed_step = ""
 
     def claim_parameters(self) -> None:
-        """No other engine may have these parameters."""
+        """Marks the parameters as owned by this engine; another engine refuses them."""
         for param in self._params:
             _claimed[param] = True
 
     def give_up_parameters(self, *, emptied: bool) -> None:
-        """The engine is no more; it has left its parameters without values if `emptied`."""
+        """Marks the engine as destroyed and its parameters as free and, if `emptied`, without values."""
         self.is_destroyed = True
         for param in self._params:
             if param in _claimed:
@@ -240,7 +250,7 @@ class EngineChecks:
     # ------------------------------------------------------------------ parameters
 
     def require_parameters(self) -> None:
-        """Refuses a model whose parameters are no longer where the engine updates them.
+        """Checks that the model's parameters are still the tensors, at the addresses, that the engine updates.
 
         Raises:
             BadInput: with the parameter's name.
@@ -248,9 +258,9 @@ class EngineChecks:
         for param, address in zip(self._params, self._addresses, strict=True):
             if param.data_ptr() != address:
                 raise BadInput(
-                    f"{self._name(param)!r} was moved or cast after the engine was made, which updates it elsewhere",
+                    f"{self._name(param)!r} was moved or cast after the engine was made, so updates would not reach it",
                     where="model",
-                    remedy="do so before initialize(), whose config says the dtype",
+                    remedy="move and cast before initialize(); the config sets the dtype",
                 )
         if self._checked_model:
             return
@@ -261,7 +271,7 @@ class EngineChecks:
         self._checked_model = True
 
     def recheck_parameters(self) -> None:
-        """The model may have got other parameters."""
+        """Makes the next :meth:`require_parameters` look through the whole model again."""
         self._checked_model = False
 
     def _name(self, wanted: nn.Parameter) -> str:
@@ -276,7 +286,7 @@ def _first_line(fault: BaseException) -> str:
 
 
 def refuse_copy(*_: Any) -> NoReturn:
-    """Copying or pickling a module with an engine's hooks would copy the engine and all its memory.
+    """Stands for ``__reduce_ex__``: copying or pickling a module with an engine's hooks would copy all of its memory.
 
     Raises:
         BadInput: always.

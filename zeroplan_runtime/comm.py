@@ -1,4 +1,4 @@
-"""The collectives of the ranks that share a model, the same for NCCL on GPUs and gloo on CPUs."""
+"""The collectives of the ranks that share a model, over NCCL on GPUs and gloo on CPUs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,20 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class Communicator:
-    """The ranks that share a model, and their collectives. Each runs in the lane that is current when it is called."""
+    """The ranks that share a model and their collectives, each issued on the stream that is current when it is called.
+
+    Args:
+        group: the process group; all ranks by default, and one rank where torch.distributed is not initialised.
+
+    Attributes:
+        explain: given what failed, names the rank that is to blame; every collective then raises RankLost with it.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
         self.world_size = dist.get_world_size(group) if dist.is_initialized() else 1
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
-        self.explain: Callable[[str], str] | None = None  # says which rank is to blame for a failed collective
+        self.explain: Callable[[str], str] | None = None
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
@@ -34,12 +41,12 @@ class Communicator:
             raise RankLost(self.explain(f"could not {what}")) from fault
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
-        """Fills `whole` with every rank's `shard`, which may be this rank's part of `whole`."""
+        """Fills `whole` [ranks × n] with every rank's `shard` [n], which may be this rank's part of `whole`."""
         with self._named("gather"):
             _all_gather(whole, shard, group=self.group)
 
     def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> None:
-        """Writes this rank's part of the mean of `whole` over the ranks to `shard`, which may be that part of `whole`."""
+        """Writes this rank's part of the mean of `whole` [ranks × n] to `shard` [n], which may be that part of `whole`."""
         with self._named("reduce"):
             _reduce_scatter(shard, whole, op=dist.ReduceOp.AVG, group=self.group)
 
@@ -54,16 +61,16 @@ class Communicator:
             dist.all_reduce(values, group=self.group)
 
     def all_reduce_max(self, values: torch.Tensor) -> None:
-        """Replaces `values` by their largest over the ranks, one by one."""
+        """Replaces each of `values` by its maximum over the ranks."""
         with self._named("reduce"):
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Replaces `tensor` by the first rank's."""
+        """Replaces the contiguous `tensor` by the first rank's."""
         dist.broadcast(tensor, group_src=0, group=self.group)
 
     def broadcast_from_first(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The first rank's `tensor`, as it lies there."""
+        """The first rank's `tensor`, with the strides of this rank's; any dtype and layout."""
         if self.world_size == 1 or not tensor.numel():
             return tensor
         values = tensor.contiguous()
@@ -71,7 +78,7 @@ class Communicator:
         return values if values is tensor else tensor.clone().copy_(values)
 
     def barrier(self) -> None:
-        """Returns when every rank has called it."""
+        """Blocks until every rank has called it."""
         if self.world_size > 1:
             with self._named("meet"):
                 dist.barrier(self.group)

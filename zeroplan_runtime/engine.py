@@ -1,4 +1,4 @@
-"""The Engine: what users train with, by DeepSpeed's names. It ties units, schedule, landing and optimizer together."""
+"""The Engine that users train with; its methods have the names of DeepSpeed's engine."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ logger = logging.getLogger("zeroplan_runtime")
 
 
 class Engine(nn.Module):
-    """A model under ZeRO. Made by :func:`zeroplan_runtime.initialize`.
+    """A model trained under ZeRO. Make one by :func:`zeroplan_runtime.initialize`.
 
-    Its memory goes with the last reference to engine, model and optimizer, which refer to each other, at the garbage
-    collector's next round; :meth:`destroy` gives it back at once.
+    Call ``loss = engine(batch)``, ``engine.backward(loss)`` and ``engine.step()`` for each micro batch; the last ``step`` of
+    an accumulation updates the model.
 
-    One step is, for each micro batch, ``loss = engine(batch)``, ``engine.backward(loss)``, ``engine.step()``; the last
-    ``step`` of an accumulation updates the model.
+    Engine, model and optimizer refer to each other, so the garbage collector frees the memory some time after the last
+    reference to them is gone; :meth:`destroy` frees it at once.
     """
 
     def __init__(
@@ -144,7 +144,14 @@ class Engine(nn.Module):
     # ------------------------------------------------------------------ training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward, with its parameters gathered as needed."""
+        """Runs the model's forward and unshards parameters as they are needed.
+
+        Returns:
+            What the model returns.
+
+        Raises:
+            BadInput: when the engine is destroyed, its last step failed, or the model's parameters were replaced or moved.
+        """
         self.checks.require_usable("engine")
         self.checks.require_parameters()
         self.state_dict_hooks.sync_masters()
@@ -156,16 +163,20 @@ class Engine(nn.Module):
             return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
-        """Gradients of `loss`, divided by the accumulation steps as DeepSpeed does, averaged over the ranks.
+        """Computes the gradients of `loss` / accumulation steps (as DeepSpeed does), averaged over the ranks.
 
-        Several backwards before one step add up. `retain_graph` lets another go through the same graph.
+        The gradients of several calls before one step add up.
+
+        Args:
+            loss: one element, a result of this engine's forward.
+            retain_graph: keep the graph, so that another call can go through it.
 
         Returns:
             The loss divided by the accumulation steps.
 
         Raises:
-            BadInput: when `loss` is no number that came out of this model's forward with gradients, after a backward that
-                failed, and for a second one where gradients can be reduced but once.
+            BadInput: when `loss` is not one element with a gradient, after a backward that failed, and for a second call in
+                a step where updates on the host start in the backward.
         """
         self.checks.require_usable("engine.backward")
         self.checks.require_backward(once=self._reduces_once())
@@ -184,11 +195,11 @@ class Engine(nn.Module):
         return scaled
 
     def _reduces_once(self) -> bool:
-        """Whether what the reduction leaves cannot be added to, as updates begin with it."""
+        """Whether reduced gradients cannot be added to, because updates on the host use them at once."""
         return self.host is not None and self.host.early_request is not None
 
     def _audited(self) -> AbstractContextManager[object]:
-        """The audit of parameter reads, in the first micro batches at stage 3."""
+        """A context that checks parameter reads, in the first micro batches at stage 3."""
         if self.micro_steps < self.config.knobs.audit_steps and self.model_states.setup.shards_params:
             self._audit = self._audit or Audit(self.model_states)
             return self._audit
@@ -196,7 +207,7 @@ class Engine(nn.Module):
         return nullcontext()
 
     def step(self) -> None:
-        """Ends a micro batch; the last one of an accumulation updates the parameters and the grad_enabled rate."""
+        """Ends a micro batch; the last one of an accumulation updates the parameters and the learning rate."""
         self.checks.require_usable("engine.step")
         boundary = self.is_gradient_accumulation_boundary()
         if boundary and self.optimizer_step is None:
@@ -222,9 +233,12 @@ class Engine(nn.Module):
             self.finish_step()
 
     def finish_step(self) -> None:
-        """Draws the conclusions of the last step, once its result is known: loss scale, step count, grad_enabled rate.
+        """Updates loss scale, step count and learning rate from the last step's result. Does nothing if that was done.
 
-        The host waits here, at the next backward at the earliest, while the device still has a forward to do.
+        This waits for the device, so it is called in the next backward, while the device still runs the forward.
+
+        Raises:
+            BadInput: when the ranks' collectives were of different units, or gradients overflow at the least loss scale.
         """
         result, self._pending_result = self._pending_result, None
         if result is None:
@@ -244,7 +258,12 @@ class Engine(nn.Module):
             self.lr_scheduler.step()
 
     def drain(self) -> None:
-        """Returns when every update is in the masters and on its way to the parameters, those on the host included."""
+        """Blocks until every update, on the host or the device, has been applied to the masters and its parameters are sent.
+
+        Raises:
+            BadInput: as :meth:`finish_step`, and when the engine is destroyed.
+            RuntimeError: when an update on the host failed.
+        """
         self.checks.require_usable("engine", allow_failed_step=True)
         self.state_dict_hooks.sync_masters()
         self.finish_step()
@@ -258,30 +277,36 @@ class Engine(nn.Module):
         return (self.micro_steps + 1) % self.config.grad_accum == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Says it for the micro batches to come, instead of counting them.
+        """Sets whether the coming micro batches end an accumulation, instead of counting them.
 
-        Buffers and their dtypes follow the config's accumulation steps: give there how many there are about.
+        Buffers and their dtypes follow the config's ``gradient_accumulation_steps``, so set it to about the real number.
         """
         self._boundary = is_boundary
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients accumulated so far."""
+        """Drops the gradients accumulated so far.
+
+        Raises:
+            BadInput: when the engine is destroyed.
+            RuntimeError: when updates that use the gradients have begun on the host.
+        """
         self.checks.require_usable("engine.zero_grad", allow_failed_step=True)
         self.schedule.drop_grads()
         self.checks.grads_were_dropped()
 
     def destroy(self, *, keep_parameters: bool = False) -> None:
-        """Gives all memory of the runtime back. A second call does nothing.
+        """Frees all memory of the runtime. A second call does nothing.
 
-        The model's parameters are empty afterwards, or, with `keep_parameters`, whole in host memory and in the dtype in which
-        they were trained: the model can be used, or given to :func:`zeroplan_runtime.initialize`, again. Every rank must then
-        call it so.
+        Args:
+            keep_parameters: leave the unsharded parameters in host memory, in the model's dtype, so that the model can be
+                used or given to :func:`zeroplan_runtime.initialize` again. Every rank must then call this with the same
+                value. Otherwise the model's parameters are empty afterwards.
         """
         if self.checks.is_destroyed:
             return
         kept = self._parameters_on_host() if keep_parameters else {}
         self.checks.give_up_parameters(emptied=not keep_parameters)
-        with suppress(BadInput):  # that no loss scale is left is of no interest any more
+        with suppress(BadInput):  # an overflow at the least loss scale does not matter any more
             self.finish_step()
         if self.host is not None:
             self.host.close()
@@ -312,46 +337,46 @@ class Engine(nn.Module):
 
     __reduce_ex__ = refuse_copy
 
-    # ------------------------------------------------------------------ questions
+    # ------------------------------------------------------------------ state
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that infinite gradients prevented."""
+        """The number of steps that were skipped because gradients were not finite."""
         self.finish_step()
         return self._skipped
 
     @property
     def loss_scale(self) -> float:
-        """The present factor on the loss."""
+        """The factor on the loss of the next backward."""
         self.finish_step()
         return self.scaler.scale
 
     @property
     def cur_scale(self) -> float:
-        """The same, by DeepSpeed's name."""
+        """:attr:`loss_scale` by DeepSpeed's name."""
         return self.loss_scale
 
     def get_global_grad_norm(self) -> float | None:
-        """The norm of the last step's gradients before clipping; None when neither clipping nor checks need it."""
+        """The norm of the last step's gradients before clipping; None where neither clipping nor overflow checks need it."""
         if self._step_result is None or not (self.config.clip or self.config.check_overflow):
             return None
         return self._step_result.norm
 
     def get_lr(self) -> list[float]:
-        """The groups' grad_enabled rates for the next step."""
+        """The learning rate of each parameter group for the next step."""
         self.finish_step()
         return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer is not None else []
 
     def gradient_accumulation_steps(self) -> int:
-        """Micro batches a step."""
+        """The number of micro batches in a step."""
         return self.config.grad_accum
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples a micro batch and rank."""
+        """The number of samples in a micro batch of one rank."""
         return self.config.micro_batch
 
     def train_batch_size(self) -> int:
-        """Samples a step over all ranks."""
+        """The number of samples in a step, over all ranks."""
         return self.config.micro_batch * self.config.grad_accum * self.comm.world_size
 
     def zero_optimization_stage(self) -> int:
@@ -365,21 +390,28 @@ class Engine(nn.Module):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """The number of ranks."""
         return self.comm.world_size
 
-    # ------------------------------------------------------------------ whole parameters
+    # ------------------------------------------------------------------ unsharded parameters
 
     def wait_parameters(self) -> None:
-        """Makes the current stream wait until every gather begun after the last step is done.
+        """Makes the current stream wait for every all-gather that the last step has issued.
 
-        Forwards wait by themselves. This is for reading parameters directly at stages 0 to 2.
+        Call it before reading parameters directly at stages 0 to 2; forwards wait by themselves.
         """
         self.schedule.wait_for_unshard()
 
     @contextmanager
     def gathered(self, name: str = "root") -> Iterator[None]:
-        """Within it, the parameters of one unit (``engine.unit_names()``) hold their whole values, for reading."""
+        """A context in which one unit's parameters are unsharded, for reading. Every rank must enter it.
+
+        Args:
+            name: one of :meth:`unit_names`.
+
+        Raises:
+            BadInput: for an unknown name, and when the engine cannot be used.
+        """
         self.checks.require_usable("engine")
         unit = next((u for u in self.model_states.units if u.name == name), None)
         if unit is None:
@@ -398,13 +430,14 @@ class Engine(nn.Module):
         self.wait_parameters()
 
     def unit_names(self) -> list[str]:
-        """The units that the model was divided into."""
+        """The names of the units that the model was divided into, the root first."""
         return [unit.name for unit in self.model_states.units]
 
     def full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter, then every persistent buffer, by name and whole, each valid until the next is asked for.
+        """Yields every parameter, then every persistent buffer, by name and unsharded.
 
-        Every rank must go through all of them. Tied parameters come once, under their first name.
+        A tensor is valid until the next is asked for. Every rank must iterate to the end. Tied parameters come once, under
+        their first name.
         """
         for unit in self.model_states.units:
             with self.gathered(unit.name):
@@ -417,9 +450,9 @@ class Engine(nn.Module):
                     yield f"{prefix}.{name}" if prefix else name, buffer.detach()
 
     def module_state_dict(self) -> dict[str, torch.Tensor] | None:
-        """The model's whole state dict in its own dtype, on the CPU of the first rank; None on the others.
+        """The model's unsharded state dict in the model's dtype, in the first rank's host memory; None on the other ranks.
 
-        Every rank must call it. Tied parameters appear under each of their names, sharing memory.
+        Every rank must call it. Tied parameters appear under each of their names and share memory.
         """
         keep = self.comm.rank == 0
         state = {name: tensor.to("cpu", copy=True) for name, tensor in self.full_tensors() if keep}
@@ -461,7 +494,7 @@ class Engine(nn.Module):
         save_16bit_model(self, save_dir, save_filename)
 
     def _progress_for_watchdog(self) -> tuple[int, str, bool]:
-        """For the watchdog: how far, where, and whether in the engine or with work on the device still to be done."""
+        """Progress count, what is being done, and whether this rank may wait for others: in the engine or on the device."""
         outside = "" if self._inside else ", outside the engine since"
         waiting = self._inside or not self._last_event.query()
         return self.schedule.progress_count, f"{self.schedule.where}, step {self.global_steps}{outside}", waiting
@@ -486,7 +519,7 @@ class Engine(nn.Module):
         }
 
     def load_progress(self, progress: dict[str, Any]) -> None:
-        """Goes on from :meth:`progress`. Whole accumulations only: counting begins at a boundary."""
+        """Continues from :meth:`progress`. Counting of micro batches begins at the start of an accumulation."""
         self.global_steps = progress["global_steps"]
         self.micro_steps = self.global_steps * self.config.grad_accum
         self._applied, self._skipped = progress["applied"], progress["skipped"]

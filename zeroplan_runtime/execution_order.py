@@ -1,4 +1,4 @@
-"""The order in which units are needed, as it has been seen: what to gather next, and what to read ahead from files."""
+"""The order in which units run, recorded from the last forward and backward: what to unshard and to read from files next."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ class ExecutionOrder:
     def reads(
         self, unit: UnitState, slots: Iterable[ParamSlot], *, backward: bool, grad_enabled: bool
     ) -> Iterator[FetchRequest]:
-        """The units in files that will be brought into their slots from `unit` on, as far as can be told.
+        """The reads from files that the unshards from `unit` on will need, in order, as far as they can be predicted.
 
         Args:
-            unit: the first, whether it is brought or lies in its slot.
-            slots: what holds which unit now.
+            unit: the unit that is needed now, whether or not its slot holds it already.
+            slots: the parameter slots, as they are now.
             backward: the backward has begun.
             grad_enabled: a backward follows this forward.
         """
         held = {slot.name: (slot.holder, slot.is_current) for slot in slots}
         for upcoming in self._ahead(unit, backward=backward, grad_enabled=grad_enabled):
             slot = upcoming.param_slot.name
-            holder, fresh = held[slot]
-            if upcoming.in_files and not (holder is upcoming and fresh):
+            holder, is_current = held[slot]
+            if upcoming.in_files and not (holder is upcoming and is_current):
                 yield FetchRequest(upcoming.name, frozen=upcoming.frozen is not None and holder is not upcoming)
             held[slot] = (upcoming, True)
 
     def _ahead(self, unit: UnitState, *, backward: bool, grad_enabled: bool) -> Iterator[UnitState]:
-        """The units in the order in which they will be needed. What follows a backward is not known: an update may."""
-        most = len(self.units)
-        turn = unit
+        """The units in the order in which they will be needed. Nothing is predicted past a backward: an update may follow."""
+        limit = len(self.units)  # the recorded order may have a loop
+        last = unit
         if not backward:
-            for turn in islice(_chain(unit, self.next_in_forward), most):
-                yield turn
+            for last in islice(_chain(unit, self.next_in_forward), limit):
+                yield last
             if not grad_enabled:
-                yield from islice(_chain(self.units[0], self.next_in_forward), most)
+                yield from islice(_chain(self.units[0], self.next_in_forward), limit)
                 return
         else:
             yield unit
-        back = islice(_chain(self.next_in_backward.get(turn), self.next_in_backward), most)
-        yield from (one for one in back if one.gathers_in_backward)
+        in_backward = islice(_chain(self.next_in_backward.get(last), self.next_in_backward), limit)
+        yield from (one for one in in_backward if one.gathers_in_backward)
 
 
 def _chain(unit: UnitState | None, following: Mapping[UnitState, UnitState]) -> Iterator[UnitState]:

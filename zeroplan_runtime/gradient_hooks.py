@@ -1,9 +1,9 @@
-"""How gradients reach the flat buffers: linear layers multiply straight into them, everything else is copied once.
+"""Hooks that put gradients into the flat buffers: linear layers multiply into them, all other gradients are copied once.
 
-Autograd would make each gradient in memory of its own and add it to ``param.grad``. Here no parameter has a ``grad``:
-a hook moves each complete gradient into its view of the flat buffer and lets the original go. For ``nn.Linear`` the
-weight's gradient, a matrix product, is written to the view itself (or accumulated there by the product), so that the most
-of a transformer's gradients are neither allocated nor copied.
+Autograd allocates each gradient and adds it to ``param.grad``. Here no parameter keeps a ``grad``: a hook copies each complete
+gradient to its view of the flat buffer and frees the original. The weight gradient of ``nn.Linear``, a matrix product, is
+written to (or accumulated in) the view by the product itself, so most of a transformer's gradients are neither allocated nor
+copied.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ _Place = tuple[UnitState, int]
 
 
 def attach_gradient_hooks(schedule: Schedule, *, direct: bool = True) -> Callable[[], None]:
-    """Sends all gradients of the store's parameters to the schedule.
+    """Makes all gradients of the schedule's parameters arrive in the units' ``grad_full``.
 
     Args:
-        direct: let plain linear layers write their weights' gradients in place.
+        schedule: the schedule whose units get the hooks.
+        direct: let plain ``nn.Linear`` layers write their weight gradients in place.
 
     Returns:
-        A function that undoes it.
+        A function that removes the hooks.
     """
     places: dict[int, _Place] = {}
     handles: list[Any] = []
@@ -40,7 +41,7 @@ def attach_gradient_hooks(schedule: Schedule, *, direct: bool = True) -> Callabl
         if unit.trainable is not None:
             for i, param in enumerate(unit.trainable.params):
                 places[id(param)] = (unit, i)
-                # Held by C++, where the garbage collector does not look: a strong reference would keep the engine for ever.
+                # C++ holds the hook, where the garbage collector does not look: a strong reference would leak the engine.
                 hook = partial(_take_grad, weakref.ref(schedule), unit.index, i)
                 handles.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
     changed: list[nn.Module] = []
@@ -75,7 +76,7 @@ def _is_plain_linear(module: nn.Module) -> bool:
 
 
 class GradientTarget:
-    """Where one linear layer's gradients go."""
+    """Where one linear layer's gradients go: unit and position in its trainable flat, of the weight and of the bias."""
 
     __slots__ = ("bias", "schedule", "weight")
     __reduce_ex__ = refuse_copy
@@ -84,14 +85,19 @@ class GradientTarget:
         self.schedule, self.weight, self.bias = schedule, weight, bias
 
     def accumulate_weight_grad(self, grad: torch.Tensor, x: torch.Tensor) -> None:
-        """``weight.grad += gradᵀ x`` for `grad` [tokens, out] and `x` [tokens, in], in the flat buffer."""
+        """Adds gradᵀ · x to the weight's gradient in the flat buffer, or writes it there if it is the first.
+
+        Args:
+            grad: [tokens, out], the gradient of the layer's output.
+            x: [tokens, in], the layer's input.
+        """
         unit, position = self.weight
         self.schedule.acquire_full_grad(unit)
         view = unit.grad_views[position]
         if view.dtype != grad.dtype and not (grad.is_cuda and view.dtype == torch.float32):
             self.schedule.accumulate_grad(unit, position, torch.mm(grad.t(), x))
             return
-        # Where gradients are reduced in fp32, the product of 16-bit factors is kept as the GPU summed it, in fp32.
+        # Where gradients are reduced in fp32, the fp32 sums of the 16-bit factors' product are kept unrounded.
         wider: dict[str, Any] = {} if view.dtype == grad.dtype else {"out_dtype": view.dtype}
         if unit.grad_received[position]:
             torch.addmm(view, grad.t(), x, out=view, **wider)
@@ -114,34 +120,34 @@ def _forward(target: GradientTarget, module: nn.Linear, x: torch.Tensor) -> torc
 
 
 def _has_no_other_hooks(weight: torch.Tensor) -> bool:
-    """Whether a gradient is wanted, and by nobody else: hooks of the user's must see it."""
-    after = weight._post_accumulate_grad_hooks  # ours is one
+    """Whether the weight is trained and has no hook of the user's, which would have to see the gradient."""
+    after = weight._post_accumulate_grad_hooks  # one of them is ours
     return weight.requires_grad and not weight._backward_hooks and (after is None or len(after) <= 1)
 
 
 class DirectLinear(torch.autograd.Function):
-    """``x Wᵀ + b`` whose weight gradient goes to a :class:`GradientTarget` in engine.backward(), and to autograd in any other.
+    """``x Wᵀ + b`` whose weight gradient goes to a :class:`GradientTarget` in ``engine.backward()``, else to autograd.
 
-    The weight is remembered as the parameter itself, not saved: its address is constant (Note [Addresses] in model_states).
+    The context refers to the parameter instead of saving it: its address is constant (Note [Addresses] in model_states).
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: GradientTarget
     ) -> torch.Tensor:
-        """`x` [..., in] to [..., out]."""
+        """Returns [..., out] for `x` [..., in]."""
         ctx.save_for_backward(x)
         ctx.weight, ctx.target, ctx.needs_bias = weight, target, bias is not None and bias.requires_grad
         return functional.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None]:
-        """The gradient of `x`, and of the bias, which is small and takes autograd's way."""
+        """Returns the gradients of `x`, of the weight (None where it went to the target) and of the bias."""
         (x,) = ctx.saved_tensors
         rows, columns = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         grad_x = grad.matmul(ctx.weight) if ctx.needs_input_grad[0] else None
         grad_weight = None
-        if ctx.target.schedule.in_backward and not torch.is_grad_enabled():
+        if ctx.target.schedule.in_engine_backward and not torch.is_grad_enabled():
             ctx.target.accumulate_weight_grad(rows, columns)
         else:
             grad_weight = rows.t() @ columns

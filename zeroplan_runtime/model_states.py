@@ -1,17 +1,17 @@
-"""The ModelStates: every unit's flats as tensors, carved by the Arena from the layout, and the parameters as views of them.
+"""The model states of one rank: every unit's parameters, gradients and optimizer states, allocated by the Arena.
 
 Note [Addresses]
-    A parameter's ``data`` is set once, to a view of its unit's place: a permanent buffer, or, at stage 3, its unit's slot.
-    It never moves afterwards. What autograd saved in the forward (the weight, or a transposed view of it) is therefore
-    right again in the backward as soon as the unit is gathered again into the same slot: no saved tensor needs a hook,
-    no storage is resized, and no parameter is touched one by one. The price is that a parameter read while its unit is
-    not gathered shows another unit's bytes; :mod:`zeroplan_runtime.audit` watches the first steps for that.
+    A parameter's ``data`` is set once, to a view of permanent memory or, at stage 3, of its unit's slot, and never moves.
+    What autograd saved in the forward (the weight, or a transposed view of it) is therefore valid in the backward as soon as
+    the unit is unsharded into the same slot again: no saved tensor needs a hook, no storage is resized, and no parameter is
+    touched one by one. The price is that a parameter which is read while its unit is sharded shows another unit's bytes;
+    :mod:`zeroplan_runtime.audit` checks the first micro batches for that.
 
 Note [Places]
-    Where a buffer lies is a column of the layout's rows, which the Arena follows. A unit's gradients leave for another place
-    in :meth:`zeroplan_runtime.schedule.Schedule.reduce_grads`, in the reduce lane; its masters and states are met there unit by
-    unit, by :class:`zeroplan_runtime.offload.host_optimizer.HostOptimizer`. Parameters that rest on the host or in files come
-    to the device in :meth:`zeroplan_runtime.schedule.Schedule.unshard`.
+    Where a buffer lies (device, host or file) is a column of the layout's rows, and the Arena follows it. A unit's gradients
+    go to another place on the reduce stream, in :meth:`zeroplan_runtime.schedule.Schedule.reduce_grads`;
+    :class:`zeroplan_runtime.offload.host_optimizer.HostOptimizer` updates its masters and states where they are. Parameters
+    that rest on the host or in files come to the device in :meth:`zeroplan_runtime.schedule.Schedule.unshard`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import STEP_SCALARS, Flat, Layout, OwnedBuffer, plan_layout, runtime_buffers
 from zeroplan.core.layout_setup import RuntimeSetup as Setup
-from zeroplan_runtime.arena import DTYPES, Arena
+from zeroplan_runtime.arena import Arena
 from zeroplan_runtime.comm import Communicator
 from zeroplan_runtime.offload.nvme import NvmeOffload
 from zeroplan_runtime.offload.optimizer_swapper import OptimizerSwapper
@@ -37,7 +37,25 @@ _Carved = dict[tuple[Buffer, str], torch.Tensor]
 
 
 class ModelStates:
-    """All units of one model on one rank. Building it moves the parameters into the Arena, one after another."""
+    """All units of one model on one rank. The constructor moves the parameters into the Arena, one after another.
+
+    Args:
+        units: the model's units, the root first.
+        setup: stage, ranks, dtypes, optimizer and offload.
+        comm: the ranks that share the model; every rank must make its ModelStates.
+        arena: the allocator.
+        make_nvme: makes the swap files once the layout is known; None where there are none.
+
+    Attributes:
+        scalars: fp32, the step's scalars (see ``kernels.SQUARES`` and the following names).
+        squares: fp32 [units], the sum of squares of each unit's gradients.
+        norm_workspace: scratch of the norm's kernel.
+        staging: memory in which parts of large gradients are cast before their reduction.
+        host_tensors: the pinned buffers of offload, by Buffer and unit.
+
+    Raises:
+        BadInput: for a parameter without values or of an integer dtype, and when memory or disk space cannot be had.
+    """
 
     def __init__(
         self,
@@ -54,7 +72,7 @@ class ModelStates:
         self.param_slots = {n: self._slot(n, carved[Buffer.PARAM_FULL, n]) for n in self.layout.param_slots}
         self.grad_slots = {n: GradSlot(resizable[Buffer.GRAD_FULL, n], Event(arena.device)) for n in self.layout.grad_slots}
         self.accum_slots: dict[str, AccumSlot] = {}
-        self.host_tensors = {key: tensor for key, tensor in carved.items() if key[0] in _EXCHANGES}
+        self.host_tensors = {key: tensor for key, tensor in carved.items() if key[0] in _PINNED_BUFFERS}
         self.staging = resizable.get((Buffer.COMM_REDUCE_SCATTER, "staging"))
         self.norm_workspace = carved[Buffer.OPTIM_NORM, "workspace"]
         norms = carved[Buffer.OPTIM_NORM, "step"]
@@ -71,14 +89,14 @@ class ModelStates:
 
     @property
     def param_swapper(self) -> ParamSwapper:
-        """The parameters in files. Only for where there are any."""
+        """What reads and writes the parameters in files; only where there are any."""
         assert self.nvme is not None
         assert self.nvme.param_swapper is not None
         return self.nvme.param_swapper
 
     @property
     def optimizer_swapper(self) -> OptimizerSwapper:
-        """The updates that stream through files. Only for where there are any."""
+        """What updates the optimizer states in files; only where there are any."""
         assert self.nvme is not None
         assert self.nvme.optimizer_swapper is not None
         return self.nvme.optimizer_swapper
@@ -108,8 +126,8 @@ class ModelStates:
             slot = self.param_slots[layout.param_slot]
         else:
             slot = self._slot(name, next(flat.full for flat in flats if flat is not None))
-        reads, mark = reads_params_in_backward(unit.module), Event(self.arena.device)
-        state = UnitState(index, layout, unit.module, trainable, frozen, slot, reads, mark)
+        gathers, updated = reads_params_in_backward(unit.module), Event(self.arena.device)
+        state = UnitState(index, layout, unit.module, trainable, frozen, slot, gathers, updated)
         if trainable is not None:
             self._add_training(state, trainable, carved)
         return state
@@ -125,7 +143,7 @@ class ModelStates:
         state.optim_states = {buffer: tensor for (buffer, unit), tensor in carved.items() if unit == name and _is_state(buffer)}
 
     def alloc_grad(self, unit: UnitState) -> None:
-        """Brings the memory of what is kept of `unit`'s gradients until the step."""
+        """Allocates the gradients of `unit` that live until the step."""
         buffer, trainable = unit.grad_buffer, unit.trainable
         assert buffer is not None
         assert trainable is not None
@@ -139,7 +157,7 @@ class ModelStates:
             unit.grad = self.local_shard(buffer.tensor, trainable.layout) if self.setup.shards_states else buffer.tensor
 
     def alloc_grad_slot(self, unit: UnitState) -> None:
-        """Brings the memory of `unit`'s slot of whole gradients, unless it is there."""
+        """Allocates `unit`'s slot of unsharded gradients, unless it is allocated."""
         slot, trainable = unit.grad_slot, unit.trainable
         assert slot is not None
         assert trainable is not None
@@ -149,9 +167,9 @@ class ModelStates:
             self._view_gradients(unit, trainable, slot.buffer.tensor[: trainable.layout.full])
 
     def accum_slot(self, unit: UnitState) -> AccumSlot:
-        """The slot for sums of `unit`'s offloaded gradients, its memory brought.
+        """The slot in which `unit`'s offloaded gradients are accumulated, allocated.
 
-        A unit that is gone through several times in a micro batch needs one even where the layout plans none.
+        A unit that is called several times in a micro batch needs one even where the layout plans none.
         """
         name = unit.layout.grad_slot
         assert name is not None
@@ -169,15 +187,15 @@ class ModelStates:
         return slot
 
     def _view_gradients(self, unit: UnitState, trainable: FlatParam, full: torch.Tensor) -> None:
-        """Made once: a lease's memory may come and go under its views."""
+        """Makes the views of `full` once; they stay valid when the memory is freed and allocated again."""
         unit.grad_full = full
         unit.grad_views = trainable.views(full)
         unit.grad_gaps = [full[a:b] for a, b in trainable.layout.gaps()]
 
     def free(self) -> None:
-        """Lets go of every tensor, so that their memory returns to the allocator even while something keeps the units.
+        """Drops every tensor, so that the memory is freed even while something refers to the units.
 
-        The gradients must be gone already.
+        The gradients must have been freed before.
         """
         nothing = torch.empty(0, device=self.arena.device)
         for unit in self.units:
@@ -194,18 +212,18 @@ class ModelStates:
         self.host_tensors.clear()
 
     def local_shard(self, full: torch.Tensor, flat: Flat) -> torch.Tensor:
-        """This rank's shard of a whole flat."""
+        """This rank's shard of `full`, an unsharded flat."""
         return full[self.comm.rank * flat.shard : (self.comm.rank + 1) * flat.shard]
 
     def owned_range(self, flat: Flat) -> tuple[int, int]:
-        """``(start, end)`` of the part of a trainable flat that this rank's optimizer owns."""
+        """``(start, end)``, in elements, of the part of a trainable flat that this rank's optimizer owns."""
         if not self.setup.shards_states:
             return 0, flat.full
         return self.comm.rank * flat.shard, (self.comm.rank + 1) * flat.shard
 
     @torch.no_grad()
     def _init_params(self, unit: UnitState) -> None:
-        """Takes the parameters' values from the first rank, and makes the parameters views of the unit's place."""
+        """Broadcasts the parameters' values from the first rank and makes the parameters views of the unit's flats."""
         master = unit.master
         if master is None and unit.trainable is not None:  # on its way to a file
             master = torch.zeros(self.layout.share(unit.layout))
@@ -237,21 +255,21 @@ class ModelStates:
                 self.optimizer_swapper.write(unit.name, state, master if state is Buffer.PARAM_MASTER else None)
 
     def _init_master(self, master: torch.Tensor, flat: Flat, position: int, value: torch.Tensor) -> None:
-        """Masters begin at the model's original precision, not at that of its 16-bit copy."""
+        """Copies this rank's part of `value` to the masters, in the model's original precision."""
         start, end = self.owned_range(flat)
         offset, numel = flat.offsets[position], flat.numels[position]
         first, last = max(start, offset), min(end, offset + numel)
         values = value.reshape(-1)
-        # A copy to the host that also casts takes as much memory there again, as it casts at its end: so by pieces.
-        for begin in range(first, last, _PIECE):
-            stop = min(begin + _PIECE, last)
+        # A copy to the host that also casts allocates a second host tensor of the same size; so copy in parts.
+        for begin in range(first, last, _COPY_NUMEL):
+            stop = min(begin + _COPY_NUMEL, last)
             master[begin - start : stop - start].copy_(values[begin - offset : stop - offset])
 
 
-#: Elements that a master on the host is filled by.
-_PIECE = 1 << 22
-#: What gradients come down to, and parameters go up from.
-_EXCHANGES = (Buffer.GRAD_SHARD, Buffer.STAGE_D2H, Buffer.STAGE_H2D, Buffer.SWAP_BUFFER)
+#: Elements of a master that are copied at once.
+_COPY_NUMEL = 1 << 22
+#: Pinned memory that offload copies gradients to and parameters from.
+_PINNED_BUFFERS = (Buffer.GRAD_SHARD, Buffer.STAGE_D2H, Buffer.STAGE_H2D, Buffer.SWAP_BUFFER)
 
 
 def _own_buffer(setup: Setup) -> Buffer:
@@ -260,8 +278,3 @@ def _own_buffer(setup: Setup) -> Buffer:
 
 def _is_state(buffer: Buffer) -> bool:
     return buffer in (Buffer.OPTIM_EXP_AVG, Buffer.OPTIM_EXP_AVG_SQ, Buffer.OPTIM_MOMENTUM)
-
-
-def model_dtype(setup: Setup) -> torch.dtype:
-    """The dtype of the model's parameters."""
-    return DTYPES[setup.param_dtype]

@@ -1,30 +1,31 @@
-"""The Schedule: when units are gathered, when their gradients are reduced, and which lane waits for which.
+"""When each unit is unsharded and resharded, when its gradients are reduced, and which stream waits for which.
 
 Note [Order of collectives]
-    All ranks must issue the same collectives in the same order. So gathers and reductions are issued from the forward and
+    All ranks must issue the same collectives in the same order. So all-gathers and reductions are issued from the forward and
     backward of *modules*, which all ranks run alike, and never from the arrival of single gradients, which may differ
-    (an expert that one rank did not use). A unit's gradients are reduced when the backward reaches the next unit; those of
-    the root, and of units whose backward was not seen, when the backward has ended.
-    Where the ranks' data decide which units run, the order differs all the same, and equal sizes are mixed without any error.
-    So each rank makes a number of its order, and the step compares them (:attr:`Schedule.collectives_hash`).
+    between ranks (an expert that one rank did not use). A unit's gradients are reduced when the backward reaches the next
+    unit; those of the root, and of units whose backward was not seen, when the whole backward has ended.
+    Where a rank's data decides which units run, the order can still differ, and collectives of equal size would mix two
+    units' bytes without an error. So each rank hashes its order, and the step compares the hashes
+    (:attr:`Schedule.collectives_hash`).
 
 Note [Backward of a unit]
     The backward of a unit begins when a gradient of its output arrives, or when gradient checkpointing runs its forward
-    again, whichever is first. It is over when another unit's begins: autograd runs the youngest operation first, so all of
-    the later unit's work has been issued by then. Weights that are read later still would be those of
-    another unit; units that interleave like this need separate slots, and :meth:`Schedule.unshard` refuses the others.
+    again, whichever comes first. It is over when another unit's backward begins: autograd runs the latest operation first, so
+    all of the later unit's work has been issued by then. A weight that is read even later would be another unit's; units that
+    interleave like this need separate slots, and :meth:`Schedule.unshard` refuses them if they share one.
 
-Note [Gradients come and go]
-    Their memory comes while the model's stream is current, before the reduce lane is told of it, and goes once that stream
-    waits for the reduce lane. So it belongs to one stream throughout, and is reused in that stream's order without the host.
-    See Note [Lifetimes] in core/layout.
+Note [Lifetime of gradients]
+    The memory of gradients is allocated while the compute stream is current, before the reduce stream uses it, and is freed
+    once the compute stream waits for the reduce stream. So the allocator sees one stream only, and reuses the memory in that
+    stream's order without a host synchronisation. See Note [Lifetimes] in core/layout.
 
-Note [Waiting for the host]
-    A unit whose update is still to come, or that is still to be read from a file, makes the host wait when it is gathered.
-    In the forward it is therefore gathered when all of the unit before it has been launched. In the backward, which tells
-    nobody when that is, it is gathered before: the device has what the host launched earlier to go on with, as many units of
-    it as have been read ahead. Both depend on where a unit rests alone, never on whether it has arrived, as that may differ
-    between the ranks.
+Note [Host waits]
+    To unshard a unit whose update on the host is not done, or whose parameters are still to be read from a file, the host
+    must wait. In the forward such a unit is therefore unsharded after the whole previous unit has been launched, so that the
+    device has work meanwhile. No hook tells when a unit's backward has been launched, so in the backward the unit is
+    unsharded before the previous unit: the device still has the work that was launched earlier. Which of the two happens
+    depends only on where a unit's parameters rest, which is the same on all ranks, never on whether they have arrived.
 """
 
 from __future__ import annotations
@@ -47,14 +48,24 @@ from zeroplan_runtime.pytree import tensors_of
 from zeroplan_runtime.streams import Event, Stream
 from zeroplan_runtime.unit_state import FlatParam, UnitState
 
-#: `UnitState.grad_received`, per parameter: its gradient came in an earlier micro batch, or in this one.
+#: Values of `UnitState.grad_received` for each parameter: 0 no gradient yet, 1 from an earlier micro batch, 2 from this one.
 RECEIVED_EARLIER, RECEIVED_NOW = 1, 2
-#: A prime below 2²⁴.
+#: The largest prime below 2²⁴, so that fp32 holds every hash exactly.
 _HASH_MODULUS = 16777213
 
 
 class Schedule:
-    """Hooks a model's units to the store's slots and the ranks' collectives."""
+    """Unshards, reshards and reduces units from hooks on their modules, as FSDP2's state and parameter group do.
+
+    Attributes:
+        host: receives the gradients of offloaded units.
+        measure: called with a unit and its reduced gradients, on the stream that has them, to take their sum of squares.
+        boundary: the optimizer steps after this micro batch.
+        in_engine_backward: ``engine.backward()`` is running, so gradients belong to this step.
+        collectives_hash: the hash of the order of collectives since the last step, below 2²⁴.
+        where: what is being done, in words, for the watchdog.
+        progress_count: rises with every unit, for the watchdog.
+    """
 
     def __init__(self, model_states: ModelStates) -> None:
         self.model_states, self.setup, self.comm = model_states, model_states.setup, model_states.comm
@@ -63,25 +74,23 @@ class Schedule:
         self.all_gather_stream = Stream(device)
         self.reduce_stream = Stream(device)
         self._produced = Event(device)
-        self._reducing = False  # the reduce lane has work that the model's stream does not wait for yet
-        self._frees_grad_slots = (
-            False  # an earlier backward left its slots, to be given back behind the next forward's first block
-        )
-        self.host: HostOptimizer | None = None  # takes the gradients of offloaded units
-        self.measure: Callable[[UnitState, torch.Tensor], None] | None = None  # takes the sum of squares of theirs
-        self.boundary = True  # this micro batch is the last before the step
-        self.where = "start"  # for the watchdog
+        self._reducing = False  # the reduce stream has work that the compute stream does not wait for yet
+        self._frees_grad_slots = False  # slots that an earlier backward kept go after the next forward's first block
+        self.host: HostOptimizer | None = None
+        self.measure: Callable[[UnitState, torch.Tensor], None] | None = None
+        self.boundary = True
+        self.where = "start"
         self.progress_count = 0
-        self.in_backward = False  # within engine.backward(): gradients are this step's
-        self.collectives_hash = 0  # of the collectives since the last step, as a number that fp32 holds exactly
+        self.in_engine_backward = False
+        self.collectives_hash = 0
         self._in_backward = False
-        self._grad_enabled = False  # a backward follows this forward
+        self._grad_enabled = False  # in this forward, so a backward is expected
         self._current: UnitState | None = None
         units = model_states.units
         self._execution_order = ExecutionOrder(units)
         self._last: UnitState | None = None
         for unit in units:
-            unit.updated.record(self.compute_stream)  # the store has filled the shards in this lane
+            unit.updated.record(self.compute_stream)  # ModelStates filled the shards on this stream
         self._handles: list[Any] = []
         self._hooked = self.comm.world_size > 1 or any(u.layout.offloaded for u in units) or self.setup.shards_params
         if self._hooked:
@@ -89,13 +98,13 @@ class Schedule:
                 self._hook(unit)
 
     def _hook(self, unit: UnitState) -> None:
-        # First of all hooks before the forward and last after it, so that what others hook in finds the parameters.
+        # Ours is the first pre-forward and the last post-forward hook, so the user's hooks see unsharded parameters.
         enter = unit.module.register_forward_pre_hook(partial(self._pre_forward, unit), prepend=True)
         leave = unit.module.register_forward_hook(partial(self._post_forward, unit), with_kwargs=True)
         self._handles += [enter, leave]
 
     def remove(self) -> None:
-        """Takes the hooks off the model."""
+        """Removes the hooks from the model."""
         for handle in self._handles:
             handle.remove()
 
@@ -104,17 +113,17 @@ class Schedule:
     # ------------------------------------------------------------------ forward
 
     def root_pre_forward(self) -> None:
-        """Called before a forward of the whole model; forgets what an interrupted one left."""
+        """Prepares a forward of the whole model; also clears what an interrupted forward left."""
         self._set_phase(backward=False)
         self._grad_enabled = torch.is_grad_enabled()
         self._current = self._last = None
         for slot in self.model_states.param_slots.values():
             slot.in_use = False
         self._frees_grad_slots = any(slot.buffer.is_allocated for slot in self.model_states.grad_slots.values())
-        self.in_backward = False
+        self.in_engine_backward = False
 
     def _pre_forward(self, unit: UnitState, _module: torch.nn.Module, _args: Any) -> None:
-        if self._in_backward:  # recomputed under gradient checkpointing
+        if self._in_backward:  # gradient checkpointing recomputes the unit
             self.pre_backward(unit, recompute=True)
             return
         self._record_progress("forward", unit)
@@ -131,7 +140,7 @@ class Schedule:
         if self._in_backward:
             return
         self._reshard(unit)
-        if not unit.is_root:  # whose forward ends last
+        if not unit.is_root:  # the root's forward ends after all others
             self._unshard_deferred(self._execution_order.next_in_forward.get(unit))
         if self._frees_grad_slots and unit.layout.shape.kind is not UnitKind.WIDE:
             self.free_grad_slots()
@@ -147,13 +156,15 @@ class Schedule:
             slot.in_use = False
             slot.last_use.record(self.compute_stream)
 
-    # ------------------------------------------------------------------ gathering
+    # ------------------------------------------------------------------ unshard
 
     def unshard(self, unit: UnitState) -> None:
-        """Starts to bring `unit`'s current parameters into its place, unless they are there.
+        """Issues the all-gather of `unit`'s parameters into its slot, unless the slot holds them and they are current.
+
+        The compute stream must wait for ``unit.param_slot.ready`` before it reads them.
 
         Raises:
-            BadInput: when another unit is still computing in the same slot.
+            BadInput: when another unit still computes in the same slot.
         """
         slot = unit.param_slot
         if slot.holder is unit and slot.is_current:
@@ -161,9 +172,9 @@ class Schedule:
         if slot.in_use and slot.holder is not unit:
             holder = slot.holder.name if slot.holder else "?"
             raise BadInput(
-                f"unit {unit.name!r} is needed while {holder!r} still computes in the slot {slot.name!r} that they share",
+                f"unit {unit.name!r} is needed while unit {holder!r} still computes in the slot {slot.name!r} that both use",
                 where="stage 3",
-                remedy='set {"zeroplan": {"ring": N}} higher, or give a policy that joins them',
+                remedy='raise "ring" in the config\'s "zeroplan" section, or give a policy that makes them one unit',
             )
         if unit.offloaded is not None:
             unit.offloaded.wait_for_update()
@@ -184,7 +195,7 @@ class Schedule:
         self._record_collective(2 * unit.index)
 
     def _all_gather(self, unit: UnitState, flat: FlatParam) -> None:
-        """Makes `flat` whole, in the gather lane."""
+        """Fills ``flat.full`` from the ranks' shards. The all-gather stream must be current."""
         shard = flat.shard
         if unit.layout.param_place is Place.PINNED:
             shard = self.model_states.local_shard(flat.full, flat.layout)
@@ -193,7 +204,7 @@ class Schedule:
             self.comm.all_gather(flat.full, shard)
 
     def _prefetch_unshard(self, unit: UnitState | None) -> None:
-        """Gathers `unit` early, unless that is to wait: see Note [Waiting for the host]."""
+        """Unshards `unit` ahead of its use, unless the host would wait for it: see Note [Host waits]."""
         if (
             unit is not None
             and _can_use_slot(unit)
@@ -203,12 +214,12 @@ class Schedule:
             self.unshard(unit)
 
     def _unshard_deferred(self, unit: UnitState | None) -> None:
-        """Called when all of the unit before has been launched: the host has nothing better to do than to wait for `unit`."""
+        """Unshards a unit that the host must wait for; called when the previous unit has been launched."""
         if unit is not None and _can_use_slot(unit) and (_has_pending_update(unit) or unit.in_files):
             self.unshard(unit)
 
     def _read_ahead(self) -> None:
-        """Reads what the next forward will ask for first."""
+        """Queues the reads of the parameters in files that the next forward needs first."""
         if self.model_states.layout.param_buffer:
             self.model_states.param_swapper.prefetch(self._upcoming_reads(self.model_states.units[0]))
 
@@ -217,16 +228,16 @@ class Schedule:
         return self._execution_order.reads(unit, slots, backward=self._in_backward, grad_enabled=self._grad_enabled)
 
     def mark_updated(self, unit: UnitState) -> None:
-        """Called when the optimizer has been given `unit`'s update: gathered copies of it are out of date from here on.
+        """Notes that `unit`'s update has been issued: its unsharded parameters are stale from here on.
 
-        Its gather may then run beside the updates of the units that follow.
+        Its next all-gather waits for this update only and may run beside the updates of later units.
         """
         unit.updated.record(self.compute_stream)
         if self.setup.shards_states and unit.trainable is not None and unit.param_slot.holder is unit:
             unit.param_slot.is_current = False
 
     def prefetch_forward(self) -> None:
-        """Starts the gathers that the next forward will ask for first, as far as their slots are free."""
+        """Unshards the units that the next forward needs first, one for each free slot."""
         if not self._hooked:
             return
         if not self.setup.shards_params:
@@ -242,7 +253,7 @@ class Schedule:
             upcoming = self._execution_order.next_in_forward.get(upcoming)
 
     def wait_for_unshard(self) -> None:
-        """Makes the model's stream wait for every gather that was started."""
+        """Makes the compute stream wait for every all-gather that has been issued."""
         for unit in self.model_states.units:
             if _has_pending_update(unit) and not self.setup.shards_params:
                 self.unshard(unit)
@@ -251,20 +262,25 @@ class Schedule:
     # ------------------------------------------------------------------ backward
 
     def root_pre_backward(self) -> None:
-        """Called before a micro batch's backward; forgets what an interrupted one left."""
-        self.in_backward = True
+        """Prepares a micro batch's backward; also clears what an interrupted backward left."""
+        self.in_engine_backward = True
         for unit in self.model_states.units:
             unit.reduced = False
 
     def _output_grad_hook(self, unit: UnitState, _grad: torch.Tensor) -> None:
-        if self.in_backward:
+        if self.in_engine_backward:
             self.pre_backward(unit)
-        else:  # torch.autograd.grad(), which reads the parameters but leaves no gradients of theirs
+        else:  # torch.autograd.grad() reads the parameters but must leave no gradients in ours
             self.unshard(unit)
             unit.param_slot.ready.wait(self.compute_stream)
 
     def pre_backward(self, unit: UnitState, *, recompute: bool = False) -> None:
-        """The backward has reached `unit`: see Note [Backward of a unit]."""
+        """Starts the backward of `unit` and ends that of the unit before it: see Note [Backward of a unit].
+
+        Args:
+            unit: the unit that the backward has reached.
+            recompute: gradient checkpointing runs the unit's forward again, so its parameters are needed in any case.
+        """
         if not self._in_backward:
             self._set_phase(backward=True)
         if unit is self._current or (unit.is_root and not recompute and unit.param_slot.is_current):
@@ -285,13 +301,13 @@ class Schedule:
 
     def _post_backward(self, unit: UnitState) -> None:
         self._reshard(unit)
-        # Gradients kept whole are best reduced once: not before the last of several forwards has been gone back through.
+        # Gradients that live until the step are best reduced once, so a unit that is called several times waits for the end.
         once = unit.forward_count == 1 and not unit.reduces_late
         if RECEIVED_NOW in unit.grad_received and (once or unit.grad_slot is not None):
             self.reduce_grads(unit, last=once)
 
     def root_post_backward(self) -> None:
-        """Called when a micro batch's backward has returned: reduces what is left."""
+        """Ends a micro batch's backward: reduces the gradients that have not been reduced."""
         if self._current is not None:
             self._post_backward(self._current)
         for unit in reversed(self.model_states.units):
@@ -303,7 +319,7 @@ class Schedule:
         for unit in self.model_states.units:
             unit.reduced, unit.forward_count = False, 0
             unit.grad_received = unit.grad_received.replace(b"\x02", b"\x01")
-        self._in_backward = self.in_backward = False
+        self._in_backward = self.in_engine_backward = False
         self._current = self._last = None
         if not self.boundary:
             self._read_ahead()
@@ -313,7 +329,10 @@ class Schedule:
     # ------------------------------------------------------------------ gradients
 
     def acquire_full_grad(self, unit: UnitState) -> None:
-        """Makes the place for `unit`'s whole gradients ready to be written on the model's stream."""
+        """Makes ``unit.grad_full`` ready to be written by the compute stream.
+
+        It is allocated, its slot is taken from the unit that holds it, or an average that it holds is undone.
+        """
         slot = unit.grad_slot
         if slot is not None:
             if slot.holder is not unit:
@@ -328,14 +347,16 @@ class Schedule:
             self._reopen_average(unit)
 
     def _reopen_average(self, unit: UnitState) -> None:
-        """Makes whole gradients that have been averaged a rank's own again, such that the next average is theirs and what is
-        added. Gradients come this late where parameters are used outside their unit's forward (a penalty on weights), and in
-        the second of two backwards before a step.
+        """Turns averaged gradients back into one rank's contribution, so that the next average is the same mean plus what
+        the ranks add.
+
+        Gradients come after the average where parameters are used outside their unit's forward (a penalty on weights), and
+        in the second of two backwards before a step.
         """
         assert unit.grad is not None
         assert unit.grad_full is not None
         self.wait_for_reductions()
-        if self.setup.shards_states:  # only this rank's shard holds the mean
+        if self.setup.shards_states:  # only this rank's shard is averaged
             mean = unit.grad * self.comm.world_size
             unit.grad_full.zero_()
             unit.grad.copy_(mean)
@@ -344,7 +365,13 @@ class Schedule:
         unit.averaged = unit.reduced = False
 
     def accumulate_grad(self, unit: UnitState, position: int, grad: torch.Tensor) -> None:
-        """Takes over the complete gradient of one parameter, adding to what this one has received before."""
+        """Adds one parameter's complete gradient to ``unit.grad_full``, or copies it there if it is the first.
+
+        Args:
+            unit: the parameter's unit.
+            position: the parameter's index in the unit's trainable flat.
+            grad: the gradient, in the parameter's shape; sparse gradients are made dense.
+        """
         self.acquire_full_grad(unit)
         if grad.is_sparse:
             grad = grad.to_dense()
@@ -355,20 +382,23 @@ class Schedule:
         unit.grad_received[position] = RECEIVED_NOW
 
     def reduce_grads(self, unit: UnitState, *, last: bool = False) -> None:
-        """Averages `unit`'s gradients over the ranks, in the reduce lane; parameters without gradient count as zero.
+        """Averages `unit`'s gradients over the ranks, on the reduce stream. A parameter without a gradient counts as zero.
 
-        Whole gradients (stages 0 and 1) wait for the last micro batch; those in slots are reduced in each. `last`: no more
-        gradients of this unit are expected in this micro batch.
+        At stages 0 and 1 this happens in the last micro batch only, from stage 2 on in each.
+
+        Args:
+            unit: the unit.
+            last: no more gradients of the unit are expected in this micro batch.
         """
         if unit.grad_slot is None and not self.boundary:
             unit.reduced = True
             return
         if unit.averaged or (unit.grad_slot is not None and unit.grad_slot.holder is not unit):
-            self.acquire_full_grad(unit)  # none of its gradients came, and its zeros need a place, too
+            self.acquire_full_grad(unit)  # no gradient arrived, but the collective needs zeros
         if unit.grad_buffer is not None and not unit.grad_buffer.is_allocated:
             self.model_states.alloc_grad(unit)
         missing = [view for view, grad_received in zip(unit.grad_views, unit.grad_received, strict=True) if not grad_received]
-        missing += unit.grad_gaps  # anything may lie there
+        missing += unit.grad_gaps  # the padding is uninitialised
         if missing:
             torch._foreach_zero_(missing)
         unit.reduced = True
@@ -392,7 +422,7 @@ class Schedule:
             unit.grad_received = bytearray(len(unit.grad_received))
 
     def _reduce_to_host(self, unit: UnitState, *, last: bool) -> Stream:
-        """The reduced share leaves from where it lies; returns the lane that reads it last."""
+        """Reduces in place and copies this rank's part to the host; returns the stream that reads ``grad_full`` last."""
         assert self.host is not None
         assert unit.offloaded is not None
         assert unit.trainable is not None
@@ -419,7 +449,7 @@ class Schedule:
         elif self.model_states.staging is None or unit.layout.shape.kind is UnitKind.BLOCK:
             self._reduce_scatter(unit, unit.grad_full, unit.grad)
         else:
-            # A piece of every rank's shard at a time, cast on its way: see Note [Layout] in core/layout.
+            # Part by part of every rank's shard, cast in the staging buffer: see Note [Layout] in core/layout.
             count, staging, piece = self.comm.world_size, self.model_states.staging.tensor, self.model_states.layout.piece
             shards = unit.grad_full.view(count, -1)
             for begin in range(0, shards.shape[1], piece):
@@ -430,12 +460,18 @@ class Schedule:
         unit.accumulated = True
 
     def _reduce_scatter(self, unit: UnitState, whole: torch.Tensor, share: torch.Tensor) -> None:
-        """Adds this rank's part of the mean of `whole` to `share`, which is a part of `unit`'s, or begins it."""
+        """Reduce-scatters `whole` and adds this rank's part of the mean to `share`, or copies it there if it is the first.
+
+        Args:
+            unit: the unit; tells whether earlier micro batches are in `share`.
+            whole: [ranks × n] elements; overwritten where the dtypes differ or `share` holds a sum.
+            share: [n] elements of this rank's gradients.
+        """
         if not unit.accumulated and share.dtype == whole.dtype:
             self.comm.reduce_scatter(share, whole)
             return
         first = self.comm.rank * share.numel()
-        arrived = whole[first : first + share.numel()]  # in place: what lay there is sent first
+        arrived = whole[first : first + share.numel()]  # in place: the collective sends this part before it writes it
         self.comm.reduce_scatter(arrived, whole)
         if unit.accumulated:
             share.add_(arrived)
@@ -443,14 +479,14 @@ class Schedule:
             share.copy_(arrived)
 
     def wait_for_reductions(self) -> None:
-        """Makes the model's stream wait for all reductions, before the optimizer reads the gradients."""
+        """Makes the compute stream wait for all reductions, before the optimizer reads the gradients."""
         if self._reducing:
             self._produced.record(self.reduce_stream)
             self._produced.wait(self.compute_stream)
             self._reducing = False
 
     def free_grad_slots(self) -> None:
-        """Gives the slots of whole gradients back, once the model's stream waits for the reductions from them."""
+        """Frees the slots of unsharded gradients, after making the compute stream wait for the reductions that read them."""
         self._frees_grad_slots = False
         held = [slot for slot in self.model_states.grad_slots.values() if slot.buffer.is_allocated]
         if held:
@@ -463,20 +499,20 @@ class Schedule:
                 sums.buffer.free()
         for slot in held:
             slot.last_use.wait(self.compute_stream)
-            if slot.holder is not None:  # an interrupted backward's
+            if slot.holder is not None:  # an interrupted backward left it
                 slot.holder.grad_received = bytearray(len(slot.holder.grad_received))
                 slot.holder = None
             slot.buffer.free()
 
     def free_grads(self, unit: UnitState) -> None:
-        """Called when the optimizer has been given `unit`'s update: its gradients go, and the next begin new sums."""
+        """Frees `unit`'s gradients, once its update has been issued or they are dropped; the next ones start a new sum."""
         unit.accumulated = unit.averaged = False
         unit.grad_received = bytearray(len(unit.grad_received))
         if unit.grad_buffer is not None and unit.grad_buffer.is_allocated:
             unit.grad_buffer.free()
 
     def drop_grads(self) -> None:
-        """Lets go of all gradients without a step."""
+        """Frees all gradients without a step."""
         self.wait_for_reductions()
         self.free_grad_slots()
         for unit in self.model_states.units:
@@ -503,5 +539,5 @@ def _has_pending_update(unit: UnitState) -> bool:
 
 
 def _can_use_slot(unit: UnitState) -> bool:
-    """Whether `unit` may be brought into its slot now."""
+    """Whether no other unit computes in `unit`'s slot."""
     return not unit.param_slot.in_use or unit.param_slot.holder is unit

@@ -1,7 +1,7 @@
 """``state_dict()`` and ``load_state_dict()`` of a model under an engine, and of any module in it.
 
-Up to stage 2 parameters are whole, so both work as ever; what was loaded reaches the fp32 masters before they are used next, at
-the precision of the parameters. Where parameters are sharded there is nothing whole to show or to fill, and both are refused.
+Up to stage 2 the parameters are unsharded and both work; loaded values reach the fp32 masters before these are used next, in
+the precision of the parameters. At stage 3 the parameters are sharded and both are refused.
 """
 
 from __future__ import annotations
@@ -18,8 +18,13 @@ from zeroplan_runtime.model_states import ModelStates
 
 
 class StateDictHooks:
-    """Hooks on the modules of `model` that have parameters. `synchronize` is called before parameters are shown or filled, and
-    returns when nothing is on its way to them; `after_load` is called afterwards.
+    """Hooks on the modules of `model` that have parameters.
+
+    Args:
+        model: the model under the engine.
+        model_states: its parameters and masters.
+        synchronize: called before parameters are read or loaded; returns when no update or copy writes them any more.
+        after_load: called after parameters were loaded.
     """
 
     def __init__(
@@ -40,13 +45,13 @@ class StateDictHooks:
     __reduce_ex__ = refuse_copy
 
     def remove(self) -> None:
-        """Takes the hooks off the model."""
+        """Removes the hooks from the model."""
         for handle in self._handles:
             handle.remove()
 
     @torch.no_grad()
     def sync_masters(self) -> None:
-        """Brings what was loaded to the masters."""
+        """Copies loaded parameters to the masters."""
         if not self._masters_are_stale:
             return
         self._masters_are_stale = False
@@ -63,7 +68,7 @@ class StateDictHooks:
     def _before_state_dict(self, *_: Any) -> None:
         if self._model_states.setup.shards_params:
             raise BadInput(
-                "state_dict() cannot show parameters that are sharded",
+                "state_dict() cannot give parameters that are sharded",
                 where="stage 3",
                 remedy="use engine.module_state_dict(), save_checkpoint() or save_16bit_model()",
             )
@@ -72,9 +77,9 @@ class StateDictHooks:
     def _before_load(self, *_: Any) -> None:
         remedy = "load before initialize(), or use engine.load_checkpoint()"
         if self._model_states.setup.shards_params:
-            raise BadInput("load_state_dict() cannot fill parameters that are sharded", where="stage 3", remedy=remedy)
+            raise BadInput("load_state_dict() cannot load parameters that are sharded", where="stage 3", remedy=remedy)
         if any(unit.master is None for unit in self._model_states.units if unit.trainable is not None):
-            raise BadInput("load_state_dict() cannot fill masters in files", where="offload_optimizer", remedy=remedy)
+            raise BadInput("load_state_dict() cannot load masters in files", where="offload_optimizer", remedy=remedy)
         self._synchronize()
 
     def _after_load_hook(self, *_: Any) -> None:

@@ -114,8 +114,8 @@ class UnitState:
         reduced: the gradients of this micro batch have been reduced.
         forward_count: forwards of the unit in this micro batch.
         accumulated: `grad` holds the sum of earlier micro batches.
-        averaged: `grad_full`, kept whole, holds the mean over the ranks.
-        reduces_late: gradients have come after its backward, so its whole gradients are reduced when all have come.
+        averaged: `grad_full`, where it lives until the step (stages 0 and 1), holds the mean over the ranks.
+        reduces_late: gradients have arrived after the unit's backward, so its gradients are reduced at the backward's end.
         master: the fp32 masters, or the parameters themselves where the model is fp32; None where they are in a file.
         param_16bit: the 16-bit shard that the update refreshes from `master`; None where no shard is kept.
         offloaded: the host's side of the unit, where its optimizer is offloaded.

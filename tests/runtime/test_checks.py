@@ -351,7 +351,7 @@ def test_a_failed_step_is_the_engines_last_until_a_checkpoint_is_loaded(
 
 
 def two_backwards(group: dist.ProcessGroup, stage: int, accum: int) -> Any:
-    """Two losses, gone back through one after another before each step; the distance from plain torch."""
+    """Two backwards before each step; returns the largest difference from plain torch, or the refusal."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     config = ds_config(stage, optimizer={"type": "SGD", "params": {"lr": 0.1}}, gradient_accumulation_steps=accum)
     engine = zeroplan_runtime.initialize(model=models.make(), config=config, group=group, device="cpu")[0]

@@ -266,7 +266,7 @@ def test_a_model_without_anything_to_train() -> None:
 
 def test_masters_filled_by_pieces_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """A piece ends within a parameter, and where one ends."""
-    monkeypatch.setattr(model_states, "_PIECE", WIDTH * WIDTH // 3)
+    monkeypatch.setattr(model_states, "_COPY_NUMEL", WIDTH * WIDTH // 3)
     model = Net()
     wanted = {name: value.clone() for name, value in model.state_dict().items()}
     engine, *_ = zeroplan_runtime.initialize(model=model, config={**ds_config(2), "bf16": {"enabled": True}}, device="cpu")

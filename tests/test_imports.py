@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
-from collections.abc import Callable
-from importlib.util import find_spec
+import tomllib
+from collections.abc import Callable, Collection, Iterator
+from graphlib import CycleError, TopologicalSorter
+from importlib.util import find_spec, resolve_name
+from pathlib import Path
 
 import pytest
 
 import zeroplan
 
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("zeroplan", "zeroplan_runtime")
 Run = Callable[..., subprocess.CompletedProcess[str]]
 HEAVY = """
 heavy = [m for m in ("torch", "transformers", "numpy", "pandas", "deepspeed") if m in sys.modules]
@@ -59,3 +65,73 @@ def test_no_submodule_shares_a_public_functions_name() -> None:
 def test_unknown_attributes_fail_as_usual() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         zeroplan.nonsense  # noqa: B018
+
+
+def _modules(root: Path) -> dict[str, Path]:
+    """By dotted name, every file of the packages under `root`."""
+    files = [file for package in PACKAGES for file in sorted((root / package).rglob("*.py"))]
+    return {".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): file for file in files}
+
+
+def _imported(tree: ast.AST, package: str, modules: Collection[str]) -> Iterator[str]:
+    """Every one of the modules that a file names: on top, in a function, for type checkers only, or as a string.
+
+    ``from package import module`` names the module. Its package is loaded before any of its modules, whoever names them.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = resolve_name("." * node.level + (node.module or ""), package) if node.level else node.module or ""
+            full = [f"{base}.{alias.name}" for alias in node.names]
+            yield from (name if name in modules else base for name in full)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in ("import_module", "__import__"):
+                yield str(node.args[0].value)
+
+
+def _circle(root: Path) -> list[str]:
+    """The modules of one circle of imports, or none."""
+    modules = _modules(root)
+    graph = {}
+    for name, file in modules.items():
+        package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+        tree = ast.parse(file.read_text())
+        graph[name] = {other for other in _imported(tree, package, modules) if other in modules} - {name}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as found:
+        return list(found.args[1])
+    return []
+
+
+def test_no_two_files_import_each_other() -> None:
+    assert _circle(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from zeroplan.low import thing",
+        "from zeroplan import low",
+        "from . import low",
+        "import zeroplan.low",
+        "def f():\n    from .low import thing",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from zeroplan.low import Thing",
+        "from importlib import import_module\nlow = import_module('zeroplan.low')",
+    ],
+)
+def test_a_circle_is_found_however_it_is_written(line: str, tmp_path: Path) -> None:
+    for package in PACKAGES:
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
+    (tmp_path / "zeroplan" / "low.py").write_text("from zeroplan import high")
+    (tmp_path / "zeroplan" / "high.py").write_text(line)
+    assert set(_circle(tmp_path)) == {"zeroplan.low", "zeroplan.high"}
+
+
+def test_no_import_is_excused() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    excused = [key for part in (contracts, *contracts["contracts"]) for key in part if "ignore" in key]
+    assert excused == []

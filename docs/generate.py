@@ -107,12 +107,19 @@ def gpus() -> str:
 
 def keys() -> str:
     """Every key of a ds_config."""
-    text = f"What each key of DeepSpeed {DEEPSPEED_VERSION}'s config does to memory, as far as zeroplan knows."
+    text = (
+        f"What each key of DeepSpeed {DEEPSPEED_VERSION}'s config does to memory, as far as zeroplan knows, and what the two"
+        " programs that read it do with the key. A key that zeroplan's runtime refuses may stand at its default."
+    )
     out = ["# Keys of a ds_config", "", text, ""]
     for path, section in SECTIONS.items():
-        rows = [[f"`{key.name}`", key.kind.value, f"`{key.default!r}`", key.effect.value] for key in section.keys.values()]
+        rows = [
+            [f"`{key.name}`", key.kind.value, f"`{key.default!r}`", key.effect.value, key.deepspeed.value, key.runtime.value]
+            for key in section.keys.values()
+        ]
         if rows:
-            out += [f"## {path or 'Top level'}", "", render(["key", "type", "default", "effect"], rows, "github"), ""]
+            headers = ["key", "type", "default", "effect", "DeepSpeed", "zeroplan's runtime"]
+            out += [f"## {path or 'Top level'}", "", render(headers, rows, "github"), ""]
     return "\n".join(out)
 
 

@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ from torch import nn
 from zeroplan.core.buffers import Phase
 from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import UnitKind
-from zeroplan.core.layout_setup import RuntimeSetup
 from zeroplan.core.optimizers import STATELESS
-from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer
-from zeroplan.ds_config.runtime_offload_rules import require_offloadable
+from zeroplan.core.zero_config import OffloadOptimizer
+from zeroplan.ds_config.rules_runtime import require_offloadable
+from zeroplan.ds_config.runtime import runtime_setup
 from zeroplan_runtime.arena import DTYPES, Arena
 from zeroplan_runtime.audit import Audit
 from zeroplan_runtime.checks import EngineChecks, groups_of, refuse_copy, require_loss, require_model
@@ -81,27 +82,24 @@ class Engine(nn.Module):
 
         require_model(model)
         groups = groups_of(model, optimizer)
-        if optimizer is not None and config.offload.optimizer.device is not OffloadDevice.NONE:
+        zero = config.zero if optimizer is not None else replace(config.zero, offload_optimizer=OffloadOptimizer())
+        if optimizer is not None and zero.offload_optimizer:
             require_offloadable(optimizer.kind)
-        setup = RuntimeSetup.of(
-            config.offload.optimizer if optimizer is not None else OffloadOptimizer(),
-            config.offload.param,
+        setup = runtime_setup(
+            zero,
+            config.knobs,
             ranks=comm.world_size,
-            stage=config.stage,
-            param_dtype=config.dtype,
-            reduce_dtype=config.reduce_dtype,
-            accum_dtype=config.accum_dtype,
+            dtype=config.dtype,
             optimizer=optimizer.layout_kind if optimizer is not None else STATELESS,
             grad_accum=config.grad_accum,
-            block_slots=config.knobs.ring,
-            delayed_update=config.offload.delayed_from > 0,
         )
         self.arena = Arena(device)
         dtype = DTYPES[config.dtype]
         if any(p.is_floating_point() and p.dtype != dtype for p in model.parameters()):
             cast_floating(model, dtype)
         units = find_units(model, groups, policy=policy, wide_numel=config.knobs.wide_numel)
-        self.model_states = ModelStates(units, setup, comm, self.arena, make_nvme_offload(config.offload))
+        files = make_nvme_offload(zero, in_memory=config.knobs.nvme_in_memory)
+        self.model_states = ModelStates(units, setup, comm, self.arena, files)
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -111,7 +109,7 @@ class Engine(nn.Module):
         if config.knobs.fused_loss:
             self._undo.append(attach_fused_loss(model))
         self.activations: ActivationOffload | None = None
-        if config.offload.checkpoints:
+        if zero.activation_checkpointing.cpu_checkpointing:
             blocks = [unit.module for unit in self.model_states.units if unit.layout.shape.kind is UnitKind.BLOCK]
             self.activations = ActivationOffload(blocks, self.arena)
             self._undo.append(self.activations.remove)
@@ -133,8 +131,9 @@ class Engine(nn.Module):
         self.optimizer_step: OptimizerStep | None = None
         self.host: HostOptimizer | None = None
         if optimizer is not None:
-            self.optimizer_step = OptimizerStep(self.schedule, optimizer, clip=config.clip, may_skip=config.check_overflow)
-            self.host = offload_optimizer(self.optimizer_step, config.offload)
+            clip, may_skip = zero.gradient_clipping, config.check_overflow
+            self.optimizer_step = OptimizerStep(self.schedule, optimizer, clip=clip, may_skip=may_skip)
+            self.host = offload_optimizer(self.optimizer_step, zero, delayed_from=config.knobs.delayed_update)
             optimizer.take_step = self.step
         self.arena.empty_cache()
         self.arena.allocate_workspaces(dtype)
@@ -358,7 +357,7 @@ class Engine(nn.Module):
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last step's gradients before clipping; None where neither clipping nor overflow checks need it."""
-        if self._step_result is None or not (self.config.clip or self.config.check_overflow):
+        if self._step_result is None or not (self.config.zero.gradient_clipping or self.config.check_overflow):
             return None
         return self._step_result.norm
 
@@ -381,7 +380,7 @@ class Engine(nn.Module):
 
     def zero_optimization_stage(self) -> int:
         """The ZeRO stage."""
-        return self.config.stage
+        return self.config.zero.stage
 
     @property
     def global_rank(self) -> int:

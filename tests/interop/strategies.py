@@ -37,7 +37,7 @@ JSON = st.recursive(SCALARS, lambda x: st.lists(x, max_size=4) | st.dictionaries
 @st.composite
 def _section(draw: st.DrawFn, section: Section) -> dict[str, Any]:
     """An object with the section's own keys, holding anything at all."""
-    names = draw(st.lists(st.sampled_from(section.names) if section.names else st.text(max_size=6), max_size=6))
+    names = draw(st.lists(st.sampled_from(section.names()) if section.names() else st.text(max_size=6), max_size=6))
     found: dict[str, Any] = {}
     for name in names:
         child = SECTIONS.get(f"{section.path}.{name}" if section.path else name)

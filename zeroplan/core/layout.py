@@ -79,6 +79,9 @@ SWAP_NUMEL = 1 << 26
 PAGE = 4096
 PAGE_NUMEL = PAGE // 2
 
+#: Checkpointed inputs of fewer bytes stay on the device: torch's allocator gives no tensor less than this.
+LEAST_MOVED_BYTES = 512
+
 #: Groups of states that are in the pinned buffers at once: one is read, one worked on, one written.
 SWAP_SLOTS = 3
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, RUNTIME_NAMES
 from zeroplan.core.workload import DType
-from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer, OffloadParam
+from zeroplan.core.zero_config import OffloadDevice
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +37,6 @@ class RuntimeSetup:
     param_buffer_numel: int = 100_000_000
     params_in_host: int = 0
     delayed_update: bool = False
-
-    @classmethod
-    def of(cls, states: OffloadOptimizer, params: OffloadParam, **rest: Any) -> RuntimeSetup:
-        """The setup that a ds_config's two sections on offload describe; `rest` are the other fields, by name."""
-        return cls(
-            offload_optimizer=states.device,
-            offload_ratio=states.ratio,
-            swap_buffers=states.buffer_count,
-            offload_param=params.device,
-            param_buffers=params.buffer_count,
-            param_buffer_numel=params.buffer_size,
-            params_in_host=params.max_in_cpu,
-            **rest,
-        )
 
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):

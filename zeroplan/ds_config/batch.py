@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from zeroplan.ds_config.findings import Severity
-from zeroplan.ds_config.walk import Reading
+from zeroplan.ds_config.reading import Reading
 
 TRAIN, MICRO, ACCUM = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 _SOURCE = "runtime/config.py"
@@ -16,18 +16,23 @@ Batch = tuple[int | None, int | None, int | None]
 def resolve_batch(reading: Reading, world_size: int | None) -> Batch:
     """(micro, accumulation, whole batch), None where open, with findings for what cannot be.
 
-    `world_size` None leaves the number of ranks open: then only what holds on every number of ranks is an error.
+    `world_size` None leaves the number of ranks open: then only what holds on every number of ranks is an error. DeepSpeed
+    needs one of micro and whole batch, and the HF Trainer fills a size at ``auto``; for zeroplan's runtime a size at ``auto``
+    is one that is not given, and a micro batch that nothing fixes is 1.
     """
     train, micro, accum = (_size(reading, name) for name in (TRAIN, MICRO, ACCUM))
     broken = any(finding.where in (TRAIN, MICRO, ACCUM) and finding.severity is Severity.ERROR for finding in reading.findings)
     if broken:
         return micro, accum, train
+    open_accum = ACCUM in reading.autos and not reading.for_runtime
+    if train is None and micro is None and reading.for_runtime:
+        micro = 1
     if train is None and micro is None:
         if TRAIN not in reading.autos and MICRO not in reading.autos:
             what = f"neither {TRAIN} nor {MICRO} is set: DeepSpeed alone refuses, Lightning and a flag fill it"
             reading.add("batch.missing", Severity.OPEN, MICRO, what, "set one of the two", _SOURCE)
         return None, accum, None
-    if ACCUM in reading.autos and accum is None:
+    if open_accum and accum is None:
         return micro, None, train
     if world_size is None:
         return _any_world(reading, train, micro, accum)

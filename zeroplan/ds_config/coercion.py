@@ -1,17 +1,41 @@
-"""Numbers and booleans as pydantic's lax mode takes them, because DeepSpeed's config blocks are pydantic models.
+"""The kinds of values that a ds_config holds, and the functions that turn a value into each kind.
 
-``2e8`` and ``"200000000"`` are integers there, ``1`` and ``"yes"`` are booleans. A test compares every function with pydantic
-itself.
+DeepSpeed's config blocks are pydantic models in lax mode: ``2e8`` and ``"200000000"`` are integers there, ``1`` and ``"yes"``
+are booleans. The functions here take what pydantic takes; a test compares each of them with pydantic itself.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import sys
+from collections.abc import Callable
+from enum import StrEnum
 from typing import Any
+
+from zeroplan.core.workload import DType
 
 _TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
 _FALSE = frozenset({"0", "off", "f", "false", "n", "no"})
+
+
+class Kind(StrEnum):
+    """The kind of a key's value. The text is how messages and the docs name it."""
+
+    INT = "a whole number"
+    FLOAT = "a number"
+    BOOL = "true or false"
+    STR = "a string"
+    STAGE = "0, 1, 2 or 3"
+    DEVICE = "none, cpu or nvme"
+    DTYPE = "fp32, fp16 or bf16"
+    LOSS_SCALE = "a finite number, 0 or more (0 is dynamic)"
+    SCALE_INT = "a whole number, not a boolean"
+    INT_OR_STR = "a whole number or a string"
+    STRINGS = "a list of strings"
+    SECTION = "an object"
+    LIST = "a list"
+    ANY = "any value"
 
 
 def to_int(value: Any) -> int:
@@ -32,7 +56,7 @@ def to_int(value: Any) -> int:
 
 
 def _trimmed(text: str) -> str:
-    """Without the white space around it; Python's idea of white space holds four separators that pydantic's does not."""
+    """The text without white space around it. Python counts four separators as white space that pydantic does not."""
     if any("\x1c" <= ch <= "\x1f" for ch in text):
         raise ValueError
     return text.strip()
@@ -74,3 +98,109 @@ def to_bool(value: Any) -> bool:
         if word in _FALSE:
             return False
     raise ValueError
+
+
+def to_str(value: Any) -> str:
+    """A string, and nothing else.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if isinstance(value, str):
+        return value
+    raise ValueError
+
+
+def to_dtype(value: Any) -> DType:
+    """A dtype by the names of DeepSpeed's ``DtypeEnum``.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    names = {
+        DType.FP32: ("fp32", "float32", "float", "torch.float32"),
+        DType.FP16: ("fp16", "float16", "half", "torch.float16"),
+        DType.BF16: ("bf16", "bfloat16", "torch.bfloat16"),
+    }
+    for dtype, known in names.items():
+        if isinstance(value, str) and value in known:
+            return dtype
+    raise ValueError
+
+
+def _to_stage(value: Any) -> int:
+    stage = to_int(value)
+    if stage not in (0, 1, 2, 3):
+        raise ValueError
+    return stage
+
+
+def _to_device(value: Any) -> str:
+    if isinstance(value, str) and value in ("none", "cpu", "nvme"):
+        return value
+    raise ValueError
+
+
+def _to_loss_scale(value: Any) -> float:
+    scale = math.nan if isinstance(value, bool) else to_float(value)
+    if not math.isfinite(scale) or scale < 0:
+        raise ValueError
+    return scale
+
+
+def _to_scale_int(value: Any) -> int:
+    if isinstance(value, bool):
+        raise ValueError
+    return to_int(value)
+
+
+def _to_int_or_str(value: Any) -> int | str:
+    return value if isinstance(value, str) else to_int(value)
+
+
+def _to_strings(value: Any) -> tuple[str, ...]:
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
+        raise ValueError
+    return tuple(dict.fromkeys(items))
+
+
+def _to_list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError
+    return value
+
+
+def _as_is(value: Any) -> Any:
+    return value
+
+
+#: The function for each kind; each raises ValueError for a value that is not of the kind.
+COERCE: dict[Kind, Callable[[Any], Any]] = {
+    Kind.INT: to_int,
+    Kind.FLOAT: to_float,
+    Kind.BOOL: to_bool,
+    Kind.STR: to_str,
+    Kind.STAGE: _to_stage,
+    Kind.DEVICE: _to_device,
+    Kind.DTYPE: to_dtype,
+    Kind.LOSS_SCALE: _to_loss_scale,
+    Kind.SCALE_INT: _to_scale_int,
+    Kind.INT_OR_STR: _to_int_or_str,
+    Kind.STRINGS: _to_strings,
+    Kind.LIST: _to_list,
+    Kind.SECTION: _as_is,
+    Kind.ANY: _as_is,
+}
+
+
+def exactly(kind: Kind, value: Any) -> Any:
+    """A value of the ``zeroplan`` section, which takes no other type for a kind: a float takes an integer, nothing else.
+
+    Raises:
+        ValueError: for a value of another type, or a number that is not finite.
+    """
+    types: dict[Kind, tuple[type, ...]] = {Kind.BOOL: (bool,), Kind.INT: (int,), Kind.FLOAT: (int, float)}
+    if type(value) not in types[kind] or (isinstance(value, float) and not math.isfinite(value)):
+        raise ValueError
+    return float(value) if kind is Kind.FLOAT else value

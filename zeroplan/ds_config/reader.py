@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -21,15 +21,18 @@ from zeroplan.core.zero_config import (
     ZeroConfig,
 )
 from zeroplan.ds_config.batch import Batch, resolve_batch
+from zeroplan.ds_config.dialect import Dialect
 from zeroplan.ds_config.findings import At, Finding, Severity
 from zeroplan.ds_config.job import Job
+from zeroplan.ds_config.knobs import Knobs
+from zeroplan.ds_config.reading import KeyReport, Reading
 from zeroplan.ds_config.rulebook import run_rules
 from zeroplan.ds_config.rules import View
 from zeroplan.ds_config.schema import Effect
 from zeroplan.ds_config.sections import SECTIONS
 from zeroplan.ds_config.source import load_source
 from zeroplan.ds_config.versions import older_defaults
-from zeroplan.ds_config.walk import KeyReport, Reading, walk
+from zeroplan.ds_config.walk import walk
 from zeroplan.ds_config.wrappers import Wrapper, wrapper
 
 _ORDER = {Severity.ERROR: 0, Severity.OPEN: 1, Severity.WARNING: 2, Severity.NOTE: 3}
@@ -37,10 +40,17 @@ _ORDER = {Severity.ERROR: 0, Severity.OPEN: 1, Severity.WARNING: 2, Severity.NOT
 
 @dataclass(frozen=True, slots=True)
 class DsConfig:
-    """A ds_config as DeepSpeed 0.19.8 takes it.
+    """A ds_config as DeepSpeed 0.19.8 or zeroplan's runtime takes it.
 
-    `zero` and `job` hold what the file fixes, with defaults for the rest. `raw` is the file's object, untouched.
-    `keys` says what is known of each of its keys, `unresolved_auto` which were left at ``auto``.
+    Attributes:
+        zero, job, knobs: what the file fixes, with defaults for the rest.
+        raw: the file's object, untouched.
+        source: its name, for messages.
+        keys: what is known of each of its keys.
+        findings: what is wrong or worth knowing, the worst first.
+        unresolved_auto: canonical paths that were left at ``auto``.
+        ignored: paths of keys that the runtime knows and that change nothing there.
+        values: coerced values by canonical path.
     """
 
     zero: ZeroConfig
@@ -50,7 +60,9 @@ class DsConfig:
     keys: tuple[KeyReport, ...] = ()
     findings: tuple[Finding, ...] = ()
     unresolved_auto: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
     values: Mapping[str, Any] = field(default_factory=dict)
+    knobs: Knobs = field(default_factory=Knobs)
 
     def of_severity(self, *severities: Severity) -> list[Finding]:
         """The findings of these severities."""
@@ -76,6 +88,12 @@ class DsConfig:
         """Whether DeepSpeed takes it once the HF Trainer, Lightning or flags have filled what is open."""
         return not self.errors
 
+    def refusal(self, faults: Sequence[Finding]) -> BadInput:
+        """The error to raise for these findings: the first of them, and how many more there are."""
+        more = f" ({len(faults) - 1} more: zeroplan check)" if len(faults) > 1 else ""
+        where = f"{self.source}: {faults[0].where}" if faults[0].where else self.source
+        return BadInput(faults[0].what, where=where, remedy=faults[0].remedy + more)
+
     @property
     def wrapper(self) -> Wrapper | None:
         """The optimizer wrapper that DeepSpeed builds on GPUs, None where it refuses the config."""
@@ -97,6 +115,7 @@ class DsConfig:
 def inspect_ds_config(
     source: str | os.PathLike[str] | Mapping[str, Any],
     *,
+    dialect: Dialect = Dialect.DEEPSPEED,
     fill: Mapping[str, Any] | None = None,
     world_size: int | None = None,
     hidden_size: int | None = None,
@@ -106,6 +125,7 @@ def inspect_ds_config(
 
     Args:
         source: a path, a base64 string (as DeepSpeed takes one), or the object.
+        dialect: the program whose reading is asked for.
         fill: values for what the file leaves open or at ``auto``, by dotted path (``{"bf16.enabled": True}``); see
             :func:`fill_from`. One that contradicts the file is an error.
         world_size: data-parallel ranks, for the batch arithmetic; None leaves them open.
@@ -116,8 +136,8 @@ def inspect_ds_config(
         BadInput: when the source cannot be read as an object at all.
     """
     raw, name, strict = load_source(source)
-    reading = walk(raw, fill or {}, hidden_size)
-    if not strict:
+    reading = walk(raw, dialect, fill or {}, hidden_size)
+    if not (strict or reading.for_runtime):
         what = "holds comments or trailing commas: DeepSpeed reads them (Hjson), the HF Trainer does not"
         reading.add("json.relaxed", Severity.WARNING, "", what, "write plain JSON", "runtime/config.py")
     if "bf16" in raw and raw["bf16"] is not None and "bfloat16" in raw:
@@ -128,31 +148,44 @@ def inspect_ds_config(
     micro, accum, train = _batch(reading, world_size)
     zero = _zero(older_defaults(engine_version) | reading.values)
     job = _job(reading, micro, accum, train)
-    reading.findings += run_rules(View(zero, job, reading.values, tuple(reading.autos)))
-    _placements(reading)
-    findings = sorted(reading.findings, key=lambda finding: _ORDER[finding.severity])
-    return DsConfig(zero, job, raw, name, tuple(reading.keys), tuple(findings), tuple(reading.autos), reading.values)
+    knobs = Knobs(**_attrs(reading.values, "zeroplan"))
+    if reading.for_runtime:
+        _impossible(reading, zero)
+    reading.findings += run_rules(View(zero, job, reading.values, tuple(reading.autos), knobs), dialect)
+    _unmodelled(reading)
+    return DsConfig(
+        zero=zero,
+        job=job,
+        raw=raw,
+        source=name,
+        keys=tuple(reading.keys),
+        findings=tuple(sorted(reading.findings, key=lambda finding: _ORDER[finding.severity])),
+        unresolved_auto=tuple(reading.autos),
+        ignored=(*reading.ignored, *_without_files(reading, zero)),
+        values=reading.values,
+        knobs=knobs,
+    )
 
 
 def read_ds_config(
     source: str | os.PathLike[str] | Mapping[str, Any],
     *,
+    dialect: Dialect = Dialect.DEEPSPEED,
     fill: Mapping[str, Any] | None = None,
     world_size: int | None = None,
     hidden_size: int | None = None,
     engine_version: str = DEEPSPEED_VERSION,
 ) -> DsConfig:
-    """The ds_config, if DeepSpeed runs it; arguments as for :func:`inspect_ds_config`.
+    """The ds_config, if the dialect's program runs it; arguments as for :func:`inspect_ds_config`.
 
     Raises:
-        BadInput: the first thing that DeepSpeed refuses, and how many more there are.
+        BadInput: the first thing that the program refuses, and how many more there are.
     """
-    config = inspect_ds_config(source, fill=fill, world_size=world_size, hidden_size=hidden_size, engine_version=engine_version)
-    errors = config.errors
-    if errors:
-        more = f" ({len(errors) - 1} more: zeroplan check)" if len(errors) > 1 else ""
-        where = f"{config.source}: {errors[0].where}" if errors[0].where else config.source
-        raise BadInput(errors[0].what, where=where, remedy=errors[0].remedy + more)
+    config = inspect_ds_config(
+        source, dialect=dialect, fill=fill, world_size=world_size, hidden_size=hidden_size, engine_version=engine_version
+    )
+    if config.errors:
+        raise config.refusal(config.errors)
     return config
 
 
@@ -229,7 +262,7 @@ _NULLABLE = {f.name for f in fields(ZeroConfig) if f.default is None} | {"seq_pa
 
 def _job(reading: Reading, micro: int | None, accum: int | None, train: int | None) -> Job:
     values = reading.values
-    open_dtype = any(path in reading.autos for path in ("bf16.enabled", "fp16.enabled"))
+    open_dtype = not reading.for_runtime and any(path in reading.autos for path in ("bf16.enabled", "fp16.enabled"))
     dtype: DType | None = None if open_dtype else DType.FP32
     if values.get("bf16.enabled"):
         dtype = DType.BF16
@@ -284,8 +317,29 @@ def _checkpoint(raw: Mapping[str, Any], reading: Reading) -> None:
         reading.add("checkpoint.tag", Severity.ERROR, "checkpoint.tag_validation", what, remedy, "runtime/config.py")
 
 
-def _placements(reading: Reading) -> None:
-    """One warning for what zeroplan knows and does not model, so that no plan is silently wrong."""
+def _impossible(reading: Reading, zero: ZeroConfig) -> None:
+    """DeepSpeed runs some combinations otherwise than they say; the runtime refuses them."""
+    try:
+        zero.require_possible()
+    except BadInput as fault:
+        reading.add("zero.impossible", Severity.ERROR, f"zero_optimization.{fault.where}", fault.what, fault.remedy)
+
+
+#: Keys of ``offload_param`` that matter for parameters in files only.
+_FOR_FILES = ("buffer_count", "buffer_size", "max_in_cpu")
+
+
+def _without_files(reading: Reading, zero: ZeroConfig) -> list[str]:
+    """Keys of the runtime that act on parameters in files, where there are none."""
+    if not reading.for_runtime or zero.offload_param.device is OffloadDevice.NVME:
+        return []
+    return [path for name in _FOR_FILES if (path := f"zero_optimization.offload_param.{name}") in reading.values]
+
+
+def _unmodelled(reading: Reading) -> None:
+    """One warning for each key that zeroplan knows and does not model, so that no plan is silently wrong."""
+    if reading.for_runtime:
+        return  # it refuses them
     moved = [key.path for key in reading.keys if key.effect is Effect.UNMODELLED and key.value not in (None, False)]
     modelled = {key.path.partition(".")[0] for key in reading.keys if key.effect is Effect.MEMORY}
     named = (path if (top := path.partition(".")[0]) in modelled else top for path in moved)

@@ -5,25 +5,28 @@ Paths of `source` are within deepspeed/ at 0.19.8. A test runs DeepSpeed's own p
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from zeroplan.core.workload import DType
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
+from zeroplan.ds_config.dialect import Dialect
 from zeroplan.ds_config.findings import At, Finding, Severity
 from zeroplan.ds_config.job import Job
+from zeroplan.ds_config.knobs import Knobs
 from zeroplan.ds_config.wrappers import bf16_optimizer_takes_stage_1
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a rule looks at: the typed config, the job, and the values of the file by canonical path."""
+    """What a rule looks at: the typed config, the job, the values of the file by canonical path, the runtime's own keys."""
 
     zero: ZeroConfig
     job: Job
-    values: dict[str, Any]
+    values: Mapping[str, Any]
     autos: tuple[str, ...] = ()
+    knobs: Knobs = field(default_factory=Knobs)
 
     def says(self, path: str, default: Any = None) -> Any:
         """The coerced value of a path, or `default` where the file is silent."""
@@ -48,6 +51,11 @@ class View:
         return self.zero.offload_optimizer.device
 
     @property
+    def uses_files(self) -> bool:
+        """Whether anything is offloaded to NVMe; DeepSpeed does so at stage 3 only."""
+        return self.zero.stage == 3 and OffloadDevice.NVME in (self.offload, self.zero.offload_param.device)
+
+    @property
     def cpu_adam(self) -> bool:
         """Whether the config's optimizer becomes ``DeepSpeedCPUAdam`` itself (not torch's Adam, not ZenFlow's)."""
         return self.job.builds_adam and self.offload is not OffloadDevice.NONE and self.zero.zenflow is None
@@ -60,7 +68,10 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """When `applies`, say `what` (formatted with the view as ``v``) about `where`, with the `remedy`."""
+    """When `applies`, say `what` (formatted with the view as ``v``) about `where`, with the `remedy`.
+
+    `dialects` are those of the programs of which it holds.
+    """
 
     id: str
     severity: Severity
@@ -70,7 +81,12 @@ class Rule:
     applies: Callable[[View], bool]
     what: str
     remedy: str = ""
+    dialects: tuple[Dialect, ...] = (Dialect.DEEPSPEED,)
 
     def finding(self, view: View) -> Finding:
         """The rule's finding for this config."""
         return Finding(self.id, self.severity, self.where, self.what.format(v=view), self.remedy, self.source, self.at)
+
+
+#: The dialects of a rule that holds of DeepSpeed and of zeroplan's runtime.
+BOTH = (Dialect.DEEPSPEED, Dialect.RUNTIME)

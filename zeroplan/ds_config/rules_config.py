@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zeroplan.ds_config.findings import At, Severity
-from zeroplan.ds_config.rules import Rule, View
+from zeroplan.ds_config.rules import BOTH, Rule, View
 
 _E = Severity.ERROR
 _ZC, _RC = "runtime/zero/config.py", "runtime/config.py"
@@ -25,6 +25,7 @@ CONFIG_REFUSALS: tuple[Rule, ...] = (
         lambda v: bool(v.says("fp16.enabled")) and bool(v.says("bf16.enabled")),
         "fp16 and bf16 are both enabled",
         "disable one of the two",
+        BOTH,
     ),
     Rule(
         "offload.ratio",
@@ -101,6 +102,7 @@ CONFIG_REFUSALS: tuple[Rule, ...] = (
         lambda v: _dynamic_fp16(v) and v.says("fp16.loss_scale_window", 1000) <= 0,
         "must be above 0 with a dynamic loss scale",
         "use 1000",
+        BOTH,
     ),
     Rule(
         "fp16.min_scale",
@@ -111,6 +113,7 @@ CONFIG_REFUSALS: tuple[Rule, ...] = (
         lambda v: _dynamic_fp16(v) and v.says("fp16.min_loss_scale", 1) <= 0,
         "must be above 0 with a dynamic loss scale",
         "use 1",
+        BOTH,
     ),
     Rule(
         "zenflow.strategy",

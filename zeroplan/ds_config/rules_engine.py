@@ -5,7 +5,7 @@ from __future__ import annotations
 from zeroplan.core.optimizers import DEEPSPEED_OPTIMIZERS, TORCH_OPTIMIZERS
 from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.ds_config.findings import At, Severity
-from zeroplan.ds_config.rules import Rule, View
+from zeroplan.ds_config.rules import BOTH, Rule, View
 
 _E = Severity.ERROR
 _ZC, _RC, _EN, _S12, _S3 = (
@@ -319,7 +319,18 @@ ENGINE_REFUSALS: tuple[Rule, ...] = (
         f"{_S3}, runtime/swap_tensor/partitioned_param_swapper.py",
         _no_path,
         "device nvme without nvme_path, which fails only when the engine opens the folder",
-        'give "nvme_path" in every block whose device is nvme',
+        'add "nvme_path" to every block whose device is nvme',
+        BOTH,
+    ),
+    Rule(
+        "aio.positive",
+        _E,
+        At.RUN,
+        "aio",
+        "runtime/swap_tensor/aio_config.py",
+        lambda v: v.uses_files and min(v.zero.aio.block_size, v.zero.aio.queue_depth, v.zero.aio.intra_op_parallelism) < 1,
+        "block_size, queue_depth and intra_op_parallelism must be above zero",
+        "use 1 or more",
     ),
     Rule(
         "offload.hybrid",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from zeroplan.core.workload import DType
 from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.ds_config.findings import At, Severity
-from zeroplan.ds_config.rules import Rule, View
+from zeroplan.ds_config.rules import BOTH, Rule, View
 
 _W, _N = Severity.WARNING, Severity.NOTE
 _ZERO, _OFF, _PAR = "zero_optimization", "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
@@ -131,6 +131,7 @@ REMARKS: tuple[Rule, ...] = (
         lambda v: v.job.dtype is DType.FP32 and v.job.autocast is None and v.zero.stage > 0,
         "neither bf16, fp16 nor torch_autocast is enabled, so the model trains in fp32",
         'add "bf16": {"enabled": true} if that is not meant',
+        BOTH,
     ),
     Rule(
         "precision.autocast",

@@ -1,19 +1,26 @@
-"""The walk over a ds_config, key by key, against the schema: values coerced as DeepSpeed would, everything else found out."""
+"""The walk over a ds_config, key by key, against the schema.
+
+Values are coerced as DeepSpeed would coerce them, and everything else is found out. For zeroplan's runtime the same walk
+refuses the keys that the runtime does not know, and lists those that it ignores; see :class:`.schema.Key`.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from zeroplan.core.errors import did_you_mean
-from zeroplan.ds_config.findings import At, Finding, Severity
+from zeroplan.ds_config.coercion import COERCE, Kind, exactly
+from zeroplan.ds_config.dialect import Dialect, Support
+from zeroplan.ds_config.findings import At, Severity
+from zeroplan.ds_config.reading import MOST_UNKNOWN, KeyReport, Reading, show
 from zeroplan.ds_config.schema import Effect, Key, Mode, Section
 from zeroplan.ds_config.sections import HF_FILLS, REMOVED, SECTIONS, effects
-from zeroplan.ds_config.values import COERCE, Kind
 
 AUTO = "auto"
-_NOWHERE = "remove it"
+_REMOVE = "remove it"
 
 #: Spellings that people use at the top level, and what they mean.
 _TOP_LEVEL_SLIPS = {
@@ -21,54 +28,23 @@ _TOP_LEVEL_SLIPS = {
     "zero_config": "zero_optimization",
     "micro_batch_size": "train_micro_batch_size_per_gpu",
 }
+#: Keys for which ``auto`` is a value.
+_AUTO_IS_A_VALUE = frozenset({"select_strategy", "keep_in_fp32_modules"})
+_OPEN_PARAMS = ("optimizer.params", "scheduler.params")
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_COMM_DTYPES = ("fp32", "fp16", "bf16")
 
 
-@dataclass(frozen=True, slots=True)
-class KeyReport:
-    """What is known of one key of the file."""
-
-    path: str
-    effect: Effect
-    value: Any
-    note: str = ""
-
-
-@dataclass(slots=True)
-class Reading:
-    """What the walk collects. `values` maps canonical dotted paths to coerced values."""
-
-    values: dict[str, Any] = field(default_factory=dict)
-    keys: list[KeyReport] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
-    autos: list[str] = field(default_factory=list)
-    fill: Mapping[str, Any] = field(default_factory=dict)
-    hidden_size: int | None = None
-
-    def add(
-        self,
-        id: str,
-        severity: Severity,
-        where: str,
-        what: str,
-        remedy: str = "",
-        source: str = "",
-        at: At = At.CONFIG,
-    ) -> None:
-        """Note one finding."""
-        self.findings.append(Finding(id, severity, where, what, remedy, source, at))
-
-
-def walk(raw: Mapping[str, Any], fill: Mapping[str, Any], hidden_size: int | None) -> Reading:
+def walk(raw: Mapping[str, Any], dialect: Dialect, fill: Mapping[str, Any], hidden_size: int | None) -> Reading:
     """Read every key of `raw`. `fill` maps dotted paths to values for what the file leaves open."""
-    reading = Reading(fill=_canonical_fill(fill), hidden_size=hidden_size)
+    reading = Reading(dialect, fill=_canonical(fill), hidden_size=hidden_size)
     _walk_section(reading, SECTIONS[""], raw)
     for path, value in reading.fill.items():
-        if path not in reading.values:
-            reading.values[path] = value
+        reading.values.setdefault(path, value)
     return reading
 
 
-def _canonical_fill(fill: Mapping[str, Any]) -> dict[str, Any]:
+def _canonical(fill: Mapping[str, Any]) -> dict[str, Any]:
     filled = {}
     for path, value in fill.items():
         parent, _, name = path.rpartition(".")
@@ -84,6 +60,7 @@ def _join(parent: str, name: str) -> str:
 
 def _walk_section(reading: Reading, section: Section, data: Mapping[str, Any]) -> None:
     seen: dict[str, str] = {}
+    unknown = 0
     for name, value in data.items():
         where = _join(section.path, name)
         key = section.find(name)
@@ -92,33 +69,51 @@ def _walk_section(reading: Reading, section: Section, data: Mapping[str, Any]) -
         elif where in REMOVED and "." not in name:
             reading.keys.append(KeyReport(where, Effect.REMOVED, value))
             what = "was removed from DeepSpeed, which refuses the key"
-            reading.add("key.removed", Severity.ERROR, where, what, f"{_NOWHERE}: {REMOVED[where]}", "runtime/config.py")
+            reading.add("key.removed", Severity.ERROR, where, what, f"{_REMOVE}: {REMOVED[where]}", "runtime/config.py")
         elif key is None:
-            _unknown_key(reading, section, where, name, value)
+            unknown += 1
+            _unknown_key(reading, section, where, name, value, listed=unknown <= MOST_UNKNOWN)
         elif key.name in seen:
-            what = f"is the same key as {seen[key.name]!r}, and DeepSpeed takes only one of the two"
+            what = f"is the same key as {seen[key.name]!r}, and only one of the two may stand"
             reading.keys.append(KeyReport(where, key.effect, value))
-            reading.add("key.twice", Severity.ERROR, where, what, _NOWHERE, section.source)
+            reading.add("key.twice", Severity.ERROR, where, what, _REMOVE, section.source)
         else:
             seen[key.name] = name
             _known_key(reading, section, key, where, value)
+    if unknown > MOST_UNKNOWN:
+        what = f"{unknown - MOST_UNKNOWN:,} more unknown keys"
+        refused = reading.for_runtime or section.mode is Mode.MODEL
+        severity = Severity.ERROR if refused else Severity.WARNING
+        reading.add("key.unknown", severity, section.path, what, "is this a ds_config?", section.source)
 
 
 def _open_key(reading: Reading, section: Section, where: str, value: Any) -> None:
-    if value == AUTO and section.path in ("optimizer.params", "scheduler.params"):
+    if value == AUTO and section.path in _OPEN_PARAMS:
         _left_open(reading, where, where, value, Mode.OPEN, None)
         return
     reading.keys.append(KeyReport(where, effects(where), value))
     reading.values[where] = value
 
 
-def _unknown_key(reading: Reading, section: Section, where: str, name: str, value: Any) -> None:
+# Keys that are unknown, or that the dialect's program does not honour
+
+
+def _unknown_key(reading: Reading, section: Section, where: str, name: str, value: Any, *, listed: bool) -> None:
+    """Note an unknown key. Those that are not `listed` are many, and only counted: near names take a millisecond a key."""
     slip = _TOP_LEVEL_SLIPS.get(name) if not section.path else None
-    near = f"did you mean {slip!r}?" if slip else did_you_mean(name, section.names)
+    if not (listed or slip):
+        reading.keys.append(KeyReport(where, Effect.UNKNOWN, value))
+        return
+    near = f"did you mean {slip!r}?" if slip else did_you_mean(name, section.names(reading.dialect))
     reading.keys.append(KeyReport(where, Effect.UNKNOWN, value, near))
-    if section.mode is Mode.MODEL:
-        what = f"unknown key in {section.path}, which DeepSpeed rejects"
-        reading.add("key.unknown", Severity.ERROR, where, what, near or _NOWHERE, section.source)
+    if reading.for_runtime:
+        _unsupported(reading, section, name, near or _REMOVE)
+        return
+    if section.mode is not Mode.PLAIN:
+        reader = "zeroplan's runtime" if section.mode is Mode.EXACT else "DeepSpeed"
+        what = f"unknown key in {section.path}, which {reader} rejects"
+        severity = Severity.WARNING if section.mode is Mode.EXACT else Severity.ERROR
+        reading.add("key.unknown", severity, where, what, near or _REMOVE, section.source)
         return
     what = "unknown key, which DeepSpeed ignores"
     if slip == "zero_optimization":
@@ -131,7 +126,7 @@ def _unknown_key(reading: Reading, section: Section, where: str, name: str, valu
 
 def _placeholders(reading: Reading, where: str, data: Mapping[str, Any]) -> None:
     """Within an ignored block, name what would be wrong once it is renamed."""
-    for name, value in data.items():
+    for name, value in islice(data.items(), MOST_UNKNOWN):
         path = _join(where, name)
         if isinstance(value, Mapping):
             _placeholders(reading, path, value)
@@ -142,16 +137,70 @@ def _placeholders(reading: Reading, where: str, data: Mapping[str, Any]) -> None
             )
 
 
+def _unsupported(reading: Reading, section: Section, name: str, remedy: str) -> None:
+    what = f"key {name!r} is not supported"
+    reading.add("key.unsupported", Severity.ERROR, section.path or "ds_config", what, remedy)
+
+
+def _refused(reading: Reading, section: Section, key: Key, where: str, value: Any) -> None:
+    """A key that the runtime refuses, unless its value is the one that it has anyway."""
+    reading.keys.append(KeyReport(where, key.effect, value))
+    if _says_nothing(section, key, value):
+        reading.ignored.append(where)
+        return
+    remedy = f"use {key.replaced_by}" if key.replaced_by else _REMOVE
+    _unsupported(reading, section, where.removeprefix(f"{section.path}."), remedy)
+
+
+def _says_nothing(section: Section, key: Key, value: Any) -> bool:
+    if value is None or value == AUTO:
+        return True
+    if key.kind is Kind.SECTION:
+        target = SECTIONS.get(_join(section.path, key.name))
+        switch = target.keys.get("enabled") if target else None
+        if not isinstance(value, Mapping) or switch is None or switch.default is not False:
+            return False
+        return value.get("enabled", False) is False
+    try:
+        found = COERCE[key.kind](value)
+    except ValueError:
+        return False
+    return bool(found == key.default) or (found is False and key.default is None)
+
+
+def _ignored_by_deepspeed(reading: Reading, section: Section, key: Key, where: str, value: Any) -> None:
+    """A key of the runtime's own, or one that an older DeepSpeed read."""
+    reading.keys.append(KeyReport(where, Effect.NONE, value, key.note))
+    what = "only zeroplan's runtime reads it: DeepSpeed ignores it"
+    remedy = f"use {key.replaced_by}" if key.replaced_by else ""
+    reading.add("key.ignored", Severity.WARNING, where, what, remedy, section.source)
+
+
+# Keys that are known
+
+
 def _known_key(reading: Reading, section: Section, key: Key, where: str, value: Any) -> None:
+    support = key.support(reading.dialect)
+    if support is Support.REFUSED:
+        _refused(reading, section, key, where, value)
+        return
+    if support is Support.IGNORED and reading.dialect is Dialect.DEEPSPEED:
+        _ignored_by_deepspeed(reading, section, key, where, value)
+        return
     canonical = _join("bf16" if section.path == "bfloat16" else section.path, key.name)
-    if value == AUTO and not (key.kind is Kind.INT_OR_STR or key.name in ("select_strategy", "keep_in_fp32_modules")):
+    if value == AUTO and not (key.kind is Kind.INT_OR_STR or key.name in _AUTO_IS_A_VALUE):
         if canonical in reading.fill:
             reading.keys.append(KeyReport(where, key.effect, value, f"auto, here {reading.fill[canonical]!r}"))
             reading.values[canonical] = reading.fill[canonical]
         else:
             _left_open(reading, where, canonical, value, section.mode, key)
         return
-    if value is None and (key.optional or (section.mode is Mode.PLAIN and key.kind is not Kind.SECTION)):
+    if support is Support.IGNORED:
+        reading.ignored.append(where)
+        if key.kind is Kind.SECTION:
+            reading.keys.append(KeyReport(where, key.effect, None))
+            return
+    if value is None and (key.optional or (section.mode is not Mode.MODEL and key.kind is not Kind.SECTION)):
         reading.keys.append(KeyReport(where, key.effect, value))
         if key.optional:
             reading.values[canonical] = None
@@ -162,46 +211,75 @@ def _known_key(reading: Reading, section: Section, key: Key, where: str, value: 
         _subsection(reading, section, key, where, value)
         return
     reading.keys.append(KeyReport(where, key.effect, value, key.note))
-    if section.mode is Mode.PLAIN and key.kind is Kind.BOOL and not isinstance(value, bool):
-        value = _truth(reading, section, where, value)
+    _value(reading, section, key, where, canonical, value)
+
+
+def _value(reading: Reading, section: Section, key: Key, where: str, canonical: str, value: Any) -> None:
     try:
-        found = _plain(key, value) if section.mode is Mode.PLAIN else COERCE[key.kind](value)
+        found = _coerced(reading, section, key, where, value)
     except ValueError:
-        _bad_value(reading, section, key, where, value)
+        reading.bad_value(section, key, where, value)
         return
-    if not _within(key, found):
-        what = f"{_show(value)} is out of range ({_bounds(key)})"
-        reading.add("value.range", Severity.ERROR, where, what, "", section.source, _when(section))
+    if not key.holds(found):
+        reading.out_of_range(section, key, where, value)
         return
-    _contradiction(reading, canonical, where, found)
+    if isinstance(found, int) and abs(found) > sys.maxsize:
+        if not key.threshold:
+            what = f"{show(value)} is more than 64 bits hold"
+            reading.add("value.huge", Severity.ERROR, where, what, "write a smaller number", section.source, At.RUN)
+            return
+        found = sys.maxsize
+    if canonical in reading.fill and reading.fill[canonical] != found:
+        what = f"the file says {show(found)}, the flags say {show(reading.fill[canonical])}"
+        reading.add("flag.contradicts", Severity.ERROR, where, what, "change one of the two")
     reading.values[canonical] = found
     _deprecated(reading, section, key, where)
 
 
-def _contradiction(reading: Reading, canonical: str, where: str, found: Any) -> None:
-    if canonical in reading.fill and reading.fill[canonical] != found:
-        what = f"the file says {_show(found)}, the flags say {_show(reading.fill[canonical])}"
-        reading.add("flag.contradicts", Severity.ERROR, where, what, "change one of the two")
+def _coerced(reading: Reading, section: Section, key: Key, where: str, value: Any) -> Any:
+    """The value as the section's reader takes it.
+
+    Raises:
+        ValueError: when it is not of the key's kind.
+    """
+    if section.mode is Mode.EXACT:
+        return exactly(key.kind, value)
+    if section.mode is Mode.MODEL:
+        return COERCE[key.kind](value)
+    # Outside the pydantic blocks DeepSpeed takes values as they stand: a string is no number there, and anything is a boolean.
+    if key.kind is Kind.BOOL and not isinstance(value, bool):
+        if reading.for_runtime or (where == "wall_clock_breakdown" and not isinstance(value, int)):
+            raise ValueError  # DeepSpeed combines wall_clock_breakdown with |, which takes no string
+        what = f"{show(value)} is no boolean, and DeepSpeed takes it as {show(bool(value))}"
+        reading.add("value.truth", Severity.WARNING, where, what, "write true or false", section.source)
+        return bool(value)
+    if key.kind in (Kind.INT, Kind.FLOAT) and isinstance(value, str):
+        raise ValueError
+    if key.name.endswith("communication_data_type"):
+        return COERCE[Kind.DTYPE](value.lower() if isinstance(value, str) and value.lower() in _COMM_DTYPES else None)
+    return COERCE[key.kind](value)
 
 
 def _deprecated(reading: Reading, section: Section, key: Key, where: str) -> None:
-    if key.deprecated:
-        what = "deprecated"
-        reading.add("key.deprecated", Severity.WARNING, where, what, f"use {key.replaced_by}", section.source)
+    if key.deprecated and not reading.for_runtime:
+        reading.add("key.deprecated", Severity.WARNING, where, "deprecated", f"use {key.replaced_by}", section.source)
 
 
 def _subsection(reading: Reading, section: Section, key: Key, where: str, value: Any) -> None:
     path = _join(section.path, key.name)
     if isinstance(value, bool) and path == "zero_optimization":
         # read_zero_config_deprecated: true is stage 1, with the all-gather bucket from the top level
-        reading.values["zero_optimization.stage"] = int(value)
-        _contradiction(reading, "zero_optimization.stage", where, int(value))
-        what = f"{str(value).lower()} means stage {int(value)}, in the form of DeepSpeed's first years"
-        remedy = f'deprecated: write {{"stage": {int(value)}}}'
+        stage = int(value)
+        if reading.fill.get("zero_optimization.stage", stage) != stage:
+            what = f"the file says {stage}, the flags say {reading.fill['zero_optimization.stage']}"
+            reading.add("flag.contradicts", Severity.ERROR, where, what, "change one of the two")
+        reading.values["zero_optimization.stage"] = stage
+        what = f"{show(value)} means stage {stage}, in the form of DeepSpeed's first years"
+        remedy = f'deprecated: write {{"stage": {stage}}}'
         reading.add("zero.boolean", Severity.WARNING, where, what, remedy, "runtime/zero/config.py")
         return
     if not isinstance(value, Mapping):
-        _bad_value(reading, section, key, where, value)
+        reading.bad_value(section, key, where, value)
         return
     reading.values[path] = True
     _deprecated(reading, section, key, where)
@@ -213,6 +291,12 @@ def _subsection(reading: Reading, section: Section, key: Key, where: str, value:
 def _left_open(reading: Reading, where: str, canonical: str, value: Any, mode: Mode, key: Key | None) -> None:
     """An ``auto`` that nobody fills: dropped in a pydantic block, kept as a string elsewhere."""
     reading.keys.append(KeyReport(where, key.effect if key else effects(where), value, "left open"))
+    if reading.for_runtime:
+        reading.autos.append(canonical)
+        if where.endswith("params.lr"):
+            what, remedy = "'auto' is for the HF Trainer to fill", "write the learning rate"
+            reading.add("auto.rejected", Severity.OPEN, where, what, remedy)
+        return
     trainer = canonical in HF_FILLS
     if trainer and reading.hidden_size is not None:
         derived = hf_bucket(canonical, reading.hidden_size)
@@ -224,7 +308,7 @@ def _left_open(reading: Reading, where: str, canonical: str, value: Any, mode: M
     reading.autos.append(canonical)
     who = "the HF Trainer fills it" if trainer else "the HF Trainer leaves it too"
     if mode is Mode.MODEL:
-        default = "the default" if key is None or key.kind is Kind.SECTION else f"the default {_show(_visible(key.default))}"
+        default = "the default" if key is None or key.kind is Kind.SECTION else f"the default {show(_plain(key.default))}"
         severity = Severity.WARNING if trainer or canonical.endswith(".stage") else Severity.NOTE
         what = f'"auto" is dropped by DeepSpeed alone, which takes {default}; {who}'
         reading.add("auto.dropped", severity, where, what, "", "runtime/config_utils.py")
@@ -237,11 +321,8 @@ def _left_open(reading: Reading, where: str, canonical: str, value: Any, mode: M
         reading.add("auto.rejected", severity, where, what, remedy, "runtime/config.py", at)
 
 
-_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-
-
 def hf_bucket(canonical: str, hidden_size: int) -> int | None:
-    """What transformers' Trainer makes of an ``auto`` bucket: h², 0.9 h² and 10 h elements."""
+    """What transformers' Trainer makes of an ``auto`` bucket, in elements: h², 0.9 h² and 10 h for hidden size h."""
     h = hidden_size
     return {
         "zero_optimization.reduce_bucket_size": h * h,
@@ -250,61 +331,5 @@ def hf_bucket(canonical: str, hidden_size: int) -> int | None:
     }.get(canonical)
 
 
-def _plain(key: Key, value: Any) -> Any:
-    """A value outside the pydantic blocks: taken as it stands, so a string is no number there."""
-    if key.kind in (Kind.INT, Kind.FLOAT) and isinstance(value, str):
-        raise ValueError
-    if key.name.endswith("communication_data_type"):
-        return COERCE[Kind.DTYPE](value.lower() if isinstance(value, str) and value.lower() in _COMM else None)
-    return COERCE[key.kind](value)
-
-
-_COMM = ("fp32", "fp16", "bf16")
-
-
-def _truth(reading: Reading, section: Section, where: str, value: Any) -> bool | None:
-    """A boolean outside the pydantic blocks is whatever Python's ``if`` makes of it."""
-    if where == "wall_clock_breakdown" and not isinstance(value, int):
-        return None  # combined with | there, which takes no string
-    what = f"{_show(value)} is no boolean, and DeepSpeed takes it as {_show(bool(value))}"
-    reading.add("value.truth", Severity.WARNING, where, what, "write true or false", section.source)
-    return bool(value)
-
-
-def _within(key: Key, value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return True
-    return not (
-        (key.lo is not None and not value >= key.lo)
-        or (key.hi is not None and not value <= key.hi)
-        or (key.above is not None and not value > key.above)
-        or (key.below is not None and not value < key.below)
-    )
-
-
-def _bounds(key: Key) -> str:
-    parts = [("at least", key.lo), ("at most", key.hi), ("above", key.above), ("below", key.below)]
-    return " and ".join(f"{word} {bound:g}" for word, bound in parts if bound is not None)
-
-
-def _bad_value(reading: Reading, section: Section, key: Key, where: str, value: Any) -> None:
-    what = f"{_show(value)} is not {key.kind.value}"
-    remedy = f"write {key.kind.value}"
-    if isinstance(value, str) and "|" in value:
-        what, remedy = f"{_show(value)} is a placeholder, not a value", f"write one of the values: {key.kind.value}"
-    early = section.path == "torch_autocast" or where == "wall_clock_breakdown" or where.endswith("communication_data_type")
-    at = At.CONFIG if early or key.kind is Kind.SECTION else _when(section)
-    reading.add("value.type", Severity.ERROR, where, what, remedy, section.source, at)
-
-
-def _when(section: Section) -> At:
-    return At.CONFIG if section.mode is Mode.MODEL else At.ENGINE
-
-
-def _visible(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     return getattr(value, "value", value)
-
-
-def _show(value: Any) -> str:
-    text = repr(value) if not isinstance(value, bool) else str(value).lower()
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -96,7 +96,7 @@ def _write_section(config: dict[str, Any], section: Section, holder: Any, path: 
         _pop(config, path)
         return
     for key in section.keys.values():
-        if not key.attr or key.attr in _BLOCKS.values() or not hasattr(holder, key.attr):
+        if not key.attr or key.deprecated or key.attr in _BLOCKS.values() or not hasattr(holder, key.attr):
             continue
         full = f"{path}.{key.name}" if path else key.name
         value = getattr(holder, key.attr)

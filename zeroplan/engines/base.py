@@ -21,11 +21,13 @@ from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.tape_options import TraceOptions, options_for
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
+from zeroplan.ds_config.dialect import Dialect
 from zeroplan.ledger.line import Ledger
 from zeroplan.models.spec import ModelSpec
 
 if TYPE_CHECKING:  # a plan from the ledger alone needs no simulator
     from zeroplan.core.tape import ExpandedTape
+    from zeroplan.ds_config.reader import DsConfig
     from zeroplan.engines.process import Outside
     from zeroplan.engines.simulation import Simulation
     from zeroplan.engines.traffic import Traffic
@@ -61,18 +63,14 @@ class Engine(ABC):
             engine without measurements have a wider interval.
         step_buffers_coexist: whether all of the ledger's buffers of the step are there at one moment, so that their sum is a
             floor of what the step needs. Not so where gradients may be views of other buffers, or gone in part.
-        reads_ds_config: whether the engine takes a ``ds_config.json``.
-        own_sections: top-level sections of a ds_config that DeepSpeed ignores and this engine reads.
-        waived_rules: ids of DeepSpeed's rules on a ds_config that do not bind this engine.
+        dialect: how the engine reads a ``ds_config.json``; None if it takes none.
     """
 
     name: ClassVar[str]
     version: ClassVar[str]
     measured: ClassVar[bool] = False
     step_buffers_coexist: ClassVar[bool] = False
-    reads_ds_config: ClassVar[bool] = False
-    own_sections: ClassVar[frozenset[str]] = frozenset()
-    waived_rules: ClassVar[frozenset[str]] = frozenset()
+    dialect: ClassVar[Dialect | None] = None
 
     # --- what it runs -----------------------------------------------------------------------------------------------------
 
@@ -119,12 +117,8 @@ class Engine(ABC):
         """A warning about what may surprise the user in this case; an empty string for none."""
         return ""
 
-    def with_ds_config(self, ds_config: Mapping[str, Any]) -> Self:
-        """The engine with its own sections of a ds_config read. Called only if :attr:`reads_ds_config`.
-
-        Raises:
-            BadInput: a key or a value that the engine refuses.
-        """
+    def with_ds_config(self, ds_config: DsConfig) -> Self:
+        """The engine with its own section of a ds_config, which was read in the engine's :attr:`dialect`."""
         return self
 
     # --- memory -----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.workload import DType, Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.ds_config.findings import Finding, Severity
 from zeroplan.ds_config.reader import fill_from, inspect_ds_config
 from zeroplan.engines.base import Engine
 from zeroplan.models.facts import spec_facts
@@ -39,27 +38,23 @@ def read_run(request: Request, engine: Engine, cluster: Cluster, spec: ModelSpec
     Raises:
         BadInput: what the engine refuses, a flag that contradicts the file, or an engine that takes no ds_config.
     """
-    if not engine.reads_ds_config:
+    if engine.dialect is None:
         raise BadInput(f"{engine.name} reads no ds_config", where="--engine", remedy="use --engine deepspeed")
     assert request.ds_config is not None
     base = workload_of(request, engine, spec)
     config = inspect_ds_config(
         request.ds_config,
+        dialect=engine.dialect,
         fill=_fill(request, base),
         world_size=cluster.layout.dp,
         hidden_size=spec_facts(spec).hidden_size,
     )
-    if errors := [error for error in config.errors if error.id not in engine.waived_rules]:
-        raise _refusal(config.source, errors)
+    if config.errors:
+        raise config.refusal(config.errors)
     given = frozenset(name for name in _SHARED if getattr(request, name) is not None)
     workload = config.workload(base, given=given)
     find_optimizer(workload.optimizer, where=f"{config.source}: optimizer.type")
-    try:
-        engine = engine.with_ds_config(config.raw)
-    except BadInput as fault:
-        raise BadInput(fault.what, where=f"{config.source}: {fault.where}", remedy=fault.remedy) from None
-    warnings = tuple(str(finding) for finding in config.warnings if finding.where not in engine.own_sections)
-    return DsConfigRun(engine, workload, config.zero, warnings)
+    return DsConfigRun(engine.with_ds_config(config), workload, config.zero, tuple(str(found) for found in config.warnings))
 
 
 def _fill(request: Request, base: Workload) -> dict[str, Any]:
@@ -77,10 +72,3 @@ def _fill(request: Request, base: Workload) -> dict[str, Any]:
     if request.offload_param is not None:
         filled[f"{_DS}.offload_param.device"] = request.offload_param
     return filled
-
-
-def _refusal(source: str, errors: list[Finding]) -> BadInput:
-    first = next((e for e in errors if e.severity is Severity.ERROR), errors[0])
-    more = f" ({len(errors) - 1} more: zeroplan check)" if len(errors) > 1 else ""
-    where = f"{source}: {first.where}" if first.where else source
-    return BadInput(first.what, where=where, remedy=first.remedy + more)

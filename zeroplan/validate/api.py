@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import ModelInfo
 from zeroplan.core.zero_config import OffloadDevice
+from zeroplan.ds_config.dialect import Dialect
+from zeroplan.ds_config.reader import read_ds_config
 from zeroplan.ds_config.source import load_source
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.runtime.engine import Runtime
@@ -97,7 +99,7 @@ def verify(
         # No CPU kernel computes the loss in one pass; what torch takes in its place is not what a plan for GPUs has. A module
         # of the user's own has its own loss.
         raw = {**(raw or {}), "zeroplan": {"fused_loss": False, **((raw or {}).get("zeroplan") or {})}}
-        resolved = replace(resolved, engine=resolved.engine.with_ds_config(raw))
+        resolved = replace(resolved, engine=resolved.engine.with_ds_config(read_ds_config(raw, dialect=Dialect.RUNTIME)))
     name = resolved.engine.name
     jobs = [job_of(case, name, _label(case), raw=raw, steps=steps, timeout=timeout, live=live) for case in cases]
     run = _run_here if machine.launched else _run_launched

@@ -189,7 +189,7 @@ def _state(engine: TrainingState, client_state: dict[str, Any] | None) -> dict[s
     return {
         "format": 1,
         "ranks": engine.comm.world_size,
-        "stage": engine.config.stage,
+        "stage": engine.config.zero.stage,
         "dtype": engine.config.dtype,
         "optimizer": engine.optimizer.kind if engine.optimizer is not None else None,
         "groups": [{k: v for k, v in group.items() if k != "params"} for group in groups],

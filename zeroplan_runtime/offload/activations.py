@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from zeroplan.core.buffers import Buffer, Place
-from zeroplan.ds_config.runtime_offload_rules import LEAST_MOVED_BYTES
+from zeroplan.core.layout import LEAST_MOVED_BYTES
 from zeroplan_runtime.arena import Arena
 from zeroplan_runtime.pytree import tensors_of
 from zeroplan_runtime.streams import Event, Stream

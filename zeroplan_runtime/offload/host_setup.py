@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from zeroplan.core.buffers import Buffer, Place
-from zeroplan.ds_config.runtime_offload import Offload
-from zeroplan.ds_config.runtime_offload_rules import remark, require_offloadable
+from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.ds_config.rules_runtime import remark, require_offloadable
 from zeroplan_runtime.arena import DTYPES
 from zeroplan_runtime.model_states import ModelStates
 from zeroplan_runtime.offload.host_optimizer import HostOptimizer
@@ -25,8 +25,10 @@ from zeroplan_runtime.unit_state import GroupSlice, OffloadedUnit, PinnedBuffers
 logger = logging.getLogger("zeroplan_runtime")
 
 
-def offload_optimizer(optimizer_step: OptimizerStep, settings: Offload) -> HostOptimizer | None:
+def offload_optimizer(optimizer_step: OptimizerStep, zero: ZeroConfig, *, delayed_from: int) -> HostOptimizer | None:
     """Hands the offloaded units' updates to the host; None where no unit is offloaded.
+
+    `delayed_from` is the first step whose update is delayed (0: none).
 
     Raises:
         BadInput: for an optimizer that cannot be.
@@ -41,11 +43,11 @@ def offload_optimizer(optimizer_step: OptimizerStep, settings: Offload) -> HostO
     host = HostOptimizer(
         units=[unit.offloaded for unit in model_states.units if unit.offloaded is not None],
         update=_with_copies(optimizer_step.update),
-        worker=Worker(model_states.arena.device, host_threads(settings.optimizer.cpuadam_cores_perc)),
+        worker=Worker(model_states.arena.device, host_threads(zero.offload_optimizer.cpuadam_cores_perc)),
         device=model_states.arena.device,
         sends_grads_directly=not model_states.layout.sum_slots,
         accum_slot=model_states.accum_slot,
-        delayed_from=settings.delayed_from,
+        delayed_from=delayed_from,
         swapper=model_states.nvme.optimizer_swapper if model_states.nvme is not None else None,
     )
     optimizer_step.offload(host)
@@ -53,8 +55,11 @@ def offload_optimizer(optimizer_step: OptimizerStep, settings: Offload) -> HostO
     return host
 
 
-def make_nvme_offload(settings: Offload) -> Callable[[ModelStates], NvmeOffload | None]:
-    """Makes a store's files, where the layout says that there are any."""
+def make_nvme_offload(zero: ZeroConfig, *, in_memory: bool) -> Callable[[ModelStates], NvmeOffload | None]:
+    """Makes a store's files, where the layout says that there are any.
+
+    `in_memory` accepts an ``nvme_path`` on a file system in host memory.
+    """
 
     def make(model_states: ModelStates) -> NvmeOffload | None:
         layout = model_states.layout
@@ -63,7 +68,8 @@ def make_nvme_offload(settings: Offload) -> Callable[[ModelStates], NvmeOffload 
         if not (layout.swap_lanes or layout.param_buffer):
             return None
         rings = {unit: tensor for (buffer, unit), tensor in model_states.host_tensors.items() if buffer is Buffer.SWAP_BUFFER}
-        return NvmeOffload(layout, settings, rings, rank=model_states.comm.rank, device=model_states.arena.device)
+        rank, device = model_states.comm.rank, model_states.arena.device
+        return NvmeOffload(layout, zero, rings, rank=rank, device=device, in_memory=in_memory)
 
     return make
 

@@ -23,7 +23,7 @@ from zeroplan.core.errors import BadInput, did_you_mean
 from zeroplan.core.layout import PAGE
 from zeroplan.core.native import library as shared_library
 from zeroplan.core.zero_config import Aio
-from zeroplan.ds_config.runtime_offload_rules import require_io
+from zeroplan.ds_config.rules_runtime import require_io
 from zeroplan_runtime.offload.io_python import PythonEngine
 
 Backend = Literal["auto", "io_uring", "threads", "python"]

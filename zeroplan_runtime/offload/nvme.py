@@ -11,7 +11,7 @@ import torch
 
 from zeroplan.core.buffers import Place
 from zeroplan.core.layout import Layout
-from zeroplan.ds_config.runtime_offload import Offload
+from zeroplan.core.zero_config import ZeroConfig
 from zeroplan_runtime.offload.chunks import block_sizes, optimizer_chunks, param_chunks
 from zeroplan_runtime.offload.io import IoEngine
 from zeroplan_runtime.offload.optimizer_swapper import OptimizerSwapper, states_in_files
@@ -28,23 +28,31 @@ class NvmeOffload:
 
     Args:
         layout: which units, how long, how cut.
-        settings: where the files go.
+        zero: where the files go, and how they are read and written.
         buffers: the pinned memory of the layout's rows named ``swap.buffer``, by their units.
         rank: this process's rank.
         device: where parameters go.
+        in_memory: accept a folder on a file system in host memory.
 
     Raises:
         BadInput: when a folder is unfit or has no room. Nothing is left behind then.
     """
 
     def __init__(
-        self, layout: Layout, settings: Offload, buffers: Mapping[str, torch.Tensor], *, rank: int, device: torch.device
+        self,
+        layout: Layout,
+        zero: ZeroConfig,
+        buffers: Mapping[str, torch.Tensor],
+        *,
+        rank: int,
+        device: torch.device,
+        in_memory: bool = False,
     ) -> None:
-        self.engine = IoEngine(settings.aio)
+        self.engine = IoEngine(zero.aio)
         self.folders: dict[str, SwapFolder] = {}
         self.optimizer_swapper: OptimizerSwapper | None = None
         self.param_swapper: ParamSwapper | None = None
-        self._settings, self._rank = settings, rank
+        self._zero, self._rank, self._in_memory = zero, rank, in_memory
         self._job = f"{os.getpid()}-{next(_count)}"
         try:
             if layout.param_buffer:
@@ -61,18 +69,17 @@ class NvmeOffload:
         chunks = optimizer_chunks(layout)
         inside = [unit.shape.name for unit in layout.units if unit.trainable is not None and unit.place is Place.NVME]
         pairs = [(buffer, chunk) for name in inside for chunk in chunks[name] for buffer in states_in_files(layout)]
-        return self._folder(self._settings.optimizer.nvme_path).file("states", block_sizes(pairs, _FP32_BYTES))
+        return self._folder(self._zero.offload_optimizer.nvme_path).file("states", block_sizes(pairs, _FP32_BYTES))
 
     def _params_file(self, layout: Layout, dtype: torch.dtype) -> SwapFile:
         chunks = [pair for pairs in param_chunks(layout).values() for pair in pairs]
-        return self._folder(self._settings.param.nvme_path).file("params", block_sizes(chunks, dtype.itemsize))
+        return self._folder(self._zero.offload_param.nvme_path).file("params", block_sizes(chunks, dtype.itemsize))
 
     def _folder(self, path: str | None) -> SwapFolder:
         assert path is not None
         real = os.path.realpath(path)
         if real not in self.folders:
-            allow = self._settings.in_memory
-            self.folders[real] = SwapFolder(Path(path), self._job, self._rank, self.engine, allow_memory=allow)
+            self.folders[real] = SwapFolder(Path(path), self._job, self._rank, self.engine, allow_memory=self._in_memory)
         return self.folders[real]
 
     def close(self) -> None:

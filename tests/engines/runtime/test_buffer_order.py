@@ -20,6 +20,8 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.layout import runtime_buffers
 from zeroplan.core.workload import DType, Workload
 from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.ds_config.dialect import Dialect
+from zeroplan.ds_config.reader import read_ds_config
 from zeroplan.engines.base import Case
 from zeroplan.engines.runtime import engine as planned_engine
 from zeroplan.engines.runtime.engine import Runtime
@@ -69,7 +71,7 @@ def planned(config: dict[str, Any], ranks: int, monkeypatch: pytest.MonkeyPatch)
         return recorders[-1]
 
     monkeypatch.setattr(planned_engine, "Recorder", record)
-    engine = Runtime().with_ds_config(config)
+    engine = Runtime().with_ds_config(read_ds_config(config, dialect=Dialect.RUNTIME))
     reduce = config.get("communication_data_type")
     zero = ZeroConfig.of(config["zero_optimization"]["stage"], communication_data_type=DType(reduce) if reduce else None)
     workload = Workload(

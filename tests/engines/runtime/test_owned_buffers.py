@@ -18,6 +18,8 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.layout import runtime_buffers
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer, OffloadParam, ZeroConfig
+from zeroplan.ds_config.dialect import Dialect
+from zeroplan.ds_config.reader import read_ds_config
 from zeroplan.engines.base import Case
 from zeroplan.engines.runtime.engine import Runtime
 from zeroplan.engines.runtime.lines import OWNED
@@ -35,7 +37,7 @@ Totals = dict[tuple[str, str], int]
 
 def plan_rows(config: dict[str, Any], model: dict[str, Any], ranks: int) -> tuple[Rows, Totals]:
     """Bytes by buffer, unit and place, and the ledger's by buffer and place."""
-    engine = Runtime().with_ds_config(config)
+    engine = Runtime().with_ds_config(read_ds_config(config, dialect=Dialect.RUNTIME))
     dtype = next((DType(name) for name in ("bf16", "fp16") if name in config), DType.FP32)
     accum = config.get("data_types", {}).get("grad_accum_dtype")
     section = config["zero_optimization"]

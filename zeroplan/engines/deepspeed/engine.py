@@ -13,6 +13,7 @@ from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.tape_options import TraceOptions, options_for
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import DEEPSPEED_VERSION, ZeroConfig
+from zeroplan.ds_config.dialect import Dialect
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.deepspeed import facts as facts_module
 from zeroplan.engines.deepspeed.lines import LEDGER
@@ -48,7 +49,7 @@ class DeepSpeed(Engine):
     version = DEEPSPEED_VERSION
     measured = True
     step_buffers_coexist = True
-    reads_ds_config = True
+    dialect = Dialect.DEEPSPEED
 
     def __init__(self) -> None:
         self._simulator: Simulator | None = None  # made by the first simulation, which alone imports it

@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from zeroplan.core.layout import Layout, UnitKind
+from zeroplan.core.layout import LEAST_MOVED_BYTES, Layout, UnitKind
 from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op
-from zeroplan.ds_config.runtime_offload_rules import LEAST_MOVED_BYTES
 from zeroplan.engines.base import Case
 from zeroplan.engines.runtime.units import PEFT_PREFIX
 from zeroplan.models.facts import spec_facts

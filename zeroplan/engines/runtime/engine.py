@@ -12,9 +12,9 @@ from zeroplan.core.layout import Layout, UnitKind
 from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.workload import DType
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
-from zeroplan.ds_config.runtime_keys import Knobs, require_known_keys
-from zeroplan.ds_config.runtime_offload import read_sections
-from zeroplan.ds_config.runtime_offload_rules import remark, require_offloadable, require_runnable
+from zeroplan.ds_config.dialect import Dialect
+from zeroplan.ds_config.knobs import Knobs
+from zeroplan.ds_config.rules_runtime import remark, require_offloadable, require_runnable
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.player import play
 from zeroplan.engines.runtime import lines
@@ -30,6 +30,7 @@ from zeroplan.simulate.allocator.config import UNLIMITED, AllocatorConfig
 from zeroplan.simulate.recorder import Recorder, simulate
 
 if TYPE_CHECKING:
+    from zeroplan.ds_config.reader import DsConfig
     from zeroplan.engines.runtime.traffic import RuntimeTraffic
 
 #: Stages with optimizer and parameter offload, in the order in which they are shown.
@@ -48,22 +49,6 @@ OPTIONS = (
     (3, "nvme", "nvme"),
 )
 
-#: Rules by which DeepSpeed refuses what the runtime does: `ratio` below stage 3 and with every optimizer, three buffers or
-#: fewer, LAMB unasked, odd buckets and others of the keys that change nothing here.
-WAIVED_RULES = frozenset(
-    {
-        "offload.ratio",
-        "offload.hybrid",
-        "offload.buffers",
-        "optimizer.untested",
-        "optimizer.lamb_scale",
-        "accum.stage0",
-        "bucket.even",
-        "scale.reduce_scatter",
-        "stage1.legacy",
-    }
-)
-
 #: The runtime's memory model; it changes when `zeroplan.core.layout` does.
 VERSION = "0.1.0"
 
@@ -75,23 +60,14 @@ class Runtime(Engine):
     version = VERSION
     measured = True
     step_buffers_coexist = True
-    reads_ds_config = True
-    own_sections = frozenset({"zeroplan"})
-    waived_rules = WAIVED_RULES
+    dialect = Dialect.RUNTIME
 
     def __init__(self, knobs: Knobs | None = None) -> None:
         self.knobs = knobs or Knobs()
 
-    def with_ds_config(self, ds_config: Mapping[str, Any]) -> Runtime:
-        """The runtime with the ``zeroplan`` section of a ds_config; the other sections are held to what the runtime reads.
-
-        Raises:
-            BadInput: a key that the runtime refuses, or a value of the wrong type.
-        """
-        require_known_keys(ds_config)
-        knobs = Knobs.of(ds_config)
-        read_sections(ds_config, knobs)
-        return Runtime(knobs)
+    def with_ds_config(self, ds_config: DsConfig) -> Runtime:
+        """The runtime with the knobs of the file's ``zeroplan`` section."""
+        return Runtime(ds_config.knobs)
 
     def options(self) -> list[ZeroConfig]:
         """The four stages, and the offloads that each allows."""
@@ -103,8 +79,7 @@ class Runtime(Engine):
         Raises:
             BadInput: with the remedy.
         """
-        delayed = self.knobs.delayed_update > 0
-        require_runnable(zero.stage, zero.offload_optimizer, zero.offload_param, delayed=delayed, aio=zero.aio)
+        require_runnable(zero, self.knobs)
 
     def require_workload(self, case: Case) -> None:
         """Refuse what the runtime does not train.

@@ -11,27 +11,21 @@ from zeroplan.core.optimizers import RUNTIME_NAMES
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.ds_config.runtime_keys import Knobs
+from zeroplan.ds_config.knobs import Knobs
+from zeroplan.ds_config.runtime import runtime_setup
 from zeroplan.engines.runtime.units import unit_shapes
 from zeroplan.models.spec import ModelSpec, Unit
 
 
 def setup_of(workload: Workload, zero: ZeroConfig, parallel: ParallelLayout, knobs: Knobs) -> RuntimeSetup:
-    """The runtime's setup, as ``zeroplan_runtime.config`` and its engine take it from the same ds_config."""
-    dtype = workload.dtype
-    reduce = zero.communication_data_type or dtype
-    return RuntimeSetup.of(
-        zero.offload_optimizer,
-        zero.offload_param,
+    """The runtime's setup for a plan."""
+    return runtime_setup(
+        zero,
+        knobs,
         ranks=parallel.shard_group,
-        stage=zero.stage,
-        param_dtype=dtype,
-        reduce_dtype=reduce,
-        accum_dtype=zero.grad_accum_dtype or reduce,
+        dtype=workload.dtype,
         optimizer=workload.optimizer,
         grad_accum=workload.grad_accum,
-        block_slots=knobs.ring,
-        delayed_update=knobs.delayed_update > 0,
     )
 
 

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from zeroplan.core.workload import DType
-from zeroplan.ds_config.coercion import to_bool, to_float, to_int
-from zeroplan.ds_config.values import COERCE, Kind, to_dtype, to_str
+from zeroplan.ds_config.coercion import COERCE, Kind, to_bool, to_dtype, to_float, to_int, to_str
 
 
 class Stage(int, enum.Enum):

@@ -1,0 +1,33 @@
+"""The ``zeroplan`` section of a ds_config: the included runtime's own keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zeroplan.core.layout import WIDE_NUMEL
+
+
+@dataclass(frozen=True, slots=True)
+class Knobs:
+    """The ``zeroplan`` section. Types and bounds of its keys stand in :mod:`.sections_runtime`.
+
+    Attributes:
+        ring: slots that blocks take turns in, for parameters at stage 3 and for gradients at stages 2 and 3.
+        wide_numel: an embedding or head of at least this many elements becomes a unit of its own.
+        direct_linear: linear layers write their weight gradients straight into the flat buffers.
+        fused_loss: the loss of a causal language model is computed without an fp32 copy of the logits.
+        audit_steps: in the first this many micro batches at stage 3, the runtime checks that every use of a parameter is
+            within the forward of its unit.
+        timeout: seconds without progress after which a rank names the rank that it waits for, and ends.
+        delayed_update: the first step whose update on the host runs beside the next forward and backward; 0 for never.
+        nvme_in_memory: accept an ``nvme_path`` that lies on a file system in host memory.
+    """
+
+    ring: int = 2
+    wide_numel: int = WIDE_NUMEL
+    direct_linear: bool = True
+    fused_loss: bool = True
+    audit_steps: int = 1
+    timeout: float = 600.0
+    delayed_update: int = 0
+    nvme_in_memory: bool = False

@@ -1,0 +1,306 @@
+"""What zeroplan's own runtime refuses, beside the keys that the schema says it refuses.
+
+The rules hold of a ds_config, of flags (:func:`require_runnable`) and of the runtime's file engine (:func:`require_io`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.layout import PAGE, PAGE_NUMEL, Layout
+from zeroplan.core.optimizers import find_optimizer
+from zeroplan.core.zero_config import Aio, OffloadDevice, OffloadOptimizer, OffloadParam, ZeroConfig
+from zeroplan.ds_config.dialect import Dialect
+from zeroplan.ds_config.findings import At, Severity
+from zeroplan.ds_config.job import Job
+from zeroplan.ds_config.knobs import Knobs
+from zeroplan.ds_config.rules import Rule, View
+
+#: The most bytes of one read or write, blocks in flight for a queue, and queues.
+MOST_BLOCK = 1 << 30
+MOST_DEPTH = 4096
+MOST_QUEUES = 64
+
+#: Loss scales are powers of two that a float holds.
+_MOST_SCALE_POWER = 1023
+
+_ZERO = "zero_optimization"
+_OFF, _PAR = f"{_ZERO}.offload_optimizer", f"{_ZERO}.offload_param"
+_NVME = OffloadDevice.NVME
+_OF_RUNTIME = (Dialect.RUNTIME,)
+
+
+def _params_in_files(v: View) -> bool:
+    return v.uses_files and v.zero.offload_param.device is _NVME
+
+
+def _no_folder(v: View) -> bool:
+    states, params = v.zero.offload_optimizer, v.zero.offload_param
+    return (states.device is _NVME and states.nvme_path == "") or (params.device is _NVME and params.nvme_path == "")
+
+
+def _nameless(v: View, section: str) -> bool:
+    return v.has(section) and not v.says(f"{section}.type") and any(path.startswith(f"{section}.") for path in v.values)
+
+
+#: What reads and writes of files cannot go by.
+IO_REFUSALS: tuple[Rule, ...] = (
+    Rule(
+        "runtime.gds",
+        Severity.ERROR,
+        At.ENGINE,
+        "aio.use_gds",
+        "",
+        lambda v: v.uses_files and v.zero.aio.use_gds,
+        "GPUDirect Storage is not supported",
+        "set it to false",
+        _OF_RUNTIME,
+    ),
+    Rule(
+        "runtime.block_size",
+        Severity.ERROR,
+        At.ENGINE,
+        "aio.block_size",
+        "",
+        lambda v: v.uses_files and not (PAGE <= v.zero.aio.block_size <= MOST_BLOCK and v.zero.aio.block_size % PAGE == 0),
+        "{v.zero.aio.block_size} is not a block size",
+        f"give a multiple of {PAGE} up to 1 GiB",
+        _OF_RUNTIME,
+    ),
+    Rule(
+        "runtime.queue_depth",
+        Severity.ERROR,
+        At.ENGINE,
+        "aio.queue_depth",
+        "",
+        lambda v: v.uses_files and not 1 <= v.zero.aio.queue_depth <= MOST_DEPTH,
+        "{v.zero.aio.queue_depth} is out of range",
+        f"give 1 to {MOST_DEPTH}",
+        _OF_RUNTIME,
+    ),
+    Rule(
+        "runtime.queues",
+        Severity.ERROR,
+        At.ENGINE,
+        "aio.intra_op_parallelism",
+        "",
+        lambda v: v.uses_files and not 1 <= v.zero.aio.intra_op_parallelism <= MOST_QUEUES,
+        "{v.zero.aio.intra_op_parallelism} is out of range",
+        f"give 1 to {MOST_QUEUES}",
+        _OF_RUNTIME,
+    ),
+)
+
+#: What the runtime cannot offload, by whatever way it is asked for.
+OFFLOAD_REFUSALS: tuple[Rule, ...] = (
+    Rule(
+        "runtime.super_offload",
+        Severity.ERROR,
+        At.ENGINE,
+        _OFF,
+        "",
+        lambda v: v.zero.offload_optimizer.super_offload,
+        "super_offload is not supported by this runtime",
+        "leave it out",
+        _OF_RUNTIME,
+    ),
+    Rule(
+        "runtime.ratio",
+        Severity.ERROR,
+        At.ENGINE,
+        _OFF,
+        "",
+        lambda v: not 0.0 <= v.zero.offload_optimizer.ratio <= 1.0,
+        "ratio {v.zero.offload_optimizer.ratio} is not between 0 and 1",
+        "1 offloads all, 0.5 half of the parameters' states",
+        _OF_RUNTIME,
+    ),
+    Rule(
+        "runtime.cores",
+        Severity.ERROR,
+        At.ENGINE,
+        _OFF,
+        "",
+        lambda v: not 0.0 < v.zero.offload_optimizer.cpuadam_cores_perc <= 1.0,
+        "cpuadam_cores_perc {v.zero.offload_optimizer.cpuadam_cores_perc} is not above 0 and at most 1",
+        f"use {OffloadOptimizer().cpuadam_cores_perc} for that part of the cores",
+        _OF_RUNTIME,
+    ),
+    Rule(
+        "runtime.state_buffers",
+        Severity.ERROR,
+        At.ENGINE,
+        _OFF,
+        "",
+        lambda v: v.uses_files and v.zero.offload_optimizer.buffer_count < 1,
+        "buffer_count {v.zero.offload_optimizer.buffer_count} is not above 0",
+        f"use {OffloadOptimizer().buffer_count}, or leave it out",
+        _OF_RUNTIME,
+    ),
+    Rule(
+        "runtime.param_buffers",
+        Severity.ERROR,
+        At.ENGINE,
+        _PAR,
+        "",
+        lambda v: _params_in_files(v) and v.zero.offload_param.buffer_count < 1,
+        "buffer_count {v.zero.offload_param.buffer_count} is not above 0",
+        f"use {OffloadParam().buffer_count}, or leave it out",
+        _OF_RUNTIME,
+    ),
+    Rule(
+        "runtime.param_pages",
+        Severity.ERROR,
+        At.ENGINE,
+        _PAR,
+        "",
+        lambda v: _params_in_files(v) and v.zero.offload_param.buffer_size < PAGE_NUMEL,
+        "buffer_size {v.zero.offload_param.buffer_size:,} holds no page of a file",
+        f"use {PAGE_NUMEL:,} elements or more",
+        _OF_RUNTIME,
+    ),
+    Rule(
+        "runtime.params_in_cpu",
+        Severity.ERROR,
+        At.ENGINE,
+        _PAR,
+        "",
+        lambda v: _params_in_files(v) and v.zero.offload_param.max_in_cpu < 0,
+        "max_in_cpu {v.zero.offload_param.max_in_cpu} is negative",
+        "use 0 to keep none there",
+        _OF_RUNTIME,
+    ),
+    *IO_REFUSALS,
+    Rule(
+        "runtime.params_alone",
+        Severity.ERROR,
+        At.ENGINE,
+        _PAR,
+        "",
+        lambda v: bool(v.zero.offload_param) and (not v.zero.offload_optimizer or v.zero.offload_optimizer.ratio < 1.0),
+        "parameters can leave the device only where their whole optimizer does",
+        "add offload_optimizer with ratio 1",
+        _OF_RUNTIME,
+    ),
+    Rule(
+        "runtime.delayed",
+        Severity.ERROR,
+        At.ENGINE,
+        "zeroplan.delayed_update",
+        "",
+        lambda v: v.knobs.delayed_update > 0 and (v.offload is not OffloadDevice.CPU or bool(v.zero.offload_param)),
+        "the delayed update is for an optimizer in host memory and parameters on the device",
+        'use offload_optimizer.device "cpu" without offload_param',
+        _OF_RUNTIME,
+    ),
+)
+
+#: What the runtime refuses in a ds_config.
+RUNTIME_REFUSALS: tuple[Rule, ...] = (
+    *OFFLOAD_REFUSALS,
+    Rule(
+        "runtime.folder",
+        Severity.ERROR,
+        At.ENGINE,
+        "nvme_path",
+        "",
+        _no_folder,
+        "the path of a folder on the disk is empty",
+        'write it, or set device to "cpu"',
+        _OF_RUNTIME,
+    ),
+    Rule(
+        "runtime.clipping",
+        Severity.ERROR,
+        At.ENGINE,
+        "gradient_clipping",
+        "",
+        lambda v: not 0 <= v.zero.gradient_clipping < math.inf,
+        "{v.zero.gradient_clipping:g} is not a number of zero or more",
+        "use 0 to clip nothing",
+        _OF_RUNTIME,
+    ),
+    Rule(
+        "runtime.scale_power",
+        Severity.ERROR,
+        At.ENGINE,
+        "fp16.initial_scale_power",
+        "",
+        lambda v: not 0 <= v.says("fp16.initial_scale_power", 16) <= _MOST_SCALE_POWER,
+        "{v.values[fp16.initial_scale_power]} is out of range",
+        f"give 0 to {_MOST_SCALE_POWER}",
+        _OF_RUNTIME,
+    ),
+    Rule(
+        "runtime.optimizer_type",
+        Severity.ERROR,
+        At.ENGINE,
+        "optimizer",
+        "",
+        lambda v: _nameless(v, "optimizer"),
+        "'type' is missing",
+        'write "type": "AdamW"',
+        _OF_RUNTIME,
+    ),
+    Rule(
+        "runtime.scheduler_type",
+        Severity.ERROR,
+        At.ENGINE,
+        "scheduler",
+        "",
+        lambda v: _nameless(v, "scheduler"),
+        "'type' is missing",
+        'write "type": "WarmupLR"',
+        _OF_RUNTIME,
+    ),
+)
+
+
+def _require(rules: Iterable[Rule], view: View) -> None:
+    for rule in rules:
+        if rule.applies(view):
+            found = rule.finding(view)
+            raise BadInput(found.what, where=found.where, remedy=found.remedy)
+
+
+def require_runnable(zero: ZeroConfig, knobs: Knobs) -> None:
+    """Refuse offload that the runtime does not do.
+
+    Raises:
+        BadInput: with the remedy.
+    """
+    zero.require_possible()
+    _require(OFFLOAD_REFUSALS, View(zero, Job(), {}, knobs=knobs))
+
+
+def require_io(aio: Aio) -> None:
+    """Refuse an ``aio`` section that reads and writes of files cannot go by.
+
+    Raises:
+        BadInput: GPUDirect Storage, blocks that are no pages, counts out of range.
+    """
+    in_files = OffloadOptimizer(device=OffloadDevice.NVME)
+    _require(IO_REFUSALS, View(ZeroConfig(stage=3, offload_optimizer=in_files, aio=aio), Job(), {}))
+
+
+def require_offloadable(optimizer: str) -> None:
+    """Refuse an optimizer that cannot leave the device.
+
+    Raises:
+        BadInput: for one that takes whole tensors' norms (LAMB), which need every rank between two passes.
+    """
+    kernel = find_optimizer(optimizer).runtime
+    if kernel is not None and kernel.takes_norms:
+        raise BadInput(
+            f"{optimizer.upper()} cannot be offloaded", where="offload_optimizer", remedy="use AdamW, or keep it on the device"
+        )
+
+
+def remark(layout: Layout) -> str:
+    """What may surprise whoever asked for this layout; an empty string where nothing does."""
+    if layout.setup.params_in_files and not layout.param_buffer:
+        most = layout.setup.params_in_host
+        return f"offload_param: all parameters stay in host memory, as max_in_cpu is {most:,} elements; 0 keeps none there"
+    return ""

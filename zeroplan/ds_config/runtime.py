@@ -1,0 +1,47 @@
+"""From a ds_config to the setup of zeroplan's runtime: the plan and the run take it from here."""
+
+from __future__ import annotations
+
+from zeroplan.core.layout_setup import RuntimeSetup
+from zeroplan.core.workload import DType
+from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.ds_config.knobs import Knobs
+
+
+def runtime_setup(zero: ZeroConfig, knobs: Knobs, *, ranks: int, dtype: DType, optimizer: str, grad_accum: int) -> RuntimeSetup:
+    """What decides the runtime's own buffers, beside the shapes.
+
+    Gradients are reduced in ``communication_data_type``, by default the model's dtype, and accumulated in
+    ``data_types.grad_accum_dtype``, by default the dtype of the reduction.
+
+    Args:
+        zero: stage, offload and dtypes of gradients.
+        knobs: the runtime's own keys.
+        ranks: data-parallel ranks.
+        dtype: of the model's parameters.
+        optimizer: by the name of its row of states.
+        grad_accum: micro batches a step.
+
+    Raises:
+        BadInput: a stage that does not exist, counts below their least, or an optimizer that the runtime does not have.
+    """
+    reduce = zero.communication_data_type or dtype
+    states, params = zero.offload_optimizer, zero.offload_param
+    return RuntimeSetup(
+        ranks=ranks,
+        stage=zero.stage,
+        param_dtype=dtype,
+        reduce_dtype=reduce,
+        accum_dtype=zero.grad_accum_dtype or reduce,
+        optimizer=optimizer,
+        grad_accum=grad_accum,
+        block_slots=knobs.ring,
+        offload_optimizer=states.device,
+        offload_ratio=states.ratio,
+        swap_buffers=states.buffer_count,
+        offload_param=params.device,
+        param_buffers=params.buffer_count,
+        param_buffer_numel=params.buffer_size,
+        params_in_host=params.max_in_cpu,
+        delayed_update=knobs.delayed_update > 0,
+    )

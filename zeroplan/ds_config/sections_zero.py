@@ -1,0 +1,130 @@
+"""``zero_optimization`` and the sections in it.
+
+The runtime ignores keys that choose between DeepSpeed's own ways of doing the same (buckets, prefetching, persistence), and
+refuses those that would change what is computed or stored.
+"""
+
+from __future__ import annotations
+
+from zeroplan.core.zero_config import LeafModule, OffloadOptimizer, OffloadParam, ZenFlow, ZeroConfig
+from zeroplan.ds_config.coercion import Kind
+from zeroplan.ds_config.schema import HONOURED, REFUSED, B, F, I, Mode, S, free, mem, other, section
+
+ZERO = section(
+    "zero_optimization",
+    Mode.MODEL,
+    "runtime/zero/config.py",
+    mem("stage", Kind.STAGE, runtime=HONOURED),
+    mem("contiguous_gradients", B),
+    mem("reduce_scatter", B),
+    mem("reduce_bucket_size", I, above=0),
+    mem("use_multi_rank_bucket_allreduce", B),
+    mem("allgather_partitions", B),
+    mem("allgather_bucket_size", I, lo=0, threshold=True),
+    mem("overlap_comm", B, optional=True),
+    mem("compute_grad_norm", B, runtime=REFUSED),
+    free("load_from_fp32_weights", B, True),
+    free("elastic_checkpoint", B, False),
+    mem("offload_param", Kind.SECTION, optional=True, runtime=HONOURED),
+    mem("offload_optimizer", Kind.SECTION, optional=True, runtime=HONOURED),
+    mem("zenflow", Kind.SECTION, optional=True, runtime=REFUSED),
+    mem("sub_group_size", I, lo=0, threshold=True),
+    mem("cpu_offload_param", B, "", optional=True, replaced_by="offload_param", runtime=REFUSED),
+    free(
+        "cpu_offload_use_pin_memory",
+        B,
+        optional=True,
+        replaced_by="offload_param or offload_optimizer",
+        runtime=REFUSED,
+    ),
+    mem("cpu_offload", B, "", optional=True, replaced_by="offload_optimizer", runtime=REFUSED),
+    mem("prefetch_bucket_size", I, alias="stage3_prefetch_bucket_size", lo=0, threshold=True),
+    mem("param_persistence_threshold", I, alias="stage3_param_persistence_threshold", lo=0, threshold=True),
+    mem("model_persistence_threshold", I, alias="stage3_model_persistence_threshold", lo=0, threshold=True),
+    mem("max_live_parameters", I, alias="stage3_max_live_parameters", lo=0, threshold=True),
+    mem("max_reuse_distance", I, alias="stage3_max_reuse_distance", lo=0, threshold=True),
+    mem("gather_16bit_weights_on_model_save", B, alias="stage3_gather_16bit_weights_on_model_save"),
+    mem("module_granularity_threshold", I, alias="stage3_module_granularity_threshold", threshold=True),
+    mem("use_all_reduce_for_fetch_params", B, alias="stage3_use_all_reduce_for_fetch_params"),
+    mem("allgather_sequential", B, alias="stage3_allgather_sequential"),
+    mem(
+        "stage3_gather_fp16_weights_on_model_save",
+        B,
+        "",
+        default=False,
+        replaced_by="gather_16bit_weights_on_model_save",
+    ),
+    free("ignore_unused_parameters", B, True),
+    free("legacy_stage1", B, False),
+    mem("round_robin_gradients", B),
+    mem("parameter_alignment", B),
+    mem("zero_hpz_partition_size", I, lo=0, runtime=REFUSED),
+    other("zero_quantized_weights", B, attr="zero_quantized_weights"),
+    other("zero_quantized_nontrainable_weights", B, attr="zero_quantized_nontrainable_weights"),
+    other("zero_quantized_gradients", B, attr="zero_quantized_gradients"),
+    mem("memory_efficient_linear", B),
+    free("pipeline_loading_checkpoint", B, False),
+    free("override_module_apply", B, True),
+    free("log_trace_cache_warnings", B, False),
+    free("enable_sanity_checks", B, False),
+    mem("save_muon_momentum_buffer_in_memory", B),
+    mem("leaf_module", Kind.SECTION),
+    holder=ZeroConfig,
+)
+
+OFFLOAD_PARAM = section(
+    "zero_optimization.offload_param",
+    Mode.MODEL,
+    "runtime/zero/offload_config.py",
+    mem("device", Kind.DEVICE, runtime=HONOURED),
+    mem("nvme_path", S, optional=True, runtime=HONOURED),
+    mem("buffer_count", I, lo=0, runtime=HONOURED),
+    mem("buffer_size", I, lo=0, runtime=HONOURED),
+    mem("max_in_cpu", I, lo=0, threshold=True, runtime=HONOURED),
+    mem("pin_memory", B),
+    holder=OffloadParam,
+)
+
+OFFLOAD_OPTIMIZER = section(
+    "zero_optimization.offload_optimizer",
+    Mode.MODEL,
+    "runtime/zero/offload_config.py",
+    mem("device", Kind.DEVICE, runtime=HONOURED),
+    mem("nvme_path", S, optional=True, runtime=HONOURED),
+    mem("buffer_count", I, lo=0, runtime=HONOURED),
+    mem("pin_memory", B),
+    mem("pipeline_read", B),
+    mem("pipeline_write", B),
+    mem("fast_init", B),
+    mem("ratio", F, lo=0.0, hi=1.0, runtime=HONOURED),
+    mem("super_offload", B, runtime=REFUSED),
+    mem("cpuadam_cores_perc", F, lo=0.0, hi=1.0, runtime=HONOURED),
+    holder=OffloadOptimizer,
+)
+
+ZENFLOW = section(
+    "zero_optimization.zenflow",
+    Mode.MODEL,
+    "runtime/zenflow/zenflow_config.py",
+    mem("topk_ratio", F, above=0.0, below=1.0, runtime=REFUSED),
+    mem("select_strategy", S, runtime=REFUSED),
+    mem("select_interval", Kind.INT_OR_STR, runtime=REFUSED),
+    mem("update_interval", Kind.INT_OR_STR, runtime=REFUSED),
+    mem("overlap_step", B, runtime=REFUSED),
+    mem("offload", B, runtime=REFUSED),
+    mem("auto_ratio", F, lo=0.0, hi=1.0, runtime=REFUSED),
+    mem("full_warm_up_rounds", I, runtime=REFUSED),
+    mem("pt_reserved_cores_perc", F, lo=0.0, hi=1.0, runtime=REFUSED),
+    free("steps_per_epoch", I, optional=True, note="set by DeepSpeed itself", runtime=REFUSED),
+    holder=ZenFlow,
+)
+
+LEAF_MODULE = section(
+    "zero_optimization.leaf_module",
+    Mode.MODEL,
+    "runtime/zero/leaf_module_config.py",
+    mem("classes", Kind.STRINGS),
+    mem("names", Kind.STRINGS),
+    mem("name_suffixes", Kind.STRINGS),
+    holder=LeafModule,
+)

@@ -16,7 +16,6 @@ from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.registry import find_engine
 from zeroplan.planner.request import Request
-from zeroplan.search.space import EXPANDABLE
 
 _CPU = {"device": "cpu", "pin_memory": True}
 _OFFLOAD: dict[str, dict[str, Any]] = {
@@ -52,7 +51,7 @@ class Choice:
     @property
     def alloc_conf(self) -> str:
         """``PYTORCH_ALLOC_CONF``."""
-        return EXPANDABLE if self.expandable else ""
+        return "expandable_segments:True" if self.expandable else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from zeroplan.models.load import load_model
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
 from zeroplan.search.recommend import least_memory, rank_all, rank_key, search
-from zeroplan.search.space import Candidate, batch_splits, candidates, zero_configs
+from zeroplan.search.space import NVME_PATH, Candidate, batch_splits, candidates
 
 pytestmark = pytest.mark.torch
 
@@ -41,8 +41,10 @@ def problem() -> tuple[Memory, list[Candidate]]:
     pytest.importorskip("transformers")
     engine, cluster = find_engine("deepspeed"), Cluster.of(gpus=2, vram="80G", gpu="H100", cpu_ram="64G")
     memory = Memory(engine, load_model(SMALL), cluster)
-    zeros = zero_configs(engine, cluster)
-    space = list(candidates(zeros, Workload(seq_len=SEQ), batch_splits(8, ParallelLayout(2)), (False, True)))
+    zeros = engine.search_space(cluster, NVME_PATH)
+    space = list(
+        candidates(zeros, Workload(seq_len=SEQ), batch_splits(8, ParallelLayout(2)), (False, True), engine.alloc_confs)
+    )
     return memory, space
 
 
@@ -75,7 +77,7 @@ def test_floors_are_tight_where_the_step_decides_and_never_above(engine: str) ->
     """One sequence of 64 tokens: states are all there is, so the floor of the step's buffers is what the run needs."""
     memory = Memory(find_engine(engine), load_model("Qwen/Qwen2.5-0.5B"), Cluster(gpus=3, vram=400 * GIB))
     tight = 0
-    for zero, _ in zero_configs(memory.engine, memory.cluster):
+    for zero, _ in memory.engine.search_space(memory.cluster, NVME_PATH):
         if zero.reduce_bucket_size < 100_000_000:
             continue
         candidate = Candidate(zero, Workload(micro_batch=1, seq_len=64))

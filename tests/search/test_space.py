@@ -11,7 +11,9 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import Workload
 from zeroplan.engines.registry import find_engine
-from zeroplan.search.space import EXPANDABLE, batch_splits, candidates, zero_configs
+from zeroplan.search.space import NVME_PATH, batch_splits, candidates
+
+ENGINE = find_engine("deepspeed")
 
 
 @given(st.integers(1, 64), st.integers(1, 64))
@@ -37,17 +39,16 @@ def test_fixed_parts_hold() -> None:
 
 
 def test_disk_is_tried_only_where_there_is_one() -> None:
-    engine = find_engine("deepspeed")
-    without = zero_configs(engine, Cluster.of(gpus=2))
+    without = ENGINE.search_space(Cluster.of(gpus=2), NVME_PATH)
     assert not [z for z, _ in without if "nvme" in (z.offload_optimizer.device, z.offload_param.device)]
-    found = zero_configs(engine, Cluster.of(gpus=2, nvme="2T"), nvme_path="/disk")
+    found = ENGINE.search_space(Cluster.of(gpus=2, nvme="2T"), "/disk")
     paths = {z.offload_optimizer.nvme_path for z, _ in found if z.offload_optimizer.device == "nvme"}
     assert paths == {"/disk"}
 
 
 def test_the_space_is_the_product_without_repeats() -> None:
-    zeros = zero_configs(find_engine("deepspeed"), Cluster.of(gpus=4))
-    space = list(candidates(zeros, Workload(seq_len=128), [(1, 2), (2, 1)], (False, True)))
+    zeros = ENGINE.search_space(Cluster.of(gpus=4), NVME_PATH)
+    space = list(candidates(zeros, Workload(seq_len=128), [(1, 2), (2, 1)], (False, True), ENGINE.alloc_confs))
     assert len(space) == len(set(space)) == len(zeros) * 2 * 2 * 2
-    assert {c.alloc_conf for c in space} == {"", EXPANDABLE}
+    assert {c.alloc_conf for c in space} == {"", "expandable_segments:True"}
     assert min(c.effort for c in space) == 0

@@ -128,7 +128,7 @@ def _require_output(request: Request, output: str | None, form: str, launcher: s
     from zeroplan.engines.registry import find_engine
     from zeroplan.search.files import require_form
 
-    engine = find_engine(request.engine).name
+    engine = find_engine(request.engine)
     if output is not None:
         require_form(form, engine, launcher)
         return

@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # a plan from the ledger alone needs no simulator
     from zeroplan.engines.process import Outside
     from zeroplan.engines.simulation import Simulation
     from zeroplan.engines.traffic import Traffic
+    from zeroplan.interop.forms import Form
     from zeroplan.simulate.allocator.config import AllocatorConfig
 
 
@@ -64,6 +65,8 @@ class Engine(ABC):
         step_buffers_coexist: whether all of the ledger's buffers of the step are there at one moment, so that their sum is a
             floor of what the step needs. Not so where gradients may be views of other buffers, or gone in part.
         dialect: how the engine reads a ``ds_config.json``; None if it takes none.
+        launchers: those of :data:`zeroplan.interop.launch.LAUNCHERS` that start the engine, the usual one first.
+        alloc_confs: the allocator settings that a search tries; an empty string for none.
     """
 
     name: ClassVar[str]
@@ -71,6 +74,8 @@ class Engine(ABC):
     measured: ClassVar[bool] = False
     step_buffers_coexist: ClassVar[bool] = False
     dialect: ClassVar[Dialect | None] = None
+    launchers: ClassVar[tuple[str, ...]] = ("torchrun", "slurm")
+    alloc_confs: ClassVar[tuple[str, ...]] = ("", "expandable_segments:True")
 
     # --- what it runs -----------------------------------------------------------------------------------------------------
 
@@ -176,3 +181,32 @@ class Engine(ABC):
     @abstractmethod
     def traffic(self, spec: ModelSpec, cluster: Cluster) -> Traffic:
         """The engine's work for one model on one cluster."""
+
+    # --- search and files -------------------------------------------------------------------------------------------------
+
+    def search_space(self, cluster: Cluster, nvme_path: str) -> list[tuple[ZeroConfig, int]]:
+        """The configurations that a search tries on this cluster, each with its effort.
+
+        Args:
+            cluster: says whether there is a disk, and whether there is more than one rank.
+            nvme_path: the folder for swap files.
+
+        Returns:
+            Each configuration with how far it is from the engine's defaults. Of two that are equally fast, the search
+            recommends the one with the lower effort.
+        """
+        from zeroplan.engines.search_space import offloads
+
+        return offloads(self.options(), cluster, nvme_path)
+
+    def ds_config(self, zero: ZeroConfig, workload: Workload, layout: ParallelLayout) -> dict[str, Any] | None:
+        """The explicit ds_config that runs a configuration; None for an engine that takes no ds_config."""
+        if self.dialect is None:
+            return None
+        from zeroplan.interop.launch import explicit_ds_config
+
+        return explicit_ds_config(zero, workload, layout)
+
+    def forms(self) -> Mapping[str, Form]:
+        """The forms in which ``recommend`` can write a configuration, by name; none where the program reads no file."""
+        return {}

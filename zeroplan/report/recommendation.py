@@ -94,7 +94,7 @@ def _offload(one: Recommendation) -> str:
 
 def _knobs(one: Recommendation) -> str:
     zero, parts = one.zero, []
-    if one.plan.engine in ("deepspeed", "zeroplan") and zero.stage:
+    if one.engine.dialect is not None and zero.stage:
         parts.append(format_count(zero.reduce_bucket_size).replace(" ", ""))
     if zero.stage in (1, 2) and zero.overlap_comm:
         parts.append("overlap")
@@ -145,8 +145,7 @@ def _difference(current: Recommendation, best: Recommendation) -> list[str]:
     gain = best.tokens_per_second / current.tokens_per_second if current.tokens_per_second else 0.0
     if current.fits is not False and gain < 1.02:
         return ["What is in use is as good as anything that fits."]
-    before = [] if current.plan.engine not in ("deepspeed", "zeroplan") else _lines(current)
-    after = _lines(best)
+    before, after = _lines(current), _lines(best)
     head = "It would be" if current.fits is not False else "What is in use does not fit. The best that does is"
     lines = [f"{head} {gain:.2f} × as fast with:"] if current.fits is not False else [f"{head}:"]
     lines += list(difflib.unified_diff(before, after, "in use", "recommended", lineterm="", n=1))
@@ -156,5 +155,10 @@ def _difference(current: Recommendation, best: Recommendation) -> list[str]:
 
 
 def _lines(one: Recommendation) -> list[str]:
-    again = str(one.workload.gradient_checkpointing).lower()
-    return [*dump_ds_config(one.ds_config()).splitlines(), f"gradient_checkpointing: {again}"]
+    config, work = one.ds_config(), one.workload
+    if config is None:
+        lines = [f"engine: {one.plan.engine}", f"stage: {one.zero.stage}"]
+        lines += [f"micro_batch: {work.micro_batch}", f"grad_accum: {work.grad_accum}"]
+    else:
+        lines = dump_ds_config(config).splitlines()
+    return [*lines, f"gradient_checkpointing: {str(work.gradient_checkpointing).lower()}"]

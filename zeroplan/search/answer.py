@@ -10,6 +10,7 @@ from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.plan import MemoryPlan
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.engines.base import Engine
 from zeroplan.planner.describe import describe_cluster, describe_workload
 from zeroplan.search.cost import StepTime
 from zeroplan.search.recommend import Ranked
@@ -19,11 +20,20 @@ from zeroplan.search.recommend import Ranked
 class Recommendation:
     """One configuration with its predicted step time, its memory and its reasons.
 
-    `index` is its place in a given list of candidates (counted from 0), else in the ranking. `alloc_conf` is what
-    PYTORCH_ALLOC_CONF should hold. `fits` is None when no limit was given.
+    Attributes:
+        index: its place in the candidates file (counted from 0), else in the ranking.
+        engine: what runs it.
+        zero: sharding and offload.
+        workload: batches, precision, checkpointing.
+        plan: its memory.
+        time: its predicted step.
+        layout: the parallel degrees.
+        alloc_conf: what PYTORCH_ALLOC_CONF should hold.
+        reasons: sentences for the user.
     """
 
     index: int
+    engine: Engine
     zero: ZeroConfig
     workload: Workload
     plan: MemoryPlan
@@ -34,7 +44,7 @@ class Recommendation:
 
     @property
     def fits(self) -> bool | None:
-        """Total plus interval against the usable memory, and host and disk against theirs."""
+        """Whether the interval's upper end, the host and the disk are within their limits; None without a limit."""
         return self.plan.fits
 
     @property
@@ -47,11 +57,9 @@ class Recommendation:
         """One optimizer step."""
         return self.time.total
 
-    def ds_config(self) -> dict[str, Any]:
-        """The explicit ds_config that runs this: no ``auto``, an optimizer of its own."""
-        from zeroplan.interop.launch import explicit_ds_config
-
-        return explicit_ds_config(self.zero, self.workload, self.layout)
+    def ds_config(self) -> dict[str, Any] | None:
+        """The explicit ds_config that runs this; None where the engine takes none."""
+        return self.engine.ds_config(self.zero, self.workload, self.layout)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; bytes are integers, times seconds."""
@@ -72,17 +80,17 @@ class Recommendation:
                 "lanes": {one.value: seconds for one, seconds in self.time.busy.items() if seconds},
             },
             "reasons": list(self.reasons),
-            "ds_config": self.ds_config() if self.plan.engine in ("deepspeed", "zeroplan") else None,
+            "ds_config": self.ds_config(),
             "plan": self.plan.model_dump(mode="json"),
         }
 
 
-def recommendation(ranked: Ranked, index: int, layout: ParallelLayout, reasons: tuple[str, ...] = ()) -> Recommendation:
+def recommendation(engine: Engine, ranked: Ranked, index: int, layout: ParallelLayout) -> Recommendation:
     """A ranked candidate as users see it."""
     candidate = ranked.candidate
     place = candidate.index if candidate.index >= 0 else index
     return Recommendation(
-        place, candidate.zero, candidate.workload, ranked.plan, ranked.time, layout, candidate.alloc_conf, reasons
+        place, engine, candidate.zero, candidate.workload, ranked.plan, ranked.time, layout, candidate.alloc_conf
     )
 
 

@@ -56,16 +56,16 @@ def answer(request: Request, wish: Wish | None = None) -> Answer:
     layout = problem.cluster.layout
     if wish.given is not None:
         ranked = rank_all(_given(wish.given, problem, request), memory, cost)
-        found = [recommendation(r, i, layout) for i, r in enumerate(ranked)]
+        found = [recommendation(problem.engine, r, i, layout) for i, r in enumerate(ranked)]
         return _answer(problem, wish, tuple(found), memory, considered=len(found))
     space = space_of(problem, request, wish)
     outcome = (least_memory if wish.goal == "memory" else search)(space, memory, cost, shown=SHOWN)
-    ranking = [recommendation(r, i, layout) for i, r in enumerate(outcome.ranking)]
+    ranking = [recommendation(problem.engine, r, i, layout) for i, r in enumerate(outcome.ranking)]
     nearest: Recommendation | None = None
     changes: tuple[Change, ...] = ()
     if not ranking:
         miss = nearest_miss(space, memory, cost)
-        nearest = recommendation(miss, 0, layout)
+        nearest = recommendation(problem.engine, miss, 0, layout)
         changes = tuple(cheapest_changes(problem, request, wish, nearest, memory))
     elif wish.explain:
         said = reasons_for(outcome.ranking[0], space, memory, cost)

@@ -131,5 +131,5 @@ def _fits(problem: Problem, space: list[Candidate]) -> Recommendation | None:
         plan = memory.plan(candidate)
         if plan.fits:
             time = cost.step_time(candidate.workload, candidate.zero, memory.counts(candidate))
-            return recommendation(Ranked(candidate, time, plan), 0, problem.cluster.layout)
+            return recommendation(problem.engine, Ranked(candidate, time, plan), 0, problem.cluster.layout)
     return None

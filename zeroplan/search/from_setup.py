@@ -46,7 +46,7 @@ def _inherit(asked: Request, request: Request, wish: Wish, setup: Setup) -> tupl
     candidate = _candidate(setup, asked, problem)
     memory = Memory(problem.engine, problem.spec, problem.cluster, depth=request.depth)
     cost = CostModel(problem.engine, problem.spec, problem.cluster, problem.rates)
-    current = recommendation(rank_all([candidate], memory, cost)[0], 0, problem.cluster.layout)
+    current = recommendation(problem.engine, rank_all([candidate], memory, cost)[0], 0, problem.cluster.layout)
     work = candidate.workload
     batch = wish.global_batch or work.micro_batch * work.grad_accum * problem.cluster.layout.dp
     free = replace(

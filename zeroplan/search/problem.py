@@ -17,7 +17,7 @@ from zeroplan.engines.base import Engine
 from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
-from zeroplan.search.space import NVME_PATH, Candidate, batch_splits, candidates, zero_configs
+from zeroplan.search.space import NVME_PATH, Candidate, batch_splits, candidates
 
 GOALS = ("throughput", "memory")
 #: Host memory a GPU that is assumed where none is given.
@@ -108,7 +108,7 @@ def space_of(problem: Problem, request: Request, wish: Wish) -> list[Candidate]:
     """
     zeros = [
         (zero, effort)
-        for zero, effort in zero_configs(problem.engine, problem.cluster, nvme_path=wish.nvme_path)
+        for zero, effort in problem.engine.search_space(problem.cluster, wish.nvme_path)
         if (request.stage is None or zero.stage == request.stage)
         and (request.offload_optimizer is None or zero.offload_optimizer.device == request.offload_optimizer)
         and (request.offload_param is None or zero.offload_param.device == request.offload_param)
@@ -121,5 +121,5 @@ def space_of(problem: Problem, request: Request, wish: Wish) -> list[Candidate]:
         wish.global_batch, problem.cluster.layout, micro_batch=request.micro_batch, grad_accum=request.grad_accum
     )
     again = (False, True) if wish.gradient_checkpointing is None else (wish.gradient_checkpointing,)
-    confs = (request.alloc_conf,) if request.alloc_conf else ("", "expandable_segments:True")
+    confs = (request.alloc_conf,) if request.alloc_conf else problem.engine.alloc_confs
     return list(candidates(zeros, problem.workload, splits, again, confs))

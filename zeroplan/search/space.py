@@ -4,41 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
-from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import Workload
-from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer, OffloadParam, ZeroConfig
-from zeroplan.engines.base import Engine
-
-_Block = TypeVar("_Block", OffloadOptimizer, OffloadParam)
+from zeroplan.core.zero_config import ZeroConfig
 
 #: Without a global batch, micro batches are tried up to this.
 MOST_MICRO_BATCH = 256
 MOST_GLOBAL_BATCH = 1 << 24
 #: Where swap files go until the user names a place: a local disk.
 NVME_PATH = "/local_nvme"
-EXPANDABLE = "expandable_segments:True"
-
-#: Buckets at stages 1 and 2 (elements): DeepSpeed's own; a tenth, which saves 1.8 GB a bucket; and overlap with small ones,
-#: because `overlap_comm` keeps two.
-_FLAT_KNOBS: tuple[dict[str, object], ...] = (
-    {},
-    {"reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000},
-    {"overlap_comm": True, "reduce_bucket_size": 100_000_000, "allgather_bucket_size": 100_000_000},
-)
-#: Stage 3: its own; and a tenth of what it prefetches, keeps alive and reduces at once.
-_SHARDED_KNOBS: tuple[dict[str, object], ...] = (
-    {},
-    {
-        "reduce_bucket_size": 50_000_000,
-        "prefetch_bucket_size": 5_000_000,
-        "max_live_parameters": 100_000_000,
-        "sub_group_size": 100_000_000,
-    },
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,38 +65,12 @@ def batch_splits(
     return [(m, a) for m, a in pairs if (micro_batch is None or m == micro_batch) and (grad_accum is None or a == grad_accum)]
 
 
-def zero_configs(engine: Engine, cluster: Cluster, *, nvme_path: str = NVME_PATH) -> list[tuple[ZeroConfig, int]]:
-    """The sharding, offload and buckets to try, each with its effort."""
-    found: list[tuple[ZeroConfig, int]] = []
-    if engine.name not in ("deepspeed", "zeroplan"):
-        return [(zero, 0) for zero in engine.options()]
-    for zero in engine.options():
-        devices = (zero.offload_optimizer.device, zero.offload_param.device)
-        if OffloadDevice.NVME in devices and cluster.nvme is None:
-            continue
-        base = replace(
-            zero,
-            offload_optimizer=_placed(zero.offload_optimizer, nvme_path),
-            offload_param=_placed(zero.offload_param, nvme_path),
-        )
-        moves = sum(device is not OffloadDevice.NONE for device in devices)
-        knobs = _SHARDED_KNOBS if zero.stage == 3 else _FLAT_KNOBS if zero.stage else ({},)
-        if cluster.layout.dp == 1 and zero.stage in (1, 2):
-            knobs = knobs[:2]  # one rank has nothing to overlap
-        found += [(replace(base, **knob), 4 * moves + 2 * bool(knob)) for knob in knobs]  # type: ignore[arg-type]
-    return found
-
-
-def _placed(block: _Block, path: str) -> _Block:
-    return replace(block, nvme_path=path) if block.device is OffloadDevice.NVME else block
-
-
 def candidates(
     zeros: list[tuple[ZeroConfig, int]],
     base: Workload,
     splits: list[tuple[int, int]],
     checkpointing: tuple[bool, ...],
-    alloc_confs: tuple[str, ...] = ("", EXPANDABLE),
+    alloc_confs: tuple[str, ...],
 ) -> Iterator[Candidate]:
     """The product of all choices."""
     for again in checkpointing:

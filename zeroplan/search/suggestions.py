@@ -158,5 +158,5 @@ def _least(option: _Option, base: Memory | None) -> Recommendation | None:
         plan = memory.plan(candidate)
         if plan.fits is not False:
             time = cost.step_time(candidate.workload, candidate.zero, memory.counts(candidate))
-            return recommendation(Ranked(candidate, time, plan), 0, changed.cluster.layout)
+            return recommendation(changed.engine, Ranked(candidate, time, plan), 0, changed.cluster.layout)
     return None

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from zeroplan.engines.deepspeed.simulation import Simulator
     from zeroplan.engines.deepspeed.traffic import DeepSpeedTraffic
     from zeroplan.engines.simulation import Simulation
+    from zeroplan.interop.forms import Form
     from zeroplan.simulate.allocator.config import AllocatorConfig
 
 #: Every stage with each offload it allows: (stage, optimizer, parameters).
@@ -50,6 +51,7 @@ class DeepSpeed(Engine):
     measured = True
     step_buffers_coexist = True
     dialect = Dialect.DEEPSPEED
+    launchers = ("deepspeed", "torchrun", "accelerate", "slurm")
 
     def __init__(self) -> None:
         self._simulator: Simulator | None = None  # made by the first simulation, which alone imports it
@@ -123,3 +125,20 @@ class DeepSpeed(Engine):
         from zeroplan.engines.deepspeed.traffic import DeepSpeedTraffic
 
         return DeepSpeedTraffic(spec, cluster)
+
+    def search_space(self, cluster: Cluster, nvme_path: str) -> list[tuple[ZeroConfig, int]]:
+        """Every stage and offload with every set of buckets."""
+        from zeroplan.engines.deepspeed.search_space import with_buckets
+
+        return with_buckets(super().search_space(cluster, nvme_path), cluster)
+
+    def forms(self) -> Mapping[str, Form]:
+        """A ds_config as DeepSpeed takes it, or as a program that starts DeepSpeed does."""
+        from zeroplan.interop import forms
+
+        return {
+            "explicit": forms.explicit,
+            "trainer": forms.trainer,
+            "lightning": forms.lightning,
+            "accelerate": forms.accelerate,
+        }

@@ -15,6 +15,7 @@ from zeroplan.ledger.line import Ledger
 if TYPE_CHECKING:
     from zeroplan.core.tape import ExpandedTape
     from zeroplan.engines.simulation import HostPhase
+    from zeroplan.interop.forms import Form
     from zeroplan.simulate.recorder import Recorder
 
 
@@ -22,6 +23,7 @@ class Fsdp2(TorchEngine):
     """``fully_shard``: stage 3 when parameters are resharded after the forward, stage 2 when they are not."""
 
     name = "fsdp2"
+    launchers = ("accelerate",)
 
     def options(self) -> list[ZeroConfig]:
         """Without and with resharding."""
@@ -73,3 +75,9 @@ class Fsdp2(TorchEngine):
         from zeroplan.engines.fsdp2.host import host_phases
 
         return host_phases(case, tape)
+
+    def forms(self) -> Mapping[str, Form]:
+        """accelerate's YAML; a program that calls `fully_shard` itself reads no file."""
+        from zeroplan.interop.forms import fsdp2_by_accelerate
+
+        return {"accelerate-fsdp2": fsdp2_by_accelerate}

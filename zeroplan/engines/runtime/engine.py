@@ -32,6 +32,7 @@ from zeroplan.simulate.recorder import Recorder, simulate
 if TYPE_CHECKING:
     from zeroplan.ds_config.reader import DsConfig
     from zeroplan.engines.runtime.traffic import RuntimeTraffic
+    from zeroplan.interop.forms import Form
 
 #: Stages with optimizer and parameter offload, in the order in which they are shown.
 OPTIONS = (
@@ -151,3 +152,9 @@ class Runtime(Engine):
         from zeroplan.engines.runtime.traffic import RuntimeTraffic
 
         return RuntimeTraffic(spec, cluster)
+
+    def forms(self) -> Mapping[str, Form]:
+        """A ds_config, as ``zeroplan_runtime.initialize`` takes it."""
+        from zeroplan.interop.forms import explicit
+
+        return {"explicit": explicit}

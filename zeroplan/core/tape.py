@@ -74,11 +74,13 @@ class TapeParam:
     itemsize: int
 
 
-@dataclass
+@dataclass(eq=False)
 class ExpandedTape:
     """An expanded tape: five columns of equal length (struct of arrays, because a 405B model has 10^5 events).
 
     `kind` and `module` describe ALLOC events (the innermost module running, -1 outside any) and are 0 and -1 elsewhere.
+    Nobody changes a tape after it is expanded, so what follows from its columns is computed once, when it is first asked for.
+    A tape is equal to itself alone: caches hold it as a key without comparing its columns.
     """
 
     modules: tuple[TapeModule, ...]
@@ -94,10 +96,7 @@ class ExpandedTape:
 
     @cached_property
     def activation_peak(self) -> int:
-        """The most bytes that the model's own computation holds at once, gradients of parameters left out.
-
-        Computed when it is first asked for: nobody changes a tape after it is expanded.
-        """
+        """The most bytes that the model's own computation holds at once, gradients of parameters left out."""
         sizes: dict[int, int] = {}
         now = peak = 0
         alloc, free, grad = int(Op.ALLOC), int(Op.FREE), int(Kind.GRAD)
@@ -109,3 +108,15 @@ class ExpandedTape:
             elif op == free:
                 now -= sizes.pop(arg, 0)
         return peak
+
+    @cached_property
+    def storage_bytes(self) -> list[int]:
+        """By storage id, the bytes that the tape allocates for it; 0 for an id that it never allocates."""
+        made = {arg: aux for op, arg, aux in zip(self.op, self.arg, self.aux, strict=True) if op == Op.ALLOC}
+        return [made.get(storage, 0) for storage in range(1 + max(made, default=0))]
+
+    @cached_property
+    def shape(self) -> int:
+        """A hash of all that is not a size: two tapes of equal shape hold the same events in the same order."""
+        columns = (tuple(self.op), tuple(self.arg), tuple(self.kind), tuple(self.module))
+        return hash((columns, self.modules, self.params))

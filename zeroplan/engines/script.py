@@ -68,16 +68,16 @@ class Script:
 
 
 class Scripts:
-    """The scripts of the last stream: all ranks and stages of a request play the same few."""
+    """The scripts of the tape that was played last: all ranks and stages of a request play the same few."""
 
     def __init__(self) -> None:
-        self._stream: ExpandedTape | None = None
+        self._tape: ExpandedTape | None = None
         self._known: dict[tuple[bool, bool], Script] = {}
 
     def of(self, tape: ExpandedTape, *, modules: bool, own_linear: bool) -> Script:
         """As :func:`script_of`."""
-        if tape is not self._stream:
-            self._stream, self._known = tape, {}
+        if tape is not self._tape:
+            self._tape, self._known = tape, {}
         key = (modules, own_linear)
         if key not in self._known:
             self._known[key] = script_of(tape, modules=modules, own_linear=own_linear)

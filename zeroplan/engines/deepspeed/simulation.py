@@ -43,7 +43,7 @@ class Simulator:
 
     def __init__(self) -> None:
         self._recordings = Recordings()
-        self._lags: OrderedDict[tuple[object, ...], tuple[ExpandedTape, DeviceLag]] = OrderedDict()
+        self._lags: OrderedDict[tuple[object, ...], DeviceLag] = OrderedDict()
 
     def simulate(self, case: Case, tape: ExpandedTape, config: AllocatorConfig | None = None) -> Simulation:
         """The schedule of the stage, on each rank that can be the worst.
@@ -92,15 +92,14 @@ class Simulator:
         workload, gpu = case.workload, case.cluster.gpu
         unhooked = tuple(inside_of(tape.modules, leaf_modules(tape.modules, job.numel, case.zero)))
         fp32 = workload.dtype is DType.FP32 and workload.precision is not Precision.AUTOCAST
-        key = (id(tape), gpu, fp32, unhooked)
+        key = (tape, gpu, fp32, unhooked)
         known = self._lags.get(key)
         if known is None:
             tokens = workload.micro_batch * (workload.seq_len or 1)
-            lag = device_lag_of(tape, tokens, rates_of(gpu), fp32=fp32, unhooked=unhooked)
-            known = self._lags[key] = (tape, lag)  # holds the stream, so that its id stays its own
+            known = self._lags[key] = device_lag_of(tape, tokens, rates_of(gpu), fp32=fp32, unhooked=unhooked)
             if len(self._lags) > MOST_TAPES:
                 self._lags.popitem(last=False)
-        return known[1]
+        return known
 
 
 def _with_host(job: Job, found: Simulation) -> Simulation:

@@ -1,4 +1,4 @@
-"""``initialize``: a model and a ds_config in, an engine out."""
+"""``initialize()`` makes an engine from a model and a ds_config."""
 
 from __future__ import annotations
 
@@ -38,23 +38,27 @@ def initialize(
     group: dist.ProcessGroup | None = None,
     device: torch.device | str | None = None,
 ) -> tuple[Engine, ZeroOptimizer | None, DataLoader[Any] | None, Any]:
-    """Puts `model` under ZeRO as `config` (a ds_config dict or the path of its JSON) says.
+    """Shards `model` over the ranks as `config` says and returns an engine that trains it. Every rank must call it.
 
     Args:
-        model: any module, with values; its parameters move to the device and are cast as the config says.
+        model: any module with initialised parameters; they are moved to the device and cast as the config says.
+        config: a ds_config as a dict, or the path of its JSON file.
         model_parameters: parameters or parameter groups for the config's optimizer; all trainable ones by default.
-        optimizer: ``torch.optim.AdamW``, ``Adam`` or ``SGD`` instead of the config's; its groups and rates are used.
-        training_data: a dataset; then a loader is returned that gives each rank its own part.
-        lr_scheduler: anything with ``step()``, or a function that makes it from the optimizer.
-        policy: says which modules are block units (name, module); see :func:`zeroplan_runtime.units.find_blocks`.
-        group: the ranks that share the model; all of them by default.
-        device: this rank's device; CUDA device ``LOCAL_RANK`` where there is one, else the CPU.
+        optimizer: a ``torch.optim.AdamW``, ``Adam`` or ``SGD`` that replaces the config's; its groups and hyperparameters
+            are used.
+        training_data: a dataset with a length; a loader is returned that gives each rank its own part.
+        lr_scheduler: an object with ``step()``, or a function that makes one from the optimizer.
+        collate_fn: the loader's, as in ``torch.utils.data.DataLoader``.
+        policy: given a module's name and the module, whether it is a block unit; see
+            :func:`zeroplan_runtime.units.find_blocks`.
+        group: the process group of the ranks that share the model; all ranks by default.
+        device: this rank's device; by default CUDA device ``LOCAL_RANK``, or the CPU without a GPU.
 
     Returns:
-        engine, optimizer, dataloader and learning-rate schedule; what there is not is None.
+        Engine, optimizer, data loader and learning-rate schedule; those that do not exist are None.
 
     Raises:
-        BadInput: for a config that is wrong or asks for what this runtime does not do.
+        BadInput: when the model, the config or another argument is wrong or not supported.
     """
     _require_usable(model, training_data, policy)
     where = _device(device)
@@ -94,7 +98,7 @@ def _device(device: torch.device | str | None) -> torch.device:
 
 
 def _join(device: torch.device) -> None:
-    """Starts torch.distributed where ``torchrun`` has set the stage and nobody has done it."""
+    """Initialises torch.distributed under ``torchrun``, unless that has been done."""
     if not dist.is_initialized() and "WORLD_SIZE" in os.environ and "RANK" in os.environ:
         if device.type == "cuda":
             dist.init_process_group("nccl", device_id=device)

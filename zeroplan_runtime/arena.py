@@ -1,7 +1,7 @@
-"""The Arena: the runtime's only allocator. It names every byte and remembers when it lived.
+"""The Arena: the runtime's only allocator. It accounts for every byte by buffer, unit, place and phase.
 
-Standing buffers of one kind and dtype come from one block of memory, so that the CUDA caching allocator rounds once a kind
-rather than once a unit, and neighbouring units can be updated or cleared by one launch. Buffers that come and go are leases.
+Permanent buffers of one kind and dtype are views of one block of memory, so the CUDA caching allocator rounds once a kind and
+not once a unit. Temporary ones are :class:`ResizableBuffer`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DTYPES: dict[DType, torch.dtype] = {DType.FP32: torch.float32, DType.FP16: torch
 
 @dataclass(slots=True)
 class Row:
-    """What one buffer of one unit in one place holds: live bytes and the most that lived in each phase."""
+    """The account of one buffer of one unit in one place: bytes alive now, and the peak of each phase in bytes."""
 
     buffer: Buffer
     unit: str
@@ -34,15 +34,16 @@ class Row:
 
     @property
     def peak(self) -> int:
-        """The most bytes that ever lived."""
+        """The peak over all phases, in bytes."""
         return max(self.peaks.values(), default=0)
 
 
 class ResizableBuffer:
-    """A buffer that comes and goes. Its tensor, and every view of it, keep their shapes while the memory is away.
+    """A buffer whose storage is freed and allocated again, as FSDP2 does with unsharded parameters.
 
-    The memory belongs to the stream that is current at :meth:`alloc`; whoever calls :meth:`free` has made that stream wait for
-    all others that use it. Reading the tensor while the memory is away is a fault of the program, and fails.
+    Its tensor and all views of it keep their shapes in between; using them while the storage is freed is a bug and fails. The
+    memory belongs to the stream that is current at :meth:`alloc`. Before :meth:`free` that stream must wait for all other
+    streams that use the memory.
     """
 
     __slots__ = ("_arena", "_bytes", "_empty", "_row", "_tensor", "is_allocated")
@@ -55,17 +56,17 @@ class ResizableBuffer:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the memory, there or not."""
+        """The size in bytes, allocated or not."""
         return self._bytes
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The 1-D tensor. It exists from the first :meth:`alloc` on."""
+        """The 1-D tensor; it exists after the first :meth:`alloc`."""
         assert self._tensor is not None
         return self._tensor
 
     def alloc(self) -> None:
-        """Brings the memory, uninitialised."""
+        """Allocates the memory, uninitialised."""
         storage = self._empty.untyped_storage()
         self._arena.resize(storage, self._bytes, self._row.buffer)
         if self._tensor is None:
@@ -75,16 +76,23 @@ class ResizableBuffer:
         self._arena.record(self._row, self._bytes)
 
     def free(self) -> None:
-        """Gives the memory back to torch's allocator."""
+        """Returns the memory to torch's allocator."""
         self._arena.resize(self._empty.untyped_storage(), 0, self._row.buffer)
         self.is_allocated = False
         self._arena.record(self._row, -self._bytes)
 
 
 class Arena:
-    """Allocates and accounts for the runtime's own buffers on one device.
+    """Allocates the runtime's own buffers of one rank and accounts for them.
 
-    Accounted are the bytes asked for; alignment of 512 bytes, which CUDA adds once a block of memory, is not.
+    The account holds requested bytes; the allocator's rounding to 512 bytes, once a block of memory, is not in it.
+
+    Args:
+        device: this rank's device; buffers of other places lie in host memory or files.
+
+    Attributes:
+        on_resize: called with the bytes that a ResizableBuffer allocates (negative: frees), for callers that count memory
+            by watching operators, which do not show it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -95,12 +103,11 @@ class Arena:
         self._live: dict[Place, int] = {}
         self._releases: list[pinned.Release] = []  # of blocks in host memory
         self._peaks: dict[tuple[Place, Phase], int] = {}
-        #: Called with the bytes that a lease takes (or gives, negative), for those who count memory that no operator returns.
         self.on_resize: Callable[[int], None] | None = None
 
     @property
     def phase(self) -> Phase:
-        """The phase that allocations and peaks are booked to."""
+        """The phase that allocations and peaks are recorded under."""
         return self._phase
 
     @phase.setter
@@ -116,22 +123,31 @@ class Arena:
     def empty(
         self, buffer: Buffer, numel: int, dtype: torch.dtype, *, unit: str = "", place: Place = Place.HBM
     ) -> torch.Tensor:
-        """An uninitialised 1-D tensor of `numel` elements, booked under `buffer`, `unit` and `place`."""
+        """An uninitialised 1-D tensor of `numel` elements, recorded under `buffer`, `unit` and `place`.
+
+        Raises:
+            BadInput: when host memory cannot be had.
+        """
         tensor = self._allocate(numel, dtype, place)
         self._own(tensor, buffer, unit, place)
         return tensor
 
     def allocate(self, wanted: Iterable[OwnedBuffer]) -> dict[tuple[Buffer, str], torch.Tensor]:
-        """Zeroed tensors for what stands of a plan (:func:`zeroplan.core.layout.runtime_buffers`), one block a kind.
+        """Allocates the permanent buffers of a plan (:func:`zeroplan.core.layout.runtime_buffers`), zeroed, one block a kind.
+
+        Rows in files are recorded and not allocated.
 
         Returns:
-            The tensors by buffer and unit.
+            The 1-D tensors by buffer and unit.
+
+        Raises:
+            BadInput: when host memory cannot be had.
         """
         made: dict[tuple[Buffer, str], torch.Tensor] = {}
         standing = (row for row in wanted if row.stands)
         for (buffer, dtype, place), group in groupby(standing, key=lambda row: (row.buffer, row.dtype, row.place)):
             rows: Sequence[OwnedBuffer] = list(group)
-            if place is Place.NVME:  # in files, which others make
+            if place is Place.NVME:  # offload.nvme makes the files
                 for row in rows:
                     self._add(self._row(buffer, row.unit, place), row.bytes)
                 continue
@@ -147,7 +163,7 @@ class Arena:
         return made
 
     def resizable(self, wanted: Iterable[OwnedBuffer]) -> dict[tuple[Buffer, str], ResizableBuffer]:
-        """A lease, without memory yet, for each buffer of a plan that comes and goes; by buffer and unit."""
+        """A :class:`ResizableBuffer`, not allocated yet, for each temporary buffer of a plan; by buffer and unit."""
         return {
             (row.buffer, row.unit): ResizableBuffer(
                 self,
@@ -160,18 +176,19 @@ class Arena:
         }
 
     def empty_cache(self) -> None:
-        """Gives back to the device what the model's own parameters left in torch's cache.
+        """Returns the cached segments of the model's original parameters to the device.
 
-        Activations would lie in those segments with holes between them, and where the model was made on the device they are as
-        many bytes as all of it.
+        Activations in those segments would leave holes between them; if the model was made on the device, the segments are as
+        large as the model.
         """
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def allocate_workspaces(self, dtype: torch.dtype) -> None:
-        """Lets cuBLAS take the workspace that it keeps for each thread, this one and autograd's, before anything else is there.
+        """Makes cuBLAS allocate the workspaces that it keeps for this thread and for autograd's, before anything else.
 
-        Taken in the first backward, the second would lie in a block that logits had left, which the next logits then lack.
+        Otherwise the second one would be allocated in the first backward, inside a freed block of logits, and the next logits
+        would not fit there.
         """
         if self.device.type == "cuda":
             x = torch.zeros(16, 16, dtype=dtype, device=self.device, requires_grad=True)
@@ -179,47 +196,47 @@ class Arena:
                 (x @ x).sum().backward()  # type: ignore[no-untyped-call]
 
     def reserve_segment(self, buffers: Iterable[ResizableBuffer]) -> None:
-        """Leaves torch's allocator one segment in which all of `leases` fit, for leases that will be there at once.
+        """Makes torch's allocator cache one segment in which all of `buffers`, which live at the same time, fit.
 
-        What the forward keeps lies there in the meantime and leaves the segment whole. In segments of their own, activations
-        would leave holes in which no gradient of a unit fits.
+        The forward's activations use the segment meanwhile and free all of it. In segments of their own they would leave
+        holes that are too small for a unit's gradients.
         """
         if self.device.type == "cuda" and not _limits_splits():
             torch.empty(sum(buffer.bytes for buffer in buffers), dtype=torch.uint8, device=self.device)
 
     def free(self, tensor: torch.Tensor) -> None:
-        """Books `tensor`, which :meth:`empty` gave, as gone; the caller drops its last reference.
+        """Records that `tensor`, a result of :meth:`empty`, is freed; the caller drops the last reference.
 
         Raises:
-            KeyError: when the Arena did not make it or it was freed already.
+            KeyError: when the Arena did not make it or it was freed before.
         """
         row, size = self._sizes.pop(id(tensor))
         self._add(row, -size)
 
     def resize(self, storage: torch.UntypedStorage, size: int, buffer: Buffer) -> None:
-        """Brings or takes the memory of a lease; `buffer` names it to who reads the frame of a failed call."""
+        """Resizes the storage of a ResizableBuffer to `size` bytes; out-of-memory reports read `buffer` from this frame."""
         storage.resize_(size)
 
     def record(self, row: Row, size: int) -> None:
-        """Books `size` bytes more (or less) under a lease's row."""
+        """Records `size` more bytes (negative: fewer) of a ResizableBuffer."""
         self._add(row, size)
         if self.on_resize is not None:
             self.on_resize(size)
 
     def live(self, place: Place = Place.HBM) -> int:
-        """Bytes now alive in `place`."""
+        """The bytes alive in `place` now."""
         return self._live.get(place, 0)
 
     def peak(self, place: Place = Place.HBM) -> int:
-        """The most bytes that were ever alive in `place`."""
+        """The peak of the bytes alive in `place`."""
         return max((peak for (where, _), peak in self._peaks.items() if where is place), default=0)
 
     def rows(self) -> list[Row]:
-        """All rows, in order of first allocation."""
+        """All rows, in the order of first allocation."""
         return list(self._rows.values())
 
     def measurement(self) -> list[dict[str, Any]]:
-        """The rows as plain values: buffer, unit, place, live bytes, peak, and peak by phase. Ready for JSON."""
+        """The rows as JSON objects: buffer, unit, place, bytes alive, peak in bytes, and peak by phase in bytes."""
         return [
             {
                 "buffer": str(row.buffer),
@@ -233,9 +250,9 @@ class Arena:
         ]
 
     def release_host(self) -> None:
-        """Unlocks and empties every block in host memory at once, whoever else still refers to it."""
+        """Unpins and frees every block of host memory at once, even if tensors still refer to it."""
         if self._releases and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # copies may be on their way
+            torch.cuda.synchronize(self.device)  # copies may be under way
         for release in self._releases:
             release()
         self._releases = []
@@ -269,6 +286,6 @@ class Arena:
 
 
 def _limits_splits() -> bool:
-    """Whether the allocator has been told not to split large blocks, so that nothing could lie in a large segment."""
+    """Whether the allocator is configured not to split large blocks, so that one segment cannot serve several buffers."""
     settings = (os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
     return any("max_split_size_mb" in text for text in settings)

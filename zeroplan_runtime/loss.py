@@ -1,8 +1,8 @@
 """The causal language models' loss without fp32 copies of the logits.
 
-transformers' ``ForCausalLMLoss`` casts the logits [tokens, vocabulary] to fp32 and leaves two more such tensors to the
-backward: for a vocabulary of 128 k and 16-bit logits the largest allocations of a whole step, three times the logits' own
-size each. :func:`causal_lm_loss` takes its arguments and computes the same loss, in fp32 inside the kernels
+transformers' ``ForCausalLMLoss`` casts the logits [tokens, vocabulary] to fp32 and its backward allocates two more such
+tensors. With a vocabulary of 128 k these are the largest allocations of a step, each twice the size of 16-bit logits.
+:func:`causal_lm_loss` takes the same arguments and computes the same loss, in fp32 inside the kernels
 (:mod:`zeroplan_runtime.kernels.loss`), so that only the logits and their gradient exist.
 """
 
@@ -20,10 +20,10 @@ from zeroplan_runtime.kernels import cross_entropy, cross_entropy_grad
 
 
 def attach_fused_loss(model: nn.Module) -> Callable[[], None]:
-    """Gives the causal language models within `model` this loss, where they have transformers' own.
+    """Replaces the loss of the causal language models in `model`, where it is transformers' own, by :func:`causal_lm_loss`.
 
     Returns:
-        A function that undoes it.
+        A function that restores the loss.
     """
     changed = [module for module in model.modules() if _has_own_loss(module)]
     for module in changed:
@@ -51,12 +51,18 @@ def causal_lm_loss(
     shift_labels: torch.Tensor | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """The mean cross entropy of each token's successor; the sum over `num_items_in_batch`, if that is given.
+    """The cross entropy of predicting each next token, averaged over the tokens.
 
     Args:
         logits: [batch, tokens, vocabulary].
         labels: [batch, tokens], not shifted; `ignore_index` where there is nothing to predict.
-        shift_labels: the labels already shifted, instead of `labels`.
+        vocab_size: the last dimension of `logits`.
+        num_items_in_batch: divides the sum of the losses instead of the number of labels that count.
+        ignore_index: the label of tokens without loss.
+        shift_labels: [batch, tokens], labels that are shifted already, instead of `labels`.
+
+    Returns:
+        One fp32 element.
 
     Source: transformers/loss/loss_utils.py, ForCausalLMLoss and fixed_cross_entropy.
     """
@@ -67,13 +73,13 @@ def causal_lm_loss(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Mean of the rows' losses: over rows that count, or by a given number."""
+    """The mean of the rows' cross entropies: over the rows whose label counts, or over a given number."""
 
     @staticmethod
     def forward(
         ctx: Any, logits: torch.Tensor, labels: torch.Tensor, items: torch.Tensor | int | None, ignore: int
     ) -> torch.Tensor:
-        """`logits` [rows, vocabulary] and `labels` [rows] to one fp32 number."""
+        """Returns one fp32 element for `logits` [rows, vocabulary] and `labels` [rows]."""
         lse, losses = cross_entropy(logits, labels, ignore)
         count = labels.ne(ignore).sum() if items is None else torch.as_tensor(items, device=logits.device)
         ctx.save_for_backward(logits, labels, lse, count)
@@ -83,6 +89,6 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        """The logits' gradient, in their dtype."""
+        """Returns the gradient of the logits, [rows, vocabulary] in their dtype."""
         logits, labels, lse, count = ctx.saved_tensors
         return cross_entropy_grad(logits, labels, lse, (grad / count).float(), ctx.ignore), None, None, None

@@ -1,4 +1,7 @@
-"""Tensors within what modules take and return: tuples, named tuples, lists, mappings and dataclasses, of any depth."""
+"""The tensors in nested arguments and results of modules: tuples, named tuples, lists, mappings and dataclasses.
+
+``torch.utils._pytree`` is private and takes a dataclass, or transformers' outputs, only if it has been registered.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import torch
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in `value`, in order."""
+    """Yields every tensor in `value`, in order, at any depth."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -26,7 +29,7 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """`value` with `change` applied to its tensors. Containers are copied and keep their types; others are as they were."""
+    """A copy of `value` with `change` applied to each tensor; containers keep their types, other leaves are the same objects."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, MutableMapping):  # before dataclasses: transformers' outputs are both
@@ -47,5 +50,5 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with its floating tensors in `dtype`; see :func:`map_tensors`."""
+    """A copy of `value` with its floating-point tensors cast to `dtype`; see :func:`map_tensors`."""
     return map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)

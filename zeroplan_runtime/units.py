@@ -16,7 +16,7 @@ Policy = Callable[[str, nn.Module], bool]
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A unit's shape and what it stands for: the module whose forward needs it and its parameters, in the shape's order."""
+    """A unit of a live model: its shape, the module whose forward uses it, and its parameters in the shape's order."""
 
     shape: UnitShape
     module: nn.Module
@@ -24,13 +24,16 @@ class Unit:
 
 
 def find_blocks(model: nn.Module, policy: Policy | None = None) -> dict[str, nn.Module]:
-    """The modules that become block units, by full name, in order of definition.
+    """The modules that become block units, by full name, in the order of definition.
 
-    Without a `policy` these are the members of the outermost ``nn.ModuleList`` containers of two or more members with
-    parameters, or, if there is none, of the outermost such ``nn.Sequential``. A `policy` says yes to the modules to take.
+    Args:
+        model: the whole model.
+        policy: given a module's full name and the module, whether it is a block. By default the blocks are the members of
+            the outermost ``nn.ModuleList`` containers with two or more members that have parameters, or, if there are none,
+            of the outermost such ``nn.Sequential``.
 
     Raises:
-        BadInput: when the policy takes a module inside another.
+        BadInput: when the policy takes a module inside another one that it takes.
     """
     if policy is not None:
         taken: dict[str, nn.Module] = {}
@@ -59,7 +62,7 @@ def find_blocks(model: nn.Module, policy: Policy | None = None) -> dict[str, nn.
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Containers have no forward of their own, so a hook on them would never run."""
+    """Whether the module has a forward; pure containers have none, so a forward hook on them would never run."""
     return not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
 
 
@@ -70,12 +73,16 @@ def find_units(
     policy: Policy | None = None,
     wide_numel: int = WIDE_NUMEL,
 ) -> list[Unit]:
-    """Every parameter of `model` in exactly one unit: the root first, the others in order of definition.
+    """Divides the model's parameters into units, each parameter in exactly one.
 
     Args:
-        groups: the optimizer group of each trainable parameter, by ``id``; 0 where absent.
+        model: the whole model.
+        groups: the optimizer group of each trainable parameter, by the parameter's ``id``; 0 where absent.
         policy: which modules are blocks; see :func:`find_blocks`.
-        wide_numel: the least elements of an embedding or linear layer outside the blocks to be a unit of its own.
+        wide_numel: embeddings and linear layers outside the blocks with at least this many elements become units.
+
+    Returns:
+        The units: the root first, which has all other parameters, then the others in the order of definition.
     """
     groups = groups or {}
     names: dict[int, str] = {}
@@ -116,21 +123,21 @@ def find_units(
 
 
 def _may_be_wide(module: nn.Module, wide_numel: int) -> bool:
-    # Only these are surely used through their own forward. Anything else may read its parameters from elsewhere.
+    # Only these types are known to be used through their own forward; other modules may read such parameters directly.
     if type(module) not in (nn.Embedding, nn.Linear):
         return False
     return sum(p.numel() for p in module.parameters(recurse=False)) >= wide_numel
 
 
 def reads_params_in_backward(module: nn.Module) -> bool:
-    """False for a plain embedding, whose backward needs the indices alone."""
+    """Whether the module's backward reads its parameters; that of a plain embedding reads only the indices."""
     return not (type(module) is nn.Embedding and module.max_norm is None and not module.sparse)
 
 
 def cast_floating(model: nn.Module, dtype: torch.dtype) -> None:
-    """Casts persistent floating buffers, such as running statistics, to the model's dtype, as ``module.to(dtype)`` does.
+    """Casts the model's persistent floating-point buffers, such as running statistics, to `dtype`.
 
-    Buffers that are not saved with the model (tables of rotary frequencies) keep their precision.
+    Buffers that are not saved with the model, such as rotary frequencies, keep their precision.
     """
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):

@@ -1,9 +1,9 @@
-"""Ends a job whose ranks no longer get on, and says which rank is to blame, instead of standing still.
+"""Ends a job whose ranks wait for each other too long, and names the rank that is dead or stuck.
 
-Every rank's watcher, a thread, writes where its rank is to the store that the ranks met in. When its own rank has waited
-for others for the timeout, it reads what they wrote: a rank whose watcher has stopped writing is dead or stopped, one that is
-behind is stuck. The message names them and the process ends. A rank that is busy elsewhere (loading data, evaluating) waits
-for nobody and is left alone; those that wait for it name it.
+Each rank has a watchdog thread that writes the rank's progress to the rendezvous store every few seconds. When its rank has
+waited for other ranks longer than the timeout, the thread reads what they wrote: a rank that has stopped writing is dead or
+stopped, a rank with less progress is stuck. The message names them and the process ends. A rank that is busy outside the engine
+(loading data, evaluating) does not wait, so its own watchdog does nothing; the ranks that wait for it name it.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from typing import Any
 
 import torch.distributed as dist
 
-#: The exit code of a process that its watcher ends ("temporary failure" in sysexits.h): trying again may help.
+#: The exit code of a process that its watchdog ends: EX_TEMPFAIL of sysexits.h, "try again".
 EXIT_STALLED = 75
 
-
-#: How far a rank is, where, and whether it may be waiting for others.
+#: Gives a count that rises with every piece of work, what is being done, and whether the rank may wait for other ranks.
 Progress = Callable[[], tuple[int, str, bool]]
 
 
 class RankLost(RuntimeError):
-    """A collective failed because another rank is gone; the message names it."""
+    """A collective failed because another rank is gone; the message names the rank."""
 
 
 class Watchdog:
     """Watches one rank's progress.
 
     Args:
-        store: where the ranks meet; it must not be used by others while they wait, so give a connection of its own.
-        progress: gives a count that rises with every piece of work, what is being done, and whether it may be waiting for
-            other ranks.
-        timeout: seconds of waiting that are too many.
+        store: a connection to the rendezvous store that no other thread uses, as one that waits blocks all its users.
+        rank: this rank.
+        ranks: the number of ranks.
+        progress: gives this rank's progress.
+        timeout: the longest wait for other ranks, in seconds.
         on_stall: called with the message; by default it is printed to stderr and the process ends at once.
     """
 
@@ -61,11 +61,11 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="zeroplan-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begins to watch."""
+        """Starts the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends watching."""
+        """Ends the thread."""
         self._stop.set()
 
     def _watch(self) -> None:
@@ -98,7 +98,7 @@ class Watchdog:
         return found
 
     def diagnose(self, what: str) -> str:
-        """One line that says `what` befell this rank, and which ranks are silent or behind. Takes a few seconds."""
+        """One line that says `what` happened on this rank and which ranks are silent or behind. Takes a few seconds."""
         before = self._read()
         time.sleep(2.5 * self._interval)
         after = self._read()
@@ -112,7 +112,7 @@ class Watchdog:
 
 
 def weakly(progress: Progress) -> Progress:
-    """`progress`, a method, without keeping its object alive: the watchdog's thread must not."""
+    """Calls the bound method `progress` through a weak reference, so that the watchdog does not keep its object alive."""
     alive = weakref.WeakMethod(progress)
 
     def found() -> tuple[int, str, bool]:
@@ -123,12 +123,12 @@ def weakly(progress: Progress) -> Progress:
 
 
 def watch(rank: int, ranks: int, progress: Progress, timeout: float) -> Watchdog | None:
-    """Starts a watcher on the store of the default process group; None where there is nothing to wait for."""
+    """Starts a watchdog on the default process group's store; None for one rank, no timeout, or a store without clones."""
     if ranks < 2 or not dist.is_initialized() or timeout <= 0:
         return None
     store: Any = dist.distributed_c10d._get_default_store()
     try:
-        store = store.clone()  # a connection of its own: the main thread may be waiting in the other
+        store = store.clone()  # the main thread may block in the other connection
     except (RuntimeError, AttributeError, NotImplementedError):
         return None
     store.set_timeout(timedelta(seconds=30))

@@ -29,7 +29,7 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """A copy of `value` with `change` applied to each tensor; containers keep their types, other leaves are the same objects."""
+    """A copy of `value` with `change` applied to each tensor. Containers keep their types; other leaves are not copied."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, MutableMapping):  # before dataclasses: transformers' outputs are both

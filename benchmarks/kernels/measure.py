@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from zeroplan_runtime.kernels import backends, functional
-from zeroplan_runtime.kernels.cuda_backend import SHAPES, Shape
+from zeroplan_runtime.kernels.cuda_backend import KERNEL_CONFIGS, KernelConfig
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 
@@ -111,7 +111,7 @@ def use_tuned(path: Path | None) -> None:
     """Takes the launch shapes that ``tune.py`` found best, from the file that it wrote."""
     if path is not None:
         for name, rows in json.loads(path.read_text())["rows"].items():
-            SHAPES[name] = Shape(**{key: value for key, value in rows[0].items() if key != "gb_per_s"})
+            KERNEL_CONFIGS[name] = KernelConfig(**{key: value for key, value in rows[0].items() if key != "gb_per_s"})
 
 
 def show(title: str, rows: dict[str, dict[str, float]], against: str) -> None:

@@ -1,8 +1,8 @@
-"""Which launch shape is fastest: threads, vector width, vectors in flight, grid, cache hints. Says what to put in SHAPES.
+"""Finds the fastest launch configurations (threads, vector width, unrolling, grid, cache hints), for KERNEL_CONFIGS.
 
     python -m benchmarks.kernels.tune [--numel 400000000] [--out FOLDER]
 
-Two rounds a kernel: shapes without hints first, then grids and hints around the best of them.
+Two rounds a kernel: configurations without hints first, then grids and hints around the best of them.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ import torch
 from benchmarks.kernels.measure import machine, save, seconds
 from zeroplan_runtime import kernels
 from zeroplan_runtime.kernels import backends, cuda_backend
-from zeroplan_runtime.kernels.cuda_backend import SHAPES, Shape
+from zeroplan_runtime.kernels.cuda_backend import KERNEL_CONFIGS, KernelConfig
 
-Row = tuple[float, Shape]
+Row = tuple[float, KernelConfig]
 
 
-def best_of(name: str, shapes: Iterable[Shape], call: Callable[[], object], size: float) -> list[Row]:
-    """Times the call under each shape; gigabytes a second and shape, best first."""
+def best_of(name: str, configs: Iterable[KernelConfig], call: Callable[[], object], size: float) -> list[Row]:
+    """Times the call under each configuration; gigabytes a second and configuration, best first."""
     rows = []
-    for shape in dict.fromkeys(shapes):
-        SHAPES[name] = shape
+    for config in dict.fromkeys(configs):
+        KERNEL_CONFIGS[name] = config
         seconds(call, torch.device("cuda"), 2)
-        rows.append((size / median(seconds(call, torch.device("cuda"), 9)) / 1e9, shape))
+        rows.append((size / median(seconds(call, torch.device("cuda"), 9)) / 1e9, config))
     return sorted(rows, key=lambda row: -row[0])
 
 
 def tune(
-    name: str, call: Callable[[], object], size: float, grid: Iterable[Shape], hints: Iterable[tuple[int, int]]
+    name: str, call: Callable[[], object], size: float, grid: Iterable[KernelConfig], hints: Iterable[tuple[int, int]]
 ) -> list[Row]:
-    """Both rounds for one kernel; leaves SHAPES as it was."""
-    before = SHAPES[name]
+    """Both rounds for one kernel; leaves KERNEL_CONFIGS as it was."""
+    before = KERNEL_CONFIGS[name]
     first = best_of(name, grid, call, size)
     near = [
-        replace(shape, blocks=blocks, load=load, store=store)
-        for (_, shape), blocks, (load, store) in product(first[:4], (0, 2, 4, 8, 16), hints)
+        replace(config, blocks=blocks, load=load, store=store)
+        for (_, config), blocks, (load, store) in product(first[:4], (0, 2, 4, 8, 16), hints)
     ]
     rows = sorted(first + best_of(name, near, call, size), key=lambda row: -row[0])
-    SHAPES[name] = before
+    KERNEL_CONFIGS[name] = before
     print(f"\n{name} (now {before})")
-    for speed, shape in [*rows[:6], *rows[-1:]]:
-        print(f"  {speed:8.1f} GB/s  {shape}")
+    for speed, config in [*rows[:6], *rows[-1:]]:
+        print(f"  {speed:8.1f} GB/s  {config}")
     return rows
 
 
@@ -84,17 +84,19 @@ def main() -> int:
     def cast() -> None:
         cuda_backend.cast(p, out, 1.0)
 
-    shapes = [
-        Shape(t, v, u, b) for t, v, u, b in product((128, 256, 512, 1024), (4, 8), (1, 2, 4), (0, 8)) if t * v * u <= 8192
+    configs = [
+        KernelConfig(t, v, u, b)
+        for t, v, u, b in product((128, 256, 512, 1024), (4, 8), (1, 2, 4), (0, 8))
+        if t * v * u <= 8192
     ]
-    reading = [Shape(t, 8, u, b) for t, u, b in product((256, 512, 1024), (1, 2, 4, 8), (1, 2, 4)) if t * u <= 4096]
+    reading = [KernelConfig(t, 8, u, b) for t, u, b in product((256, 512, 1024), (1, 2, 4, 8), (1, 2, 4)) if t * u <= 4096]
     hints = [(load, store) for load in (0, 1) for store in (0, 1)]
     rows = {
-        "adam": tune("adam", adamw, 28.0 * n, shapes, hints),
+        "adam": tune("adam", adamw, 28.0 * n, configs, hints),
         "norm": tune("norm", norm, 2.0 * n, reading, [(0, 0), (1, 0)]),
-        "cast": tune("cast", cast, 6.0 * n, shapes, [(0, 0), (1, 1)]),
+        "cast": tune("cast", cast, 6.0 * n, configs, [(0, 0), (1, 1)]),
     }
-    kept = {name: [{"gb_per_s": speed, **asdict(shape)} for speed, shape in found] for name, found in rows.items()}
+    kept = {name: [{"gb_per_s": speed, **asdict(config)} for speed, config in found] for name, found in rows.items()}
     save("kernels_tune", {"machine": machine(device), "numel": n, "copy_gb_per_s": copy, "rows": kept}, given.out)
     return 0
 

@@ -201,7 +201,7 @@ class Recorder:
         self.launches: list[tuple[str, int, tuple[object, ...]]] = []
         monkeypatch.setattr(nvrtc, "core", lambda: self)
         monkeypatch.setattr(cuda_backend, "_kernel", lambda _device, _file, name, *_rest: name)
-        monkeypatch.setattr(cuda_backend, "_config", lambda blocks, threads: blocks * threads)
+        monkeypatch.setattr(cuda_backend, "_launch_config", lambda blocks, threads: blocks * threads)
         monkeypatch.setattr(cuda_backend, "_stream", lambda handle: handle)
         monkeypatch.setattr(cuda_backend, "_multiprocessors", lambda _device: 4)
         monkeypatch.setattr(cuda_backend, "_index", lambda _device: 0)
@@ -246,4 +246,4 @@ def test_arguments_are_those_of_the_sources(monkeypatch):
             want = int if pointer or "long" in words else sizes[words[0]]
             assert type(argument) is want, f"{name}: {words} is given {argument!r}"
         if name in ("zp_adam", "zp_lion", "zp_sgd", "zp_cast"):
-            assert threads * cuda_backend.SHAPES[name[3:]].vector * cuda_backend.SHAPES[name[3:]].unroll >= n
+            assert threads * cuda_backend.KERNEL_CONFIGS[name[3:]].vector * cuda_backend.KERNEL_CONFIGS[name[3:]].unroll >= n

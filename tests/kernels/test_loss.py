@@ -111,7 +111,7 @@ def test_attached_to_causal_models_alone_and_undone() -> None:
     masked = transformers.AutoModelForMaskedLM.from_config(transformers.BertConfig(**small))
     tokens = torch.arange(12).view(2, 6)
     before = causal(input_ids=tokens, labels=tokens).loss
-    detach, nothing = loss_module.attach_loss(causal), loss_module.attach_loss(masked)
+    detach, nothing = loss_module.attach_fused_loss(causal), loss_module.attach_fused_loss(masked)
     assert causal.loss_function is causal_lm_loss
     assert "_loss_function" not in vars(masked)
     assert causal(input_ids=tokens, labels=tokens).loss.item() == pytest.approx(before.item(), rel=1e-6)

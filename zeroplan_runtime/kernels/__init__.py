@@ -1,4 +1,4 @@
-"""Optimizer updates, gradient norm and casts over flat buffers: CUDA kernels, CPU routines, or torch, with equal numerics.
+"""Optimizer updates, gradient norms and casts of flat buffers, and a cross entropy: by CUDA kernels, CPU routines or torch.
 
 Public: :func:`adamw`, :func:`adam`, :func:`lamb`, :func:`lion`, :func:`sgd`, :func:`grad_norm`, :func:`squares`,
 :func:`global_norm`, :func:`cast`, :data:`UPDATES`, :func:`cross_entropy`, :func:`cross_entropy_grad`, :func:`backend_report`.

@@ -1,4 +1,4 @@
-"""Which backend serves a device, and why: CUDA kernels, CPU routines, else plain torch operations."""
+"""Chooses the backend of a device and says why: CUDA kernels, native CPU routines, else plain torch operations."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 
 from zeroplan_runtime.kernels import cuda_backend, native_backend, nvrtc, torch_backend
 
-#: ``torch`` keeps to plain torch operations everywhere; anything else takes the best that works.
+#: The environment variable: ``torch`` uses plain torch operations everywhere; any other value the best backend that works.
 ENVIRONMENT = "ZEROPLAN_KERNELS"
 
 _log = logging.getLogger("zeroplan")
 
 
 def backend(device: torch.device) -> ModuleType:
-    """The module whose functions work on `device`: :mod:`.cuda_backend`, :mod:`.native_backend` or :mod:`.torch_backend`."""
+    """The module that implements the updates on `device`: one of the three backends."""
     if os.environ.get(ENVIRONMENT) == "torch":
         return torch_backend
     if device.type == "cuda":
@@ -32,7 +32,7 @@ def backend(device: torch.device) -> ModuleType:
 
 @cache
 def cuda_fault(index: int) -> str:
-    """Why the CUDA kernels cannot be had on this device; empty when they can. Compiles and runs the smallest of them once."""
+    """Why the CUDA kernels cannot be used on GPU `index`, in words; empty if they can. Compiles and runs the cast once."""
     try:
         device = torch.device("cuda", index)
         source = torch.arange(8, dtype=torch.float32, device=device)
@@ -40,7 +40,7 @@ def cuda_fault(index: int) -> str:
         cuda_backend.cast(source, out, 2.0)
         if out.tolist() != [0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0]:
             return "a first kernel gave a wrong result"
-    except Exception as fault:  # whatever it is, torch's own operations remain
+    except Exception as fault:  # whatever it is, torch's own operations still work
         lines = str(fault).strip().splitlines() or [""]
         reason = f"{type(fault).__name__}: {lines[0]}"
         _log.warning("CUDA kernels are not used on cuda:%d, torch operations are: %s", index, reason)
@@ -49,7 +49,7 @@ def cuda_fault(index: int) -> str:
 
 
 def backend_report() -> list[dict[str, Any]]:
-    """For each device of this machine the backend in use and why: ``device``, ``backend``, ``reason``. Ready for JSON."""
+    """The backend of each device of this machine and why, as JSON objects with ``device``, ``backend`` and ``reason``."""
     rows = [{"device": "cpu", **_cpu_report()}]
     if torch.cuda.is_available():
         rows += [

@@ -1,6 +1,6 @@
-"""The updates on CUDA tensors by the kernels of ``csrc/cuda``: shapes of the launch, arguments, one launch a flat buffer.
+"""The CUDA backend: launches the kernels of ``csrc/cuda``, one launch for each flat buffer.
 
-Everything is asynchronous on the current stream; factor and skip flag are read on the device.
+Everything is asynchronous on the current stream; the kernels read FACTOR and SKIP on the device.
 """
 
 from __future__ import annotations
@@ -15,15 +15,21 @@ import torch
 from zeroplan.core.layout import NORM_PARTS, NORM_WORKSPACE
 from zeroplan_runtime.kernels import nvrtc
 from zeroplan_runtime.kernels.segments import Segments
-from zeroplan_runtime.kernels.update import Step
+from zeroplan_runtime.kernels.update import UpdateArgs
 
 _NAMES = {torch.float32: "float", torch.bfloat16: "zp::bf16", torch.float16: "zp::fp16"}
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """How a kernel is cut: `threads` a block; `vector` elements an access; `unroll` vectors in flight a thread; `blocks` a
-    multiprocessor for a grid that stays, 0 for one that covers the buffer; cache hints of loads and stores (see common.cuh).
+class KernelConfig:
+    """The launch configuration of one kernel.
+
+    Attributes:
+        threads: per block.
+        vector: elements of one load or store.
+        unroll: vectors that a thread loads before it computes.
+        blocks: per multiprocessor for a persistent grid; 0 for a grid that covers the buffer.
+        load, store: cache hints (see common.cuh).
     """
 
     threads: int = 256
@@ -35,22 +41,22 @@ class Shape:
 
 
 #: The fastest of benchmarks/kernels/tune.py on an H100 (benchmarks/results/kernels_tune.json).
-SHAPES = {
-    "adam": Shape(threads=1024),
-    "lion": Shape(threads=1024),
-    "sgd": Shape(threads=1024),
-    "cast": Shape(),
-    "norm": Shape(threads=512, vector=8, unroll=2, blocks=16, load=1),
-    "norm_fp32": Shape(threads=512, vector=4, unroll=4, blocks=16, load=1),
-    "lamb": Shape(threads=1024),
-    "loss": Shape(threads=512, vector=8),
+KERNEL_CONFIGS = {
+    "adam": KernelConfig(threads=1024),
+    "lion": KernelConfig(threads=1024),
+    "sgd": KernelConfig(threads=1024),
+    "cast": KernelConfig(),
+    "norm": KernelConfig(threads=512, vector=8, unroll=2, blocks=16, load=1),
+    "norm_fp32": KernelConfig(threads=512, vector=4, unroll=4, blocks=16, load=1),
+    "lamb": KernelConfig(threads=1024),
+    "loss": KernelConfig(threads=512, vector=8),
 }
-#: Bytes of the norm's workspace, zeroed once: the parts, and the ticket that tells the last block.
+#: Bytes of the norm's workspace, zeroed once: the blocks' partial sums and the counter that finds the last block.
 WORKSPACE_BYTES = NORM_WORKSPACE * 4
 
 
 def _head(vector: int, *tensors: torch.Tensor) -> int:
-    """Elements before the first that is aligned in every tensor for accesses of `vector` elements; all, if none is."""
+    """The number of elements before the first one that is aligned in all tensors for a `vector` access; n if there is none."""
     pointers = 0
     for tensor in tensors:
         pointers |= tensor.data_ptr()
@@ -69,30 +75,30 @@ def _multiprocessors(device: int) -> int:
 
 
 @cache
-def _kernel(device: int, file: str, name: str, grad: torch.dtype, out: torch.dtype | None, shape: Shape) -> Any:
+def _kernel(device: int, file: str, name: str, grad: torch.dtype, out: torch.dtype | None, config: KernelConfig) -> Any:
     macros = (
         ("ZP_GRAD", _NAMES[grad]),
         ("ZP_OUT", "void" if out is None else _NAMES[out]),
-        ("ZP_THREADS", str(shape.threads)),
-        ("ZP_VEC", str(shape.vector)),
-        ("ZP_UNROLL", str(shape.unroll)),
-        ("ZP_LOAD", str(shape.load)),
-        ("ZP_STORE", str(shape.store)),
+        ("ZP_THREADS", str(config.threads)),
+        ("ZP_VEC", str(config.vector)),
+        ("ZP_UNROLL", str(config.unroll)),
+        ("ZP_LOAD", str(config.load)),
+        ("ZP_STORE", str(config.store)),
     )
     major, minor = torch.cuda.get_device_capability(device)
-    torch.cuda.current_stream(device)  # makes torch's context, which cuda.core joins
+    torch.cuda.current_stream(device)  # creates torch's context, which cuda.core uses
     nvrtc.core().Device(device).set_current()
     return nvrtc.kernel(file, name, macros, f"sm_{major}{minor}")
 
 
 @cache
-def _config(blocks: int, threads: int) -> Any:
+def _launch_config(blocks: int, threads: int) -> Any:
     return nvrtc.core().LaunchConfig(grid=blocks, block=threads)
 
 
 @cache
 def _stream(handle: int) -> Any:
-    # The legacy default stream's handle is 0 to torch and 1 to the driver.
+    # torch gives 0 as the handle of the legacy default stream, the driver expects 1.
     return nvrtc.core().Stream.from_handle(handle or 1)
 
 
@@ -100,16 +106,16 @@ def _launch(device: torch.device, kernel: Any, blocks: int, threads: int, *argum
     core, index = nvrtc.core(), _index(device)
     stream = _stream(torch.cuda.current_stream(index).cuda_stream)
     if index == torch.cuda.current_device():
-        core.launch(stream, _config(blocks, threads), kernel, *arguments)
+        core.launch(stream, _launch_config(blocks, threads), kernel, *arguments)
     else:
         with torch.cuda.device(index):
-            core.launch(stream, _config(blocks, threads), kernel, *arguments)
+            core.launch(stream, _launch_config(blocks, threads), kernel, *arguments)
 
 
-def _blocks(shape: Shape, device: torch.device, n: int) -> int:
-    covering = -(-n // (shape.threads * shape.vector * shape.unroll))
-    if shape.blocks:
-        covering = min(covering, shape.blocks * _multiprocessors(_index(device)))
+def _blocks(config: KernelConfig, device: torch.device, n: int) -> int:
+    covering = -(-n // (config.threads * config.vector * config.unroll))
+    if config.blocks:
+        covering = min(covering, config.blocks * _multiprocessors(_index(device)))
     return max(1, min(covering, 2**31 - 1))
 
 
@@ -125,116 +131,116 @@ _f = ctypes.c_float
 _d = ctypes.c_double
 
 
-def _update(file: str, step: Step, pointers: tuple[int, ...], *coefficients: object) -> None:
-    assert step.grad is not None
-    n, device, shape = step.param.numel(), step.param.device, SHAPES[file]
+def _update(file: str, args: UpdateArgs, pointers: tuple[int, ...], *coefficients: object) -> None:
+    assert args.grad is not None
+    n, device, config = args.param.numel(), args.param.device, KERNEL_CONFIGS[file]
     if n == 0:
         return
-    out = None if step.out is None else step.out.dtype
-    kernel = _kernel(_index(device), f"{file}.cu", f"zp_{file}", step.grad.dtype, out, shape)
-    head = _head(shape.vector, *step.buffers())
-    blocks = _blocks(shape, device, n)
-    _launch(device, kernel, blocks, shape.threads, *pointers, n, head, _pointer(step.scalars), *coefficients)
+    out = None if args.out is None else args.out.dtype
+    kernel = _kernel(_index(device), f"{file}.cu", f"zp_{file}", args.grad.dtype, out, config)
+    head = _head(config.vector, *args.buffers())
+    blocks = _blocks(config, device, n)
+    _launch(device, kernel, blocks, config.threads, *pointers, n, head, _pointer(args.scalars), *coefficients)
 
 
-def adam(step: Step) -> None:
-    """Adam and AdamW."""
-    pointers = (_pointer(step.param), _pointer(step.grad), _pointer(step.first), _pointer(step.second), _pointer(step.out))
-    numbers = (step.beta1, step.one_minus_beta1, step.beta2, step.one_minus_beta2)
-    _update("adam", step, pointers, *map(_f, (*numbers, step.root2, step.eps, step.l2, step.keep, step.rate)))
+def adam(args: UpdateArgs) -> None:
+    """Adam or AdamW; see :func:`.functional.adamw`."""
+    pointers = (_pointer(args.param), _pointer(args.grad), _pointer(args.first), _pointer(args.second), _pointer(args.out))
+    numbers = (args.beta1, args.one_minus_beta1, args.beta2, args.one_minus_beta2)
+    _update("adam", args, pointers, *map(_f, (*numbers, args.root2, args.eps, args.l2, args.keep, args.rate)))
 
 
-def lion(step: Step) -> None:
-    """Lion."""
-    pointers = (_pointer(step.param), _pointer(step.grad), _pointer(step.first), _pointer(step.out))
-    numbers = (step.beta1, step.one_minus_beta1, step.beta2, step.one_minus_beta2, step.keep, step.rate)
-    _update("lion", step, pointers, *map(_f, numbers))
+def lion(args: UpdateArgs) -> None:
+    """Lion; see :func:`.functional.lion`."""
+    pointers = (_pointer(args.param), _pointer(args.grad), _pointer(args.first), _pointer(args.out))
+    numbers = (args.beta1, args.one_minus_beta1, args.beta2, args.one_minus_beta2, args.keep, args.rate)
+    _update("lion", args, pointers, *map(_f, numbers))
 
 
-def sgd(step: Step) -> None:
-    """SGD with `beta1` as momentum and `one_minus_beta1` as what the gradient adds to it."""
-    pointers = (_pointer(step.param), _pointer(step.grad), _pointer(step.first), _pointer(step.out))
-    numbers = map(_f, (step.beta1, step.one_minus_beta1, step.l2, step.rate))
-    _update("sgd", step, pointers, *numbers, ctypes.c_int(step.nesterov))
+def sgd(args: UpdateArgs) -> None:
+    """SGD; `beta1` is the momentum, `one_minus_beta1` the factor on the gradient."""
+    pointers = (_pointer(args.param), _pointer(args.grad), _pointer(args.first), _pointer(args.out))
+    numbers = map(_f, (args.beta1, args.one_minus_beta1, args.l2, args.rate))
+    _update("sgd", args, pointers, *numbers, ctypes.c_int(args.nesterov))
 
 
-def lamb_moments(step: Step, segments: Segments) -> None:
-    """LAMB's first pass: the moments, and each segment's squared norms."""
-    assert step.grad is not None
-    device, shape = step.param.device, SHAPES["lamb"]
+def lamb_moments(args: UpdateArgs, segments: Segments) -> None:
+    """LAMB's first pass: updates the moments and writes ``segments.norms``."""
+    assert args.grad is not None
+    device, config = args.param.device, KERNEL_CONFIGS["lamb"]
     if segments.count == 0:
         return
     build = (_index(device), "lamb.cu")
     if len(segments.tiles):
-        buffers = [t for t in step.buffers() if t is not step.out]
+        buffers = [t for t in args.buffers() if t is not args.out]
         _launch(
             device,
-            _kernel(*build, "zp_lamb_moments", step.grad.dtype, None, shape),
+            _kernel(*build, "zp_lamb_moments", args.grad.dtype, None, config),
             len(segments.tiles),
-            shape.threads,
-            *map(_pointer, (step.param, step.grad, step.first, step.second, segments.tiles, segments.partial)),
-            step.param.numel(),
-            _head(shape.vector, *buffers),
-            _pointer(step.scalars),
-            *map(_f, (step.beta1, step.one_minus_beta1, step.beta2, step.one_minus_beta2, step.eps, step.l2)),
+            config.threads,
+            *map(_pointer, (args.param, args.grad, args.first, args.second, segments.tiles, segments.partial)),
+            args.param.numel(),
+            _head(config.vector, *buffers),
+            _pointer(args.scalars),
+            *map(_f, (args.beta1, args.one_minus_beta1, args.beta2, args.one_minus_beta2, args.eps, args.l2)),
         )
     _launch(
         device,
-        _kernel(*build, "zp_lamb_norms", step.grad.dtype, None, shape),
+        _kernel(*build, "zp_lamb_norms", args.grad.dtype, None, config),
         segments.count,
-        shape.threads,
+        config.threads,
         *map(_pointer, (segments.partial, segments.first_tile, segments.norms)),
     )
 
 
-def lamb_apply(step: Step, segments: Segments, min_trust: float, max_trust: float) -> None:
-    """LAMB's second pass, with the norms of whole tensors in ``segments.norms``."""
-    assert step.grad is not None
-    device, shape = step.param.device, SHAPES["lamb"]
+def lamb_apply(args: UpdateArgs, segments: Segments, min_trust: float, max_trust: float) -> None:
+    """LAMB's second pass: updates the parameters by the trust ratios from ``segments.norms``."""
+    assert args.grad is not None
+    device, config = args.param.device, KERNEL_CONFIGS["lamb"]
     if not len(segments.tiles):
         return
-    out = None if step.out is None else step.out.dtype
-    buffers = [t for t in step.buffers() if t is not step.grad]
+    out = None if args.out is None else args.out.dtype
+    buffers = [t for t in args.buffers() if t is not args.grad]
     _launch(
         device,
-        _kernel(_index(device), "lamb.cu", "zp_lamb_apply", step.grad.dtype, out, shape),
+        _kernel(_index(device), "lamb.cu", "zp_lamb_apply", args.grad.dtype, out, config),
         len(segments.tiles),
-        shape.threads,
-        *map(_pointer, (step.param, step.first, step.second, step.out, segments.tiles, segments.norms)),
-        step.param.numel(),
-        _head(shape.vector, *buffers),
-        _pointer(step.scalars),
-        _f(step.eps),
-        _f(step.l2),
-        *map(_d, (step.rate, min_trust, max_trust)),
+        config.threads,
+        *map(_pointer, (args.param, args.first, args.second, args.out, segments.tiles, segments.norms)),
+        args.param.numel(),
+        _head(config.vector, *buffers),
+        _pointer(args.scalars),
+        _f(args.eps),
+        _f(args.l2),
+        *map(_d, (args.rate, min_trust, max_trust)),
     )
 
 
 @cache
 def _workspace(device: int) -> torch.Tensor:
-    # For callers beside the engine, whose norms use the Arena's.
+    # For callers outside the engine; the engine passes memory of the Arena.
     return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=f"cuda:{device}")
 
 
 def sum_of_squares(
     grad: torch.Tensor, scalars: torch.Tensor, *, accumulate: bool, workspace: torch.Tensor | None = None
 ) -> None:
-    """``scalars[SQUARES]`` = (itself, if `accumulate`) + the sum of the gradient's squares, the same bits every time.
+    """Writes (or, with `accumulate`, adds) the sum of the gradient's squares to ``scalars[SQUARES]``; bits are reproducible.
 
-    `workspace`: :data:`WORKSPACE_BYTES` zeroed bytes, for one stream at a time; by default the device's own.
+    `workspace` is :data:`WORKSPACE_BYTES` zeroed bytes that one stream uses at a time; by default the device's own.
     """
-    device, shape = grad.device, SHAPES["norm_fp32" if grad.dtype == torch.float32 else "norm"]
+    device, config = grad.device, KERNEL_CONFIGS["norm_fp32" if grad.dtype == torch.float32 else "norm"]
     index = _index(device)
     space = _workspace(index) if workspace is None else workspace
-    blocks = min(_blocks(shape, device, grad.numel()), NORM_PARTS)
+    blocks = min(_blocks(config, device, grad.numel()), NORM_PARTS)
     _launch(
         device,
-        _kernel(index, "norm.cu", "zp_sum_of_squares", grad.dtype, None, shape),
+        _kernel(index, "norm.cu", "zp_sum_of_squares", grad.dtype, None, config),
         blocks,
-        shape.threads,
+        config.threads,
         _pointer(grad),
         grad.numel(),
-        _head(shape.vector, grad),
+        _head(config.vector, grad),
         space.data_ptr(),
         space.data_ptr() + NORM_PARTS * 8,
         _pointer(scalars),
@@ -243,23 +249,23 @@ def sum_of_squares(
 
 
 def finalize(scalars: torch.Tensor, max_norm: float, loss_scale: float, *, may_skip: bool) -> None:
-    """Norm, factor and skip from the sum of squares."""
-    kernel = _kernel(_index(scalars.device), "norm.cu", "zp_finalize", torch.bfloat16, None, SHAPES["norm"])
+    """Computes NORM, FACTOR and SKIP from SQUARES."""
+    kernel = _kernel(_index(scalars.device), "norm.cu", "zp_finalize", torch.bfloat16, None, KERNEL_CONFIGS["norm"])
     _launch(scalars.device, kernel, 1, 1, _pointer(scalars), _d(max_norm), _d(loss_scale), ctypes.c_int(may_skip))
 
 
 def cast(source: torch.Tensor, out: torch.Tensor, scale: float) -> None:
-    """``out = source * scale`` through fp32."""
-    shape, n = SHAPES["cast"], source.numel()
+    """Writes ``source * scale``, computed in fp32, to `out`."""
+    config, n = KERNEL_CONFIGS["cast"], source.numel()
     if n == 0:
         return
-    kernel = _kernel(_index(source.device), "cast.cu", "zp_cast", source.dtype, out.dtype, shape)
-    head = _head(shape.vector, source, out)
+    kernel = _kernel(_index(source.device), "cast.cu", "zp_cast", source.dtype, out.dtype, config)
+    head = _head(config.vector, source, out)
     _launch(
         source.device,
         kernel,
-        _blocks(shape, source.device, n),
-        shape.threads,
+        _blocks(config, source.device, n),
+        config.threads,
         _pointer(source),
         _pointer(out),
         n,
@@ -269,24 +275,24 @@ def cast(source: torch.Tensor, out: torch.Tensor, scale: float) -> None:
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, ignore: int, lse: torch.Tensor, losses: torch.Tensor) -> None:
-    """Each row's log-sum-exp and loss."""
-    device, shape = logits.device, SHAPES["loss"]
+    """Writes each row's log-sum-exp to `lse` and its loss to `losses`."""
+    device, config = logits.device, KERNEL_CONFIGS["loss"]
     rows, vocab = logits.shape
     if rows == 0:
         return
-    kernel = _kernel(_index(device), "loss.cu", "zp_cross_entropy", logits.dtype, None, shape)
+    kernel = _kernel(_index(device), "loss.cu", "zp_cross_entropy", logits.dtype, None, config)
     pointers = (_pointer(logits), _pointer(labels), vocab, ignore, _pointer(lse), _pointer(losses))
-    _launch(device, kernel, rows, shape.threads, *pointers)
+    _launch(device, kernel, rows, config.threads, *pointers)
 
 
 def cross_entropy_grad(
     logits: torch.Tensor, labels: torch.Tensor, ignore: int, lse: torch.Tensor, scale: torch.Tensor, grad: torch.Tensor
 ) -> None:
-    """The gradient of `scale` × the sum of the rows' losses."""
-    device, shape = logits.device, SHAPES["loss"]
+    """Writes the gradient of `scale` × the sum of the rows' losses to `grad`."""
+    device, config = logits.device, KERNEL_CONFIGS["loss"]
     rows, vocab = logits.shape
     if rows == 0:
         return
-    kernel = _kernel(_index(device), "loss.cu", "zp_cross_entropy_grad", logits.dtype, None, shape)
+    kernel = _kernel(_index(device), "loss.cu", "zp_cross_entropy_grad", logits.dtype, None, config)
     pointers = (_pointer(logits), _pointer(labels), vocab, ignore, _pointer(lse), _pointer(scale), _pointer(grad))
-    _launch(device, kernel, rows, shape.threads, *pointers)
+    _launch(device, kernel, rows, config.threads, *pointers)

@@ -1,12 +1,14 @@
-"""The public functions: hyperparameters to coefficients, arguments checked, the device's backend called.
+"""The public functions: each checks its arguments, turns hyperparameters into coefficients and calls the device's backend.
 
-All work in place on flat, contiguous 1-D tensors of n elements on one device. `param` and the states are fp32, `grad` is
-fp32, bf16 or fp16, `param_out` (bf16 or fp16, or None) receives the updated parameters in the model's dtype in the same
-pass. `scalars` (fp32, at least 4; see :data:`FACTOR` and :data:`SKIP`) holds what :func:`grad_norm` left: the factor on the
-gradients and whether to skip the update. On a GPU nothing waits for the host. CPU updates use ``torch.get_num_threads()``
-threads. Note [Arithmetic] in :mod:`.step` says why all backends give the same bits.
+The optimizers' functions work in place on contiguous 1-D tensors of n elements on one device. The common arguments are
 
-Raises (all): ValueError for tensors that do not fit together.
+- `param` and the states: fp32;
+- `grad`: fp32, bf16 or fp16;
+- `param_out`: bf16 or fp16, receives the updated parameters in the same pass; None where there are none;
+- `scalars`: fp32, at least 4 elements, from :func:`grad_norm`: FACTOR multiplies the gradients, SKIP skips the update.
+
+On a GPU no function waits for the host or the device. On a CPU they use ``torch.get_num_threads()`` threads. All backends give
+the same bits: Note [Arithmetic] in :mod:`.update`. All functions raise ValueError for tensors that do not fit together.
 """
 
 from __future__ import annotations
@@ -20,24 +22,24 @@ import torch
 from zeroplan_runtime.kernels import cuda_backend, torch_backend
 from zeroplan_runtime.kernels.backends import backend
 from zeroplan_runtime.kernels.segments import Segments
-from zeroplan_runtime.kernels.update import NORM, SQUARES, Step, bias_corrections, check_elements
+from zeroplan_runtime.kernels.update import NORM, SQUARES, UpdateArgs, bias_corrections, check_elements
 
 Betas = tuple[float, float]
 Reduce = Callable[[torch.Tensor], object] | None
 
 
-def _checked(param: torch.Tensor, scalars: torch.Tensor | None, betas: Betas, **rest: Any) -> Step:
-    """The update, once its buffers are known to fit together; `betas` become the moments' coefficients.
+def _checked(param: torch.Tensor, scalars: torch.Tensor | None, betas: Betas, **rest: Any) -> UpdateArgs:
+    """The update's arguments, checked, with the moments' coefficients from `betas`.
 
-    The scalars are brought to the parameters' device: for parameters in host memory and scalars on a GPU this waits for it.
+    The scalars are copied to the parameters' device, which waits for the GPU where only the parameters are in host memory.
     """
     if scalars is not None and scalars.device != param.device:
         scalars = scalars.to(param.device)
     first, second = betas
     decay = {"beta1": first, "one_minus_beta1": 1 - first, "beta2": second, "one_minus_beta2": 1 - second}
-    step = Step(param=param, scalars=scalars, **(decay | rest))
-    step.check()
-    return step
+    args = UpdateArgs(param=param, scalars=scalars, **(decay | rest))
+    args.check()
+    return args
 
 
 @torch.no_grad()
@@ -63,7 +65,7 @@ def adamw(
     p ← (1 − ηλ)p − η/(1−β₁ᵗ) · m / (√v / √(1−β₂ᵗ) + ε), where t is `step`, counted from 1.
     """
     correction1, correction2 = bias_corrections(step, *betas, wanted=bias_correction)
-    work = _checked(
+    args = _checked(
         param,
         scalars,
         betas,
@@ -77,7 +79,7 @@ def adamw(
         keep=1 - lr * weight_decay if decoupled else 1.0,
         rate=lr / correction1,
     )
-    backend(param.device).adam(work)
+    backend(param.device).adam(args)
 
 
 def adam(
@@ -129,7 +131,7 @@ def lion(
 
     p ← (1 − ηλ)p − η·sign(β₁m + (1−β₁)g), m ← β₂m + (1−β₂)g, with g scaled by the factor first.
     """
-    work = _checked(
+    args = _checked(
         param,
         scalars,
         betas,
@@ -139,7 +141,7 @@ def lion(
         keep=1 - lr * weight_decay,
         rate=lr,
     )
-    backend(param.device).lion(work)
+    backend(param.device).lion(args)
 
 
 @torch.no_grad()
@@ -161,7 +163,7 @@ def sgd(
 
     Nesterov: p ← p − η(g + μb). `momentum_buffer` None: p ← p − ηg. g is scaled by the factor, then λp is added.
     """
-    work = _checked(
+    args = _checked(
         param,
         scalars,
         (momentum, 0.0),
@@ -173,7 +175,7 @@ def sgd(
         rate=lr,
         nesterov=nesterov,
     )
-    backend(param.device).sgd(work)
+    backend(param.device).sgd(args)
 
 
 @torch.no_grad()
@@ -196,13 +198,16 @@ def lamb(
     param_out: torch.Tensor | None = None,
     scalars: torch.Tensor | None = None,
 ) -> None:
-    """LAMB (You et al. 2020, algorithm 2) in the form of DeepSpeed's FusedLamb, over the tensors that `segments` name.
+    """LAMB (You et al. 2020, algorithm 2) in the form of DeepSpeed's FusedLamb, for each tensor of `segments`.
 
-    u = m / (√v + ε) + λp, p ← p − η √(1−β₂ᵗ)/(1−β₁ᵗ) · clamp(‖p‖/‖u‖, `min_trust`, `max_trust`) · u. `reduce` is called with
-    the squared norms (fp64 [segments, 2]) between the passes, to add those of other ranks in place.
+    u = m / (√v + ε) + λp, p ← p − η √(1−β₂ᵗ)/(1−β₁ᵗ) · clamp(‖p‖/‖u‖, `min_trust`, `max_trust`) · u.
+
+    Args:
+        segments: the bounds of the tensors in the flat buffers.
+        reduce: called between the two passes with the squared norms, fp64 [segments, 2]; adds the other ranks' in place.
     """
     correction1, correction2 = bias_corrections(step, *betas, wanted=bias_correction)
-    work = _checked(
+    args = _checked(
         param,
         scalars,
         betas,
@@ -216,11 +221,11 @@ def lamb(
     )
     if segments.bounds[-1] != param.numel() or segments.tiles.device != param.device:
         raise ValueError(f"expected segments of {param.numel()} elements on {param.device} but got {segments.bounds[-1]}")
-    path = backend(param.device)
-    path.lamb_moments(work, segments)
+    impl = backend(param.device)
+    impl.lamb_moments(args, segments)
     if reduce is not None:
         reduce(segments.norms)
-    path.lamb_apply(work, segments, min_trust, max_trust)
+    impl.lamb_apply(args, segments, min_trust, max_trust)
 
 
 def _require_positive(loss_scale: float) -> None:
@@ -229,17 +234,17 @@ def _require_positive(loss_scale: float) -> None:
 
 
 def _add_squares(grad: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor | None, *, accumulate: bool) -> None:
-    path = backend(out.device)
-    more = {"workspace": workspace} if path is cuda_backend else {}  # no other path needs one
-    path.sum_of_squares(grad, out, accumulate=accumulate, **more)
+    impl = backend(out.device)
+    more = {"workspace": workspace} if impl is cuda_backend else {}  # the others need none
+    impl.sum_of_squares(grad, out, accumulate=accumulate, **more)
 
 
 def _finish(scalars: torch.Tensor, max_norm: float, loss_scale: float, may_skip: bool, reduce: Reduce) -> None:
-    """From this rank's sum of squares to the norm, the factor and whether to skip."""
+    """Computes NORM, FACTOR and SKIP from SQUARES, this rank's sum, after `reduce` has added the other ranks'."""
     if reduce is not None:
         reduce(scalars[SQUARES : SQUARES + 1])
-    path = cuda_backend if backend(scalars.device) is cuda_backend else torch_backend  # three numbers: no routine on a CPU pays
-    path.finalize(scalars, max_norm, loss_scale, may_skip=may_skip)
+    impl = cuda_backend if backend(scalars.device) is cuda_backend else torch_backend  # too little work for a CPU routine
+    impl.finalize(scalars, max_norm, loss_scale, may_skip=may_skip)
 
 
 @torch.no_grad()
@@ -253,15 +258,21 @@ def grad_norm(
     reduce: Reduce = None,
     workspace: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The norm of the gradients and what follows from it, in one pass over them and without waiting for a GPU.
+    """The norm of the gradients, the clip factor and the overflow check, in one pass and without waiting for a GPU.
 
-    Fills `scalars`: SQUARES, NORM (without loss scale), FACTOR (clip factor over loss scale, with the clip factor of
-    ``torch.nn.utils.clip_grad_norm_``; `max_norm` 0 does not clip), SKIP (1 if `may_skip` and the sum is not finite: some
-    gradient is infinite or NaN, or its square is beyond fp32). `reduce` is called with SQUARES alone (shape [1]) to add the
-    other ranks' in place. `workspace`: ``WORKSPACE_BYTES`` of :mod:`.cuda_backend`, zeroed once by the caller, who owns it.
+    Args:
+        grads: one or more gradients, fp32, bf16 or fp16.
+        scalars: fp32, at least 4 elements. Filled with SQUARES; NORM, without the loss scale; FACTOR, the clip factor of
+            ``torch.nn.utils.clip_grad_norm_`` divided by the loss scale; SKIP, 1 if `may_skip` and the sum is not finite
+            (a gradient is infinite or NaN, or a square overflows fp32).
+        max_norm: the norm to clip to; 0 does not clip.
+        loss_scale: the factor on the loss.
+        may_skip: allow SKIP.
+        reduce: called with SQUARES, shape [1]; adds the other ranks' in place.
+        workspace: ``WORKSPACE_BYTES`` of :mod:`.cuda_backend`, zeroed once by the caller; by default the device's own.
 
     Returns:
-        The norm: a view of `scalars`.
+        NORM, a view of `scalars`.
     """
     grads = [grads] if isinstance(grads, torch.Tensor) else list(grads)
     if scalars.dtype != torch.float32 or scalars.numel() < 4 or not scalars.is_contiguous():
@@ -279,7 +290,10 @@ def grad_norm(
 
 @torch.no_grad()
 def squares(grad: torch.Tensor, out: torch.Tensor, *, workspace: torch.Tensor | None = None) -> None:
-    """``out[0]`` (fp32) = the sum of the squares of `grad`, for :func:`global_norm`. `workspace`: as in :func:`grad_norm`."""
+    """Writes the sum of the squares of `grad` to ``out[0]``, fp32, for :func:`global_norm`.
+
+    `workspace` is that of :func:`grad_norm`.
+    """
     check_elements(grad, "gradient", out.device)
     _add_squares(grad, out, workspace, accumulate=False)
 
@@ -294,9 +308,10 @@ def global_norm(
     may_skip: bool = False,
     reduce: Reduce = None,
 ) -> None:
-    """:func:`grad_norm` from sums of squares (`partials`, fp32) that were taken one by one, whenever their gradients came.
+    """As :func:`grad_norm`, from the sums of squares that :func:`squares` left in `partials`, fp32.
 
-    They are added in fp64, in their order in `partials`, so that the order in which they came does not change the bits.
+    They are added in fp64, in their order in `partials`, so the order in which the gradients arrived does not change the
+    bits.
     """
     _require_positive(loss_scale)
     scalars[SQUARES].copy_(partials.sum(dtype=torch.float64))
@@ -305,7 +320,7 @@ def global_norm(
 
 @torch.no_grad()
 def cast(source: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
-    """``out = source · scale`` between fp32, bf16 and fp16, rounded to nearest even. Returns `out`."""
+    """Writes ``source · scale`` to `out`, rounded to nearest even, between fp32, bf16 and fp16. Returns `out`."""
     check_elements(source, "source", source.device)
     check_elements(out, "out", source.device)
     if source.numel() != out.numel():

@@ -1,6 +1,6 @@
 """Cross entropy over a vocabulary without fp32 copies of the logits.
 
-What it returns is autograd's, activations like those of the operations that it stands for, so it is not the Arena's.
+Its results are activations, as those of the operations that it replaces, so torch allocates them and not the Arena.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from zeroplan_runtime.kernels import cuda_backend, torch_backend
 from zeroplan_runtime.kernels.backends import backend
 
 
-def _path(logits: torch.Tensor) -> ModuleType:
-    return cuda_backend if backend(logits.device) is cuda_backend else torch_backend  # host memory is not what it saves
+def _impl(logits: torch.Tensor) -> ModuleType:
+    return cuda_backend if backend(logits.device) is cuda_backend else torch_backend  # there is no native CPU routine
 
 
 def _check(logits: torch.Tensor, labels: torch.Tensor) -> None:
@@ -24,21 +24,22 @@ def _check(logits: torch.Tensor, labels: torch.Tensor) -> None:
 
 @torch.no_grad()
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, ignore: int = -100) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's log-sum-exp and loss, as ``torch.nn.functional.cross_entropy`` with ``reduction="none"`` in fp32.
+    """The loss of each row, as ``torch.nn.functional.cross_entropy`` with ``reduction="none"`` computes it in fp32.
 
     Args:
         logits: [rows, vocabulary], contiguous, bf16, fp16 or fp32.
         labels: [rows], int64; a row whose label is `ignore` has loss 0.
+        ignore: the label of rows without loss.
 
     Returns:
-        Two fp32 tensors of [rows].
+        The log-sum-exp and the loss of each row, fp32 [rows] each.
 
     Raises:
         ValueError: for tensors that do not fit together.
     """
     _check(logits, labels)
     lse, losses = (torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device) for _ in range(2))
-    _path(logits).cross_entropy(logits, labels, ignore, lse, losses)
+    _impl(logits).cross_entropy(logits, labels, ignore, lse, losses)
     return lse, losses
 
 
@@ -46,18 +47,24 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, ignore: int = -100
 def cross_entropy_grad(
     logits: torch.Tensor, labels: torch.Tensor, lse: torch.Tensor, scale: torch.Tensor, ignore: int = -100
 ) -> torch.Tensor:
-    """The gradient of `scale` × the sum of the rows' losses with respect to `logits`, in their dtype.
+    """The gradient of `scale` × the sum of the rows' losses with respect to `logits`.
 
-    ``(softmax(logits) − onehot(label)) × scale`` in fp32, rounded once; zero in rows whose label is `ignore`.
+    (softmax(logits) − onehot(label)) · `scale`, computed in fp32 and rounded once; 0 in rows whose label is `ignore`.
 
     Args:
-        lse: what :func:`cross_entropy` gave.
-        scale: one fp32 element on the logits' device, read there.
+        logits: [rows, vocabulary], as given to :func:`cross_entropy`.
+        labels: [rows], int64.
+        lse: [rows], the log-sum-exp that :func:`cross_entropy` returned.
+        scale: one fp32 element on the logits' device.
+        ignore: the label of rows without loss.
+
+    Returns:
+        [rows, vocabulary] in the dtype of `logits`.
 
     Raises:
         ValueError: for tensors that do not fit together.
     """
     _check(logits, labels)
     grad = torch.empty_like(logits)
-    _path(logits).cross_entropy_grad(logits, labels, ignore, lse, scale, grad)
+    _impl(logits).cross_entropy_grad(logits, labels, ignore, lse, scale, grad)
     return grad

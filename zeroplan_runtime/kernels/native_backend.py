@@ -1,4 +1,4 @@
-"""The updates on CPU tensors by ``libzeroplan_cpu`` (``csrc/cpu/optim.hpp``), called through ctypes."""
+"""The native backend: updates of CPU tensors by ``libzeroplan_cpu`` (``csrc/cpu/optim.hpp``), called through ctypes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from zeroplan.core.native import library as shared_library
 from zeroplan_runtime.kernels.segments import Segments
-from zeroplan_runtime.kernels.update import FACTOR, SKIP, SQUARES, Step
+from zeroplan_runtime.kernels.update import FACTOR, SKIP, SQUARES, UpdateArgs
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NONE = -1
@@ -46,7 +46,7 @@ class _Cast(ctypes.Structure):
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The library with its functions declared, or None where it cannot be had or is older than these."""
+    """The library with its functions declared; None where it is not built, does not load, or lacks one of them."""
     found = shared_library()
     if found is None:
         return None
@@ -70,18 +70,18 @@ def library() -> ctypes.CDLL | None:
 
 def _loaded() -> ctypes.CDLL:
     loaded = library()
-    assert loaded is not None, "the native path was chosen without its library"
+    assert loaded is not None, "the native backend was chosen without its library"
     return loaded
 
 
 def instructions() -> str:
-    """The instruction set in use: avx512, avx2 or plain."""
+    """The instruction set in use: ``avx512``, ``avx2`` or ``plain``."""
     name: bytes = _loaded().zeroplan_instructions()
     return name.decode()
 
 
 def use_instructions(name: str | None) -> bool:
-    """Restricts the routines to one instruction set, or lifts the restriction. False where this processor lacks it."""
+    """Makes the routines use one instruction set; None removes the choice. False if this processor lacks it."""
     done: int = _loaded().zeroplan_use_instructions(None if name is None else name.encode())
     return done == 0
 
@@ -90,7 +90,7 @@ _local = threading.local()
 
 
 def use_threads(count: int | None) -> None:
-    """Sets how many threads the routines use when called from this thread; None for ``torch.get_num_threads()``."""
+    """Sets the number of threads of routines that this thread calls; None for ``torch.get_num_threads()``."""
     _local.threads = count
 
 
@@ -102,52 +102,52 @@ def _pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _arguments(step: Step) -> _Step | None:
-    """The C form of a step, or None where it is skipped."""
+def _arguments(args: UpdateArgs) -> _Step | None:
+    """The update as a C struct; None if it is skipped."""
     scale = 1.0
-    if step.scalars is not None:
-        if float(step.scalars[SKIP]):
+    if args.scalars is not None:
+        if float(args.scalars[SKIP]):
             return None
-        scale = float(step.scalars[FACTOR])
+        scale = float(args.scalars[FACTOR])
     return _Step(
-        param=_pointer(step.param),
-        grad=_pointer(step.grad),
-        first=_pointer(step.first),
-        second=_pointer(step.second),
-        out=_pointer(step.out),
-        n=step.param.numel(),
-        grad_type=_NONE if step.grad is None else _TYPES[step.grad.dtype],
-        out_type=_NONE if step.out is None else _TYPES[step.out.dtype],
+        param=_pointer(args.param),
+        grad=_pointer(args.grad),
+        first=_pointer(args.first),
+        second=_pointer(args.second),
+        out=_pointer(args.out),
+        n=args.param.numel(),
+        grad_type=_NONE if args.grad is None else _TYPES[args.grad.dtype],
+        out_type=_NONE if args.out is None else _TYPES[args.out.dtype],
         scale=scale,
-        nesterov=int(step.nesterov),
-        **{name: getattr(step, name) for name in _COEFFICIENTS},
+        nesterov=int(args.nesterov),
+        **{name: getattr(args, name) for name in _COEFFICIENTS},
     )
 
 
-def _update(name: str, step: Step) -> None:
-    arguments = _arguments(step)
+def _update(name: str, args: UpdateArgs) -> None:
+    arguments = _arguments(args)
     if arguments is not None:
         getattr(_loaded(), name)(ctypes.byref(arguments), _threads())
 
 
-def adam(step: Step) -> None:
-    """Adam and AdamW."""
-    _update("zeroplan_adam", step)
+def adam(args: UpdateArgs) -> None:
+    """Adam or AdamW; see :func:`.functional.adamw`."""
+    _update("zeroplan_adam", args)
 
 
-def lion(step: Step) -> None:
-    """Lion."""
-    _update("zeroplan_lion", step)
+def lion(args: UpdateArgs) -> None:
+    """Lion; see :func:`.functional.lion`."""
+    _update("zeroplan_lion", args)
 
 
-def sgd(step: Step) -> None:
-    """SGD with `beta1` as momentum and `one_minus_beta1` as what the gradient adds to it."""
-    _update("zeroplan_sgd", step)
+def sgd(args: UpdateArgs) -> None:
+    """SGD; `beta1` is the momentum, `one_minus_beta1` the factor on the gradient."""
+    _update("zeroplan_sgd", args)
 
 
-def lamb_moments(step: Step, segments: Segments) -> None:
-    """LAMB's first pass: the moments, and each segment's squared norms."""
-    arguments = _arguments(step)
+def lamb_moments(args: UpdateArgs, segments: Segments) -> None:
+    """LAMB's first pass: updates the moments and writes ``segments.norms``."""
+    arguments = _arguments(args)
     if arguments is not None:
         _loaded().zeroplan_lamb_moments(
             ctypes.byref(arguments),
@@ -159,16 +159,16 @@ def lamb_moments(step: Step, segments: Segments) -> None:
         )
 
 
-def lamb_apply(step: Step, segments: Segments, min_trust: float, max_trust: float) -> None:
-    """LAMB's second pass, with the norms of whole tensors in ``segments.norms``."""
-    arguments = _arguments(step)
+def lamb_apply(args: UpdateArgs, segments: Segments, min_trust: float, max_trust: float) -> None:
+    """LAMB's second pass: updates the parameters by the trust ratios from ``segments.norms``."""
+    arguments = _arguments(args)
     if arguments is not None:
         _loaded().zeroplan_lamb_apply(
             ctypes.byref(arguments),
             segments.tiles.data_ptr(),
             len(segments.tiles),
             segments.norms.data_ptr(),
-            step.rate,
+            args.rate,
             min_trust,
             max_trust,
             _threads(),
@@ -176,13 +176,13 @@ def lamb_apply(step: Step, segments: Segments, min_trust: float, max_trust: floa
 
 
 def sum_of_squares(grad: torch.Tensor, scalars: torch.Tensor, *, accumulate: bool) -> None:
-    """``scalars[SQUARES]`` = (itself, if `accumulate`) + the sum of the gradient's squares."""
+    """Writes (or, with `accumulate`, adds) the sum of the gradient's squares to ``scalars[SQUARES]``."""
     before = float(scalars[SQUARES]) if accumulate else 0.0
     total = _loaded().zeroplan_sum_of_squares(grad.data_ptr(), _TYPES[grad.dtype], grad.numel(), _threads())
     scalars[SQUARES] = before + total
 
 
 def cast(source: torch.Tensor, out: torch.Tensor, scale: float) -> None:
-    """``out = source * scale`` through fp32."""
+    """Writes ``source * scale``, computed in fp32, to `out`."""
     arguments = _Cast(_pointer(source), _pointer(out), source.numel(), _TYPES[source.dtype], _TYPES[out.dtype], scale)
     _loaded().zeroplan_cast(ctypes.byref(arguments), _threads())

@@ -1,8 +1,8 @@
-"""CUDA sources to loaded kernels: NVRTC through ``cuda.core``, with a cache of cubins on disk that ranks share.
+"""Compiles CUDA sources by NVRTC through ``cuda.core`` and caches the cubins on disk, for all ranks.
 
-A cubin's name is a hash of all that decides its content: the sources, the options, the architecture, NVRTC's version. It is
-written under another name and moved into place, so that no reader sees half of one; ranks that want the same one wait for the
-first to finish. Without a place to write, kernels are compiled in each process.
+A cubin's name is a hash of everything that decides its content: the sources, the options, the architecture, NVRTC's version. It
+is written under another name and renamed, so no reader sees part of one; ranks that need the same cubin wait for the first to
+finish. Without a writable folder each process compiles for itself.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-#: Names the folder of compiled kernels; empty keeps none on disk.
+#: The environment variable that names the folder of compiled kernels; an empty value keeps none on disk.
 ENVIRONMENT = "ZEROPLAN_KERNEL_CACHE"
 
 
 @cache
 def core() -> ModuleType:
-    """``cuda.core``, under the name that its version uses.
+    """The module ``cuda.core``, under the name that the installed version uses.
 
     Raises:
-        ImportError: when neither is installed or their libraries cannot be loaded.
+        ImportError: when it is not installed or its libraries cannot be loaded.
     """
     for name in ("cuda.core", "cuda.core.experimental"):
         try:
@@ -43,10 +43,10 @@ def core() -> ModuleType:
 
 @cache
 def nvrtc_version() -> tuple[int, int]:
-    """NVRTC's version.
+    """NVRTC's major and minor version.
 
     Raises:
-        ImportError, RuntimeError: when it cannot be loaded.
+        ImportError, RuntimeError: when NVRTC cannot be loaded.
     """
     _fault, major, minor = importlib.import_module("cuda.bindings.nvrtc").nvrtcVersion()
     return int(major), int(minor)
@@ -57,7 +57,7 @@ def sources() -> Path:
     """The folder of the CUDA sources: beside this file in an installed package, ``csrc/cuda`` in a checkout.
 
     Raises:
-        FileNotFoundError: when neither is there.
+        FileNotFoundError: when neither folder exists.
     """
     here = Path(__file__).resolve().parent
     for folder in (here / "cuda", here.parent.parent / "csrc" / "cuda"):
@@ -67,7 +67,7 @@ def sources() -> Path:
 
 
 def cache_folder() -> Path | None:
-    """Where cubins are kept: the environment's choice, else ``zeroplan/kernels`` in the user's cache folder."""
+    """The folder of cubins: that of the environment variable, else ``zeroplan/kernels`` in the user's cache; None for none."""
     given = os.environ.get(ENVIRONMENT)
     if given is not None:
         return Path(given) if given else None
@@ -79,11 +79,17 @@ def cache_folder() -> Path | None:
 
 
 def kernel(file: str, name: str, macros: tuple[tuple[str, str], ...], arch: str) -> Any:
-    """A launchable kernel, on the current device, of one source file compiled for `arch` (``"sm_90"``).
+    """Loads a kernel on the current device, from the cache or compiled.
+
+    Args:
+        file: the source file's name in :func:`sources`.
+        name: the kernel's name in it.
+        macros: names and values that the compiler defines.
+        arch: the architecture, such as ``"sm_90"``.
 
     Raises:
-        ImportError: when there is no compiler.
-        Exception: cuda.core's, with NVRTC's log, when the source does not compile.
+        ImportError: when NVRTC or cuda.core is missing.
+        Exception: of cuda.core, with NVRTC's log, when the source does not compile.
     """
     path = _place(file, macros, arch)
     code = cubin(path, file, macros, arch)
@@ -97,7 +103,7 @@ def kernel(file: str, name: str, macros: tuple[tuple[str, str], ...], arch: str)
 
 
 def cubin(path: Path | None, file: str, macros: tuple[tuple[str, str], ...], arch: str) -> bytes:
-    """The machine code of one source file: what `path` holds, else compiled, and kept there where that is possible."""
+    """The machine code of one source file: read from `path`, else compiled and, if possible, written there."""
     if path is None:
         return compile_source(file, macros, arch)
     with contextlib.suppress(OSError):
@@ -106,16 +112,16 @@ def cubin(path: Path | None, file: str, macros: tuple[tuple[str, str], ...], arc
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.with_suffix(".lock")):
             with contextlib.suppress(OSError):
-                return path.read_bytes()  # another rank was first
+                return path.read_bytes()  # another rank has compiled it meanwhile
             code = compile_source(file, macros, arch)
             _write(path, code)
             return code
-    except OSError:  # nowhere to write
+    except OSError:  # the folder is not writable
         return compile_source(file, macros, arch)
 
 
 def compile_source(file: str, macros: tuple[tuple[str, str], ...], arch: str) -> bytes:
-    """Compiles one source file, past the cache."""
+    """Compiles one source file without the cache; the arguments are those of :func:`kernel`."""
     cuda = core()
     # No fused multiply-add: Note [Arithmetic] of zeroplan_runtime.kernels.update.
     options = cuda.ProgramOptions(
@@ -155,7 +161,7 @@ def _write(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock on a file; where locks do not exist, duplicate work is harmless."""
+    """Holds an exclusive lock on a file, where the system has locks; without one, ranks only compile the same twice."""
     try:
         import fcntl
     except ImportError:

@@ -1,4 +1,4 @@
-"""Which elements of a flat buffer belong to which tensor, for optimizers that look at whole tensors (LAMB)."""
+"""The bounds of the tensors in a flat buffer, for LAMB, which needs the norm of each tensor (a segmented reduction)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from zeroplan.core.segments import TILE, SegmentTable
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """The tensors of a flat buffer, cut into tiles that cross no boundary. Made once, by :func:`make_segments`.
+    """The tensors of a flat buffer (segments), cut into tiles for the kernels. Make it by :func:`make_segments`.
 
-    `bounds` [count + 1]: where each begins, and the end. `tiles` int64 [tiles, 3]: begin, end, segment. `first_tile` int64
-    [count + 1]. `partial` fp64 [tiles, 2] and `norms` fp64 [count, 2] are scratch of the update: squared norms of the
-    parameter and of its direction.
+    Attributes:
+        bounds: [count + 1], the first element of each segment, then the end of the last.
+        tiles: int64 [tiles, 3], begin, end and segment of each tile; no tile crosses a bound.
+        first_tile: int64 [count + 1], the index of each segment's first tile, then the number of tiles.
+        partial: fp64 [tiles, 2], scratch: the squared norms of the parameter and of its update direction, by tile.
+        norms: fp64 [count, 2], the same by segment.
     """
 
     bounds: tuple[int, ...]
@@ -28,12 +31,17 @@ class Segments:
 
     @property
     def count(self) -> int:
-        """Number of tensors, empty ones included."""
+        """The number of segments, empty ones included."""
         return len(self.bounds) - 1
 
 
 class SegmentWorkspace:
-    """Memory for the :class:`Segments` of a flat buffer's runs: `words` fp32, zeroed, as long as `table` says."""
+    """Memory for the :class:`Segments` of one unit's slices.
+
+    Args:
+        words: fp32, zeroed, of ``table.words`` elements.
+        table: the sizes of the parts.
+    """
 
     def __init__(self, words: torch.Tensor, table: SegmentTable) -> None:
         norms, partial, tiles, first = torch.split(words, [size for _, size in table.parts()])
@@ -41,7 +49,7 @@ class SegmentWorkspace:
         self._tiles, self._first = tiles.view(torch.int64).view(-1, 3), first.view(torch.int64)
 
     def take(self, bounds: Sequence[int], tiles: Sequence[tuple[int, int, int]], first_tile: Sequence[int]) -> Segments:
-        """The next run's segments, its tables written."""
+        """The segments of the next slice, whose tables it writes to the memory."""
         count, used = len(bounds) - 1, len(tiles)
         made = Segments(tuple(bounds), self._tiles[:used], self._first[: count + 1], self._partial[:used], self._norms[:count])
         self._tiles, self._first = self._tiles[used:], self._first[count + 1 :]
@@ -51,24 +59,27 @@ class SegmentWorkspace:
         return made
 
 
-def make_segments(bounds: Sequence[int], device: torch.device | str, room: SegmentWorkspace | None = None) -> Segments:
-    """The segments [bounds[i], bounds[i+1]) of a flat buffer on `device`. A segment may be empty on this rank.
+def make_segments(bounds: Sequence[int], device: torch.device | str, workspace: SegmentWorkspace | None = None) -> Segments:
+    """The segments ``[bounds[i], bounds[i + 1])`` of a flat buffer; a segment may be empty on this rank.
 
-    `room` has the memory; without one it is allocated here.
+    Args:
+        bounds: [count + 1], not decreasing, from 0.
+        device: where the flat buffer is.
+        workspace: has the memory; by default it is allocated here.
 
     Raises:
-        ValueError: when `bounds` do not rise from 0.
+        ValueError: when `bounds` decrease or do not begin at 0.
     """
     if not bounds or bounds[0] != 0 or any(b < a for a, b in pairwise(bounds)):
         raise ValueError(f"expected bounds that rise from 0 but got {list(bounds)[:8]}")
     tiles: list[tuple[int, int, int]] = []
     first_tile = [0]
     for i, (begin, end) in enumerate(pairwise(bounds)):
-        # Cuts lie on multiples of the tile, which keeps all but a segment's first and last vectors aligned.
+        # Tiles begin at multiples of TILE, so only the first and last vectors of a segment are not aligned.
         cuts = [begin, *range((begin // TILE + 1) * TILE, end, TILE), end]
         tiles += [(a, b, i) for a, b in pairwise(cuts) if a < b]
         first_tile.append(len(tiles))
-    if room is None:
+    if workspace is None:
         table = SegmentTable.of(bounds[-1], len(bounds) - 1)
-        room = SegmentWorkspace(torch.zeros(table.words, dtype=torch.float32, device=device), table)
-    return room.take(bounds, tiles, first_tile)
+        workspace = SegmentWorkspace(torch.zeros(table.words, dtype=torch.float32, device=device), table)
+    return workspace.take(bounds, tiles, first_tile)

@@ -1,7 +1,7 @@
-"""The updates in plain torch operations, for any device: the formulas in their shortest form, and the last resort.
+"""The torch backend: the updates in plain torch operations, for any device. It is the reference and the last resort.
 
-Keeps Note [Arithmetic] of :mod:`.step`: no operation here multiplies and adds at once (``alpha=``, ``addcmul_`` and ``lerp_``
-do, or not, by device), so the bits are the kernels'. Works chunk by chunk, which bounds the temporaries.
+It keeps Note [Arithmetic] of :mod:`.update`: no operation here may fuse a product and a sum (``alpha=``, ``addcmul_`` and
+``lerp_`` do so on some devices), so its bits are those of the kernels. It works chunk by chunk, which bounds the temporaries.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from itertools import pairwise
 import torch
 
 from zeroplan_runtime.kernels.segments import Segments
-from zeroplan_runtime.kernels.update import FACTOR, NORM, SKIP, SQUARES, Step
+from zeroplan_runtime.kernels.update import FACTOR, NORM, SKIP, SQUARES, UpdateArgs
 
-#: Elements updated at a time: 16 MiB a temporary.
+#: Elements updated at a time; a temporary then has 16 MiB.
 CHUNK = 1 << 22
 
 
-def _chunks(step: Step) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Slices of the buffers, each with its scaled fp32 gradient; none where the step is skipped (which a GPU waits for)."""
-    if step.scalars is not None and bool(step.scalars[SKIP]):
+def _chunks(args: UpdateArgs) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Slices of the buffers, each with its scaled fp32 gradient; none if the step is skipped, which waits for a GPU."""
+    if args.scalars is not None and bool(args.scalars[SKIP]):
         return
-    for part in _slices(step.param.numel()):
-        assert step.grad is not None
-        grad = step.grad[part].float()
-        yield part, grad if step.scalars is None else grad * step.scalars[FACTOR]
+    for part in _slices(args.param.numel()):
+        assert args.grad is not None
+        grad = args.grad[part].float()
+        yield part, grad if args.scalars is None else grad * args.scalars[FACTOR]
 
 
 def _slices(numel: int) -> Iterator[slice]:
@@ -33,89 +33,89 @@ def _slices(numel: int) -> Iterator[slice]:
         yield slice(begin, min(begin + CHUNK, numel))
 
 
-def _emit(step: Step, part: slice) -> None:
-    if step.out is not None:
-        step.out[part].copy_(step.param[part])
+def _emit(args: UpdateArgs, part: slice) -> None:
+    if args.out is not None:
+        args.out[part].copy_(args.param[part])
 
 
-def adam(step: Step) -> None:
-    """Adam and AdamW; see ``csrc/cuda/adam.cu``."""
-    assert step.first is not None
-    assert step.second is not None
-    for part, scaled in _chunks(step):
-        p, m, v = step.param[part], step.first[part], step.second[part]
-        grad = scaled + p * step.l2
-        m.mul_(step.beta1).add_(grad * step.one_minus_beta1)
-        v.mul_(step.beta2).add_((grad * step.one_minus_beta2).mul_(grad))
-        p.mul_(step.keep).sub_((m / _root(v).mul_(step.root2).add_(step.eps)).mul_(step.rate))
-        _emit(step, part)
+def adam(args: UpdateArgs) -> None:
+    """Adam or AdamW; see ``csrc/cuda/adam.cu``."""
+    assert args.first is not None
+    assert args.second is not None
+    for part, scaled in _chunks(args):
+        p, m, v = args.param[part], args.first[part], args.second[part]
+        grad = scaled + p * args.l2
+        m.mul_(args.beta1).add_(grad * args.one_minus_beta1)
+        v.mul_(args.beta2).add_((grad * args.one_minus_beta2).mul_(grad))
+        p.mul_(args.keep).sub_((m / _root(v).mul_(args.root2).add_(args.eps)).mul_(args.rate))
+        _emit(args, part)
 
 
-def lion(step: Step) -> None:
+def lion(args: UpdateArgs) -> None:
     """Lion; see ``csrc/cuda/lion.cu``."""
-    assert step.first is not None
-    for part, grad in _chunks(step):
-        p, m = step.param[part], step.first[part]
-        direction = (m * step.beta1).add_(grad * step.one_minus_beta1)
-        # torch.sign takes NaN to 0; it must reach the parameter.
+    assert args.first is not None
+    for part, grad in _chunks(args):
+        p, m = args.param[part], args.first[part]
+        direction = (m * args.beta1).add_(grad * args.one_minus_beta1)
+        # torch.sign maps NaN to 0, but NaN must reach the parameter.
         sign = torch.where(direction.isnan(), direction, direction.sign())
-        p.mul_(step.keep).sub_(sign.mul_(step.rate))
-        m.mul_(step.beta2).add_(grad * step.one_minus_beta2)
-        _emit(step, part)
+        p.mul_(args.keep).sub_(sign.mul_(args.rate))
+        m.mul_(args.beta2).add_(grad * args.one_minus_beta2)
+        _emit(args, part)
 
 
-def sgd(step: Step) -> None:
-    """SGD with `beta1` as momentum and `one_minus_beta1` as what the gradient adds to it; see ``csrc/cuda/sgd.cu``."""
-    for part, scaled in _chunks(step):
-        p = step.param[part]
-        grad = scaled + p * step.l2
-        if step.first is not None:
-            buffer = step.first[part]
-            buffer.mul_(step.beta1).add_(grad * step.one_minus_beta1)
-            grad = grad + buffer * step.beta1 if step.nesterov else buffer
-        p.sub_(grad * step.rate)
-        _emit(step, part)
+def sgd(args: UpdateArgs) -> None:
+    """SGD; `beta1` is the momentum, `one_minus_beta1` the factor on the gradient; see ``csrc/cuda/sgd.cu``."""
+    for part, scaled in _chunks(args):
+        p = args.param[part]
+        grad = scaled + p * args.l2
+        if args.first is not None:
+            buffer = args.first[part]
+            buffer.mul_(args.beta1).add_(grad * args.one_minus_beta1)
+            grad = grad + buffer * args.beta1 if args.nesterov else buffer
+        p.sub_(grad * args.rate)
+        _emit(args, part)
 
 
-def lamb_moments(step: Step, segments: Segments) -> None:
-    """LAMB's first pass: the moments, and each segment's squared norms; see ``csrc/cuda/lamb.cu``."""
-    assert step.first is not None
-    assert step.second is not None
-    for part, grad in _chunks(step):
-        step.first[part].mul_(step.beta1).add_(grad * step.one_minus_beta1)
-        step.second[part].mul_(step.beta2).add_((grad * step.one_minus_beta2).mul_(grad))
+def lamb_moments(args: UpdateArgs, segments: Segments) -> None:
+    """LAMB's first pass: updates the moments and writes ``segments.norms``; see ``csrc/cuda/lamb.cu``."""
+    assert args.first is not None
+    assert args.second is not None
+    for part, grad in _chunks(args):
+        args.first[part].mul_(args.beta1).add_(grad * args.one_minus_beta1)
+        args.second[part].mul_(args.beta2).add_((grad * args.one_minus_beta2).mul_(grad))
     segments.norms.zero_()
     for i, (begin, end) in enumerate(pairwise(segments.bounds)):
         for part in _slices(end - begin):
             within = slice(begin + part.start, begin + part.stop)
-            segments.norms[i, 0] += _squares(step.param[within])
-            segments.norms[i, 1] += _squares(_direction(step, within))
+            segments.norms[i, 0] += _squares(args.param[within])
+            segments.norms[i, 1] += _squares(_direction(args, within))
 
 
-def lamb_apply(step: Step, segments: Segments, min_trust: float, max_trust: float) -> None:
-    """LAMB's second pass, with the norms of whole tensors in ``segments.norms``; see ``csrc/cuda/lamb.cu``."""
-    if step.scalars is not None and bool(step.scalars[SKIP]):
+def lamb_apply(args: UpdateArgs, segments: Segments, min_trust: float, max_trust: float) -> None:
+    """LAMB's second pass: updates the parameters by the trust ratios from ``segments.norms``; see ``csrc/cuda/lamb.cu``."""
+    if args.scalars is not None and bool(args.scalars[SKIP]):
         return
     weight, update = segments.norms.sqrt().unbind(1)
     trust = (weight / update).clamp(min_trust, max_trust)
-    rates = (torch.where((weight != 0) & (update != 0), trust, 1.0) * step.rate).float()
+    rates = (torch.where((weight != 0) & (update != 0), trust, 1.0) * args.rate).float()
     for i, (begin, end) in enumerate(pairwise(segments.bounds)):
         for part in _slices(end - begin):
             within = slice(begin + part.start, begin + part.stop)
-            step.param[within].sub_(_direction(step, within).mul_(rates[i]))
-    for part in _slices(step.param.numel()):
-        _emit(step, part)
+            args.param[within].sub_(_direction(args, within).mul_(rates[i]))
+    for part in _slices(args.param.numel()):
+        _emit(args, part)
 
 
 def _root(x: torch.Tensor) -> torch.Tensor:
-    """√x rounded as IEEE asks. On CPUs torch's fp32 root comes from a vector library that is off by one now and then."""
+    """√x, correctly rounded as IEEE 754 requires; torch's fp32 root on CPUs is not always."""
     return x.sqrt() if x.is_cuda else x.double().sqrt_().float()
 
 
-def _direction(step: Step, part: slice) -> torch.Tensor:
-    assert step.first is not None
-    assert step.second is not None
-    return (step.first[part] / _root(step.second[part]).add_(step.eps)).add_(step.param[part] * step.l2)
+def _direction(args: UpdateArgs, part: slice) -> torch.Tensor:
+    assert args.first is not None
+    assert args.second is not None
+    return (args.first[part] / _root(args.second[part]).add_(args.eps)).add_(args.param[part] * args.l2)
 
 
 def _squares(values: torch.Tensor) -> torch.Tensor:
@@ -124,7 +124,7 @@ def _squares(values: torch.Tensor) -> torch.Tensor:
 
 
 def sum_of_squares(grad: torch.Tensor, scalars: torch.Tensor, *, accumulate: bool) -> None:
-    """``scalars[SQUARES]`` = (itself, if `accumulate`) + the sum of the gradient's squares, added in fp64."""
+    """Writes (or, with `accumulate`, adds) the sum of the gradient's squares, in fp64, to ``scalars[SQUARES]``."""
     total = scalars[SQUARES].double() if accumulate else torch.zeros((), dtype=torch.float64, device=grad.device)
     for part in _slices(grad.numel()):
         total = total + _squares(grad[part])
@@ -132,7 +132,7 @@ def sum_of_squares(grad: torch.Tensor, scalars: torch.Tensor, *, accumulate: boo
 
 
 def finalize(scalars: torch.Tensor, max_norm: float, loss_scale: float, *, may_skip: bool) -> None:
-    """Norm, factor and skip from the sum of squares, in fp64 and without waiting; see ``csrc/cuda/norm.cu``."""
+    """Computes NORM, FACTOR and SKIP from SQUARES in fp64, without waiting for the device; see ``csrc/cuda/norm.cu``."""
     squares = scalars[SQUARES].double()
     norm = squares.sqrt() / torch.tensor(loss_scale, dtype=torch.float64)
     clip = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm > 0 else torch.ones_like(norm)
@@ -145,7 +145,7 @@ def finalize(scalars: torch.Tensor, max_norm: float, loss_scale: float, *, may_s
 
 
 def cast(source: torch.Tensor, out: torch.Tensor, scale: float) -> None:
-    """``out = source * scale`` through fp32."""
+    """Writes ``source * scale``, computed in fp32, to `out`."""
     for part in _slices(source.numel()):
         out[part].copy_(source[part].float() * scale)
 
@@ -157,7 +157,7 @@ def _rows(logits: torch.Tensor) -> Iterator[slice]:
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, ignore: int, lse: torch.Tensor, losses: torch.Tensor) -> None:
-    """Each row's log-sum-exp and loss."""
+    """Writes each row's log-sum-exp to `lse` and its loss to `losses`."""
     for part in _rows(logits):
         wide, label = logits[part].float(), labels[part]
         counts = label != ignore
@@ -169,7 +169,7 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, ignore: int, lse: 
 def cross_entropy_grad(
     logits: torch.Tensor, labels: torch.Tensor, ignore: int, lse: torch.Tensor, scale: torch.Tensor, grad: torch.Tensor
 ) -> None:
-    """The gradient of `scale` × the sum of the rows' losses."""
+    """Writes the gradient of `scale` × the sum of the rows' losses to `grad`."""
     for part in _rows(logits):
         wide, label = logits[part].float(), labels[part]
         counts = (label != ignore).unsqueeze(1)

@@ -1,10 +1,10 @@
-"""What one optimizer update needs, in one form for the three backends.
+"""The arguments of one optimizer update, the same for the three backends.
 
 Note [Arithmetic]
-    Every product, sum, root and quotient of an update is rounded to fp32 on its own (no fused multiply-add, IEEE division
-    and square root, subnormals kept), in one order that csrc/cuda, csrc/cpu and :mod:`.torch_backend` all keep; scalars are
-    computed here in fp64 and rounded to fp32 once. So the three backends give the same bits (NaN payloads aside), and a run
-    may move between them. Sums of squares are the exception: each backend adds in its own fixed order.
+    Every product, sum, root and quotient of an update is rounded to fp32 by itself (no fused multiply-add, IEEE division and
+    square root, subnormals kept), in one order that csrc/cuda, csrc/cpu and :mod:`.torch_backend` share. Coefficients are
+    computed in fp64 and rounded to fp32 once. So the three backends give the same bits (except the payloads of NaNs), and a
+    run may move between them. Sums of squares are the exception: each backend adds in its own fixed order.
 """
 
 from __future__ import annotations
@@ -13,20 +13,27 @@ from dataclasses import dataclass
 
 import torch
 
-#: Places in the step's scalars, an fp32 tensor on the gradients' device. SQUARES: sum of the squares of the gradients as
-#: they lie, loss scale and all. NORM: of the gradients without loss scale, before clipping. FACTOR: multiplies every
-#: gradient, clip factor over loss scale. SKIP: 1 where the update must leave everything as it is. ORDER and the next: the
-#: largest number that any rank made of the order of its collectives, and the largest of its negatives.
+#: Indices into the step's scalars, an fp32 tensor on the gradients' device. SQUARES: the sum of the squares of the gradients,
+#: which include the loss scale. NORM: the norm of the gradients without the loss scale, before clipping. FACTOR: clip factor
+#: / loss scale, which multiplies every gradient. SKIP: 1 where the update must change nothing. ORDER and ORDER + 1: the
+#: maximum over the ranks of the hash of their collectives' order, and of the hash times −1; they add up to 0 if all agree.
 SQUARES, NORM, FACTOR, SKIP, ORDER = range(5)
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One update of flat buffers of equal length, and its coefficients.
+class UpdateArgs:
+    """The flat buffers of one update, all of n elements on one device, and its coefficients.
 
-    `first`, `second`: fp32 states (None where the optimizer has none). `out`: the parameters in the model's dtype. `scalars`:
-    see :data:`FACTOR`, :data:`SKIP`. `l2` times the parameter is added to the gradient (LAMB: to the direction); `keep`
-    multiplies the parameter (decoupled weight decay); `rate` is the step size; `root2` is 1 / √(1 − β₂ᵗ).
+    Attributes:
+        param: fp32, updated in place.
+        grad: fp32, bf16 or fp16.
+        first, second: fp32 states, updated in place; None where the optimizer has none.
+        out: bf16 or fp16, receives the updated parameters; None where there are none.
+        scalars: see :data:`FACTOR` and :data:`SKIP`; None for factor 1 and no skip.
+        root2: 1 / √(1 − β₂ᵗ).
+        l2: this times the parameter is added to the gradient (LAMB: to the update direction).
+        keep: multiplies the parameter: 1 − ηλ with decoupled weight decay.
+        rate: the step size.
     """
 
     param: torch.Tensor
@@ -47,11 +54,15 @@ class Step:
     nesterov: bool = False
 
     def buffers(self) -> list[torch.Tensor]:
-        """The flat buffers, parameter first."""
+        """The flat buffers that exist, the parameter first."""
         return [t for t in (self.param, self.grad, self.first, self.second, self.out) if t is not None]
 
     def check(self) -> None:
-        """Raises ValueError unless the buffers are flat, contiguous, of one length, on one device and of known dtypes."""
+        """Checks the buffers.
+
+        Raises:
+            ValueError: unless they are 1-D, contiguous, of one length, on one device and of supported dtypes.
+        """
         n, device = self.param.numel(), self.param.device
         for name, tensor, dtypes in (
             ("param", self.param, _MASTERS),
@@ -76,14 +87,22 @@ _ELEMENTS = (torch.float32, *_HALVES)
 
 
 def bias_corrections(step: int, beta1: float, beta2: float, *, wanted: bool = True) -> tuple[float, float]:
-    """1 − β₁ᵗ and 1 − β₂ᵗ for update number `step` (from 1); both 1 where not wanted."""
+    """1 − β₁ᵗ and 1 − β₂ᵗ for step number t = `step`, from 1; 1 and 1 if not `wanted`.
+
+    Raises:
+        ValueError: for a step below 1.
+    """
     if step < 1:
         raise ValueError(f"expected a step of at least 1 but got {step}")
     return (1 - beta1**step, 1 - beta2**step) if wanted else (1.0, 1.0)
 
 
 def check_elements(tensor: torch.Tensor, name: str, device: torch.device) -> None:
-    """Raises ValueError unless `tensor` is contiguous, on `device`, and fp32, bf16 or fp16."""
+    """Checks one tensor.
+
+    Raises:
+        ValueError: unless `tensor` is contiguous, on `device`, and fp32, bf16 or fp16.
+    """
     if tensor.dtype not in _ELEMENTS:
         raise ValueError(f"expected {name} of {' or '.join(map(str, _ELEMENTS))} but got {tensor.dtype}")
     if tensor.device != device or not tensor.is_contiguous():

@@ -20,6 +20,7 @@ _JOB = """
 import os, signal, sys, time
 sys.path[:0] = [{root!r}]
 import torch
+import torch._dynamo  # else each rank imports it for its optimizer
 torch.set_num_threads(1)
 import zeroplan_runtime
 from tests.runtime import models

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,7 @@ def grow(group: dist.ProcessGroup, configs: list[dict[str, Any]]) -> list[dict[s
     A small model goes first, so that libraries, threads and the communicator are there.
     """
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+    gc.freeze()  # each look collects, which would go through all that torch has imported
     return [_grow(group, config, *FIRST) and _grow(group, config, *SIZES) for config in configs]
 
 

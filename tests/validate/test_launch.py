@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.validate.small import CONFIG
+from tests.validate.plain import Classifier, batch
 from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
 from zeroplan.validate.job import VerifyJob, job_of
 from zeroplan.validate.launch import Launch
+from zeroplan.validate.live import live_of
 from zeroplan.validate.measured import measurement_of
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
@@ -25,8 +26,10 @@ pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 def endless(timeout: float) -> VerifyJob:
     """A job that ends only when it is ended."""
-    case = resolve(Request(model=CONFIG, engine="zeroplan", gpus=2, stage=3, seq_len=16)).cases[0]
-    return job_of(case, "zeroplan", "stage 3", steps=100_000, timeout=timeout)
+    module, live = Classifier(), live_of(Classifier(), batch())
+    micro_batch, seq_len = live.shape()
+    asked = Request(model=module, engine="zeroplan", gpus=2, stage=3, micro_batch=micro_batch, seq_len=seq_len)
+    return job_of(resolve(asked).cases[0], "zeroplan", "stage 3", steps=100_000, timeout=timeout, live=live)
 
 
 def alive(pid: int) -> bool:
@@ -62,9 +65,11 @@ def test_a_rank_that_dies_or_stops_is_named(blow: str) -> None:
 
 def test_out_of_memory_says_in_which_phase_and_how_far_from_the_plan() -> None:
     code = (
-        "import resource, sys, json; resource.setrlimit(resource.RLIMIT_DATA, (3 << 30, 3 << 30))\n"
+        "import resource, json, torch; resource.setrlimit(resource.RLIMIT_DATA, (3 << 30, 3 << 30))\n"
         "import zeroplan\n"
-        f"drift = zeroplan.verify({CONFIG!r}, stage=2, gpus=1, micro_batch=20_000, seq_len=128, progress=lambda text: None)\n"
+        "from tests.validate.plain import Classifier, batch\n"
+        "large = {name: values.repeat_interleave(10_000, 0) for name, values in batch().items()}\n"
+        "drift = zeroplan.verify(Classifier(), inputs=large, stage=2, gpus=1, progress=lambda text: None)\n"
         "one = drift.comparisons[0]; out = one.measurement.out_of_memory\n"
         "print(json.dumps([drift.within, out.phase, out.requested, out.allocated, one.verdict]))"
     )

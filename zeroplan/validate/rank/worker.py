@@ -6,6 +6,7 @@ to ``beat-RANK.jsonl`` for all that it begins, by which the launcher sees that i
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -99,6 +100,7 @@ def main(folder: Path) -> None:
     place = join(jobs[0], device, local_rank)
     for index, job in enumerate(jobs):
         beat.job = index
+        gc.freeze()  # what is imported stays; else the job's collections go through all of it
         result = run_here(job, place, beat.say)
         write_atomic(folder / RESULT.format(job=index, rank=rank), json.dumps(result))
         beat.say("done")

@@ -56,3 +56,27 @@ def test_out_of_range() -> None:
     for wrong in ({"gpus": 0}, {"nodes": -1}, {"gpus": 1 << 40}, {"vram": "0G"}, {"vram": -5}):
         with pytest.raises(BadInput):
             Cluster.of(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "name"),
+    [
+        ("4xA100", 4, "A100-80G"),
+        ("2 × RTX 4090", 2, "RTX4090"),
+        ("8*h100", 8, "H100"),
+        ("H200 x4", 4, "H200"),
+        ("RTX4090", 1, "RTX4090"),
+        ("MI300X", 1, "MI300X"),
+        ("2xMI300X", 2, "MI300X"),
+        ("4090", 1, "RTX4090"),
+    ],
+)
+def test_a_gpu_may_bring_its_count(text: str, count: int, name: str) -> None:
+    cluster = Cluster.of(gpu=text)
+    assert (cluster.gpus, cluster.gpu.name) == (count, name)
+    assert Cluster.of(gpu=text, gpus=count) == cluster
+
+
+def test_two_counts_that_differ_are_refused() -> None:
+    with pytest.raises(BadInput, match="'4xA100' is 4 GPUs, and --gpus says 8"):
+        Cluster.of(gpu="4xA100", gpus=8)

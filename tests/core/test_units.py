@@ -7,15 +7,44 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroplan.core.errors import BadInput, did_you_mean
-from zeroplan.core.units import GIB, format_bytes, format_count, parse_count, parse_size
+from zeroplan.core.units import GIB, format_bytes, format_count, parse_count, parse_size, parse_tokens
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("24G", 24 * GIB), ("24GiB", 24 * GIB), ("24 gb", 24 * GIB), ("1.5T", 1536 * GIB), ("512m", GIB // 2), ("1024", 1024)],
+    [
+        ("24G", 24 * GIB),
+        ("24GiB", 24 * GIB),
+        ("24 gb", 24 * GIB),
+        ("1.5T", 1536 * GIB),
+        ("512m", GIB // 2),
+        ("80", 80 * GIB),
+        ("1.5", 1536 * 2**20),
+        ("10,000", 10_000 * GIB),
+        (24, 24 * GIB),
+        ("85899345920", 80 * GIB),
+        (2**20, 2**20),
+    ],
 )
-def test_sizes(text: str, expected: int) -> None:
+def test_sizes(text: str | int, expected: int) -> None:
     assert parse_size(text) == expected
+
+
+@pytest.mark.parametrize("text", ["24576", "10001", 1_048_575])
+def test_a_bare_number_that_could_be_mib_is_refused(text: str | int) -> None:
+    with pytest.raises(BadInput, match=f"--vram: {text} has no unit; write {text}M if it is MiB"):
+        parse_size(text, where="--vram")
+
+
+@pytest.mark.parametrize(("text", "expected"), [("4096", 4096), ("4k", 4096), ("128K", 131072), ("4,096", 4096), (7, 7)])
+def test_tokens(text: str | int, expected: int) -> None:
+    assert parse_tokens(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "k", "0", "-4k", "4.5k", "4m", "1e3", "9" * 30])
+def test_no_tokens(text: str) -> None:
+    with pytest.raises(BadInput, match="--seq-len"):
+        parse_tokens(text, where="--seq-len")
 
 
 @pytest.mark.parametrize(

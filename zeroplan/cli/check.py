@@ -8,17 +8,17 @@ from typing import Annotated
 import typer
 
 from zeroplan.cli import flags
-from zeroplan.cli.main import app
+from zeroplan.cli.main import verb
 from zeroplan.core.errors import EXIT_BAD_INPUT, EXIT_OK, BadInput
 
 
-@app.command()
+@verb("zeroplan check ds_config.json", "zeroplan check ds_config.json --gpus 8 --json")
 def check(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A ds_config.json.")],
     gpus: Annotated[int | None, typer.Option("--gpus", help="Ranks, for the batch arithmetic. [any]")] = None,
     as_json: flags.Json = False,
 ) -> None:
-    """Say of every key of a ds_config whether it is understood, and what DeepSpeed will do with the file.
+    """Say what DeepSpeed does with a ds_config, key by key.
 
     The exit code is 0 when DeepSpeed runs the file (once filled), 2 when it refuses it.
     """

@@ -10,18 +10,21 @@ from typing import Annotated, Any
 import typer
 
 from zeroplan.cli import flags
-from zeroplan.cli.main import app
+from zeroplan.cli.main import verb
 from zeroplan.core.errors import BadInput
 
 
-@app.command()
+@verb("zeroplan doctor", "zeroplan doctor --calibrate --nvme-path /local_nvme")
 def doctor(
     calibrate: Annotated[bool, typer.Option("--calibrate", help="Measure this machine's rates and keep them.")] = False,
     output: Annotated[str | None, typer.Option("-o", "--output", help="Where to keep them. [the user's config folder]")] = None,
     folder: Annotated[str, typer.Option("--nvme-path", help="The folder whose disk is measured.")] = ".",
     as_json: flags.Json = False,
 ) -> None:
-    """Say what this machine has, which kernels are in use and why; measure it with --calibrate."""
+    """Show this machine, and which kernels are in use and why.
+
+    With --calibrate, measure its rates, which recommend then uses.
+    """
     if output is not None and not calibrate:
         raise BadInput("nothing is measured that could be kept", where="--output", remedy="give --calibrate as well")
     if not os.path.isdir(folder):

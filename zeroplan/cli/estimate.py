@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zeroplan.cli import flags
-from zeroplan.cli.main import app
+from zeroplan.cli.main import verb
 from zeroplan.core.errors import EXIT_DOES_NOT_FIT, BadInput
 from zeroplan.planner.request import Request
 
@@ -23,7 +23,10 @@ Html = Annotated[
 Timeline = Annotated[str | None, typer.Option("--timeline", metavar="FILE", help="Draw the one plan's timeline as SVG.")]
 
 
-@app.command()
+@verb(
+    "zeroplan estimate meta-llama/Llama-3.1-8B --gpus 8 --gpu H100",
+    "zeroplan estimate ./my_model --vram 24 --ds-config ds_config.json",
+)
 @flags.takes_request()
 def estimate(
     request: Request,
@@ -34,7 +37,10 @@ def estimate(
     html: Html = None,
     timeline: Timeline = None,
 ) -> None:
-    """Predict GPU, host and disk memory of training MODEL at every ZeRO stage and offload."""
+    """Predict the GPU, host and disk memory of training MODEL.
+
+    Every ZeRO stage and offload is listed that the options leave open.
+    """
     from zeroplan.planner.estimate import estimate_runs
 
     if check and not any((request.gpu, request.vram, request.cpu_ram, request.nvme)):

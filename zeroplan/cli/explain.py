@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 
 from zeroplan.cli import flags
-from zeroplan.cli.main import app
+from zeroplan.cli.main import verb
 from zeroplan.core.errors import BadInput
 from zeroplan.planner.request import Request
 
 
-@app.command()
+@verb("zeroplan explain meta-llama/Llama-3.1-8B --gpus 8 --stage 2", "zeroplan explain gpt2 --stage 3 --line optim.exp_avg")
 @flags.takes_request("cpu_ram", "nvme", "alloc_conf")
 def explain(
     request: Request,
@@ -21,7 +21,10 @@ def explain(
     time: Annotated[bool, typer.Option("--time", help="Derive the step time in place of the memory.")] = False,
     as_json: flags.Json = False,
 ) -> None:
-    """Derive every line of MODEL's plans with your numbers: the formula, its values, its source."""
+    """Derive every byte of a plan with your numbers.
+
+    Each line of memory (or of time, with --time) comes with its formula, the values in it, and its source.
+    """
     if time and line is not None:
         raise BadInput("names a line of memory", where="--line", remedy="leave out --time or --line")
     if time:

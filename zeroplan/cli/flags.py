@@ -10,16 +10,22 @@ from typing import Annotated, Any
 
 import typer
 
+from zeroplan.cli import complete
 from zeroplan.core.errors import BadInput
-from zeroplan.core.units import parse_count
+from zeroplan.core.units import parse_count, parse_tokens
 from zeroplan.planner.request import Request
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
+_MARKDOWN = dict.fromkeys(("markdown", "md"), "github")
+
+
 def _style(style: str) -> str:
     """Refuse an unknown format before the work starts."""
     from zeroplan.report.table import FORMATS
+
+    style = _MARKDOWN.get(style.lower(), style)
 
     if style not in FORMATS:
         raise BadInput(f"unknown format {style[:40]!r}", where="--format", remedy=f"use one of {', '.join(FORMATS)}")
@@ -31,22 +37,37 @@ Style = Annotated[str, typer.Option("--format", callback=_style, help="plain, gi
 _WORK, _CLUSTER, _ZERO = "Workload", "Cluster", "Sharding"
 
 
-def _option(kind: Any, flag: str, help_text: str, panel: str | None = None, metavar: str | None = None) -> Any:
-    """Return an option of type ``kind`` as the annotation of a verb's parameter."""
-    return Annotated[kind, typer.Option(flag, metavar=metavar, rich_help_panel=panel, help=help_text)]
+def _option(
+    kind: Any,
+    flag: str,
+    help_text: str,
+    panel: str | None = None,
+    metavar: str | None = None,
+    names: Callable[[str], list[str]] | None = None,
+) -> Any:
+    """Return an option of type ``kind`` as the annotation of a verb's parameter; shells complete it from `names`."""
+    option = typer.Option(flag, metavar=metavar, rich_help_panel=panel, help=help_text, autocompletion=names)
+    return Annotated[kind, option]
 
 
 #: The flag of each field of a Request, in the order of the help. The defaults are those of the Request.
 OPTIONS: dict[str, Any] = {
     "model": Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="A hub id, a folder, a config.json, a safetensors file or index.")
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="A hub id, a folder, a config.json, a safetensors file or index.",
+            autocompletion=complete.models,
+        ),
     ],
     "params": _option(str | None, "--params", "A bare count instead of MODEL: 7.5B.", metavar="COUNT"),
     "micro_batch": _option(int | None, "--micro-batch", "Samples a GPU and pass. [1]", _WORK),
-    "seq_len": _option(int | None, "--seq-len", "Tokens a sample. [2048, or the model's most]", _WORK),
+    "seq_len": _option(
+        str | None, "--seq-len", "Tokens a sample: 4096 or 4k. [2048, or the model's most]", _WORK, metavar="TOKENS"
+    ),
     "grad_accum": _option(int | None, "--grad-accum", "Passes a step. [1]", _WORK),
     "dtype": _option(str | None, "--dtype", "bf16, fp16 or fp32. [bf16]", _WORK),
-    "optimizer": _option(str | None, "--optimizer", "adamw, lion, sgd, … [adamw]", _WORK),
+    "optimizer": _option(str | None, "--optimizer", "adamw, lion, sgd, … [adamw]", _WORK, names=complete.optimizers),
     "gradient_checkpointing": _option(bool, "--gradient-checkpointing/--no-gradient-checkpointing", "Recompute blocks.", _WORK),
     "checkpoint_policy": _option(
         str, "--checkpoint-policy", "What that recomputes: full, selective (not products, attention) or every:K blocks.", _WORK
@@ -56,11 +77,13 @@ OPTIONS: dict[str, Any] = {
     "lora_targets": _option(str | None, "--lora-targets", "Layers to adapt, by comma. [all linear layers]", _WORK),
     "gpus": _option(int, "--gpus", "GPUs a node.", _CLUSTER),
     "nodes": _option(int, "--nodes", "Nodes.", _CLUSTER),
-    "gpu": _option(str | None, "--gpu", "A preset: H100, A100-80G, RTX4090, …", _CLUSTER),
-    "vram": _option(str | None, "--vram", "Memory of one GPU: 24G.", _CLUSTER),
+    "gpu": _option(
+        str | None, "--gpu", "A preset, with a count if you like: H100, 4xA100-80G, …", _CLUSTER, names=complete.gpus
+    ),
+    "vram": _option(str | None, "--vram", "Memory of one GPU: 24G, or 24 (GiB).", _CLUSTER),
     "cpu_ram": _option(str | None, "--cpu-ram", "Memory of one node's host: 256G.", _CLUSTER),
     "nvme": _option(str | None, "--nvme", "Disk of one node: 2T.", _CLUSTER),
-    "engine": _option(str, "--engine", "deepspeed, fsdp2, ddp or zeroplan.", _ZERO),
+    "engine": _option(str, "--engine", "deepspeed, fsdp2, ddp or zeroplan.", _ZERO, names=complete.engines),
     "stage": _option(int | None, "--stage", "0 to 3. [all]", _ZERO),
     "offload_optimizer": _option(str | None, "--offload-optimizer", "none, cpu or nvme. [all]", _ZERO),
     "offload_param": _option(str | None, "--offload-param", "none, cpu or nvme. [all]", _ZERO),
@@ -73,6 +96,7 @@ OPTIONS: dict[str, Any] = {
 #: Fields whose flag takes text, and the function that reads it.
 _READERS: dict[str, Callable[[Any], Any]] = {
     "params": lambda text: None if text is None else parse_count(text, where="--params"),
+    "seq_len": lambda text: None if text is None else parse_tokens(text, where="--seq-len"),
     "lora_targets": lambda text: tuple(name.strip() for name in (text or "").split(",") if name.strip()),
 }
 

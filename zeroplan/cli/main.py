@@ -5,22 +5,31 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import re
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 
-from zeroplan.core.errors import EXIT_BAD_INPUT, EXIT_OK, BadInput
+from zeroplan.cli.help import VERBS, Verb, Verbs, right_name
+from zeroplan.core.errors import EXIT_BAD_INPUT, EXIT_OK, BadInput, did_you_mean
 
 app = typer.Typer(
     name="zeroplan",
+    cls=Verbs,
     help="Predict the memory of a ZeRO training run, per GPU, host and disk.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def verb(*examples: str, name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a verb, by its function's name unless `name` is given; its help ends with the examples."""
+    return app.command(name, cls=Verb, epilog="\n".join(examples))
 
 
 def _version(asked: bool) -> None:
@@ -38,12 +47,15 @@ def _main(
     """Predict the memory of a ZeRO training run, per GPU, host and disk."""
 
 
+#: The module of each verb: its own, but for the two lists of names.
+_MODULES = {name: name for names in VERBS.values() for name in names} | {"models": "names", "gpus": "names"}
+
+
 def _register() -> None:
     """Import the module of the verb on the command line, which registers it; without a verb, as for help, import all."""
-    verbs = ("estimate", "explain", "check", "recommend", "verify", "doctor", "trace")
     asked = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
-    for verb in (asked,) if asked in verbs else verbs:
-        import_module(f"zeroplan.cli.{verb}")
+    for module in dict.fromkeys([_MODULES[asked]] if asked in _MODULES else _MODULES.values()):
+        import_module(f"zeroplan.cli.{module}")
 
 
 #: Exit codes of a shell: 128 + SIGINT after Ctrl-C, 128 + SIGPIPE where the reader has closed the pipe, as `head -1` does.
@@ -57,7 +69,7 @@ def run() -> None:
     gc.set_threshold(50_000, 20, 100)  # collecting cycles among a tape's events would take a tenth of the run time
     _register()
     try:
-        code = app(standalone_mode=False)
+        code = app(prog_name="zeroplan", standalone_mode=False)
         if sys.stdout:  # None where the caller has closed it
             sys.stdout.flush()
     except BadInput as error:
@@ -90,7 +102,14 @@ def _usage(error: Any) -> None:
         print(error.format_message(), file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT)
     command = error.ctx.command_path if error.ctx is not None else "zeroplan"
-    _refuse(f"{' '.join(error.format_message().split()).rstrip('.')}; see {command} --help")
+    text, remedy = " ".join(error.format_message().split()).rstrip("."), ""
+    option = getattr(error, "option_name", None)
+    if type(error).__name__ == "NoSuchOption" and option is not None:
+        known = [flag for parameter in error.ctx.command.get_params(error.ctx) for flag in parameter.opts]
+        text, remedy = f"{option}: there is no such option", right_name(option, known)
+    elif unknown := re.match("No such command '(.*?)'", text):
+        text, remedy = f"there is no verb {unknown[1][:60]!r}", did_you_mean(unknown[1], _MODULES)
+    _refuse("; ".join(part for part in (text, remedy, f"see {command} --help") if part))
 
 
 def _refuse(line: str) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zeroplan.cli import flags
-from zeroplan.cli.main import app
+from zeroplan.cli.main import verb
 from zeroplan.core.errors import EXIT_DOES_NOT_FIT, BadInput
 from zeroplan.planner.request import Request
 
@@ -59,7 +59,7 @@ Launcher = Annotated[
 Script = Annotated[str, typer.Option("--script", rich_help_panel=_FILES, help="The program that the command starts.")]
 
 
-@app.command()
+@verb("zeroplan recommend meta-llama/Llama-3.1-8B --gpu 4xA100 -o ds_config.json", "zeroplan recommend --gpu RTX4090")
 @flags.takes_request("ds_config", "checkpoint_policy")
 def recommend(
     request: Request,
@@ -78,9 +78,9 @@ def recommend(
     script: Script = "train.py",
     html: Html = None,
 ) -> None:
-    """Find the fastest configuration of MODEL that fits, say why, and write the files that run it.
+    """Find the fastest configuration that fits; write its files.
 
-    Without MODEL: what such a card can train.
+    Says why it is the fastest. Without MODEL: what such GPUs can train.
     """
     from zeroplan.report.recommendation import answer_text
     from zeroplan.search.api import answer

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from zeroplan.cli import flags
-from zeroplan.cli.main import app
+from zeroplan.cli.main import verb
 from zeroplan.core.errors import BadInput
 from zeroplan.core.files import write_atomic
 from zeroplan.engines.registry import find_engine
@@ -20,7 +20,7 @@ from zeroplan.planner.resolve import resolve
 Stage = Annotated[int | None, typer.Option("--stage", rich_help_panel="Sharding", help="0 to 3. [the engine's default]")]
 
 
-@app.command(name="trace")
+@verb("zeroplan trace meta-llama/Llama-3.2-1B", "zeroplan trace ./my_model --seq-len 4k -o tape.json", name="trace")
 @flags.takes_request(
     "params",
     "grad_accum",
@@ -42,7 +42,10 @@ def trace_command(
     output: Annotated[str | None, typer.Option("-o", "--output", metavar="FILE", help="Write the tape there as JSON.")] = None,
     as_json: flags.Json = False,
 ) -> None:
-    """Trace one micro batch of MODEL: what its forward and backward allocate, kept for later predictions."""
+    """Show what one micro batch of MODEL allocates.
+
+    Its forward and backward are traced, once, and kept for later predictions.
+    """
     from zeroplan.core.tape_sizes import KernelDevice
     from zeroplan.core.tape_summary import summarise
     from zeroplan.report.tape import TracedBatch, tape_json, tape_text

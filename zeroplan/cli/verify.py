@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from zeroplan.cli import flags
-from zeroplan.cli.main import app
+from zeroplan.cli.main import verb
 from zeroplan.core.errors import EXIT_OUT_OF_TOLERANCE
 from zeroplan.planner.request import Request
 
@@ -25,7 +25,7 @@ Timeout = Annotated[
 ]
 
 
-@app.command()
+@verb("zeroplan verify", "zeroplan verify gpt2 --gpus 2 --ds-config ds_config.json")
 @flags.takes_request("params", "nodes", "gpu", "vram", "cpu_ram", "nvme", "depth", "alloc_conf", "checkpoint_policy")
 def verify(
     request: Request,
@@ -37,9 +37,10 @@ def verify(
     style: flags.Style = "plain",
     as_json: flags.Json = False,
 ) -> None:
-    """Train MODEL for a few steps on this machine and print plan beside measurement; exits with 3 outside the tolerance.
+    """Train a few steps here; print plan beside measurement.
 
-    Weights are random. Without MODEL a built-in set runs, which ends within five minutes.
+    Exits with 3 outside the tolerance. Weights are random. Without MODEL a built-in set runs, which ends within five
+    minutes.
     """
     from zeroplan.validate.api import verify as run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from zeroplan.core.errors import BadInput
@@ -50,9 +51,12 @@ class Cluster:
     ) -> Cluster:
         """A cluster from what a user writes. `vram` overrides the preset's memory; alone, it takes the default's rates.
 
+        Sizes are bytes, or text that :func:`parse_size` reads. `gpu` may hold the count: ``"4xA100"`` is four in a node.
+
         Raises:
-            BadInput: counts out of range, unknown GPU, malformed size.
+            BadInput: counts out of range or in contradiction, unknown GPU, malformed size.
         """
+        gpus, gpu = _counted(gpus, gpu)
         for where, count in (("--gpus", gpus), ("--nodes", nodes)):
             if not 1 <= count <= MOST_RANKS:
                 raise BadInput(f"{count} is out of range", where=where, remedy=f"use 1 to {MOST_RANKS:,}")
@@ -64,8 +68,21 @@ class Cluster:
 
 
 def _size(value: str | int | None, where: str) -> int | None:
-    if value is None or isinstance(value, int):
-        if isinstance(value, int) and value <= 0:
-            raise BadInput(f"{value} is not above zero", where=where, remedy="write it as 24G, 512M or 2T")
-        return value
-    return parse_size(value, where=where)
+    return None if value is None else parse_size(value, where=where)
+
+
+def _counted(gpus: int, gpu: str | None) -> tuple[int, str | None]:
+    """The count and the name, where ``4xA100`` or ``A100 x4`` gives both.
+
+    Raises:
+        BadInput: when `gpus` is another count.
+    """
+    match = re.fullmatch(r"\s*(?:(\d+)\s*[x×*]\s*(.*\D.*?)|(.*\D.*?)\s+[x×*]\s*(\d+))\s*", gpu or "", re.IGNORECASE)
+    if match is None:
+        return gpus, gpu
+    count, name = int(match[1] or match[4]), match[2] or match[3]
+    if gpus not in (1, count):
+        raise BadInput(
+            f"{(gpu or '')[:60]!r} is {count} GPUs, and --gpus says {gpus}", where="--gpu", remedy=f"use --gpu {name}"
+        )
+    return count, name

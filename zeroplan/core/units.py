@@ -29,13 +29,41 @@ def _parse(text: str, pattern: str, factors: dict[str, int], where: str, kind: s
     return round(value)
 
 
-def parse_size(text: str, *, where: str = "") -> int:
+#: A bare number up to the first is GiB, as people write sizes of memory; from the second on it is bytes, as JSON holds them.
+#: Between them it could be either, or MiB as nvidia-smi shows.
+_MOST_BARE_GIB, _FEWEST_BARE_BYTES = 10_000, MIB
+_WRITE_A_SIZE = "write it as 24G, 512M or 2T"
+
+
+def parse_size(text: str | int, *, where: str = "") -> int:
     """Bytes from ``"24G"``, ``"24GiB"``, ``"80GB"`` or ``"1.5T"``. All units are binary, as GPU memory is sold.
 
+    A number without a unit is GiB up to 10,000 and bytes from 1,048,576 on: ``"80"`` is 80 GiB, ``85899345920`` as well.
+
     Raises:
-        BadInput: when the text is no size, or is zero or negative.
+        BadInput: when the text is no size, is zero or negative, or has no unit and could be GiB, MiB or bytes.
     """
-    return _parse(text, _NUMBER + r"([KMGTPkmgtp]?)(?:[iI]?[bB])?", _SIZE, where, "size", "write it as 24G, 512M or 2T")
+    text = str(text)
+    count = _parse(text, _NUMBER + r"([KMGTPkmgtp]?)(?:[iI]?[bB])?", _SIZE, where, "size", _WRITE_A_SIZE)
+    if not re.fullmatch(_NUMBER, text) or count >= _FEWEST_BARE_BYTES:
+        return count
+    if count > _MOST_BARE_GIB:
+        remedy = f"write {text.strip()}M if it is MiB, as nvidia-smi shows, or 24G"
+        raise BadInput(f"{text.strip()[:60]} has no unit", where=where, remedy=remedy)
+    return round(float(text.replace("_", "").replace(",", "")) * GIB)
+
+
+def parse_tokens(text: str | int, *, where: str = "") -> int:
+    """A number of tokens from ``"4096"``, ``"4k"`` or ``"128K"``; k is 1024, as context lengths are named.
+
+    Raises:
+        BadInput: when the text is no whole number above zero.
+    """
+    match = re.fullmatch(r"([0-9]+(?:[_,]?[0-9]+)*)([kK]?)", str(text).strip())
+    count = int(re.sub("[_,]", "", match[1])) * (KIB if match[2] else 1) if match else 0
+    if not 0 < count <= LARGEST:
+        raise BadInput(f"{str(text)[:60]!r} is no number of tokens", where=where, remedy="write it as 4096 or 4k")
+    return count
 
 
 def parse_count(text: str, *, where: str = "") -> int:

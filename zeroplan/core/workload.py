@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeVar
 
 from zeroplan.core.errors import BadInput
 
+_Named = TypeVar("_Named", bound=StrEnum)
+
 
 class DType(StrEnum):
-    """Element types by the names users write."""
+    """Element types by the names users write; torch's names are understood as well."""
 
     FP32 = "fp32"
     FP16 = "fp16"
     BF16 = "bf16"
+
+    @classmethod
+    def _missing_(cls, value: object) -> DType | None:
+        return _named(cls, value, _TORCH_DTYPES)
 
     @property
     def bytes(self) -> int:
@@ -31,11 +39,25 @@ class Precision(StrEnum):
 
 
 class Attention(StrEnum):
-    """The attention implementation, by transformers' names."""
+    """The attention implementation; transformers' names for ``attn_implementation`` are understood as well."""
 
     SDPA = "sdpa"
     FLASH = "flash"
     EAGER = "eager"
+
+    @classmethod
+    def _missing_(cls, value: object) -> Attention | None:
+        return _named(cls, value, _ATTN_IMPLEMENTATIONS)
+
+
+_TORCH_DTYPES = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
+_ATTN_IMPLEMENTATIONS = dict.fromkeys(("flash_attention_2", "flash_attn_2", "flash_attn", "flash_attention", "fa2"), "flash")
+
+
+def _named(kind: type[_Named], value: object, names: Mapping[str, str]) -> _Named | None:
+    """The member that another program's name stands for."""
+    own = names.get(str(value).strip().lower().removeprefix("torch.").replace("-", "_"))
+    return None if own is None else kind(own)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,97 @@
+"""Help of the verbs: options in groups, two examples each. And the right name of an option that others call otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typer.core import TyperCommand, TyperGroup
+
+from zeroplan.core.errors import did_you_mean
+
+#: Every verb, by what it is for, in the order of the help.
+VERBS = {
+    "Plan": ("estimate", "recommend", "explain"),
+    "Check": ("check", "verify", "doctor"),
+    "Look up": ("trace", "models", "gpus"),
+}
+
+#: Options by the names that other programs give them, and what to write here.
+SYNONYMS = {
+    "--batch-size": "--micro-batch (samples a GPU and pass), or recommend's --global-batch",
+    "--per-device-train-batch-size": "--micro-batch",
+    "--train-micro-batch-size-per-gpu": "--micro-batch",
+    "--gradient-accumulation-steps": "--grad-accum",
+    "--max-seq-length": "--seq-len",
+    "--max-length": "--seq-len",
+    "--context-length": "--seq-len",
+    "--sequence-length": "--seq-len",
+    "--num-gpus": "--gpus (of one node)",
+    "--nproc-per-node": "--gpus (of one node)",
+    "--num-nodes": "--nodes",
+    "--nnodes": "--nodes",
+    "--gpu-memory": "--vram",
+    "--ram": "--cpu-ram",
+    "--zero-stage": "--stage",
+    "--zero": "--stage",
+    "--deepspeed": "--ds-config",
+    "--bf16": "--dtype bf16",
+    "--fp16": "--dtype fp16",
+    "--fp32": "--dtype fp32",
+    "--precision": "--dtype",
+    "--optim": "--optimizer",
+    "--attn-implementation": "--attn",
+    "--lora": "--lora-rank",
+    "--lora-r": "--lora-rank",
+    "--target-modules": "--lora-targets",
+    "--activation-checkpointing": "--gradient-checkpointing",
+    "--cpu-offload": "--offload-optimizer cpu",
+    "--model": "MODEL itself, without a flag",
+    "--model-name-or-path": "MODEL itself, without a flag",
+}
+
+
+def right_name(word: str, known: list[str]) -> str:
+    """What to write in place of an option that does not exist: its name here, or the nearest names, or nothing."""
+    flag = "--" + word.lower().lstrip("-").replace("_", "-").partition("=")[0]
+    return f"write {SYNONYMS[flag]}" if flag in SYNONYMS else did_you_mean(flag, known)
+
+
+class Verb(TyperCommand):
+    """A verb whose help lists its options by group, and below them the examples, which are its epilog's lines."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write one section for each group, arguments and options of no group first."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                option = parameter.param_type_name == "option"
+                group = getattr(parameter, "rich_help_panel", None) or ("Options" if option else "Arguments")
+                groups.setdefault(group, []).append(record)
+        last = groups.pop("Options", [])
+        for name, records in [*groups.items(), ("Options", last)]:
+            if records:
+                with formatter.section(name):
+                    formatter.write_dl(records)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write the examples as they are: a command must not be wrapped."""
+        if self.epilog:
+            with formatter.section("Examples"):
+                for line in self.epilog.splitlines():
+                    formatter.write(f"{'':>{formatter.current_indent}}{line}\n")
+
+
+class Verbs(TyperGroup):
+    """All verbs, by what they are for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all registered verbs in the order of :data:`VERBS`."""
+        return [name for names in VERBS.values() for name in names if name in self.commands]
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write one section for each group of verbs."""
+        width = formatter.width - 6 - max(map(len, self.commands))
+        for group, names in VERBS.items():
+            with formatter.section(group):
+                formatter.write_dl([(name, self.commands[name].get_short_help_str(width)) for name in names])

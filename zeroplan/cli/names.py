@@ -1,0 +1,52 @@
+"""``zeroplan models`` and ``zeroplan gpus``: the names that are known, and a search among them; also what shells complete."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from zeroplan.cli import flags
+from zeroplan.cli.main import verb
+
+Search = Annotated[list[str] | None, typer.Argument(metavar="WORDS", help="Only names that hold all of these words.")]
+
+
+@verb("zeroplan models", "zeroplan models llama 8b")
+def models(words: Search = None, style: flags.Style = "plain", as_json: flags.Json = False) -> None:
+    """List or search the models whose shapes are shipped.
+
+    Any other is read from the hub or from a folder.
+    """
+    from zeroplan.models.catalog import entries
+    from zeroplan.report.names import models_json, models_table
+
+    found = [entry for entry in entries() if _holds([entry.id, *entry.also], words)]
+    _show(json.dumps(models_json(found), indent=2) if as_json else models_table(found, style), bool(found), words)
+
+
+@verb("zeroplan gpus", "zeroplan gpus a100")
+def gpus(words: Search = None, style: flags.Style = "plain", as_json: flags.Json = False) -> None:
+    """List or search the GPUs that --gpu knows.
+
+    Sizes are GiB; the rate is that of dense 16-bit products; bandwidths are in one direction.
+    """
+    from zeroplan.core.gpus import GPUS
+    from zeroplan.report.names import gpus_json, gpus_table
+
+    found = [gpu for gpu in GPUS.values() if _holds([gpu.name], words)]
+    _show(json.dumps(gpus_json(found), indent=2) if as_json else gpus_table(found, style), bool(found), words)
+
+
+def _holds(names: list[str], words: list[str] | None) -> bool:
+    """Whether one of the names holds all words, whatever their case."""
+    return any(all(word.lower() in name.lower() for word in words or ()) for name in names)
+
+
+def _show(text: str, found: bool, words: list[str] | None) -> None:
+    """Print the list; where nothing was found, say so and exit with 1."""
+    typer.echo(text)
+    if not found:
+        typer.echo(f"zeroplan: no name holds {' and '.join(map(repr, words or ()))}", err=True)
+        raise typer.Exit(1)

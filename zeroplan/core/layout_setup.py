@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput
-from zeroplan.core.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, RUNTIME_NAMES
+from zeroplan.core.optimizer_row import DEFAULT_OPTIMIZER
+from zeroplan.core.optimizers import OPTIMIZERS, RUNTIME_NAMES
 from zeroplan.core.workload import DType
 from zeroplan.core.zero_config import OffloadDevice
 

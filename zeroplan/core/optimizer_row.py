@@ -9,6 +9,9 @@ from typing import Any
 
 from zeroplan.core.buffers import Buffer
 
+#: The row of a run that names no optimizer.
+DEFAULT_OPTIMIZER = "adamw"
+
 
 class Domain(StrEnum):
     """Which elements have a state."""
@@ -90,13 +93,18 @@ class TorchClass:
     Attributes:
         name: the class.
         fused: it takes ``fused=True`` on a GPU.
+        counts_steps: it keeps a step count for each tensor: where the tensor is if fused, else on the host.
         states_when_built: its constructor makes the states; all others make them at the first step.
+        foreach_lists: temporaries as large as all parameters together that its multi-tensor loops, torch's choice on a GPU
+            where nothing is fused, hold at once.
         params: arguments that make the class keep the row's states.
     """
 
     name: str
     fused: bool = False
+    counts_steps: bool = True
     states_when_built: bool = False
+    foreach_lists: int = 1
     params: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
@@ -134,6 +142,7 @@ class Optimizer:
             builds it from no config, so the program must bring it.
         torch: its class in ``torch.optim``; None where torch has none.
         runtime: how the included runtime steps it; None where it cannot.
+        rest: the row that steps the elements of :attr:`Domain.REST`, for an optimizer that takes matrices alone.
         with_momentum: the row that holds if ``momentum`` is above 0.
         eight_bit: the row with the same update and 8-bit states.
         warning: what whoever plans with it should know.
@@ -146,6 +155,7 @@ class Optimizer:
     deepspeed: tuple[DeepSpeedType, ...] = ()
     torch: TorchClass | None = None
     runtime: RuntimeKernel | None = None
+    rest: str = ""
     with_momentum: str = ""
     eight_bit: str = ""
     warning: str = ""
@@ -166,14 +176,25 @@ class Optimizer:
         return () if self.written is None else self.written.host_states
 
     @property
+    def fused(self) -> bool:
+        """Whether one kernel steps all tensors where nobody asks for another implementation."""
+        built = self.written is not None and self.written.fused
+        return built or self.torch is None or self.torch.fused
+
+    @property
     def zero(self) -> bool:
         """Whether DeepSpeed combines it with ZeRO; what the program brings, it does."""
         return not self.deepspeed or self.written is not None
 
-    @property
-    def bytes_per_element(self) -> int:
-        """Bytes of all states of one element with fp32 masters, rounded."""
-        return round(sum(4 * state.per_master + state.numerator / state.denominator for state in self.states))
+    def bytes_per_element(self, matrices: float = 0.0) -> int:
+        """Bytes of all states of one element with fp32 masters, rounded.
+
+        Args:
+            matrices: part of the elements, from 0 to 1, that are of :attr:`Domain.MATRIX`.
+        """
+        share = {Domain.ALL: 1.0, Domain.MATRIX: matrices, Domain.REST: 1 - matrices}
+        widths = ((4 * state.per_master + state.numerator / state.denominator, share[state.domain]) for state in self.states)
+        return round(sum(width * part for width, part in widths))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,6 @@ from zeroplan.core.errors import BadInput, did_you_mean
 from zeroplan.core.optimizer_row import DeepSpeedType, Domain, Optimizer, RuntimeKernel, State, TorchClass, Unmodelled
 from zeroplan.core.zero_config import DEEPSPEED_VERSION
 
-#: The optimizer of a run that names none.
-DEFAULT_OPTIMIZER = "adamw"
-
 _EXP_AVG, _EXP_AVG_SQ = State(Buffer.OPTIM_EXP_AVG, 1), State(Buffer.OPTIM_EXP_AVG_SQ, 1)
 _ADAM = (_EXP_AVG, _EXP_AVG_SQ)
 _ADAM_DEFAULTS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True}
@@ -114,7 +111,7 @@ _ROWS = (
         (State(Buffer.OPTIM_SUM, 1),),
         "Duchi et al. 2011",
         deepspeed=(DeepSpeedType("Adagrad", own=True, tested=True, params={"lr": 1e-3}),),
-        torch=TorchClass("Adagrad", states_when_built=True),
+        torch=TorchClass("Adagrad", states_when_built=True, foreach_lists=2),
     ),
     Optimizer(
         "adafactor",
@@ -132,7 +129,8 @@ _ROWS = (
         ),
         "Jordan et al. 2024; embeddings, head and vectors are left to Adam",
         deepspeed=(DeepSpeedType("Muon", own=True, torch_adam=True, tested=True, splits=True, params={"lr": 1e-3}),),
-        torch=TorchClass("Muon"),
+        torch=TorchClass("Muon", counts_steps=False, foreach_lists=0),
+        rest="adamw",
     ),
     Optimizer(
         "nadam",
@@ -167,14 +165,14 @@ _ROWS = (
         (State(Buffer.OPTIM_EXP_AVG_SQ, 1, key="square_avg"), State(Buffer.OPTIM_SUM, 1, key="acc_delta")),
         "Zeiler 2012; torch/optim/adadelta.py",
         deepspeed=(DeepSpeedType("Adadelta", params={"lr": 1.0}),),
-        torch=TorchClass("Adadelta"),
+        torch=TorchClass("Adadelta", foreach_lists=2),
     ),
     Optimizer(
         "sgd",
         (),
         "Robbins & Monro 1951",
         deepspeed=(DeepSpeedType("SGD", params={"lr": 1e-3}), DeepSpeedType("MuSGD", own=True)),
-        torch=TorchClass("SGD", fused=True),
+        torch=TorchClass("SGD", fused=True, counts_steps=False, foreach_lists=0),
         runtime=_SGD_KERNEL,
         with_momentum="sgd_momentum",
     ),
@@ -184,7 +182,7 @@ _ROWS = (
         "Polyak 1964",
         aliases=("sgdm",),
         deepspeed=(DeepSpeedType("SGD", params={"lr": 1e-3, "momentum": 0.9}),),
-        torch=TorchClass("SGD", fused=True, params={"momentum": 0.9}),
+        torch=TorchClass("SGD", fused=True, counts_steps=False, foreach_lists=0, params={"momentum": 0.9}),
         runtime=_SGD_KERNEL,
     ),
 )

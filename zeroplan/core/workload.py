@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import TypeVar
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.optimizer_row import DEFAULT_OPTIMIZER
 
 _Named = TypeVar("_Named", bound=StrEnum)
 
@@ -112,7 +113,7 @@ class Workload:
     grad_accum: int = 1
     dtype: DType = DType.BF16
     precision: Precision = Precision.MIXED
-    optimizer: str = "adamw"
+    optimizer: str = DEFAULT_OPTIMIZER
     optimizer_kind: OptimizerKind = OptimizerKind.FUSED
     attn: Attention = Attention.SDPA
     gradient_checkpointing: bool = False

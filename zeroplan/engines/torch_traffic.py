@@ -12,6 +12,7 @@ from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.compute_traffic import WORK_GLOSSARY, ComputeFacts
 from zeroplan.engines.contention import MEMORY_PER_BYTE
+from zeroplan.engines.torch_optimizer import split_of
 from zeroplan.engines.traffic import Traffic
 from zeroplan.ledger.derive import fraction
 from zeroplan.ledger.traffic import Resource, WorkBuilder, WorkLedger
@@ -154,7 +155,7 @@ def torch_facts(spec: ModelSpec, workload: Workload, layout: ParallelLayout, *, 
         tensors=tensors,
         updated=-(-spec.trainable // ranks) if stage else spec.trainable,
         param_bytes=workload.dtype.bytes,
-        state_bytes=find_optimizer(workload.optimizer).bytes_per_element,
+        state_bytes=find_optimizer(workload.optimizer).bytes_per_element(split_of(spec, lambda tensor: tensor.numel).share),
         one_node=layout.shards_on_one_node,
     )
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TypeVar
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.optimizers import DEFAULT_OPTIMIZER, find_optimizer
+from zeroplan.core.optimizer_row import DEFAULT_OPTIMIZER
+from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.workload import Attention, CheckpointPolicy, DType, Workload
 from zeroplan.engines.base import Engine
 from zeroplan.models.facts import max_seq_len

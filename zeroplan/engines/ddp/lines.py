@@ -12,6 +12,7 @@ from zeroplan.core.optimizer_row import Optimizer
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import DType, Workload
+from zeroplan.engines.torch_optimizer import split_of
 from zeroplan.ledger.line import LedgerBuilder
 from zeroplan.ledger.optimizer_lines import add_state_lines
 from zeroplan.models.spec import ModelSpec
@@ -25,6 +26,8 @@ GLOSSARY = {
     "ranks": "data-parallel ranks",
     "params": "elements of the whole model",
     "trainable": "elements that receive a gradient",
+    "matrix": "elements that Muon updates: the blocks' matrices",
+    "rest": "elements that Muon leaves to AdamW: embeddings, head, vectors",
     "param_bytes": "bytes of one parameter, gradient and state element",
     "state_bytes": "bytes of one element of an optimizer state",
     "cublas_workspace": "bytes of one cuBLAS workspace on this GPU",
@@ -41,8 +44,8 @@ class Facts:
     param_bytes: int
     cublas_workspace: int
     optimizer: Optimizer
-    matrix: int = 0  # Muon's split is DeepSpeed's; torch's optimizers treat all parameters alike
-    rest: int = 0
+    matrix: int  # of `trainable`: what Muon would update
+    rest: int
 
     @property
     def state_bytes(self) -> int:
@@ -52,7 +55,17 @@ class Facts:
 
 def facts(spec: ModelSpec, workload: Workload, layout: ParallelLayout, *, cublas_workspace: int) -> Facts:
     """The facts of any rank: all are alike."""
-    return Facts(layout.dp, spec.params, spec.trainable, DType.FP32.bytes, cublas_workspace, find_optimizer(workload.optimizer))
+    split = split_of(spec, lambda tensor: tensor.numel)
+    return Facts(
+        ranks=layout.dp,
+        params=spec.params,
+        trainable=spec.trainable,
+        param_bytes=DType.FP32.bytes,
+        cublas_workspace=cublas_workspace,
+        optimizer=find_optimizer(workload.optimizer),
+        matrix=split.matrix,
+        rest=split.rest,
+    )
 
 
 @_add(Buffer.PARAM_FULL, Place.HBM, ALWAYS, state=True)

@@ -11,10 +11,9 @@ from __future__ import annotations
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.units import MIB
-from zeroplan.core.workload import OptimizerKind
 from zeroplan.engines.base import Case
 from zeroplan.engines.player import play
-from zeroplan.engines.torch_step import TorchJob, adam_states, step_temporaries, torch_job
+from zeroplan.engines.torch_step import TorchJob, optimizer_step, torch_job
 from zeroplan.simulate.recorder import Recorder
 
 FIRST_BUCKET = MIB
@@ -99,13 +98,9 @@ class DdpSchedule:
         """Buckets are reduced in place."""
 
     def step(self, applied: bool) -> None:
-        """Clipping, AdamW, zero_grad."""
-        job = self.job
-        counts = [n for n, on in zip(job.numel, job.trainable, strict=True) if on]
-        step_temporaries(self.recorder, counts, job, OptimizerKind.FUSED)
-        if applied and not self.stepped:
-            adam_states(self.recorder, counts, job)
-            self.stepped = True
+        """Clipping, the optimizer's step, zero_grad."""
+        optimizer_step(self.recorder, self.job, applied=applied, first=not self.stepped)
+        self.stepped |= applied
         for handle in self.grads.values():
             self.free(handle)
         self.grads.clear()

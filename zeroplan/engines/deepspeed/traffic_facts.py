@@ -9,7 +9,7 @@ from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.engines.compute_traffic import WORK_GLOSSARY, ComputeFacts
-from zeroplan.engines.deepspeed.resolution import resolution
+from zeroplan.engines.deepspeed.resolution import muon_updates, resolution
 from zeroplan.models.spec import ModelSpec
 
 GLOSSARY = {
@@ -83,7 +83,8 @@ class TrafficFacts:
 class Sizes:
     """Sums over a model's parameters that traffic needs, for one persistence threshold and one bucket size.
 
-    `last_buckets`: elements in the buckets that are sent when the backward is all but over.
+    `last_buckets`: elements in the buckets that are sent when the backward is all but over. `matrices`: trainable elements that
+    Muon would update.
     """
 
     params: int
@@ -92,6 +93,7 @@ class Sizes:
     tensors: int
     trained_tensors: int
     last_buckets: int
+    matrices: int
 
     @classmethod
     def of(cls, spec: ModelSpec, threshold: int, bucket: int) -> Sizes:
@@ -103,7 +105,13 @@ class Sizes:
             else:
                 tensors += count
             trained += count if tensor.trainable else 0
-        return cls(spec.params, spec.trainable, persistent, tensors, trained, _last_buckets(spec, bucket))
+        matrices = sum(
+            tensor.numel * unit.count
+            for unit in spec.units
+            for tensor in unit.tensors
+            if tensor.trainable and tensor.tied_to is None and muon_updates(f"{unit.name}.{tensor.name}", len(tensor.shape))
+        )
+        return cls(spec.params, spec.trainable, persistent, tensors, trained, _last_buckets(spec, bucket), matrices)
 
 
 def traffic_facts(
@@ -146,7 +154,7 @@ def traffic_facts(
         param_bytes=resolved.param_bytes,
         comm_bytes=resolved.comm_bytes,
         accum_bytes=resolved.accum_bytes,
-        state_bytes=find_optimizer(workload.optimizer).bytes_per_element,
+        state_bytes=find_optimizer(workload.optimizer).bytes_per_element(sizes.matrices / max(1, sizes.trainable)),
         repeats=workload.grad_accum - 1,
         one_node=layout.shards_on_one_node,
         pinned=zero.offload_optimizer.pin_memory if zero.offload_optimizer else zero.offload_param.pin_memory,

@@ -24,9 +24,9 @@ def host_phases(case: Case, tape: ExpandedTape) -> tuple[HostPhase, ...]:
     params = pinned_bytes(job.original_bytes * count for count in job.chunk)
     grads = pinned_bytes(job.original_bytes * count for count in trained)
     states: dict[tuple[Buffer, Place], int] = {}
-    for state in job.optimizer.states:
-        key = (state.buffer, Place.DRAM)
-        states[key] = states.get(key, 0) + sum(state.bytes_of(count, job.original_bytes) for count in trained)
+    for domain, p in job.stepped():
+        for buffer, nbytes in job.states(domain, p):
+            states[buffer, Place.DRAM] = states.get((buffer, Place.DRAM), 0) + nbytes
     loaded = {(Buffer.PARAM_SHARD, Place.PINNED): params}
     with_states = loaded | {(Buffer.GRAD_SHARD, Place.PINNED): grads} | states
     return (

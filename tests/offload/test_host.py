@@ -56,8 +56,9 @@ def test_a_fault_is_raised_by_every_later_wait_and_nothing_more_runs() -> None:
 
 def test_an_abandoned_worker_ends_its_thread() -> None:
     worker = Worker(CPU, 1)
-    thread, alive = worker._thread, weakref.ref(worker)
-    worker.submit(lambda: None).wait()
+    threads, alive = [], weakref.ref(worker)
+    worker.submit(lambda: threads.append(threading.current_thread())).wait()
+    (thread,) = threads
     del worker
     gc.collect()
     thread.join(5)

@@ -96,7 +96,8 @@ def test_small_buffers_become_one_layer():
 
 
 def test_an_empty_run_can_be_drawn():
-    ElementTree.fromstring(timeline_svg(simulate(Recorder()).curve()))
+    root = ElementTree.fromstring(timeline_svg(simulate(Recorder()).curve()))
+    assert root.tag == f"{SVG}svg"
 
 
 class _Tags(HTMLParser):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import tempfile
@@ -21,6 +22,7 @@ CONTEXT.set_forkserver_preload(["torch._inductor.config", "tests.runtime.train"]
 
 
 def _work(rank: int, store: str, tasks: Any, results: Any) -> None:
+    gc.freeze()  # what is imported stays; else the tests that collect would go through all of it
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=MOST, timeout=timedelta(seconds=60))

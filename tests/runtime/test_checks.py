@@ -185,9 +185,11 @@ def test_parameters_that_are_not_the_engines_any_more(change: Callable[[Any], An
 
 
 def test_moving_to_where_it_is_changes_nothing() -> None:
-    engine = start()
+    engine, other = start(), start()
     engine.to("cpu").float()
     take_steps(engine)
+    take_steps(other)
+    assert same(engine.module_state_dict(), other.module_state_dict())
 
 
 @pytest.mark.parametrize(("before", "said"), [(True, "was trained"), (False, "was frozen")])

@@ -15,8 +15,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroplan.core.buffers import Phase
-from zeroplan.core.errors import BadInput
 from zeroplan_runtime.model_states import ModelStates
+from zeroplan_runtime.parameter_guard import not_gathered
 from zeroplan_runtime.pytree import tensors_of
 from zeroplan_runtime.unit_state import UnitState
 
@@ -48,9 +48,7 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if found is not None:
                 unit, name = owner = found
                 if unit.param_slot.holder is not unit and func not in _HARMLESS:
-                    what = f"parameter {name!r} is read by {func} while its unit {unit.name!r} is not gathered"
-                    backward = self._arena.phase is Phase.BACKWARD
-                    raise BadInput(what, where="stage 3", remedy=_IN_BACKWARD if backward else _IN_FORWARD)
+                    raise not_gathered(name, unit, in_backward=self._arena.phase is Phase.BACKWARD)
         result = func(*args, **(kwargs or {}))
         if owner is not None and func.is_view and isinstance(result, torch.Tensor):
             self._views[id(result)] = result
@@ -63,12 +61,6 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
             found = self._view_owners[id(tensor)]
         return found
 
-
-_IN_FORWARD = "give initialize() a policy that takes a module whose forward contains every use of the parameter"
-_IN_BACKWARD = (
-    "its backward is seen by the gradients of its outputs: return tensors, or tuples, lists, dicts or dataclasses of them, and "
-    "take no gradients of gradients"
-)
 
 #: Operations that do not read the values of their arguments.
 _HARMLESS = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.empty_like.default})

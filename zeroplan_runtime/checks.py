@@ -160,14 +160,21 @@ class EngineChecks:
                 where="engine.step",
                 remedy="call engine.backward(loss), not loss.backward(), before it",
             )
-        for param, trained in zip(self._params, self._trained, strict=True):
-            if param.requires_grad is not trained:
-                was, now = ("trained", "frozen") if trained else ("frozen", "trained")
-                raise BadInput(
-                    f"{self._name(param)!r} was {was} when the engine was made and is {now} now",
-                    where="engine.step",
-                    remedy="call engine.destroy(keep_parameters=True) and initialize again",
-                )
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, trained in zip(self._params, self._trained, strict=True):
+                if param.requires_grad is not trained:
+                    was, now = ("trained", "frozen") if trained else ("frozen", "trained")
+                    raise BadInput(
+                        f"{self._name(param)!r} was {was} when the engine was made and is {now} now",
+                        where="engine.step",
+                        remedy="call engine.destroy(keep_parameters=True) and initialize again",
+                    )
+                if trained and param.grad is not None:
+                    raise BadInput(
+                        f"{self._name(param)}.grad was set by hand",
+                        where="engine.step",
+                        remedy="add it to the loss, whose gradients engine.backward() takes",
+                    )
 
     def _require_complete_grads(self, where: str) -> None:
         if self._failed_backward:
@@ -191,6 +198,13 @@ class EngineChecks:
             yield
         except BaseException as fault:
             self._failed_backward = _first_line(fault)
+            if "modified by an inplace operation" in str(fault):
+                self._failed_backward = "its graph was out of date"
+                raise BadInput(
+                    f"the loss was computed with a tensor that has been changed since ({_first_line(fault)})",
+                    where="engine.backward",
+                    remedy="call the forward again after each step, and after each write to a parameter",
+                ) from None
             if "backward through the graph a second time" in str(fault):
                 self._failed_backward = "its graph was gone"
                 raise BadInput(
@@ -255,13 +269,14 @@ class EngineChecks:
         Raises:
             BadInput: with the parameter's name.
         """
-        for param, address in zip(self._params, self._addresses, strict=True):
-            if param.data_ptr() != address:
-                raise BadInput(
-                    f"{self._name(param)!r} was moved or cast after the engine was made, so updates would not reach it",
-                    where="model",
-                    remedy="move and cast before initialize(); the config sets the dtype",
-                )
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, address in zip(self._params, self._addresses, strict=True):
+                if param.data_ptr() != address:
+                    raise BadInput(
+                        f"{self._name(param)!r} was moved or cast after the engine was made, so updates would not reach it",
+                        where="model",
+                        remedy="move and cast before initialize(); the config sets the dtype",
+                    )
         if self._checked_model:
             return
         known = {id(param) for param in self._params}

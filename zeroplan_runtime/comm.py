@@ -14,6 +14,9 @@ from zeroplan_runtime.watchdog import RankLost
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+#: The largest prime below 2²⁴, so that fp32 holds every hash exactly.
+_HASH_MODULUS = 16777213
+
 
 class Communicator:
     """The ranks that share a model and their collectives, each issued on the stream that is current when it is called.
@@ -22,6 +25,7 @@ class Communicator:
         group: the process group; all ranks by default, and one rank where torch.distributed is not initialised.
 
     Attributes:
+        collectives_hash: the hash of the order of units' collectives since the last step, below 2²⁴.
         explain: given what failed, names the rank that is to blame; every collective then raises RankLost with it.
     """
 
@@ -29,7 +33,12 @@ class Communicator:
         self.group = group
         self.world_size = dist.get_world_size(group) if dist.is_initialized() else 1
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
+        self.collectives_hash = 0
         self.explain: Callable[[str], str] | None = None
+
+    def record_collective(self, number: int) -> None:
+        """Adds the collective `number` to the hash, just before or after it is issued."""
+        self.collectives_hash = (self.collectives_hash * 31 + number + 1) % _HASH_MODULUS
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:

@@ -33,6 +33,7 @@ from zeroplan_runtime.offload.host_optimizer import HostOptimizer
 from zeroplan_runtime.offload.host_setup import make_nvme_offload, offload_optimizer
 from zeroplan_runtime.optim.step import OptimizerStep, StepResult
 from zeroplan_runtime.optim.zero_optimizer import ZeroOptimizer
+from zeroplan_runtime.parameter_writes import ParameterWrites
 from zeroplan_runtime.pytree import cast_tensors
 from zeroplan_runtime.schedule import Schedule
 from zeroplan_runtime.state_dict_hooks import StateDictHooks
@@ -118,6 +119,7 @@ class Engine(nn.Module):
             model, self.model_states, synchronize=self._synchronize_parameters, after_load=self.checks.recheck_parameters
         )
         self._undo.append(self.state_dict_hooks.remove)
+        self.writes = ParameterWrites(self.model_states)
         self._inside = False
         self._last_event = Event(device)
         self.watchdog = (
@@ -139,6 +141,7 @@ class Engine(nn.Module):
         self.arena.allocate_workspaces(dtype)
         self.arena.reserve_segment(unit.grad_buffer for unit in self.model_states.units if unit.grad_buffer is not None)
         self.checks.claim_parameters()
+        self.schedule.guard.close_all()
 
     # ------------------------------------------------------------------ training
 
@@ -153,13 +156,15 @@ class Engine(nn.Module):
         """
         self.checks.require_usable("engine")
         self.checks.require_parameters()
-        self.state_dict_hooks.sync_masters()
         self.schedule.root_pre_forward()
         if self.config.auto_cast:
             args, kwargs = cast_tensors((args, kwargs), DTYPES[self.config.dtype])
         saving = self.activations.saving() if self.activations is not None else nullcontext()
         with self._inside_engine(), self._audited(), saving:
-            return self.module(*args, **kwargs)
+            output = self.module(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            self.schedule.guard.close_all()
+        return output
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
         """Computes the gradients of `loss` / accumulation steps (as DeepSpeed does), averaged over the ranks.
@@ -182,12 +187,12 @@ class Engine(nn.Module):
         require_loss(loss)
         self.finish_step()
         scaled = loss / self.config.grad_accum if self.config.grad_accum > 1 else loss
-        self.schedule.boundary = self.is_gradient_accumulation_boundary()
+        self.schedule.grads.boundary = self.is_gradient_accumulation_boundary()
         if self.optimizer_step is not None:
             self.optimizer_step.next_step = self._applied + 1
         self.arena.phase = Phase.BACKWARD
         self.schedule.root_pre_backward()
-        with self.checks.during_backward(boundary=self.schedule.boundary), self._inside_engine(), self._audited():
+        with self.checks.during_backward(boundary=self.schedule.grads.boundary), self._inside_engine(), self._audited():
             whole = scaled * self.scaler.scale if self.scaler.scale != 1.0 else scaled
             whole.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             self.schedule.root_post_backward()
@@ -218,13 +223,15 @@ class Engine(nn.Module):
         self.micro_steps += 1
         if not boundary or self.optimizer_step is None:
             return
-        self.state_dict_hooks.sync_masters()
+        self.writes.keep()
         self.finish_step()
         self.arena.phase = Phase.STEP
         self.schedule.where = "the optimizer's step"
         self.schedule.progress_count += 1
         with self.checks.during_step(), self._inside_engine():
             result = self.optimizer_step.step(self._applied + 1, self.scaler.scale)
+            self.writes.stepped()
+            self.schedule.grads.has_grads = False
             self.schedule.prefetch_forward()
         self.global_steps += 1
         self._step_result = self._pending_result = result
@@ -264,7 +271,7 @@ class Engine(nn.Module):
             RuntimeError: when an update on the host failed.
         """
         self.checks.require_usable("engine", allow_failed_step=True)
-        self.state_dict_hooks.sync_masters()
+        self.writes.keep()
         self.finish_step()
         if self.host is not None:
             self.host.drain(self.schedule.compute_stream)
@@ -290,7 +297,7 @@ class Engine(nn.Module):
             RuntimeError: when updates that use the gradients have begun on the host.
         """
         self.checks.require_usable("engine.zero_grad", allow_failed_step=True)
-        self.schedule.drop_grads()
+        self.schedule.grads.drop()
         self.checks.grads_were_dropped()
 
     def destroy(self, *, keep_parameters: bool = False) -> None:
@@ -315,13 +322,14 @@ class Engine(nn.Module):
         for undo in self._undo:
             undo()
         self.schedule.remove()
-        self.schedule.drop_grads()
+        self.schedule.guard.remove()
+        self.schedule.grads.drop()
         for unit in self.model_states.units:
             for flat in unit.flats():
                 for param in flat.params:
                     value = kept.get(id(param))
                     param.data = torch.empty(0, dtype=param.dtype, device=self.device) if value is None else value
-        self.optimizer_step = self.host = self.schedule.host = self._step_result = self._audit = None
+        self.optimizer_step = self.host = self.schedule.grads.host = self._step_result = self._audit = None
         self.model_states.free()
         self.arena.release_host()
 
@@ -330,7 +338,7 @@ class Engine(nn.Module):
         self.drain()
         kept = {}
         for unit in self.model_states.units:
-            with self.gathered(unit.name):
+            with self.schedule.unsharded(unit):
                 kept.update({id(p): p.detach().to("cpu", copy=True) for flat in unit.flats() for p in flat.params})
         return kept
 
@@ -403,7 +411,10 @@ class Engine(nn.Module):
 
     @contextmanager
     def gathered(self, name: str = "root") -> Iterator[None]:
-        """A context in which one unit's parameters are unsharded, for reading. Every rank must enter it.
+        """A context in which one unit's parameters are unsharded. Every rank must enter it.
+
+        What is written to them stays, if every rank writes the same. At stage 3 no gradients can be taken of what is computed
+        from them, as their backward would come after the context.
 
         Args:
             name: one of :meth:`unit_names`.
@@ -415,14 +426,9 @@ class Engine(nn.Module):
         unit = next((u for u in self.model_states.units if u.name == name), None)
         if unit is None:
             raise BadInput(f"there is no unit {name!r}", where="gathered", remedy="see engine.unit_names()")
-        self.schedule.unshard(unit)
-        unit.param_slot.ready.wait(self.schedule.compute_stream)
-        busy, unit.param_slot.in_use = unit.param_slot.in_use, True
-        try:
+        with self.schedule.unsharded(unit):
             yield
-        finally:
-            unit.param_slot.in_use = busy
-            unit.param_slot.last_use.record(self.schedule.compute_stream)
+            self.writes.keep()
 
     def _synchronize_parameters(self) -> None:
         self.drain()
@@ -438,11 +444,14 @@ class Engine(nn.Module):
         A tensor is valid until the next is asked for. Every rank must iterate to the end. Tied parameters come once, under
         their first name.
         """
+        self.checks.require_usable("engine")
         for unit in self.model_states.units:
-            with self.gathered(unit.name):
+            with self.schedule.unsharded(unit):
                 for flat in unit.flats():
                     for i, param in zip(flat.layout.params, flat.params, strict=True):
-                        yield unit.layout.shape.params[i].name, param.detach()
+                        with torch._C.DisableTorchFunctionSubclass():
+                            values = param.detach()
+                        yield unit.layout.shape.params[i].name, values
         for prefix, module in self.module.named_modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and name not in module._non_persistent_buffers_set:

@@ -20,6 +20,11 @@ class ExecutionOrder:
         self.next_in_forward = dict(pairwise(units))
         self.next_in_backward = {later: earlier for earlier, later in pairwise(unit for unit in units if not unit.is_root)}
 
+    def of_forward(self) -> list[UnitState]:
+        """Every unit, in the order in which the next forward will probably need them."""
+        seen = dict.fromkeys(islice(_chain(self.units[0], self.next_in_forward), len(self.units)))
+        return list(seen | dict.fromkeys(self.units))
+
     def reads(
         self, unit: UnitState, slots: Iterable[ParamSlot], *, backward: bool, grad_enabled: bool
     ) -> Iterator[FetchRequest]:

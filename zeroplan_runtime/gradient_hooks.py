@@ -18,8 +18,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from zeroplan.core.errors import BadInput
 from zeroplan_runtime.checks import refuse_copy
-from zeroplan_runtime.schedule import RECEIVED_NOW, Schedule
+from zeroplan_runtime.gradient_reduction import RECEIVED_NOW
+from zeroplan_runtime.schedule import Schedule
 from zeroplan_runtime.unit_state import UnitState
 
 _Place = tuple[UnitState, int]
@@ -67,8 +69,16 @@ def _take_grad(engine: weakref.ref[Schedule], unit: int, position: int, param: t
     if schedule is None:
         return
     grad, param.grad = param.grad, None
-    if grad is not None:
-        schedule.accumulate_grad(schedule.model_states.units[unit], position, grad)
+    if grad is None:
+        return
+    if not schedule.in_engine_backward:
+        name = schedule.model_states.units[unit].name_of(position)
+        raise BadInput(
+            f"a gradient of {name!r} came by another backward than the engine's",
+            where="backward",
+            remedy="call engine.backward(loss), not loss.backward(); for other gradients torch.autograd.grad()",
+        )
+    schedule.grads.accumulate(schedule.model_states.units[unit], position, grad)
 
 
 def _is_plain_linear(module: nn.Module) -> bool:
@@ -92,10 +102,10 @@ class GradientTarget:
             x: [tokens, in], the layer's input.
         """
         unit, position = self.weight
-        self.schedule.acquire_full_grad(unit)
+        self.schedule.grads.acquire(unit)
         view = unit.grad_views[position]
         if view.dtype != grad.dtype and not (grad.is_cuda and view.dtype == torch.float32):
-            self.schedule.accumulate_grad(unit, position, torch.mm(grad.t(), x))
+            self.schedule.grads.accumulate(unit, position, torch.mm(grad.t(), x))
             return
         # Where gradients are reduced in fp32, the fp32 sums of the 16-bit factors' product are kept unrounded.
         wider: dict[str, Any] = {} if view.dtype == grad.dtype else {"out_dtype": view.dtype}
@@ -137,6 +147,7 @@ class DirectLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         """Returns [..., out] for `x` [..., in]."""
         ctx.save_for_backward(x)
+        ctx.version = weight._version
         ctx.weight, ctx.target, ctx.needs_bias = weight, target, bias is not None and bias.requires_grad
         return functional.linear(x, weight, bias)
 
@@ -144,6 +155,8 @@ class DirectLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None]:
         """Returns the gradients of `x`, of the weight (None where it went to the target) and of the bias."""
         (x,) = ctx.saved_tensors
+        if ctx.weight._version != ctx.version:  # in the words of autograd, which checks what it saves itself
+            raise RuntimeError("a weight needed for gradient computation has been modified by an inplace operation")
         rows, columns = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         grad_x = grad.matmul(ctx.weight) if ctx.needs_input_grad[0] else None
         grad_weight = None

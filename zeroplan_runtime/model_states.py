@@ -3,13 +3,13 @@
 Note [Addresses]
     A parameter's ``data`` is set once, to a view of permanent memory or, at stage 3, of its unit's slot, and never moves.
     What autograd saved in the forward (the weight, or a transposed view of it) is therefore valid in the backward as soon as
-    the unit is unsharded into the same slot again: no saved tensor needs a hook, no storage is resized, and no parameter is
-    touched one by one. The price is that a parameter which is read while its unit is sharded shows another unit's bytes;
-    :mod:`zeroplan_runtime.audit` checks the first micro batches for that.
+    the unit is unsharded into the same slot again: no saved tensor needs a hook and no storage is resized. The price is that
+    the memory of a parameter whose unit is sharded holds another unit's bytes. :mod:`zeroplan_runtime.parameter_guard` keeps
+    Python code from them; what autograd's own C++ code reads, :mod:`zeroplan_runtime.audit` checks in the first micro batches.
 
 Note [Places]
     Where a buffer lies (device, host or file) is a column of the layout's rows, and the Arena follows it. A unit's gradients
-    go to another place on the reduce stream, in :meth:`zeroplan_runtime.schedule.Schedule.reduce_grads`;
+    go to another place on the reduce stream, in :meth:`zeroplan_runtime.gradient_reduction.GradientReduction.reduce`;
     :class:`zeroplan_runtime.offload.host_optimizer.HostOptimizer` updates its masters and states where they are. Parameters
     that rest on the host or in files come to the device in :meth:`zeroplan_runtime.schedule.Schedule.unshard`.
 """
@@ -241,7 +241,7 @@ class ModelStates:
                     self.comm.broadcast(value)
                 view.copy_(value)
                 if flat is unit.trainable and master is not None and master is not flat.shard:
-                    self._init_master(master, flat.layout, i, value)
+                    self.fill_shard(master, flat.layout, i, value)
                 param.data = view
                 param.grad = None
             if unit.in_files:
@@ -254,8 +254,11 @@ class ModelStates:
             for state in self.optimizer_swapper.buffers:
                 self.optimizer_swapper.write(unit.name, state, master if state is Buffer.PARAM_MASTER else None)
 
-    def _init_master(self, master: torch.Tensor, flat: Flat, position: int, value: torch.Tensor) -> None:
-        """Copies this rank's part of `value` to the masters, in the model's original precision."""
+    def fill_shard(self, master: torch.Tensor, flat: Flat, position: int, value: torch.Tensor) -> None:
+        """Copies this rank's part of a parameter's `value` to where it lies in `master`, a shard of `flat` in any dtype.
+
+        Masters begin at the model's original precision, not at that of its 16-bit copy.
+        """
         start, end = self.owned_range(flat)
         offset, numel = flat.offsets[position], flat.numels[position]
         first, last = max(start, offset), min(end, offset + numel)

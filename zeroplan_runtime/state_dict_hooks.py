@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from zeroplan.core.errors import BadInput
@@ -31,7 +30,6 @@ class StateDictHooks:
         self, model: nn.Module, model_states: ModelStates, *, synchronize: Callable[[], None], after_load: Callable[[], None]
     ) -> None:
         self._model_states, self._synchronize, self._after_load = model_states, synchronize, after_load
-        self._masters_are_stale = False  # parameters were loaded that the masters have not seen
         self._handles: list[Any] = []
         for module in model.modules():
             if module is model or module._parameters:
@@ -48,22 +46,6 @@ class StateDictHooks:
         """Removes the hooks from the model."""
         for handle in self._handles:
             handle.remove()
-
-    @torch.no_grad()
-    def sync_masters(self) -> None:
-        """Copies loaded parameters to the masters."""
-        if not self._masters_are_stale:
-            return
-        self._masters_are_stale = False
-        for unit in self._model_states.units:
-            flat = unit.trainable
-            if flat is None or unit.master is None:
-                continue
-            share = (
-                self._model_states.local_shard(flat.full, flat.layout) if self._model_states.setup.shards_states else flat.full
-            )
-            if unit.master.data_ptr() != share.data_ptr():
-                unit.master.copy_(share)
 
     def _before_state_dict(self, *_: Any) -> None:
         if self._model_states.setup.shards_params:
@@ -83,5 +65,4 @@ class StateDictHooks:
         self._synchronize()
 
     def _after_load_hook(self, *_: Any) -> None:
-        self._masters_are_stale = True
         self._after_load()

@@ -61,6 +61,10 @@ class Stream:
         """The CUDA stream. Call it for CUDA devices only."""
         return self._stream if self._stream is not None else torch.cuda.current_stream(self._device)
 
+    def key(self) -> int:
+        """What tells one stream from another."""
+        return 0 if self._device.type != "cuda" else self.cuda_stream().cuda_stream
+
     def as_current(self) -> AbstractContextManager[object]:
         """A context in which work is issued on this stream."""
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -116,6 +116,7 @@ class UnitState:
         accumulated: `grad` holds the sum of earlier micro batches.
         averaged: `grad_full`, where it lives until the step (stages 0 and 1), holds the mean over the ranks.
         reduces_late: gradients have arrived after the unit's backward, so its gradients are reduced at the backward's end.
+        guarded: its parameters are guarded (see Note [Guarded parameters] in parameter_guard).
         master: the fp32 masters, or the parameters themselves where the model is fp32; None where they are in a file.
         param_16bit: the 16-bit shard that the update refreshes from `master`; None where no shard is kept.
         offloaded: the host's side of the unit, where its optimizer is offloaded.
@@ -142,6 +143,7 @@ class UnitState:
     accumulated: bool = False
     averaged: bool = False
     reduces_late: bool = False
+    guarded: bool = False
     master: torch.Tensor | None = None
     param_16bit: torch.Tensor | None = None
     offloaded: OffloadedUnit | None = None
@@ -152,6 +154,11 @@ class UnitState:
     def name(self) -> str:
         """The module's full name, or ``root``."""
         return self.layout.shape.name
+
+    def name_of(self, position: int) -> str:
+        """The full name of the trained parameter at `position` of its flat."""
+        assert self.trainable is not None
+        return self.layout.shape.params[self.trainable.layout.params[position]].name
 
     @property
     def is_root(self) -> bool:

@@ -81,7 +81,7 @@ def steal(zero: dict[str, Any]) -> str:
 
 def test_alone_too_a_parameter_read_outside_its_unit_is_named() -> None:
     assert steal(WAYS[1]) == ""  # whole on the device
-    assert "'blocks.0.up.weight' is read by" in steal(WAYS[2])
+    assert "'blocks.0.up.weight' is read while its unit" in steal(WAYS[2])
 
 
 @pytest.mark.parametrize(

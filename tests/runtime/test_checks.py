@@ -249,7 +249,8 @@ def test_loaded_weights_reach_the_masters(pool: RankPool, dtype: str) -> None:
 def test_gradients_must_come_from_the_engine() -> None:
     engine = start()
     assert "call engine.backward(loss), not loss.backward()" in said_by(engine.step)
-    engine(models.batch(0, 0, 0)).backward()
+    direct = engine(models.batch(0, 0, 0))
+    assert "call engine.backward(loss), not loss.backward()" in said_by(direct.backward)
     assert "there are no gradients of engine.backward()" in said_by(engine.step)
     assert (engine.micro_steps, engine.global_steps) == (0, 0)
     engine.zero_grad()

@@ -51,7 +51,7 @@ def offload_optimizer(optimizer_step: OptimizerStep, zero: ZeroConfig, *, delaye
         swapper=model_states.nvme.optimizer_swapper if model_states.nvme is not None else None,
     )
     optimizer_step.offload(host)
-    optimizer_step.schedule.host = host
+    optimizer_step.schedule.grads.host = host
     return host
 
 

@@ -73,7 +73,7 @@ class OptimizerStep:
             for unit in self.model_states.units
         ]
         if clip or may_skip:
-            schedule.measure = self.measure
+            schedule.grads.measure = self.measure
 
     def offload(self, host: HostOptimizer) -> None:
         """Leaves the offloaded units' updates to `host`, which may begin them in the backward if nothing else forbids it."""
@@ -134,7 +134,7 @@ class OptimizerStep:
         """
         if not all(_has_gradients(unit) for unit in self.model_states.units):
             raise BadInput("there are no gradients", where="engine.step", remedy="call engine.backward(loss) first")
-        self.schedule.wait_for_reductions()
+        self.schedule.grads.wait()
         scalars = self._measure(loss_scale)
         self._compare_orders()
         result = StepResult(self.model_states.scalars)
@@ -150,7 +150,7 @@ class OptimizerStep:
                 self.update(segment, hyperparameters[segment.group], number, scalars)
             if unit.offloaded is None:
                 self.schedule.mark_updated(unit)
-            self.schedule.free_grads(unit)
+            self.schedule.grads.free(unit)
         return result
 
     def _measure(self, loss_scale: float) -> torch.Tensor | None:
@@ -178,10 +178,10 @@ class OptimizerStep:
         """See Note [Order of collectives] in schedule."""
         if self.model_states.comm.world_size > 1:
             order = self.model_states.scalars[kernels.ORDER : kernels.ORDER + 2]
-            order[0].fill_(self.schedule.collectives_hash)
-            order[1].fill_(-self.schedule.collectives_hash)
+            order[0].fill_(self.model_states.comm.collectives_hash)
+            order[1].fill_(-self.model_states.comm.collectives_hash)
             self.model_states.comm.all_reduce_max(order)
-            self.schedule.collectives_hash = 0
+            self.model_states.comm.collectives_hash = 0
 
     def measure(self, unit: UnitState, grad: torch.Tensor) -> None:
         """Leaves `unit`'s sum of squares for the norm."""

@@ -1,0 +1,265 @@
+"""The gradients of units from their arrival to the optimizer: where they lie, when they are reduced, when they go.
+
+Note [Lifetime of gradients]
+    The memory of gradients is allocated while the compute stream is current, before the reduce stream uses it, and is freed
+    once the compute stream waits for the reduce stream. So the allocator sees one stream only, and reuses the memory in that
+    stream's order without a host synchronisation. See Note [Lifetimes] in core/layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from zeroplan.core.layout import UnitKind
+from zeroplan_runtime.model_states import ModelStates
+from zeroplan_runtime.offload.host_optimizer import HostOptimizer
+from zeroplan_runtime.streams import Event, Stream
+from zeroplan_runtime.unit_state import UnitState
+
+#: Values of `UnitState.grad_received` for each parameter: 0 no gradient yet, 1 from an earlier micro batch, 2 from this one.
+RECEIVED_EARLIER, RECEIVED_NOW = 1, 2
+
+
+class GradientReduction:
+    """Collects the gradients of each unit and averages them over the ranks.
+
+    Attributes:
+        host: receives the gradients of offloaded units.
+        measure: called with a unit and its reduced gradients, on the stream that has them, to take their sum of squares.
+        boundary: the optimizer steps after this micro batch.
+        has_grads: there are gradients of this step.
+        slots_are_due: slots that an earlier backward kept are to be freed after the next forward's first block.
+    """
+
+    def __init__(self, model_states: ModelStates, compute_stream: Stream) -> None:
+        self.model_states, self.setup, self.comm = model_states, model_states.setup, model_states.comm
+        device = model_states.arena.device
+        self.compute_stream, self.reduce_stream = compute_stream, Stream(device)
+        self._produced = Event(device)
+        self._reducing = False  # the reduce stream has work that the compute stream does not wait for yet
+        self.slots_are_due = False
+        self.host: HostOptimizer | None = None
+        self.measure: Callable[[UnitState, torch.Tensor], None] | None = None
+        self.boundary = True
+        self.has_grads = False
+
+    def begin_backward(self) -> None:
+        """Prepares a micro batch's backward; also clears what an interrupted backward left."""
+        self.has_grads = True
+        for unit in self.model_states.units:
+            unit.reduced = False
+
+    def end_backward(self) -> None:
+        """Reduces the gradients that have not been reduced when the whole backward has ended."""
+        for unit in reversed(self.model_states.units):
+            came_late = unit.grad_slot is not None and RECEIVED_NOW in unit.grad_received
+            if unit.trainable is not None and (came_late or not unit.reduced):
+                self.reduce(unit, last=True)
+        if self.host is not None and self.boundary:
+            self.host.post_backward()
+        for unit in self.model_states.units:
+            unit.reduced, unit.forward_count = False, 0
+            unit.grad_received = unit.grad_received.replace(b"\x02", b"\x01")
+
+    def post_backward(self, unit: UnitState) -> None:
+        """Called when the backward of `unit` is over, as far as can be told."""
+        # Gradients that live until the step are best reduced once, so a unit that is called several times waits for the end.
+        once = unit.forward_count == 1 and not unit.reduces_late
+        if RECEIVED_NOW in unit.grad_received and (once or unit.grad_slot is not None):
+            self.reduce(unit, last=once)
+
+    def acquire(self, unit: UnitState) -> None:
+        """Makes ``unit.grad_full`` ready to be written by the compute stream.
+
+        It is allocated, its slot is taken from the unit that holds it, or an average that it holds is undone.
+        """
+        slot = unit.grad_slot
+        if slot is not None:
+            if slot.holder is not unit:
+                if slot.holder is not None:
+                    self.reduce(slot.holder)
+                slot.last_use.wait(self.compute_stream)
+                self.model_states.alloc_grad_slot(unit)
+                slot.holder = unit
+        elif unit.grad_buffer is not None and not unit.grad_buffer.is_allocated:
+            self.model_states.alloc_grad(unit)
+        elif unit.averaged:
+            self._reopen_average(unit)
+
+    def _reopen_average(self, unit: UnitState) -> None:
+        """Turns averaged gradients back into one rank's contribution, so that the next average is the same mean plus what
+        the ranks add.
+
+        Gradients come after the average where parameters are used outside their unit's forward (a penalty on weights), and
+        in the second of two backwards before a step.
+        """
+        assert unit.grad is not None
+        assert unit.grad_full is not None
+        self.wait()
+        if self.setup.shards_states:  # only this rank's shard is averaged
+            mean = unit.grad * self.comm.world_size
+            unit.grad_full.zero_()
+            unit.grad.copy_(mean)
+        unit.grad_received = bytearray([RECEIVED_NOW]) * len(unit.grad_received)  # also what other ranks received
+        unit.reduces_late |= unit.reduced
+        unit.averaged = unit.reduced = False
+
+    def accumulate(self, unit: UnitState, position: int, grad: torch.Tensor) -> None:
+        """Adds one parameter's complete gradient to ``unit.grad_full``, or copies it there if it is the first.
+
+        Args:
+            unit: the parameter's unit.
+            position: the parameter's index in the unit's trainable flat.
+            grad: the gradient, in the parameter's shape; sparse gradients are made dense.
+        """
+        self.acquire(unit)
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        if unit.grad_received[position]:
+            unit.grad_views[position].add_(grad)
+        else:
+            unit.grad_views[position].copy_(grad)
+        unit.grad_received[position] = RECEIVED_NOW
+
+    def reduce(self, unit: UnitState, *, last: bool = False) -> None:
+        """Averages `unit`'s gradients over the ranks, on the reduce stream. A parameter without a gradient counts as zero.
+
+        At stages 0 and 1 this happens in the last micro batch only, from stage 2 on in each.
+
+        Args:
+            unit: the unit.
+            last: no more gradients of the unit are expected in this micro batch.
+        """
+        if unit.grad_slot is None and not self.boundary:
+            unit.reduced = True
+            return
+        if unit.averaged or (unit.grad_slot is not None and unit.grad_slot.holder is not unit):
+            self.acquire(unit)  # no gradient arrived, but the collective needs zeros
+        if unit.grad_buffer is not None and not unit.grad_buffer.is_allocated:
+            self.model_states.alloc_grad(unit)
+        missing = [view for view, grad_received in zip(unit.grad_views, unit.grad_received, strict=True) if not grad_received]
+        missing += unit.grad_gaps  # the padding is uninitialised
+        if missing:
+            torch._foreach_zero_(missing)
+        unit.reduced = True
+        staging = self.model_states.staging
+        if staging is not None and not staging.is_allocated and unit.layout.shape.kind is not UnitKind.BLOCK:
+            staging.alloc()
+        done = self.reduce_stream
+        self.comm.record_collective(2 * unit.index + 1)
+        if self.comm.world_size > 1 or unit.offloaded is not None:
+            self._produced.record(self.compute_stream)
+            self._produced.wait(self.reduce_stream)
+            if unit.offloaded is not None:
+                done = self._reduce_to_host(unit, last=last)
+            else:
+                with self.reduce_stream.as_current():
+                    self._reduce_on_device(unit)
+            self._reducing = True
+        if unit.grad_slot is not None:
+            unit.grad_slot.last_use.record(done)
+            unit.grad_slot.holder = None
+            unit.grad_received = bytearray(len(unit.grad_received))
+
+    def _reduce_to_host(self, unit: UnitState, *, last: bool) -> Stream:
+        """Reduces in place and copies this rank's part to the host; returns the stream that reads ``grad_full`` last."""
+        assert self.host is not None
+        assert unit.offloaded is not None
+        assert unit.trainable is not None
+        assert unit.grad_full is not None
+        arrived = unit.grad_full
+        if self.comm.world_size > 1:
+            arrived = self.model_states.local_shard(unit.grad_full, unit.trainable.layout)
+            with self.reduce_stream.as_current():
+                self.comm.reduce_scatter(arrived, unit.grad_full)
+        measure = partial(self.measure, unit) if self.measure is not None else None
+        return self.host.offload_grad(
+            unit.offloaded, arrived, self.reduce_stream, boundary=self.boundary, last=last, measure=measure
+        )
+
+    def _reduce_on_device(self, unit: UnitState) -> None:
+        assert unit.grad is not None
+        assert unit.grad_full is not None
+        if not self.setup.shards_grads:
+            if self.setup.shards_states:
+                self.comm.reduce_scatter(unit.grad, unit.grad_full)
+            else:
+                self.comm.all_reduce_mean(unit.grad_full)
+            unit.averaged = True
+        elif self.model_states.staging is None or unit.layout.shape.kind is UnitKind.BLOCK:
+            self._reduce_scatter(unit, unit.grad_full, unit.grad)
+        else:
+            # Part by part of every rank's shard, cast in the staging buffer: see Note [Layout] in core/layout.
+            count, staging, piece = self.comm.world_size, self.model_states.staging.tensor, self.model_states.layout.piece
+            shards = unit.grad_full.view(count, -1)
+            for begin in range(0, shards.shape[1], piece):
+                part = shards[:, begin : begin + piece]
+                whole = staging[: part.numel()]
+                whole.view(count, -1).copy_(part)
+                self._reduce_scatter(unit, whole, unit.grad[begin : begin + piece])
+        unit.accumulated = True
+
+    def _reduce_scatter(self, unit: UnitState, whole: torch.Tensor, share: torch.Tensor) -> None:
+        """Reduce-scatters `whole` and adds this rank's part of the mean to `share`, or copies it there if it is the first.
+
+        Args:
+            unit: the unit; tells whether earlier micro batches are in `share`.
+            whole: [ranks × n] elements; overwritten where the dtypes differ or `share` holds a sum.
+            share: [n] elements of this rank's gradients.
+        """
+        if not unit.accumulated and share.dtype == whole.dtype:
+            self.comm.reduce_scatter(share, whole)
+            return
+        first = self.comm.rank * share.numel()
+        arrived = whole[first : first + share.numel()]  # in place: the collective sends this part before it writes it
+        self.comm.reduce_scatter(arrived, whole)
+        if unit.accumulated:
+            share.add_(arrived)
+        else:
+            share.copy_(arrived)
+
+    def wait(self) -> None:
+        """Makes the compute stream wait for all reductions, before the optimizer reads the gradients."""
+        if self._reducing:
+            self._produced.record(self.reduce_stream)
+            self._produced.wait(self.compute_stream)
+            self._reducing = False
+
+    def free_slots(self) -> None:
+        """Frees the slots of unsharded gradients, after making the compute stream wait for the reductions that read them."""
+        self.slots_are_due = False
+        held = [slot for slot in self.model_states.grad_slots.values() if slot.buffer.is_allocated]
+        if held:
+            self.wait()
+        if self.model_states.staging is not None and self.model_states.staging.is_allocated:
+            self.model_states.staging.free()
+        for sums in self.model_states.accum_slots.values():
+            if sums.buffer.is_allocated:
+                sums.last_use.wait(self.compute_stream)
+                sums.buffer.free()
+        for slot in held:
+            slot.last_use.wait(self.compute_stream)
+            if slot.holder is not None:  # an interrupted backward left it
+                slot.holder.grad_received = bytearray(len(slot.holder.grad_received))
+                slot.holder = None
+            slot.buffer.free()
+
+    def free(self, unit: UnitState) -> None:
+        """Frees `unit`'s gradients, once its update has been issued or they are dropped; the next ones start a new sum."""
+        unit.accumulated = unit.averaged = False
+        unit.grad_received = bytearray(len(unit.grad_received))
+        if unit.grad_buffer is not None and unit.grad_buffer.is_allocated:
+            unit.grad_buffer.free()
+
+    def drop(self) -> None:
+        """Frees all gradients without a step."""
+        self.wait()
+        self.free_slots()
+        for unit in self.model_states.units:
+            self.free(unit)
+        self.has_grads = False
+        if self.host is not None:
+            self.host.drop_grads()

@@ -1,0 +1,268 @@
+"""Guards parameters while their memory is not for everybody to read: a read waits for what is on its way, or is refused.
+
+Note [Guarded parameters]
+    Between two forwards, and at stage 3 outside their unit's own forward and backward, parameters may hold old values (an
+    update or an all-gather is on its way) or those of another unit that shares the slot. A plain tensor tells no reader so. For
+    that time a parameter's class is therefore a subclass of ``nn.Parameter`` whose ``__torch_function__`` sees each use. For
+    its unit's computations it is an ``nn.Parameter`` again, so these run as ever: what guarding costs is to set ``__class__``
+    twice a micro batch and parameter (once more at stage 3), about 30 ns each.
+
+    What shares the memory of a guarded parameter (``param.data``, ``param.detach()``, ``param[0]``) is guarded like it, also
+    later. An alias that was taken from an open parameter is not.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zeroplan.core.errors import BadInput
+from zeroplan_runtime.pytree import tensors_of
+from zeroplan_runtime.unit_state import UnitState
+
+
+class Owner(Protocol):
+    """Who knows what parameters and gradients hold."""
+
+    @property
+    def hides_grads(self) -> bool:
+        """Whether there are gradients that no parameter's ``grad`` shows."""
+
+    def before_read(self, unit: UnitState, name: str) -> None:
+        """Returns once the parameter `name` of `unit` may be read on the current stream.
+
+        Raises:
+            BadInput: when it cannot be.
+        """
+
+    def keeps_values(self, unit: UnitState) -> bool:
+        """Whether the backward of what is computed from `unit`'s parameters now will find them as they are."""
+
+
+def not_gathered(name: str, unit: UnitState, *, in_backward: bool) -> BadInput:
+    """What to raise when the parameter `name` is read at stage 3 while its unit is not gathered."""
+    remedy = (
+        "its backward is seen by the gradients of its outputs: return tensors, or tuples, lists, dicts or dataclasses of them, "
+        "and take no gradients of gradients"
+        if in_backward
+        else f"read it within engine.gathered({unit.name!r}) on every rank; if a forward does, give initialize() a policy that "
+        "takes a module whose forward contains every use of it"
+    )
+    return BadInput(f"parameter {name!r} is read while its unit {unit.name!r} is not gathered", where="stage 3", remedy=remedy)
+
+
+class ParameterGuard:
+    """Guards the parameters of `units` for `owner`. They begin open."""
+
+    def __init__(self, units: Iterable[UnitState], owner: Owner) -> None:
+        self._owner = weakref.ref(owner)
+        self._params: dict[UnitState, list[nn.Parameter]] = {}
+        for unit in units:
+            self._params[unit] = []
+            for flat in unit.flats():
+                for i, param in zip(flat.layout.params, flat.params, strict=True):
+                    self._params[unit].append(param)
+                    _guarded[param] = (weakref.ref(self), unit.index, unit.layout.shape.params[i].name)
+        self._units = list(self._params)
+
+    def open(self, unit: UnitState) -> None:
+        """Makes `unit`'s parameters plain ones."""
+        if unit.guarded:
+            unit.guarded = False
+            for param in self._params[unit]:
+                param.__class__ = _plain_class(type(param))
+
+    def close(self, unit: UnitState) -> None:
+        """Guards `unit`'s parameters."""
+        if not unit.guarded:
+            unit.guarded = True
+            for param in self._params[unit]:
+                param.__class__ = _guarded_class(type(param))
+
+    def open_all(self) -> None:
+        """Makes every unit's parameters plain ones."""
+        for unit in self._units:
+            self.open(unit)
+
+    def close_all(self) -> None:
+        """Guards every unit's parameters."""
+        for unit in self._units:
+            self.close(unit)
+
+    def remove(self) -> None:
+        """Opens all parameters and forgets them."""
+        self.open_all()
+        for params in self._params.values():
+            for param in params:
+                _guarded.pop(param, None)
+
+    def before_use(self, index: int, name: str) -> None:
+        """Called before a guarded parameter, or an alias of one, is read or written."""
+        unit, owner = self._units[index], self._owner()
+        if unit.guarded and owner is not None:
+            owner.before_read(unit, name)
+
+    def after_use(self, index: int, name: str, result: Any) -> None:
+        """Called with what was made of a guarded parameter, or an alias of one."""
+        unit, owner = self._units[index], self._owner()
+        if not unit.guarded or owner is None or owner.keeps_values(unit):
+            return
+        if any(made.requires_grad and made.grad_fn is not None for made in tensors_of(result)):
+            raise BadInput(
+                f"gradients would be taken of what is computed from {name!r} outside its unit's forward",
+                where="stage 3",
+                remedy="compute it in the unit's forward, under torch.no_grad(), or at stage 2",
+            )
+
+    def before_grad(self, name: str) -> None:
+        """Called before a guarded parameter's ``grad`` is read or set."""
+        owner = self._owner()
+        if owner is not None and owner.hides_grads:
+            raise BadInput(
+                f"{name}.grad is not there: gradients are in flat buffers, averaged over the ranks and maybe sharded",
+                where="model",
+                remedy="to clip, set gradient_clipping; for their norm, engine.get_global_grad_norm(); to drop them, "
+                "engine.zero_grad()",
+            )
+
+
+#: Guarded parameters and aliases of them: who guards them, the index of their unit, their name.
+_guarded: MutableMapping[torch.Tensor, tuple[Callable[[], Any], int, str]] = WeakIdKeyDictionary()
+#: By class: the guarded one, and back.
+_guarded_classes: dict[type, type] = {}
+_plain_classes: dict[type, type] = {}
+
+
+def _plain_class(kind: type) -> type:
+    return _plain_classes.get(kind, kind)
+
+
+def _guarded_class(kind: type) -> type:
+    made = _guarded_classes.get(kind)
+    if made is None:
+        if kind in _plain_classes:
+            return kind
+        members: dict[str, Any] = {"__module__": kind.__module__, "__torch_function__": classmethod(_on_use)}
+        members.update({name: _as_plain(name) for name in ("__reduce_ex__", "__deepcopy__")})
+        made = _guarded_classes[kind] = type(kind)(kind.__name__, (kind,), members)
+        _plain_classes[made] = kind
+    return made
+
+
+def _as_plain(name: str) -> Callable[..., Any]:
+    """A method that calls the plain class's, for those that make something of the object's own class."""
+
+    def call(tensor: torch.Tensor, *args: Any) -> Any:
+        kind = type(tensor)
+        _before_use(tensor)
+        tensor.__class__ = _plain_class(kind)
+        try:
+            return getattr(tensor, name)(*args)
+        finally:
+            tensor.__class__ = kind
+
+    return call
+
+
+def _on_use(
+    _cls: type, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    """The ``__torch_function__`` of guarded parameters and of what shares their memory."""
+    kwargs = kwargs or {}
+    used: list[tuple[torch.Tensor, Any]] = []
+    if func in _GRAD:
+        _before_grad(args[0])
+    elif func not in _METADATA and not (func in _CASTS and _casts_nothing(func, args, kwargs)):
+        found = [tensor for tensor in tensors_of((args, kwargs)) if type(tensor) in _plain_classes]
+        used = [(tensor, _entry(tensor) if func in _ALIASES else _before_use(tensor)) for tensor in found]
+    if any(_has_own_function(kind) for kind in types):
+        return NotImplemented  # other subclasses, which will come back with what they make of it
+    with torch._C.DisableTorchFunctionSubclass():
+        result = (torch.Tensor.detach if func == _DATA_GET else func)(*args, **kwargs)
+        for tensor, entry in used:
+            if entry is not None:
+                entry[0].after_use(*entry[1:], result)
+                _guard_aliases(result, tensor, entry)
+    return result
+
+
+def _has_own_function(kind: Any) -> bool:
+    function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+    return kind not in _plain_classes and function not in _TORCHS_OWN
+
+
+def _gone() -> None:
+    """A reference to nothing."""
+
+
+def _entry(tensor: torch.Tensor) -> Any:
+    """Who guards `tensor`, the index of its unit, its name; None where nobody does."""
+    reference, index, name = _guarded.get(tensor, (_gone, 0, ""))
+    guard = reference()
+    if guard is None:  # a copy that took over the class, or the engine is gone
+        tensor.__class__ = _plain_class(type(tensor))
+        return None
+    return guard, index, name
+
+
+def _before_use(tensor: torch.Tensor) -> Any:
+    entry = _entry(tensor)
+    if entry is not None:
+        entry[0].before_use(*entry[1:])
+    return entry
+
+
+def _before_grad(tensor: torch.Tensor) -> None:
+    entry = _entry(tensor)
+    if entry is not None:
+        entry[0].before_grad(entry[2])
+
+
+def _guard_aliases(result: Any, tensor: torch.Tensor, entry: Any) -> None:
+    """Guards what shares the memory of `tensor` as that is."""
+    for made in tensors_of(result):
+        is_plain = type(made) is torch.Tensor and made.layout is torch.strided and made.numel()
+        if is_plain and made.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+            made.__class__ = _guarded_class(torch.Tensor)
+            _guarded[made] = (weakref.ref(entry[0]), *entry[1:])
+
+
+def _casts_nothing(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        empty = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
+        return func(empty, *args[1:], **kwargs) is empty
+
+
+def _functions(names: str) -> frozenset[Any]:
+    """Of ``torch.Tensor`` and ``torch``: methods, functions, and what gets and sets an attribute."""
+    found: set[Any] = set()
+    for name in names.split():
+        for owner in (torch.Tensor, torch):
+            one = getattr(owner, name, None)
+            if one is not None:
+                found.update([one.__get__, one.__set__, one.__delete__] if inspect.isgetsetdescriptor(one) else [one])
+    return frozenset(found)
+
+
+_TORCHS_OWN = (torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]
+_DATA_GET = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_GRAD = _functions("grad")
+#: Uses that give out the memory, but read nothing of it.
+_ALIASES = frozenset({_DATA_GET, torch.Tensor.detach, torch.detach})
+_CASTS = _functions("to cpu cuda float half double bfloat16")
+#: Uses that read and write no element.
+_METADATA = _functions(
+    "shape dtype device layout ndim names name requires_grad is_leaf grad_fn is_cuda is_cpu is_meta is_sparse is_quantized "
+    "is_nested itemsize nbytes output_nr retains_grad _version _base _cdata _backward_hooks _post_accumulate_grad_hooks "
+    "size dim ndimension numel nelement stride storage_offset element_size is_contiguous is_floating_point is_complex "
+    "is_signed is_inference is_pinned is_shared get_device data_ptr untyped_storage is_same_size is_set_to has_names "
+    "register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad __len__ __hash__ is_tensor "
+    "_has_compatible_shallow_copy_type empty_like zeros_like ones_like full_like rand_like randn_like new_empty new_zeros "
+    "new_ones new_full new_tensor result_type"
+) | {torch.Tensor.data.__set__, torch.autograd.grad}  # type: ignore[attr-defined]

@@ -39,7 +39,7 @@ def test_planning_stays_light(code: str, fresh_python: Run) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2", "ddp"])
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2", "ddp", "zeroplan"])
 def test_formula_depth_loads_no_schedule(engine: str, fresh_python: Run) -> None:
     code = (
         f"import sys, zeroplan\nzeroplan.estimate('meta-llama/Llama-3.2-1B', engine='{engine}', depth='formula')\n"

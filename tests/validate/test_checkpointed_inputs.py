@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.validate.small import CONFIG
+from zeroplan.engines.registry import find_engine
 from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
 from zeroplan.planner.tapes import ExpandedTapes
@@ -61,7 +62,7 @@ def test_plan_and_measurement_are_equal(model: dict[str, Any], options: dict[str
     )
     (case,) = resolved.cases
     planned = predict(resolved.engine, case, ExpandedTapes(resolved.engine))
-    result = run_job(job_of(case, "zeroplan", "", raw=config, steps=2), Place.of("cpu", 0), lambda _: None)
+    result = run_job(job_of(case, find_engine("zeroplan"), "", raw=config, steps=2), Place.of("cpu", 0), lambda _: None)
     found = compare(planned, measurement_of([result], device="cpu", ranks=1), 0.02)
     assert not found.mismatches
     row = next(row for row in found.rows if row.name == "activation.checkpoint")

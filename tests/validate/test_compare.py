@@ -10,13 +10,13 @@ import pytest
 from tests.validate.small import CONFIG
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.gpus import GPUS
-from zeroplan.core.layout import runtime_buffers
 from zeroplan.core.plan import GpuMemory
 from zeroplan.core.units import GIB, MIB
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.runtime.engine import Runtime
+from zeroplan.engines.verification import OwnedBuffers
 from zeroplan.models.load import load_model
 from zeroplan.planner.formula import formula_plan
 from zeroplan.validate.compare import compare
@@ -32,15 +32,15 @@ def planned(*, peak: int = 2 * GIB, reserved: int = 3 * GIB, total: int = 4 * GI
     case = Case(load_model(CONFIG), Workload(seq_len=16), Cluster(gpus=2, gpu=GPUS["h100"]), ZeroConfig.of(3))
     plan = formula_plan(engine, case)
     gpu: GpuMemory = plan.gpu.model_copy(update={"peak_allocated": peak, "peak_reserved": reserved, "total": total})
-    owned = {(row.buffer.value, row.unit, row.place.value): row.bytes for row in runtime_buffers(engine.layout(case))}
-    return Planned(case, plan.model_copy(update={"gpu": gpu, "fits": fits}), owned, peak, peak // 2)
+    owned = OwnedBuffers(engine.owned_buffers(case, None).rows)  # as if all of them stood
+    return Planned(case, plan.model_copy(update={"gpu": gpu, "fits": fits}), owned, CONTEXT, peak, peak // 2)
 
 
 def result(plan: Planned, rank: int = 0, **changes: Any) -> dict[str, Any]:
     assert plan.owned is not None
     return {
         "rank": rank,
-        "rows": [[*key, count] for key, count in plan.owned.items()],
+        "rows": [[*key, count] for key, count in plan.owned.rows.items()],
         "owned": True,
         "live_after_step": GIB,
         "peak_allocated": 2 * GIB,

@@ -14,6 +14,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.validate.plain import Classifier, batch
+from zeroplan.engines.registry import find_engine
 from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
 from zeroplan.validate.job import VerifyJob, job_of
@@ -29,7 +30,7 @@ def endless(timeout: float) -> VerifyJob:
     module, live = Classifier(), live_of(Classifier(), batch())
     micro_batch, seq_len = live.shape()
     asked = Request(model=module, engine="zeroplan", gpus=2, stage=3, micro_batch=micro_batch, seq_len=seq_len)
-    return job_of(resolve(asked).cases[0], "zeroplan", "stage 3", steps=100_000, timeout=timeout, live=live)
+    return job_of(resolve(asked).cases[0], find_engine("zeroplan"), "stage 3", steps=100_000, timeout=timeout, live=live)
 
 
 def alive(pid: int) -> bool:

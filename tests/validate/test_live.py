@@ -89,7 +89,7 @@ X = torch.ones(2, 3)
         (nn.Linear(3, 3), {"inputs": {"input": 1}}, "there is no tensor in the batch"),
         (nn.Linear(3, 3), {"inputs": X, "seq_len": 7}, "seq_len: the batch says it"),
         (nn.Linear(3, 3), {"inputs": X, "lora_rank": 4}, "lora_rank: is not done to a live module"),
-        (nn.Linear(3, 3), {"inputs": X, "engine": "fsdp2"}, "use zeroplan or ddp"),
+        (nn.Linear(3, 3), {"inputs": X, "engine": "fsdp2"}, "use ddp or zeroplan"),
         ({"model_type": "llama"}, {"inputs": X}, "inputs are for a live nn.Module"),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.validate.small import CONFIG
+from zeroplan.engines.registry import find_engine
 from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
 from zeroplan.planner.tapes import ExpandedTapes
@@ -36,7 +37,7 @@ def test_states_and_parameters_in_folders_of_their_own(folders: tuple[str, str],
     resolved = resolve(Request(model=CONFIG, engine="zeroplan", ds_config=config, seq_len=16))
     (case,) = resolved.cases
     planned = predict(resolved.engine, case, ExpandedTapes(resolved.engine))
-    result = run_job(job_of(case, "zeroplan", "", raw=config, steps=2), Place.of("cpu", 0), lambda _: None)
+    result = run_job(job_of(case, find_engine("zeroplan"), "", raw=config, steps=2), Place.of("cpu", 0), lambda _: None)
     found = compare(planned, measurement_of([result], device="cpu", ranks=1), 0.02)
     files = next(row for row in found.totals if row.name == "swap files")
     assert files.planned == files.measured == planned.plan.nvme.per_node

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.cluster import Cluster
+from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.tape_options import TraceOptions, options_for
 from zeroplan.core.workload import DType, Precision, Workload
@@ -31,6 +32,7 @@ if TYPE_CHECKING:  # a plan from the ledger alone needs no simulator
     from zeroplan.engines.process import Outside
     from zeroplan.engines.simulation import Simulation
     from zeroplan.engines.traffic import Traffic
+    from zeroplan.engines.verification import OwnedBuffers
     from zeroplan.interop.forms import Form
     from zeroplan.simulate.allocator.config import AllocatorConfig
 
@@ -67,6 +69,14 @@ class Engine(ABC):
         dialect: how the engine reads a ``ds_config.json``; None if it takes none.
         launchers: those of :data:`zeroplan.interop.launch.LAUNCHERS` that start the engine, the usual one first.
         alloc_confs: the allocator settings that a search tries; an empty string for none.
+        trainer: ``"module:function"`` that builds the engine on a rank of ``verify``: a function from
+            :class:`~zeroplan.engines.verification.TrainingRun` to :class:`~zeroplan.engines.verification.Trainer` in a module
+            that may import torch. Empty for an engine that ``verify`` cannot run.
+        tensors_from_operators: whether torch's operators return every tensor that the engine makes, so that ``verify`` can
+            count them on a CPU.
+        binds_device: whether ranks join NCCL bound to their GPU, which makes the communicator at once.
+        takes_modules: whether ``verify`` may hand the engine a user's own module.
+        casts_modules: whether the engine casts such a module and its batch to the dtype of the arithmetic.
     """
 
     name: ClassVar[str]
@@ -76,6 +86,11 @@ class Engine(ABC):
     dialect: ClassVar[Dialect | None] = None
     launchers: ClassVar[tuple[str, ...]] = ("torchrun", "slurm")
     alloc_confs: ClassVar[tuple[str, ...]] = ("", "expandable_segments:True")
+    trainer: ClassVar[str] = ""
+    tensors_from_operators: ClassVar[bool] = True
+    binds_device: ClassVar[bool] = True
+    takes_modules: ClassVar[bool] = False
+    casts_modules: ClassVar[bool] = False
 
     # --- what it runs -----------------------------------------------------------------------------------------------------
 
@@ -210,3 +225,45 @@ class Engine(ABC):
     def forms(self) -> Mapping[str, Form]:
         """The forms in which ``recommend`` can write a configuration, by name; none where the program reads no file."""
         return {}
+
+    # --- verify -----------------------------------------------------------------------------------------------------------
+
+    def require_verifiable(self, zero: ZeroConfig) -> None:
+        """Refuse a configuration that ``verify`` cannot run with this engine.
+
+        Raises:
+            BadInput: with what it can run.
+        """
+        if not self.trainer:
+            raise BadInput(f"verify cannot run {self.name}", where="--engine", remedy="use --engine zeroplan")
+
+    def for_verify(
+        self, ds_config: Mapping[str, Any] | None, *, device: str, own_module: bool
+    ) -> tuple[Self, Mapping[str, Any] | None]:
+        """The engine, and the user's ds_config, as a run on this machine can be held against a plan.
+
+        Args:
+            ds_config: the user's, or None.
+            device: ``cuda`` or ``cpu``.
+            own_module: whether a user's own module is run.
+        """
+        return self, ds_config
+
+    def run_config(self, case: Case, ds_config: Mapping[str, Any] | None, timeout: float) -> dict[str, Any]:
+        """The ds_config that :attr:`trainer` gets on each rank; empty for an engine that takes none.
+
+        Args:
+            case: the configuration.
+            ds_config: the user's, or None.
+            timeout: seconds without progress after which a rank should give up.
+        """
+        return {}
+
+    def owned_buffers(self, case: Case, tape: ExpandedTape | None) -> OwnedBuffers | None:
+        """What the engine's own account of its buffers must say after a run; None for an engine without one.
+
+        Args:
+            case: the configuration.
+            tape: the model's expanded tape; None where the model cannot be traced.
+        """
+        return None

@@ -35,6 +35,7 @@ class Simulated:
     plan: MemoryPlan
     simulation: Simulation
     stream: ExpandedTape
+    outside: Outside
 
 
 def simulated_plan(
@@ -94,7 +95,7 @@ def simulated_plan(
             "lines": (*_ledger_lines(formula, simulation), *_traced_lines(formula, simulation), *_outside_lines(outside)),
         }
     )
-    return Simulated(plan, simulation, tape)
+    return Simulated(plan, simulation, tape, outside)
 
 
 def _ledger_lines(formula: MemoryPlan, simulation: Simulation) -> list[PlanLine]:

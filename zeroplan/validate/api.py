@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Any
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import ModelInfo
 from zeroplan.core.zero_config import OffloadDevice
-from zeroplan.ds_config.dialect import Dialect
-from zeroplan.ds_config.reader import read_ds_config
 from zeroplan.ds_config.source import load_source
 from zeroplan.engines.base import Case, Engine
-from zeroplan.engines.runtime.engine import Runtime
+from zeroplan.engines.registry import DEFAULT_VERIFIED, engine_names, find_engine
 from zeroplan.planner.describe import describe_workload
 from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import Resolved, resolve
@@ -85,7 +83,7 @@ def verify(
         given.pop("micro_batch")  # the file's to say
     if live is not None:
         given["micro_batch"], given["seq_len"] = live.shape()
-    fields = {"engine": "zeroplan", **given, **{k: v for k, v in options.items() if v is not None}}
+    fields = {"engine": DEFAULT_VERIFIED, **given, **{k: v for k, v in options.items() if v is not None}}
     cluster = machine.cluster(ranks)
     resolved = resolve(Request(**fields, gpus=cluster.gpus, nodes=cluster.nodes))
     cases = [replace(case, cluster=cluster) for case in resolved.cases if not _lacks_path(case)]
@@ -95,15 +93,11 @@ def verify(
     if not cases:
         raise BadInput("NVMe without a folder", where="--offload-optimizer", remedy="give nvme_path in a --ds-config")
     raw = _raw(options.get("ds_config"))
-    if isinstance(resolved.engine, Runtime) and (machine.device == "cpu" or live is not None):
-        # No CPU kernel computes the loss in one pass; what torch takes in its place is not what a plan for GPUs has. A module
-        # of the user's own has its own loss.
-        raw = {**(raw or {}), "zeroplan": {"fused_loss": False, **((raw or {}).get("zeroplan") or {})}}
-        resolved = replace(resolved, engine=resolved.engine.with_ds_config(read_ds_config(raw, dialect=Dialect.RUNTIME)))
-    name = resolved.engine.name
-    jobs = [job_of(case, name, _label(case), raw=raw, steps=steps, timeout=timeout, live=live) for case in cases]
+    engine, raw = resolved.engine.for_verify(raw, device=machine.device, own_module=live is not None)
+    resolved = replace(resolved, engine=engine)
+    jobs = [job_of(case, engine, _label(case), raw=raw, steps=steps, timeout=timeout, live=live) for case in cases]
     run = _run_here if machine.launched else _run_launched
-    streams = _streams(resolved.engine, model, live)
+    streams = _streams(engine, model, live)
     comparisons, skipped = run(resolved, streams, cases, jobs, machine, ranks, tolerance, say, model is None)
     spec = resolved.spec
     return Drift(
@@ -129,12 +123,14 @@ def _live(model: Any, inputs: Any, options: dict[str, Any]) -> Live | None:
     for name in ("lora_rank", "gradient_checkpointing"):
         if options.get(name):
             raise BadInput("is not done to a live module", where=name, remedy="give the module as it is to be trained")
-    from zeroplan.validate.live import ENGINES, live_of, require_no_rank
+    from zeroplan.validate.live import live_of, require_no_rank
 
     require_no_rank()
-    if options.get("engine") not in (None, *ENGINES):
-        what = f"{options['engine']} builds its models itself, which a live module is not for"
-        raise BadInput(what, where="engine", remedy=f"use {' or '.join(ENGINES)}")
+    engine = find_engine(options.get("engine") or DEFAULT_VERIFIED, where="engine")
+    if not engine.takes_modules:
+        others = [name for name in engine_names() if find_engine(name).takes_modules]
+        what = f"{engine.name} builds its models itself, which a live module is not for"
+        raise BadInput(what, where="engine", remedy=f"use {' or '.join(others)}")
     return live_of(model, inputs)
 
 
@@ -164,7 +160,7 @@ def _lacks_path(case: Case) -> bool:
     return any(part.device is OffloadDevice.NVME and part.nvme_path is None for part in parts)
 
 
-def _raw(source: Any) -> dict[str, Any] | None:
+def _raw(source: Any) -> Mapping[str, Any] | None:
     if source is None or isinstance(source, dict):
         return source
     return load_source(source)[0]  # once more, as resolve keeps what it makes of it

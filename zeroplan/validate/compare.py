@@ -16,8 +16,8 @@ from collections.abc import Iterable
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.units import format_bytes
 from zeroplan.core.workload import Attention, DType
-from zeroplan.engines.runtime.units import PEFT_PREFIX
-from zeroplan.validate.planned import Key, Planned
+from zeroplan.engines.verification import Key
+from zeroplan.validate.planned import Planned
 from zeroplan.validate.results import Comparison, DriftRow, Measurement
 
 #: Phases of training; a CPU holds the model's first copy in the same memory while the engine initialises.
@@ -63,7 +63,7 @@ def _by_buffer(rows: Iterable[tuple[Key, int]], device: str) -> dict[tuple[str, 
 def _measured_keys(planned: Planned, measured: Measurement) -> dict[Key, int]:
     """The measured rows; without a tape nothing tells of checkpointed inputs, so they are left out."""
     return {
-        (row.buffer, row.unit.removeprefix(PEFT_PREFIX), row.place): row.bytes
+        (row.buffer, row.unit, row.place): row.bytes
         for row in measured.rows
         if row.buffer != Buffer.ACTIVATION_CHECKPOINT or not planned.undone
     }
@@ -75,8 +75,8 @@ def _mismatches(planned: Planned, measured: Measurement) -> list[str]:
         return []
     found = _measured_keys(planned, measured)
     out = []
-    for key in dict.fromkeys([*planned.owned, *found]):
-        want, have = planned.owned.get(key, 0), found.get(key, 0)
+    for key in dict.fromkeys([*planned.owned.rows, *found]):
+        want, have = planned.owned.rows.get(key, 0), found.get(key, 0)
         if want != have:
             out.append(f"{key[0]} of {key[1]} ({key[2]}): planned {want:,}, measured {have:,} bytes")
     return out
@@ -86,11 +86,12 @@ def _buffer_rows(planned: Planned, measured: Measurement) -> list[DriftRow]:
     """What the engine keeps: exact where it is its own account, else for information."""
     found = _by_buffer(_measured_keys(planned, measured).items(), measured.device)
     if planned.owned is not None:
-        wanted, exact = _by_buffer(planned.owned.items(), measured.device), measured.owned
+        wanted, exact = _by_buffer(planned.owned.rows.items(), measured.device), measured.owned
     else:
         lines = (((line.buffer, "", line.place), line.bytes) for line in planned.plan.lines)
         lined = _by_buffer(lines, measured.device)
         wanted, exact = {key: count for key, count in lined.items() if key in found}, False
+    passing = planned.owned.passing if planned.owned is not None else frozenset()
     rows = []
     for key in dict.fromkeys([*wanted, *found]):
         want, have = wanted.get(key, 0), found.get(key, 0)
@@ -102,8 +103,8 @@ def _buffer_rows(planned: Planned, measured: Measurement) -> list[DriftRow]:
                 measured=have if measured.rows else None,
                 judged="exact" if exact else "",
                 within=want == have if exact else None,
-                note="comes and goes: at its most" if key[0] in planned.passing else "",
-                stands=key[0] not in planned.passing,
+                note="comes and goes: at its most" if key[0] in passing else "",
+                stands=key[0] not in passing,
             )
         )
     return rows
@@ -148,8 +149,7 @@ def _torch_rows(planned: Planned, measured: Measurement) -> list[DriftRow]:
                 note="reserved beyond allocated",
             )
         )
-        context = sum(line.bytes for line in planned.plan.lines if line.formula == "measured: the CUDA context")
-        rows.append(DriftRow(name="device.context", place="hbm", planned=context or None, measured=measured.context))
+        rows.append(DriftRow(name="device.context", place="hbm", planned=planned.context, measured=measured.context))
     else:
         rows.append(
             DriftRow(name="host.process", place="dram", planned=None, measured=measured.host_before, note="before the model")

@@ -8,31 +8,33 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.tape_options import auto_class_of
-from zeroplan.core.workload import DType
-from zeroplan.ds_config.writer import write_ds_config
-from zeroplan.engines.base import Case
+from zeroplan.engines.base import Case, Engine
+from zeroplan.engines.registry import engine_path
 
 if TYPE_CHECKING:
     from zeroplan.validate.live import Live
 
 #: Optimizer steps that a run takes; peaks repeat from the second applied one on.
 STEPS = 3
-#: fp16 begins at this loss scale where no file says otherwise, so that no step is lost to finding it.
-_FP16_POWER = 8
-#: Small enough that no optimizer leaves the loss's range within the few steps of a run.
-_LEARNING_RATE = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyJob:
-    """One configuration to run. `model` is a transformers config; `ds_config` serves the engines that read one. `live` is the
-    user's own module instead, which goes to other processes in a file of its own.
+    """One configuration to run, in plain values that cross to other processes as JSON.
+
+    Attributes:
+        label: names the configuration in messages.
+        engine_path: the engine's class, as :func:`zeroplan.engines.registry.engine_path` gives it.
+        model: a transformers config.
+        ds_config: what the engine's :meth:`~zeroplan.engines.base.Engine.run_config` returned.
+        steps: optimizer steps.
+        timeout: seconds without progress after which a rank gives up.
+        live: the user's own module in place of `model`; it goes to other processes in a file of its own.
     """
 
     label: str
-    engine: str
+    engine_path: str
     stage: int
     model: dict[str, Any]
     auto_class: str
@@ -70,7 +72,7 @@ class VerifyJob:
 
 def job_of(
     case: Case,
-    engine: str,
+    engine: Engine,
     label: str,
     *,
     raw: Mapping[str, Any] | None = None,
@@ -81,23 +83,18 @@ def job_of(
     """The job of a case. `raw` is the ds_config that the case came from, `live` the user's module and batch.
 
     Raises:
-        BadInput: when the model has no config to build it from.
+        BadInput: when the model has no config to build it from, or the engine cannot run the case.
     """
+    engine.require_verifiable(case.zero)
     spec, work = case.spec, case.workload
     if live is None and not spec.config:
         remedy = "give a hub id, a folder or a config.json"
         if spec.source == "module":
             remedy = "give inputs=…, the arguments of one forward, to run the module itself"
         raise BadInput(f"{spec.name} has no config to build it from", where="MODEL", remedy=remedy)
-    config: dict[str, Any] = {}
-    if engine == "zeroplan":
-        config = _runtime_config(case, raw or {}, timeout)
-    elif engine == "deepspeed":
-        given = _optimizer(work.optimizer) if "optimizer" not in (raw or {}) else None
-        config = write_ds_config(case.zero, work, world_size=case.layout.dp, optimizer=given, source=raw)
     return VerifyJob(
         label=label,
-        engine=engine,
+        engine_path=engine_path(engine.name),
         stage=case.zero.stage,
         model={} if live else json.loads(json.dumps(dict(spec.config), default=str)),
         auto_class="" if live else spec.auto_class or auto_class_of(spec.config),
@@ -112,48 +109,9 @@ def job_of(
         lora_targets=tuple(work.lora_targets),
         steps=steps,
         timeout=timeout,
-        ds_config=config,
+        ds_config=engine.run_config(case, raw, timeout),
         live=live,
     )
-
-
-def _optimizer(name: str) -> dict[str, Any]:
-    """The ``optimizer`` section for one of the ledger's names."""
-    written = find_optimizer(name).written
-    if written is None:
-        raise BadInput(
-            f"DeepSpeed builds no {name} from a config", where="--optimizer", remedy="give --ds-config, or use adamw"
-        )
-    return {"type": written.type, "params": {**written.params, "lr": _LEARNING_RATE}}
-
-
-def _runtime_config(case: Case, raw: Mapping[str, Any], timeout: float) -> dict[str, Any]:
-    """The file as it is, with the batches and the precision made definite; without a file, what the flags say."""
-    work = case.workload
-    config = {key: value for key, value in raw.items() if key not in ("train_batch_size", "fp16", "bf16")}
-    config["train_micro_batch_size_per_gpu"] = work.micro_batch
-    config["gradient_accumulation_steps"] = work.grad_accum
-    config.setdefault("gradient_clipping", 1.0)
-    zero = config.get("zero_optimization")
-    config["zero_optimization"] = {**_offload(case), **(zero if isinstance(zero, Mapping) else {}), "stage": case.zero.stage}
-    config.setdefault("optimizer", _optimizer(work.optimizer))
-    config["zeroplan"] = {"timeout": timeout, **dict(config.get("zeroplan") or {})}
-    if work.dtype is not DType.FP32:
-        section = raw.get(work.dtype.value)
-        own = {"initial_scale_power": _FP16_POWER} if work.dtype is DType.FP16 and not section else {}
-        config[work.dtype.value] = {**own, **(section if isinstance(section, Mapping) else {}), "enabled": True}
-    return config
-
-
-def _offload(case: Case) -> dict[str, Any]:
-    """The offload sections that flags stand for."""
-    optimizer, param = case.zero.offload_optimizer, case.zero.offload_param
-    found: dict[str, Any] = {}
-    if optimizer:
-        found["offload_optimizer"] = {"device": optimizer.device.value, "nvme_path": optimizer.nvme_path}
-    if param:
-        found["offload_param"] = {"device": param.device.value, "nvme_path": param.nvme_path}
-    return found
 
 
 def ended_early(result: Mapping[str, Any]) -> bool:

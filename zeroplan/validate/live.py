@@ -37,8 +37,6 @@ from zeroplan_runtime.arena import DTYPES
 from zeroplan_runtime.pytree import cast_tensors, map_tensors, tensors_of
 from zeroplan_runtime.units import cast_floating
 
-#: Engines that take a module as it is; the others build theirs on the device, or shard it while it is built.
-ENGINES = ("zeroplan", "ddp")
 #: In a rank's environment.
 RANK = "ZEROPLAN_VERIFY_RANK"
 _IN_TORCHRUN = "run the script by torchrun, where every rank builds the module itself"
@@ -109,8 +107,9 @@ class LiveExpandedTapes(ExpandedTapes):
         options = self._engine_of.trace_options(case)
         if options.key not in self._streams:
             try:
-                meta = _on_meta(self._module, case.workload.dtype if self._engine_of.name == "zeroplan" else DType.FP32)
-                batch = self._live.batch_on(torch.device("cpu"), input_dtype(self._engine_of.name, case.workload.dtype))
+                dtype = case.workload.dtype if self._engine_of.casts_modules else DType.FP32
+                meta = _on_meta(self._module, dtype)
+                batch = self._live.batch_on(torch.device("cpu"), DTYPES[dtype] if self._engine_of.casts_modules else None)
                 tape = trace_module(meta, lambda: map_tensors(batch, _empty_on_meta), options)
                 device = KernelDevice.of(case.cluster.gpu)
                 work = case.workload
@@ -122,11 +121,6 @@ class LiveExpandedTapes(ExpandedTapes):
         if isinstance(found, NoTapeError):
             raise found
         return found
-
-
-def input_dtype(engine: str, dtype: DType) -> torch.dtype | None:
-    """What a batch's floating tensors are cast to; None under autocast, which casts within."""
-    return DTYPES[dtype] if engine == "zeroplan" else None
 
 
 def _on_meta(module: nn.Module, dtype: DType) -> nn.Module:

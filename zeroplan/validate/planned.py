@@ -4,64 +4,55 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zeroplan.core.buffers import Buffer, Phase, Place
-from zeroplan.core.layout import runtime_buffers
+from zeroplan.core.buffers import Phase
 from zeroplan.core.plan import MemoryPlan
 from zeroplan.engines.base import Case, Engine
-from zeroplan.engines.runtime.checkpoints import host_buffers
-from zeroplan.engines.runtime.engine import Runtime
 from zeroplan.engines.simulation import phase_of_mark
+from zeroplan.engines.verification import OwnedBuffers
 from zeroplan.planner.formula import formula_plan
 from zeroplan.planner.simulated import simulated_plan
 from zeroplan.planner.tapes import ExpandedTapes, NoTapeError
 from zeroplan.simulate.timeline import Timeline
-
-#: A row's key: buffer, unit, place.
-Key = tuple[str, str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
     """One configuration, predicted.
 
-    `owned` are the buffers that the runtime allocates, by unit; None for other engines. `passing` names those of them that
-    come and go. Without the caching allocator's
-    rounding, `requested` is the most that lives at once in training (forward, backward, step) and `requested_live` what lives
-    between two steps; both None at formula depth, where `undone` says why nothing deeper could be had. `drops` says that the
-    model has dropout, whose masks and attention kernels differ between a CPU and CUDA, or other modules that do.
+    Attributes:
+        case: the configuration.
+        plan: at the deepest depth that can be had.
+        owned: what the engine's own account must say after a run; None for an engine without one.
+        context: bytes of the CUDA context; None at formula depth.
+        requested: the most bytes that live at once in training (forward, backward, step), without the caching allocator's
+            rounding; None at formula depth.
+        requested_live: likewise what lives between two steps.
+        undone: at formula depth, why nothing deeper could be had.
+        drops: whether the model has dropout, whose masks and attention kernels differ between a CPU and CUDA, or other modules
+            that do.
     """
 
     case: Case
     plan: MemoryPlan
-    owned: dict[Key, int] | None
+    owned: OwnedBuffers | None
+    context: int | None = None
     requested: int | None = None
     requested_live: int | None = None
     undone: str = ""
     drops: bool = False
-    passing: frozenset[str] = frozenset()
 
 
-def predict(engine: Engine, case: Case, streams: ExpandedTapes) -> Planned:
-    """The deepest plan that can be had; `streams` are those of the cases that are verified together."""
-    owned, passing = None, frozenset[str]()
-    if isinstance(engine, Runtime):
-        rows = runtime_buffers(engine.layout(case))
-        owned = {(row.buffer.value, row.unit, row.place.value): row.bytes for row in rows}
-        standing = {row.buffer for row in rows if row.stands}
-        passing = frozenset(row.buffer.value for row in rows if row.buffer not in standing)
+def predict(engine: Engine, case: Case, tapes: ExpandedTapes) -> Planned:
+    """The deepest plan that can be had; `tapes` are those of the cases that are verified together."""
     formula = formula_plan(engine, case)
     try:
-        stream = streams.of(case)
+        tape = tapes.of(case)
     except NoTapeError as error:
-        return Planned(case, formula, owned, undone=str(error), passing=passing)
-    if owned is not None and isinstance(engine, Runtime):
-        buffer, place = Buffer.ACTIVATION_CHECKPOINT.value, Place.PINNED.value
-        owned |= {(buffer, unit, place): count for unit, count in host_buffers(engine.moved(case, stream)).items()}
-    run = simulated_plan(formula, engine, case, stream)
-    live = _training(run.simulation.timeline)
-    return Planned(
-        case, run.plan, owned, *live, drops=_has_dropout(case) if streams.differs is None else streams.differs, passing=passing
-    )
+        return Planned(case, formula, engine.owned_buffers(case, None), undone=str(error))
+    run = simulated_plan(formula, engine, case, tape)
+    requested, live = _training(run.simulation.timeline)
+    drops = _has_dropout(case) if tapes.differs is None else tapes.differs
+    return Planned(case, run.plan, engine.owned_buffers(case, tape), run.outside.context, requested, live, drops=drops)
 
 
 def _has_dropout(case: Case) -> bool:

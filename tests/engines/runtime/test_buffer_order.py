@@ -23,7 +23,7 @@ from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ds_config.dialect import Dialect
 from zeroplan.ds_config.reader import read_ds_config
 from zeroplan.engines.base import Case
-from zeroplan.engines.runtime import engine as planned_engine
+from zeroplan.engines.runtime import simulation as planned_run
 from zeroplan.engines.runtime.engine import Runtime
 from zeroplan.models.load import load_model
 from zeroplan.planner.tapes import expanded_tape_of
@@ -70,7 +70,7 @@ def planned(config: dict[str, Any], ranks: int, monkeypatch: pytest.MonkeyPatch)
         recorders.append(Recorder())
         return recorders[-1]
 
-    monkeypatch.setattr(planned_engine, "Recorder", record)
+    monkeypatch.setattr(planned_run, "Recorder", record)
     engine = Runtime().with_ds_config(read_ds_config(config, dialect=Dialect.RUNTIME))
     reduce = config.get("communication_data_type")
     zero = ZeroConfig.of(config["zero_optimization"]["stage"], communication_data_type=DType(reduce) if reduce else None)

@@ -37,7 +37,7 @@ def step(group: Any, ranks: int, optimizer: str) -> tuple[dict[str, int], int]:
     gloo's threads may hold what they have sent for a moment longer, so the peak is the least of several steps'.
     """
     from tests.core.allocations import Allocations
-    from zeroplan.validate.rank.torch_optimizers import make_optimizers
+    from zeroplan.engines.torch_trainer import make_optimizers
 
     torch.manual_seed(0)
     model = Model()

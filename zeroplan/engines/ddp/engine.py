@@ -30,6 +30,8 @@ class Ddp(TorchEngine):
     """DistributedDataParallel: everything whole on every rank, reported as stage 0."""
 
     name = "ddp"
+    trainer = "zeroplan.engines.ddp.trainer:build"
+    takes_modules = True
 
     def options(self) -> list[ZeroConfig]:
         """The one there is."""

@@ -52,6 +52,8 @@ class DeepSpeed(Engine):
     step_buffers_coexist = True
     dialect = Dialect.DEEPSPEED
     launchers = ("deepspeed", "torchrun", "accelerate", "slurm")
+    trainer = "zeroplan.engines.deepspeed.trainer:build"
+    binds_device = False  # its own start-up names no device, so the first collective makes the communicator
 
     def __init__(self) -> None:
         self._simulator: Simulator | None = None  # made by the first simulation, which alone imports it
@@ -142,3 +144,11 @@ class DeepSpeed(Engine):
             "lightning": forms.lightning,
             "accelerate": forms.accelerate,
         }
+
+    def run_config(self, case: Case, ds_config: Mapping[str, Any] | None, timeout: float) -> dict[str, Any]:
+        """The user's file made explicit, or an explicit file of what the flags say."""
+        from zeroplan.ds_config.writer import write_ds_config
+        from zeroplan.engines.verification import optimizer_section
+
+        optimizer = optimizer_section(case.workload.optimizer) if "optimizer" not in (ds_config or {}) else None
+        return write_ds_config(case.zero, case.workload, world_size=case.layout.dp, optimizer=optimizer, source=ds_config)

@@ -24,6 +24,8 @@ class Fsdp2(TorchEngine):
 
     name = "fsdp2"
     launchers = ("accelerate",)
+    trainer = "zeroplan.engines.fsdp2.trainer:build"
+    tensors_from_operators = False  # FSDP2 resizes storages, which no operator returns
 
     def options(self) -> list[ZeroConfig]:
         """Without and with resharding."""
@@ -81,3 +83,12 @@ class Fsdp2(TorchEngine):
         from zeroplan.interop.forms import fsdp2_by_accelerate
 
         return {"accelerate-fsdp2": fsdp2_by_accelerate}
+
+    def require_verifiable(self, zero: ZeroConfig) -> None:
+        """``verify`` keeps shards on the GPU.
+
+        Raises:
+            BadInput: offload.
+        """
+        if zero.offload_optimizer or zero.offload_param:
+            raise BadInput("verify runs fsdp2 without offload", where="--offload-param", remedy="leave the offload flags out")

@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from zeroplan.core.buffers import Phase
+from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.cluster import Cluster
-from zeroplan.core.layout import Layout, UnitKind
-from zeroplan.core.tape import ExpandedTape
-from zeroplan.core.workload import DType
+from zeroplan.core.layout import Layout, UnitKind, runtime_buffers
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.ds_config.dialect import Dialect
 from zeroplan.ds_config.knobs import Knobs
 from zeroplan.ds_config.rules_runtime import remark, require_offloadable, require_runnable
 from zeroplan.engines.base import Case, Engine
-from zeroplan.engines.player import play
 from zeroplan.engines.runtime import lines
-from zeroplan.engines.runtime.checkpoints import Moved, host_buffers, leaving_inputs, moved_inputs, with_moved_inputs
-from zeroplan.engines.runtime.fused_loss import with_fused_loss
-from zeroplan.engines.runtime.host import checkpoint_phases, host_phases
+from zeroplan.engines.runtime.checkpoints import Moved, host_buffers, leaving_inputs, moved_inputs
 from zeroplan.engines.runtime.job import layout_of, require_trainable
-from zeroplan.engines.runtime.schedule import RuntimeJob, RuntimeSchedule, with_direct_gradients
-from zeroplan.engines.simulation import Simulation
+from zeroplan.engines.verification import OwnedBuffers
 from zeroplan.ledger.line import Ledger
 from zeroplan.models.spec import ModelSpec
-from zeroplan.simulate.allocator.config import UNLIMITED, AllocatorConfig
-from zeroplan.simulate.recorder import Recorder, simulate
 
 if TYPE_CHECKING:
+    from zeroplan.core.tape import ExpandedTape
     from zeroplan.ds_config.reader import DsConfig
     from zeroplan.engines.runtime.traffic import RuntimeTraffic
+    from zeroplan.engines.simulation import Simulation
     from zeroplan.interop.forms import Form
+    from zeroplan.simulate.allocator.config import AllocatorConfig
 
 #: Stages with optimizer and parameter offload, in the order in which they are shown.
 OPTIONS = (
@@ -62,6 +56,9 @@ class Runtime(Engine):
     measured = True
     step_buffers_coexist = True
     dialect = Dialect.RUNTIME
+    trainer = "zeroplan.engines.runtime.trainer:build"
+    takes_modules = True
+    casts_modules = True
 
     def __init__(self, knobs: Knobs | None = None) -> None:
         self.knobs = knobs or Knobs()
@@ -116,36 +113,18 @@ class Runtime(Engine):
         inputs = leaving_inputs(case, layout)
         return lines.LEDGER, lines.facts(layout, cublas_workspace=case.cluster.gpu.workspace, inputs=inputs)
 
-    def moved(self, case: Case, tape: ExpandedTape) -> tuple[Moved, ...]:
+    def moved_inputs(self, case: Case, tape: ExpandedTape) -> tuple[Moved, ...]:
         """The checkpointed inputs that leave for pinned memory in one micro batch (``cpu_checkpointing``)."""
         if not case.zero.activation_checkpointing.cpu_checkpointing:
             return ()
         units = self.layout(case).units
         return moved_inputs(tape, {unit.shape.name for unit in units if unit.shape.kind is UnitKind.BLOCK})
 
-    def simulate(self, case: Case, expanded: ExpandedTape, config: AllocatorConfig | None = None) -> Simulation:
+    def simulate(self, case: Case, tape: ExpandedTape, config: AllocatorConfig | None = None) -> Simulation:
         """The run of any rank: all own and do the same."""
-        layout = self.layout(case)
-        skipped = 1 if case.workload.dtype is DType.FP16 else 0
-        room = config is None or config.max_split_size == UNLIMITED
-        job = RuntimeJob(case.workload, layout, case.cluster.gpu.workspace, room, skipped_steps=skipped)
-        setup = layout.setup
-        whole = setup.reduce_dtype if setup.shards_grads else setup.whole_grad_dtype
-        # On a GPU a product of 16-bit factors may be written in fp32, but not the other way round.
-        direct = self.knobs.direct_linear and whole in (setup.param_dtype, DType.FP32)
-        recorder = Recorder()
-        moved = self.moved(case, expanded)
-        tape = with_moved_inputs(expanded, moved) if moved else expanded
-        tape = with_direct_gradients(tape) if direct else tape
-        if self.knobs.fused_loss:
-            rows = case.workload.micro_batch * (case.workload.seq_len or 0)
-            tape = with_fused_loss(tape, rows=rows, itemsize=setup.param_dtype.bytes)
-        play(job, tape, recorder, RuntimeSchedule(job, tape, recorder), warm=True)
-        host = host_phases(layout, case.spec.params * case.workload.param_bytes, host_buffers(moved))
-        timeline = simulate(recorder, config, device_memory=case.cluster.vram)
-        found = Simulation(timeline, host=host, moved=tuple(one.bytes for one in moved))
-        after = [found.held_after(phase) or 0 for phase in (Phase.INIT, Phase.STEP)]
-        return replace(found, checkpoint=checkpoint_phases(layout, host, after_init=after[0], after_step=after[1]))
+        from zeroplan.engines.runtime.simulation import simulate_rank
+
+        return simulate_rank(case, self.layout(case), self.knobs, self.moved_inputs(case, tape), tape, config)
 
     def traffic(self, spec: ModelSpec, cluster: Cluster) -> RuntimeTraffic:
         """See ``zeroplan/engines/runtime/traffic.py``."""
@@ -158,3 +137,35 @@ class Runtime(Engine):
         from zeroplan.interop.forms import explicit
 
         return {"explicit": explicit}
+
+    def for_verify(
+        self, ds_config: Mapping[str, Any] | None, *, device: str, own_module: bool
+    ) -> tuple[Runtime, Mapping[str, Any] | None]:
+        """On a CPU, and for a user's own module, without the fused loss unless the file asks for it.
+
+        No CPU kernel computes the loss in one pass, and what torch takes in its place is not what a plan for GPUs has. A user's
+        own module has its own loss.
+        """
+        if device != "cpu" and not own_module:
+            return self, ds_config
+        given = ds_config or {}
+        changed = {**given, "zeroplan": {"fused_loss": False, **(given.get("zeroplan") or {})}}
+        from zeroplan.ds_config.reader import read_ds_config
+
+        return self.with_ds_config(read_ds_config(changed, dialect=Dialect.RUNTIME)), changed
+
+    def run_config(self, case: Case, ds_config: Mapping[str, Any] | None, timeout: float) -> dict[str, Any]:
+        """See :func:`zeroplan.engines.runtime.run_config.run_config`."""
+        from zeroplan.engines.runtime.run_config import run_config
+
+        return run_config(case, ds_config or {}, timeout)
+
+    def owned_buffers(self, case: Case, tape: ExpandedTape | None) -> OwnedBuffers:
+        """The Arena's rows. Without a tape nothing tells of the checkpointed inputs that leave for pinned memory."""
+        found = runtime_buffers(self.layout(case))
+        rows = {(row.buffer.value, row.unit, row.place.value): row.bytes for row in found}
+        if tape is not None:
+            buffer, place = Buffer.ACTIVATION_CHECKPOINT.value, Place.PINNED.value
+            rows |= {(buffer, unit, place): count for unit, count in host_buffers(self.moved_inputs(case, tape)).items()}
+        standing = {row.buffer for row in found if row.stands}
+        return OwnedBuffers(rows, frozenset(row.buffer.value for row in found if row.buffer not in standing))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zeroplan.core.tape_options import Checkpointing, TraceOptions
-from zeroplan.core.workload import Attention, DType
+from zeroplan.core.workload import Attention
 from zeroplan.validate.job import VerifyJob
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -78,12 +78,13 @@ def prepare(job: VerifyJob, model: Any) -> Any:
     return model
 
 
-def make_batch(job: VerifyJob, device: torch.device, seed: int) -> dict[str, torch.Tensor]:
-    """One micro batch of random values, of the shapes that the job's tape was traced with; a user's own as it is."""
-    if job.live is not None:
-        from zeroplan.validate.live import input_dtype
+def make_batch(job: VerifyJob, device: torch.device, seed: int, *, casts: bool) -> dict[str, torch.Tensor]:
+    """One micro batch of random values, of the shapes that the job's tape was traced with.
 
-        return job.live.batch_on(device, input_dtype(job.engine, DType(job.dtype)))
+    A user's own batch keeps its values; where the engine `casts` modules, its floating tensors take the job's dtype.
+    """
+    if job.live is not None:
+        return job.live.batch_on(device, DTYPES[job.dtype] if casts else None)
     from zeroplan.trace.build import build_inputs
     from zeroplan.trace.fit import Point
 

@@ -7,6 +7,8 @@ import re
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -15,9 +17,11 @@ import torch.distributed as dist
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput
+from zeroplan.engines.base import Engine
+from zeroplan.engines.registry import load_engine
+from zeroplan.engines.verification import Trainer, TrainingRun
 from zeroplan.validate.job import VerifyJob
-from zeroplan.validate.rank.engines import Trained, build
-from zeroplan.validate.rank.models import make_batch
+from zeroplan.validate.rank.models import DTYPES, loss_of, make_batch, make_model, prepare
 from zeroplan.validate.rank.probe import Place, Probe, bytes_written
 
 #: Called with what the rank does next.
@@ -29,12 +33,13 @@ _VERSIONS = ("torch", "transformers", "deepspeed", "peft")
 
 def run_job(job: VerifyJob, place: Place, say: Say) -> dict[str, Any]:
     """One rank's figures; ``out_of_memory``, ``bad_input`` or ``error`` tell of a run that ended early."""
-    probe = Probe(place, count=job.engine != "fsdp2")  # which resizes storages that no operator returns
+    engine = load_engine(job.engine_path)
+    probe = Probe(place, count=engine.tensors_from_operators)
     state: dict[str, Any] = {"trained": None}
     begun = time.time()
     result: dict[str, Any] = {"rank": this_rank()}
     try:
-        result |= _train(job, place, probe, say, state)
+        result |= _train(job, engine, place, probe, say, state)
     except BadInput as error:
         result["bad_input"] = {"what": error.what, "where": error.where, "remedy": error.remedy}
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
@@ -54,7 +59,7 @@ def run_job(job: VerifyJob, place: Place, say: Say) -> dict[str, Any]:
     return result
 
 
-def _train(job: VerifyJob, place: Place, probe: Probe, say: Say, state: dict[str, Any]) -> dict[str, Any]:
+def _train(job: VerifyJob, engine: Engine, place: Place, probe: Probe, say: Say, state: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(0)
     seconds: list[float] = []
     with probe.counting():
@@ -64,8 +69,9 @@ def _train(job: VerifyJob, place: Place, probe: Probe, say: Say, state: dict[str
             say(f"{phase} done")
 
         say("building the model")
-        trained = state["trained"] = build(job, place.device, mark, probe.tensors.add if probe.tensors is not None else None)
-        batch = make_batch(job, place.device, seed=this_rank())
+        count = probe.tensors.add if probe.tensors is not None else None
+        trained = state["trained"] = _trainer(job, engine, place.device, mark, count)
+        batch = make_batch(job, place.device, seed=this_rank(), casts=engine.casts_modules)
         for index in range(job.steps):
             say(f"step {index + 1} of {job.steps}")
             begin = time.perf_counter()
@@ -82,6 +88,29 @@ def _train(job: VerifyJob, place: Place, probe: Probe, say: Say, state: dict[str
         "loss": value,
         "versions": _versions(),
     }
+
+
+def _trainer(
+    job: VerifyJob, engine: Engine, device: torch.device, mark: Callable[[str, str], None], count: Callable[[int], None] | None
+) -> Trainer:
+    """The engine's trainer of the job's model."""
+    module, _, name = engine.trainer.partition(":")
+    build: Callable[[TrainingRun], Trainer] = getattr(import_module(module), name)
+    return build(
+        TrainingRun(
+            stage=job.stage,
+            dtype=DTYPES[job.dtype],
+            optimizer=job.optimizer,
+            grad_accum=job.grad_accum,
+            ds_config=job.ds_config,
+            device=device,
+            mark=mark,
+            count=count,
+            make_model=partial(make_model, job),
+            prepare=partial(prepare, job),
+            loss_of=loss_of,
+        )
+    )
 
 
 def this_rank() -> int:
@@ -104,7 +133,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text or "out of memory" in text
 
 
-def _out_of_memory(error: BaseException, probe: Probe, trained: Trained | None) -> dict[str, Any]:
+def _out_of_memory(error: BaseException, probe: Probe, trained: Trainer | None) -> dict[str, Any]:
     text = str(error)
     found = _ASKED.search(text)
     asked = round(float(found[1]) * _UNITS[found[2]]) if found else None

@@ -18,6 +18,7 @@ from typing import Any
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.files import write_atomic
+from zeroplan.engines.registry import load_engine
 from zeroplan.validate.job import VerifyJob, ended_early
 from zeroplan.validate.run_folder import BEAT, DEVICE, JOBS, MODULE, RESULT
 
@@ -38,10 +39,7 @@ class Beat:
 
 
 def join(job: VerifyJob, device: str, local_rank: int) -> Any:
-    """Makes the first CUDA call, then joins the other ranks; returns this rank's place.
-
-    DeepSpeed's own start-up names no device, so that its communicator is made by the first collective.
-    """
+    """Makes the first CUDA call, then joins the other ranks; returns this rank's place."""
     import torch.distributed as dist
 
     from zeroplan.validate.rank.probe import Place
@@ -50,7 +48,7 @@ def join(job: VerifyJob, device: str, local_rank: int) -> Any:
     if not dist.is_initialized():
         longest = timedelta(seconds=job.timeout)
         if device == "cuda":
-            bound = None if job.engine == "deepspeed" else place.device
+            bound = place.device if load_engine(job.engine_path).binds_device else None
             dist.init_process_group("nccl", device_id=bound, timeout=longest)
         else:
             dist.init_process_group("gloo", timeout=longest)

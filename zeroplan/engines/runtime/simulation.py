@@ -1,0 +1,60 @@
+"""The included runtime simulated: its schedule laid over the tape, and its host and checkpoints beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from zeroplan.core.buffers import Phase
+from zeroplan.core.layout import Layout
+from zeroplan.core.tape import ExpandedTape
+from zeroplan.core.workload import DType
+from zeroplan.ds_config.knobs import Knobs
+from zeroplan.engines.base import Case
+from zeroplan.engines.player import play
+from zeroplan.engines.runtime.checkpoints import Moved, host_buffers, with_moved_inputs
+from zeroplan.engines.runtime.fused_loss import with_fused_loss
+from zeroplan.engines.runtime.host import checkpoint_phases, host_phases
+from zeroplan.engines.runtime.schedule import RuntimeJob, RuntimeSchedule, with_direct_gradients
+from zeroplan.engines.simulation import Simulation
+from zeroplan.simulate.allocator.config import UNLIMITED, AllocatorConfig
+from zeroplan.simulate.recorder import Recorder, simulate
+
+
+def simulate_rank(
+    case: Case,
+    layout: Layout,
+    knobs: Knobs,
+    moved: Collection[Moved],
+    expanded: ExpandedTape,
+    config: AllocatorConfig | None = None,
+) -> Simulation:
+    """The run of one rank; all ranks own and do the same.
+
+    Args:
+        case: the configuration.
+        layout: what the Arena allocates by.
+        knobs: the ``zeroplan`` section of the ds_config.
+        moved: the checkpointed inputs that leave for pinned memory.
+        expanded: the model's expanded tape.
+        config: settings of the caching allocator; None for its defaults.
+    """
+    skipped = 1 if case.workload.dtype is DType.FP16 else 0
+    room = config is None or config.max_split_size == UNLIMITED
+    job = RuntimeJob(case.workload, layout, case.cluster.gpu.workspace, room, skipped_steps=skipped)
+    setup = layout.setup
+    whole = setup.reduce_dtype if setup.shards_grads else setup.whole_grad_dtype
+    # On a GPU a product of 16-bit factors may be written in fp32, but not the other way round.
+    direct = knobs.direct_linear and whole in (setup.param_dtype, DType.FP32)
+    recorder = Recorder()
+    tape = with_moved_inputs(expanded, moved) if moved else expanded
+    tape = with_direct_gradients(tape) if direct else tape
+    if knobs.fused_loss:
+        rows = case.workload.micro_batch * (case.workload.seq_len or 0)
+        tape = with_fused_loss(tape, rows=rows, itemsize=setup.param_dtype.bytes)
+    play(job, tape, recorder, RuntimeSchedule(job, tape, recorder), warm=True)
+    host = host_phases(layout, case.spec.params * case.workload.param_bytes, host_buffers(moved))
+    timeline = simulate(recorder, config, device_memory=case.cluster.vram)
+    found = Simulation(timeline, host=host, moved=tuple(one.bytes for one in moved))
+    after = [found.held_after(phase) or 0 for phase in (Phase.INIT, Phase.STEP)]
+    return replace(found, checkpoint=checkpoint_phases(layout, host, after_init=after[0], after_step=after[1]))

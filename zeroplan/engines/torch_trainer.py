@@ -1,0 +1,142 @@
+"""What trainers share on a rank: the training loops, and the rows of an engine's parameters and optimizer states.
+
+Imports torch: only trainers import this module, and only a rank's process imports those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from zeroplan.core.buffers import Buffer
+from zeroplan.core.errors import BadInput
+from zeroplan.core.optimizers import OPTIMIZERS, find_optimizer
+from zeroplan.engines.torch_optimizer import muon_takes
+from zeroplan.engines.verification import LEARNING_RATE, Row, Trainer, TrainingRun
+
+#: The optimizers' states by their keys.
+_STATES = {state.state_key: state.buffer for row in OPTIMIZERS.values() for state in row.states}
+
+Step = Callable[[dict[str, torch.Tensor]], torch.Tensor]
+
+
+def engine_step(run: TrainingRun, engine: Any) -> Step:
+    """The loop of an engine with DeepSpeed's calls: ``engine(batch)``, ``engine.backward(loss)``, ``engine.step()``."""
+
+    def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        for micro in range(run.grad_accum):
+            loss = run.loss_of(engine(**batch))
+            run.mark("forward", "backward")
+            engine.backward(loss)
+            run.mark("backward", "step")
+            engine.step()
+            if micro + 1 < run.grad_accum:
+                run.mark("step", "forward")
+        return loss
+
+    return step
+
+
+def torch_loop(run: TrainingRun, model: Any, kept: Buffer, *, autocast: bool) -> Trainer:
+    """Plain torch around a wrapped model: ``torch.optim``'s optimizers, with clipping.
+
+    Args:
+        run: what ``verify`` asks for.
+        model: wrapped by FSDP2 or DDP.
+        kept: what the model's parameters are between two steps.
+        autocast: whether the forward runs under ``torch.autocast``.
+    """
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    optimizers = make_optimizers(run.optimizer, trainable)
+    run.mark("init", "forward")
+
+    def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        for micro in range(run.grad_accum):
+            _sync_gradients(model, micro + 1 == run.grad_accum)
+            with torch.autocast(run.device.type, dtype=run.dtype, enabled=autocast):
+                loss = run.loss_of(model(**batch))
+            run.mark("forward", "backward")
+            torch.autograd.backward(loss)
+            run.mark("backward", "step")
+        torch.nn.utils.clip_grad_norm_([p for _, p in trainable], 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    def rows() -> list[Row]:
+        return [tensors_row(kept, list(model.parameters())), *state_rows(*optimizers)]
+
+    return Trainer(step, rows)
+
+
+def _sync_gradients(model: Any, last: bool) -> None:
+    """Only the last micro batch reduces gradients across the ranks."""
+    if hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(last)
+    elif hasattr(model, "require_backward_grad_sync"):
+        model.require_backward_grad_sync = last
+
+
+# ---------------------------------------------------------------------- optimizers
+
+
+def make_optimizers(name: str, parameters: Iterable[tuple[str, Any]]) -> list[torch.optim.Optimizer]:
+    """The optimizers that step together, fused where torch's class can be.
+
+    Args:
+        name: a row of the optimizer table.
+        parameters: trainable parameters with their full names.
+
+    Raises:
+        BadInput: for an optimizer that ``torch.optim`` lacks.
+    """
+    row, named = find_optimizer(name), list(parameters)
+    if not row.rest:
+        return [_made(row.name, [p for _, p in named])]
+    matrices = [p for full, p in named if muon_takes(full, p.dim())]
+    others = [p for full, p in named if not muon_takes(full, p.dim())]
+    return [_made(kind, params) for kind, params in ((row.name, matrices), (row.rest, others)) if params]
+
+
+def _made(name: str, parameters: list[Any]) -> torch.optim.Optimizer:
+    kind = OPTIMIZERS[name].torch
+    if kind is None or not hasattr(torch.optim, kind.name):
+        raise BadInput(f"torch has no optimizer {name!r}", where="--optimizer", remedy="verify runs torch.optim's")
+    fused = {"fused": True} if kind.fused else {}
+    optimizer = getattr(torch.optim, kind.name)(parameters, lr=LEARNING_RATE, **fused, **kind.params)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    return optimizer
+
+
+# ---------------------------------------------------------------------- rows
+
+
+def tensors_row(buffer: Buffer, tensors: list[Any]) -> Row:
+    """One row of the bytes of different tensors; of a distributed tensor this rank's part."""
+    different = {id(tensor): _local(tensor) for tensor in tensors}
+    return (buffer.value, "", _place(tensors), sum(one.numel() * one.element_size() for one in different.values()))
+
+
+def state_rows(*optimizers: Any) -> list[Row]:
+    """A row for each state that torch's optimizers have made."""
+    found = []
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    for key, buffer in _STATES.items():
+        tensors = [state[key] for state in states if isinstance(state.get(key), torch.Tensor)]
+        if tensors:
+            found.append(tensors_row(buffer, tensors))
+    return found
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[no-any-return]
+
+
+def _place(tensors: Iterable[Any]) -> str:
+    first = next(iter(tensors), None)
+    if first is None or _local(first).device.type != "cpu":
+        return "hbm"
+    return "pinned" if torch.cuda.is_available() and _local(first).is_pinned() else "dram"

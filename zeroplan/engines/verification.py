@@ -1,0 +1,117 @@
+"""What ``verify`` asks of an engine: which buffers it accounts for, and how it trains on a rank.
+
+A trainer is a function ``build(run: TrainingRun) -> Trainer`` in a module that imports torch. Only a rank's process imports it,
+by the dotted path that the engine names (:attr:`zeroplan.engines.base.Engine.trainer`), so planning never loads torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.optimizers import find_optimizer
+
+if TYPE_CHECKING:
+    import torch
+
+#: Small enough that no optimizer leaves the loss's range within the few steps of a run.
+LEARNING_RATE = 1e-5
+
+#: What names one buffer on one rank: buffer, unit, place.
+Key = tuple[str, str, str]
+#: One measured buffer: buffer, unit, place, bytes.
+Row = tuple[str, str, str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedBuffers:
+    """The buffers that an engine allocates through an account of its own, so that a run must equal them to the byte.
+
+    Attributes:
+        rows: bytes by buffer, unit and place.
+        passing: names of the buffers that come and go; their bytes are those at their fullest.
+    """
+
+    rows: Mapping[Key, int]
+    passing: frozenset[str] = frozenset()
+
+
+class ModelMaker(Protocol):
+    """Makes the model of a run."""
+
+    def __call__(self, dtype: torch.dtype, *, cheap: bool = False) -> Any:
+        """The model on the current device, in training mode.
+
+        Args:
+            dtype: of the parameters; a user's own module keeps its own.
+            cheap: fill the weights with a repeated random pattern in place of transformers' initialisation.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRun:
+    """What ``verify`` hands to an engine on each rank. The process group is joined already.
+
+    Attributes:
+        stage: the ZeRO stage.
+        dtype: of the arithmetic.
+        optimizer: a name of :data:`zeroplan.core.optimizers.OPTIMIZERS`.
+        grad_accum: micro batches an optimizer step.
+        ds_config: what the engine's :meth:`~zeroplan.engines.base.Engine.run_config` returned.
+        device: this rank's GPU, or the CPU.
+        mark: call ``mark("load", "init")`` when the model is built, ``mark("init", "forward")`` when the engine is ready, and
+            likewise after each forward, backward and step: the phase that ended, and the one that follows.
+        count: call with bytes that the engine takes (negative: gives back) outside torch's operators; None on a GPU.
+        make_model: makes the model.
+        prepare: adds adapters and checkpointing to the model, and returns it.
+        loss_of: the loss in what the model's forward returned.
+    """
+
+    stage: int
+    dtype: torch.dtype
+    optimizer: str
+    grad_accum: int
+    ds_config: Mapping[str, Any]
+    device: torch.device
+    mark: Callable[[str, str], None]
+    count: Callable[[int], None] | None
+    make_model: ModelMaker
+    prepare: Callable[[Any], Any]
+    loss_of: Callable[[Any], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """A model that is ready to train.
+
+    Attributes:
+        step: trains one optimizer step on a batch (the keyword arguments of one micro batch's forward), returns the loss.
+        rows: what the engine keeps between two steps.
+        owned: whether `rows` are all that the engine owns, each at its peak.
+        close: ends what would outlive the run.
+        where: what the engine is doing, for messages; empty where it does not tell.
+        pinned: bytes of host memory that the engine pinned without torch.
+    """
+
+    step: Callable[[dict[str, torch.Tensor]], torch.Tensor]
+    rows: Callable[[], list[Row]]
+    owned: bool = False
+    close: Callable[[], None] = lambda: None
+    where: Callable[[], str] = lambda: ""
+    pinned: Callable[[], int] = lambda: 0
+
+
+def optimizer_section(name: str) -> dict[str, Any]:
+    """The ``optimizer`` section of a ds_config for a run of a few steps.
+
+    Raises:
+        BadInput: an optimizer that a ds_config cannot name.
+    """
+    written = find_optimizer(name).written
+    if written is None:
+        raise BadInput(
+            f"DeepSpeed builds no {name} from a config", where="--optimizer", remedy="give --ds-config, or use adamw"
+        )
+    return {"type": written.type, "params": {**written.params, "lr": LEARNING_RATE}}

@@ -21,6 +21,7 @@ from typing import Any
 
 from benchmarks.rows import EXTRA, MEASURED, load_rows, request_of
 from zeroplan.engines.deepspeed.schedule import simulate_deepspeed
+from zeroplan.engines.deepspeed.simulation import rank_of
 from zeroplan.planner.estimate import estimate_runs
 from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
@@ -65,11 +66,8 @@ def marks_of(request: Request, run: Simulated, row: dict[str, Any]) -> Sequence[
     case = resolve(request).cases[0]
     steps = [mark for mark in row["marks"] if mark["at"].startswith("step")]
     return simulate_deepspeed(
+        rank_of(case, run.stream),
         run.stream,
-        case.workload,
-        case.zero,
-        case.layout,
-        cublas_workspace=case.cluster.gpu.workspace,
         steps=len(steps),
         skipped_steps=skipped_steps(row),
         config=AllocatorConfig.parse(request.alloc_conf),

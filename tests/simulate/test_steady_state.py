@@ -7,6 +7,7 @@ import pytest
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.units import GIB, MIB
 from zeroplan.engines.deepspeed.schedule import simulate_deepspeed
+from zeroplan.engines.deepspeed.simulation import rank_of
 from zeroplan.planner.estimate import estimate_runs
 from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
@@ -41,15 +42,7 @@ def test_playing_on_equals_a_longer_recording(options: dict[str, object]) -> Non
     case = resolve(request).cases[0]
 
     def played(steps: int) -> Timeline:
-        return simulate_deepspeed(
-            run.stream,
-            case.workload,
-            case.zero,
-            case.layout,
-            cublas_workspace=case.cluster.gpu.workspace,
-            device_memory=case.cluster.vram,
-            steps=steps,
-        )
+        return simulate_deepspeed(rank_of(case, run.stream), run.stream, steps=steps)
 
     longer, short = played(5), play_on(played(3), 2)
     assert short is not None

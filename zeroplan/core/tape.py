@@ -12,9 +12,17 @@ Note [Tape]
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
+
+from zeroplan.core.parameters import Parameters
+
+#: Layers that autocast runs in 16 bits. Source: DeepSpeed 0.19.8, runtime/torch_autocast.py, LOWER_PRECISION_SAFE_MODULES.
+AUTOCAST_LAYERS = frozenset({"Linear", "Conv1d", "Conv2d", "Conv3d"})
+_BLOCK = re.compile(r"^(?:[a-zA-Z_]\w*\.)+\d+$")
 
 
 class Op(IntEnum):
@@ -95,6 +103,20 @@ class ExpandedTape:
         return len(self.op)
 
     @cached_property
+    def parameters(self) -> Parameters:
+        """The parameters of the traced model."""
+        products = {p for module in self.modules if module.type in AUTOCAST_LAYERS for p in module.params}
+        homes = block_of_each(self.modules, len(self.params))
+        return Parameters(
+            names=tuple(param.name for param in self.params),
+            shapes=tuple(param.shape for param in self.params),
+            trainable=tuple(param.trainable for param in self.params),
+            autocast=tuple(p in products for p in range(len(self.params))),
+            blocks=tuple(self.modules[home].name if home >= 0 else "" for home in homes),
+            modules=tuple(module.params for module in self.modules),
+        )
+
+    @cached_property
     def activation_peak(self) -> int:
         """The most bytes that the model's own computation holds at once, gradients of parameters left out."""
         sizes: dict[int, int] = {}
@@ -120,3 +142,30 @@ class ExpandedTape:
         """A hash of all that is not a size: two tapes of equal shape hold the same events in the same order."""
         columns = (tuple(self.op), tuple(self.arg), tuple(self.kind), tuple(self.module))
         return hash((columns, self.modules, self.params))
+
+def blocks_of(modules: Sequence[TapeModule]) -> list[int]:
+    """Indices of the blocks: entries of a module list that no other such entry holds."""
+    found: list[int] = []
+    inside: set[int] = set()
+    for index, module in enumerate(modules):
+        if module.parent in inside:
+            inside.add(index)
+        elif _BLOCK.match(module.name):
+            found.append(index)
+            inside.add(index)
+    return found
+
+
+def block_of_each(modules: Sequence[TapeModule], params: int) -> list[int]:
+    """For each of `params` parameters the index of the block that its first owner lies in, or -1."""
+    inside = {block: block for block in blocks_of(modules)}
+    home = [-1] * params
+    known = [False] * params
+    for index, module in enumerate(modules):
+        block = inside.get(index, inside.get(module.parent, -1))
+        if block >= 0:
+            inside[index] = block
+        for p in module.params:
+            if not known[p]:
+                home[p], known[p] = block, True
+    return home

@@ -10,6 +10,7 @@ Note [The kept loss]
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from zeroplan.core.buffers import Buffer
@@ -65,6 +66,23 @@ class StageSchedule(Protocol):
 
     def step(self, applied: bool) -> None:
         """``engine.step()``; `applied` False when the loss scaler discards it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """How much of a job is played.
+
+    Attributes:
+        workload: for the number of micro batches in a window.
+        steps: optimizer steps to play.
+        skipped_steps: leading steps that the loss scaler discards.
+        cublas_workspace: bytes of one cuBLAS workspace; 0 leaves cuBLASLt's out, too.
+    """
+
+    workload: Workload
+    steps: int
+    skipped_steps: int = 0
+    cublas_workspace: int = 0
 
 
 class PlayedJob(Protocol):

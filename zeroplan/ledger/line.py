@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from zeroplan.core.buffers import Buffer, Phase, Place
@@ -112,6 +113,17 @@ class _Symbols:
         if isinstance(value, bool) or not isinstance(value, int):
             return value
         return Derived(value, name)
+
+
+def glossary_of(kind: type) -> dict[str, str]:
+    """What each property of a class whose objects are `facts` means, by its name: the first line of its docstring."""
+    found: dict[str, str] = {}
+    for owner in reversed(kind.__mro__):
+        for name, member in vars(owner).items():
+            if isinstance(member, property | cached_property) and member.__doc__ and not name.startswith("_"):
+                text = member.__doc__.strip().split("\n")[0].replace("``", "").removesuffix(".")
+                found[name] = text[:1].lower() + text[1:]
+    return found
 
 
 def symbols(facts: Any) -> Any:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from zeroplan.core.parameters import Parameters
+
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
@@ -34,6 +36,11 @@ class Tensor:
         """Elements (1 for a scalar)."""
         return math.prod(self.shape)
 
+    @property
+    def autocast(self) -> bool:
+        """Whether it is the weight of a layer that autocast runs in 16 bits; of a matrix of no known kind it is assumed."""
+        return self.kind in ("linear", "head") if self.kind else len(self.shape) >= 2
+
 
 @dataclass(frozen=True, slots=True)
 class Unit:
@@ -49,9 +56,25 @@ class Unit:
     block: bool = False
 
     @property
+    def own(self) -> list[Tensor]:
+        """The tensors of one of the `count` modules, tied ones left out."""
+        return [t for t in self.tensors if t.tied_to is None]
+
+    @property
     def numel(self) -> int:
         """Elements of one of the `count` modules, tied tensors left out."""
-        return sum(t.numel for t in self.tensors if t.tied_to is None)
+        return sum(t.numel for t in self.own)
+
+    @property
+    def modules(self) -> list[list[int | Tensor]]:
+        """The parameters of each module inside, in order: a place in :attr:`own`, or a tensor that is tied to another."""
+        place = 0
+        found: dict[str, list[int | Tensor]] = {}
+        for tensor in self.tensors:
+            members = found.setdefault(tensor.name.rpartition(".")[0], [])
+            members.append(place if tensor.tied_to is None else tensor)
+            place += tensor.tied_to is None
+        return list(found.values())
 
     def names(self) -> Iterator[str]:
         """The modules' names."""
@@ -76,6 +99,45 @@ class ModelSpec:
     config: Mapping[str, Any] = field(default_factory=dict)
     largest_module: int | None = None  # elements of the largest module's own parameters, where known without shapes
     auto_class: str = ""
+
+    @cached_property
+    def parameters(self) -> Parameters:
+        """Every parameter in one list, tied ones once."""
+        names: list[str] = []
+        tensors: list[Tensor] = []
+        blocks: list[str] = []
+        modules: list[list[int]] = []
+        products: list[list[int]] = []  # of those, the ones that autocast runs in 16 bits
+        tied: list[tuple[list[int], int, str]] = []  # a module, where in it, the owner's name
+        for unit in self.units:
+            own = unit.own
+            inside = [(m, any((own[one] if isinstance(one, int) else one).autocast for one in m)) for m in unit.modules]
+            leaves = [tensor.name for tensor in own]
+            tensors += own * unit.count
+            for prefix in unit.names():
+                start = len(names)
+                names += [f"{prefix}.{leaf}" for leaf in leaves] if prefix else leaves
+                blocks += [prefix if unit.block else ""] * len(own)
+                for members, runs_autocast in inside:
+                    module = [start + member if isinstance(member, int) else -1 for member in members]
+                    modules.append(module)
+                    if runs_autocast:
+                        products.append(module)
+                    tied += [(module, at, m.tied_to or "") for at, m in enumerate(members) if isinstance(m, Tensor)]
+        index = {name: p for p, name in enumerate(names)} if tied else {}
+        for module, at, owner in tied:
+            module[at] = index[owner]
+        in_products = {p for module in products for p in module}
+        return Parameters(
+            names=tuple(names),
+            shapes=tuple(tensor.shape for tensor in tensors),
+            trainable=tuple(tensor.trainable for tensor in tensors),
+            autocast=tuple(p in in_products for p in range(len(tensors))),
+            blocks=tuple(blocks),
+            modules=tuple(map(tuple, modules)),
+            stand_in=not self.has_shapes,
+            largest_layer=self.largest_module,
+        )
 
     @cached_property
     def params(self) -> int:

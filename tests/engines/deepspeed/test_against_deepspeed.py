@@ -20,7 +20,7 @@ from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op, TapeModule, TapeParam
 from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.deepspeed.job import resolve
+from zeroplan.engines.deepspeed.rank import deepspeed_rank
 from zeroplan.engines.deepspeed.schedule import record_deepspeed
 from zeroplan.simulate.allocator.events import OP_BITS, AllocatorOp
 
@@ -162,7 +162,8 @@ def predicted(case: str) -> list[list[Any]]:
         optimizer_kind=OptimizerKind.LOOP,
     )
     stream = chain_stream(4 if dtype == "fp32" else 2)
-    recorder = record_deepspeed(resolve(stream, workload, config, ParallelLayout(), steps=2, zero_init=False), stream)
+    rank = deepspeed_rank(stream.parameters, workload, config, ParallelLayout(), zero_init=False)
+    recorder = record_deepspeed(rank, stream, steps=2)
     phases: list[list[Any]] = []
     sizes: list[int] = []
     for code, value in zip(recorder.code, recorder.value, strict=True):

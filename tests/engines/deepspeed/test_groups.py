@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroplan.engines.deepspeed.groups import flat_group, shard, sub_groups
+from zeroplan.engines.deepspeed.groups import flat_group, sub_groups
+from zeroplan.ledger.derive import shard
 
 SIZES = st.lists(st.integers(1, 400), min_size=1, max_size=12)
 

@@ -10,20 +10,18 @@ import pytest
 from llama_tape import llama_tape
 
 from zeroplan.core.buffers import ALWAYS, Buffer, Phase, Place
+from zeroplan.core.gpus import DEFAULT_GPU
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.tape import ExpandedTape, Op
 from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
 from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer, ZeroConfig
-from zeroplan.engines.deepspeed.facts import facts
-from zeroplan.engines.deepspeed.job import resolve
 from zeroplan.engines.deepspeed.lines import LEDGER
+from zeroplan.engines.deepspeed.rank import deepspeed_rank
 from zeroplan.engines.deepspeed.schedule import record_deepspeed
 from zeroplan.ledger.line import Item, evaluate
-from zeroplan.models.spec import ModelSpec, Tensor, Unit
 from zeroplan.simulate.allocator.events import OP_BITS, AllocatorOp
 from zeroplan.simulate.recorder import Recorder
 
-WORKSPACE = 1 << 20
 STREAM = llama_tape(3)
 FP32 = {"precision": Precision.FP32, "dtype": DType.FP32}
 AUTOCAST = {"precision": Precision.AUTOCAST}
@@ -73,12 +71,6 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def spec_of(tape: ExpandedTape) -> ModelSpec:
-    kinds = {p: module.type for module in tape.modules for p in module.params if module.type != "Linear"}
-    tensors = [Tensor(p.name, p.shape, p.trainable, kind="" if i in kinds else "linear") for i, p in enumerate(tape.params)]
-    return ModelSpec("llama", (Unit("", tuple(tensors)),), "test")
-
-
 def adapters_only(tape: ExpandedTape) -> ExpandedTape:
     """The same model with everything frozen but the attention's projections."""
     params = tuple(replace(p, trainable="_proj" in p.name) for p in tape.params)
@@ -113,10 +105,9 @@ def both(
     tape: ExpandedTape, stage: int, knobs: dict[str, Any], work: dict[str, Any], ranks: int
 ) -> tuple[list[Item], Recorder]:
     zero, workload = ZeroConfig.of(stage, **knobs), Workload(**work)
-    known = facts(spec_of(tape), workload, zero, ParallelLayout(ranks), cublas_workspace=WORKSPACE)
-    job = resolve(tape, workload, zero, ParallelLayout(ranks), cublas_workspace=WORKSPACE)
-    items = [item for item in evaluate(LEDGER, known) if item.place is Place.HBM]
-    return items, record_deepspeed(job, tape)
+    rank = deepspeed_rank(tape.parameters, workload, zero, ParallelLayout(ranks), gpu=DEFAULT_GPU)
+    items = [item for item in evaluate(LEDGER, rank) if item.place is Place.HBM]
+    return items, record_deepspeed(rank, tape)
 
 
 #: What only the schedule knows: it comes and goes within a phase, and its most depends on the order of events.

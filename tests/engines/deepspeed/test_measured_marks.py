@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from llama_tape import llama_tape
 
+from zeroplan.core.gpus import GPUS
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.deepspeed.job import resolve
+from zeroplan.engines.deepspeed.rank import deepspeed_rank
 from zeroplan.engines.deepspeed.schedule import simulate_deepspeed
 from zeroplan.engines.deepspeed.schedule_host import record_host
 
@@ -36,7 +37,8 @@ def _config(row: dict[str, Any]) -> tuple[ZeroConfig, Workload]:
 def test_marks(row: dict[str, Any]) -> None:
     zero, workload = _config(row)
     stream = llama_tape(row["layers"], 4 if row["dtype"] == "fp32" else 2)
-    line = simulate_deepspeed(stream, workload, zero, ParallelLayout(row["ranks"]), cublas_workspace=32 << 20)
+    rank = deepspeed_rank(stream.parameters, workload, zero, ParallelLayout(row["ranks"]), gpu=GPUS["h100"])
+    line = simulate_deepspeed(rank, stream)
     predicted = {mark.name: mark for mark in line.marks}
     for name, allocated, peak, reserved, _ in row["marks"]:
         mark = predicted[name]
@@ -51,7 +53,7 @@ def test_marks(row: dict[str, Any]) -> None:
 @pytest.mark.parametrize("row", [r for r in ROWS if r["marks"][0][4] is not None], ids=lambda row: row["id"])
 def test_pinned(row: dict[str, Any]) -> None:
     zero, workload = _config(row)
-    host = record_host(resolve(llama_tape(row["layers"]), workload, zero, ParallelLayout(row["ranks"])))
+    host = record_host(deepspeed_rank(llama_tape(row["layers"]).parameters, workload, zero, ParallelLayout(row["ranks"])))
     measured = {name: pinned for name, *_, pinned in row["marks"]}
     by_phase = {mark.phase.value: mark.pinned for mark in host.marks}
     assert by_phase["load"] == measured["model"] // 4096 * 4096
@@ -64,6 +66,7 @@ def test_forward_growth(row: dict[str, Any]) -> None:
     """What the second forward holds beyond the first: states and, at stage 3, parameters gathered ahead or kept."""
     zero, workload = _config(row)
     stream = llama_tape(row["layers"], 4 if row["dtype"] == "fp32" else 2)
-    line = simulate_deepspeed(stream, workload, zero, ParallelLayout(row["ranks"]), cublas_workspace=32 << 20)
+    rank = deepspeed_rank(stream.parameters, workload, zero, ParallelLayout(row["ranks"]), gpu=GPUS["h100"])
+    line = simulate_deepspeed(rank, stream)
     first, second, *_ = [mark.allocated for mark in line.marks if mark.name == "fwd"]
     assert abs(second - first - row["forward_growth"]) <= UNSPLIT

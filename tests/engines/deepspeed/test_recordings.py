@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,11 +14,13 @@ from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.deepspeed import recordings
 from zeroplan.engines.deepspeed.engine import DeepSpeed
-from zeroplan.engines.deepspeed.job import resolve
+from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 from zeroplan.engines.deepspeed.recordings import Recordings
 from zeroplan.engines.deepspeed.schedule import record_deepspeed
+from zeroplan.engines.deepspeed.simulation import rank_of
 from zeroplan.models.load import load_model
 from zeroplan.planner.tapes import expanded_tape_of
+from zeroplan.simulate.recorder import Recorder
 
 SPEC = load_model("meta-llama/Llama-3.2-1B")
 ENGINE = DeepSpeed()
@@ -33,16 +36,16 @@ def _case(stage: int, micro_batch: int) -> tuple[Case, ExpandedTape]:
 def test_other_micro_batches_are_put_in(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     played = []
 
-    def counted(*words: object) -> object:
-        played.append(words)
-        return record_deepspeed(*words)  # type: ignore[arg-type]
+    def counted(rank: DeepSpeedRank, tape: ExpandedTape, **rest: Any) -> Recorder:
+        played.append(tape)
+        return record_deepspeed(rank, tape, **rest)
 
     monkeypatch.setattr(recordings, "record_deepspeed", counted)
     kept = Recordings()
     for micro_batch in (8, 16, 24, 16):
         case, stream = _case(stage, micro_batch)
-        job = resolve(stream, case.workload, case.zero, case.layout, rank=1)
-        found, fresh = kept.of(case, stream, job), record_deepspeed(job, stream)
+        rank = rank_of(case, stream).at(1)
+        found, fresh = kept.of(case, stream, rank, 0), record_deepspeed(rank, stream)
         assert found.value == fresh.value
         assert (found.code, found.buffers, found.notes, found.marks) == (fresh.code, fresh.buffers, fresh.notes, fresh.marks)
     assert len(played) == 1
@@ -51,9 +54,8 @@ def test_other_micro_batches_are_put_in(stage: int, monkeypatch: pytest.MonkeyPa
 def test_another_layout_is_played() -> None:
     case, stream = _case(2, 8)
     kept = Recordings()
-    job = resolve(stream, case.workload, case.zero, case.layout)
-    first = kept.of(case, stream, job)
-    assert kept.of(case, stream, job) is first
+    rank = rank_of(case, stream)
+    first = kept.of(case, stream, rank, 0)
+    assert kept.of(case, stream, rank, 0) is first
     small = replace(case, zero=replace(case.zero, reduce_bucket_size=1 << 20))
-    again = resolve(stream, small.workload, small.zero, small.layout)
-    assert kept.of(small, stream, again).value != first.value
+    assert kept.of(small, stream, rank_of(small, stream), 0).value != first.value

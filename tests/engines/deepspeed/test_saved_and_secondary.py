@@ -16,7 +16,7 @@ from zeroplan.core.buffers import Buffer
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.deepspeed.job import resolve
+from zeroplan.engines.deepspeed.rank import deepspeed_rank
 from zeroplan.engines.deepspeed.schedule import record_deepspeed
 from zeroplan.simulate.recorder import simulate
 from zeroplan.simulate.timeline import Timeline
@@ -30,7 +30,8 @@ def run(ranks: int = 2, **knobs: Any) -> Timeline:
     """Three steps of one rank."""
     stream = chain_stream(2, LAYERS)
     zero = ZeroConfig.of(3, **ALONE, reduce_bucket_size=600_000, **knobs)
-    return simulate(record_deepspeed(resolve(stream, Workload(), zero, ParallelLayout(ranks), zero_init=False), stream))
+    rank = deepspeed_rank(stream.parameters, Workload(), zero, ParallelLayout(ranks), zero_init=False)
+    return simulate(record_deepspeed(rank, stream))
 
 
 def left_by_last_forward(timeline: Timeline) -> int:

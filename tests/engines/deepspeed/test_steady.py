@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 from llama_tape import llama_tape
 
+from zeroplan.core.gpus import DEFAULT_GPU
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.tape import ExpandedTape, TapeParam
 from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.deepspeed.job import resolve
+from zeroplan.engines.deepspeed.rank import deepspeed_rank
 from zeroplan.engines.deepspeed.schedule import distinct_ranks, simulate_deepspeed
 
 STREAM = llama_tape(3)
@@ -56,11 +57,9 @@ def test_settles(stage: int, knobs: dict[str, Any], ranks: int) -> None:
     zero = ZeroConfig.of(stage, **knobs)
     for i, kind in enumerate(KINDS):
         workload = Workload(grad_accum=(1, 2, 5)[i % 3], **kind)
-        ranks_tried = distinct_ranks(resolve(STREAM, workload, zero, ParallelLayout(ranks)), most=3)
-        for rank in ranks_tried:
-            line = simulate_deepspeed(
-                STREAM, workload, zero, ParallelLayout(ranks), rank=rank, steps=5, skipped_steps=i % 2, cublas_workspace=1 << 20
-            )
+        first = deepspeed_rank(STREAM.parameters, workload, zero, ParallelLayout(ranks), gpu=DEFAULT_GPU)
+        for rank in distinct_ranks(first, most=3):
+            line = simulate_deepspeed(first.at(rank), STREAM, steps=5, skipped_steps=i % 2)
             after = [mark for mark in line.marks if mark.name.startswith("step")]
             assert after[-1].allocated == after[-2].allocated == after[-3].allocated, (kind, rank)
             assert after[-1].peak == after[-2].peak, (kind, rank)
@@ -74,7 +73,8 @@ def test_frozen_parameters_have_no_states(stage: int, zero_init: bool) -> None:
     frozen = ExpandedTape(STREAM.modules, small, *_without_frozen_grads(STREAM, small))
     trainable = sum(p.shape[0] for p in small if p.trainable)
     whole = sum(p.shape[0] * (p.shape[1] if len(p.shape) > 1 else 1) for p in small)
-    line = simulate_deepspeed(frozen, Workload(), ZeroConfig.of(stage), ParallelLayout(), zero_init=zero_init, steps=3)
+    rank = deepspeed_rank(frozen.parameters, Workload(), ZeroConfig.of(stage), ParallelLayout(), zero_init=zero_init)
+    line = simulate_deepspeed(rank, frozen, steps=3)
     bucket = 2 * 500_000_000 if stage == 3 else 0
     states = line.marks[-1].allocated - 2 * whole - bucket
     assert 12 * trainable <= states <= 14 * trainable + (4 << 20)

@@ -11,10 +11,9 @@ from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.tape import ExpandedTape, TapeModule, TapeParam
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import Aio, OffloadDevice, OffloadOptimizer, OffloadParam, ZeroConfig
-from zeroplan.engines.deepspeed.facts import facts
 from zeroplan.engines.deepspeed.host_recorder import HostMark
-from zeroplan.engines.deepspeed.job import resolve
 from zeroplan.engines.deepspeed.lines import LEDGER
+from zeroplan.engines.deepspeed.rank import deepspeed_rank
 from zeroplan.engines.deepspeed.schedule_host import record_host
 from zeroplan.ledger.line import evaluate
 from zeroplan.models.spec import ModelSpec, Tensor, Unit
@@ -31,14 +30,15 @@ def config(*, threads: int = 1, pin: bool = True) -> ZeroConfig:
 
 def lines(zero: ZeroConfig) -> dict[str, int]:
     spec = ModelSpec("five", (Unit("", tuple(Tensor(name, (count,), on) for name, count, on in SIZES)),), "test")
-    known = facts(spec, WORKLOAD, zero, ParallelLayout(2), cublas_workspace=0)
-    return {item.name: item.bytes for item in evaluate(LEDGER, known) if item.place is not Place.HBM}
+    rank = deepspeed_rank(spec.parameters, WORKLOAD, zero, ParallelLayout(2))
+    return {item.name: item.bytes for item in evaluate(LEDGER, rank) if item.place is not Place.HBM}
 
 
 def marks(zero: ZeroConfig) -> dict[Phase, HostMark]:
     params = tuple(TapeParam(name, (count,), on, 2) for name, count, on in SIZES)
     stream = ExpandedTape((TapeModule("", "Five", -1, tuple(range(len(SIZES)))),), params)
-    return {mark.phase: mark for mark in record_host(resolve(stream, WORKLOAD, zero, ParallelLayout(2))).marks}
+    rank = deepspeed_rank(stream.parameters, WORKLOAD, zero, ParallelLayout(2))
+    return {mark.phase: mark for mark in record_host(rank).marks}
 
 
 def pages(count: int) -> int:

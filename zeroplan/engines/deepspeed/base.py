@@ -6,8 +6,14 @@ from collections.abc import Iterable, Sequence
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.workload import OptimizerKind
-from zeroplan.engines.deepspeed.job import SCALAR, Job
+from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 from zeroplan.simulate.recorder import Recorder
+
+#: Streams of the simulated device. Blocks are reused only on the stream that allocated them.
+COMPUTE, GATHER, REDUCE = 0, 1, 2
+
+#: Bytes of a scalar on the device; the allocator rounds it to 512.
+SCALAR = 4
 
 
 class Schedule:
@@ -15,8 +21,8 @@ class Schedule:
 
     follows_modules = False
 
-    def __init__(self, job: Job, recorder: Recorder) -> None:
-        self.job = job
+    def __init__(self, rank: DeepSpeedRank, recorder: Recorder) -> None:
+        self.rank = rank
         self.recorder = recorder
         self.alloc = recorder.alloc
         self.free = recorder.free
@@ -25,12 +31,12 @@ class Schedule:
 
     def build(self) -> None:
         """The model, made whole on the GPU; a tied parameter's second owner has its own tensor until the tie is made."""
-        width, twins = self.job.param_bytes, []
-        for owned in self.job.modules:
+        width, twins = self.rank.param_bytes, []
+        for owned in self.rank.parameters.modules:
             for p in owned:
-                if self.job.adapter[p]:
+                if self.rank.parameters.adapters[p]:
                     continue
-                handle = self.alloc(width * self.job.numel[p], self._param_buffer(p), note=p)
+                handle = self.alloc(width * self.rank.numel[p], self._param_buffer(p), note=p)
                 if p in self.params:
                     twins.append(handle)
                 else:
@@ -39,12 +45,12 @@ class Schedule:
 
     def add_adapters(self) -> None:
         """Parameters that peft adds to the built model, whole and on the GPU."""
-        for p, added in enumerate(self.job.adapter):
+        for p, added in enumerate(self.rank.parameters.adapters):
             if added:
-                self.params[p] = self.alloc(self.job.param_bytes * self.job.numel[p], self._param_buffer(p), note=p)
+                self.params[p] = self.alloc(self.rank.param_bytes * self.rank.numel[p], self._param_buffer(p), note=p)
 
     def _param_buffer(self, p: int) -> Buffer:
-        return Buffer.PARAM_FULL if self.job.trainable[p] else Buffer.PARAM_FROZEN
+        return Buffer.PARAM_FULL if self.rank.parameters.trainable[p] else Buffer.PARAM_FROZEN
 
     def forward_begin(self) -> None:
         """Nothing, unless a stage overrides it."""
@@ -80,15 +86,15 @@ class Schedule:
         its loop makes a square root and a quotient, one tensor after another. `kind` None is the workload's.
         Sources: torch/optim/adam.py (_multi_tensor_adam, _single_tensor_adam), deepspeed/ops/adam/fused_adam.py
         """
-        job = self.job
+        rank = self.rank
         if first:
             for count in counts:
-                for state in job.optimizer.states:
-                    nbytes = job.state_size(state, count)
+                for state in rank.optimizer.states:
+                    nbytes = rank.state_size(state, count)
                     if nbytes:
                         self.alloc(nbytes, state.buffer)
-        kind = kind or job.workload.optimizer_kind
-        width = job.master_bytes
+        kind = kind or rank.workload.optimizer_kind
+        width = rank.master_bytes
         if kind is OptimizerKind.FOREACH:
             self.free_all([self.alloc(width * count, Buffer.OPTIM_TEMP) for count in counts])
         elif kind is OptimizerKind.LOOP:

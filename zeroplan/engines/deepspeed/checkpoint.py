@@ -26,10 +26,7 @@ from dataclasses import dataclass
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.zero_config import OffloadDevice
-from zeroplan.engines.deepspeed.groups import padded, persistent, shard, sub_groups
-from zeroplan.engines.deepspeed.job import Job
-from zeroplan.engines.deepspeed.resolution import groups_on_gpu
-from zeroplan.engines.deepspeed.schedule_host import host_counts
+from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 from zeroplan.engines.simulation import CheckpointPhase
 
 
@@ -42,7 +39,7 @@ class _Owned:
 
 
 def checkpoint_phases(
-    job: Job, *, after_init: int, after_step: int, host_init: int, host_step: int, host_load: int = 0
+    rank: DeepSpeedRank, *, after_init: int, after_step: int, host_init: int, host_step: int, host_load: int = 0
 ) -> tuple[CheckpointPhase, ...]:
     """``engine.save_checkpoint`` after a step and ``engine.load_checkpoint`` after initialisation. See Note [Checkpoints].
 
@@ -52,89 +49,79 @@ def checkpoint_phases(
         zero/stage_1_and_2.py and zero/stage3.py, state_dict, load_state_dict, checkpoint_event_prologue
 
     Args:
-        job: whose.
+        rank: whose.
         after_init: bytes allocated on the GPU after initialisation.
         after_step: bytes allocated on the GPU between two steps.
         host_init: bytes of the engine's buffers on the host after initialisation.
         host_step: the same between two steps.
         host_load: the same when the model has been made.
     """
-    owned, weights = _owned(job), job.param_bytes * sum(job.numel)
-    read = (host_load, weights) if job.zero.stage == 3 else (host_load + weights, 0)
+    owned, weights = _owned(rank), rank.param_bytes * sum(rank.numel)
+    read = (host_load, weights) if rank.zero.stage == 3 else (host_load + weights, 0)
     return (
         CheckpointPhase(Phase.WEIGHTS, 0, *read),
-        _save(job, owned, after_step, host_step),
-        _resume(job, owned, after_init, host_init),
+        _save(rank, owned, after_step, host_step),
+        _resume(rank, owned, after_init, host_init),
     )
 
 
-def _owned(job: Job) -> _Owned:
-    stage, numel = job.zero.stage, job.numel
+def _owned(rank: DeepSpeedRank) -> _Owned:
+    stage, numel = rank.zero.stage, rank.numel
     if stage == 0:
-        flat = job.own_masters and job.fused_adam
-        counts = [numel[p] for p in job.trained]
+        flat = rank.own_masters and rank.fused_adam
+        counts = [numel[p] for p in rank.trained]
         return _Owned([sum(counts)] if flat else counts, [])
-    if stage < 3:
-        part = [padded(sum(numel[p] for p in job.trained), job.ranks) // job.ranks]
-        return _Owned([], part) if job.offloads_optimizer else _Owned(part, [])
-    shards = [shard(count, job.ranks) for count in numel]
-    counts = [sum(shards[p] for p in group) for group in sub_groups(job.trained, shards, job.zero.sub_group_size)]
-    if not job.offloads_optimizer:
+    counts = rank.stepped_at_once
+    if not rank.offloads_optimizer:
         return _Owned(counts, [])
-    return _Owned(counts[: groups_on_gpu(len(counts), job.zero)], host_counts(job, counts))
+    return _Owned(counts[: rank.staying], rank.stepped_in_memory)
 
 
-def _states(job: Job, counts: list[int]) -> int:
-    return sum(job.state_size(state, count) for state in job.optimizer.states for count in counts)
+def _states(rank: DeepSpeedRank, counts: list[int]) -> int:
+    return sum(rank.state_size(state, count) for state in rank.optimizer.states for count in counts)
 
 
-def _save(job: Job, owned: _Owned, gpu: int, host: int) -> CheckpointPhase:
-    zero, w = job.zero, job.param_bytes
-    masters = [job.master_bytes * count for count in owned.gpu] if job.own_masters else []
-    states = [job.state_size(state, count) for state in job.optimizer.states for count in owned.gpu]
+def _save(rank: DeepSpeedRank, owned: _Owned, gpu: int, host: int) -> CheckpointPhase:
+    zero, w = rank.zero, rank.param_bytes
+    masters = [rank.master_bytes * count for count in owned.gpu] if rank.own_masters else []
+    states = [rank.state_size(state, count) for state in rank.optimizer.states for count in owned.gpu]
     storage = max([*masters, *states], default=0)
     module = 0  # the largest storage of the model's file
     if zero.stage < 3:
-        trained = [job.numel[p] for p in job.trained]
-        flat = zero.stage > 0 or (job.own_masters and job.fused_adam)
+        trained = [rank.numel[p] for p in rank.trained]
+        flat = zero.stage > 0 or (rank.own_masters and rank.fused_adam)
         module = w * max([sum(trained)] if flat else trained, default=0)
-        module = max(module, w * max(_frozen(job), default=0))
-    frozen = _frozen_copies(job)
+        module = max(module, w * max(rank.frozen_numel, default=0))
+    frozen = _frozen_copies(rank)
     if zero.stage == 0:  # one file has all
         return CheckpointPhase(Phase.SAVE, gpu, host, max(storage, module))
     whole = 0
     if zero.stage == 3 and zero.gather_16bit_weights_on_model_save:
-        gathered = max((sum(shard(job.numel[p], job.ranks) * job.ranks for p in set(own)) for own in job.modules), default=0)
-        gpu = max(gpu, gpu - _persistent_bytes(job) + w * gathered)
-        whole = w * sum(job.numel)
+        gathered = max((sum(rank.shards[p] * rank.ranks for p in set(own)) for own in rank.parameters.modules), default=0)
+        gpu = max(gpu, gpu - _persistent_bytes(rank) + w * gathered)
+        whole = w * sum(rank.numel)
     every = max(storage, frozen)
     return CheckpointPhase(Phase.SAVE, gpu, host + every, max(0, frozen + module - every, whole - every))
 
 
-def _resume(job: Job, owned: _Owned, gpu: int, host: int) -> CheckpointPhase:
-    w, counts = job.param_bytes, [*owned.gpu, *owned.host]
-    own = (job.master_bytes * sum(counts) if job.own_masters else 0) + _states(job, counts)
-    model = w * sum(job.numel) if job.zero.stage < 3 else 0
-    file = model + own if job.zero.stage == 0 else _frozen_copies(job) + max(model, own)
-    gathered = _persistent_bytes(job) if job.zero.stage == 3 else 0
-    return CheckpointPhase(Phase.RESUME, gpu + _states(job, owned.gpu) + gathered, host + file)
+def _resume(rank: DeepSpeedRank, owned: _Owned, gpu: int, host: int) -> CheckpointPhase:
+    w, counts = rank.param_bytes, [*owned.gpu, *owned.host]
+    own = (rank.master_bytes * sum(counts) if rank.own_masters else 0) + _states(rank, counts)
+    model = w * sum(rank.numel) if rank.zero.stage < 3 else 0
+    file = model + own if rank.zero.stage == 0 else _frozen_copies(rank) + max(model, own)
+    gathered = _persistent_bytes(rank) if rank.zero.stage == 3 else 0
+    return CheckpointPhase(Phase.RESUME, gpu + _states(rank, owned.gpu) + gathered, host + file)
 
 
-def _frozen(job: Job) -> list[int]:
-    return [count for count, trained in zip(job.numel, job.trainable, strict=True) if not trained]
-
-
-def _frozen_copies(job: Job) -> int:
+def _frozen_copies(rank: DeepSpeedRank) -> int:
     """Bytes of what this rank copies of the frozen parameters, where gradients are partitioned (save_frozen_param)."""
-    if job.zero.stage < 2:
+    if rank.zero.stage < 2:
         return 0
-    return job.param_bytes * sum(shard(count, job.ranks) if job.zero.stage == 3 else count for count in _frozen(job))
+    return rank.param_bytes * (rank.frozen_sharded if rank.zero.stage == 3 else rank.frozen)
 
 
-def _persistent_bytes(job: Job) -> int:
+def _persistent_bytes(rank: DeepSpeedRank) -> int:
     """Bytes of the parameters that stay gathered; with one rank they alias their parts unless those are on the host."""
-    zero = job.zero
-    if job.ranks == 1 and job.param_device is OffloadDevice.NONE:
+    if rank.ranks == 1 and rank.param_device is OffloadDevice.NONE:
         return 0
-    kept = persistent(job.numel, zero.param_persistence_threshold, zero.model_persistence_threshold)
-    return sum(job.param_bytes * shard(job.numel[p], job.ranks) * job.ranks for p in kept)
+    return rank.param_bytes * rank.persistent

@@ -24,8 +24,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.engines.deepspeed.groups import secondary_shard, shard
-from zeroplan.engines.deepspeed.job import COMPUTE, GATHER, Job
+from zeroplan.engines.deepspeed.base import COMPUTE, GATHER
+from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 from zeroplan.simulate.deferred_frees import DeferredFrees
 from zeroplan.simulate.recorder import Recorder
 
@@ -78,32 +78,28 @@ class Coordinator:
     """Which parameters are gathered, and the blocks that they are gathered into.
 
     Args:
-        job: the job.
+        rank: whose parameters.
         recorder: where allocations go.
         module_params: what each module fetches: its own parameters, or all below it where it is a leaf module.
-        persistent: parameters that stay gathered between steps.
-        on_host: parameters whose shard is in host memory.
     """
 
     def __init__(
         self,
-        job: Job,
+        rank: DeepSpeedRank,
         recorder: Recorder,
         module_params: Sequence[Sequence[int]],
-        persistent: Iterable[int],
-        on_host: Sequence[bool],
     ) -> None:
-        zero = job.zero
-        self.job, self.recorder = job, recorder
+        zero = rank.zero
+        self.rank, self.recorder = rank, recorder
         self.alloc = recorder.alloc
         self.module_params = [sorted(set(ps)) for ps in module_params]
-        self.persistent = frozenset(persistent)
-        self.on_host = on_host
+        self.persistent = frozenset(rank.persistent_params)
+        self.on_host = zero.offloads_param  # whether shards are in host memory
         self.stream = GATHER if zero.overlaps_comm else COMPUTE
-        self.deferred_frees = DeferredFrees(recorder, FETCHES_BEHIND if job.device_lags else 0)
-        recorder.deferred_frees = self.deferred_frees if job.device_lags else None
+        self.deferred_frees = DeferredFrees(recorder, FETCHES_BEHIND if rank.device_lags else 0)
+        recorder.deferred_frees = self.deferred_frees if rank.device_lags else None
         self.prefetch = 1 if zero.allgather_sequential else zero.prefetch_bucket_size
-        count = len(job.numel)
+        count = len(rank.numel)
         self.status = [_ABSENT] * count
         self.blocks: list[tuple[int, int] | None] = [None] * count  # (handle, stream it was made on)
         self.active: list[set[int]] = [set() for _ in range(count)]
@@ -134,7 +130,7 @@ class Coordinator:
         self.inflight.clear()
         if self.trace is None:
             if self.recorded is not None:
-                self.trace = _Trace(self.recorded, self.module_params, self.job.numel)
+                self.trace = _Trace(self.recorded, self.module_params, self.rank.numel)
             else:
                 self.recorded = []
         self.queue = self.step = self.live = 0
@@ -156,7 +152,7 @@ class Coordinator:
                 self._gather(absent)
             for p in params:
                 self.active[p].add(module)
-                if recomputing and self.backward_modules and not self.job.trainable[p]:
+                if recomputing and self.backward_modules and not self.rank.parameters.trainable[p]:
                     owner = next(reversed(self.backward_modules))
                     self.recomputed.setdefault(owner, set()).add(p)
                     self.active[p].add(owner)
@@ -178,7 +174,7 @@ class Coordinator:
             seen.add(p)
         if self.prefetch <= 0:
             return
-        most = min(self.job.zero.max_live_parameters - self.live, self.prefetch)
+        most = min(self.rank.zero.max_live_parameters - self.live, self.prefetch)
         chosen: list[int] = []
         elements = 0
         while self.queue < len(uses) and elements < most:
@@ -188,7 +184,7 @@ class Coordinator:
             fetched_at[p] = max(fetched_at[p], at)
             if absent:
                 chosen.append(p)
-                elements += self.job.numel[p]
+                elements += self.rank.numel[p]
         if elements > 0:
             self._gather(sorted(chosen))
 
@@ -212,7 +208,7 @@ class Coordinator:
         key = (module, self.step)
         found = self.kept.get(key)
         if found is None:
-            trace, step, distance = self.trace, self.step, self.job.zero.max_reuse_distance
+            trace, step, distance = self.trace, self.step, self.rank.zero.max_reuse_distance
             assert trace is not None
             found = self.kept[key] = frozenset(
                 p
@@ -242,14 +238,14 @@ class Coordinator:
     def gather_persistent(self) -> None:
         """stage3.py, _post_step: on the compute stream, every parameter into a block of its own."""
         self.deferred_frees.settle()
-        job = self.job
+        rank = self.rank
         chosen = sorted(self.persistent)
-        aliased = job.ranks == 1 and len(chosen) > 1
+        aliased = rank.ranks == 1 and len(chosen) > 1
         for p in chosen:
-            part = shard(job.numel[p], job.ranks)
-            if not aliased or self.on_host[p]:
-                count = job.numel[p] if aliased else part * job.ranks
-                self.blocks[p] = (self.alloc(job.param_bytes * count, Buffer.PARAM_PERSISTENT, note=p), COMPUTE)
+            part = rank.shards[p]
+            if not aliased or self.on_host:
+                count = rank.numel[p] if aliased else part * rank.ranks
+                self.blocks[p] = (self.alloc(rank.param_bytes * count, Buffer.PARAM_PERSISTENT, note=p), COMPUTE)
             self.status[p] = _AVAILABLE
 
     # Blocks
@@ -264,19 +260,19 @@ class Coordinator:
     def _gather_together(self, params: list[int]) -> None:
         """pp, all_gather_coalesced: alone straight into place, several through one flat buffer."""
         self.deferred_frees.look()
-        job, alloc, stream = self.job, self.alloc, self.stream
-        w, ranks, numel = job.param_bytes, job.ranks, job.numel
+        rank, alloc, stream = self.rank, self.alloc, self.stream
+        w, ranks, numel = rank.param_bytes, rank.ranks, rank.numel
         self.live += sum(numel[p] for p in params)
         flats: list[int] = []
         temps: list[int] = []
-        cut = len(params) > 1 and not job.zero.allgather_sequential
+        cut = len(params) > 1 and not rank.zero.allgather_sequential
         if ranks == 1:  # no collective: an alias of the shard, or its copy from the host
             for p in params:
-                if self.on_host[p]:
+                if self.on_host:
                     self.blocks[p] = (alloc(w * numel[p], Buffer.PARAM_FULL, stream=stream, note=p), stream)
         elif not cut:
             for p in params:
-                part, travel = shard(numel[p], ranks), job.gather_of[p]
+                part, travel = rank.shards[p], rank.gather_of[p]
                 whole = alloc(travel * part * ranks, Buffer.PARAM_FULL, stream=stream, note=p)
                 if travel == w:
                     self.blocks[p] = (whole, stream)
@@ -284,9 +280,9 @@ class Coordinator:
                     flats.append(whole)
                 temps += self._shard_copies(p)
         else:
-            for travel in sorted({job.gather_of[p] for p in params}):
-                alike = [p for p in params if job.gather_of[p] == travel]
-                parts = sum(shard(numel[p], ranks) for p in alike)
+            for travel in sorted({rank.gather_of[p] for p in params}):
+                alike = [p for p in params if rank.gather_of[p] == travel]
+                parts = sum(rank.shards[p] for p in alike)
                 flats.append(alloc(travel * parts * ranks, Buffer.COMM_ALL_GATHER, stream=stream, note=alike[0]))
                 for handle in [copy for p in alike for copy in self._shard_copies(p)]:
                     self.recorder.free(handle)
@@ -297,25 +293,22 @@ class Coordinator:
 
     def _shard_copies(self, p: int) -> list[int]:
         """A shard's copy from the host, and its cast to the dtype that it travels in."""
-        job = self.job
-        part = self._secondary_numel(p) if p in self.secondary else shard(job.numel[p], job.ranks)
-        widths = [job.param_bytes] * self.on_host[p] + [job.gather_of[p]] * (job.gather_of[p] != job.param_bytes)
+        rank = self.rank
+        part = rank.secondary_shards[p] if p in self.secondary else rank.shards[p]
+        widths = [rank.param_bytes] * self.on_host + [rank.gather_of[p]] * (rank.gather_of[p] != rank.param_bytes)
         return [self.alloc(width * part, Buffer.STAGE_H2D, stream=self.stream, note=p) for width in widths]
-
-    def _secondary_numel(self, p: int) -> int:
-        return secondary_shard(self.job.numel[p], self.job.ranks, self.job.zero.zero_hpz_partition_size)
 
     def _wait(self, gather: _Gather) -> None:
         """pp, AllGatherCoalescedHandle.wait: cuts the flat buffers into parameters; called once a parameter."""
-        free, w = self.recorder.free, self.job.param_bytes
-        in_place = self.job.zero.use_all_reduce_for_fetch_params
+        free, w = self.recorder.free, self.rank.param_bytes
+        in_place = self.rank.zero.use_all_reduce_for_fetch_params
         if not gather.waited:
             gather.waited = True
             for p in gather.params:
                 if gather.flats and in_place:
                     self.shared[p] = gather
                 elif gather.flats:
-                    count, travel = self.job.numel[p], self.job.gather_of[p]
+                    count, travel = self.rank.numel[p], self.rank.gather_of[p]
                     widths = [travel] * gather.cut + [w] * (travel != w)  # cut out, then cast
                     whole = [self.alloc(width * count, Buffer.PARAM_FULL, stream=self.stream, note=p) for width in widths]
                     for handle in whole[:-1]:
@@ -339,7 +332,7 @@ class Coordinator:
             return
         self.before_free(param)
         self.status[param] = _ABSENT
-        self.live -= self.job.numel[param]
+        self.live -= self.rank.numel[param]
         if param in self.shared:
             self._unwant(self.shared.pop(param))
         block = self.blocks[param]

@@ -15,8 +15,9 @@ from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import DEEPSPEED_VERSION, ZeroConfig
 from zeroplan.ds_config.dialect import Dialect
 from zeroplan.engines.base import Case, Engine
-from zeroplan.engines.deepspeed import facts as facts_module
 from zeroplan.engines.deepspeed.lines import LEDGER
+from zeroplan.engines.deepspeed.rank import GLOSSARY, deepspeed_rank
+from zeroplan.engines.deepspeed.saved_weights import saved_elements
 from zeroplan.ledger.line import Ledger
 from zeroplan.models.spec import ModelSpec
 
@@ -86,16 +87,17 @@ class DeepSpeed(Engine):
 
     def glossary(self) -> Mapping[str, str]:
         """What each name in the ledger's formulas means."""
-        return facts_module.GLOSSARY
+        return GLOSSARY
 
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
-        """DeepSpeed's lines and the facts of rank 0."""
-        return LEDGER, facts_module.facts(
-            case.spec,
+        """DeepSpeed's lines, and rank 0."""
+        return LEDGER, deepspeed_rank(
+            case.spec.parameters,
             case.workload,
             case.zero,
             case.layout,
-            cublas_workspace=case.cluster.gpu.workspace,
+            gpu=case.cluster.gpu,
+            saved_weights=saved_elements(case),
         )
 
     def trace_options(self, case: Case) -> TraceOptions:

@@ -101,19 +101,6 @@ def padded(numel: int, ranks: int) -> int:
     return -(-numel // whole) * whole
 
 
-def shard(numel: int, ranks: int) -> int:
-    """Elements of one rank's part of a parameter at stage 3: every parameter is padded by itself."""
-    return -(-numel // ranks)
-
-
-def secondary_shard(numel: int, ranks: int, group: int) -> int:
-    """Elements of hpZ's second part of a parameter, one of `group` (``zero_hpz_partition_size``); 0 where there is none.
-
-    Source: utils/groups.py, _create_zero_param_parallel_group; runtime/zero/partition_parameters.py, _partition_param_sec
-    """
-    return shard(numel, ranks) * ranks // min(group, ranks) if group > 1 else 0
-
-
 def sub_groups(params: Sequence[int], shards: Sequence[int], size: int) -> list[list[int]]:
     """The parameters of each sub-group that stage 3 steps at once.
 

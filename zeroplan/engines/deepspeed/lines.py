@@ -9,7 +9,7 @@ from __future__ import annotations
 from zeroplan.core.buffers import ALWAYS, FROM_FIRST_STEP, Buffer, Phase, Place
 from zeroplan.core.workload import OptimizerKind
 from zeroplan.core.zero_config import OffloadDevice
-from zeroplan.engines.deepspeed.facts import Facts
+from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 from zeroplan.ledger.derive import pow2, shard
 from zeroplan.ledger.line import LedgerBuilder
 from zeroplan.ledger.optimizer_lines import add_state_lines
@@ -22,20 +22,20 @@ _UNTIL_STEP = (Phase.INIT, Phase.FORWARD, Phase.BACKWARD)
 _FROM_FIRST_FORWARD = (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)
 
 
-def _pinned(c: Facts) -> Place:
+def _pinned(c: DeepSpeedRank) -> Place:
     return c.pinned
 
 
-def _param_host(c: Facts) -> Place:
+def _param_host(c: DeepSpeedRank) -> Place:
     return Place.PINNED if c.pin_param else Place.DRAM
 
 
-def _block(c: Facts, count: int) -> int:
+def _block(c: DeepSpeedRank, count: int) -> int:
     """A host block of `count` bytes: torch rounds pinned blocks to a power of two (CachingHostAllocator)."""
     return pow2(count) if c.pin_optimizer else count
 
 
-def _kept_width(c: Facts) -> int:
+def _kept_width(c: DeepSpeedRank) -> int:
     """Bytes of an element of the reduced gradients that stages 1 and 2 keep on the GPU, besides those left where they are."""
     if c.compact:
         return c.accum_bytes
@@ -47,7 +47,7 @@ def _kept_width(c: Facts) -> int:
 
 
 @_add(Buffer.PARAM_FULL, Place.HBM, ALWAYS, state=True)
-def param_full(c: Facts) -> int:
+def param_full(c: DeepSpeedRank) -> int:
     """The whole trainable model on every rank.
 
     Source: s12, flatten_dense_tensors_aligned (stages 1 and 2 pad the flat group)
@@ -58,7 +58,7 @@ def param_full(c: Facts) -> int:
 
 
 @_add(Buffer.PARAM_SHARD, Place.HBM, ALWAYS, state=True)
-def param_shard(c: Facts) -> int:
+def param_shard(c: DeepSpeedRank) -> int:
     """This rank's part of every parameter, in the model's dtype.
 
     Source: zero/partition_parameters.py, _partition_param
@@ -67,7 +67,7 @@ def param_shard(c: Facts) -> int:
 
 
 @_add(Buffer.PARAM_SHARD, Place.PINNED, ALWAYS, state=True)
-def param_shard_host(c: Facts) -> int:
+def param_shard_host(c: DeepSpeedRank) -> int:
     """The parameters' parts in one flat host buffer, always pinned.
 
     Source: s3, _create_param_groups_fp16_flat_cpu_memory
@@ -78,7 +78,7 @@ def param_shard_host(c: Facts) -> int:
 
 
 @_add(Buffer.INIT_TEMP, Place.PINNED, ALWAYS)
-def param_first_shards(c: Facts) -> int:
+def param_first_shards(c: DeepSpeedRank) -> int:
     """Each parameter's own pinned part, replaced by the flat buffer but kept in torch's cache of host blocks.
 
     Source: zero/partition_parameters.py, _partition_param (with NVMe, of parameters too small for a file)
@@ -87,7 +87,7 @@ def param_first_shards(c: Facts) -> int:
 
 
 @_add(Buffer.PARAM_SHARD, Place.NVME, ALWAYS, state=True)
-def param_shard_nvme(c: Facts) -> int:
+def param_shard_nvme(c: DeepSpeedRank) -> int:
     """The parameters' parts in files, those too that a flat buffer holds.
 
     Source: swap_tensor/partitioned_param_swapper.py, swappable_tensor, _io_aligned_numel
@@ -96,7 +96,7 @@ def param_shard_nvme(c: Facts) -> int:
 
 
 @_add(Buffer.PARAM_FROZEN, Place.HBM, ALWAYS, state=True)
-def param_frozen(c: Facts) -> int:
+def param_frozen(c: DeepSpeedRank) -> int:
     """Parameters without gradient: whole below stage 3, this rank's part at stage 3."""
     if c.stage < 3:
         return c.param_bytes * c.frozen
@@ -104,13 +104,13 @@ def param_frozen(c: Facts) -> int:
 
 
 @_add(Buffer.PARAM_FROZEN, Place.PINNED, ALWAYS, state=True)
-def param_frozen_host(c: Facts) -> int:
+def param_frozen_host(c: DeepSpeedRank) -> int:
     """Offloaded parameters without gradient, each in a pinned block of its own."""
     return c.param_bytes * c.frozen_sharded if c.param_device is OffloadDevice.CPU else 0
 
 
 @_add(Buffer.PARAM_PERSISTENT, Place.HBM, _FROM_FIRST_FORWARD)
-def param_persistent(c: Facts) -> int:
+def param_persistent(c: DeepSpeedRank) -> int:
     """Small parameters that stay gathered beside their part (stage3_param_persistence_threshold).
 
     A single rank's part is the whole: it is gathered only where that means from the host.
@@ -123,7 +123,7 @@ def param_persistent(c: Facts) -> int:
 
 
 @_add(Buffer.PARAM_SECONDARY, Place.HBM, _UNTIL_STEP)
-def param_secondary(c: Facts) -> int:
+def param_secondary(c: DeepSpeedRank) -> int:
     """A second part of every parameter, of a smaller group of ranks (zero_hpz_partition_size); the step drops it.
 
     Source: zero/partition_parameters.py, _partition_param_sec; s3, invalidate_secondary_tensor
@@ -132,7 +132,7 @@ def param_secondary(c: Facts) -> int:
 
 
 @_add(Buffer.PARAM_SECONDARY, _param_host, _UNTIL_STEP)
-def param_secondary_host(c: Facts) -> int:
+def param_secondary_host(c: DeepSpeedRank) -> int:
     """The second parts of offloaded parameters, each in a block of its own.
 
     Source: zero/partition_parameters.py, _partition_param_sec
@@ -143,7 +143,7 @@ def param_secondary_host(c: Facts) -> int:
 
 
 @_add(Buffer.PARAM_FULL, Place.HBM, (Phase.FORWARD, Phase.BACKWARD))
-def param_saved(c: Facts) -> int:
+def param_saved(c: DeepSpeedRank) -> int:
     """Gathered weights that autograd keeps until their backward, where torch's own linear function runs.
 
     Source: zero/linear.py and zero/partition_parameters.py, _enable_mem_efficient_linear (memory_efficient_linear)
@@ -152,7 +152,7 @@ def param_saved(c: Facts) -> int:
 
 
 @_add(Buffer.PARAM_MASTER, Place.HBM, ALWAYS, state=True)
-def param_master(c: Facts) -> int:
+def param_master(c: DeepSpeedRank) -> int:
     """The optimizer's own copy of what this rank updates; stages 1 to 3 clone it even for an fp32 model.
 
     Source: s12, single_partition_of_fp32_groups; s3, _create_fp32_partitions
@@ -161,7 +161,7 @@ def param_master(c: Facts) -> int:
 
 
 @_add(Buffer.PARAM_MASTER, _pinned, ALWAYS, state=True)
-def param_master_host(c: Facts) -> int:
+def param_master_host(c: DeepSpeedRank) -> int:
     """The optimizer's own copy, offloaded (stages 1 and 2): one pinned block.
 
     Source: s12, weights_partition
@@ -170,7 +170,7 @@ def param_master_host(c: Facts) -> int:
 
 
 @_add(Buffer.PARAM_MASTER, Place.DRAM, ALWAYS, state=True)
-def param_master_host_stage3(c: Facts) -> int:
+def param_master_host_stage3(c: DeepSpeedRank) -> int:
     """The optimizer's own copy, offloaded (stage 3): pageable.
 
     Source: s3, _create_fp32_partitions
@@ -179,7 +179,7 @@ def param_master_host_stage3(c: Facts) -> int:
 
 
 @_add(Buffer.PARAM_MASTER, Place.NVME, ALWAYS, state=True)
-def param_master_nvme(c: Facts) -> int:
+def param_master_nvme(c: DeepSpeedRank) -> int:
     """The optimizer's own copy in files, one a sub-group.
 
     Source: swap_tensor/partitioned_optimizer_swapper.py
@@ -191,13 +191,13 @@ def param_master_nvme(c: Facts) -> int:
 
 
 @_add(Buffer.GRAD_FULL, Place.HBM, _BACKWARD_TO_STEP, state=True)
-def grad_full(c: Facts) -> int:
+def grad_full(c: DeepSpeedRank) -> int:
     """Whole gradients of all trainable parameters (stage 0)."""
     return c.param_bytes * c.trainable if c.stage == 0 else 0
 
 
 @_add(Buffer.GRAD_FULL, Place.HBM, (Phase.BACKWARD,), state=True)
-def grad_full_stage1(c: Facts) -> int:
+def grad_full_stage1(c: DeepSpeedRank) -> int:
     """Whole gradients, freed as they are reduced at the accumulation boundary (stage 1).
 
     Source: s12 keeps .grad until the boundary when gradients are not partitioned
@@ -206,7 +206,7 @@ def grad_full_stage1(c: Facts) -> int:
 
 
 @_add(Buffer.GRAD_ACCUM, Place.HBM, (Phase.BACKWARD,), state=True)
-def grad_accum_stage1(c: Facts) -> int:
+def grad_accum_stage1(c: DeepSpeedRank) -> int:
     """Whole gradients in the accumulation's dtype, in place of those of the model's (stage 1).
 
     Source: s12, fill_grad_accum_attribute
@@ -215,7 +215,7 @@ def grad_accum_stage1(c: Facts) -> int:
 
 
 @_add(Buffer.GRAD_SHARD, Place.HBM, (Phase.STEP,))
-def grad_shard_stage1(c: Facts) -> int:
+def grad_shard_stage1(c: DeepSpeedRank) -> int:
     """The reduced gradients of this rank's partition, from the boundary to the step (stage 1).
 
     Source: s12, copy_grads_in_partition, _add_full_reduction_to_compact_grad_partition
@@ -224,7 +224,7 @@ def grad_shard_stage1(c: Facts) -> int:
 
 
 @_add(Buffer.GRAD_ACCUM, Place.HBM, ALWAYS, state=True)
-def grad_accum_fp32(c: Facts) -> int:
+def grad_accum_fp32(c: DeepSpeedRank) -> int:
     """fp32 gradients of the whole model, made at initialisation and never sharded.
 
     Source: bf16_optimizer.py, fp32_groups_gradients_flat
@@ -233,7 +233,7 @@ def grad_accum_fp32(c: Facts) -> int:
 
 
 @_add(Buffer.GRAD_SHARD, Place.HBM, _BACKWARD_TO_STEP, state=True)
-def grad_shard(c: Facts) -> int:
+def grad_shard(c: DeepSpeedRank) -> int:
     """Averaged gradients of this rank's partition, alive from the backward to the step (stage 2).
 
     Source: s12, copy_grads_in_partition, _add_full_reduction_to_compact_grad_partition
@@ -242,7 +242,7 @@ def grad_shard(c: Facts) -> int:
 
 
 @_add(Buffer.GRAD_ACCUM, Place.HBM, ALWAYS, state=True)
-def grad_accum(c: Facts) -> int:
+def grad_accum(c: DeepSpeedRank) -> int:
     """Accumulated gradients of this rank's part: one flat buffer, never freed (stage 3).
 
     Source: s3, grad_partitions_flat_buffer
@@ -251,7 +251,7 @@ def grad_accum(c: Facts) -> int:
 
 
 @_add(Buffer.GRAD_ACCUM, _pinned, ALWAYS, state=True)
-def grad_accum_host(c: Facts) -> int:
+def grad_accum_host(c: DeepSpeedRank) -> int:
     """Accumulated gradients on the host (stage 3 with optimizer offload).
 
     Source: s3, grad_partitions_flat_buffer
@@ -262,7 +262,7 @@ def grad_accum_host(c: Facts) -> int:
 
 
 @_add(Buffer.GRAD_MASTER, _pinned, ALWAYS, state=True)
-def grad_master_host(c: Facts) -> int:
+def grad_master_host(c: DeepSpeedRank) -> int:
     """Gradients in the master's dtype, as the CPU optimizer reads them.
 
     Source: s12, single_partition_of_fp32_groups[i].grad; s3, initialize_optimizer_states
@@ -275,7 +275,7 @@ def grad_master_host(c: Facts) -> int:
 
 
 @_add(Buffer.GRAD_MASTER, Place.HBM, ALWAYS, state=True)
-def grad_master_kept(c: Facts) -> int:
+def grad_master_kept(c: DeepSpeedRank) -> int:
     """Gradients in the master's dtype for the sub-groups that a partial offload keeps on the GPU.
 
     Source: s3, initialize_optimizer_states
@@ -284,7 +284,7 @@ def grad_master_kept(c: Facts) -> int:
 
 
 @_add(Buffer.GRAD_MASTER, Place.NVME, FROM_FIRST_STEP, state=True)
-def grad_master_nvme(c: Facts) -> int:
+def grad_master_nvme(c: DeepSpeedRank) -> int:
     """Gradients in the master's dtype, one file a parameter, swapped out between backward and step.
 
     Source: swap_tensor/optimizer_utils.py, _swap_out_gradients, _adjust_for_misaligned_lengths
@@ -293,7 +293,7 @@ def grad_master_nvme(c: Facts) -> int:
 
 
 @_add(Buffer.GRAD_ACCUM, _pinned, ALWAYS, state=True)
-def grad_accum_host_stage2(c: Facts) -> int:
+def grad_accum_host_stage2(c: DeepSpeedRank) -> int:
     """Gradients kept on the host across micro batches (stages 1 and 2, accumulation above 1).
 
     Source: s12, accumulated_grads_in_cpu (a pinned buffer for every parameter)
@@ -312,7 +312,7 @@ add_state_lines(_lines, Place.NVME, lambda c: c.states_in_files, suffix="_nvme")
 
 
 @_add(Buffer.OPTIM_EXP_AVG_SQ, Place.DRAM, FROM_FIRST_STEP, state=True)
-def cpu_lion_second_moment(c: Facts) -> int:
+def cpu_lion_second_moment(c: DeepSpeedRank) -> int:
     """DeepSpeed's Lion for CPUs keeps a second moment, although Lion has none.
 
     Source: deepspeed/ops/lion/cpu_lion.py
@@ -321,7 +321,7 @@ def cpu_lion_second_moment(c: Facts) -> int:
 
 
 @_add(Buffer.OPTIM_ERROR_FEEDBACK, Place.HBM, FROM_FIRST_STEP, state=True)
-def server_error(c: Facts) -> int:
+def server_error(c: DeepSpeedRank) -> int:
     """The server's share of the error feedback (1-bit optimizers), kept by each rank for the chunk that it averages.
 
     Source: Tang et al. 2021, algorithm 1
@@ -335,7 +335,7 @@ def server_error(c: Facts) -> int:
 
 
 @_add(Buffer.COMM_BUCKET, Place.HBM, (Phase.BACKWARD,))
-def ipg_bucket(c: Facts) -> int:
+def ipg_bucket(c: DeepSpeedRank) -> int:
     """Gradients collected before a reduction, allocated at full size for each backward; two when overlapping.
 
     Source: s12, setup_buckets
@@ -346,7 +346,7 @@ def ipg_bucket(c: Facts) -> int:
 
 
 @_add(Buffer.COMM_BUCKET, Place.HBM, ALWAYS)
-def ipg_bucket_stage3(c: Facts) -> int:
+def ipg_bucket_stage3(c: DeepSpeedRank) -> int:
     """The one bucket of gradients of stage 3, allocated at initialisation and never freed.
 
     Source: s3, ipg_buckets
@@ -355,7 +355,7 @@ def ipg_bucket_stage3(c: Facts) -> int:
 
 
 @_add(Buffer.STAGE_D2H, Place.HBM, ALWAYS)
-def offload_staging(c: Facts) -> int:
+def offload_staging(c: DeepSpeedRank) -> int:
     """Room on the GPU for one gradient on its way to the host: the largest parameter (stages 1 and 2).
 
     Source: s12, temp_grad_buffer_for_gpu_offload
@@ -364,7 +364,7 @@ def offload_staging(c: Facts) -> int:
 
 
 @_add(Buffer.STAGE_D2H, _pinned, ALWAYS)
-def offload_staging_host(c: Facts) -> int:
+def offload_staging_host(c: DeepSpeedRank) -> int:
     """Its twin on the host.
 
     Source: s12, temp_grad_buffer_for_cpu_offload
@@ -375,7 +375,7 @@ def offload_staging_host(c: Facts) -> int:
 
 
 @_add(Buffer.STAGE_H2D, _pinned, ALWAYS)
-def updated_params_host(c: Facts) -> int:
+def updated_params_host(c: DeepSpeedRank) -> int:
     """Updated parameters in the model's dtype, on their way back to the GPU (stages 1 and 2).
 
     Source: s12, param_buffer_of_bit16_for_cpu_offload_groups
@@ -386,7 +386,7 @@ def updated_params_host(c: Facts) -> int:
 
 
 @_add(Buffer.STAGE_H2D, Place.DRAM, (Phase.STEP,))
-def updated_params_cast(c: Facts) -> int:
+def updated_params_cast(c: DeepSpeedRank) -> int:
     """A sub-group's updated parameters, cast on the host before they are copied to the GPU (stage 3).
 
     Source: s3, _reassign_or_swap_out_partitioned_parameters (a copy across devices casts first)
@@ -397,7 +397,7 @@ def updated_params_cast(c: Facts) -> int:
 
 
 @_add(Buffer.SWAP_BUFFER, Place.PINNED, ALWAYS)
-def optimizer_swap_buffers(c: Facts) -> int:
+def optimizer_swap_buffers(c: DeepSpeedRank) -> int:
     """Pinned buffers through which sub-groups travel to and from disk: buffer_count of the largest sub-group.
 
     Source: swap_tensor/utils.py, SwapBufferManager
@@ -406,7 +406,7 @@ def optimizer_swap_buffers(c: Facts) -> int:
 
 
 @_add(Buffer.SWAP_BUFFER, Place.PINNED, ALWAYS)
-def param_swap_buffers(c: Facts) -> int:
+def param_swap_buffers(c: DeepSpeedRank) -> int:
     """Pinned buffers through which parameters travel to and from disk: buffer_count × buffer_size.
 
     Source: swap_tensor/partitioned_param_swapper.py
@@ -415,7 +415,7 @@ def param_swap_buffers(c: Facts) -> int:
 
 
 @_add(Buffer.SWAP_BUFFER, Place.PINNED, ALWAYS)
-def param_swap_reserve(c: Facts) -> int:
+def param_swap_reserve(c: DeepSpeedRank) -> int:
     """A pinned buffer in which a step collects a sub-group's updated parameters on their way to disk.
 
     Source: swap_tensor/partitioned_param_swapper.py, reserve_partitioned_swap_space
@@ -427,7 +427,7 @@ def param_swap_reserve(c: Facts) -> int:
 
 
 @_add(Buffer.GRAD_SHARD, Place.HBM, (Phase.STEP,))
-def step_gradients_flat(c: Facts) -> int:
+def step_gradients_flat(c: DeepSpeedRank) -> int:
     """The step's own copy of the gradients as one tensor, where they are more than one.
 
     Source: s12, flatten_dense_tensors_aligned; s3, _prepare_fp32_grad_for_sub_group (one sub-group at a time)
@@ -438,7 +438,7 @@ def step_gradients_flat(c: Facts) -> int:
 
 
 @_add(Buffer.GRAD_MASTER, Place.HBM, (Phase.STEP,))
-def step_gradients_cast(c: Facts) -> int:
+def step_gradients_cast(c: DeepSpeedRank) -> int:
     """The same in the master's dtype, where that is another; at stage 0 also one by one, before FusedAdam's are flattened.
 
     Source: s12, step; s3, _prepare_fp32_grad_for_sub_group; fp16/fused_optimizer.py and unfused_optimizer.py, step
@@ -451,7 +451,7 @@ def step_gradients_cast(c: Facts) -> int:
 
 
 @_add(Buffer.OPTIM_TEMP, Place.HBM, (Phase.STEP,))
-def optimizer_temporaries(c: Facts) -> int:
+def optimizer_temporaries(c: DeepSpeedRank) -> int:
     """What the optimizer itself needs while it steps: nothing when fused, one or two tensors otherwise.
 
     A partial offload's part on the GPU is stepped by torch's multi-tensor AdamW, one sub-group at a time.
@@ -469,7 +469,7 @@ def optimizer_temporaries(c: Facts) -> int:
 
 
 @_add(Buffer.OPTIM_TEMP, Place.DRAM, (Phase.STEP,))
-def optimizer_temporaries_host(c: Facts) -> int:
+def optimizer_temporaries_host(c: DeepSpeedRank) -> int:
     """A square root and a quotient of what is stepped at once, where torch's own Adam runs on the host (torch_adam).
 
     Source: torch/optim/adam.py, _single_tensor_adam
@@ -480,7 +480,7 @@ def optimizer_temporaries_host(c: Facts) -> int:
 
 
 @_add(Buffer.WORKSPACE, Place.HBM, FROM_FIRST_STEP)
-def cublas_workspace(c: Facts) -> int:
+def cublas_workspace(c: DeepSpeedRank) -> int:
     """cuBLAS's workspaces: one for the forward's thread, one for the backward's.
 
     Source: aten/src/ATen/cuda/CUDABlas.cpp, getChosenWorkspaceSize

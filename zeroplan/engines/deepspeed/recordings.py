@@ -1,8 +1,8 @@
 """What ranks allocate and free, kept to be used again: micro batches differ in the sizes of the tape's storages only.
 
 Note [Shapes of recordings]
-    A schedule reads the job and the order of the tape's events, never the bytes of its storages. So a recording serves every
-    configuration with the same job but for its micro batch, as long as the tape has the same events: the sizes are put in,
+    A schedule reads the rank and the order of the tape's events, never the bytes of its storages. So a recording serves every
+    configuration that differs in its micro batch alone, as long as the tape has the same events: the sizes are put in,
     in a small part of the time that playing the tape takes. A search asks for the same few sharded layouts at many micro
     batches, and under two settings of the allocator.
     How far the device falls behind (device_lag.py) does depend on the sizes, and is put in as well
@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from zeroplan.core.tape import ExpandedTape
 from zeroplan.engines.base import Case
-from zeroplan.engines.deepspeed.job import Job
+from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 from zeroplan.engines.deepspeed.schedule import record_deepspeed
 from zeroplan.engines.script import Scripts
 from zeroplan.simulate.recorder import Recorder
@@ -33,14 +33,14 @@ class Recordings:
         self._kept: OrderedDict[tuple[object, ...], tuple[ExpandedTape, Recorder]] = OrderedDict()
         self._events = 0
 
-    def of(self, case: Case, tape: ExpandedTape, job: Job) -> Recorder:
-        """The job's recording: played, or an earlier one with this tape's sizes."""
+    def of(self, case: Case, tape: ExpandedTape, rank: DeepSpeedRank, skipped_steps: int) -> Recorder:
+        """The rank's recording: played, or an earlier one with this tape's sizes."""
         workload = replace(case.workload, micro_batch=1)
-        layout = (case.zero, workload, case.cluster, job.rank, job.skipped_steps, tape.shape)
+        layout = (case.zero, workload, case.cluster, rank.rank, skipped_steps, tape.shape)
         found = self._kept.get(layout)
         if found is None:
             played, scripts = self._tape_to_play(tape)
-            recorder = record_deepspeed(job, played, scripts)
+            recorder = record_deepspeed(rank, played, skipped_steps=skipped_steps, scripts=scripts)
             self._kept[layout] = (played, recorder)
             self._events += recorder.stored
             while self._events > MOST_EVENTS and len(self._kept) > 1:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 from zeroplan.core.tape import ExpandedTape, Mark, Op
 from zeroplan.core.workload import Precision
-from zeroplan.engines.deepspeed.job import Job
+from zeroplan.engines.base import Case
+from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +31,9 @@ class SavedWeights:
     recomputation: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
 
-def saved_weights(job: Job, tape: ExpandedTape) -> SavedWeights:
-    """What the job's linear layers save; nothing with DeepSpeed's linear function. See Note [Saved weights]."""
-    if job.zero.memory_efficient_linear or job.workload.precision is Precision.AUTOCAST:
+def saved_weights(rank: DeepSpeedRank, tape: ExpandedTape) -> SavedWeights:
+    """What the rank's linear layers save; nothing with DeepSpeed's linear function. See Note [Saved weights]."""
+    if rank.zero.memory_efficient_linear or rank.workload.precision is Precision.AUTOCAST:
         return SavedWeights()
     begins = next((i for i, (op, arg) in enumerate(zip(tape.op, tape.arg, strict=True)) if _backward_begins(op, arg)), 0)
     rest = list(zip(tape.op[begins:], tape.arg[begins:], strict=True))
@@ -48,3 +49,23 @@ def saved_weights(job: Job, tape: ExpandedTape) -> SavedWeights:
 
 def _backward_begins(op: int, arg: int) -> bool:
     return op == Op.MARK and arg == Mark.BACKWARD_BEGIN
+
+
+def saved_elements(case: Case) -> int:
+    """Elements of the weights that the model's linear layers save, as far as a formula tells. See Note [Saved weights].
+
+    Of the blocks that are recomputed, those of one at a time. A single rank's weights are its shards, unless they are fetched
+    from the host.
+    """
+    zero, workload = case.zero, case.workload
+    alone = case.layout.shard_group == 1 and not zero.offloads_param
+    if zero.stage < 3 or zero.memory_efficient_linear or workload.precision is Precision.AUTOCAST or alone:
+        return 0
+    policy = workload.recomputation
+    kept = largest = 0
+    for unit in case.spec.units:
+        weights = sum(tensor.numel for tensor in unit.tensors if tensor.autocast)
+        again = unit.count // policy.every if policy is not None and unit.block else 0
+        kept += weights * (unit.count - again)
+        largest = max(largest, weights if again else 0)
+    return kept + largest

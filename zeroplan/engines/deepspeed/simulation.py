@@ -13,8 +13,8 @@ from zeroplan.engines.base import Case
 from zeroplan.engines.deepspeed.checkpoint import checkpoint_phases
 from zeroplan.engines.deepspeed.coordinator import FETCHES_BEHIND
 from zeroplan.engines.deepspeed.device_lag import DeviceLag, device_lag_of
-from zeroplan.engines.deepspeed.job import Job, resolve
 from zeroplan.engines.deepspeed.leaf_modules import inside_of, leaf_modules
+from zeroplan.engines.deepspeed.rank import DeepSpeedRank, deepspeed_rank
 from zeroplan.engines.deepspeed.recordings import MOST_TAPES, Recordings
 from zeroplan.engines.deepspeed.schedule import distinct_ranks
 from zeroplan.engines.deepspeed.schedule_host import record_host
@@ -33,9 +33,9 @@ EVENTS_OVER_RANKS = 80_000
 FEWEST_RANKS, MOST_RANKS = 2, 8
 
 
-def worth_simulating(job: Job, tape: ExpandedTape) -> tuple[int, ...]:
+def worth_simulating(rank: DeepSpeedRank, tape: ExpandedTape) -> tuple[int, ...]:
     """The ranks whose runs can differ in what they reserve, as many as the model's depth affords."""
-    return distinct_ranks(job, max(FEWEST_RANKS, min(MOST_RANKS, EVENTS_OVER_RANKS // max(1, len(tape)))))
+    return distinct_ranks(rank, max(FEWEST_RANKS, min(MOST_RANKS, EVENTS_OVER_RANKS // max(1, len(tape)))))
 
 
 class Simulator:
@@ -52,11 +52,11 @@ class Simulator:
         is simulated with and without.
         """
         usual = _skipped(case)
-        first = _job(case, tape, 0, usual)
+        first = rank_of(case, tape)
 
         def run(rank: int, skipped: int) -> Timeline:
-            job = replace(first, rank=rank) if skipped == usual else _job(case, tape, rank, skipped)
-            return simulate(self._recordings.of(case, tape, job), config, device_memory=case.cluster.vram)
+            recorder = self._recordings.of(case, tape, first.at(rank), skipped)
+            return simulate(recorder, config, device_memory=case.cluster.vram)
 
         runs = {(rank, usual): run(rank, usual) for rank in worth_simulating(first, tape)}
         ranks = {rank: timeline for (rank, _), timeline in runs.items()}
@@ -69,28 +69,28 @@ class Simulator:
         timeline = runs.pop((rank, usual))
         found = Simulation(timeline, rank, others=tuple(runs.values()), least_reserved=least)
         if first.device_lags:
-            found = self._with_its_lag(found, case, tape, replace(first, rank=rank), config)
-        return _with_host(first if not usual else _job(case, tape, 0, 0), found)
+            found = self._with_its_lag(found, case, tape, first.at(rank), config)
+        return _with_host(first, found)
 
     def _with_its_lag(
-        self, found: Simulation, case: Case, tape: ExpandedTape, job: Job, config: AllocatorConfig | None
+        self, found: Simulation, case: Case, tape: ExpandedTape, rank: DeepSpeedRank, config: AllocatorConfig | None
     ) -> Simulation:
         """With the run where the device falls behind as far as a fast host lets it, which counts where the device is slower.
 
         See Note [Device lag] in device_lag.py.
         """
-        lag = self._lag(case, tape, job)
+        lag = self._lag(case, tape, rank)
         if lag.furthest <= FETCHES_BEHIND:
             return found
-        recorder = self._recordings.of(case, tape, job).with_lag(lag.back)
+        recorder = self._recordings.of(case, tape, rank, _skipped(case)).with_lag(lag.back)
         behind = simulate(recorder, config, device_memory=case.cluster.vram)
         if lag.device_bound:
             return replace(found, timeline=behind, other_lags=(found.timeline,))
         return replace(found, other_lags=(behind,))
 
-    def _lag(self, case: Case, tape: ExpandedTape, job: Job) -> DeviceLag:
+    def _lag(self, case: Case, tape: ExpandedTape, rank: DeepSpeedRank) -> DeviceLag:
         workload, gpu = case.workload, case.cluster.gpu
-        unhooked = tuple(inside_of(tape.modules, leaf_modules(tape.modules, job.numel, case.zero)))
+        unhooked = tuple(inside_of(tape.modules, leaf_modules(tape.modules, rank.numel, case.zero)))
         fp32 = workload.dtype is DType.FP32 and workload.precision is not Precision.AUTOCAST
         key = (tape, gpu, fp32, unhooked)
         known = self._lags.get(key)
@@ -102,16 +102,16 @@ class Simulator:
         return known
 
 
-def _with_host(job: Job, found: Simulation) -> Simulation:
+def _with_host(rank: DeepSpeedRank, found: Simulation) -> Simulation:
     """The runs on the GPU with the host's phases, and with what saving and resuming would add to both."""
-    marks = record_host(job).marks
+    marks = record_host(rank).marks
     step = marks[-1]
     repeated = (Phase.FORWARD, Phase.BACKWARD)
     host = tuple(mark.repeated(step) if mark.phase in repeated else mark.host_phase() for mark in marks)
     found = replace(found, host=host)
     on_host = {mark.phase: mark.pageable + mark.pinned for mark in marks}
     checkpoint = checkpoint_phases(
-        job,
+        rank,
         after_init=found.held_after(Phase.INIT) or 0,
         after_step=found.held_after(Phase.STEP) or 0,
         host_init=on_host[Phase.INIT],
@@ -121,16 +121,15 @@ def _with_host(job: Job, found: Simulation) -> Simulation:
     return replace(found, checkpoint=checkpoint)
 
 
-def _job(case: Case, tape: ExpandedTape, rank: int, skipped: int) -> Job:
-    return resolve(
-        tape,
+def rank_of(case: Case, tape: ExpandedTape) -> DeepSpeedRank:
+    """Rank 0 of the case, with the tape's parameters."""
+    return deepspeed_rank(
+        tape.parameters,
         case.workload,
         case.zero,
         case.layout,
-        rank=rank,
-        cublas_workspace=case.cluster.gpu.workspace,
+        gpu=case.cluster.gpu,
         device_memory=case.cluster.vram,
-        skipped_steps=skipped,
     )
 
 

@@ -7,19 +7,21 @@ copied back. Source: runtime/engine.py, buffered_allreduce_fallback
 from __future__ import annotations
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.engines.deepspeed.base import Schedule
-from zeroplan.engines.deepspeed.groups import padded
-from zeroplan.engines.deepspeed.job import SCALAR, STAGE0_BUCKET, Job
+from zeroplan.engines.deepspeed.base import SCALAR, Schedule
+from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 from zeroplan.simulate.recorder import Recorder
+
+#: engine.py, MEMORY_OPT_ALLREDUCE_SIZE: elements in a bucket of stage 0's gradient all-reduce.
+STAGE0_BUCKET = 500_000_000
 
 
 class Stage0(Schedule):
     """fp32: the optimizer steps the model's own parameters."""
 
-    def __init__(self, job: Job, recorder: Recorder) -> None:
-        super().__init__(job, recorder)
+    def __init__(self, rank: DeepSpeedRank, recorder: Recorder) -> None:
+        super().__init__(rank, recorder)
         self.grads: dict[int, int] = {}
-        self.trained = job.trained
+        self.trained = rank.trained
 
     def initialize(self) -> None:
         """Nothing but the optimizer's flag."""
@@ -35,7 +37,7 @@ class Stage0(Schedule):
     def backward_end(self, boundary: bool) -> None:
         """engine.py, allreduce_gradients: also with one rank."""
         if boundary:
-            self.all_reduce([self.job.numel[p] for p in self.trained], self.job.param_bytes)
+            self.all_reduce([self.rank.numel[p] for p in self.trained], self.rank.param_bytes)
 
     def all_reduce(self, counts: list[int], width: int) -> None:
         """engine.py, allreduce_no_retain: a bucket closes with the tensor that takes it beyond 500 M elements."""
@@ -45,16 +47,16 @@ class Stage0(Schedule):
             filled += count
             if filled > STAGE0_BUCKET or at == len(counts) - 1:
                 flat = self.alloc(width * filled, Buffer.COMM_ALL_REDUCE) if bucket > 1 else None
-                if self.job.comm_bytes != width:
-                    self.temporary(self.job.comm_bytes * filled, Buffer.COMM_ALL_REDUCE)
+                if self.rank.comm_bytes != width:
+                    self.temporary(self.rank.comm_bytes * filled, Buffer.COMM_ALL_REDUCE)
                 if flat is not None:
                     self.free(flat)
                 bucket = filled = 0
 
     def step(self, applied: bool) -> None:
         """engine.py, _take_model_step: clipping, the optimizer, then gradients go."""
-        counts = [self.job.numel[p] for p in self.trained]
-        if self.job.zero.gradient_clipping > 0:
+        counts = [self.rank.numel[p] for p in self.trained]
+        if self.rank.zero.gradient_clipping > 0:
             self.norms(counts, 0)
         self.optimizer_step(counts, first=not self.has_states)
         self.has_states = True
@@ -71,11 +73,11 @@ class Stage0Flat(Stage0):
 
     def initialize(self) -> None:
         """Clones and flattens the parameters, makes the master, and takes a step on zero gradients for the states."""
-        job = self.job
-        w = job.param_bytes
-        total = sum(job.numel[p] for p in self.trained)
+        rank = self.rank
+        w = rank.param_bytes
+        total = sum(rank.numel[p] for p in self.trained)
         self.alloc(SCALAR, Buffer.OPTIM_TEMP)
-        clones = [self.alloc(w * job.numel[p], Buffer.INIT_TEMP) for p in self.trained]
+        clones = [self.alloc(w * rank.numel[p], Buffer.INIT_TEMP) for p in self.trained]
         if len(clones) > 1:
             self.alloc(w * total, Buffer.PARAM_FULL)
             self.free_all(clones)
@@ -91,16 +93,16 @@ class Stage0Flat(Stage0):
 
     def step(self, applied: bool) -> None:
         """fp32 gradients one by one, then flat; the 16-bit ones go when both exist."""
-        job = self.job
+        rank = self.rank
         if applied:
-            casts = [self.alloc(4 * job.numel[p], Buffer.GRAD_MASTER) for p in self.trained]
+            casts = [self.alloc(4 * rank.numel[p], Buffer.GRAD_MASTER) for p in self.trained]
             flat = casts[0]
             if len(casts) > 1:
-                flat = self.alloc(4 * sum(job.numel[p] for p in self.trained), Buffer.GRAD_MASTER)
+                flat = self.alloc(4 * sum(rank.numel[p] for p in self.trained), Buffer.GRAD_MASTER)
                 self.free_all(casts)
             self.drop_grads()
             self.temporary(SCALAR, Buffer.OPTIM_NORM)
-            self.optimizer_step([sum(job.numel[p] for p in self.trained)], first=False)
+            self.optimizer_step([sum(rank.numel[p] for p in self.trained)], first=False)
             self.free(flat)
         self.drop_grads()
 
@@ -110,22 +112,22 @@ class Stage0Unfused(Stage0):
 
     def initialize(self) -> None:
         """A master a parameter, then a step on zero gradients, 16-bit and fp32, for the states."""
-        job = self.job
-        w = job.param_bytes
+        rank = self.rank
+        w = rank.param_bytes
         for p in self.trained:
-            clone = self.alloc(w * job.numel[p], Buffer.INIT_TEMP)
-            self.alloc(4 * job.numel[p], Buffer.PARAM_MASTER)
+            clone = self.alloc(w * rank.numel[p], Buffer.INIT_TEMP)
+            self.alloc(4 * rank.numel[p], Buffer.PARAM_MASTER)
             self.free(clone)
-        zeros = [self.alloc(width * job.numel[p], Buffer.INIT_TEMP) for width in (w, 4) for p in self.trained]
-        self.optimizer_step([job.numel[p] for p in self.trained], first=True)
+        zeros = [self.alloc(width * rank.numel[p], Buffer.INIT_TEMP) for width in (w, 4) for p in self.trained]
+        self.optimizer_step([rank.numel[p] for p in self.trained], first=True)
         self.has_states = True
         self.free_all(zeros)
 
     def step(self, applied: bool) -> None:
         """fp32 gradients beside the 16-bit ones until the engine clears those."""
-        job = self.job
+        rank = self.rank
         if applied:
-            counts = [job.numel[p] for p in self.trained]
+            counts = [rank.numel[p] for p in self.trained]
             for count in counts:  # utils.py, get_weight_norm: through an fp32 copy
                 self.temporary(4 * count, Buffer.OPTIM_NORM)
             casts = [self.alloc(4 * count, Buffer.GRAD_MASTER) for count in counts]
@@ -142,45 +144,44 @@ class Stage1Bf16(Stage0):
 
     def initialize(self) -> None:
         """Flattens, clones the master's part, and makes the fp32 gradients that live for the whole run."""
-        job = self.job
-        total = sum(job.numel[p] for p in self.trained)
-        aligned = padded(total, job.ranks)
-        self.part, self.aligned = aligned // job.ranks, aligned
+        rank = self.rank
+        aligned = rank.flat_group
+        self.part, self.aligned = aligned // rank.ranks, aligned
         self.alloc(SCALAR, Buffer.OPTIM_TEMP)
-        self.alloc(job.param_bytes * aligned, Buffer.PARAM_FULL)
+        self.alloc(rank.param_bytes * aligned, Buffer.PARAM_FULL)
         for p in self.trained:
             self.free(self.params.pop(p))
-        clone = self.alloc(job.param_bytes * self.part, Buffer.INIT_TEMP)
+        clone = self.alloc(rank.param_bytes * self.part, Buffer.INIT_TEMP)
         self.alloc(4 * self.part, Buffer.PARAM_MASTER)
         self.free(clone)
-        self.alloc(job.accum_bytes * aligned, Buffer.GRAD_ACCUM)
+        self.alloc(rank.accum_bytes * aligned, Buffer.GRAD_ACCUM)
 
     def grad(self, param: int, handle: int) -> None:
         """bf16 gradients are zeroed, not freed, between micro batches, so autograd adds to them; unless each goes at once."""
-        if self.job.zero.immediate_grad_update:
-            self.temporary(self.job.accum_bytes * self.job.numel[param], Buffer.GRAD_ACCUM)
+        if self.rank.zero.immediate_grad_update:
+            self.temporary(self.rank.accum_bytes * self.rank.numel[param], Buffer.GRAD_ACCUM)
             self.free(handle)
         else:
             super().grad(param, handle)
 
     def backward_end(self, boundary: bool) -> None:
         """Adds the bf16 gradients to the fp32 ones, each through an fp32 copy; then the flat ones are reduced."""
-        if not self.job.zero.immediate_grad_update:
+        if not self.rank.zero.immediate_grad_update:
             for p in self.trained:
-                self.temporary(self.job.accum_bytes * self.job.numel[p], Buffer.GRAD_ACCUM)
+                self.temporary(self.rank.accum_bytes * self.rank.numel[p], Buffer.GRAD_ACCUM)
         if boundary:
-            self.all_reduce([self.aligned], self.job.accum_bytes)
+            self.all_reduce([self.aligned], self.rank.accum_bytes)
 
     def step(self, applied: bool) -> None:
         """Steps this rank's part; parameters are gathered in place and bf16 gradients go."""
-        self.norms([self.job.numel[p] for p in self.trained], 0)
+        self.norms([self.rank.numel[p] for p in self.trained], 0)
         self.optimizer_step([self.part], first=not self.has_states)
         self.has_states = True
         self.drop_grads()
 
 
-def stage0_schedule(job: Job, recorder: Recorder) -> Stage0:
+def stage0_schedule(rank: DeepSpeedRank, recorder: Recorder) -> Stage0:
     """The schedule that DeepSpeed's choice of wrapper gives (engine.py, _do_optimizer_sanity_check)."""
-    if not job.own_masters:
-        return Stage0(job, recorder)
-    return Stage0Flat(job, recorder) if job.fused_adam else Stage0Unfused(job, recorder)
+    if not rank.own_masters:
+        return Stage0(rank, recorder)
+    return Stage0Flat(rank, recorder) if rank.fused_adam else Stage0Unfused(rank, recorder)

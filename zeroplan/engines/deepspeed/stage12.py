@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.engines.deepspeed.base import Schedule
-from zeroplan.engines.deepspeed.groups import Batch, Slice, flat_group
-from zeroplan.engines.deepspeed.job import REDUCE, SCALAR, Job
+from zeroplan.engines.deepspeed.base import REDUCE, SCALAR, Schedule
+from zeroplan.engines.deepspeed.groups import Batch, Slice
+from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 from zeroplan.simulate.recorder import Recorder
 
 
@@ -35,32 +35,25 @@ class _Bucket:
 class Stage12(Schedule):
     """The schedule of stages 1 and 2, with or without the optimizer on the host."""
 
-    def __init__(self, job: Job, recorder: Recorder) -> None:
-        super().__init__(job, recorder)
-        zero = job.zero
+    def __init__(self, rank: DeepSpeedRank, recorder: Recorder) -> None:
+        super().__init__(rank, recorder)
+        zero = rank.zero
         self.partitions_grads = zero.stage == 2
-        self.offload = job.offloads_optimizer
-        self.contiguous = job.contiguous_gradients
+        self.offload = rank.offloads_optimizer
+        self.contiguous = rank.contiguous_gradients
         self.overlap = zero.overlaps_comm
         self.stream = REDUCE if self.overlap else 0
         self.bucket_size = zero.reduce_bucket_size
-        self.accumulates_apart = job.accumulates_apart  # s12, use_grad_accum_attribute
-        self.bucket_bytes = job.accum_bytes if self.accumulates_apart else job.param_bytes
-        self.compact = job.compact
-        self.numel, self.comm_of = job.numel, job.comm_of
-        self.group = flat_group(
-            job.trained,
-            job.numel,
-            job.ranks,
-            width=job.param_bytes,
-            round_robin=zero.round_robin_gradients,
-            aligned=zero.parameter_alignment,
-        )
-        self.owned = dict(self.group.owned(job.rank))
-        self.owned_numel = sum(job.numel[p] for p in self.owned)
+        self.accumulates_apart = rank.accumulates_apart  # s12, use_grad_accum_attribute
+        self.bucket_bytes = rank.accum_bytes if self.accumulates_apart else rank.param_bytes
+        self.compact = rank.compact
+        self.numel, self.comm_of = rank.numel, rank.comm_of
+        self.group = rank.flat
+        self.owned = dict(self.group.owned(rank.rank))
+        self.owned_numel = sum(rank.numel[p] for p in self.owned)
 
         self.own: dict[int, int] = {}  # gradients that own a block
-        self.buckets = {comm: _Bucket(comm) for comm in sorted({job.comm_of[p] for p in job.trained})}
+        self.buckets = {comm: _Bucket(comm) for comm in rank.comm_widths}
         self.ready = False
         self.norm_results: list[int] = []
         self.partition_grads: list[int] = []  # this backward's owned gradients, whole parameters
@@ -73,18 +66,18 @@ class Stage12(Schedule):
 
     def initialize(self) -> None:
         """Flattens the group, clones the masters and, for a moment, makes a zero gradient for them."""
-        job, group = self.job, self.group
-        w, m = job.param_bytes, job.master_bytes
+        rank, group = self.rank, self.group
+        w, m = rank.param_bytes, rank.master_bytes
         if not self.offload:
             self.alloc(SCALAR, Buffer.OPTIM_TEMP)  # FusedAdam's overflow flag
         self.recorder.empty_cache()  # before it asks how much memory is left
         flat_bytes = w * group.numel
-        if job.device_memory is not None and job.device_memory - w * sum(job.numel) < flat_bytes:
+        if rank.device_memory is not None and rank.device_memory - w * sum(rank.numel) < flat_bytes:
             self._free_params()
             self.recorder.empty_cache()
             self.alloc(flat_bytes, Buffer.PARAM_FULL)
         else:
-            pad = group.numel - sum(job.numel[p] for p in group.order)
+            pad = group.numel - sum(rank.numel[p] for p in group.order)
             gap = self.alloc(w * pad, Buffer.INIT_TEMP)
             self.alloc(flat_bytes, Buffer.PARAM_FULL)
             self.free(gap)
@@ -92,15 +85,13 @@ class Stage12(Schedule):
         clone = self.alloc(w * group.partition, Buffer.INIT_TEMP if self.offload or w != m else Buffer.PARAM_MASTER)
         if self.offload:
             self.free(clone)
-            self.alloc(
-                w * max((job.numel[p] for p in group.order), default=0), Buffer.STAGE_D2H
-            )  # temp_grad_buffer_for_gpu_offload
+            self.alloc(w * rank.largest_param, Buffer.STAGE_D2H)  # temp_grad_buffer_for_gpu_offload
         else:
             if w != m:
                 self.alloc(m * group.partition, Buffer.PARAM_MASTER)
                 self.free(clone)
             self.temporary(m * group.partition, Buffer.INIT_TEMP)
-            if job.optimizer.torch is not None and job.optimizer.torch.states_when_built:
+            if rank.optimizer.torch is not None and rank.optimizer.torch.states_when_built:
                 self.optimizer_step([group.partition], first=True)
                 self.has_states = True
 
@@ -120,9 +111,9 @@ class Stage12(Schedule):
             self._open_buckets()
         if self.accumulates_apart:
             if param in self.own:
-                self.temporary(self.job.accum_bytes * self.job.numel[param], Buffer.GRAD_ACCUM)
+                self.temporary(self.rank.accum_bytes * self.rank.numel[param], Buffer.GRAD_ACCUM)
             else:
-                self.own[param] = self.alloc(self.job.accum_bytes * self.job.numel[param], Buffer.GRAD_ACCUM)
+                self.own[param] = self.alloc(self.rank.accum_bytes * self.rank.numel[param], Buffer.GRAD_ACCUM)
             self.free(handle)
         elif param in self.own:
             self.free(handle)  # autograd adds it to the gradient that is there
@@ -176,7 +167,7 @@ class Stage12(Schedule):
         if self.contiguous:
             if count > self.bucket_size:
                 if self.offload:  # a copy that no other stream can overwrite
-                    copy = self.alloc(self.job.param_bytes * count, Buffer.GRAD_FULL)
+                    copy = self.alloc(self.rank.param_bytes * count, Buffer.GRAD_FULL)
                     self.free(self.own[param])
                     self.own[param] = copy
             else:
@@ -203,7 +194,7 @@ class Stage12(Schedule):
 
     def _average(self, bucket: _Bucket) -> None:
         """s12, average_tensor: the bucket's slices by owner, flattened anew unless one owner has all."""
-        zero = self.job.zero
+        zero = self.rank.zero
         if not zero.reduce_scatter:
             if bucket.comm != self.bucket_bytes:
                 self.temporary(bucket.comm * bucket.filled, Buffer.COMM_ALL_REDUCE, self.stream)
@@ -224,12 +215,12 @@ class Stage12(Schedule):
 
     def _batches(self, params: list[int]) -> list[Batch]:
         """What is reduced together: slices of one owner, as many as fill a bucket; with `compact` this opens its buffer."""
-        zero = self.job.zero
+        zero = self.rank.zero
         runs: dict[int, list[tuple[int, Slice | None]]] = {}
         last = -1
         for p in params:
             for part in self.group.slices[p]:
-                mine = self.compact and part.rank == self.job.rank
+                mine = self.compact and part.rank == self.rank.rank
                 queue = runs.setdefault(-1 if zero.use_multi_rank_bucket_allreduce else part.rank, [])
                 if part.rank == last and not mine and queue and queue[-1][1] is None:
                     queue[-1] = (queue[-1][0] + part.count, None)
@@ -270,7 +261,7 @@ class Stage12(Schedule):
 
     def _average_scattered(self, bucket: _Bucket) -> None:
         """s12, buffered_reduce_fallback: without contiguous buffers every reduction flattens the gradients."""
-        self._all_reduce([(self.job.numel[p], None) for p in bucket.params], bucket.filled, bucket.comm)
+        self._all_reduce([(self.rank.numel[p], None) for p in bucket.params], bucket.filled, bucket.comm)
         if self.compact:
             for p in bucket.params:
                 if p in self.owned:
@@ -287,15 +278,15 @@ class Stage12(Schedule):
 
     def _keep(self, param: int) -> None:
         """s12, copy_grads_in_partition: an owned gradient moves on to the partition's buffer, or to the host."""
-        job = self.job
+        rank = self.rank
         part = self.owned[param]
         if self.offload:
             if self.boundary:
                 copy = self.alloc(8 * part.count, Buffer.OPTIM_NORM, stream=self.stream)
                 self.norm_results.append(self.alloc(8, Buffer.OPTIM_NORM, stream=self.stream))
                 self.free(copy)
-                if not self.compact and job.param_bytes != job.master_bytes:
-                    self.temporary(job.master_bytes * part.count, Buffer.STAGE_D2H, self.stream)
+                if not self.compact and rank.param_bytes != rank.master_bytes:
+                    self.temporary(rank.master_bytes * part.count, Buffer.STAGE_D2H, self.stream)
                 if param in self.own:
                     self.free(self.own.pop(param))
             return
@@ -304,7 +295,7 @@ class Stage12(Schedule):
                 self.free(self.own.pop(param))
             return
         if not self.partition_grads:
-            self.partition_grads = [self.alloc(job.param_bytes * self.owned_numel, Buffer.GRAD_SHARD, stream=self.stream)]
+            self.partition_grads = [self.alloc(rank.param_bytes * self.owned_numel, Buffer.GRAD_SHARD, stream=self.stream)]
         if param in self.own:
             self.free(self.own.pop(param))
 
@@ -312,7 +303,7 @@ class Stage12(Schedule):
 
     def step(self, applied: bool) -> None:
         """s12, step: norm, fp32 gradients, optimizer, gathering (in place)."""
-        job, group = self.job, self.group
+        rank, group = self.rank, self.group
         self.micro = 0
         if self.offload:
             self.free_all(self.norm_results)
@@ -321,8 +312,8 @@ class Stage12(Schedule):
             return
         counts = [part.count for part in self.owned.values()] or [group.partition]
         pad = group.partition - sum(part.count for part in self.owned.values())
-        padding = self.alloc(job.accum_bytes * pad, Buffer.GRAD_SHARD)
-        if applied and job.zero.compute_grad_norm:
+        padding = self.alloc(rank.accum_bytes * pad, Buffer.GRAD_SHARD)
+        if applied and rank.zero.compute_grad_norm:
             self.norms(counts, 8)
         if applied:
             single = self._flat_gradient(pieces=len(self.owned) + (1 if pad else 0))
@@ -335,16 +326,16 @@ class Stage12(Schedule):
 
     def _flat_gradient(self, pieces: int) -> int:
         """The partition's gradients as one tensor, in the master's dtype; the pieces go after it is made."""
-        job, count = self.job, self.group.partition
+        rank, count = self.rank, self.group.partition
         if self.compact:
             self._open_compact()
             single, self.compact_partition = self.compact_partition, None
             assert single is not None
             return single
-        flat = self.alloc(job.accum_bytes * count, Buffer.GRAD_SHARD) if pieces > 1 else None
-        if job.accum_bytes == job.master_bytes:
+        flat = self.alloc(rank.accum_bytes * count, Buffer.GRAD_SHARD) if pieces > 1 else None
+        if rank.accum_bytes == rank.master_bytes:
             return self.accumulated.pop() if flat is None else flat
-        single = self.alloc(job.master_bytes * count, Buffer.GRAD_MASTER)
+        single = self.alloc(rank.master_bytes * count, Buffer.GRAD_MASTER)
         if flat is not None:
             self.free(flat)
         return single

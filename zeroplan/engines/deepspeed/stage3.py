@@ -9,12 +9,10 @@ from zeroplan.core.buffers import Buffer
 from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.workload import OptimizerKind
 from zeroplan.core.zero_config import OffloadDevice
-from zeroplan.engines.deepspeed.base import Schedule
+from zeroplan.engines.deepspeed.base import COMPUTE, REDUCE, SCALAR, Schedule
 from zeroplan.engines.deepspeed.coordinator import Coordinator
-from zeroplan.engines.deepspeed.groups import persistent, secondary_shard, shard, sub_groups
-from zeroplan.engines.deepspeed.job import COMPUTE, REDUCE, SCALAR, Job
 from zeroplan.engines.deepspeed.leaf_modules import inside_of, leaf_modules, subtree_params
-from zeroplan.engines.deepspeed.resolution import groups_on_gpu
+from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 from zeroplan.engines.deepspeed.saved_weights import saved_weights
 from zeroplan.simulate.recorder import Recorder
 
@@ -27,31 +25,30 @@ class Stage3(Schedule):
 
     follows_modules = True
 
-    def __init__(self, job: Job, recorder: Recorder, tape: ExpandedTape) -> None:
-        super().__init__(job, recorder)
-        zero, modules = job.zero, tape.modules
-        self.saves = saved_weights(job, tape)
-        self.offload = job.offloads_optimizer
+    def __init__(self, rank: DeepSpeedRank, recorder: Recorder, tape: ExpandedTape) -> None:
+        super().__init__(rank, recorder)
+        zero, modules = rank.zero, tape.modules
+        self.saves = saved_weights(rank, tape)
+        self.offload = rank.offloads_optimizer
         self.offload_param = zero.offloads_param
-        self.swaps_optimizer = job.optimizer_device is OffloadDevice.NVME
+        self.swaps_optimizer = rank.optimizer_device is OffloadDevice.NVME
         self.stream = REDUCE if zero.overlaps_comm else COMPUTE
-        self.shards = [shard(count, job.ranks) for count in job.numel]
-        self.trained = job.trained
-        self.groups = sub_groups(self.trained, self.shards, zero.sub_group_size)
-        self.on_gpu = self._groups_on_gpu()
-        leaves = leaf_modules(modules, job.numel, zero)
+        self.shards, self.trained = rank.shards, rank.trained
+        self.groups, self.counts = rank.sub_groups, rank.stepped_at_once
+        # The GPU steps all sub-groups, unless the optimizer is offloaded.
+        self.on_gpu = [not self.offload or i < rank.staying for i in range(len(self.groups))]
+        leaves = leaf_modules(modules, rank.numel, zero)
         self.inside_leaf = inside_of(modules, leaves)
         fetched = [
             subtree_params(modules, m) if m in leaves else () if self.inside_leaf[m] else module.params
             for m, module in enumerate(modules)
         ]
         self.leaf_of = {p: m for m in leaves for p in fetched[m]}
-        kept = persistent(job.numel, zero.param_persistence_threshold, zero.model_persistence_threshold)
-        self.coordinator = Coordinator(job, recorder, fetched, kept, [self.offload_param] * len(job.numel))
+        self.coordinator = Coordinator(rank, recorder, fetched)
         self.twins: list[int] = []  # second owners of tied parameters, alive until they are collected
         self.own: dict[int, int] = {}  # gradients that own a block
         self.leaf_grads: dict[int, list[int]] = {m: [] for m in leaves}
-        self.buckets: dict[int, list[int]] = {comm: [] for comm in sorted({job.comm_of[p] for p in self.trained})}
+        self.buckets: dict[int, list[int]] = {comm: [] for comm in rank.comm_widths}
         self.filled = dict.fromkeys(self.buckets, 0)
         self.micro = -1
         self.boundary = True
@@ -63,23 +60,17 @@ class Stage3(Schedule):
             self.coordinator.before_free = self._make_secondary
             self.coordinator.secondary = self.secondary
 
-    def _groups_on_gpu(self) -> list[bool]:
-        """Which sub-groups the GPU steps: all, unless the optimizer is offloaded."""
-        count = len(self.groups)
-        staying = groups_on_gpu(count, self.job.zero) if self.offload else count
-        return [i < staying for i in range(count)]
-
     # Initialisation
 
     def build(self) -> None:
         """Under zero.Init each module's parameters are made whole and sharded at once; else the whole model comes first."""
-        if not self.job.zero_init:
+        if not self.rank.zero_init:
             super().build()
             return
-        w, seen = self.job.param_bytes, set[int]()
-        for params in self.job.modules:
-            owned = [p for p in params if not self.job.adapter[p]]
-            whole = [self.alloc(w * self.job.numel[p], Buffer.PARAM_FULL, note=p) for p in owned]
+        w, seen = self.rank.param_bytes, set[int]()
+        for params in self.rank.parameters.modules:
+            owned = [p for p in params if not self.rank.parameters.adapters[p]]
+            whole = [self.alloc(w * self.rank.numel[p], Buffer.PARAM_FULL, note=p) for p in owned]
             for p, handle in zip(owned, whole, strict=True):
                 part = self._make_shard(p)
                 if part is not None:
@@ -92,30 +83,30 @@ class Stage3(Schedule):
 
     def _make_shard(self, p: int) -> int | None:
         """pp, _partition: hpZ's second part, then this rank's own."""
-        if self.job.zero.zero_hpz_partition_size > 1:
+        if self.rank.zero.zero_hpz_partition_size > 1:
             self._make_secondary(p)
         if self.offload_param:
             return None
-        return self.alloc(self.job.param_bytes * self.shards[p], self._shard_buffer(p), note=p)
+        return self.alloc(self.rank.param_bytes * self.shards[p], self._shard_buffer(p), note=p)
 
     def _shard_buffer(self, p: int) -> Buffer:
-        return Buffer.PARAM_SHARD if self.job.trainable[p] else Buffer.PARAM_FROZEN
+        return Buffer.PARAM_SHARD if self.rank.parameters.trainable[p] else Buffer.PARAM_FROZEN
 
     def _make_secondary(self, p: int) -> None:
         """pp, _partition_param_sec: a shard within the node, made when a whole parameter is at hand."""
         if p not in self.secondary:
-            part = secondary_shard(self.job.numel[p], self.job.ranks, self.job.zero.zero_hpz_partition_size)
-            on_gpu = 0 if self.offload_param else self.job.param_bytes * part  # the host's is schedule_host's
+            # The host's copy is schedule_host's.
+            on_gpu = 0 if self.offload_param else self.rank.param_bytes * self.rank.secondary_shards[p]
             self.secondary[p] = self.alloc(on_gpu, Buffer.PARAM_SECONDARY, note=p)
 
     def initialize(self) -> None:
         """s3, __init__: shards move into one flat buffer, masters are cloned, buckets and gradient partitions made."""
-        job = self.job
-        w, m = job.param_bytes, job.master_bytes
+        rank = self.rank
+        w, m = rank.param_bytes, rank.master_bytes
         if not self.offload:
             self.alloc(SCALAR, Buffer.OPTIM_TEMP)
-        for p in range(len(job.numel)):  # zero/parameter_offload.py, _convert_to_zero_parameters
-            if job.adapter[p] or not job.zero_init:
+        for p in range(len(rank.numel)):  # zero/parameter_offload.py, _convert_to_zero_parameters
+            if rank.parameters.adapters[p] or not rank.zero_init:
                 part = self._make_shard(p)
                 self.free(self.params.pop(p))
                 if part is not None:
@@ -131,33 +122,29 @@ class Stage3(Schedule):
             self.alloc(w * total, Buffer.PARAM_SHARD)
         self._make_masters()
         if not self.offload:
-            self.temporary(m * max(map(self.group_numel, range(len(self.groups))), default=0), Buffer.INIT_TEMP)
-            if job.optimizer.torch is not None and job.optimizer.torch.states_when_built:
-                self.optimizer_step([self.group_numel(i) for i in range(len(self.groups))], first=True)
+            self.temporary(m * max(self.counts, default=0), Buffer.INIT_TEMP)
+            if rank.optimizer.torch is not None and rank.optimizer.torch.states_when_built:
+                self.optimizer_step(self.counts, first=True)
                 self.has_states = True
-        if job.zero.contiguous_gradients:
+        if rank.zero.contiguous_gradients:
             for comm in self.buckets:
-                self.alloc(comm * job.zero.reduce_bucket_size, Buffer.COMM_BUCKET)
+                self.alloc(comm * rank.zero.reduce_bucket_size, Buffer.COMM_BUCKET)
         if not self.offload:
-            self.alloc(job.accum_bytes * total, Buffer.GRAD_ACCUM)
+            self.alloc(rank.accum_bytes * total, Buffer.GRAD_ACCUM)
         for p in self.trained:  # s3, create_reduce_and_remove_grad_hooks gathers each parameter once
-            whole = self.alloc(w * self.shards[p] * job.ranks, Buffer.PARAM_FULL, note=p)
+            whole = self.alloc(w * self.shards[p] * rank.ranks, Buffer.PARAM_FULL, note=p)
             if self.offload_param:
                 self.temporary(w * self.shards[p], Buffer.STAGE_H2D)
             self.free(whole)
 
-    def group_numel(self, i: int) -> int:
-        """This rank's elements of sub-group `i`."""
-        return sum(self.shards[p] for p in self.groups[i])
-
     def _make_masters(self) -> None:
         """s3, _create_fp32_partitions: each sub-group is converted, then cloned; the conversion goes with the next one's."""
-        m, previous = self.job.master_bytes, -1
+        m, previous = self.rank.master_bytes, -1
         for i, on_gpu in enumerate(self.on_gpu):
             if not on_gpu:
                 continue
-            count = self.group_numel(i)
-            converted = self.alloc(m * count, Buffer.INIT_TEMP) if m != self.job.param_bytes or self.offload_param else -1
+            count = self.counts[i]
+            converted = self.alloc(m * count, Buffer.INIT_TEMP) if m != self.rank.param_bytes or self.offload_param else -1
             if previous >= 0:
                 self.free(previous)
             previous = converted
@@ -167,7 +154,7 @@ class Stage3(Schedule):
         if self.offload:  # s3, initialize_optimizer_states: a gradient made on the host moves to where its master is
             for i, on_gpu in enumerate(self.on_gpu):
                 if on_gpu:
-                    self.alloc(m * self.group_numel(i), Buffer.GRAD_MASTER)
+                    self.alloc(m * self.counts[i], Buffer.GRAD_MASTER)
 
     # Forward and backward
 
@@ -227,11 +214,11 @@ class Stage3(Schedule):
 
     def _collect(self, param: int) -> None:
         """s3, reduce_independent_p_g_buckets_and_remove_grads: into the bucket, which is reduced when it would overflow."""
-        count, size = self.job.numel[param], self.job.zero.reduce_bucket_size
-        comm = self.job.comm_of[param]
+        count, size = self.rank.numel[param], self.rank.zero.reduce_bucket_size
+        comm = self.rank.comm_of[param]
         if self.filled[comm] and self.filled[comm] + count > size:
             self._reduce(comm)
-        if self.job.zero.contiguous_gradients and self.filled[comm] + count <= size:
+        if self.rank.zero.contiguous_gradients and self.filled[comm] + count <= size:
             self._release_grad(param)
         self.buckets[comm].append(param)
         self.filled[comm] += count
@@ -256,29 +243,29 @@ class Stage3(Schedule):
 
     def _reduce(self, comm: int) -> None:
         """s3, __reduce_and_partition_ipg_grads, on the reduction's stream: the bucket of gradients of `comm` bytes."""
-        job, stream = self.job, self.stream
+        rank, stream = self.rank, self.stream
         bucket, elements = sorted(self.buckets[comm]), self.filled[comm]
         self.buckets[comm], self.filled[comm] = [], 0
         if not bucket:
             return
-        c, a = comm, job.accum_bytes
+        c, a = comm, rank.accum_bytes
         held: list[int] = []
-        if not job.zero.reduce_scatter and job.zero.contiguous_gradients and elements <= job.zero.reduce_bucket_size:
-            if job.ranks != job.zero.gradient_predivide_factor:  # scaled out of place, by 1 as well
+        if not rank.zero.reduce_scatter and rank.zero.contiguous_gradients and elements <= rank.zero.reduce_bucket_size:
+            if rank.ranks != rank.zero.gradient_predivide_factor:  # scaled out of place, by 1 as well
                 held.append(self.alloc(c * elements, Buffer.COMM_REDUCE_SCATTER, stream=stream))
             if c != a:
                 cast = self.alloc(a * elements, Buffer.COMM_REDUCE_SCATTER, stream=stream)
                 self.free_all(held)
                 held = [cast]
-            uneven = [p for p in bucket if job.numel[p] % job.ranks]
+            uneven = [p for p in bucket if rank.numel[p] % rank.ranks]
             held += [self.alloc(a * self.shards[p], Buffer.COMM_REDUCE_SCATTER, stream=stream) for p in uneven]
         else:
-            if c != job.param_bytes:  # those in the bucket have its dtype already
+            if c != rank.param_bytes:  # those in the bucket have its dtype already
                 apart = [p for p in bucket if p in self.own]
-                held = [self.alloc(c * job.numel[p], Buffer.COMM_REDUCE_SCATTER, stream=stream) for p in apart]
+                held = [self.alloc(c * rank.numel[p], Buffer.COMM_REDUCE_SCATTER, stream=stream) for p in apart]
             flat = -1
-            if len(bucket) > 1 or job.numel[bucket[0]] % job.ranks:
-                padded = sum(self.shards[p] for p in bucket) * job.ranks
+            if len(bucket) > 1 or rank.numel[bucket[0]] % rank.ranks:
+                padded = sum(self.shards[p] for p in bucket) * rank.ranks
                 flat = self.alloc(c * padded, Buffer.COMM_REDUCE_SCATTER, stream=stream)
             if c != a:
                 held += [self.alloc(a * self.shards[p], Buffer.COMM_REDUCE_SCATTER, stream=stream) for p in bucket]
@@ -290,11 +277,11 @@ class Stage3(Schedule):
 
     def _partition(self, bucket: list[int]) -> None:
         """s3, partition_grads: into the gradient partitions, or by way of the GPU to the host."""
-        job, stream = self.job, self.stream
-        a, m = job.accum_bytes, job.master_bytes
+        rank, stream = self.rank, self.stream
+        a, m = rank.accum_bytes, rank.master_bytes
         waiting: list[int] = []
         for p in bucket:
-            part = min(self.shards[p], job.numel[p] - self.shards[p] * job.rank)
+            part = min(self.shards[p], rank.numel[p] - self.shards[p] * rank.rank)
             if self.offload and part > 0:
                 back = self.alloc(a * part, Buffer.STAGE_H2D, stream=stream, note=p)
                 if self.boundary:
@@ -324,14 +311,14 @@ class Stage3(Schedule):
 
     def step(self, applied: bool) -> None:
         """s3, step: sub-group by sub-group, then the persistent parameters are gathered again."""
-        job = self.job
+        rank = self.rank
         self.micro = -1
         self.coordinator.release_all()
         if self.stream != COMPUTE:
             self.coordinator.deferred_frees.settle()
         total = sum(self.shards[p] for p in self.trained)
-        if job.fp16 and not self.offload:  # isinf through the absolute values, then isnan
-            magnitudes = self.alloc(job.accum_bytes * total, Buffer.OPTIM_NORM, stream=self.stream)
+        if rank.fp16 and not self.offload:  # isinf through the absolute values, then isnan
+            magnitudes = self.alloc(rank.accum_bytes * total, Buffer.OPTIM_NORM, stream=self.stream)
             mask = self.alloc(total, Buffer.OPTIM_NORM, stream=self.stream)
             self.free(magnitudes)
             self.free(mask)
@@ -342,7 +329,7 @@ class Stage3(Schedule):
                     self.norms([self.shards[p] for p in group], 8)
             for i, group in enumerate(self.groups):
                 if self.on_gpu[i]:
-                    self._step_group(self.group_numel(i), len(group))
+                    self._step_group(self.counts[i], len(group))
             self.has_states = True
         self.free_all(self.norm_results)
         self.norm_results.clear()
@@ -350,20 +337,20 @@ class Stage3(Schedule):
             if self.coordinator.persistent:
                 self.coordinator.gather_persistent()
             for p, handle in list(self.secondary.items()):
-                if job.trainable[p]:
+                if rank.parameters.trainable[p]:
                     self.free(handle)
                     del self.secondary[p]
 
     def _step_group(self, count: int, pieces: int) -> None:
         """s3, _prepare_fp32_grad_for_sub_group and the optimizer."""
-        job = self.job
+        rank = self.rank
         if self.offload:  # s3, backup_optimizer: torch's AdamW, whose gradients have their own fp32 buffer
             self.optimizer_step([count], first=not self.has_states, kind=OptimizerKind.FOREACH)
             return
-        flat = self.alloc(job.accum_bytes * count, Buffer.GRAD_SHARD) if pieces > 1 else None
+        flat = self.alloc(rank.accum_bytes * count, Buffer.GRAD_SHARD) if pieces > 1 else None
         grads = flat
-        if job.accum_bytes != job.master_bytes:
-            grads = self.alloc(job.master_bytes * count, Buffer.GRAD_MASTER)
+        if rank.accum_bytes != rank.master_bytes:
+            grads = self.alloc(rank.master_bytes * count, Buffer.GRAD_MASTER)
             if flat is not None:
                 self.free(flat)
         self.optimizer_step([count], first=not self.has_states)

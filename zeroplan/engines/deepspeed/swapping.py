@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
-from zeroplan.engines.deepspeed.resolution import Resolution
+from zeroplan.engines.deepspeed.resolved_config import ResolvedConfig
 
 #: swap_tensor/utils.py, AIO_ALIGNED_BYTES: for each of a request's threads.
 _ALIGNED_BYTES = 1024
@@ -43,7 +43,7 @@ class Swapping:
     aligned: int
 
     @classmethod
-    def of(cls, zero: ZeroConfig, resolved: Resolution) -> Swapping:
+    def of(cls, zero: ZeroConfig, resolved: ResolvedConfig) -> Swapping:
         """Those of a config."""
         return cls(zero, resolved.least_swapped, _ALIGNED_BYTES * zero.aio.intra_op_parallelism)
 

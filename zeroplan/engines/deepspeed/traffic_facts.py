@@ -9,7 +9,7 @@ from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.engines.compute_traffic import WORK_GLOSSARY, ComputeFacts
-from zeroplan.engines.deepspeed.resolution import muon_updates, resolution
+from zeroplan.engines.deepspeed.resolved_config import muon_updates, resolve_config
 from zeroplan.models.spec import ModelSpec
 
 GLOSSARY = {
@@ -122,7 +122,7 @@ def traffic_facts(
     `sizes` must be those of the configuration's ``param_persistence_threshold`` and ``reduce_bucket_size``.
     """
     stage, ranks = zero.stage, layout.shard_group
-    resolved = resolution(workload, zero)
+    resolved = resolve_config(workload, zero)
     updated = sizes.trainable if stage == 0 else -(-sizes.trainable // ranks)
     device, param_device = resolved.optimizer_device, resolved.param_device
     moved = 0 if device is OffloadDevice.NONE else round(updated * (zero.offload_optimizer.ratio if stage == 3 else 1))

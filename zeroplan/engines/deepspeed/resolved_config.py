@@ -1,4 +1,4 @@
-"""What DeepSpeed makes of a workload and a config: widths, wrappers and devices, resolved once for ledger and schedules.
+"""What DeepSpeed makes of a workload and a config: widths of elements, wrappers of the optimizer, devices.
 
 Paths of sources are those of DeepSpeed 0.19.8 under ``deepspeed/runtime/``.
 """
@@ -17,7 +17,7 @@ _MIN_AIO_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Resolution:
+class ResolvedConfig:
     """How wide elements are and where they go. Widths (``*_bytes``) are bytes an element.
 
     Attributes:
@@ -61,10 +61,10 @@ class Resolution:
 
     def values(self) -> dict[str, Any]:
         """The fields by name, for classes that extend this one."""
-        return {field.name: getattr(self, field.name) for field in fields(Resolution)}
+        return {field.name: getattr(self, field.name) for field in fields(ResolvedConfig)}
 
 
-def resolution(workload: Workload, zero: ZeroConfig) -> Resolution:
+def resolve_config(workload: Workload, zero: ZeroConfig) -> ResolvedConfig:
     """The widths and devices of one configuration.
 
     Gradients accumulate in the model's dtype unless ``grad_accum_dtype`` says otherwise, and travel in it unless
@@ -91,7 +91,7 @@ def resolution(workload: Workload, zero: ZeroConfig) -> Resolution:
     written = find_optimizer(workload.optimizer).written
     adam = written is not None and written.adam
     states_follow = zero.bf16_optimizer_states or not zero.fp32_optimizer_states or offload is OffloadDevice.NONE
-    return Resolution(
+    return ResolvedConfig(
         param_bytes=width,
         master_bytes=master,
         accum_bytes=accum,

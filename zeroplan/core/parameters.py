@@ -1,0 +1,71 @@
+"""Parameters: a model's parameters as one list, whether a ModelSpec or a tape tells of them.
+
+Engines derive what a rank holds from this list alone, so the ledger, which knows the ModelSpec, and the schedule, which
+plays a tape, read the same numbers. A test holds that both lists agree for the models of the catalog.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True, eq=False)
+class Parameters:
+    """Every parameter in the order of ``module.parameters()``, tied ones once. Columns have one entry a parameter.
+
+    Attributes:
+        names: full names.
+        shapes: shapes.
+        trainable: which ones receive a gradient.
+        autocast: which ones belong to a layer that autocast runs in 16 bits: linear layers and convolutions.
+        blocks: the full name of the block that each lies in; empty outside the blocks.
+        modules: indices of the parameters that each module owns, module by module. A tied parameter is in every owner.
+        stand_in: the list is one stand-in of a model of which only the number of parameters is known.
+        largest_layer: elements of the largest layer, where that is known of such a model.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    trainable: tuple[bool, ...]
+    autocast: tuple[bool, ...]
+    blocks: tuple[str, ...]
+    modules: tuple[tuple[int, ...], ...]
+    stand_in: bool = False
+    largest_layer: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @cached_property
+    def numel(self) -> tuple[int, ...]:
+        """Elements of each."""
+        return tuple(math.prod(shape) for shape in self.shapes)
+
+    @cached_property
+    def trained(self) -> tuple[int, ...]:
+        """Indices of those that an optimizer steps: trainable, and not empty."""
+        return tuple(p for p, on in enumerate(self.trainable) if on and self.numel[p])
+
+    @cached_property
+    def adapters(self) -> tuple[bool, ...]:
+        """Which ones LoRA added to the model that was built."""
+        return tuple(".lora_" in name for name in self.names)
+
+    @cached_property
+    def total(self) -> int:
+        """Elements of all."""
+        return sum(self.numel)
+
+    @cached_property
+    def trained_total(self) -> int:
+        """Elements of those that receive a gradient."""
+        return sum(self.numel[p] for p in self.trained)
+
+    @cached_property
+    def largest_trained(self) -> int:
+        """Elements of the largest one with a gradient. Of a stand-in, elements of the largest layer, or 0."""
+        if self.stand_in:
+            return self.largest_layer or 0
+        return max((self.numel[p] for p in self.trained), default=0)

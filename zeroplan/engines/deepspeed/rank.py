@@ -1,0 +1,475 @@
+"""One rank of a job under DeepSpeed: what it holds of every parameter, derived once for the ledger and the schedules.
+
+Counts are elements, and ``bytes`` in a name means bytes an element, unless a docstring says otherwise. Parameters are indices
+into :class:`~zeroplan.core.parameters.Parameters`. Paths of sources are those of DeepSpeed 0.19.8 under ``deepspeed/runtime/``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from zeroplan.core.buffers import Buffer, Place
+from zeroplan.core.gpus import Gpu
+from zeroplan.core.optimizer_row import Optimizer, State
+from zeroplan.core.optimizers import find_optimizer
+from zeroplan.core.parallel import ParallelLayout
+from zeroplan.core.parameters import Parameters
+from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
+from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
+from zeroplan.engines.deepspeed.groups import FlatGroup, flat_group, padded, persistent, sub_groups
+from zeroplan.engines.deepspeed.resolved_config import ResolvedConfig, groups_on_gpu, muon_updates, resolve_config
+from zeroplan.engines.deepspeed.swapping import Swapping
+from zeroplan.ledger.derive import pow2, shard
+from zeroplan.ledger.line import glossary_of
+
+
+@dataclass(frozen=True)
+class DeepSpeedRank(ResolvedConfig):
+    """One rank, and what it holds.
+
+    Attributes:
+        workload: what is computed.
+        zero: how it is sharded and moved.
+        parameters: the model's parameters.
+        layout: how the ranks divide the work.
+        rank: this one's number among them.
+        cublas_workspace: bytes of one cuBLAS workspace on this GPU.
+        device_memory: bytes of the GPU, which decides whether stages 1 and 2 flatten parameters there; None for enough.
+        zero_init: stage 3 builds the model under ``deepspeed.zero.Init``, else whole on the GPU.
+        saved_weights: elements of linear layers' weights that autograd keeps until their backward, as far as a formula tells.
+    """
+
+    workload: Workload
+    zero: ZeroConfig
+    parameters: Parameters
+    layout: ParallelLayout
+    rank: int = 0
+    cublas_workspace: int = 0
+    device_memory: int | None = None
+    zero_init: bool = True
+    saved_weights: int = 0
+
+    def at(self, rank: int) -> DeepSpeedRank:
+        """Another rank of the same job."""
+        return self if rank == self.rank else replace(self, rank=rank)
+
+    # --- the configuration ------------------------------------------------------------------------------------------------
+
+    @property
+    def stage(self) -> int:
+        """ZeRO's stage."""
+        return self.zero.stage
+
+    @cached_property
+    def optimizer(self) -> Optimizer:
+        """The row of the optimizer table."""
+        return find_optimizer(self.workload.optimizer)
+
+    @property
+    def optimizer_kind(self) -> OptimizerKind:
+        """How the optimizer walks its tensors."""
+        return self.workload.optimizer_kind
+
+    @property
+    def fp16(self) -> bool:
+        """Whether the loss is scaled."""
+        return self.param_bytes == 2 and self.workload.dtype is DType.FP16
+
+    @property
+    def device_lags(self) -> bool:
+        """Whether stage 3's freed parameters wait for a device that nothing makes the host wait for (coordinator.py).
+
+        The host waits at every fetch for a single rank, and for one that copies from the host.
+        """
+        waited_for = self.ranks == 1 or self.offloads_optimizer or self.zero.offloads_param
+        return self.zero.stage == 3 and self.zero.overlaps_comm and not waited_for
+
+    @property
+    def pin_optimizer(self) -> bool:
+        """Whether the offloaded optimizer's buffers are pinned."""
+        return self.zero.offload_optimizer.pin_memory
+
+    @property
+    def pin_param(self) -> bool:
+        """Whether offloaded parameters are pinned."""
+        return self.zero.offload_param.pin_memory
+
+    @property
+    def pinned(self) -> Place:
+        """Where the offloaded optimizer's transfer buffers are."""
+        return Place.PINNED if self.pin_optimizer else Place.DRAM
+
+    @cached_property
+    def swapping(self) -> Swapping:
+        """The rules of NVMe offload."""
+        return Swapping.of(self.zero, self)
+
+    # --- the parameters ---------------------------------------------------------------------------------------------------
+
+    @property
+    def numel(self) -> tuple[int, ...]:
+        """Elements of each parameter."""
+        return self.parameters.numel
+
+    @property
+    def trained(self) -> tuple[int, ...]:
+        """The parameters that the optimizer owns. Source: utils.py, is_optimized_parameter."""
+        return self.parameters.trained
+
+    @cached_property
+    def frozen_numel(self) -> list[int]:
+        """Elements of each parameter without gradient."""
+        return [count for count, on in zip(self.numel, self.parameters.trainable, strict=True) if not on]
+
+    @cached_property
+    def shards(self) -> tuple[int, ...]:
+        """This rank's elements of each parameter at stage 3, where every parameter is padded by itself."""
+        ranks = self.ranks
+        return tuple(-(-count // ranks) for count in self.numel)
+
+    @cached_property
+    def comm_of(self) -> tuple[int, ...]:
+        """Bytes an element of each parameter's gradient while it is reduced."""
+        return self._travelling(self.comm_bytes)
+
+    @cached_property
+    def gather_of(self) -> tuple[int, ...]:
+        """Bytes an element of each parameter while stage 3 gathers it."""
+        return self._travelling(self.param_bytes)
+
+    def _travelling(self, otherwise: int) -> tuple[int, ...]:
+        """Under ``torch_autocast`` parameters of linear layers and convolutions travel in 16 bits, all others as they are.
+
+        Source: torch_autocast.py, init_autocast_params, whose attribute outranks ``communication_data_type``
+        """
+        if self.workload.precision is not Precision.AUTOCAST:
+            return (otherwise,) * len(self.parameters)
+        narrow, own = self.workload.dtype.bytes, self.workload.param_bytes
+        return tuple(narrow if on else own for on in self.parameters.autocast)
+
+    @cached_property
+    def comm_widths(self) -> list[int]:
+        """Every width in which gradients are reduced, ascending. Stages 1 to 3 have a bucket for each."""
+        return sorted({self.comm_of[p] for p in self.trained})
+
+    @cached_property
+    def persistent_params(self) -> list[int]:
+        """The parameters that stage 3 keeps gathered."""
+        return persistent(self.numel, self.zero.param_persistence_threshold, self.zero.model_persistence_threshold)
+
+    @cached_property
+    def secondary_shards(self) -> tuple[int, ...]:
+        """This rank's elements of each parameter's second part (hpZ); empty where there is none.
+
+        Source: ../utils/groups.py, _create_zero_param_parallel_group; zero/partition_parameters.py, _partition_param_sec
+        """
+        group = self.zero.zero_hpz_partition_size
+        if self.stage < 3 or group <= 1:
+            return ()
+        group = self.layout.secondary_group(group)
+        return tuple(part * self.ranks // group for part in self.shards)
+
+    # --- what the optimizer steps -----------------------------------------------------------------------------------------
+
+    @cached_property
+    def flat(self) -> FlatGroup:
+        """Stages 1 and 2: the trained parameters as one flat tensor, cut among the ranks."""
+        return flat_group(
+            self.trained,
+            self.numel,
+            self.ranks,
+            width=self.param_bytes,
+            round_robin=self.zero.round_robin_gradients,
+            aligned=self.zero.parameter_alignment,
+        )
+
+    @cached_property
+    def sub_groups(self) -> list[list[int]]:
+        """Stage 3: the parameters of each sub-group, which the optimizer steps one after another."""
+        return sub_groups(self.trained, self.shards, self.zero.sub_group_size)
+
+    @cached_property
+    def stepped_at_once(self) -> list[int]:
+        """This rank's elements of each group that the optimizer steps at once: one at stages 1 and 2, sub-groups at stage 3."""
+        if self.stage < 3:
+            return [self.flat_group // self.ranks] if self.stage else []
+        return [sum(self.shards[p] for p in group) for group in self.sub_groups]
+
+    @cached_property
+    def staying(self) -> int:
+        """Groups that a partial offload leaves on the GPU: the first ones."""
+        return groups_on_gpu(len(self.stepped_at_once), self.zero) if self.stage == 3 else 0
+
+    @cached_property
+    def stepped_in_memory(self) -> list[int]:
+        """Elements of the groups whose optimizer state stays in host memory between steps, where the optimizer is offloaded."""
+        if self.optimizer_device is OffloadDevice.NVME:
+            return [count for count in self.stepped_at_once if count * self.master_bytes < self.least_swapped]
+        return self.stepped_at_once[self.staying :]
+
+    @cached_property
+    def _matrix_share(self) -> float:
+        """Part of the trainable elements that Muon updates."""
+        names, shapes = self.parameters.names, self.parameters.shapes
+        updated = sum(self.numel[p] for p in self.trained if muon_updates(names[p], len(shapes[p])))
+        return updated / max(1, self.parameters.trained_total)
+
+    def state_size(self, state: State, count: int) -> int:
+        """Bytes of an optimizer state for `count` stepped elements; of those, the model's share is in the state's domain."""
+        share = {"matrix": self._matrix_share, "rest": 1 - self._matrix_share}.get(state.domain, 1.0)
+        held = count if share == 1.0 else round(count * share)
+        return state.bytes_of(held, self.state_bytes)
+
+    # --- the names in the ledger's formulas -------------------------------------------------------------------------------
+    # The first sentence of each docstring is what `explain` says of the name.
+
+    @cached_property
+    def ranks(self) -> int:
+        """Data-parallel ranks."""
+        return self.layout.shard_group
+
+    @cached_property
+    def params(self) -> int:
+        """Elements of the whole model."""
+        return self.parameters.total
+
+    @cached_property
+    def trainable(self) -> int:
+        """Elements that receive a gradient."""
+        return self.parameters.trained_total
+
+    @cached_property
+    def frozen(self) -> int:
+        """Elements without gradient."""
+        return self.params - self.trainable
+
+    @cached_property
+    def flat_group(self) -> int:
+        """Trainable elements, padded to a multiple of 2 × ranks."""
+        if self.zero.parameter_alignment:
+            return self.flat.numel
+        return padded(self.trainable, self.ranks)
+
+    @cached_property
+    def kept_on_gpu(self) -> int:
+        """Elements that a partial offload updates on the GPU."""
+        return sum(self.stepped_at_once[: self.staying])
+
+    @cached_property
+    def stepped_nvme(self) -> int:
+        """Elements whose optimizer states are on disk."""
+        if self.optimizer_device is not OffloadDevice.NVME:
+            return 0
+        return sum(count for count in self.stepped_at_once if count * self.master_bytes >= self.least_swapped)
+
+    @cached_property
+    def sharded(self) -> int:
+        """Elements of this rank's parts of the trainable parameters, each padded."""
+        return sum(self.shards[p] for p in self.trained)
+
+    @cached_property
+    def frozen_sharded(self) -> int:
+        """Elements of this rank's parts of the frozen parameters, each padded."""
+        return sum(self.shards) - self.sharded
+
+    @cached_property
+    def persistent(self) -> int:
+        """Elements of parameters at or below stage3_param_persistence_threshold, each padded."""
+        return sum(self.shards[p] for p in self.persistent_params) * self.ranks
+
+    @cached_property
+    def secondary(self) -> int:
+        """Elements of this rank's second parts of all parameters (zero_hpz_partition_size)."""
+        return sum(self.secondary_shards)
+
+    @cached_property
+    def secondary_blocks(self) -> int:
+        """Bytes of one pinned block for each parameter's second part, each rounded to a power of two."""
+        return sum(pow2(count * self.param_bytes) for count in self.secondary_shards)
+
+    @cached_property
+    def largest_param(self) -> int:
+        """Elements of the largest trainable parameter."""
+        return self.parameters.largest_trained
+
+    @cached_property
+    def sub_group(self) -> int:
+        """This rank's elements of the largest sub-group (sub_group_size)."""
+        return max(self.stepped_at_once, default=0)
+
+    @cached_property
+    def matrix(self) -> int:
+        """Elements that Muon updates."""
+        names, shapes = self.parameters.names, self.parameters.shapes
+        updated = [p for p in self.trained if muon_updates(names[p], len(shapes[p]))]
+        if self.stage == 3:
+            return min(sum(self.shards[p] for p in updated), self._updated)
+        whole = sum(self.numel[p] for p in updated)
+        return min(shard(whole, self.ranks) if self.stage else whole, self._updated)
+
+    @cached_property
+    def rest(self) -> int:
+        """Elements that Muon leaves to Adam."""
+        return self._updated - self.matrix
+
+    @cached_property
+    def _updated(self) -> int:
+        return sum(self.stepped_at_once) if self.stage else self.trainable
+
+    @cached_property
+    def bucket_bytes(self) -> int:
+        """Bytes of one element of the gradient buckets, one for each dtype that travels.
+
+        Source: zero/stage_1_and_2.py, setup_buckets (all buckets have one dtype); zero/stage3.py, ipg_buckets
+        """
+        if self.stage == 3:
+            return sum(self.comm_widths)
+        return len(self.comm_widths) * (self.accum_bytes if self.accumulates_apart else self.param_bytes)
+
+    @cached_property
+    def reduce_bucket(self) -> int:
+        """``reduce_bucket_size``, elements."""
+        return self.zero.reduce_bucket_size
+
+    @cached_property
+    def buckets(self) -> int:
+        """Buckets at once: two with overlap_comm."""
+        return 2 if self.zero.overlaps_comm else 1
+
+    @cached_property
+    def pinned_grad_block(self) -> int:
+        """Bytes of the fp32 gradients' pinned blocks, each sub-group's rounded to a power of two."""
+        return sum(pow2(count * self.master_bytes) for count in self.stepped_at_once[self.staying :])
+
+    @cached_property
+    def small_param_blocks(self) -> int:
+        """Bytes of one pinned block for each parameter's part not in a file, each rounded to a power of two."""
+        w, in_files = self.param_bytes, self.param_device is OffloadDevice.NVME
+        return sum(pow2(count * w) for count in self.shards if not (in_files and self.swapping.swaps(count, w)))
+
+    @cached_property
+    def swap_buffers(self) -> int:
+        """``offload_optimizer.buffer_count``."""
+        return self.zero.offload_optimizer.buffer_count
+
+    @cached_property
+    def swap_buffer(self) -> int:
+        """Elements of one swap buffer: the largest sub-group, aligned."""
+        return self.swapping.whole(self.sub_group, self.master_bytes) if self._swaps_optimizer else 0
+
+    @cached_property
+    def states_in_files(self) -> int:
+        """Elements of the sub-groups whose states are in files, each aligned."""
+        return self.swapping.state_files(self.stepped_at_once, self.master_bytes) if self._swaps_optimizer else 0
+
+    @cached_property
+    def grads_in_files(self) -> int:
+        """Elements of gradients in files: of parameters large enough, without what is not aligned."""
+        return self.swapping.gradient_files(self._group_shards, self.master_bytes) if self._swaps_optimizer else 0
+
+    @cached_property
+    def params_in_files(self) -> int:
+        """Elements of parameters in files: of those large enough, each aligned."""
+        return self.swapping.param_files(self.shards, self.param_bytes) if self._swaps_params else 0
+
+    @cached_property
+    def swap_reserve(self) -> int:
+        """Elements of the largest sub-group's parameters, each aligned, where not all fit into max_in_cpu."""
+        return self.swapping.reserve(self._group_shards, self.param_bytes) if self._swaps_params else 0
+
+    @cached_property
+    def param_swap_buffers(self) -> int:
+        """``offload_param.buffer_count``."""
+        return self.zero.offload_param.buffer_count
+
+    @cached_property
+    def param_swap_buffer(self) -> int:
+        """``offload_param.buffer_size``, elements, aligned."""
+        return self.swapping.whole(self.zero.offload_param.buffer_size, self.param_bytes) if self._swaps_params else 0
+
+    @cached_property
+    def params_in_cpu(self) -> int:
+        """Elements of parameters that stay in host memory (max_in_cpu)."""
+        return min(self.sharded, self.zero.offload_param.max_in_cpu)
+
+    @property
+    def _swaps_optimizer(self) -> bool:
+        return self.stage == 3 and self.optimizer_device is OffloadDevice.NVME
+
+    @property
+    def _swaps_params(self) -> bool:
+        return self.param_device is OffloadDevice.NVME
+
+    @cached_property
+    def _group_shards(self) -> list[list[int]]:
+        return [[self.shards[p] for p in group] for group in self.sub_groups]
+
+    @property
+    def second_moment_always(self) -> bool:
+        """Whether the optimizer's class for the host keeps a second moment that the optimizer does not have."""
+        return self.offloads_optimizer and Buffer.OPTIM_EXP_AVG_SQ in self.optimizer.host_states
+
+    @property
+    def grad_accum(self) -> int:
+        """Micro batches a step."""
+        return self.workload.grad_accum
+
+    @property
+    def stepped(self) -> int:
+        """Elements that this rank's optimizer updates."""
+        if self.stage == 0:
+            return self.trainable
+        return self.sharded if self.stage == 3 else shard(self.flat_group, self.ranks)
+
+    @property
+    def stepped_hbm(self) -> int:
+        """Of those, the ones updated on the GPU."""
+        return self.stepped if self.optimizer_device is OffloadDevice.NONE else self.kept_on_gpu
+
+    @property
+    def stepped_host(self) -> int:
+        """Of those, the ones updated on the host."""
+        if self.optimizer_device is OffloadDevice.NONE:
+            return 0
+        elsewhere = self.kept_on_gpu + self.stepped_nvme
+        return self.stepped - elsewhere if elsewhere else self.stepped
+
+
+#: What the names in the ledger's formulas mean.
+GLOSSARY = glossary_of(DeepSpeedRank) | {
+    "param_bytes": "bytes of one model parameter",
+    "master_bytes": "bytes of one master parameter",
+    "accum_bytes": "bytes of one accumulated gradient element",
+    "comm_bytes": "bytes of one gradient element on its way",
+    "state_bytes": "bytes of one element of an optimizer state",
+    "saved_weights": "elements of linear layers' weights that autograd keeps until their backward",
+    "cublas_workspace": "bytes of one cuBLAS workspace on this GPU",
+}
+
+
+def deepspeed_rank(
+    parameters: Parameters,
+    workload: Workload,
+    zero: ZeroConfig,
+    layout: ParallelLayout,
+    *,
+    rank: int = 0,
+    gpu: Gpu | None = None,
+    device_memory: int | None = None,
+    zero_init: bool = True,
+    saved_weights: int = 0,
+) -> DeepSpeedRank:
+    """One rank of a job. Arguments as the fields of :class:`DeepSpeedRank`; without a `gpu` cuBLAS takes no workspace."""
+    return DeepSpeedRank(
+        **resolve_config(workload, zero).values(),
+        workload=workload,
+        zero=zero,
+        parameters=parameters,
+        layout=layout,
+        rank=rank,
+        cublas_workspace=gpu.workspace if gpu is not None else 0,
+        device_memory=device_memory,
+        zero_init=zero_init,
+        saved_weights=saved_weights,
+    )

@@ -143,6 +143,7 @@ class ExpandedTape:
         columns = (tuple(self.op), tuple(self.arg), tuple(self.kind), tuple(self.module))
         return hash((columns, self.modules, self.params))
 
+
 def blocks_of(modules: Sequence[TapeModule]) -> list[int]:
     """Indices of the blocks: entries of a module list that no other such entry holds."""
     found: list[int] = []

@@ -142,7 +142,7 @@ class EngineChecks:
         self._require_complete_grads("engine.backward")
         if once and self._has_reduced_grads:
             raise BadInput(
-                "updates with this step's gradients have begun, because neither clipping nor overflow checks delay them",
+                "updates with this step's gradients have begun, as neither clipping nor overflow checks delay them",
                 where="engine.backward",
                 remedy="add the losses and call backward once, count each as a micro batch, or set gradient_clipping",
             )

@@ -251,7 +251,7 @@ class ModelStates:
         if not self.setup.shards_params:
             unit.param_slot.holder, unit.param_slot.is_current = unit, True
         if unit.layout.place is Place.NVME and unit.trainable is not None:
-            for state in self.optimizer_swapper.buffers:
+            for state in self.optimizer_swapper.state_buffers:
                 self.optimizer_swapper.write(unit.name, state, master if state is Buffer.PARAM_MASTER else None)
 
     def fill_shard(self, master: torch.Tensor, flat: Flat, position: int, value: torch.Tensor) -> None:

@@ -189,7 +189,7 @@ class GroupSlice:
     Attributes:
         group: the index of the parameter group.
         master: fp32 values that the update reads and writes.
-        param: 16-bit parameters that the update refreshes; None where there are none.
+        param: parameters that the update refreshes from `master`, in the model's dtype; None where there are none.
         part: the slice's place in the unit's share, in elements.
         states: the optimizer's states, in the order of the kernels' arguments.
         tensors: the bounds of the parameters within, for LAMB.

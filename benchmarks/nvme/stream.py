@@ -1,4 +1,4 @@
-"""The streamer's rate with checksums beside plain direct I/O: read, write, and both, on one disk in turns.
+"""The swap pipeline's rate with checksums beside plain direct I/O: read, write, and both, on one disk in turns.
 
     python -m benchmarks.nvme.stream /path/on/the/disk [--gib 4] [--queue-depth 16] [--workers 1] [--backend auto]
 
@@ -21,38 +21,39 @@ import torch
 
 from benchmarks.kernels.measure import machine, save
 from benchmarks.nvme import direct
+from zeroplan.core.layout import PAGE
 from zeroplan.core.zero_config import Aio
 from zeroplan_runtime.offload import pinned
 from zeroplan_runtime.offload.io import IoEngine
 from zeroplan_runtime.offload.swap_folder import SwapFolder
-from zeroplan_runtime.offload.swap_pipeline import SwapPipeline, SwapTensor, Work, plan_buffers
+from zeroplan_runtime.offload.swap_pipeline import PipelineBuffers, SwapPipeline, SwapTensor, Work
 
 TARGET = 0.90
-LANES = 3  # master, exp_avg, exp_avg_sq
+TENSORS = 3  # master, exp_avg, exp_avg_sq
 
 
 class Ours:
-    """A swap file of random numbers in groups of three tensors, and the streamer over it."""
+    """A swap file of random numbers in groups of three tensors, and the swap pipeline over it."""
 
-    def __init__(self, folder: SwapFolder, size: int, lane: int) -> None:
-        count = max(1, size // (lane * LANES))
-        blocks = {f"{group}/{part}": lane for group in range(count) for part in range(LANES)}
+    def __init__(self, folder: SwapFolder, size: int, buffer_bytes: int) -> None:
+        count = max(1, size // (buffer_bytes * TENSORS))
+        blocks = {f"{group}/{part}": buffer_bytes for group in range(count) for part in range(TENSORS)}
         self.file = folder.file("states", blocks)
-        self.numel = lane // 4
+        self.numel = buffer_bytes // 4
         self.count = count
-        plan = plan_buffers(3 * LANES, self.numel, lanes=LANES, largest=self.numel)
-        self.streamer = SwapPipeline(plan, pinned.allocate(plan.bytes, torch.uint8, register=torch.cuda.is_available()))
+        buffers = PipelineBuffers(slots=3, per_slot=TENSORS, buffer_bytes=-(-buffer_bytes // PAGE) * PAGE)
+        self.pipeline = SwapPipeline(buffers, pinned.allocate(buffers.bytes, torch.uint8, register=torch.cuda.is_available()))
         self.run("write", self._fill)
 
     def run(self, mode: str, work: Work = lambda *_: None) -> float:
         """Seconds of one pass."""
         reads, writes = mode != "write", mode != "read"
         groups = [
-            [SwapTensor(self.file, f"{group}/{part}", self.numel, read=reads, write=writes) for part in range(LANES)]
+            [SwapTensor(self.file, f"{group}/{part}", self.numel, read=reads, write=writes) for part in range(TENSORS)]
             for group in range(self.count)
         ]
         begin = time.perf_counter()
-        self.streamer.run(groups, work)
+        self.pipeline.run(groups, work)
         return time.perf_counter() - begin
 
     @staticmethod
@@ -95,7 +96,7 @@ def measure(ours: Ours, peer_file: Path, aio: Aio, rounds: int) -> dict[str, Any
     made: dict[str, Any] = {}
     for mode in direct.MODES:
         moved = size * (2 if mode == "read and write" else 1)
-        span = ours.streamer.plan.bytes
+        span = ours.pipeline.buffers.bytes
         calls: dict[str, Callable[[], float | None]] = {
             "zeroplan": partial(ours.run, mode),
             "direct loop": partial(direct.loop, peer_file, size, mode, block=aio.block_size, depth=depth, span=span),
@@ -112,7 +113,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("path", type=Path)
     parser.add_argument("--gib", type=float, default=4.0)
-    parser.add_argument("--lane-mib", type=int, default=32)
+    parser.add_argument("--buffer-mib", type=int, default=32)
     parser.add_argument("--block-kib", type=int, default=1024)
     parser.add_argument("--queue-depth", type=int, default=16)
     parser.add_argument("--workers", type=int, default=1)
@@ -122,7 +123,7 @@ def main() -> int:
     given = parser.parse_args()
     aio = Aio(block_size=given.block_kib << 10, queue_depth=given.queue_depth, intra_op_parallelism=given.workers)
     with IoEngine(aio, given.backend) as engine, SwapFolder(given.path, f"benchmark-{os.getpid()}", 0, engine) as folder:
-        ours = Ours(folder, int(given.gib * 2**30), given.lane_mib << 20)
+        ours = Ours(folder, int(given.gib * 2**30), given.buffer_mib << 20)
         ours.check()
         peer_file = folder.path / "direct.bin"
         with open(peer_file, "wb") as stream:

@@ -16,7 +16,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan_runtime.offload import disk_probe, swap_file
 from zeroplan_runtime.offload.disk_probe import probe_folder
 from zeroplan_runtime.offload.io import DiskFault, IoEngine
-from zeroplan_runtime.offload.swap_file import SwapFile, file_bytes
+from zeroplan_runtime.offload.swap_file import SwapFile
 from zeroplan_runtime.offload.swap_folder import SwapFolder
 
 BLOCKS = {"embed/exp_avg": 10_000, "block.0/exp_avg": 8192, "head/exp_avg": 1}
@@ -30,11 +30,10 @@ def engine() -> Iterator[IoEngine]:
 
 @pytest.fixture
 def swap(engine: IoEngine, tmp_path: Path) -> SwapFile:
-    """A file with all blocks written and flushed."""
+    """A file with all blocks written."""
     made = SwapFile.create(tmp_path / "states.swap", BLOCKS, engine)
     for seed, (name, size) in enumerate(BLOCKS.items()):
         made.finish(made.write(name, noise(size, seed)))
-    made.flush()
     return made
 
 
@@ -46,39 +45,32 @@ def read(swap: SwapFile, name: str) -> torch.Tensor:
 
 def test_every_byte_is_reserved(swap: SwapFile) -> None:
     """Blocks begin on pages; the disk holds the whole file before the first write."""
-    assert swap.bytes == file_bytes(BLOCKS) == 3 * 4096 + 2 * 4096 + 4096
+    assert swap.bytes == 3 * 4096 + 2 * 4096 + 4096
     stat = swap.path.stat()
     assert stat.st_size == swap.bytes
     assert stat.st_blocks * 512 >= swap.bytes
 
 
-def test_round_trip_and_reopening(swap: SwapFile, engine: IoEngine) -> None:
-    again = SwapFile.open(swap.path, engine)
-    for one in (swap, again):
-        for seed, (name, size) in enumerate(BLOCKS.items()):
-            assert torch.equal(read(one, name), noise(size, seed))
+def test_round_trip(swap: SwapFile) -> None:
+    for seed, (name, size) in enumerate(BLOCKS.items()):
+        assert torch.equal(read(swap, name), noise(size, seed))
 
 
-def test_corruption_is_named(swap: SwapFile, engine: IoEngine) -> None:
+def test_corruption_is_named(swap: SwapFile) -> None:
     with open(swap.path, "r+b") as stream:
         stream.seek(3 * 4096 + 100)
         byte = stream.read(1)[0]
         stream.seek(3 * 4096 + 100)
         stream.write(bytes([byte ^ 1]))
-    for one in (swap, SwapFile.open(swap.path, engine)):
-        assert torch.equal(read(one, "embed/exp_avg"), noise(10_000, 0))  # the others are well
-        with pytest.raises(
-            DiskFault, match=r"block 'block.0/exp_avg' of .*states.swap \(bytes 12,288 to 20,480\) is corrupted"
-        ):
-            read(one, "block.0/exp_avg")
+    assert torch.equal(read(swap, "embed/exp_avg"), noise(10_000, 0))  # the others are well
+    with pytest.raises(DiskFault, match=r"block 'block.0/exp_avg' of .*states.swap \(bytes 12,288 to 20,480\) is corrupted"):
+        read(swap, "block.0/exp_avg")
 
 
-def test_truncation_is_named(swap: SwapFile, engine: IoEngine) -> None:
+def test_truncation_is_named(swap: SwapFile) -> None:
     os.truncate(swap.path, 4 * 4096)
     with pytest.raises(DiskFault, match=r"block 'block.0/exp_avg': reading .*the file ends there: it was truncated"):
         read(swap, "block.0/exp_avg")
-    with pytest.raises(DiskFault, match=r"truncated: 16,384 bytes of 24,576 are there; .*resume from the last checkpoint"):
-        SwapFile.open(swap.path, engine)
 
 
 def test_blocks_not_whole(swap: SwapFile, engine: IoEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,9 +84,6 @@ def test_blocks_not_whole(swap: SwapFile, engine: IoEngine, tmp_path: Path, monk
     monkeypatch.undo()
     with pytest.raises(DiskFault, match="never written whole"):  # neither the old bytes nor the new
         swap.read("block.0/exp_avg", aligned(8192))
-    (tmp_path / "states.index.json").write_text('{"blocks"')
-    with pytest.raises(DiskFault, match="not a swap file's index"):
-        SwapFile.open(swap.path, engine)
 
 
 def test_a_full_disk_is_found_at_the_start(engine: IoEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,23 +106,19 @@ def test_folder_lives_and_goes(engine: IoEngine, tmp_path: Path) -> None:
         assert folder.path == tmp_path / "zeroplan_swap_job-1_rank3"
         file = folder.file("exp_avg", {"a": 5000})
         file.finish(file.write("a", noise(5000, 1)))
-        assert folder.bytes == 8192 == file.path.stat().st_size
+        assert file.bytes == 8192 == file.path.stat().st_size
         with pytest.raises(BadInput, match=rf"in use by process {os.getpid()} \(job 'job/1'\); end that job"):
             SwapFolder(tmp_path, "job/1", 3, engine)
-        with SwapFolder(tmp_path, "job/1", 4, engine) as other:
-            assert other.removed == []
+        with SwapFolder(tmp_path, "job/1", 4, engine):
+            assert file.path.exists()
     assert [path.name for path in tmp_path.iterdir()] == [".zeroplan_swap.lock"]
 
 
 def write_for_ever(parent: Path, ready: int) -> None:
-    """A job that flushes once and then overwrites its blocks over and over: it says each time that writes are under way."""
+    """A job that overwrites its blocks over and over and says each time that writes are under way."""
     with IoEngine() as engine, SwapFolder(parent, "killed", 0, engine) as folder:
         file = folder.file("states", {str(i): 1 << 20 for i in range(32)})
         data = torch.zeros(1 << 20, dtype=torch.uint8)
-        for i in range(32):
-            file.finish(file.write(str(i), data))
-        file.flush()
-        file.finish(file.write("0", data + 1))  # one block at least is overwritten, however soon the kill comes
         while True:
             data += 1
             under_way = [file.write(str(i), data) for i in range(32)]
@@ -143,7 +128,7 @@ def write_for_ever(parent: Path, ready: int) -> None:
 
 
 def test_killed_in_the_middle_of_writes(engine: IoEngine, tmp_path: Path) -> None:
-    """Nothing of a killed job is taken for data: its flushed checksums no longer hold; its folder is cleaned up."""
+    """The next job removes the folder of a killed one."""
     reader, ready = os.pipe()
     child = os.fork()
     if child == 0:
@@ -158,20 +143,8 @@ def test_killed_in_the_middle_of_writes(engine: IoEngine, tmp_path: Path) -> Non
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
     os.close(reader)
     left = tmp_path / "zeroplan_swap_killed_rank0"
-    stale = SwapFile.open(left / "states.swap", engine)
-    overwritten = 0
-    for i in range(32):
-        into = aligned(1 << 20)
-        try:
-            stale.finish(stale.read(str(i), into))
-            assert not into.any()  # what was flushed, and nothing else
-        except DiskFault as fault:
-            assert "is corrupted" in str(fault)
-            overwritten += 1
-    assert overwritten
-    stale.close()
-    with SwapFolder(tmp_path, "next", 0, engine) as folder:
-        assert folder.removed == [left]
+    assert (left / "states.swap").exists()
+    with SwapFolder(tmp_path, "next", 0, engine):
         assert not left.exists()
 
 
@@ -184,12 +157,11 @@ def test_on_a_network_another_boots_folder_is_left_alone(
     monkeypatch.setattr(disk_probe, "_file_system", lambda _: ("nfs", "network"))
     with pytest.warns(UserWarning, match="is on nfs, reached over a network"):
         folder = SwapFolder(tmp_path, "a", 0, engine)
-    assert folder.removed == []
     folder.close()
     assert theirs.exists()
     monkeypatch.undo()
-    with SwapFolder(tmp_path, "a", 0, engine) as folder:
-        assert folder.removed == [theirs]
+    with SwapFolder(tmp_path, "a", 0, engine):
+        assert not theirs.exists()
 
 
 def test_paths_that_are_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +172,7 @@ def test_paths_that_are_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(BadInput, match=r'/dev/shm is on tmpfs, which keeps files in host memory.*"nvme_in_memory": true'):
             probe_folder(memory)
         found = probe_folder(memory, allow_memory=True)
-        assert any("stays in host memory" in line for line in found.warnings())
+        assert any("its files take host memory" in line for line in found.warnings())
     with pytest.raises(BadInput, match="cannot be written to"):
         probe_folder(Path("/proc"))
     monkeypatch.setattr(disk_probe, "_try_direct", lambda _: "EINVAL")
@@ -209,7 +181,6 @@ def test_paths_that_are_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_the_probe_of_a_disk(tmp_path: Path) -> None:
     found = probe_folder(tmp_path)
-    assert found.free == pytest.approx(os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize, rel=0.05)
     assert list(tmp_path.iterdir()) == []
     if found.kind == "disk" and found.file_system in ("ext4", "xfs"):
         assert found.direct

@@ -88,7 +88,7 @@ def pieces_in_files(
     if states_in_files(unit):
         assert unit.trainable is not None
         for buffer in _kept(model_states, unit) if optimizer else [Buffer.PARAM_MASTER]:
-            if buffer in model_states.optimizer_swapper.buffers:
+            if buffer in model_states.optimizer_swapper.state_buffers:
                 tensors[buffer] = torch.zeros(model_states.layout.share(unit.layout))
                 held = Held(torch.float32, tensors[buffer])
             else:

@@ -1,23 +1,23 @@
 """Checkpointed inputs in host memory (``activation_checkpointing.cpu_checkpointing``), brought back ahead of the backward.
 
-Gradient checkpointing keeps each block's input until the backward. Here the input leaves for pinned memory while the next
-block computes, and returns while the backward of the block after it runs.
+Gradient checkpointing keeps each block's input until the backward. Here the input is copied to pinned memory while the next
+block computes, and copied back while the backward of the following block runs.
 
 Note [Which tensors]
-    A saved-tensor hook sees every tensor that autograd saves, and cannot tell what for. What a checkpoint saves is told by
-    the order of events: ``torch.utils.checkpoint`` saves a block's arguments just before it calls the block (or, reentrant,
-    just after, with gradients off inside). So a saved tensor is a checkpoint's when a block is entered with it next, or was
-    entered with it without gradients. Of a block's arguments only those with a gradient count: others (masks, tables of
-    positions) are the same for all blocks. What would not leave the device is not copied: a leaf, which autograd keeps for
-    its gradient (the embedding's output under LoRA), and what the next block or the one before takes as well (an encoder's
-    output, a bias of positions). Nothing else is moved, so a model that does not checkpoint is left as it is.
+    A saved-tensor hook sees every tensor that autograd saves, but not why. The order of events tells what a checkpoint saves:
+    ``torch.utils.checkpoint`` saves a block's arguments just before it calls the block (the reentrant kind just after, and
+    calls the block with gradients off). So a saved tensor is a checkpoint's if a block is entered with it next, or was entered
+    with it with gradients off. Only arguments that require a gradient count: the others (masks, position tables) are the same
+    for all blocks. Tensors whose device memory would not be freed are not copied: a leaf, which autograd keeps for its gradient
+    (the embedding's output under LoRA), and an argument that the next or the previous block takes too (an encoder's output,
+    a position bias). Nothing else is moved, so a model that does not checkpoint is not affected.
 
 Note [Two on the device]
-    The copy of an input begins when the next block is entered, and its memory is given up when the one after is: the model's
-    stream then waits for the copy, not the host. So two blocks' inputs at most are on the device in the forward, the newest
-    stay for the backward's beginning, and two blocks' at most return at a time.
+    The copy of an input begins when the next block is entered, and its device memory is freed when the block after that is
+    entered: the compute stream then waits for the copy, the host does not. So at most two blocks' inputs are on the device in
+    the forward, the last ones stay for the start of the backward, and at most two blocks' inputs are copied back at a time.
 
-`zeroplan.engines.runtime.checkpoints` lays the same over a tape.
+`zeroplan.engines.runtime.checkpoints` simulates the same on a tape.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _Key = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 class PinnedPool:
-    """Pinned buffers that saved inputs take turns in. There are never more than were in use at once."""
+    """Pinned buffers that are reused for saved inputs; never more than were in use at the same time."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
@@ -47,7 +47,7 @@ class PinnedPool:
         self._made = 0
 
     def take(self, numel: int, dtype: torch.dtype) -> PinnedBuffer:
-        """A buffer for `numel` elements: the smallest free one that holds them, else a new one in place of the largest."""
+        """A buffer for `numel` elements: the smallest free one that fits, else a new one that replaces the largest free one."""
         nbytes = numel * dtype.itemsize
         fitting = [one for one in self._free if one.memory.numel() >= nbytes]
         if fitting:
@@ -66,12 +66,12 @@ class PinnedPool:
         return PinnedBuffer(name, memory, Event(self._arena.device))
 
     def give_back(self, buffer: PinnedBuffer) -> None:
-        """Its content is not needed any more."""
+        """Makes `buffer` free for reuse."""
         self._free.append(buffer)
 
 
 class PinnedBuffer:
-    """Bytes in pinned memory; `read` marks the last copy out of them."""
+    """Bytes of pinned memory; the event `read` is recorded after the last copy from them."""
 
     __slots__ = ("memory", "name", "read")
 
@@ -79,12 +79,19 @@ class PinnedBuffer:
         self.name, self.memory, self.read = name, memory, read
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The buffer's beginning as a contiguous tensor of `tensor`'s shape and dtype."""
+        """The start of the buffer as a contiguous tensor of `tensor`'s shape and dtype."""
         return self.memory[: tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
 
 
 class SavedTensor:
-    """One saved tensor: on the device (`tensor`), or in the host's `buffer`, or on its way back (`returning`)."""
+    """One saved tensor: on the device (`tensor`), in host memory (`buffer`), or being copied back (`returning`).
+
+    Attributes:
+        version: the tensor's autograd version when it was saved.
+        copied: recorded after the copy to the host.
+        ready: recorded after the copy back.
+        before: the saved tensors of the previous block, which the backward needs next.
+    """
 
     __slots__ = ("before", "buffer", "copied", "pool", "ready", "returning", "shape_of", "tensor", "version")
 
@@ -96,11 +103,11 @@ class SavedTensor:
         self.shape_of = torch.empty_like(tensor, device="meta", memory_format=torch.contiguous_format)
         self.copied = self.ready = Event(tensor.device)
         self.returning: torch.Tensor | None = None
-        self.before: Sequence[SavedTensor] = ()  # those of the block before, which needs them next in the backward
+        self.before: Sequence[SavedTensor] = ()
 
     @property
     def on_device(self) -> torch.Tensor:
-        """The tensor that has not left yet."""
+        """The tensor, which must still be on the device."""
         assert self.tensor is not None
         return self.tensor
 
@@ -110,7 +117,13 @@ class SavedTensor:
 
 
 class ActivationOffload:
-    """Moves the checkpointed inputs of `blocks` to the host and back. Its results are bitwise those without it."""
+    """Copies the checkpointed inputs of `blocks` to the host and back. Training gives the same bits as without it.
+
+    Args:
+        blocks: the modules that the model may checkpoint.
+        arena: allocates the pinned memory.
+        least_bytes: smaller tensors stay on the device.
+    """
 
     def __init__(self, blocks: Sequence[nn.Module], arena: Arena, *, least_bytes: int = LEAST_MOVED_BYTES) -> None:
         device = arena.device
@@ -120,21 +133,21 @@ class ActivationOffload:
         self._device, self._least = device, least_bytes
         self._saving = False
         self._fresh: dict[_Key, SavedTensor] = {}  # saved since the last block was entered
-        self._entered: set[_Key] = set()  # what the last block was entered with, gradients off
-        self._inputs: set[_Key] | None = None  # what the last block was entered with, until the first of them is claimed
+        self._entered: set[_Key] = set()  # arguments of the last block, if it was entered with gradients off
+        self._inputs: set[_Key] | None = None  # arguments of the last block, until the first of them is claimed
         self._newest: list[SavedTensor] = []  # of the last checkpointed block
-        self._shared: set[_Key] = set()  # of those, what the block before it had taken, too
-        self._leaving: list[SavedTensor] = []  # of the one before, on their way to the host
+        self._shared: set[_Key] = set()  # of those, the ones that the previous block took too
+        self._leaving: list[SavedTensor] = []  # of the previous block, being copied to the host
         self._handles = [block.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True) for block in blocks]
 
     def remove(self) -> None:
-        """Takes the hooks off the blocks."""
+        """Removes the hooks from the blocks."""
         for handle in self._handles:
             handle.remove()
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Around a forward: what its checkpoints save goes to the host."""
+        """A context for a forward, whose checkpoints' inputs are copied to the host."""
         if not torch.is_grad_enabled():
             yield
             return
@@ -144,7 +157,7 @@ class ActivationOffload:
                 yield
         finally:
             self._saving = False
-            self._let_go()
+            self._free_copied()
             self._newest = []
             self._shared, self._inputs = set(), None
             self._fresh.clear()
@@ -167,10 +180,10 @@ class ActivationOffload:
 
     def _enter(self, _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if not self._saving:
-            return  # a forward again in the backward, or one without gradients
+            return  # a recomputation in the backward, or a forward without gradients
         inputs = tensors_of((args, dict(kwargs)))
         keys = {_key(tensor) for tensor in inputs if tensor.requires_grad and not tensor.is_leaf}
-        fresh, self._fresh = self._fresh, {}  # addresses tell tensors apart only while the tensors live
+        fresh, self._fresh = self._fresh, {}  # addresses identify tensors only while they are alive
         self._entered, self._inputs = set(), keys
         if not torch.is_grad_enabled():
             self._entered = keys
@@ -180,22 +193,22 @@ class ActivationOffload:
                 self._claim(saved)
 
     def _claim(self, saved: SavedTensor) -> None:
-        """`saved` is a checkpoint's: see Note [Two on the device]."""
+        """Takes `saved` as a checkpoint's input: see Note [Two on the device]."""
         if self._inputs is not None:  # the first of its block
-            self._let_go()
+            self._free_copied()
             keys = {_key(one.on_device) for one in self._newest}
             stays, self._shared = self._shared | self._inputs, keys & self._inputs
             self._leaving = [one for one in self._newest if _key(one.on_device) not in stays]
             for one in self._leaving:
-                self._send(one)
+                self._copy_to_host(one)
             self._newest, self._inputs = [], None
         saved.before = self._leaving
         self._newest.append(saved)
 
-    def _send(self, saved: SavedTensor) -> None:
+    def _copy_to_host(self, saved: SavedTensor) -> None:
         tensor = saved.on_device
         if tensor._version != saved.version:
-            raise RuntimeError("the input of a checkpointed block was changed in place after the block saved it")
+            raise RuntimeError("the input of a checkpointed block was changed in place after it was saved")
         saved.buffer = self.pool.take(tensor.numel(), tensor.dtype)
         produced = Event(self._device)
         produced.record(self._compute_stream)
@@ -206,8 +219,8 @@ class ActivationOffload:
         saved.copied = Event(self._device)
         saved.copied.record(self._d2h_stream)
 
-    def _let_go(self) -> None:
-        """Gives up the memory of what has been copied."""
+    def _free_copied(self) -> None:
+        """Frees the device memory of the tensors that have been copied."""
         for saved in self._leaving:
             saved.copied.wait(self._compute_stream)
             saved.tensor = None
@@ -220,23 +233,23 @@ class ActivationOffload:
             return saved
         found = saved.tensor
         if found is None:
-            self._fetch(saved)
+            self._copy_back(saved)
             saved.ready.wait(self._compute_stream)
             found, saved.returning = saved.returning, None
             assert found is not None
         for before in saved.before:
             if before.tensor is None:
-                self._fetch(before)
+                self._copy_back(before)
         return found
 
-    def _fetch(self, saved: SavedTensor) -> None:
-        """Starts to bring a tensor back, unless it is on its way."""
+    def _copy_back(self, saved: SavedTensor) -> None:
+        """Starts to copy a tensor back, unless that has begun."""
         if saved.returning is not None:
             return
         assert saved.buffer is not None
-        target = torch.empty_like(saved.shape_of, device=self._device)  # autograd's, as without offload
+        target = torch.empty_like(saved.shape_of, device=self._device)  # torch's own memory, as without offload
         allocated = Event(self._device)
-        allocated.record(self._compute_stream)  # its memory may still be in use by what was freed there
+        allocated.record(self._compute_stream)  # earlier work may still use the memory
         allocated.wait(self._h2d_stream)
         saved.copied.wait(self._h2d_stream)
         with self._h2d_stream.as_current():

@@ -1,4 +1,4 @@
-"""How a unit's share is cut into the blocks of swap files."""
+"""How a unit's share is divided into chunks, each of which is a block of a swap file."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ class Chunk:
 
     @property
     def numel(self) -> int:
-        """Its elements."""
+        """The number of elements."""
         return self.end - self.begin
 
     def block(self, buffer: Buffer) -> str:
-        """The name of the block that holds one of its tensors."""
+        """The name of the file's block that holds the chunk of `buffer`, such as the masters or a moment."""
         return f"{self.unit}/{self.begin}/{buffer.value}"
 
 
 def split_into_chunks(unit: str, numel: int, step: int) -> list[Chunk]:
-    """Runs of `step` elements, the last of what is left."""
+    """Chunks of `step` elements that cover `numel` elements; the last may be shorter."""
     return [Chunk(unit, a, b) for a, b in itertools.pairwise([*range(0, numel, step), numel])]
 
 
 def optimizer_chunks(layout: Layout) -> dict[str, list[Chunk]]:
-    """The chunks of the units whose update streams through files, each of at most one lane of the ring, by unit."""
+    """The chunks of each unit whose update reads or writes files, by unit. A chunk fits into a buffer of the pipeline."""
     return {
         unit.shape.name: split_into_chunks(unit.shape.name, layout.share(unit), layout.swap_numel)
         for unit in layout.units
@@ -43,7 +43,7 @@ def optimizer_chunks(layout: Layout) -> dict[str, list[Chunk]]:
 
 
 def param_chunks(layout: Layout) -> dict[str, list[tuple[Buffer, Chunk]]]:
-    """The chunks of the units whose parameters are in files, trained ones cut as the update cuts them, by unit."""
+    """The chunks of each unit whose parameters are in files, by unit. Trainable ones are divided as the update does it."""
     found: dict[str, list[tuple[Buffer, Chunk]]] = {}
     for unit in layout.units:
         if unit.param_place is not Place.NVME:
@@ -53,12 +53,11 @@ def param_chunks(layout: Layout) -> dict[str, list[tuple[Buffer, Chunk]]]:
         if unit.trainable is not None:
             chunks += [(Buffer.PARAM_SHARD, chunk) for chunk in split_into_chunks(name, unit.trainable.shard, step)]
         if unit.frozen is not None:
-            chunks += [
-                (Buffer.PARAM_FROZEN, chunk) for chunk in split_into_chunks(name, unit.frozen.shard, layout.param_buffer)
-            ]
+            frozen = split_into_chunks(name, unit.frozen.shard, layout.param_buffer)
+            chunks += [(Buffer.PARAM_FROZEN, chunk) for chunk in frozen]
     return found
 
 
 def block_sizes(chunks: Sequence[tuple[Buffer, Chunk]], element_size: int) -> dict[str, int]:
-    """A swap file's blocks (name: bytes) for these chunks."""
+    """The bytes of the swap file's block of each chunk, by the block's name."""
     return {chunk.block(buffer): chunk.numel * element_size for buffer, chunk in chunks}

@@ -1,4 +1,4 @@
-"""What a folder for swap files stands on: the kind of file system, whether direct I/O works there, how much is free."""
+"""Finds out whether a folder is fit for swap files: its file system, and whether direct I/O works there."""
 
 from __future__ import annotations
 
@@ -45,29 +45,34 @@ _DISK = {
 
 @dataclass(frozen=True, slots=True)
 class DiskProbe:
-    """A folder's ground. `kind` is "disk", "memory", "network" or "unknown"; `why_buffered` is empty where direct I/O works."""
+    """The file system of a folder.
+
+    Attributes:
+        file_system: its name, such as "ext4".
+        kind: "disk", "memory", "network" or "unknown".
+        why_buffered: why direct I/O does not work; empty if it does.
+    """
 
     path: Path
     file_system: str
     kind: str
-    free: int
     why_buffered: str
 
     @property
     def direct(self) -> bool:
-        """Whether files here can be read and written past the page cache."""
+        """Whether direct I/O, past the page cache, works."""
         return not self.why_buffered
 
     def warnings(self) -> list[str]:
-        """What the user should know before training on it, a line each."""
+        """Warnings for the user, one line each."""
         found = []
         if self.kind == "network":
             found.append(
-                f"nvme_path {self.path} is on {self.file_system}, reached over a network or through a user process: states "
-                "will stream at its speed; a local disk is meant"
+                f"nvme_path {self.path} is on {self.file_system}, reached over a network or through a user process: training "
+                "will run at its speed; use a local disk"
             )
         if self.kind == "memory":
-            found.append(f"nvme_path {self.path} is on {self.file_system}: what is swapped out stays in host memory")
+            found.append(f"nvme_path {self.path} is on {self.file_system}: its files take host memory")
         if self.why_buffered:
             found.append(
                 f"nvme_path {self.path} ({self.file_system}) refuses direct I/O ({self.why_buffered}): reads and writes go "
@@ -77,10 +82,14 @@ class DiskProbe:
 
 
 def probe_folder(path: Path, *, allow_memory: bool = False) -> DiskProbe:
-    """Finds out what the existing folder `path` stands on; writes and removes a file of one page.
+    """Probes the existing folder `path`; writes and removes a file of one page.
+
+    Args:
+        path: the folder.
+        allow_memory: accept a file system in host memory.
 
     Raises:
-        BadInput: when it is no folder that can be written to, or is in memory and `allow_memory` is not set.
+        BadInput: when it is not a folder, cannot be written to, or is in host memory without `allow_memory`.
     """
     if not path.is_dir():
         raise BadInput(f"{path} is not a folder", where="nvme_path", remedy="give the mount point of a local disk")
@@ -93,18 +102,17 @@ def probe_folder(path: Path, *, allow_memory: bool = False) -> DiskProbe:
         )
     try:
         why = _try_direct(path)
-        room = os.statvfs(path)
     except OSError as fault:
         raise BadInput(
             f"{path} cannot be written to: {os.strerror(fault.errno or 0)}",
             where="nvme_path",
             remedy="give a folder of your own",
         ) from fault
-    return DiskProbe(path, name, kind, room.f_bavail * room.f_frsize, why)
+    return DiskProbe(path, name, kind, why)
 
 
 def _file_system(path: Path) -> tuple[str, str]:
-    """Its name, and memory, network, disk or unknown."""
+    """The file system's name and kind."""
     if not sys.platform.startswith("linux"):
         return "unknown", "unknown"
     buffer = (ctypes.c_long * 64)()  # struct statfs begins with the type, a long
@@ -118,7 +126,7 @@ def _file_system(path: Path) -> tuple[str, str]:
 
 
 def _try_direct(folder: Path) -> str:
-    """Why a page cannot be written and read directly here, or an empty string."""
+    """Why direct I/O of a page does not work here; empty if it does."""
     handle, name = tempfile.mkstemp(prefix=".zeroplan_probe_", dir=folder)
     try:
         os.ftruncate(handle, PAGE)

@@ -1,27 +1,29 @@
-"""The optimizer in host memory: gradients come down as they are reduced, updated parameters go up as they are ready.
+"""The optimizer in host memory: gradients are copied down as they are reduced, parameters up as they are updated.
 
-Note [PinnedBuffers]
-    Each offloaded unit has one pinned buffers as long as this rank's share. Its gradients come down into it and its updated
-    16-bit parameters go up from it: the update reads element i of the gradient before it writes element i of the parameter,
-    so where both have the same width they are the same bytes. Masters and states, which only the CPU touches, are pageable.
+Note [Pinned buffers]
+    Each offloaded unit has one pinned buffer as long as this rank's share. Its gradients are copied into it, and its updated
+    16-bit parameters are copied from it: the update reads element i of the gradient before it writes element i of the
+    parameter, so where both have the same width they share the bytes. Masters and states, which only the CPU touches, are
+    pageable.
 
-Note [Sums over micro batches]
-    With accumulation the sum rests on the host, in the exchange. It is brought up to a small slot beside the reduction of the
-    unit's next gradients, which are added to it there, and taken down again. The link carries both directions at once, so
-    this takes no longer than taking every micro batch's gradients down; keeping the sum on the device would cost what offload
-    is to save, and adding on the host would take the memory bandwidth, and the processors, that the updates need. The sum is
-    rounded by the same operation as without offload.
+Note [Accumulation on the host]
+    With accumulation the sum of the gradients stays in the pinned buffer. For each micro batch it is copied to a small slot on
+    the device while the unit's new gradients are reduced, they are added there, and the sum is copied back. The link carries
+    both directions at once, so this takes as long as copying every micro batch's gradients down. Keeping the sum on the
+    device would cost the memory that offload saves; adding on the host would use the memory bandwidth and the cores that the
+    updates need. The sum is rounded by the same operation as without offload.
 
-Note [What waits for what]
-    No thread waits but for what it needs. The worker waits for a unit's gradients (an event) and, where clipping or loss
-    scaling make the step depend on all gradients, for the step's scalars (another). The model's thread waits for a unit's
-    update when it comes to gather that unit, in the next forward. Streams wait for copies by events. When neither clipping
-    nor overflow checks are on, a unit's update begins as soon as its gradients have arrived, beside the rest of the backward.
+Note [Waits]
+    The worker thread waits for a unit's gradients (an event) and, where clipping or loss scaling make the step depend on all
+    gradients, for the step's scalars (another event). The model's thread waits for a unit's update when it unshards that unit
+    in the next forward. Streams wait for copies by events. With neither clipping nor overflow checks, a unit's update begins
+    as soon as its gradients have arrived, beside the rest of the backward.
 
 Note [Delayed update]
-    With the delayed parameter update (Ren et al. 2021, ZeRO-Offload, section 5.2) the update by step i's gradients runs
-    beside forward and backward i + 1, which use the parameters before it; they go up while the backward i + 1 leaves the
-    units, and forward i + 2 is the first to see them. Each unit then has two exchanges that take turns.
+    With the delayed parameter update (Ren et al. 2021, ZeRO-Offload, section 5.2) the update with step i's gradients runs
+    beside forward and backward i + 1, which use the parameters before it. Its parameters are copied to the device while
+    backward i + 1 leaves the units, and forward i + 2 is the first to use them. Each unit then has two sets of pinned buffers
+    that take turns.
 """
 
 from __future__ import annotations
@@ -42,11 +44,17 @@ from zeroplan_runtime.unit_state import AccumSlot, OffloadedUnit, PinnedBuffers,
 
 @dataclass(eq=False)
 class HostOptimizer:
-    """All offloaded units of one rank, and the streams and the thread that serve them.
+    """Updates the offloaded units of one rank, with a worker thread and two copy streams.
 
-    `sends_grads_directly`: there is one reduction a step and unit, in the dtype of the pinned buffer, so no sum is needed.
-    `accum_slot` gives a unit's slot for sums, its memory brought. `delayed_from` is the first step whose update is delayed (0:
-    none).
+    Attributes:
+        units: the offloaded units, in the order of definition.
+        update: the optimizer's arithmetic.
+        worker: the thread that updates.
+        sends_grads_directly: each unit is reduced once a step, in the dtype of its pinned buffer, so no sum is needed.
+        accum_slot: gives the allocated slot in which a unit's gradients are accumulated.
+        delayed_from: the first step whose update is delayed; 0 for none.
+        swapper: updates the units that have something in files; None where there are none.
+        early_request: gives the request of an update that may begin in the backward; None where updates wait for the step.
     """
 
     units: Sequence[OffloadedUnit]
@@ -57,10 +65,10 @@ class HostOptimizer:
     accum_slot: Callable[[UnitState], AccumSlot]
     delayed_from: int = 0
     swapper: OptimizerSwapper | None = None
-    early_request: Callable[[], UpdateRequest] | None = None  # set where updates may begin in the backward
+    early_request: Callable[[], UpdateRequest] | None = None
     d2h_stream: Stream = field(init=False)
     h2d_stream: Stream = field(init=False)
-    _prefetched: bool = field(init=False, default=False)  # the files have been told to read ahead for this step
+    _prefetched: bool = field(init=False, default=False)  # the swapper reads ahead for this step's update
 
     def __post_init__(self) -> None:
         self.d2h_stream, self.h2d_stream = Stream(self.device), Stream(self.device)
@@ -77,16 +85,21 @@ class HostOptimizer:
         last: bool,
         measure: Callable[[torch.Tensor], None] | None,
     ) -> Stream:
-        """Takes a unit's reduced gradients to the host, adding to what is there of this step.
+        """Copies a unit's reduced gradients to the host and adds them to this step's sum there.
 
         Args:
-            arrived: this rank's part of the mean, on the device, final in `stream`.
-            boundary: this is the step's last micro batch.
-            last: and no more gradients of this unit are to come.
-            measure: called in `stream` with the sum so far, which may yet grow unless `last`.
+            host: the unit.
+            arrived: [share] this rank's part of the mean, on the device, complete when `stream` has done its work.
+            stream: the stream that computed `arrived`.
+            boundary: this is the last micro batch of the step.
+            last: no more gradients of this unit are expected in this micro batch.
+            measure: called on `stream` with the sum so far, to take its sum of squares; None where no norm is needed.
 
         Returns:
-            The stream after whose present work `arrived` may be overwritten.
+            The stream whose work so far must be done before `arrived` is overwritten.
+
+        Raises:
+            BadInput: when the unit's update for this step has begun.
         """
         if host.update_requested:
             raise BadInput(
@@ -118,7 +131,7 @@ class HostOptimizer:
         return self.d2h_stream if slot is None else stream
 
     def _accumulate(self, host: OffloadedUnit, slot: AccumSlot, arrived: torch.Tensor, stream: Stream) -> torch.Tensor:
-        """See Note [Sums over micro batches]."""
+        """The sum of `arrived` and this step's earlier gradients, on the device: see Note [Accumulation on the host]."""
         total = slot.buffer.tensor[: arrived.numel()]
         if host.has_grads:
             buffers = host.current
@@ -137,13 +150,13 @@ class HostOptimizer:
         return total
 
     def post_backward(self) -> None:
-        """The step's last gradients have all been taken."""
+        """Starts what can start now that all gradients of the step have been taken."""
         for host in self.units:
             if not host.update_requested:
                 self._start_update(host)
 
     def _start_update(self, host: OffloadedUnit) -> None:
-        """What needs no more than this unit's gradients: its update, or, where updates are delayed, the one before's end."""
+        """Requests the unit's early update, or sends the parameters of its delayed update, once its gradients are complete."""
         if host.unsent_update is not None:
             host.update_requested = True
             self._send_delayed(host, host.current.grad_ready)
@@ -154,9 +167,11 @@ class HostOptimizer:
     # ------------------------------------------------------------------ the step
 
     def step(self, request: UpdateRequest, readers: Sequence[Stream]) -> None:
-        """Asks for the updates that have not begun, in the request in which the next forward needs them.
+        """Requests the updates that have not begun, in the order in which the next forward needs them.
 
-        No parameter is overwritten before the present work of `readers` is done.
+        Args:
+            request: the step's hyperparameters and scalars.
+            readers: streams that read the parameters; none is overwritten before their work so far is done.
         """
         request.param_readers = tuple(Event(self.device) for _ in readers)
         for event, stream in zip(request.param_readers, readers, strict=True):
@@ -173,14 +188,14 @@ class HostOptimizer:
             self._request_swapped_updates(self.swapper, request)
 
     def drop_grads(self) -> None:
-        """Drops this step's sums.
+        """Drops this step's gradients.
 
         Raises:
-            BadInput: when updates by them have begun.
+            BadInput: when updates with them have begun.
         """
         if self.early_request is not None and any(host.update_requested for host in self.units):
             raise BadInput(
-                "gradients cannot be dropped: updates by them have begun, as nothing clips or checks them",
+                "gradients cannot be dropped: updates with them have begun, as neither clipping nor overflow checks delay them",
                 where="offload_optimizer",
                 remedy="set gradient_clipping, with which updates wait for the step",
             )
@@ -192,7 +207,7 @@ class HostOptimizer:
 
         def work() -> None:
             buffers.grad_ready.synchronize()
-            if buffers.param is None:  # they are read, and written, where they are
+            if buffers.param is None:  # the device reads the parameters where the update writes them
                 for event in request.param_readers:
                     event.synchronize()
             scalars = request.scalars() if request.scalars is not None else None
@@ -211,7 +226,7 @@ class HostOptimizer:
             host.unsent_update = buffers
 
     def _request_swapped_updates(self, swapper: OptimizerSwapper, request: UpdateRequest) -> None:
-        """One pass over the files updates all units in them, one after another."""
+        """Requests one pass over the files that updates all units in them."""
         wanted = [(host, Task(self.worker)) for host in self.units if host.is_swapped]
         swapper.block_param_reads(host.unit.name for host, _ in wanted)
 
@@ -223,7 +238,7 @@ class HostOptimizer:
             self._expect_params(host, task)
 
     def _send_params(self, unit: UnitState, buffers: PinnedBuffers) -> None:
-        """Copies the updated parameters up (in the worker)."""
+        """Copies a unit's updated parameters to the device. The worker calls it."""
         if buffers.param is None or buffers.skipped:
             return
         assert unit.trainable is not None
@@ -233,7 +248,7 @@ class HostOptimizer:
         unit.updated.record(self.h2d_stream)
 
     def _send_delayed(self, host: OffloadedUnit, after: Event) -> None:
-        """Asks for the parameters of an update that was delayed, once the work at `after` has read those of before."""
+        """Requests the copy of a delayed update's parameters, after `after`: the last read of the parameters before it."""
         buffers, host.unsent_update = host.unsent_update, None
         if buffers is not None:
             after.wait(self.h2d_stream)
@@ -246,10 +261,13 @@ class HostOptimizer:
     # ------------------------------------------------------------------ between steps
 
     def drain(self, reader: Stream) -> None:
-        """Returns when every update that was asked for is in the masters and its parameters are on their way up.
+        """Blocks until every requested update is in the masters and its parameters are on their way to the device.
 
-        A delayed update is sent up, too, once `reader` has read the parameters of before: what follows goes on from the same
-        state as a run resumed from a checkpoint.
+        The parameters of a delayed update are sent too, after `reader`, the stream that reads parameters, has done its work
+        so far. Training then continues from the same state as a run resumed from a checkpoint.
+
+        Raises:
+            RuntimeError: when an update failed.
         """
         now = Event(self.device)
         now.record(reader)
@@ -258,9 +276,9 @@ class HostOptimizer:
             self._send_delayed(host, now)
         for host in self.units:
             host.wait_for_update()
-        self.worker.submit(lambda: None).wait()  # reads ahead, and a pass's last writes
+        self.worker.submit(lambda: None).wait()  # for prefetches and the last writes of a pass
         self._prefetched = False
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the worker thread, after it has done what was requested."""
         self.worker.close()

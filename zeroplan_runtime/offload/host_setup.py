@@ -1,4 +1,4 @@
-"""Makes the host's side of an engine: its units, their exchanges, the thread."""
+"""Sets up the offload of an engine: the host's optimizer with its pinned buffers, and the swap files."""
 
 from __future__ import annotations
 
@@ -26,12 +26,18 @@ logger = logging.getLogger("zeroplan_runtime")
 
 
 def offload_optimizer(optimizer_step: OptimizerStep, zero: ZeroConfig, *, delayed_from: int) -> HostOptimizer | None:
-    """Hands the offloaded units' updates to the host; None where no unit is offloaded.
+    """Makes the host update the offloaded units.
 
-    `delayed_from` is the first step whose update is delayed (0: none).
+    Args:
+        optimizer_step: the engine's step, whose offloaded units the host takes over.
+        zero: the offload's settings.
+        delayed_from: the first step whose update is delayed; 0 for none.
+
+    Returns:
+        The host's optimizer; None where no unit is offloaded.
 
     Raises:
-        BadInput: for an optimizer that cannot be.
+        BadInput: for an optimizer that cannot run on the host.
     """
     model_states = optimizer_step.model_states
     if not any(unit.layout.offloaded for unit in model_states.units if unit.trainable is not None):
@@ -56,9 +62,11 @@ def offload_optimizer(optimizer_step: OptimizerStep, zero: ZeroConfig, *, delaye
 
 
 def make_nvme_offload(zero: ZeroConfig, *, in_memory: bool) -> Callable[[ModelStates], NvmeOffload | None]:
-    """Makes a store's files, where the layout says that there are any.
+    """A function that makes the swap files of a rank's model states; it returns None where the layout has none.
 
-    `in_memory` accepts an ``nvme_path`` on a file system in host memory.
+    Args:
+        zero: the folders of the files and the options of the I/O engine.
+        in_memory: accept an ``nvme_path`` on a file system in host memory.
     """
 
     def make(model_states: ModelStates) -> NvmeOffload | None:
@@ -67,24 +75,24 @@ def make_nvme_offload(zero: ZeroConfig, *, in_memory: bool) -> Callable[[ModelSt
             logger.warning(said)
         if not (layout.swap_lanes or layout.param_buffer):
             return None
-        rings = {unit: tensor for (buffer, unit), tensor in model_states.host_tensors.items() if buffer is Buffer.SWAP_BUFFER}
+        memory = {unit: tensor for (buffer, unit), tensor in model_states.host_tensors.items() if buffer is Buffer.SWAP_BUFFER}
         rank, device = model_states.comm.rank, model_states.arena.device
-        return NvmeOffload(layout, zero, rings, rank=rank, device=device, in_memory=in_memory)
+        return NvmeOffload(layout, zero, memory, rank=rank, device=device, in_memory=in_memory)
 
     return make
 
 
 def _with_copies(update: Update) -> Update:
-    """The update, which refreshes fp32 parameters beside their masters, too; its kernels write 16 bits."""
+    """`update`, which also refreshes fp32 parameters; the kernels refresh only 16-bit ones."""
 
-    def both(segment: GroupSlice, hyper: dict[str, Any], number: int, scalars: torch.Tensor | None) -> None:
-        if segment.param is None or segment.param.dtype is not torch.float32:
-            update(segment, hyper, number, scalars)
+    def with_copy(part: GroupSlice, hyper: dict[str, Any], step: int, scalars: torch.Tensor | None) -> None:
+        if part.param is None or part.param.dtype is not torch.float32:
+            update(part, hyper, step, scalars)
         else:
-            update(replace(segment, param=None), hyper, number, scalars)
-            segment.param.copy_(segment.master)
+            update(replace(part, param=None), hyper, step, scalars)
+            part.param.copy_(part.master)
 
-    return both
+    return with_copy
 
 
 def _pinned_buffers(unit: UnitState, model_states: ModelStates, optimizer_step: OptimizerStep) -> tuple[PinnedBuffers, ...]:
@@ -94,18 +102,18 @@ def _pinned_buffers(unit: UnitState, model_states: ModelStates, optimizer_step: 
     buffers = (Buffer.GRAD_SHARD, Buffer.STAGE_D2H) if setup.delayed_update else (Buffer.GRAD_SHARD,)
     for turn, buffer in enumerate(buffers):
         grad = model_states.host_tensors[buffer, unit.name]
-        out: torch.Tensor | None
-        goes_up: torch.Tensor | None
+        refreshed: torch.Tensor | None
+        sent: torch.Tensor | None
         if setup.offloads_params:
             in_memory = unit.layout.param_place is Place.PINNED
-            out, goes_up = unit.trainable.shard if setup.has_masters and in_memory else None, None
+            refreshed, sent = unit.trainable.shard if setup.has_masters and in_memory else None, None
         elif not setup.has_masters:
-            out, goes_up = None, unit.master  # None if in files
+            refreshed, sent = None, unit.master  # None if in files
         elif setup.sends_apart:
-            out = goes_up = model_states.host_tensors[Buffer.STAGE_H2D, unit.name].view(len(buffers), -1)[turn]
+            refreshed = sent = model_states.host_tensors[Buffer.STAGE_H2D, unit.name].view(len(buffers), -1)[turn]
         else:
-            out = goes_up = grad.view(DTYPES[setup.param_dtype])
-        segments = optimizer_step.group_slices(unit, out, grad)
+            refreshed = sent = grad.view(DTYPES[setup.param_dtype])
+        slices = optimizer_step.group_slices(unit, refreshed, grad)
         sends_master = unit.master is None and not setup.has_masters
-        made.append(PinnedBuffers(grad, goes_up, segments, Event(device), Event(device), sends_master))
+        made.append(PinnedBuffers(grad, sent, slices, Event(device), Event(device), sends_master))
     return tuple(made)

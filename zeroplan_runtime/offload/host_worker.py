@@ -1,7 +1,7 @@
-"""A thread that works beside the model's: updates on the host, in the order in which they were asked for.
+"""A worker thread that runs the updates on the host, in the order in which they were submitted.
 
-The routines it calls (``libzeroplan_cpu``, copies, waits for events) release the interpreter's lock, so the model's thread
-goes on issuing work meanwhile. A fault ends the thread's work for good and is raised where its results are waited for.
+The routines that it calls (``libzeroplan_cpu``, copies, waits for events) release the GIL, so the model's thread issues work
+meanwhile. After an exception the worker does nothing more; waiting for a task raises the exception.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zeroplan_runtime.kernels import native_backend
 
 
 class Task:
-    """One job that was asked for."""
+    """A function that was submitted to a worker."""
 
     __slots__ = ("_done", "_worker")
 
@@ -31,24 +31,29 @@ class Task:
         return self._done.is_set()
 
     def wait(self) -> None:
-        """Returns when the job is done.
+        """Blocks until the task is done.
 
         Raises:
-            RuntimeError: when it, or a job before it, failed; its cause is the fault.
+            RuntimeError: when this task or one before it failed; its cause is that exception.
         """
         self._done.wait()
         if self._worker.fault is not None:
             raise RuntimeError(f"the update on the host failed: {self._worker.fault}") from self._worker.fault
 
     def finish(self) -> None:
-        """Called by the worker."""
+        """Marks the task as done; the worker calls it."""
         self._done.set()
 
 
 class Worker:
-    """One thread that does jobs in order, with `threads` helpers for the native routines.
+    """One thread that runs tasks in order.
 
-    `device` is made the thread's CUDA device.
+    Args:
+        device: becomes the thread's CUDA device, if it is one.
+        threads: how many threads the native routines use.
+
+    Attributes:
+        fault: the exception that ended the worker's tasks; None if there was none.
     """
 
     def __init__(self, device: torch.device, threads: int) -> None:
@@ -62,13 +67,13 @@ class Worker:
         self._end = weakref.finalize(self, _stop, self._jobs, self._thread)
 
     def submit(self, job: Callable[[], None]) -> Task:
-        """Asks for `job`, after all that were asked for before."""
+        """Queues `job` behind all earlier ones."""
         task = Task(self)
         self._jobs.put((job, task))
         return task
 
     def close(self) -> None:
-        """Waits for what was asked for and ends the thread."""
+        """Waits for all tasks and ends the thread."""
         self._end()
 
 
@@ -106,9 +111,11 @@ def _stop(jobs: queue.SimpleQueue[tuple[Callable[[], None], Task] | None], threa
 
 
 def host_threads(cores_share: float) -> int:
-    """Threads of one rank's updates: its part of the node's cores, times `cores_share`, and one at least.
+    """The number of threads of one rank's updates, at least 1.
 
-    The ranks of a node (``LOCAL_WORLD_SIZE``, as torchrun sets it) share the cores that this process may run on evenly.
+    Args:
+        cores_share: the fraction of the rank's cores to use. The ranks of a node (``LOCAL_WORLD_SIZE``, which torchrun sets)
+            divide the cores that this process may run on evenly.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -1,7 +1,7 @@
-"""Asynchronous reads and writes of host memory, past the page cache where the file system allows it.
+"""Asynchronous transfers between files and host memory, which bypass the page cache where the file system allows it.
 
-Three backends with the same results: ``io_uring`` and ``threads`` (``csrc/cpu/io.hpp``), and ``python`` where the library
-cannot be had. ``auto`` takes the first of them that works here; containers often forbid io_uring (EPERM, ENOSYS).
+Three backends give the same results: ``io_uring`` and ``threads`` (``csrc/cpu/io.hpp``), and ``python`` without the native
+library. ``auto`` takes the first that works here; containers often forbid io_uring (EPERM, ENOSYS).
 """
 
 from __future__ import annotations
@@ -10,16 +10,15 @@ import ctypes
 import errno
 import os
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 
-from zeroplan.core.errors import BadInput, did_you_mean
+from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import PAGE
 from zeroplan.core.native import library as shared_library
 from zeroplan.core.zero_config import Aio
@@ -30,11 +29,11 @@ Backend = Literal["auto", "io_uring", "threads", "python"]
 
 _BACKENDS = {"threads": 0, "io_uring": 1}
 _WRITE, _CHECKSUM = 1, 2
-_WAIT_MS = 200  # a wait this long lets a Ctrl-C through
+_WAIT_MS = 200  # between two waits Python can handle a Ctrl-C
 
 
 class DiskFault(OSError):
-    """A read or write that failed, or gave other bytes than were written: the file, the place in it, and the remedy."""
+    """A read or write failed, or a read gave other bytes than were written; names the file, the place and the remedy."""
 
     def __str__(self) -> str:
         return self.strerror or ""
@@ -67,7 +66,7 @@ class _Result(ctypes.Structure):
 
 
 class _Handles(Protocol):
-    """What a backend does. `wait` gives (errno, offset, checksum), or None when the request is not done in time."""
+    """A backend. `wait` returns (errno, offset of the failure, checksum), or None when the request is not done in time."""
 
     def submit(self, memory: int, offset: int, length: int, after: int, file: int, flags: int) -> int: ...
     def wait(self, handle: int, milliseconds: int) -> tuple[int, int, int] | None: ...
@@ -75,7 +74,11 @@ class _Handles(Protocol):
 
 
 class DiskFile:
-    """An open file, with a handle past the page cache (`direct`) where the file system gives one."""
+    """An open file with two file descriptors: through the page cache, and past it (`direct`) where the file system allows it.
+
+    Raises:
+        DiskFault: when the file cannot be opened.
+    """
 
     def __init__(self, path: Path, *, create: bool = False, direct: bool = True) -> None:
         self.path = path
@@ -95,13 +98,13 @@ class DiskFile:
         self._owner = os.getpid()
 
     def handle(self, memory: int, offset: int, length: int) -> int:
-        """The handle for one transfer: direct when memory, offset and length are whole pages."""
+        """The file descriptor for one transfer: direct if address, offset and length are multiples of a page."""
         if self.direct is None or (memory | offset | length) % PAGE:
             return self.buffered
         return self.direct
 
     def close(self) -> None:
-        """Closes both handles."""
+        """Closes both file descriptors."""
         for handle in (self.buffered, self.direct):
             if handle is not None and handle >= 0:
                 os.close(handle)
@@ -110,7 +113,7 @@ class DiskFile:
 
 @dataclass(slots=True, eq=False)
 class IoRequest:
-    """One transfer under way. It keeps the tensor alive until :meth:`IoEngine.wait`."""
+    """One transfer that has been submitted. It keeps the tensor alive."""
 
     handle: int
     file: DiskFile
@@ -123,15 +126,19 @@ class IoRequest:
 
 
 class IoEngine:
-    """Reads and writes in the background. Use as a context manager, or :meth:`close` it.
+    """Reads and writes in the background. Use it as a context manager, or :meth:`close` it.
 
     Args:
-        aio: DeepSpeed's knobs. ``block_size`` bytes a transfer, ``queue_depth`` of them in flight for each of
-            ``intra_op_parallelism`` workers; ``single_submit`` and ``overlap_events`` shape how io_uring is fed.
-        backend: which to use; "auto" probes.
+        aio: DeepSpeed's ``aio`` section: ``block_size`` bytes of one system call, ``queue_depth`` of them in flight for each
+            of ``intra_op_parallelism`` workers, ``single_submit`` and ``overlap_events`` for io_uring's submission.
+        backend: the backend; "auto" takes the first that works.
+
+    Attributes:
+        backend: the name of the backend in use.
+        why: why the better ones are not in use; empty if the best one is.
 
     Raises:
-        BadInput: when a knob is out of range, GPUDirect Storage is asked for, or the named backend does not work here.
+        BadInput: when an option is out of range or not supported, or the named backend does not work here.
     """
 
     def __init__(self, aio: Aio | None = None, backend: Backend = "auto") -> None:
@@ -142,32 +149,23 @@ class IoEngine:
         self._lock = threading.Lock()
         self._open: dict[int, IoRequest] = {}
 
-    @property
-    def algorithm(self) -> str:
-        """The checksum's name: "crc32c", or "crc32" (zlib) without the library."""
-        return "crc32" if self.backend == "python" else "crc32c"
-
     def read(
         self, file: DiskFile, offset: int, into: torch.Tensor, *, after: IoRequest | None = None, checksum: bool = False
     ) -> IoRequest:
-        """Begins to fill the contiguous host tensor `into` from byte `offset` of `file`, once `after` is done."""
+        """Submits a read from byte `offset` of `file` to the contiguous host tensor `into`, to start when `after` is done."""
         return self._submit(file, offset, into, after, _CHECKSUM if checksum else 0)
 
     def write(
         self, file: DiskFile, offset: int, source: torch.Tensor, *, after: IoRequest | None = None, checksum: bool = False
     ) -> IoRequest:
-        """Begins to write the contiguous host tensor `source` to byte `offset` of `file`, once `after` is done."""
+        """Submits a write of the contiguous host tensor `source` to byte `offset` of `file`, to start when `after` is done."""
         return self._submit(file, offset, source, after, _WRITE | (_CHECKSUM if checksum else 0))
 
-    def done(self, request: IoRequest) -> bool:
-        """Whether :meth:`wait` would return at once."""
-        return not self._pending(request) or self._finish(request, 0)
-
     def wait(self, request: IoRequest) -> int:
-        """Returns when the transfer is done.
+        """Blocks until the transfer is done.
 
         Returns:
-            The checksum of its bytes, 0 when none was asked for.
+            The checksum of its bytes (CRC-32C; zlib's CRC-32 of the ``python`` backend), 0 if none was asked for.
 
         Raises:
             DiskFault: when it failed; names the file, the offset and the reason.
@@ -179,13 +177,13 @@ class IoEngine:
         return request.checksum or 0
 
     def drain(self) -> None:
-        """Waits for everything under way, whether it fails or not."""
+        """Blocks until no transfer is under way, whether transfers fail or not."""
         for request in list(self._open.values()):
             while self._pending(request) and not self._finish(request, _WAIT_MS):
                 pass
 
     def close(self) -> None:
-        """Finishes what is under way and ends the workers."""
+        """Waits for transfers and ends the workers."""
         if self._owner == os.getpid() and self._engine is not None:
             self.drain()
             self._engine.close()
@@ -221,7 +219,7 @@ class IoEngine:
 
     def _finish(self, request: IoRequest, milliseconds: int) -> bool:
         assert self._engine is not None
-        with request.turn:  # the backend gives a result once
+        with request.turn:  # the backend gives each result only once
             if not self._pending(request):
                 return True
             result = self._engine.wait(request.handle, milliseconds)
@@ -237,55 +235,8 @@ class IoEngine:
         return True
 
 
-def read_aio(section: Mapping[str, Any]) -> Aio:
-    """The ``aio`` section of a ds_config. ``thread_count``, the older name of ``intra_op_parallelism``, is understood.
-
-    Raises:
-        BadInput: for an unknown key, a value of another type or out of range, or ``use_gds``.
-    """
-    types = {name: type(getattr(Aio(), name)) for name in Aio.__dataclass_fields__}
-    given = {}
-    for key, value in section.items():
-        name = "intra_op_parallelism" if key == "thread_count" else key
-        if name not in types:
-            raise BadInput("unknown key", where=f"aio.{key}", remedy=did_you_mean(key, types) or "remove it")
-        if value == "auto":
-            continue
-        if type(value) is not types[name]:
-            kind = "true or false" if types[name] is bool else "an integer"
-            raise BadInput(f"{value!r} is not {kind}", where=f"aio.{key}", remedy=f"give {kind}")
-        given[name] = value
-    aio = Aio(**given)
-    require_io(aio)
-    return aio
-
-
-def probe_io_uring() -> str:
-    """Why io_uring cannot be used here, or an empty string when it can."""
-    if _library() is None:
-        return "the native library is not built"
-    try:
-        _Native(Aio(queue_depth=1), "io_uring").close()
-    except OSError as fault:
-        return f"{errno.errorcode.get(fault.errno or 0, fault.errno)}: {os.strerror(fault.errno or 0)}"
-    return ""
-
-
-def checksum(data: torch.Tensor, *, threads: int = 1, plain: bool = False) -> int:
-    """CRC-32C of a contiguous host tensor's bytes, by the library; `plain` without the processor's instruction.
-
-    Raises:
-        RuntimeError: when the library cannot be had.
-    """
-    native = _library()
-    if native is None:
-        raise RuntimeError("CRC-32C needs the native library, which is not built")
-    value: int = native.zeroplan_crc32c(data.data_ptr(), data.numel() * data.element_size(), threads, int(plain))
-    return value
-
-
 class _Native:
-    """``io_uring`` and ``threads``."""
+    """The backends ``io_uring`` and ``threads`` of the native library."""
 
     def __init__(self, aio: Aio, backend: str) -> None:
         native = _library()
@@ -321,7 +272,7 @@ class _Native:
 
 
 def _open(aio: Aio, backend: Backend) -> tuple[_Handles | None, str, str]:
-    """The engine, its backend's name, and why no better one is in use."""
+    """The backend, its name, and why better ones are not in use."""
     why = ""
     for name in ("io_uring", "threads") if backend == "auto" else (backend,):
         if name == "python":
@@ -332,7 +283,7 @@ def _open(aio: Aio, backend: Backend) -> tuple[_Handles | None, str, str]:
             reason = f"{name}: {errno.errorcode.get(fault.errno or 0, fault.errno)}, {fault.strerror}"
             why = f"{why}; {reason}" if why else reason
     if backend not in ("auto", "python"):
-        raise BadInput(f"{why}", where="file I/O", remedy="leave the choice of a backend to the probe (auto)")
+        raise BadInput(f"{why}", where="file I/O", remedy='use the backend "auto"')
     return PythonEngine(aio.block_size, aio.queue_depth * aio.intra_op_parallelism), "python", why
 
 
@@ -341,7 +292,7 @@ def _fault(request: IoRequest, error: int, offset: int) -> DiskFault:
     size = request.memory.numel() * request.memory.element_size()
     reason = {
         errno.ENODATA: "the file ends there: it was truncated",
-        errno.ECANCELED: "not done, as the transfer that it waited for failed",
+        errno.ECANCELED: "not done, because the transfer before it failed",
     }.get(error, os.strerror(error))
     remedy = {
         errno.ENOSPC: "free space on that disk or point nvme_path to another",
@@ -355,7 +306,7 @@ def _fault(request: IoRequest, error: int, offset: int) -> DiskFault:
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """The library with these functions declared, or None where it cannot be had or is older than they are."""
+    """The library with its functions declared; None where it is not built, does not load, or lacks one of them."""
     found = shared_library()
     if found is None:
         return None
@@ -365,8 +316,6 @@ def _library() -> ctypes.CDLL | None:
         found.zeroplan_io_close.argtypes, found.zeroplan_io_close.restype = [pointer], None
         found.zeroplan_io_submit.argtypes, found.zeroplan_io_submit.restype = [pointer, pointer], ctypes.c_int64
         found.zeroplan_io_wait.argtypes, found.zeroplan_io_wait.restype = [pointer, ctypes.c_int64, number, pointer], number
-        found.zeroplan_crc32c.argtypes = [pointer, ctypes.c_int64, number, number]
-        found.zeroplan_crc32c.restype = ctypes.c_uint32
     except AttributeError:
         return None
     return found

@@ -1,4 +1,4 @@
-"""File I/O where the native library cannot be had: ``os.preadv`` and ``os.pwritev`` in threads (csrc/cpu/io_engine.cpp)."""
+"""The I/O backend without the native library: ``os.preadv`` and ``os.pwritev`` in threads, as csrc/cpu/io_engine.cpp."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ _Result = tuple[int, int, int]
 
 
 class PythonEngine:
-    """One thread a request, blocks one after another. Checksums are zlib's CRC-32."""
+    """Runs each request in a thread, block by block. Checksums are zlib's CRC-32.
+
+    Args:
+        block_size: bytes of one system call.
+        threads: requests at a time, at most 64.
+    """
 
     def __init__(self, block_size: int, threads: int) -> None:
         self._block_size = block_size
@@ -28,15 +33,15 @@ class PythonEngine:
         self._handles = itertools.count(1)
 
     def submit(self, memory: int, offset: int, length: int, after: int, file: int, flags: int) -> int:
-        """Begins a transfer and returns its handle."""
+        """Submits a transfer and returns its handle; `after` is the handle of a transfer that must be done first, or 0."""
         handle = next(self._handles)
-        # Requests start in the order given, so the one waited for is always at work: no pool of waiters stands still.
+        # Requests start in order, so the one that a thread waits for has a thread: the pool cannot deadlock.
         before = self._requests.get(after)
         self._requests[handle] = self._pool.submit(self._move, memory, offset, length, before, file, flags)
         return handle
 
     def wait(self, handle: int, milliseconds: int) -> _Result | None:
-        """(errno, where it failed, checksum), or None when the request is not done in time."""
+        """(errno, offset of the failure, checksum), or None when the request is not done in time."""
         future = self._requests.get(handle)
         if future is None:
             return errno.EINVAL, 0, 0
@@ -47,7 +52,7 @@ class PythonEngine:
         return future.result()
 
     def close(self) -> None:
-        """Finishes what is under way and ends the threads."""
+        """Waits for transfers and ends the threads."""
         self._pool.shutdown()
 
     def _move(self, memory: int, offset: int, length: int, before: Future[_Result] | None, file: int, flags: int) -> _Result:

@@ -1,8 +1,9 @@
-"""A rank's swap files: their folders, the engine that moves them, and what streams through them."""
+"""Offload to NVMe: one rank's swap files, their folders, the I/O engine and the two swappers."""
 
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,23 +20,29 @@ from zeroplan_runtime.offload.param_swapper import ParamSwapper
 from zeroplan_runtime.offload.swap_file import SwapFile
 from zeroplan_runtime.offload.swap_folder import SwapFolder
 
+logger = logging.getLogger("zeroplan_runtime")
+
 _count = itertools.count()
 _FP32_BYTES = 4
 
 
 class NvmeOffload:
-    """What of a rank is in files: `optimizer_swapper` streams what the optimizer has there, `param_swapper` are the parameters.
+    """The swap files of one rank.
 
     Args:
-        layout: which units, how long, how cut.
-        zero: where the files go, and how they are read and written.
-        buffers: the pinned memory of the layout's rows named ``swap.buffer``, by their units.
-        rank: this process's rank.
-        device: where parameters go.
+        layout: the units and their sizes.
+        zero: the folders of the files and the options of the I/O engine.
+        buffers: the pinned memory of the layout's rows named ``swap.buffer``, by the rows' units.
+        rank: this rank.
+        device: the device that parameters are copied to.
         in_memory: accept a folder on a file system in host memory.
 
+    Attributes:
+        optimizer_swapper: updates what the optimizer has in files; None where it has nothing there.
+        param_swapper: the parameters in files; None where they are in memory.
+
     Raises:
-        BadInput: when a folder is unfit or has no room. Nothing is left behind then.
+        BadInput: when a folder is not usable or its disk is too small. No file is left behind then.
     """
 
     def __init__(
@@ -49,6 +56,8 @@ class NvmeOffload:
         in_memory: bool = False,
     ) -> None:
         self.engine = IoEngine(zero.aio)
+        if self.engine.why:
+            logger.info("file I/O uses the backend %s: %s", self.engine.backend, self.engine.why)
         self.folders: dict[str, SwapFolder] = {}
         self.optimizer_swapper: OptimizerSwapper | None = None
         self.param_swapper: ParamSwapper | None = None
@@ -83,7 +92,7 @@ class NvmeOffload:
         return self.folders[real]
 
     def close(self) -> None:
-        """Finishes what is under way and removes the files. No update may be."""
+        """Waits for transfers and removes the files. No update may be under way."""
         if self.optimizer_swapper is not None:
             self.optimizer_swapper.drop_prefetch()
         if self.param_swapper is not None:

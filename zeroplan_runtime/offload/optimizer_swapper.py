@@ -1,9 +1,9 @@
-"""The update of units that have something in files: masters and states come and go, new parameters go, chunk by chunk.
+"""The update of units that have masters, optimizer states or parameters in files, chunk by chunk through pinned buffers.
 
-Each unit's share is cut into *chunks* of at most one lane of the ring (:attr:`zeroplan.core.layout.Layout.swap_numel`
-elements). What a chunk has in files is one group: masters and states are read, updated and written back; 16-bit parameters that
-rest in a file are written by the update into a lane of their own. Whatever else of the unit is in host memory is met there.
-The gradients are in the unit's exchange, as without files.
+Each unit's share is divided into chunks of at most :attr:`zeroplan.core.layout.Layout.swap_numel` elements. The tensors of a
+chunk that are in files make one group of the swap pipeline: masters and states are read, updated and written; 16-bit parameters
+that rest in a file are only written. Tensors of the unit that are in host memory are updated there. The gradients are in the
+unit's pinned buffers.
 """
 
 from __future__ import annotations
@@ -30,50 +30,66 @@ _FP32_BYTES = 4
 
 
 def states_in_files(layout: Layout) -> tuple[Buffer, ...]:
-    """What an optimizer in files keeps there, in the order of its lanes."""
+    """The buffers of an optimizer in files, in the order of a group's tensors; empty if it is in host memory."""
     masters = (Buffer.PARAM_MASTER,) if layout.setup.masters_apart else ()
     return (*masters, *layout.setup.states) if layout.states_in_files else ()
 
 
 class OptimizerSwapper:
-    """The updates that stream through files, and the ring that they stream through.
+    """Reads, updates and writes what the optimizer has in files, as DeepSpeed's optimizer swappers do.
 
     Args:
-        layout: which units, how long, how cut.
-        ring: the pinned memory, as long as the layout's row of it.
-        states: the file of masters and states, None where they are in host memory.
-        params: the parameters in files, None where they are not.
+        layout: the units and the sizes of their chunks.
+        memory: the pinned memory of the pipeline, as long as the layout says.
+        states: the file of masters and states; None where they are in host memory.
+        param_swapper: the parameters in files; None where they are in memory.
+
+    Attributes:
+        state_buffers: the masters and states in files.
+        has_masters: the masters are among them.
     """
 
-    def __init__(self, layout: Layout, ring: torch.Tensor, states: SwapFile | None, params: ParamSwapper | None) -> None:
-        self.buffers = states_in_files(layout)
-        self.states, self.params = states, params
-        self.has_masters = Buffer.PARAM_MASTER in self.buffers
+    def __init__(
+        self, layout: Layout, memory: torch.Tensor, states: SwapFile | None, param_swapper: ParamSwapper | None
+    ) -> None:
+        self.state_buffers = states_in_files(layout)
+        self.states, self.param_swapper = states, param_swapper
+        self.has_masters = Buffer.PARAM_MASTER in self.state_buffers
         self._units = {unit.shape.name: unit for unit in layout.units if unit.streamed}
         self._chunks = optimizer_chunks(layout)
         self._order = [chunk for chunks in self._chunks.values() for chunk in chunks]
         self.pipeline = SwapPipeline(
-            PipelineBuffers(SWAP_SLOTS, layout.swap_lanes, layout.swap_numel * layout.swap_dtype.bytes), ring.view(torch.uint8)
+            PipelineBuffers(SWAP_SLOTS, layout.swap_lanes, layout.swap_numel * layout.swap_dtype.bytes),
+            memory.view(torch.uint8),
         )
-        self._scratch = ring[: layout.swap_numel]
-        self._groups = [self._parts(chunk) for chunk in self._order]
+        self._scratch = memory[: layout.swap_numel]
+        self._groups = [self._group(chunk) for chunk in self._order]
         self._prefetched = False
 
-    def _parts(self, chunk: Chunk) -> list[SwapTensor]:
-        unit, parts = self._units[chunk.unit], []
+    def _group(self, chunk: Chunk) -> list[SwapTensor]:
+        unit, group = self._units[chunk.unit], []
         if unit.place is Place.NVME:
             assert self.states is not None
-            parts += [SwapTensor(self.states, chunk.block(b), chunk.numel) for b in self.buffers]
+            group += [SwapTensor(self.states, chunk.block(b), chunk.numel) for b in self.state_buffers]
         if unit.param_place is Place.NVME:
-            assert self.params is not None
+            assert self.param_swapper is not None
             block = chunk.block(Buffer.PARAM_SHARD)
-            parts.append(SwapTensor(self.params.file, block, chunk.numel, self.params.dtype, read=False))
-        return parts
+            group.append(SwapTensor(self.param_swapper.file, block, chunk.numel, self.param_swapper.dtype, read=False))
+        return group
 
     # ------------------------------------------------------------------ outside a step
 
     def write(self, unit: str, buffer: Buffer, values: torch.Tensor | None) -> None:
-        """Writes the whole of one of a unit's masters or states; zeros for None. Not while a step is under way."""
+        """Writes all of a unit's masters or of one of its states. No update may be under way.
+
+        Args:
+            unit: the unit's name.
+            buffer: one of `state_buffers`.
+            values: this rank's share, fp32; None writes zeros.
+
+        Raises:
+            DiskFault: when the disk refuses.
+        """
         assert self.states is not None
         self.drop_prefetch()
         for chunk in self._chunks[unit]:
@@ -85,36 +101,40 @@ class OptimizerSwapper:
             self.states.finish(self.states.write(chunk.block(buffer), self._scratch.view(torch.uint8)[:pages]))
 
     def read(self, unit: str, buffer: Buffer, begin: int, end: int) -> torch.Tensor:
-        """Elements ``[begin, end)`` of one of them, in new memory. Not while a step is under way."""
+        """Elements ``[begin, end)`` of a unit's masters or states, fp32, in new memory. No update may be under way.
+
+        Raises:
+            DiskFault: when the disk fails or a block is not what was written.
+        """
         assert self.states is not None
         self.drop_prefetch()
         found = torch.empty(end - begin, dtype=torch.float32)
         for chunk in self._chunks[unit]:
             first, last = max(begin, chunk.begin), min(end, chunk.end)
             if first < last:
-                held = self.states.stored_bytes(chunk.block(buffer))
-                self.states.finish(self.states.read(chunk.block(buffer), self._scratch.view(torch.uint8)[:held]))
+                stored = self.states.stored_bytes(chunk.block(buffer))
+                self.states.finish(self.states.read(chunk.block(buffer), self._scratch.view(torch.uint8)[:stored]))
                 found[first - begin : last - begin].copy_(self._scratch[first - chunk.begin : last - chunk.begin])
         return found
 
     # ------------------------------------------------------------------ a step
 
     def prefetch(self) -> None:
-        """Begins to read the first chunks, which the next update wants, beside the backward. Called in the worker."""
+        """Queues the reads of the first chunks, during the backward. The worker calls it."""
         if not self._prefetched:
             self._prefetched = True
             self.pipeline.prefetch(self._groups)
 
     def drop_prefetch(self) -> None:
-        """Drops what was read ahead."""
+        """Drops what :meth:`prefetch` has read."""
         if self._prefetched:
             self._prefetched = False
             self.pipeline.cancel()
 
     def block_param_reads(self, units: Iterable[str]) -> None:
-        """An update of these units is ordered: their parameters in files are not read until it has queued its writes."""
-        if self.params is not None:
-            self.params.block_reads(name for name in units if self._units[name].param_place is Place.NVME)
+        """Blocks reads of these units' parameters in files until their requested update has queued its writes."""
+        if self.param_swapper is not None:
+            self.param_swapper.block_reads(name for name in units if self._units[name].param_place is Place.NVME)
 
     def update(
         self,
@@ -122,9 +142,20 @@ class OptimizerSwapper:
         request: UpdateRequest,
         update: Update,
         send: Callable[[OffloadedUnit, PinnedBuffers], None],
-        up: Stream,
+        h2d_stream: Stream,
     ) -> None:
-        """Updates all units in turn, each sent on (and its task finished) when its last chunk is done. Called in the worker."""
+        """Updates the units one after another. The worker calls it.
+
+        Args:
+            wanted: the units, and for each the task that is done when its parameters can be unsharded.
+            request: the step's hyperparameters and scalars.
+            update: the optimizer's arithmetic.
+            send: copies a unit's updated parameters to the device.
+            h2d_stream: the stream of such copies.
+
+        Raises:
+            DiskFault: when the disk fails or a block is not what was written.
+        """
         units = {host.unit.name: (host, task) for host, task in wanted}
 
         def work(index: int, tensors: tuple[torch.Tensor, ...]) -> Callable[[], None] | None:
@@ -139,8 +170,8 @@ class OptimizerSwapper:
             for group_slice in self._group_slices(buffers, chunk, tensors):
                 update(group_slice, request.hyperparameters[group_slice.group], request.step, scalars)
             if buffers.sends_master:
-                wait = _send_run(host, chunk, tensors[0], up)
-            if self._ends(chunk) and host.unit.layout.param_place is not Place.NVME:
+                wait = _send_chunk(host, chunk, tensors[0], h2d_stream)
+            if self._is_last(chunk) and host.unit.layout.param_place is not Place.NVME:
                 send(host, buffers)
                 task.finish()
             return wait
@@ -148,12 +179,12 @@ class OptimizerSwapper:
         def queued(index: int, writes: Sequence[Transfer | None]) -> None:
             chunk = self._order[index]
             if self._units[chunk.unit].param_place is Place.NVME:
-                assert self.params is not None
+                assert self.param_swapper is not None
                 write = writes[len(self._groups[index]) - 1]
                 assert write is not None
-                self.params.record_write(chunk.block(Buffer.PARAM_SHARD), write)
-                if self._ends(chunk):
-                    self.params.unblock_reads(chunk.unit)
+                self.param_swapper.record_write(chunk.block(Buffer.PARAM_SHARD), write)
+                if self._is_last(chunk):
+                    self.param_swapper.unblock_reads(chunk.unit)
                     units[chunk.unit][1].finish()
 
         try:
@@ -164,18 +195,18 @@ class OptimizerSwapper:
             self.pipeline.run(self._groups, work, queued)
         finally:
             for host, task in wanted:
-                if not task.done():  # else the next update may have been ordered, and hold it
-                    if self.params is not None:
-                        self.params.unblock_reads(host.unit.name)
+                if not task.done():  # if it is done, the next update may have blocked the reads again
+                    if self.param_swapper is not None:
+                        self.param_swapper.unblock_reads(host.unit.name)
                     task.finish()
 
-    def _ends(self, chunk: Chunk) -> bool:
+    def _is_last(self, chunk: Chunk) -> bool:
         return chunk is self._chunks[chunk.unit][-1]
 
     def _group_slices(self, buffers: PinnedBuffers, chunk: Chunk, tensors: tuple[torch.Tensor, ...]) -> Iterator[GroupSlice]:
-        """The parts of a unit's segments that lie in `chunk`, on the chunk's tensors."""
+        """The parts of a unit's slices that are in `chunk`, with the chunk's `tensors` where they are in files."""
         unit: UnitLayout = self._units[chunk.unit]
-        streamed = unit.place is Place.NVME
+        in_files = unit.place is Place.NVME
         param = tensors[-1] if unit.param_place is Place.NVME else None
         first_state = int(self.has_masters)
         for whole in buffers.slices:
@@ -184,26 +215,26 @@ class OptimizerSwapper:
                 continue
             inside = slice(first - whole.part.start, last - whole.part.start)
             mine = slice(first - chunk.begin, last - chunk.begin)
-            states = [lane[mine] for lane in tensors[first_state : len(self.buffers)]]
+            states = [tensor[mine] for tensor in tensors[first_state : len(self.state_buffers)]]
             out = None if whole.param is None else whole.param[inside]
             assert whole.grad is not None
             yield replace(
                 whole,
-                master=tensors[0][mine] if streamed and self.has_masters else whole.master[inside],
+                master=tensors[0][mine] if in_files and self.has_masters else whole.master[inside],
                 param=out if param is None else param[mine],
                 grad=whole.grad[inside],
                 part=slice(first, last),
-                states=states if streamed else [state[inside] for state in whole.states],
+                states=states if in_files else [state[inside] for state in whole.states],
             )
 
 
-def _send_run(host: OffloadedUnit, chunk: Chunk, master: torch.Tensor, up: Stream) -> Callable[[], None]:
-    """fp32 parameters go up as they are in the ring; returns what waits until they have left it."""
+def _send_chunk(host: OffloadedUnit, chunk: Chunk, master: torch.Tensor, h2d_stream: Stream) -> Callable[[], None]:
+    """Copies a chunk of fp32 parameters to the device; returns a function that waits for the copy."""
     assert host.unit.trainable is not None
     shard: Any = host.unit.trainable.shard
-    with up.as_current():
+    with h2d_stream.as_current():
         shard[chunk.begin : chunk.end].copy_(master, non_blocking=True)
-    left = Event(shard.device)
-    left.record(up)
-    host.unit.updated.record(up)
-    return left.synchronize
+    copied = Event(shard.device)
+    copied.record(h2d_stream)
+    host.unit.updated.record(h2d_stream)
+    return copied.synchronize

@@ -1,18 +1,18 @@
-"""Parameters in files: a rank's shards come through a few pinned buffers, ahead of the gathers that want them.
+"""Parameters in files: a rank's shards are read into a few pinned buffers, ahead of the all-gathers that need them.
 
-Note [Pieces]
-    What comes through one buffer at once is a *batch* of a unit's shard: all of it where the buffer is long enough, else as
-    many of its chunks as fit. Trained and frozen parameters lie one after another in it, each chunk on a page of its own.
+Note [Batches]
+    What is read into one buffer at once is a *batch*: the whole of a unit's shard if it fits, else as many of its chunks as
+    fit. Chunks of trainable and frozen parameters lie one after another in the buffer, each beginning on a page.
 
 Note [Reading ahead]
-    The schedule says with each unit that it wants which ones it will want then, and their reads are queued as far as there
-    are buffers. A buffer is free again once the copy to the device has left it. What was read and is not wanted is dropped,
-    so a wrong guess costs time and nothing else. When reads begin depends on how fast this rank's disk and device are; what
-    is gathered in which order, which all ranks must agree upon, does not.
+    With each unit that it unshards, the schedule predicts which units come next, and their reads are queued as far as there
+    are buffers. A buffer is free again once the copy to the device has left it. What was read and is not needed is dropped, so
+    a wrong prediction only costs time. When reads begin depends on how fast this rank's disk and device are; the order of
+    collectives, which must be the same on all ranks, does not.
 
 Note [Reading behind an update]
-    From the order of an update until its writes are queued, a unit is *held*: nothing of it is read. The reads that come then
-    are queued behind those writes, so that the disk goes on without a detour through the model's thread.
+    From the request of an update until its writes are queued, the reads of a unit are *blocked*. The reads that follow are
+    queued behind those writes, so the disk continues without waiting for the model's thread.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from zeroplan_runtime.streams import Event, Stream
 
 @dataclass(frozen=True, slots=True)
 class FetchRequest:
-    """A unit whose shard is wanted on the device; `frozen` tells whether its frozen parameters are, too."""
+    """Asks for a unit's shard of trainable parameters on the device and, if `frozen`, of its frozen ones."""
 
     unit: str
     frozen: bool
@@ -41,7 +41,7 @@ class FetchRequest:
 
 @dataclass(frozen=True, slots=True)
 class BatchChunk:
-    """A chunk in a batch: `at` is where it lies in the buffer, in elements."""
+    """A chunk in a batch; it begins at element `at` of the buffer."""
 
     buffer: Buffer
     chunk: Chunk
@@ -49,13 +49,13 @@ class BatchChunk:
 
     @property
     def block(self) -> str:
-        """Its block in the file."""
+        """The name of its block in the file."""
         return self.chunk.block(self.buffer)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadBatch:
-    """See Note [Pieces]."""
+    """The chunks that one buffer holds at once: see Note [Batches]."""
 
     unit: str
     parts: tuple[BatchChunk, ...]
@@ -63,22 +63,22 @@ class ReadBatch:
 
 @dataclass(slots=True, eq=False)
 class PendingRead:
-    """A batch that is expected; `transfers` are its reads once they are queued."""
+    """A batch that will be needed; `transfers` are its reads, None until they are queued."""
 
     batch: ReadBatch
     transfers: list[Transfer] | None = None
 
 
 class ParamSwapper:
-    """The parameters of a rank's units that rest in a file, and the buffers that they come through.
+    """Reads and writes the parameters of a rank's units that rest in a file, as DeepSpeed's parameter swapper does.
 
-    The model's thread calls it, but for :meth:`record_write` and :meth:`unblock_reads`, which are the updating thread's.
+    The model's thread calls it, except for :meth:`record_write` and :meth:`unblock_reads`, which the worker thread calls.
 
     Args:
-        layout: which units, how long, how cut.
-        memory: the pinned buffers, as long as the layout's row of them.
+        layout: the units and the sizes of their chunks.
+        memory: the pinned buffers, as long as the layout says.
         file: with the blocks that :func:`~zeroplan_runtime.offload.chunks.param_chunks` names.
-        device: where the parameters go.
+        device: the device that parameters are copied to.
     """
 
     def __init__(self, layout: Layout, memory: torch.Tensor, file: SwapFile, device: torch.device) -> None:
@@ -91,22 +91,26 @@ class ParamSwapper:
             trained = [pair for pair in chunks if pair[0] is Buffer.PARAM_SHARD]
             self._batches[FetchRequest(unit, False)] = _batches(unit, trained, layout.param_buffer)
             self._batches[FetchRequest(unit, True)] = _batches(unit, chunks, layout.param_buffer)
-        self._queue: deque[PendingRead] = deque()  # the first of them is of batch number `_taken`
-        self._taken = 0
+        self._queue: deque[PendingRead] = deque()  # the first of them is batch number `_fetched`
+        self._fetched = 0
         self._blocked: set[str] = set()
-        self._writes: dict[str, Transfer] = {}  # by block: what its next read follows
+        self._writes: dict[str, Transfer] = {}  # by block: the write that its next read must follow
         self._lock = threading.Lock()
 
     @property
     def dtype(self) -> torch.dtype:
-        """The parameters'."""
+        """The dtype of the parameters."""
         found: torch.dtype = self._buffers[0].dtype
         return found
 
     # ------------------------------------------------------------------ for the schedule
 
     def prefetch(self, coming: Iterable[FetchRequest]) -> int:
-        """Reads ahead for these units, in the order in which they will be wanted; returns how many batches the first has."""
+        """Queues reads for these units, in the order in which they will be needed.
+
+        Returns:
+            The number of batches of the first unit.
+        """
         batches: list[ReadBatch] = []
         first: int | None = None
         for want in coming:
@@ -126,13 +130,18 @@ class ParamSwapper:
         return first or 0
 
     def fetch(self, coming: Iterable[FetchRequest], targets: Mapping[Buffer, torch.Tensor], stream: Stream) -> None:
-        """Copies the first of these units to `targets` in `stream`, and reads ahead for the others. Waits for its reads.
+        """Copies the first of these units to the device and reads ahead for the others. Blocks until its reads are done.
+
+        Args:
+            coming: the unit that is needed, then those that will be needed next.
+            targets: [shard] where its trainable and frozen parameters go, by Buffer.
+            stream: the stream of the copies.
 
         Raises:
             DiskFault: when a read failed, or a block is not what was written.
         """
         for _ in range(self.prefetch(coming)):
-            number = self._taken % len(self._buffers)
+            number = self._fetched % len(self._buffers)
             self._last_copy[number].synchronize()
             with self._lock:
                 pending = self._queue[0]
@@ -146,11 +155,11 @@ class ParamSwapper:
             self._last_copy[number].record(stream)
             with self._lock:
                 self._queue.popleft()
-                self._taken += 1
+                self._fetched += 1
                 self._advance()
 
     def drop_prefetch(self) -> None:
-        """Drops what was read ahead. Nothing reads the file any more when it returns."""
+        """Drops what was read ahead; returns when no read is under way."""
         with self._lock:
             self._drop(0)
 
@@ -160,12 +169,12 @@ class ParamSwapper:
                 transfer.wait_until_idle()
 
     def _advance(self) -> None:
-        """Queues the reads for which there are buffers, in order."""
+        """Queues the reads for which there are free buffers, in order."""
         for i, pending in enumerate(self._queue):
             if i == len(self._buffers):
                 return
             if pending.transfers is None:
-                number = (self._taken + i) % len(self._buffers)
+                number = (self._fetched + i) % len(self._buffers)
                 if pending.batch.unit in self._blocked or not self._last_copy[number].query():
                     return
                 pending.transfers = self._read(pending.batch, number)
@@ -180,18 +189,18 @@ class ParamSwapper:
     # ------------------------------------------------------------------ for the update
 
     def block_reads(self, units: Iterable[str]) -> None:
-        """Reads nothing of these units until their update's writes are queued."""
+        """Drops what was read ahead and reads nothing of these units until :meth:`unblock_reads`."""
         self.drop_prefetch()
         with self._lock:
             self._blocked.update(units)
 
     def record_write(self, block: str, write: Transfer) -> None:
-        """A block's write has been queued: later reads come behind it."""
+        """Notes that a block's write has been queued, so that later reads follow it."""
         with self._lock:
             self._writes[block] = write
 
     def unblock_reads(self, unit: str) -> None:
-        """All writes of a unit's update have been queued, or it was not updated."""
+        """Allows reads of a unit: all writes of its update have been queued, or it was not updated."""
         with self._lock:
             self._blocked.discard(unit)
             self._advance()
@@ -199,7 +208,16 @@ class ParamSwapper:
     # ------------------------------------------------------------------ between steps
 
     def write(self, unit: str, buffer: Buffer, values: torch.Tensor) -> None:
-        """Writes this rank's shard of a unit's trained or frozen parameters. Not while an update is under way."""
+        """Writes this rank's shard of a unit's parameters. No update may be under way.
+
+        Args:
+            unit: the unit's name.
+            buffer: PARAM_SHARD for the trainable parameters, PARAM_FROZEN for the frozen ones.
+            values: [shard] of any dtype.
+
+        Raises:
+            DiskFault: when the disk refuses.
+        """
         self.drop_prefetch()
         under_way: deque[Transfer] = deque()
         for i, (_, chunk) in enumerate(pair for pair in self._chunks[unit] if pair[0] is buffer):
@@ -216,7 +234,11 @@ class ParamSwapper:
             self.file.finish(transfer)
 
     def read(self, unit: str, buffer: Buffer, begin: int, end: int) -> torch.Tensor:
-        """Elements ``[begin, end)`` of this rank's shard of them, in new memory. Not while an update is under way."""
+        """Elements ``[begin, end)`` of this rank's shard, in new memory; arguments as in :meth:`write`.
+
+        Raises:
+            DiskFault: when the disk fails or a block is not what was written.
+        """
         self.drop_prefetch()
         self._last_copy[0].synchronize()
         memory = self._buffers[0]
@@ -230,12 +252,12 @@ class ParamSwapper:
         return found
 
 
-def _batches(unit: str, chunks: Iterable[tuple[Buffer, Chunk]], most: int) -> list[ReadBatch]:
-    """See Note [Pieces]; `most` are a buffer's elements."""
+def _batches(unit: str, chunks: Iterable[tuple[Buffer, Chunk]], limit: int) -> list[ReadBatch]:
+    """Divides a unit's chunks into batches of at most `limit` elements, page padding included."""
     made: list[list[BatchChunk]] = []
-    end = most
+    end = limit
     for buffer, chunk in chunks:
-        if end + chunk.numel > most:
+        if end + chunk.numel > limit:
             made.append([])
             end = 0
         made[-1].append(BatchChunk(buffer, chunk, end))

@@ -1,12 +1,12 @@
-"""Host memory of exactly the size asked for, page-locked in place, on 4096-byte boundaries that direct I/O accepts.
+"""Pinned host memory of exactly the requested size, on 4096-byte boundaries as direct I/O requires.
 
-``torch.empty(pin_memory=True)`` rounds up to a power of two and keeps what was freed. Here a block is mapped, its pages are
-brought in by several threads (as huge pages where the kernel has them), and CUDA registers the block where it lies, so
-nothing is copied and nothing is rounded but the last page. It goes when the last tensor on it goes, or at :func:`release`.
+``torch.empty(pin_memory=True)`` rounds up to a power of two and caches freed memory. Here a block is mapped, several threads
+fault its pages in (as huge pages where the kernel has them), and CUDA registers the block in place, so only the last page is
+rounded. The block is freed when its last tensor is, or by :class:`Release`.
 
 Note [Fork]
-    A child process would share these pages until either side writes to them, and the device would go on with the old ones.
-    So children do not inherit the blocks (``MADV_DONTFORK``): a tensor on one must not be used in a forked process.
+    A forked child would share these pages until one side writes to them, and the device would keep using the old pages. So
+    children do not inherit the blocks (``MADV_DONTFORK``): a tensor on one must not be used in a forked process.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the proces
 _FAILED = ctypes.c_void_p(-1).value
 _MOST_THREADS = 16
 
-#: Live blocks by address, while they are registered or hold pages.
+#: The live blocks by address.
 _blocks: dict[int, _Block] = {}
 
 
 class _Block:
-    """One mapping. It is unmapped when nothing refers to it any more, emptied at :meth:`release`."""
+    """One mapping of whole pages. It is unmapped when no tensor uses it any more."""
 
     def __init__(self, size: int) -> None:
         self.size = -(-size // PAGE) * PAGE
@@ -50,14 +50,14 @@ class _Block:
         self.address = int(address)
 
     def advise(self, advice: int, begin: int = 0, size: int | None = None) -> bool:
-        """``madvise`` over a part of the block; False where the kernel does not know the advice."""
+        """Calls ``madvise`` for a part of the block; False if the kernel refuses."""
         code: int = _libc().madvise(self.address + begin, self.size if size is None else size, advice)
         return code == 0
 
     def touch(self, threads: int) -> None:
-        """Brings in every page, zeroed, each thread a part."""
+        """Faults in every page, zeroed; each thread does a part."""
         part = -(-self.size // max(1, threads))
-        part = -(-part // _HUGE) * _HUGE  # no huge page is faulted in by two threads
+        part = -(-part // _HUGE) * _HUGE  # so that two threads do not fault in the same huge page
 
         def populate(begin: int) -> None:
             size = min(part, self.size - begin)
@@ -74,7 +74,7 @@ class _Block:
                 list(pool.map(populate, begins))
 
     def register(self) -> None:
-        """Page-locks the block for CUDA."""
+        """Pins the block for CUDA."""
         runtime = _cuda_runtime()
         code = int(runtime.cudaHostRegister(self.address, self.size, _PORTABLE))
         if code:
@@ -83,14 +83,14 @@ class _Block:
         self.registered = True
 
     def release(self) -> None:
-        """Gives the pages back at once. The addresses stay mapped, so that a tensor left over reads zeros."""
+        """Unpins and frees the pages at once. The addresses stay mapped, so remaining tensors read zeros."""
         if self._owner != os.getpid():
             return
         self._unregister()
         self.advise(mmap.MADV_DONTNEED)
 
     def unmap(self) -> None:
-        """Gives the addresses back too. In a forked child, which never had the block, nothing is done."""
+        """Unpins and unmaps the block. Does nothing in a forked child, which does not have it."""
         if self._owner != os.getpid():
             return
         self._unregister()
@@ -103,16 +103,17 @@ class _Block:
 
 
 def allocate(numel: int, dtype: torch.dtype, *, register: bool, threads: int | None = None) -> torch.Tensor:
-    """A zeroed 1-D tensor of `numel` elements on a block of its own, page-aligned and with every page in memory.
+    """A zeroed 1-D tensor of `numel` elements on its own page-aligned block, with all pages in memory.
 
     Args:
-        numel: elements; the block is their bytes, rounded up to a page of 4096.
-        dtype: the elements' type.
-        register: page-lock the block for CUDA. Without a GPU the same memory, pageable.
-        threads: that touch the pages first; by default one for each core that this process may use, at most 16.
+        numel: elements; the block has their bytes, rounded up to a page of 4096 bytes.
+        dtype: the dtype.
+        register: pin the block for CUDA; otherwise it is pageable.
+        threads: threads that fault the pages in; by default one for each core of this process, at most 16 and at most one
+            for each 64 MiB.
 
     Raises:
-        BadInput: when the memory cannot be had or CUDA refuses to lock it.
+        BadInput: when the memory cannot be allocated or pinned.
     """
     size = numel * dtype.itemsize
     if size == 0:
@@ -124,60 +125,43 @@ def allocate(numel: int, dtype: torch.dtype, *, register: bool, threads: int | N
         if block.size >= _HUGE:
             block.advise(mmap.MADV_HUGEPAGE)
         block.advise(mmap.MADV_DONTFORK)  # Note [Fork]
-        block.touch(threads or default_threads(block.size))
+        block.touch(threads or _default_threads(block.size))
         if register:
             block.register()
     except BaseException:
         block.unmap()
         raise
-    # torch holds the array for as long as a tensor uses its storage; the array does not own the memory, the block does.
+    # torch keeps the array as long as a tensor uses its storage. The array does not own the memory; the block does.
     array = (ctypes.c_char * size).from_address(block.address)
     tensor = torch.frombuffer(array, dtype=dtype, count=numel)
     _blocks[block.address] = block
-    weakref.finalize(array, _drop, block.address).atexit = False  # at exit the kernel takes it all
+    weakref.finalize(array, _drop, block.address).atexit = False  # at exit the kernel frees it
     return tensor
 
 
-def release(tensor: torch.Tensor) -> None:
-    """Unlocks and empties the block under `tensor`, at once, whoever else still refers to it.
-
-    Raises:
-        KeyError: when :func:`allocate` did not make it.
-    """
-    if tensor.numel() and sys.platform.startswith("linux"):
-        _blocks[tensor.untyped_storage().data_ptr()].release()
-
-
 class Release:
-    """:func:`release` for later, which does not keep the tensor's block alive."""
+    """Unpins and frees the block of `tensor` when it is called, even if tensors still use it; they read zeros then.
+
+    It does not keep the block alive.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         block = _blocks.get(tensor.untyped_storage().data_ptr())
         self._block = None if block is None else weakref.ref(block)
 
     def alive(self) -> bool:
-        """Whether the block is still there."""
+        """Whether the block still exists."""
         return self._block is not None and self._block() is not None
 
     def __call__(self) -> None:
-        """Unlocks and empties the block, if it is still there."""
+        """Unpins and frees the block, if it still exists."""
         block = None if self._block is None else self._block()
         if block is not None:
             block.release()
 
 
-def registered_bytes() -> int:
-    """Bytes that are page-locked for CUDA now, whole pages."""
-    return sum(block.size for block in _blocks.values() if block.registered)
-
-
-def block_bytes() -> int:
-    """Bytes of all live blocks, whole pages, locked or not."""
-    return sum(block.size for block in _blocks.values())
-
-
-def default_threads(size: int) -> int:
-    """Threads that touch a block of `size` bytes first: the cores of this process, at least 64 MiB for each."""
+def _default_threads(size: int) -> int:
+    """The number of threads that fault in a block of `size` bytes: one a core of this process, each at least 64 MiB."""
     return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)), math.ceil(size / (64 << 20))))
 
 

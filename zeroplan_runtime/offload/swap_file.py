@@ -1,14 +1,13 @@
-"""Swap files: blocks of fixed size in a preallocated file without a header, each with a checksum that every read is held to.
+"""Swap files: named blocks of fixed size in a preallocated file, each with a checksum that every read is compared with.
 
-Swap files hold what a running job can lose: a resumed job starts from its checkpoint and writes them anew. So the index of
-checksums lives in memory, and is written beside the file (``<name>.index.json``) only by :meth:`SwapFile.flush`.
+A swap file holds what a running job can lose, as a resumed job starts from its checkpoint. So the file has no header, and the
+checksums are kept in memory.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ import torch
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import PAGE
-from zeroplan_runtime.checkpoint.atomic_files import write_durably
 from zeroplan_runtime.offload.io import DiskFault, DiskFile, IoEngine, IoRequest
 
 _RESUME = "check the disk (dmesg, smartctl) and resume from the last checkpoint"
@@ -26,7 +24,7 @@ _RESUME = "check the disk (dmesg, smartctl) and resume from the last checkpoint"
 
 @dataclass(slots=True)
 class _Block:
-    """One block: where it lies, and, while its bytes are known to be whole, how many were written and their checksum."""
+    """One block: its place in the file, the bytes written last, and their checksum (None until they are written whole)."""
 
     offset: int
     size: int
@@ -36,26 +34,26 @@ class _Block:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """A block on its way; :meth:`SwapFile.finish` waits for it."""
+    """A read or write of a block that is under way; :meth:`SwapFile.finish` waits for it."""
 
     block: str
     request: IoRequest
     size: int
     engine: IoEngine
-    expected: int | None = None  # the checksum, of a read
-    of: Transfer | None = None  # the write that a read follows, whose checksum is known when that is finished
+    expected: int | None = None  # the checksum of what a read should give
+    follows: Transfer | None = None  # the write of the same block that a read follows, whose checksum is not known yet
 
     def wait_until_idle(self) -> None:
-        """Returns when the memory is not used any more, whether the transfer failed or not."""
+        """Blocks until the transfer does not use the memory any more, whether it failed or not."""
         with contextlib.suppress(DiskFault):
             self.engine.wait(self.request)
 
 
 class SwapFile:
-    """One file of named blocks. Get one from :class:`~zeroplan_runtime.offload.swap_folder.SwapFolder`.
+    """One file of named blocks. Make one by :meth:`zeroplan_runtime.offload.swap_folder.SwapFolder.file`.
 
-    A block takes up to its size, rounded up to a page, and is read back with as many bytes as were written (:meth:`held`).
-    Transfers of whole pages go past the page cache.
+    A block holds up to its size, rounded up to a page, and must be read with as many bytes as were written last
+    (:meth:`stored_bytes`). Transfers of whole pages bypass the page cache.
     """
 
     def __init__(self, file: DiskFile, blocks: dict[str, _Block], engine: IoEngine) -> None:
@@ -64,10 +62,10 @@ class SwapFile:
 
     @classmethod
     def create(cls, path: Path, blocks: Mapping[str, int], engine: IoEngine, *, direct: bool = True) -> SwapFile:
-        """A new file for `blocks` (name: bytes), every byte of it reserved on the disk.
+        """A new file for `blocks` (bytes by name), with all of its space reserved on the disk.
 
         Raises:
-            BadInput: when there is no room.
+            BadInput: when the disk has too little free space.
         """
         placed, total = _place(blocks)
         room = os.statvfs(path.parent)
@@ -84,40 +82,27 @@ class SwapFile:
             raise _no_room(path, total, free, os.strerror(fault.errno or 0)) from fault
         return cls(file, placed, engine)
 
-    @classmethod
-    def open(cls, path: Path, engine: IoEngine) -> SwapFile:
-        """A file that :meth:`flush` left, with its index.
-
-        Raises:
-            DiskFault: when the index cannot be read or was made with another checksum, or the file is shorter than it says.
-        """
-        try:
-            index = json.loads(_index(path).read_text())
-            blocks = {name: _Block(*row) for name, row in index["blocks"].items()}
-            algorithm, size = index["algorithm"], int(index["bytes"])
-        except (OSError, ValueError, KeyError, TypeError) as fault:
-            raise DiskFault(errno.EBADMSG, f"{_index(path)} is not a swap file's index ({fault}); {_RESUME}") from fault
-        if algorithm != engine.algorithm:
-            raise DiskFault(errno.EBADMSG, f"{path} has {algorithm} checksums, here are {engine.algorithm}; build the library")
-        file = DiskFile(path)
-        there = os.fstat(file.buffered).st_size
-        if there < size:
-            file.close()
-            raise DiskFault(errno.ENODATA, f"{path} was truncated: {there:,} bytes of {size:,} are there; {_RESUME}")
-        return cls(file, blocks, engine)
-
     @property
     def path(self) -> Path:
-        """Where the data is."""
+        """The path of the file."""
         return self.file.path
 
     @property
     def bytes(self) -> int:
-        """The file's size."""
+        """The size of the file in bytes."""
         return sum(_pages(block.size) for block in self._blocks.values())
 
     def write(self, block: str, source: torch.Tensor, *, after: Transfer | None = None) -> Transfer:
-        """Begins to write the tensor to the beginning of a block. Until :meth:`finish` the block holds nothing."""
+        """Starts to write `source`, a contiguous host tensor, to a block; until :meth:`finish` the block cannot be read.
+
+        Args:
+            block: the block's name.
+            source: the tensor; it must not change until :meth:`finish`.
+            after: a transfer of this or another file that must be done first.
+
+        Raises:
+            ValueError: when the tensor is larger than the block.
+        """
         place, size = self._at(block, source)
         place.checksum = None
         place.written = size
@@ -125,11 +110,18 @@ class SwapFile:
         return Transfer(block, request, size, self.engine)
 
     def read(self, block: str, into: torch.Tensor, *, after: Transfer | None = None) -> Transfer:
-        """Begins to read a block into the tensor, once `after` (a transfer of this or another file) is done.
+        """Starts to read a block into `into`, a contiguous host tensor.
+
+        Args:
+            block: the block's name.
+            into: the tensor, of :meth:`stored_bytes` bytes.
+            after: a transfer of this or another file that must be done first. If it is the write of the same block, the
+                read is compared with that write's checksum.
+
 
         Raises:
             DiskFault: when the block was never written whole.
-            ValueError: when the tensor is not as large as what was written.
+            ValueError: when the tensor has another size than what was written.
         """
         place, size = self._at(block, into)
         follows = after if after is not None and after.request.writes and after.block == block else None
@@ -138,10 +130,10 @@ class SwapFile:
         if size != place.written:
             raise ValueError(f"block {block!r} of {self.path} holds {place.written} bytes, the tensor {size}")
         request = self.engine.read(self.file, place.offset, into, after=after.request if after else None, checksum=True)
-        return Transfer(block, request, size, self.engine, expected=place.checksum, of=follows)
+        return Transfer(block, request, size, self.engine, expected=place.checksum, follows=follows)
 
     def finish(self, transfer: Transfer) -> None:
-        """Waits for a transfer of this file; holds a read to its checksum, keeps a write's.
+        """Blocks until a transfer of this file is done; checks the checksum of a read, keeps that of a write.
 
         Raises:
             DiskFault: when it failed, or the bytes are not those that were written.
@@ -149,13 +141,13 @@ class SwapFile:
         try:
             checksum = self.engine.wait(transfer.request)
         except DiskFault as fault:
-            if transfer.of is not None and fault.errno == errno.ECANCELED:
-                self.finish(transfer.of)  # it is that write's fault
+            if transfer.follows is not None and fault.errno == errno.ECANCELED:
+                self.finish(transfer.follows)  # the write failed
             raise DiskFault(fault.errno, f"block {transfer.block!r}: {fault.strerror}") from fault
         if transfer.request.writes:
             self._blocks[transfer.block].checksum = checksum
             return
-        expected = self.engine.wait(transfer.of.request) if transfer.of is not None else transfer.expected
+        expected = self.engine.wait(transfer.follows.request) if transfer.follows is not None else transfer.expected
         if checksum != expected:
             raise DiskFault(
                 errno.EBADMSG,
@@ -165,33 +157,11 @@ class SwapFile:
             )
 
     def stored_bytes(self, block: str) -> int:
-        """Bytes that were last written to a block, 0 at first."""
+        """The bytes written last to a block; 0 at first."""
         return self._blocks[block].written
 
-    def done(self, transfer: Transfer) -> bool:
-        """Whether :meth:`finish` would not wait."""
-        return self.engine.done(transfer.request)
-
-    def flush(self) -> None:
-        """Makes the data and its index durable, data first. Nothing may be under way.
-
-        Raises:
-            DiskFault: when the disk refuses.
-        """
-        try:
-            os.fsync(self.file.buffered)
-            index = {
-                "algorithm": self.engine.algorithm,
-                "bytes": self.bytes,
-                "blocks": {name: [at.offset, at.size, at.written, at.checksum] for name, at in self._blocks.items()},
-            }
-            write_durably(_index(self.path), json.dumps(index).encode())
-        except OSError as fault:
-            reason = os.strerror(fault.errno or 0)
-            raise DiskFault(fault.errno, f"{self.path} could not be made durable: {reason}; {_RESUME}") from fault
-
     def close(self) -> None:
-        """Closes the file and leaves it where it is."""
+        """Closes the file; it is not removed."""
         self.file.close()
 
     def _at(self, block: str, tensor: torch.Tensor) -> tuple[_Block, int]:
@@ -199,11 +169,6 @@ class SwapFile:
         if size > _pages(place.size):
             raise ValueError(f"block {block!r} of {self.path} is of {place.size} bytes, the tensor of {size}")
         return place, size
-
-
-def file_bytes(blocks: Mapping[str, int]) -> int:
-    """The size of a swap file of these blocks (name: bytes): each begins on a page of 4096 bytes."""
-    return sum(_pages(size) for size in blocks.values())
 
 
 def _place(blocks: Mapping[str, int]) -> tuple[dict[str, _Block], int]:
@@ -216,10 +181,6 @@ def _place(blocks: Mapping[str, int]) -> tuple[dict[str, _Block], int]:
 
 def _pages(size: int) -> int:
     return -(-size // PAGE) * PAGE
-
-
-def _index(path: Path) -> Path:
-    return path.with_suffix(".index.json")
 
 
 def _no_room(path: Path, needed: int, free: int, reason: str) -> BadInput:

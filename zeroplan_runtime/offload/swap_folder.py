@@ -1,17 +1,18 @@
-"""The folder of one rank's swap files: locked while the rank lives, removed when it ends, cleaned up after a dead one.
+"""The folder of one rank's swap files: locked while the rank lives and removed when it ends, or by the next job if it died.
 
-Note [Whose folder]
-    A rank holds an exclusive ``flock`` on its folder's ``lock`` for as long as it lives; the kernel lets go of it however
-    the process ends. A folder whose lock can be had is therefore left over, if its owner ran under this same boot of this
-    kernel (the boot id, which containers share) or the disk is local. On a network file system another machine's lock may be
-    invisible, so a folder written under another boot id is left alone there.
-    Creation and cleaning are serialised by a lock in the folder above, so that no new folder is taken for a stale one.
+Note [Stale folders]
+    A rank holds an exclusive ``flock`` on its folder's file ``lock`` as long as it lives; the kernel releases it however the
+    process ends. So a folder whose lock is free is stale if the disk is local, or if its owner ran under the same boot of this
+    kernel (the boot id, which containers share). On a network file system another machine's lock may be invisible, so a
+    folder that was made under another boot id is not touched there.
+    A lock in the parent folder serialises creating and cleaning, so that a new folder is never taken for a stale one.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import re
 import shutil
@@ -27,24 +28,28 @@ from zeroplan_runtime.offload.disk_probe import DiskProbe, probe_folder
 from zeroplan_runtime.offload.io import IoEngine
 from zeroplan_runtime.offload.swap_file import SwapFile
 
+logger = logging.getLogger("zeroplan_runtime")
+
 _PREFIX = "zeroplan_swap_"
 _LOCK = "lock"
-_GUARD = ".zeroplan_swap.lock"
+_PARENT_LOCK = ".zeroplan_swap.lock"
 
 
 class SwapFolder:
-    """``<nvme_path>/zeroplan_swap_<job>_rank<r>/``. Use as a context manager, or :meth:`close` it.
+    """The folder ``<nvme_path>/zeroplan_swap_<job>_rank<r>/``. Use it as a context manager, or :meth:`close` it.
 
-    The folder and its files also go when this object does, so keep it for as long as a file of it is in use.
+    The constructor also removes the folders that dead jobs have left in `nvme_path`. The folder is removed, too, when this
+    object is garbage collected, so keep it as long as one of its files is in use.
 
     Args:
         nvme_path: an existing folder on a local disk.
         job: a name that the ranks of one job share and no other running job has.
-        rank: this process's rank.
+        rank: this rank.
+        engine: reads and writes the files.
         allow_memory: accept a file system in host memory.
 
     Raises:
-        BadInput: when the path is unfit, or another process holds this job's folder.
+        BadInput: when the path is not usable, or another process holds this job's folder.
     """
 
     def __init__(self, nvme_path: str | Path, job: str, rank: int, engine: IoEngine, *, allow_memory: bool = False) -> None:
@@ -55,8 +60,8 @@ class SwapFolder:
         self.path = parent / f"{_PREFIX}{re.sub(r'[^A-Za-z0-9_.-]', '-', job)[:100]}_rank{rank}"
         self.engine = engine
         self._files: dict[str, SwapFile] = {}
-        with _guard(parent):
-            self.removed = _clean(parent, self.probe.kind)
+        with _parent_lock(parent):
+            _remove_stale(parent, self.probe.kind)
             self.path.mkdir(exist_ok=True)
             lock = _try_lock(self.path)
             if lock is None:
@@ -70,10 +75,11 @@ class SwapFolder:
         self._end = weakref.finalize(self, _remove, self.path, lock, os.getpid())
 
     def file(self, name: str, blocks: Mapping[str, int]) -> SwapFile:
-        """A new file of these blocks (name: bytes), its space taken on the disk.
+        """A new file of these blocks (bytes by name), with its space reserved on the disk.
 
         Raises:
-            BadInput: when the disk has no room for it.
+            BadInput: when the disk has too little free space.
+            ValueError: when the folder has a file of this name.
         """
         if name in self._files:
             raise ValueError(f"{self.path} has a file {name!r} already")
@@ -81,13 +87,8 @@ class SwapFolder:
         self._files[name] = made
         return made
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of all files."""
-        return sum(file.bytes for file in self._files.values())
-
     def close(self) -> None:
-        """Finishes what is under way, removes the files and the folder."""
+        """Waits for transfers and removes the folder with its files."""
         if self._end.alive:
             self.engine.drain()
             for file in self._files.values():
@@ -108,8 +109,8 @@ def _remove(path: Path, lock: int, owner: int) -> None:
 
 
 @contextmanager
-def _guard(parent: Path) -> Iterator[None]:
-    handle = os.open(parent / _GUARD, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+def _parent_lock(parent: Path) -> Iterator[None]:
+    handle = os.open(parent / _PARENT_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
@@ -118,7 +119,7 @@ def _guard(parent: Path) -> Iterator[None]:
 
 
 def _try_lock(folder: Path) -> int | None:
-    """The handle that holds the folder's lock, or None when another process has it."""
+    """A file descriptor that holds the folder's lock; None if another process holds it."""
     handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -128,9 +129,8 @@ def _try_lock(folder: Path) -> int | None:
     return handle
 
 
-def _clean(parent: Path, kind: str) -> list[Path]:
-    """Removes what dead jobs left; returns the folders. See Note [Whose folder]."""
-    removed = []
+def _remove_stale(parent: Path, kind: str) -> None:
+    """Removes the folders that dead jobs have left: see Note [Stale folders]."""
     for folder in parent.glob(f"{_PREFIX}*_rank*"):
         owner = _owner(folder)
         if kind == "network" and owner.get("boot") != _boot_id():
@@ -140,10 +140,9 @@ def _clean(parent: Path, kind: str) -> list[Path]:
         except OSError:  # another user's
             continue
         if lock is not None:
+            logger.info("removing %s, which a dead job has left", folder)
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
-            removed.append(folder)
-    return removed
 
 
 def _owner(folder: Path) -> dict[str, object]:

@@ -1,86 +1,60 @@
-"""Groups of blocks streamed from disk through a few pinned buffers and back: read ahead, worked on, written behind.
+"""Streams groups of tensors from disk through a few pinned buffers and back: read ahead, update, write behind.
 
-Note [Ring]
-    ``buffer_count`` buffers of ``buffer_size`` elements are one piece of pinned memory. A group needs one *lane* for each of
-    its tensors (master, exp_avg, exp_avg_sq); the lanes of one group are a *slot*, and slots take turns: with three, one is
-    read into, one worked on, one written from. So the memory is cut into slots of equal lanes, whatever the count of buffers
-    was, and is never more than was told.
+Note [Buffers]
+    A group has a few tensors (master, exp_avg, exp_avg_sq, and parameters that the update only writes). Each slot holds one
+    group in equal buffers, one for each tensor, and the groups take the slots in turn. With three slots, one is read into, one
+    is updated and one is written from.
 
-Note [Chain]
-    When a slot's work is done, its write is queued, and behind it, lane by lane, the read of the group that comes to this
-    slot next. The I/O engine begins that read when the write is done, without coming back to Python, so the disk is never
-    idle while there is anything to move.
+Note [Chained requests]
+    When a group has been updated, its writes are queued and, behind each write, the read of the tensor that comes to the same
+    buffer next. The I/O engine starts that read when the write is done, without returning to Python, so the disk is never
+    idle while there is something to transfer.
 """
 
 from __future__ import annotations
 
 import itertools
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import PAGE
 from zeroplan_runtime.offload.swap_file import SwapFile, Transfer
-
-#: Read, worked on, written.
-SLOTS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineBuffers:
-    """The ring's memory: `slots` groups of `lanes` tensors, each of up to `lane_bytes`."""
+    """The sizes of a pipeline's memory.
+
+    Attributes:
+        slots: groups in flight.
+        per_slot: buffers of a slot, the most tensors that a group may have.
+        buffer_bytes: bytes of a buffer, the most that a tensor may have; a multiple of the page.
+    """
 
     slots: int
-    lanes: int
-    lane_bytes: int
+    per_slot: int
+    buffer_bytes: int
 
     @property
     def bytes(self) -> int:
-        """Pinned bytes of the ring."""
-        return self.slots * self.lanes * self.lane_bytes
-
-    def numel(self, element_size: int) -> int:
-        """The most elements that a group's tensors may have."""
-        return self.lane_bytes // element_size
-
-
-def plan_buffers(
-    buffer_count: int, buffer_size: int, *, lanes: int, element_size: int = 4, largest: int | None = None, slots: int = SLOTS
-) -> PipelineBuffers:
-    """Cuts ``buffer_count`` buffers of ``buffer_size`` elements into a ring. See Note [Ring].
-
-    Args:
-        lanes: tensors of a group.
-        element_size: bytes of an element.
-        largest: elements of the largest group, where groups are given; then no lane is larger, and there are as many slots
-            as fit, up to `slots`. Without it lanes are as large as fit, and cut groups by :meth:`PipelineBuffers.numel`.
-        slots: groups in flight.
-
-    Raises:
-        BadInput: when the buffers do not hold one group.
-    """
-    told = buffer_count * buffer_size * element_size
-    lane = told // (slots * lanes) // PAGE * PAGE
-    if largest is not None:
-        need = max(PAGE, -(-largest * element_size // PAGE) * PAGE)
-        slots, lane = min(slots, told // (lanes * need)), need
-    if slots < 1 or lane < PAGE:
-        need = max(largest or 0, PAGE // element_size) * lanes
-        raise BadInput(
-            f"{buffer_count} buffers of {buffer_size:,} elements do not hold a group of {lanes} tensors",
-            where="buffer_count, buffer_size",
-            remedy=f"make their product at least {need * (1 if largest else SLOTS):,} elements",
-        )
-    return PipelineBuffers(slots, lanes, lane)
+        """Bytes of all buffers."""
+        return self.slots * self.per_slot * self.buffer_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class SwapTensor:
-    """One tensor of a group: `numel` elements in a block of a swap file, to be read before the work and written after it."""
+    """One tensor of a group.
+
+    Attributes:
+        file, block: where it is on disk.
+        numel: its elements.
+        dtype: its dtype.
+        read: read it before the update.
+        write: write it after the update.
+    """
 
     file: SwapFile
     block: str
@@ -97,62 +71,69 @@ class SwapTensor:
 
 Group = Sequence[SwapTensor]
 
-#: Called with a group's index and its tensors, in the group's order. It may return a function that waits for whatever still
-#: uses the tensors (a copy to the GPU); it is called before they are written or overwritten, one group later if slots allow.
+#: Called with a group's index and its 1-D tensors, in the order of the groups. It may return a function that waits for whatever
+#: still uses the tensors (a copy to the GPU). The pipeline calls that function before it writes or overwrites them, one group
+#: later if there is more than one slot.
 Work = Callable[[int, tuple[torch.Tensor, ...]], Callable[[], None] | None]
 
-#: Called with a group's index and its writes (None for a part without) when they have been queued.
+#: Called when a group's writes have been queued, with the group's index and the writes (None for a tensor that is not written).
 Queued = Callable[[int, Sequence[Transfer | None]], None]
 
 
-@dataclass(slots=True)
-class PipelineStats:
-    """What a pass moved, and the seconds that it stood still for the disk."""
-
-    read_bytes: int = 0
-    written_bytes: int = 0
-    waited: float = 0.0
-
-
 class SwapPipeline:
-    """Streams groups through `memory`, ``plan.bytes`` bytes of page-aligned (pinned) memory as a uint8 tensor."""
+    """Streams groups through `memory`.
 
-    def __init__(self, plan: PipelineBuffers, memory: torch.Tensor) -> None:
-        if memory.numel() * memory.element_size() != plan.bytes or memory.data_ptr() % PAGE:
-            raise ValueError(f"expected {plan.bytes} bytes on a page boundary, got {memory.numel()} at {memory.data_ptr():#x}")
-        self.plan = plan
-        lanes = list(memory.view(torch.uint8).view(-1, plan.lane_bytes))
-        self._slots = [lanes[i * plan.lanes : (i + 1) * plan.lanes] for i in range(plan.slots)]
+    Args:
+        buffers: how the memory is divided.
+        memory: ``buffers.bytes`` bytes of (pinned) host memory, uint8, beginning on a page.
+
+    Raises:
+        ValueError: when the memory has another size or does not begin on a page.
+    """
+
+    def __init__(self, buffers: PipelineBuffers, memory: torch.Tensor) -> None:
+        if memory.numel() * memory.element_size() != buffers.bytes or memory.data_ptr() % PAGE:
+            raise ValueError(
+                f"expected {buffers.bytes} bytes on a page boundary, got {memory.numel()} at {memory.data_ptr():#x}"
+            )
+        self.buffers = buffers
+        views = list(memory.view(torch.uint8).view(-1, buffers.buffer_bytes))
+        self._slots = [views[i * buffers.per_slot : (i + 1) * buffers.per_slot] for i in range(buffers.slots)]
         self._groups: Sequence[Group] | None = None
         self._reads: dict[int, list[Transfer]] = {}
         self._writes: dict[int, list[Transfer | None]] = {}
-        self._times = PipelineStats()
         self._queued: Queued | None = None
 
     def prefetch(self, groups: Sequence[Group]) -> None:
-        """Begins to read the first groups of a pass, which the next :meth:`run` must be given."""
+        """Queues the reads of the first groups; the next :meth:`run` must be given the same `groups`.
+
+        Raises:
+            ValueError: when a prefetch is under way, or a group does not fit into a slot.
+            DiskFault: when a block was never written.
+        """
         if self._groups is not None:
-            raise ValueError("a pass has begun already")
+            raise ValueError("the groups of this pass have been prefetched already")
         for index, group in enumerate(groups):
-            too_large = next((part for part in group if part.bytes > self.plan.lane_bytes), None)
-            if len(group) > self.plan.lanes or too_large is not None:
+            largest = max((tensor.bytes for tensor in group), default=0)
+            if len(group) > self.buffers.per_slot or largest > self.buffers.buffer_bytes:
                 raise ValueError(
-                    f"group {index} of {len(group)} tensors, {max(part.bytes for part in group)} bytes, does not fit into "
-                    f"{self.plan.lanes} lanes of {self.plan.lane_bytes}"
+                    f"group {index} of {len(group)} tensors, the largest of {largest} bytes, does not fit into a slot of "
+                    f"{self.buffers.per_slot} buffers of {self.buffers.buffer_bytes} bytes"
                 )
-        self._groups, self._times = groups, PipelineStats()
+        self._groups = groups
         try:
-            for index in range(min(self.plan.slots, len(groups))):
-                self._read(index, [None] * self.plan.lanes)
+            for index in range(min(self.buffers.slots, len(groups))):
+                self._queue_reads(index, [None] * self.buffers.per_slot)
         except BaseException:
             self.cancel()
             raise
 
-    def run(self, groups: Sequence[Group], work: Work, queued: Queued | None = None) -> PipelineStats:
-        """Reads every group, hands it to `work`, writes it back (and tells `queued`); returns when all is written.
+    def run(self, groups: Sequence[Group], work: Work, queued: Queued | None = None) -> None:
+        """Reads each group, calls `work` on it and writes it; returns when everything is written.
 
         Raises:
-            DiskFault: when a transfer failed or a block is not what was written. Nothing is under way any more then.
+            DiskFault: when a transfer failed or a block is not what was written. No transfer is under way then.
+            ValueError: as :meth:`prefetch`, and when other groups were prefetched.
         """
         if self._groups is None:
             self.prefetch(groups)
@@ -160,7 +141,7 @@ class SwapPipeline:
             raise ValueError("expected the groups that were prefetched")
         self._queued = queued
         late: deque[tuple[int, Callable[[], None] | None]] = deque()
-        keep = min(1, self.plan.slots - 1)
+        keep = min(1, self.buffers.slots - 1)
         try:
             for index in range(len(groups)):
                 self._wait_for_reads(index)
@@ -169,15 +150,13 @@ class SwapPipeline:
                     self._queue_writes(*late.popleft())
             while late:
                 self._queue_writes(*late.popleft())
-            for index in range(max(0, len(groups) - self.plan.slots), len(groups)):
+            for index in range(max(0, len(groups) - self.buffers.slots), len(groups)):
                 self._wait_for_writes(index)
         finally:
-            times = self._times
             self.cancel()
-        return times
 
     def cancel(self) -> None:
-        """Waits until nothing uses the memory, and forgets the pass."""
+        """Drops the pass or the prefetch; returns when no transfer uses the memory any more."""
         under_way = [*itertools.chain(*self._reads.values()), *itertools.chain(*self._writes.values())]
         self._groups = None
         self._reads.clear()
@@ -190,51 +169,46 @@ class SwapPipeline:
         assert self._groups is not None
         return self._groups[index]
 
-    def _tensors(self, index: int) -> tuple[torch.Tensor, ...]:
-        slot = self._slots[index % self.plan.slots]
-        return tuple(lane[: part.bytes].view(part.dtype) for lane, part in zip(slot, self._group(index), strict=False))
+    def _slot(self, index: int) -> list[torch.Tensor]:
+        return self._slots[index % self.buffers.slots]
 
-    def _read(self, index: int, after: Sequence[Transfer | None]) -> None:
-        slot = self._slots[index % self.plan.slots]
-        begun = self._reads[index] = []
-        for part, lane, before in zip(self._group(index), slot, after, strict=False):
-            if part.read:
-                held = part.file.stored_bytes(part.block)
-                if 0 < held < part.bytes:
-                    raise ValueError(f"block {part.block!r} of {part.file.path} holds {held} bytes, not {part.bytes}")
-                begun.append(part.file.read(part.block, lane[:held], after=before))
-                self._times.read_bytes += held
+    def _tensors(self, index: int) -> tuple[torch.Tensor, ...]:
+        pairs = zip(self._group(index), self._slot(index), strict=False)
+        return tuple(buffer[: tensor.bytes].view(tensor.dtype) for tensor, buffer in pairs)
+
+    def _queue_reads(self, index: int, after: Sequence[Transfer | None]) -> None:
+        queued = self._reads[index] = []
+        for tensor, buffer, before in zip(self._group(index), self._slot(index), after, strict=False):
+            if tensor.read:
+                stored = tensor.file.stored_bytes(tensor.block)
+                if 0 < stored < tensor.bytes:
+                    raise ValueError(f"block {tensor.block!r} of {tensor.file.path} holds {stored} bytes, not {tensor.bytes}")
+                queued.append(tensor.file.read(tensor.block, buffer[:stored], after=before))
 
     def _wait_for_reads(self, index: int) -> None:
         """Waits for a group's reads, and for the writes of the group that had its slot before."""
-        begin = time.perf_counter()
-        if index >= self.plan.slots:
-            self._wait_for_writes(index - self.plan.slots)
-        read = [part for part in self._group(index) if part.read]
-        for part, transfer in zip(read, self._reads.pop(index), strict=True):
-            part.file.finish(transfer)
-        self._times.waited += time.perf_counter() - begin
+        if index >= self.buffers.slots:
+            self._wait_for_writes(index - self.buffers.slots)
+        read = [tensor for tensor in self._group(index) if tensor.read]
+        for tensor, transfer in zip(read, self._reads.pop(index), strict=True):
+            tensor.file.finish(transfer)
 
     def _queue_writes(self, index: int, wait: Callable[[], None] | None) -> None:
-        """Queues a group's writes and, behind them, the reads of the slot's next group. See Note [Chain]."""
+        """Queues a group's writes and, behind them, the reads of the slot's next group: see Note [Chained requests]."""
         if wait is not None:
             wait()
-        slot = self._slots[index % self.plan.slots]
-        begun = self._writes[index] = [None] * self.plan.lanes
-        for i, (part, lane) in enumerate(zip(self._group(index), slot, strict=False)):
-            if part.write:
-                size = -(-part.bytes // PAGE) * PAGE
-                begun[i] = part.file.write(part.block, lane[:size])
-                self._times.written_bytes += size
+        writes: list[Transfer | None] = [None] * self.buffers.per_slot
+        self._writes[index] = writes
+        for i, (tensor, buffer) in enumerate(zip(self._group(index), self._slot(index), strict=False)):
+            if tensor.write:
+                writes[i] = tensor.file.write(tensor.block, buffer[: -(-tensor.bytes // PAGE) * PAGE])
         if self._queued is not None:
-            self._queued(index, begun)
+            self._queued(index, writes)
         assert self._groups is not None
-        if index + self.plan.slots < len(self._groups):
-            self._read(index + self.plan.slots, begun)
+        if index + self.buffers.slots < len(self._groups):
+            self._queue_reads(index + self.buffers.slots, writes)
 
     def _wait_for_writes(self, index: int) -> None:
-        begin = time.perf_counter()
-        for part, transfer in zip(self._group(index), self._writes.pop(index), strict=False):
+        for tensor, transfer in zip(self._group(index), self._writes.pop(index), strict=False):
             if transfer is not None:
-                part.file.finish(transfer)
-        self._times.waited += time.perf_counter() - begin
+                tensor.file.finish(transfer)

@@ -90,7 +90,7 @@ def test_alone_too_a_parameter_read_outside_its_unit_is_named() -> None:
         (WAYS[1], {"optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}}, "LAMB cannot be offloaded"),
         ({"stage": 3, "offload_param": CPU}, {}, "only where their whole optimizer does"),
         ({**WAYS[2], "offload_optimizer": {**CPU, "ratio": 0.5}}, {}, "add offload_optimizer with ratio 1"),
-        ({**WAYS[1], "offload_optimizer": {**CPU, "super_offload": True}}, {}, "super_offload is not supported"),
+        ({**WAYS[1], "offload_optimizer": {**CPU, "super_offload": True}}, {}, "'super_offload' is not supported"),
         ({"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/nowhere"}}, {}, "nvme_path"),
     ],
 )

@@ -60,7 +60,7 @@ def cases(draw: st.DrawFn) -> tuple[Any, Case]:
     return engine, case
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(cases())
 def test_derived_equals_plain_and_every_item_has_a_formula(drawn: tuple[Any, Case]) -> None:
     engine, case = drawn
@@ -75,7 +75,7 @@ def test_derived_equals_plain_and_every_item_has_a_formula(drawn: tuple[Any, Cas
         assert value == 0 or isinstance(value, Derived), f"{line.name} lost its derivation"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(cases())
 def test_the_items_add_up_to_the_plan(drawn: tuple[Any, Case]) -> None:
     engine, case = drawn
@@ -89,7 +89,7 @@ def test_the_items_add_up_to_the_plan(drawn: tuple[Any, Case]) -> None:
     assert plan.gpu.total is plan.gpu.peak_allocated is plan.gpu.activations is None
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(cases())
 def test_every_plan_round_trips_through_json(drawn: tuple[Any, Case]) -> None:
     plan = formula_plan(*drawn)

@@ -16,7 +16,7 @@ from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.registry import engine_names, find_engine
 from zeroplan.ledger.derive import Derived
-from zeroplan.ledger.line import _Symbols, derived, evaluate
+from zeroplan.ledger.line import derived, evaluate, symbols
 from zeroplan.models.spec import ModelSpec, Tensor, Unit
 from zeroplan.planner.formula import formula_plan
 
@@ -69,9 +69,9 @@ def test_derived_equals_plain_and_every_item_has_a_formula(drawn: tuple[Any, Cas
     explained = list(derived(ledger, facts))
     assert [(i.name, i.bytes) for i in plain] == [(i.name, i.bytes) for i in explained]
     assert all(i.formula and i.doc for i in explained)
-    symbols = _Symbols(facts)
+    named = symbols(facts)
     for line in ledger:
-        value = line.fn(symbols)
+        value = line.fn(named)
         assert value == 0 or isinstance(value, Derived), f"{line.name} lost its derivation"
 
 

@@ -57,7 +57,7 @@ def test_tables(plans: zeroplan.Plans) -> None:
     "shown, holds",
     [
         ("plans[0]", "optim.exp_avg"),
-        ("plans", "Largest item at stage 0"),
+        ("plans", "Needs 1017.9 MiB and activations a GPU at least: ZeRO-3, "),
         ("plans[0]._repr_html_()", "<td"),
         ("plans[0].model_copy()", "optim.exp_avg"),
     ],

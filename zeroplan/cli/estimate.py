@@ -31,6 +31,8 @@ Timeline = Annotated[str | None, typer.Option("--timeline", metavar="FILE", help
 def estimate(
     request: Request,
     style: flags.Style = "plain",
+    wide: flags.Wide = False,
+    quiet: flags.Quiet = False,
     as_json: flags.Json = False,
     check: Check = False,
     peak: Peak = False,
@@ -59,10 +61,13 @@ def estimate(
         typer.echo(_json(answer, peak=peak))
     else:
         from zeroplan.report.plans import report_text
+        from zeroplan.report.terminal import Terminal
 
-        typer.echo(report_text(report, style))
-        if peak:
-            typer.echo("\n" + _peaks(answer, style))
+        terminal = Terminal.here(wide=wide)
+        following = flags.recommend_words(request)
+        typer.echo(report_text(report, style, terminal=terminal, quiet=quiet, next_command=following))
+        if peak and not quiet:
+            typer.echo("\n" + _peaks(answer, style, terminal.width))
     if check and not any(plan.fits for plan in report.plans):
         raise typer.Exit(EXIT_DOES_NOT_FIT)
 
@@ -78,17 +83,19 @@ def _json(answer: Estimate, *, peak: bool) -> str:
     return json.dumps(data, indent=2)
 
 
-def _peaks(answer: Estimate, style: str) -> str:
+def _peaks(answer: Estimate, style: str, width: int | None) -> str:
+    """Tables of what is alive at each plan's peak, and of its host unless the report shows that."""
     from zeroplan.report.host import host_table
     from zeroplan.report.peak import peak_tables
 
-    parts = []
+    parts, several = [], len(answer.runs) > 1
     for plan, run in zip(answer.report.plans, answer.runs, strict=True):
         if run is None:
             parts.append(f"{plan.label}: no peak at formula depth")
         else:
             parts.append(f"{plan.label}: alive at the peak, in {plan.gpu.peak_phase}")
-            parts += [peak_tables(run.simulation.timeline, run.stream, style=style), host_table(plan, style)]
+            parts.append(peak_tables(run.simulation.timeline, run.stream, style=style, width=width))
+            parts += [host_table(plan, style, width=width)] if several else []
     return "\n\n".join(parts)
 
 

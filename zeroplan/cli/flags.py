@@ -34,6 +34,9 @@ def _style(style: str) -> str:
 
 Style = Annotated[str, typer.Option("--format", callback=_style, help="plain, github, html or csv.")]
 
+Wide = Annotated[bool, typer.Option("--wide", help="Show all columns, in lines of any length.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the verdict alone.")]
+
 _WORK, _CLUSTER, _ZERO = "Workload", "Cluster", "Sharding"
 
 
@@ -127,6 +130,29 @@ def takes_request(*without: str) -> Callable[[Callable[..., None]], Callable[...
         return run
 
     return decorate
+
+
+#: What ``recommend`` is asked about what ``estimate`` has answered: all but what it finds out itself.
+_FOR_RECOMMEND = (
+    *("model", "params", "seq_len", "dtype", "optimizer", "attn", "lora_rank", "lora_targets"),
+    *("gpus", "nodes", "gpu", "vram", "cpu_ram", "nvme", "engine", "trust_remote_code"),
+)
+
+
+def recommend_words(request: Request) -> list[str]:
+    """Return the words of the ``recommend`` command for the same model, workload and cluster."""
+    given = chosen(request)
+    words = ["zeroplan", "recommend"]
+    for name in _FOR_RECOMMEND:
+        value = given.get(name)
+        if value is None:
+            continue
+        flag = [] if name == "model" else [f"--{name.replace('_', '-')}"]
+        text = [] if value is True else [",".join(value) if isinstance(value, tuple) else str(value)]
+        words += [*flag, *text]
+    if request.ds_config is not None:
+        words += ["--from", str(request.ds_config)]
+    return words if request.gpu or request.vram else [*words, "--gpu", "H100"]
 
 
 def chosen(request: Request) -> dict[str, Any]:

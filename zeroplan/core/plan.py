@@ -29,6 +29,13 @@ class PlanLine(_Frozen):
     formula: str = ""
 
 
+class PeakShare(_Frozen):
+    """Bytes of one family of buffers (:class:`zeroplan.core.families.Family`) at the peak of allocated memory."""
+
+    what: str
+    bytes: int
+
+
 class GpuMemory(_Frozen):
     """Bytes on the worst rank's GPU. Activations, peaks and total are None at formula depth.
 
@@ -39,6 +46,8 @@ class GpuMemory(_Frozen):
     `at_limit` is true where the run fills its card, so that torch's allocator releases its cache. Per step it then does so
     `cache_emptied` times, in `segments_remapped` driver calls, and frees and allocates `bytes_remapped` bytes again; with
     expandable segments these are `pages_remapped` pages.
+
+    `at_peak` says what is alive when allocated memory peaks, largest first; it adds up to `peak_allocated`.
     """
 
     model_states: int
@@ -58,6 +67,7 @@ class GpuMemory(_Frozen):
     segments_remapped: int = 0
     bytes_remapped: int = 0
     pages_remapped: int = 0
+    at_peak: tuple[PeakShare, ...] = ()
 
     @property
     def needed(self) -> int:
@@ -153,8 +163,21 @@ class ModelInfo(_Frozen):
     source: str
 
 
+class Relief(_Frozen):
+    """A knob that lowers a plan's GPU memory: what to turn, the flags for it, the bytes it saves, and the new total."""
+
+    what: str
+    flags: str
+    saves: int
+    total: int
+    fits: bool | None = None
+
+
 class Report(_Frozen):
-    """The plans of one request, with the request. ``--json`` prints it."""
+    """The plans of one request, with the request. ``--json`` prints it.
+
+    `reliefs` are knobs of the plan that the answer is about (:attr:`decisive`), the cheapest in speed first.
+    """
 
     schema_version: int = Field(default=SCHEMA_VERSION, alias="schema")
     model: ModelInfo
@@ -162,8 +185,31 @@ class Report(_Frozen):
     cluster: dict[str, Any]
     warnings: tuple[str, ...] = ()
     plans: tuple[MemoryPlan, ...] = ()
+    reliefs: tuple[Relief, ...] = ()
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+    @property
+    def decisive(self) -> MemoryPlan | None:
+        """The plan that the answer is about.
+
+        The first that fits, which saves the least; if none fits, the one that exceeds its tightest limit by the smallest
+        factor. None where several plans are listed and no limit was given.
+        """
+        if len(self.plans) == 1:
+            return self.plans[0]
+        fitting = next((plan for plan in self.plans if plan.fits), None)
+        judged = [plan for plan in self.plans if plan.fits is not None]
+        return fitting or min(judged, key=self._excess, default=None)
+
+    def _excess(self, plan: MemoryPlan) -> float:
+        """The largest of what a plan needs over its limit: GPU, host and disk."""
+        needs = (
+            (plan.gpu.needed, plan.gpu.usable),
+            (plan.cpu.per_node, self.cluster["cpu_ram"]),
+            (plan.nvme.per_node, self.cluster["nvme"]),
+        )
+        return max((need / limit for need, limit in needs if limit), default=0.0)
 
     def to_json(self) -> str:
         """Return the report as JSON text, indented by two."""

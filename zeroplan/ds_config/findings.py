@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -37,5 +38,18 @@ class Finding:
 
     def __str__(self) -> str:
         """One line."""
-        text = f"{self.where}: {self.what}" if self.where else self.what
+        return self.at_keys([self.where])
+
+    def at_keys(self, keys: Sequence[str]) -> str:
+        """One line that says the same of several keys."""
+        named = ", ".join(key for key in keys if key)
+        text = f"{named}: {self.what}" if named else self.what
         return f"{text}; {self.remedy}" if self.remedy else text
+
+
+def merged(findings: Iterable[Finding]) -> list[str]:
+    """One line for each thing that is found, in order; keys of which the same is said share a line."""
+    keys: dict[tuple[str, str], tuple[Finding, list[str]]] = {}
+    for finding in findings:
+        keys.setdefault((finding.what, finding.remedy), (finding, []))[1].append(finding.where)
+    return [first.at_keys(where) for first, where in keys.values()]

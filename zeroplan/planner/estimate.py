@@ -48,22 +48,36 @@ def estimate_runs(request: Request) -> Estimate:
     engine, spec = resolved.engine, resolved.spec
     config = allocator_config(request.alloc_conf)
     tapes = None if resolved.depth == FORMULA else _tapes(engine)
-    warnings = list(resolved.warnings)
+    shallow: list[str] = []  # why a plan is of formula depth: that weighs more than all else
     plans: list[MemoryPlan] = []
     runs: list[Simulated | None] = []
     for case in resolved.cases:
         plan = formula_plan(engine, case)
-        run = None if tapes is None else _simulated(plan, resolved, case, tapes, config, warnings)
+        run = None if tapes is None else _simulated(plan, resolved, case, tapes, config, shallow)
         plans.append(plan if run is None else run.plan)
         runs.append(run)
     report = Report(
         model=ModelInfo(name=spec.name, params=spec.params, trainable=spec.trainable, source=spec.source),
         workload=describe_workload(resolved.workload),
         cluster=describe_cluster(resolved.cluster),
-        warnings=tuple(warnings),
+        warnings=(*shallow, *resolved.warnings),
         plans=tuple(plans),
     )
-    return Estimate(report, tuple(runs))
+    return Estimate(_with_reliefs(report, resolved, runs, config), tuple(runs))
+
+
+def _with_reliefs(report: Report, resolved: Resolved, runs: list[Simulated | None], config: AllocatorConfig | None) -> Report:
+    """The report with what would lower the memory of the plan that it is about, if that was simulated."""
+    plan = report.decisive
+    at = next((index for index, one in enumerate(report.plans) if one is plan), None)
+    run = None if at is None else runs[at]
+    if at is None or run is None:
+        return report
+    from zeroplan.planner.relief import find_reliefs
+
+    listed = {case.zero: one for case, one in zip(resolved.cases, report.plans, strict=True)}
+    found = find_reliefs(resolved.engine, resolved.cases[at], run, config, listed)
+    return report.model_copy(update={"reliefs": found})
 
 
 def allocator_config(alloc_conf: str) -> AllocatorConfig | None:

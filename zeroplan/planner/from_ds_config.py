@@ -10,6 +10,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.workload import DType, Workload
 from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.ds_config.findings import merged
 from zeroplan.ds_config.reader import fill_from, inspect_ds_config
 from zeroplan.engines.base import Engine
 from zeroplan.models.facts import spec_facts
@@ -54,7 +55,7 @@ def read_run(request: Request, engine: Engine, cluster: Cluster, spec: ModelSpec
     given = frozenset(name for name in _SHARED if getattr(request, name) is not None)
     workload = config.workload(base, given=given)
     find_optimizer(workload.optimizer, where=f"{config.source}: optimizer.type")
-    return DsConfigRun(engine.with_ds_config(config), workload, config.zero, tuple(str(found) for found in config.warnings))
+    return DsConfigRun(engine.with_ds_config(config), workload, config.zero, tuple(merged(config.warnings)))
 
 
 def _fill(request: Request, base: Workload) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zeroplan.core.buffers import FROM_FIRST_STEP, Buffer, Phase, Place
@@ -13,6 +14,7 @@ from zeroplan.engines.simulation import Simulation, phase_of_mark
 from zeroplan.planner.formula import misfits, verdict
 from zeroplan.planner.host import host_memory
 from zeroplan.planner.limit import held_to
+from zeroplan.planner.peak import shares
 from zeroplan.simulate.allocator.config import AllocatorConfig
 
 SIMULATED = "simulated"
@@ -57,6 +59,7 @@ def simulated_plan(
     held = held_to(case, unlimited, outside, config)
     simulation, released = held.simulation, held.released
     timeline = simulation.timeline
+    phase = phase_of_mark(timeline.peak_mark()).value
     live = simulation.held_after(Phase.STEP)
     gpu = formula.gpu.model_copy(
         update={
@@ -71,9 +74,10 @@ def simulated_plan(
             "segments_remapped": released.segments,
             "bytes_remapped": released.bytes,
             "pages_remapped": released.pages,
-            "peak_phase": phase_of_mark(timeline.peak_mark()).value,
+            "peak_phase": phase,
             "phases": simulation.phases(),
             "outside_torch": outside.total,
+            "at_peak": shares(timeline.alive_by_buffer_and_note(), tape, sharded=case.zero.stage == 3),
         }
     )
     types = {module.type for module in tape.modules}
@@ -92,7 +96,11 @@ def simulated_plan(
             "cpu": cpu,
             "misfits": broken,
             "fits": verdict(case, broken),
-            "lines": (*_ledger_lines(formula, simulation), *_traced_lines(formula, simulation), *_outside_lines(outside)),
+            "lines": (
+                *_ledger_lines(formula, simulation),
+                *_traced_lines(formula, timeline.alive_by_buffer(), phase),
+                *_outside_lines(outside),
+            ),
         }
     )
     return Simulated(plan, simulation, tape, outside)
@@ -112,11 +120,9 @@ def _ledger_lines(formula: MemoryPlan, simulation: Simulation) -> list[PlanLine]
     return [*others, PlanLine(buffer=key[0], place=key[1], bytes=sum(simulation.moved), phases=phases, formula=how)]
 
 
-def _traced_lines(formula: MemoryPlan, simulation: Simulation) -> list[PlanLine]:
-    """What is alive at the peak and has no formula: the model's computation, gathered parameters."""
+def _traced_lines(formula: MemoryPlan, alive: Mapping[Buffer, int], phase: str) -> list[PlanLine]:
+    """What is alive at the peak, in `phase`, and has no formula: the model's computation, gathered parameters."""
     known = {line.buffer for line in formula.lines if line.place == "hbm"}
-    alive = simulation.timeline.alive_by_buffer()
-    phase = phase_of_mark(simulation.timeline.peak_mark()).value
     return [
         PlanLine(
             buffer=buffer.value,

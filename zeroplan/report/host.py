@@ -8,17 +8,20 @@ from zeroplan.report.table import render
 
 #: A row names this many buffers and gives the sum of the others.
 MOST_NAMED = 4
+#: Characters of the columns of figures, and of a buffer's name with its size.
+_OTHER_COLUMNS, _NAME = 28, 26
 
 
-def host_table(plan: MemoryPlan, style: str = "plain") -> str:
+def host_table(plan: MemoryPlan, style: str = "plain", *, width: int | None = None) -> str:
     """Return one row for each phase, in the order of a run, sizes in GiB. Empty at formula depth, which has no host phases."""
     if not plan.cpu.peaks:
         return ""
+    named = MOST_NAMED if width is None else max(1, (width - _OTHER_COLUMNS) // _NAME)
     rows = [
-        [peak.phase, format_gib(peak.bytes), format_gib(peak.pinned) if peak.pinned else "-", alive_text(peak)]
+        [peak.phase, format_gib(peak.bytes), format_gib(peak.pinned) if peak.pinned else "-", alive_text(peak, named)]
         for peak in plan.cpu.peaks
     ]
-    return render(["host in", "most", "pinned", "alive there"], rows, style)
+    return render(["host in", "most", "pinned", "alive there"], rows, style, width=width)
 
 
 def alive_text(peak: HostPeak, most: int = MOST_NAMED) -> str:

@@ -42,8 +42,10 @@ def origin_in(tape: ExpandedTape) -> Callable[[Buffer, Note], str]:
     return origin
 
 
-def peak_tables(timeline: Timeline, tape: ExpandedTape, *, most: int = 20, style: str = "plain") -> str:
-    """Two tables: buffers, and the `most` largest origins; what differs only in the block's number is one row."""
+def peak_tables(
+    timeline: Timeline, tape: ExpandedTape, *, most: int = 20, style: str = "plain", width: int | None = None
+) -> str:
+    """Return two tables: the buffers, and the `most` largest origins. Modules of other blocks share a row."""
     origin = origin_in(tape)
     by_buffer = [[buffer.value, format_bytes(count)] for buffer, count in timeline.alive_by_buffer().items()]
     totals: dict[tuple[str, str], int] = {}
@@ -53,12 +55,15 @@ def peak_tables(timeline: Timeline, tape: ExpandedTape, *, most: int = 20, style
     largest = sorted(totals.items(), key=lambda item: -item[1])[:most]
     by_origin = [[buffer, where or "-", format_bytes(count)] for (buffer, where), count in largest]
     return "\n\n".join(
-        [render(["buffer", "bytes"], by_buffer, style), render(["buffer", "module or parameter", "bytes"], by_origin, style)]
+        [
+            render(["buffer", "bytes"], by_buffer, style, width=width),
+            render(["buffer", "module or parameter", "bytes"], by_origin, style, width=width),
+        ]
     )
 
 
 def peak_json(timeline: Timeline, tape: ExpandedTape) -> dict[str, object]:
-    """The same as plain data."""
+    """Return the same as values that JSON can hold, every origin by itself; ``bytes`` are integers."""
     origin = origin_in(tape)
     return {
         "mark": timeline.peak_mark(),

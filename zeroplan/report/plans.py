@@ -1,14 +1,122 @@
-"""Plans as tables for the terminal, GitHub, HTML and CSV, and the sentences below them. No formulas here."""
+"""What ``estimate`` answers, as text: the verdict, a table of the plans that fits the terminal, and the details of one plan."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from zeroplan.core.plan import MemoryPlan, Report
 from zeroplan.core.units import format_bytes, format_gib
 from zeroplan.report.host import host_table
 from zeroplan.report.table import render
-from zeroplan.report.words import gpus_text, model_text, work_text
+from zeroplan.report.terminal import PLAIN, Terminal
+from zeroplan.report.verdict import name_of, peak_sentence, relief_sentence, verdict
+from zeroplan.report.words import machine_text, model_text, work_text
 
 _FITS = {True: "yes", False: "no", None: "-"}
+#: Parts of the peak that are smaller than this part of it are summed up.
+_LEAST_SHARE = 0.005
+
+
+def report_text(
+    report: Report, style: str = "plain", *, terminal: Terminal = PLAIN, quiet: bool = False, next_command: Sequence[str] = ()
+) -> str:
+    """Return the whole answer: verdict, table, details of a single plan, and the notes.
+
+    Args:
+        report: the plans.
+        style: plain, github, html or csv. But for plain, tables have all columns; csv and html are the table alone.
+        terminal: where it goes. Without a width, tables have all columns as well.
+        quiet: the verdict alone.
+        next_command: the words of the command that a user would run next, or nothing.
+
+    Raises:
+        BadInput: an unknown `style`.
+    """
+    if style in ("csv", "html"):
+        return plans_table(report.plans, style)
+    if style != "plain":
+        terminal = Terminal(width=None)
+    first = terminal.wrap(verdict(report))
+    if quiet:
+        return "\n".join(first)
+    lines = [_judged(first[0], report, terminal), *first[1:]]
+    plan = report.decisive or (report.plans[0] if report.plans else None)
+    for sentence in (peak_sentence(plan) if plan else "", relief_sentence(report.reliefs)):
+        lines += terminal.wrap(sentence) if sentence else []
+    lines += terminal.command("Next: ", next_command) if next_command else []
+    lines += ["", *terminal.wrap(_heading(report)), ""]
+    if len(report.plans) == 1:
+        lines += _details(report.plans[0], style, terminal)
+    else:
+        lines += [*_table(report.plans, style, terminal), "", *_legend(report, style, terminal)]
+    lines += notes(report.warnings, terminal)
+    return "\n".join(lines)
+
+
+def _judged(line: str, report: Report, terminal: Terminal) -> str:
+    """The verdict's first line with its first words in colour."""
+    head, colon, rest = line.partition(":")
+    plan = report.decisive
+    paint = terminal.bold if plan is None or plan.fits is None else terminal.good if plan.fits else terminal.bad
+    return f"{paint(head + colon)}{rest}"
+
+
+def notes(warnings: Sequence[str], terminal: Terminal) -> list[str]:
+    """Return the warnings, each once, in their order, which is the most severe first."""
+    found = list(dict.fromkeys(warnings))
+    lines = [line for text in found for line in terminal.wrap(text, indent="note: ", hang="      ")]
+    return ["", *lines] if lines else []
+
+
+def _heading(report: Report) -> str:
+    model = report.model
+    parts = [model_text(model.name, model.params, model.trainable), machine_text(report.cluster)]
+    if report.plans:
+        parts.append(f"{report.plans[0].engine} {report.plans[0].engine_version}")
+    return " · ".join([*parts, work_text(report.workload)])
+
+
+def _table(plans: Sequence[MemoryPlan], style: str, terminal: Terminal) -> list[str]:
+    """The table's lines, the verdict of each row in colour."""
+    if style != "plain" or terminal.width is None:
+        return plans_table(plans, style).splitlines()
+    lines = narrow_table(plans, terminal.width).splitlines()
+    for at, plan in enumerate(plans, len(lines) - len(plans)):
+        cell = fits_text(plan)
+        if plan.fits is not None and lines[at].endswith(cell):
+            paint = terminal.good if plan.fits else terminal.bad
+            lines[at] = lines[at].removesuffix(cell) + paint(cell)
+    return [terminal.bold(lines[0]), *lines[1:]]
+
+
+def narrow_table(plans: Sequence[MemoryPlan], width: int = 80) -> str:
+    """Return one row a plan in six columns, sizes in GiB."""
+    simulated = any(plan.gpu.at_peak for plan in plans)
+    headers = ["ZeRO", "offload", "GPU", "host", "largest at the peak" if simulated else "largest", "fits"]
+    rows = [
+        [
+            str(plan.stage),
+            _offload(plan),
+            format_gib(plan.gpu.needed, digits=1),
+            format_gib(plan.cpu.per_node, digits=1),
+            _most(plan),
+            fits_text(plan),
+        ]
+        for plan in plans
+    ]
+    return render(headers, rows, "plain", width=width)
+
+
+def _most(plan: MemoryPlan) -> str:
+    """The largest family at the peak, or at formula depth the largest buffer."""
+    if plan.gpu.at_peak:
+        top = plan.gpu.at_peak[0]
+        return f"{top.what} {format_gib(top.bytes, digits=1)}"
+    on_gpu = [line for line in plan.lines if line.place == "hbm"]
+    if not on_gpu:
+        return "-"
+    largest = max(on_gpu, key=lambda line: line.bytes)
+    return f"{largest.buffer} {format_gib(largest.bytes, digits=1)}"
 
 
 def _offload(plan: MemoryPlan) -> str:
@@ -21,16 +129,16 @@ def _offload(plan: MemoryPlan) -> str:
 
 
 def fits_text(plan: MemoryPlan) -> str:
-    """Whether a plan fits, and which limits it breaks."""
+    """Return whether a plan fits, and which limits it breaks: ``"no (gpu, cpu)"``."""
     return _FITS[plan.fits] + (f" ({', '.join(plan.misfits)})" if plan.misfits else "")
 
 
-def _host(plan: MemoryPlan) -> str:
-    return format_gib(plan.cpu.per_node) + (f" ({format_gib(plan.cpu.pinned)})" if plan.cpu.pinned else "")
+def plans_table(plans: Sequence[MemoryPlan], style: str = "plain") -> str:
+    """Return one row a plan with all columns, sizes in GiB.
 
-
-def plans_table(plans: tuple[MemoryPlan, ...] | list[MemoryPlan], style: str = "plain") -> str:
-    """One row a plan, sizes in GiB."""
+    Raises:
+        BadInput: an unknown `style`.
+    """
     simulated = any(plan.gpu.peak_allocated is not None for plan in plans)
     headers = ["stage", "offload", "states"]
     headers += ["activations", "allocated", "reserved", "total", "peak in"] if simulated else ["fixed"]
@@ -46,7 +154,7 @@ def plans_table(plans: tuple[MemoryPlan, ...] | list[MemoryPlan], style: str = "
             row.append(format_gib(gpu.fixed_buffers))
         peer = plan.deepspeed_estimator
         row += [
-            _host(plan),
+            format_gib(plan.cpu.per_node) + (f" ({format_gib(plan.cpu.pinned)})" if plan.cpu.pinned else ""),
             format_gib(plan.nvme.per_node) if plan.nvme.per_node else "-",
             fits_text(plan),
             f"{format_gib(peer.gpu)} / {format_gib(peer.cpu)}" if peer else "-",
@@ -55,39 +163,15 @@ def plans_table(plans: tuple[MemoryPlan, ...] | list[MemoryPlan], style: str = "
     return render(headers, rows, style)
 
 
-def report_text(report: Report, style: str = "plain") -> str:
-    """The whole answer: a heading, the table, what decides, and the warnings."""
-    table = plans_table(report.plans, style)
-    if style in ("csv", "html"):
-        return table
-    parts = [_heading(report), "", table, "", *_legend(report), "", *_host_part(report, style), *decides(report)]
-    parts += [f"warning: {text}" for text in report.warnings]
-    return "\n".join(parts)
-
-
-_HOST_LEGEND = (
-    "Host memory of a node, in GiB. Not in the total: saving and resuming, and weights, which is load where pretrained ones are"
-    " read into host memory."
-)
-
-
-def _host_part(report: Report, style: str) -> list[str]:
-    """The host by phase, where there is one plan to tell of."""
-    table = host_table(report.plans[0], style) if len(report.plans) == 1 else ""
-    return [table, "", _HOST_LEGEND, ""] if table else []
-
-
-def _heading(report: Report) -> str:
-    model, work, cluster = report.model, report.workload, report.cluster
-    text = f"{model_text(model.name, model.params, model.trainable)} · {gpus_text(cluster['nodes'], cluster['gpus'])}"
-    if cluster["vram"]:
-        text += f" of {format_bytes(cluster['vram'], digits=0)} ({format_bytes(cluster['usable_vram'], digits=1)} usable)"
-    return f"{text} · {work_text(work)}"
-
-
-def _legend(report: Report) -> list[str]:
+def _legend(report: Report, style: str, terminal: Terminal) -> list[str]:
+    """What the columns are."""
+    simulated = any(plan.depth == "simulated" for plan in report.plans)
+    if style == "plain" and terminal.width is not None:
+        gpu = "what nvidia-smi would show" if simulated else "states and the engine's buffers, without activations"
+        lines = terminal.wrap(f"GiB. GPU: {gpu}, on the GPU that needs the most. host: of a node. --wide shows all columns.")
+        return [terminal.dim(line) for line in lines]
     lines = ["GiB per GPU; host and disk per node. DeepSpeed says: its own estimator, per GPU / per node's host."]
-    if any(plan.depth == "simulated" for plan in report.plans):
+    if simulated:
         lines.append("total: reserved by torch's allocator, and what the context, kernels and NCCL take beside it.")
         lines.append("fits: the upper end of total's interval against what is usable.")
     if any(plan.depth == "formula" for plan in report.plans):
@@ -95,75 +179,82 @@ def _legend(report: Report) -> list[str]:
     return lines
 
 
-#: How the origin of an item begins that no formula gives.
-_NO_FORMULA = ("measured", "traced", "simulated")
+_HOST_LEGEND = (
+    "Host memory of a node by phase, GiB. Not in its total: save, resume, and weights, which is load where"
+    " pretrained weights are read into host memory."
+)
 
 
-def decides(report: Report) -> list[str]:
-    """What decides: the largest item, the first option that fits, and what would change it."""
-    if not report.plans:
+def _details(plan: MemoryPlan, style: str, terminal: Terminal) -> list[str]:
+    """One plan's figures, what is alive at its peak, and its host by phase."""
+    if style != "plain" or terminal.width is None:
+        lines = [*plans_table([plan], style).splitlines(), ""]
+    else:
+        lines = [*_figures(plan, terminal), *_peak(plan, terminal)]
+    table = host_table(plan, style, width=terminal.width)
+    if table:
+        lines += [*map(terminal.dim, terminal.wrap(_HOST_LEGEND)), table]
+    return lines
+
+
+def _figures(plan: MemoryPlan, terminal: Terminal) -> list[str]:
+    """One line a figure, sizes in GiB, each with what it is."""
+    gpu, peer = plan.gpu, plan.deepspeed_estimator
+    known = [
+        ("model states", gpu.model_states, "parameters, gradients, optimizer"),
+        ("engine's buffers", gpu.fixed_buffers, "buckets and the like, at their largest"),
+        ("activations", gpu.activations, "the most of one micro batch's own computation"),
+        ("allocated", gpu.peak_allocated, f"at its peak, in the {gpu.peak_phase}: max_memory_allocated"),
+        ("reserved", gpu.peak_reserved, "with the allocator's cache: max_memory_reserved"),
+        ("total", gpu.total, "with CUDA context, kernels and NCCL: nvidia-smi"),
+        (
+            "host",
+            plan.cpu.per_node,
+            "of a node" + (f", {format_gib(plan.cpu.pinned, digits=1)} pinned" if plan.cpu.pinned else ""),
+        ),
+        ("disk", plan.nvme.per_node or None, "of a node"),
+    ]
+    rows = [f"{name:<20}{format_gib(size):>9}  {terminal.dim(what)}" for name, size, what in known if size is not None]
+    if peer is not None:
+        says = "its own estimator; host of a node " + format_gib(peer.cpu, digits=1)
+        rows.append(f"{'DeepSpeed says':<20}{format_gib(peer.gpu):>9}  {terminal.dim(says)}")
+    return [terminal.bold(f"{'GiB':<20}{'a GPU':>9}"), *rows, ""]
+
+
+def _peak(plan: MemoryPlan, terminal: Terminal) -> list[str]:
+    """What is alive at the peak, largest first, sizes in GiB and shares of the peak."""
+    whole = sum(one.bytes for one in plan.gpu.at_peak)
+    if not whole:
         return []
-    out = []
-    first = report.plans[0]
-    on_gpu = [line for line in first.lines if line.place == "hbm"]
-    if on_gpu:
-        top = max(on_gpu, key=lambda line: line.bytes)
-        why = f", {top.formula}" if top.formula.startswith(_NO_FORMULA) else f" = {top.formula} bytes"
-        out.append(f"Largest item at {first.label}: {top.buffer}, {format_bytes(top.bytes)}{why}.")
-    fitting = [plan for plan in report.plans if plan.fits]
-    if any(plan.fits is not None for plan in report.plans):
-        if fitting:
-            out.append(f"First that fits: {fitting[0].label} ({_need(fitting[0])} a GPU).")
-        else:
-            nearest = min(report.plans, key=lambda plan: plan.gpu.needed)
-            over = (nearest.gpu.needed) - (nearest.gpu.usable or 0)
-            short = (
-                f", {format_bytes(over)} too much" if "gpu" in nearest.misfits else f": {', '.join(nearest.misfits)} is short"
-            )
-            out.append(f"Nothing fits. Nearest: {nearest.label} ({_need(nearest)} a GPU{short}).")
-    out += _would_change(report)
-    return out
+    shown = [one for one in plan.gpu.at_peak if one.bytes >= _LEAST_SHARE * whole]
+    rest = whole - sum(one.bytes for one in shown)
+    rows = [(one.what, one.bytes) for one in shown] + ([("the rest", rest)] if rest else [])
+    lines = [f"{what:<20}{format_gib(size):>9}  {100 * size / whole:3.0f} %" for what, size in rows]
+    return [terminal.bold("At the peak"), *lines, ""]
 
 
-def _need(plan: MemoryPlan) -> str:
-    return format_bytes(plan.gpu.needed)
-
-
-def _would_change(report: Report) -> list[str]:
-    if len(report.plans) < 2:
-        return []
-    small = min(report.plans, key=lambda plan: plan.gpu.needed)
-    first = report.plans[0]
-    if _need(small) == _need(first):
-        return []
-    return [f"What changes it most: {small.label} brings {_need(first)} down to {_need(small)} a GPU."]
-
-
-def lines_table(plan: MemoryPlan, style: str = "plain") -> str:
-    """One row a buffer, largest first within its place."""
+def lines_table(plan: MemoryPlan, style: str = "plain", *, width: int | None = None) -> str:
+    """Return one row a buffer, largest first within its place."""
     order = {"hbm": 0, "pinned": 1, "dram": 2, "nvme": 3}
     lines = sorted(plan.lines, key=lambda line: (order.get(line.place, 9), -line.bytes))
     rows = [[line.buffer, line.place, format_bytes(line.bytes), _phases(line.phases), line.formula] for line in lines]
-    return render(["buffer", "place", "bytes", "phases", "formula"], rows, style)
+    return render(["buffer", "place", "bytes", "phases", "formula"], rows, style, width=width)
 
 
 def _phases(phases: tuple[str, ...]) -> str:
-    return (
-        "always"
-        if len(phases) >= 4
-        else "from the first step"
-        if phases == ("forward", "backward", "step")
-        else ", ".join(phases)
-    )
+    if len(phases) >= 4:
+        return "always"
+    return "from the first step" if phases == ("forward", "backward", "step") else ", ".join(phases)
 
 
-def plan_text(plan: MemoryPlan) -> str:
-    """One plan for a terminal: its row, its host and its buffers."""
-    tables = [plans_table([plan]), host_table(plan), lines_table(plan)]
-    return f"{plan.engine} {plan.engine_version}, {plan.label}\n" + "\n\n".join(table for table in tables if table)
+def plan_text(plan: MemoryPlan, terminal: Terminal = PLAIN) -> str:
+    """Return one plan for a terminal: its figures, its host and its buffers."""
+    heading = f"{plan.engine} {plan.engine_version}, {name_of(plan)}"
+    lines = [*terminal.wrap(heading), "", *_details(plan, "plain", terminal), "", lines_table(plan, width=terminal.width)]
+    return "\n".join(lines)
 
 
 def plan_html(plan: MemoryPlan) -> str:
-    """One plan for a notebook."""
-    heading = f"<p><b>{plan.engine} {plan.engine_version}, {plan.label}</b></p>"
+    """Return one plan for a notebook."""
+    heading = f"<p><b>{plan.engine} {plan.engine_version}, {name_of(plan)}</b></p>"
     return heading + plans_table([plan], "html") + host_table(plan, "html") + lines_table(plan, "html")

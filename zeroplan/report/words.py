@@ -1,16 +1,17 @@
-"""Short descriptions of what was asked for: the model, the GPUs, the workload."""
+"""Short descriptions of what was asked for, and of a plan: the model, the GPUs, the workload, the sharding."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from zeroplan.core.units import format_count
+from zeroplan.core.units import format_bytes, format_count
 
 
 def model_text(name: str, params: int, trainable: int) -> str:
     """Return ``"openai-community/gpt2: 124,439,808 parameters (1.2 M trainable)"``."""
-    return f"{name}: {params:,} parameters" + (f" ({format_count(trainable)} trainable)" if trainable != params else "")
+    text = name if name.endswith(" parameters") else f"{name}: {params:,} parameters"
+    return text + (f" ({format_count(trainable)} trainable)" if trainable != params else "")
 
 
 def gpus_text(nodes: int, gpus: int) -> str:
@@ -20,9 +21,34 @@ def gpus_text(nodes: int, gpus: int) -> str:
     return f"{gpus} GPU" if gpus == 1 else f"{gpus} GPUs"
 
 
+def machine_text(cluster: Mapping[str, Any]) -> str:
+    """Return ``"8 GPUs of 80 GiB (79.4 GiB usable), 512 GiB host"`` for a cluster as the report's JSON holds it."""
+    text = gpus_text(cluster["nodes"], cluster["gpus"])
+    if cluster["vram"]:
+        text += f" of {format_bytes(cluster['vram'], digits=0)} ({format_bytes(cluster['usable_vram'], digits=1)} usable)"
+    if cluster["cpu_ram"]:
+        text += f", {format_bytes(cluster['cpu_ram'], digits=0)} host"
+    if cluster["nvme"]:
+        text += f", {format_bytes(cluster['nvme'], digits=0)} disk"
+    return text
+
+
 def work_text(work: Mapping[str, Any]) -> str:
     """Return ``"bf16 adamw · batch 1 × 2048 × 4 accumulated"`` for a workload as the report's JSON holds it."""
     batch = f"batch {work['micro_batch']} × {work['seq_len']}"
     if work["grad_accum"] > 1:
         batch += f" × {work['grad_accum']} accumulated"
-    return f"{work['dtype']} {work['optimizer']} · {batch}"
+    text = f"{work['dtype']} {work['optimizer']} · {batch}"
+    if work.get("lora_rank"):
+        text += f" · LoRA rank {work['lora_rank']}"
+    return text + (" · checkpointing" if work.get("gradient_checkpointing") else "")
+
+
+def sharding_text(stage: int, offload_optimizer: str, offload_param: str) -> str:
+    """Return ``"ZeRO-3, optimizer and parameters on cpu"``."""
+    away = {"optimizer": offload_optimizer, "parameters": offload_param}
+    places: dict[str, list[str]] = {}
+    for what, where in away.items():
+        if where != "none":
+            places.setdefault(where, []).append(what)
+    return ", ".join([f"ZeRO-{stage}", *(f"{' and '.join(names)} on {where}" for where, names in places.items())])

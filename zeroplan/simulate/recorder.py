@@ -25,10 +25,12 @@ _Label = TypeVar("_Label")
 
 @dataclass(slots=True)
 class _Known:
-    """What each handle's bytes are, as of so many stored events; recordings that differ in sizes alone share it."""
+    """Each handle's labels, as of so many stored events. Recordings that differ in sizes alone share them."""
 
-    events: int = -1
+    buffers_at: int = -1
     buffers: list[Buffer] = field(default_factory=list)
+    notes_at: int = -1
+    notes: list[Note] = field(default_factory=list)
 
 
 class Recorder:
@@ -103,14 +105,17 @@ class Recorder:
     def buffers(self) -> list[Buffer]:
         """By handle what the bytes are."""
         known = self._by_handle
-        if known.events != len(self._code):
-            known.buffers, known.events = self._whole(self._buffers, self.event_blocks.buffers), len(self._code)
+        if known.buffers_at != len(self._code):
+            known.buffers, known.buffers_at = self._whole(self._buffers, self.event_blocks.buffers), len(self._code)
         return known.buffers
 
     @property
     def notes(self) -> list[Note]:
         """By handle who asked."""
-        return self._whole(self._notes, self.event_blocks.notes)
+        known = self._by_handle
+        if known.notes_at != len(self._code):
+            known.notes, known.notes_at = self._whole(self._notes, self.event_blocks.notes), len(self._code)
+        return known.notes
 
     def _whole(self, alone: list[_Label], within: list[list[_Label]]) -> list[_Label]:
         """By handle a label, from those of single allocations and those of event blocks."""

@@ -1,0 +1,105 @@
+"""Knobs that lower a plan's memory on the GPU, with what each saves: each is simulated by itself, all else as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.plan import MemoryPlan, Relief
+from zeroplan.core.tape import ExpandedTape
+from zeroplan.core.tape_sizes import KernelDevice
+from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer, ZeroConfig
+from zeroplan.engines.base import Case, Engine
+from zeroplan.planner.formula import formula_plan
+from zeroplan.planner.simulated import Simulated, simulated_plan
+from zeroplan.simulate.allocator.config import AllocatorConfig
+from zeroplan.tapes import find_tape
+
+#: A knob that saves less than this part of the total is not worth naming.
+LEAST = 0.02
+_EXPANDABLE = "expandable_segments:True"
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """One knob, what to write on the command line for it, and the case that it makes."""
+
+    what: str
+    flags: str
+    case: Case
+    config: AllocatorConfig | None
+
+
+def find_reliefs(
+    engine: Engine, case: Case, run: Simulated, config: AllocatorConfig | None, listed: Mapping[ZeroConfig, MemoryPlan]
+) -> tuple[Relief, ...]:
+    """The knobs that lower the total of a plan, in the order of what they cost in speed, the cheapest first.
+
+    That order is: the allocator's segments, sharding more, recomputing activations, a smaller micro batch, the optimizer in
+    host memory. A knob that needs a tape which is not at hand is left out: nothing is traced for it.
+
+    Args:
+        engine: the plan's.
+        case: the plan's.
+        run: the plan and its run.
+        config: the plan's settings of the allocator.
+        listed: plans of the same workload that are known already, by their sharding.
+    """
+    before = run.plan.gpu.total or 0
+    found = []
+    for change in _changes(engine, case, config):
+        plan = listed.get(change.case.zero) if (change.case.workload, change.config) == (case.workload, config) else None
+        plan = plan or _plan(engine, change, case, run.stream)
+        if plan is None or plan.gpu.total is None or before - plan.gpu.total < LEAST * before:
+            continue
+        total = plan.gpu.total
+        found.append(Relief(what=change.what, flags=change.flags, saves=before - total, total=total, fits=plan.fits))
+    return tuple(found)
+
+
+def _plan(engine: Engine, change: _Change, case: Case, stream: ExpandedTape) -> MemoryPlan | None:
+    """The plan after a change; None where the engine refuses it or its tape is not at hand."""
+    try:
+        engine.require_runnable(change.case.zero)
+        engine.require_workload(change.case)
+    except BadInput:
+        return None
+    same = change.case.workload == case.workload and engine.trace_options(change.case) == engine.trace_options(case)
+    tape = stream if same else _tape_at_hand(engine, change.case)
+    if tape is None:
+        return None
+    return simulated_plan(formula_plan(engine, change.case), engine, change.case, tape, change.config).plan
+
+
+def _tape_at_hand(engine: Engine, case: Case) -> ExpandedTape | None:
+    work = case.workload
+    tape = find_tape(case.spec, work, zero3=engine.trace_options(case).zero3)
+    if tape is None:
+        return None
+    try:
+        return tape.expand(work.micro_batch, work.seq_len or 1, work.lora_rank, device=KernelDevice.of(case.cluster.gpu))
+    except BadInput:  # the tape does not hold for these numbers
+        return None
+
+
+def _changes(engine: Engine, case: Case, config: AllocatorConfig | None) -> Iterator[_Change]:
+    zero, work = case.zero, case.workload
+    if config is None and _EXPANDABLE in engine.alloc_confs:
+        yield _Change("expandable segments", f"--alloc-conf {_EXPANDABLE}", case, AllocatorConfig.parse(_EXPANDABLE))
+    offload = f" --offload-optimizer {zero.offload_optimizer.device}" if zero.offload_optimizer else ""
+    stages = sorted({option.stage for option in engine.options() if option.stage > zero.stage})
+    for stage in stages if case.layout.world_size > 1 else ():
+        yield _Change(f"ZeRO-{stage}", f"--stage {stage}{offload}", replace(case, zero=replace(zero, stage=stage)), config)
+    if not work.gradient_checkpointing:
+        again = replace(work, gradient_checkpointing=True)
+        yield _Change("gradient checkpointing", "--gradient-checkpointing", replace(case, workload=again), config)
+    if work.micro_batch > 1:
+        half = replace(work, micro_batch=work.micro_batch // 2)
+        yield _Change(
+            f"micro batch {half.micro_batch}", f"--micro-batch {half.micro_batch}", replace(case, workload=half), config
+        )
+    if not zero.offload_optimizer and zero.stage:
+        away = replace(zero, offload_optimizer=OffloadOptimizer(OffloadDevice.CPU))
+        flags = f"--stage {zero.stage} --offload-optimizer cpu"
+        yield _Change("optimizer on cpu", flags, replace(case, zero=away), config)

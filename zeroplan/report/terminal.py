@@ -1,0 +1,88 @@
+"""What a terminal can show: how long its lines are, and whether it shows colours."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zeroplan.report.wrap import wrap
+
+#: Lines are no longer than this, however wide the terminal: longer ones are hard to read.
+MOST_COLUMNS = 120
+_FEWEST_COLUMNS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Terminal:
+    """Where text goes. `width` is the most characters of a line, None for lines of any length."""
+
+    width: int | None = 80
+    colour: bool = False
+
+    @classmethod
+    def here(cls, *, wide: bool = False) -> Terminal:
+        """The terminal that standard output goes to: its width (80 if it is none), in colour unless ``NO_COLOR`` is set."""
+        import os
+        import shutil
+        import sys
+
+        shows = sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        columns = shutil.get_terminal_size((80, 24)).columns
+        return cls(None if wide else min(max(columns, _FEWEST_COLUMNS), MOST_COLUMNS), shows and not os.environ.get("NO_COLOR"))
+
+    def wrap(self, text: str, *, indent: str = "", hang: str = "  ") -> list[str]:
+        """Return the text in lines: the first begins with `indent`, the others with `hang`."""
+        if self.width is None:
+            return [indent + text]
+        return wrap(text, self.width, indent=indent, hang=hang)
+
+    def command(self, before: str, words: Sequence[str]) -> list[str]:
+        """Return a shell command in lines that a shell reads as one: all but the last end with a backslash."""
+        quoted = [shlex.quote(word) for word in words]
+        pairs = _with_values(quoted)
+        lines, line = [], before + quoted[0]
+        for part in pairs:
+            if self.width is not None and len(line) + len(part) + 3 > self.width:
+                lines.append(line + " \\")
+                line = "   "
+            line += f" {part}"
+        return [*lines, line]
+
+    def good(self, text: str) -> str:
+        """The text in bold green."""
+        return self._styled(text, fg="green", bold=True)
+
+    def bad(self, text: str) -> str:
+        """The text in bold red."""
+        return self._styled(text, fg="red", bold=True)
+
+    def bold(self, text: str) -> str:
+        """The text in bold."""
+        return self._styled(text, bold=True)
+
+    def dim(self, text: str) -> str:
+        """The text in a colour that steps back."""
+        return self._styled(text, dim=True)
+
+    def _styled(self, text: str, **style: object) -> str:
+        if not self.colour or not text:
+            return text
+        from typer import style as styled
+
+        return str(styled(text, **style))  # type: ignore[arg-type]
+
+
+def _with_values(words: Sequence[str]) -> list[str]:
+    """The words after the first, each option together with its value."""
+    parts: list[str] = []
+    for word in words[1:]:
+        if parts and parts[-1].startswith("-") and " " not in parts[-1] and not word.startswith("-"):
+            parts[-1] += f" {word}"
+        else:
+            parts.append(word)
+    return parts
+
+
+#: Text that goes to no terminal in particular.
+PLAIN = Terminal()

@@ -1,0 +1,122 @@
+"""The answer of ``estimate`` in sentences: whether it fits, what the peak is made of, and what would lower it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zeroplan.core.plan import MemoryPlan, Relief, Report
+from zeroplan.core.units import GIB, MIB, format_bytes
+from zeroplan.report.words import sharding_text
+
+#: Parts of the peak and knobs that a sentence names.
+_PARTS, _KNOBS = 3, 3
+#: How the origin of an item begins that no formula gives.
+_NO_FORMULA = ("measured", "traced", "simulated")
+
+
+def name_of(plan: MemoryPlan) -> str:
+    """Return ``"ZeRO-3, optimizer and parameters on cpu"``."""
+    return sharding_text(plan.stage, plan.offload_optimizer, plan.offload_param)
+
+
+def verdict(report: Report) -> str:
+    """Return one sentence whose first words, up to the colon, are the verdict; the others are the figures behind it."""
+    plan = report.decisive
+    if plan is None:
+        return _without_limit(report)
+    name = name_of(plan)
+    if plan.fits is None:
+        return f"Needs {need(plan)} a GPU: {name}. No limit is given: add --gpu H100 or --vram 80G."
+    if not plan.fits:
+        says = "Does not fit" if len(report.plans) == 1 else "Nothing fits"
+        return f"{says}: {'' if len(report.plans) == 1 else 'nearest is '}{name}, {' and '.join(_lacks(plan, report))}."
+    if plan.gpu.total is None:
+        return f"May fit: {name}, {_of_usable(plan)} before activations, which are in no figure here."
+    return f"Fits: {name}, {_of_usable(plan)}{_spare(plan)}."
+
+
+def _without_limit(report: Report) -> str:
+    """What several plans need where no limit says which of them fit."""
+    if not report.plans:
+        return "Nothing to plan: the engine runs none of these."
+    small, large = (choose(report.plans, key=lambda plan: plan.gpu.needed) for choose in (min, max))
+    text = f"Needs {need(small)} a GPU at least: {name_of(small)}"
+    if small is not large:
+        text += f"; at most {need(large)}: {name_of(large)}"
+    return f"{text}. No limit is given: add --gpu H100 or --vram 80G."
+
+
+def need(plan: MemoryPlan) -> str:
+    """Return ``"52.7 GiB (51.2 to 54.3)"``, or ``"28.1 GiB and activations"`` where those are not known."""
+    gpu = plan.gpu
+    if gpu.total is None:
+        return f"{_size(gpu.needed)} and activations"
+    return _size(gpu.total) + (f" ({gpu.interval[0] / GIB:.1f} to {gpu.interval[1] / GIB:.1f})" if gpu.interval else "")
+
+
+def _of_usable(plan: MemoryPlan) -> str:
+    """Return ``"54.7 of 79.4 GiB a GPU (at most 56.4)"``."""
+    gpu = plan.gpu
+    if gpu.usable is None:
+        return f"{need(plan)} a GPU"
+    text = f"{gpu.needed / GIB:.1f} of {_size(gpu.usable)} a GPU"
+    return f"{text} (at most {gpu.interval[1] / GIB:.1f})" if gpu.interval else text
+
+
+def _spare(plan: MemoryPlan) -> str:
+    gpu = plan.gpu
+    if gpu.usable is None or gpu.interval is None:
+        return ""
+    return f", {100 * (gpu.usable - gpu.interval[1]) / gpu.usable:.0f} % spare"
+
+
+def _lacks(plan: MemoryPlan, report: Report) -> list[str]:
+    """What is short, each with what is needed and what there is."""
+    gpu, found = plan.gpu, []
+    if "gpu" in plan.misfits and gpu.usable is not None:
+        over = (gpu.interval[1] if gpu.interval else gpu.needed) - gpu.usable
+        found.append(f"{_of_usable(plan)}, {_size(over)} too much")
+    for key, held, what in (("cpu", plan.cpu.per_node, "host memory"), ("nvme", plan.nvme.per_node, "disk")):
+        if key in plan.misfits:
+            limit = report.cluster["cpu_ram" if key == "cpu" else "nvme"]
+            found.append(f"{held / GIB:.1f} of {_size(limit)} of {what} a node")
+    return found
+
+
+def peak_sentence(plan: MemoryPlan) -> str:
+    """Return what the peak is made of, or where that is not known the largest buffer; empty if there is neither."""
+    gpu = plan.gpu
+    if gpu.at_peak:
+        parts = sizes_text([(one.what, one.bytes) for one in gpu.at_peak[:_PARTS]])
+        return f"Peak, in the {gpu.peak_phase}: {parts}."
+    return largest_item(plan)
+
+
+def largest_item(plan: MemoryPlan) -> str:
+    """Return the largest buffer on the GPU with its formula; empty if there is none."""
+    on_gpu = [line for line in plan.lines if line.place == "hbm"]
+    if not on_gpu:
+        return ""
+    top = max(on_gpu, key=lambda line: line.bytes)
+    why = f", {top.formula}" if top.formula.startswith(_NO_FORMULA) else f" = {top.formula} bytes"
+    return f"Largest: {top.buffer}, {format_bytes(top.bytes)}{why}."
+
+
+def relief_sentence(reliefs: Sequence[Relief]) -> str:
+    """Return what each of the cheapest knobs saves; empty if there is none."""
+    if not reliefs:
+        return ""
+    return f"Cheapest relief: {sizes_text([(one.what, one.saves) for one in reliefs[:_KNOBS]], sign='−')}."
+
+
+def sizes_text(named: Sequence[tuple[str, int]], *, sign: str = "") -> str:
+    """Return ``"gradients 16.9 GiB, parameters 15.0"``: names with sizes, all in the unit that the first one names."""
+    unit, name = (GIB, "GiB") if max(size for _, size in named) >= GIB else (MIB, "MiB")
+    parts = [f"{what} {sign}{size / unit:.{1 if unit == GIB else 0}f}" for what, size in named]
+    parts[0] += f" {name}"
+    return ", ".join(parts)
+
+
+def _size(count: int) -> str:
+    """Bytes with one digit: ``"52.7 GiB"``."""
+    return format_bytes(count, digits=1)

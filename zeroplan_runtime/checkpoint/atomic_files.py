@@ -1,4 +1,4 @@
-"""Files that are either whole or absent, whenever the process or the machine dies."""
+"""Files and folders that are either complete or absent, even if the process or the machine dies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STATE = "state.json"
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in `folder` durable."""
+    """Makes the names in `folder` durable (fsync)."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -24,7 +24,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Writes a new file, or replaces one, in one step."""
+    """Writes or replaces a file atomically and durably."""
     temporary = path.with_name(f".{path.name}.writing")
     with open(temporary, "wb") as stream:
         stream.write(data)
@@ -35,17 +35,17 @@ def write_durably(path: Path, data: bytes) -> None:
 
 
 def unfinished(folder: Path, tag: str) -> Path:
-    """Where the checkpoint `tag` grows until it is whole."""
+    """The folder of checkpoint `tag` while it is being saved."""
     return folder / f".{tag}.saving"
 
 
 def replaced(folder: Path, tag: str) -> Path:
-    """Where an older checkpoint of the same tag waits until its successor stands."""
+    """The folder of an older checkpoint of the same tag until the new one is in place."""
     return folder / f".{tag}.replaced"
 
 
 def begin(folder: Path, tag: str) -> Path:
-    """An empty folder for a new checkpoint."""
+    """Makes an empty :func:`unfinished` folder for a new checkpoint and returns it."""
     path = unfinished(folder, tag)
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
@@ -53,7 +53,7 @@ def begin(folder: Path, tag: str) -> Path:
 
 
 def finish(folder: Path, tag: str) -> None:
-    """Puts the finished checkpoint in its place; an older one of the same tag is there until then."""
+    """Moves the complete checkpoint to its place; an older one of the same tag stays available until then."""
     final, old = folder / tag, replaced(folder, tag)
     sync_folder(unfinished(folder, tag))
     if final.exists():
@@ -65,7 +65,7 @@ def finish(folder: Path, tag: str) -> None:
 
 
 def find(folder: Path, tag: str | None) -> Path | None:
-    """The folder of checkpoint `tag`, or of the latest; None when there is no checkpoint at all.
+    """The folder of checkpoint `tag`, or of the latest if it is None; None when there is no latest one.
 
     Raises:
         BadInput: when the named one does not exist.
@@ -75,17 +75,17 @@ def find(folder: Path, tag: str | None) -> Path | None:
         if not pointer.exists():
             return None
         tag = pointer.read_text().strip()
-    for path in (folder / tag, replaced(folder, tag)):  # the second, if the process died between finish()'s two renames
+    for path in (folder / tag, replaced(folder, tag)):  # the second if a process died between the renames of finish()
         if (path / STATE).exists():
             return path
     raise BadInput(f"there is no checkpoint {tag!r}", where=str(folder), remedy="name one of the folders there")
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
-    """Writes what is not a tensor.
+    """Writes the part of a checkpoint that is not tensors, as JSON.
 
     Raises:
-        BadInput: when it holds something that JSON cannot.
+        BadInput: when JSON cannot hold it.
     """
     try:
         text = json.dumps(state, indent=1, allow_nan=False)
@@ -96,7 +96,11 @@ def write_state(path: Path, state: dict[str, Any]) -> None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """What :func:`write_state` wrote."""
+    """Reads what :func:`write_state` wrote.
+
+    Raises:
+        BadInput: when the file is damaged or not of this runtime.
+    """
     try:
         state = json.loads((path / STATE).read_text())
     except ValueError as fault:

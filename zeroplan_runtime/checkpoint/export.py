@@ -1,4 +1,4 @@
-"""Export of the whole model in its own dtype to safetensors, as transformers loads it."""
+"""Exports the unsharded model, in its dtype, to safetensors files that transformers can load."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ import torch
 from zeroplan_runtime.checkpoint.atomic_files import sync_folder, write_durably
 from zeroplan_runtime.checkpoint.training_state import TrainingState
 
-#: Bytes after which another file is begun.
+#: The most bytes of one file, unless a single tensor is larger.
 FILE_BYTES = 5 * 10**9
 
 
 def save_16bit_model(
     engine: TrainingState, folder: str | Path, filename: str = "model.safetensors", *, file_bytes: int = FILE_BYTES
 ) -> None:
-    """Writes the parameters and persistent buffers, and the configs of a transformers model, from the first rank.
+    """The first rank writes the parameters, the persistent buffers and the configs of a transformers model.
 
-    Every rank must call it. Units are gathered one after another, and the first rank holds one file's tensors at a time.
-    Tied parameters are written once, under their first name, which is where transformers ties them from.
+    Every rank must call it. Units are unsharded one after another; the first rank holds one file's tensors in host memory at
+    a time. Tied parameters are written once, under their first name, as transformers expects.
 
     Args:
-        filename: of a single file; several are numbered, with an index beside them, as transformers does.
-        file_bytes: bytes after which another file is begun.
+        engine: the engine.
+        folder: where the files go; it is created.
+        filename: the name of a single file; several are numbered and have an index beside them, as transformers does.
+        file_bytes: the most bytes of one file, unless a single tensor is larger.
     """
     from safetensors.torch import save_file
 

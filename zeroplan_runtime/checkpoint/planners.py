@@ -1,7 +1,7 @@
-"""What of each tensor lies on this rank, as torch.distributed.checkpoint's planners want it.
+"""Which part of each tensor a rank saves and loads, as planners for torch.distributed.checkpoint.
 
-A checkpoint holds every parameter and every state as one flat tensor under ``<kind>/<parameter's name>``, whatever the
-number of ranks, the stage and the padding it was saved from. Each rank writes and reads the pieces that it owns.
+A checkpoint holds every parameter and every optimizer state as one flat tensor named ``<kind>/<parameter's name>``,
+independent of the number of ranks, the stage and the padding of the run that saved it.
 """
 
 from __future__ import annotations
@@ -35,10 +35,15 @@ from zeroplan_runtime.unit_state import FlatParam, UnitState
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Elements ``[offset, offset + length)`` of a flat tensor of `numel` elements.
+class StateShard:
+    """A rank's part of one flat tensor of a checkpoint.
 
-    `tensor()` gives them, 1-D: the live memory, or, of what is in a file, what is read there.
+    Attributes:
+        name: the tensor's name.
+        numel: the tensor's elements.
+        offset, length: the part is elements ``[offset, offset + length)``.
+        dtype: the tensor's dtype.
+        tensor: gives the part, 1-D: the live memory, or a new tensor read from a swap file.
     """
 
     name: str
@@ -49,55 +54,74 @@ class Piece:
     tensor: Callable[[], torch.Tensor]
 
     @classmethod
-    def of(cls, name: str, numel: int, offset: int, tensor: torch.Tensor) -> Piece:
-        """The piece that lies in `tensor`."""
+    def of(cls, name: str, numel: int, offset: int, tensor: torch.Tensor) -> StateShard:
+        """The shard whose elements are `tensor`, 1-D."""
         return cls(name, numel, offset, tensor.numel(), tensor.dtype, lambda: tensor)
 
 
-def pieces(model_states: ModelStates, *, loading: bool, optimizer: bool = True) -> Iterator[Piece]:
-    """Every piece of parameters and optimizer states that this rank writes or, `loading`, needs.
+def state_shards(model_states: ModelStates, *, loading: bool, optimizer: bool = True) -> Iterator[StateShard]:
+    """Yields the shards of parameters and optimizer states that this rank saves or, if `loading`, needs.
 
-    To write, the parts of the ranks never overlap; to load, a rank that keeps something whole asks for the whole.
+    Saved shards of different ranks never overlap. A rank that holds a tensor unsharded loads all of it. To load what is in
+    swap files see :func:`shards_in_files`.
+
+    Args:
+        model_states: the units.
+        loading: for loading instead of saving.
+        optimizer: include the optimizer states, not only the masters.
     """
     for unit in model_states.units:
         if unit.trainable is not None and not (loading and states_in_files(unit)):
             whole = not model_states.setup.shards_states
             for buffer in _kept(model_states, unit) if optimizer else (Buffer.PARAM_MASTER,):
-                held = _held(model_states, unit, buffer)
-                yield from _of_flat(model_states, unit, unit.trainable, _kind(buffer), held, whole=whole, loading=loading)
+                source = _source(model_states, unit, buffer)
+                yield from _of_flat(model_states, unit, unit.trainable, _kind(buffer), source, whole=whole, loading=loading)
         if unit.frozen is not None and not (loading and unit.in_files):
             whole = not model_states.setup.shards_params
             frozen = unit.frozen.full if whole else unit.frozen.shard
-            held = Held(frozen.dtype, frozen)
+            source = TensorSource(frozen.dtype, frozen)
             if unit.in_files:
-                held = Held(frozen.dtype, read=partial(model_states.param_swapper.read, unit.name, Buffer.PARAM_FROZEN))
-            yield from _of_flat(model_states, unit, unit.frozen, "param", held, whole=whole, loading=loading)
+                source = TensorSource(
+                    frozen.dtype, read=partial(model_states.param_swapper.read, unit.name, Buffer.PARAM_FROZEN)
+                )
+            yield from _of_flat(model_states, unit, unit.frozen, "param", source, whole=whole, loading=loading)
 
 
 def states_in_files(unit: UnitState) -> bool:
-    """Whether a unit's optimizer is in files."""
+    """Whether the unit's optimizer states are in files."""
     return unit.trainable is not None and unit.layout.place is Place.NVME
 
 
-def pieces_in_files(
+def shards_in_files(
     model_states: ModelStates, unit: UnitState, *, optimizer: bool
-) -> tuple[list[Piece], dict[Buffer, torch.Tensor]]:
-    """What of a unit in files this rank needs to load, in new memory: the pieces, and the tensors that they lie in."""
-    made: list[Piece] = []
+) -> tuple[list[StateShard], dict[Buffer, torch.Tensor]]:
+    """The shards that this rank needs to load for one unit with states or parameters in files.
+
+    Args:
+        model_states: the units.
+        unit: one with something in files.
+        optimizer: include the optimizer states, not only the masters.
+
+    Returns:
+        The shards, and by Buffer the new tensors that hold them, for the caller to write to the files.
+    """
+    made: list[StateShard] = []
     tensors: dict[Buffer, torch.Tensor] = {}
     if states_in_files(unit):
         assert unit.trainable is not None
         for buffer in _kept(model_states, unit) if optimizer else [Buffer.PARAM_MASTER]:
             if buffer in model_states.optimizer_swapper.state_buffers:
                 tensors[buffer] = torch.zeros(model_states.layout.share(unit.layout))
-                held = Held(torch.float32, tensors[buffer])
+                source = TensorSource(torch.float32, tensors[buffer])
             else:
-                held = _held(model_states, unit, buffer)
+                source = _source(model_states, unit, buffer)
             whole = not model_states.setup.shards_states
-            made += _of_flat(model_states, unit, unit.trainable, _kind(buffer), held, whole=whole, loading=True)
+            made += _of_flat(model_states, unit, unit.trainable, _kind(buffer), source, whole=whole, loading=True)
     if unit.frozen is not None and unit.in_files:
         tensor = tensors[Buffer.PARAM_FROZEN] = torch.zeros(unit.frozen.layout.shard, dtype=unit.frozen.shard.dtype)
-        made += _of_flat(model_states, unit, unit.frozen, "param", Held(tensor.dtype, tensor), whole=False, loading=True)
+        made += _of_flat(
+            model_states, unit, unit.frozen, "param", TensorSource(tensor.dtype, tensor), whole=False, loading=True
+        )
     return made, tensors
 
 
@@ -110,15 +134,15 @@ def _kind(buffer: Buffer) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """One of a unit's tensors: in memory, or in a file from where `read` brings elements ``[begin, end)``."""
+class TensorSource:
+    """A unit's tensor: `tensor` in memory, or in a file, from which ``read(begin, end)`` gives elements ``[begin, end)``."""
 
     dtype: torch.dtype
     tensor: torch.Tensor | None = None
     read: Callable[[int, int], torch.Tensor] | None = None
 
     def part(self, begin: int, end: int) -> Callable[[], torch.Tensor]:
-        """What gives elements ``[begin, end)``."""
+        """A function that gives elements ``[begin, end)``."""
         if self.tensor is not None:
             view = self.tensor[begin:end]
             return lambda: view
@@ -126,16 +150,16 @@ class Held:
         return partial(self.read, begin, end)
 
 
-def _held(model_states: ModelStates, unit: UnitState, buffer: Buffer) -> Held:
+def _source(model_states: ModelStates, unit: UnitState, buffer: Buffer) -> TensorSource:
     tensor = unit.master if buffer is Buffer.PARAM_MASTER else unit.optim_states.get(buffer)
     if tensor is not None:
-        return Held(tensor.dtype, tensor)
-    return Held(torch.float32, read=partial(model_states.optimizer_swapper.read, unit.name, buffer))
+        return TensorSource(tensor.dtype, tensor)
+    return TensorSource(torch.float32, read=partial(model_states.optimizer_swapper.read, unit.name, buffer))
 
 
 def _of_flat(
-    model_states: ModelStates, unit: UnitState, flat: FlatParam, kind: str, held: Held, *, whole: bool, loading: bool
-) -> Iterator[Piece]:
+    model_states: ModelStates, unit: UnitState, flat: FlatParam, kind: str, source: TensorSource, *, whole: bool, loading: bool
+) -> Iterator[StateShard]:
     rank = model_states.comm.rank
     base = 0 if whole else rank * flat.layout.shard
     for position, (i, offset, numel) in enumerate(
@@ -144,12 +168,12 @@ def _of_flat(
         start, end = (0, numel) if whole and loading else flat.layout.overlap(position, rank)
         if start < end:
             name = f"{kind}/{unit.layout.shape.params[i].name}"
-            tensor = held.part(offset + start - base, offset + end - base)
-            yield Piece(name, numel, start, end - start, held.dtype, tensor)
+            tensor = source.part(offset + start - base, offset + end - base)
+            yield StateShard(name, numel, start, end - start, source.dtype, tensor)
 
 
-def check(model_states: ModelStates, metadata: Metadata, *, optimizer: bool) -> None:
-    """Compares the whole model with a checkpoint's table of contents, so that all ranks find the same fault.
+def check_metadata(model_states: ModelStates, metadata: Metadata, *, optimizer: bool) -> None:
+    """Checks the checkpoint's metadata against the whole model, so that all ranks raise the same error.
 
     Raises:
         BadInput: for the first tensor that the checkpoint lacks or holds with another number of elements.
@@ -169,72 +193,72 @@ def check(model_states: ModelStates, metadata: Metadata, *, optimizer: bool) -> 
                     )
 
 
-class SavePieces(DefaultSavePlanner):
-    """Plans the writing of pieces."""
+class ShardSavePlanner(DefaultSavePlanner):
+    """Plans the writes of a rank's shards."""
 
-    def __init__(self, wanted: list[Piece]) -> None:
+    def __init__(self, wanted: list[StateShard]) -> None:
         super().__init__(flatten_state_dict=False)
-        self._pieces = {(piece.name, piece.offset): piece for piece in wanted}
+        self._shards = {(shard.name, shard.offset): shard for shard in wanted}
 
     def create_local_plan(self) -> SavePlan:
-        """One write a piece."""
+        """One write for each shard."""
         items = [
             WriteItem(
-                index=MetadataIndex(piece.name, torch.Size([piece.offset])),
+                index=MetadataIndex(shard.name, torch.Size([shard.offset])),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk=ChunkStorageMetadata(torch.Size([piece.offset]), torch.Size([piece.length])),
-                    properties=TensorProperties(dtype=piece.dtype),
-                    size=torch.Size([piece.numel]),
+                    chunk=ChunkStorageMetadata(torch.Size([shard.offset]), torch.Size([shard.length])),
+                    properties=TensorProperties(dtype=shard.dtype),
+                    size=torch.Size([shard.numel]),
                 ),
             )
-            for piece in self._pieces.values()
+            for shard in self._shards.values()
         ]
         self.plan = SavePlan(items)
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """The tensor behind a write."""
+        """The tensor of a write."""
         assert index.offset is not None
-        return self._pieces[index.fqn, index.offset[0]].tensor().detach()
+        return self._shards[index.fqn, index.offset[0]].tensor().detach()
 
 
-class LoadPieces(DefaultLoadPlanner):
-    """Plans the reading of pieces, in place. The checkpoint has been found to hold them: :func:`check`."""
+class ShardLoadPlanner(DefaultLoadPlanner):
+    """Plans the reads of a rank's shards, into their memory. Call :func:`check_metadata` before."""
 
-    def __init__(self, wanted: list[Piece]) -> None:
+    def __init__(self, wanted: list[StateShard]) -> None:
         super().__init__(flatten_state_dict=False)
-        self._pieces = {(piece.name, piece.offset): piece for piece in wanted}
+        self._shards = {(shard.name, shard.offset): shard for shard in wanted}
 
     def create_local_plan(self) -> LoadPlan:
-        """The reads that cover every piece."""
+        """The reads that cover every shard."""
         assert self.metadata is not None
         items: list[ReadItem] = []
-        for piece in self._pieces.values():
-            stored = self.metadata.state_dict_metadata[piece.name]
+        for shard in self._shards.values():
+            stored = self.metadata.state_dict_metadata[shard.name]
             assert isinstance(stored, TensorStorageMetadata)
-            chunk = ChunkStorageMetadata(torch.Size([piece.offset]), torch.Size([piece.length]))
-            items += create_read_items_for_chunk_list(piece.name, stored, [chunk])
+            chunk = ChunkStorageMetadata(torch.Size([shard.offset]), torch.Size([shard.length]))
+            items += create_read_items_for_chunk_list(shard.name, stored, [chunk])
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        """Where a read goes."""
+        """The tensor that a read fills."""
         assert index.offset is not None
-        return self._pieces[index.fqn, index.offset[0]].tensor().detach()
+        return self._shards[index.fqn, index.offset[0]].tensor().detach()
 
 
-class SafeReader(FileSystemReader):
-    """Reads a checkpoint without running what a foreign file asks: its metadata, a pickle, may name known classes only."""
+class SafeFileSystemReader(FileSystemReader):
+    """Reads a checkpoint safely: the pickle of its metadata may contain only classes of torch.distributed.checkpoint."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The checkpoint's table of contents.
+        """The checkpoint's metadata.
 
         Raises:
-            BadInput: when it names anything but the classes of torch.distributed.checkpoint, or is damaged.
+            BadInput: when the file is damaged or contains another class.
         """
         path = Path(self.path) / ".metadata"
         try:
-            metadata = _KnownOnly(io.BytesIO(path.read_bytes())).load()
+            metadata = _RestrictedUnpickler(io.BytesIO(path.read_bytes())).load()
         except (pickle.UnpicklingError, EOFError, AttributeError, OSError) as fault:
             raise BadInput(f"damaged or foreign checkpoint: {fault}", where=os.fspath(path)) from None
         assert isinstance(metadata, Metadata)
@@ -243,7 +267,7 @@ class SafeReader(FileSystemReader):
         return metadata
 
 
-class _KnownOnly(pickle.Unpickler):
+class _RestrictedUnpickler(pickle.Unpickler):
     _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
     _NAMES = frozenset(
         {

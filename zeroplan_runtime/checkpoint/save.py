@@ -1,9 +1,8 @@
-"""Saving and resuming, by torch.distributed.checkpoint: any stage, any number of ranks, all or nothing."""
+"""Saves and loads checkpoints by torch.distributed.checkpoint, for any stage and number of ranks, all or nothing."""
 
 from __future__ import annotations
 
 import logging
-import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,17 +18,17 @@ from zeroplan.core.buffers import Buffer, Phase
 from zeroplan.core.errors import BadInput
 from zeroplan_runtime.checkpoint import atomic_files
 from zeroplan_runtime.checkpoint.planners import (
-    LoadPieces,
-    Piece,
-    SafeReader,
-    SavePieces,
-    check,
-    pieces,
-    pieces_in_files,
+    SafeFileSystemReader,
+    ShardLoadPlanner,
+    ShardSavePlanner,
+    StateShard,
+    check_metadata,
+    shards_in_files,
+    state_shards,
     states_in_files,
 )
 from zeroplan_runtime.checkpoint.training_state import TrainingState
-from zeroplan_runtime.checkpoint.writer import PieceWriter
+from zeroplan_runtime.checkpoint.writer import ShardWriter
 from zeroplan_runtime.unit_state import UnitState
 
 logger = logging.getLogger("zeroplan_runtime")
@@ -43,21 +42,22 @@ def save_checkpoint(
     *,
     latest: bool = True,
 ) -> Path:
-    """Writes masters, optimizer states, frozen parameters, buffers, loss scale, schedule and `client_state`.
+    """Saves masters, optimizer states, frozen parameters, buffers, loss scale, learning-rate schedule and `client_state`.
 
-    Every rank must call it, between two steps. The checkpoint appears under its name when all of it is on the disk; until then
-    the last one stays the latest.
+    Every rank must call it, between two steps. The checkpoint gets its name when all of it is on the disk.
 
     Args:
+        engine: the engine.
+        folder: the folder of all checkpoints.
         tag: the checkpoint's name; ``global_step<N>`` by default.
         client_state: anything that JSON can hold.
-        latest: point the file ``latest`` at it.
+        latest: write the tag to the file ``latest``, so that loading finds it by default.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        BadInput: for a tag with a path in it, or a state that JSON cannot hold.
+        BadInput: for a tag that is not a plain name, or a state that JSON cannot hold.
     """
     folder, tag = Path(folder), tag or f"global_step{engine.global_steps}"
     if tag != Path(tag).name or tag.startswith("."):
@@ -68,15 +68,15 @@ def save_checkpoint(
     if first:
         atomic_files.write_state(atomic_files.begin(folder, tag), _state(engine, client_state))
     engine.comm.barrier()
-    wanted = [*pieces(engine.model_states, loading=False), *(_buffers(engine) if first else ())]
+    wanted = [*state_shards(engine.model_states, loading=False), *(_buffers(engine) if first else ())]
     path = atomic_files.unfinished(folder, tag)
     if engine.device.type == "cuda":
         torch.cuda.current_stream(engine.device).synchronize()
     with _quiet():
         save(
             {},
-            storage_writer=PieceWriter(path, sync_files=True),
-            planner=SavePieces(wanted),
+            storage_writer=ShardWriter(path, sync_files=True),
+            planner=ShardSavePlanner(wanted),
             process_group=engine.comm.group,
             no_dist=engine.comm.world_size == 1,
         )
@@ -98,17 +98,21 @@ def load_checkpoint(
     load_lr_scheduler_states: bool = True,
     load_module_only: bool = False,
 ) -> tuple[str | None, dict[str, Any]]:
-    """Resumes from a checkpoint saved by any number of ranks at any stage.
+    """Loads a checkpoint that any number of ranks saved at any stage. Every rank must call it.
 
     Args:
-        tag: the checkpoint's name; the one that ``latest`` names by default.
-        load_module_only: the parameters alone, with a fresh optimizer, schedule and step count.
+        engine: the engine.
+        folder: the folder of all checkpoints.
+        tag: the checkpoint's name; by default the one in the file ``latest``.
+        load_optimizer_states: load the optimizer's states and hyperparameters.
+        load_lr_scheduler_states: load the learning-rate schedule's state.
+        load_module_only: load the parameters and buffers only.
 
     Returns:
-        The checkpoint's folder and the client state; ``(None, {})`` when there is none to load.
+        The checkpoint's folder and the client state; ``(None, {})`` when there is no checkpoint.
 
     Raises:
-        BadInput: when it is damaged, of another model, or of another optimizer.
+        BadInput: when it is damaged, of another model or of another optimizer.
     """
     path = atomic_files.find(Path(folder), tag)
     if path is None:
@@ -122,8 +126,8 @@ def load_checkpoint(
             f"the checkpoint's optimizer is {state['optimizer']}, not {kind}", where=str(path), remedy="load_module_only=True"
         )
     engine.drain()
-    wanted = [*pieces(engine.model_states, loading=True, optimizer=optimizer), *_buffers(engine)]
-    check(engine.model_states, SafeReader(path).read_metadata(), optimizer=optimizer)
+    wanted = [*state_shards(engine.model_states, loading=True, optimizer=optimizer), *_buffers(engine)]
+    check_metadata(engine.model_states, SafeFileSystemReader(path).read_metadata(), optimizer=optimizer)
     _read(engine, path, wanted)
     for unit in engine.model_states.units:
         if unit.in_files or states_in_files(unit):
@@ -140,17 +144,17 @@ def load_checkpoint(
     return str(path), state["client_state"]
 
 
-def _read(engine: TrainingState, path: Path, wanted: list[Piece]) -> None:
+def _read(engine: TrainingState, path: Path, wanted: list[StateShard]) -> None:
     try:
         with _quiet():
             load(
                 {},
-                storage_reader=SafeReader(path),
-                planner=LoadPieces(wanted),
+                storage_reader=SafeFileSystemReader(path),
+                planner=ShardLoadPlanner(wanted),
                 process_group=engine.comm.group,
                 no_dist=engine.comm.world_size == 1,
             )
-    except CheckpointException as fault:  # of all ranks at once, so all of them end here
+    except CheckpointException as fault:  # all ranks raise it together
         first = next((error for error, _ in fault.failures.values()), fault)
         reason = str(first).split(". ")[0] or type(first).__name__
         raise BadInput(f"cannot be read ({reason})", where=str(path), remedy="load another checkpoint by its tag") from fault
@@ -158,9 +162,9 @@ def _read(engine: TrainingState, path: Path, wanted: list[Piece]) -> None:
 
 @torch.no_grad()
 def _read_into_files(engine: TrainingState, path: Path, unit: UnitState, *, optimizer: bool) -> None:
-    """One unit at a time, so that what is in files need not fit into host memory."""
-    wanted, tensors = pieces_in_files(engine.model_states, unit, optimizer=optimizer)
-    if states_in_files(unit) or unit.frozen is not None:  # on every rank or on none
+    """Loads one unit into its swap files, so that only one unit's states at a time are in host memory."""
+    wanted, tensors = shards_in_files(engine.model_states, unit, optimizer=optimizer)
+    if states_in_files(unit) or unit.frozen is not None:  # the same on all ranks, as loading is a collective
         _read(engine, path, wanted)
     for buffer, tensor in tensors.items():
         if buffer is Buffer.PARAM_FROZEN:
@@ -178,7 +182,7 @@ def _read_into_files(engine: TrainingState, path: Path, unit: UnitState, *, opti
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """One rank alone is no reason for a warning."""
+    """A context without torch's warning that one rank needs no torch.distributed."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
@@ -199,20 +203,20 @@ def _state(engine: TrainingState, client_state: dict[str, Any] | None) -> dict[s
     }
 
 
-def _buffers(engine: TrainingState) -> list[Piece]:
-    """The model's persistent buffers, equal on all ranks."""
+def _buffers(engine: TrainingState) -> list[StateShard]:
+    """The model's persistent buffers, which are equal on all ranks."""
     made = []
     for prefix, module in engine.module.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.numel() and name not in module._non_persistent_buffers_set:
                 full = f"{prefix}.{name}" if prefix else name
-                made.append(Piece.of(f"buffer/{full}", buffer.numel(), 0, buffer.view(-1)))
+                made.append(StateShard.of(f"buffer/{full}", buffer.numel(), 0, buffer.view(-1)))
     return made
 
 
 @torch.no_grad()
 def _refresh(engine: TrainingState) -> None:
-    """Derives the 16-bit parameters from the masters that were read, and sends them where they are needed."""
+    """Copies the loaded masters to the parameters and unshards what the next forward needs first."""
     for unit in engine.model_states.units:
         if unit.param_16bit is not None and unit.master is not None:
             unit.param_16bit.copy_(unit.master)
@@ -221,11 +225,3 @@ def _refresh(engine: TrainingState) -> None:
         unit.param_slot.holder = unit if not engine.model_states.setup.shards_params else None
         engine.schedule.mark_updated(unit)
     engine.schedule.prefetch_forward()
-
-
-def remove_checkpoint(folder: str | Path, tag: str) -> None:
-    """Deletes one checkpoint; ``latest`` must not name it."""
-    pointer = Path(folder) / atomic_files.LATEST
-    if pointer.exists() and pointer.read_text().strip() == tag:
-        raise BadInput(f"{tag!r} is the latest checkpoint", where=str(folder))
-    shutil.rmtree(Path(folder) / tag)

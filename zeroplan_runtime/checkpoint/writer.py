@@ -1,7 +1,7 @@
-"""Writes a rank's pieces one after another, so that saving needs host memory for the largest of them only.
+"""Writes a rank's shards one after another, so that saving needs host memory only for the largest of them.
 
-torch's own writer keeps the host's copy of every tensor until the file is whole (distributed/checkpoint/filesystem.py,
-``tensor_dict``): as much again as all masters and states, and more than the host has where these lie in files.
+torch's writer keeps a host copy of every tensor until the file is complete (distributed/checkpoint/filesystem.py,
+``tensor_dict``): as much memory as all masters and states, which may be more than the host has if these are in files.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 
-class PieceWriter(FileSystemWriter):
-    """A :class:`FileSystemWriter` whose files are the same."""
+class ShardWriter(FileSystemWriter):
+    """A ``FileSystemWriter`` that writes the same files with less host memory."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """One file, a record for each of the plan's pieces."""
+        """Writes one file with a record for each shard of the plan."""
         prefix: Any = plan.storage_data
         name = f"{prefix.prefix}0{DEFAULT_SUFFIX}"
         results = []
@@ -39,7 +39,7 @@ class PieceWriter(FileSystemWriter):
 
 
 def _alone(data: Any) -> torch.Tensor:
-    """A piece on the host in a storage of its own, since ``torch.save`` writes whole storages."""
+    """A host tensor with its own storage, because ``torch.save`` writes whole storages."""
     assert isinstance(data, torch.Tensor)
-    piece = data.detach().cpu()
-    return piece if piece.untyped_storage().nbytes() == piece.nbytes else piece.clone()
+    shard = data.detach().cpu()
+    return shard if shard.untyped_storage().nbytes() == shard.nbytes else shard.clone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -99,15 +100,14 @@ def test_every_plan_round_trips_through_json(drawn: tuple[Any, Case]) -> None:
 @pytest.mark.parametrize("name", engine_names())
 def test_every_line_says_what_it_is_for(name: str) -> None:
     engine = find_engine(name)
-    ledger, facts = engine.ledger(Case(tiny(), Workload(), Cluster(), engine.options()[0]))
+    cases = [Case(tiny(), Workload(), Cluster(gpus=4), zero) for zero in engine.options()]
+    ledger, _ = engine.ledger(cases[0])
     assert len({line.name for line in ledger}) == len(ledger)
     assert all(len(line.doc) > 10 for line in ledger)
-    undocumented = {n for n in type(facts).__dataclass_fields__ if isinstance(getattr(facts, n), int)} - set(engine.glossary())
-    assert not {n for n in undocumented if not isinstance(getattr(facts, n), bool) and n not in ("stage", "grad_accum")} - {
-        "matrix",
-        "rest",
-        "largest_shard",
-    }
+    formulas = [(item.formula, facts) for ledger, facts in map(engine.ledger, cases) for item in derived(ledger, facts)]
+    used = {name for formula, facts in formulas for name in re.findall(r"[a-z][a-z_0-9]*", formula) if hasattr(facts, name)}
+    assert len(used) > 3
+    assert used <= {name for name, meaning in engine.glossary().items() if len(meaning) > 10}
 
 
 def test_optimizer_states_by_hand() -> None:

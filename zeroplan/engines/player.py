@@ -15,7 +15,6 @@ from typing import Protocol
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.tape import ExpandedTape, Op
-from zeroplan.core.workload import Workload
 from zeroplan.engines.script import WORKSPACE, Cue, Script, Scripts
 from zeroplan.simulate.recorder import Recorder
 
@@ -73,40 +72,20 @@ class Run:
     """How much of a job is played.
 
     Attributes:
-        workload: for the number of micro batches in a window.
+        grad_accum: micro batches a step.
         steps: optimizer steps to play.
         skipped_steps: leading steps that the loss scaler discards.
         cublas_workspace: bytes of one cuBLAS workspace; 0 leaves cuBLASLt's out, too.
     """
 
-    workload: Workload
+    grad_accum: int
     steps: int
     skipped_steps: int = 0
     cublas_workspace: int = 0
 
 
-class PlayedJob(Protocol):
-    """What the player reads of a job."""
-
-    @property
-    def workload(self) -> Workload:
-        """For the number of micro batches in a window."""
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps to play."""
-
-    @property
-    def skipped_steps(self) -> int:
-        """Leading steps that the loss scaler discards."""
-
-    @property
-    def cublas_workspace(self) -> int:
-        """Bytes of one cuBLAS workspace; 0 leaves cuBLASLt's out, too."""
-
-
 def play(
-    job: PlayedJob,
+    run: Run,
     tape: ExpandedTape,
     recorder: Recorder,
     schedule: StageSchedule,
@@ -115,12 +94,12 @@ def play(
     warm: bool = False,
     scripts: Scripts | None = None,
 ) -> None:
-    """Records a whole run: build, initialisation, and `job.steps` steps, each event block of it ended by a mark.
+    """Records a whole run: build, initialisation, and `run.steps` steps, each event block of it ended by a mark.
 
     Marks are ``model``, ``init``, then ``fwd`` and ``bwd`` for every micro batch and ``step0``, ``step1``, …
 
     Args:
-        job: what is played.
+        run: how much is played.
         tape: the expanded tape.
         recorder: where it is recorded.
         schedule: what the engine does.
@@ -134,12 +113,12 @@ def play(
     schedule.initialize()
     recorder.mark("init")
     script = (scripts or Scripts()).of(tape, modules=schedule.follows_modules, own_linear=own_linear)
-    player = _Player(script, recorder, schedule, job.cublas_workspace)
+    player = _Player(script, recorder, schedule, run.cublas_workspace)
     if warm:
         player.workspaces[:2] = [0, 0]
     kept: list[int] = []
-    played = min(job.workload.grad_accum, DISTINCT_MICRO_BATCHES)
-    for step in range(job.steps):
+    played = min(run.grad_accum, DISTINCT_MICRO_BATCHES)
+    for step in range(run.steps):
         previous, kept = kept, []
         for micro in range(played):
             boundary = micro == played - 1
@@ -152,7 +131,7 @@ def play(
             schedule.backward_end(boundary)
             kept = player.end()
             recorder.mark("bwd")
-        schedule.step(step >= job.skipped_steps)
+        schedule.step(step >= run.skipped_steps)
         player.drop(previous)
         recorder.mark(f"step{step}")
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from zeroplan.core.cluster import Cluster
+from zeroplan.core.parameters import Parameters
 from zeroplan.core.versions import TORCH_GPU
 from zeroplan.engines.base import Case, Engine
+from zeroplan.engines.torch_rank import TorchRank
 from zeroplan.models.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -17,28 +19,35 @@ if TYPE_CHECKING:
     from zeroplan.simulate.allocator.config import AllocatorConfig
     from zeroplan.simulate.recorder import Recorder
 
+R = TypeVar("R", bound=TorchRank)
 
-class TorchEngine(Engine):
+
+class TorchEngine(Engine, Generic[R]):
     """An engine that is part of torch."""
 
     version = TORCH_GPU
     measured = True
 
     @abstractmethod
-    def record(self, case: Case, tape: ExpandedTape) -> Recorder:
-        """The allocations and frees of rank 0, which holds the most."""
+    def rank(self, case: Case, parameters: Parameters) -> R:
+        """The rank that holds the most."""
 
-    def host(self, case: Case, tape: ExpandedTape) -> tuple[HostPhase, ...]:
-        """A rank's buffers on the host by phase: none, unless the engine offloads."""
+    @abstractmethod
+    def record(self, rank: R, tape: ExpandedTape) -> Recorder:
+        """The allocations and frees of a rank that :meth:`rank` gave."""
+
+    def host(self, rank: R) -> tuple[HostPhase, ...]:
+        """Such a rank's buffers on the host by phase: none, unless the engine offloads."""
         return ()
 
     def simulate(self, case: Case, tape: ExpandedTape, config: AllocatorConfig | None = None) -> Simulation:
-        """The run of rank 0."""
+        """The run of the rank that holds the most."""
         from zeroplan.engines.simulation import Simulation
         from zeroplan.simulate.recorder import simulate
 
-        timeline = simulate(self.record(case, tape), config, device_memory=case.cluster.vram)
-        return Simulation(timeline, host=self.host(case, tape))
+        rank = self.rank(case, tape.parameters)
+        timeline = simulate(self.record(rank, tape), config, device_memory=case.cluster.vram)
+        return Simulation(timeline, host=self.host(rank))
 
     def traffic(self, spec: ModelSpec, cluster: Cluster) -> TorchTraffic:
         """See ``zeroplan/engines/torch_traffic.py``."""

@@ -9,10 +9,8 @@ Source: torch/optim/_muon.py; Jordan et al. 2024, "Muon: An optimizer for hidden
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 
-from zeroplan.models.spec import ModelSpec, Tensor
+from zeroplan.core.parameters import Parameters
 
 _IN_A_BLOCK = re.compile(r"(^|\.)\d+\.")
 
@@ -27,30 +25,8 @@ def muon_takes(name: str, dimensions: int) -> bool:
     return dimensions == 2 and _IN_A_BLOCK.search(name) is not None and "embed" not in name.lower()
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
-    """Trainable elements that Muon updates, and those that it leaves to AdamW."""
-
-    matrix: int
-    rest: int
-
-    @property
-    def share(self) -> float:
-        """Part of all that Muon updates, from 0 to 1."""
-        return self.matrix / max(1, self.matrix + self.rest)
-
-
-def split_of(spec: ModelSpec, elements: Callable[[Tensor], int]) -> Split:
-    """The split of a model of which this rank holds ``elements(tensor)`` elements of each parameter."""
-    matrix = rest = 0
-    for unit in spec.units:
-        prefix = unit.name.replace("{}", str(unit.first))
-        for tensor in unit.tensors:
-            if tensor.tied_to is not None or not tensor.trainable:
-                continue
-            count = elements(tensor) * unit.count
-            if muon_takes(f"{prefix}.{tensor.name}", len(tensor.shape)):
-                matrix += count
-            else:
-                rest += count
-    return Split(matrix, rest)
+def muon_share(parameters: Parameters) -> float:
+    """Part of the trained elements that Muon updates, from 0 to 1."""
+    names, shapes, numel = parameters.names, parameters.shapes, parameters.numel
+    taken = sum(numel[p] for p in parameters.trained if muon_takes(names[p], len(shapes[p])))
+    return taken / max(1, parameters.trained_total)

@@ -1,18 +1,13 @@
-"""What FSDP2's and DDP's jobs share: widths, chunks, gradient clipping and the step of torch's optimizers."""
+"""What FSDP2's and DDP's schedules share: gradient clipping and the step of torch's optimizers."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.optimizer_row import Domain, Optimizer
-from zeroplan.core.optimizers import OPTIMIZERS, find_optimizer
-from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.tape import ExpandedTape
-from zeroplan.core.workload import DType, Workload
-from zeroplan.engines.torch_optimizer import muon_takes
+from zeroplan.core.optimizers import OPTIMIZERS
+from zeroplan.engines.torch_rank import TorchRank
 from zeroplan.simulate.recorder import Recorder
 
 #: Optimizer steps until peaks repeat: the first makes the states, the second runs with them, the third meets the blocks
@@ -23,95 +18,18 @@ _SCALAR = 4
 _BF16 = 2
 
 
-@dataclass(frozen=True, slots=True)
-class TorchJob:
-    """One rank's job. Lists are in the order of ``module.parameters()``; counts are elements, `*_bytes` bytes an element.
-
-    `chunk` is what this rank holds of each parameter: its first dimension split evenly, rounded up (DDP: all of it).
-    `muon` says which parameters Muon would update, whatever the optimizer is.
-    """
-
-    workload: Workload
-    optimizer: Optimizer
-    ranks: int
-    shapes: tuple[tuple[int, ...], ...]
-    numel: tuple[int, ...]
-    chunk: tuple[int, ...]
-    trainable: tuple[bool, ...]
-    muon: tuple[bool, ...]
-    modules: tuple[tuple[int, ...], ...]
-    original_bytes: int
-    param_bytes: int
-    reduce_bytes: int
-    cublas_workspace: int
-    steps: int = STEPS_UNTIL_STEADY
-    skipped_steps: int = 0
-
-    def stepped(self) -> list[tuple[Domain, int]]:
-        """The trained parameters in the order in which they are stepped, each with its domain: Muon's matrices come first."""
-        trained = [p for p, on in enumerate(self.trainable) if on]
-        if not self.optimizer.rest:
-            return [(Domain.ALL, p) for p in trained]
-        matrices = [(Domain.MATRIX, p) for p in trained if self.muon[p]]
-        return matrices + [(Domain.REST, p) for p in trained if not self.muon[p]]
-
-    def states(self, domain: Domain, param: int) -> list[tuple[Buffer, int]]:
-        """The optimizer's states of one parameter on this rank, in bytes."""
-        return [
-            (state.buffer, state.bytes_of(self.chunk[param], self.original_bytes))
-            for state in self.optimizer.states
-            if state.domain is domain
-        ]
-
-    def padded(self, param: int) -> int:
-        """Elements of a gathered parameter, padding included."""
-        return max(self.numel[param], self.chunk[param] * self.ranks)
-
-
-def torch_job(
-    tape: ExpandedTape, workload: Workload, layout: ParallelLayout, *, sharded: bool, cublas_workspace: int
-) -> TorchJob:
-    """The job of rank 0, whose chunks are the largest.
-
-    Source: torch/distributed/fsdp/_fully_shard/_fsdp_param.py, _init_sharded_param (chunks of the first dimension)
-    """
-    ranks = layout.shard_group if sharded else layout.dp
-    numel = tuple(math.prod(p.shape) for p in tape.params)
-    chunk = numel
-    if sharded:
-        chunk = tuple(
-            -(-p.shape[0] // ranks) * (count // p.shape[0]) if p.shape and p.shape[0] else count
-            for p, count in zip(tape.params, numel, strict=True)
-        )
-    return TorchJob(
-        workload=workload,
-        optimizer=find_optimizer(workload.optimizer),
-        ranks=ranks,
-        shapes=tuple(p.shape for p in tape.params),
-        numel=numel,
-        chunk=chunk,
-        trainable=tuple(p.trainable for p in tape.params),
-        muon=tuple(muon_takes(p.name, len(p.shape)) for p in tape.params),
-        modules=tuple(m.params for m in tape.modules),
-        original_bytes=DType.FP32.bytes,
-        param_bytes=workload.dtype.bytes if sharded else DType.FP32.bytes,
-        reduce_bytes=DType.FP32.bytes,
-        cublas_workspace=cublas_workspace,
-    )
-
-
-def optimizer_step(recorder: Recorder, job: TorchJob, *, applied: bool, first: bool) -> None:
+def optimizer_step(recorder: Recorder, rank: TorchRank, *, applied: bool, first: bool) -> None:
     """Clipping, and the step of torch's optimizer on the GPU: its states, if `first`, then its temporaries.
 
     A step that is not `applied`, because a gradient is infinite, only takes the norms.
     """
-    stepped = job.stepped()
+    stepped = rank.stepped()
     _norms(recorder, len(stepped))
     if not applied:
         return
     if first:
-        _make_states(recorder, job, stepped)
-    _temporaries(recorder, job, stepped)
+        _make_states(recorder, rank, stepped)
+    _temporaries(recorder, rank, stepped)
 
 
 def _norms(recorder: Recorder, tensors: int) -> None:
@@ -121,13 +39,13 @@ def _norms(recorder: Recorder, tensors: int) -> None:
         recorder.free(handle)
 
 
-def _make_states(recorder: Recorder, job: TorchJob, stepped: Sequence[tuple[Domain, int]]) -> None:
+def _make_states(recorder: Recorder, rank: TorchRank, stepped: Sequence[tuple[Domain, int]]) -> None:
     """The states of one tensor after another. A fused step keeps each tensor's step count on the GPU as well."""
-    counts = {domain: _counts_on_gpu(job.optimizer, domain) for domain in Domain}
+    counts = {domain: _counts_on_gpu(rank.optimizer, domain) for domain in Domain}
     for domain, p in stepped:
         if counts[domain]:
             recorder.alloc(_SCALAR, Buffer.OPTIM_TEMP)
-        for buffer, nbytes in job.states(domain, p):
+        for buffer, nbytes in rank.states(domain, p):
             recorder.alloc(nbytes, buffer)
 
 
@@ -136,12 +54,12 @@ def _counts_on_gpu(optimizer: Optimizer, domain: Domain) -> bool:
     return kind is None or (kind.fused and kind.counts_steps)
 
 
-def _temporaries(recorder: Recorder, job: TorchJob, stepped: Sequence[tuple[Domain, int]]) -> None:
+def _temporaries(recorder: Recorder, rank: TorchRank, stepped: Sequence[tuple[Domain, int]]) -> None:
     """What the step itself needs: nothing if fused, lists of tensors in multi-tensor loops, and Muon's iterations."""
-    kind = job.optimizer.torch
+    kind = rank.optimizer.torch
     if kind is not None and not kind.fused:
         lists = [
-            recorder.alloc(job.original_bytes * job.chunk[p], Buffer.OPTIM_TEMP)
+            recorder.alloc(rank.original_bytes * rank.chunks[p], Buffer.OPTIM_TEMP)
             for _ in range(kind.foreach_lists)
             for _, p in stepped
         ]
@@ -150,12 +68,12 @@ def _temporaries(recorder: Recorder, job: TorchJob, stepped: Sequence[tuple[Doma
     update = -1
     for domain, p in stepped:
         if domain is Domain.MATRIX:
-            update = _orthogonalize(recorder, job, p, update)
+            update = _orthogonalize(recorder, rank, p, update)
     if update >= 0:
         recorder.free(update)
 
 
-def _orthogonalize(recorder: Recorder, job: TorchJob, param: int, previous: int) -> int:
+def _orthogonalize(recorder: Recorder, rank: TorchRank, param: int, previous: int) -> int:
     """Muon's update of one matrix, which it returns; the one before it goes when this one begins.
 
     The momentum's interpolation is in the parameter's dtype, everything that follows in bf16. Each Newton-Schulz iteration
@@ -166,12 +84,12 @@ def _orthogonalize(recorder: Recorder, job: TorchJob, param: int, previous: int)
     Source: torch/optim/_muon.py, _zeropower_via_newtonschulz; the gathers are those that torch 2.13's DTensor makes.
     """
     alloc, free = recorder.alloc, recorder.free
-    rows, columns = job.shapes[param]
-    held, whole, side = job.chunk[param], rows * columns, min(rows, columns)
-    apart = job.ranks > 1 and job.numel[param] != held
+    rows, columns = rank.parameters.shapes[param]
+    held, whole, side = rank.chunks[param], rows * columns, min(rows, columns)
+    apart = rank.ranks > 1 and rank.numel[param] != held
     wide = apart and rows <= columns
-    gram_bytes = _BF16 * (-(-side * side // job.ranks) if wide else side * side)
-    update = alloc(job.original_bytes * held, Buffer.OPTIM_TEMP)
+    gram_bytes = _BF16 * (-(-side * side // rank.ranks) if wide else side * side)
+    update = alloc(rank.original_bytes * held, Buffer.OPTIM_TEMP)
     if previous >= 0:
         free(previous)
     iterate = alloc(_BF16 * held, Buffer.OPTIM_TEMP)

@@ -12,7 +12,7 @@ from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.compute_traffic import WORK_GLOSSARY, ComputeFacts
 from zeroplan.engines.contention import MEMORY_PER_BYTE
-from zeroplan.engines.torch_optimizer import split_of
+from zeroplan.engines.torch_optimizer import muon_share
 from zeroplan.engines.traffic import Traffic
 from zeroplan.ledger.derive import fraction
 from zeroplan.ledger.traffic import Resource, WorkBuilder, WorkLedger
@@ -141,8 +141,8 @@ def step_on_gpu(c: TorchFacts) -> int:
 TRAFFIC: WorkLedger = _lines.ledger()
 
 
-def torch_facts(spec: ModelSpec, workload: Workload, layout: ParallelLayout, *, stage: int) -> TorchFacts:
-    """The facts of rank 0: stage 0 is DDP, 2 FSDP2 without resharding, 3 FSDP2."""
+def torch_facts(spec: ModelSpec, workload: Workload, layout: ParallelLayout, *, stage: int, muon_share: float) -> TorchFacts:
+    """The facts of rank 0: stage 0 is DDP, 2 FSDP2 without resharding, 3 FSDP2. `muon_share`: see torch_optimizer.py."""
     ranks = layout.shard_group if stage else layout.dp
     tensors = sum(count for _, count in spec.tensor_groups())
     return TorchFacts(
@@ -155,7 +155,7 @@ def torch_facts(spec: ModelSpec, workload: Workload, layout: ParallelLayout, *, 
         tensors=tensors,
         updated=-(-spec.trainable // ranks) if stage else spec.trainable,
         param_bytes=workload.dtype.bytes,
-        state_bytes=find_optimizer(workload.optimizer).bytes_per_element(split_of(spec, lambda tensor: tensor.numel).share),
+        state_bytes=find_optimizer(workload.optimizer).bytes_per_element(muon_share),
         one_node=layout.shards_on_one_node,
     )
 
@@ -168,8 +168,9 @@ class TorchTraffic(Traffic):
 
     def __init__(self, spec: ModelSpec, cluster: Cluster) -> None:
         self._spec, self._cluster = spec, cluster
+        self._muon_share = muon_share(spec.parameters)
 
     def facts(self, compute: ComputeFacts, workload: Workload, zero: ZeroConfig) -> TorchFacts:
         """The facts of rank 0."""
         cluster = self._cluster
-        return torch_facts(self._spec, workload, cluster.layout, stage=zero.stage)
+        return torch_facts(self._spec, workload, cluster.layout, stage=zero.stage, muon_share=self._muon_share)

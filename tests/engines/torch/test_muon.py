@@ -12,8 +12,9 @@ from zeroplan.core.buffers import Buffer
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.tape import ExpandedTape, TapeModule, TapeParam
 from zeroplan.core.workload import Workload
+from zeroplan.engines.fsdp2.rank import Fsdp2Rank
 from zeroplan.engines.torch_optimizer import muon_takes
-from zeroplan.engines.torch_step import optimizer_step, torch_job
+from zeroplan.engines.torch_step import optimizer_step
 from zeroplan.simulate.allocator.events import OP_BITS, AllocatorOp
 from zeroplan.simulate.recorder import Recorder
 
@@ -49,9 +50,9 @@ def test_muon_keeps_and_needs_what_torch_allocates(pool: RankPool, ranks: int) -
 
     kept, peak = pool.run(ranks, step, ranks, "muon")[0]
     tape = _tape(SHAPES)
-    job = torch_job(tape, Workload(optimizer="muon"), ParallelLayout(ranks), sharded=True, cublas_workspace=0)
+    rank = Fsdp2Rank(Workload(optimizer="muon"), tape.parameters, ParallelLayout(ranks))
     recorder = Recorder()
-    optimizer_step(recorder, job, applied=True, first=True)
+    optimizer_step(recorder, rank, applied=True, first=True)
     alive, most = _played(recorder)
     matrices = sum(math.prod(shape) for name, shape in SHAPES.items() if name.startswith("layers.0.") and len(shape) == 2)
     rest = sum(math.prod(shape) for shape in SHAPES.values()) - matrices

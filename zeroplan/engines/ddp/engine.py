@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 from zeroplan.core.buffers import Phase
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
+from zeroplan.core.parameters import Parameters
 from zeroplan.core.units import MIB
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
-from zeroplan.engines.ddp import lines
+from zeroplan.engines.ddp.lines import LEDGER
+from zeroplan.engines.ddp.rank import GLOSSARY, DdpRank
 from zeroplan.engines.torch_engine import TorchEngine
 from zeroplan.ledger.line import Ledger
 
@@ -26,7 +28,7 @@ _NCCL = 283 * MIB
 _RSS = {Phase.LOAD: 1390, Phase.INIT: 1390, Phase.FORWARD: 1780, Phase.BACKWARD: 1840, Phase.STEP: 1935}
 
 
-class Ddp(TorchEngine):
+class Ddp(TorchEngine[DdpRank]):
     """DistributedDataParallel: everything whole on every rank, reported as stage 0."""
 
     name = "ddp"
@@ -52,17 +54,21 @@ class Ddp(TorchEngine):
 
     def glossary(self) -> Mapping[str, str]:
         """What each name in the ledger's formulas means."""
-        return lines.GLOSSARY
+        return GLOSSARY
 
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
-        """DDP's lines and the facts of any rank."""
-        return lines.LEDGER, lines.facts(case.spec, case.workload, case.layout, cublas_workspace=case.cluster.gpu.workspace)
+        """DDP's lines, and any rank."""
+        return LEDGER, self.rank(case, case.spec.parameters)
 
-    def record(self, case: Case, tape: ExpandedTape) -> Recorder:
+    def rank(self, case: Case, parameters: Parameters) -> DdpRank:
+        """Any rank: all are alike."""
+        return DdpRank(case.workload, parameters, case.layout, case.cluster.gpu.workspace)
+
+    def record(self, rank: DdpRank, tape: ExpandedTape) -> Recorder:
         """See :func:`zeroplan.engines.ddp.schedule.record_ddp`."""
         from zeroplan.engines.ddp.schedule import record_ddp
 
-        return record_ddp(case, tape)
+        return record_ddp(rank, tape)
 
     def nccl_bytes(self, workload: Workload, zero: ZeroConfig, layout: ParallelLayout) -> int:
         """One communicator with an all-reduce."""

@@ -11,9 +11,9 @@ from __future__ import annotations
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.units import MIB
-from zeroplan.engines.base import Case
-from zeroplan.engines.player import play
-from zeroplan.engines.torch_step import TorchJob, optimizer_step, torch_job
+from zeroplan.engines.ddp.rank import DdpRank
+from zeroplan.engines.player import Run, play
+from zeroplan.engines.torch_step import STEPS_UNTIL_STEADY, optimizer_step
 from zeroplan.simulate.recorder import Recorder
 
 FIRST_BUCKET = MIB
@@ -25,8 +25,8 @@ class DdpSchedule:
 
     follows_modules = False
 
-    def __init__(self, job: TorchJob, recorder: Recorder) -> None:
-        self.job, self.recorder = job, recorder
+    def __init__(self, rank: DdpRank, recorder: Recorder) -> None:
+        self.rank, self.recorder = rank, recorder
         self.alloc, self.free = recorder.alloc, recorder.free
         self.grads: dict[int, int] = {}
         self.arrived: list[int] = []
@@ -37,15 +37,14 @@ class DdpSchedule:
     def build(self) -> None:
         """The model, whole and in fp32; a tied parameter's second owner has its own until the tie is made."""
         made: set[int] = set()
-        for owned in self.job.modules:
+        for owned in self.rank.parameters.modules:
             for p in owned:
-                block = self.alloc(self.job.original_bytes * self.job.numel[p], Buffer.PARAM_FULL, note=p)
+                block = self.alloc(self.rank.original_bytes * self.rank.numel[p], Buffer.PARAM_FULL, note=p)
                 if p in made:
                     self.free(block)
                 made.add(p)
-        if self.job.ranks > 1:
-            total = sum(n for n, on in zip(self.job.numel, self.job.trainable, strict=True) if on)
-            self.buckets = [self.alloc(self.job.original_bytes * total, Buffer.COMM_ALL_REDUCE)]
+        if self.rank.ranks > 1:
+            self.buckets = [self.alloc(self.rank.original_bytes * self.rank.trainable, Buffer.COMM_ALL_REDUCE)]
 
     def add_adapters(self) -> None:
         """Adapters are part of the model."""
@@ -55,7 +54,7 @@ class DdpSchedule:
 
     def forward_begin(self) -> None:
         """The second forward rebuilds the buckets."""
-        if self.arrived and not self.rebuilt and self.job.ranks > 1:
+        if self.arrived and not self.rebuilt and self.rank.ranks > 1:
             self.rebuilt = True
             for block in self.buckets:
                 self.free(block)
@@ -64,7 +63,7 @@ class DdpSchedule:
     def _bucket_sizes(self) -> list[int]:
         sizes, current, limit = [], 0, FIRST_BUCKET
         for p in self.arrived:
-            current += self.job.original_bytes * self.job.numel[p]
+            current += self.rank.original_bytes * self.rank.numel[p]
             if current >= limit:
                 sizes.append(current)
                 current, limit = 0, BUCKET
@@ -99,17 +98,16 @@ class DdpSchedule:
 
     def step(self, applied: bool) -> None:
         """Clipping, the optimizer's step, zero_grad."""
-        optimizer_step(self.recorder, self.job, applied=applied, first=not self.stepped)
+        optimizer_step(self.recorder, self.rank, applied=applied, first=not self.stepped)
         self.stepped |= applied
         for handle in self.grads.values():
             self.free(handle)
         self.grads.clear()
 
 
-def record_ddp(case: Case, tape: ExpandedTape) -> Recorder:
-    """Every allocation and free of rank 0's run, in order. See :func:`zeroplan.engines.player.play`."""
-    workspace = case.cluster.gpu.workspace
-    job = torch_job(tape, case.workload, case.layout, sharded=False, cublas_workspace=workspace)
+def record_ddp(rank: DdpRank, tape: ExpandedTape) -> Recorder:
+    """Every allocation and free of one rank's run, in order. See :func:`zeroplan.engines.player.play`."""
     recorder = Recorder()
-    play(job, tape, recorder, DdpSchedule(job, recorder))
+    run = Run(rank.workload.grad_accum, STEPS_UNTIL_STEADY, cublas_workspace=rank.cublas_workspace)
+    play(run, tape, recorder, DdpSchedule(rank, recorder))
     return recorder

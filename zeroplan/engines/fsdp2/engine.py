@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.parameters import Parameters
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.engines.base import Case
-from zeroplan.engines.fsdp2 import lines
+from zeroplan.engines.fsdp2.lines import LEDGER
+from zeroplan.engines.fsdp2.rank import GLOSSARY, Fsdp2Rank
 from zeroplan.engines.torch_engine import TorchEngine
 from zeroplan.ledger.line import Ledger
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from zeroplan.simulate.recorder import Recorder
 
 
-class Fsdp2(TorchEngine):
+class Fsdp2(TorchEngine[Fsdp2Rank]):
     """``fully_shard``: stage 3 when parameters are resharded after the forward, stage 2 when they are not."""
 
     name = "fsdp2"
@@ -53,30 +55,30 @@ class Fsdp2(TorchEngine):
 
     def glossary(self) -> Mapping[str, str]:
         """What each name in the ledger's formulas means."""
-        return lines.GLOSSARY
+        return GLOSSARY
 
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
-        """FSDP2's lines and the facts of rank 0."""
-        return lines.LEDGER, lines.facts(
-            case.spec,
-            case.workload,
-            case.layout,
-            reshard=case.zero.stage == 3,
-            offload=case.zero.offloads_param,
-            cublas_workspace=case.cluster.gpu.workspace,
+        """FSDP2's lines, and rank 0."""
+        return LEDGER, self.rank(case, case.spec.parameters)
+
+    def rank(self, case: Case, parameters: Parameters) -> Fsdp2Rank:
+        """Rank 0, which holds the largest chunks."""
+        zero, workspace = case.zero, case.cluster.gpu.workspace
+        return Fsdp2Rank(
+            case.workload, parameters, case.layout, workspace, reshard=zero.stage == 3, offload=zero.offloads_param
         )
 
-    def record(self, case: Case, tape: ExpandedTape) -> Recorder:
+    def record(self, rank: Fsdp2Rank, tape: ExpandedTape) -> Recorder:
         """See :func:`zeroplan.engines.fsdp2.schedule.record_fsdp2`."""
         from zeroplan.engines.fsdp2.schedule import record_fsdp2
 
-        return record_fsdp2(case, tape)
+        return record_fsdp2(rank, tape)
 
-    def host(self, case: Case, tape: ExpandedTape) -> tuple[HostPhase, ...]:
+    def host(self, rank: Fsdp2Rank) -> tuple[HostPhase, ...]:
         """See :func:`zeroplan.engines.fsdp2.host.host_phases`."""
         from zeroplan.engines.fsdp2.host import host_phases
 
-        return host_phases(case, tape)
+        return host_phases(rank)
 
     def forms(self) -> Mapping[str, Form]:
         """accelerate's YAML; a program that calls `fully_shard` itself reads no file."""

@@ -8,24 +8,20 @@ Source: torch/distributed/fsdp/_fully_shard/_fsdp_param.py, reset_sharded_param;
 from __future__ import annotations
 
 from zeroplan.core.buffers import Buffer, Phase, Place
-from zeroplan.core.tape import ExpandedTape
-from zeroplan.engines.base import Case
+from zeroplan.engines.fsdp2.rank import Fsdp2Rank
 from zeroplan.engines.simulation import HostPhase
-from zeroplan.engines.torch_step import torch_job
 from zeroplan.simulate.allocator.pinned_host import pinned_bytes
 
 
-def host_phases(case: Case, tape: ExpandedTape) -> tuple[HostPhase, ...]:
+def host_phases(rank: Fsdp2Rank) -> tuple[HostPhase, ...]:
     """The host's peaks; none where nothing is offloaded."""
-    if not case.zero.offloads_param:
+    if not rank.offload:
         return ()
-    job = torch_job(tape, case.workload, case.layout, sharded=True, cublas_workspace=0)
-    trained = [count for count, on in zip(job.chunk, job.trainable, strict=True) if on]
-    params = pinned_bytes(job.original_bytes * count for count in job.chunk)
-    grads = pinned_bytes(job.original_bytes * count for count in trained)
+    params = pinned_bytes(rank.original_bytes * count for count in rank.chunks)
+    grads = pinned_bytes(rank.original_bytes * rank.chunks[p] for p in rank.trained)
     states: dict[tuple[Buffer, Place], int] = {}
-    for domain, p in job.stepped():
-        for buffer, nbytes in job.states(domain, p):
+    for domain, p in rank.stepped():
+        for buffer, nbytes in rank.states(domain, p):
             states[buffer, Place.DRAM] = states.get((buffer, Place.DRAM), 0) + nbytes
     loaded = {(Buffer.PARAM_SHARD, Place.PINNED): params}
     with_states = loaded | {(Buffer.GRAD_SHARD, Place.PINNED): grads} | states

@@ -14,20 +14,17 @@ Note [FSDP2's buffers]
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.tape import ExpandedTape, TapeModule
-from zeroplan.engines.base import Case
-from zeroplan.engines.player import play
-from zeroplan.engines.torch_step import TorchJob, optimizer_step, torch_job
+from zeroplan.core.tape import ExpandedTape, block_of_each
+from zeroplan.engines.fsdp2.rank import Fsdp2Rank
+from zeroplan.engines.player import Run, play
+from zeroplan.engines.torch_step import STEPS_UNTIL_STEADY, optimizer_step
 from zeroplan.simulate.recorder import Recorder
 
 #: ExpandedTapes of the simulated device: compute, the all-gathers', the reductions'.
 COMPUTE, GATHER, REDUCE = 0, 1, 2
-_BLOCK = re.compile(r"^(?:[a-zA-Z_]\w*\.)+\d+$")
 
 
 @dataclass(slots=True)
@@ -43,26 +40,13 @@ class Group:
     reduced: int = -1
 
 
-def blocks_of(modules: Sequence[TapeModule]) -> list[int]:
-    """The modules that `fully_shard` wraps: entries of a module list that no other such entry holds."""
-    found: list[int] = []
-    inside: set[int] = set()
-    for index, module in enumerate(modules):
-        if module.parent in inside:
-            inside.add(index)
-        elif _BLOCK.match(module.name):
-            found.append(index)
-            inside.add(index)
-    return found
-
-
 class Fsdp2Schedule:
     """One rank's run. Hooks as in :class:`zeroplan.engines.player.StageSchedule`."""
 
     follows_modules = True
 
-    def __init__(self, job: TorchJob, tape: ExpandedTape, recorder: Recorder, *, reshard: bool, offload: bool = False) -> None:
-        self.job, self.recorder, self.reshard, self.offload = job, recorder, reshard, offload
+    def __init__(self, rank: Fsdp2Rank, tape: ExpandedTape, recorder: Recorder) -> None:
+        self.rank, self.recorder = rank, recorder
         self.alloc, self.free = recorder.alloc, recorder.free
         self.groups: dict[int, Group] = {}
         self.order: list[int] = []  # modules of groups, as the forward first meets them
@@ -75,32 +59,23 @@ class Fsdp2Schedule:
         self._group(tape)
 
     def _group(self, tape: ExpandedTape) -> None:
-        owner: dict[int, int] = {}
-        blocks = blocks_of(tape.modules)
-        inside = {block: block for block in blocks}
-        for index, module in enumerate(tape.modules):
-            home = inside.get(index, inside.get(module.parent, -1))
-            if home >= 0:
-                inside[index] = home
-            for p in module.params:
-                owner.setdefault(p, home)
-        self.home = [owner.get(p, -1) for p in range(len(tape.params))]
+        self.home = block_of_each(tape.modules, len(tape.params))
         for p, home in enumerate(self.home):
             self.groups.setdefault(home, Group([], home)).params.append(p)
         for group in self.groups.values():
-            group.input_numel = sum(self.job.chunk[p] for p in group.params)
+            group.input_numel = sum(self.rank.chunks[p] for p in group.params)
         self.root = self.groups.get(-1)
 
     # --- building -------------------------------------------------------------------------------------------------------
 
     def build(self) -> None:
         """Sharded parameters are made on the meta device and filled on the GPU, a tied one twice; or on the host."""
-        if self.offload:
+        if self.rank.offload:
             return
         made: set[int] = set()
-        for owned in self.job.modules:
+        for owned in self.rank.parameters.modules:
             for p in owned:
-                block = self.alloc(self.job.original_bytes * self.job.chunk[p], Buffer.PARAM_SHARD, note=p)
+                block = self.alloc(self.rank.original_bytes * self.rank.chunks[p], Buffer.PARAM_SHARD, note=p)
                 if p in made:
                     self.free(block)
                 made.add(p)
@@ -114,43 +89,45 @@ class Fsdp2Schedule:
     # --- gathering ------------------------------------------------------------------------------------------------------
 
     def _gather(self, group: Group) -> None:
-        if group.output >= 0 or group.parameters or self.job.ranks == 1:
+        if group.output >= 0 or group.parameters or self.rank.ranks == 1:
             return
-        width = self.job.param_bytes
-        if self.offload:
+        width = self.rank.param_bytes
+        if self.rank.offload:
             source = [self._from_host(p, stream=GATHER) for p in group.params]
         else:
             source = [self.alloc(width * group.input_numel, Buffer.COMM_ALL_GATHER, stream=GATHER, note=group.module)]
         group.output = self.alloc(
-            width * group.input_numel * self.job.ranks, Buffer.COMM_ALL_GATHER, stream=GATHER, note=group.module
+            width * group.input_numel * self.rank.ranks, Buffer.COMM_ALL_GATHER, stream=GATHER, note=group.module
         )
         for handle in source:
             self.free(handle)
 
     def _from_host(self, p: int, *, stream: int = COMPUTE) -> int:
         """A chunk's copy from the host, in the gather's dtype (_fsdp_param.py, all_gather_inputs)."""
-        job = self.job
-        copied = self.alloc(job.original_bytes * job.chunk[p], Buffer.STAGE_H2D, stream=stream, note=p)
-        if job.param_bytes == job.original_bytes:
+        rank = self.rank
+        copied = self.alloc(rank.original_bytes * rank.chunks[p], Buffer.STAGE_H2D, stream=stream, note=p)
+        if rank.param_bytes == rank.original_bytes:
             return copied
-        cast = self.alloc(job.param_bytes * job.chunk[p], Buffer.COMM_ALL_GATHER, stream=stream, note=p)
+        cast = self.alloc(rank.param_bytes * rank.chunks[p], Buffer.COMM_ALL_GATHER, stream=stream, note=p)
         self.free(copied)
         return cast
 
     def _copy_out(self, group: Group) -> None:
         if group.parameters:
             return
-        job, width = self.job, self.job.param_bytes
+        rank, width = self.rank, self.rank.param_bytes
         cast = -1
         for p in group.params:
-            if job.ranks == 1 and (self.offload or width != job.original_bytes):  # the gather's input outlives one copy
+            if rank.ranks == 1 and (rank.offload or width != rank.original_bytes):  # the gather's input outlives one copy
                 following = (
-                    self._from_host(p) if self.offload else self.alloc(width * job.numel[p], Buffer.COMM_ALL_GATHER, note=p)
+                    self._from_host(p)
+                    if self.rank.offload
+                    else self.alloc(width * rank.numel[p], Buffer.COMM_ALL_GATHER, note=p)
                 )
                 if cast >= 0:
                     self.free(cast)
                 cast = following
-            group.parameters.append(self.alloc(width * job.padded(p), Buffer.PARAM_FULL, note=p))
+            group.parameters.append(self.alloc(width * rank.padded(p), Buffer.PARAM_FULL, note=p))
         if cast >= 0:
             self.free(cast)
         if self.in_backward:
@@ -195,14 +172,14 @@ class Fsdp2Schedule:
         if module == self.root_module:
             self._forward_end()
         group = self.groups.get(module)
-        if group is not None and self.reshard:
+        if group is not None and self.rank.reshard:
             self._reshard(group)
 
     def _forward_end(self) -> None:
         if self.kept_output >= 0:
             self.free(self.kept_output)
             self.kept_output = -1
-        if self.root is not None and self.reshard:
+        if self.root is not None and self.rank.reshard:
             self._reshard(self.root)
 
     def backward_begin(self, boundary: bool) -> None:
@@ -243,14 +220,14 @@ class Fsdp2Schedule:
         self._free_reduce_input()
         if not group.grads:
             return
-        width, job = self.job.reduce_bytes, self.job
-        count = sum(job.chunk[p] for p in group.params if job.trainable[p])
-        self.reduce_input = self.alloc(width * count * job.ranks, Buffer.COMM_REDUCE_SCATTER, note=group.module)
+        width, rank = self.rank.reduce_bytes, self.rank
+        count = sum(rank.chunks[p] for p in group.params if rank.parameters.trainable[p])
+        self.reduce_input = self.alloc(width * count * rank.ranks, Buffer.COMM_REDUCE_SCATTER, note=group.module)
         for handle in group.grads:
             self.free(handle)
         group.grads.clear()
         reduced = self.alloc(width * count, Buffer.GRAD_SHARD, stream=REDUCE, note=group.module)
-        if self.offload or group.reduced >= 0:
+        if self.rank.offload or group.reduced >= 0:
             self.free(reduced)  # a copy on the host replaces it; a later micro batch adds to the gradients that are there
         else:
             group.reduced = reduced
@@ -271,9 +248,9 @@ class Fsdp2Schedule:
 
     def step(self, applied: bool) -> None:
         """Clipping, the optimizer's step on this rank's chunks, and zero_grad; on the host, if that has them."""
-        if self.offload:
+        if self.rank.offload:
             return
-        optimizer_step(self.recorder, self.job, applied=applied, first=not self.stepped)
+        optimizer_step(self.recorder, self.rank, applied=applied, first=not self.stepped)
         self.stepped |= applied
         for group in self.groups.values():
             if group.reduced >= 0:
@@ -281,11 +258,9 @@ class Fsdp2Schedule:
                 group.reduced = -1
 
 
-def record_fsdp2(case: Case, tape: ExpandedTape) -> Recorder:
-    """Every allocation and free of rank 0's run, in order. See :func:`zeroplan.engines.player.play`."""
-    workspace = case.cluster.gpu.workspace
-    job = torch_job(tape, case.workload, case.layout, sharded=True, cublas_workspace=workspace)
+def record_fsdp2(rank: Fsdp2Rank, tape: ExpandedTape) -> Recorder:
+    """Every allocation and free of one rank's run, in order. See :func:`zeroplan.engines.player.play`."""
     recorder = Recorder()
-    schedule = Fsdp2Schedule(job, tape, recorder, reshard=case.zero.stage == 3, offload=case.zero.offloads_param)
-    play(job, tape, recorder, schedule)
+    run = Run(rank.workload.grad_accum, STEPS_UNTIL_STEADY, cublas_workspace=rank.cublas_workspace)
+    play(run, tape, recorder, Fsdp2Schedule(rank, tape, recorder))
     return recorder

@@ -15,24 +15,11 @@ from itertools import groupby
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.layout import Layout, OwnedBuffer, UnitKind, runtime_buffers
 from zeroplan.core.tape import ExpandedTape, Mark, Op
-from zeroplan.core.workload import Workload
 from zeroplan.engines.runtime.units import PEFT_PREFIX
 from zeroplan.simulate.recorder import Recorder
 
 #: Optimizer steps until peaks repeat: the second runs with the blocks that the first left in the cache.
 STEPS_UNTIL_STEADY = 2
-
-
-@dataclass(frozen=True, slots=True)
-class RuntimeJob:
-    """One rank's job, as the player reads it."""
-
-    workload: Workload
-    layout: Layout
-    cublas_workspace: int
-    makes_room: bool = True
-    steps: int = STEPS_UNTIL_STEADY
-    skipped_steps: int = 0
 
 
 @dataclass(slots=True)
@@ -69,18 +56,22 @@ class RuntimeSchedule:
 
     follows_modules = True
 
-    def __init__(self, job: RuntimeJob, tape: ExpandedTape, recorder: Recorder) -> None:
-        self.job, self.setup, self.recorder = job, job.layout.setup, recorder
-        self.rows = runtime_buffers(job.layout)
+    def __init__(
+        self, layout: Layout, tape: ExpandedTape, recorder: Recorder, *, cublas_workspace: int, makes_room: bool = True
+    ) -> None:
+        """`cublas_workspace` is bytes; `makes_room`: a segment for the kept gradients is made at the start."""
+        self.layout, self.setup, self.recorder = layout, layout.setup, recorder
+        self.cublas_workspace, self.makes_room = cublas_workspace, makes_room
+        self.rows = runtime_buffers(layout)
         leases = {(row.buffer, row.unit): Lease(row) for row in self.rows if not row.stands}
         self.staging = leases.get((Buffer.COMM_REDUCE_SCATTER, "staging"))
-        self.slots = {name: SlotRun(leases[Buffer.GRAD_FULL, name]) for name in job.layout.grad_slots}
-        self.sums = {name: leases[Buffer.STAGE_D2H, name] for name in job.layout.sum_slots}
-        self.hooked = self.setup.ranks > 1 or any(unit.offloaded for unit in job.layout.units)
+        self.slots = {name: SlotRun(leases[Buffer.GRAD_FULL, name]) for name in layout.grad_slots}
+        self.sums = {name: leases[Buffer.STAGE_D2H, name] for name in layout.sum_slots}
+        self.hooked = self.setup.ranks > 1 or any(unit.offloaded for unit in layout.units)
         self.units: list[UnitRun] = []
         by_param: dict[str, UnitRun] = {}
         by_module: dict[str, UnitRun] = {}
-        for unit in job.layout.units:
+        for unit in layout.units:
             if unit.trainable is None:
                 continue
             slot = self.slots[unit.grad_slot] if unit.grad_slot is not None else None
@@ -93,7 +84,7 @@ class RuntimeSchedule:
         self.of_param = [by_param.get(param.name.removeprefix(PEFT_PREFIX)) for param in tape.params]
         self.of_module = [by_module.get(module.name.removeprefix(PEFT_PREFIX)) for module in tape.modules]
         # Behind the forward of these, slots that an earlier backward left are given back.
-        blocks = {unit.shape.name for unit in job.layout.units if unit.shape.kind is UnitKind.BLOCK}
+        blocks = {unit.shape.name for unit in layout.units if unit.shape.kind is UnitKind.BLOCK}
         self.gives = [module.parent < 0 or module.name.removeprefix(PEFT_PREFIX) in blocks for module in tape.modules]
         self.boundary = True
         self.in_backward = False
@@ -117,13 +108,13 @@ class RuntimeSchedule:
         for (buffer, _, _), group in groupby(standing, key=lambda row: (row.buffer, row.dtype, row.place)):
             self.recorder.alloc(sum(row.bytes for row in group), buffer)
         width = self.setup.param_dtype.bytes
-        for unit in self.job.layout.units:
+        for unit in self.layout.units:
             for param in unit.shape.params:
                 self.recorder.free(self.recorder.alloc(param.numel * width, Buffer.INIT_TEMP, note=param.name))
         self.recorder.empty_cache()
-        for _ in range(2 if self.job.cublas_workspace else 0):
-            self.recorder.alloc(self.job.cublas_workspace, Buffer.WORKSPACE)
-        if self.job.makes_room:
+        for _ in range(2 if self.cublas_workspace else 0):
+            self.recorder.alloc(self.cublas_workspace, Buffer.WORKSPACE)
+        if self.makes_room:
             room = sum(unit.kept.row.bytes for unit in self.units if unit.kept is not None)
             self.recorder.free(self.recorder.alloc(room, Buffer.INIT_TEMP))
 

@@ -11,11 +11,11 @@ from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.workload import DType
 from zeroplan.ds_config.knobs import Knobs
 from zeroplan.engines.base import Case
-from zeroplan.engines.player import play
+from zeroplan.engines.player import Run, play
 from zeroplan.engines.runtime.checkpoints import Moved, host_buffers, with_moved_inputs
 from zeroplan.engines.runtime.fused_loss import with_fused_loss
 from zeroplan.engines.runtime.host import checkpoint_phases, host_phases
-from zeroplan.engines.runtime.schedule import RuntimeJob, RuntimeSchedule, with_direct_gradients
+from zeroplan.engines.runtime.schedule import STEPS_UNTIL_STEADY, RuntimeSchedule, with_direct_gradients
 from zeroplan.engines.simulation import Simulation
 from zeroplan.simulate.allocator.config import UNLIMITED, AllocatorConfig
 from zeroplan.simulate.recorder import Recorder, simulate
@@ -41,7 +41,6 @@ def simulate_rank(
     """
     skipped = 1 if case.workload.dtype is DType.FP16 else 0
     room = config is None or config.max_split_size == UNLIMITED
-    job = RuntimeJob(case.workload, layout, case.cluster.gpu.workspace, room, skipped_steps=skipped)
     setup = layout.setup
     whole = setup.reduce_dtype if setup.shards_grads else setup.whole_grad_dtype
     # On a GPU a product of 16-bit factors may be written in fp32, but not the other way round.
@@ -52,7 +51,10 @@ def simulate_rank(
     if knobs.fused_loss:
         rows = case.workload.micro_batch * (case.workload.seq_len or 0)
         tape = with_fused_loss(tape, rows=rows, itemsize=setup.param_dtype.bytes)
-    play(job, tape, recorder, RuntimeSchedule(job, tape, recorder), warm=True)
+    workspace = case.cluster.gpu.workspace
+    schedule = RuntimeSchedule(layout, tape, recorder, cublas_workspace=workspace, makes_room=room)
+    run = Run(case.workload.grad_accum, STEPS_UNTIL_STEADY, skipped, workspace)
+    play(run, tape, recorder, schedule, warm=True)
     host = host_phases(layout, case.spec.params * case.workload.param_bytes, host_buffers(moved))
     timeline = simulate(recorder, config, device_memory=case.cluster.vram)
     found = Simulation(timeline, host=host, moved=tuple(one.bytes for one in moved))

@@ -1,0 +1,115 @@
+"""One rank under FSDP2: a chunk of every parameter, whole units gathered for a while."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from zeroplan.engines.torch_rank import TorchRank
+from zeroplan.ledger.derive import pow2
+from zeroplan.ledger.line import glossary_of
+
+
+@dataclass(frozen=True)
+class Fsdp2Rank(TorchRank):
+    """Rank 0, which holds the largest chunks. The first sentence of a docstring is what `explain` says of the name.
+
+    Attributes:
+        reshard: blocks are resharded after their forward (``reshard_after_forward``).
+        offload: chunks, gradients and optimizer states are on the host (``CPUOffloadPolicy``).
+    """
+
+    reshard: bool = True
+    offload: bool = False
+
+    @cached_property
+    def chunks(self) -> tuple[int, ...]:
+        """This rank's elements of each parameter, whose first dimension is split evenly and padded.
+
+        Source: torch/distributed/fsdp/_fully_shard/_fsdp_param.py, _init_sharded_param
+        """
+        return tuple(
+            -(-shape[0] // self.ranks) * (count // shape[0]) if shape and shape[0] else count
+            for shape, count in zip(self.parameters.shapes, self.numel, strict=True)
+        )
+
+    def padded(self, param: int) -> int:
+        """Elements of a gathered parameter, padding included."""
+        return max(self.numel[param], self.chunks[param] * self.ranks)
+
+    @cached_property
+    def param_bytes(self) -> int:
+        """Bytes of one gathered parameter."""
+        return self.workload.dtype.bytes
+
+    @cached_property
+    def reduce_bytes(self) -> int:
+        """Bytes of one gradient element in the reduction."""
+        return self.original_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one element of an optimizer state."""
+        return self.original_bytes
+
+    @cached_property
+    def sharded(self) -> int:
+        """Elements of this rank's chunks, each parameter padded along its first dimension."""
+        return sum(self.chunks)
+
+    @cached_property
+    def sharded_trainable(self) -> int:
+        """Of those, the ones that receive a gradient."""
+        return sum(self.chunks[p] for p in self.trained)
+
+    @cached_property
+    def matrix(self) -> int:
+        """Of those, the ones that Muon updates: the blocks' matrices."""
+        return sum(self.chunks[p] for p in self.matrices)
+
+    @cached_property
+    def rest(self) -> int:
+        """Of those, the ones that Muon leaves to AdamW: embeddings, head, vectors."""
+        return self.sharded_trainable - self.matrix
+
+    @cached_property
+    def whole(self) -> int:
+        """Elements of the whole model."""
+        return self.parameters.total
+
+    @cached_property
+    def _units(self) -> dict[str, int]:
+        """Elements of each block, and of the root under an empty name."""
+        found: dict[str, int] = {}
+        for block, count in zip(self.parameters.blocks, self.numel, strict=True):
+            found[block] = found.get(block, 0) + count
+        return found
+
+    @cached_property
+    def largest_unit(self) -> int:
+        """Elements of the largest block."""
+        return max((count for block, count in self._units.items() if block), default=0)
+
+    @cached_property
+    def root_unit(self) -> int:
+        """Elements of the root: embedding, final norm, head."""
+        return self._units.get("", 0)
+
+    @cached_property
+    def param_blocks(self) -> int:
+        """Bytes of the pinned blocks that hold this rank's chunks, each rounded to a power of two."""
+        return sum(pow2(self.original_bytes * count) for count in self.chunks) if self.offload else 0
+
+    @cached_property
+    def grad_blocks(self) -> int:
+        """The same for the chunks' gradients."""
+        return sum(pow2(self.original_bytes * self.chunks[p]) for p in self.trained) if self.offload else 0
+
+    @cached_property
+    def largest_chunk(self) -> int:
+        """Elements of this rank's chunk of the largest parameter."""
+        return max(self.chunks, default=0)
+
+
+#: What the names in the ledger's formulas mean.
+GLOSSARY = glossary_of(Fsdp2Rank) | {"cublas_workspace": "bytes of one cuBLAS workspace on this GPU"}

@@ -1,0 +1,88 @@
+"""One rank of a job under FSDP2 or DDP: what it holds of every parameter, derived once for the ledger and the schedules.
+
+Counts are elements, and ``bytes`` in a name means bytes an element, unless a docstring says otherwise.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+
+from zeroplan.core.buffers import Buffer
+from zeroplan.core.optimizer_row import Domain, Optimizer
+from zeroplan.core.optimizers import find_optimizer
+from zeroplan.core.parallel import ParallelLayout
+from zeroplan.core.parameters import Parameters
+from zeroplan.core.workload import DType, Workload
+from zeroplan.engines.torch_optimizer import muon_takes
+
+
+@dataclass(frozen=True)
+class TorchRank(ABC):
+    """Rank 0, which holds the most, and what it holds.
+
+    Attributes:
+        workload: what is computed.
+        parameters: the model's parameters.
+        layout: how the ranks divide the work.
+        cublas_workspace: bytes of one cuBLAS workspace on this GPU.
+    """
+
+    workload: Workload
+    parameters: Parameters
+    layout: ParallelLayout
+    cublas_workspace: int = 0
+
+    @cached_property
+    def ranks(self) -> int:
+        """Data-parallel ranks."""
+        return self.layout.shard_group
+
+    @cached_property
+    def original_bytes(self) -> int:
+        """Bytes of one parameter as the optimizer sees it."""
+        return DType.FP32.bytes
+
+    @cached_property
+    @abstractmethod
+    def chunks(self) -> tuple[int, ...]:
+        """What this rank's optimizer holds of each parameter."""
+
+    @property
+    def numel(self) -> tuple[int, ...]:
+        """Elements of each parameter."""
+        return self.parameters.numel
+
+    @property
+    def trained(self) -> tuple[int, ...]:
+        """The parameters that receive a gradient."""
+        return self.parameters.trained
+
+    # --- the optimizer ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def optimizer(self) -> Optimizer:
+        """The row of the optimizer table."""
+        return find_optimizer(self.workload.optimizer)
+
+    @cached_property
+    def matrices(self) -> frozenset[int]:
+        """The trained parameters that Muon would update, whatever the optimizer is."""
+        names, shapes = self.parameters.names, self.parameters.shapes
+        return frozenset(p for p in self.trained if muon_takes(names[p], len(shapes[p])))
+
+    def stepped(self) -> list[tuple[Domain, int]]:
+        """The trained parameters in the order in which they are stepped, each with its domain: Muon's matrices come first."""
+        if not self.optimizer.rest:
+            return [(Domain.ALL, p) for p in self.trained]
+        updated = [(Domain.MATRIX, p) for p in self.trained if p in self.matrices]
+        return updated + [(Domain.REST, p) for p in self.trained if p not in self.matrices]
+
+    def states(self, domain: Domain, param: int) -> list[tuple[Buffer, int]]:
+        """The optimizer's states of one parameter on this rank, in bytes."""
+        return [
+            (state.buffer, state.bytes_of(self.chunks[param], self.original_bytes))
+            for state in self.optimizer.states
+            if state.domain is domain
+        ]

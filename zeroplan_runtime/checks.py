@@ -208,7 +208,7 @@ class EngineChecks:
             if "backward through the graph a second time" in str(fault):
                 self._failed_backward = "its graph was gone"
                 raise BadInput(
-                    "the graph of this loss has been gone through already",
+                    "the graph of this loss was freed by an earlier backward",
                     where="engine.backward",
                     remedy="call the forward again, or give retain_graph=True the first time",
                 ) from None

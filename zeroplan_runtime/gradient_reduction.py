@@ -1,4 +1,4 @@
-"""The gradients of units from their arrival to the optimizer: where they lie, when they are reduced, when they go.
+"""The gradients of units: where they are accumulated, when they are reduced over the ranks, and when they are freed.
 
 Note [Lifetime of gradients]
     The memory of gradients is allocated while the compute stream is current, before the reduce stream uses it, and is freed
@@ -65,7 +65,7 @@ class GradientReduction:
             unit.grad_received = unit.grad_received.replace(b"\x02", b"\x01")
 
     def post_backward(self, unit: UnitState) -> None:
-        """Called when the backward of `unit` is over, as far as can be told."""
+        """Reduces `unit`'s gradients after its backward, unless more of them are expected."""
         # Gradients that live until the step are best reduced once, so a unit that is called several times waits for the end.
         once = unit.forward_count == 1 and not unit.reduces_late
         if RECEIVED_NOW in unit.grad_received and (once or unit.grad_slot is not None):

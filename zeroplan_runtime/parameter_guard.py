@@ -1,14 +1,14 @@
-"""Guards parameters while their memory is not for everybody to read: a read waits for what is on its way, or is refused.
+"""Guards parameters whose memory does not hold their values: a read waits for the update or all-gather, or is refused.
 
 Note [Guarded parameters]
-    Between two forwards, and at stage 3 outside their unit's own forward and backward, parameters may hold old values (an
-    update or an all-gather is on its way) or those of another unit that shares the slot. A plain tensor tells no reader so. For
-    that time a parameter's class is therefore a subclass of ``nn.Parameter`` whose ``__torch_function__`` sees each use. For
-    its unit's computations it is an ``nn.Parameter`` again, so these run as ever: what guarding costs is to set ``__class__``
-    twice a micro batch and parameter (once more at stage 3), about 30 ns each.
+    Between two forwards, and at stage 3 outside their unit's forward and backward, parameters may hold old values (an update
+    or an all-gather is under way) or the values of another unit that shares the slot. Meanwhile a parameter's class is a
+    subclass of ``nn.Parameter`` whose ``__torch_function__`` sees each use. For its unit's computations it is an
+    ``nn.Parameter`` again, so these are not slowed down. The cost is to set ``__class__`` twice a micro batch and parameter
+    (three times at stage 3), about 30 ns each.
 
-    What shares the memory of a guarded parameter (``param.data``, ``param.detach()``, ``param[0]``) is guarded like it, also
-    later. An alias that was taken from an open parameter is not.
+    Aliases of a guarded parameter (``param.data``, ``param.detach()``, ``param[0]``) are guarded with it from then on. An
+    alias that was taken while the parameter was not guarded is not.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from zeroplan_runtime.unit_state import UnitState
 
 
 class Owner(Protocol):
-    """Who knows what parameters and gradients hold."""
+    """What the guard asks of the engine."""
 
     @property
     def hides_grads(self) -> bool:
-        """Whether there are gradients that no parameter's ``grad`` shows."""
+        """Whether there are gradients in flat buffers, which no parameter's ``grad`` shows."""
 
     def before_read(self, unit: UnitState, name: str) -> None:
-        """Returns once the parameter `name` of `unit` may be read on the current stream.
+        """Makes the current stream wait until the parameter `name` of `unit` can be read.
 
         Raises:
-            BadInput: when it cannot be.
+            BadInput: when it cannot be read now.
         """
 
     def keeps_values(self, unit: UnitState) -> bool:
-        """Whether the backward of what is computed from `unit`'s parameters now will find them as they are."""
+        """Whether `unit`'s parameters will have the same values in the backward of what is computed from them now."""
 
 
 def not_gathered(name: str, unit: UnitState, *, in_backward: bool) -> BadInput:
-    """What to raise when the parameter `name` is read at stage 3 while its unit is not gathered."""
+    """The error for a read of parameter `name` at stage 3 while its unit is sharded."""
     remedy = (
         "its backward is seen by the gradients of its outputs: return tensors, or tuples, lists, dicts or dataclasses of them, "
         "and take no gradients of gradients"
@@ -58,7 +58,7 @@ def not_gathered(name: str, unit: UnitState, *, in_backward: bool) -> BadInput:
 
 
 class ParameterGuard:
-    """Guards the parameters of `units` for `owner`. They begin open."""
+    """Guards the parameters of `units` for `owner`; they are not guarded at first."""
 
     def __init__(self, units: Iterable[UnitState], owner: Owner) -> None:
         self._owner = weakref.ref(owner)
@@ -72,56 +72,64 @@ class ParameterGuard:
         self._units = list(self._params)
 
     def open(self, unit: UnitState) -> None:
-        """Makes `unit`'s parameters plain ones."""
+        """Stops guarding `unit`'s parameters."""
         if unit.guarded:
             unit.guarded = False
             for param in self._params[unit]:
                 param.__class__ = _plain_class(type(param))
 
     def close(self, unit: UnitState) -> None:
-        """Guards `unit`'s parameters."""
+        """Starts guarding `unit`'s parameters."""
         if not unit.guarded:
             unit.guarded = True
             for param in self._params[unit]:
                 param.__class__ = _guarded_class(type(param))
 
     def open_all(self) -> None:
-        """Makes every unit's parameters plain ones."""
+        """Stops guarding all parameters."""
         for unit in self._units:
             self.open(unit)
 
     def close_all(self) -> None:
-        """Guards every unit's parameters."""
+        """Starts guarding all parameters."""
         for unit in self._units:
             self.close(unit)
 
     def remove(self) -> None:
-        """Opens all parameters and forgets them."""
+        """Stops guarding all parameters for good."""
         self.open_all()
         for params in self._params.values():
             for param in params:
                 _guarded.pop(param, None)
 
     def before_use(self, index: int, name: str) -> None:
-        """Called before a guarded parameter, or an alias of one, is read or written."""
+        """Lets the owner wait or refuse, before a guarded parameter or an alias of one is read or written."""
         unit, owner = self._units[index], self._owner()
         if unit.guarded and owner is not None:
             owner.before_read(unit, name)
 
     def after_use(self, index: int, name: str, result: Any) -> None:
-        """Called with what was made of a guarded parameter, or an alias of one."""
+        """Refuses a result of a guarded parameter whose backward would read other values.
+
+        Raises:
+            BadInput: when `result` has a graph and the owner does not keep the values.
+        """
         unit, owner = self._units[index], self._owner()
         if not unit.guarded or owner is None or owner.keeps_values(unit):
             return
         if any(made.requires_grad and made.grad_fn is not None for made in tensors_of(result)):
             raise BadInput(
-                f"gradients would be taken of what is computed from {name!r} outside its unit's forward",
+                f"a graph would use {name!r} outside its unit's forward, and its values are gone in the backward",
                 where="stage 3",
                 remedy="compute it in the unit's forward, under torch.no_grad(), or at stage 2",
             )
 
     def before_grad(self, name: str) -> None:
-        """Called before a guarded parameter's ``grad`` is read or set."""
+        """Refuses reading or setting ``grad`` of a guarded parameter while gradients are in flat buffers.
+
+        Raises:
+            BadInput: with the engine's methods for it.
+        """
         owner = self._owner()
         if owner is not None and owner.hides_grads:
             raise BadInput(
@@ -156,7 +164,7 @@ def _guarded_class(kind: type) -> type:
 
 
 def _as_plain(name: str) -> Callable[..., Any]:
-    """A method that calls the plain class's, for those that make something of the object's own class."""
+    """Wraps a method whose result has the object's class, so that it makes an object of the plain class."""
 
     def call(tensor: torch.Tensor, *args: Any) -> Any:
         kind = type(tensor)
@@ -182,7 +190,7 @@ def _on_use(
         found = [tensor for tensor in tensors_of((args, kwargs)) if type(tensor) in _plain_classes]
         used = [(tensor, _entry(tensor) if func in _ALIASES else _before_use(tensor)) for tensor in found]
     if any(_has_own_function(kind) for kind in types):
-        return NotImplemented  # other subclasses, which will come back with what they make of it
+        return NotImplemented  # another subclass handles the call and comes back with plain arguments
     with torch._C.DisableTorchFunctionSubclass():
         result = (torch.Tensor.detach if func == _DATA_GET else func)(*args, **kwargs)
         for tensor, entry in used:
@@ -198,11 +206,11 @@ def _has_own_function(kind: Any) -> bool:
 
 
 def _gone() -> None:
-    """A reference to nothing."""
+    """Stands for a dead weak reference."""
 
 
 def _entry(tensor: torch.Tensor) -> Any:
-    """Who guards `tensor`, the index of its unit, its name; None where nobody does."""
+    """The guard of `tensor`, the index of its unit and its name; None if it is not guarded."""
     reference, index, name = _guarded.get(tensor, (_gone, 0, ""))
     guard = reference()
     if guard is None:  # a copy that took over the class, or the engine is gone
@@ -225,7 +233,7 @@ def _before_grad(tensor: torch.Tensor) -> None:
 
 
 def _guard_aliases(result: Any, tensor: torch.Tensor, entry: Any) -> None:
-    """Guards what shares the memory of `tensor` as that is."""
+    """Guards the tensors in `result` that share the memory of `tensor`."""
     for made in tensors_of(result):
         is_plain = type(made) is torch.Tensor and made.layout is torch.strided and made.numel()
         if is_plain and made.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
@@ -240,7 +248,7 @@ def _casts_nothing(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 
 def _functions(names: str) -> frozenset[Any]:
-    """Of ``torch.Tensor`` and ``torch``: methods, functions, and what gets and sets an attribute."""
+    """The methods, functions, and attribute getters and setters of these names in ``torch.Tensor`` and ``torch``."""
     found: set[Any] = set()
     for name in names.split():
         for owner in (torch.Tensor, torch):
@@ -253,10 +261,10 @@ def _functions(names: str) -> frozenset[Any]:
 _TORCHS_OWN = (torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]
 _DATA_GET = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _GRAD = _functions("grad")
-#: Uses that give out the memory, but read nothing of it.
+#: Functions that return an alias and read no element.
 _ALIASES = frozenset({_DATA_GET, torch.Tensor.detach, torch.detach})
 _CASTS = _functions("to cpu cuda float half double bfloat16")
-#: Uses that read and write no element.
+#: Functions that read and write no element.
 _METADATA = _functions(
     "shape dtype device layout ndim names name requires_grad is_leaf grad_fn is_cuda is_cpu is_meta is_sparse is_quantized "
     "is_nested itemsize nbytes output_nr retains_grad _version _base _cdata _backward_hooks _post_accumulate_grad_hooks "

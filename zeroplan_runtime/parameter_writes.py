@@ -1,8 +1,8 @@
-"""Values that somebody else than the optimizer writes into parameters: they reach what the optimizer and the gathers read.
+"""Copies values that the user writes into parameters to the masters and shards, which the optimizer and all-gathers read.
 
-What is trained are the fp32 masters and this rank's shards. Where these are memory of their own, a value that is written into a
-parameter (``p.mul_(0.9)`` under ``torch.no_grad()``, ``load_state_dict``) would be gone after the next step. Autograd's version
-counters tell which parameters were written since the last look; the engine's own updates do not count there.
+The optimizer updates the fp32 masters and this rank's shards. Where these have separate memory, a value that the user writes
+into a parameter (``p.mul_(0.9)`` under ``torch.no_grad()``, ``load_state_dict``) would be lost at the next step. Autograd's
+version counters tell which parameters were written since the last check; the engine's own updates do not change them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zeroplan_runtime.unit_state import FlatParam, UnitState
 
 
 class _Place(NamedTuple):
-    """One parameter, and what is kept of it in memory of its own."""
+    """One parameter and its masters and shards that have separate memory."""
 
     param: nn.Parameter
     unit: UnitState
@@ -29,7 +29,7 @@ class _Place(NamedTuple):
 
 
 class ParameterWrites:
-    """Looks for writes to the parameters of `model_states`. Every rank must write the same."""
+    """Finds the user's writes to the parameters of `model_states`. Every rank must write the same values."""
 
     def __init__(self, model_states: ModelStates) -> None:
         self._model_states = model_states
@@ -41,21 +41,21 @@ class ParameterWrites:
         self.forget()
 
     def forget(self) -> None:
-        """Takes the parameters' present values for known."""
+        """Ignores the writes so far."""
         with torch._C.DisableTorchFunctionSubclass():
             self._versions = [param._version for param in self._watched]
 
     def stepped(self) -> None:
-        """The optimizer has written every parameter: autograd refuses graphs that saved one as it was before."""
+        """Marks every trained parameter as changed by the optimizer, so that autograd refuses graphs from before the step."""
         torch.autograd.graph.increment_version(self._trained)
         self.forget()
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Copies what was written into parameters to where it is read from.
+        """Copies the user's writes since the last call to masters and shards.
 
         Raises:
-            BadInput: where that is a file, or an update of it may be on its way.
+            BadInput: when a written parameter's master or shard is in a file, or updates are delayed.
         """
         with torch._C.DisableTorchFunctionSubclass():
             versions = [param._version for param in self._watched]
@@ -70,7 +70,7 @@ class ParameterWrites:
         if not place.copies or self._model_states.setup.delayed_update:
             name = place.unit.layout.shape.params[place.flat.layout.params[place.position]].name
             raise BadInput(
-                f"parameter {name!r} was written to, but what is trained of it is in a file or behind a delayed update",
+                f"parameter {name!r} was written to, but its master or shard is in a file or has a delayed update",
                 where="offload",
                 remedy="write before initialize(), or use engine.load_checkpoint()",
             )
@@ -79,7 +79,7 @@ class ParameterWrites:
 
 
 def _places(unit: UnitState) -> Iterator[_Place]:
-    """The parameters of `unit` of which more than `full` is kept; without copies where that is a file."""
+    """The parameters of `unit` with a separate master or shard; `copies` is empty where that is in a file."""
     for flat in unit.flats():
         in_files = unit.in_files or (flat is unit.trainable and unit.master is None)
         kept = [flat.shard, unit.master] if flat is unit.trainable else [flat.shard]

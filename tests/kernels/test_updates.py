@@ -48,7 +48,9 @@ def apply(kind, device, tensors, out=None, scalars=None, offset=0, bounds=None, 
     written = None if out is None else buffer(torch.full((p.numel(),), 7.0, dtype=out), device, offset)
     more = [kernels.make_segments(bounds or [0, p.numel()], device)] if kind == "lamb" else []
     scalars = None if scalars is None else scalars.to(device)
-    getattr(kernels, kind)(p, g, *states, *more, param_out=written, scalars=scalars, **{**HYPER[kind], **hyper})
+    hyper = {**HYPER[kind], **hyper, **({"decoupled": False} if kind == "adam" else {})}
+    update = kernels.adamw if kind == "adam" else getattr(kernels, kind)
+    update(p, g, *states, *more, param_out=written, scalars=scalars, **hyper)
     return [t.cpu() for t in (p, *states, *([] if written is None else [written]))]
 
 

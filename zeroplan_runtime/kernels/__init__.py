@@ -1,11 +1,11 @@
 """Optimizer updates, gradient norms and casts of flat buffers, and a cross entropy: by CUDA kernels, CPU routines or torch.
 
-Public: :func:`adamw`, :func:`adam`, :func:`lamb`, :func:`lion`, :func:`sgd`, :func:`grad_norm`, :func:`squares`,
+Public: :func:`adamw`, :func:`lamb`, :func:`lion`, :func:`sgd`, :func:`grad_norm`, :func:`squares`,
 :func:`global_norm`, :func:`cast`, :data:`UPDATES`, :func:`cross_entropy`, :func:`cross_entropy_grad`, :func:`backend_report`.
 """
 
 from zeroplan_runtime.kernels.backends import backend_report
-from zeroplan_runtime.kernels.functional import adam, adamw, cast, global_norm, grad_norm, lamb, lion, sgd, squares
+from zeroplan_runtime.kernels.functional import adamw, cast, global_norm, grad_norm, lamb, lion, sgd, squares
 from zeroplan_runtime.kernels.loss import cross_entropy, cross_entropy_grad
 from zeroplan_runtime.kernels.optimizers import UPDATES
 from zeroplan_runtime.kernels.segments import Segments, SegmentWorkspace, make_segments
@@ -20,7 +20,6 @@ __all__ = [
     "UPDATES",
     "SegmentWorkspace",
     "Segments",
-    "adam",
     "adamw",
     "backend_report",
     "cast",

@@ -59,7 +59,7 @@ def adamw(
     param_out: torch.Tensor | None = None,
     scalars: torch.Tensor | None = None,
 ) -> None:
-    """AdamW (Loshchilov & Hutter 2019, algorithm 2); with ``decoupled=False`` Adam with L2 regularisation.
+    """AdamW (Loshchilov & Hutter 2019, algorithm 2); with ``decoupled=False`` Adam (Kingma & Ba 2015, algorithm 1) with L2.
 
     g ← factor·g (+ λp if not decoupled), m ← β₁m + (1−β₁)g, v ← β₂v + (1−β₂)g²,
     p ← (1 − ηλ)p − η/(1−β₁ᵗ) · m / (√v / √(1−β₂ᵗ) + ε), where t is `step`, counted from 1.
@@ -80,39 +80,6 @@ def adamw(
         rate=lr / correction1,
     )
     backend(param.device).adam(args)
-
-
-def adam(
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    *,
-    lr: float,
-    step: int,
-    betas: Betas = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    bias_correction: bool = True,
-    param_out: torch.Tensor | None = None,
-    scalars: torch.Tensor | None = None,
-) -> None:
-    """Adam (Kingma & Ba 2015, algorithm 1) with L2 regularisation: :func:`adamw` with ``decoupled=False``."""
-    adamw(
-        param,
-        grad,
-        exp_avg,
-        exp_avg_sq,
-        lr=lr,
-        step=step,
-        betas=betas,
-        eps=eps,
-        weight_decay=weight_decay,
-        decoupled=False,
-        bias_correction=bias_correction,
-        param_out=param_out,
-        scalars=scalars,
-    )
 
 
 @torch.no_grad()

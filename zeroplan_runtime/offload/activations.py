@@ -1,4 +1,4 @@
-"""Checkpointed inputs in host memory (``activation_checkpointing.cpu_checkpointing``), brought back ahead of the backward.
+"""Checkpointed inputs in host memory (``activation_checkpointing.cpu_checkpointing``), copied back ahead of the backward.
 
 Gradient checkpointing keeps each block's input until the backward. Here the input is copied to pinned memory while the next
 block computes, and copied back while the backward of the following block runs.

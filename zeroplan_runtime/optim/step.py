@@ -84,7 +84,7 @@ class OptimizerStep:
     def group_slices(self, unit: UnitState, param: torch.Tensor | None, grad: torch.Tensor | None = None) -> list[GroupSlice]:
         """The runs of a unit's share, with `param` to refresh and `grad` to read (the unit's own, if left out)."""
         assert unit.trainable is not None
-        master = unit.master if unit.master is not None else torch.empty(0)  # in files: met run by run
+        master = unit.master if unit.master is not None else torch.empty(0)  # in files: the swapper puts chunks in its place
         flat, params = unit.trainable.layout, unit.layout.shape.params
         begins = [
             (offset, params[i].group)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given
@@ -13,7 +13,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import Workload
 from zeroplan.engines.base import Case
-from zeroplan.engines.registry import find_engine
+from zeroplan.engines.registry import engine_names, find_engine
 from zeroplan.models.load import bare_params
 
 
@@ -78,11 +78,29 @@ def test_impossible_layouts_name_the_divisor(degrees: dict[str, int], said: str)
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["deepspeed", "fsdp2", "ddp", "zeroplan"])
-def test_engines_refuse_what_they_do_not_have(name: str) -> None:
+#: The least layout of eight ranks that has each degree.
+DEGREES: dict[str, dict[str, int]] = {
+    "tp": {"tp": 2},
+    "sp": {"tp": 2, "sp": True},
+    "cp": {"cp": 2},
+    "pp": {"pp": 2},
+    "vpp": {"pp": 2, "vpp": 2},
+    "ep": {"ep": 2},
+    "etp": {"etp": 2},
+    "dp_replicate": {"dp_replicate": 2},
+}
+
+
+def test_every_degree_is_tried() -> None:
+    assert {field.name for field in fields(ParallelLayout)} - {"gpus", "nodes"} == set(DEGREES)
+
+
+@pytest.mark.parametrize("degree", DEGREES)
+@pytest.mark.parametrize("name", engine_names())
+def test_engines_refuse_what_they_do_not_have(name: str, degree: str) -> None:
     engine, cluster = find_engine(name), Cluster(gpus=8)
     case = Case(bare_params(10**9), Workload(), cluster, engine.options()[0])
     assert case.layout == cluster.layout
     engine.require_layout(case.layout)
-    with pytest.raises(BadInput, match=f"tp: {name} has data parallelism only"):
-        engine.require_layout(replace(case, parallel=ParallelLayout(gpus=8, tp=2)).layout)
+    with pytest.raises(BadInput, match=f"{name} has data parallelism only"):
+        engine.require_layout(replace(case, parallel=ParallelLayout(gpus=8, **DEGREES[degree])).layout)

@@ -26,7 +26,7 @@ from zeroplan.engines.process import Outside
 from zeroplan.ledger.line import evaluate
 from zeroplan.ledger.work import Counts, Matrices, count_stream, guess_counts, matrices, scale_counts
 from zeroplan.models.spec import ModelSpec
-from zeroplan.planner.bound import activation_bound
+from zeroplan.planner.bound import activation_bound, usual_activations
 from zeroplan.planner.formula import FORMULA, formula_plan, lives_between_steps, misfits, verdict
 from zeroplan.planner.simulated import simulated_plan
 from zeroplan.planner.tapes import NoTapeError, expanded_tape_of
@@ -248,19 +248,3 @@ class Memory:
             raise NoTapeError(f"no tape of {case.spec.name} is at hand")
         device = KernelDevice.of(case.cluster.gpu)
         return tape.expand(workload.micro_batch, workload.seq_len or 1, workload.lora_rank, device=device)
-
-
-def usual_activations(params: int, workload: Workload) -> int:
-    """Bytes of one micro batch's activations for a bare count, whose shape is taken to be the usual one.
-
-    With layers = hidden / 128, as in the GPT-3 family and after it, 12 · layers · hidden² parameters give the hidden size.
-    A layer keeps 34 bytes a token and hidden unit; logits over 2^16 words take 16 bytes each.
-    Source: Brown et al. 2020, table 2.1; Korthikanti et al. 2022, equation 2
-    """
-    hidden = max(1, round(float(params * 128 / 12) ** (1 / 3)))
-    layers = max(1, hidden // 128)
-    tokens = workload.micro_batch * (workload.seq_len or 1)
-    width = workload.dtype.bytes
-    layer = 34 * tokens * hidden * width // 2
-    kept = layers * tokens * hidden * width + layer if workload.gradient_checkpointing else layers * layer
-    return int(kept + 16 * tokens * (1 << 16))

@@ -108,10 +108,10 @@ class Runtime(Engine):
         return remark(self.layout(case))
 
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
-        """The runtime's lines and the facts of any rank."""
+        """The runtime's lines and any rank."""
         layout = self.layout(case)
         inputs = leaving_inputs(case, layout)
-        return lines.LEDGER, lines.facts(layout, cublas_workspace=case.cluster.gpu.workspace, inputs=inputs)
+        return lines.LEDGER, lines.runtime_rank(layout, cublas_workspace=case.cluster.gpu.workspace, inputs=inputs)
 
     def moved_inputs(self, case: Case, tape: ExpandedTape) -> tuple[Moved, ...]:
         """The checkpointed inputs that leave for pinned memory in one micro batch (``cpu_checkpointing``)."""

@@ -58,7 +58,7 @@ GLOSSARY = {
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class RuntimeRank:
     """One rank's elements and widths; the names are those of :data:`GLOSSARY`."""
 
     ranks: int
@@ -105,7 +105,7 @@ class Facts:
     param_place: Place
 
 
-def facts(layout: Layout, *, cublas_workspace: int, inputs: LeavingInputs = _NO_INPUTS) -> Facts:
+def runtime_rank(layout: Layout, *, cublas_workspace: int, inputs: LeavingInputs = _NO_INPUTS) -> RuntimeRank:
     """Sums over the rows that the Arena allocates."""
     setup, rows = layout.setup, runtime_buffers(layout)
     kept = [unit for unit in layout.units if not unit.offloaded]
@@ -120,7 +120,7 @@ def facts(layout: Layout, *, cublas_workspace: int, inputs: LeavingInputs = _NO_
     master_away = next((row for row in rows if row.buffer is Buffer.PARAM_MASTER and row.place is not Place.HBM), None)
     states = setup.states
     own_param = Buffer.PARAM_SHARD if setup.stage >= 3 else Buffer.PARAM_FULL
-    return Facts(
+    return RuntimeRank(
         ranks=setup.ranks,
         stage=setup.stage,
         params_kept=_count(in_memory, own_param),
@@ -171,187 +171,187 @@ def _count(rows: list[OwnedBuffer], buffer: Buffer) -> int:
 
 
 @_add(Buffer.PARAM_FULL, Place.HBM, ALWAYS, state=True)
-def param_full(c: Facts) -> int:
+def param_full(c: RuntimeRank) -> int:
     """Whole flats of every unit, of which the parameters are views."""
     return c.params_kept * c.param_bytes if c.stage < 3 else 0
 
 
 @_add(Buffer.PARAM_SHARD, lambda c: c.param_place, ALWAYS, state=True)
-def param_shard(c: Facts) -> int:
+def param_shard(c: RuntimeRank) -> int:
     """This rank's shard of every unit's flat, in the model's dtype, where no master stands for it."""
     return c.params_kept * c.param_bytes if c.stage >= 3 else 0
 
 
 @_add(Buffer.PARAM_FROZEN, lambda c: c.param_place, ALWAYS, state=True)
-def param_frozen(c: Facts) -> int:
+def param_frozen(c: RuntimeRank) -> int:
     """Parameters without gradient, in flats of their own."""
     return c.frozen_kept * c.param_bytes
 
 
 @_add(Buffer.PARAM_SHARD, Place.NVME, ALWAYS, state=True)
-def param_files(c: Facts) -> int:
+def param_files(c: RuntimeRank) -> int:
     """This rank's shard of trained parameters in a file, which the update writes and every gather reads."""
     return c.params_in_files * c.param_bytes
 
 
 @_add(Buffer.PARAM_FROZEN, Place.NVME, ALWAYS, state=True)
-def frozen_files(c: Facts) -> int:
+def frozen_files(c: RuntimeRank) -> int:
     """The same of parameters without gradient."""
     return c.frozen_in_files * c.param_bytes
 
 
 @_add(Buffer.PARAM_FULL, Place.HBM, ALWAYS)
-def param_slots(c: Facts) -> int:
+def param_slots(c: RuntimeRank) -> int:
     """Slots that gathered units take turns in, allocated once."""
     return c.params_gathered * c.param_bytes
 
 
 @_add(Buffer.GRAD_FULL, Place.HBM, (Phase.BACKWARD, Phase.STEP), state=True)
-def grad_full(c: Facts) -> int:
+def grad_full(c: RuntimeRank) -> int:
     """Whole gradients, where the backward writes them and the reduction leaves the mean; they go in the step."""
     return 0 if c.keeps_shards else c.grads_kept * c.grad_bytes
 
 
 @_add(Buffer.GRAD_SHARD, Place.HBM, (Phase.BACKWARD, Phase.STEP), state=True)
-def grad_shard(c: Facts) -> int:
+def grad_shard(c: RuntimeRank) -> int:
     """This rank's averaged share of the gradients, from a unit's reduction to its update."""
     return c.grads_kept * c.grad_bytes if c.keeps_shards else 0
 
 
 @_add(Buffer.GRAD_FULL, Place.HBM, (Phase.BACKWARD,))
-def grad_slots(c: Facts) -> int:
+def grad_slots(c: RuntimeRank) -> int:
     """Slots in which the backward writes a unit's whole gradients until they are reduced; they go at its end."""
     return c.grads_in_ring * c.reduce_bytes + c.grads_in_slots * c.slot_bytes
 
 
 @_add(Buffer.COMM_REDUCE_SCATTER, Place.HBM, (Phase.BACKWARD,))
-def staging(c: Facts) -> int:
+def staging(c: RuntimeRank) -> int:
     """Where 16-bit gradients of embeddings, heads and the root are cast, piece by piece, to be reduced in fp32."""
     return c.grads_staged * c.reduce_bytes
 
 
 @_add(Buffer.PARAM_MASTER, Place.HBM, ALWAYS, state=True)
-def param_master(c: Facts) -> int:
+def param_master(c: RuntimeRank) -> int:
     """The optimizer's fp32 parameters; fp32 parameters are their own masters."""
     return c.stepped * c.master_bytes if c.masters else 0
 
 
 @_add(Buffer.OPTIM_EXP_AVG, Place.HBM, ALWAYS, state=True)
-def optim_exp_avg(c: Facts) -> int:
+def optim_exp_avg(c: RuntimeRank) -> int:
     """Running mean of the gradients (Adam's and Lion's first moment)."""
     return c.stepped * c.master_bytes if Buffer.OPTIM_EXP_AVG in c.states else 0
 
 
 @_add(Buffer.OPTIM_EXP_AVG_SQ, Place.HBM, ALWAYS, state=True)
-def optim_exp_avg_sq(c: Facts) -> int:
+def optim_exp_avg_sq(c: RuntimeRank) -> int:
     """Running mean of the squared gradients (Adam's second moment)."""
     return c.stepped * c.master_bytes if Buffer.OPTIM_EXP_AVG_SQ in c.states else 0
 
 
 @_add(Buffer.OPTIM_MOMENTUM, Place.HBM, ALWAYS, state=True)
-def optim_momentum(c: Facts) -> int:
+def optim_momentum(c: RuntimeRank) -> int:
     """SGD's momentum."""
     return c.stepped * c.master_bytes if Buffer.OPTIM_MOMENTUM in c.states else 0
 
 
 @_add(Buffer.STAGE_D2H, Place.HBM, (Phase.BACKWARD,))
-def sum_slots(c: Facts) -> int:
+def sum_slots(c: RuntimeRank) -> int:
     """Slots in which an offloaded unit's sum over micro batches is brought up, added to and taken down again."""
     return c.summed * c.exchange_bytes
 
 
 @_add(Buffer.GRAD_SHARD, Place.PINNED, ALWAYS, state=True)
-def exchange(c: Facts) -> int:
+def exchange(c: RuntimeRank) -> int:
     """Where gradients come down to and, if equally wide, 16-bit parameters go up from."""
     return c.exchanged * c.exchange_bytes
 
 
 @_add(Buffer.STAGE_D2H, Place.PINNED, ALWAYS)
-def second_exchange(c: Facts) -> int:
+def second_exchange(c: RuntimeRank) -> int:
     """The delayed update's other exchange: one is read by the update while the next gradients come to the other."""
     return c.exchanged * (c.exchanges - 1) * c.exchange_bytes
 
 
 @_add(Buffer.STAGE_H2D, Place.PINNED, ALWAYS)
-def outgoing(c: Facts) -> int:
+def outgoing(c: RuntimeRank) -> int:
     """16-bit parameters on their way up, where gradients on the host are wider than they."""
     return c.sent_apart * c.param_bytes
 
 
 @_add(Buffer.PARAM_MASTER, lambda c: c.master_place, ALWAYS, state=True)
-def master_away(c: Facts) -> int:
+def master_away(c: RuntimeRank) -> int:
     """The fp32 parameters of offloaded units; fp32 parameters that are themselves on the host are their own masters."""
     return c.stepped_away * c.master_bytes if c.masters_away else 0
 
 
 @_add(Buffer.OPTIM_EXP_AVG, lambda c: c.away, ALWAYS, state=True)
-def exp_avg_away(c: Facts) -> int:
+def exp_avg_away(c: RuntimeRank) -> int:
     """Offloaded running mean of the gradients."""
     return c.stepped_away * c.master_bytes if Buffer.OPTIM_EXP_AVG in c.states else 0
 
 
 @_add(Buffer.OPTIM_EXP_AVG_SQ, lambda c: c.away, ALWAYS, state=True)
-def exp_avg_sq_away(c: Facts) -> int:
+def exp_avg_sq_away(c: RuntimeRank) -> int:
     """Offloaded running mean of the squared gradients."""
     return c.stepped_away * c.master_bytes if Buffer.OPTIM_EXP_AVG_SQ in c.states else 0
 
 
 @_add(Buffer.OPTIM_MOMENTUM, lambda c: c.away, ALWAYS, state=True)
-def momentum_away(c: Facts) -> int:
+def momentum_away(c: RuntimeRank) -> int:
     """Offloaded momentum."""
     return c.stepped_away * c.master_bytes if Buffer.OPTIM_MOMENTUM in c.states else 0
 
 
 @_add(Buffer.SWAP_BUFFER, Place.PINNED, ALWAYS)
-def swap_ring(c: Facts) -> int:
+def swap_ring(c: RuntimeRank) -> int:
     """Pinned buffers that the update streams through: states read ahead, updated, written behind; parameters written."""
     return c.swapped * c.swap_bytes
 
 
 @_add(Buffer.SWAP_BUFFER, Place.PINNED, ALWAYS)
-def param_ring(c: Facts) -> int:
+def param_ring(c: RuntimeRank) -> int:
     """Pinned buffers through which parameters in files come to the GPU, read ahead."""
     return c.params_swapped * c.param_bytes
 
 
 @_add(Buffer.ACTIVATION_CHECKPOINT, Place.PINNED, FROM_FIRST_STEP)
-def checkpointed_inputs(c: Facts) -> int:
+def checkpointed_inputs(c: RuntimeRank) -> int:
     """Inputs of checkpointed blocks, on the host from the forward to the backward; two are on the GPU at a time."""
     return c.inputs_away * c.micro_batch * c.seq_len * c.hidden * c.param_bytes
 
 
 @_add(Buffer.OPTIM_NORM, Place.HBM, ALWAYS)
-def optim_norm(c: Facts) -> int:
+def optim_norm(c: RuntimeRank) -> int:
     """The step's scalars, which the update kernels read on the device, and the norm's partial sums."""
     return c.step_scalars * c.master_bytes
 
 
 @_add(Buffer.OPTIM_TRUST, Place.HBM, ALWAYS)
-def optim_trust(c: Facts) -> int:
+def optim_trust(c: RuntimeRank) -> int:
     """LAMB's norms of whole tensors and of their directions, and the tiles of 16 Ki elements that they are summed over."""
     return c.trust_words * c.master_bytes
 
 
 @_add(Buffer.FRAGMENTATION, Place.NVME, ALWAYS)
-def file_padding(c: Facts) -> int:
+def file_padding(c: RuntimeRank) -> int:
     """What fills the last page of each tensor in a file."""
     return c.file_padding
 
 
 @_add(Buffer.INIT_TEMP, Place.HBM, (Phase.INIT,))
-def init_copy(c: Facts) -> int:
+def init_copy(c: RuntimeRank) -> int:
     """One parameter at a time on its way from the host into its flat."""
     return c.largest_param * c.param_bytes
 
 
 @_add(Buffer.INIT_TEMP, Place.HBM, (Phase.INIT,))
-def init_room(c: Facts) -> int:
+def init_room(c: RuntimeRank) -> int:
     """A block of the kept gradients' size, given back at once, so that the allocator has a segment in which they fit."""
     return c.grads_kept * c.grad_bytes
 
 
 @_add(Buffer.WORKSPACE, Place.HBM, ALWAYS)
-def cublas_workspace(c: Facts) -> int:
+def cublas_workspace(c: RuntimeRank) -> int:
     """cuBLAS's workspaces: one for the forward's thread, one for the backward's, taken at the start."""
     return 2 * c.cublas_workspace
 

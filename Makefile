@@ -4,6 +4,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 MODEL  ?= meta-llama/Llama-3.2-1B
 ARGS   ?= --gpus 8 --vram 24G
+# Two worker processes, a file's tests on one of them: they share what is slow to make. In the order of tests/conftest.py.
+WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: run test test-fast check docs bench format clean
 .DEFAULT_GOAL := run
@@ -25,10 +27,10 @@ run: $(VENV)/.core
 	$(BIN)/zeroplan estimate $(MODEL) $(ARGS)
 
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS) --durations=15
 
 test-fast: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS) -m "not slow"
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroplan.core.errors import BadInput
@@ -161,7 +161,7 @@ JSON = st.recursive(
 KNOWN = st.sampled_from([*CONFIG, "vocab_size", "tie_word_embeddings", "num_key_value_heads", "head_dim", "architectures"])
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150)
 @given(st.dictionaries(KNOWN | st.text(max_size=10), JSON, max_size=8))
 def test_any_json_as_config_is_a_plan_or_bad_input(config: dict[str, object]) -> None:
     try:
@@ -177,7 +177,7 @@ ZERO_KEYS = st.sampled_from(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150)
 @given(st.dictionaries(ZERO_KEYS, JSON, max_size=4), st.dictionaries(st.text(max_size=12), JSON, max_size=3))
 def test_any_json_as_ds_config_is_a_plan_or_bad_input(zero: dict[str, object], rest: dict[str, object]) -> None:
     try:

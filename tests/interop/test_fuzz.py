@@ -17,7 +17,7 @@ from zeroplan.ds_config.reader import inspect_ds_config, read_ds_config
 from zeroplan.ds_config.writer import write_ds_config
 from zeroplan.report.check import check_json, check_text
 
-RELAXED = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+RELAXED = settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
 def assert_answered(data: Any, world_size: int | None = None) -> None:

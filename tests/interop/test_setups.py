@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroplan.core.errors import BadInput
@@ -161,7 +161,7 @@ def test_binary_and_missing_files(write: Callable[[str, str], str], tmp_path: Pa
         max_leaves=8,
     ).filter(lambda value: isinstance(value, dict))
 )
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 def test_any_mapping_is_read_or_refused(data: dict[str, Any]) -> None:
     for keys in ({"base_model": "m"}, {"model_name_or_path": "m"}, {"output_dir": "o"}, {"distributed_type": "FSDP"}):
         try:

@@ -22,7 +22,7 @@ from zeroplan.core.zero_config import OffloadOptimizer, ZenFlow, ZeroConfig
 from zeroplan.ds_config.reader import inspect_ds_config, read_ds_config
 from zeroplan.ds_config.writer import dump_ds_config, write_ds_config
 
-RELAXED = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+RELAXED = settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
 @RELAXED

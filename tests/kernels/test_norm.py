@@ -156,7 +156,7 @@ def test_cast_scales_between_all_types(target, source, out):
             assert same_bits(got, (values.float() * 0.3).to(out))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(values=st.lists(st.floats(width=32), max_size=70), dtype=st.sampled_from([torch.bfloat16, torch.float16]))
 def test_any_floats_round_as_torch_rounds(values, dtype):
     wide = torch.tensor(values, dtype=torch.float32)

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroplan.core.segments import TILE, SegmentTable
@@ -16,7 +16,6 @@ runs = st.lists(st.lists(st.integers(0, 3 * TILE), min_size=1, max_size=5), min_
 
 
 @given(runs)
-@settings(deadline=None)
 def test_any_cut_fits_and_nothing_overlaps(lengths: list[list[int]]) -> None:
     numel, count = sum(map(sum, lengths)), sum(map(len, lengths))
     table = SegmentTable.of(numel, count, len(lengths))

@@ -136,7 +136,7 @@ def test_bits_equal_those_of_the_torch_path(target, kind):
                         assert same_bits(a, b), f"offset {offset}, tensor {i}: {a[different][:4]} is not {b[different][:4]}"
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     n=st.integers(0, 3000), offset=st.integers(0, 17), kind=st.sampled_from(["adamw", "lion", "sgd"]), seed=st.integers(0, 9)
 )

@@ -17,7 +17,7 @@ from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.registry import engine_names, find_engine
 from zeroplan.ledger.derive import Derived
-from zeroplan.ledger.line import _Symbols, derived, evaluate
+from zeroplan.ledger.line import derived, evaluate, symbols
 from zeroplan.models.spec import ModelSpec, Tensor, Unit
 from zeroplan.planner.formula import formula_plan
 
@@ -61,7 +61,7 @@ def cases(draw: st.DrawFn) -> tuple[Any, Case]:
     return engine, case
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(cases())
 def test_derived_equals_plain_and_every_item_has_a_formula(drawn: tuple[Any, Case]) -> None:
     engine, case = drawn
@@ -70,13 +70,13 @@ def test_derived_equals_plain_and_every_item_has_a_formula(drawn: tuple[Any, Cas
     explained = list(derived(ledger, facts))
     assert [(i.name, i.bytes) for i in plain] == [(i.name, i.bytes) for i in explained]
     assert all(i.formula and i.doc for i in explained)
-    symbols = _Symbols(facts)
+    named = symbols(facts)
     for line in ledger:
-        value = line.fn(symbols)
+        value = line.fn(named)
         assert value == 0 or isinstance(value, Derived), f"{line.name} lost its derivation"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(cases())
 def test_the_items_add_up_to_the_plan(drawn: tuple[Any, Case]) -> None:
     engine, case = drawn
@@ -90,7 +90,7 @@ def test_the_items_add_up_to_the_plan(drawn: tuple[Any, Case]) -> None:
     assert plan.gpu.total is plan.gpu.peak_allocated is plan.gpu.activations is None
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(cases())
 def test_every_plan_round_trips_through_json(drawn: tuple[Any, Case]) -> None:
     plan = formula_plan(*drawn)

@@ -163,13 +163,13 @@ def _load(config: Any) -> ModelSpec | None:
     return spec
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300)
 @given(st.dictionaries(st.text(max_size=12), _ANYTHING, max_size=6))
 def test_any_json_object_is_a_model_or_bad_input(config: dict[str, Any]) -> None:
     _load(config)
 
 
-@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=600)
 @given(st.sampled_from(sorted(FAMILIES)), st.dictionaries(st.sampled_from(_KEYS), _NEAR, max_size=8))
 def test_any_values_in_a_known_family_give_a_sane_model_or_bad_input(model_type: str, values: dict[str, Any]) -> None:
     spec = _load({**values, "model_type": model_type})
@@ -179,7 +179,7 @@ def test_any_values_in_a_known_family_give_a_sane_model_or_bad_input(model_type:
         assert spec.trainable + spec.frozen == spec.params
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(st.binary(max_size=200) | st.builds(lambda value: json.dumps(value).encode(), _ANYTHING))
 def test_any_bytes_on_disk_are_a_model_or_bad_input(tmp_path: Any, data: bytes) -> None:
     for name in ("config.json", "model.safetensors"):
@@ -190,7 +190,7 @@ def test_any_bytes_on_disk_are_a_model_or_bad_input(tmp_path: Any, data: bytes) 
         _load(path)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text(max_size=60))
 def test_any_text_is_a_model_or_bad_input(text: str) -> None:
     try:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.offload import crc32c
+from zeroplan.core import native
 from zeroplan.core.errors import BadInput
 from zeroplan.core.zero_config import Aio
 from zeroplan_runtime.offload import io, pinned
@@ -48,7 +49,7 @@ def noise(size: int, seed: int) -> torch.Tensor:
 
 def test_the_library_is_in_use() -> None:
     """So that the native backends are not passed over unseen where they are built."""
-    if io._library() is None:
+    if native.library() is None:
         pytest.skip("the native library is not built")
     with IoEngine() as made:
         assert made.backend == AVAILABLE[0] != "python"
@@ -164,14 +165,14 @@ def test_bad_knobs() -> None:
 
 def test_falls_back_where_it_must(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container that forbids io_uring, and then as without the library."""
-    if io._library() is None:
+    if native.library() is None:
         pytest.skip("the native library is not built")
-    native = io._Native
+    real = io._Native
 
     def forbidden(aio: Aio, backend: str) -> object:
         if backend == "io_uring":
             raise OSError(errno.EPERM, "Operation not permitted")
-        return native(aio, backend)
+        return real(aio, backend)
 
     monkeypatch.setattr(io, "_Native", forbidden)
     with IoEngine() as engine:
@@ -187,7 +188,7 @@ def test_falls_back_where_it_must(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 12287, 12288, 12289, 3 * 12288 + 5, (1 << 20) + 13, (2 << 20) + 1])
 def test_crc32c(size: int) -> None:
-    if io._library() is None:
+    if native.library() is None:
         pytest.skip("the native library is not built")
     data = noise(size + 3, size)[3:]  # unaligned
     reference = crc32c.native(data, plain=True)
@@ -198,7 +199,7 @@ def test_crc32c(size: int) -> None:
 
 def test_crc32c_known_values() -> None:
     """RFC 3720, appendix B.4."""
-    if io._library() is None:
+    if native.library() is None:
         pytest.skip("the native library is not built")
     for data, expected in (
         (bytes(32), 0x8A9136AA),

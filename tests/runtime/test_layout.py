@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroplan.core.buffers import Buffer
@@ -69,7 +69,6 @@ def total(layout: Layout, *buffers: Buffer) -> int:
 
 
 @given(shapes, ranks, st.sampled_from([DType.FP32, DType.BF16]))
-@settings(deadline=None)
 def test_states_follow_the_formula(units: list[UnitShape], count: int, dtype: DType) -> None:
     """Masters and Adam's moments are 12 (fp32: 8) bytes an element over the ranks, up to padding."""
     trained = sum(p.numel for u in units for p in u.params if p.trainable)
@@ -84,7 +83,6 @@ def test_states_follow_the_formula(units: list[UnitShape], count: int, dtype: DT
 
 
 @given(shapes, st.integers(2, 9))
-@settings(deadline=None)
 def test_what_a_stage_shards(units: list[UnitShape], count: int) -> None:
     layouts = [plan_layout(units, RuntimeSetup(count, stage, grad_accum=2)) for stage in range(4)]
     flats = [u.trainable for u in layouts[0].units if u.trainable]
@@ -107,20 +105,17 @@ def test_what_a_stage_shards(units: list[UnitShape], count: int) -> None:
 
 
 @given(shapes, st.integers(2, 9))
-@settings(deadline=None)
 def test_without_accumulation_stage_1_needs_no_whole_gradients(units: list[UnitShape], count: int) -> None:
     first, second = (plan_layout(units, RuntimeSetup(count, stage)) for stage in (1, 2))
     assert runtime_buffers(first) == runtime_buffers(second)
 
 
 @given(shapes)
-@settings(deadline=None)
 def test_one_rank_alone_is_the_same_at_every_stage(units: list[UnitShape]) -> None:
     assert len({total(plan_layout(units, RuntimeSetup(1, stage))) for stage in range(4)}) == 1
 
 
 @given(shapes)
-@settings(deadline=None)
 def test_one_micro_batch_of_one_rank_needs_no_fp32_gradients(units: list[UnitShape]) -> None:
     narrow, wide, added = (
         total(plan_layout(units, RuntimeSetup(1, 2, DType.BF16, dtype, dtype, grad_accum=accum)), Buffer.GRAD_SHARD)

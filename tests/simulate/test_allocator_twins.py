@@ -66,7 +66,7 @@ def streams(draw) -> Recorder:
 
 
 @pytest.mark.skipif(not native.available(), reason="library not built")
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(streams(), st.sampled_from(CONFIGS), st.sampled_from([None, 60 * MIB, 200 * MIB, 1024 * MIB]))
 def test_the_twins_agree(recorder, text, limit):
     config = AllocatorConfig.parse(text)
@@ -76,7 +76,7 @@ def test_the_twins_agree(recorder, text, limit):
     assert compiled == python
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(streams(), st.sampled_from(CONFIGS), st.sampled_from([None, 200 * MIB]))
 def test_the_books_balance(recorder, text, limit):
     """Totals recomputed from the blocks and segments alone, which the allocator reports one by one."""

@@ -91,7 +91,7 @@ def test_every_shipped_model_has_the_parameters_that_the_catalog_counts() -> Non
 
     wrong = []
     for entry in catalog.entries():
-        tape = shipped._tape(shipped.path_of(entry.id), TraceOptions().key)
+        tape = shipped.find(load_model(entry.id), TraceOptions())
         if tape is not None:
             count = sum(math.prod(p.shape) for p in tape.expand(1, 64).params)
             wrong += [] if count == entry.params else [(entry.id, count, entry.params)]
@@ -143,6 +143,10 @@ def test_tapes_are_found_without_torch() -> None:
         ("facebook/opt-350m", TraceOptions(lora=())),
         ("Qwen/Qwen2.5-7B", TraceOptions(zero3=True)),
         ("FacebookAI/roberta-base", TraceOptions(arithmetic=Arithmetic.FP32)),
+        ("meta-llama/Llama-3.2-1B", TraceOptions()),
+        ("meta-llama/Llama-3.2-1B", TraceOptions(checkpointing=Checkpointing.NON_REENTRANT)),
+        ("Qwen/Qwen2.5-0.5B", TraceOptions(zero3=True)),
+        ("openai-community/gpt2-medium", TraceOptions()),
     ],
 )
 def test_tracing_again_gives_what_is_shipped(model: str, options: TraceOptions) -> None:
@@ -157,6 +161,7 @@ def test_tracing_again_gives_what_is_shipped(model: str, options: TraceOptions) 
     for batch, seq in ((1, 384), (4, 1000)):
         one, two = kept.expand(batch, seq, 8), again.expand(batch, seq, 8)
         assert (one.op, one.arg, one.aux, one.kind, one.module) == (two.op, two.arg, two.aux, two.kind, two.module)
+        assert one.modules == two.modules
         assert one.params == two.params
 
 

@@ -166,6 +166,11 @@ class Optimizer:
         return tuple(state.buffer for state in self.states)
 
     @property
+    def compresses(self) -> bool:
+        """Whether it compresses gradients on their way: each rank also keeps the error of the part that it averages."""
+        return Buffer.OPTIM_ERROR_FEEDBACK in self.buffers
+
+    @property
     def written(self) -> DeepSpeedType | None:
         """The ``optimizer.type`` that zeroplan writes for it; None where the program must bring the optimizer."""
         return next((one for one in self.deepspeed if not one.removed), None)
@@ -180,6 +185,11 @@ class Optimizer:
         """Whether one kernel steps all tensors where nobody asks for another implementation."""
         built = self.written is not None and self.written.fused
         return built or self.torch is None or self.torch.fused
+
+    @property
+    def foreach_lists(self) -> int:
+        """Temporaries as large as all parameters together that multi-tensor loops hold at once."""
+        return 1 if self.torch is None else self.torch.foreach_lists
 
     @property
     def zero(self) -> bool:

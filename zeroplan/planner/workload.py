@@ -7,7 +7,7 @@ from typing import TypeVar
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizer_row import DEFAULT_OPTIMIZER
 from zeroplan.core.optimizers import find_optimizer
-from zeroplan.core.workload import Attention, CheckpointPolicy, DType, Workload
+from zeroplan.core.workload import Attention, CheckpointPolicy, DType, OptimizerKind, Workload
 from zeroplan.engines.base import Engine
 from zeroplan.models.facts import max_seq_len
 from zeroplan.models.spec import ModelSpec
@@ -49,6 +49,7 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         dtype=dtype,
         precision=engine.precision(dtype),
         optimizer=optimizer.name,
+        optimizer_kind=OptimizerKind.FUSED if optimizer.fused else OptimizerKind.FOREACH,
         attn=_one_of(Attention, request.attn, "--attn"),
         gradient_checkpointing=request.gradient_checkpointing,
         checkpoint_policy=str(policy),

@@ -1,4 +1,4 @@
-"""The optimizers' updates in one form, by the names that rows of the optimizer table have for them."""
+"""The optimizers' updates with one signature, by the kernel names in the rows of the optimizer table."""
 
 from __future__ import annotations
 
@@ -15,10 +15,16 @@ Reduce = Callable[[torch.Tensor], None]
 
 
 class Update(Protocol):
-    """Updates a flat `master` [n] by `grad` [n] as applied step `step` (from 1); `states` are fp32 [n], in the row's order.
+    """Updates `master` by one step of the optimizer.
 
-    `segments` bound the whole tensors within, for a kernel that takes their norms, and `reduce` adds the norms of other ranks;
-    both None otherwise. `keywords` are the hyperparameters, ``param_out`` and ``scalars``.
+    Args:
+        master: fp32 [n], updated in place.
+        grad: [n], fp32 or 16-bit.
+        states: fp32 [n] each, updated in place, in the order of the optimizer's row.
+        segments: the bounds of the tensors in `master`, for a kernel that needs their norms; None for others.
+        reduce: adds the other ranks' norms in place; None for one rank.
+        step: the number of the applied step, from 1.
+        keywords: the hyperparameters, ``param_out`` and ``scalars``.
     """
 
     def __call__(
@@ -88,7 +94,7 @@ def _lamb(
     assert segments is not None
     if master.numel():
         lamb(master, grad, states[0], states[1], segments, step=step, reduce=reduce, **keywords)
-    elif reduce is not None:  # a rank with nothing of a run takes part in its sums
+    elif reduce is not None:  # a rank that owns nothing of the group takes part in the sums
         reduce(segments.norms.zero_())
 
 

@@ -1,1 +1,1 @@
-"""Buffers in other places than the GPU: optimizer, parameters and saved activations on the host, states in files."""
+"""Offload: optimizer, parameters and checkpointed activations in host memory, optimizer and parameters in files."""

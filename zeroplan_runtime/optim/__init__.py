@@ -1,1 +1,1 @@
-"""Optimizers over flat shards: their formulas, the step with norm, clipping and overflow, loss scales, learning rates."""
+"""The optimizer's step over flat shards, its parameter groups, the loss scale and learning-rate schedules."""

@@ -12,9 +12,18 @@ from zeroplan.core.errors import BadInput, did_you_mean
 
 
 class WarmupLR:
-    """From `warmup_min_lr` to `warmup_max_lr` over `warmup_num_steps`, by the logarithm or linearly, then constant.
+    """Rises from `warmup_min_lr` to `warmup_max_lr` in `warmup_num_steps` steps, then stays constant.
 
-    `warmup_max_lr` None takes the groups' own rates. Rates may be one number or one a group.
+    Args:
+        optimizer: its groups' ``lr`` is set at each step.
+        warmup_min_lr: the first learning rate, one number or one a group.
+        warmup_max_lr: the last, one number or one a group; None takes each group's ``lr``.
+        warmup_num_steps: the number of steps; 1 counts as 2.
+        warmup_type: ``log`` or ``linear``.
+        last_batch_iteration: the number of steps taken, minus 1.
+
+    Raises:
+        BadInput: for an argument of the wrong type or number.
     """
 
     def __init__(
@@ -38,27 +47,27 @@ class WarmupLR:
             self._apply()
 
     def get_lr(self) -> list[float]:
-        """The rates of this step."""
+        """The learning rate of each group for this step."""
         if self.last_batch_iteration < 0:
             return list(self.min_lrs)
         gamma = self._gamma()
         return [least + (most - least) * gamma for least, most in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def get_last_lr(self) -> list[float]:
-        """The rates last given to the optimizer."""
+        """The learning rate of each group as set last."""
         return self._last_lr
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """One step on, or to the step given."""
+        """Goes to the next step, or to step `last_batch_iteration`, and sets the learning rates."""
         self.last_batch_iteration = self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
         self._apply()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """The state for a checkpoint."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from :meth:`state_dict`."""
+        """Continues from :meth:`state_dict`."""
         self.last_batch_iteration = state["last_batch_iteration"]
 
     def _apply(self) -> None:
@@ -73,7 +82,7 @@ class WarmupLR:
 
 
 class WarmupDecayLR(WarmupLR):
-    """As :class:`WarmupLR`, then linearly to zero at `total_num_steps`."""
+    """As :class:`WarmupLR`, then falls linearly to 0 at step `total_num_steps`."""
 
     def __init__(
         self,
@@ -96,7 +105,7 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(WarmupLR):
-    """From `warmup_min_ratio` to 1 of each group's own rate, then along a cosine to `cos_min_ratio`."""
+    """Rises from `warmup_min_ratio` to 1 times each group's ``lr``, then falls along a cosine to `cos_min_ratio` times."""
 
     def __init__(
         self,
@@ -128,8 +137,13 @@ SCHEDULES: dict[str, type[WarmupLR]] = {c.__name__: c for c in (WarmupLR, Warmup
 def make_schedule(kind: str, params: dict[str, Any], optimizer: torch.optim.Optimizer) -> WarmupLR:
     """The schedule of a config's ``scheduler`` section.
 
+    Args:
+        kind: the section's ``type``.
+        params: the section's ``params``.
+        optimizer: the optimizer whose learning rates it sets.
+
     Raises:
-        BadInput: for a kind or a parameter that is not known.
+        BadInput: for an unknown type or parameter, or a bad value.
     """
     if kind not in SCHEDULES:
         remedy = did_you_mean(kind, SCHEDULES) or f"use one of {', '.join(SCHEDULES)}"

@@ -9,9 +9,18 @@ from zeroplan.core.errors import BadInput
 
 @dataclass(slots=True)
 class LossScaler:
-    """The factor on the loss. Dynamic: halved on overflow once `hysteresis` is used up, doubled after `window` good steps.
+    """The factor on the loss, static or dynamic; bf16 and fp32 use the static scale 1.
 
-    A static scale has ``dynamic=False``; bf16 and fp32 use the static scale 1.
+    Attributes:
+        scale: the factor.
+        dynamic: change the factor: halve it on overflow, double it after `window` steps without one.
+        window: steps without overflow after which the scale doubles.
+        hysteresis: the overflow that halves the scale first: 2 tolerates one overflow.
+        consecutive_hysteresis: a step without overflow restores the hysteresis; otherwise only a doubling does.
+        min_scale: the least scale.
+        iteration: steps seen, skipped ones included.
+        last_overflow: the iteration of the last overflow.
+        left: the hysteresis that is left; at 1 the next overflow halves the scale.
     """
 
     scale: float = 1.0
@@ -29,10 +38,10 @@ class LossScaler:
             self.left = self.hysteresis
 
     def update(self, overflow: bool) -> None:
-        """Takes notice of one step.
+        """Adapts the scale to one step's outcome.
 
         Raises:
-            BadInput: on overflow at the least scale, when training cannot go on.
+            BadInput: on overflow at `min_scale`, when the scale cannot be halved.
         """
         if not self.dynamic:
             return
@@ -58,10 +67,10 @@ class LossScaler:
         self.iteration += 1
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """The state for a checkpoint."""
         return {"scale": self.scale, "iteration": self.iteration, "last_overflow": self.last_overflow, "left": self.left}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Goes on from :meth:`state_dict`."""
+        """Continues from :meth:`state_dict`."""
         self.scale = float(state["scale"])
         self.iteration, self.last_overflow, self.left = (int(state[k]) for k in ("iteration", "last_overflow", "left"))

@@ -1,8 +1,8 @@
-"""One optimizer step over all units: norm, overflow, clipping and update, decided on the device.
+"""The optimizer's step over all units: gradient norm, clipping, overflow check and update, without host synchronisation.
 
-The host does not wait for the norm. It writes no more than hyperparameters; the factor that undoes the loss scale and clips,
-and the flag that skips a step with infinite gradients, stay in :attr:`ModelStates.scalars` where the updates read them. What
-the host must learn (was the step skipped?) is copied behind its back and read when the next step needs it.
+The host gives the kernels only hyperparameters. The factor that clips and undoes the loss scale, and the flag that skips a step
+with infinite gradients, stay on the device in :attr:`ModelStates.scalars`, where the updates read them. They are also copied to
+the host asynchronously and read there when the next step needs to know whether the step was skipped.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ from zeroplan_runtime.unit_state import GroupSlice, UnitState
 
 
 class StepResult:
-    """Whether a step was skipped and its gradient norm, on their way to the host.
+    """The scalars of one step, copied to the host asynchronously.
 
-    64 bytes of torch's own pinned memory and not the Arena's: users and the host's worker may keep more than one.
+    The copy is in torch's pinned memory (64 bytes) and not in the Arena's, as the engine and the worker may keep several.
+
+    Args:
+        scalars: fp32, the step's scalars on the device.
     """
 
     def __init__(self, scalars: torch.Tensor) -> None:
@@ -38,35 +41,47 @@ class StepResult:
             self._host = scalars.clone()
 
     def scalars(self) -> torch.Tensor:
-        """The step's scalars, in host memory. Waits until they are known."""
+        """The step's scalars in host memory. Waits for the copy."""
         if self._event is not None:
             self._event.synchronize()
         return self._host
 
     @property
     def skipped(self) -> bool:
-        """Waits until it is known."""
+        """Whether the step was skipped, because gradients were not finite. Waits for the copy."""
         return bool(self.scalars()[kernels.SKIP])
 
     @property
     def is_mixed(self) -> bool:
-        """Whether the ranks' collectives were of different units, whose bytes they have mixed. Waits until it is known."""
-        highest, lowest = self.scalars()[kernels.ORDER : kernels.ORDER + 2].tolist()
-        return bool(highest != -lowest)
+        """Whether the ranks issued collectives in different orders and so mixed units. Waits for the copy."""
+        highest, highest_negative = self.scalars()[kernels.ORDER : kernels.ORDER + 2].tolist()
+        return bool(highest != -highest_negative)
 
     @property
     def norm(self) -> float:
-        """The norm of the unclipped gradients, without loss scale. Waits until it is known."""
+        """The norm of the gradients before clipping, without the loss scale. Waits for the copy."""
         return float(self.scalars()[kernels.NORM])
 
 
 class OptimizerStep:
-    """Updates the masters of all units. `clip` 0 means no clipping; `may_skip` lets infinite gradients skip a step."""
+    """Updates the masters and parameters of all units.
+
+    Args:
+        schedule: the units and their gradients.
+        optimizer: the hyperparameters.
+        clip: the gradient norm to clip to; 0 does not clip.
+        may_skip: skip steps whose gradients are not finite.
+
+    Attributes:
+        next_step: the number of the applied step that the present gradients are for, from 1.
+        host: updates the offloaded units; None where there are none.
+        slices: for each unit the work of its update on the device.
+    """
 
     def __init__(self, schedule: Schedule, optimizer: ZeroOptimizer, *, clip: float, may_skip: bool) -> None:
         self.schedule, self.model_states, self.optimizer = schedule, schedule.model_states, optimizer
         self.clip, self.may_skip = clip, may_skip
-        self.next_step = 1  # the step that the present gradients are for
+        self.next_step = 1
         self.host: HostOptimizer | None = None
         self.slices = [
             [] if unit.trainable is None or unit.layout.offloaded else self.group_slices(unit, unit.param_16bit)
@@ -76,13 +91,19 @@ class OptimizerStep:
             schedule.grads.measure = self.measure
 
     def offload(self, host: HostOptimizer) -> None:
-        """Leaves the offloaded units' updates to `host`, which may begin them in the backward if nothing else forbids it."""
+        """Makes `host` update the offloaded units, during the backward where neither clipping, checks nor delay forbid it."""
         self.host = host
         if not (self.clip or self.may_skip or host.delayed_from):
             host.early_request = lambda: UpdateRequest(self.next_step, self._hyperparameters())
 
     def group_slices(self, unit: UnitState, param: torch.Tensor | None, grad: torch.Tensor | None = None) -> list[GroupSlice]:
-        """The runs of a unit's share, with `param` to refresh and `grad` to read (the unit's own, if left out)."""
+        """Divides a unit's share by parameter group.
+
+        Args:
+            unit: the unit; must have trainable parameters.
+            param: [share] the parameters that the update refreshes; None where there are none.
+            grad: [share] the gradients; None to take the unit's own at the step.
+        """
         assert unit.trainable is not None
         master = unit.master if unit.master is not None else torch.empty(0)  # in files: the swapper puts chunks in its place
         flat, params = unit.trainable.layout, unit.layout.shape.params
@@ -93,7 +114,7 @@ class OptimizerStep:
         ]
         ends = [begin for begin, _ in begins[1:]] + [flat.full]
         first, last = self.model_states.owned_range(flat)
-        room = (
+        workspace = (
             kernels.SegmentWorkspace(unit.lamb_workspace, self.model_states.layout.segments(unit.layout))
             if unit.lamb_workspace is not None
             else None
@@ -101,60 +122,62 @@ class OptimizerStep:
         made = []
         for (begin, group), end in zip(begins, ends, strict=True):
             part = slice(max(begin, first) - first, min(end, last) - first)
-            # LAMB adds norms over the ranks, so even a rank with nothing of a run takes part.
-            if part.start < part.stop or room is not None:
+            # LAMB adds norms over the ranks, so a rank that owns nothing of a group takes part, too.
+            if part.start < part.stop or workspace is not None:
                 part = slice(part.start, max(part.stop, part.start))
                 states = [unit.optim_states[b][part] for b in self.model_states.setup.states if b in unit.optim_states]
                 out = None if param is None else param[part]
-                tensors = self._tensors(flat, begin, end, part, room) if room is not None else None
+                tensors = self._tensors(flat, begin, end, part, workspace) if workspace is not None else None
                 made.append(GroupSlice(unit, group, master[part], out, part, states, tensors))
                 if grad is not None:
                     made[-1].grad = grad[part]
         return made
 
-    def _tensors(self, flat: Flat, begin: int, end: int, part: slice, room: kernels.SegmentWorkspace) -> kernels.Segments:
-        """The parameters of the run ``[begin, end)`` of a flat, as bounds within this rank's `part`; padding follows its
-        parameter, where its zeros change no norm.
+    def _tensors(self, flat: Flat, begin: int, end: int, part: slice, workspace: kernels.SegmentWorkspace) -> kernels.Segments:
+        """The bounds of the parameters of ``[begin, end)`` of a flat within this rank's `part`.
+
+        Padding counts to the parameter before it; its zeros do not change the norm.
         """
         first = self.model_states.owned_range(flat)[0] + part.start
         starts = [offset for offset in flat.offsets if begin <= offset < end]
         length = part.stop - part.start
         bounds = [min(max(start - first, 0), length) for start in [*starts[1:], end]]
-        return kernels.make_segments([0, *bounds], self.model_states.arena.device, room)
+        return kernels.make_segments([0, *bounds], self.model_states.arena.device, workspace)
 
     @torch.no_grad()
     def step(self, number: int, loss_scale: float = 1.0) -> StepResult:
-        """Applies the gradients to masters and parameters, as applied step `number` (from 1).
+        """Issues the update of all units and frees each unit's gradients as soon as its update has been issued.
 
-        `loss_scale` is what the loss was multiplied by. A unit's gradients go as soon as its update has been given to the
-        device.
+        Args:
+            number: the number of the applied step, from 1; skipped steps do not count.
+            loss_scale: the factor on the loss.
 
         Raises:
-            BadInput: when no backward came before.
+            BadInput: when there are no gradients.
         """
         if not all(_has_gradients(unit) for unit in self.model_states.units):
             raise BadInput("there are no gradients", where="engine.step", remedy="call engine.backward(loss) first")
         self.schedule.grads.wait()
         scalars = self._measure(loss_scale)
-        self._compare_orders()
+        self._compare_collectives()
         result = StepResult(self.model_states.scalars)
         hyperparameters = self._hyperparameters()
         if self.host is not None:
             request = UpdateRequest(number, hyperparameters, None if scalars is None else result.scalars)
             self.host.step(request, (self.schedule.compute_stream, self.schedule.all_gather_stream))
-        # Unit by unit, in the order in which the next forward needs them. See Note [Places] in model_states.
-        for unit, segments in zip(self.model_states.units, self.slices, strict=True):
+        # In the order in which the next forward needs the units. See Note [Places] in model_states.
+        for unit, slices in zip(self.model_states.units, self.slices, strict=True):
             if unit.trainable is None:
                 continue
-            for segment in segments:
-                self.update(segment, hyperparameters[segment.group], number, scalars)
+            for part in slices:
+                self.update(part, hyperparameters[part.group], number, scalars)
             if unit.offloaded is None:
                 self.schedule.mark_updated(unit)
             self.schedule.grads.free(unit)
         return result
 
     def _measure(self, loss_scale: float) -> torch.Tensor | None:
-        """Fills the scalars for the updates to read; None when these would surely say: as it is."""
+        """The scalars, filled on the device; None where the gradients need no factor and the step cannot be skipped."""
         scalars, setup = self.model_states.scalars, self.model_states.setup
         if self.clip or self.may_skip:
             for unit in self.model_states.units:
@@ -174,8 +197,8 @@ class OptimizerStep:
         scalars.zero_()[kernels.FACTOR] = 1.0 / loss_scale
         return scalars
 
-    def _compare_orders(self) -> None:
-        """See Note [Order of collectives] in schedule."""
+    def _compare_collectives(self) -> None:
+        """Puts the hashes of the ranks' collectives into the scalars: see Note [Order of collectives] in schedule."""
         if self.model_states.comm.world_size > 1:
             order = self.model_states.scalars[kernels.ORDER : kernels.ORDER + 2]
             order[0].fill_(self.model_states.comm.collectives_hash)
@@ -184,23 +207,30 @@ class OptimizerStep:
             self.model_states.comm.collectives_hash = 0
 
     def measure(self, unit: UnitState, grad: torch.Tensor) -> None:
-        """Leaves `unit`'s sum of squares for the norm."""
+        """Writes the sum of squares of `grad`, the gradients of `unit`, for the norm."""
         kernels.squares(grad, self.model_states.squares[unit.index :], workspace=self.model_states.norm_workspace)
 
     def _hyperparameters(self) -> list[dict[str, Any]]:
         return [self.optimizer.hyper(i) for i in range(len(self.optimizer.param_groups))]
 
-    def update(self, segment: GroupSlice, hyper: dict[str, Any], number: int, scalars: torch.Tensor | None) -> None:
-        """The optimizer's arithmetic on one run, wherever it lies."""
-        if segment.grad is None:
-            assert segment.unit.grad is not None
-            segment.grad = segment.unit.grad[segment.part]
-        master, grad, states = segment.master, segment.grad, segment.states
-        common: dict[str, Any] = {"param_out": segment.param, "scalars": scalars}
+    def update(self, part: GroupSlice, hyper: dict[str, Any], number: int, scalars: torch.Tensor | None) -> None:
+        """The optimizer's arithmetic on one slice, on the device or the host.
+
+        Args:
+            part: the slice; its gradients are the unit's if it has none.
+            hyper: the hyperparameters of its group, by the names of the kernels' arguments.
+            number: the number of the applied step, from 1.
+            scalars: the step's scalars; None for factor 1 and no skip.
+        """
+        if part.grad is None:
+            assert part.unit.grad is not None
+            part.grad = part.unit.grad[part.part]
+        master, grad, states = part.master, part.grad, part.states
+        common: dict[str, Any] = {"param_out": part.param, "scalars": scalars}
         shared = self.model_states.setup.shards_states
         reduce = self.model_states.comm.all_reduce_sum if shared else None
         kernels.UPDATES[self.optimizer.kernel.kernel](
-            master, grad, states, segment.tensors, reduce, step=number, **hyper, **common
+            master, grad, states, part.tensors, reduce, step=number, **hyper, **common
         )
 
 

@@ -1,4 +1,4 @@
-"""The optimizer that users hold: parameter groups and hyperparameters, whose step the engine takes."""
+"""The optimizer that users get: parameter groups and hyperparameters; the engine updates the parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from zeroplan.core.errors import BadInput, did_you_mean
 from zeroplan.core.optimizers import OPTIMIZERS, RUNTIME_OPTIMIZERS
 
-#: Settings of torch's and DeepSpeed's optimizers that choose an implementation or are off by default here.
+#: Keys of torch's and DeepSpeed's optimizers that only choose an implementation.
 _IGNORED = frozenset({"torch_adam", "foreach", "fused", "capturable", "differentiable", "fp32_optimizer_states"})
 _MUST_BE_FALSE = ("amsgrad", "maximize", "eps_inside_sqrt")
 
@@ -20,10 +20,19 @@ Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
-    """Holds the parameter groups. Learning-rate schedules act on ``param_groups``; the engine reads them at each step.
+    """Parameter groups with hyperparameters. Learning-rate schedules change ``param_groups``; the engine reads them each step.
 
-    `kind` is a key of :data:`~zeroplan.core.optimizers.RUNTIME_OPTIMIZERS`; `decoupled` tells AdamW from Adam with L2
-    regularisation.
+    Args:
+        params: parameters or parameter groups.
+        kind: a key of :data:`~zeroplan.core.optimizers.RUNTIME_OPTIMIZERS`.
+        hyper: hyperparameters for all groups, by DeepSpeed's names.
+        decoupled: decoupled weight decay (AdamW) instead of L2 regularisation (Adam).
+
+    Attributes:
+        take_step: the engine's step; None until an engine has the optimizer.
+
+    Raises:
+        BadInput: for an optimizer, a hyperparameter or parameters that are not supported.
     """
 
     def __init__(self, params: Params, kind: str, hyper: dict[str, Any], *, decoupled: bool = True) -> None:
@@ -42,16 +51,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 _check(key, value, known[key])
         self.kind, self.decoupled = kind, decoupled
         self.take_step: Callable[[], None] | None = None
-        self._scheduled: torch.optim.Optimizer = self  # what schedules were made on
+        self._scheduled: torch.optim.Optimizer = self  # the optimizer that schedules were made with
         try:
             super().__init__(params, {**known, **{k: v for k, v in hyper.items() if k in known}})
-        except (TypeError, ValueError) as fault:  # torch's, for lists that are empty or hold something else
+        except (TypeError, ValueError) as fault:  # torch raises them for an empty list and for other objects
             raise BadInput(str(fault), where="model_parameters", remedy="give parameters or parameter groups") from None
 
     @classmethod
     def from_torch(cls, optimizer: torch.optim.Optimizer) -> ZeroOptimizer:
-        """The same groups and hyperparameters as a torch optimizer's, sharing its group dicts, so that learning-rate
-        schedules made on it keep acting.
+        """Makes one from a torch optimizer and shares its group dicts, so that its learning-rate schedules still work.
 
         Raises:
             BadInput: when it is not AdamW, Adam or SGD, or uses AMSGrad or maximises.
@@ -78,12 +86,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def layout_kind(self) -> str:
-        """The row's name in the optimizer table, which decides the states: SGD's with momentum where any group has it."""
+        """The name of the row in the optimizer table that has its states; SGD with momentum has a row of its own."""
         momentum = self.row.with_momentum and any(group["momentum"] for group in self.param_groups)
         return self.row.with_momentum if momentum else self.row.name
 
     def hyper(self, group: int) -> dict[str, Any]:
-        """One group's present hyperparameters, by the names that the kernels' functions take."""
+        """The current hyperparameters of group number `group`, by the names of the kernels' arguments."""
         values = self.param_groups[group]
         names = self.kernel.kernel_names
         hyper = {names.get(key, key): values[key] for key in self.kernel.defaults if key in values}
@@ -93,29 +101,45 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return hyper
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Takes the engine's step; a closure is not supported."""
+        """Calls the engine's ``step()``, if an engine has the optimizer.
+
+        Raises:
+            BadInput: when a closure is given.
+        """
         if closure is not None:
             raise BadInput("a closure is not supported", where="optimizer.step")
         if self.take_step is not None:
             self.take_step()
 
     def was_stepped(self) -> None:
-        """Tells torch's learning-rate schedules that a step has come before theirs; they warn otherwise."""
+        """Tells torch's learning-rate schedules that the optimizer has stepped; otherwise they warn."""
         for optimizer in (self, self._scheduled):
             optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, until an engine has the optimizer."""
+        """As torch's.
+
+        Raises:
+            BadInput: when an engine has the optimizer.
+        """
         self._require_free("a group cannot be added any more", "give all groups to initialize()")
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, until an engine has the optimizer, whose states are sharded."""
+        """As torch's.
+
+        Raises:
+            BadInput: when an engine has the optimizer, as its states are sharded.
+        """
         self._require_free("its states are the engine's", "use engine.save_checkpoint()")
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As :meth:`state_dict`."""
+        """As torch's.
+
+        Raises:
+            BadInput: when an engine has the optimizer, as its states are sharded.
+        """
         self._require_free("its states are the engine's", "use engine.load_checkpoint()")
         super().load_state_dict(state_dict)
 
@@ -124,11 +148,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise BadInput(what, where="optimizer", remedy=remedy)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: the engine begins new gradients after each step."""
+        """Does nothing: the engine clears gradients after each step."""
 
 
 def _check(key: str, value: Any, default: Any) -> None:
-    """Refuse a hyperparameter of the wrong kind; torch would keep it until the first step, or train with it."""
+    """Checks a hyperparameter's type and range; torch would fail in the first step or train with it."""
     where = f"optimizer.params.{key}"
     if isinstance(default, bool):
         if not isinstance(value, bool):

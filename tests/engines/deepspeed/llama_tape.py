@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op, TapeModule, TapeParam
 
@@ -112,3 +113,12 @@ def _run(tape: ExpandedTape, root: int, embedding: int, itemsize: int) -> None:
     add(Op.MARK, Mark.BACKWARD_BEGIN)
     backward(root)
     add(Op.MARK, Mark.BACKWARD_END)
+
+
+def adapters_only(tape: ExpandedTape) -> ExpandedTape:
+    """The same model with everything frozen but the attention's projections."""
+    params = tuple(replace(p, trainable="_proj" in p.name) for p in tape.params)
+    rows = list(zip(tape.op, tape.arg, tape.aux, tape.kind, tape.module, strict=True))
+    gone = {aux for op, arg, aux, *_ in rows if op == Op.GRAD and not params[arg].trainable}
+    kept = [row for row in rows if not (row[0] == Op.ALLOC and row[1] in gone) and not (row[0] == Op.GRAD and row[2] in gone)]
+    return ExpandedTape(tape.modules, params, *(list(column) for column in zip(*kept, strict=True)))

@@ -11,7 +11,7 @@ from zeroplan.ledger.derive import shard
 SIZES = st.lists(st.integers(1, 400), min_size=1, max_size=12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SIZES, st.integers(1, 7), st.booleans(), st.booleans())
 def test_every_element_has_one_owner(sizes: list[int], ranks: int, round_robin: bool, aligned: bool) -> None:
     group = flat_group(range(len(sizes)), sizes, ranks, width=2, round_robin=round_robin, aligned=aligned)
@@ -37,7 +37,7 @@ def test_round_robin_deals_parameters_in_turn() -> None:
     assert flat_group(range(5), [10] * 5, 2, width=2, round_robin=True).order == (0, 2, 4, 1, 3)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SIZES, st.integers(1, 900))
 def test_sub_groups_close_when_they_reach_their_size(sizes: list[int], size: int) -> None:
     groups = sub_groups(range(len(sizes)), sizes, size)

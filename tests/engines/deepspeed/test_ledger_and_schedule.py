@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from llama_tape import llama_tape
+from llama_tape import adapters_only, llama_tape
 
 from zeroplan.core.buffers import ALWAYS, Buffer, Phase, Place
 from zeroplan.core.gpus import DEFAULT_GPU
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.tape import ExpandedTape, Op
+from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
 from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer, ZeroConfig
 from zeroplan.engines.deepspeed.lines import LEDGER
@@ -69,15 +68,6 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "3 nvme": (3, NVME, {}),
     "3 muon": (3, {}, {"optimizer": "muon"}),
 }
-
-
-def adapters_only(tape: ExpandedTape) -> ExpandedTape:
-    """The same model with everything frozen but the attention's projections."""
-    params = tuple(replace(p, trainable="_proj" in p.name) for p in tape.params)
-    rows = list(zip(tape.op, tape.arg, tape.aux, tape.kind, tape.module, strict=True))
-    gone = {aux for op, arg, aux, *_ in rows if op == Op.GRAD and not params[arg].trainable}
-    kept = [row for row in rows if not (row[0] == Op.ALLOC and row[1] in gone) and not (row[0] == Op.GRAD and row[2] in gone)]
-    return ExpandedTape(tape.modules, params, *(list(column) for column in zip(*kept, strict=True)))
 
 
 class Replay:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.workload import OptimizerKind
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
+from zeroplan.ledger.derive import shard
 from zeroplan.simulate.recorder import Recorder
 
 #: Streams of the simulated device. Blocks are reused only on the stream that allocated them.
@@ -82,7 +83,7 @@ class Schedule:
     def optimizer_step(self, counts: Sequence[int], first: bool, kind: OptimizerKind | None = None) -> None:
         """The optimizer steps tensors of `counts` elements: states at the first step, then its temporaries.
 
-        FusedAdam and torch's fused kernels need none; torch's multi-tensor AdamW makes the denominators of all tensors;
+        FusedAdam and torch's fused kernels need none; multi-tensor loops hold lists of temporaries (AdamW: all denominators);
         its loop makes a square root and a quotient, one tensor after another. `kind` None is the workload's.
         Sources: torch/optim/adam.py (_multi_tensor_adam, _single_tensor_adam), deepspeed/ops/adam/fused_adam.py
         """
@@ -93,10 +94,13 @@ class Schedule:
                     nbytes = rank.state_size(state, count)
                     if nbytes:
                         self.alloc(nbytes, state.buffer)
+                if rank.optimizer.compresses:
+                    self.alloc(4 * shard(count, rank.ranks), Buffer.OPTIM_ERROR_FEEDBACK)
         kind = kind or rank.workload.optimizer_kind
         width = rank.master_bytes
         if kind is OptimizerKind.FOREACH:
-            self.free_all([self.alloc(width * count, Buffer.OPTIM_TEMP) for count in counts])
+            lists = rank.optimizer.foreach_lists
+            self.free_all([self.alloc(width * count, Buffer.OPTIM_TEMP) for _ in range(lists) for count in counts])
         elif kind is OptimizerKind.LOOP:
             before: list[int] = []  # a quotient keeps its name until the next tensor's is made
             for count in counts:

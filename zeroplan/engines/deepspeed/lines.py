@@ -105,8 +105,8 @@ def param_frozen(c: DeepSpeedRank) -> int:
 
 @_add(Buffer.PARAM_FROZEN, Place.PINNED, ALWAYS, state=True)
 def param_frozen_host(c: DeepSpeedRank) -> int:
-    """Offloaded parameters without gradient, each in a pinned block of its own."""
-    return c.param_bytes * c.frozen_sharded if c.param_device is OffloadDevice.CPU else 0
+    """Offloaded parameters without gradient, each in a pinned block of its own; those in files have none."""
+    return c.frozen_blocks if c.param_device is not OffloadDevice.NONE else 0
 
 
 @_add(Buffer.PARAM_PERSISTENT, Place.HBM, _FROM_FIRST_FORWARD)
@@ -296,11 +296,9 @@ def grad_master_nvme(c: DeepSpeedRank) -> int:
 def grad_accum_host_stage2(c: DeepSpeedRank) -> int:
     """Gradients kept on the host across micro batches (stages 1 and 2, accumulation above 1).
 
-    Source: s12, accumulated_grads_in_cpu (a pinned buffer for every parameter)
+    Source: s12, accumulated_grads_in_cpu (a buffer for every parameter, whole)
     """
-    if c.stage in (1, 2) and c.optimizer_device is OffloadDevice.CPU and c.grad_accum > 1:
-        return c.param_bytes * c.stepped_host
-    return 0
+    return c.accum_blocks
 
 
 # --- optimizer states ---------------------------------------------------------------------------------------------------
@@ -326,9 +324,7 @@ def server_error(c: DeepSpeedRank) -> int:
 
     Source: Tang et al. 2021, algorithm 1
     """
-    if any(s.buffer is Buffer.OPTIM_ERROR_FEEDBACK for s in c.optimizer.states):
-        return 4 * shard(c.stepped_hbm, c.ranks)
-    return 0
+    return 4 * shard(c.stepped_hbm, c.ranks) if c.optimizer.compresses else 0
 
 
 # --- communication and staging ------------------------------------------------------------------------------------------
@@ -452,7 +448,7 @@ def step_gradients_cast(c: DeepSpeedRank) -> int:
 
 @_add(Buffer.OPTIM_TEMP, Place.HBM, (Phase.STEP,))
 def optimizer_temporaries(c: DeepSpeedRank) -> int:
-    """What the optimizer itself needs while it steps: nothing when fused, one or two tensors otherwise.
+    """What the optimizer itself needs while it steps: nothing if fused, lists of temporaries or two tensors otherwise.
 
     A partial offload's part on the GPU is stepped by torch's multi-tensor AdamW, one sub-group at a time.
 
@@ -464,7 +460,7 @@ def optimizer_temporaries(c: DeepSpeedRank) -> int:
     if c.optimizer_device is not OffloadDevice.NONE or c.optimizer_kind is OptimizerKind.FUSED:
         return 0
     if c.optimizer_kind is OptimizerKind.FOREACH:
-        return c.master_bytes * (c.sub_group if c.stage == 3 else c.stepped)
+        return c.optimizer.foreach_lists * c.master_bytes * (c.sub_group if c.stage == 3 else c.stepped)
     return 2 * c.master_bytes * (c.sub_group if c.stage == 3 else c.stepped if c.stage else c.largest_param)
 
 

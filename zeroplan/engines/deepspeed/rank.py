@@ -344,9 +344,33 @@ class DeepSpeedRank(ResolvedConfig):
 
     @cached_property
     def small_param_blocks(self) -> int:
-        """Bytes of one pinned block for each parameter's part not in a file, each rounded to a power of two."""
-        w, in_files = self.param_bytes, self.param_device is OffloadDevice.NVME
-        return sum(pow2(count * w) for count in self.shards if not (in_files and self.swapping.swaps(count, w)))
+        """Bytes of one block for each trainable part not in a file, a tied one's twin included, rounded to a power of two."""
+        every = sum(self._param_block(p) for owned in self.parameters.modules for p in owned)
+        return every - self.frozen_blocks
+
+    @cached_property
+    def frozen_blocks(self) -> int:
+        """Bytes of one block for each frozen parameter's part not in a file, rounded to a power of two."""
+        return sum(self._param_block(p) for p, on in enumerate(self.parameters.trainable) if not on)
+
+    def _param_block(self, param: int) -> int:
+        """Bytes of the pinned block of this rank's part; 0 for one that goes to a file."""
+        count, width = self.shards[param], self.param_bytes
+        in_file = self.param_device is OffloadDevice.NVME and self.swapping.swaps(count, width)
+        return 0 if in_file else pow2(count * width)
+
+    @cached_property
+    def accum_blocks(self) -> int:
+        """Bytes of one block for each parameter that this rank's partition touches, in which its gradients accumulate.
+
+        16-bit masters' gradients accumulate in place.
+        Source: zero/stage_1_and_2.py, async_accumulate_grad_in_cpu_via_gpu
+        """
+        on_host = self.stage in (1, 2) and self.optimizer_device is OffloadDevice.CPU
+        if not on_host or self.grad_accum == 1 or self.master_bytes != DType.FP32.bytes:
+            return 0
+        counts = [self.param_bytes * self.numel[p] for p, _ in self.flat.owned(self.rank)]
+        return sum(pow2(count) if self.pin_optimizer else count for count in counts)
 
     @cached_property
     def swap_buffers(self) -> int:

@@ -7,6 +7,7 @@ What the interpreter and the libraries take comes on top and is not DeepSpeed's.
 from __future__ import annotations
 
 from zeroplan.core.buffers import Buffer, Phase
+from zeroplan.core.workload import DType
 from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.engines.deepspeed.host_recorder import HostRecorder
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
@@ -74,7 +75,7 @@ def _stage12(rank: DeepSpeedRank, host: HostRecorder) -> None:
         host.free(staging)
     host.mark(Phase.INIT)
     host.mark(Phase.FORWARD)
-    if rank.workload.grad_accum > 1 and m != w:
+    if rank.workload.grad_accum > 1 and m == DType.FP32.bytes:  # 16-bit masters' gradients accumulate in place
         for p, _ in group.owned(rank.rank):  # s12, async_accumulate_grad_in_cpu_via_gpu: whole parameters
             accumulated = host.alloc(w * rank.numel[p], Buffer.GRAD_ACCUM)
             if pin:
@@ -100,7 +101,7 @@ def _stage3(rank: DeepSpeedRank, host: HostRecorder) -> None:
         in_flat = rules.in_flat(rank.stepped_at_once)
         moved = {p for group, fits in zip(rank.sub_groups, in_flat, strict=True) if fits for p in group}
         for p, handle in first:
-            if p in moved:
+            if p in moved or not rank.parameters.trainable[p]:
                 host.free(handle)
         if rank.swap_reserve:
             host.lock(w * rank.swap_reserve, Buffer.SWAP_BUFFER)
@@ -136,19 +137,21 @@ def _step(rank: DeepSpeedRank, host: HostRecorder) -> None:
 def _first_shards(rank: DeepSpeedRank, host: HostRecorder) -> list[tuple[int, int]]:
     """pp, _partition_param: a pinned block for each parameter, a tied one's twin included until it is collected.
 
-    With NVMe only for those that are too small for a file. Beside them hpZ's second parts, which stay. Returns the trained
-    parameters' blocks, which the flat buffer replaces.
+    With NVMe only for those that are too small for a file. Beside them hpZ's second parts, which stay. Returns the blocks that
+    initialisation frees: the trained parameters', which the flat buffer replaces, and the twins of frozen ones.
     """
     trained = set(rank.trained)
-    blocks, pin = [], rank.zero.offload_param.pin_memory
+    blocks, pin, seen = [], rank.zero.offload_param.pin_memory, set[int]()
     in_files = rank.zero.offload_param.device is OffloadDevice.NVME
     for owned in rank.parameters.modules:
         for p in owned:
             if in_files and rank.swapping.swaps(rank.shards[p], rank.param_bytes):
                 continue
-            handle = host.alloc(rank.param_bytes * rank.shards[p], Buffer.PARAM_SHARD, pinned=pin)
-            if p in trained:
+            kind = Buffer.PARAM_SHARD if rank.parameters.trainable[p] else Buffer.PARAM_FROZEN
+            handle = host.alloc(rank.param_bytes * rank.shards[p], kind, pinned=pin)
+            if p in trained or p in seen:
                 blocks.append((p, handle))
+            seen.add(p)
     for count in rank.secondary_shards:  # pp, _partition_param_sec; made again in each forward
         host.alloc(rank.param_bytes * count, Buffer.PARAM_SECONDARY, pinned=pin)
     return blocks

@@ -152,14 +152,14 @@ _NEAR = st.integers(-3, 70_000) | st.sampled_from([0, 1, -1, 2**31, 2**63, 10**3
 
 
 def _load(config: Any) -> ModelSpec | None:
-    begin = time.perf_counter()
+    begin = time.process_time()
     try:
         spec = load_model(config)
     except BadInput as error:
         assert "\n" not in str(error)
         assert len(str(error)) <= 600
         spec = None
-    assert time.perf_counter() - begin < 2
+    assert time.process_time() - begin < 2
     return spec
 
 

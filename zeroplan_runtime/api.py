@@ -68,8 +68,9 @@ def initialize(
     if settings.without_effect and comm.rank == 0:
         logger.warning("keys without effect in this runtime: %s", ", ".join(settings.without_effect))
     chosen = _optimizer(model, settings, model_parameters, optimizer)
+    schedule = _schedule(settings, chosen, lr_scheduler)  # which may set the momentum that the engine makes room for
     engine = Engine(model, settings, chosen, comm=comm, device=where, policy=policy)
-    engine.lr_scheduler = _schedule(settings, chosen, lr_scheduler)
+    engine.lr_scheduler = schedule
     return engine, chosen, _loader(training_data, settings, comm, collate_fn), engine.lr_scheduler
 
 

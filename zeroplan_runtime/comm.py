@@ -84,7 +84,10 @@ class Communicator:
             return tensor
         values = tensor.contiguous()
         self.broadcast(values.view(-1).view(torch.uint8))
-        return values if values is tensor else tensor.clone().copy_(values)
+        if values is tensor:
+            return tensor
+        # In place, for what else is a view of the same memory, unless elements share memory themselves.
+        return values if torch._debug_has_internal_overlap(tensor) == 1 else tensor.copy_(values)
 
     def barrier(self) -> None:
         """Blocks until every rank has called it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -25,23 +24,24 @@ from zeroplan_runtime.audit import Audit
 from zeroplan_runtime.checks import EngineChecks, groups_of, refuse_copy, require_loss, require_model
 from zeroplan_runtime.comm import Communicator
 from zeroplan_runtime.config import RuntimeConfig
+from zeroplan_runtime.full_tensors import full_params, full_state_dict, persistent_buffers
 from zeroplan_runtime.gradient_hooks import attach_gradient_hooks
 from zeroplan_runtime.loss import attach_fused_loss
 from zeroplan_runtime.model_states import ModelStates
 from zeroplan_runtime.offload.activations import ActivationOffload
 from zeroplan_runtime.offload.host_optimizer import HostOptimizer
 from zeroplan_runtime.offload.host_setup import make_nvme_offload, offload_optimizer
+from zeroplan_runtime.optim.skipped_steps import SkippedSteps
 from zeroplan_runtime.optim.step import OptimizerStep, StepResult
 from zeroplan_runtime.optim.zero_optimizer import ZeroOptimizer
 from zeroplan_runtime.parameter_writes import ParameterWrites
 from zeroplan_runtime.pytree import cast_tensors
 from zeroplan_runtime.schedule import Schedule
+from zeroplan_runtime.shared_memory import require_own_memory, warn_of_aliases
 from zeroplan_runtime.state_dict_hooks import StateDictHooks
 from zeroplan_runtime.streams import Event
 from zeroplan_runtime.units import Policy, cast_floating, find_units
 from zeroplan_runtime.watchdog import watch, weakly
-
-logger = logging.getLogger("zeroplan_runtime")
 
 
 class Engine(nn.Module):
@@ -75,13 +75,15 @@ class Engine(nn.Module):
         self.global_steps = 0
         self.micro_steps = 0
         self._applied = 0
-        self._skipped = 0
+        self._skipped = SkippedSteps(scales=self.scaler.dynamic)
         self._step_result: StepResult | None = None
         self._pending_result: StepResult | None = None
         self._boundary: bool | None = None
         self._audit: Audit | None = None
 
         require_model(model)
+        require_own_memory(model)
+        warn_of_aliases(model, device, DTYPES[config.dtype])
         groups = groups_of(model, optimizer)
         zero = config.zero if optimizer is not None else replace(config.zero, offload_optimizer=OffloadOptimizer())
         if optimizer is not None and zero.offload_optimizer:
@@ -136,7 +138,7 @@ class Engine(nn.Module):
             clip, may_skip = zero.gradient_clipping, config.check_overflow
             self.optimizer_step = OptimizerStep(self.schedule, optimizer, clip=clip, may_skip=may_skip)
             self.host = offload_optimizer(self.optimizer_step, zero, delayed_from=config.knobs.delayed_update)
-            optimizer.take_step = self.step
+            optimizer.attach(take_step=self.step, drop_grads=self.zero_grad)
         self.arena.empty_cache()
         self.arena.allocate_workspaces(dtype)
         self.arena.reserve_segment(unit.grad_buffer for unit in self.model_states.units if unit.grad_buffer is not None)
@@ -228,6 +230,7 @@ class Engine(nn.Module):
         self.arena.phase = Phase.STEP
         self.schedule.where = "the optimizer's step"
         self.schedule.progress_count += 1
+        self.optimizer_step.read_hyperparameters()
         with self.checks.during_step(), self._inside_engine():
             result = self.optimizer_step.step(self._applied + 1, self.scaler.scale)
             self.writes.stepped()
@@ -254,9 +257,10 @@ class Engine(nn.Module):
         skipped = self.config.check_overflow and result.skipped
         self.scaler.update(skipped)
         if skipped:
-            self._skipped += 1
-            logger.info("step %d skipped: infinite gradients; loss scale is %g", self.global_steps, self.scaler.scale)
+            names, squares = self.unit_names(), self.model_states.squares
+            self._skipped.skipped(self.global_steps, self.scaler.scale, self.comm.rank, names, squares)
             return
+        self._skipped.applied()
         self._applied += 1
         if self.optimizer is not None:
             self.optimizer.was_stepped()
@@ -293,12 +297,12 @@ class Engine(nn.Module):
         """Drops the gradients accumulated so far.
 
         Raises:
-            BadInput: when the engine is destroyed.
-            RuntimeError: when updates that use the gradients have begun on the host.
+            BadInput: when the engine is destroyed, or updates that use the gradients have begun on the host.
         """
         self.checks.require_usable("engine.zero_grad", allow_failed_step=True)
-        self.schedule.grads.drop()
-        self.checks.grads_were_dropped()
+        if self.schedule.grads.has_grads:
+            self.schedule.grads.drop()
+            self.checks.grads_were_dropped()
 
     def destroy(self, *, keep_parameters: bool = False) -> None:
         """Frees all memory of the runtime. A second call does nothing.
@@ -336,11 +340,7 @@ class Engine(nn.Module):
     def _parameters_on_host(self) -> dict[int, torch.Tensor]:
         self.checks.require_usable("engine.destroy")
         self.drain()
-        kept = {}
-        for unit in self.model_states.units:
-            with self.schedule.unsharded(unit):
-                kept.update({id(p): p.detach().to("cpu", copy=True) for flat in unit.flats() for p in flat.params})
-        return kept
+        return {id(param): values.to("cpu", copy=True) for _, param, values in full_params(self.schedule)}
 
     __reduce_ex__ = refuse_copy
 
@@ -350,7 +350,7 @@ class Engine(nn.Module):
     def skipped_steps(self) -> int:
         """The number of steps that were skipped because gradients were not finite."""
         self.finish_step()
-        return self._skipped
+        return self._skipped.total
 
     @property
     def loss_scale(self) -> float:
@@ -445,31 +445,16 @@ class Engine(nn.Module):
         their first name.
         """
         self.checks.require_usable("engine")
-        for unit in self.model_states.units:
-            with self.schedule.unsharded(unit):
-                for flat in unit.flats():
-                    for i, param in zip(flat.layout.params, flat.params, strict=True):
-                        with torch._C.DisableTorchFunctionSubclass():
-                            values = param.detach()
-                        yield unit.layout.shape.params[i].name, values
-        for prefix, module in self.module.named_modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and name not in module._non_persistent_buffers_set:
-                    yield f"{prefix}.{name}" if prefix else name, buffer.detach()
+        yield from ((name, values) for name, _, values in full_params(self.schedule))
+        yield from persistent_buffers(self.module)
 
     def module_state_dict(self) -> dict[str, torch.Tensor] | None:
         """The model's unsharded state dict in the model's dtype, in the first rank's host memory; None on the other ranks.
 
         Every rank must call it. Tied parameters appear under each of their names and share memory.
         """
-        keep = self.comm.rank == 0
-        state = {name: tensor.to("cpu", copy=True) for name, tensor in self.full_tensors() if keep}
-        if not keep:
-            return None
-        names = {id(param): name for name, param in self.module.named_parameters()}
-        for name, param in self.module.named_parameters(remove_duplicate=False):
-            state.setdefault(name, state[names[id(param)]] if names[id(param)] in state else param.detach().cpu())
-        return state
+        self.checks.require_usable("engine")
+        return full_state_dict(self.module, self.schedule)
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -480,6 +465,12 @@ class Engine(nn.Module):
         from zeroplan_runtime.checkpoint.save import save_checkpoint  # torch.distributed.checkpoint is slow to import
 
         self.checks.require_usable("engine.save_checkpoint")
+        if self.schedule.grads.has_grads:
+            raise BadInput(
+                "there are gradients that no step has used, which a checkpoint does not hold",
+                where="engine.save_checkpoint",
+                remedy="save after the step that ends an accumulation, or call engine.zero_grad() first",
+            )
         return save_checkpoint(self, save_dir, tag, client_state, latest=save_latest)
 
     def load_checkpoint(
@@ -522,7 +513,7 @@ class Engine(nn.Module):
             "global_steps": self.global_steps,
             "micro_steps": self.micro_steps,
             "applied": self._applied,
-            "skipped": self._skipped,
+            "skipped": self._skipped.total,
             "loss_scaler": self.scaler.state_dict(),
         }
 
@@ -530,5 +521,5 @@ class Engine(nn.Module):
         """Continues from :meth:`progress`. Counting of micro batches begins at the start of an accumulation."""
         self.global_steps = progress["global_steps"]
         self.micro_steps = self.global_steps * self.config.grad_accum
-        self._applied, self._skipped = progress["applied"], progress["skipped"]
+        self._applied, self._skipped.total = progress["applied"], progress["skipped"]
         self.scaler.load_state_dict(progress["loss_scaler"])

@@ -105,7 +105,7 @@ def test_nothing_to_load(tmp_path: Path) -> None:
         engine.load_checkpoint(tmp_path, tag="step9")
     with pytest.raises(BadInput, match="is not a name"):
         engine.save_checkpoint(tmp_path, tag="../up")
-    with pytest.raises(BadInput, match="cannot be written as JSON"):
+    with pytest.raises(BadInput, match="would not come back as it is"):
         engine.save_checkpoint(tmp_path, client_state={"x": object()})
     assert not (tmp_path / "latest").exists()
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -274,3 +277,226 @@ def test_gradients_are_not_to_be_read() -> None:
     engine.set_gradient_accumulation_boundary(True)
     engine.backward(engine(data(0, 0)))
     assert "never.grad was set by hand" in said_by(engine.step)
+
+
+def one_cycle(group: dist.ProcessGroup, stage: int, kind: str, given: str) -> float:
+    """OneCycleLR, which cycles momentum, too: the largest difference from plain torch after four steps."""
+    torch.manual_seed(0)
+    plain = Net()
+    model = copy.deepcopy(plain)
+    made = {"sgd": lambda p: torch.optim.SGD(p, lr=0.1), "adam": lambda p: torch.optim.Adam(p, lr=0.1, eps=1e-3)}[kind]
+
+    def cycle(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=8)
+
+    optimizer = made(plain.parameters())
+    schedule = cycle(optimizer)
+    mine = made(model.parameters())
+    config = sgd(stage)
+    engine, *_ = zeroplan_runtime.initialize(
+        model=model,
+        config=config,
+        optimizer=mine,
+        lr_scheduler=cycle(mine) if given == "made" else cycle,
+        group=group,
+        device="cpu",
+    )
+    for number in range(4):
+        ranks = dist.get_world_size(group)
+        for each in range(ranks):
+            (plain(data(number, each)) / ranks).backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        engine.backward(engine(data(number, dist.get_rank(group))))
+        engine.step()
+        engine.optimizer.zero_grad()
+    state = engine.module_state_dict() or {}
+    engine.destroy()
+    return max(((state[name] - value).abs().max().item() for name, value in plain.state_dict().items() if state), default=0.0)
+
+
+def momentum_comes_and_goes(group: dist.ProcessGroup) -> float:
+    torch.manual_seed(0)
+    plain = Net()
+    model = copy.deepcopy(plain)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
+    config = sgd(2, optimizer={"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}, zero_optimization=CPU)
+    engine = start(group, config, model)
+    for number, momentum in enumerate((0.9, 0.0, 0.8, 0.9)):
+        optimizer.param_groups[0]["momentum"] = engine.optimizer.param_groups[0]["momentum"] = momentum
+        for each in range(2):
+            (plain(data(number, each)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        take_steps(engine, 1, number)
+    state = engine.module_state_dict() or {}
+    engine.destroy()
+    return max(((state[name] - value).abs().max().item() for name, value in plain.state_dict().items() if state), default=0.0)
+
+
+def zeroed_between(group: dist.ProcessGroup, stage: int, zero: dict[str, Any]) -> bool:
+    """`zero_grad()` of the optimizer between two backwards: only the second counts."""
+    found = []
+    for drops in (True, False):
+        engine = start(group, sgd(stage, gradient_accumulation_steps=2, zero_optimization=zero))
+        for number in range(2):
+            if drops:
+                engine.backward(engine(data(10, 0)))
+                engine.optimizer.zero_grad()
+            engine.backward(engine(data(number, 0)))
+            engine.step()
+            engine.backward(engine(data(number + 5, 0)))
+            engine.step()
+        found.append(engine.module_state_dict())
+        engine.destroy()
+    return found[0] is None or all(torch.equal(found[0][name], value) for name, value in found[1].items())
+
+
+def optimizers(group: dist.ProcessGroup) -> None:
+    for stage in (0, 2, 3):
+        for kind, given in (("sgd", "made"), ("sgd", "function"), ("adam", "made")):
+            assert one_cycle(group, stage, kind, given) < 1e-6, (stage, kind, given)
+    assert momentum_comes_and_goes(group) < 1e-6
+    for stage, zero in ((0, {}), (1, {}), (2, {}), (3, {}), (2, CPU)):
+        assert zeroed_between(group, stage, zero), stage
+
+
+def test_optimizers_and_schedules_as_they_are_changed(pool: RankPool) -> None:
+    pool.run(2, optimizers)
+
+
+def test_what_an_optimizer_cannot_take_over() -> None:
+    model = Net()
+    used = torch.optim.AdamW(model.parameters())
+    model(data(0, 0)).backward()
+    used.step()
+    give = {"model": model, "config": sgd(0), "device": "cpu"}
+    assert "has states of earlier steps" in said_by(lambda: zeroplan_runtime.initialize(**give, optimizer=used))
+    engine = start(None, sgd(0))
+    engine.backward(engine(data(0, 0)))
+    engine.optimizer.param_groups[0]["momentum"] = 0.9
+    assert "momentum is 0.9 but was 0 when the engine was made" in said_by(engine.step)
+    engine.optimizer.param_groups[0]["momentum"] = 0.0
+    engine.step()
+    dampened = start(None, sgd(0, optimizer={"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "dampening": 0.1}}))
+    dampened.optimizer.param_groups[0]["momentum"] = 0.0
+    take_steps(dampened, 1)
+    dampened.optimizer.param_groups[0]["momentum"] = 0.9
+    dampened.backward(dampened(data(0, 0)))
+    assert "no dampened sum can follow" in said_by(dampened.step)
+
+
+def test_what_comes_too_late_for_updates_that_have_begun() -> None:
+    """Where nothing clips or checks gradients, offloaded updates begin in the backward."""
+    early = sgd(2, gradient_clipping=0.0, zero_optimization=CPU)
+    engine = start(None, early)
+    engine.backward(engine(data(0, 0)))
+    engine.optimizer.param_groups[0]["lr"] = 0.5
+    assert "a hyperparameter was changed between the backward and the step" in said_by(engine.step)
+    engine.optimizer.param_groups[0]["lr"] = 0.1
+    assert "is used after its update has begun" in said_by(lambda: engine.module.blocks[1][0].weight.sum())
+    assert "updates by them have begun" in said_by(engine.optimizer.zero_grad)
+    engine.step()
+    assert engine.module.blocks[1][0].weight.sum().isfinite()
+    engine.destroy()
+
+
+def test_a_loss_of_before_the_step_is_refused() -> None:
+    for changes in ({}, {"zeroplan": {"direct_linear": False}}):
+        engine = start(None, sgd(1, **changes))
+        loss = engine(data(0, 0))
+        take_steps(engine, 1)
+        assert "has been changed since" in said_by(lambda: engine.backward(loss))  # noqa: B023
+        assert "(its graph was out of date); call engine.zero_grad()" in said_by(engine.step)
+        engine.zero_grad()
+        loss = engine(data(0, 0))
+        engine.backward(loss, retain_graph=True)
+        engine.step()
+        assert "has been changed since" in said_by(lambda: engine.backward(loss))  # noqa: B023
+        engine.zero_grad()
+        loss = engine(data(0, 0))
+        with torch.no_grad():
+            engine.module.blocks[1][0].weight.mul_(0.5)
+        assert "has been changed since" in said_by(lambda: engine.backward(loss))  # noqa: B023
+
+
+class Buffers(Net):
+    def __init__(self, alias: Callable[[Any], Any]) -> None:
+        super().__init__()
+        alias(self)
+
+
+ALIASES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a buffer": (lambda m: m.register_buffer("seen", m.enter.weight.detach()), "'enter.weight' and 'seen' share memory"),
+    "a part": (lambda m: m.register_buffer("seen", m.enter.weight.detach()[3]), "'enter.weight' and 'seen' share memory"),
+    "tied by data": (
+        lambda m: setattr(m.blocks[0][0].weight, "data", m.enter.weight.data),
+        "'enter.weight' and 'blocks.0.0.weight' share memory",
+    ),
+    "expanded": (lambda m: setattr(m.enter, "bias", nn.Parameter(torch.zeros(1).expand(WIDTH))), "elements of 'enter.bias'"),
+}
+
+
+@pytest.mark.parametrize("case", ALIASES)
+def test_memory_that_would_part_is_refused(case: str) -> None:
+    alias, said = ALIASES[case]
+    assert said in said_by(lambda: start(None, sgd(2), Buffers(alias)))
+
+
+def test_parts_of_one_tensor_are_no_aliases(caplog: pytest.LogCaptureFixture) -> None:
+    def columns(model: Any) -> None:
+        whole = torch.randn(WIDTH, 2 * WIDTH)
+        model.enter.weight = nn.Parameter(whole[:, :WIDTH])
+        model.blocks[0][0].weight = nn.Parameter(whole[:, WIDTH:])
+
+    start(None, sgd(2), Buffers(columns)).destroy()
+    assert not caplog.records
+    model = Net()
+    kept = model.leave.bias.data
+    start(None, sgd(2), model)
+    assert "'leave.bias' is shared with a tensor outside" in caplog.text
+    assert kept.numel() == 1
+
+
+def test_a_checkpoint_keeps_types_and_no_half_accumulations(tmp_path: Path) -> None:
+    engine = start(None, sgd(2, gradient_accumulation_steps=2))
+    engine.lr_scheduler = torch.optim.lr_scheduler.MultiStepLR(engine.optimizer, [1, 1, 3])
+    engine.backward(engine(data(0, 0)))
+    engine.step()
+    assert "gradients that no step has used" in said_by(lambda: engine.save_checkpoint(tmp_path))
+    engine.backward(engine(data(1, 0)))
+    engine.step()
+    state = {
+        "tuple": (1, [2.5, None], "x"),
+        3: {"inner": {(1, 2): {4, 5}}},
+        "$tuple": {"$tuple": [1]},
+        "bytes": b"\x00\xff",
+        "inf": [float("inf"), float("-inf")],
+        "rng": torch.get_rng_state(),
+        "scalar": torch.tensor(2.5, dtype=torch.bfloat16),
+        "numpy": np.random.RandomState(0).get_state(),
+        "count": Counter("abca"),
+    }
+    engine.save_checkpoint(tmp_path, client_state=state)
+    milestones = engine.lr_scheduler.milestones
+    engine.lr_scheduler.milestones = Counter()
+    _, found = engine.load_checkpoint(tmp_path)
+    assert repr(found) == repr(state)
+    assert all(type(found[key]) is type(value) for key, value in state.items())
+    assert (type(engine.lr_scheduler.milestones), engine.lr_scheduler.milestones) == (Counter, milestones)
+    assert "client_state['a'][1] is a tests.runtime.test_numbers.Net" in said_by(
+        lambda: engine.save_checkpoint(tmp_path, "other", client_state={"a": [1, Net()]})
+    )
+
+
+def test_steps_skipped_in_a_row_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    engine = start(None, sgd(2, bf16={"enabled": True}))
+    good, bad = data(0, 0).bfloat16(), torch.full((4, WIDTH), float("nan"), dtype=torch.bfloat16)
+    for batch in [bad, bad, good, *[bad] * 12]:
+        engine.backward(engine(batch))
+        engine.step()
+    assert engine.skipped_steps == 14
+    said = [record.getMessage() for record in caplog.records]
+    assert [line.split(" steps in a row")[0] for line in said] == ["3", "10"]
+    assert all("NaN in root, blocks.0, blocks.1, blocks.2 on rank 0; look at" in line for line in said)

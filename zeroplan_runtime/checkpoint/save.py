@@ -28,6 +28,7 @@ from zeroplan_runtime.checkpoint.planners import (
     states_in_files,
 )
 from zeroplan_runtime.checkpoint.training_state import TrainingState
+from zeroplan_runtime.checkpoint.typed_json import decode, encode
 from zeroplan_runtime.checkpoint.writer import ShardWriter
 from zeroplan_runtime.unit_state import UnitState
 
@@ -63,10 +64,11 @@ def save_checkpoint(
     if tag != Path(tag).name or tag.startswith("."):
         raise BadInput(f"{tag!r} is not a name", where="save_checkpoint")
     engine.drain()
+    state = _state(engine, client_state)
     first = engine.comm.rank == 0
     engine.arena.phase = Phase.SAVE
     if first:
-        atomic_files.write_state(atomic_files.begin(folder, tag), _state(engine, client_state))
+        atomic_files.write_state(atomic_files.begin(folder, tag), state)
     engine.comm.barrier()
     wanted = [*state_shards(engine.model_states, loading=False), *(_buffers(engine) if first else ())]
     path = atomic_files.unfinished(folder, tag)
@@ -118,7 +120,7 @@ def load_checkpoint(
     if path is None:
         logger.warning("%s holds no checkpoint%s: nothing was loaded", folder, f" {tag}" if tag else "")
         return None, {}
-    state = atomic_files.read_state(path)
+    state = _read_state(path)
     optimizer = load_optimizer_states and not load_module_only
     kind = engine.optimizer.kind if engine.optimizer is not None else None
     if optimizer and kind is not None and state["optimizer"] != kind:
@@ -180,6 +182,14 @@ def _read_into_files(engine: TrainingState, path: Path, unit: UnitState, *, opti
         unit.trainable.shard.copy_(master)
 
 
+def _read_state(path: Path) -> dict[str, Any]:
+    state = atomic_files.read_state(path)
+    try:
+        return {**state, **{key: decode(state[key]) for key in ("groups", "schedule", "client_state")}}
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as fault:
+        raise BadInput(f"damaged checkpoint: {fault}", where=str(path / atomic_files.STATE)) from None
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     """A context without torch's warning that one rank needs no torch.distributed."""
@@ -194,12 +204,12 @@ def _state(engine: TrainingState, client_state: dict[str, Any] | None) -> dict[s
         "format": 1,
         "ranks": engine.comm.world_size,
         "stage": engine.config.zero.stage,
-        "dtype": engine.config.dtype,
+        "dtype": str(engine.config.dtype),
         "optimizer": engine.optimizer.kind if engine.optimizer is not None else None,
-        "groups": [{k: v for k, v in group.items() if k != "params"} for group in groups],
+        "groups": encode([{k: v for k, v in group.items() if k != "params"} for group in groups], "optimizer.param_groups"),
         "progress": engine.progress(),
-        "schedule": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
-        "client_state": client_state or {},
+        "schedule": encode(engine.lr_scheduler.state_dict(), "lr_scheduler") if engine.lr_scheduler is not None else None,
+        "client_state": encode(client_state or {}, "client_state"),
     }
 
 

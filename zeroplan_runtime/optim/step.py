@@ -82,6 +82,8 @@ class OptimizerStep:
         self.schedule, self.model_states, self.optimizer = schedule, schedule.model_states, optimizer
         self.clip, self.may_skip = clip, may_skip
         self.next_step = 1
+        self._hyperparameters: list[dict[str, Any]] = []  # each group's, of this step
+        self._early: list[dict[str, Any]] | None = None  # those of updates that have begun in the backward
         self.host: HostOptimizer | None = None
         self.slices = [
             [] if unit.trainable is None or unit.layout.offloaded else self.group_slices(unit, unit.param_16bit)
@@ -94,7 +96,11 @@ class OptimizerStep:
         """Makes `host` update the offloaded units, during the backward where neither clipping, checks nor delay forbid it."""
         self.host = host
         if not (self.clip or self.may_skip or host.delayed_from):
-            host.early_request = lambda: UpdateRequest(self.next_step, self._hyperparameters())
+            host.early_request = self._early_request
+
+    def _early_request(self) -> UpdateRequest:
+        self._early = self._early or self._read()
+        return UpdateRequest(self.next_step, self._early)
 
     def group_slices(self, unit: UnitState, param: torch.Tensor | None, grad: torch.Tensor | None = None) -> list[GroupSlice]:
         """Divides a unit's share by parameter group.
@@ -148,6 +154,8 @@ class OptimizerStep:
     def step(self, number: int, loss_scale: float = 1.0) -> StepResult:
         """Issues the update of all units and frees each unit's gradients as soon as its update has been issued.
 
+        Call :meth:`read_hyperparameters` before.
+
         Args:
             number: the number of the applied step, from 1; skipped steps do not count.
             loss_scale: the factor on the loss.
@@ -161,7 +169,7 @@ class OptimizerStep:
         scalars = self._measure(loss_scale)
         self._compare_collectives()
         result = StepResult(self.model_states.scalars)
-        hyperparameters = self._hyperparameters()
+        hyperparameters = self._hyperparameters
         if self.host is not None:
             request = UpdateRequest(number, hyperparameters, None if scalars is None else result.scalars)
             self.host.step(request, (self.schedule.compute_stream, self.schedule.all_gather_stream))
@@ -174,6 +182,7 @@ class OptimizerStep:
             if unit.offloaded is None:
                 self.schedule.mark_updated(unit)
             self.schedule.grads.free(unit)
+        self._early = None
         return result
 
     def _measure(self, loss_scale: float) -> torch.Tensor | None:
@@ -210,7 +219,21 @@ class OptimizerStep:
         """Writes the sum of squares of `grad`, the gradients of `unit`, for the norm."""
         kernels.squares(grad, self.model_states.squares[unit.index :], workspace=self.model_states.norm_workspace)
 
-    def _hyperparameters(self) -> list[dict[str, Any]]:
+    def read_hyperparameters(self) -> None:
+        """Reads the groups' hyperparameters, for the next :meth:`step`.
+
+        Raises:
+            BadInput: when updates have begun with others, or the optimizer cannot take them.
+        """
+        self._hyperparameters = self._read()
+        if self._early is not None and self._early != self._hyperparameters:
+            raise BadInput(
+                "a hyperparameter was changed between the backward and the step, but updates with the one of before have begun",
+                where="optimizer.param_groups",
+                remedy="change it before engine.backward(), or set gradient_clipping, with which updates wait for the step",
+            )
+
+    def _read(self) -> list[dict[str, Any]]:
         return [self.optimizer.hyper(i) for i in range(len(self.optimizer.param_groups))]
 
     def update(self, part: GroupSlice, hyper: dict[str, Any], number: int, scalars: torch.Tensor | None) -> None:
@@ -225,7 +248,8 @@ class OptimizerStep:
         if part.grad is None:
             assert part.unit.grad is not None
             part.grad = part.unit.grad[part.part]
-        master, grad, states = part.master, part.grad, part.states
+        master, grad = part.master, part.grad
+        states = part.states if hyper.get("momentum", 1.0) else []  # SGD's momentum may come and go
         common: dict[str, Any] = {"param_out": part.param, "scalars": scalars}
         shared = self.model_states.setup.shards_states
         reduce = self.model_states.comm.all_reduce_sum if shared else None

@@ -50,8 +50,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if key in known:
                 _check(key, value, known[key])
         self.kind, self.decoupled = kind, decoupled
-        self.take_step: Callable[[], None] | None = None
-        self._scheduled: torch.optim.Optimizer = self  # the optimizer that schedules were made with
+        self._take_step: Callable[[], None] | None = None
+        self._drop_grads: Callable[[], None] | None = None
+        self._keeps_momentum = False
+        self._had_momentum: set[int] = set()  # SGD's groups of which a step had momentum, and those of which none had
+        self._had_none: set[int] = set()
+        self._scheduled: torch.optim.Optimizer = self  # what schedules were made on
         try:
             super().__init__(params, {**known, **{k: v for k, v in hyper.items() if k in known}})
         except (TypeError, ValueError) as fault:  # torch raises them for an empty list and for other objects
@@ -73,6 +77,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 where="optimizer",
                 remedy=f"give torch.optim.{', '.join(others)} or {last}, or name the optimizer in the config",
             )
+        if any(optimizer.state.values()):
+            raise BadInput(
+                "the optimizer has states of earlier steps, which the engine's do not take over",
+                where="optimizer",
+                remedy="give a new optimizer; to go on from an earlier run, use engine.load_checkpoint()",
+            )
         for key in ("amsgrad", "maximize"):
             if any(group.get(key) for group in optimizer.param_groups):
                 raise BadInput(f"{key!r} is not supported", where="optimizer")
@@ -91,14 +101,34 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self.row.with_momentum if momentum else self.row.name
 
     def hyper(self, group: int) -> dict[str, Any]:
-        """The current hyperparameters of group number `group`, by the names of the kernels' arguments."""
+        """The current hyperparameters of group number `group`, by the names of the kernels' arguments.
+
+        Raises:
+            BadInput: for momentum that comes too late.
+        """
         values = self.param_groups[group]
+        if self.row.with_momentum and values["momentum"]:
+            self._require_momentum(group, values)
         names = self.kernel.kernel_names
         hyper = {names.get(key, key): values[key] for key in self.kernel.defaults if key in values}
         hyper["lr"] = float(hyper["lr"])
         if self.kernel.decoupled:
             hyper["decoupled"] = self.decoupled
         return hyper
+
+    def _require_momentum(self, group: int, values: dict[str, Any]) -> None:
+        if not self._keeps_momentum:
+            what, remedy = "was 0 when the engine was made", "give it to the optimizer, or its schedule to initialize()"
+        elif values["dampening"] and group in self._had_none - self._had_momentum:
+            what, remedy = (
+                "was 0 in earlier steps, which no dampened sum can follow",
+                "begin with momentum, or set dampening 0",
+            )
+        else:
+            return
+        raise BadInput(
+            f"momentum is {values['momentum']:g} but {what}", where=f"optimizer.param_groups[{group}]", remedy=remedy
+        )
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Calls the engine's ``step()``, if an engine has the optimizer.
@@ -108,11 +138,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise BadInput("a closure is not supported", where="optimizer.step")
-        if self.take_step is not None:
-            self.take_step()
+        if self._take_step is not None:
+            self._take_step()
+
+    def attach(self, *, take_step: Callable[[], None], drop_grads: Callable[[], None]) -> None:
+        """Gives :meth:`step` and :meth:`zero_grad` to an engine."""
+        self._take_step, self._drop_grads = take_step, drop_grads
+        self._keeps_momentum = self.layout_kind == self.row.with_momentum
 
     def was_stepped(self) -> None:
         """Tells torch's learning-rate schedules that the optimizer has stepped; otherwise they warn."""
+        if self.row.with_momentum:
+            for i, group in enumerate(self.param_groups):
+                if group["momentum"]:
+                    self._had_momentum.add(i)
+                elif i not in self._had_momentum:
+                    self._had_none.add(i)
         for optimizer in (self, self._scheduled):
             optimizer._opt_called = True  # type: ignore[attr-defined]
 
@@ -144,11 +185,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
 
     def _require_free(self, what: str, remedy: str) -> None:
-        if getattr(self, "take_step", None) is not None:
+        if getattr(self, "_take_step", None) is not None:
             raise BadInput(what, where="optimizer", remedy=remedy)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing: the engine clears gradients after each step."""
+        """Drops the gradients that no step has used. After a step there are none."""
+        if self._drop_grads is not None:
+            self._drop_grads()
 
 
 def _check(key: str, value: Any, default: Any) -> None:

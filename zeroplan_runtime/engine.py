@@ -327,7 +327,7 @@ class Engine(nn.Module):
             undo()
         self.schedule.remove()
         self.schedule.guard.remove()
-        self.schedule.grads.drop()
+        self.schedule.grads.drop(anyway=True)
         for unit in self.model_states.units:
             for flat in unit.flats():
                 for param in flat.params:
@@ -480,7 +480,8 @@ class Engine(nn.Module):
         from zeroplan_runtime.checkpoint.save import load_checkpoint  # torch.distributed.checkpoint is slow to import
 
         self.checks.require_usable("engine.load_checkpoint", allow_failed_step=True)
-        self.zero_grad()
+        self.schedule.grads.drop(anyway=True)
+        self.checks.grads_were_dropped()
         found = load_checkpoint(self, load_dir, tag, **options)
         self.checks.checkpoint_was_loaded()
         return found

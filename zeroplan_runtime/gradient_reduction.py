@@ -254,12 +254,19 @@ class GradientReduction:
         if unit.grad_buffer is not None and unit.grad_buffer.is_allocated:
             unit.grad_buffer.free()
 
-    def drop(self) -> None:
-        """Frees all gradients without a step."""
+    def drop(self, *, anyway: bool = False) -> None:
+        """Frees all gradients without a step.
+
+        Args:
+            anyway: also those that updates on the host have begun with.
+
+        Raises:
+            BadInput: when updates on the host have begun.
+        """
+        if self.host is not None:
+            self.host.drop_grads(anyway=anyway)
         self.wait()
         self.free_slots()
         for unit in self.model_states.units:
             self.free(unit)
         self.has_grads = False
-        if self.host is not None:
-            self.host.drop_grads()

@@ -396,9 +396,10 @@ def test_what_comes_too_late_for_updates_that_have_begun() -> None:
     assert "a hyperparameter was changed between the backward and the step" in said_by(engine.step)
     engine.optimizer.param_groups[0]["lr"] = 0.1
     assert "is used after its update has begun" in said_by(lambda: engine.module.blocks[1][0].weight.sum())
-    assert "updates by them have begun" in said_by(engine.optimizer.zero_grad)
+    assert "updates with them have begun" in said_by(engine.optimizer.zero_grad)
     engine.step()
     assert engine.module.blocks[1][0].weight.sum().isfinite()
+    engine.backward(engine(data(1, 0)))
     engine.destroy()
 
 

@@ -187,13 +187,16 @@ class HostOptimizer:
             self._prefetched = False
             self._request_swapped_updates(self.swapper, request)
 
-    def drop_grads(self) -> None:
+    def drop_grads(self, *, anyway: bool = False) -> None:
         """Drops this step's gradients.
+
+        Args:
+            anyway: also those that updates have begun with, as where the parameters will be overwritten.
 
         Raises:
             BadInput: when updates with them have begun.
         """
-        if self.early_request is not None and any(host.update_requested for host in self.units):
+        if not anyway and self.early_request is not None and any(host.update_requested for host in self.units):
             raise BadInput(
                 "gradients cannot be dropped: updates with them have begun, as neither clipping nor overflow checks delay them",
                 where="offload_optimizer",

@@ -24,7 +24,8 @@ def require_own_memory(model: nn.Module) -> None:
     Raises:
         BadInput: with both names.
     """
-    named = [(name, param) for name, param in model.named_parameters() if param.numel() and not param.is_meta]
+    named: list[tuple[str, torch.Tensor]] = []
+    named += [(name, param) for name, param in model.named_parameters() if param.numel() and not param.is_meta]
     parameters = len(named)
     named += [(name, buffer) for name, buffer in model.named_buffers() if buffer.numel() and not buffer.is_meta]
     by_storage: dict[int, list[int]] = defaultdict(list)

@@ -13,6 +13,7 @@ import typer
 from zeroplan.cli import complete
 from zeroplan.core.errors import BadInput
 from zeroplan.core.units import parse_count, parse_tokens
+from zeroplan.engines.registry import BUILT_IN
 from zeroplan.planner.request import Request
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -86,7 +87,7 @@ OPTIONS: dict[str, Any] = {
     "vram": _option(str | None, "--vram", "Memory of one GPU: 24G, or 24 (GiB).", _CLUSTER),
     "cpu_ram": _option(str | None, "--cpu-ram", "Memory of one node's host: 256G.", _CLUSTER),
     "nvme": _option(str | None, "--nvme", "Disk of one node: 2T.", _CLUSTER),
-    "engine": _option(str, "--engine", "deepspeed, fsdp2, ddp or zeroplan.", _ZERO, names=complete.engines),
+    "engine": _option(str, "--engine", f"{', '.join(BUILT_IN)}, or one of your own.", _ZERO, names=complete.engines),
     "stage": _option(int | None, "--stage", "0 to 3. [all]", _ZERO),
     "offload_optimizer": _option(str | None, "--offload-optimizer", "none, cpu or nvme. [all]", _ZERO),
     "offload_param": _option(str | None, "--offload-param", "none, cpu or nvme. [all]", _ZERO),

@@ -14,7 +14,8 @@ from zeroplan.planner.request import Request
 _RUN = "Run"
 Ranks = Annotated[int | None, typer.Option("--gpus", rich_help_panel=_RUN, help="Ranks to run. [every GPU; 2 on a CPU]")]
 EngineName = Annotated[
-    str, typer.Option("--engine", rich_help_panel="Sharding", help="zeroplan (the included runtime), fsdp2, ddp or deepspeed.")
+    str,
+    typer.Option("--engine", rich_help_panel="Sharding", help="As for estimate; zeroplan is the included runtime. [zeroplan]"),
 ]
 Tolerance = Annotated[
     float, typer.Option("--tolerance", rich_help_panel=_RUN, help="How far the total may be off; owned buffers must be equal.")

@@ -1,4 +1,4 @@
-"""Plays a model's tape for as many micro batches and steps as a job takes, with a stage's schedule laid over it.
+"""Plays a model's tape for as many micro batches and steps as a job takes, with an engine's schedule laid over it.
 
 Note [The kept loss]
     A training loop keeps its last loss until the next one takes its place, and with it what hangs on the loss's graph: the
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.tape import ExpandedTape, Op
@@ -25,19 +24,24 @@ DISTINCT_MICRO_BATCHES = 3
 CUBLASLT_WORKSPACE = 1 << 20
 
 
-class StageSchedule(Protocol):
-    """What a stage does at each point of a run. `follows_modules` False leaves out the four module hooks."""
+class EngineSchedule:
+    """What an engine allocates and frees at each point of a run. A hook that a subclass leaves out does nothing.
 
-    follows_modules: bool
+    Attributes:
+        follows_modules: whether the four module hooks (`enter`, `exit`, `backward_enter`, `backward_exit`) are called. An
+            engine without them is played faster.
+    """
+
+    follows_modules: bool = False
 
     def build(self) -> None:
-        """The model is made."""
+        """The program makes the model."""
 
     def add_adapters(self) -> None:
-        """peft adds its parameters."""
+        """peft adds its parameters to the model."""
 
     def initialize(self) -> None:
-        """``deepspeed.initialize``."""
+        """The program hands the model to the engine."""
 
     def forward_begin(self) -> None:
         """A micro batch's forward begins."""
@@ -49,7 +53,7 @@ class StageSchedule(Protocol):
         """A module's forward has returned."""
 
     def backward_begin(self, boundary: bool) -> None:
-        """A micro batch's backward begins; `boundary` says that a step follows it."""
+        """A micro batch's backward begins; `boundary` says that an optimizer step follows it."""
 
     def backward_enter(self, module: int) -> None:
         """The gradient of a module's output has arrived."""
@@ -58,13 +62,13 @@ class StageSchedule(Protocol):
         """The gradients of a module's inputs have been made."""
 
     def grad(self, param: int, handle: int) -> None:
-        """A parameter's gradient is complete; the schedule owns its block from here on."""
+        """A parameter's gradient is complete; from here on the schedule owns its block and has to free it."""
 
     def backward_end(self, boundary: bool) -> None:
-        """The backward has returned and the engine closes the micro batch."""
+        """The backward has returned, and the engine closes the micro batch."""
 
     def step(self, applied: bool) -> None:
-        """``engine.step()``; `applied` False when the loss scaler discards it."""
+        """The optimizer steps; `applied` is False when the loss scaler discards the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +92,7 @@ def play(
     run: Run,
     tape: ExpandedTape,
     recorder: Recorder,
-    schedule: StageSchedule,
+    schedule: EngineSchedule,
     *,
     own_linear: bool = False,
     warm: bool = False,
@@ -137,7 +141,7 @@ def play(
 
 
 class _Player:
-    def __init__(self, script: Script, recorder: Recorder, schedule: StageSchedule, workspace: int) -> None:
+    def __init__(self, script: Script, recorder: Recorder, schedule: EngineSchedule, workspace: int) -> None:
         self.script, self.recorder = script, recorder
         self.workspaces = [workspace, workspace, CUBLASLT_WORKSPACE, CUBLASLT_WORKSPACE] if workspace else [0] * 4
         self.grad = schedule.grad

@@ -25,6 +25,10 @@ _PATHS = {
 }
 
 
+#: The engines that zeroplan brings.
+BUILT_IN = tuple(_PATHS)
+
+
 def register(name: str, path: str) -> None:
     """Add an engine to this process.
 

@@ -12,7 +12,7 @@ from zeroplan.core.buffers import Buffer
 from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.units import MIB
 from zeroplan.engines.ddp.rank import DdpRank
-from zeroplan.engines.player import Run, play
+from zeroplan.engines.player import EngineSchedule, Run, play
 from zeroplan.engines.torch_step import STEPS_UNTIL_STEADY, optimizer_step
 from zeroplan.simulate.recorder import Recorder
 
@@ -20,10 +20,8 @@ FIRST_BUCKET = MIB
 BUCKET = 25 * MIB
 
 
-class DdpSchedule:
-    """One rank's run. Hooks as in :class:`zeroplan.engines.player.StageSchedule`."""
-
-    follows_modules = False
+class DdpSchedule(EngineSchedule):
+    """One rank's run. Buckets are reduced in place, and the optimizer allocates nothing before its first step."""
 
     def __init__(self, rank: DdpRank, recorder: Recorder) -> None:
         self.rank, self.recorder = rank, recorder
@@ -46,12 +44,6 @@ class DdpSchedule:
         if self.rank.ranks > 1:
             self.buckets = [self.alloc(self.rank.original_bytes * self.rank.trainable, Buffer.COMM_ALL_REDUCE)]
 
-    def add_adapters(self) -> None:
-        """Adapters are part of the model."""
-
-    def initialize(self) -> None:
-        """The optimizer allocates nothing before its first step."""
-
     def forward_begin(self) -> None:
         """The second forward rebuilds the buckets."""
         if self.arrived and not self.rebuilt and self.rank.ranks > 1:
@@ -69,21 +61,6 @@ class DdpSchedule:
                 current, limit = 0, BUCKET
         return [*sizes, current] if current else sizes
 
-    def enter(self, module: int) -> None:
-        """Nothing."""
-
-    def exit(self, module: int) -> None:
-        """Nothing."""
-
-    def backward_begin(self, boundary: bool) -> None:
-        """Nothing."""
-
-    def backward_enter(self, module: int) -> None:
-        """Nothing."""
-
-    def backward_exit(self, module: int) -> None:
-        """Nothing."""
-
     def grad(self, param: int, handle: int) -> None:
         """The first micro batch's gradient is kept until zero_grad; a later one is added to it."""
         if param in self.grads:
@@ -92,9 +69,6 @@ class DdpSchedule:
             self.grads[param] = handle
             if not self.rebuilt:
                 self.arrived.append(param)
-
-    def backward_end(self, boundary: bool) -> None:
-        """Buckets are reduced in place."""
 
     def step(self, applied: bool) -> None:
         """Clipping, the optimizer's step, zero_grad."""

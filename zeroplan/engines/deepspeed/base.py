@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.workload import OptimizerKind
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
+from zeroplan.engines.player import EngineSchedule
 from zeroplan.ledger.derive import shard
 from zeroplan.simulate.recorder import Recorder
 
@@ -17,10 +18,8 @@ COMPUTE, GATHER, REDUCE = 0, 1, 2
 SCALAR = 4
 
 
-class Schedule:
-    """The parts that stages have in common; stages override the hooks that they use (see player.StageSchedule)."""
-
-    follows_modules = False
+class Schedule(EngineSchedule):
+    """The parts that stages have in common; each stage overrides the hooks that it uses."""
 
     def __init__(self, rank: DeepSpeedRank, recorder: Recorder) -> None:
         self.rank = rank
@@ -52,24 +51,6 @@ class Schedule:
 
     def _param_buffer(self, p: int) -> Buffer:
         return Buffer.PARAM_FULL if self.rank.parameters.trainable[p] else Buffer.PARAM_FROZEN
-
-    def forward_begin(self) -> None:
-        """Nothing, unless a stage overrides it."""
-
-    def enter(self, module: int) -> None:
-        """Nothing, unless a stage overrides it."""
-
-    def exit(self, module: int) -> None:
-        """Nothing, unless a stage overrides it."""
-
-    def backward_begin(self, boundary: bool) -> None:
-        """Nothing, unless a stage overrides it."""
-
-    def backward_enter(self, module: int) -> None:
-        """Nothing, unless a stage overrides it."""
-
-    def backward_exit(self, module: int) -> None:
-        """Nothing, unless a stage overrides it."""
 
     def temporary(self, nbytes: int, buffer: Buffer, stream: int = 0) -> None:
         """Allocates and frees at once."""

@@ -7,7 +7,7 @@ from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 from zeroplan.engines.deepspeed.stage0 import Stage1Bf16, stage0_schedule
 from zeroplan.engines.deepspeed.stage3 import Stage3
 from zeroplan.engines.deepspeed.stage12 import Stage12
-from zeroplan.engines.player import Run, StageSchedule, play
+from zeroplan.engines.player import EngineSchedule, Run, play
 from zeroplan.engines.script import Scripts
 from zeroplan.simulate.allocator.config import AllocatorConfig
 from zeroplan.simulate.recorder import Recorder, simulate
@@ -18,7 +18,7 @@ from zeroplan.simulate.timeline import Timeline
 STEPS_UNTIL_STEADY = 3
 
 
-def stage_schedule(rank: DeepSpeedRank, tape: ExpandedTape, recorder: Recorder) -> StageSchedule:
+def stage_schedule(rank: DeepSpeedRank, tape: ExpandedTape, recorder: Recorder) -> EngineSchedule:
     """The schedule of the wrapper that DeepSpeed chooses for the rank's configuration."""
     if rank.stage == 3:
         return Stage3(rank, recorder, tape)

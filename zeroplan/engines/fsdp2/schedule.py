@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.tape import ExpandedTape, block_of_each
 from zeroplan.engines.fsdp2.rank import Fsdp2Rank
-from zeroplan.engines.player import Run, play
+from zeroplan.engines.player import EngineSchedule, Run, play
 from zeroplan.engines.torch_step import STEPS_UNTIL_STEADY, optimizer_step
 from zeroplan.simulate.recorder import Recorder
 
@@ -40,8 +40,8 @@ class Group:
     reduced: int = -1
 
 
-class Fsdp2Schedule:
-    """One rank's run. Hooks as in :class:`zeroplan.engines.player.StageSchedule`."""
+class Fsdp2Schedule(EngineSchedule):
+    """One rank's run. Adapters are sharded with the rest, and the optimizer allocates nothing before its first step."""
 
     follows_modules = True
 
@@ -79,12 +79,6 @@ class Fsdp2Schedule:
                 if p in made:
                     self.free(block)
                 made.add(p)
-
-    def add_adapters(self) -> None:
-        """Adapters are sharded with the rest."""
-
-    def initialize(self) -> None:
-        """The optimizer allocates nothing before its first step."""
 
     # --- gathering ------------------------------------------------------------------------------------------------------
 

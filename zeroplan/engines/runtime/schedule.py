@@ -15,6 +15,7 @@ from itertools import groupby
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.layout import Layout, OwnedBuffer, UnitKind, runtime_buffers
 from zeroplan.core.tape import ExpandedTape, Mark, Op
+from zeroplan.engines.player import EngineSchedule
 from zeroplan.engines.runtime.units import PEFT_PREFIX
 from zeroplan.simulate.recorder import Recorder
 
@@ -51,8 +52,8 @@ class SlotRun:
     holder: UnitRun | None = field(default=None, repr=False)
 
 
-class RuntimeSchedule:
-    """One rank's run. Hooks as in the player's StageSchedule; the methods are those of zeroplan_runtime's Schedule."""
+class RuntimeSchedule(EngineSchedule):
+    """One rank's run. The methods beside the hooks are those of zeroplan_runtime's Schedule."""
 
     follows_modules = True
 
@@ -92,12 +93,6 @@ class RuntimeSchedule:
         self.current: UnitRun | None = None
 
     # --- building -------------------------------------------------------------------------------------------------------
-
-    def build(self) -> None:
-        """The model is made in host memory."""
-
-    def add_adapters(self) -> None:
-        """Adapters are part of the model."""
 
     def initialize(self) -> None:
         """The Arena takes one block for each run of standing rows of one kind; then parameters pass through, one at a time, and
@@ -152,9 +147,6 @@ class RuntimeSchedule:
         unit = self.of_module[module]
         if unit is not None:
             self._begin_backward(unit)
-
-    def backward_exit(self, module: int) -> None:
-        """What follows may still belong to the unit."""
 
     def grad(self, param: int, handle: int) -> None:
         """A gradient needs a place in its unit's; what autograd made of it is copied there and dropped."""

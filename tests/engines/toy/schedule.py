@@ -1,0 +1,46 @@
+"""When the toy allocates and frees."""
+
+from __future__ import annotations
+
+from tests.engines.toy.rank import ToyRank
+from zeroplan.core.buffers import Buffer
+from zeroplan.core.tape import ExpandedTape
+from zeroplan.engines.base import Case
+from zeroplan.engines.player import EngineSchedule, Run, play
+from zeroplan.engines.simulation import Simulation
+from zeroplan.engines.torch_step import STEPS_UNTIL_STEADY, optimizer_step
+from zeroplan.simulate.allocator.config import AllocatorConfig
+from zeroplan.simulate.recorder import Recorder, simulate
+
+
+class ToySchedule(EngineSchedule):
+    def __init__(self, rank: ToyRank, recorder: Recorder) -> None:
+        self.rank, self.recorder = rank, recorder
+        self.grads: dict[int, int] = {}
+        self.stepped = False
+
+    def build(self) -> None:
+        for param, count in enumerate(self.rank.numel):
+            self.recorder.alloc(4 * count, Buffer.PARAM_FULL, note=param)
+
+    def grad(self, param: int, handle: int) -> None:
+        if param in self.grads:
+            self.recorder.free(handle)
+        else:
+            self.grads[param] = handle
+
+    def step(self, applied: bool) -> None:
+        optimizer_step(self.recorder, self.rank, applied=applied, first=not self.stepped)
+        self.stepped |= applied
+        for handle in self.grads.values():
+            self.recorder.free(handle)
+        self.grads.clear()
+
+
+def simulate_toy(case: Case, tape: ExpandedTape, config: AllocatorConfig | None) -> Simulation:
+    workspace = case.cluster.gpu.workspace
+    rank = ToyRank(case.workload, tape.parameters, case.layout, workspace)
+    recorder = Recorder()
+    run = Run(case.workload.grad_accum, STEPS_UNTIL_STEADY, cublas_workspace=workspace)
+    play(run, tape, recorder, ToySchedule(rank, recorder))
+    return Simulation(simulate(recorder, config, device_memory=case.cluster.vram))

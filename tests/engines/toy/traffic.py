@@ -1,0 +1,53 @@
+"""What the toy sends and updates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zeroplan.core.buffers import Phase
+from zeroplan.core.cluster import Cluster
+from zeroplan.core.workload import Workload
+from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.engines.compute_traffic import WORK_GLOSSARY, ComputeFacts
+from zeroplan.engines.traffic import Traffic
+from zeroplan.ledger.derive import fraction
+from zeroplan.ledger.traffic import Resource, WorkBuilder
+from zeroplan.models.spec import ModelSpec
+
+_lines = WorkBuilder()
+
+
+@dataclass(frozen=True, slots=True)
+class ToyTrafficFacts:
+    trainable: int
+    ranks: int
+    steps_before: int
+
+
+@_lines.add(Resource.LINK, Phase.BACKWARD)
+def reduce_gradients(c: ToyTrafficFacts) -> int:
+    """Gradients all-reduced in fp32."""
+    return fraction(8 * c.trainable, c.steps_before, c.ranks)
+
+
+@_lines.add(Resource.HBM, Phase.STEP)
+def update(c: ToyTrafficFacts) -> int:
+    """AdamW: parameters, gradients and two states read, all but the gradients written."""
+    return 28 * c.trainable
+
+
+class ToyTraffic(Traffic):
+    ledger = _lines.ledger()
+    glossary = {  # noqa: RUF012
+        **WORK_GLOSSARY,
+        "trainable": "elements with a gradient",
+        "ranks": "data-parallel ranks",
+        "steps_before": "ranks - 1, the steps of a ring",
+    }
+
+    def __init__(self, spec: ModelSpec, cluster: Cluster) -> None:
+        ranks = cluster.layout.dp
+        self._facts = ToyTrafficFacts(spec.trainable, ranks, ranks - 1)
+
+    def facts(self, compute: ComputeFacts, workload: Workload, zero: ZeroConfig) -> ToyTrafficFacts:
+        return self._facts

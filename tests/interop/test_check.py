@@ -144,3 +144,26 @@ def test_a_file_that_is_no_json(tmp_path: Path, cli: Cli) -> None:
     code, out, message = cli("check", str(path))
     assert (code, out) == (2, "")
     assert "is not JSON" in message
+
+
+@pytest.mark.parametrize("section", ["", "zero_optimization"])
+def test_many_unknown_keys_are_a_few_and_a_count(section: str, tmp_path: Path, cli: Cli) -> None:
+    many: dict[str, Any] = {f"k{i}": 0 for i in range(60_000)}
+    config = {"train_batch_size": 8, section: many} if section else {"train_batch_size": 8, **many}
+    code, text = run(cli, write(tmp_path, config))
+    assert code == (2 if section else 0)
+    assert "59,980 more unknown keys" in text
+    assert "and 59,800 more" in text
+    assert text.count("unknown key") == 21
+    assert len(text.splitlines()) < 100
+
+
+def test_sizes_beyond_64_bits(tmp_path: Path, cli: Cli) -> None:
+    """Torch counts elements in 64 bits; a threshold is only compared, so any number is one."""
+    zero = {"stage": 3, "stage3_max_live_parameters": 2**70, "sub_group_size": 2**90}
+    config: dict[str, Any] = {"train_batch_size": 8, "bf16": {"enabled": True}, "zero_optimization": zero}
+    assert run(cli, write(tmp_path, config))[0] == 0
+    zero["reduce_bucket_size"] = 2**70
+    code, text = run(cli, write(tmp_path, config))
+    assert code == 2
+    assert "reduce_bucket_size: 1180591620717411303424 is more than 64 bits hold" in text

@@ -351,7 +351,7 @@ class TestSource:
     def test_places_that_cannot_be_read(self, tmp_path: Path) -> None:
         with pytest.raises(BadInput, match="no such file"):
             read_ds_config(tmp_path / "missing.json")
-        with pytest.raises(BadInput, match="cannot be read"):
+        with pytest.raises(BadInput, match="is a folder, not a file"):
             read_ds_config(tmp_path)
 
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zeroplan.core.documents import MOST_ALIASES, dump_yaml, read_document
 from zeroplan.core.errors import BadInput
-from zeroplan.interop.documents import MAX_ALIASES, dump_yaml, load_document
 from zeroplan.interop.readers import read_setup
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -130,7 +130,7 @@ BAD = {
     "broken": "a: [1, 2\n",
     "python object": "base_model: !!python/object/apply:os.system ['true']\n",
     "deep": "a: " + "[" * 60 + "]" * 60 + "\n",
-    "many aliases": "a: &a [1]\nb: [" + ", ".join(["*a"] * (MAX_ALIASES + 1)) + "]\n",
+    "many aliases": "a: &a [1]\nb: [" + ", ".join(["*a"] * (MOST_ALIASES + 1)) + "]\n",
     "bomb": "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9) if i else '1,1,1,1,1,1,1,1,1'}]\n" for i in range(7)),
     "itself": "a: &a [*a]\n",
 }
@@ -176,4 +176,4 @@ def test_yaml_that_is_written_reads_back(tmp_path: Path) -> None:
     assert yaml.safe_load(dump_yaml(data)) == data
     path = tmp_path / "y.yaml"
     path.write_text(dump_yaml(data))
-    assert load_document(path) == data
+    assert read_document(str(path)) == data

@@ -54,11 +54,13 @@ CASES: dict[str, tuple[Any, str]] = {
     "no layers": (_llama(num_hidden_layers=0), "must be between 1 and 10,000, not 0"),
     "NaN": (_llama(hidden_size=math.nan), "'hidden_size' must be a whole number, not nan"),
     "infinity": (_llama(hidden_size=math.inf), "must be a whole number, not inf"),
+    "a null vocabulary": (_llama(vocab_size=None), "'vocab_size' must be a whole number, not null"),
+    "heads beside the width": (_llama(hidden_size=100, num_attention_heads=3), "100 is not a multiple of 3"),
     "a wide vocabulary": (_llama(vocab_size=10**12), "'vocab_size' must be between 1 and 268,435,456"),
     "no heads": (_llama(num_attention_heads=0), "'num_attention_heads' must be between 1 and"),
     "more heads than width": (
         _llama(hidden_size=8, num_attention_heads=16),
-        "'head_dim' must be between 1 and",
+        "the width and 'num_attention_heads': 8 is not a multiple of 16",
     ),
     "an answer for a flag": (
         _llama(tie_word_embeddings="yes"),

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from tests.models.reference import assert_same_rows, build_on_meta, rows_of_module, rows_of_spec
+from zeroplan.core.errors import BadInput
 from zeroplan.models.families import FAMILIES, units_of
-from zeroplan.models.families.config import Config
+from zeroplan.models.families.config import NULLABLE, Config
 from zeroplan.models.load import load_model
 
 pytestmark = pytest.mark.torch
@@ -149,3 +150,36 @@ def test_defaults_are_transformers_own(model_type: str) -> None:
     for name, default in reader.defaults.items():
         actual = getattr(theirs, name, None)
         assert actual == default or actual is None, f"{name}: ours {default!r}, transformers {actual!r}"
+
+
+def _smallest(model_type: str) -> dict[str, Any]:
+    one = {"num_hidden_layers": 1}
+    return {"model_type": model_type, **({"text_config": one, "vision_config": one} if model_type == "gemma3" else one)}
+
+
+def _builds(config: dict[str, Any], auto_class: str) -> bool:
+    try:
+        build_on_meta(config, auto_class)
+    except Exception:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("model_type", sorted(set(FAMILIES) - {"mingpt", "gemma3"}))
+def test_nulls_and_heads_that_transformers_refuses(model_type: str) -> None:
+    """Null sizes, and heads that do not divide the width, wherever transformers builds no model of them."""
+    base, auto_class = _smallest(model_type), FAMILIES[model_type][1]
+    reader = Config(base, model_type)
+    units_of(reader, model_type)
+    sizes = {name: value for name, value in reader.defaults.items() if isinstance(value, int) and not isinstance(value, bool)}
+    heads = [name for name in sizes if name.endswith(("attention_heads", "n_head")) and name != "num_key_value_heads"]
+    cases = [{name: None} for name in sizes.keys() - NULLABLE] + [{name: 7} for name in heads]
+    for case in cases:
+        config = {**base, **case}
+        try:
+            load_model(config)
+        except BadInput as fault:
+            assert any(name in str(fault) for name in case)
+            assert not _builds(config, auto_class), f"{case}: refused, and transformers builds it"
+        else:
+            assert _builds(config, auto_class), f"{case}: described, and transformers refuses it"

@@ -147,7 +147,7 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "header of an exabyte": ((1 << 60).to_bytes(8, "little") + b"{}", "is not a safetensors file"),
     "not JSON": ((4).to_bytes(8, "little") + b"nope", "is not JSON"),
     "not UTF-8": ((4).to_bytes(8, "little") + b'"\xff\xfe"', "is not UTF-8"),
-    "nested": ((200_000).to_bytes(8, "little") + b"[" * 200_000, "nested too deeply"),
+    "nested": ((200_000).to_bytes(8, "little") + b"[" * 200_000, "nested deeper than"),
     "a list": ((2).to_bytes(8, "little") + b"[]", "header that is no object"),
     "no tensors": ((2).to_bytes(8, "little") + b"{}", "holds no tensors"),
     "an entry that is no object": (_header(3), "malformed entry"),
@@ -187,18 +187,18 @@ def _unreadable_folder(path: Path) -> None:
 
 
 BAD_PATHS: dict[str, tuple[Any, str]] = {
-    "missing": (lambda path: None, "No such file"),
+    "missing": (lambda path: None, "no such file"),
     "an empty folder": (lambda path: path.mkdir(), "neither a config.json nor safetensors"),
     "a link to itself": (lambda path: path.symlink_to(path), "symbolic links"),
-    "a link to nothing": (lambda path: path.symlink_to(path.parent / "gone"), "No such file"),
-    "a pipe": (lambda path: os.mkfifo(path), "neither a file nor a folder"),
+    "a link to nothing": (lambda path: path.symlink_to(path.parent / "gone"), "no such file"),
+    "a pipe": (lambda path: os.mkfifo(path), "is a pipe, not a file"),
     "an empty file": (lambda path: path.write_bytes(b""), "is not JSON"),
     "a binary file": (lambda path: path.write_bytes(bytes(range(256))), "is not UTF-8"),
     "a list": (lambda path: path.write_text("[1]"), "holds no JSON object"),
-    "a deep list": (lambda path: path.write_text("[" * 100_000), "nested too deeply"),
+    "a deep list": (lambda path: path.write_text("[" * 100_000), "nested deeper than"),
     "a number of many digits": (
         lambda path: path.write_text('{"model_type": "llama", "x": 1' + "0" * 9000 + "}"),
-        "is not JSON",
+        "is not usable JSON",
     ),
 }
 

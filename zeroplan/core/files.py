@@ -1,13 +1,98 @@
-"""Files that are either there in full or not at all."""
+"""Reading and writing the user's files: bounded reads of regular files only, and writes in full or not at all.
+
+Every file that a user names is read through :func:`read_bytes`. :mod:`.documents` makes objects of what it returns.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import tempfile
 from pathlib import Path
 
 from zeroplan.core.errors import BadInput
+
+_KINDS = (
+    (stat.S_ISDIR, "is a folder"),
+    (stat.S_ISFIFO, "is a pipe"),
+    (stat.S_ISCHR, "is a device"),
+    (stat.S_ISBLK, "is a device"),
+    (stat.S_ISSOCK, "is a socket"),
+)
+
+
+def fault(path: str, what: str, where: str = "", remedy: str = "") -> BadInput:
+    """The error to raise for a file: at its path, or, where `where` names a flag or an argument, at that."""
+    return BadInput(f"{path} {what}", where=where, remedy=remedy) if where else BadInput(what, where=path, remedy=remedy)
+
+
+def refused(path: str, error: Exception, where: str = "", remedy: str = "give the path of a file") -> BadInput:
+    """The error to raise where the system does not give the file."""
+    if isinstance(error, FileNotFoundError):
+        return fault(path, "no such file", where, remedy)
+    reason = getattr(error, "strerror", None) or str(error)
+    return fault(path, f"cannot be read ({reason})", where, remedy)
+
+
+def file_kind(path: str, *, where: str = "", remedy: str = "give the path of a file") -> str:
+    """``"folder"`` or ``"file"``.
+
+    Raises:
+        BadInput: when the path does not exist, cannot be reached, or is neither (a device, a pipe, a socket).
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError) as error:
+        raise refused(path, error, where, remedy) from None
+    if stat.S_ISDIR(mode):
+        return "folder"
+    if not stat.S_ISREG(mode):
+        raise fault(path, _not_a_file(mode), where, remedy)
+    return "file"
+
+
+def _not_a_file(mode: int) -> str:
+    return next((what for test, what in _KINDS if test(mode)), "is no file") + ", not a file"
+
+
+def read_bytes(path: str, most: int, *, where: str = "", remedy: str = "give the path of a file") -> bytes:
+    """The contents of a regular file of at most this many bytes. Pipes and devices are refused, never opened.
+
+    Args:
+        path: of the file.
+        most: the largest size, in bytes.
+        where: the flag or argument to name in messages; the path itself where it is empty.
+        remedy: for messages.
+
+    Raises:
+        BadInput: when there is no such file, it cannot be read, is no regular file, or is larger.
+    """
+    data = read_head(path, most + 1, where=where, remedy=remedy)[0]
+    if len(data) > most:
+        size = f"{most >> 20} MiB" if most >= 1 << 20 else f"{most >> 10} KiB"
+        raise fault(path, f"is larger than {size}", where, remedy)
+    return data
+
+
+def read_head(path: str, most: int, *, where: str = "", remedy: str = "give the path of a file") -> tuple[bytes, int]:
+    """The first `most` bytes of a regular file, and the file's size.
+
+    Raises:
+        BadInput: when there is no such file, it cannot be read, or is no regular file.
+    """
+    if file_kind(path, where=where, remedy=remedy) == "folder":
+        raise fault(path, "is a folder, not a file", where, remedy)
+    try:
+        # Without O_NONBLOCK, opening a pipe that took the file's place in between would wait for a writer.
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+        with open(handle, "rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise fault(path, _not_a_file(found.st_mode), where, remedy)
+            return file.read(most), found.st_size
+    except OSError as error:
+        raise refused(path, error, where, remedy) from None
 
 
 def write_atomic(path: str | os.PathLike[str], text: str) -> None:

@@ -15,13 +15,14 @@ Note [Host-bound steps]
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from zeroplan.core.documents import CONFIG, parse_json, text_of
 from zeroplan.core.errors import BadInput, did_you_mean
+from zeroplan.core.files import read_bytes
 from zeroplan.core.gpus import Gpu
 
 #: Of the data sheet's dense rate, what large 16-bit matrix products attain (cuBLAS, 8192³), by architecture.
@@ -152,12 +153,8 @@ def read_profile(path: str | os.PathLike[str]) -> dict[str, Any]:
         BadInput: when it cannot be read or is no profile.
     """
     name = os.fspath(path)
-    try:
-        with open(name, "rb") as file:
-            data = json.loads(file.read(1 << 20))
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "not JSON"
-        raise BadInput(f"cannot be read ({reason})", where=name, remedy="run zeroplan doctor --calibrate") from None
+    remedy = "run zeroplan doctor --calibrate"
+    data = parse_json(text_of(read_bytes(name, CONFIG.size, remedy=remedy), name), name)
     if not isinstance(data, dict) or not isinstance(data.get("rates"), dict):
-        raise BadInput("is no profile", where=name, remedy="run zeroplan doctor --calibrate")
+        raise BadInput("is no profile", where=name, remedy=remedy)
     return data

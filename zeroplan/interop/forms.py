@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from zeroplan.core.cluster import Cluster
+from zeroplan.core.documents import dump_yaml
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ds_config.writer import dump_ds_config
 from zeroplan.interop.accelerate import accelerate_deepspeed, accelerate_fsdp2
-from zeroplan.interop.documents import dump_yaml
 from zeroplan.interop.hf_trainer import training_arguments
 from zeroplan.interop.lightning import lightning_trainer
 

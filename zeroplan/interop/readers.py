@@ -6,10 +6,10 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from zeroplan.core.documents import read_document
 from zeroplan.core.errors import BadInput
 from zeroplan.ds_config.source import load_source
 from zeroplan.interop import accelerate, axolotl, hf_trainer, llama_factory
-from zeroplan.interop.documents import load_document
 from zeroplan.interop.setups import Setup
 
 
@@ -25,7 +25,7 @@ def read_setup(source: Any) -> Setup:
     name = "--from"
     if isinstance(source, str | os.PathLike):
         name = os.fspath(source)
-        data: Mapping[str, Any] = load_document(name)
+        data: Mapping[str, Any] = read_document(name)
     elif isinstance(source, Mapping):
         data = source
     elif callable(getattr(source, "to_dict", None)):

@@ -6,10 +6,11 @@ import os
 from typing import Any
 
 from zeroplan.core.errors import BadInput
-from zeroplan.models.files import file_kind, read_json, unreadable
+from zeroplan.core.files import file_kind, refused
+from zeroplan.models.files import read_json
 from zeroplan.models.from_config import describable, spec_from_config
 from zeroplan.models.grouping import group_units
-from zeroplan.models.safetensors import index_shards, read_header
+from zeroplan.models.safetensors import MOST_TENSORS, index_shards, read_header
 from zeroplan.models.spec import ModelSpec
 
 
@@ -20,7 +21,7 @@ def spec_from_path(text: str, *, where: str = "MODEL", trust_remote_code: bool =
         BadInput: when it does not exist, cannot be read, or is none of the kinds known.
     """
     path = os.path.expanduser(text)
-    if file_kind(path, where=where) == "folder":
+    if file_kind(path, where=where, remedy="check the path, or give a model's id") == "folder":
         return _from_folder(path, where, trust_remote_code)
     name = os.path.basename(path)
     if name.endswith(".safetensors"):
@@ -57,7 +58,7 @@ def _shards_of(path: str, where: str) -> list[str]:
     try:
         return [os.path.join(path, entry) for entry in sorted(os.listdir(path)) if entry.endswith(".safetensors")]
     except OSError as error:
-        raise unreadable(path, error, where) from None
+        raise refused(path, error, where) from None
 
 
 def _from_object(data: Any, path: str, name: str, where: str, trust_remote_code: bool) -> ModelSpec:
@@ -72,5 +73,9 @@ def _from_object(data: Any, path: str, name: str, where: str, trust_remote_code:
 
 
 def _from_shards(paths: list[str], name: str, where: str) -> ModelSpec:
-    shapes = {tensor: shape for path in paths for tensor, shape in read_header(path, where=where).items()}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in paths:
+        shapes |= read_header(path, where=where)
+        if len(shapes) > MOST_TENSORS:
+            raise BadInput(f"{name} holds more than {MOST_TENSORS:,} tensors", where=where, remedy="give its config.json")
     return ModelSpec(name, group_units(shapes), "safetensors")

@@ -12,12 +12,17 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from zeroplan.core.documents import Limits, parse_json, text_of
 from zeroplan.core.errors import BadInput
-from zeroplan.models.files import file_kind, parse_json, unreadable
+from zeroplan.core.files import read_head
 
 #: The format's own limit on a header.
 _LARGEST_HEADER = 100_000_000
+#: What is read of one: some 250,000 tensors, three times those of the largest published model.
+HEADER = Limits(size=40 << 20, depth=8, nodes=3_000_000)
 _LARGEST_NUMEL = 1 << 50
+#: Tensors of one model; the largest published one has some 150,000.
+MOST_TENSORS = 400_000
 
 #: Bits an element, by the format's names.
 _BITS = {
@@ -38,23 +43,17 @@ def read_header(path: str, *, where: str = "MODEL") -> dict[str, tuple[int, ...]
     Raises:
         BadInput: when the file cannot be read, is truncated, or its header contradicts itself or the file's size.
     """
-    if file_kind(path, where=where) == "folder":
-        raise BadInput(f"{path} is a folder, not a safetensors file", where=where)
-    try:
-        with open(path, "rb") as stream:
-            size = os.fstat(stream.fileno()).st_size
-            head = stream.read(8)
-            length = int.from_bytes(head, "little")
-            if len(head) < 8 or not 2 <= length <= _LARGEST_HEADER:
-                raise BadInput(
-                    f"{path} is not a safetensors file", where=where, remedy="check that it is not a git-lfs pointer"
-                )
-            if length + 8 > size:
-                raise BadInput(f"{path} is truncated inside its header", where=where, remedy=_REMEDY)
-            raw = stream.read(length)
-    except OSError as error:
-        raise unreadable(path, error, where) from None
-    header = parse_json(raw, path, where=where)
+    head, size = read_head(path, 8, where=where)
+    length = int.from_bytes(head, "little")
+    if len(head) < 8 or not 2 <= length <= _LARGEST_HEADER:
+        raise BadInput(f"{path} is not a safetensors file", where=where, remedy="check that it is not a git-lfs pointer")
+    if length > HEADER.size:
+        what = f"{path} has a header of {length >> 20} MiB, which is more than {HEADER.size >> 20}"
+        raise BadInput(what, where=where, remedy="give the folder's config.json")
+    if length + 8 > size:
+        raise BadInput(f"{path} is truncated inside its header", where=where, remedy=_REMEDY)
+    raw = read_head(path, 8 + length, where=where)[0][8:]
+    header = parse_json(text_of(raw, path, where=where), path, HEADER, where=where)
     if not isinstance(header, dict):
         raise BadInput(f"{path} has a header that is no object", where=where, remedy=_REMEDY)
     return _checked(header, path, size - 8 - length, where)

@@ -16,6 +16,8 @@ _TITLES = {
     Severity.NOTE: "Worth knowing",
 }
 _LONGEST_LINE, _LONGEST_KEY = 400, 200
+#: Keys that one group lists.
+_MOST_KEYS = 200
 
 
 def verdict(config: DsConfig) -> str:
@@ -78,7 +80,8 @@ def check_text(config: DsConfig) -> str:
     for effect in Effect:
         paths = [key.path for key in config.keys if key.effect is effect]
         if paths:
-            lines += ["", f"Keys: {effect.value} ({len(paths)})", *_wrapped(paths)]
+            lines += ["", f"Keys: {effect.value} ({len(paths):,})", *_wrapped(paths[:_MOST_KEYS])]
+            lines += [f"  and {len(paths) - _MOST_KEYS:,} more"] if len(paths) > _MOST_KEYS else []
     return "\n".join(lines)
 
 

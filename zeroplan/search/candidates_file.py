@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import replace
 from typing import Any
 
+from zeroplan.core.documents import parse_json, text_of
 from zeroplan.core.errors import BadInput, did_you_mean
+from zeroplan.core.files import read_bytes
 from zeroplan.planner.from_ds_config import read_run
 from zeroplan.planner.request import Request
 from zeroplan.search.problem import Problem
@@ -15,7 +15,7 @@ from zeroplan.search.space import Candidate
 from zeroplan.simulate.allocator.config import AllocatorConfig
 
 _KEYS = ("ds_config", "gradient_checkpointing", "alloc_conf")
-_MOST_BYTES = 64 << 20
+_MOST_BYTES = 16 << 20
 _MOST_LINES = 100_000
 
 
@@ -36,26 +36,15 @@ def read_candidates(path: str, problem: Problem, request: Request) -> list[Candi
 
 
 def _lines(path: str) -> list[tuple[int, str]]:
-    try:
-        if os.path.getsize(path) > _MOST_BYTES:
-            raise BadInput(f"is larger than {_MOST_BYTES >> 20} MiB", where=path)
-        with open(path, encoding="utf-8-sig") as file:
-            lines = [(number, text) for number, text in enumerate(file, 1) if text.strip()]
-    except UnicodeDecodeError:
-        raise BadInput("is not UTF-8", where=path, remedy="save it as UTF-8") from None
-    except OSError as error:
-        raise BadInput(f"cannot be read ({error.strerror})", where=path, remedy="give a file of JSON lines") from None
+    text = text_of(read_bytes(path, _MOST_BYTES, remedy="give a file of JSON lines"), path)
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if len(lines) > _MOST_LINES:
         raise BadInput(f"holds more than {_MOST_LINES:,} candidates", where=path)
     return lines
 
 
 def _entry(line: str, where: str) -> dict[str, Any]:
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else "not usable"
-        raise BadInput(f"is not JSON ({reason})", where=where, remedy='write {"ds_config": {…}} on one line') from None
+    entry = parse_json(line, where)
     if not isinstance(entry, dict) or not isinstance(entry.get("ds_config"), dict):
         raise BadInput("is no object with a ds_config", where=where, remedy='write {"ds_config": {…}}')
     for key in entry:

@@ -13,6 +13,8 @@ from functools import cache
 from importlib import metadata
 from typing import Any
 
+from zeroplan.core.errors import BadInput
+from zeroplan.core.files import read_bytes
 from zeroplan.core.tape_codec import from_json, to_json
 from zeroplan.core.tape_format import FORMAT, Tape
 from zeroplan.core.tape_options import TraceOptions
@@ -24,6 +26,10 @@ _NOISE = frozenset(
     {"_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype", "auto_map", "bos_token_id",
      "eos_token_id", "id2label", "label2id", "_commit_hash"}
 )  # fmt: skip
+
+#: Bytes of a tape as text, and of what unpacking it may use. Tapes have less than a megabyte.
+_MOST_TEXT = 16 << 20
+_MOST_MEMORY = 64 << 20
 
 
 def folder() -> str:
@@ -55,9 +61,10 @@ def read(config: Mapping[str, Any], options: TraceOptions) -> Tape | None:
     """The cached tape; None when there is none, or what is there cannot be read."""
     path = path_of(config, options)
     try:
-        with lzma.open(path, "rt", encoding="utf-8") as stream:
-            return from_json(json.load(stream))
-    except (OSError, EOFError, lzma.LZMAError, ValueError, KeyError, TypeError, IndexError):
+        packed = read_bytes(path, _MOST_TEXT)
+        text = lzma.LZMADecompressor(memlimit=_MOST_MEMORY).decompress(packed, max_length=_MOST_TEXT + 1)
+        return from_json(json.loads(text)) if len(text) <= _MOST_TEXT else None
+    except (BadInput, EOFError, lzma.LZMAError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
 
 

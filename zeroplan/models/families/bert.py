@@ -30,10 +30,10 @@ def predictions(prefix: str, hidden: int, width: int, vocab: int, *, words: str 
     )
 
 
-def encoder_rest(hidden: int, inner: int, attended: int | None = None) -> Tensors:
+def encoder_rest(hidden: int, inner: int) -> Tensors:
     """A BERT block after its self-attention: output projection, MLP, and the norms behind both."""
     return flat(
-        linear("attention.output.dense", attended or hidden, hidden, True),
+        linear("attention.output.dense", hidden, hidden, True),
         norm("attention.output.LayerNorm", hidden, bias=True),
         linear("intermediate.dense", hidden, inner, True),
         linear("output.dense", inner, hidden, True),
@@ -43,6 +43,7 @@ def encoder_rest(hidden: int, inner: int, attended: int | None = None) -> Tensor
 
 def _encoder(c: Config, name: str, hidden: int, vocab: int, *, positions_last: bool) -> tuple[Unit, ...]:
     c.none_of("add_cross_attention", "is_decoder")
+    c.whole_heads(hidden, "num_attention_heads", default=12)
     positions = embedding("position_embeddings", c.size("max_position_embeddings", default=512), hidden)
     kinds = embedding("token_type_embeddings", c.size("type_vocab_size", default=2), hidden)
     normed = norm("LayerNorm", hidden, bias=True)
@@ -94,6 +95,7 @@ def modernbert(c: Config) -> tuple[Unit, ...]:
     """ModernBERT: rotary positions, GeGLU, no biases; the first block has no norm before its attention."""
     hidden, inner = c.size("hidden_size", default=768), c.size("intermediate_size", default=1152)
     vocab, depth = c.size("vocab_size", default=50368), c.depth("num_hidden_layers", default=22)
+    c.whole_heads(hidden, "num_attention_heads", default=12)
     norm_bias, attention_bias = c.flag("norm_bias", default=False), c.flag("attention_bias", default=False)
     mlp_bias, head_bias = c.flag("mlp_bias", default=False), c.flag("classifier_bias", default=False)
     first = flat(

@@ -15,6 +15,26 @@ MOST = 1 << 16
 #: Most blocks of one stack; the deepest published transformer has about 1,000.
 DEEPEST = 10_000
 
+#: Keys of whole numbers that transformers lets be null: what they hold then follows from another key.
+NULLABLE = frozenset(
+    {
+        "conv_groups",
+        "ffn_hidden_size",
+        "head_dim",
+        "n_embed",
+        "n_head",
+        "n_inner",
+        "num_decoder_layers",
+        "num_experts",
+        "num_key_value_heads",
+        "num_kv_heads",
+        "num_ln_in_parallel_attn",
+        "num_local_experts",
+        "position_buckets",
+        "word_embed_proj_dim",
+    }
+)
+
 _REMEDY = "check the config.json"
 
 
@@ -49,6 +69,9 @@ class Config:
 
     def _integer(self, names: tuple[str, ...], default: int | None, low: int, high: int) -> int:
         name, value = self._get(names, default)
+        null = next((key for key in names if key in self.data and self.data[key] is None and key not in NULLABLE), None)
+        if null is not None and self.data.get(name) is None:
+            raise self.bad(f"{null!r} must be a whole number, not null", "write it, or leave the key out")
         if value is None:
             near = did_you_mean(name, (key for key in list(self.data)[:1000] if isinstance(key, str)))
             raise self.bad(f"key {name!r} is missing", near or _REMEDY)
@@ -97,9 +120,10 @@ class Config:
         """A number of blocks."""
         return self._integer(names, default, low, DEEPEST)
 
-    def flag(self, *names: str, default: bool) -> bool:
-        """A truth value."""
-        name, value = self._get(names, default)
+    def flag(self, *names: str, default: bool, null: bool | None = None) -> bool:
+        """A truth value; `null` is what a null means, by default the same as no key."""
+        given_null = null is not None and any(name in self.data for name in names)
+        name, value = self._get(names, null if given_null else default)
         if not isinstance(value, bool | int) or value not in (0, 1):
             raise self.bad(f"{name!r} must be true or false, not {_show(value)}")
         return bool(value)
@@ -149,6 +173,16 @@ class Config:
         if isinstance(value, list | tuple) and len(value) <= 100 and all(isinstance(word, str) for word in value):
             return tuple(value)
         raise self.bad(f"{name!r} must be a list of words, not {_show(value)}")
+
+    def whole_heads(self, hidden: int, *names: str, default: int) -> int:
+        """The number of heads, in an architecture that transformers builds only where it divides the width.
+
+        Raises:
+            BadInput: when it does not, is no whole number, or out of range.
+        """
+        heads = self.count(*names, default=default)
+        self.divided(hidden, heads, f"the width and {names[0]!r}")
+        return heads
 
     def divided(self, whole: int, parts: int, what: str) -> int:
         """`whole` / `parts`, where the architecture needs it even.

@@ -8,7 +8,7 @@ from zeroplan.models.families.layers import Tensors, blocks, embedding, flat, li
 from zeroplan.models.spec import Tensor, Unit
 
 
-def _embeddings(c: Config, hidden: int, width: int, vocab: int, *, projection_last: bool) -> tuple[Unit, ...]:
+def _embeddings(c: Config, hidden: int, width: int, vocab: int) -> tuple[Unit, ...]:
     """Word, position and token-type tables; the latter two only where the config has them."""
     positions, kinds = c.flag("position_biased_input", default=True), c.size("type_vocab_size", default=0, low=0)
     projection = linear("embed_proj", width, hidden) if width != hidden else ()
@@ -18,7 +18,8 @@ def _embeddings(c: Config, hidden: int, width: int, vocab: int, *, projection_la
         embedding("word_embeddings", vocab, width),
         embedding("position_embeddings", c.size("max_position_embeddings", default=512), width) if positions else (),
         embedding("token_type_embeddings", kinds, width) if kinds else (),
-        *((normed, projection) if projection_last else (projection, normed)),
+        projection,
+        normed,
     )
 
 
@@ -32,6 +33,7 @@ def deberta(c: Config) -> tuple[Unit, ...]:
     """DeBERTa: disentangled attention with q, k, v in one matrix and separate projections of the positions."""
     c.none_of("talking_head")
     hidden, vocab = c.size("hidden_size", default=768), c.size("vocab_size", default=50265)
+    c.whole_heads(hidden, "num_attention_heads", default=12)
     width, relative = c.size("embedding_size", default=hidden), c.flag("relative_attention", default=False)
     kinds = c.words("pos_att_type") if relative else ()
     own = flat(
@@ -44,7 +46,7 @@ def deberta(c: Config) -> tuple[Unit, ...]:
     block = flat(own, encoder_rest(hidden, c.size("intermediate_size", default=3072)))
     tied = c.flag("tie_word_embeddings", default=True)
     return units(
-        _embeddings(c, hidden, width, vocab, projection_last=False),
+        _embeddings(c, hidden, width, vocab),
         blocks("deberta.encoder.layer.{}", c.depth("num_hidden_layers", default=12), block),
         unit("deberta.encoder", embedding("rel_embeddings", 2 * _reach(c), hidden)) if relative else (),
         _head(c, hidden, width, vocab, tied=tied),
@@ -54,7 +56,7 @@ def deberta(c: Config) -> tuple[Unit, ...]:
 def deberta_v2(c: Config) -> tuple[Unit, ...]:
     """DeBERTa V2 and V3: bucketed relative positions, the key and query projections usually shared with them."""
     hidden, vocab = c.size("hidden_size", default=1536), c.size("vocab_size", default=128100)
-    heads = c.count("num_attention_heads", default=24)
+    heads = c.whole_heads(hidden, "num_attention_heads", default=24)
     attended = heads * c.size("attention_head_size", default=hidden // heads)
     width, relative = c.size("embedding_size", default=hidden), c.flag("relative_attention", default=False)
     shared = c.flag("share_att_key", default=False)
@@ -64,10 +66,10 @@ def deberta_v2(c: Config) -> tuple[Unit, ...]:
         linear("attention.self.pos_key_proj", hidden, attended, True) if "c2p" in kinds else (),
         linear("attention.self.pos_query_proj", hidden, attended, True) if "p2c" in kinds else (),
     )
-    block = flat(own, encoder_rest(hidden, c.size("intermediate_size", default=6144), attended))
+    block = flat(own, encoder_rest(hidden, c.size("intermediate_size", default=6144)))
     tied = c.flag("tie_word_embeddings", default=True)
     return units(
-        _embeddings(c, hidden, width, vocab, projection_last=True),
+        _embeddings(c, hidden, width, vocab),
         blocks("deberta.encoder.layer.{}", c.depth("num_hidden_layers", default=24), block),
         unit("deberta.encoder", _around(c, hidden, relative)),
         _head(c, hidden, width, vocab, tied=tied),

@@ -47,7 +47,7 @@ def _layers(
 def deepseek_v2(c: Config) -> tuple[Unit, ...]:
     """DeepSeek V2 and V2-Lite."""
     hidden = c.size("hidden_size", default=4096)
-    heads = c.count("num_attention_heads", default=32)
+    heads = c.whole_heads(hidden, "num_attention_heads", default=32)
     count, inner = c.count("n_routed_experts", default=64), c.size("moe_intermediate_size", default=1407)
     bias = c.flag("mlp_bias", default=False)
     mixture = flat(

@@ -10,6 +10,7 @@ from zeroplan.models.spec import Unit
 def bloom(c: Config) -> tuple[Unit, ...]:
     """BLOOM: ALiBi instead of positions, a norm after the embedding, the head tied."""
     hidden = c.size("n_embed", "hidden_size", default=64)
+    c.whole_heads(hidden, "n_head", "num_attention_heads", default=8)
     block = flat(
         norm("input_layernorm", hidden, bias=True),
         linear("self_attention.query_key_value", hidden, 3 * hidden, True),
@@ -32,9 +33,9 @@ def falcon(c: Config) -> tuple[Unit, ...]:
     if grouped:
         qkv = (2 * c.count("num_kv_heads", default=heads) + heads) * head
     else:
-        qkv = hidden + 2 * head if c.flag("multi_query", default=True) else 3 * hidden
+        qkv = hidden + 2 * head if c.flag("multi_query", default=True, null=False) else 3 * hidden
     norms: tuple[str, ...] = ("input_layernorm",)
-    if not c.flag("parallel_attn", default=True):
+    if not c.flag("parallel_attn", default=True, null=False):
         norms = ("post_attention_layernorm", "input_layernorm")
     elif c.count("num_ln_in_parallel_attn", default=2 if grouped else 1) == 2:
         norms = ("ln_attn", "ln_mlp")

@@ -67,7 +67,9 @@ def _block(
 ) -> Tensors:
     hidden = c.size("hidden_size", default=hidden)
     return flat(
-        self_attention(c, hidden, heads=heads, kv_heads=kv_heads, null_kv_heads=False, head=256, qk_norm=qk_norm),
+        self_attention(
+            c, hidden, heads=heads, kv_heads=kv_heads, null_kv_heads=False, head=256, qk_norm=qk_norm, whole_heads=sandwich
+        ),
         gated_mlp("mlp", hidden, c.size("intermediate_size", default=inner)),
         block_norms(hidden),
         *((norm("pre_feedforward_layernorm", hidden), norm("post_feedforward_layernorm", hidden)) if sandwich else ()),

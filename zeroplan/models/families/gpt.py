@@ -15,6 +15,7 @@ def gpt2(c: Config) -> tuple[Unit, ...]:
     """GPT-2: learned positions, Conv1D layers, the head tied to the embedding."""
     c.none_of("add_cross_attention")
     hidden = c.size("n_embd", "hidden_size", default=768)
+    c.whole_heads(hidden, "n_head", "num_attention_heads", default=12)
     inner = c.size("n_inner", default=4 * hidden)
     vocab = c.size("vocab_size", default=50257)
     block = flat(
@@ -38,6 +39,7 @@ def gpt2(c: Config) -> tuple[Unit, ...]:
 def gptj(c: Config) -> tuple[Unit, ...]:
     """GPT-J: rotary positions, no biases in attention, a head with bias."""
     hidden = c.size("n_embd", "hidden_size", default=4096)
+    c.whole_heads(hidden, "n_head", "num_attention_heads", default=16)
     inner = c.size("n_inner", default=4 * hidden)
     vocab = c.size("vocab_size", default=50400)
     block = flat(
@@ -58,6 +60,7 @@ def gptj(c: Config) -> tuple[Unit, ...]:
 def gpt_neox(c: Config) -> tuple[Unit, ...]:
     """GPT-NeoX and Pythia: rotary positions, q, k, v in one matrix, an untied head."""
     hidden = c.size("hidden_size", default=6144)
+    c.whole_heads(hidden, "num_attention_heads", default=64)
     inner = c.size("intermediate_size", default=24576)
     vocab = c.size("vocab_size", default=50432)
     bias = c.flag("attention_bias", default=True)

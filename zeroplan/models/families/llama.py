@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from zeroplan.models.families.config import Config
 from zeroplan.models.families.layers import Tensors, blocks, flat, linear, lm_head, norm, table, unit, units
 from zeroplan.models.spec import Unit
@@ -31,6 +33,7 @@ def self_attention(
     qkv_bias: bool | None = None,
     out_bias: bool | None = None,
     qk_norm: bool = False,
+    whole_heads: bool = False,
 ) -> Tensors:
     """:func:`attention` by the usual keys of a config.
 
@@ -44,8 +47,10 @@ def self_attention(
         qkv_bias: None means ``attention_bias``.
         out_bias: None means ``attention_bias``.
         qk_norm: whether each head's query and key have norms.
+        whole_heads: whether the heads must divide the width, even where ``head_dim`` says how wide they are.
     """
-    heads = c.count("num_attention_heads", default=heads)
+    count = partial(c.whole_heads, hidden) if whole_heads else c.count
+    heads = count("num_attention_heads", default=heads)
     head = c.size("head_dim", default=hidden // heads if head is None else head)
     kv_default = heads if kv_heads is None else kv_heads
     return attention(
@@ -107,7 +112,7 @@ def llama(c: Config) -> tuple[Unit, ...]:
     hidden = c.size("hidden_size", default=4096)
     layers = alike(
         c,
-        self_attention(c, hidden),
+        self_attention(c, hidden, whole_heads=True),
         gated_mlp("mlp", hidden, c.size("intermediate_size", default=11008), c.flag("mlp_bias", default=False)),
         block_norms(hidden),
     )

@@ -13,6 +13,7 @@ _POSITION_OFFSET = 2
 def opt(c: Config) -> tuple[Unit, ...]:
     """OPT: learned positions, ReLU MLP, tied head; the 350M model projects its narrower embedding in and out."""
     hidden = c.size("hidden_size", default=768)
+    c.whole_heads(hidden, "num_attention_heads", default=12)
     width = c.size("word_embed_proj_dim", default=hidden)
     inner, vocab = c.size("ffn_dim", default=3072), c.size("vocab_size", default=50272)
     bias, affine = c.flag("enable_bias", default=True), c.flag("layer_norm_elementwise_affine", default=True)

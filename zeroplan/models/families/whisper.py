@@ -10,6 +10,8 @@ from zeroplan.models.spec import Tensor, Unit
 def whisper(c: Config) -> tuple[Unit, ...]:
     """Whisper: two convolutions and frozen sinusoids before the encoder, learned positions before the decoder, tied head."""
     hidden, vocab = c.size("d_model", "hidden_size", default=384), c.size("vocab_size", default=51865)
+    c.whole_heads(hidden, "encoder_attention_heads", default=6)
+    c.whole_heads(hidden, "decoder_attention_heads", default=6)
 
     def attend(name: str) -> Tensors:
         return flat(

@@ -79,7 +79,7 @@ class ParallelLayout:
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """The number of ranks of the run: nodes × GPUs a node."""
         return self.nodes * self.gpus
 
     @property

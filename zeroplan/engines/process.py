@@ -102,7 +102,7 @@ class Outside:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Bytes of one rank's device memory outside torch's allocator."""
         return self.context + self.kernels + self.nccl + self.page_tables
 
 

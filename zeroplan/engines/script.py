@@ -75,7 +75,7 @@ class Scripts:
         self._known: dict[tuple[bool, bool], Script] = {}
 
     def of(self, tape: ExpandedTape, *, modules: bool, own_linear: bool) -> Script:
-        """As :func:`script_of`."""
+        """The script that :func:`script_of` makes of the tape, made once for each pair of options."""
         if tape is not self._tape:
             self._tape, self._known = tape, {}
         key = (modules, own_linear)

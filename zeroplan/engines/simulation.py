@@ -111,7 +111,7 @@ class Simulation:
     def steady_under(
         self, limit: int, config: AllocatorConfig | None = None, *, device_memory: int | None = None
     ) -> Simulation | None:
-        """The same, played on until it settles (simulate/steady_state.py); None where a run does not get through for good.
+        """This run under `limit` bytes, played on until it settles (simulate/steady_state.py); None if a rank's run does not.
 
         A run whose frees wait for a device of no certain pace is never twice the same: it has to settle for good. Of
         expandable segments whole pages can be returned from between blocks, so that no step leaves much behind.

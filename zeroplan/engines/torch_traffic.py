@@ -161,7 +161,7 @@ def torch_facts(spec: ModelSpec, workload: Workload, layout: ParallelLayout, *, 
 
 
 class TorchTraffic(Traffic):
-    """Of FSDP2 and DDP, whose collectives always run beside the computation."""
+    """The traffic of FSDP2 and DDP, whose collectives always overlap the computation."""
 
     ledger = TRAFFIC
     glossary = GLOSSARY

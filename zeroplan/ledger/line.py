@@ -92,7 +92,7 @@ class LedgerBuilder:
         return register
 
     def ledger(self) -> Ledger:
-        """All lines registered so far."""
+        """The lines registered so far, in that order."""
         return Ledger(self._lines)
 
 
@@ -116,11 +116,17 @@ class _Symbols:
 
 
 def glossary_of(kind: type) -> dict[str, str]:
-    """What each property of a class whose objects are `facts` means, by its name: the first line of its docstring."""
+    """What the names in formulas over objects of a class mean: the first line of each docstring.
+
+    Such a name is a cached property that returns an int. A plain property is itself derived (:func:`symbols`), so no formula
+    shows its name.
+    """
     found: dict[str, str] = {}
     for owner in reversed(kind.__mro__):
         for name, member in vars(owner).items():
-            if isinstance(member, property | cached_property) and member.__doc__ and not name.startswith("_"):
+            if isinstance(member, cached_property) and member.__doc__ and not name.startswith("_"):
+                if member.func.__annotations__.get("return") not in ("int", int):
+                    continue
                 text = member.__doc__.strip().split("\n")[0].replace("``", "").removesuffix(".")
                 found[name] = text[:1].lower() + text[1:]
     return found
@@ -142,7 +148,7 @@ def evaluate(ledger: Iterable[Line], facts: Any) -> list[Item]:
 
 
 def derived(ledger: Iterable[Line], facts: Any) -> Iterator[Item]:
-    """The same items, each with its formula and what it is for."""
+    """Every line that is not zero, in bytes on one rank, with its formula and what it is for."""
     named = symbols(facts)
     for line in ledger:
         count = line.fn(named)

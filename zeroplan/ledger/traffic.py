@@ -201,7 +201,7 @@ class WorkBuilder:
         return register
 
     def ledger(self) -> WorkLedger:
-        """All lines registered so far."""
+        """The lines registered so far, in that order."""
         return WorkLedger(self._lines)
 
 
@@ -218,7 +218,7 @@ def work_items(ledger: Iterable[Work], facts: Any, rates: Rates) -> list[WorkIte
 
 
 def derived_work(ledger: Iterable[Work], facts: Any, rates: Rates) -> Iterator[WorkItem]:
-    """The same items, each with its formula and what it is."""
+    """Every line of work that is not zero, in the unit of its resource and in seconds, with its formula."""
     named = symbols(facts)
     for line in ledger:
         amount = line.fn(named)

@@ -45,7 +45,8 @@ class Matrices:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Of one micro batch. Recomputation counts as backward; `recomputed_kernels` are its part, in `checkpoints` segments.
+    """Kernels, bytes written and module calls of one micro batch. Recomputation counts as backward: `recomputed_kernels` of the
+    backward's kernels run again in `checkpoints` segments.
 
     `unfinished`: elements of the matrices in whose module recomputation stops. It ends once everything saved is there again,
     and a product saves its operands before it runs, so that of a block's last matrix is left out where nothing after it is

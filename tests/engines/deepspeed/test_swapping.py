@@ -50,7 +50,8 @@ def test_every_line() -> None:
     assert lines(config()) == {
         "param_shard_nvme": 2 * (2_000_384 + 1_500_160 + 1_000_448),
         "param_shard_host": 1 << 23,  # 5,000,000 bytes
-        "param_first_shards": 2 * 1024,  # blocks for 600 and 1,000 bytes
+        "param_first_shards": 1024,  # a block for the 600 bytes of b
+        "param_frozen_host": 1024,  # a block for the 1,000 bytes of e
         "param_swap_buffers": 5 * 2 * 2_000_384,
         "param_swap_reserve": 2 * 2_000_384,
         "param_master_nvme": states,

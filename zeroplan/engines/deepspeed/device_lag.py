@@ -33,7 +33,7 @@ class DeviceLag:
     """When what is freed in a micro batch can be used again.
 
     Attributes:
-        back: by fetch, the fetch at which the host meets what is freed after it and before the next.
+        back: for each fetch, the number of the fetch at which blocks freed right after it are in the pool again.
         device_bound: whether the device needs more time for a micro batch than the host.
     """
 
@@ -47,7 +47,7 @@ class DeviceLag:
 
 
 def device_lag_of(tape: ExpandedTape, tokens: int, rates: Rates, *, fp32: bool, unhooked: Sequence[bool]) -> DeviceLag:
-    """The pace of a tape's forward and backward.
+    """How far the device falls behind the host in one forward and backward of a tape.
 
     Args:
         tape: the expanded tape; each allocation is one kernel's output.

@@ -25,11 +25,11 @@ class HostMark:
     locked: int = 0
 
     def host_phase(self) -> HostPhase:
-        """As engines tell it."""
+        """This mark as the :class:`HostPhase` that an engine's simulation returns."""
         return HostPhase(self.phase, self.peak, self.pinned, self.alive, self.kept, self.locked)
 
     def repeated(self, step: HostMark) -> HostPhase:
-        """As engines tell it of the steps that follow: beside what the first one, `step`, left."""
+        """This phase in later steps: its temporaries on top of what the first step left, whose end is the mark `step`."""
         passing = {key: self.alive.get(key, 0) - self.kept.get(key, 0) for key in {**self.alive, **self.kept}}
         return replace(HostPhase.of(self.phase, step.kept, passing), pinned=step.pinned, unmapped=step.locked)
 

@@ -24,7 +24,7 @@ class Stage0(Schedule):
         self.trained = rank.trained
 
     def initialize(self) -> None:
-        """Nothing but the optimizer's flag."""
+        """The optimizer allocates its overflow flag and nothing else."""
         self.alloc(SCALAR, Buffer.OPTIM_TEMP)
 
     def grad(self, param: int, handle: int) -> None:

@@ -44,7 +44,7 @@ class Swapping:
 
     @classmethod
     def of(cls, zero: ZeroConfig, resolved: ResolvedConfig) -> Swapping:
-        """Those of a config."""
+        """The rules that a ZeRO config and its resolved widths give."""
         return cls(zero, resolved.least_swapped, _ALIGNED_BYTES * zero.aio.intra_op_parallelism)
 
     def whole(self, count: int, width: int) -> int:
@@ -59,16 +59,16 @@ class Swapping:
     # --- parameters -----------------------------------------------------------------------------------------------------
 
     def param_files(self, shards: Iterable[int], width: int) -> int:
-        """In files, of all parameters."""
+        """Elements of all parameters in files; `shards` are this rank's elements of each parameter."""
         return sum(self.whole(count, width) for count in shards if self.swaps(count, width))
 
     def flat(self, total: int) -> int:
-        """Of the flat buffer in host memory; `total` are all trained ones."""
+        """Elements of the flat buffer of parameters in host memory; `total` are this rank's elements of all trained ones."""
         away = self.zero.offload_param
         return total if away.device is OffloadDevice.CPU else min(total, away.max_in_cpu)
 
     def in_flat(self, counts: Sequence[int]) -> list[bool]:
-        """Which sub-groups fit into it."""
+        """Which sub-groups fit whole into the flat buffer; `counts` are the elements of each."""
         room, offset, found = self.flat(sum(counts)), 0, []
         for count in counts:
             found.append(offset + count <= room)
@@ -76,7 +76,7 @@ class Swapping:
         return found
 
     def reserve(self, groups: Sequence[Sequence[int]], width: int) -> int:
-        """Of the buffer for updated parameters on their way to files; `groups` are the shards of each sub-group."""
+        """Elements of the buffer in which updated parameters wait for their files; `groups` lists each sub-group's shards."""
         if self.zero.offload_param.device is not OffloadDevice.NVME or all(self.in_flat([sum(group) for group in groups])):
             return 0
         return sum(self.whole(count, width) for count in max(groups, key=sum))
@@ -84,11 +84,11 @@ class Swapping:
     # --- the optimizer --------------------------------------------------------------------------------------------------
 
     def state_files(self, counts: Iterable[int], width: int) -> int:
-        """In files, of masters and of each state."""
+        """Elements in files of the masters, and again of each state; `counts` are the elements of each sub-group."""
         return sum(self.whole(count, width) for count in counts if self.swaps(count, width))
 
     def gradient_files(self, groups: Iterable[Sequence[int]], width: int) -> int:
-        """In files, of gradients."""
+        """Elements of gradients in files; `groups` lists each sub-group's shards."""
         step = self.aligned // width
         floors = [count // step * step for group in groups if self.swaps(sum(group), width) for count in group]
         return sum(count for count in floors if self.swaps(count, width))

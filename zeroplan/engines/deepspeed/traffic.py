@@ -433,5 +433,5 @@ class DeepSpeedTraffic(Traffic):
         return traffic_facts(sizes, compute, workload, zero, cluster.layout)
 
     def overlaps(self, zero: ZeroConfig) -> bool:
-        """As ``overlap_comm`` says, or by the stage."""
+        """Whether collectives overlap the computation: as ``overlap_comm`` says, else only at stage 3."""
         return zero.overlaps_comm

@@ -97,7 +97,7 @@ class Sizes:
 
     @classmethod
     def of(cls, spec: ModelSpec, threshold: int, bucket: int) -> Sizes:
-        """Of a model."""
+        """The sums of one model. `threshold` and `bucket` are elements."""
         persistent = tensors = trained = 0
         for tensor, count in spec.tensor_groups():
             if tensor.numel <= threshold:

@@ -39,5 +39,5 @@ class RuntimeTraffic(DeepSpeedTraffic):
         )
 
     def overlaps(self, zero: ZeroConfig) -> bool:
-        """Always."""
+        """Whether collectives overlap the computation: the runtime always overlaps them."""
         return True

@@ -90,6 +90,15 @@ def test_candidates_are_ranked_as_given(cli: Cli, tmp_path: Path) -> None:
     assert stages == {0: 3, 1: 0, 2: 2}
 
 
+def test_a_candidate_with_settings_of_the_runtimes_own_is_told_that_they_are_not_ranked(cli: Cli, tmp_path: Path) -> None:
+    own = {"ds_config": ds_config(2, zeroplan={"ring": 3})}
+    file = write_lines(tmp_path / "c.jsonl", [{"ds_config": ds_config(2)}, own])
+    code, out, err = cli("recommend", LLAMA, "--engine", "zeroplan", "--candidates", file, "--json", *FAST)
+    assert code in (0, 1), err
+    said = [text for text in json.loads(out)["warnings"] if "own section" in text]
+    assert said == ["candidate 1: settings of the engine's own section are not ranked; zeroplan's defaults are planned"]
+
+
 def test_candidates_without_a_limit_fit_null_or_follow_the_host(cli: Cli, tmp_path: Path) -> None:
     path = write_lines(tmp_path / "c.jsonl", [{"ds_config": ds_config(2)}])
     code, out, _ = cli("recommend", LLAMA, "--candidates", path, "--json", *FAST)

@@ -322,7 +322,7 @@ def plain_copy(data: Any, name: str, limits: Limits = CONFIG, *, where: str = ""
 
 
 def kind_of(data: Any) -> str:
-    """What a value is, in JSON's words."""
+    """The type of a JSON value in words for messages, such as ``a list`` or ``null``."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
     return names.get(type(data), "null" if data is None else f"a {type(data).__name__}")
 

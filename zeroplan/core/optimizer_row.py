@@ -14,7 +14,7 @@ DEFAULT_OPTIMIZER = "adamw"
 
 
 class Domain(StrEnum):
-    """Which elements have a state."""
+    """The elements that an optimizer keeps a state for: all, those of matrices, or the rest."""
 
     ALL = "all"
     MATRIX = "matrix"  # the parameters that Muon updates

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -14,8 +13,6 @@ from zeroplan.core.tape_options import Checkpointing, TraceOptions
 from zeroplan.trace.fit import Form, Point
 from zeroplan.trace.fold import DoesNotFoldError, Folder, TracedStack, kinds_of
 from zeroplan.trace.recorder import Recording
-
-_BLOCK = re.compile(r"^(.*\D)\.(\d+)$")
 
 
 @dataclass(frozen=True, slots=True)

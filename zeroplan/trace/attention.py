@@ -132,10 +132,6 @@ class EfficientAttention(torch.autograd.Function):
         return grad_q, grad_k, grad_v, grad_bias
 
 
-def _repeat(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    return tensor if tensor.shape[1] == heads else tensor.repeat_interleave(heads // tensor.shape[1], dim=1)
-
-
 def _additive(mask: torch.Tensor, query: torch.Tensor, *, padded: bool) -> torch.Tensor:
     """The mask as numbers to add to the scores; the memory-efficient kernel copies it where its rows are not aligned."""
     if mask.dtype == torch.bool:

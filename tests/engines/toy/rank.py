@@ -11,7 +11,7 @@ from zeroplan.ledger.line import glossary_of
 class ToyRank(TorchRank):
     @cached_property
     def chunks(self) -> tuple[int, ...]:
-        """All of each parameter."""
+        """By parameter, the elements that this rank's optimizer holds: all of them."""
         return self.numel
 
     @property

@@ -13,7 +13,7 @@ class DdpRank(TorchRank):
 
     @cached_property
     def chunks(self) -> tuple[int, ...]:
-        """All of each parameter."""
+        """By parameter, the elements that this rank's optimizer holds: all of them, since DDP shards nothing."""
         return self.numel
 
     @cached_property

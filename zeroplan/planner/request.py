@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zeroplan.core.unmodelled import Unmodelled
 from zeroplan.engines.registry import DEFAULT_ENGINE
 
 
@@ -46,3 +47,5 @@ class Request:
     ds_config: str | Path | dict[str, Any] | None = None
     depth: str | None = None
     alloc_conf: str = ""
+    # what files say of the run and no field above holds
+    unmodelled: tuple[Unmodelled, ...] = ()

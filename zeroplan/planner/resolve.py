@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import find_optimizer
+from zeroplan.core.unmodelled import Unmodelled
 from zeroplan.core.workload import Attention, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case, Engine
@@ -31,6 +32,7 @@ class Resolved:
     cases: tuple[Case, ...]
     depth: str | None
     warnings: tuple[str, ...]
+    unmodelled: tuple[Unmodelled, ...] = ()
 
 
 def resolve(request: Request) -> Resolved:
@@ -70,7 +72,7 @@ def resolve(request: Request) -> Resolved:
         warnings.append(missing)
     cases = _cases(request, engine, [Case(spec, workload, cluster, zero) for zero in zeros])
     warnings += sorted({said for case in cases if (said := engine.remark(case))})
-    return Resolved(spec, workload, cluster, engine, cases, request.depth, tuple(warnings))
+    return Resolved(spec, workload, cluster, engine, cases, request.depth, tuple(warnings), request.unmodelled)
 
 
 def _model(request: Request) -> ModelSpec:

@@ -1,0 +1,41 @@
+"""What of a run a plan's figures leave out: the key that says it, and whether it takes more memory or less."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Effect(StrEnum):
+    """What a key that is not modelled does to the memory of the run, compared with the plan."""
+
+    MORE = "more"
+    LESS = "less"
+    NONE = "none"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Unmodelled:
+    """One key that the figures leave out.
+
+    Attributes:
+        key: as its file or command line writes it, with dots between levels.
+        effect: on the memory of the run, compared with the plan.
+        says: what it does that the figures leave out, in one clause.
+    """
+
+    key: str
+    effect: Effect
+    says: str
+
+
+def may_add(left_out: Iterable[Unmodelled]) -> bool:
+    """Whether the run may need more memory than the figures say."""
+    return any(one.effect in (Effect.MORE, Effect.UNKNOWN) for one in left_out)
+
+
+def may_save(left_out: Iterable[Unmodelled]) -> bool:
+    """Whether the run may need less memory than the figures say."""
+    return any(one.effect in (Effect.LESS, Effect.UNKNOWN) for one in left_out)

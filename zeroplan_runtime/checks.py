@@ -184,6 +184,19 @@ class EngineChecks:
                 remedy="call engine.zero_grad() to drop them",
             )
 
+    def require_no_gradients(self, found: bool) -> None:
+        """Checks, before a checkpoint is saved, that no gradients wait for a step; `found` says whether there are any.
+
+        Raises:
+            BadInput: with the remedy.
+        """
+        if found:
+            raise BadInput(
+                "there are gradients that no step has used, which a checkpoint does not hold",
+                where="engine.save_checkpoint",
+                remedy="save after the step that ends an accumulation, or call engine.zero_grad() first",
+            )
+
     @contextmanager
     def during_backward(self, *, boundary: bool) -> Iterator[None]:
         """A context for a backward; notes whether it failed.

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,32 +17,33 @@ from zeroplan.core.optimizers import STATELESS
 from zeroplan.core.zero_config import OffloadOptimizer
 from zeroplan.ds_config.rules_runtime import require_offloadable
 from zeroplan.ds_config.runtime import runtime_setup
+from zeroplan_runtime.activity import Activity
 from zeroplan_runtime.arena import DTYPES, Arena
 from zeroplan_runtime.audit import Audit
 from zeroplan_runtime.checks import EngineChecks, groups_of, refuse_copy, require_loss, require_model
 from zeroplan_runtime.comm import Communicator
 from zeroplan_runtime.config import RuntimeConfig
-from zeroplan_runtime.full_tensors import full_params, full_state_dict, persistent_buffers
+from zeroplan_runtime.engine_checkpoints import EngineCheckpoints
+from zeroplan_runtime.engine_getters import EngineGetters
+from zeroplan_runtime.full_tensors import full_params
 from zeroplan_runtime.gradient_hooks import attach_gradient_hooks
 from zeroplan_runtime.loss import attach_fused_loss
 from zeroplan_runtime.model_states import ModelStates
 from zeroplan_runtime.offload.activations import ActivationOffload
-from zeroplan_runtime.offload.host_optimizer import HostOptimizer
 from zeroplan_runtime.offload.host_setup import make_nvme_offload, offload_optimizer
-from zeroplan_runtime.optim.skipped_steps import SkippedSteps
 from zeroplan_runtime.optim.step import OptimizerStep, StepResult
 from zeroplan_runtime.optim.zero_optimizer import ZeroOptimizer
 from zeroplan_runtime.parameter_writes import ParameterWrites
+from zeroplan_runtime.progress import TrainingProgress
 from zeroplan_runtime.pytree import cast_tensors
 from zeroplan_runtime.schedule import Schedule
 from zeroplan_runtime.shared_memory import require_own_memory, warn_of_aliases
 from zeroplan_runtime.state_dict_hooks import StateDictHooks
-from zeroplan_runtime.streams import Event
 from zeroplan_runtime.units import Policy, cast_floating, find_units
 from zeroplan_runtime.watchdog import watch, weakly
 
 
-class Engine(nn.Module):
+class Engine(EngineGetters, EngineCheckpoints):
     """A model trained under ZeRO. Make one by :func:`zeroplan_runtime.initialize`.
 
     Call ``loss = engine(batch)``, ``engine.backward(loss)`` and ``engine.step()`` for each micro batch; the last ``step`` of
@@ -70,15 +69,10 @@ class Engine(nn.Module):
         self.device = device
         self.comm = comm
         self.optimizer = optimizer
-        self.lr_scheduler: Any = None
-        self.scaler = config.loss_scaler()
-        self.global_steps = 0
-        self.micro_steps = 0
-        self._applied = 0
-        self._skipped = SkippedSteps(scales=self.scaler.dynamic)
-        self._step_result: StepResult | None = None
+        self.lr_scheduler = None
+        self.progress = progress = TrainingProgress(config.loss_scaler(), config.grad_accum)
+        self.last_step = None
         self._pending_result: StepResult | None = None
-        self._boundary: bool | None = None
         self._audit: Audit | None = None
 
         require_model(model)
@@ -122,18 +116,16 @@ class Engine(nn.Module):
         )
         self._undo.append(self.state_dict_hooks.remove)
         self.writes = ParameterWrites(self.model_states)
-        self._inside = False
-        self._last_event = Event(device)
+        self._activity = Activity(self.schedule, device, lambda: progress.global_steps)
         self.watchdog = (
-            watch(comm.rank, comm.world_size, weakly(self._progress_for_watchdog), config.knobs.timeout)
+            watch(comm.rank, comm.world_size, weakly(self._activity.report), config.knobs.timeout)
             if comm.group is None
             else None
         )
         if self.watchdog is not None:
             comm.explain = self.watchdog.diagnose
             weakref.finalize(self, self.watchdog.stop)
-        self.optimizer_step: OptimizerStep | None = None
-        self.host: HostOptimizer | None = None
+        self.optimizer_step = self.host = None
         if optimizer is not None:
             clip, may_skip = zero.gradient_clipping, config.check_overflow
             self.optimizer_step = OptimizerStep(self.schedule, optimizer, clip=clip, may_skip=may_skip)
@@ -162,7 +154,7 @@ class Engine(nn.Module):
         if self.config.auto_cast:
             args, kwargs = cast_tensors((args, kwargs), DTYPES[self.config.dtype])
         saving = self.activations.saving() if self.activations is not None else nullcontext()
-        with self._inside_engine(), self._audited(), saving:
+        with self._activity.inside(), self._audited(), saving:
             output = self.module(*args, **kwargs)
         if not torch.is_grad_enabled():
             self.schedule.guard.close_all()
@@ -191,10 +183,10 @@ class Engine(nn.Module):
         scaled = loss / self.config.grad_accum if self.config.grad_accum > 1 else loss
         self.schedule.grads.boundary = self.is_gradient_accumulation_boundary()
         if self.optimizer_step is not None:
-            self.optimizer_step.next_step = self._applied + 1
+            self.optimizer_step.next_step = self.progress.applied + 1
         self.arena.phase = Phase.BACKWARD
         self.schedule.root_pre_backward()
-        with self.checks.during_backward(boundary=self.schedule.grads.boundary), self._inside_engine(), self._audited():
+        with self.checks.during_backward(boundary=self.schedule.grads.boundary), self._activity.inside(), self._audited():
             whole = scaled * self.scaler.scale if self.scaler.scale != 1.0 else scaled
             whole.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             self.schedule.root_post_backward()
@@ -222,7 +214,7 @@ class Engine(nn.Module):
             raise BadInput("there is no optimizer", where="engine.step", remedy=remedy)
         if boundary:
             self.checks.require_gradients()
-        self.micro_steps += 1
+        self.progress.micro_steps += 1
         if not boundary or self.optimizer_step is None:
             return
         self.writes.keep()
@@ -231,13 +223,13 @@ class Engine(nn.Module):
         self.schedule.where = "the optimizer's step"
         self.schedule.progress_count += 1
         self.optimizer_step.read_hyperparameters()
-        with self.checks.during_step(), self._inside_engine():
-            result = self.optimizer_step.step(self._applied + 1, self.scaler.scale)
+        with self.checks.during_step(), self._activity.inside():
+            result = self.optimizer_step.step(self.progress.applied + 1, self.scaler.scale)
             self.writes.stepped()
             self.schedule.grads.has_grads = False
             self.schedule.prefetch_forward()
-        self.global_steps += 1
-        self._step_result = self._pending_result = result
+        self.progress.global_steps += 1
+        self.last_step = self._pending_result = result
         if not self.config.check_overflow or self.device.type == "cpu":
             self.finish_step()
 
@@ -254,14 +246,10 @@ class Engine(nn.Module):
             return
         if self.comm.world_size > 1 and result.is_mixed:
             self.checks.refuse_mixed_collectives()
-        skipped = self.config.check_overflow and result.skipped
-        self.scaler.update(skipped)
-        if skipped:
-            names, squares = self.unit_names(), self.model_states.squares
-            self._skipped.skipped(self.global_steps, self.scaler.scale, self.comm.rank, names, squares)
+        if self.config.check_overflow and result.skipped:
+            self.progress.step_was_skipped(self.comm.rank, self.unit_names, self.model_states.squares)
             return
-        self._skipped.applied()
-        self._applied += 1
+        self.progress.step_was_applied()
         if self.optimizer is not None:
             self.optimizer.was_stepped()
         if self.lr_scheduler is not None:
@@ -279,19 +267,6 @@ class Engine(nn.Module):
         self.finish_step()
         if self.host is not None:
             self.host.drain(self.schedule.compute_stream)
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether this micro batch is the last before the parameters are updated."""
-        if self._boundary is not None:
-            return self._boundary
-        return (self.micro_steps + 1) % self.config.grad_accum == 0
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Sets whether the coming micro batches end an accumulation, instead of counting them.
-
-        Buffers and their dtypes follow the config's ``gradient_accumulation_steps``, so set it to about the real number.
-        """
-        self._boundary = is_boundary
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients accumulated so far.
@@ -333,7 +308,7 @@ class Engine(nn.Module):
                 for param in flat.params:
                     value = kept.get(id(param))
                     param.data = torch.empty(0, dtype=param.dtype, device=self.device) if value is None else value
-        self.optimizer_step = self.host = self.schedule.grads.host = self._step_result = self._audit = None
+        self.optimizer_step = self.host = self.schedule.grads.host = self.last_step = self._audit = None
         self.model_states.free()
         self.arena.release_host()
 
@@ -342,185 +317,8 @@ class Engine(nn.Module):
         self.drain()
         return {id(param): values.to("cpu", copy=True) for _, param, values in full_params(self.schedule)}
 
-    __reduce_ex__ = refuse_copy
-
-    # ------------------------------------------------------------------ state
-
-    @property
-    def skipped_steps(self) -> int:
-        """The number of steps that were skipped because gradients were not finite."""
-        self.finish_step()
-        return self._skipped.total
-
-    @property
-    def loss_scale(self) -> float:
-        """The factor on the loss of the next backward."""
-        self.finish_step()
-        return self.scaler.scale
-
-    @property
-    def cur_scale(self) -> float:
-        """:attr:`loss_scale` by DeepSpeed's name."""
-        return self.loss_scale
-
-    def get_global_grad_norm(self) -> float | None:
-        """The norm of the last step's gradients before clipping; None where neither clipping nor overflow checks need it."""
-        if self._step_result is None or not (self.config.zero.gradient_clipping or self.config.check_overflow):
-            return None
-        return self._step_result.norm
-
-    def get_lr(self) -> list[float]:
-        """The learning rate of each parameter group for the next step."""
-        self.finish_step()
-        return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer is not None else []
-
-    def gradient_accumulation_steps(self) -> int:
-        """The number of micro batches in a step."""
-        return self.config.grad_accum
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """The number of samples in a micro batch of one rank."""
-        return self.config.micro_batch
-
-    def train_batch_size(self) -> int:
-        """The number of samples in a step, over all ranks."""
-        return self.config.micro_batch * self.config.grad_accum * self.comm.world_size
-
-    def zero_optimization_stage(self) -> int:
-        """The ZeRO stage."""
-        return self.config.zero.stage
-
-    @property
-    def global_rank(self) -> int:
-        """This process's rank."""
-        return self.comm.rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return self.comm.world_size
-
-    # ------------------------------------------------------------------ unsharded parameters
-
-    def wait_parameters(self) -> None:
-        """Makes the current stream wait for every all-gather that the last step has issued.
-
-        Call it before reading parameters directly at stages 0 to 2; forwards wait by themselves.
-        """
-        self.schedule.wait_for_unshard()
-
-    @contextmanager
-    def gathered(self, name: str = "root") -> Iterator[None]:
-        """A context in which one unit's parameters are unsharded. Every rank must enter it.
-
-        What is written to them stays, if every rank writes the same. At stage 3 no gradients can be taken of what is computed
-        from them, as their backward would come after the context.
-
-        Args:
-            name: one of :meth:`unit_names`.
-
-        Raises:
-            BadInput: for an unknown name, and when the engine cannot be used.
-        """
-        self.checks.require_usable("engine")
-        unit = next((u for u in self.model_states.units if u.name == name), None)
-        if unit is None:
-            raise BadInput(f"there is no unit {name!r}", where="gathered", remedy="see engine.unit_names()")
-        with self.schedule.unsharded(unit):
-            yield
-            self.writes.keep()
-
     def _synchronize_parameters(self) -> None:
         self.drain()
         self.wait_parameters()
 
-    def unit_names(self) -> list[str]:
-        """The names of the units that the model was divided into, the root first."""
-        return [unit.name for unit in self.model_states.units]
-
-    def full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields every parameter, then every persistent buffer, by name and unsharded.
-
-        A tensor is valid until the next is asked for. Every rank must iterate to the end. Tied parameters come once, under
-        their first name.
-        """
-        self.checks.require_usable("engine")
-        yield from ((name, values) for name, _, values in full_params(self.schedule))
-        yield from persistent_buffers(self.module)
-
-    def module_state_dict(self) -> dict[str, torch.Tensor] | None:
-        """The model's unsharded state dict in the model's dtype, in the first rank's host memory; None on the other ranks.
-
-        Every rank must call it. Tied parameters appear under each of their names and share memory.
-        """
-        self.checks.require_usable("engine")
-        return full_state_dict(self.module, self.schedule)
-
-    # ------------------------------------------------------------------ checkpoints
-
-    def save_checkpoint(
-        self, save_dir: str | Path, tag: str | None = None, client_state: dict[str, Any] | None = None, save_latest: bool = True
-    ) -> Path:
-        """See :func:`zeroplan_runtime.checkpoint.save.save_checkpoint`."""
-        from zeroplan_runtime.checkpoint.save import save_checkpoint  # torch.distributed.checkpoint is slow to import
-
-        self.checks.require_usable("engine.save_checkpoint")
-        if self.schedule.grads.has_grads:
-            raise BadInput(
-                "there are gradients that no step has used, which a checkpoint does not hold",
-                where="engine.save_checkpoint",
-                remedy="save after the step that ends an accumulation, or call engine.zero_grad() first",
-            )
-        return save_checkpoint(self, save_dir, tag, client_state, latest=save_latest)
-
-    def load_checkpoint(
-        self, load_dir: str | Path, tag: str | None = None, **options: bool
-    ) -> tuple[str | None, dict[str, Any]]:
-        """See :func:`zeroplan_runtime.checkpoint.save.load_checkpoint`."""
-        from zeroplan_runtime.checkpoint.save import load_checkpoint  # torch.distributed.checkpoint is slow to import
-
-        self.checks.require_usable("engine.load_checkpoint", allow_failed_step=True)
-        self.schedule.grads.drop(anyway=True)
-        self.checks.grads_were_dropped()
-        found = load_checkpoint(self, load_dir, tag, **options)
-        self.checks.checkpoint_was_loaded()
-        return found
-
-    def save_16bit_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> None:
-        """See :func:`zeroplan_runtime.checkpoint.export.save_16bit_model`."""
-        from zeroplan_runtime.checkpoint.export import save_16bit_model  # torch.distributed.checkpoint is slow to import
-
-        self.checks.require_usable("engine.save_16bit_model")
-        save_16bit_model(self, save_dir, save_filename)
-
-    def _progress_for_watchdog(self) -> tuple[int, str, bool]:
-        """Progress count, what is being done, and whether this rank may wait for others: in the engine or on the device."""
-        outside = "" if self._inside else ", outside the engine since"
-        waiting = self._inside or not self._last_event.query()
-        return self.schedule.progress_count, f"{self.schedule.where}, step {self.global_steps}{outside}", waiting
-
-    @contextmanager
-    def _inside_engine(self) -> Iterator[None]:
-        self._inside = True
-        try:
-            yield
-        finally:
-            self._inside = False
-            self._last_event.record(self.schedule.compute_stream)
-
-    def progress(self) -> dict[str, Any]:
-        """Step counts and loss scale, for a checkpoint."""
-        return {
-            "global_steps": self.global_steps,
-            "micro_steps": self.micro_steps,
-            "applied": self._applied,
-            "skipped": self._skipped.total,
-            "loss_scaler": self.scaler.state_dict(),
-        }
-
-    def load_progress(self, progress: dict[str, Any]) -> None:
-        """Continues from :meth:`progress`. Counting of micro batches begins at the start of an accumulation."""
-        self.global_steps = progress["global_steps"]
-        self.micro_steps = self.global_steps * self.config.grad_accum
-        self._applied, self._skipped.total = progress["applied"], progress["skipped"]
-        self.scaler.load_state_dict(progress["loss_scaler"])
+    __reduce_ex__ = refuse_copy

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from zeroplan_runtime.checkpoint.atomic_files import sync_folder, write_durably
-from zeroplan_runtime.checkpoint.training_state import TrainingState
+from zeroplan_runtime.engine_parameters import EngineParameters
 
 #: The most bytes of one file, unless a single tensor is larger.
 FILE_BYTES = 5 * 10**9
 
 
 def save_16bit_model(
-    engine: TrainingState, folder: str | Path, filename: str = "model.safetensors", *, file_bytes: int = FILE_BYTES
+    engine: EngineParameters, folder: str | Path, filename: str = "model.safetensors", *, file_bytes: int = FILE_BYTES
 ) -> None:
     """The first rank writes the parameters, the persistent buffers and the configs of a transformers model.
 

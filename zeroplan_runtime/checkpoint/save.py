@@ -27,16 +27,16 @@ from zeroplan_runtime.checkpoint.planners import (
     state_shards,
     states_in_files,
 )
-from zeroplan_runtime.checkpoint.training_state import TrainingState
 from zeroplan_runtime.checkpoint.typed_json import decode, encode
 from zeroplan_runtime.checkpoint.writer import ShardWriter
+from zeroplan_runtime.engine_parts import EngineParts
 from zeroplan_runtime.unit_state import UnitState
 
 logger = logging.getLogger("zeroplan_runtime")
 
 
 def save_checkpoint(
-    engine: TrainingState,
+    engine: EngineParts,
     folder: str | Path,
     tag: str | None = None,
     client_state: dict[str, Any] | None = None,
@@ -60,7 +60,7 @@ def save_checkpoint(
     Raises:
         BadInput: for a tag that is not a plain name, or a state that JSON cannot hold.
     """
-    folder, tag = Path(folder), tag or f"global_step{engine.global_steps}"
+    folder, tag = Path(folder), tag or f"global_step{engine.progress.global_steps}"
     if tag != Path(tag).name or tag.startswith("."):
         raise BadInput(f"{tag!r} is not a name", where="save_checkpoint")
     engine.drain()
@@ -92,7 +92,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    engine: TrainingState,
+    engine: EngineParts,
     folder: str | Path,
     tag: str | None = None,
     *,
@@ -136,7 +136,7 @@ def load_checkpoint(
             _read_into_files(engine, path, unit, optimizer=optimizer)
     _refresh(engine)
     if not load_module_only:
-        engine.load_progress(state["progress"])
+        engine.progress.load_state_dict(state["progress"])
         if optimizer and engine.optimizer is not None:
             for group, values in zip(engine.optimizer.param_groups, state["groups"], strict=False):
                 group.update({k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
@@ -146,7 +146,7 @@ def load_checkpoint(
     return str(path), state["client_state"]
 
 
-def _read(engine: TrainingState, path: Path, wanted: list[StateShard]) -> None:
+def _read(engine: EngineParts, path: Path, wanted: list[StateShard]) -> None:
     try:
         with _quiet():
             load(
@@ -163,7 +163,7 @@ def _read(engine: TrainingState, path: Path, wanted: list[StateShard]) -> None:
 
 
 @torch.no_grad()
-def _read_into_files(engine: TrainingState, path: Path, unit: UnitState, *, optimizer: bool) -> None:
+def _read_into_files(engine: EngineParts, path: Path, unit: UnitState, *, optimizer: bool) -> None:
     """Loads one unit into its swap files, so that only one unit's states at a time are in host memory."""
     wanted, tensors = shards_in_files(engine.model_states, unit, optimizer=optimizer)
     if states_in_files(unit) or unit.frozen is not None:  # the same on all ranks, as loading is a collective
@@ -198,7 +198,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _state(engine: TrainingState, client_state: dict[str, Any] | None) -> dict[str, Any]:
+def _state(engine: EngineParts, client_state: dict[str, Any] | None) -> dict[str, Any]:
     groups = engine.optimizer.param_groups if engine.optimizer is not None else []
     return {
         "format": 1,
@@ -207,13 +207,13 @@ def _state(engine: TrainingState, client_state: dict[str, Any] | None) -> dict[s
         "dtype": str(engine.config.dtype),
         "optimizer": engine.optimizer.kind if engine.optimizer is not None else None,
         "groups": encode([{k: v for k, v in group.items() if k != "params"} for group in groups], "optimizer.param_groups"),
-        "progress": engine.progress(),
+        "progress": engine.progress.state_dict(),
         "schedule": encode(engine.lr_scheduler.state_dict(), "lr_scheduler") if engine.lr_scheduler is not None else None,
         "client_state": encode(client_state or {}, "client_state"),
     }
 
 
-def _buffers(engine: TrainingState) -> list[StateShard]:
+def _buffers(engine: EngineParts) -> list[StateShard]:
     """The model's persistent buffers, which are equal on all ranks."""
     made = []
     for prefix, module in engine.module.named_modules():
@@ -225,7 +225,7 @@ def _buffers(engine: TrainingState) -> list[StateShard]:
 
 
 @torch.no_grad()
-def _refresh(engine: TrainingState) -> None:
+def _refresh(engine: EngineParts) -> None:
     """Copies the loaded masters to the parameters and unshards what the next forward needs first."""
     for unit in engine.model_states.units:
         if unit.param_16bit is not None and unit.master is not None:

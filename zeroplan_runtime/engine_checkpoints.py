@@ -1,0 +1,42 @@
+"""The engine's calls that write and read files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from zeroplan_runtime.engine_parameters import EngineParameters
+
+
+class EngineCheckpoints(EngineParameters):
+    """Checkpoints and exports. What they do is in :mod:`zeroplan_runtime.checkpoint`, which is slow to import."""
+
+    def save_checkpoint(
+        self, save_dir: str | Path, tag: str | None = None, client_state: dict[str, Any] | None = None, save_latest: bool = True
+    ) -> Path:
+        """See :func:`zeroplan_runtime.checkpoint.save.save_checkpoint`."""
+        from zeroplan_runtime.checkpoint.save import save_checkpoint
+
+        self.checks.require_usable("engine.save_checkpoint")
+        self.checks.require_no_gradients(self.schedule.grads.has_grads)
+        return save_checkpoint(self, save_dir, tag, client_state, latest=save_latest)
+
+    def load_checkpoint(
+        self, load_dir: str | Path, tag: str | None = None, **options: bool
+    ) -> tuple[str | None, dict[str, Any]]:
+        """See :func:`zeroplan_runtime.checkpoint.save.load_checkpoint`."""
+        from zeroplan_runtime.checkpoint.save import load_checkpoint
+
+        self.checks.require_usable("engine.load_checkpoint", allow_failed_step=True)
+        self.schedule.grads.drop(anyway=True)
+        self.checks.grads_were_dropped()
+        found = load_checkpoint(self, load_dir, tag, **options)
+        self.checks.checkpoint_was_loaded()
+        return found
+
+    def save_16bit_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> None:
+        """See :func:`zeroplan_runtime.checkpoint.export.save_16bit_model`."""
+        from zeroplan_runtime.checkpoint.export import save_16bit_model
+
+        self.checks.require_usable("engine.save_16bit_model")
+        save_16bit_model(self, save_dir, save_filename)

@@ -1,0 +1,90 @@
+"""The engine's counts and settings, by the names of DeepSpeed's engine."""
+
+from __future__ import annotations
+
+from zeroplan_runtime.engine_parts import EngineParts
+from zeroplan_runtime.optim.scaler import LossScaler
+
+
+class EngineGetters(EngineParts):
+    """Getters; none changes the training, except that a step that has ended is counted first."""
+
+    @property
+    def global_steps(self) -> int:
+        """The number of steps, those that were skipped included."""
+        return self.progress.global_steps
+
+    @property
+    def micro_steps(self) -> int:
+        """The number of micro batches."""
+        return self.progress.micro_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """The number of steps that were skipped because gradients were not finite."""
+        self.finish_step()
+        return self.progress.skipped_steps
+
+    @property
+    def scaler(self) -> LossScaler:
+        """The loss scale and how it changes."""
+        return self.progress.scaler
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor on the loss of the next backward."""
+        self.finish_step()
+        return self.scaler.scale
+
+    @property
+    def cur_scale(self) -> float:
+        """:attr:`loss_scale` by DeepSpeed's name."""
+        return self.loss_scale
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank."""
+        return self.comm.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.comm.world_size
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether this micro batch is the last before the parameters are updated."""
+        return self.progress.ends_accumulation()
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Sets whether the coming micro batches end an accumulation, instead of counting them.
+
+        Buffers and their dtypes follow the config's ``gradient_accumulation_steps``, so set it to about the real number.
+        """
+        self.progress.boundary = is_boundary
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of the last step's gradients before clipping; None where neither clipping nor overflow checks need it."""
+        if self.last_step is None or not (self.config.zero.gradient_clipping or self.config.check_overflow):
+            return None
+        return self.last_step.norm
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each parameter group for the next step."""
+        self.finish_step()
+        return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer is not None else []
+
+    def gradient_accumulation_steps(self) -> int:
+        """The number of micro batches in a step."""
+        return self.config.grad_accum
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """The number of samples in a micro batch of one rank."""
+        return self.config.micro_batch
+
+    def train_batch_size(self) -> int:
+        """The number of samples in a step, over all ranks."""
+        return self.config.micro_batch * self.config.grad_accum * self.comm.world_size
+
+    def zero_optimization_stage(self) -> int:
+        """The ZeRO stage."""
+        return self.config.zero.stage

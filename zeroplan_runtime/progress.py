@@ -1,0 +1,78 @@
+"""Counts of micro batches and steps, the loss scale, and where an accumulation ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from zeroplan_runtime.optim.scaler import LossScaler
+from zeroplan_runtime.optim.skipped_steps import SkippedSteps
+
+
+class TrainingProgress:
+    """How far a training is.
+
+    Attributes:
+        scaler: the loss scale.
+        grad_accum: micro batches in a step.
+        global_steps: steps, those that were skipped included.
+        micro_steps: micro batches.
+        applied: steps that were not skipped.
+        boundary: whether the coming micro batches end an accumulation; None to count them.
+    """
+
+    def __init__(self, scaler: LossScaler, grad_accum: int) -> None:
+        self.scaler, self.grad_accum = scaler, grad_accum
+        self.global_steps = self.micro_steps = self.applied = 0
+        self.boundary: bool | None = None
+        self._skipped = SkippedSteps(scales=scaler.dynamic)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were skipped because gradients were not finite."""
+        return self._skipped.total
+
+    def ends_accumulation(self) -> bool:
+        """Whether the present micro batch is the last before the parameters are updated."""
+        if self.boundary is not None:
+            return self.boundary
+        return (self.micro_steps + 1) % self.grad_accum == 0
+
+    def step_was_applied(self) -> None:
+        """Counts a step that updated the parameters."""
+        self.scaler.update(False)
+        self._skipped.applied()
+        self.applied += 1
+
+    def step_was_skipped(self, rank: int, names: Callable[[], list[str]], squares: torch.Tensor) -> None:
+        """Counts a step whose gradients were not finite.
+
+        Args:
+            rank: this rank.
+            names: gives the units' names.
+            squares: [units] sums of the squares of this rank's gradients in that step.
+
+        Raises:
+            BadInput: when gradients overflow at the least loss scale.
+        """
+        self.scaler.update(True)
+        self._skipped.skipped(self.global_steps, self.scaler.scale, rank, names(), squares)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state for a checkpoint."""
+        return {
+            "global_steps": self.global_steps,
+            "micro_steps": self.micro_steps,
+            "applied": self.applied,
+            "skipped": self._skipped.total,
+            "loss_scaler": self.scaler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from :meth:`state_dict`. Counting of micro batches begins at the start of an accumulation."""
+        self.global_steps = state["global_steps"]
+        self.micro_steps = self.global_steps * self.grad_accum
+        self.applied, self._skipped.total = state["applied"], state["skipped"]
+        self.scaler.load_state_dict(state["loss_scaler"])

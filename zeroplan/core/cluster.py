@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.gpus import DEFAULT_GPU, DRIVER_RESERVE, Gpu, find_gpu
@@ -31,7 +32,7 @@ class Cluster:
     @property
     def layout(self) -> ParallelLayout:
         """Data parallelism over every GPU of the cluster."""
-        return ParallelLayout(self.gpus, self.nodes)
+        return _layout(self.gpus, self.nodes)
 
     @property
     def usable_vram(self) -> int | None:
@@ -65,6 +66,11 @@ class Cluster:
         if size is None and preset is not None:
             size = preset.memory
         return cls(gpus, nodes, preset or DEFAULT_GPU, size, _size(cpu_ram, "--cpu-ram"), _size(nvme, "--nvme"))
+
+
+@lru_cache(maxsize=256)  # a search asks for the layout of one cluster some thousand times
+def _layout(gpus: int, nodes: int) -> ParallelLayout:
+    return ParallelLayout(gpus, nodes)
 
 
 def _size(value: str | int | None, where: str) -> int | None:

@@ -211,9 +211,10 @@ def work_items(ledger: Iterable[Work], facts: Any, rates: Rates) -> list[WorkIte
     for line in ledger:
         amount = line.fn(facts)
         if amount:
-            resource = line.resource_of(facts)
+            resource = line.resource if type(line.resource) is Resource else line.resource_of(facts)
+            ahead = line.ahead if type(line.ahead) is bool else line.is_ahead(facts)
             seconds = seconds_for(resource, amount, rates)
-            items.append(WorkItem(line.name, resource, line.phase, int(amount), seconds, ahead=line.is_ahead(facts)))
+            items.append(WorkItem(line.name, resource, line.phase, int(amount), seconds, ahead=ahead))
     return items
 
 

@@ -1,8 +1,7 @@
-"""Which texts are paths, and JSON files of models: configs and indices."""
+"""JSON files of models: configs and indices."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from zeroplan.core.documents import Limits, parse_json, text_of
@@ -10,17 +9,6 @@ from zeroplan.core.files import read_bytes
 
 #: A config, or an index of a checkpoint's files; the largest published index has 15 MB and some 200,000 tensors.
 MODEL_JSON = Limits(size=32 << 20, depth=64, nodes=2_000_000)
-
-
-def is_local(text: str) -> bool:
-    """Whether the text is meant as a path: it exists, or cannot be an id of the catalog or the hub."""
-    if text.startswith(("/", "./", "../", "~", "\\")) or text.endswith((".json", ".safetensors")) or text in (".", ".."):
-        return True
-    try:
-        os.lstat(text)
-    except (OSError, ValueError):
-        return text.count("/") > 1
-    return True
 
 
 def read_json(path: str, *, where: str = "MODEL") -> Any:

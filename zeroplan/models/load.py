@@ -8,7 +8,6 @@ from typing import Any
 
 from zeroplan.core.errors import BadInput
 from zeroplan.models import catalog
-from zeroplan.models.files import is_local
 from zeroplan.models.from_config import spec_from_config
 from zeroplan.models.spec import ModelSpec, Tensor, Unit
 
@@ -63,7 +62,7 @@ def _from_text(
         raise BadInput(
             f"{text[:60]!r} is no model", where=where, remedy="give an id such as meta-llama/Llama-3.2-1B, or a path"
         )
-    if is_local(text):
+    if _is_local(text):
         from zeroplan.models.local import spec_from_path
 
         return spec_from_path(text, where=where, trust_remote_code=trust_remote_code)
@@ -77,6 +76,17 @@ def _from_text(
     return spec_from_hub(
         text.strip(), token=token, revision=revision, trust_remote_code=trust_remote_code, offline=offline, where=where
     )
+
+
+def _is_local(text: str) -> bool:
+    """Whether the text is meant as a path: it exists, or cannot be an id of the catalog or the hub."""
+    if text.startswith(("/", "./", "../", "~", "\\")) or text.endswith((".json", ".safetensors")) or text in (".", ".."):
+        return True
+    try:
+        os.lstat(text)
+    except (OSError, ValueError):
+        return text.count("/") > 1
+    return True
 
 
 def _name_of(config: Mapping[Any, Any]) -> str:

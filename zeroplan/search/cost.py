@@ -88,6 +88,10 @@ class CostModel:
         return compute, self.traffic.facts(compute, workload, zero)
 
 
+#: No second of work for any executor.
+_IDLE = dict.fromkeys(Executor, 0.0)
+
+
 def compose(
     items: Sequence[WorkItem], workload: Workload, overlap: bool, layout: ParallelLayout, *, marked: bool = False
 ) -> StepTime:
@@ -100,8 +104,8 @@ def compose(
         layout: for the samples of a step.
         marked: whether the host waits for the device after each forward and backward.
     """
-    busy = {phase: dict.fromkeys(Executor, 0.0) for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)}
-    ahead = dict.fromkeys(Executor, 0.0)
+    busy = {phase: _IDLE.copy() for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)}
+    ahead = _IDLE.copy()
     for item in items:
         busy[item.phase][item.executor] += item.seconds
         if item.ahead:

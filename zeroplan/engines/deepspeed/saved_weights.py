@@ -11,11 +11,14 @@ Note [Saved weights]
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from zeroplan.core.tape import ExpandedTape, Mark, Op
 from zeroplan.core.workload import Precision
 from zeroplan.engines.base import Case
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
+
+if TYPE_CHECKING:  # formulas use this module, too, and need no tape
+    from zeroplan.core.tape import ExpandedTape
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +38,11 @@ def saved_weights(rank: DeepSpeedRank, tape: ExpandedTape) -> SavedWeights:
     """What the rank's linear layers save; nothing with DeepSpeed's linear function. See Note [Saved weights]."""
     if rank.zero.memory_efficient_linear or rank.workload.precision is Precision.AUTOCAST:
         return SavedWeights()
-    begins = next((i for i, (op, arg) in enumerate(zip(tape.op, tape.arg, strict=True)) if _backward_begins(op, arg)), 0)
-    rest = list(zip(tape.op[begins:], tape.arg[begins:], strict=True))
+    from zeroplan.core.tape import Mark, Op
+
+    events = list(zip(tape.op, tape.arg, strict=True))
+    backward = (int(Op.MARK), int(Mark.BACKWARD_BEGIN))
+    rest = events[events.index(backward) :] if backward in events else events
     recomputed = {module for op, module in rest if op == Op.ENTER}
     needed = {module for op, module in rest if op == Op.BWD_EXIT}  # their inputs have gradients
     found = SavedWeights()
@@ -45,10 +51,6 @@ def saved_weights(rank: DeepSpeedRank, tape: ExpandedTape) -> SavedWeights:
         if "Linear" in module.type and weights and index in needed:
             (found.recomputation if index in recomputed else found.forward)[index] = weights
     return found
-
-
-def _backward_begins(op: int, arg: int) -> bool:
-    return op == Op.MARK and arg == Mark.BACKWARD_BEGIN
 
 
 def saved_elements(case: Case) -> int:

@@ -79,11 +79,13 @@ def _differences(case: Case, engine: Engine, tape: ExpandedTape) -> dict[str, tu
     differ = {}
     # A step count, a flag or a norm is a scalar, of which a tensor may have two; an 8-bit state's scales round by tensor.
     slack = 8 * len(tape.params) + 64
+    # Lines are those of the rank that holds the most of each buffer.
+    left: Counter[Buffer] = Counter()
     for run in found.runs:
-        left = _left_alive(run)
-        for buffer in ({b for b, place in told if place is Place.HBM} | set(left)) - OF_THE_TAPE:
-            if abs(told[buffer, Place.HBM] - left[buffer]) > slack:
-                differ[f"{buffer} on hbm"] = (told[buffer, Place.HBM], left[buffer])
+        left |= _left_alive(run)
+    for buffer in ({b for b, place in told if place is Place.HBM} | set(left)) - OF_THE_TAPE:
+        if abs(told[buffer, Place.HBM] - left[buffer]) > slack:
+            differ[f"{buffer} on hbm"] = (told[buffer, Place.HBM], left[buffer])
     host = Counter(dict(found.host[-1].kept)) if found.host else Counter()
     for buffer, place in {key for key in (*told, *host) if key[1] is Place.DRAM}:
         if abs(told[buffer, place] - host[buffer, place]) > slack:

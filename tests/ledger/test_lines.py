@@ -128,7 +128,7 @@ def test_muon_leaves_embeddings_and_vectors_to_adam() -> None:
     plan = formula_plan(engine, Case(spec, Workload(optimizer="muon"), Cluster(), ZeroConfig.of(3)))
     by_name = {line.buffer: line.bytes for line in plan.lines if line.place == "hbm"}
     matrix = 7 * 64 * 64
-    assert by_name["optim.momentum"] == 4 * matrix
+    assert by_name["optim.momentum"] == 2 * matrix  # at stage 3 as wide as a gradient on its way, bf16
     assert by_name["optim.exp_avg"] == by_name["optim.exp_avg_sq"] == 4 * (spec.params - matrix)
 
 

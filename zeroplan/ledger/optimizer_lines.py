@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from zeroplan.core.buffers import FROM_FIRST_STEP, Buffer, Place
-from zeroplan.core.optimizer_row import Optimizer
+from zeroplan.core.optimizer_row import Domain, Optimizer
 from zeroplan.ledger.derive import fraction
 from zeroplan.ledger.line import LedgerBuilder
 
 
 class StateFacts(Protocol):
-    """What the state lines read: the optimizer, the bytes of one master-wide element, and what Muon splits."""
+    """What the state lines read: the optimizer, and the bytes of one master-wide element of its states."""
 
     @property
     def optimizer(self) -> Optimizer:
@@ -24,16 +24,9 @@ class StateFacts(Protocol):
         """Bytes of one element of a state."""
         ...
 
-    @property
-    def matrix(self) -> int:
-        """Elements that Muon updates."""
-        ...
 
-    @property
-    def rest(self) -> int:
-        """Elements that it leaves to Adam."""
-        ...
-
+#: Returns a number of elements, given an engine's rank.
+Count = Callable[[Any], int]
 
 #: Every kind of state with what it is for.
 STATE_DOCS = {
@@ -47,26 +40,47 @@ STATE_DOCS = {
 }
 
 
-def state_bytes(c: StateFacts, buffer: Buffer, count: int) -> int:
-    """Bytes of one kind of state for `count` elements of this rank (Muon's split replaces them where it applies)."""
+def state_bytes(c: StateFacts, buffer: Buffer, counts: Mapping[Domain, Count]) -> int:
+    """Bytes of one kind of state on this rank; `counts` tell the elements of each domain."""
     total = 0
     for state in c.optimizer.states:
-        if state.buffer is not buffer or not count:
+        count = counts.get(state.domain)
+        if state.buffer is not buffer or count is None:
             continue
-        elements = {"all": count, "matrix": c.matrix, "rest": c.rest}[state.domain]
         if state.per_master:
-            total = total + elements * c.state_bytes * state.per_master
+            total = total + count(c) * c.state_bytes * state.per_master
         else:
-            total = total + fraction(elements, state.numerator, state.denominator)
+            total = total + fraction(count(c), state.numerator, state.denominator)
     return total
 
 
-def add_state_lines(lines: LedgerBuilder, place: Place, count: Callable[[Any], int], *, suffix: str = "") -> None:
-    """Register a line for every kind of state at `place`, for ``count(facts)`` elements."""
+def add_state_lines(
+    lines: LedgerBuilder,
+    place: Place,
+    count: Count,
+    *,
+    rest: Count = lambda c: c.rest,
+    matrix: Count | None = lambda c: c.matrix,
+    suffix: str = "",
+) -> None:
+    """Register a line for every kind of state at `place`.
+
+    Each of `count`, `rest` and `matrix` takes the engine's facts and returns a number of elements.
+
+    Args:
+        lines: the ledger under construction.
+        place: where the states are kept.
+        count: elements that the optimizer steps at this place.
+        rest: the part of `count` that an optimizer of matrices leaves to another; by default all of ``facts.rest``.
+        matrix: the part of `count` that an optimizer of matrices takes itself; by default all of ``facts.matrix``.
+            None where the engine has lines of its own for the states of matrices.
+        suffix: ends the lines' names, which must differ from place to place.
+    """
+    counts = {Domain.ALL: count, Domain.REST: rest} | ({Domain.MATRIX: matrix} if matrix is not None else {})
     for buffer, doc in STATE_DOCS.items():
 
         def formula(c: Any, buffer: Buffer = buffer) -> int:
-            return state_bytes(c, buffer, count(c))
+            return state_bytes(c, buffer, counts)
 
         formula.__name__ = buffer.value.replace(".", "_") + suffix
         formula.__doc__ = f"{doc}\n\nSource: core/optimizers.py; created by the first step that is not skipped"

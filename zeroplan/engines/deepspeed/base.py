@@ -28,6 +28,7 @@ class Schedule(EngineSchedule):
         self.free = recorder.free
         self.params: dict[int, int] = {}  # parameter -> its block, while it has one of its own
         self.has_states = False
+        self.has_gathers = False
 
     def build(self) -> None:
         """The model, made whole on the GPU; a tied parameter's second owner has its own tensor until the tie is made."""
@@ -61,22 +62,22 @@ class Schedule(EngineSchedule):
         for handle in handles:
             self.free(handle)
 
-    def optimizer_step(self, counts: Sequence[int], first: bool, kind: OptimizerKind | None = None) -> None:
-        """The optimizer steps tensors of `counts` elements: states at the first step, then its temporaries.
+    def optimizer_step(self, first: bool, places: Sequence[int] | None = None, kind: OptimizerKind | None = None) -> None:
+        """The optimizer steps groups by their places in ``stepped_at_once`` (all, if None): states if `first`, temporaries.
 
         FusedAdam and torch's fused kernels need none; multi-tensor loops hold lists of temporaries (AdamW: all denominators);
         its loop makes a square root and a quotient, one tensor after another. `kind` None is the workload's.
         Sources: torch/optim/adam.py (_multi_tensor_adam, _single_tensor_adam), deepspeed/ops/adam/fused_adam.py
         """
         rank = self.rank
-        if first:
-            for count in counts:
-                for state in rank.optimizer.states:
-                    nbytes = rank.state_size(state, count)
-                    if nbytes:
-                        self.alloc(nbytes, state.buffer)
-                if rank.optimizer.compresses:
-                    self.alloc(4 * shard(count, rank.ranks), Buffer.OPTIM_ERROR_FEEDBACK)
+        places = range(len(rank.stepped_at_once)) if places is None else places
+        counts = [rank.stepped_at_once[at] for at in places]
+        for at in places if first else ():
+            for buffer, nbytes in rank.states(at):
+                if nbytes and not (buffer is Buffer.OPTIM_MOMENTUM and rank.momentum_precedes):
+                    self.alloc(nbytes, buffer)
+            if rank.optimizer.compresses:
+                self.alloc(4 * shard(rank.stepped_at_once[at], rank.ranks), Buffer.OPTIM_ERROR_FEEDBACK)
         kind = kind or rank.workload.optimizer_kind
         width = rank.master_bytes
         if kind is OptimizerKind.FOREACH:
@@ -91,6 +92,15 @@ class Schedule(EngineSchedule):
                 self.free_all(before)
                 before = [quotient]
             self.free_all(before)
+
+    def gather_matrices(self) -> None:
+        """Muon's updates of whole matrices (muon.py): the buffers that stay are made by the first."""
+        gathers = self.rank.matrix_gathers
+        if not self.has_gathers and gathers.kept:
+            self.alloc(gathers.kept, Buffer.COMM_ALL_GATHER)
+        self.has_gathers = True
+        for nbytes in gathers.passing:
+            self.temporary(nbytes, Buffer.OPTIM_TEMP)
 
     def norms(self, counts: Sequence[int], width: int) -> None:
         """Norms of tensors of `counts` elements, each through a copy of `width` bytes an element (0: none).

@@ -32,7 +32,7 @@ from zeroplan.engines.simulation import CheckpointPhase
 
 @dataclass(frozen=True, slots=True)
 class _Owned:
-    """Elements of the tensors that this rank's optimizer steps, by where they are."""
+    """What this rank's optimizer steps, by where it is: places in ``stepped_at_once``."""
 
     gpu: list[int]
     host: list[int]
@@ -66,30 +66,24 @@ def checkpoint_phases(
 
 
 def _owned(rank: DeepSpeedRank) -> _Owned:
-    stage, numel = rank.zero.stage, rank.numel
-    if stage == 0:
-        flat = rank.own_masters and rank.fused_adam
-        counts = [numel[p] for p in rank.trained]
-        return _Owned([sum(counts)] if flat else counts, [])
-    counts = rank.stepped_at_once
     if not rank.offloads_optimizer:
-        return _Owned(counts, [])
-    return _Owned(counts[: rank.staying], rank.stepped_in_memory)
+        return _Owned(list(range(len(rank.stepped_at_once))), [])
+    return _Owned(list(range(rank.staying)), rank.in_memory)
 
 
-def _states(rank: DeepSpeedRank, counts: list[int]) -> int:
-    return sum(rank.state_size(state, count) for state in rank.optimizer.states for count in counts)
+def _states(rank: DeepSpeedRank, places: list[int]) -> list[int]:
+    """Bytes of each tensor of the optimizer's states."""
+    return [nbytes for at in places for _, nbytes in rank.states(at)]
 
 
 def _save(rank: DeepSpeedRank, owned: _Owned, gpu: int, host: int) -> CheckpointPhase:
     zero, w = rank.zero, rank.param_bytes
-    masters = [rank.master_bytes * count for count in owned.gpu] if rank.own_masters else []
-    states = [rank.state_size(state, count) for state in rank.optimizer.states for count in owned.gpu]
-    storage = max([*masters, *states], default=0)
+    masters = [rank.master_bytes * rank.stepped_at_once[at] for at in owned.gpu] if rank.own_masters else []
+    storage = max([*masters, *_states(rank, owned.gpu)], default=0)
     module = 0  # the largest storage of the model's file
     if zero.stage < 3:
         trained = [rank.numel[p] for p in rank.trained]
-        flat = zero.stage > 0 or (rank.own_masters and rank.fused_adam)
+        flat = zero.stage > 0 or rank.flattens
         module = w * max([sum(trained)] if flat else trained, default=0)
         module = max(module, w * max(rank.frozen_numel, default=0))
     frozen = _frozen_copies(rank)
@@ -105,12 +99,13 @@ def _save(rank: DeepSpeedRank, owned: _Owned, gpu: int, host: int) -> Checkpoint
 
 
 def _resume(rank: DeepSpeedRank, owned: _Owned, gpu: int, host: int) -> CheckpointPhase:
-    w, counts = rank.param_bytes, [*owned.gpu, *owned.host]
-    own = (rank.master_bytes * sum(counts) if rank.own_masters else 0) + _states(rank, counts)
+    w, places = rank.param_bytes, [*owned.gpu, *owned.host]
+    stepped = sum(rank.stepped_at_once[at] for at in places)
+    own = (rank.master_bytes * stepped if rank.own_masters else 0) + sum(_states(rank, places))
     model = w * sum(rank.numel) if rank.zero.stage < 3 else 0
     file = model + own if rank.zero.stage == 0 else _frozen_copies(rank) + max(model, own)
     gathered = _persistent_bytes(rank) if rank.zero.stage == 3 else 0
-    return CheckpointPhase(Phase.RESUME, gpu + _states(rank, owned.gpu) + gathered, host + file)
+    return CheckpointPhase(Phase.RESUME, gpu + sum(_states(rank, owned.gpu)) + gathered, host + file)
 
 
 def _frozen_copies(rank: DeepSpeedRank) -> int:

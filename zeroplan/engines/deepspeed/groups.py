@@ -27,13 +27,13 @@ Batch = tuple[list[tuple[int, Slice | None]], int]
 
 @dataclass(frozen=True, slots=True)
 class FlatGroup:
-    """A parameter group as one flat tensor, cut into equal parts.
+    """Parameter groups as flat tensors, one each, cut into equal parts.
 
     Attributes:
         order: the parameters as they lie in the flat tensor.
         padding: elements of padding between them, where `parameter_alignment` asks for any.
         numel: elements of the flat tensor, padding included.
-        partition: elements of one rank's part.
+        partitions: elements of one rank's part of each parameter group that is in it.
         slices: by parameter, the parts that ranks own, in order.
         batches: by bucket what is reduced together, which every rank and step asks for anew; filled by stage12.py.
     """
@@ -41,9 +41,14 @@ class FlatGroup:
     order: tuple[int, ...]
     padding: int
     numel: int
-    partition: int
+    partitions: tuple[int, ...]
     slices: dict[int, tuple[Slice, ...]]
     batches: dict[object, list[Batch]] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def partition(self) -> int:
+        """Elements of one rank's part."""
+        return sum(self.partitions)
 
     def owned(self, rank: int) -> list[tuple[int, Slice]]:
         """The parameters that touch `rank`'s part, in order, with what it owns of them."""
@@ -92,7 +97,24 @@ def _flat_group(
             Slice(rank, max(offset, rank * part) - offset, min(end, (rank + 1) * part) - max(offset, rank * part))
             for rank in range(first, last + 1)
         )
-    return FlatGroup(tuple(order), padding, total, part, slices)
+    return FlatGroup(tuple(order), padding, total, (part,), slices)
+
+
+@lru_cache(maxsize=16)
+def flat_groups(
+    groups: tuple[tuple[int, ...], ...], numel: tuple[int, ...], ranks: int, *, width: int, round_robin: bool, aligned: bool
+) -> FlatGroup:
+    """Several parameter groups, each flattened and divided by itself, as one: a rank's part is its parts of all of them."""
+    made = [flat_group(group, numel, ranks, width=width, round_robin=round_robin, aligned=aligned) for group in groups]
+    if len(made) == 1:
+        return made[0]
+    return FlatGroup(
+        order=tuple(p for one in made for p in one.order),
+        padding=sum(one.padding for one in made),
+        numel=sum(one.numel for one in made),
+        partitions=tuple(one.partition for one in made),
+        slices={p: parts for one in made for p, parts in one.slices.items()},
+    )
 
 
 def padded(numel: int, ranks: int) -> int:

@@ -6,9 +6,12 @@ Sources are paths in DeepSpeed 0.19.8 under ``deepspeed/runtime/``; ``s12`` is z
 
 from __future__ import annotations
 
+from functools import partial
+
 from zeroplan.core.buffers import ALWAYS, FROM_FIRST_STEP, Buffer, Phase, Place
 from zeroplan.core.workload import OptimizerKind
 from zeroplan.core.zero_config import OffloadDevice
+from zeroplan.engines.deepspeed.muon_lines import add_muon_lines
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 from zeroplan.ledger.derive import pow2, shard
 from zeroplan.ledger.line import LedgerBuilder
@@ -304,9 +307,17 @@ def grad_accum_host_stage2(c: DeepSpeedRank) -> int:
 # --- optimizer states ---------------------------------------------------------------------------------------------------
 
 
-add_state_lines(_lines, Place.HBM, lambda c: c.stepped_hbm)
-add_state_lines(_lines, Place.DRAM, lambda c: c.stepped_host, suffix="_host")
-add_state_lines(_lines, Place.NVME, lambda c: c.states_in_files, suffix="_nvme")
+def _on_gpu(c: DeepSpeedRank) -> bool:
+    return c.optimizer_device is OffloadDevice.NONE
+
+
+_add_states = partial(add_state_lines, _lines, matrix=None)  # muon_lines.py has those of matrices
+_add_states(Place.HBM, lambda c: c.stepped_hbm, rest=lambda c: c.rest if _on_gpu(c) else 0)
+_add_states(Place.DRAM, lambda c: c.stepped_host, rest=lambda c: 0 if _on_gpu(c) else c.rest_in_memory, suffix="_host")
+_add_states(Place.NVME, lambda c: c.states_in_files, rest=lambda c: c.rest_in_files, suffix="_nvme")
+
+
+add_muon_lines(_lines)
 
 
 @_add(Buffer.OPTIM_EXP_AVG_SQ, Place.DRAM, FROM_FIRST_STEP, state=True)

@@ -11,40 +11,29 @@ from functools import cached_property
 
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.gpus import Gpu
-from zeroplan.core.optimizer_row import Optimizer, State
-from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.parameters import Parameters
 from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
-from zeroplan.engines.deepspeed.groups import FlatGroup, flat_group, padded, persistent, sub_groups
-from zeroplan.engines.deepspeed.resolved_config import ResolvedConfig, groups_on_gpu, muon_updates, resolve_config
-from zeroplan.engines.deepspeed.swapping import Swapping
+from zeroplan.engines.deepspeed.groups import padded, persistent
+from zeroplan.engines.deepspeed.muon import MatrixGathers, matrix_gathers
+from zeroplan.engines.deepspeed.resolved_config import resolve_config
+from zeroplan.engines.deepspeed.stepped_groups import SteppedGroups
 from zeroplan.ledger.derive import pow2, shard
 from zeroplan.ledger.line import glossary_of
 
 
 @dataclass(frozen=True)
-class DeepSpeedRank(ResolvedConfig):
+class DeepSpeedRank(SteppedGroups):
     """One rank, and what it holds.
 
     Attributes:
-        workload: what is computed.
-        zero: how it is sharded and moved.
-        parameters: the model's parameters.
-        layout: how the ranks divide the work.
-        rank: this one's number among them.
         cublas_workspace: bytes of one cuBLAS workspace on this GPU.
         device_memory: bytes of the GPU, which decides whether stages 1 and 2 flatten parameters there; None for enough.
         zero_init: stage 3 builds the model under ``deepspeed.zero.Init``, else whole on the GPU.
         saved_weights: elements of linear layers' weights that autograd keeps until their backward, as far as a formula tells.
     """
 
-    workload: Workload
-    zero: ZeroConfig
-    parameters: Parameters
-    layout: ParallelLayout
-    rank: int = 0
     cublas_workspace: int = 0
     device_memory: int | None = None
     zero_init: bool = True
@@ -55,16 +44,6 @@ class DeepSpeedRank(ResolvedConfig):
         return self if rank == self.rank else replace(self, rank=rank)
 
     # --- the configuration ------------------------------------------------------------------------------------------------
-
-    @property
-    def stage(self) -> int:
-        """ZeRO's stage."""
-        return self.zero.stage
-
-    @cached_property
-    def optimizer(self) -> Optimizer:
-        """The row of the optimizer table."""
-        return find_optimizer(self.workload.optimizer)
 
     @property
     def optimizer_kind(self) -> OptimizerKind:
@@ -100,33 +79,12 @@ class DeepSpeedRank(ResolvedConfig):
         """Where the offloaded optimizer's transfer buffers are."""
         return Place.PINNED if self.pin_optimizer else Place.DRAM
 
-    @cached_property
-    def swapping(self) -> Swapping:
-        """The rules of NVMe offload."""
-        return Swapping.of(self.zero, self)
-
     # --- the parameters ---------------------------------------------------------------------------------------------------
-
-    @property
-    def numel(self) -> tuple[int, ...]:
-        """Elements of each parameter."""
-        return self.parameters.numel
-
-    @property
-    def trained(self) -> tuple[int, ...]:
-        """The parameters that the optimizer owns. Source: utils.py, is_optimized_parameter."""
-        return self.parameters.trained
 
     @cached_property
     def frozen_numel(self) -> list[int]:
         """Elements of each parameter without gradient."""
         return [count for count, on in zip(self.numel, self.parameters.trainable, strict=True) if not on]
-
-    @cached_property
-    def shards(self) -> tuple[int, ...]:
-        """This rank's elements of each parameter at stage 3, where every parameter is padded by itself."""
-        ranks = self.ranks
-        return tuple(-(-count // ranks) for count in self.numel)
 
     @cached_property
     def comm_of(self) -> tuple[int, ...]:
@@ -170,64 +128,13 @@ class DeepSpeedRank(ResolvedConfig):
         group = self.layout.secondary_group(group)
         return tuple(part * self.ranks // group for part in self.shards)
 
-    # --- what the optimizer steps -----------------------------------------------------------------------------------------
-
     @cached_property
-    def flat(self) -> FlatGroup:
-        """Stages 1 and 2: the trained parameters as one flat tensor, cut among the ranks."""
-        return flat_group(
-            self.trained,
-            self.numel,
-            self.ranks,
-            width=self.param_bytes,
-            round_robin=self.zero.round_robin_gradients,
-            aligned=self.zero.parameter_alignment,
-        )
-
-    @cached_property
-    def sub_groups(self) -> list[list[int]]:
-        """Stage 3: the parameters of each sub-group, which the optimizer steps one after another."""
-        return sub_groups(self.trained, self.shards, self.zero.sub_group_size)
-
-    @cached_property
-    def stepped_at_once(self) -> list[int]:
-        """This rank's elements of each group that the optimizer steps at once: one at stages 1 and 2, sub-groups at stage 3."""
-        if self.stage < 3:
-            return [self.flat_group // self.ranks] if self.stage else []
-        return [sum(self.shards[p] for p in group) for group in self.sub_groups]
-
-    @cached_property
-    def staying(self) -> int:
-        """Groups that a partial offload leaves on the GPU: the first ones."""
-        return groups_on_gpu(len(self.stepped_at_once), self.zero) if self.stage == 3 else 0
-
-    @cached_property
-    def stepped_in_memory(self) -> list[int]:
-        """Elements of the groups whose optimizer state stays in host memory between steps, where the optimizer is offloaded."""
-        if self.optimizer_device is OffloadDevice.NVME:
-            return [count for count in self.stepped_at_once if count * self.master_bytes < self.least_swapped]
-        return self.stepped_at_once[self.staying :]
-
-    @cached_property
-    def _matrix_share(self) -> float:
-        """Part of the trainable elements that Muon updates."""
-        names, shapes = self.parameters.names, self.parameters.shapes
-        updated = sum(self.numel[p] for p in self.trained if muon_updates(names[p], len(shapes[p])))
-        return updated / max(1, self.parameters.trained_total)
-
-    def state_size(self, state: State, count: int) -> int:
-        """Bytes of an optimizer state for `count` stepped elements; of those, the model's share is in the state's domain."""
-        share = {"matrix": self._matrix_share, "rest": 1 - self._matrix_share}.get(state.domain, 1.0)
-        held = count if share == 1.0 else round(count * share)
-        return state.bytes_of(held, self.state_bytes)
+    def matrix_gathers(self) -> MatrixGathers:
+        """What Muon's updates of whole matrices take on the GPU."""
+        return matrix_gathers(self)
 
     # --- the names in the ledger's formulas -------------------------------------------------------------------------------
     # The first sentence of each docstring is what `explain` says of the name.
-
-    @cached_property
-    def ranks(self) -> int:
-        """Data-parallel ranks."""
-        return self.layout.shard_group
 
     @cached_property
     def params(self) -> int:
@@ -249,7 +156,7 @@ class DeepSpeedRank(ResolvedConfig):
         """Trainable elements, padded to a multiple of 2 × ranks."""
         if self.zero.parameter_alignment:
             return self.flat.numel
-        return padded(self.trainable, self.ranks)
+        return sum(padded(sum(self.numel[p] for p in group), self.ranks) for _, group in self.param_groups)
 
     @cached_property
     def kept_on_gpu(self) -> int:
@@ -299,23 +206,14 @@ class DeepSpeedRank(ResolvedConfig):
         return max(self.stepped_at_once, default=0)
 
     @cached_property
-    def matrix(self) -> int:
-        """Elements that Muon updates."""
-        names, shapes = self.parameters.names, self.parameters.shapes
-        updated = [p for p in self.trained if muon_updates(names[p], len(shapes[p]))]
-        if self.stage == 3:
-            return min(sum(self.shards[p] for p in updated), self._updated)
-        whole = sum(self.numel[p] for p in updated)
-        return min(shard(whole, self.ranks) if self.stage else whole, self._updated)
+    def muon_gathers(self) -> int:
+        """Bytes of the buffers through which whole matrices are gathered, the most recently used 256 MiB of them."""
+        return self.matrix_gathers.kept
 
     @cached_property
-    def rest(self) -> int:
-        """Elements that Muon leaves to Adam."""
-        return self._updated - self.matrix
-
-    @cached_property
-    def _updated(self) -> int:
-        return sum(self.stepped_at_once) if self.stage else self.trainable
+    def muon_together(self) -> int:
+        """Bytes of whole gradients, momentum and updates of the matrices that Muon updates together."""
+        return max(self.matrix_gathers.passing, default=0)
 
     @cached_property
     def bucket_bytes(self) -> int:
@@ -416,10 +314,6 @@ class DeepSpeedRank(ResolvedConfig):
     def params_in_cpu(self) -> int:
         """Elements of parameters that stay in host memory (max_in_cpu)."""
         return min(self.sharded, self.zero.offload_param.max_in_cpu)
-
-    @property
-    def _swaps_optimizer(self) -> bool:
-        return self.stage == 3 and self.optimizer_device is OffloadDevice.NVME
 
     @property
     def _swaps_params(self) -> bool:

@@ -27,10 +27,10 @@ def record_host(rank: DeepSpeedRank, config: PinnedConfig | None = None) -> Host
     return host
 
 
-def _states(rank: DeepSpeedRank, host: HostRecorder, count: int) -> list[int]:
-    """DeepSpeedCPUAdam's and its like's states: pageable, made by the first step (ops/adam/cpu_adam.py)."""
-    made = [host.alloc(rank.state_bytes * count, buffer) for buffer in rank.optimizer.host_states]
-    return made + [host.alloc(rank.state_size(state, count), state.buffer) for state in rank.optimizer.states]
+def _states(rank: DeepSpeedRank, host: HostRecorder, at: int) -> list[int]:
+    """DeepSpeedCPUAdam's and its like's states of a group: pageable, made by the first step (ops/adam/cpu_adam.py)."""
+    made = [host.alloc(rank.state_bytes * rank.stepped_at_once[at], buffer) for buffer in rank.optimizer.host_states]
+    return made + [host.alloc(nbytes, buffer) for buffer, nbytes in rank.states(at)]
 
 
 def _temporaries(rank: DeepSpeedRank, host: HostRecorder, count: int) -> None:
@@ -82,7 +82,8 @@ def _stage12(rank: DeepSpeedRank, host: HostRecorder) -> None:
                 host.pin(accumulated)
                 host.free(accumulated)
     host.mark(Phase.BACKWARD)
-    _states(rank, host, part)
+    for at in range(len(rank.stepped_at_once)):
+        _states(rank, host, at)
     _temporaries(rank, host, part)
     host.mark(Phase.STEP)
 
@@ -121,16 +122,16 @@ def _step(rank: DeepSpeedRank, host: HostRecorder) -> None:
     States that go to a file are made in pageable memory, too, and go when they have been written.
     """
     on_disk = rank.optimizer_device is OffloadDevice.NVME
-    stepped = rank.stepped_at_once if on_disk else rank.stepped_in_memory
+    stepped = range(len(rank.stepped_at_once)) if on_disk else rank.in_memory
     for first_step in (True, False):
-        for count in stepped:
-            swapped = on_disk and count * rank.master_bytes >= rank.least_swapped
-            made = _states(rank, host, count) if first_step else []
+        for at in stepped:
+            count = rank.stepped_at_once[at]
+            made = _states(rank, host, at) if first_step else []
             _temporaries(rank, host, count)
             if not rank.zero.offloads_param and rank.master_bytes != rank.param_bytes:
                 # a blocking copy to the GPU converts on the host
                 host.free(host.alloc(rank.param_bytes * count, Buffer.STAGE_H2D))
-            for handle in made if swapped else ():
+            for handle in made if rank.is_swapped(at) else ():
                 host.free(handle)
 
 

@@ -58,7 +58,8 @@ class Stage0(Schedule):
         counts = [self.rank.numel[p] for p in self.trained]
         if self.rank.zero.gradient_clipping > 0:
             self.norms(counts, 0)
-        self.optimizer_step(counts, first=not self.has_states)
+        self.gather_matrices()
+        self.optimizer_step(first=not self.has_states)
         self.has_states = True
         self.drop_grads()
 
@@ -87,7 +88,7 @@ class Stage0Flat(Stage0):
         self.alloc(4 * total, Buffer.PARAM_MASTER)
         self.free(clone)
         grads = self.alloc(4 * total, Buffer.INIT_TEMP)
-        self.optimizer_step([total], first=True)
+        self.optimizer_step(first=True)
         self.has_states = True
         self.free(grads)
 
@@ -102,7 +103,7 @@ class Stage0Flat(Stage0):
                 self.free_all(casts)
             self.drop_grads()
             self.temporary(SCALAR, Buffer.OPTIM_NORM)
-            self.optimizer_step([sum(rank.numel[p] for p in self.trained)], first=False)
+            self.optimizer_step(first=False)
             self.free(flat)
         self.drop_grads()
 
@@ -119,7 +120,7 @@ class Stage0Unfused(Stage0):
             self.alloc(4 * rank.numel[p], Buffer.PARAM_MASTER)
             self.free(clone)
         zeros = [self.alloc(width * rank.numel[p], Buffer.INIT_TEMP) for width in (w, 4) for p in self.trained]
-        self.optimizer_step([rank.numel[p] for p in self.trained], first=True)
+        self.optimizer_step(first=True)
         self.has_states = True
         self.free_all(zeros)
 
@@ -131,7 +132,8 @@ class Stage0Unfused(Stage0):
             for count in counts:  # utils.py, get_weight_norm: through an fp32 copy
                 self.temporary(4 * count, Buffer.OPTIM_NORM)
             casts = [self.alloc(4 * count, Buffer.GRAD_MASTER) for count in counts]
-            self.optimizer_step(counts, first=False)
+            self.gather_matrices()
+            self.optimizer_step(first=False)
             self.free_all(casts)
         self.drop_grads()
 
@@ -175,7 +177,8 @@ class Stage1Bf16(Stage0):
     def step(self, applied: bool) -> None:
         """Steps this rank's part; parameters are gathered in place and bf16 gradients go."""
         self.norms([self.rank.numel[p] for p in self.trained], 0)
-        self.optimizer_step([self.part], first=not self.has_states)
+        self.gather_matrices()
+        self.optimizer_step(first=not self.has_states)
         self.has_states = True
         self.drop_grads()
 
@@ -184,4 +187,4 @@ def stage0_schedule(rank: DeepSpeedRank, recorder: Recorder) -> Stage0:
     """The schedule that DeepSpeed's choice of wrapper gives (engine.py, _do_optimizer_sanity_check)."""
     if not rank.own_masters:
         return Stage0(rank, recorder)
-    return Stage0Flat(rank, recorder) if rank.fused_adam else Stage0Unfused(rank, recorder)
+    return Stage0Flat(rank, recorder) if rank.flattens else Stage0Unfused(rank, recorder)

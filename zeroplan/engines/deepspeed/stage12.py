@@ -61,6 +61,8 @@ class Stage12(Schedule):
         self.compact_partition: int | None = None
         self.micro = 0
         self.boundary = True
+        self.updates: list[int] = []  # Muon's, of the matrices that this rank's partition touches
+        self.has_momentum = False
 
     # Initialisation
 
@@ -92,7 +94,7 @@ class Stage12(Schedule):
                 self.free(clone)
             self.temporary(m * group.partition, Buffer.INIT_TEMP)
             if rank.optimizer.torch is not None and rank.optimizer.torch.states_when_built:
-                self.optimizer_step([group.partition], first=True)
+                self.optimizer_step(first=True)
                 self.has_states = True
 
     def _free_params(self) -> None:
@@ -141,7 +143,18 @@ class Stage12(Schedule):
         else:
             self.free_all(self.partition_grads)
         self.partition_grads = []
+        if boundary and self.rank.stages_momentum:
+            self._update_matrices()
         self._close_buckets()
+
+    def _update_matrices(self) -> None:
+        """s12, get_flat_partition: Muon's updates of whole matrices, beside their gradients; momentum and its staged copy."""
+        rank = self.rank
+        if not self.has_momentum:
+            for _ in range(2):
+                self.alloc(rank.momentum_bytes * rank.momentum, Buffer.OPTIM_MOMENTUM)
+            self.has_momentum = True
+        self.updates = [self.alloc(rank.momentum_bytes * count, Buffer.GRAD_SHARD) for count in rank.touched_matrices]
 
     def _open_buckets(self) -> None:
         self.ready = True
@@ -306,6 +319,8 @@ class Stage12(Schedule):
         rank, group = self.rank, self.group
         self.micro = 0
         if self.offload:
+            if applied:
+                self.gather_matrices()
             self.free_all(self.norm_results)
             self.norm_results.clear()
             self._drop_grads()
@@ -320,7 +335,7 @@ class Stage12(Schedule):
         self._drop_grads()
         self.free(padding)
         if applied:
-            self.optimizer_step([group.partition], first=not self.has_states)
+            self.optimizer_step(first=not self.has_states)
             self.has_states = True
             self.free(single)
 
@@ -341,8 +356,8 @@ class Stage12(Schedule):
         return single
 
     def _drop_grads(self) -> None:
-        self.free_all(self.accumulated)
-        self.accumulated = []
+        self.free_all([*self.accumulated, *self.updates])
+        self.accumulated, self.updates = [], []
         if self.compact_partition is not None:
             self.free(self.compact_partition)
             self.compact_partition = None

@@ -122,9 +122,11 @@ class Stage3(Schedule):
             self.alloc(w * total, Buffer.PARAM_SHARD)
         self._make_masters()
         if not self.offload:
+            if rank.momentum_precedes:
+                self.alloc(rank.momentum_bytes * rank.matrix, Buffer.OPTIM_MOMENTUM)
             self.temporary(m * max(self.counts, default=0), Buffer.INIT_TEMP)
             if rank.optimizer.torch is not None and rank.optimizer.torch.states_when_built:
-                self.optimizer_step(self.counts, first=True)
+                self.optimizer_step(first=True)
                 self.has_states = True
         if rank.zero.contiguous_gradients:
             for comm in self.buckets:
@@ -324,12 +326,13 @@ class Stage3(Schedule):
             self.free(mask)
             self.temporary(total, Buffer.OPTIM_NORM, self.stream)
         if applied:
+            self.gather_matrices()
             if not self.offload:
                 for group in self.groups:
                     self.norms([self.shards[p] for p in group], 8)
             for i, group in enumerate(self.groups):
                 if self.on_gpu[i]:
-                    self._step_group(self.counts[i], len(group))
+                    self._step_group(i, len(group))
             self.has_states = True
         self.free_all(self.norm_results)
         self.norm_results.clear()
@@ -341,11 +344,11 @@ class Stage3(Schedule):
                     self.free(handle)
                     del self.secondary[p]
 
-    def _step_group(self, count: int, pieces: int) -> None:
+    def _step_group(self, at: int, pieces: int) -> None:
         """s3, _prepare_fp32_grad_for_sub_group and the optimizer."""
-        rank = self.rank
+        rank, count = self.rank, self.counts[at]
         if self.offload:  # s3, backup_optimizer: torch's AdamW, whose gradients have their own fp32 buffer
-            self.optimizer_step([count], first=not self.has_states, kind=OptimizerKind.FOREACH)
+            self.optimizer_step(not self.has_states, [at], OptimizerKind.FOREACH)
             return
         flat = self.alloc(rank.accum_bytes * count, Buffer.GRAD_SHARD) if pieces > 1 else None
         grads = flat
@@ -353,6 +356,6 @@ class Stage3(Schedule):
             grads = self.alloc(rank.master_bytes * count, Buffer.GRAD_MASTER)
             if flat is not None:
                 self.free(flat)
-        self.optimizer_step([count], first=not self.has_states)
+        self.optimizer_step(not self.has_states, [at])
         if grads is not None:
             self.free(grads)

@@ -45,8 +45,21 @@ def grad_shard_host(c: Fsdp2Rank) -> int:
     return c.grad_blocks
 
 
-add_state_lines(_lines, Place.HBM, lambda c: 0 if c.offload else c.sharded_trainable)
-add_state_lines(_lines, Place.DRAM, lambda c: c.sharded_trainable if c.offload else 0, suffix="_host")
+add_state_lines(
+    _lines,
+    Place.HBM,
+    lambda c: 0 if c.offload else c.sharded_trainable,
+    rest=lambda c: 0 if c.offload else c.rest,
+    matrix=lambda c: 0 if c.offload else c.matrix,
+)
+add_state_lines(
+    _lines,
+    Place.DRAM,
+    lambda c: c.sharded_trainable if c.offload else 0,
+    rest=lambda c: c.rest if c.offload else 0,
+    matrix=lambda c: c.matrix if c.offload else 0,
+    suffix="_host",
+)
 
 
 @_add(Buffer.STAGE_H2D, Place.HBM, (Phase.FORWARD, Phase.BACKWARD))

@@ -1,0 +1,276 @@
+"""What one rank's optimizer steps: DeepSpeed's parameter groups, flat partitions and sub-groups, and the states of each.
+
+Note [Muon's groups]
+    DeepSpeed's Muon has two parameter groups: the matrices, whose momentum Muon keeps, and the rest, which an Adam steps.
+    Orthogonalising needs whole matrices. BF16_Optimizer and an offloaded optimizer gather them in the step and keep momentum
+    for a rank's partition. Stages 1 and 2 otherwise orthogonalise, when the backward ends, the matrices that a rank's
+    partition touches; their momentum is of those matrices whole, as wide as their gradients, and stands twice: a step whose
+    gradients overflow must leave it as it was. Stage 3 gathers whole matrices in the step and keeps momentum for a rank's
+    parts, as wide as a gradient on its way.
+
+Counts are elements. Paths of sources are those of DeepSpeed 0.19.8 under ``deepspeed/runtime/``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from zeroplan.core.buffers import Buffer
+from zeroplan.core.optimizer_row import Domain, Optimizer
+from zeroplan.core.optimizers import find_optimizer
+from zeroplan.core.parallel import ParallelLayout
+from zeroplan.core.parameters import Parameters
+from zeroplan.core.workload import Workload
+from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
+from zeroplan.engines.deepspeed.groups import FlatGroup, flat_groups, padded, sub_groups
+from zeroplan.engines.deepspeed.resolved_config import ResolvedConfig, groups_on_gpu, muon_updates
+from zeroplan.engines.deepspeed.swapping import Swapping
+
+
+@dataclass(frozen=True)
+class SteppedGroups(ResolvedConfig):
+    """One rank's parameters as its optimizer sees them. See Note [Muon's groups].
+
+    Attributes:
+        workload: what is computed.
+        zero: how it is sharded and moved.
+        parameters: the model's parameters.
+        layout: how the ranks divide the work.
+        rank: this one's number among them.
+    """
+
+    workload: Workload
+    zero: ZeroConfig
+    parameters: Parameters
+    layout: ParallelLayout
+    rank: int = 0
+
+    @property
+    def stage(self) -> int:
+        """ZeRO's stage."""
+        return self.zero.stage
+
+    @cached_property
+    def optimizer(self) -> Optimizer:
+        """The row of the optimizer table."""
+        return find_optimizer(self.workload.optimizer)
+
+    @cached_property
+    def ranks(self) -> int:
+        """Data-parallel ranks."""
+        return self.layout.shard_group
+
+    @property
+    def numel(self) -> tuple[int, ...]:
+        """Elements of each parameter."""
+        return self.parameters.numel
+
+    @cached_property
+    def shards(self) -> tuple[int, ...]:
+        """This rank's elements of each parameter at stage 3, where every parameter is padded by itself."""
+        ranks = self.ranks
+        return tuple(-(-count // ranks) for count in self.numel)
+
+    @cached_property
+    def swapping(self) -> Swapping:
+        """The rules of NVMe offload."""
+        return Swapping.of(self.zero, self)
+
+    @property
+    def _swaps_optimizer(self) -> bool:
+        return self.stage == 3 and self.optimizer_device is OffloadDevice.NVME
+
+    @cached_property
+    def param_groups(self) -> tuple[tuple[Domain, tuple[int, ...]], ...]:
+        """The optimizer's groups of parameters: all trained ones, or Muon's matrices before the rest.
+
+        Source: utils.py, is_optimized_parameter; engine.py, _muon_param_groups
+        """
+        trained, names, shapes = self.parameters.trained, self.parameters.names, self.parameters.shapes
+        if not self.optimizer.rest:
+            return ((Domain.ALL, trained),)
+        matrices = tuple(p for p in trained if muon_updates(names[p], len(shapes[p])))
+        rest = tuple(sorted(set(trained) - set(matrices)))
+        return tuple((domain, own) for domain, own in ((Domain.MATRIX, matrices), (Domain.REST, rest)) if own)
+
+    @cached_property
+    def trained(self) -> tuple[int, ...]:
+        """The parameters that the optimizer owns, group by group."""
+        return tuple(p for _, group in self.param_groups for p in group)
+
+    @cached_property
+    def flat(self) -> FlatGroup:
+        """Stages 1 and 2: the trained parameters as one flat tensor, cut among the ranks."""
+        return flat_groups(
+            tuple(group for _, group in self.param_groups),
+            self.numel,
+            self.ranks,
+            width=self.param_bytes,
+            round_robin=self.zero.round_robin_gradients,
+            aligned=self.zero.parameter_alignment,
+        )
+
+    @cached_property
+    def sub_groups(self) -> list[list[int]]:
+        """Stage 3: the parameters of each sub-group, which the optimizer steps one after another."""
+        return [sub for _, subs in self._sub_groups_of for sub in subs]
+
+    @cached_property
+    def _sub_groups_of(self) -> list[tuple[Domain, list[list[int]]]]:
+        size = self.zero.sub_group_size
+        return [(domain, sub_groups(group, self.shards, size)) for domain, group in self.param_groups]
+
+    @cached_property
+    def stepped_at_once(self) -> list[int]:
+        """This rank's elements of each group that the optimizer steps at once.
+
+        A parameter at stage 0, all of them if they are flattened; a group's partition at stages 1 and 2; a sub-group at
+        stage 3.
+        """
+        if self.stage == 0:
+            counts = [self.numel[p] for p in self.trained]
+            return [sum(counts)] if self.flattens else counts
+        if self.stage == 3:
+            return [sum(self.shards[p] for p in group) for group in self.sub_groups]
+        if not self.zero.parameter_alignment:
+            return [padded(sum(self.numel[p] for p in group), self.ranks) // self.ranks for _, group in self.param_groups]
+        return list(self.flat.partitions)
+
+    @cached_property
+    def domains(self) -> list[Domain]:
+        """Which of the optimizer's states each entry of :attr:`stepped_at_once` has."""
+        if self.stage == 3:
+            return [domain for domain, subs in self._sub_groups_of for _ in subs]
+        one_by_one = self.stage == 0 and not self.flattens
+        return [domain for domain, group in self.param_groups for _ in (group if one_by_one else (0,))]
+
+    @property
+    def flattens(self) -> bool:
+        """Whether stage 0 keeps one flat master: with 16-bit parameters and FusedAdam. Source: fp16/fused_optimizer.py."""
+        return self.stage == 0 and self.own_masters and self.fused_adam
+
+    @cached_property
+    def staying(self) -> int:
+        """Groups that a partial offload leaves on the GPU: the first ones."""
+        return groups_on_gpu(len(self.stepped_at_once), self.zero) if self.stage == 3 else 0
+
+    @cached_property
+    def stepped_in_memory(self) -> list[int]:
+        """Elements of the groups whose optimizer state stays in host memory between steps, where the optimizer is offloaded."""
+        return [self.stepped_at_once[at] for at in self.in_memory]
+
+    @cached_property
+    def in_memory(self) -> list[int]:
+        """Those groups, as places in :attr:`stepped_at_once`."""
+        if self.optimizer_device is OffloadDevice.NVME:
+            return [at for at in range(len(self.stepped_at_once)) if not self.is_swapped(at)]
+        return list(range(self.staying, len(self.stepped_at_once)))
+
+    def is_swapped(self, at: int) -> bool:
+        """Whether the optimizer's states of a group, by its place in :attr:`stepped_at_once`, are in files between steps."""
+        on_disk = self.optimizer_device is OffloadDevice.NVME
+        return on_disk and self.stepped_at_once[at] * self.master_bytes >= self.least_swapped
+
+    def states(self, at: int) -> list[tuple[Buffer, int]]:
+        """Bytes of the optimizer's states of a group, by its place in :attr:`stepped_at_once`."""
+        count, domain = self.stepped_at_once[at], self.domains[at]
+        if domain is Domain.MATRIX and self.stages_momentum:
+            count = self.momentum
+        width = self.momentum_bytes if domain is Domain.MATRIX else self.state_bytes
+        return [(state.buffer, state.bytes_of(count, width)) for state in self.optimizer.states if state.domain is domain]
+
+    # --- Muon ---------------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def matrix(self) -> int:
+        """Elements of this rank's parts of the matrices that Muon updates."""
+        return self._stepped(Domain.MATRIX, range(len(self.stepped_at_once)))
+
+    @cached_property
+    def rest(self) -> int:
+        """Elements of this rank's parts of what Muon leaves to Adam."""
+        return self._stepped(Domain.REST, range(len(self.stepped_at_once)))
+
+    @cached_property
+    def matrix_in_memory(self) -> int:
+        """Elements of the matrices' parts whose offloaded momentum is in host memory."""
+        return self._stepped(Domain.MATRIX, self.in_memory)
+
+    @cached_property
+    def rest_in_memory(self) -> int:
+        """Elements of what Muon leaves to Adam whose offloaded states are in host memory."""
+        return self._stepped(Domain.REST, self.in_memory)
+
+    @cached_property
+    def matrix_in_files(self) -> int:
+        """Elements of the matrices' parts whose momentum is in files, each sub-group aligned."""
+        return self._in_files(Domain.MATRIX)
+
+    @cached_property
+    def rest_in_files(self) -> int:
+        """Elements of what Muon leaves to Adam whose states are in files, each sub-group aligned."""
+        return self._in_files(Domain.REST)
+
+    def _stepped(self, domain: Domain, places: Iterable[int]) -> int:
+        return sum(self.stepped_at_once[at] for at in places if self.domains[at] is domain)
+
+    def _in_files(self, domain: Domain) -> int:
+        own = [count for count, one in zip(self.stepped_at_once, self.domains, strict=True) if one is domain]
+        return self.swapping.state_files(own, self.master_bytes) if self._swaps_optimizer else 0
+
+    @property
+    def stages_momentum(self) -> bool:
+        """Whether Muon's momentum is of whole matrices, and staged in a copy until the step is known to be good.
+
+        So it is where stages 1 and 2 orthogonalise a rank's gradients when the backward ends.
+        Source: zero/stage_1_and_2.py, _muon_momentum_buffer, _muon_staging_momentum
+        """
+        here = self.stage in (1, 2) and not self.offloads_optimizer and not self.full_fp32_grads
+        return here and bool(self.optimizer.rest)
+
+    @property
+    def momentum_precedes(self) -> bool:
+        """Whether Muon's momentum is there before the first step: from the first backward's end, or from initialisation.
+
+        Source: zero/stage_1_and_2.py, get_flat_partition; zero/stage3.py, _create_fp32_partitions
+        """
+        return bool(self.optimizer.rest) and (self.stages_momentum or self.stage == 3)
+
+    @property
+    def momentum_bytes(self) -> int:
+        """Bytes of one element of Muon's momentum: the gradient's where it is staged, at stage 3 those of one on its way.
+
+        Source: zero/stage_1_and_2.py, _muon_momentum_buffer; zero/stage3.py, _create_momentum_buffer
+        """
+        if self.stage == 3:
+            return self.comm_bytes
+        if self.stages_momentum:
+            return self.accum_bytes if self.accumulates_apart else self.param_bytes
+        return self.master_bytes
+
+    @cached_property
+    def touched_matrices(self) -> list[int]:
+        """Elements of each matrix that this rank's partition touches, whole; empty unless :attr:`stages_momentum`."""
+        return self._touched.get(self.rank, [])
+
+    @cached_property
+    def momentum(self) -> int:
+        """Elements of the matrices that this rank's partition touches, whole."""
+        return sum(self.touched_matrices)
+
+    @cached_property
+    def most_momentum(self) -> int:
+        """Elements of the matrices that a rank's partition touches, whole, on the rank where they are the most."""
+        return max(map(sum, self._touched.values()), default=0)
+
+    @cached_property
+    def _touched(self) -> dict[int, list[int]]:
+        """By rank."""
+        found: dict[int, list[int]] = {}
+        for domain, group in self.param_groups if self.stages_momentum else ():
+            for p in group if domain is Domain.MATRIX else ():
+                for part in self.flat.slices[p]:
+                    found.setdefault(part.rank, []).append(self.numel[p])
+        return found

@@ -1,6 +1,7 @@
 """The recommendation against the truth: a grid of candidates, each measured under DeepSpeed on a capped GPU.
 
 ``python -m benchmarks.recommend.measure specs --setup NAME > specs.jsonl`` writes what ``benchmarks.recommend.driver`` runs.
+``… predict --setup NAME`` prints what zeroplan says of the grid, to be kept before it is measured.
 ``… emit FOLDER`` writes the recommended config of Llama-3.2-1B on one 24 GB card, and the jobs that train it as it is.
 ``… keep ROWS.jsonl…`` adds measured rows to those that are kept (benchmarks/ground_truth/grid.jsonl), without their marks.
 ``… compare [ROWS.jsonl…]`` holds measured rows, the kept ones by default, against the ranking that the same candidates get
@@ -36,6 +37,8 @@ _KEPT = (
     *("error", "detail", "phase", "config", "losses", "loss_fell"),
 )
 RESULT = Path(__file__).resolve().parent.parent / "results" / "recommend.json"
+#: The GPU that a grid is predicted for.
+GPU = "H200"
 #: The check that an emitted config trains as it is: this model on one card of so many GiB.
 EMITTED_MODEL, EMITTED_VRAM, EMITTED_STEPS = "meta-llama/Llama-3.2-1B", 24, 10
 
@@ -49,6 +52,12 @@ def ranked(name: str, setup: Setup, gpu: str = "H100") -> Answer:
         for index, (spec, choice) in enumerate(zip(specs(name, setup), setup.grid, strict=True))
     ]
     return answer(request, Wish(given=given))
+
+
+def predict(setup: Setup, said: Answer) -> dict[str, Any]:
+    """What is said of a grid, the fastest first."""
+    first = next((one.index for one in said.ranking if one.fits), None)
+    return {"recommended": first, "table": [_line(setup.grid[one.index], one, None) for one in said.ranking]}
 
 
 def compare(name: str, setup: Setup, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -162,7 +171,7 @@ def _read(paths: Iterable[Path]) -> list[dict[str, Any]]:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("verb", choices=("specs", "emit", "keep", "compare"))
+    parser.add_argument("verb", choices=("specs", "predict", "emit", "keep", "compare"))
     parser.add_argument("--setup", choices=sorted(SETUPS), action="append")
     parser.add_argument("paths", nargs="*", type=Path)
     arguments = parser.parse_args()
@@ -174,6 +183,9 @@ def main() -> None:
         for name in names:
             for spec in specs(name, SETUPS[name]):
                 print(json.dumps(spec.to_dict()))
+        return
+    if arguments.verb == "predict":
+        print(json.dumps({name: predict(SETUPS[name], ranked(name, SETUPS[name], GPU)) for name in names}, indent=1))
         return
     rows = [kept(row) for row in _read(arguments.paths or [GRID])]
     if arguments.verb == "keep":

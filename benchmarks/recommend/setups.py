@@ -157,6 +157,26 @@ SETUPS = {
             Choice(2, "", 12, True, expandable=True),
         ),
     ),
+    # Predicted before it was measured, on other lengths and another card than those above.
+    "qwen15b_4x32": Setup(
+        "Qwen/Qwen2.5-1.5B",
+        4,
+        32,
+        2048,
+        (
+            *_each(0, "", True, 1),
+            *_each(1, "", True, 2, 4),
+            *_each(2, "", False, 1, 2),
+            *_each(2, "", True, 2, 4, 5, 6),
+            *_each(3, "", False, 1, 2),
+            *_each(3, "", True, 4, 6),
+            *_each(2, "o", True, 6),
+            Choice(2, "", 2, False, "overlap"),
+            Choice(2, "", 4, True, "small"),
+            Choice(3, "", 4, True, "overlap"),
+            Choice(2, "", 4, True, expandable=True),
+        ),
+    ),
 }
 
 

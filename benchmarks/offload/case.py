@@ -28,9 +28,9 @@ class OffloadCase(Case):
     that no update waits for the last gradient. ``delayed``: the delayed parameter update (zeroplan only).
     """
 
-    what: str
-    free: bool
-    delayed: bool
+    what: str = ""
+    free: bool = False
+    delayed: bool = False
     nvme_path: str = ""
 
     @classmethod
@@ -38,7 +38,7 @@ class OffloadCase(Case):
         """The case that `text` names."""
         head, *options = text.split("+")
         engine, stage, what = head.split(":")
-        flags = ("r32" in options, "ckpt" in options)
+        flags = ("r32" in options, "ckpt" in options, "compile" in options)
         return cls(engine, int(stage), *flags, what, "free" in options, "delayed" in options, nvme_path)
 
     def __str__(self) -> str:

@@ -36,31 +36,42 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """``ENGINE:STAGE[+r32][+ckpt]``, as in ``zeroplan:3+r32``.
+    """``ENGINE:STAGE[+r32][+ckpt][+compile]``, as in ``zeroplan:3+r32``.
 
     `engine` is zeroplan, deepspeed, fsdp2 (stage 3 reshards after the forward, stage 2 does not) or ddp (stage 0; stage 1
-    with ZeroRedundancyOptimizer). `fp32_reduce`: gradients are reduced in fp32, else in bf16.
+    with ZeroRedundancyOptimizer). `fp32_reduce`: gradients are reduced in fp32, else in bf16. `compiled`: each block is
+    compiled by ``torch.compile``, as torchtitan does.
     """
 
     engine: str
     stage: int
     fp32_reduce: bool
     checkpointing: bool
+    compiled: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Case:
         """The case that `text` names."""
         head, *options = text.split("+")
         engine, _, stage = head.partition(":")
-        return cls(engine, int(stage), "r32" in options, "ckpt" in options)
+        return cls(engine, int(stage), "r32" in options, "ckpt" in options, "compile" in options)
 
     def __str__(self) -> str:
-        return f"{self.engine}:{self.stage}{'+r32' * self.fp32_reduce}{'+ckpt' * self.checkpointing}"
+        return f"{self.engine}:{self.group}{'+compile' * self.compiled}"
 
     @property
     def group(self) -> str:
-        """Cases with equal groups do the same work and are compared."""
+        """Cases with equal groups do the same work and are compared, compiled or not."""
         return f"{self.stage}{'+r32' * self.fp32_reduce}{'+ckpt' * self.checkpointing}"
+
+    @property
+    def label(self) -> str:
+        """The engine, and whether its blocks are compiled."""
+        return f"{self.engine}{', compiled' * self.compiled}"
+
+    def is_beside(self, other: Case) -> bool:
+        """Whether `other` is another engine that does the same work."""
+        return other.engine != self.engine and other.group == self.group
 
     def ds_config(self, micro: int, ranks: int) -> dict[str, Any]:
         """The ds_config of this case, for DeepSpeed and the included runtime alike."""

@@ -62,7 +62,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     good = {str(row["case"]): row for row in rows if "fault" not in row}
     for name, row in good.items():
         case = Case.parse(name)
-        peers = [peer for other, peer in good.items() if other != name and Case.parse(other).group == case.group]
+        peers = [peer for other, peer in good.items() if case.is_beside(Case.parse(other))]
         ratios = [_ratio(row, peer) for peer in peers] if case.engine == "zeroplan" else []
         peaks = f"{row.get('peak_allocated', 0) / 1e9:7.2f} {row.get('peak_reserved', 0) / 1e9:7.2f} GB"
         lines.append(f"{name:24} {row['step_ms']:9.2f} ms {row['tokens_per_s']:8} tok/s {peaks}  {'; '.join(ratios)}")
@@ -72,7 +72,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 def _ratio(row: dict[str, Any], peer: dict[str, Any]) -> str:
     apart = max(abs(a - b) for a, b in zip(row["losses"], peer["losses"], strict=True))
     fall = abs(peer["losses"][0] - peer["losses"][-1])
-    parts = [f"{Case.parse(peer['case']).engine}: x{row['tokens_per_s'] / peer['tokens_per_s']:.2f} tok/s"]
+    parts = [f"{Case.parse(peer['case']).label}: x{row['tokens_per_s'] / peer['tokens_per_s']:.2f} tok/s"]
     if "peak_reserved" in peer:
         parts.append(f"x{row['peak_reserved'] / peer['peak_reserved']:.2f} reserved")
     if apart > TOLERANCE * fall:

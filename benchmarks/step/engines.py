@@ -35,6 +35,9 @@ def build(case: Case, shape: str, micro: int, device: torch.device) -> tuple[Ste
     """One training step on this rank's token ids [micro, seq], giving the loss; and what keeps the engine alive."""
     dtype = torch.bfloat16 if case.engine in ("zeroplan", "deepspeed") else torch.float32
     model = llama(shape, dtype, device, checkpointing=case.checkpointing)
+    if case.compiled:
+        for block in model.model.layers:
+            block.compile()
     return {"zeroplan": _zeroplan, "deepspeed": _deepspeed, "fsdp2": _fsdp2, "ddp": _ddp}[case.engine](
         case, model, micro, device
     )

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.step.case import Case
 from zeroplan.report.table import render
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -36,20 +37,23 @@ def runtime_speed() -> str:
 
 
 def _step_table(rows: list[dict[str, Any]]) -> list[list[str]]:
-    ours = {(row["case"].partition(":")[2], row["command"]): row for row in rows if row["case"].startswith("zeroplan:")}
+    """A row a case; beside a peer's stands what the faster form of the runtime, compiled or not, reached in the same run."""
+    cases = [(Case.parse(row["case"]), row) for row in rows]
+    cases.sort(key=lambda pair: (pair[0].group, pair[0].engine != "zeroplan", str(pair[0])))
     table = []
-    for row in sorted(rows, key=lambda row: (row["case"].partition(":")[2], not row["case"].startswith("zeroplan:"))):
-        engine, _, group = row["case"].partition(":")
-        stage, *options = group.split("+")
-        mine, ratios = ours.get((group, row["command"])), ["", ""]  # those of the same run
-        if mine is not None and mine is not row:
+    for case, row in cases:
+        ours = [mine for other, mine in cases if other.engine == "zeroplan" and case.is_beside(other)]
+        ours = [mine for mine in ours if mine["command"] == row["command"]]
+        ratios = ["", ""]
+        if ours:
+            best = max(ours, key=lambda mine: mine["tokens_per_s"])
             ratios = [
-                f"× {mine['tokens_per_s'] / row['tokens_per_s']:.2f}",
-                f"{mine['peak_reserved'] / row['peak_reserved']:.2f}",
+                f"× {best['tokens_per_s'] / row['tokens_per_s']:.2f}",
+                f"{best['peak_reserved'] / row['peak_reserved']:.2f}",
             ]
-        stage += ", fp32" if "r32" in options else ""
+        stage = ", ".join([str(case.stage), *(["fp32"] if case.fp32_reduce else []), *(["ckpt"] if case.checkpointing else [])])
         memory = [f"{row[key] / 1e9:.2f}" for key in ("peak_allocated", "peak_reserved")]
-        table.append([engine, stage, f"{row['step_ms']:.1f}", f"{row['tokens_per_s']:,}", *memory, *ratios])
+        table.append([case.label, stage, f"{row['step_ms']:.1f}", f"{row['tokens_per_s']:,}", *memory, *ratios])
     return table
 
 

@@ -129,6 +129,13 @@ class Engine(ABC):
         """How the engine divides dtypes between model, masters and arithmetic when ``--dtype`` asks for `dtype`."""
         return Precision.FP32 if dtype is DType.FP32 else Precision.MIXED
 
+    def for_optimizer(self, zero: ZeroConfig, optimizer: str) -> ZeroConfig:
+        """`zero` with the keys that the engine demands before it runs an optimizer, a row's name in the optimizer table.
+
+        Planned and written is the result, wherever zeroplan and not the user's file chooses the configuration.
+        """
+        return zero
+
     def optimizer_device(self, offload_param: str) -> str:
         """Where the optimizer goes when the user offloads parameters to `offload_param` and does not say."""
         return OffloadDevice.CPU if offload_param == OffloadDevice.CPU else OffloadDevice.NONE

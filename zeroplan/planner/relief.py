@@ -90,7 +90,8 @@ def _changes(engine: Engine, case: Case, config: AllocatorConfig | None) -> Iter
     offload = f" --offload-optimizer {zero.offload_optimizer.device}" if zero.offload_optimizer else ""
     stages = sorted({option.stage for option in engine.options() if option.stage > zero.stage})
     for stage in stages if case.layout.world_size > 1 else ():
-        yield _Change(f"ZeRO-{stage}", f"--stage {stage}{offload}", replace(case, zero=replace(zero, stage=stage)), config)
+        sharded = engine.for_optimizer(replace(zero, stage=stage), work.optimizer)
+        yield _Change(f"ZeRO-{stage}", f"--stage {stage}{offload}", replace(case, zero=sharded), config)
     if not work.gradient_checkpointing:
         again = replace(work, gradient_checkpointing=True)
         yield _Change("gradient checkpointing", "--gradient-checkpointing", replace(case, workload=again), config)

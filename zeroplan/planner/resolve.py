@@ -55,7 +55,8 @@ def resolve(request: Request) -> Resolved:
     spec = _model(request)
     warnings: list[str] = []
     if request.ds_config is None:
-        workload, zeros = workload_of(request, engine, spec), _zeros(request, engine)
+        workload = workload_of(request, engine, spec)
+        zeros = [engine.for_optimizer(zero, workload.optimizer) for zero in _zeros(request, engine)]
     else:
         from zeroplan.planner.from_ds_config import read_run
 

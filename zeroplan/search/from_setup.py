@@ -124,4 +124,5 @@ def _candidate(setup: Setup, request: Request, problem: Problem) -> Candidate:
 
         return candidate_of(dict(setup.ds_config), problem, request, again)
     workload = replace(problem.workload, gradient_checkpointing=again)
-    return Candidate(problem.engine.default(), workload, request.alloc_conf)
+    zero = problem.engine.for_optimizer(problem.engine.default(), workload.optimizer)
+    return Candidate(zero, workload, request.alloc_conf)

@@ -107,7 +107,7 @@ def space_of(problem: Problem, request: Request, wish: Wish) -> list[Candidate]:
         BadInput: batch arithmetic that cannot work out, or a stage and offload that no option has.
     """
     zeros = [
-        (zero, effort)
+        (problem.engine.for_optimizer(zero, problem.workload.optimizer), effort)
         for zero, effort in problem.engine.search_space(problem.cluster, wish.nvme_path)
         if (request.stage is None or zero.stage == request.stage)
         and (request.offload_optimizer is None or zero.offload_optimizer.device == request.offload_optimizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.buffers import Phase
@@ -70,6 +71,22 @@ class DeepSpeed(Engine):
             BadInput: with the remedy.
         """
         zero.require_possible()
+
+    def for_optimizer(self, zero: ZeroConfig, optimizer: str) -> ZeroConfig:
+        """`zero` with what DeepSpeed demands of an optimizer that ZeRO was not tested with, and of Muon at stage 3.
+
+        Source: runtime/engine.py, _do_optimizer_sanity_check; runtime/zero/stage3.py, __init__
+        """
+        if not zero.stage:
+            return zero
+        written = find_optimizer(optimizer).written
+        untested = written is None or not written.tested
+        gathers_whole = written is not None and written.splits and zero.stage == 3
+        return replace(
+            zero,
+            zero_allow_untested_optimizer=zero.zero_allow_untested_optimizer or untested,
+            reduce_scatter=zero.reduce_scatter and not gathers_whole,
+        )
 
     def require_workload(self, case: Case) -> None:
         """Refuse optimizers that DeepSpeed does not combine with ZeRO.

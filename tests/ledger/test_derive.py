@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroplan.ledger.derive import Derived, align, expression, fraction, largest, pow2, shard, smallest
+from zeroplan.ledger.derive import Derived, expression, fraction, pow2, shard
 
 COUNT = st.integers(0, 1 << 45)
 PARTS = st.integers(1, 4096)
@@ -38,9 +38,6 @@ def test_helpers_give_the_same_number_with_and_without_a_derivation(count: int, 
     a, n = Derived(count, "a"), Derived(parts, "n")
     for plain, derived in (
         (shard(count, parts), shard(a, n)),
-        (align(count, parts), align(a, n)),
-        (largest(count, parts), largest(a, n)),
-        (smallest(count, parts), smallest(a, n)),
         (pow2(count), pow2(a)),
         (fraction(count, 8, 256), fraction(a, 8, 256)),
     ):

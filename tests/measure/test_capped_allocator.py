@@ -11,7 +11,7 @@ import pytest
 
 from zeroplan.simulate.allocator.config import AllocatorConfig
 from zeroplan.simulate.allocator.run import run_allocator
-from zeroplan.simulate.history import from_columns, read_history
+from tests.simulate.history import from_columns, read_history
 
 CAPPED = sorted((Path(__file__).parent.parent / "fixtures" / "allocator" / "capped").glob("*.json.gz"))
 

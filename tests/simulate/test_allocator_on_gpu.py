@@ -13,7 +13,7 @@ import pytest
 
 from zeroplan.simulate.allocator.config import AllocatorConfig
 from zeroplan.simulate.allocator.run import run_allocator
-from zeroplan.simulate.history import from_snapshot, read_history
+from tests.simulate.history import from_snapshot, read_history
 
 pytestmark = pytest.mark.gpu
 

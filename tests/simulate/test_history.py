@@ -10,7 +10,7 @@ import pytest
 
 from zeroplan.core.units import MIB
 from zeroplan.simulate.allocator.config import AllocatorConfig
-from zeroplan.simulate.history import HistoryEvent, from_columns, from_snapshot, read_history, replay
+from tests.simulate.history import HistoryEvent, from_columns, from_snapshot, read_history, replay
 
 FIXTURES = sorted((Path(__file__).parent.parent / "fixtures" / "allocator").glob("*.json.gz"))
 

@@ -2,6 +2,4 @@
 
 #: The torch of the measured GPU runs.
 TORCH_GPU = "2.11.0"
-#: The torch that traces on a CPU.
-TORCH_CPU = "2.13.0"
 TRANSFORMERS = "5.17.0"

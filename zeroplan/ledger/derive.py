@@ -2,7 +2,7 @@
 
 A line is plain arithmetic over the fields of a facts object. Given plain integers it returns a plain integer in
 microseconds; given :class:`Derived` integers it returns one that also holds the expression. ``int()``, ``max()`` and ``//``
-would lose the derivation, so lines use :func:`shard`, :func:`align`, :func:`largest`, :func:`smallest` and :func:`pow2`.
+would lose the derivation, so lines use :func:`shard`, :func:`pow2` and :func:`fraction`.
 """
 
 from __future__ import annotations
@@ -69,41 +69,13 @@ def _product(a: int, b: int) -> Derived:
     return Derived(int(a) * int(b), f"{_wrap(a, _PRODUCT)} × {_wrap(b, _PRODUCT)}", _PRODUCT)
 
 
-def _any_derived(*values: int) -> bool:
-    return any(isinstance(v, Derived) for v in values)
-
-
 def shard(total: int, parts: int) -> int:
     """The elements of one of `parts` equal shards, padded up: ⌈total / parts⌉."""
     value = -(-int(total) // int(parts))
     if int(parts) == 1 and isinstance(total, Derived):
         return total
-    if _any_derived(total, parts):
+    if isinstance(total, Derived) or isinstance(parts, Derived):
         return Derived(value, f"⌈{_wrap(total, _PRODUCT)} / {_wrap(parts, _ATOM)}⌉")
-    return value
-
-
-def align(count: int, multiple: int) -> int:
-    """`count` rounded up to a multiple."""
-    value = -(-int(count) // int(multiple)) * int(multiple)
-    if _any_derived(count, multiple):
-        return Derived(value, f"⌈{_wrap(count, _SUM)}⌉ to a multiple of {_wrap(multiple, _ATOM)}", _SUM)
-    return value
-
-
-def largest(*values: int) -> int:
-    """The largest of the values."""
-    value = max(int(v) for v in values)
-    if _any_derived(*values):
-        return Derived(value, f"max({', '.join(_wrap(v, _SUM) for v in values)})")
-    return value
-
-
-def smallest(*values: int) -> int:
-    """The smallest of the values."""
-    value = min(int(v) for v in values)
-    if _any_derived(*values):
-        return Derived(value, f"min({', '.join(_wrap(v, _SUM) for v in values)})")
     return value
 
 

@@ -135,7 +135,7 @@ class Recorder:
             nbytes: bytes requested.
             buffer: what the bytes are.
             stream: the stream that is current; freed memory is reused only on the stream that it was allocated on.
-            note: who asked, such as a module's index or name; :meth:`Timeline.alive_by_note` groups by it.
+            note: who asked, such as a module's index or name; :meth:`Timeline.alive_by_buffer_and_note` groups by it.
         """
         self._code.append(stream << OP_BITS)
         self._value.append(nbytes)

@@ -1,4 +1,4 @@
-"""What a simulated run used, and what was alive when: totals by mark, contents of the peak, curves to draw."""
+"""What a simulated run used and which buffers were alive when: totals at each mark, the peak's contents, curves to draw."""
 
 from __future__ import annotations
 
@@ -24,9 +24,14 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class TimelineMark:
-    """Bytes at a named point. `peak` and `peak_reserved` are the most since the mark before (as in measured rows).
+    """Bytes at a named point of a run.
 
-    `active` counts what is freed but awaits a stream as well; `largest_free` is the largest cached block.
+    Attributes:
+        name: the point's name.
+        allocated, reserved: bytes at this point.
+        peak, peak_reserved: the most bytes allocated and reserved since the mark before.
+        active: allocated bytes, and those of freed blocks that still wait for a stream.
+        largest_free: bytes of the largest cached block.
     """
 
     name: str
@@ -37,24 +42,19 @@ class TimelineMark:
     active: int
     largest_free: int
 
-    @property
-    def fragmentation(self) -> int:
-        """Bytes reserved and not handed out."""
-        return self.reserved - self.allocated
-
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A run in a few hundred points, each the moment of the highest allocated total within its slice of events.
+    """A run in a few hundred points. Each point is the event with the highest allocated total in its slice of events.
 
-    Events say in which order things happen, not when. An event block between two marks is as wide as the root of its number of
-    events, so that an optimizer step of fifty is seen beside a backward of fifty thousand.
+    Events have an order but no times. The part between two marks is drawn as wide as the square root of its number of events,
+    so that an optimizer step of fifty events is visible beside a backward of fifty thousand.
 
     Attributes:
-        events: index of the event at each point.
+        events: the index of the event at each point.
         positions: where to draw each point, from 0 (the first event) to 1 (the last).
-        allocated, reserved: bytes at each point (reserved: the most within the slice).
-        by_buffer: for each buffer, its bytes at each point; they add up to `allocated`.
+        allocated, reserved: bytes at each point; `reserved` is the most within the slice.
+        by_buffer: each buffer's bytes at each point; they add up to `allocated`.
         marks: each mark's position and name, in order.
     """
 
@@ -67,7 +67,7 @@ class Curve:
 
 
 class Labels(Protocol):
-    """What a recording says beside its events."""
+    """The names that a recording gives to its marks and handles."""
 
     @property
     def marks(self) -> Sequence[str]:
@@ -75,20 +75,20 @@ class Labels(Protocol):
 
     @property
     def buffers(self) -> Sequence[Buffer]:
-        """By handle what the bytes are."""
+        """What the bytes are, by handle."""
 
     @property
     def notes(self) -> Sequence[Note]:
-        """By handle who asked for them."""
+        """Who asked for the bytes, by handle."""
 
 
 class Timeline:
-    """A recorded stream beside what the allocator made of it. All sizes in bytes, blocks as rounded by the allocator.
+    """A recording with what the allocator did. All sizes are bytes; blocks are as the allocator rounded them.
 
     Attributes:
-        marks: the named points, in order (those that the run reached).
-        peak_allocated, peak_reserved: the most over the whole run.
-        oom: the request that could not be served, None if all were.
+        marks: the named points that the run reached, in order.
+        peak_allocated, peak_reserved: the most bytes over the whole run.
+        oom: the request that could not be served; None if all were served.
     """
 
     def __init__(
@@ -121,18 +121,14 @@ class Timeline:
         return Timeline(self._code, self._value, self._labels, result)
 
     def peak_mark(self) -> str:
-        """Name of the mark that ends the event block in which allocated peaked; empty if none follows."""
+        """The name of the first mark after the peak of allocated memory; empty if none follows."""
         for mark, totals in zip(self.marks, self.result.marks, strict=True):
             if totals.event > self.result.peak_event:
                 return mark.name
         return ""
 
-    def fragmentation(self) -> int:
-        """Bytes reserved beyond the most ever allocated: cached blocks that did not fit what was asked for."""
-        return self.peak_reserved - self.peak_allocated
-
     def alive(self, event: int | None = None) -> list[int]:
-        """Handles alive after an event (when allocated peaked, if None), in order of allocation."""
+        """The handles that are alive after an event, or at the peak of allocated memory if None, in order of allocation."""
         last = self.result.peak_event if event is None else event
         made = len(self.result.block_sizes)
         flags = native.alive(self._code, self._value, last + 1, made)
@@ -154,17 +150,12 @@ class Timeline:
         return flags
 
     def alive_by_buffer(self, event: int | None = None) -> dict[Buffer, int]:
-        """Bytes alive (when allocated peaked, if `event` is None) by buffer, largest first; they add up to allocated."""
+        """The bytes alive after an event, or at the peak if None, by buffer, largest first; they add up to allocated."""
         buffers = self._labels.buffers
         return self._grouped((buffers[handle], handle) for handle in self.alive(event))
 
-    def alive_by_note(self, event: int | None = None) -> dict[Note, int]:
-        """The same by who asked for the block."""
-        notes = self._labels.notes
-        return self._grouped((notes[handle], handle) for handle in self.alive(event))
-
     def alive_by_buffer_and_note(self, event: int | None = None) -> dict[tuple[Buffer, Note], int]:
-        """The same by both."""
+        """The same by buffer and by who asked for the block."""
         buffers, notes = self._labels.buffers, self._labels.notes
         return self._grouped(((buffers[handle], notes[handle]), handle) for handle in self.alive(event))
 
@@ -176,7 +167,7 @@ class Timeline:
         return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
     def curve(self, points: int = 600) -> Curve:
-        """The run in about `points` points, for drawing. Costs a few tenths of a microsecond an event."""
+        """The run in about `points` points, for drawing."""
         allocated = self.allocated_by_event()
         slices, positions, marks = self._slices(len(allocated), points)
         chosen = [max(range(start, end), key=allocated.__getitem__) for start, end in slices]
@@ -193,13 +184,13 @@ class Timeline:
         """Slices of events, the position of each, and the marks' positions; see :class:`Curve`."""
         names = {totals.event: mark.name for mark, totals in zip(self.marks, self.result.marks, strict=True)}
         bounds = sorted({0, count, *(event + 1 for event in names)})
-        event_blocks = [(start, end) for start, end in pairwise(bounds) if end > start]
-        whole = sum(math.sqrt(end - start) for start, end in event_blocks) or 1.0
+        spans = [(start, end) for start, end in pairwise(bounds) if end > start]
+        whole = sum(math.sqrt(end - start) for start, end in spans) or 1.0
         slices: list[tuple[int, int]] = []
         positions: list[float] = []
         marks: list[tuple[float, str]] = []
         left = 0.0
-        for start, end in event_blocks:
+        for start, end in spans:
             width = math.sqrt(end - start) / whole
             parts = min(end - start, max(1, round(points * width)))
             for part in range(parts):
@@ -244,10 +235,6 @@ class Timeline:
                 totals.append((peak, now))
                 peak = now
         return totals
-
-    def reserved_by_event(self) -> list[int]:
-        """Bytes reserved after each event (the most while it was handled)."""
-        return self._reserved([(at, at + 1) for at in range(self.result.events)])
 
     def _reserved(self, slices: Sequence[tuple[int, int]]) -> list[int]:
         """The most bytes reserved within each slice of events."""

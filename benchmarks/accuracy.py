@@ -66,8 +66,8 @@ def marks_of(request: Request, run: Simulated, row: dict[str, Any]) -> Sequence[
     case = resolve(request).cases[0]
     steps = [mark for mark in row["marks"] if mark["at"].startswith("step")]
     return simulate_deepspeed(
-        rank_of(case, run.stream),
-        run.stream,
+        rank_of(case, run.tape),
+        run.tape,
         steps=len(steps),
         skipped_steps=skipped_steps(row),
         config=AllocatorConfig.parse(request.alloc_conf),

@@ -26,7 +26,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.rates import Rates, rates_of
 from zeroplan.engines.base import Case
 from zeroplan.engines.registry import find_engine
-from zeroplan.ledger.work import Counts, count_stream
+from zeroplan.ledger.work import Counts, count_tape
 from zeroplan.planner.resolve import resolve
 from zeroplan.planner.tapes import NoTapeError, expanded_tape_of
 from zeroplan.search.cost import CostModel
@@ -99,7 +99,7 @@ def samples(rows: Iterable[dict[str, Any]]) -> list[Sample]:
         key = f"{row['model']} {work.micro_batch}x{work.seq_len} {resolved.engine.trace_options(case).key} r{work.lora_rank}"
         if key not in known:
             try:
-                known[key] = asdict(count_stream(expanded_tape_of(resolved.engine, case)))
+                known[key] = asdict(count_tape(expanded_tape_of(resolved.engine, case)))
             except NoTapeError as error:
                 print(f"{row['id']}: {error}")
                 continue

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.simulate.history import from_columns, read_history
 from zeroplan.simulate.allocator.config import AllocatorConfig
 from zeroplan.simulate.allocator.run import run_allocator
-from tests.simulate.history import from_columns, read_history
 
 CAPPED = sorted((Path(__file__).parent.parent / "fixtures" / "allocator" / "capped").glob("*.json.gz"))
 

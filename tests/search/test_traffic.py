@@ -21,7 +21,7 @@ from zeroplan.engines.deepspeed import traffic
 from zeroplan.engines.deepspeed.traffic_facts import GLOSSARY
 from zeroplan.engines.registry import find_engine
 from zeroplan.ledger.traffic import Executor, Resource, WorkItem, seconds_for
-from zeroplan.ledger.work import Counts, count_stream, guess_counts, matrices, scale_counts
+from zeroplan.ledger.work import Counts, count_tape, guess_counts, matrices, scale_counts
 from zeroplan.models.load import load_model
 from zeroplan.search.cost import CostModel, compose
 
@@ -218,7 +218,7 @@ def test_recomputation_leaves_out_the_last_product_of_a_block() -> None:
             stream.op.append(op)
             stream.arg.append(arg)
             stream.aux.append(0)
-        return count_stream(stream)
+        return count_tape(stream)
 
     assert recomputed(()).unfinished == 8 * 64  # its operands are saved before it runs, and nothing more is needed
     assert recomputed((3,)).unfinished == 0  # a norm behind it saves what the product made

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.simulate.history import from_snapshot, read_history
 from zeroplan.simulate.allocator.config import AllocatorConfig
 from zeroplan.simulate.allocator.run import run_allocator
-from tests.simulate.history import from_snapshot, read_history
 
 pytestmark = pytest.mark.gpu
 

@@ -18,12 +18,12 @@ def _recorded(behind: int) -> Recorder:
     deferred_frees.begin()
     for _ in range(6):
         deferred_frees.tick()
-        deferred_frees.look()
+        deferred_frees.poll()
         handle = recorder.alloc(30 * MIB, Buffer.PARAM_FULL, stream=1)
         recorder.record_stream(handle, 0)
         deferred_frees.free(handle)
         recorder.free(handle)
-    deferred_frees.settle()
+    deferred_frees.complete_all()
     recorder.mark("step0")
     return recorder
 

@@ -59,7 +59,7 @@ def recorded(programs: list[Program], event_blocks: EventBlocks, sizes: list[int
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_stretches_equal_their_events(seed: int) -> None:
+def test_event_blocks_equal_their_events(seed: int) -> None:
     rng = random.Random(seed)
     programs, event_blocks = tape(rng)
     plain, whole, live = recorded(programs, event_blocks, list(event_blocks.sizes))
@@ -87,7 +87,7 @@ def test_the_twins_agree(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_storage_is_made_once() -> None:
     event_blocks = EventBlocks()
     event_blocks.alloc(3, 8, Buffer.ACTIVATION, 0)
-    with pytest.raises(ValueError, match="storage 3 is made twice"):
+    with pytest.raises(ValueError, match="storage 3 is allocated twice"):
         event_blocks.alloc(3, 8, Buffer.ACTIVATION, 0)
 
 

@@ -13,7 +13,7 @@ from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
 from zeroplan.planner.simulated import Simulated
 from zeroplan.simulate.recorder import Recorder, simulate
-from zeroplan.simulate.steady_state import MOST_STEPS, play_on, settle
+from zeroplan.simulate.steady_state import MOST_STEPS, repeat_last_step, steady_run
 from zeroplan.simulate.timeline import Timeline
 
 #: What a 40 GB card leaves to torch, as the measured runs were held to (benchmarks/ground_truth/grid.jsonl, `cap`).
@@ -42,9 +42,9 @@ def test_playing_on_equals_a_longer_recording(options: dict[str, object]) -> Non
     case = resolve(request).cases[0]
 
     def played(steps: int) -> Timeline:
-        return simulate_deepspeed(rank_of(case, run.stream), run.stream, steps=steps)
+        return simulate_deepspeed(rank_of(case, run.tape), run.tape, steps=steps)
 
-    longer, short = played(5), play_on(played(3), 2)
+    longer, short = played(5), repeat_last_step(played(3), 2)
     assert short is not None
     code, value, labels = short.recorded
     expected_code, expected_value, expected = longer.recorded
@@ -61,7 +61,7 @@ def test_a_run_that_three_steps_would_let_pass_dies_as_the_measured_one_did() ->
     run, _ = _run(model="meta-llama/Llama-3.2-3B", stage=3, gpus=4, micro_batch=4)
     free = run.simulation.timeline
     assert free.under(CAP).oom is None
-    found = settle(free, CAP)
+    found = steady_run(free, CAP)
     failed = found.timeline.oom
     assert failed is not None
     assert not found.quiet
@@ -97,19 +97,19 @@ def _by_hand(*, leaks: bool) -> Timeline:
 def test_a_quiet_run_a_steady_one_and_one_without_room() -> None:
     """Room for both, for one in place of the other in every step, and for one only."""
     run = _by_hand(leaks=False)
-    roomy = settle(run, 100 * MIB)
+    roomy = steady_run(run, 100 * MIB)
     assert (roomy.quiet, roomy.steady, roomy.timeline.result.retries) == (True, True, 0)
-    tight = settle(run, 62 * MIB)
+    tight = steady_run(run, 62 * MIB)
     assert (tight.quiet, tight.steady) == (False, True)
     steps = sum(mark.name.startswith("step") for mark in tight.timeline.marks)
     assert tight.timeline.result.retries >= steps
-    none = settle(run, 39 * MIB)
+    none = steady_run(run, 39 * MIB)
     assert none.timeline.oom is not None
     assert not none.steady
 
 
 def test_a_run_that_leaks_is_not_played_on() -> None:
-    assert play_on(_by_hand(leaks=True), 1) is None
-    longer = play_on(_by_hand(leaks=False), MOST_STEPS)
+    assert repeat_last_step(_by_hand(leaks=True), 1) is None
+    longer = repeat_last_step(_by_hand(leaks=False), MOST_STEPS)
     assert longer is not None
     assert list(longer.recorded[2].marks)[-1] == f"step{2 + MOST_STEPS}"

@@ -15,7 +15,7 @@ from zeroplan.core.tape_options import options_for
 from zeroplan.core.workload import Attention, DType, Precision, Workload
 from zeroplan.models import catalog
 from zeroplan.tapes import ship, shipped
-from zeroplan.tapes.regenerate import Folder, pack, units
+from zeroplan.tapes.regenerate import TapeFolder, pack, units
 from zeroplan.tapes.variants import variants
 
 MODEL = "distilbert/distilgpt2"
@@ -26,7 +26,7 @@ def _tape(width: int) -> dict[str, object]:
     return to_json(Tape([TapeModule("", "Model", -1)], [TapeParam("w", (2, width), True, 2)], [0], [0], [], [program], 0))
 
 
-def _part(folder: Folder, key: str, content: object, ending: str = "json") -> None:
+def _part(folder: TapeFolder, key: str, content: object, ending: str = "json") -> None:
     path = Path(folder.part(MODEL, key, ending))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content))
@@ -58,7 +58,7 @@ def test_units_hold_each_tape_once_and_like_models_together() -> None:
 
 
 def test_what_is_traced_is_packed_and_not_asked_for_again(tmp_path: Path) -> None:
-    folder = Folder(str(tmp_path))
+    folder = TapeFolder(str(tmp_path))
     _part(folder, "one", _tape(3))
     _part(folder, "two", "ValueError: no", "failed")
     assert folder.done(MODEL) == {"one", "two"}
@@ -77,7 +77,7 @@ def test_what_is_traced_is_packed_and_not_asked_for_again(tmp_path: Path) -> Non
 
 
 def test_status_tells_missing_from_impossible(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = Folder(str(tmp_path))
+    folder = TapeFolder(str(tmp_path))
     arguments = ["--into", str(tmp_path), "--only", MODEL, "--variants", "sdpa_none_half_zero3"]
     assert ship.main([*arguments, "--status"]) == 1
     assert f"missing: {MODEL} sdpa_none_half_zero3_lora" in capsys.readouterr().out
@@ -93,7 +93,7 @@ def test_status_tells_missing_from_impossible(tmp_path: Path, capsys: pytest.Cap
 
 def test_compare_names_the_tapes_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, size in (("one", 3), ("two", 4)):
-        folder = Folder(str(tmp_path / name))
+        folder = TapeFolder(str(tmp_path / name))
         program = Program((1, 0), (1, 0), [], [], [Piece(-1, False, [_marks(size)])])
         _part(folder, "sdpa_none_half", to_json(Tape([TapeModule("", "Model", -1)], [], [0], [], [], [program], 0)))
         pack(MODEL, folder, "")

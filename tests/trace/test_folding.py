@@ -12,14 +12,15 @@ pytest.importorskip("transformers")
 import torch
 from torch import nn
 
+from zeroplan.core.model_config import auto_class_of
 from zeroplan.core.tape import ExpandedTape, Mark, Op
 from zeroplan.core.tape_codec import from_json, to_json
-from zeroplan.core.tape_options import Arithmetic, Checkpointing, TraceOptions, auto_class_of
+from zeroplan.core.tape_options import Arithmetic, Checkpointing, TraceOptions
 from zeroplan.core.tape_sizes import KernelDevice
 from zeroplan.core.workload import Attention
 from zeroplan.trace import pointwise
 from zeroplan.trace.api import Donors, trace_at, trace_model, trace_module
-from zeroplan.trace.fit import DoesNotFitError, Point, fit_poly
+from zeroplan.trace.fit import DoesNotFitError, TracePoint, fit_poly
 
 pytestmark = pytest.mark.torch
 
@@ -103,14 +104,14 @@ def test_an_expanded_tape_equals_the_whole_model_traced_there(
     for batch, seq in points:
         whole = {key: value for key, value in config.items() if "layers" not in key}
         depths = {key: value for key, value in config.items() if "layers" in key}
-        there = _whole(whole | depths, options, Point(batch, seq, 4 if options.lora is not None else 0))
+        there = _whole(whole | depths, options, TracePoint(batch, seq, 4 if options.lora is not None else 0))
         folded = tape.expand(batch, seq, 4)
         assert renumbered(folded) == renumbered(there)
         assert folded.params == there.params
         assert folded.modules == there.modules
 
 
-def _whole(config: dict[str, Any], options: TraceOptions, point: Point) -> ExpandedTape:
+def _whole(config: dict[str, Any], options: TraceOptions, point: TracePoint) -> ExpandedTape:
     """Every block traced, nothing fitted."""
     from zeroplan.trace import api
 
@@ -145,7 +146,7 @@ def test_other_devices_run_other_attention_kernels() -> None:
 
 
 def test_torch_agrees_on_pointwise_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    point = Point(2, 96)
+    point = TracePoint(2, 96)
     quick = trace_at(T5, auto_class_of(T5), TraceOptions(), point)
     monkeypatch.setattr(pointwise, "result", lambda *_: None)
     slow = trace_at(T5, auto_class_of(T5), TraceOptions(), point)
@@ -170,7 +171,7 @@ def test_a_plain_module_is_traced_with_an_example_batch() -> None:
 
 
 def test_sizes_are_fitted_exactly_or_not_at_all() -> None:
-    points = [Point(1, 192), Point(2, 320), Point(3, 448), Point(5, 64)]
+    points = [TracePoint(1, 192), TracePoint(2, 320), TracePoint(3, 448), TracePoint(5, 64)]
     assert fit_poly(points, [b * s * 24 for b, s, _ in points]) == ((24, 1, 1, 0),)
     assert fit_poly(points, [8 * b * (s + 1) for b, s, _ in points]) == ((8, 1, 0, 0), (8, 1, 1, 0))
     with pytest.raises(DoesNotFitError):

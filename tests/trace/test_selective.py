@@ -24,7 +24,7 @@ from zeroplan.core.tape_summary import summarise
 from zeroplan.core.workload import Attention, CheckpointPolicy, Workload
 from zeroplan.trace import kernels
 from zeroplan.trace.api import trace_at, trace_model
-from zeroplan.trace.fit import Point
+from zeroplan.trace.fit import TracePoint
 
 pytestmark = pytest.mark.torch
 
@@ -102,7 +102,7 @@ def test_a_tape_is_a_real_runs_allocations_in_their_order(policy: str) -> None:
     workload = Workload(gradient_checkpointing=True, checkpoint_policy=policy, attn=Attention.EAGER)
     asked = options_for(workload)
     options = TraceOptions(Attention.EAGER, asked.checkpointing, Arithmetic.FP32, every=asked.every)
-    tape = trace_at(LLAMA, "AutoModelForCausalLM", options, Point(BATCH, SEQ))
+    tape = trace_at(LLAMA, "AutoModelForCausalLM", options, TracePoint(BATCH, SEQ))
     forward, backward = _traced(tape.expand(BATCH, SEQ))
     real_forward, real_backward = _real(CheckpointPolicy.parse(policy))
     assert forward == real_forward
@@ -111,7 +111,7 @@ def test_a_tape_is_a_real_runs_allocations_in_their_order(policy: str) -> None:
 
 def test_selective_keeps_products_and_what_fused_attention_makes() -> None:
     def live(checkpointing: Checkpointing) -> int:
-        tape = trace_at(LLAMA, "AutoModelForCausalLM", TraceOptions(checkpointing=checkpointing), Point(BATCH, SEQ))
+        tape = trace_at(LLAMA, "AutoModelForCausalLM", TraceOptions(checkpointing=checkpointing), TracePoint(BATCH, SEQ))
         return summarise(tape.expand(BATCH, SEQ)).live_after_forward
 
     tokens, hidden, kv, inner, heads = BATCH * SEQ, 96, 48, 160, 4

@@ -10,8 +10,9 @@ import sys
 
 import pytest
 
+from zeroplan.core.model_config import auto_class_of
 from zeroplan.core.tape import ExpandedTape, Mark, Op
-from zeroplan.core.tape_options import Arithmetic, Checkpointing, TraceOptions, auto_class_of
+from zeroplan.core.tape_options import Arithmetic, Checkpointing, TraceOptions
 from zeroplan.core.workload import Attention, DType, Precision, Workload
 from zeroplan.models.load import load_model
 from zeroplan.tapes import find_tape, shipped

@@ -45,7 +45,7 @@ T5: dict[str, Any] = {
     ids=["llama", "lora", "t5"],
 )
 def test_plan_and_measurement_are_equal(model: dict[str, Any], options: dict[str, Any], leaving: int) -> None:
-    from zeroplan.validate.rank.probe import Place
+    from zeroplan.validate.rank.probe import RankDevice
     from zeroplan.validate.rank.run import run_job
 
     config = {**MOVES, "zero_optimization": {"stage": 2}}
@@ -62,7 +62,7 @@ def test_plan_and_measurement_are_equal(model: dict[str, Any], options: dict[str
     )
     (case,) = resolved.cases
     planned = predict(resolved.engine, case, ExpandedTapes(resolved.engine))
-    result = run_job(job_of(case, find_engine("zeroplan"), "", raw=config, steps=2), Place.of("cpu", 0), lambda _: None)
+    result = run_job(job_of(case, find_engine("zeroplan"), raw=config, steps=2), RankDevice.of("cpu", 0), lambda _: None)
     found = compare(planned, measurement_of([result], device="cpu", ranks=1), 0.02)
     assert not found.mismatches
     row = next(row for row in found.rows if row.name == "activation.checkpoint")

@@ -149,4 +149,4 @@ def test_on_a_cpu_tensors_are_judged_only_where_its_kernels_are_cudas() -> None:
     same = compare(plan, measured(result(plan, **tensors), device="cpu"), 0.02)
     assert not same.within
     assert "peak of tensors is off by +3.9%" in same.verdict
-    assert compare(replace(plan, drops=True), measured(result(plan, **tensors), device="cpu"), 0.02).within
+    assert compare(replace(plan, cpu_differs=True), measured(result(plan, **tensors), device="cpu"), 0.02).within

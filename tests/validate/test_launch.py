@@ -19,7 +19,7 @@ from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
 from zeroplan.validate.job import VerifyJob, job_of
 from zeroplan.validate.launch import Launch
-from zeroplan.validate.live import live_of
+from zeroplan.validate.live import live_module
 from zeroplan.validate.measured import measurement_of
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
@@ -27,10 +27,10 @@ pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 def endless(timeout: float) -> VerifyJob:
     """A job that ends only when it is ended."""
-    module, live = Classifier(), live_of(Classifier(), batch())
+    module, live = Classifier(), live_module(Classifier(), batch())
     micro_batch, seq_len = live.shape()
     asked = Request(model=module, engine="zeroplan", gpus=2, stage=3, micro_batch=micro_batch, seq_len=seq_len)
-    return job_of(resolve(asked).cases[0], find_engine("zeroplan"), "stage 3", steps=100_000, timeout=timeout, live=live)
+    return job_of(resolve(asked).cases[0], find_engine("zeroplan"), steps=100_000, timeout=timeout, live=live)
 
 
 def alive(pid: int) -> bool:

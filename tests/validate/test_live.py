@@ -16,7 +16,7 @@ import zeroplan
 from tests.conftest import ROOT
 from tests.validate.plain import Classifier, batch
 from zeroplan.core.errors import BadInput
-from zeroplan.validate.live import RANK, live_of, require_no_rank
+from zeroplan.validate.live import RANK, live_module, require_no_rank
 from zeroplan.validate.results import Drift
 
 pytestmark = [pytest.mark.torch]
@@ -109,9 +109,9 @@ def test_a_rank_that_imports_an_unguarded_script_is_refused(monkeypatch: pytest.
 
 def test_batches_become_keyword_arguments() -> None:
     module = Classifier()
-    named = live_of(module, batch())
-    placed = live_of(module, tuple(batch().values()))
+    named = live_module(module, batch())
+    placed = live_module(module, tuple(batch().values()))
     assert named.batch.keys() == placed.batch.keys() == {"tokens", "kind"}
     assert named.shape() == (16, 32)
-    assert live_of(nn.Linear(3, 3), X).batch.keys() == {"input"}
-    assert live_of(nn.Linear(3, 3), X).batch_on(X.device, torch.bfloat16)["input"].dtype is torch.bfloat16
+    assert live_module(nn.Linear(3, 3), X).batch.keys() == {"input"}
+    assert live_module(nn.Linear(3, 3), X).batch_on(X.device, torch.bfloat16)["input"].dtype is torch.bfloat16

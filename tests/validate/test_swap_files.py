@@ -23,7 +23,7 @@ pytestmark = pytest.mark.torch
 @pytest.mark.parametrize("folders", [("states", "params"), ("states", "states"), ("states", "states/params")], ids=str)
 def test_states_and_parameters_in_folders_of_their_own(folders: tuple[str, str], tmp_path: Path) -> None:
     """Each file is counted once, wherever the two folders are; locks are not counted."""
-    from zeroplan.validate.rank.probe import Place
+    from zeroplan.validate.rank.probe import RankDevice
     from zeroplan.validate.rank.run import run_job
 
     for name in folders:
@@ -37,7 +37,7 @@ def test_states_and_parameters_in_folders_of_their_own(folders: tuple[str, str],
     resolved = resolve(Request(model=CONFIG, engine="zeroplan", ds_config=config, seq_len=16))
     (case,) = resolved.cases
     planned = predict(resolved.engine, case, ExpandedTapes(resolved.engine))
-    result = run_job(job_of(case, find_engine("zeroplan"), "", raw=config, steps=2), Place.of("cpu", 0), lambda _: None)
+    result = run_job(job_of(case, find_engine("zeroplan"), raw=config, steps=2), RankDevice.of("cpu", 0), lambda _: None)
     found = compare(planned, measurement_of([result], device="cpu", ranks=1), 0.02)
     files = next(row for row in found.totals if row.name == "swap files")
     assert files.planned == files.measured == planned.plan.nvme.per_node

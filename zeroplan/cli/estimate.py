@@ -79,7 +79,7 @@ def _json(answer: Estimate, *, peak: bool) -> str:
 
     data = json.loads(answer.report.to_json())
     for plan, run in zip(data["plans"], answer.runs, strict=True):
-        plan["peak"] = None if run is None else peak_json(run.simulation.timeline, run.stream)
+        plan["peak"] = None if run is None else peak_json(run.simulation.timeline, run.tape)
     return json.dumps(data, indent=2)
 
 
@@ -94,7 +94,7 @@ def _peaks(answer: Estimate, style: str, width: int | None) -> str:
             parts.append(f"{plan.label}: no peak at formula depth")
         else:
             parts.append(f"{plan.label}: alive at the peak, in {plan.gpu.peak_phase}")
-            parts.append(peak_tables(run.simulation.timeline, run.stream, style=style, width=width))
+            parts.append(peak_tables(run.simulation.timeline, run.tape, style=style, width=width))
             parts += [host_table(plan, style, width=width)] if several else []
     return "\n\n".join(parts)
 
@@ -106,7 +106,7 @@ def _write_html(answer: Estimate, path: str) -> None:
 
     timelines = {index: run.simulation.timeline for index, run in enumerate(answer.runs) if run is not None}
     run = next((run for run in answer.runs if run is not None), None)
-    origin = origin_in(run.stream) if run is not None else None
+    origin = origin_in(run.tape) if run is not None else None
     write_atomic(path, html_report(json.loads(answer.report.to_json()), timelines, origin))
 
 

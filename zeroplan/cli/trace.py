@@ -46,8 +46,8 @@ def trace_command(
 
     Its forward and backward are traced, once, and kept for later predictions.
     """
-    from zeroplan.core.tape_sizes import KernelDevice
     from zeroplan.core.tape_summary import summarise
+    from zeroplan.planner.tapes import expand_for
     from zeroplan.report.tape import TracedBatch, tape_json, tape_text
     from zeroplan.tapes import find_tape, get_tape
 
@@ -63,9 +63,7 @@ def trace_command(
     source = "at hand"
     if tape is None:
         tape, source = get_tape(spec, workload, zero3=zero3), "traced now"
-    device = KernelDevice.of(resolved.cluster.gpu)
-    stream = tape.expand(workload.micro_batch, workload.seq_len or 1, workload.lora_rank, device=device)
-    summary = summarise(stream)
+    summary = summarise(expand_for(tape, case))
     seconds = time.perf_counter() - began
     traced = TracedBatch(spec.name, source, seconds, workload.micro_batch, workload.seq_len, summary)
     if output is not None:

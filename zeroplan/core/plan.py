@@ -11,15 +11,18 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from zeroplan.core.display import Printable
 from zeroplan.core.units import format_bytes
+from zeroplan.core.zero_config import sharding_label
 
 SCHEMA_VERSION = 1
 
 
-class _Frozen(BaseModel):
+class Frozen(BaseModel):
+    """The base of every answer's parts: immutable, without unknown fields."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class PlanLine(_Frozen):
+class PlanLine(Frozen):
     """The bytes of one buffer on the worst rank, the phases in which it is alive, and the formula of its size."""
 
     buffer: str
@@ -29,14 +32,14 @@ class PlanLine(_Frozen):
     formula: str = ""
 
 
-class PeakShare(_Frozen):
+class PeakShare(Frozen):
     """Bytes of one family of buffers (:class:`zeroplan.core.families.Family`) at the peak of allocated memory."""
 
     what: str
     bytes: int
 
 
-class GpuMemory(_Frozen):
+class GpuMemory(Frozen):
     """Bytes on the worst rank's GPU. Activations, peaks and total are None at formula depth.
 
     `peak_allocated` and `peak_reserved` are what ``torch.cuda.max_memory_allocated`` and ``max_memory_reserved`` return
@@ -75,7 +78,7 @@ class GpuMemory(_Frozen):
         return self.total if self.total is not None else max([self.live_after_step, *self.phases.values()])
 
 
-class HostBuffer(_Frozen):
+class HostBuffer(Frozen):
     """Bytes of one buffer in a node's host memory, summed over the node's ranks. `place` is ``dram`` or ``pinned``."""
 
     buffer: str
@@ -83,7 +86,7 @@ class HostBuffer(_Frozen):
     bytes: int
 
 
-class HostPeak(_Frozen):
+class HostPeak(Frozen):
     """The peak of a node's host memory in one phase. `alive`, largest first, adds up to `bytes`."""
 
     phase: str
@@ -92,7 +95,7 @@ class HostPeak(_Frozen):
     alive: tuple[HostBuffer, ...]
 
 
-class CpuMemory(_Frozen):
+class CpuMemory(Frozen):
     """Bytes of one node's host memory, summed over the node's ranks.
 
     `per_node` is the peak of loading, initialisation and training, pinned memory included; it is reached in `peak_phase`.
@@ -106,20 +109,20 @@ class CpuMemory(_Frozen):
     peaks: tuple[HostPeak, ...] = ()
 
 
-class NvmeMemory(_Frozen):
+class NvmeMemory(Frozen):
     """Bytes of one node's swap files."""
 
     per_node: int
 
 
-class PeerFigures(_Frozen):
+class PeerFigures(Frozen):
     """What DeepSpeed's own estimator says: bytes on each GPU, and bytes in each node's host memory."""
 
     gpu: int
     cpu: int
 
 
-class MemoryPlan(Printable, _Frozen):
+class MemoryPlan(Printable, Frozen):
     """The memory of one configuration.
 
     `fits` is None when no limit was given. `misfits` names the limits that are exceeded: ``gpu``, ``cpu``, ``nvme``.
@@ -143,18 +146,13 @@ class MemoryPlan(Printable, _Frozen):
     @property
     def label(self) -> str:
         """``"stage 3, optimizer cpu, parameters cpu"``."""
-        text = f"stage {self.stage}"
-        if self.offload_optimizer != "none":
-            text += f", optimizer {self.offload_optimizer}"
-        if self.offload_param != "none":
-            text += f", parameters {self.offload_param}"
-        return text
+        return sharding_label(self.stage, self.offload_optimizer, self.offload_param)
 
     def __repr__(self) -> str:
         return f"<MemoryPlan {self.engine} {self.label}: {format_bytes(self.gpu.needed)} a GPU>"
 
 
-class ModelInfo(_Frozen):
+class ModelInfo(Frozen):
     """The model: its name, the number of its parameters, how many of them are trained, and where the shapes came from."""
 
     name: str
@@ -163,7 +161,7 @@ class ModelInfo(_Frozen):
     source: str
 
 
-class Relief(_Frozen):
+class Relief(Frozen):
     """A knob that lowers a plan's GPU memory: what to turn, the flags for it, the bytes it saves, and the new total."""
 
     what: str
@@ -173,7 +171,7 @@ class Relief(_Frozen):
     fits: bool | None = None
 
 
-class Report(_Frozen):
+class Report(Frozen):
     """The plans of one request, with the request. ``--json`` prints it.
 
     `reliefs` are knobs of the plan that the answer is about (:attr:`decisive`), the cheapest in speed first.

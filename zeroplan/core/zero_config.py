@@ -244,6 +244,11 @@ class ZeroConfig:
                 raise BadInput(f"{value} is negative", where=f.name, remedy="use a number of elements")
 
     @property
+    def label(self) -> str:
+        """``"stage 3, optimizer cpu, parameters cpu"``."""
+        return sharding_label(self.stage, self.offload_optimizer.device, self.offload_param.device)
+
+    @property
     def overlaps_comm(self) -> bool:
         """`overlap_comm` as DeepSpeed resolves it: on at stage 3, off below, unless set (zero/config.py)."""
         return self.stage == 3 if self.overlap_comm is None else self.overlap_comm
@@ -257,6 +262,12 @@ class ZeroConfig:
     def offloads_param(self) -> bool:
         """Whether parameters leave the GPU: stage 3 only, DeepSpeed ignores the block below."""
         return self.stage == 3 and bool(self.offload_param)
+
+
+def sharding_label(stage: int, offload_optimizer: str, offload_param: str) -> str:
+    """``"stage 3, optimizer cpu, parameters cpu"``, without what is not offloaded."""
+    parts = [("optimizer", offload_optimizer), ("parameters", offload_param)]
+    return ", ".join([f"stage {stage}", *(f"{what} {device}" for what, device in parts if device != OffloadDevice.NONE)])
 
 
 def _device(text: str, where: str) -> OffloadDevice:

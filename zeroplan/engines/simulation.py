@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from zeroplan.core.buffers import Buffer, Phase, Place
-from zeroplan.simulate.steady_state import settle
+from zeroplan.simulate.steady_state import steady_run
 
 if TYPE_CHECKING:
     from zeroplan.simulate.allocator.config import AllocatorConfig
@@ -111,21 +111,21 @@ class Simulation:
     def steady_under(
         self, limit: int, config: AllocatorConfig | None = None, *, device_memory: int | None = None
     ) -> Simulation | None:
-        """This run under `limit` bytes, played on until it settles (simulate/steady_state.py); None if a rank's run does not.
+        """This run under `limit` bytes, repeated until it is steady (simulate/steady_state.py); None if a rank's run never is.
 
-        A run whose frees wait for a device of no certain pace is never twice the same: it has to settle for good. Of
-        expandable segments whole pages can be returned from between blocks, so that no step leaves much behind.
+        Where the device's lag is uncertain no two steps are timed alike, so the last step has to take and return no segment
+        at all. With expandable segments a run only has to get through: pages between blocks can be returned.
         """
-        settled: list[Timeline] = []
+        steady: list[Timeline] = []
         for run in self.all_lags:
-            found = settle(run, limit, config, device_memory=device_memory)
+            found = steady_run(run, limit, config, device_memory=device_memory)
             through = found.quiet if self.other_lags else found.steady
             if config is not None and config.expandable_segments:
                 through = found.timeline.oom is None
             if not through:
                 return None
-            settled.append(found.timeline)
-        return self._of(settled)
+            steady.append(found.timeline)
+        return self._of(steady)
 
     def _of(self, all_lags: list[Timeline]) -> Simulation:
         """The same with other timelines in place of :attr:`all_lags`."""

@@ -1,8 +1,8 @@
-"""Integers that remember how they were derived, so that one function serves estimate, explain and the docs.
+"""Integers that remember their derivation, so that one function serves estimate, explain and the docs.
 
-A line is plain arithmetic over the fields of a facts object. Given plain integers it returns a plain integer in
-microseconds; given :class:`Derived` integers it returns one that also holds the expression. ``int()``, ``max()`` and ``//``
-would lose the derivation, so lines use :func:`shard`, :func:`pow2` and :func:`fraction`.
+A line is plain arithmetic over the fields of a facts object. Given plain integers it returns a plain integer. Given
+:class:`Derived` integers it returns one that also holds the expression. ``int()``, ``max()`` and ``//`` would lose the
+derivation, so lines use :func:`shard`, :func:`pow2` and :func:`fraction`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _ATOM: Final = 3
 
 
 class Derived(int):
-    """An int with the expression that gave it. Adding or multiplying keeps the expression; comparing does not need it."""
+    """An int with the expression that it came from. Adding and multiplying keep the expression."""
 
     expr: str
     _rank: int
@@ -86,7 +86,7 @@ def pow2(count: int) -> int:
 
 
 def fraction(count: int, numerator: int, denominator: int) -> int:
-    """⌈count × numerator / denominator⌉, for byte rates that are no whole number."""
+    """⌈count × numerator / denominator⌉, for bytes an element that are no whole number."""
     value = -(-int(count) * numerator // denominator)
     if denominator == 1:
         return count * numerator
@@ -96,5 +96,5 @@ def fraction(count: int, numerator: int, denominator: int) -> int:
 
 
 def expression(value: int) -> str:
-    """How a value was derived, or the value itself."""
+    """The value's expression, or the value itself."""
     return value.expr if isinstance(value, Derived) else f"{value:,}"

@@ -1,4 +1,4 @@
-"""A line is one formula for one buffer; a ledger is a tuple of them.
+"""A line is one formula for one buffer. A ledger is a tuple of lines.
 
 The same function gives the number (:func:`evaluate`), its derivation (:func:`derived`) and its row in the docs.
 """
@@ -17,31 +17,37 @@ Formula = Callable[[Any], int]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """One formula: `fn(facts) -> bytes` on one rank. Zero bytes mean that the buffer does not exist there.
-
-    `state` marks model states (parameters, gradients, optimizer), as the ZeRO paper counts them.
-    """
+class Documented:
+    """A formula, ``fn(facts) -> int`` on one rank, whose docstring states its purpose and its source."""
 
     name: str
-    buffer: Buffer
-    place: Place | Callable[[Any], Place]
-    phases: tuple[Phase, ...]
     fn: Formula
-    state: bool
 
     @property
     def doc(self) -> str:
-        """What the buffer is for: the first line of the formula's docstring."""
+        """The purpose: the first line of the formula's docstring."""
         return (self.fn.__doc__ or "").strip().split("\n")[0]
 
     @property
     def source(self) -> str:
-        """Where the fact comes from: what follows ``Source:`` in the docstring, or nothing."""
+        """The source: what follows ``Source:`` in the docstring, or nothing."""
         for text in (self.fn.__doc__ or "").splitlines():
             if text.strip().startswith("Source:"):
                 return text.strip().removeprefix("Source:").strip()
         return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Line(Documented):
+    """The formula of one buffer, in bytes. Zero bytes mean that the buffer does not exist on that rank.
+
+    `state` marks model states (parameters, gradients, optimizer), as the ZeRO paper counts them.
+    """
+
+    buffer: Buffer
+    place: Place | Callable[[Any], Place]
+    phases: tuple[Phase, ...]
+    state: bool
 
     def place_of(self, facts: Any) -> Place:
         """Where the bytes are, given the facts."""
@@ -50,7 +56,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A line evaluated: bytes on one rank, and how they came about where that was asked for."""
+    """An evaluated line: bytes on one rank, with the derivation from :func:`derived`."""
 
     name: str
     buffer: Buffer
@@ -64,7 +70,7 @@ class Item:
 
     @property
     def names(self) -> tuple[str, str]:
-        """What users may call it: the buffer and the line."""
+        """The names by which users may ask for it: the buffer's and the line's."""
         return self.buffer.value, self.name
 
 
@@ -86,7 +92,7 @@ class LedgerBuilder:
         """Register the decorated formula as a line named after the function."""
 
         def register(fn: Formula) -> Formula:
-            self._lines.append(Line(fn.__name__, buffer, place, phases, fn, state))
+            self._lines.append(Line(fn.__name__, fn, buffer, place, phases, state))
             return fn
 
         return register
@@ -97,9 +103,9 @@ class LedgerBuilder:
 
 
 class _Symbols:
-    """Facts seen through names: every int attribute comes back as a Derived that knows what it is called.
+    """Facts whose integers remember their names: each one is returned as a :class:`Derived`.
 
-    A property of the facts is itself a small formula, so it is derived through the same names.
+    A property of the facts is a small formula itself, so it is evaluated on these facts, too.
     """
 
     def __init__(self, facts: Any) -> None:
@@ -116,9 +122,9 @@ class _Symbols:
 
 
 def glossary_of(kind: type) -> dict[str, str]:
-    """What the names in formulas over objects of a class mean: the first line of each docstring.
+    """The meaning of each name that formulas over objects of a class show: the first line of its docstring.
 
-    Such a name is a cached property that returns an int. A plain property is itself derived (:func:`symbols`), so no formula
+    These names are cached properties that return an int. A plain property is derived itself (:func:`symbols`), so no formula
     shows its name.
     """
     found: dict[str, str] = {}
@@ -133,7 +139,7 @@ def glossary_of(kind: type) -> dict[str, str]:
 
 
 def symbols(facts: Any) -> Any:
-    """The facts with every integer replaced by one that remembers its name, for formulas to be derived with."""
+    """The facts with every integer replaced by one that remembers its name, to derive formulas with."""
     return _Symbols(facts)
 
 

@@ -1,4 +1,4 @@
-"""The optimizer-state lines that every engine shares: one a kind of state, for the elements that a rank steps."""
+"""The lines of optimizer states, which all engines share: one line for each kind of state."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from zeroplan.ledger.line import LedgerBuilder
 
 
 class StateFacts(Protocol):
-    """What the state lines read: the optimizer, and the bytes of one master-wide element of its states."""
+    """The facts that the lines of optimizer states read."""
 
     @property
     def optimizer(self) -> Optimizer:
-        """Which states there are."""
+        """The optimizer, whose row lists the states."""
         ...
 
     @property
@@ -28,7 +28,7 @@ class StateFacts(Protocol):
 #: Returns a number of elements, given an engine's rank.
 Count = Callable[[Any], int]
 
-#: Every kind of state with what it is for.
+#: The purpose of each kind of state.
 STATE_DOCS = {
     Buffer.OPTIM_EXP_AVG: "Running mean of the gradients (Adam's and Lion's first moment).",
     Buffer.OPTIM_EXP_AVG_SQ: "Running mean of the squared gradients (Adam's second moment).",

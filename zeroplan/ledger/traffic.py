@@ -1,8 +1,7 @@
-"""Lines of work and traffic: operations, kernels and bytes moved, one formula each, in the ledger's form.
+"""Lines of work and traffic: operations, kernels and bytes moved, with one formula each, as in :mod:`zeroplan.ledger.line`.
 
-A memory line says how many bytes a buffer holds; a traffic line says how much of a resource one micro batch or one optimizer
-step takes. Divided by the machine's rate for that resource it is a time. The same function gives the number, the ranking
-and the derivation, as in :mod:`zeroplan.ledger.line`.
+A line of memory gives the bytes of a buffer. A line of work gives the amount of a resource that one micro batch or one
+optimizer step uses. Divided by the machine's rate for that resource it is a time.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from typing import Any
 from zeroplan.core.buffers import Phase
 from zeroplan.core.rates import Rates
 from zeroplan.ledger.derive import expression
-from zeroplan.ledger.line import symbols
+from zeroplan.ledger.line import Documented, Formula, symbols
 
 
 class Executor(StrEnum):
-    """What a piece of work keeps busy. Work of different executors can run at the same time, where the engine lets it."""
+    """What carries out a piece of work. Different executors can work at the same time, where the engine lets them."""
 
     PYTHON = "python"  # the process that issues kernels
     GPU = "gpu"
@@ -31,7 +30,7 @@ class Executor(StrEnum):
 
 
 class Resource(StrEnum):
-    """What is used up, and in which unit it is counted."""
+    """What a piece of work uses. The comment names the unit of the amount."""
 
     MATMUL = "matmul"  # operations
     FP32_MATMUL = "fp32 matmul"  # operations
@@ -66,7 +65,7 @@ class Resource(StrEnum):
 
 
 _TERA, _GIGA, _MICRO = 1e12, 1e9, 1e6
-#: executor, the rate's field in Rates, and its unit: amount ÷ (rate × unit) for throughputs, amount × rate ÷ 10^6 for µs each.
+#: The executor, the field of Rates, and its unit. Seconds are amount ÷ (rate × unit), or for unit 0 amount × rate ÷ 10^6.
 _RATES: dict[Resource, tuple[Executor, str, float]] = {
     Resource.MATMUL: (Executor.GPU, "matmul_tflops", _TERA),
     Resource.FP32_MATMUL: (Executor.GPU, "fp32_tflops", _TERA),
@@ -102,60 +101,46 @@ _RATES: dict[Resource, tuple[Executor, str, float]] = {
 
 
 def executor_of(resource: Resource) -> Executor:
-    """What the resource keeps busy."""
+    """The executor that the resource belongs to."""
     return _RATES[resource][0]
 
 
 def rate_name(resource: Resource) -> str:
-    """The field of :class:`~zeroplan.core.rates.Rates` that it is divided by."""
+    """The field of :class:`~zeroplan.core.rates.Rates` with the resource's rate."""
     return _RATES[resource][1]
 
 
 def seconds_for(resource: Resource, amount: int, rates: Rates) -> float:
-    """Seconds that so much of a resource takes."""
+    """Seconds that `amount` of a resource takes, in the resource's unit."""
     _, name, unit = _RATES[resource]
     rate: float = getattr(rates, name)
     return amount / (rate * unit) if unit else amount * rate / _MICRO
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """One formula: ``fn(facts)`` operations, bytes or calls on one rank, each micro batch or (`step`) each optimizer step.
+class Work(Documented):
+    """The formula of one piece of work: operations, bytes or calls on one rank, in one micro batch or one optimizer step.
 
-    `ahead`: of a step's work, what is issued before the host first waits for the device, so beside the backward's end.
+    `ahead` marks work of the optimizer step that is issued before the host first waits for the device, so that it runs beside
+    the end of the backward.
     """
 
-    name: str
     resource: Resource | Callable[[Any], Resource]
     phase: Phase
-    fn: Callable[[Any], int]
     ahead: bool | Callable[[Any], bool] = False
 
-    @property
-    def doc(self) -> str:
-        """What it is: the first line of the formula's docstring."""
-        return (self.fn.__doc__ or "").strip().split("\n")[0]
-
-    @property
-    def source(self) -> str:
-        """Where the fact comes from."""
-        for text in (self.fn.__doc__ or "").splitlines():
-            if text.strip().startswith("Source:"):
-                return text.strip().removeprefix("Source:").strip()
-        return ""
-
     def resource_of(self, facts: Any) -> Resource:
-        """What it uses, given the facts."""
+        """The resource that it uses, given the facts."""
         return self.resource if isinstance(self.resource, Resource) else self.resource(facts)
 
     def is_ahead(self, facts: Any) -> bool:
-        """Whether it is issued before the step first waits, given the facts."""
+        """Whether it is issued before the host first waits in the step, given the facts."""
         return self.ahead if isinstance(self.ahead, bool) else self.ahead(facts)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkItem:
-    """A line evaluated: so much of a resource, for so many seconds. Backward and forward are those of one micro batch."""
+    """An evaluated line: the amount of a resource, and seconds. Forward and backward are those of one micro batch."""
 
     name: str
     resource: Resource
@@ -169,7 +154,7 @@ class WorkItem:
 
     @property
     def executor(self) -> Executor:
-        """What it keeps busy."""
+        """What carries it out."""
         return executor_of(self.resource)
 
 
@@ -191,11 +176,11 @@ class WorkBuilder:
         phase: Phase,
         *,
         ahead: bool | Callable[[Any], bool] = False,
-    ) -> Callable[[Callable[[Any], int]], Callable[[Any], int]]:
+    ) -> Callable[[Formula], Formula]:
         """Register the decorated formula as a line named after the function."""
 
-        def register(fn: Callable[[Any], int]) -> Callable[[Any], int]:
-            self._lines.append(Work(fn.__name__, resource, phase, fn, ahead))
+        def register(fn: Formula) -> Formula:
+            self._lines.append(Work(fn.__name__, fn, resource, phase, ahead))
             return fn
 
         return register
@@ -206,7 +191,7 @@ class WorkBuilder:
 
 
 def work_items(ledger: Iterable[Work], facts: Any, rates: Rates) -> list[WorkItem]:
-    """Every line that is not zero, without derivations."""
+    """Every line of work that is not zero, without its derivation."""
     items = []
     for line in ledger:
         amount = line.fn(facts)

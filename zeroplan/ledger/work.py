@@ -1,7 +1,7 @@
-"""What one micro batch computes: matrix elements, attention width, kernels, bytes written, modules passed.
+"""The computation of one micro batch: matrix products, attention, kernels, bytes written, module calls.
 
-Kernels, bytes and module calls are counted on the tape where there is one; without, they follow from the model's matrices
-by the ratios that tapes of decoders and encoders have in common, and the estimate says so (`traced` False).
+Kernels, bytes and module calls are counted on the tape where there is one. Without a tape they are estimated from the model's
+matrices, by ratios that tapes of decoders and encoders have in common; `traced` is then False.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from zeroplan.core.model_config import text_config
 from zeroplan.core.tape import ExpandedTape, Mark, Op
 from zeroplan.core.workload import Workload
 from zeroplan.models.facts import spec_facts
@@ -18,8 +19,8 @@ from zeroplan.models.spec import ModelSpec, Tensor
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _MATRICES = ("linear", "conv1d", "head")
 
-#: Without a tape: kernels a matrix, forward and backward, and bytes written a token for each byte of a matrix's output.
-#: Tapes of Llama, GPT-2 and BERT: 6.3, 7.5, 4.1 and 10.1, 10.6, 7.3 kernels.
+#: Without a tape: kernels for each matrix in the forward and in the backward, and bytes written for each byte of a matrix's
+#: output. Tapes of Llama, GPT-2 and BERT have 6.3, 7.5, 4.1 kernels in the forward and 10.1, 10.6, 7.3 in the backward.
 KERNELS_FORWARD, KERNELS_BACKWARD = 6, 9
 #: The projections of a block with a gated MLP.
 MATRICES_OF_A_BLOCK = 7
@@ -28,10 +29,16 @@ WRITTEN_FORWARD, WRITTEN_BACKWARD = 4, 8
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """A model's matrix products, in elements that each token is multiplied with.
+    """A model's matrix products, in matrix elements that each token is multiplied with.
 
-    `all` is the forward; `trained` of those get a weight gradient; `blocks` stand in blocks, which checkpointing recomputes.
-    `outputs` is the elements that they write a token; `count` their number.
+    Attributes:
+        all: all matrices.
+        trained: the matrices with a weight gradient.
+        blocks: the matrices in blocks, which checkpointing recomputes.
+        count: the number of matrices.
+        outputs: elements that they write for each token.
+        attention: heads × head size, summed over the blocks.
+        causal: whether attention is causal.
     """
 
     all: int
@@ -39,18 +46,20 @@ class Matrices:
     blocks: int
     count: int
     outputs: int
-    attention: int  # heads × head size, over all blocks
+    attention: int
     causal: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Kernels, bytes written and module calls of one micro batch. Recomputation counts as backward: `recomputed_kernels` of the
-    backward's kernels run again in `checkpoints` segments.
+    """Kernels, bytes written and module calls of one micro batch. Recomputation counts as backward.
 
-    `unfinished`: elements of the matrices in whose module recomputation stops. It ends once everything saved is there again,
-    and a product saves its operands before it runs, so that of a block's last matrix is left out where nothing after it is
-    saved. Source: torch/utils/checkpoint.py, _StopRecomputationError
+    Attributes:
+        recomputed_kernels: the backward's kernels that are recomputation.
+        checkpoints: the checkpointed segments that they run in.
+        traced: whether a tape was counted; False for an estimate.
+        unfinished: elements of the matrices whose product recomputation leaves out. It stops when every saved tensor is there
+            again, and a product saves its operands before it runs. Source: torch/utils/checkpoint.py, _StopRecomputationError
     """
 
     forward_kernels: int
@@ -67,7 +76,7 @@ class Counts:
 
 
 def matrices(spec: ModelSpec) -> Matrices:
-    """The matrix products of a model; of a mixture of experts, what one token passes."""
+    """The matrix products of a model; of a mixture of experts, those that one token passes."""
     part = _active_experts(spec.config)
     whole = trained = blocks = count = outputs = 0
     for unit in spec.units:
@@ -99,15 +108,14 @@ def _multiplies(tensor: Tensor, unit: str) -> bool:
 
 
 def _active_experts(config: Mapping[str, Any]) -> float:
-    text = config.get("text_config")
-    config = text if isinstance(text, Mapping) else config
+    config = text_config(config)
     used = config.get("num_experts_per_tok") or config.get("moe_topk")
     total = next((config[name] for name in _EXPERTS if isinstance(config.get(name), int) and config[name] > 0), None)
     return min(1.0, used / total) if isinstance(used, int) and total else 1.0
 
 
-def count_stream(tape: ExpandedTape) -> Counts:
-    """The counts of an expanded tape: each allocation is one kernel's output."""
+def count_tape(tape: ExpandedTape) -> Counts:
+    """The counts of an expanded tape. Each allocation is one kernel's output."""
     kernels, written, enters, passed = [0, 0], [0, 0], [0, 0], 0
     part = recomputed = checkpoints = unfinished = 0
     running: list[int] = []
@@ -141,7 +149,7 @@ def count_stream(tape: ExpandedTape) -> Counts:
 
 
 def scale_counts(one: Counts, two: Counts, micro_batch: int) -> Counts:
-    """The counts at a micro batch, from those at one and two: kernels stay, bytes grow by a line."""
+    """The counts at a micro batch, from those at micro batches 1 and 2: kernels are constant, bytes linear."""
 
     def line(first: int, second: int) -> int:
         return first + (second - first) * (micro_batch - 1)
@@ -162,7 +170,7 @@ def scale_counts(one: Counts, two: Counts, micro_batch: int) -> Counts:
 
 
 def guess_counts(model: Matrices, workload: Workload, tokens: int) -> Counts:
-    """The counts without a tape, from the model's matrices."""
+    """An estimate of the counts from the model's matrices, for a model without a tape."""
     written = model.outputs * tokens * workload.dtype.bytes
     again = 1 if workload.gradient_checkpointing else 0
     kernels = KERNELS_FORWARD * model.count

@@ -1,4 +1,4 @@
-"""What a ModelSpec says about itself: widths, depth, positions, and its largest module."""
+"""Figures of a model's config: widths, depth, positions; and its largest module."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from zeroplan.core.model_config import text_config
 from zeroplan.models.spec import ModelSpec
 
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads", "n_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
-_INNER = ("intermediate_size", "ffn_dim", "n_inner", "d_ff", "encoder_ffn_dim")
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "seq_length", "max_seq_len", "block_size")
 
 #: RoBERTa counts its positions from padding_idx + 1 = 2 on, so two rows of the table are never used.
@@ -24,13 +24,11 @@ class SpecFacts:
     """Figures of a model's config, each None where it is not known. `layers` counts the blocks of the whole model."""
 
     hidden_size: int | None = None
-    intermediate_size: int | None = None
     layers: int | None = None
     vocab_size: int | None = None
     heads: int | None = None
     kv_heads: int | None = None
     head_dim: int | None = None
-    max_positions: int | None = None
 
 
 def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
@@ -42,9 +40,8 @@ def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
 
 
 def spec_facts(spec: ModelSpec) -> SpecFacts:
-    """The figures that formulas and tables need, from the config (of the text model, where there are several)."""
-    text = spec.config.get("text_config")
-    config = text if isinstance(text, Mapping) else spec.config
+    """The figures that formulas and tables need, from the text model's config."""
+    config = text_config(spec.config)
     hidden, heads = _first(config, _HIDDEN), _first(config, _HEADS)
     kv_heads = (
         1 if config.get("multi_query") is True and not config.get("new_decoder_architecture") else _first(config, _KV_HEADS)
@@ -52,13 +49,11 @@ def spec_facts(spec: ModelSpec) -> SpecFacts:
     blocks = sum(unit.count for unit in spec.units if unit.block)
     return SpecFacts(
         hidden_size=hidden,
-        intermediate_size=_first(config, _INNER),
         layers=blocks or _first(config, _LAYERS),
         vocab_size=_first(config, ("vocab_size",)),
         heads=heads,
         kv_heads=kv_heads or heads,
         head_dim=_first(config, ("head_dim", "d_kv")) or (hidden // heads if hidden and heads else None),
-        max_positions=max_seq_len(spec),
     )
 
 
@@ -67,8 +62,7 @@ def max_seq_len(spec: ModelSpec) -> int | None:
 
     An image model's is the number of its patches and class token.
     """
-    text = spec.config.get("text_config")
-    config = text if isinstance(text, Mapping) else spec.config
+    config = text_config(spec.config)
     positions = _first(config, _POSITIONS)
     if positions is None:
         image, patch = _first(config, ("image_size",)), _first(config, ("patch_size",))

@@ -6,19 +6,19 @@ from zeroplan.core.workload import Attention, CheckpointPolicy, Workload
 from zeroplan.models.facts import spec_facts
 from zeroplan.models.spec import ModelSpec
 
-#: Bytes a token and hidden unit that a transformer layer keeps in 16 bits, dropout included, and the factor of its
-#: attention scores: s·b·h·(34 + 5·a·s/h). Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
+#: A transformer layer keeps s·b·h·(34 + 5·a·s/h) bytes in 16 bits, for sequence s, micro batch b, hidden size h and a heads.
+#: Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
 #: Transformer Models", equation 2.
 _LINEAR, _SCORES = 34, 5
-#: Bytes a token and word: logits in 16 bits, their fp32 copy, its log-softmax and both gradients.
+#: Bytes for each token and word of the vocabulary: logits in 16 bits, their fp32 copy, its log-softmax and both gradients.
 _LOGIT_BYTES = 2 + 4 + 4 + 4 + 2
-#: Hidden units a layer, and the vocabulary, of a model of which only the number of parameters is known.
+#: Hidden size over number of layers, and the vocabulary, for a model of which only the number of parameters is known.
 #: Source: Brown et al. 2020, "Language Models are Few-Shot Learners", table 2.1.
 _HIDDEN_PER_LAYER, _USUAL_VOCABULARY = 128, 1 << 16
 
 
 def activation_bound(spec: ModelSpec, workload: Workload) -> int | None:
-    """Bytes that one micro batch's activations should stay below, or None where the config does not tell."""
+    """An upper bound in bytes on one micro batch's activations; None where the config does not give the model's widths."""
     facts = spec_facts(spec)
     if not facts.hidden_size or not facts.layers:
         return None
@@ -26,19 +26,19 @@ def activation_bound(spec: ModelSpec, workload: Workload) -> int | None:
 
 
 def usual_activations(params: int, workload: Workload) -> int:
-    """The bound in bytes for a bare count, whose shape is taken to be the usual one.
+    """The bound in bytes for a model of which only the number of parameters is known.
 
-    With layers = hidden / 128, as in the GPT-3 family and after it, 12 · layers · hidden² parameters give the hidden size.
+    The hidden size follows from 12 · layers · hidden² parameters and layers = hidden / 128, as in the GPT-3 family.
     """
     hidden = max(1, round(float(params * _HIDDEN_PER_LAYER / 12) ** (1 / 3)))
     return _bound(hidden, max(1, hidden // _HIDDEN_PER_LAYER), 0, _USUAL_VOCABULARY, workload)
 
 
 def _bound(hidden: int, layers: int, heads: int, vocabulary: int, workload: Workload) -> int:
-    """Bytes of one micro batch's activations.
+    """An upper bound in bytes on one micro batch's activations.
 
-    Checkpointing whole blocks keeps each layer's input and recomputes one layer; where it keeps more, the bound is that without
-    checkpointing. Flash and sdpa attention keep no scores.
+    Checkpointing of whole blocks keeps each layer's input and recomputes one layer at a time. Other policies keep more, so
+    they get the bound without checkpointing. Flash and sdpa attention keep no scores.
     """
     tokens = workload.micro_batch * (workload.seq_len or 1)
     width = workload.dtype.bytes // 2

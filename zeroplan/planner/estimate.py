@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A report with the simulated run behind each plan, None where a plan is of formula depth."""
+    """A report with the simulated run behind each plan; None for a plan at formula depth."""
 
     report: Report
     runs: tuple[Simulated | None, ...]
@@ -48,7 +48,7 @@ def estimate_runs(request: Request) -> Estimate:
     engine, spec = resolved.engine, resolved.spec
     config = allocator_config(request.alloc_conf)
     tapes = None if resolved.depth == FORMULA else _tapes(engine)
-    shallow: list[str] = []  # why a plan is of formula depth: that weighs more than all else
+    shallow: list[str] = []  # why a plan is at formula depth: the first of the warnings
     plans: list[MemoryPlan] = []
     runs: list[Simulated | None] = []
     for case in resolved.cases:
@@ -67,7 +67,7 @@ def estimate_runs(request: Request) -> Estimate:
 
 
 def _with_reliefs(report: Report, resolved: Resolved, runs: list[Simulated | None], config: AllocatorConfig | None) -> Report:
-    """The report with what would lower the memory of the plan that it is about, if that was simulated."""
+    """The report with the options that would lower the memory of its decisive plan, if that was simulated."""
     plan = report.decisive
     at = next((index for index, one in enumerate(report.plans) if one is plan), None)
     run = None if at is None else runs[at]

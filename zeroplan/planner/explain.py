@@ -1,4 +1,4 @@
-"""explain(): the same formulas as estimate's, derived with the user's numbers."""
+"""explain(): the formulas behind a plan's lines, with the user's numbers."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ class Explanation:
 
 
 def explain(request: Request, line: str | None = None) -> list[Explanation]:
-    """Derive every line of the request's plans, or those whose buffer or line is named `line`.
+    """Derive every line of the request's plans, or only those whose buffer or line is named `line`.
 
     Raises:
         BadInput: a value that cannot be used, or a line that no plan has.
     """
     resolved = resolve(request)
-    streams = None
+    tapes = None
     if resolved.depth != FORMULA:
         from zeroplan.planner.tapes import ExpandedTapes
 
-        streams = ExpandedTapes(resolved.engine)
-    every = [_explain(resolved.engine, case, streams) for case in resolved.cases]
+        tapes = ExpandedTapes(resolved.engine)
+    every = [_explain(resolved.engine, case, tapes) for case in resolved.cases]
     out = [replace(e, derivations=tuple(d for d in e.derivations if line in (None, *d.item.names))) for e in every]
     if not any(e.derivations for e in out):
         known = sorted({name for e in every for d in e.derivations for name in d.item.names})
@@ -61,7 +61,7 @@ def explain(request: Request, line: str | None = None) -> list[Explanation]:
     return out
 
 
-def _explain(engine: Engine, case: Case, streams: ExpandedTapes | None) -> Explanation:
+def _explain(engine: Engine, case: Case, tapes: ExpandedTapes | None) -> Explanation:
     ledger, facts = engine.ledger(case)
     meanings = engine.glossary()
     derivations = []
@@ -69,14 +69,14 @@ def _explain(engine: Engine, case: Case, streams: ExpandedTapes | None) -> Expla
         names = dict.fromkeys(_NAME.findall(item.formula))
         values = tuple((name, getattr(facts, name), meanings.get(name, "")) for name in names if hasattr(facts, name))
         derivations.append(Derivation(item, values))
-    if streams is not None:
-        derivations += _at_the_peak(engine, case, streams, {d.item.buffer for d in derivations if d.item.place is Place.HBM})
+    if tapes is not None:
+        derivations += _at_the_peak(engine, case, tapes, {d.item.buffer for d in derivations if d.item.place is Place.HBM})
     zero = case.zero
     label = f"stage {zero.stage}, optimizer {zero.offload_optimizer.device}, parameters {zero.offload_param.device}"
     return Explanation(f"{engine.name} {engine.version}", label, tuple(derivations))
 
 
-#: What a schedule's buffers without a closed formula are for.
+#: The purpose of buffers that have no formula.
 _PURPOSES = {
     Buffer.ACTIVATION: "Tensors that autograd keeps for the backward.",
     Buffer.ACTIVATION_TEMP: "Temporaries and gradients of activations at that moment.",
@@ -90,16 +90,16 @@ _PURPOSES = {
 }
 
 
-def _at_the_peak(engine: Engine, case: Case, streams: ExpandedTapes, known: set[Buffer]) -> list[Derivation]:
-    """The schedule's buffers that no line sizes, as they are when allocated memory peaks; none without a tape."""
+def _at_the_peak(engine: Engine, case: Case, tapes: ExpandedTapes, known: set[Buffer]) -> list[Derivation]:
+    """The buffers without a formula that are alive at the peak of allocated memory; none where there is no tape."""
     from zeroplan.engines.simulation import phase_of_mark
     from zeroplan.planner.tapes import NoTapeError
 
     try:
-        stream = streams.of(case)
+        tape = tapes.of(case)
     except NoTapeError:
         return []
-    timeline = engine.simulate(case, stream).timeline
+    timeline = engine.simulate(case, tape).timeline
     phase: Phase = phase_of_mark(timeline.peak_mark())
     batch, length = case.workload.micro_batch, case.workload.seq_len or 1
     out = []

@@ -1,4 +1,4 @@
-"""Formula depth: a plan from the ledger alone. Model states and fixed buffers; no activations, no peaks, no total."""
+"""Formula depth: a plan from the ledger alone, with model states and fixed buffers, without activations, peaks and total."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def total(items: Iterable[Item], *places: Place) -> int:
 
 
 def phase_totals(items: Iterable[Item]) -> dict[str, int]:
-    """Bytes on the GPU in each phase, as far as formulas tell: all of the phase's buffers together, no activations."""
+    """Bytes on the GPU in each phase: the sum of all buffers that have a formula and are alive in it."""
     totals = {phase.value: 0 for phase in ALWAYS}
     for item in items:
         if item.place is Place.HBM:
@@ -45,7 +45,7 @@ def phase_totals(items: Iterable[Item]) -> dict[str, int]:
 
 
 def lives_between_steps(item: Item) -> bool:
-    """Whether a buffer is there between two steps: what lives through the forward does."""
+    """Whether a buffer is alive between two optimizer steps."""
     return Phase.FORWARD in item.phases and Phase.STEP in item.phases
 
 

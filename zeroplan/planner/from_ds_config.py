@@ -1,4 +1,4 @@
-"""A request with a ds_config: the file decides, flags fill what it leaves open, and a contradiction is bad input."""
+"""A request with a ds_config: the file decides, flags fill what it leaves open, and contradicting flags are bad input."""
 
 from __future__ import annotations
 

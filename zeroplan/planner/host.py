@@ -1,4 +1,4 @@
-"""A node's host memory by phase: what each rank's process holds, the engine's buffers beside it, and what makes the peak."""
+"""A node's host memory by phase: each rank's process, the engine's buffers, and what makes the peak."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.plan import CpuMemory, HostBuffer, HostPeak
 from zeroplan.engines.simulation import CheckpointPhase, HostBytes, HostPhase, Simulation
 
-#: The phase whose process saves or resumes: kernels and libraries loaded so far, and the engine's buffers that stay.
+#: For saving, resuming and reading weights: the phase whose process and standing buffers are there meanwhile.
 _LOADED_BY = {Phase.SAVE: Phase.STEP, Phase.RESUME: Phase.INIT, Phase.WEIGHTS: Phase.LOAD}
 
 
@@ -16,12 +16,15 @@ def host_memory(simulation: Simulation, rss: Mapping[Phase, int], *, ranks: int)
     """The host's part of a plan.
 
     Args:
-        simulation: an engine's buffers by phase, on one rank; saving and resuming, which a run need not do.
-        rss: resident bytes of one rank's process by the end of each phase, without them.
-        ranks: of a node.
+        simulation: the engine's buffers by phase, on one rank.
+        rss: resident bytes of one rank's process at the end of each phase, without those buffers.
+        ranks: ranks of one node.
     """
     on_host = {one.phase: one for one in simulation.host}
-    peaks = [_peak(phase, base, on_host.get(phase), ranks) for phase, base in rss.items()]
+    peaks = []
+    for phase, base in rss.items():
+        engine = on_host.get(phase)
+        peaks.append(_host_peak(phase, base, engine.alive if engine is not None else {}, ranks))
     most = max(peaks, key=lambda peak: peak.bytes)
     for one in simulation.checkpoint:
         before = _LOADED_BY[one.phase]
@@ -35,22 +38,18 @@ def host_memory(simulation: Simulation, rss: Mapping[Phase, int], *, ranks: int)
     )
 
 
-def _peak(phase: Phase, base: int, engine: HostPhase | None, ranks: int) -> HostPeak:
-    return _told(phase, base, dict(engine.alive) if engine is not None else {}, ranks)
-
-
 def _checkpoint(one: CheckpointPhase, base: int, before: HostPhase | None, ranks: int) -> HostPeak:
-    """What was there, and what of the checkpoint is in memory: of every rank, and of one alone."""
+    """The peak while a checkpoint or weights are read or written: what was there before, and the checkpoint's bytes."""
     alive = dict(before.kept) if before is not None else {}
     buffer = Buffer.HOST_MODEL if one.phase is Phase.WEIGHTS else Buffer.HOST_CHECKPOINT
     alive[buffer, Place.DRAM] = one.host - sum(alive.values())
-    return _told(one.phase, base, alive, ranks, once=(buffer, one.host_once))
+    return _host_peak(one.phase, base, alive, ranks, once=(buffer, one.host_once))
 
 
-def _told(
+def _host_peak(
     phase: Phase, base: int, alive: HostBytes, ranks: int, *, once: tuple[Buffer, int] = (Buffer.HOST_CHECKPOINT, 0)
 ) -> HostPeak:
-    """`once`: bytes on one rank alone."""
+    """The peak of a phase. `base` and `alive` are bytes of each rank, `once` a buffer's bytes on one rank alone."""
     found = {(Buffer.HOST_PROCESS, Place.DRAM): base * ranks}
     for key, count in alive.items():
         found[key] = count * ranks

@@ -1,15 +1,16 @@
-"""Whether a run gets through on its card.
+"""Whether a run fits its card: the run is simulated under the card's limit.
 
 Note [Under the limit]
-    Peak reserved memory is what the caching allocator takes where it may take what it likes. On a card it cannot: when the
-    device has no more, it returns cached segments and asks again. So a run gets through when its simulation *under the
-    card's limit* does: with what the card leaves to torch, less how far the figures may be off. The interval's upper end of
-    such a plan is that limited run's total with the same doubt, which is at most what is usable; where the limited run ends
-    out of memory it is the unlimited run's, which is above. So `fits` still compares the upper end with the usable memory.
-    It has to get through for good: it is played on until it settles (simulate/steady_state.py), for a run that empties its
-    cache in each step meets other pieces in each. Where the device's pace decides when freed blocks come back (stage 3 among
-    several ranks), it has to at both ends of what that pace may be, and without emptying its cache any more, since no two
-    steps of it are timed alike; and the interval reaches from the lower of the two to the higher.
+    Without a limit the caching allocator reserves what it likes. On a card it cannot: when the device has no memory left, it
+    returns cached segments and asks again. So a run fits when its simulation *under the card's limit* gets through. That limit
+    is what the card leaves to torch, less the error of our figures. The upper end of such a plan's interval is the limited
+    run's total plus that error, which is at most the usable memory. Where the limited run ends out of memory, the upper end is
+    the unlimited run's, which is above it. So `fits` compares the upper end with the usable memory in both cases.
+
+    A run that empties its cache finds other fragments in every step, so it has to get through until it is steady
+    (simulate/steady_state.py). Where the device's lag decides when freed blocks come back (stage 3 on several ranks), it has
+    to get through at both ends of that lag, and without emptying its cache at the end, since no two steps are timed alike.
+    The interval then reaches from the lower of the two runs to the higher.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from zeroplan.engines.simulation import Simulation
 from zeroplan.simulate.allocator.config import AllocatorConfig
 from zeroplan.simulate.cache_release import NO_RELEASE, CacheRelease
 
-#: How far reserved memory was off on nine of ten measured runs (benchmarks/results/accuracy.json): which cached block a
-#: request lands in hangs on details of timing that no schedule fixes.
+#: The error of reserved memory on nine of ten measured runs (benchmarks/results/accuracy.json):
+#: the cached block that a request gets depends on timing.
 RESERVED_SPREAD = 0.03
-#: The same of allocated memory, at worst: under a limit the allocator cannot hold more than it must, so this decides there.
+#: The largest error of allocated memory. It is the one that counts under a limit, where the allocator caches nothing to spare.
 ALLOCATED_SPREAD = 0.002
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A run held against a card.
+class RunOnCard:
+    """A run on a card of limited memory.
 
     Attributes:
-        simulation: the run whose figures count: the limited one where it gets through and the limit is felt.
-        interval: of the total, in bytes.
-        released: what the limited run's allocator returns and takes again in each step.
+        simulation: the run whose figures the plan shows: the limited one where the limit changes it and it gets through.
+        interval: the lower and the upper bound of the total, in bytes.
+        released: what the allocator releases in each step of the limited run.
     """
 
     simulation: Simulation
@@ -44,13 +45,13 @@ class Held:
     released: CacheRelease = NO_RELEASE
 
 
-def held_to(case: Case, simulation: Simulation, outside: Outside, config: AllocatorConfig | None = None) -> Held:
-    """The run as it goes on the case's card. See Note [Under the limit].
+def run_on_card(case: Case, simulation: Simulation, outside: Outside, config: AllocatorConfig | None = None) -> RunOnCard:
+    """The run on the case's card. See Note [Under the limit].
 
     Args:
-        case: for the card.
+        case: names the card.
         simulation: the run without a limit.
-        outside: what the process takes beside torch's allocator.
+        outside: the memory of the process outside torch's allocator.
         config: the allocator's settings.
     """
     usable = case.cluster.usable_vram
@@ -61,7 +62,7 @@ def held_to(case: Case, simulation: Simulation, outside: Outside, config: Alloca
     low = max(allocated + outside.total - outside.spread, least + outside.total - unsure)
     high = max([reserved, *lags]) + outside.total + unsure
     if usable is None or (high <= usable and not simulation.out_of_memory):
-        return Held(simulation, (low, high))
+        return RunOnCard(simulation, (low, high))
     doubt = outside.spread + round(ALLOCATED_SPREAD * allocated)
     room = usable - outside.total - doubt
     if allocated <= room and not simulation.out_of_memory:
@@ -70,10 +71,10 @@ def held_to(case: Case, simulation: Simulation, outside: Outside, config: Alloca
             top = limited.peak_reserved + outside.total
             runs, page = limited.runs, 0
             if config is not None and config.expandable_segments:
-                # Measured runs went on emptying their cache in each step where the simulation settles after a few.
+                # Measured runs emptied their cache in every step, where the simulation stops after a few.
                 page = config.large_segment_size
                 if any(len(a.marks) > len(b.marks) for a, b in zip(limited.runs, simulation.runs, strict=True)):
                     runs = simulation.under(room, config, device_memory=case.cluster.vram).runs
             released = CacheRelease.most(CacheRelease.of(run, case.workload.grad_accum, page) for run in runs)
-            return Held(limited, (min(low, top), top + doubt), released)
-    return Held(simulation, (low, max(high, usable + 1)))
+            return RunOnCard(limited, (min(low, top), top + doubt), released)
+    return RunOnCard(simulation, (low, max(high, usable + 1)))

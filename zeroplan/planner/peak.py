@@ -1,4 +1,4 @@
-"""What a GPU's memory holds when it peaks, in people's terms."""
+"""What a GPU's memory holds at its peak, by family: gradients, activations, optimizer states and so on."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from zeroplan.simulate.timeline import Note
 _COMPUTED = frozenset({Buffer.ACTIVATION, Buffer.ACTIVATION_TEMP})
 
 
-def shares(alive: Mapping[tuple[Buffer, Note], int], tape: ExpandedTape, *, sharded: bool) -> tuple[PeakShare, ...]:
-    """The families of the buffers that are alive, largest first; they add up to what is alive.
+def peak_shares(alive: Mapping[tuple[Buffer, Note], int], tape: ExpandedTape, *, sharded: bool) -> tuple[PeakShare, ...]:
+    """Bytes by family of the buffers that are alive, largest first; they add up to what is alive.
 
     Args:
         alive: bytes by buffer and note (:meth:`Timeline.alive_by_buffer_and_note`).
         tape: the model's tape that the run was laid over, whose modules the notes count.
-        sharded: whether parameters are sharded (stage 3), so that whole ones are gathered ones.
+        sharded: whether parameters are sharded (stage 3); whole parameters are then gathered ones.
     """
     loss = _loss_modules(tape)
     found: dict[Family, int] = {}
@@ -33,8 +33,8 @@ def shares(alive: Mapping[tuple[Buffer, Note], int], tape: ExpandedTape, *, shar
 def _loss_modules(tape: ExpandedTape) -> frozenset[int]:
     """Indices of the modules whose own tensors are the logits and the loss.
 
-    They are the module that calls the backbone and computes the loss (the root, or with adapters the model that they wrap:
-    the first module from the root down that has several children), the modules that wrap it, and its own linear layer.
+    They are the module that computes the loss (from the root down, the first that has several children: the root itself, or
+    with adapters the model that they wrap), the modules around it, and its own linear layers without children.
     """
     children: dict[int, list[int]] = {}
     for index, module in enumerate(tape.modules):

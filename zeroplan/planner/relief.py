@@ -1,4 +1,4 @@
-"""Knobs that lower a plan's memory on the GPU, with what each saves: each is simulated by itself, all else as it was."""
+"""Options that lower a plan's GPU memory, each with the bytes that it saves when it is changed alone."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass, replace
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import MemoryPlan, Relief
 from zeroplan.core.tape import ExpandedTape
-from zeroplan.core.tape_sizes import KernelDevice
 from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer, ZeroConfig
 from zeroplan.engines.base import Case, Engine
 from zeroplan.planner.formula import formula_plan
 from zeroplan.planner.simulated import Simulated, simulated_plan
+from zeroplan.planner.tapes import expand_for
 from zeroplan.simulate.allocator.config import AllocatorConfig
 from zeroplan.tapes import find_tape
 
-#: A knob that saves less than this part of the total is not worth naming.
+#: An option that saves less than this part of the total is not listed.
 LEAST = 0.02
 _EXPANDABLE = "expandable_segments:True"
 
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """One knob, what to write on the command line for it, and the case that it makes."""
+    """One option: its name, its flags on the command line, and the case with it."""
 
     what: str
     flags: str
@@ -34,23 +34,23 @@ class _Change:
 def find_reliefs(
     engine: Engine, case: Case, run: Simulated, config: AllocatorConfig | None, listed: Mapping[ZeroConfig, MemoryPlan]
 ) -> tuple[Relief, ...]:
-    """The knobs that lower the total of a plan, in the order of what they cost in speed, the cheapest first.
+    """The options that lower a plan's total, in the order of their cost in speed, the cheapest first.
 
-    That order is: the allocator's segments, sharding more, recomputing activations, a smaller micro batch, the optimizer in
-    host memory. A knob that needs a tape which is not at hand is left out: nothing is traced for it.
+    The order is: expandable segments, a higher stage, gradient checkpointing, a smaller micro batch, the optimizer in host
+    memory. An option that needs a tape which is neither shipped nor cached is left out; nothing is traced for it.
 
     Args:
-        engine: the plan's.
-        case: the plan's.
+        engine: the plan's engine.
+        case: the plan's case.
         run: the plan and its run.
-        config: the plan's settings of the allocator.
-        listed: plans of the same workload that are known already, by their sharding.
+        config: the plan's allocator settings.
+        listed: plans of the same workload that are known already, by their ZeroConfig.
     """
     before = run.plan.gpu.total or 0
     found = []
     for change in _changes(engine, case, config):
         plan = listed.get(change.case.zero) if (change.case.workload, change.config) == (case.workload, config) else None
-        plan = plan or _plan(engine, change, case, run.stream)
+        plan = plan or _plan(engine, change, case, run.tape)
         if plan is None or plan.gpu.total is None or before - plan.gpu.total < LEAST * before:
             continue
         total = plan.gpu.total
@@ -58,29 +58,23 @@ def find_reliefs(
     return tuple(found)
 
 
-def _plan(engine: Engine, change: _Change, case: Case, stream: ExpandedTape) -> MemoryPlan | None:
-    """The plan after a change; None where the engine refuses it or its tape is not at hand."""
+def _plan(engine: Engine, change: _Change, case: Case, tape: ExpandedTape) -> MemoryPlan | None:
+    """The plan after a change; None where the engine refuses it or its tape is neither shipped nor cached."""
     try:
         engine.require_runnable(change.case.zero)
         engine.require_workload(change.case)
     except BadInput:
         return None
     same = change.case.workload == case.workload and engine.trace_options(change.case) == engine.trace_options(case)
-    tape = stream if same else _tape_at_hand(engine, change.case)
-    if tape is None:
-        return None
+    if not same:
+        stored = find_tape(change.case.spec, change.case.workload, zero3=engine.trace_options(change.case).zero3)
+        if stored is None:
+            return None
+        try:
+            tape = expand_for(stored, change.case)
+        except BadInput:  # the tape was traced for other numbers
+            return None
     return simulated_plan(formula_plan(engine, change.case), engine, change.case, tape, change.config).plan
-
-
-def _tape_at_hand(engine: Engine, case: Case) -> ExpandedTape | None:
-    work = case.workload
-    tape = find_tape(case.spec, work, zero3=engine.trace_options(case).zero3)
-    if tape is None:
-        return None
-    try:
-        return tape.expand(work.micro_batch, work.seq_len or 1, work.lora_rank, device=KernelDevice.of(case.cluster.gpu))
-    except BadInput:  # the tape does not hold for these numbers
-        return None
 
 
 def _changes(engine: Engine, case: Case, config: AllocatorConfig | None) -> Iterator[_Change]:

@@ -1,4 +1,4 @@
-"""From a Request to cases: loads the model, checks every value, and lays out one case for each plan."""
+"""Resolves a Request: loads the model, checks every value, and makes one case for each plan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEPTHS = ("formula", "simulated")
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A request made definite: one case for each plan, in the order in which the report shows them."""
+    """A resolved request: one case for each plan, in the order in which the report shows them."""
 
     spec: ModelSpec
     workload: Workload
@@ -36,7 +36,7 @@ class Resolved:
 
 
 def resolve(request: Request) -> Resolved:
-    """Load the model, check every value and lay out the cases.
+    """Load the model, check every value and make the cases.
 
     Raises:
         BadInput: the first value that cannot be used.
@@ -103,7 +103,7 @@ def _cases(request: Request, engine: Engine, cases: list[Case]) -> tuple[Case, .
 
 
 def _zeros(request: Request, engine: Engine) -> list[ZeroConfig]:
-    """The configurations that the flags leave: all options of the engine, those of one stage, or exactly one."""
+    """The configurations that the flags leave open: all options of the engine, one stage's, or exactly one."""
     optimizer, param = request.offload_optimizer, request.offload_param
     if request.stage is not None and (optimizer is not None or param is not None):
         param = param or "none"

@@ -1,4 +1,4 @@
-"""Simulated depth: a plan from the engine's schedule laid over the model's tape and run through the allocator."""
+"""Simulated depth: the engine's schedule is laid over the model's tape and run through the simulated allocator."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from zeroplan.engines.process import Outside
 from zeroplan.engines.simulation import Simulation, phase_of_mark
 from zeroplan.planner.formula import misfits, verdict
 from zeroplan.planner.host import host_memory
-from zeroplan.planner.limit import held_to
-from zeroplan.planner.peak import shares
+from zeroplan.planner.limit import run_on_card
+from zeroplan.planner.peak import peak_shares
 from zeroplan.simulate.allocator.config import AllocatorConfig
 
 SIMULATED = "simulated"
@@ -32,32 +32,32 @@ _COMPUTATION = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """A plan with the run behind it, for those who want to look inside."""
+    """A plan with the run behind it, which other reports look into."""
 
     plan: MemoryPlan
     simulation: Simulation
-    stream: ExpandedTape
+    tape: ExpandedTape
     outside: Outside
 
 
 def simulated_plan(
     formula: MemoryPlan, engine: Engine, case: Case, tape: ExpandedTape, config: AllocatorConfig | None = None
 ) -> Simulated:
-    """The plan of one configuration with every figure filled.
+    """The plan of one configuration with activations, peaks and totals.
 
     Args:
         formula: the same configuration's plan at formula depth.
-        engine: lays its allocations over the tape.
+        engine: the engine whose schedule is played.
         case: the configuration.
         tape: the model's tape, expanded for the workload's micro batch and sequence length.
-        config: settings of the caching allocator; None for its defaults.
+        config: the caching allocator's settings; None takes torch's defaults.
     """
     unlimited = engine.simulate(case, tape, config)
     local = case.cluster.gpus
     pinned = max((phase.pinned - phase.unmapped for phase in unlimited.host), default=0)
     outside = engine.outside_torch(case.workload, case.zero, case.cluster, pinned=pinned)
-    held = held_to(case, unlimited, outside, config)
-    simulation, released = held.simulation, held.released
+    run = run_on_card(case, unlimited, outside, config)
+    simulation, released = run.simulation, run.released
     timeline = simulation.timeline
     phase = phase_of_mark(timeline.peak_mark()).value
     live = simulation.held_after(Phase.STEP)
@@ -68,7 +68,7 @@ def simulated_plan(
             "peak_allocated": simulation.peak_allocated,
             "peak_reserved": simulation.peak_reserved,
             "total": simulation.peak_reserved + outside.total,
-            "interval": held.interval,
+            "interval": run.interval,
             "at_limit": simulation is not unlimited,
             "cache_emptied": released.emptied,
             "segments_remapped": released.segments,
@@ -77,7 +77,7 @@ def simulated_plan(
             "peak_phase": phase,
             "phases": simulation.phases(),
             "outside_torch": outside.total,
-            "at_peak": shares(timeline.alive_by_buffer_and_note(), tape, sharded=case.zero.stage == 3),
+            "at_peak": peak_shares(timeline.alive_by_buffer_and_note(), tape, sharded=case.zero.stage == 3),
         }
     )
     types = {module.type for module in tape.modules}
@@ -88,7 +88,7 @@ def simulated_plan(
         experts=any("Experts" in kind for kind in types),
     )
     cpu = host_memory(simulation, rss, ranks=local)
-    broken = misfits(case, held.interval[1], cpu.per_node, formula.nvme.per_node)
+    broken = misfits(case, run.interval[1], cpu.per_node, formula.nvme.per_node)
     plan = formula.model_copy(
         update={
             "depth": SIMULATED,
@@ -107,7 +107,7 @@ def simulated_plan(
 
 
 def _ledger_lines(formula: MemoryPlan, simulation: Simulation) -> list[PlanLine]:
-    """The ledger's lines, with the checkpointed inputs that leave as the tape tells them."""
+    """The ledger's lines; the checkpointed inputs that are offloaded have the bytes that the tape tells."""
     key = (Buffer.ACTIVATION_CHECKPOINT.value, Place.PINNED.value)
     told = [line for line in formula.lines if (line.buffer, line.place) == key]
     if sum(line.bytes for line in told) == sum(simulation.moved):
@@ -121,7 +121,7 @@ def _ledger_lines(formula: MemoryPlan, simulation: Simulation) -> list[PlanLine]
 
 
 def _traced_lines(formula: MemoryPlan, alive: Mapping[Buffer, int], phase: str) -> list[PlanLine]:
-    """What is alive at the peak, in `phase`, and has no formula: the model's computation, gathered parameters."""
+    """The buffers alive at the peak, in `phase`, that have no formula, such as activations and gathered parameters."""
     known = {line.buffer for line in formula.lines if line.place == "hbm"}
     return [
         PlanLine(

@@ -1,4 +1,4 @@
-"""Where a case's tape comes from: shipped or cached (no torch), else traced now and cached."""
+"""A case's tape: shipped or cached (both without torch), else traced now and cached."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zeroplan.tapes import find_tape, get_tape
 
 
 class NoTapeError(Exception):
-    """There is no tape and none can be made; the text says why."""
+    """No tape can be had for a model; the text says why."""
 
 
 def _traced(spec: ModelSpec, workload: Workload, zero3: bool) -> Tape:
@@ -23,9 +23,19 @@ def _traced(spec: ModelSpec, workload: Workload, zero3: bool) -> Tape:
         return get_tape(spec, workload, zero3=zero3)
     except BadInput:
         raise
-    except Exception as error:  # the model's own code runs here, and what it raises says only that it cannot be traced
+    except Exception as error:  # the model's own code runs here and may raise anything
         text = " ".join(str(error).split())[:160]
         raise NoTapeError(f"{spec.name} cannot be traced ({type(error).__name__}: {text})") from error
+
+
+def expand_for(tape: Tape, case: Case) -> ExpandedTape:
+    """The tape's events for a case's micro batch, sequence length, LoRA rank and GPU.
+
+    Raises:
+        BadInput: when the tape was traced for other numbers.
+    """
+    work = case.workload
+    return tape.expand(work.micro_batch, work.seq_len or 1, work.lora_rank, device=KernelDevice.of(case.cluster.gpu))
 
 
 def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:
@@ -44,24 +54,23 @@ def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:
             if sys.stderr.isatty():
                 print(f"tracing {spec.name}, once …", file=sys.stderr)
             tape = _traced(spec, workload, zero3)
-        device = KernelDevice.of(case.cluster.gpu)
-        return tape.expand(workload.micro_batch, workload.seq_len or 1, workload.lora_rank, device=device)
+        return expand_for(tape, case)
     except BadInput as error:
         raise NoTapeError(str(error)) from None
 
 
 class ExpandedTapes:
-    """The expanded tapes of one request, whose cases differ in sharding only: each is looked for once, found or not."""
+    """The expanded tapes of one request. Its cases differ only in sharding, so each tape is looked for once, found or not."""
 
-    #: Whether a CPU's kernels keep other tensors than CUDA's, for which tapes are made; None asks the model's config.
-    differs: bool | None = None
+    #: Whether a CPU's kernels keep other tensors than CUDA's, for which tapes are made; None leaves it to the model's config.
+    cpu_differs: bool | None = None
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._known: dict[str, ExpandedTape | NoTapeError] = {}
 
     def of(self, case: Case) -> ExpandedTape:
-        """As :func:`expanded_tape_of`.
+        """The case's expanded tape.
 
         Raises:
             NoTapeError: when the model cannot be traced here.

@@ -24,7 +24,7 @@ from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.process import Outside
 from zeroplan.ledger.line import evaluate
-from zeroplan.ledger.work import Counts, Matrices, count_stream, guess_counts, matrices, scale_counts
+from zeroplan.ledger.work import Counts, Matrices, count_tape, guess_counts, matrices, scale_counts
 from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.bound import activation_bound, usual_activations
 from zeroplan.planner.formula import FORMULA, formula_plan, lives_between_steps, misfits, verdict
@@ -116,7 +116,7 @@ class Memory:
         key = (self._tape_key(candidate), micro_batch, candidate.workload.seq_len or 0)
         if key not in self._traced:
             stream = self._stream(candidate, micro_batch)
-            self._traced[key] = None if stream is None else count_stream(stream)
+            self._traced[key] = None if stream is None else count_tape(stream)
         return self._traced[key]
 
     def floor(self, candidate: Candidate) -> int:

@@ -1,4 +1,4 @@
-"""What the allocator gives back to a full device and takes again, step after step.
+"""What the allocator returns to a full device and allocates again, in every optimizer step.
 
 Note [Emptying the cache]
     When the device has no memory left, the allocator waits for all streams, returns every cached segment that nothing lives in
@@ -20,7 +20,14 @@ from zeroplan.simulate.timeline import Timeline
 
 @dataclass(frozen=True, slots=True)
 class CacheRelease:
-    """Of one optimizer step: how often the cache was emptied; segments (or ranges of them), pages and bytes, both ways."""
+    """What one optimizer step releases and allocates again.
+
+    Attributes:
+        emptied: how often the cache was emptied.
+        segments: calls that free or allocate a segment, or map or unmap a range of one.
+        bytes: bytes freed and allocated, together.
+        pages: pages of expandable segments among them.
+    """
 
     emptied: int = 0
     segments: int = 0
@@ -28,24 +35,24 @@ class CacheRelease:
     pages: int = 0
 
     def __bool__(self) -> bool:
-        """Whether there is any."""
+        """Whether anything was released."""
         return self.segments > 0
 
     @classmethod
     def of(cls, timeline: Timeline, micro_batches: int = 1, page: int = 0) -> CacheRelease:
-        """Of a timeline's last step, in which steps repeat.
+        """The release of a timeline's last step, which later steps repeat.
 
         Args:
-            timeline: with the marks of :func:`zeroplan.engines.player.play`, which plays a few micro batches of a window.
-            micro_batches: those of the whole window; the last but one that was played stands for those left out.
-            page: bytes of a page where segments are expandable, else 0.
+            timeline: a run with the marks of :func:`zeroplan.engines.player.play`, which plays a few micro batches a step.
+            micro_batches: micro batches of a step; the last but one that was played stands for those left out.
+            page: bytes of a page of an expandable segment; 0 where segments are not expandable.
         """
         ends = [-1, *(mark.event for mark in timeline.result.marks)]
-        event_blocks = [(mark.name, span) for mark, span in zip(timeline.marks, pairwise(ends), strict=True)]
-        steps = [at for at, (name, _) in enumerate(event_blocks) if name.startswith("step")]
+        spans = [(mark.name, span) for mark, span in zip(timeline.marks, pairwise(ends), strict=True)]
+        steps = [at for at, (name, _) in enumerate(spans) if name.startswith("step")]
         if not steps:
             return cls()
-        last = event_blocks[(steps[-2] if len(steps) > 1 else -1) + 1 : steps[-1] + 1]
+        last = spans[(steps[-2] if len(steps) > 1 else -1) + 1 : steps[-1] + 1]
         played = sum(name == "fwd" for name, _ in last)
         left_out = max(0, micro_batches - played)
         total = cls()
@@ -65,14 +72,14 @@ class CacheRelease:
         return cls(len(emptied), len(inside), sum(abs(change.size) for change in inside), pages)
 
     def __add__(self, other: CacheRelease) -> CacheRelease:
-        """Both together."""
+        """The sum of both."""
         return CacheRelease(
             self.emptied + other.emptied, self.segments + other.segments, self.bytes + other.bytes, self.pages + other.pages
         )
 
     @classmethod
     def most(cls, runs: Iterable[CacheRelease]) -> CacheRelease:
-        """That of the run that gives back the most."""
+        """The release of the run that returns the most bytes; an empty one if there is no run."""
         return max(runs, key=lambda one: (one.bytes, one.segments), default=cls())
 
 

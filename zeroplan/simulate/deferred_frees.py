@@ -1,9 +1,9 @@
-"""Frees that wait for another stream, and where the host looks whether that stream has passed them.
+"""Frees that wait for another stream, and the points at which the host polls that stream.
 
-Note [Another pace]
-    A schedule's decisions do not hang on when a freed block can be used again. So runs that differ only in how far a device
-    is behind are one recording with its completions elsewhere: :meth:`DeferredFrees.completions_with_lag` says where, in a
-    small part of the time that playing the tape again would take.
+Note [Another lag]
+    A schedule does not depend on when a freed block can be used again. So runs that differ only in how far the device is
+    behind the host share one recording, with the completions of deferred frees at other events.
+    :meth:`DeferredFrees.completions_with_lag` says at which, in far less time than playing the tape again.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _ALL = 1 << 62
 
 
 class Completions(Protocol):
-    """Where completions are recorded: a :class:`~zeroplan.simulate.recorder.Recorder`."""
+    """The part of a :class:`~zeroplan.simulate.recorder.Recorder` that records completions."""
 
     @property
     def stored(self) -> int:
-        """Number of events so far, an event block counted as one."""
+        """The number of events so far; an event block counts as one."""
         ...
 
     def complete(self, handle: int) -> None:
@@ -29,11 +29,11 @@ class Completions(Protocol):
 
 
 class DeferredFrees:
-    """The deferred frees of one recording, by a clock that the schedule moves.
+    """The deferred frees of one recording, on a clock whose ticks the schedule counts.
 
     Args:
-        recorder: where the completions go.
-        behind: how many ticks after a free its block is back.
+        recorder: records the completions.
+        behind: the number of ticks after a free at which it completes.
     """
 
     __slots__ = ("_began", "_behind", "_chances", "_clock", "_freed", "_recorder", "_waiting")
@@ -42,28 +42,28 @@ class DeferredFrees:
         self._recorder, self._behind = recorder, behind
         self._clock = self._began = 0
         self._waiting: deque[tuple[int, int]] = deque()  # (due, block)
-        self._freed: list[tuple[int, int, int]] = []  # (clock, that of the micro batch's begin, block)
+        self._freed: list[tuple[int, int, int]] = []  # (clock, clock at the micro batch's begin, block)
         self._chances: list[tuple[int, int, int, int]] = []  # (event, clock, completed there, freed before)
 
     def begin(self) -> None:
-        """A micro batch begins."""
+        """Note that a micro batch begins."""
         self._began = self._clock
 
     def tick(self) -> None:
-        """The clock moves."""
+        """Advance the clock by one."""
         self._clock += 1
 
     def free(self, handle: int) -> None:
-        """A block that another stream uses is freed."""
+        """Free a block that another stream uses."""
         self._waiting.append((self._clock + self._behind, handle))
         self._freed.append((self._clock, self._began, handle))
 
-    def look(self) -> None:
-        """The host looks: blocks that are due are back."""
+    def poll(self) -> None:
+        """Complete the frees that are due, as the host does when it polls the stream's events."""
         self._complete(self._clock)
 
-    def settle(self) -> None:
-        """The host has waited for the stream: all are back."""
+    def complete_all(self) -> None:
+        """Complete every free, as when the host has waited for the stream."""
         self._complete(_ALL)
 
     def _complete(self, until: int) -> None:
@@ -73,13 +73,14 @@ class DeferredFrees:
         self._chances.append((event, until, before - len(self._waiting), len(self._freed)))
 
     def completions_with_lag(self, back: Sequence[int]) -> list[tuple[int, int, list[int]]]:
-        """Where blocks come back if the device is further behind.
+        """The completions of the same run where the device is further behind.
 
         Args:
-            back: by tick of a micro batch, the tick from which what is freed after it is back.
+            back: for each tick of a micro batch, the tick at which a free after it completes.
 
         Returns:
-            By stored event in order: how many completions stand there, and the handles that complete there instead.
+            For each stored event with a change, in order: the event, how many completions are recorded there, and the handles
+            that complete there instead.
         """
         due: deque[tuple[int, int]] = deque()
         points: list[tuple[int, int, list[int]]] = []

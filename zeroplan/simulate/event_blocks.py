@@ -1,11 +1,11 @@
-"""A tape's allocations and frees between the points at which an engine acts, compiled once and recorded by their number.
+"""Event blocks: a tape's allocations and frees between two points at which an engine acts, compiled once, played by number.
 
 Note [Event blocks]
-    Between two such points (a module hook, a complete gradient) a tape only allocates and frees. Such an event block is the
-    same in every micro batch, on every rank and under every stage, but for the handles, which are counted up, and for the
-    bytes, which grow with the micro batch. So a recording names the event block, and its events are written out only when the
-    allocator is to read them: an allocation with the bytes of its storage, a free with the handle that the event block which
-    makes the storage gave it when it was last played. A storage is made in one place of the tape.
+    Between two such points (a module hook, a complete gradient) a tape only allocates and frees. These events are the same in
+    every micro batch, on every rank and at every stage. Only handles, which are counted up, and bytes, which grow with the
+    micro batch, differ. So a recording holds the block's number, and :func:`write_out` replaces it by the events when the
+    allocator reads them: an allocation gets the bytes of its storage, a free the handle that the storage got when the block
+    that allocates it was last played. Each storage is allocated at one place of the tape.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zeroplan.simulate.allocator import native
 from zeroplan.simulate.allocator.events import OP_BITS, AllocatorOp
 from zeroplan.simulate.timeline import Note
 
-#: In a recording's column of codes, beside :class:`AllocatorOp`: an event block is played, which the value numbers.
+#: A recording's code, beside those of :class:`AllocatorOp`, for an event block that is played; the value is its number.
 PLAY = 8
 
 _ALLOC, _FREE = int(AllocatorOp.ALLOC), int(AllocatorOp.FREE)
@@ -26,20 +26,20 @@ _OP_MASK = (1 << OP_BITS) - 1
 
 
 class EventBlocks:
-    """The event blocks of one tape, in columns of 64-bit integers that the compiled library reads as they lie.
+    """The event blocks of one tape, in columns of 64-bit integers that the compiled library reads as they are.
 
-    Built by :meth:`alloc` and :meth:`free` in the tape's order, a :meth:`close` behind each event block.
+    Call :meth:`alloc` and :meth:`free` in the tape's order, and :meth:`close` at the end of each event block.
 
     Attributes:
-        begins: by event block its first event; the last entry is the number of events.
-        allocations: by event block how many it makes.
-        beyond: by event block its events beyond the one that plays it.
-        op: by event ALLOC or FREE, on the compute stream.
-        home: by event the event block that makes the storage.
-        index: by event the storage of an allocation; of a free the storage's place among the allocations of `home`.
-        sizes: by storage its bytes.
-        place: by storage the event block that makes it, and its place among that event block's allocations.
-        buffers, notes: by event block those of its allocations.
+        begins: each event block's first event, then the number of events.
+        allocations: each event block's number of allocations.
+        beyond: each event block's number of events, less the one that plays it.
+        op: each event's operation, ALLOC or FREE, on the compute stream.
+        home: for each event, the event block that allocates the storage.
+        index: for an allocation, its storage; for a free, the storage's place among the allocations of `home`.
+        sizes: each storage's bytes.
+        place: each storage's event block, and its place among that block's allocations.
+        buffers, notes: for each event block, those of its allocations.
     """
 
     __slots__ = ("allocations", "begins", "beyond", "buffers", "home", "index", "notes", "op", "place", "sizes")
@@ -52,13 +52,13 @@ class EventBlocks:
         self.notes: list[list[Note]] = [[]]
 
     def alloc(self, storage: int, nbytes: int, buffer: Buffer, note: Note) -> None:
-        """An allocation of the open event block.
+        """Add an allocation to the open event block.
 
         Raises:
-            ValueError: when the tape makes the storage a second time.
+            ValueError: when the tape allocates the storage a second time.
         """
         if storage in self.place:
-            raise ValueError(f"storage {storage} is made twice")
+            raise ValueError(f"storage {storage} is allocated twice")
         buffers, event_block = self.buffers[-1], len(self.beyond)
         self.place[storage] = (event_block, len(buffers))
         self.op.append(_ALLOC)
@@ -72,14 +72,14 @@ class EventBlocks:
         self.notes[-1].append(note)
 
     def free(self, storage: int) -> None:
-        """A free of the open event block, of what the tape has made before."""
+        """Add a free to the open event block, of a storage that the tape has allocated before."""
         home, index = self.place[storage]
         self.op.append(_FREE)
         self.home.append(home)
         self.index.append(index)
 
     def close(self) -> int | None:
-        """Ends the open event block; its number, or None if nothing happens in it."""
+        """End the open event block and return its number, or None if it has no event."""
         if self.begins[-1] == len(self.op):
             return None
         self.beyond.append(len(self.op) - self.begins[-1] - 1)
@@ -99,14 +99,14 @@ def write_out(
     *,
     compiled: bool | None = None,
 ) -> tuple[array[int], array[int]]:
-    """The columns that the allocator reads (Note [Event columns]) from those of a recording, whose PLAY events are written out.
+    """A recording's columns with each PLAY event replaced by its event block; see Note [Event columns].
 
     Args:
-        code, value: a recording's columns.
-        event_blocks: what its PLAY events play.
-        sizes: by storage its bytes.
-        events: how many it comes to.
-        compiled: True to insist on the compiled library, False on Python; None takes what is there.
+        code, value: the recording's columns.
+        event_blocks: the blocks that its PLAY events play.
+        sizes: each storage's bytes.
+        events: the number of events in the result.
+        compiled: True for the compiled library, False for Python; None takes the library where there is one.
     """
     if compiled is None:
         compiled = native.available()

@@ -1,4 +1,4 @@
-"""Recording a stream of device allocations."""
+"""Records device allocations and frees, and runs them through the caching allocator."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _Label = TypeVar("_Label")
 
 @dataclass(slots=True)
 class _Known:
-    """Each handle's labels, as of so many stored events. Recordings that differ in sizes alone share them."""
+    """Labels of all handles, valid for so many stored events. Recordings that differ only in sizes share them."""
 
     buffers_at: int = -1
     buffers: list[Buffer] = field(default_factory=list)
@@ -36,11 +36,11 @@ class _Known:
 class Recorder:
     """Collects allocations and frees in the order in which they happen.
 
-    An engine's schedule calls :meth:`alloc` and :meth:`free`, and :meth:`play` for what the tape does between; nothing is
-    simulated until :func:`simulate` reads the columns. A call costs well under a microsecond.
+    An engine's schedule calls :meth:`alloc` and :meth:`free` for its own buffers and :meth:`play` for the tape's. Nothing is
+    simulated until :func:`simulate` reads the columns.
 
     Args:
-        event_blocks: what :meth:`play` plays.
+        event_blocks: the blocks that :meth:`play` plays.
     """
 
     __slots__ = (
@@ -71,22 +71,22 @@ class Recorder:
         self.follow(event_blocks or EventBlocks())
 
     def follow(self, event_blocks: EventBlocks) -> None:
-        """Names the event blocks that will be played; before the first of them."""
+        """Set the event blocks to play. Call this before the first :meth:`play`."""
         self.event_blocks = event_blocks
         self.sizes: Sequence[int] = event_blocks.sizes
         self._bases = [0] * len(event_blocks.begins)  # by event block the first handle of when it was played last
 
     def __len__(self) -> int:
-        """Number of events, an event block's own included."""
+        """The number of events; an event block counts with all of its own."""
         return len(self._code) + self._beyond
 
     @property
     def stored(self) -> int:
-        """Number of events with an event block counted as one."""
+        """The number of events; an event block counts as one."""
         return len(self._code)
 
     def columns(self) -> tuple[array[int], array[int]]:
-        """Code and value of every event; see Note [Event columns]."""
+        """The code and the value of every event; see Note [Event columns]."""
         if not self.event_blocks.beyond:
             return self._code, self._value
         return write_out(self._code, self._value, self.event_blocks, self.sizes, len(self))
@@ -103,7 +103,7 @@ class Recorder:
 
     @property
     def buffers(self) -> list[Buffer]:
-        """By handle what the bytes are."""
+        """What the bytes are, by handle."""
         known = self._by_handle
         if known.buffers_at != len(self._code):
             known.buffers, known.buffers_at = self._whole(self._buffers, self.event_blocks.buffers), len(self._code)
@@ -111,14 +111,14 @@ class Recorder:
 
     @property
     def notes(self) -> list[Note]:
-        """By handle who asked."""
+        """Who asked for the bytes, by handle."""
         known = self._by_handle
         if known.notes_at != len(self._code):
             known.notes, known.notes_at = self._whole(self._notes, self.event_blocks.notes), len(self._code)
         return known.notes
 
     def _whole(self, alone: list[_Label], within: list[list[_Label]]) -> list[_Label]:
-        """By handle a label, from those of single allocations and those of event blocks."""
+        """A label for each handle, from the labels of single allocations and of event blocks."""
         single = iter(alone)
         found: list[_Label] = []
         for word, operand in zip(self._code, self._value, strict=True):
@@ -129,12 +129,12 @@ class Recorder:
         return found
 
     def alloc(self, nbytes: int, buffer: Buffer, *, stream: int = 0, note: Note = -1) -> int:
-        """Allocates `nbytes` (as requested, not rounded; 0 makes a handle without a block) and returns its handle.
+        """Record an allocation and return its handle.
 
         Args:
-            nbytes: bytes requested.
+            nbytes: bytes requested, not rounded; 0 makes a handle without a block.
             buffer: what the bytes are.
-            stream: the stream that is current; freed memory is reused only on the stream that it was allocated on.
+            stream: the current stream; the allocator reuses a block only on the stream that it was allocated on.
             note: who asked, such as a module's index or name; :meth:`Timeline.alive_by_buffer_and_note` groups by it.
         """
         self._code.append(stream << OP_BITS)
@@ -146,12 +146,12 @@ class Recorder:
         return handle
 
     def free(self, handle: int) -> None:
-        """Gives a block back to the allocator's cache, at once or, if streams were recorded on it, once they are done."""
+        """Record a free. The block returns to the cache at once, or when the streams recorded on it are done."""
         self._code.append(_FREE)
         self._value.append(handle)
 
     def play(self, event_block: int) -> None:
-        """Records an event block, by its number."""
+        """Record an event block by its number."""
         self._code.append(PLAY)
         self._value.append(event_block)
         self._bases[event_block] = self._made
@@ -159,15 +159,15 @@ class Recorder:
         self._beyond += self.event_blocks.beyond[event_block]
 
     def handle_of(self, storage: int) -> int:
-        """The handle that a storage of the tape got when it was last made."""
+        """The handle that a storage of the tape got when it was last allocated."""
         event_block, index = self.event_blocks.place[storage]
         return self._bases[event_block] + index
 
     def resized(self, sizes: Sequence[int]) -> Recorder:
-        """The same events where the storages of the event blocks have other sizes; all but the sizes is shared, not copied.
+        """The same recording with other sizes of the event blocks' storages; everything else is shared, not copied.
 
         Args:
-            sizes: by storage its bytes.
+            sizes: each storage's bytes.
         """
         other = Recorder()
         for name in Recorder.__slots__:
@@ -176,19 +176,19 @@ class Recorder:
         return other
 
     def with_lag(self, back: Sequence[int]) -> Recorder:
-        """The same events where the device is further behind.
+        """The same recording on a device that is further behind; see Note [Another lag].
 
         Args:
-            back: by tick of a micro batch, the tick from which what is freed after it is back.
+            back: for each tick of a micro batch, the tick at which a free after it completes.
         """
         assert self.deferred_frees is not None, "recorded without deferred frees"
         return self._completing(self.deferred_frees.completions_with_lag(back))
 
     def _completing(self, points: Sequence[tuple[int, int, Sequence[int]]]) -> Recorder:
-        """The same events where deferred frees take effect elsewhere.
+        """The same recording with completions of deferred frees at other events.
 
         Args:
-            points: by stored event in order: how many completions stand there, and those that shall stand there instead.
+            points: the result of :meth:`DeferredFrees.completions_with_lag`.
         """
         other = self.resized(self.sizes)
         other._code, other._value, other._by_handle = array("q"), array("q"), _Known()
@@ -205,27 +205,27 @@ class Recorder:
         return other
 
     def record_stream(self, handle: int, stream: int) -> None:
-        """What ``Tensor.record_stream`` does: a later :meth:`free` waits until `stream` has caught up."""
+        """Record ``Tensor.record_stream``: a later :meth:`free` waits for `stream`."""
         self._code.append(_RECORD | stream << OP_BITS)
         self._value.append(handle)
 
     def synchronize(self, stream: int) -> None:
-        """The device has done all work enqueued on `stream` so far: its deferred frees are reclaimed by the next alloc."""
+        """Record that `stream` has done all of its work so far; the next allocation reclaims the frees that wait for it."""
         self._code.append(_SYNC | stream << OP_BITS)
         self._value.append(0)
 
     def complete(self, handle: int) -> None:
-        """One deferred free takes effect now (for replaying recorded histories, which say when)."""
+        """Record that one deferred free takes effect."""
         self._code.append(_COMPLETE)
         self._value.append(handle)
 
     def empty_cache(self) -> None:
-        """What ``torch.cuda.empty_cache`` does."""
+        """Record ``torch.cuda.empty_cache``."""
         self._code.append(_EMPTY)
         self._value.append(0)
 
     def mark(self, name: str) -> None:
-        """A point whose totals are wanted. A mark's peaks are those since the mark before it."""
+        """Record a named point whose totals are wanted. Its peaks are those since the mark before it."""
         self._code.append(_MARK)
         self._value.append(len(self.marks))
         self.marks.append(name)
@@ -246,16 +246,16 @@ def simulate(
     *,
     device_memory: int | None = None,
 ) -> Timeline:
-    """Runs the recorded events through the caching allocator.
+    """Run the recorded events through the caching allocator.
 
     Args:
         recorder: the events.
-        config: the allocator's settings; torch's defaults if None.
-        limit: bytes that the device can give the allocator (its memory without what others use); None never runs out.
-        device_memory: bytes of the whole device, for a memory fraction; `limit`, or 80 GiB, if None.
+        config: the allocator's settings; None takes torch's defaults.
+        limit: bytes that the device can give to the allocator; None for no limit.
+        device_memory: bytes of the whole device, of which a memory fraction is a part; None takes `limit`, else 80 GiB.
 
     Raises:
-        BadStream: when a handle is freed twice or was never made.
+        BadStream: when a handle is freed twice or was never allocated.
     """
     code, value = recorder.columns()
     known = device_memory or limit or 80 * GIB

@@ -1,12 +1,11 @@
-"""A run under a limit, played on until its steps repeat.
+"""A run under a memory limit, whose last step is repeated until the run is in a steady state.
 
-Note [Settling]
-    Without a limit, reserved memory stops growing after a step or two: every later request finds the block that it found in
-    the step before. Under a limit that need not be so. A step that empties the cache leaves other segments to the next one,
-    whose requests are served from other remainders, so that the cache may have to be emptied again, elsewhere, and what cannot
-    be returned then may be more: each step is a new draw. A run of Llama-3.2-3B that the first three steps would have let pass
-    ended out of memory in the fourth, with 3 GiB of 36 in pieces. So the recorded run's last step is played again and again
-    until it *settles*: a step neither takes nor returns a segment, or takes and returns the same ones as the step before.
+Note [Steady state]
+    Without a limit, reserved memory stops growing after a step or two, because every later request finds the block that it
+    found in the step before. Under a limit this need not be so. A step that empties the cache leaves other segments to the
+    next step. That step may have to empty the cache elsewhere, where more of it cannot be returned, and so on. A measured run
+    of Llama-3.2-3B went through three steps and ran out of memory in the fourth, with 3 GiB of 36 in fragments. So the
+    recording's last step is repeated until a step takes and returns no segment, or the same segments as the step before.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from zeroplan.simulate.allocator.config import AllocatorConfig
 from zeroplan.simulate.allocator.events import OP_BITS, AllocatorOp
 from zeroplan.simulate.timeline import Labels, Note, Timeline
 
-#: Steps played on, at first and at most. Most runs that settle do so at once, the slowest of those tried in sixteen.
+#: How often the last step is repeated, at first and at most. Of the runs tried, the slowest was steady after sixteen.
 FIRST_STEPS, MOST_STEPS = 4, 24
 
 _OP_MASK = (1 << OP_BITS) - 1
@@ -31,12 +30,12 @@ _ON_HANDLES = frozenset({int(AllocatorOp.FREE), int(AllocatorOp.RECORD_STREAM), 
 
 @dataclass(frozen=True, slots=True)
 class SteadyRun:
-    """A limited run, played on.
+    """A run under a limit.
 
     Attributes:
-        timeline: of all steps, recorded and played on.
-        quiet: its last step takes no segment and returns none.
-        steady: the last step takes and returns what the one before it did, which a quiet one does, too.
+        timeline: the recorded steps and the repeated ones.
+        quiet: whether the last step takes no segment and returns none.
+        steady: whether the last step takes and returns the same segments as the one before, or is quiet.
     """
 
     timeline: Timeline
@@ -44,25 +43,25 @@ class SteadyRun:
     steady: bool
 
 
-def settle(
+def steady_run(
     timeline: Timeline, limit: int, config: AllocatorConfig | None = None, *, device_memory: int | None = None
 ) -> SteadyRun:
-    """The run under a limit, for as many steps as it takes to settle, at most :data:`MOST_STEPS` more than were recorded.
+    """The run under a limit, with its last step repeated until it is steady, at most :data:`MOST_STEPS` times.
 
     Args:
         timeline: the run without a limit.
-        limit: bytes that the device gives the allocator.
+        limit: bytes that the device gives to the allocator.
         config: the allocator's settings.
         device_memory: bytes of the whole device.
 
     Returns:
-        The run as far as it came: neither quiet nor steady where it ended out of memory, or never settled.
+        The run as far as it came. It is neither quiet nor steady where it ran out of memory or never repeated.
     """
     found = _judged(timeline.under(limit, config, device_memory=device_memory))
     for times in (FIRST_STEPS, MOST_STEPS):
         if found.steady or found.timeline.oom is not None:
             break
-        longer = play_on(timeline, times)
+        longer = repeat_last_step(timeline, times)
         if longer is None:
             break
         found = _judged(longer.under(limit, config, device_memory=device_memory))
@@ -92,15 +91,15 @@ def _step_ends(timeline: Timeline) -> list[int]:
     return [totals.event for mark, totals in marks if mark.name.startswith("step")]
 
 
-class _PlayedOn:
-    """Labels of a run whose last step was played again."""
+class _RepeatedLabels:
+    """The labels of a run whose last step is repeated `times` times. `first` is that step's first handle."""
 
     def __init__(self, labels: Labels, first: int, times: int) -> None:
         self._labels, self._first, self._times = labels, first, times
 
     @cached_property
     def marks(self) -> Sequence[str]:
-        """The marks' names; further steps are numbered on."""
+        """The marks' names; repeated steps count on."""
         names = list(self._labels.marks)
         at = [i for i, name in enumerate(names) if name.startswith("step")]
         step = names[at[-2] + 1 : at[-1]]
@@ -108,21 +107,21 @@ class _PlayedOn:
 
     @cached_property
     def buffers(self) -> Sequence[Buffer]:
-        """By handle."""
+        """What the bytes are, by handle."""
         known = list(self._labels.buffers)
         return known + known[self._first :] * self._times
 
     @cached_property
     def notes(self) -> Sequence[Note]:
-        """By handle."""
+        """Who asked for the bytes, by handle."""
         known = list(self._labels.notes)
         return known + known[self._first :] * self._times
 
 
-def play_on(timeline: Timeline, times: int) -> Timeline | None:
-    """The same run with its last step played so many times more, not yet simulated: its totals are those of the shorter run.
+def repeat_last_step(timeline: Timeline, times: int) -> Timeline | None:
+    """The run with its last step repeated `times` times. It is not simulated yet: its totals are those of the shorter run.
 
-    None where the last step does not repeat: where what it leaves is not what it found, under other handles.
+    None where the step cannot be repeated: it does not leave alive what it found alive, under new handles.
     """
     ends = _step_ends(timeline)
     if len(ends) < 2:
@@ -136,11 +135,15 @@ def play_on(timeline: Timeline, times: int) -> Timeline | None:
     if {handle + count for handle in found - left} != left - found:
         return None
     more_code, more_value = native.repeated(code, value, begin, end, times) or repeated(code, value, begin, end, times)
-    return Timeline(code[:end] + more_code, value[:end] + more_value, _PlayedOn(labels, made - count, times), timeline.result)
+    labels = _RepeatedLabels(labels, made - count, times)
+    return Timeline(code[:end] + more_code, value[:end] + more_value, labels, timeline.result)
 
 
 def repeated(code: array[int], value: array[int], begin: int, end: int, times: int) -> tuple[array[int], array[int]]:
-    """The readable twin of ``zeroplan_stream_repeat`` in ``csrc/cpu/allocator_stretches.cpp``."""
+    """The events from `begin` to `end` repeated `times` times, with handles and marks counted on.
+
+    The readable twin of ``zeroplan_stream_repeat`` in ``csrc/cpu/allocator_stretches.cpp``.
+    """
     step_code, step_value = code[begin:end], value[begin:end]
     count = sum(word & _OP_MASK == AllocatorOp.ALLOC for word in step_code)
     moved = [at for at, word in enumerate(step_code) if word & _OP_MASK in _ON_HANDLES]

@@ -10,8 +10,9 @@ import importlib.util
 from dataclasses import replace
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.model_config import auto_class_of
 from zeroplan.core.tape_format import Tape
-from zeroplan.core.tape_options import TraceOptions, auto_class_of, options_for
+from zeroplan.core.tape_options import TraceOptions, options_for
 from zeroplan.core.workload import Workload
 from zeroplan.models.spec import ModelSpec
 

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any
 
-from zeroplan.core.tape_options import TraceOptions, auto_class_of
+from zeroplan.core.model_config import auto_class_of
+from zeroplan.core.tape_options import TraceOptions
 from zeroplan.models import catalog
 from zeroplan.tapes import shipped
 
@@ -43,7 +44,7 @@ class TraceTask:
 
 
 @dataclass(frozen=True, slots=True)
-class Folder:
+class TapeFolder:
     """Where tapes are gathered."""
 
     path: str
@@ -85,7 +86,7 @@ def units(
     return sorted(found, key=lambda unit: unit.order)
 
 
-def trace_unit(unit: TraceTask, folder: Folder, deadline: float) -> list[tuple[str, str]]:
+def trace_unit(unit: TraceTask, folder: TapeFolder, deadline: float) -> list[tuple[str, str]]:
     """Trace a unit's models; returns (model, reason) of those that cannot be. Stops at the deadline (``time.time()``)."""
     from zeroplan.core.tape_codec import to_json
     from zeroplan.trace.api import Donors
@@ -115,7 +116,7 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__
 
 
-def pack(model: str, folder: Folder, software: str) -> int:
+def pack(model: str, folder: TapeFolder, software: str) -> int:
     """Merge a model's new tapes into its file; returns how many it holds."""
     path = shipped.path_of(model, folder.path)
     content = shipped.read_file(path)
@@ -146,7 +147,7 @@ def _begin_worker() -> None:
 
 
 def run(
-    work: Sequence[TraceTask], models: Iterable[str], folder: Folder, *, jobs: int, seconds: float, software: str
+    work: Sequence[TraceTask], models: Iterable[str], folder: TapeFolder, *, jobs: int, seconds: float, software: str
 ) -> list[str]:
     """Do the work in `jobs` processes and pack what came of it; returns a line for each failure.
 

@@ -19,7 +19,7 @@ from zeroplan.core.tape_options import TraceOptions
 from zeroplan.models import catalog
 from zeroplan.tapes import shipped
 from zeroplan.tapes.cache import versions
-from zeroplan.tapes.regenerate import Folder, run, units
+from zeroplan.tapes.regenerate import TapeFolder, run, units
 from zeroplan.tapes.variants import variants
 
 
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return compare(entries, wanted, options.into, options.compare)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # read when the processes import torch: a trace is the same with and without
     os.makedirs(options.into, exist_ok=True)
-    folder = Folder(options.into)
+    folder = TapeFolder(options.into)
     if not options.missing:
         shutil.rmtree(os.path.join(options.into, ".parts"), ignore_errors=True)
     done = {e.id: folder.done(e.id) if options.missing else set() for e in entries}

@@ -1,4 +1,4 @@
-"""Traces a model: a few blocks at a few points, folded and fitted into a :class:`~zeroplan.core.tape_format.Tape`.
+"""Traces a model: runs a few of its blocks at a few points, and makes a :class:`~zeroplan.core.tape_format.Tape` of it.
 
 Note [Ranges]
     What a model allocates may change with the micro batch (a broadcast over one row makes no copy) and with the sequence
@@ -18,13 +18,13 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.tape_format import Program, Size, Tape
 from zeroplan.core.tape_options import TraceOptions
 from zeroplan.trace.assemble import Assembler, find_blocks
-from zeroplan.trace.build import build_inputs, build_model, depths_of, full_config, shorten, thresholds
-from zeroplan.trace.fit import DoesNotFitError, Form, Point, fit_size, form_of
+from zeroplan.trace.build import build_inputs, build_model, depths_of, full_config, shorten, thresholds, vocabulary_of
+from zeroplan.trace.fit import DoesNotFitError, Form, TracePoint, fit_size, form_of
 from zeroplan.trace.fold import DoesNotFoldError, UnlikeError
 from zeroplan.trace.recorder import Recording
 from zeroplan.trace.run import record
 
-#: How far apart the sequence lengths of a range are traced: no multiples of 128, so that padding shows.
+#: Offsets of the traced sequence lengths from the begin of a range. They are no multiples of 128, so that padding shows.
 _STEPS = (192, 320, 448)
 _RANKS = (6, 10)
 _ANY = (1, 0)
@@ -32,16 +32,25 @@ _ANY = (1, 0)
 
 @dataclass(slots=True)
 class Pattern:
-    """What models of one family share in one range: the events, and the form of each storage's size."""
+    """What the models of one family share in one range of numbers: the events, and the form of each storage's size.
+
+    Attributes:
+        batches: the range of micro batches.
+        piece: the index of the range of sequence lengths.
+        events: the columns of the traced events.
+        program: the program made of them.
+        size_of: for each storage, the index of its size in the program.
+        forms: for each storage, the form of its size.
+    """
 
     batches: tuple[int, int]
-    piece: int  # which range of sequence lengths
+    piece: int
     events: tuple[list[int], list[int], list[int]]
     program: Program
-    size_of: list[int]  # of each storage, an index of the program's sizes
+    size_of: list[int]
     forms: list[Form]
 
-    def with_sizes(self, seqs: tuple[int, int], points: Sequence[Point], traces: Sequence[Recording]) -> Program | None:
+    def with_sizes(self, seqs: tuple[int, int], points: Sequence[TracePoint], traces: Sequence[Recording]) -> Program | None:
         """The program with another model's sizes; None where storages that had one size here differ there."""
         sizes: dict[int, Size] = {}
         fitted: dict[object, Size] = {}
@@ -57,22 +66,29 @@ class Pattern:
 
 @dataclass(slots=True)
 class Donor:
-    """A traced model whose patterns others of its family may share."""
+    """A traced model whose patterns other models of its family may have, too.
 
-    attempt: int  # how many numbers of blocks did not suffice
-    cuts: list[int]  # which thresholds of the config change the events
+    Attributes:
+        attempt: the number of the attempt that succeeded; see :func:`_attempts`.
+        cuts: the indices of the thresholds at which the events change.
+        patterns: its patterns.
+        shapes: the shapes of its parameters.
+    """
+
+    attempt: int
+    cuts: list[int]
     patterns: list[Pattern]
     shapes: list[tuple[int, ...]]
 
 
 @dataclass(slots=True)
 class Donors:
-    """Traces many models, each family's patterns once. See :func:`trace_model` for the arguments and errors."""
+    """Traces many models, and each pattern of a family once. Arguments and errors are those of :func:`trace_model`."""
 
     _known: dict[tuple[str, str, str], list[Donor]] = field(default_factory=dict)
 
     def trace(self, config: Mapping[str, Any], auto_class: str, options: TraceOptions) -> Tape:
-        """The model's tape, from one point a range where its events are those of a model seen before."""
+        """The model's tape. Where its events are those of a model traced before, few points are traced."""
         key = (str(config.get("model_type")), auto_class, options.key)
         known = self._known.setdefault(key, [])
         for number, attempt in enumerate(_attempts(config, auto_class, options)):
@@ -95,8 +111,8 @@ class Donors:
         raise _no_period(config)
 
 
-def trace_at(config: Mapping[str, Any], auto_class: str, options: TraceOptions, point: Point) -> Tape:
-    """The tape for one micro batch, sequence length and LoRA rank alone, where :func:`trace_model` finds no expressions."""
+def trace_at(config: Mapping[str, Any], auto_class: str, options: TraceOptions, point: TracePoint) -> Tape:
+    """The tape for one micro batch, sequence length and LoRA rank, for a model whose sizes follow no expressions."""
     for attempt in _attempts(config, auto_class, options, point.rank or None):
         try:
             return attempt.at(point)
@@ -108,24 +124,24 @@ def trace_at(config: Mapping[str, Any], auto_class: str, options: TraceOptions, 
 def traced(
     config: Mapping[str, Any], auto_class: str, options: TraceOptions, batch: int, seq: int | None, rank: int | None
 ) -> Tape:
-    """The tape for any numbers if it can be had, else for these alone."""
+    """The tape for any numbers, or, for a model whose sizes follow no expressions, for these numbers alone."""
     try:
         return trace_model(config, auto_class, options)
     except (UnlikeError, DoesNotFitError):
-        return trace_at(config, auto_class, options, Point(batch, seq or 1, rank or 0))
+        return trace_at(config, auto_class, options, TracePoint(batch, seq or 1, rank or 0))
 
 
 def trace_model(config: Mapping[str, Any], auto_class: str, options: TraceOptions | None = None) -> Tape:
-    """The tape of a transformers model that a config describes, at its full depth, for any micro batch and sequence length.
+    """The tape of the transformers model that a config describes, for any micro batch and sequence length.
 
     Args:
         config: the contents of a ``config.json``; ``model_type`` is required.
         auto_class: the transformers auto class, such as ``"AutoModelForCausalLM"``.
-        options: how it runs; sdpa, 16 bits and no checkpointing by default.
+        options: how the model runs; None for sdpa, 16 bits and no checkpointing.
 
     Raises:
         BadInput: when transformers does not know the model.
-        UnlikeError, DoesNotFitError: when its sizes follow no short expressions; see :func:`trace_at`.
+        UnlikeError, DoesNotFitError: when sizes follow no short expressions; see :func:`trace_at`.
     """
     for attempt in _attempts(config, auto_class, options or TraceOptions()):
         try:
@@ -138,18 +154,18 @@ def trace_model(config: Mapping[str, Any], auto_class: str, options: TraceOption
 def trace_module(
     module: nn.Module, inputs: Callable[[], Mapping[str, Any]], options: TraceOptions | None = None, *, vocab: int = 0
 ) -> Tape:
-    """The tape of any module for one example batch, which it holds for every micro batch and sequence length asked.
+    """The tape of any module for one example batch. It expands to that batch, whatever numbers are asked for.
 
     Args:
-        module: the module; it is moved to the meta device (its weights are lost) and run as it is configured.
-        inputs: makes the keyword arguments of its forward, on the meta device. What it returns is, or has as `loss`, the
-            loss; of any other tensor the mean is taken.
-        options: `arithmetic` AUTOCAST and `zero3` apply; the module's own dtypes and attention stand.
-        vocab: the size of the vocabulary, from which logits are recognised.
+        module: the module. It is moved to the meta device, where it loses its weights.
+        inputs: returns the keyword arguments of its forward, on the meta device. The forward returns the loss, or an object
+            with an attribute `loss`; of any other tensor the mean is taken.
+        options: only `arithmetic` AUTOCAST and `zero3` apply.
+        vocab: the size of the vocabulary, which tells logits.
     """
     options = options or TraceOptions()
     module = module.to("meta")
-    point = Point(1, 1)
+    point = TracePoint(1, 1)
     assembler = Assembler(module, [], options, vocab)
     program, _ = assembler.program([point], [record(module, inputs, options)], _ANY, _ANY)
     return assembler.tape([program], [tuple(p.shape) for p in module.parameters()])
@@ -160,7 +176,7 @@ def _no_period(config: Mapping[str, Any]) -> BadInput:
 
 
 def _attempts(config: Mapping[str, Any], auto_class: str, options: TraceOptions, rank: int | None = None) -> Iterator[_Attempt]:
-    """With few blocks, with two periods more, and with all."""
+    """The attempts in order: with few blocks, with two periods more, and with all blocks."""
     whole = full_config(config)
     for extra in (0, 2, None):
         depths = depths_of(whole, extra=extra or 0, every=options.every)
@@ -185,11 +201,9 @@ class _Attempt:
         self._config, self._auto_class, self._options = config, auto_class, options
         self._ranks = ranks if options.lora is not None else (0,)
         self._models: dict[int, nn.Module] = {}
-        self._traces: dict[Point, Recording] = {}
+        self._traces: dict[TracePoint, Recording] = {}
         model = self._model(self._ranks[0])
-        inner = config.get("text_config")
-        vocab = config.get("vocab_size") or (inner.get("vocab_size") if isinstance(inner, Mapping) else 0)
-        self._assembler = Assembler(model, find_blocks(model, depths), options, int(vocab or 0))
+        self._assembler = Assembler(model, find_blocks(model, depths), options, vocabulary_of(config))
         self._thresholds = thresholds(config)
 
     def _model(self, rank: int) -> nn.Module:
@@ -197,7 +211,7 @@ class _Attempt:
             self._models[rank] = build_model(self._config, self._auto_class, self._options, rank)
         return self._models[rank]
 
-    def _run(self, point: Point) -> Recording:
+    def _run(self, point: TracePoint) -> Recording:
         if point not in self._traces:
             inputs = lambda: build_inputs(self._config, self._auto_class, self._options, point)  # noqa: E731
             self._traces[point] = record(self._model(point.rank), inputs, self._options)
@@ -205,12 +219,12 @@ class _Attempt:
 
     # ---- ranges of sequence lengths ------------------------------------------------------------------------------------
     def _cuts(self) -> list[int]:
-        """Which thresholds are sequence lengths from which on the events differ."""
+        """The indices of the thresholds at which the events change."""
         rank = self._ranks[0]
         return [
             i
             for i, at in enumerate(self._thresholds)
-            if at > 1 and _events(self._run(Point(1, at - 1, rank))) != _events(self._run(Point(1, at, rank)))
+            if at > 1 and _events(self._run(TracePoint(1, at - 1, rank))) != _events(self._run(TracePoint(1, at, rank)))
         ]
 
     def _pieces(self, cuts: Sequence[int]) -> list[tuple[int, int]]:
@@ -219,7 +233,7 @@ class _Attempt:
 
     # ---- tracing -------------------------------------------------------------------------------------------------------
     def whole(self) -> tuple[Tape, Donor]:
-        """Traced at every point that the sizes' forms need, and at others that check them.
+        """The tape, traced at every point that the sizes' forms need and at others that check them.
 
         Raises:
             DoesNotFoldError: when the traced blocks show no period.
@@ -237,12 +251,12 @@ class _Attempt:
         shapes = self._shapes()
         return self._assembler.tape(programs, shapes), Donor(0, cuts, patterns, shapes)
 
-    def _groups(self, seqs: tuple[int, int, int]) -> list[tuple[tuple[int, int], list[Point]]]:
-        """Ranges of micro batches with the points to trace: one for all if they fit together."""
+    def _groups(self, seqs: tuple[int, int, int]) -> list[tuple[tuple[int, int], list[TracePoint]]]:
+        """Ranges of micro batches with the points to trace: one range where all points fit together, else 1 and above."""
         first, *others = self._ranks
-        lengths = [Point(1, s, first) for s in seqs]
-        wider = [Point(2, seqs[0], first), Point(3, seqs[1], first)]
-        ranked = [Point(2, seqs[0], r) for r in others]
+        lengths = [TracePoint(1, s, first) for s in seqs]
+        wider = [TracePoint(2, seqs[0], first), TracePoint(3, seqs[1], first)]
+        ranked = [TracePoint(2, seqs[0], r) for r in others]
         together = [*lengths, *wider, *ranked]
         if len({id(t) for t in _distinct(self._run(p) for p in together)}) == 1:
             try:
@@ -250,16 +264,16 @@ class _Attempt:
                 return [(_ANY, together)]
             except DoesNotFitError:
                 pass
-        alone = [*lengths, *(Point(1, seqs[0], r) for r in others)]
-        more = [*wider, Point(2, seqs[2], first), Point(4, seqs[0], first), *ranked]
+        alone = [*lengths, *(TracePoint(1, seqs[0], r) for r in others)]
+        more = [*wider, TracePoint(2, seqs[2], first), TracePoint(4, seqs[0], first), *ranked]
         return [((1, 1), alone), ((2, 0), more)]
 
     def like(self, donor: Donor) -> Tape:
-        """From as few points as the donor's forms need.
+        """The tape, traced at as few points as the donor's forms need.
 
         Raises:
             UnlikeError: when the events are not the donor's.
-            DoesNotFitError: when a size has not the form of the donor's.
+            DoesNotFitError: when a size has another form than the donor's.
         """
         if any(i >= len(self._thresholds) for i in donor.cuts) or len(donor.shapes) != len(self._assembler.params):
             raise UnlikeError("another kind of model")
@@ -271,7 +285,7 @@ class _Attempt:
             first = self._ranks[0]
             seqs = _lengths(pieces[pattern.piece])
             batch = max(pattern.batches[0], 1)
-            points = [Point(batch, seqs[0], first), Point(batch + (batch > 1), seqs[1], first)]
+            points = [TracePoint(batch, seqs[0], first), TracePoint(batch + (batch > 1), seqs[1], first)]
             points = points[: max(form.terms for form in pattern.forms)]
             traces = [self._run(p) for p in points]
             if _events(traces[0]) != pattern.events:
@@ -286,8 +300,8 @@ class _Attempt:
         shapes = [tuple(-(x // rank) if d < 0 else x for x, d in zip(a, b, strict=True)) for a, b in pairs]
         return self._assembler.tape(programs, shapes)
 
-    def at(self, point: Point) -> Tape:
-        """Traced at one point, for it alone."""
+    def at(self, point: TracePoint) -> Tape:
+        """The tape for one point alone."""
         traces = [self._run(point)]
         batches, seqs = (point.batch, point.batch), (point.seq, point.seq)
         program, _ = self._assembler.program([point], traces, batches, seqs)

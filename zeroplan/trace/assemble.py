@@ -1,4 +1,4 @@
-"""From a model and its traces to a stored tape."""
+"""Assembles a stored tape from a model and its traces."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import nn
 from zeroplan.core.tape import Kind, Mark, Op, TapeModule, TapeParam
 from zeroplan.core.tape_format import Program, Stack, Tape
 from zeroplan.core.tape_options import Checkpointing, TraceOptions
-from zeroplan.trace.fit import Form, Point
-from zeroplan.trace.fold import DoesNotFoldError, Folder, TracedStack, kinds_of
+from zeroplan.trace.fit import Form, TracePoint
+from zeroplan.trace.fold import DoesNotFoldError, TracedStack, TraceFolder, kinds_of
 from zeroplan.trace.recorder import Recording
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A stack of blocks of the traced model: the name before the index, traced and real depth."""
+    """A stack of blocks of the traced model: the name before the index, the traced and the real number of blocks."""
 
     prefix: str
     traced: int
@@ -25,9 +25,11 @@ class Blocks:
 
 
 def find_blocks(model: nn.Module, depths: Sequence[tuple[int, int]]) -> list[Blocks]:
-    """Outermost module lists with as many members as a depth of the config says. `depths`: (traced, real) pairs.
+    """The outermost module lists whose length is one of the traced depths.
 
-    Where two depths are traced alike, encoder lists take the first and decoder lists the last.
+    Args:
+        model: the traced model.
+        depths: pairs of a traced and a real depth. Of two with one traced depth, encoders take the first, decoders the last.
     """
     found: list[Blocks] = []
     for name, module in model.named_modules():
@@ -61,7 +63,7 @@ class Assembler:
         ]
 
     def _find(self, name: str) -> tuple[int, int] | None:
-        """(stack, block) that a module or parameter belongs to."""
+        """The stack and the block that a module or parameter belongs to; None outside all stacks."""
         for s, blocks in enumerate(self.blocks):
             if name.startswith(blocks.prefix + "."):
                 return s, int(name[len(blocks.prefix) + 1 :].split(".", 1)[0])
@@ -82,28 +84,28 @@ class Assembler:
 
     def program(
         self,
-        points: Sequence[Point],
+        points: Sequence[TracePoint],
         traces: Sequence[Recording],
         batches: tuple[int, int],
         seqs: tuple[int, int],
         forms: Sequence[Form] | None = None,
     ) -> tuple[Program, list[int]]:
-        """One program from traces with the same events, and for each storage as recorded the index of its size."""
+        """The program of traces with the same events, and for each recorded storage the index of its size."""
         kinds = self._kinds(traces[0])
-        folder = Folder(points, traces, self.traced, self.outside_modules, self.outside_params, kinds, forms)
+        folder = TraceFolder(points, traces, self.traced, self.outside_modules, self.outside_params, kinds, forms)
         return folder.program(batches, seqs), folder.size_of
 
     def _kinds(self, trace: Recording) -> list[Kind]:
         heads = frozenset(i for i, (_, m) in enumerate(self.modules) if getattr(m, "out_features", 0) == self.vocab)
         kept: frozenset[int] = frozenset()
         if self.options.checkpointing is not Checkpointing.NONE:
-            # What a block makes last is the next one's input, kept for it where that is checkpointed.
+            # A block's last output is the input of the next block, which keeps it where that block is checkpointed.
             every = self.options.every
             kept = _kept_outside(trace, {m for t in self.traced for b, m in enumerate(t.modules) if (b + 2) % every == 0})
         return kinds_of(trace, self.vocab, heads, kept)
 
     def tape(self, programs: list[Program], shapes: Sequence[tuple[int, ...]]) -> Tape:
-        """The stored tape. `shapes`: of each parameter, with -1 for the LoRA rank.
+        """The stored tape. `shapes` are those of the parameters; -k stands for k times the LoRA rank.
 
         Raises:
             DoesNotFoldError: when inner blocks differ, so that the depth cannot be extrapolated.
@@ -200,7 +202,7 @@ def _plan(signatures: Sequence[object], blocks: Blocks) -> list[int]:
 
 
 def _kept_outside(trace: Recording, blocks: set[int]) -> frozenset[int]:
-    """Storages allocated while no block's forward runs, or by a block last, that live to the forward's end."""
+    """The storages that the modules in `blocks` allocate in the forward and that are alive at its end."""
     live: dict[int, None] = {}
     for op, arg in zip(trace.op, trace.arg, strict=True):
         if op == Op.ALLOC:

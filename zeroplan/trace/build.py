@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.model_config import text_config
 from zeroplan.core.tape_options import Arithmetic, Checkpointing, TraceOptions
 from zeroplan.core.workload import Attention
 from zeroplan.trace.attention import FLASH, register_flash
-from zeroplan.trace.fit import Point
+from zeroplan.trace.fit import TracePoint
 
 #: Config keys that hold a number of blocks.
 _DEPTHS = (
@@ -29,7 +30,7 @@ _DEPTHS = (
     "decoder_layers",
     "num_encoder_layers",
 )
-#: Config keys that say from which block on, or how often, a block is of another kind.
+#: Config keys of the period at which blocks are of another kind.
 _PERIODS = (
     "decoder_sparse_step",
     "moe_layer_freq",
@@ -37,13 +38,14 @@ _PERIODS = (
     "sliding_window_pattern",
     "moe_every_n_layers",
 )
+#: Config keys of the number of blocks before that pattern begins.
 _PREFIXES = ("first_k_dense_replace", "first_dense_layers", "num_dense_layers", "n_dense_first_layers")
 _ATTENTION = {Attention.SDPA: "sdpa", Attention.EAGER: "eager", Attention.FLASH: FLASH}
 
 
 @dataclass(frozen=True, slots=True)
 class Depth:
-    """A number of blocks in the config at `path`: the real one, and the one to trace."""
+    """One number of blocks in a config: the keys that lead to it, its real value, and the number of blocks to trace."""
 
     path: tuple[str, ...]
     real: int
@@ -51,12 +53,12 @@ class Depth:
 
 
 def depths_of(config: Mapping[str, Any], *, extra: int = 0, every: int = 1) -> list[Depth]:
-    """How many blocks to trace of each stack.
+    """The number of blocks to trace in each stack.
 
     Args:
-        config: the config, with its defaults.
-        extra: periods more than are usually enough.
-        every: how often a block is run otherwise than the config says (only each k-th is checkpointed).
+        config: the config, with transformers' defaults.
+        extra: periods to trace beyond the two that usually show the pattern.
+        every: k where only each k-th block is checkpointed, else 1.
     """
     found: list[Depth] = []
     _find_depths(config, (), extra, every, found)
@@ -78,7 +80,7 @@ def _find_depths(config: Mapping[str, Any], path: tuple[str, ...], extra: int, e
 
 
 def _pattern(config: Mapping[str, Any], depth: int) -> tuple[int, int]:
-    """(blocks before the pattern begins, its period), from lists with one entry a block and from known keys."""
+    """The number of blocks before the pattern begins, and its period, from known keys and from lists with one entry a block."""
     columns = [v for v in config.values() if isinstance(v, list) and len(v) == depth and depth > 1]
     kinds = [tuple(str(c[i]) for c in columns) for i in range(depth)]
     prefix = max((int(config[k]) for k in _PREFIXES if isinstance(config.get(k), int)), default=0)
@@ -93,7 +95,7 @@ def _pattern(config: Mapping[str, Any], depth: int) -> tuple[int, int]:
     return depth, 1
 
 
-#: Config keys of sequence lengths beyond which a model may run otherwise.
+#: Config keys of sequence lengths beyond which a model may run other operators.
 _THRESHOLDS = (
     "sliding_window",
     "local_attention",
@@ -104,7 +106,7 @@ _THRESHOLDS = (
 
 
 def thresholds(config: Mapping[str, Any]) -> list[int]:
-    """Sequence lengths from which on the model may run otherwise: at, and just beyond, each window of the config."""
+    """Sequence lengths from which the model may run other operators: each window of the config, and one more."""
     found: list[int] = []
     for key, value in sorted(config.items()):
         if isinstance(value, Mapping):
@@ -116,7 +118,7 @@ def thresholds(config: Mapping[str, Any]) -> list[int]:
 
 
 def shorten(config: dict[str, Any], depths: list[Depth]) -> dict[str, Any]:
-    """The config with the traced numbers of blocks; lists with one entry a block are cut likewise."""
+    """The config with only the traced blocks; lists with one entry a block are cut to the same length."""
     out = copy.deepcopy(config)
     for depth in depths:
         inner = out
@@ -188,7 +190,7 @@ def build_model(config: Mapping[str, Any], auto_class: str, options: TraceOption
     if config.get("tie_word_embeddings") is False:
         _untie(model)
     if options.lora is not None:
-        model = _with_lora(model, options, rank)
+        model = with_adapters(model, rank, options.lora)
     model.train()
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     base.config.use_cache = False
@@ -208,19 +210,25 @@ def _untie(model: Any) -> None:
         head.weight = nn.Parameter(torch.empty_like(embedding.weight))
 
 
-def _with_lora(model: Any, options: TraceOptions, rank: int) -> Any:
+def with_adapters(model: Any, rank: int, targets: Sequence[str]) -> Any:
+    """The model with peft's LoRA adapters in its own dtype; no `targets` means all linear layers of the blocks."""
     from peft import LoraConfig, get_peft_model
 
-    targets: Any = list(options.lora or ()) or "all-linear"
-    lora = LoraConfig(r=rank, lora_alpha=32, target_modules=targets)
+    wanted: Any = list(targets) or "all-linear"
+    lora = LoraConfig(r=rank, lora_alpha=32, target_modules=wanted)
     with warnings.catch_warnings():
-        # Its warnings are of adapters that are merged or saved; these only lend their shapes.
+        # peft warns about merging and saving adapters, which nobody does with these.
         warnings.simplefilter("ignore", UserWarning)
         return get_peft_model(model, lora, autocast_adapter_dtype=False)
 
 
-def build_inputs(config: Mapping[str, Any], auto_class: str, options: TraceOptions, point: Point) -> dict[str, Any]:
-    """One micro batch on the meta device: the model's own loss, labels being the inputs themselves."""
+def vocabulary_of(config: Mapping[str, Any]) -> int:
+    """The size of the vocabulary; 0 for a model without one."""
+    return int(config.get("vocab_size") or text_config(config).get("vocab_size") or 0)
+
+
+def build_inputs(config: Mapping[str, Any], auto_class: str, options: TraceOptions, point: TracePoint) -> dict[str, Any]:
+    """One micro batch on the meta device. A language model's labels are its input ids."""
     dtype = torch.bfloat16 if options.arithmetic is Arithmetic.HALF else torch.float32
 
     def tokens(*shape: int) -> torch.Tensor:

@@ -12,8 +12,8 @@ from zeroplan.core.tape_sizes import Poly
 from zeroplan.trace import kernels
 
 
-class Point(NamedTuple):
-    """Where a trace was taken: micro batch, sequence length, LoRA rank (0: none)."""
+class TracePoint(NamedTuple):
+    """The numbers of one trace: micro batch, sequence length, LoRA rank (0 for no LoRA)."""
 
     batch: int
     seq: int
@@ -21,14 +21,14 @@ class Point(NamedTuple):
 
 
 class Form(NamedTuple):
-    """A size without its numbers: the function, and the exponents of each argument's terms."""
+    """A size without its coefficients: the function, and the exponents of each argument's terms."""
 
     function: str
     exponents: tuple[tuple[tuple[int, int, int], ...], ...]
 
     @property
     def terms(self) -> int:
-        """Points that the numbers need."""
+        """The number of points that determine the coefficients."""
         return max((len(e) for e in self.exponents), default=1) or 1
 
 
@@ -38,13 +38,13 @@ def form_of(size: Size) -> Form:
 
 
 class DoesNotFitError(ValueError):
-    """The sizes at the traced points are not those of a short polynomial."""
+    """The sizes at the traced points follow no short polynomial."""
 
 
 _EXPONENTS = [(b, s, r) for r in (0, 1) for s in (0, 1, 2) for b in (0, 1)]
 
 
-def fit_poly(points: Sequence[Point], values: Sequence[int]) -> Poly:
+def fit_poly(points: Sequence[TracePoint], values: Sequence[int]) -> Poly:
     """The shortest polynomial with integer coefficients and at most three terms through all values.
 
     Raises:
@@ -63,17 +63,17 @@ def fit_poly(points: Sequence[Point], values: Sequence[int]) -> Poly:
     raise DoesNotFitError(f"{list(values)} at {list(points)}")
 
 
-def _distinguishable(exponents: tuple[int, int, int], points: Sequence[Point]) -> bool:
-    """Powers of a variable that does not vary are left out."""
+def _distinguishable(exponents: tuple[int, int, int], points: Sequence[TracePoint]) -> bool:
+    """Whether every variable with an exponent above 0 varies among the points."""
     return all(e == 0 or len({p[i] for p in points}) > 1 for i, e in enumerate(exponents))
 
 
-def _value(point: Point, exponents: tuple[int, int, int]) -> int:
+def _value(point: TracePoint, exponents: tuple[int, int, int]) -> int:
     return int(point.batch ** exponents[0] * point.seq ** exponents[1] * point.rank ** exponents[2])
 
 
-def _solve(points: Sequence[Point], values: Sequence[int], exponents: Sequence[tuple[int, int, int]]) -> list[int] | None:
-    """Integer coefficients that meet every point, or None. Solves on the first independent rows, checks on all."""
+def _solve(points: Sequence[TracePoint], values: Sequence[int], exponents: Sequence[tuple[int, int, int]]) -> list[int] | None:
+    """Integer coefficients that hold at every point, or None. Solves on the first independent rows, checks on all."""
     n = len(exponents)
     if n == 1:
         base = _value(points[0], exponents[0])
@@ -98,7 +98,7 @@ def _solve(points: Sequence[Point], values: Sequence[int], exponents: Sequence[t
     return [int(row[n]) for row in rows[:n]]
 
 
-def _fit_form(points: Sequence[Point], values: Sequence[int], exponents: tuple[tuple[int, int, int], ...]) -> Poly:
+def _fit_form(points: Sequence[TracePoint], values: Sequence[int], exponents: tuple[tuple[int, int, int], ...]) -> Poly:
     if not exponents:
         if any(values):
             raise DoesNotFitError(f"{list(values)} are not all zero")
@@ -109,8 +109,8 @@ def _fit_form(points: Sequence[Point], values: Sequence[int], exponents: tuple[t
     return tuple((c, *e) for c, e in zip(coefficients, exponents, strict=True))
 
 
-def fit_size(points: Sequence[Point], values: Sequence[kernels.Size], form: Form | None = None) -> Size:
-    """The expression through sizes that are all numbers, or all the same function's; of the given form, if any.
+def fit_size(points: Sequence[TracePoint], values: Sequence[kernels.Size], form: Form | None = None) -> Size:
+    """The expression of sizes that are all numbers, or all arguments of one function; of the given form, if any.
 
     Raises:
         DoesNotFitError: when there is none.

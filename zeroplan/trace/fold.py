@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from zeroplan.core.tape import Kind, Mark, Op
 from zeroplan.core.tape_format import Anchor, Piece, Program, Segment, Size
-from zeroplan.trace.fit import Form, Point, fit_size
+from zeroplan.trace.fit import Form, TracePoint, fit_size
 from zeroplan.trace.recorder import RawAlloc, Recording
 
 
@@ -21,21 +21,27 @@ class UnlikeError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TracedStack:
-    """A stack of `depth` traced blocks: for modules and parameters, the index of the first of each block, in order."""
+    """A stack of traced blocks.
 
-    modules: tuple[int, ...]  # each block's own module
+    Attributes:
+        modules: for each block, the index of its own module.
+        module_counts: for each block, its number of modules.
+        param_of: for each parameter in the stack, its block and its index within the block.
+    """
+
+    modules: tuple[int, ...]
     module_counts: tuple[int, ...]
-    param_of: dict[int, tuple[int, int]]  # parameter -> (block, index within it)
+    param_of: dict[int, tuple[int, int]]
 
     @property
     def depth(self) -> int:
-        """Traced blocks."""
+        """The number of traced blocks."""
         return len(self.modules)
 
 
 @dataclass(slots=True)
 class _Span:
-    """A run of events: of block `block` of stack `stack` (-1: none) in loop or piece number `piece`."""
+    """Events `begin` to `end`, of block `block` of stack `stack` (-1 outside all stacks), in piece number `piece`."""
 
     stack: int
     block: int
@@ -44,22 +50,22 @@ class _Span:
     piece: int = -1
 
 
-class Folder:
-    """Folds one group of like traces; :meth:`program` is the result.
+class TraceFolder:
+    """Folds traces with the same events into a program; see :meth:`program`.
 
     Args:
-        points: where each trace was taken.
-        traces: one a point, with the same events.
+        points: the point of each trace.
+        traces: one trace for each point.
         stacks: the stacks of blocks.
         outside_modules: module index -> index among those outside all stacks.
         outside_params: the same for parameters.
-        kinds: what each storage is.
-        forms: of each storage's size, where known from a model of the same family.
+        kinds: each storage's kind.
+        forms: the form of each storage's size, where a model of the same family tells it.
     """
 
     def __init__(
         self,
-        points: Sequence[Point],
+        points: Sequence[TracePoint],
         traces: Sequence[Recording],
         stacks: Sequence[TracedStack],
         outside_modules: dict[int, int],
@@ -87,9 +93,10 @@ class Folder:
         }
 
     def _group_frees(self, spans: list[_Span]) -> dict[int, tuple[int, int, int]]:
-        """Runs of frees that go through all blocks of a stack (autocast's casts at its exit), ordered by block.
+        """Sort runs of frees that go through all blocks of a stack by block, as those of autocast's casts at its exit.
 
-        Returns start -> (stack, block, end) of the loops that they make.
+        Returns:
+            For the first event of each block's frees: the stack, the block, and the end.
         """
         owner: dict[int, tuple[int, int]] = {}
         for span in spans:
@@ -117,10 +124,10 @@ class Folder:
         return loops
 
     def program(self, batches: tuple[int, int], seqs: tuple[int, int]) -> Program:
-        """Pieces and loops for a range of micro batches and sequence lengths.
+        """The program for a range of micro batches and sequence lengths.
 
         Raises:
-            DoesNotFitError: when a size is no short polynomial.
+            DoesNotFitError: when a size follows no short polynomial.
             DoesNotFoldError: when the blocks do not run one after another.
         """
         spans = self._spans()
@@ -167,7 +174,7 @@ class Folder:
         return spans
 
     def _number(self, spans: list[_Span]) -> list[_Span]:
-        """Gives each piece and each loop its number."""
+        """Number the pieces: a loop over all blocks of a stack is one piece."""
         piece, run = -1, 0
         for k, span in enumerate(spans):
             before = spans[k - 1] if k else None
@@ -185,9 +192,9 @@ class Folder:
         return spans
 
     def _starts(self) -> list[tuple[int, int, int, int]]:
-        """(first event, stack, block, end) of each block's forward and backward.
+        """The first event, stack, block and end of each block's forward and backward.
 
-        A block's part reaches up to the next block's begin, the last one's up to its own end.
+        A block's events reach to the begin of the next block; those of the last block to its own end.
         """
         block_of = {m: (s, b) for s, stack in enumerate(self.stacks) for b, m in enumerate(stack.modules)}
         backward = False
@@ -294,12 +301,12 @@ class Folder:
 
 
 def kinds_of(trace: Recording, vocab: int, head: frozenset[int], block_inputs: frozenset[int]) -> list[Kind]:
-    """What each storage is.
+    """Each storage's kind.
 
     Args:
         trace: the events.
         vocab: the size of the vocabulary, which tells logits.
-        head: indices of the modules that make the logits.
+        head: indices of the modules that compute the logits.
         block_inputs: storages that checkpointed blocks keep.
     """
     allocs = trace.allocs

@@ -1,7 +1,7 @@
-"""Torch functions that take another path on CUDA than on the meta device, redirected to what CUDA does.
+"""Redirects torch functions that run other operators on CUDA than on the meta device.
 
-Covers attention, dropout (CUDA keeps a one-byte mask), and autocast (which has no key for the meta device, so its casting
-rules, ``aten/src/ATen/autocast_mode.h``, are applied here).
+These are attention, dropout (CUDA keeps a one-byte mask) and autocast, which does not know the meta device: its casting rules
+(``aten/src/ATen/autocast_mode.h``) are applied here.
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ _FP32 = frozenset(
 
 
 class CudaFunctions(TorchFunctionMode):
-    """Redirects torch functions while it is entered. `autocast` is the 16-bit dtype, or None.
+    """Redirects torch functions within its context.
 
-    `switching`: the modules of code in which models switch autocast off for some of their arithmetic.
-    `zero3` replaces linear layers by DeepSpeed's (``deepspeed/runtime/zero/linear.py``), as stage 3 does by default.
+    Args:
+        autocast: autocast's 16-bit dtype; None for no autocast.
+        zero3: replace linear layers by DeepSpeed's (``deepspeed/runtime/zero/linear.py``), as stage 3 does by default.
+        switching: Python modules in which models switch autocast off for some of their arithmetic.
     """
 
     def __init__(self, autocast: torch.dtype | None = None, *, zero3: bool = False, switching: Iterable[Any] = ()) -> None:
@@ -52,7 +54,7 @@ class CudaFunctions(TorchFunctionMode):
         nested = lambda *args, **kwargs: _Nested(self, kwargs.get("enabled", True))  # noqa: E731
         self._replace(torch, "autocast", nested)
         if self.autocast is not None:
-            for module in self._switching:  # transformers' own switch looks away from the meta device
+            for module in self._switching:  # transformers' own switch ignores the meta device
                 self._replace(module, "maybe_autocast", nested)
         return super().__enter__()  # type: ignore[no-untyped-call]
 
@@ -66,7 +68,7 @@ class CudaFunctions(TorchFunctionMode):
         setattr(owner, name, value)
 
     def drop_casts(self) -> None:
-        """Let go of the 16-bit copies of weights, as autocast does when its region ends."""
+        """Free the 16-bit copies of weights, as autocast does when its region ends."""
         self._casts.clear()
 
     def recomputation(self) -> tuple[Any, Any]:
@@ -127,7 +129,7 @@ class _Nested:
 
 
 class _Region:
-    """An autocast region within backward."""
+    """An autocast region within the backward."""
 
     def __init__(self, functions: CudaFunctions) -> None:
         self._functions = functions
@@ -171,7 +173,7 @@ class _Zero3Linear(torch.autograd.Function):
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """A product of each group of rows with its own matrix, in dtypes that the meta device does not take."""
+    """The product of each group of rows with its own matrix, for dtypes that the meta device refuses."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,11 @@
-"""Module and gradient events: where forward enters and leaves each module, and where backward does.
+"""Records when the forward and the backward enter and leave each module, and when a gradient is complete.
 
 Note [Backward positions]
-    Backward has no modules. Where nothing is attached to the graph, its position follows from the nodes that run
+    The backward runs graph nodes, not modules. Where nothing is attached to the graph, the module follows from the node
     (:class:`zeroplan.trace.recorder.CallTree`). ZeRO stage 3 attaches identity nodes: a module's backward begins when the
-    gradient of its output arrives, and ends when the gradients of all its positional tensor inputs have been made
-    (``deepspeed/runtime/zero/parameter_offload.py``); a module that is given keyword arguments alone has no end, there as
-    here. They allocate nothing, but shift some frees, so `zero3` attaches the same.
+    gradient of its output arrives, and ends when the gradients of all its positional tensor inputs are computed
+    (``deepspeed/runtime/zero/parameter_offload.py``). A module with keyword arguments only has no end, there as here. The
+    nodes allocate nothing but change when some storages are freed, so `zero3` attaches the same ones.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from zeroplan.core.tape import Op
-from zeroplan.trace.recorder import CallTree, Recorder
+from zeroplan.trace.recorder import CallTree, StorageRecorder
 
 
-class Follower:
-    """Attaches events to every module and trainable parameter of `model`; :meth:`detach` removes them."""
+class ModuleHooks:
+    """Hooks on every module and trainable parameter of `model` that record events; :meth:`detach` removes them."""
 
-    def __init__(self, model: nn.Module, recorder: Recorder, *, zero3: bool = False) -> None:
+    def __init__(self, model: nn.Module, recorder: StorageRecorder, *, zero3: bool = False) -> None:
         self.recorder = recorder
         self.modules = list(model.named_modules())
         self.params = list(model.named_parameters())

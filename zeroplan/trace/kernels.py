@@ -1,7 +1,7 @@
-"""What CUDA kernels allocate that their operators' signatures do not show.
+"""Allocations of CUDA kernels beside the outputs of their operators.
 
-Three tables by operator: blocks that are taken before the outputs (`BEFORE`) or after them (`AFTER`), both given back when
-the operator returns, and outputs whose bytes on CUDA differ from those on the meta device (`OUTPUT_BYTES`).
+Three tables by operator: blocks that are allocated before the outputs (`BEFORE`) or after them (`AFTER`), both freed when the
+operator returns, and outputs whose bytes on CUDA differ from those on the meta device (`OUTPUT_BYTES`).
 Sources: the kernels' host code in PyTorch (``aten/src/ATen/native/cuda``).
 """
 
@@ -17,7 +17,7 @@ Size = int | tuple[Any, ...]
 
 _aten = torch.ops.aten
 
-#: A list inside a list is taken and given back at that point.
+#: Blocks in order. Those of an inner list are freed again before the next block.
 Sizes = list[Any]
 
 BEFORE: dict[Any, Callable[[Any, Any], Sizes]] = {}
@@ -28,7 +28,7 @@ REVERSED_OUTPUTS = {_aten.native_dropout.default}
 
 
 def _embedding_sort(args: Any, kwargs: Any) -> Sizes:
-    """Sorted indices and where they came from; CUDA sorts when there are more than 3072 (``Embedding.cu``)."""
+    """The sorted indices and their origins; CUDA sorts when there are more than 3072 indices (``Embedding.cu``)."""
     count = args[1].numel()
     return [("sort_index", count), ("sort_index", count), [("sort_index", count), ("sort_scratch", count)]]
 
@@ -121,10 +121,10 @@ for _op in (
 for _op in (_aten.all.default, _aten.any.default):
     AFTER[_op] = lambda args, kwargs, out: _reduce((args[0],), {}, out)
 
-#: True while attention runs as separate operators, which then adds the mask in place.
+#: True while attention runs as separate operators, which add the mask in place.
 in_math_attention = False
 
-#: Sizes that the next allocations are recorded with, instead of their own.
+#: Sizes that the next allocations are recorded with in place of their own.
 pending: list[Size] = []
 
 

@@ -1,15 +1,15 @@
 """Records what a model's forward and backward allocate, without a GPU and without weights.
 
 Note [Meta tracing]
-    The model lives on the meta device, where operators compute shapes and strides only. A dispatch mode sees every
-    operator that autograd issues, and follows *storages*, not tensors: a storage is allocated when an operator returns one
-    not seen before, and freed when its last reference dies, which is when eager CUDA gives the block back. What CUDA kernels
-    allocate inside themselves is added by :mod:`zeroplan.trace.kernels`.
+    The model is on the meta device, where operators compute only shapes and strides. A dispatch mode sees every operator that
+    autograd issues, and follows *storages*, not tensors: a storage is allocated when an operator returns one that was not
+    seen before, and freed when its last reference dies, which is when eager CUDA frees the block. Allocations within CUDA
+    kernels are added by :mod:`zeroplan.trace.kernels`.
 
 Note [Accumulating in place]
     Where two gradients of one tensor meet, autograd adds the later into the earlier in place if nothing else refers to it,
-    but never while a dispatch mode is on. The recorder sees such an addition, asks the question that autograd would ask, and
-    if the answer is yes, lets the result inherit the earlier gradient's identity.
+    but never while a dispatch mode is on. The recorder sees such an addition and makes the same test. Where autograd would
+    add in place, the result gets the earlier gradient's storage id.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _aten = torch.ops.aten
 _PRIM_DEVICE = torch.ops.prim.device.default
 _ADD = _aten.add.Tensor
 _READ = _aten._local_scalar_dense.default
-#: What reading a number back from the device gives (one on the host reads as it is). Models ask whether *all* tokens are
-#: unpadded, or not packed (yes), and whether a random number is below a layer's drop probability (no).
+#: The value of a number that is read back from the meta device. Models ask whether *all* tokens are unpadded or not packed
+#: (yes), and whether a random number is below a layer's drop probability (no).
 _READ_AS = {torch.bool: False, torch.float32: 1.0, torch.float16: 1.0, torch.bfloat16: 1.0}
 _TRUE_OF = (_aten.all.default, _aten.all.dim, _aten.all.dims, _aten.eq.Scalar)
 #: Out-of-place operators that stand for an in-place one in these nodes while a dispatch mode is on.
@@ -46,7 +46,7 @@ _IN_PLACE_IN_EAGER = {
 
 @dataclass(slots=True)
 class RawAlloc:
-    """One allocation as recorded. `last` is the last dimension's size, from which logits are recognised."""
+    """One recorded allocation. `last` is the size of the last dimension, which tells logits."""
 
     size: Size
     module: int
@@ -129,11 +129,11 @@ class CallTree:
         self._inside = chain
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The dispatch mode. Use as a context manager around inputs, forward and backward."""
 
     def __init__(self, outside: Sequence[torch.Tensor]) -> None:
-        """`outside`: tensors that are not the tape's: parameters and registered buffers."""
+        """Start with `outside`: parameters and registered buffers, which are not the tape's."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.out = Recording()
         self.phase = 0
@@ -186,7 +186,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return ident
 
     def _take(self, sizes: kernels.Sizes) -> list[int]:
-        """Take blocks in order; those of inner lists are given back at once."""
+        """Allocate blocks in order; free those of an inner list at once."""
         held = []
         for size in sizes:
             if isinstance(size, list):
@@ -200,7 +200,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._release(ident)
 
     def ident(self, tensor: torch.Tensor) -> int:
-        """The storage's id, -1 for one that is not followed."""
+        """The storage's id; -1 for a storage that is not followed."""
         return self._ids.get(int(tensor.untyped_storage()._cdata), -1)
 
     # ---- operators -----------------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return -1
 
     def _locate(self, calls: CallTree) -> None:
-        """Emit the module boundaries that backward has crossed since the last operator."""
+        """Record the modules that the backward has left and entered since the last operator."""
         node: Any = torch._C._current_autograd_node()  # None before the first
         if node is None:
             return
@@ -284,7 +284,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # ---- marks -----------------------------------------------------------------------------------------------------------
     def mark(self, mark: Mark) -> None:
-        """A point of the micro batch; sets the phase."""
+        """Record a point of the micro batch, and set the phase."""
         if mark is Mark.BACKWARD_END and self.calls is not None:
             for _, module in self.calls.moved(-1):
                 self.out.add(Op.BWD_EXIT, module)
@@ -293,14 +293,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.phase = {Mark.FORWARD_BEGIN: 1, Mark.FORWARD_END: 1, Mark.BACKWARD_BEGIN: 2, Mark.BACKWARD_END: 0}[mark]
 
     def gradient(self, param: int, tensor: torch.Tensor) -> None:
-        """A parameter's gradient is complete: from here on it belongs to the engine."""
+        """Record that a parameter's gradient is complete. From here on it belongs to the engine."""
         ident = self.ident(tensor)
         self._engine_owned.add(ident)
         self.out.add(Op.GRAD, param, ident)
 
 
 def _uncontended_counts() -> tuple[int, int]:
-    """Reference counts, as a dispatch mode sees them, of a gradient that autograd's buffer alone holds."""
+    """The reference counts that a dispatch mode sees of a gradient that only autograd's buffer holds."""
     seen: list[tuple[int, int]] = []
 
     class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]

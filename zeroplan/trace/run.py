@@ -13,15 +13,20 @@ from torch import nn
 from zeroplan.core.tape import Mark
 from zeroplan.core.tape_options import Arithmetic, Checkpointing, TraceOptions
 from zeroplan.trace.functions import CudaFunctions
-from zeroplan.trace.hooks import Follower
-from zeroplan.trace.recorder import Recorder, Recording
+from zeroplan.trace.hooks import ModuleHooks
+from zeroplan.trace.recorder import Recording, StorageRecorder
 from zeroplan.trace.selective import checkpoint_every, contexts
 
 
 def record(model: nn.Module, inputs: Callable[[], Mapping[str, Any]], options: TraceOptions) -> Recording:
-    """Forward, loss and backward of one micro batch. `inputs` makes the keyword arguments of the model's forward.
+    """Record the forward, the loss and the backward of one micro batch.
 
-    The garbage collector rests meanwhile: what lives is to follow from references alone.
+    The garbage collector is off meanwhile, so that storages are freed by reference counts alone, as on a GPU.
+
+    Args:
+        model: the model, on the meta device.
+        inputs: returns the keyword arguments of the model's forward.
+        options: how the model runs.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -33,8 +38,8 @@ def record(model: nn.Module, inputs: Callable[[], Mapping[str, Any]], options: T
 
 
 def _record(model: nn.Module, inputs: Callable[[], Mapping[str, Any]], options: TraceOptions) -> Recording:
-    recorder = Recorder([*model.parameters(), *model.buffers()])
-    follower = Follower(model, recorder, zero3=options.zero3)
+    recorder = StorageRecorder([*model.parameters(), *model.buffers()])
+    follower = ModuleHooks(model, recorder, zero3=options.zero3)
     autocast = torch.bfloat16 if options.arithmetic is Arithmetic.AUTOCAST else None
     code = {sys.modules[type(module).__module__] for module in model.modules()} if autocast else ()
     functions = CudaFunctions(autocast, zero3=options.zero3, switching=code)
@@ -50,7 +55,7 @@ def _record(model: nn.Module, inputs: Callable[[], Mapping[str, Any]], options: 
             recorder.mark(Mark.BACKWARD_BEGIN)
             _backward(loss)
             recorder.mark(Mark.BACKWARD_END)
-            del loss  # loops keep it, and what hangs on its graph, until the next one: hence after the mark
+            del loss  # after the mark, since training loops keep the loss and its graph until the next one
             del batch
     finally:
         follower.detach()
@@ -58,7 +63,7 @@ def _record(model: nn.Module, inputs: Callable[[], Mapping[str, Any]], options: 
 
 
 def _backward(loss: torch.Tensor) -> None:
-    """``loss.backward()``, which would leave the function mode that recomputation needs."""
+    """As ``loss.backward()``, which would leave the function mode that recomputation needs."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.run_backward((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 

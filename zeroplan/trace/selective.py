@@ -1,10 +1,10 @@
-"""Checkpointing in part: some operators' outputs are kept, or some blocks are not checkpointed.
+"""Partial checkpointing: some operators' outputs are kept, or some blocks are not checkpointed.
 
 Note [Selective checkpointing]
-    torch keeps what the policy names in a cache beside the graph, detached, and hands it out in the recomputation in place
-    of running the operator (``torch.utils.checkpoint.create_selective_checkpoint_contexts``). The same two contexts run
-    here, above the recorder, so what a cached output spares the recorder never sees. CUDA's fused attention is one operator
-    there and several allocations here: all that are made within it are kept.
+    torch keeps the outputs that the policy names in a cache beside the graph. The recomputation takes them from there and does
+    not run the operator (``torch.utils.checkpoint.create_selective_checkpoint_contexts``). The same two contexts run here,
+    above the recorder, so the recorder does not see the operators that are left out. CUDA's fused attention is one operator
+    there and several allocations here; all of its allocations are kept.
 """
 
 from __future__ import annotations
@@ -53,9 +53,7 @@ def contexts(functions: CudaFunctions) -> tuple[Any, Any]:
 
 
 class _Both:
-    """Two contexts in one. It outlives its exit, and the cache with it, as torch's own does: what the recomputation did not
-    come to ask for is freed with the block's graph.
-    """
+    """Two contexts in one. The block's graph holds it, so cached outputs that nothing asks for are freed with the graph."""
 
     def __init__(self, outer: Any, inner: Any) -> None:
         self._outer, self._inner = outer, inner

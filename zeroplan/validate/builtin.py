@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zeroplan.validate.machine import Machine
+from zeroplan.validate.machine import VerifyMachine
 
 #: On GPUs: every stage of this shape that the machine holds.
 GPU_MODEL = "meta-llama/Llama-3.2-1B"
@@ -30,7 +30,7 @@ CPU_MODEL: dict[str, Any] = {
 CPU_WORKLOAD = {"micro_batch": 2, "seq_len": 128}
 
 
-def builtin_request(machine: Machine) -> dict[str, Any]:
+def builtin_request(machine: VerifyMachine) -> dict[str, Any]:
     """The request's fields for this machine."""
     if machine.device == "cuda":
         return {"model": GPU_MODEL, **GPU_WORKLOAD}

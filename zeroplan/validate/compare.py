@@ -1,12 +1,12 @@
-"""Plan beside measurement: rows joined by buffer, totals, what is left over, and the verdict.
+"""Compares a plan with a measurement: buffers row by row, totals, bytes that no row explains, and the verdict.
 
 Note [What is judged]
-    Buffers that the runtime owns must be equal, unit by unit. On GPUs the total (the process's device memory, or without
-    NVML what the allocator reserved) must lie within the tolerance. A CPU has no caching allocator, no context and no NCCL;
-    there the tensors alive between steps, and at training's peak, are held against the plan's requested bytes, without
-    workspaces and rounding, unless part of them is offloaded: host and device are one memory there. Peaks are judged where
-    a CPU runs the kernels that the plan was traced for: CUDA's attention in fp32 and its dropout keep other tensors than a
-    CPU's. A run that ends for want of memory agrees with a plan that did not fit.
+    Buffers that the runtime owns must be equal, unit by unit. On GPUs the total (the process's device memory, or without NVML
+    the allocator's reserved memory) must be within the tolerance. A CPU has no caching allocator, no CUDA context and no NCCL.
+    There the tensors that are alive between steps and at the peak of training are compared with the plan's requested bytes,
+    without workspaces and rounding. With offload they are not compared, since host and device are one memory. Peaks are judged
+    only where a CPU's kernels keep the tensors that CUDA's keep: not for fp32 attention and dropout. A run that ends out of
+    memory agrees with a plan that does not fit.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from zeroplan.validate.results import Comparison, DriftRow, Measurement
 
 #: Phases of training; a CPU holds the model's first copy in the same memory while the engine initialises.
 _TRAINING = ("forward", "backward", "step")
-#: What a device's memory is called in the rows.
+#: The place of a device's memory in the rows.
 _MEMORY = {"cuda": "hbm", "cpu": "dram"}
-#: Bytes of tensors that tell nothing: scalars, on a CPU where no allocator rounds them.
+#: A difference of fewer bytes on a CPU is due to scalars.
 _FEW = 1 << 14
 _BESIDE = "activations, temporaries, workspaces"
 
@@ -61,11 +61,11 @@ def _by_buffer(rows: Iterable[tuple[Key, int]], device: str) -> dict[tuple[str, 
 
 
 def _measured_keys(planned: Planned, measured: Measurement) -> dict[Key, int]:
-    """The measured rows; without a tape nothing tells of checkpointed inputs, so they are left out."""
+    """The measured rows; without those of checkpointed inputs where there is no tape to predict them."""
     return {
         (row.buffer, row.unit, row.place): row.bytes
         for row in measured.rows
-        if row.buffer != Buffer.ACTIVATION_CHECKPOINT or not planned.undone
+        if row.buffer != Buffer.ACTIVATION_CHECKPOINT or not planned.not_simulated
     }
 
 
@@ -83,7 +83,7 @@ def _mismatches(planned: Planned, measured: Measurement) -> list[str]:
 
 
 def _buffer_rows(planned: Planned, measured: Measurement) -> list[DriftRow]:
-    """What the engine keeps: exact where it is its own account, else for information."""
+    """A row for each buffer of the engine: judged exactly where the engine accounts for it, else for information."""
     found = _by_buffer(_measured_keys(planned, measured).items(), measured.device)
     if planned.owned is not None:
         wanted, exact = _by_buffer(planned.owned.rows.items(), measured.device), measured.owned
@@ -125,7 +125,7 @@ def _training_peak(measured: Measurement) -> int | None:
 
 
 def _torch_rows(planned: Planned, measured: Measurement) -> list[DriftRow]:
-    """What torch allocates beside the engine's buffers, what it caches, and what lies outside it."""
+    """Rows of torch's other allocations, of its cache, and of memory outside torch."""
     gpu = planned.plan.gpu
     want, have = _kept(_buffer_rows(planned, measured), measured.device)
     peak = measured.peak_allocated if measured.device == "cuda" else _training_peak(measured)
@@ -178,9 +178,9 @@ def _totals(planned: Planned, measured: Measurement, tolerance: float) -> list[D
 
 
 def _host_totals(planned: Planned, measured: Measurement) -> list[DriftRow]:
-    """A node's resident memory, at its peak and by phase, what of it is pinned, and its swap files.
+    """Rows of a node's resident memory (the peak, and by phase), its pinned memory and its swap files.
 
-    The plan's resident memory is that of a process that uses CUDA, so a CPU's is not held against it.
+    The plan's resident memory is that of a process that uses CUDA, so on a CPU it is not compared.
     """
     cpu, nvme = planned.plan.cpu, planned.plan.nvme
     told = planned.requested is not None and measured.device == "cuda"
@@ -201,7 +201,7 @@ def _host_totals(planned: Planned, measured: Measurement) -> list[DriftRow]:
 
 
 def _cpu_totals(planned: Planned, measured: Measurement, tolerance: float) -> list[DriftRow]:
-    """The tensors alive, where they are counted and all of them are the plan's GPU's."""
+    """Rows of the tensors alive on a CPU; judged unless part of them is offloaded."""
     live, peak = measured.live_after_step, _training_peak(measured)
     if _offloads(planned):
         note = "not compared: host and device are one memory on a CPU"
@@ -218,9 +218,9 @@ def _cpu_totals(planned: Planned, measured: Measurement, tolerance: float) -> li
 
 
 def _same_kernels(planned: Planned) -> bool:
-    """Whether a CPU's kernels keep what CUDA's do: fused attention in 16 bits, no dropout."""
+    """Whether a CPU's kernels keep the tensors that CUDA's keep: fused attention in 16 bits, no dropout."""
     work = planned.case.workload
-    return work.dtype is not DType.FP32 and work.attn is Attention.SDPA and not planned.drops
+    return work.dtype is not DType.FP32 and work.attn is Attention.SDPA and not planned.cpu_differs
 
 
 def _judged(name: str, want: int | None, have: int | None, tolerance: float, note: str, slack: int = 0) -> DriftRow:
@@ -238,7 +238,7 @@ def _judged(name: str, want: int | None, have: int | None, tolerance: float, not
 
 
 def _unattributed(rows: list[DriftRow], measured: Measurement) -> int | None:
-    """Of the measured total (a CPU's: resident memory), what no measured row holds."""
+    """Bytes of the measured total (on a CPU: of resident memory) that no measured row explains."""
     if measured.device == "cpu":
         per_rank = [row.measured or 0 for row in rows if row.name != "host.process" and row.stands]
         # Tensors are counted on the worst rank, resident memory over all of them.
@@ -263,7 +263,7 @@ def _verdict(planned: Planned, measured: Measurement, mismatches: list[str], tot
     judged = [row for row in totals if row.judged and row.planned and row.measured is not None]
     parts = [f"{row.name} {((row.measured or 0) - (row.planned or 0)) / (row.planned or 1):+.2%}" for row in judged]
     if not parts:
-        parts = [f"totals not judged: {planned.undone}" if planned.undone else "totals not judged"]
+        parts = [f"totals not judged: {planned.not_simulated}" if planned.not_simulated else "totals not judged"]
     return True, ", ".join([exact, *parts])
 
 

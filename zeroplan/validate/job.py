@@ -1,4 +1,4 @@
-"""A run as the ranks get it: plain values, written as JSON for processes of their own."""
+"""The job that ranks run: plain values, which cross to other processes as JSON."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.tape_options import auto_class_of
+from zeroplan.core.model_config import auto_class_of
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.registry import engine_path
 
 if TYPE_CHECKING:
-    from zeroplan.validate.live import Live
+    from zeroplan.validate.live import LiveModule
 
 #: Optimizer steps that a run takes; peaks repeat from the second applied one on.
 STEPS = 3
@@ -21,16 +21,16 @@ STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class VerifyJob:
-    """One configuration to run, in plain values that cross to other processes as JSON.
+    """One configuration to run.
 
     Attributes:
-        label: names the configuration in messages.
+        label: the configuration's name in messages.
         engine_path: the engine's class, as :func:`zeroplan.engines.registry.engine_path` gives it.
         model: a transformers config.
         ds_config: what the engine's :meth:`~zeroplan.engines.base.Engine.run_config` returned.
         steps: optimizer steps.
         timeout: seconds without progress after which a rank gives up.
-        live: the user's own module in place of `model`; it goes to other processes in a file of its own.
+        live: the user's own module in place of `model`. It is handed to other processes in a file.
     """
 
     label: str
@@ -50,11 +50,11 @@ class VerifyJob:
     steps: int
     timeout: float
     ds_config: dict[str, Any] = field(default_factory=dict)
-    live: Live | None = None
+    live: LiveModule | None = None
 
     @property
     def swap_folders(self) -> tuple[str, ...]:
-        """Where the engine keeps its swap files: the optimizer's and the parameters' folder, or none."""
+        """The folders of the engine's swap files: the optimizer's and the parameters'."""
         zero = self.ds_config.get("zero_optimization", {})
         sections = [zero.get(name) or {} for name in ("offload_optimizer", "offload_param")]
         paths = [section.get("nvme_path") for section in sections if section.get("device") == "nvme"]
@@ -73,14 +73,21 @@ class VerifyJob:
 def job_of(
     case: Case,
     engine: Engine,
-    label: str,
     *,
     raw: Mapping[str, Any] | None = None,
     steps: int = STEPS,
     timeout: float = 300.0,
-    live: Live | None = None,
+    live: LiveModule | None = None,
 ) -> VerifyJob:
-    """The job of a case. `raw` is the ds_config that the case came from, `live` the user's module and batch.
+    """The job of a case.
+
+    Args:
+        case: the configuration.
+        engine: the engine that runs it.
+        raw: the ds_config that the case came from; None where there was none.
+        steps: optimizer steps.
+        timeout: seconds without progress after which a rank gives up.
+        live: the user's module and batch, in place of the case's model.
 
     Raises:
         BadInput: when the model has no config to build it from, or the engine cannot run the case.
@@ -93,7 +100,7 @@ def job_of(
             remedy = "give inputs=…, the arguments of one forward, to run the module itself"
         raise BadInput(f"{spec.name} has no config to build it from", where="MODEL", remedy=remedy)
     return VerifyJob(
-        label=label,
+        label=case.zero.label,
         engine_path=engine_path(engine.name),
         stage=case.zero.stage,
         model={} if live else json.loads(json.dumps(dict(spec.config), default=str)),

@@ -1,9 +1,9 @@
-"""Starts ranks by torchrun, follows them, and collects what they measured. A rank that dies or hangs becomes a line of text.
+"""Starts ranks by torchrun, watches them, and collects their results. A rank that dies or hangs is reported as a line of text.
 
-Note [Following]
-    Each rank writes a line to a file of its own whenever it begins something. The first rank's lines are the progress shown.
-    When no rank has written for the timeout and a little more, those furthest behind are named and the job is ended; by then
-    the runtime's own watchdog, or a collective's time limit, has usually spoken, and says more.
+Note [Watching]
+    Each rank writes a line to a file of its own whenever it begins something. The first rank's lines are shown as progress.
+    When no rank has written for the timeout and a little more, the ranks furthest behind are named and the job is ended. The
+    runtime's watchdog, or a collective's time limit, has usually reported more by then.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from typing import Any
 from zeroplan.validate.job import VerifyJob, ended_early
 from zeroplan.validate.run_folder import BEAT, DEVICE, JOBS, RESULT
 
-#: Called with a job's index and what its first rank is doing.
+#: Called with a job's index and a line of text about what its first rank begins.
 Progress = Callable[[int, str], None]
 _POLL_SECONDS = 0.05
 _WATCHDOG = "zeroplan_runtime: "
-#: How much longer than the ranks themselves the launcher waits.
+#: The launcher waits so much longer than the ranks themselves.
 _PATIENCE_SECONDS = 20.0
-#: How long torchrun gets to end by itself.
+#: The time that torchrun gets to end by itself.
 _GRACE_SECONDS = 5.0
 
 Results = dict[int, list[dict[str, Any]]]
@@ -49,7 +49,7 @@ class Launch:
         self.failure = ""
 
     def start(self) -> None:
-        """Start the ranks; returns at once."""
+        """Start the ranks, and return at once."""
         (self.folder / JOBS).write_text(json.dumps([job.to_json() for job in self.jobs]))
         (self.folder / DEVICE).write_text(self.device)
         if self.jobs[0].live is not None:
@@ -74,7 +74,7 @@ class Launch:
             )
 
     def finish(self) -> Results:
-        """Wait for the end; results by job, each with as many ranks as had one. :attr:`failure` says what went wrong."""
+        """Wait for the end, and return each job's results, of the ranks that have one. :attr:`failure` says what failed."""
         assert self._process is not None
         try:
             self._follow(self._process)
@@ -83,7 +83,7 @@ class Launch:
         return self._results()
 
     def close(self) -> None:
-        """End the ranks if they run, and remove their files."""
+        """End the ranks if they still run, and remove their files."""
         if self._process is not None:
             self._end(self._process)
         self._folder.cleanup()
@@ -119,7 +119,7 @@ class Launch:
         return [json.loads(line) for line in lines]
 
     def _who_hangs(self) -> str:
-        """The ranks that did the least, with what they were doing."""
+        """A line that names the ranks that are furthest behind, and what they were doing."""
         counts = {rank: len(self._beats(rank)) for rank in range(self.ranks)}
         stopped = [rank for rank, pid in self.pids().items() if _is_stopped(pid)]
         behind = stopped or [rank for rank, count in counts.items() if count == min(counts.values())]
@@ -131,10 +131,10 @@ class Launch:
         return str(beats[-1]["doing"]) if beats else "starting"
 
     def _why_ended(self) -> str:
-        """What torchrun, or a rank's own result, says of the first failure."""
-        spoken = self._watchdogs_words()
-        if spoken:
-            return spoken
+        """A line about the first failure, from the runtime's watchdog or torchrun's log."""
+        message = self._watchdog_message()
+        if message:
+            return message
         log = (self.folder / "torchrun.log").read_text(errors="replace")
         root = log[log.rfind("Root Cause") :] if "Root Cause" in log else log
         found = re.search(r"rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", root, re.DOTALL)
@@ -144,8 +144,8 @@ class Launch:
         rank, code = int(found[1]), int(found[2])
         return f"rank {rank} ended with {_exit(code)} (last: {self._last(rank)})"
 
-    def _watchdogs_words(self) -> str:
-        """What the runtime's watchdog said on any rank, which names the rank to blame."""
+    def _watchdog_message(self) -> str:
+        """The message of the runtime's watchdog on any rank, which names the rank that hangs; empty if there is none."""
         for file in sorted(self.folder.glob("logs/**/stderr.log")):
             for line in file.read_text(errors="replace").splitlines():
                 if line.startswith(_WATCHDOG):
@@ -160,12 +160,12 @@ class Launch:
         return found
 
     def pids(self) -> dict[int, int]:
-        """The ranks' processes, as far as they have begun."""
+        """The process ids of the ranks that have begun."""
         firsts = {rank: self._beats(rank)[:1] for rank in range(self.ranks)}
         return {rank: int(beats[0]["pid"]) for rank, beats in firsts.items() if beats}
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
-        """End the ranks, which a stopped one would hold up, then torchrun."""
+        """Kill the ranks, since a stopped one would not end, then end torchrun."""
         if process.poll() is not None:
             return
         for pid in self.pids().values():
@@ -182,7 +182,7 @@ class Launch:
             process.wait()
 
     def _is_ours(self, pid: int) -> bool:
-        """Whether the process with that id is still a rank of this launch."""
+        """Whether the process with that id is a rank of this launch."""
         try:
             return str(self.folder).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:

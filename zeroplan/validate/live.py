@@ -1,9 +1,9 @@
-"""A module of the user's own, verified with a batch of the user's own: what the plan reads of both, and how ranks get them.
+"""Verifies a user's own module with a user's own batch: the tape of both, and how they get to the ranks.
 
 Note [How ranks get a module]
     Ranks that this process starts read the module from a file that this process has just written, in a folder that only this
-    user may enter. It is a pickle, which runs code when it is read: no more than the script that the module comes from, and
-    never a file that anybody else gave. Classes are pickled by name, so those of the script itself are made in each rank as
+    user may enter. The file is a pickle, which runs code when it is read: code of the script that the module comes from, never
+    of a file from elsewhere. Classes are pickled by name. Those of the script itself are made in each rank as
     ``multiprocessing`` makes them in its children: the script is imported under another name than ``__main__``. Within a
     torchrun every rank has built the module itself, and no file is needed.
 """
@@ -45,14 +45,19 @@ _ALIKE = ("activation", "container", "linear", "sparse", "normalization", "loss"
 
 
 @dataclass(frozen=True)
-class Live:
-    """`make()` gives a module of its own each time; `batch` are the keyword arguments of one micro batch's forward."""
+class LiveModule:
+    """A user's module and batch.
+
+    Attributes:
+        make: returns a new copy of the module.
+        batch: the keyword arguments of one micro batch's forward.
+    """
 
     make: Callable[[], nn.Module]
     batch: dict[str, Any]
 
     def shape(self) -> tuple[int, int]:
-        """Samples, and positions of the first tensor that has them, for the report."""
+        """The batch's number of samples and of positions, for the report: the first tensors' first and second dimensions."""
         sizes = [tensor.shape for tensor in tensors_of(self.batch) if tensor.dim()]
         samples = sizes[0][0] if sizes else 1
         return max(1, samples), max(1, next((shape[1] for shape in sizes if len(shape) > 1), 1))
@@ -63,7 +68,7 @@ class Live:
         return cast_tensors(moved, dtype) if dtype is not None else moved
 
 
-def live_of(module: nn.Module, inputs: Any) -> Live:
+def live_module(module: nn.Module, inputs: Any) -> LiveModule:
     """The user's module and batch: a mapping of keyword arguments, a tuple of positional ones, or the first alone.
 
     Raises:
@@ -83,29 +88,29 @@ def live_of(module: nn.Module, inputs: Any) -> Live:
         raise BadInput("there is no tensor in the batch", where="inputs", remedy="give one micro batch")
 
     def make() -> nn.Module:
-        with _disable_current_modes():  # the user's own copy is none of the run's memory
+        with _disable_current_modes():  # the user's own copy is not part of the run's memory
             return copy.deepcopy(module)
 
-    return Live(make, batch)
+    return LiveModule(make, batch)
 
 
 # ---------------------------------------------------------------------- the plan
 
 
-class LiveExpandedTapes(ExpandedTapes):
+class LiveTapes(ExpandedTapes):
     """The tape of a module for the one batch that it is run with."""
 
-    def __init__(self, engine: Engine, live: Live, module: nn.Module) -> None:
+    def __init__(self, engine: Engine, live: LiveModule, module: nn.Module) -> None:
         super().__init__(engine)
         self._engine_of, self._live, self._module = engine, live, module
-        self._streams: dict[str, ExpandedTape | NoTapeError] = {}
+        self._traced: dict[str, ExpandedTape | NoTapeError] = {}
         #: Whether a CPU's kernels keep other tensors than CUDA's, for which tapes are made.
-        self.differs = any(_differs(part) for part in module.modules())
+        self.cpu_differs = any(_differs(part) for part in module.modules())
 
     def of(self, case: Case) -> ExpandedTape:
-        """As :meth:`ExpandedTapes.of`."""
+        """The tape of the module as the engine casts it; see :meth:`ExpandedTapes.of`."""
         options = self._engine_of.trace_options(case)
-        if options.key not in self._streams:
+        if options.key not in self._traced:
             try:
                 dtype = case.workload.dtype if self._engine_of.casts_modules else DType.FP32
                 meta = _on_meta(self._module, dtype)
@@ -113,18 +118,18 @@ class LiveExpandedTapes(ExpandedTapes):
                 tape = trace_module(meta, lambda: map_tensors(batch, _empty_on_meta), options)
                 device = KernelDevice.of(case.cluster.gpu)
                 work = case.workload
-                self._streams[options.key] = tape.expand(work.micro_batch, work.seq_len or 1, None, device=device)
+                self._traced[options.key] = tape.expand(work.micro_batch, work.seq_len or 1, None, device=device)
             except Exception as fault:  # the user's own code runs here
                 text = " ".join(str(fault).split())[:160]
-                self._streams[options.key] = NoTapeError(f"it cannot be traced ({type(fault).__name__}: {text})")
-        found = self._streams[options.key]
+                self._traced[options.key] = NoTapeError(f"it cannot be traced ({type(fault).__name__}: {text})")
+        found = self._traced[options.key]
         if isinstance(found, NoTapeError):
             raise found
         return found
 
 
 def _on_meta(module: nn.Module, dtype: DType) -> nn.Module:
-    """A copy without values, as the engine casts it."""
+    """A copy on the meta device, as the engine casts it."""
     memo: dict[int, Any] = {}
     for param in module.parameters():
         target = DTYPES[dtype] if param.is_floating_point() else param.dtype
@@ -138,7 +143,7 @@ def _on_meta(module: nn.Module, dtype: DType) -> nn.Module:
 
 
 def prepared(module: nn.Module) -> nn.Module:
-    """In training mode, and a transformers model without its key-value cache."""
+    """Set the module to training mode and switch off a transformers model's key-value cache; return it."""
     config: Any = getattr(module, "config", None)
     if hasattr(config, "use_cache"):
         config.use_cache = False
@@ -159,11 +164,11 @@ def _differs(module: nn.Module) -> bool:
 # ---------------------------------------------------------------------- see Note [How ranks get a module]
 
 
-def write_live(folder: Path, live: Live) -> None:
-    """Leaves module and batch for the ranks that will be started on `folder`.
+def write_live(folder: Path, live: LiveModule) -> None:
+    """Write module and batch to `folder`, for the ranks that will be started on it.
 
     Raises:
-        BadInput: for what cannot be pickled, or not be imported by another process.
+        BadInput: when the module cannot be pickled, or another process cannot import its class.
     """
     module = live.make()
     own = next((type(part) for part in module.modules() if type(part).__module__ == "__main__"), None)
@@ -185,8 +190,8 @@ def write_live(folder: Path, live: Live) -> None:
         pickle.dump({key: main[key] for key in wanted if key in main}, file)
 
 
-def read_live(folder: Path) -> Live:
-    """What :func:`write_live` left for this rank.
+def read_live(folder: Path) -> LiveModule:
+    """Read the module and batch that :func:`write_live` wrote.
 
     Raises:
         BadInput: when the script that the module comes from cannot be imported.
@@ -203,14 +208,14 @@ def read_live(folder: Path) -> Live:
         # weights_only would refuse the module's class; whose file this is says Note [How ranks get a module].
         return torch.load(path, map_location="cpu", weights_only=False)[0]  # type: ignore[no-any-return]
 
-    return Live(make, torch.load(path, map_location="cpu", weights_only=False)[1])
+    return LiveModule(make, torch.load(path, map_location="cpu", weights_only=False)[1])
 
 
 _GUARD = 'call verify() under if __name__ == "__main__":'
 
 
 def require_no_rank() -> None:
-    """Refuses a call that a rank makes while it imports the user's script.
+    """Refuse a call that a rank makes while it imports the user's script.
 
     Raises:
         BadInput: with the remedy.

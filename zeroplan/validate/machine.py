@@ -1,4 +1,4 @@
-"""What this machine has to run on: its GPUs, else its CPU, as a Cluster to plan for."""
+"""The devices of this machine that verify runs on: its GPUs, else its CPU."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from zeroplan.core.gpus import DEFAULT_GPU, GPUS, Gpu
 CPU_RANKS = 2
 
 
-class _Host(Gpu):
-    """A CPU in a GPU's place: no cuBLAS, so no workspace."""
+class _CpuAsGpu(Gpu):
+    """A CPU described as a GPU: it has no cuBLAS and so no workspace."""
 
     __slots__ = ()
 
@@ -26,10 +26,16 @@ class _Host(Gpu):
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
-    """`device` is ``cuda`` or ``cpu``; `count` its GPUs (of this node), or the ranks to start on a CPU.
+class VerifyMachine:
+    """The devices that verify runs on.
 
-    `launched` says that a torchrun has started this process: `ranks` is then its world, of which this is `rank`.
+    Attributes:
+        device: ``cuda`` or ``cpu``.
+        count: GPUs of this node, or ranks to start on a CPU.
+        name: the GPU's name by the driver.
+        memory: bytes of one GPU.
+        capability: the GPU's compute capability.
+        launched: whether a torchrun has started this process; `rank` and `ranks` are then its rank and world size.
     """
 
     device: str
@@ -42,22 +48,22 @@ class Machine:
     ranks: int = 0
 
     def cluster(self, ranks: int) -> Cluster:
-        """So many ranks of this machine, to plan for."""
+        """The cluster of `ranks` ranks of this machine, to plan for."""
         if self.device == "cpu":
             host = {name: getattr(DEFAULT_GPU, name) for name in Gpu.__dataclass_fields__}
-            return Cluster(gpus=ranks, gpu=_Host(**{**host, "name": "cpu", "capability": (0, 0)}))
+            return Cluster(gpus=ranks, gpu=_CpuAsGpu(**{**host, "name": "cpu", "capability": (0, 0)}))
         gpu = replace(_preset(self.name), memory=self.memory or 0, capability=self.capability)
         nodes = max(1, ranks // self.count) if self.launched else 1
         return Cluster(gpus=ranks // nodes, nodes=nodes, gpu=gpu, vram=self.memory)
 
     def describe(self) -> dict[str, Any]:
-        """As the JSON shows it."""
+        """The machine as the report's JSON shows it."""
         backend = "nccl" if self.device == "cuda" else "gloo"
         return {"device": self.device, "name": self.name, "memory": self.memory, "count": self.count, "backend": backend}
 
 
 def _preset(name: str) -> Gpu:
-    """The preset whose name stands in the driver's, such as H100 in ``NVIDIA H100 80GB HBM3``; else the default's rates."""
+    """The preset whose name is part of the driver's, such as H100 in ``NVIDIA H100 80GB HBM3``; else the default preset."""
     words = name.upper().replace("RTX ", "RTX").split()
     for gpu in GPUS.values():
         if gpu.name.upper().partition("-")[0] in words:
@@ -65,8 +71,8 @@ def _preset(name: str) -> Gpu:
     return replace(DEFAULT_GPU, name=name)
 
 
-def find_machine() -> Machine:
-    """What there is here.
+def find_machine() -> VerifyMachine:
+    """This machine's devices.
 
     Raises:
         BadInput: when torch is not installed.
@@ -79,7 +85,7 @@ def find_machine() -> Machine:
     rank, ranks = (int(os.environ[key]) if launched else 0 for key in ("RANK", "WORLD_SIZE"))
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
-        return Machine(
+        return VerifyMachine(
             device="cuda",
             count=torch.cuda.device_count(),
             name=str(properties.name),
@@ -89,11 +95,11 @@ def find_machine() -> Machine:
             rank=rank,
             ranks=ranks,
         )
-    return Machine("cpu", CPU_RANKS, "cpu", None, (0, 0), launched, rank, ranks)
+    return VerifyMachine("cpu", CPU_RANKS, "cpu", None, (0, 0), launched, rank, ranks)
 
 
-def ranks_to_use(machine: Machine, asked: int | None) -> int:
-    """How many ranks to run.
+def ranks_to_use(machine: VerifyMachine, asked: int | None) -> int:
+    """The number of ranks to run.
 
     Raises:
         BadInput: more than there are GPUs, or another number than the torchrun that started this process.

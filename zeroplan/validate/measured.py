@@ -1,4 +1,4 @@
-"""Every rank's figures into one Measurement: the worst rank's, row by row."""
+"""Makes one Measurement of all ranks' figures: the largest of each row."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zeroplan.core.errors import BadInput
-from zeroplan.validate.results import MeasuredRow, Measurement, OutOfMemory
+from zeroplan.validate.results import MeasuredRow, Measurement, RankOutOfMemory
 
 _FIGURES = ("live_after_step", "peak_allocated", "peak_reserved", "context", "total", "step_seconds", "steps")
 
@@ -17,11 +17,11 @@ def measurement_of(
     """The measurement of one job.
 
     Args:
-        results: what each rank that got so far wrote.
+        results: the result of each rank that wrote one.
         device: ``cuda`` or ``cpu``.
-        ranks: how many were started.
-        nodes: on how many nodes, which share them evenly.
-        failure: what the launcher says of a job that ended early.
+        ranks: the number of ranks that were started.
+        nodes: the number of nodes, which have equally many ranks.
+        failure: the launcher's message about a job that ended early.
 
     Raises:
         BadInput: when a rank refused the job.
@@ -49,7 +49,7 @@ def measurement_of(
         host_phases=_sums_by_phase(results, nodes),
         pinned=sum(result["pinned"] for result in results) // nodes if all("pinned" in result for result in results) else None,
         files=_most(results, "files"),
-        out_of_memory=None if ran_out is None else OutOfMemory(rank=ran_out["rank"], **ran_out["out_of_memory"]),
+        out_of_memory=None if ran_out is None else RankOutOfMemory(rank=ran_out["rank"], **ran_out["out_of_memory"]),
         failure=failure,
         versions=dict(first.get("versions", {})),
         **{name: _most(results, name) for name in _FIGURES if _most(results, name) is not None},
@@ -70,7 +70,7 @@ def _worst_rows(results: Sequence[Mapping[str, Any]]) -> tuple[MeasuredRow, ...]
 
 
 def _sums_by_phase(results: Sequence[Mapping[str, Any]], nodes: int) -> dict[str, int]:
-    """A node's resident peaks by phase: the sum of its ranks', which need not reach theirs at once."""
+    """A node's resident memory by phase: the sum of its ranks' peaks, which need not be reached at once."""
     phases: dict[str, int] = {}
     for result in results:
         for phase, peak in result.get("host_phases", {}).items():

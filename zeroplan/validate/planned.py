@@ -1,4 +1,4 @@
-"""The prediction side of a verification: a plan for this machine, with the rows that the run can be held against."""
+"""The plan of a configuration for this machine, with the rows that a measurement is compared with."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from zeroplan.simulate.timeline import Timeline
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One configuration, predicted.
+    """The prediction for one configuration.
 
     Attributes:
         case: the configuration.
-        plan: at the deepest depth that can be had.
-        owned: what the engine's own account must say after a run; None for an engine without one.
+        plan: the plan, simulated where there is a tape.
+        owned: the buffers that the engine accounts for itself, which must be equal; None for an engine without an account.
         context: bytes of the CUDA context; None at formula depth.
-        requested: the most bytes that live at once in training (forward, backward, step), without the caching allocator's
+        requested: the peak of requested bytes in training (forward, backward, step), without the caching allocator's
             rounding; None at formula depth.
-        requested_live: likewise what lives between two steps.
-        undone: at formula depth, why nothing deeper could be had.
-        drops: whether the model has dropout, whose masks and attention kernels differ between a CPU and CUDA, or other modules
-            that do.
+        requested_live: requested bytes alive between two steps; None at formula depth.
+        not_simulated: at formula depth, the reason.
+        cpu_differs: whether a CPU's kernels keep other tensors than CUDA's, as they do for dropout.
     """
 
     case: Case
@@ -38,25 +37,26 @@ class Planned:
     context: int | None = None
     requested: int | None = None
     requested_live: int | None = None
-    undone: str = ""
-    drops: bool = False
+    not_simulated: str = ""
+    cpu_differs: bool = False
 
 
 def predict(engine: Engine, case: Case, tapes: ExpandedTapes) -> Planned:
-    """The deepest plan that can be had; `tapes` are those of the cases that are verified together."""
+    """The prediction for a case; `tapes` are those of the cases that are verified together."""
     formula = formula_plan(engine, case)
     try:
         tape = tapes.of(case)
     except NoTapeError as error:
-        return Planned(case, formula, engine.owned_buffers(case, None), undone=str(error))
+        return Planned(case, formula, engine.owned_buffers(case, None), not_simulated=str(error))
     run = simulated_plan(formula, engine, case, tape)
     requested, live = _training(run.simulation.timeline)
-    drops = _has_dropout(case) if tapes.differs is None else tapes.differs
-    return Planned(case, run.plan, engine.owned_buffers(case, tape), run.outside.context, requested, live, drops=drops)
+    differs = _has_dropout(case) if tapes.cpu_differs is None else tapes.cpu_differs
+    owned = engine.owned_buffers(case, tape)
+    return Planned(case, run.plan, owned, run.outside.context, requested, live, cpu_differs=differs)
 
 
 def _has_dropout(case: Case) -> bool:
-    """Whether the config, with transformers' defaults, drops anything out."""
+    """Whether the model has dropout by its config and transformers' defaults."""
     from zeroplan.trace.build import full_config
 
     values = full_config(case.spec.config).items()
@@ -64,7 +64,7 @@ def _has_dropout(case: Case) -> bool:
 
 
 def _training(timeline: Timeline) -> tuple[int, int]:
-    """Bytes requested: training's peak, and what is alive after the last step."""
+    """Requested bytes: at the peak of training, and alive after the last step."""
     marks = list(zip(timeline.marks, timeline.requested(), strict=True))
     peaks = [peak for mark, (peak, _) in marks if phase_of_mark(mark.name) not in (Phase.LOAD, Phase.INIT)]
     return max(peaks, default=0), marks[-1][1][1] if marks else 0

@@ -1,23 +1,19 @@
-"""What a run used (Measurement), and plan beside measurement (Comparison, Drift). All sizes are bytes."""
+"""A run's measurement, and the comparison of plans with measurements. All sizes are bytes."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from zeroplan.core.display import Printable
-from zeroplan.core.plan import MemoryPlan, ModelInfo
+from zeroplan.core.plan import Frozen, MemoryPlan, ModelInfo
 
 SCHEMA_VERSION = 1
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class MeasuredRow(_Frozen):
-    """One buffer of one unit on the rank that holds most of it: a row of the Arena, or tensors found in an engine."""
+class MeasuredRow(Frozen):
+    """One buffer of one unit, on the rank with most of it: a row of the Arena's account, or tensors found in an engine."""
 
     buffer: str
     unit: str
@@ -25,8 +21,8 @@ class MeasuredRow(_Frozen):
     bytes: int
 
 
-class OutOfMemory(_Frozen):
-    """Where a rank ran out: the phase, the buffer it was making, what it asked for and what was allocated by then."""
+class RankOutOfMemory(Frozen):
+    """Where a rank ran out of memory: phase, buffer, bytes requested, and bytes allocated by then."""
 
     rank: int
     phase: str
@@ -36,15 +32,19 @@ class OutOfMemory(_Frozen):
     message: str
 
 
-class Measurement(_Frozen):
-    """What one run used, on the worst rank. None where the machine does not tell.
+class Measurement(Frozen):
+    """The memory of one run on the worst rank. A figure is None where the machine does not tell it.
 
-    `owned` says whether `rows` are the engine's own account of every byte that it owns (the Arena's). `total` is the
-    process's device memory by `total_source`; `tensors_counted` says that `peak_allocated` counts the tensors that operators
-    returned (CPU) and not what a caching allocator handed out. `host` is one node's resident peak over its ranks,
-    `host_phases` the same by phase, `host_before` the part that was there before the model was made. `pinned` are a node's
-    bytes of page-locked memory, torch's cache of it included (on a CPU, which locks nothing, those that would be), and
-    `files` those of its swap files.
+    Attributes:
+        owned: whether `rows` are the engine's account of every byte that it owns, as the Arena's is.
+        tensors_counted: whether `peak_allocated` counts the tensors that operators returned, as on a CPU, and not the caching
+            allocator's blocks.
+        total: the process's device memory, by `total_source`.
+        host: the sum of a node's ranks' peaks of resident memory; `host_phases` is the same by phase, `host_before` the part
+            before the model was built.
+        pinned: a node's page-locked bytes with torch's cache of them; on a CPU, which locks nothing, those that a GPU's run
+            would lock.
+        files: bytes of a node's swap files.
     """
 
     device: str
@@ -66,15 +66,16 @@ class Measurement(_Frozen):
     files: int | None = None
     steps: int = 0
     step_seconds: float | None = None
-    out_of_memory: OutOfMemory | None = None
+    out_of_memory: RankOutOfMemory | None = None
     failure: str = ""
     versions: dict[str, str] = Field(default_factory=dict)
 
 
-class DriftRow(_Frozen):
-    """One buffer or total, planned and measured. `judged` is ``exact``, ``tolerance`` or empty where it only informs.
+class DriftRow(Frozen):
+    """One buffer or total, planned and measured.
 
-    `stands` False: the buffer comes and goes; the figures are its most, and at the peak it is part of what lies beside.
+    `judged` is ``exact``, ``tolerance``, or empty for a row that only informs. `stands` is False for a buffer that comes and
+    goes: its figures are the most of it, and at the peak it is among the other allocations.
     """
 
     name: str
@@ -92,11 +93,11 @@ class DriftRow(_Frozen):
         return None if self.planned is None or self.measured is None else self.measured - self.planned
 
 
-class Comparison(_Frozen):
-    """One configuration: its plan, its measurement, and the rows of both side by side.
+class Comparison(Frozen):
+    """One configuration's plan and measurement, with a row for each buffer and total.
 
-    `unattributed` is what the measured total holds beyond every measured row. `verdict` is one line that says why
-    `within` is what it is.
+    `unattributed` are the bytes of the measured total that no measured row explains. `verdict` is one line with the reason for
+    `within`.
     """
 
     plan: MemoryPlan
@@ -109,8 +110,8 @@ class Comparison(_Frozen):
     verdict: str
 
 
-class Drift(Printable, _Frozen):
-    """What ``verify`` answers: every configuration that was run."""
+class Drift(Printable, Frozen):
+    """The answer of ``verify``: a comparison for each configuration that was run."""
 
     schema_version: int = Field(default=SCHEMA_VERSION, alias="schema")
     model: ModelInfo

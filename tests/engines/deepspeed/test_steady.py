@@ -1,4 +1,4 @@
-"""Whatever the knobs, a run settles: nothing leaks from step to step, and no block is freed twice."""
+"""Whatever the knobs, a run gets steady: nothing leaks from step to step, and no block is freed twice."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ KINDS = [
 
 @pytest.mark.parametrize(("stage", "knobs"), KNOBS, ids=lambda value: str(value))
 @pytest.mark.parametrize("ranks", [1, 2, 7, 300])
-def test_settles(stage: int, knobs: dict[str, Any], ranks: int) -> None:
+def test_steps_repeat(stage: int, knobs: dict[str, Any], ranks: int) -> None:
     zero = ZeroConfig.of(stage, **knobs)
     for i, kind in enumerate(KINDS):
         workload = Workload(grad_accum=(1, 2, 5)[i % 3], **kind)

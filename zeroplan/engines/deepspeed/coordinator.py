@@ -237,7 +237,7 @@ class Coordinator:
 
     def gather_persistent(self) -> None:
         """stage3.py, _post_step: on the compute stream, every parameter into a block of its own."""
-        self.deferred_frees.settle()
+        self.deferred_frees.complete_all()
         rank = self.rank
         chosen = sorted(self.persistent)
         aliased = rank.ranks == 1 and len(chosen) > 1
@@ -259,7 +259,7 @@ class Coordinator:
 
     def _gather_together(self, params: list[int]) -> None:
         """pp, all_gather_coalesced: alone straight into place, several through one flat buffer."""
-        self.deferred_frees.look()
+        self.deferred_frees.poll()
         rank, alloc, stream = self.rank, self.alloc, self.stream
         w, ranks, numel = rank.param_bytes, rank.ranks, rank.numel
         self.live += sum(numel[p] for p in params)

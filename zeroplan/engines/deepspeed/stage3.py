@@ -317,7 +317,7 @@ class Stage3(Schedule):
         self.micro = -1
         self.coordinator.release_all()
         if self.stream != COMPUTE:
-            self.coordinator.deferred_frees.settle()
+            self.coordinator.deferred_frees.complete_all()
         total = sum(self.shards[p] for p in self.trained)
         if rank.fp16 and not self.offload:  # isinf through the absolute values, then isnan
             magnitudes = self.alloc(rank.accum_bytes * total, Buffer.OPTIM_NORM, stream=self.stream)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A range of addresses: handed out, awaiting streams, cached, or (of an expandable segment) not mapped."""
+    """A range of addresses: handed out, waiting for streams, cached, or, in an expandable segment, not mapped."""
 
     address: int
     size: int
@@ -26,7 +26,7 @@ class Block:
 
     @property
     def free(self) -> bool:
-        """Neither handed out nor awaiting a stream."""
+        """Whether the block is neither handed out nor waiting for a stream."""
         return not self.allocated and self.pending == 0
 
     @property
@@ -44,19 +44,19 @@ class Pool:
         self.unmapped: list[tuple[int, Block]] = []  # by address
 
     def insert(self, block: Block) -> None:
-        """Adds a free block."""
+        """Add a free block."""
         insort(self.cached, (block.size, block.address, block))
 
     def remove(self, block: Block) -> None:
-        """Takes a free block out."""
+        """Remove a free block."""
         del self.cached[bisect_left(self.cached, (block.size, block.address))]
 
     def insert_unmapped(self, block: Block) -> None:
-        """Adds a range that is not mapped."""
+        """Add a range that is not mapped."""
         insort(self.unmapped, (block.address, block))
 
     def remove_unmapped(self, block: Block) -> None:
-        """Takes an unmapped range out."""
+        """Remove a range that is not mapped."""
         del self.unmapped[bisect_left(self.unmapped, (block.address,))]
 
 

@@ -93,7 +93,7 @@ class AllocatorConfig:
 
     @staticmethod
     def parse(text: str, *, where: str = _WHERE) -> AllocatorConfig:
-        """Reads ``"expandable_segments:True,max_split_size_mb:128"``; an empty text gives the defaults.
+        """The settings in ``"expandable_segments:True,max_split_size_mb:128"``; an empty text gives the defaults.
 
         Raises:
             BadInput: on a key that torch does not know (it would ignore it silently), a value that it refuses, or the

@@ -1,8 +1,8 @@
-"""The operations of an allocation stream, and what the allocator's simulation reports about one.
+"""The operations that the simulated allocator reads, and its result.
 
 Note [Event columns]
-    The stream is two columns of 64-bit integers, so that the compiled allocator reads it as it lies. ``code`` holds the
-    operation in its low four bits and a stream (0 is the default one) above them; ``value`` holds what the operation says:
+    Events are two columns of 64-bit integers, which the compiled allocator reads as they are. ``code`` holds the operation in
+    its low four bits and a CUDA stream (0 is the default one) above them; ``value`` holds the operation's operand:
 
     =============  =====================  =======================================================================
     operation      value                  meaning
@@ -26,7 +26,7 @@ from enum import IntEnum
 
 
 class AllocatorOp(IntEnum):
-    """Operations of an allocation stream; see Note [Event columns]."""
+    """The operations; see Note [Event columns]."""
 
     ALLOC = 0
     FREE = 1
@@ -69,7 +69,7 @@ class MarkTotals:
 
 @dataclass(frozen=True, slots=True)
 class SegmentChange:
-    """Device memory taken from (size above 0) or returned to the device (below 0), while handling the event."""
+    """Device memory that was taken (size above 0) or returned (below 0) while an event was handled. Bytes."""
 
     event: int
     size: int
@@ -99,7 +99,7 @@ class OutOfMemory:
 
 @dataclass(frozen=True, slots=True)
 class AllocatorResult:
-    """What one stream of events did to the allocator. All sizes in bytes.
+    """What a sequence of events did to the allocator. All sizes are bytes.
 
     Attributes:
         events: events handled: all, or those before the one that ran out of memory.
@@ -126,9 +126,9 @@ class AllocatorResult:
 
     @property
     def segments(self) -> tuple[SegmentChange, ...]:
-        """Every change of reserved memory, in order; made anew each time."""
+        """Every change of reserved memory, in order."""
         return tuple(map(SegmentChange, self.changes[::3], self.changes[1::3], self.changes[2::3]))
 
 
 class BadStream(ValueError):
-    """A stream that no program could produce, such as a free of a handle that is not live."""
+    """Events that no program could produce, such as a free of a handle that is not live."""

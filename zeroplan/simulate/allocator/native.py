@@ -1,4 +1,4 @@
-"""The compiled allocator, called through ctypes on flat 64-bit columns."""
+"""The compiled allocator, called through ctypes on columns of 64-bit integers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def available() -> bool:
-    """Whether the compiled allocator is at hand."""
+    """Whether there is a compiled library."""
     return _library() is not None
 
 
@@ -55,11 +55,12 @@ def run_allocator(
     device_memory: int,
     addresses: Sequence[int],
 ) -> AllocatorResult:
-    """:meth:`PythonAllocator.run` on the compiled twin, with equal results.
+    """:meth:`PythonAllocator.run` in the compiled library, with equal results.
 
     Raises:
-        BadStream: see there.
-        RuntimeError: when there is no library, MemoryError when this machine's memory does not suffice.
+        BadStream: for events that no program could produce.
+        RuntimeError: when there is no library.
+        MemoryError: when this machine has too little memory.
     """
     loaded = _library()
     if loaded is None:
@@ -118,13 +119,13 @@ def _result(
 def write_out(
     code: array[int], value: array[int], event_blocks: Sequence[array[int]], sizes: array[int], events: int
 ) -> tuple[array[int], array[int]]:
-    """:func:`zeroplan.simulate.event_blocks.write_out` on the compiled twin.
+    """:func:`zeroplan.simulate.event_blocks.write_out` in the compiled library.
 
     Args:
         code, value: a recording's columns.
-        event_blocks: the columns of EventBlocks from `begins` to `index`.
-        sizes: by storage its bytes.
-        events: how many there will be.
+        event_blocks: the columns `begins`, `allocations`, `op`, `home` and `index` of EventBlocks.
+        sizes: each storage's bytes.
+        events: the number of events in the result.
     """
     loaded = _library()
     if loaded is None:
@@ -138,7 +139,7 @@ def write_out(
 
 
 def repeated(code: array[int], value: array[int], begin: int, end: int, times: int) -> tuple[array[int], array[int]] | None:
-    """The events from `begin` to `end`, so many times more with handles and marks counted on; None without the library."""
+    """The events from `begin` to `end` repeated, with handles and marks counted on; None without the library."""
     loaded = _library()
     if loaded is None:
         return None
@@ -150,7 +151,7 @@ def repeated(code: array[int], value: array[int], begin: int, end: int, times: i
 
 
 def alive(code: array[int], value: array[int], events: int, handles: int) -> Sequence[int] | None:
-    """By handle whether it is alive after so many events; None without the library."""
+    """A flag for each handle: 1 if it is alive after so many events. None without the library."""
     loaded = _library()
     if loaded is None:
         return None

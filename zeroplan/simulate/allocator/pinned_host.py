@@ -32,7 +32,7 @@ class PinnedConfig:
 
     @staticmethod
     def parse(text: str, *, where: str = "PYTORCH_ALLOC_CONF") -> PinnedConfig:
-        """Reads the text that :meth:`AllocatorConfig.parse` reads the rest of.
+        """The settings for pinned memory in a PYTORCH_ALLOC_CONF; :meth:`AllocatorConfig.parse` reads the others.
 
         Raises:
             BadInput: on an unknown key, or a value that is no whole number of MiB.
@@ -79,7 +79,7 @@ class PinnedAllocator:
     _reserve_left: int = -1  # -1: not pinned yet
 
     def alloc(self, nbytes: int) -> int:
-        """Pins `nbytes` and returns a handle."""
+        """Allocate pinned memory for `nbytes` and return a handle."""
         size = self.config.block_size(nbytes)
         home = False
         if size:
@@ -96,7 +96,7 @@ class PinnedAllocator:
         return len(self._sizes) - 1
 
     def free(self, handle: int) -> None:
-        """Gives a block back to the cache, or to the system where it is too large to be cached.
+        """Return a block to the cache, or to the system where it is too large to be cached.
 
         Raises:
             KeyError: when the handle is not live.
@@ -110,14 +110,14 @@ class PinnedAllocator:
             self._cached.setdefault(_index(size), []).append((size, home))
 
     def empty_cache(self) -> None:
-        """Returns all cached blocks to the system."""
+        """Return all cached blocks to the system."""
         for blocks in self._cached.values():
             for size, home in blocks:
                 self._unpin(size, home)
         self._cached.clear()
 
     def _pin(self, size: int) -> bool:
-        """True if the block comes out of the reserve segment."""
+        """Pin a block; return whether it lies in the reserve segment."""
         if self._reserve_left < 0:
             self._reserve_left = self.config.reserve_segment
             self.resident += _pages(self.config.reserve_segment)
@@ -146,6 +146,6 @@ def _pages(size: int) -> int:
 
 
 def pinned_bytes(requests: Iterable[int], config: PinnedConfig | None = None) -> int:
-    """Bytes that requests pin when all of them live at once, each in a block of its own."""
+    """Bytes that the requests pin while all of them are alive, each in a block of its own."""
     config = config or PinnedConfig()
     return sum(config.block_size(nbytes) for nbytes in requests)

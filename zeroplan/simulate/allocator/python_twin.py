@@ -1,4 +1,4 @@
-"""The CUDA caching allocator in plain Python: the readable twin of ``csrc/cpu/allocator.hpp``, equal to it event by event.
+"""The CUDA caching allocator in plain Python: the readable twin of ``csrc/cpu/allocator.hpp``, with equal results.
 
 Rules read from torch's ``c10/cuda/CUDACachingAllocator.cpp`` and ``c10/core/CachingDeviceAllocator.h``; the notes at the
 head of allocator_segments.py sum them up.
@@ -36,7 +36,7 @@ class PythonAllocator(Segments):
         self.pending: dict[int, deque[tuple[int, Block]]] = {}  # by stream: deferred frees in order
         self.ready: dict[int, int] = {}  # by stream: how many of them are done
         self.deferred: dict[int, Block] = {}  # by handle
-        self.settled: set[int] = set()  # handles reclaimed because the device was waited for, ahead of their COMPLETE
+        self.completed_early: set[int] = set()  # handles reclaimed by waiting for the device, before their COMPLETE
         self.retries = self.allocated = self.requested = self.active = 0
         self.peak_allocated = 0  # since the latest mark
         self.top_allocated, self.top_event = 0, -1
@@ -44,7 +44,7 @@ class PythonAllocator(Segments):
         self.marks: list[MarkTotals] = []
 
     def run(self, code: Sequence[int], value: Sequence[int]) -> AllocatorResult:
-        """Handles all events, or those up to the first request that cannot be served.
+        """Handle all events, or those before the first request that cannot be served.
 
         Raises:
             BadStream: see there.
@@ -63,7 +63,7 @@ class PythonAllocator(Segments):
             elif op == AllocatorOp.SYNC:
                 self.ready[stream] = len(self.pending.get(stream, ()))
             elif op == AllocatorOp.COMPLETE:
-                block = None if operand in self.settled else self._take(self.deferred, operand)
+                block = None if operand in self.completed_early else self._take(self.deferred, operand)
                 if block is not None:
                     self._reclaim(block)
             elif op == AllocatorOp.EMPTY_CACHE:
@@ -204,7 +204,7 @@ class PythonAllocator(Segments):
         self._cache(block)
 
     def _process_events(self, everything: bool = False) -> None:
-        """Reclaims what recorded streams are done with."""
+        """Reclaim the blocks whose recorded streams are done."""
         if not everything and not self.ready:
             return
         for stream in sorted(self.pending if everything else self.ready):
@@ -217,7 +217,7 @@ class PythonAllocator(Segments):
                         del self.deferred[handle]
                         self._reclaim(block)
                         if everything:
-                            self.settled.add(handle)
+                            self.completed_early.add(handle)
         self.ready.clear()
 
     def _release_all(self) -> None:

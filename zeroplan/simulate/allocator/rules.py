@@ -47,7 +47,7 @@ REGIONS_END = 1 << 48
 
 
 class Addresses:
-    """Where the device puts segments. It decides which of two equally large free blocks is taken: the lower one.
+    """Where the device puts segments. Of two free blocks of one size the allocator takes the lower one, so addresses matter.
 
     As recorded histories show, new regions of address space (whole multiples of 32 MiB) lie ever lower, and what is left of
     a region, or was given back, is filled first, from its lower end.
@@ -80,7 +80,7 @@ class Addresses:
         return start
 
     def give_back(self, address: int) -> None:
-        """Frees the segment at `address`, if it was put there by :meth:`take` itself."""
+        """Free the segment at `address`, if :meth:`take` put it there."""
         if address in self.taken:
             self._add_gap(address, address + self.taken.pop(address))
 

@@ -1,4 +1,4 @@
-"""Runs the caching allocator's simulation: compiled where the library is at hand, in Python elsewhere."""
+"""Runs the simulated caching allocator: the compiled library where there is one, else its Python twin."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def run_allocator(
     addresses: Sequence[int] = (),
     compiled: bool | None = None,
 ) -> AllocatorResult:
-    """Simulates one device's allocator over a stream of events.
+    """Run one device's allocator over a sequence of events.
 
     Args:
         code, value: arrays of 64-bit integers ("q") of equal length; see Note [Event columns].
         config: the allocator's settings.
-        limit: bytes that the device can give; None never runs out.
+        limit: bytes that the device can give; None for no limit.
         device_memory: bytes of the whole device, of which `config.memory_fraction` may be reserved.
-        addresses: where the device puts the first segments, if that is known (from a recorded history).
-        compiled: True to insist on the compiled library, False on Python; None takes what is there.
+        addresses: the addresses of the first segments, where a recorded history tells them.
+        compiled: True for the compiled library, False for Python; None takes the library where there is one.
 
     Raises:
-        BadStream: for a stream that no program could produce.
+        BadStream: for events that no program could produce.
         RuntimeError: when `compiled` is True and there is no library.
     """
     most = UNLIMITED if limit is None else limit

@@ -1,4 +1,4 @@
-"""Segments of device memory: taken, searched for free blocks, and given back. The lower half of the Python twin.
+"""Segments of device memory: taken from the device, searched for free blocks, and returned. The base of the Python twin.
 
 Note [Caching allocator]
     Requests are rounded to 512 bytes and served by the small pool (up to 1 MiB) or the large one. Each pool keeps, for each
@@ -26,13 +26,13 @@ from zeroplan.simulate.allocator.rules import Addresses
 
 
 class Segments:
-    """What the allocator holds of the device's memory.
+    """The device memory that the allocator holds.
 
     Args:
-        config: its settings.
-        limit: bytes that the device can give it, UNLIMITED if it never runs out.
+        config: the allocator's settings.
+        limit: bytes that the device can give; UNLIMITED for no limit.
         device_memory: the device's whole memory in bytes, of which `config.memory_fraction` may be reserved.
-        addresses: where the device puts the first segments, if that is known.
+        addresses: the addresses of the first segments, where they are known.
     """
 
     def __init__(self, config: AllocatorConfig, limit: int, device_memory: int, addresses: Sequence[int] = ()) -> None:
@@ -87,7 +87,7 @@ class Segments:
         block.pool.insert(block)
 
     def _merge(self, block: Block, other: Block | None) -> None:
-        """Makes a free neighbour of the same kind part of the block (which is in no list itself)."""
+        """Merge a free neighbour of the same kind into the block, which is in no list itself."""
         if other is None or not other.free or other.mapped != block.mapped:
             return
         if other.mapped:
@@ -124,7 +124,7 @@ class Segments:
         self._note(-block.size, block.address)
 
     def _release_unused(self) -> None:
-        """Returns unsplit segments, and the whole pages within free blocks."""
+        """Return unsplit segments to the device, and the whole pages within free blocks."""
         for small in (False, True):
             for key in sorted(key for key in self.pools if key[0] is small):
                 pool = self.pools[key]
@@ -135,7 +135,7 @@ class Segments:
                         self._release(block)
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
-        """Returns as few blocks of at least `max_split_size` as make room, or as there are. True if they make room."""
+        """Return blocks of at least `max_split_size`, as few as make room for `size`. True if they do."""
         most = self.config.max_split_size
         if most == UNLIMITED:
             return False
@@ -154,7 +154,7 @@ class Segments:
         return released >= size
 
     def _collect_garbage(self) -> None:
-        """Returns unsplit large blocks older than the average until reserved is below the threshold, or none is left."""
+        """Return unsplit large blocks older than the average until reserved memory is below the threshold, or none is left."""
         if self.reserved <= self.collect_above:
             return
         target = self.reserved - self.collect_above
@@ -203,7 +203,7 @@ class Segments:
         return block
 
     def _map(self, block: Block, size: int) -> bool:
-        """Maps whole pages from the block's start; False if the device has too few."""
+        """Map whole pages from the block's start; False if the device has too few."""
         pool = block.pool
         size = -(-size // pool.page) * pool.page
         if self.reserved + size > self.limit:
@@ -225,7 +225,7 @@ class Segments:
         return True
 
     def _unmap(self, block: Block) -> None:
-        """Unmaps the whole pages within a free block; what remains at either side stays cached."""
+        """Unmap the whole pages within a free block; what remains at either side stays cached."""
         pool, base = block.pool, block.range_base
         start = base - (base - block.address) // pool.page * pool.page  # rounded up to a page
         end = base + (block.address + block.size - base) // pool.page * pool.page

@@ -1,4 +1,4 @@
-"""What ranks tell each other: every rank's result to all, and the first rank's plan to the others."""
+"""Communication between ranks: every rank's result goes to all, the first rank's plan to the others."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from zeroplan.core.errors import BadInput
 _T = TypeVar("_T")
 
 
-def everyone(result: dict[str, Any]) -> list[dict[str, Any]]:
+def gather_results(result: dict[str, Any]) -> list[dict[str, Any]]:
     """The results of all ranks, by rank."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, result)
     return gathered
 
 
-def from_first(make: Callable[[], _T]) -> _T:
-    """What `make` returns on the first rank, the only one that calls it, on every rank.
+def on_first_rank(make: Callable[[], _T]) -> _T:
+    """Call `make` on the first rank alone, and return its result on every rank.
 
     Raises:
-        BadInput: on every rank, when it does on the first.
+        BadInput: on every rank, when `make` raises it.
     """
     box: list[Any] = [None]
     if dist.get_rank() == 0:

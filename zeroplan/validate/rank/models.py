@@ -1,8 +1,7 @@
-"""The model and one micro batch, with random weights and tokens, as every engine of a job gets them."""
+"""The model and one micro batch of a job, with random weights and tokens, the same for every engine."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from zeroplan.validate.job import VerifyJob
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _ATTENTION = {"sdpa": "sdpa", "eager": "eager", "flash": "flash_attention_2"}
-#: Weights repeat a random pattern of so many elements: memory does not depend on them, and time to make them would count.
+#: Weights repeat a random pattern of this many elements: memory does not depend on their values, and they are made quickly.
 _PATTERN = 1 << 20
 
 
@@ -45,7 +44,7 @@ def make_model(job: VerifyJob, dtype: torch.dtype, *, cheap: bool = False) -> An
 
 @torch.no_grad()
 def fill(model: nn.Module) -> None:
-    """Random matrices of deviation 0.02, vectors of ones and zeros by name."""
+    """Fill matrices with random values of deviation 0.02, biases with zeros and other vectors with ones."""
     pattern = torch.randn(_PATTERN) * 0.02
     for name, parameter in model.named_parameters():
         flat = parameter.data.view(-1)
@@ -58,17 +57,15 @@ def fill(model: nn.Module) -> None:
 
 
 def prepare(job: VerifyJob, model: Any) -> Any:
-    """Adapters, checkpointing and no key-value cache, as the job asks."""
+    """Add the job's adapters and checkpointing to the model, switch off its key-value cache, and return it."""
     if job.live is not None:
         from zeroplan.validate.live import prepared
 
         return prepared(model)
     if job.lora_rank is not None:
-        from peft import LoraConfig, get_peft_model
+        from zeroplan.trace.build import with_adapters
 
-        targets: Any = list(job.lora_targets) or "all-linear"
-        lora = LoraConfig(r=job.lora_rank, lora_alpha=32, target_modules=targets)
-        model = get_peft_model(model, lora, autocast_adapter_dtype=False)
+        model = with_adapters(model, job.lora_rank, job.lora_targets)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     base.config.use_cache = False
     if job.gradient_checkpointing:
@@ -85,11 +82,11 @@ def make_batch(job: VerifyJob, device: torch.device, seed: int, *, casts: bool) 
     """
     if job.live is not None:
         return job.live.batch_on(device, DTYPES[job.dtype] if casts else None)
-    from zeroplan.trace.build import build_inputs
-    from zeroplan.trace.fit import Point
+    from zeroplan.trace.build import build_inputs, vocabulary_of
+    from zeroplan.trace.fit import TracePoint
 
     options = TraceOptions(attn=Attention(job.attn), checkpointing=Checkpointing.NONE)
-    shapes = build_inputs(job.model, job.auto_class, options, Point(job.micro_batch, job.seq_len, 0))
+    shapes = build_inputs(job.model, job.auto_class, options, TracePoint(job.micro_batch, job.seq_len, 0))
     generator = torch.Generator().manual_seed(seed)
     classes = int(job.model.get("num_labels") or 2)
     made: dict[int, torch.Tensor] = {}
@@ -99,24 +96,7 @@ def make_batch(job: VerifyJob, device: torch.device, seed: int, *, casts: bool) 
         if meta.is_floating_point():
             value = torch.randn(meta.shape, generator=generator).to(DTYPES[job.dtype])
         else:
-            most = classes if name == "labels" and meta.dim() == 1 else max(4, _vocabulary(job.model))
+            most = classes if name == "labels" and meta.dim() == 1 else max(4, vocabulary_of(job.model))
             value = torch.randint(0, most, meta.shape, generator=generator)
         made[id(meta)] = value.to(device)
     return {name: made[id(meta)] for name, meta in shapes.items()}
-
-
-def _vocabulary(config: Mapping[str, Any]) -> int:
-    inner = config.get("text_config")
-    size = config.get("vocab_size") or (inner.get("vocab_size") if isinstance(inner, Mapping) else 0)
-    return int(size or 0)
-
-
-def loss_of(output: Any) -> torch.Tensor:
-    """The model's own loss."""
-    loss = getattr(output, "loss", None)
-    if loss is None and isinstance(output, Mapping):
-        loss = output.get("loss")
-    if loss is None:
-        loss = output[0] if isinstance(output, tuple | list) else output
-    scalar: torch.Tensor = loss if loss.dim() == 0 else loss.float().mean()
-    return scalar

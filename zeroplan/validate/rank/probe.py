@@ -1,4 +1,4 @@
-"""Reads memory on one rank: torch's allocator and NVML on a GPU, the tensors alive on a CPU, and resident memory."""
+"""Measures memory on one rank: torch's allocator and NVML on a GPU, the tensors alive on a CPU, and resident memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STATUS = "/proc/self/status"
 
 
 def resident() -> tuple[int, int]:
-    """This process's resident memory now, and its highest since :func:`reset_resident`. Bytes."""
+    """Bytes of this process's resident memory: now, and the most since :func:`reset_resident`."""
     try:
         with open(_STATUS) as lines:
             pairs = dict(line.split(":", 1) for line in lines)
@@ -33,13 +33,13 @@ def resident() -> tuple[int, int]:
 
 
 def reset_resident() -> None:
-    """Begins a new highest mark, where the kernel allows it."""
+    """Reset the kernel's peak of resident memory, where it allows that."""
     with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
         file.write("5")
 
 
 def give_back_freed() -> None:
-    """Collects garbage, and has the C library return what is free to the system, so that resident memory means something."""
+    """Collect garbage and have the C library return free memory to the system, so that resident memory is memory in use."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -66,7 +66,7 @@ def bytes_written(folders: Iterable[str], since: float) -> int:
 
 
 class Nvml:
-    """One GPU as the driver sees it, found without touching CUDA. Everything is None where NVML cannot be had."""
+    """One GPU's memory by NVML, which needs no CUDA context. Every figure is None where NVML is not available."""
 
     def __init__(self, local_rank: int | None) -> None:
         self._handle: Any = None
@@ -85,7 +85,7 @@ class Nvml:
             self._handle = None
 
     def used(self) -> int | None:
-        """Bytes in use on the device, by whomever."""
+        """Bytes in use on the device, by all processes."""
         return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used) if self._handle is not None else None
 
     def by_process(self) -> int | None:
@@ -103,8 +103,7 @@ class Nvml:
 class TensorCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of the CPU tensors that operators return, by storage, while they live.
 
-    What an operator takes and gives back within itself is not seen, and autograd does not add gradients in place while a
-    dispatch mode is on.
+    Allocations within an operator are not seen, and autograd does not add gradients in place while a dispatch mode is on.
     """
 
     def __init__(self) -> None:
@@ -113,7 +112,7 @@ class TensorCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive: dict[int, tuple[int, Any]] = {}
 
     def follow(self, tensor: torch.Tensor) -> None:
-        """Counts a tensor's storage until it dies."""
+        """Count a tensor's storage until it is freed."""
         storage = tensor.untyped_storage()
         key = int(storage._cdata)
         if key in self._alive or tensor.device.type != "cpu":
@@ -128,7 +127,7 @@ class TensorCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.add(size)
 
     def add(self, size: int) -> None:
-        """Counts bytes that no operator returns (fewer: negative)."""
+        """Count bytes that no operator returns; negative bytes are freed ones."""
         self.now += size
         self.peak = max(self.peak, self.now)
 
@@ -141,8 +140,15 @@ class TensorCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @dataclass(slots=True)
-class Place:
-    """One rank's device: NVML's view of it, what was in use before this process, and what CUDA's context took."""
+class RankDevice:
+    """One rank's device.
+
+    Attributes:
+        device: the GPU, or the CPU.
+        nvml: its memory by NVML.
+        used_before: bytes in use before this process's first CUDA call.
+        context: bytes of the CUDA context.
+    """
 
     device: torch.device
     nvml: Nvml
@@ -150,8 +156,8 @@ class Place:
     context: int | None = None
 
     @classmethod
-    def of(cls, device: str, local_rank: int) -> Place:
-        """Makes the first CUDA call of the process, and looks before and after."""
+    def of(cls, device: str, local_rank: int) -> RankDevice:
+        """The device of a local rank. On a GPU this makes the process's first CUDA call and measures its context."""
         if device != "cuda":
             return cls(torch.device("cpu"), Nvml(None))
         nvml = Nvml(local_rank)
@@ -166,9 +172,9 @@ class Place:
 
 
 class Probe:
-    """Marks the ends of phases: peaks since the mark before, by phase. `count` asks for the tensors on a CPU."""
+    """Measures a run's peaks by phase. `count` asks for the tensors on a CPU, too."""
 
-    def __init__(self, place: Place, *, count: bool) -> None:
+    def __init__(self, place: RankDevice, *, count: bool) -> None:
         self.place, self.device, self.cuda = place, place.device, place.device.type == "cuda"
         if self.cuda:
             torch.cuda.empty_cache()
@@ -183,7 +189,7 @@ class Probe:
         self.host_before = resident()[0]
 
     def counting(self) -> AbstractContextManager[object]:
-        """Within it, tensors are counted on a CPU."""
+        """A context that counts tensors, on a CPU."""
         return self.tensors if self.tensors is not None else nullcontext()
 
     def allocated(self) -> int | None:
@@ -193,7 +199,7 @@ class Probe:
         return self.tensors.now if self.tensors is not None else None
 
     def end(self, phase: str, following: str) -> None:
-        """The phase has ended and `following` begins. Waits for the device."""
+        """End a phase, whose peaks are read, and begin `following`. Waits for the device."""
         self.phase = following
         if self.cuda:
             torch.cuda.synchronize(self.device)
@@ -211,7 +217,7 @@ class Probe:
         self.phases[phase] = max(self.phases.get(phase, 0), peak)
 
     def figures(self) -> dict[str, Any]:
-        """What the run used on this rank so far."""
+        """The figures of the run on this rank so far, by the names of :class:`zeroplan.validate.results.Measurement`."""
         place = self.place
         used, total, source = place.nvml.used(), place.nvml.by_process(), "NVML, by process"
         if total is None and used is not None and place.used_before is not None:

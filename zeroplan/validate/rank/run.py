@@ -1,4 +1,4 @@
-"""Runs one job on this rank and says what it used, also when it ends early."""
+"""Runs one job on this rank and returns its measurement, also when the run ends early."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from zeroplan.core.errors import BadInput
 from zeroplan.engines.base import Engine
 from zeroplan.engines.registry import load_engine
 from zeroplan.engines.verification import Trainer, TrainingRun
+from zeroplan.trace.run import loss_of
 from zeroplan.validate.job import VerifyJob
-from zeroplan.validate.rank.models import DTYPES, loss_of, make_batch, make_model, prepare
-from zeroplan.validate.rank.probe import Place, Probe, bytes_written
+from zeroplan.validate.rank.models import DTYPES, make_batch, make_model, prepare
+from zeroplan.validate.rank.probe import Probe, RankDevice, bytes_written
 
-#: Called with what the rank does next.
+#: Called with a line of text about what the rank does next.
 Say = Callable[[str], None]
 _ASKED = re.compile(r"[Tt]ried to allocate ([0-9.]+) ?(B|bytes|KiB|MiB|GiB|TiB)")
 _UNITS = {"B": 1, "bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _VERSIONS = ("torch", "transformers", "deepspeed", "peft")
 
 
-def run_job(job: VerifyJob, place: Place, say: Say) -> dict[str, Any]:
-    """One rank's figures; ``out_of_memory``, ``bad_input`` or ``error`` tell of a run that ended early."""
+def run_job(job: VerifyJob, place: RankDevice, say: Say) -> dict[str, Any]:
+    """Run a job and return this rank's figures; ``out_of_memory`` or ``bad_input`` is there where the run ended early."""
     engine = load_engine(job.engine_path)
     probe = Probe(place, count=engine.tensors_from_operators)
     state: dict[str, Any] = {"trained": None}
@@ -59,7 +60,7 @@ def run_job(job: VerifyJob, place: Place, say: Say) -> dict[str, Any]:
     return result
 
 
-def _train(job: VerifyJob, engine: Engine, place: Place, probe: Probe, say: Say, state: dict[str, Any]) -> dict[str, Any]:
+def _train(job: VerifyJob, engine: Engine, place: RankDevice, probe: Probe, say: Say, state: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(0)
     seconds: list[float] = []
     with probe.counting():
@@ -79,7 +80,7 @@ def _train(job: VerifyJob, engine: Engine, place: Place, probe: Probe, say: Say,
             probe.end("step", "forward")
             seconds.append(time.perf_counter() - begin)
         value = float(loss.detach())
-        del loss, batch  # which a training loop would have dropped, too
+        del loss, batch  # a training loop has dropped them by now, too
         live = probe.allocated()
     return {
         "live_after_step": live,
@@ -150,12 +151,12 @@ def _out_of_memory(error: BaseException, probe: Probe, trained: Trainer | None) 
     }
 
 
-#: What a phase allocates, where the failing call does not say.
+#: The buffer that a phase allocates, for a failing call that names none.
 _OF_PHASE = {"load": Buffer.HOST_MODEL, "init": Buffer.INIT_TEMP, "step": Buffer.OPTIM_TEMP}
 
 
 def _buffer_of(error: BaseException, phase: str) -> str:
-    """The buffer that was being made: the one that the innermost frame of the failing call names (the Arena's does)."""
+    """The buffer that was being allocated: the variable ``buffer`` of the innermost frame that has one, as the Arena's."""
     trace, found = error.__traceback__, None
     while trace is not None:
         named = trace.tb_frame.f_locals.get("buffer")

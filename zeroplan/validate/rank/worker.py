@@ -1,7 +1,7 @@
 """A rank's process: ``python -m zeroplan.validate.rank.worker FOLDER``, started by torchrun.
 
-Reads ``jobs.json`` in the folder, runs the jobs one after another, and writes ``result-JOB-RANK.json`` for each, and a line
-to ``beat-RANK.jsonl`` for all that it begins, by which the launcher sees that it lives.
+Reads ``jobs.json`` in the folder, runs the jobs one after another, and writes ``result-JOB-RANK.json`` for each. For each thing
+that it begins it adds a line to ``beat-RANK.jsonl``, by which the launcher sees that it is alive.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from zeroplan.validate.run_folder import BEAT, DEVICE, JOBS, MODULE, RESULT
 EXIT_EARLY = 70
 
 
-class Beat:
-    """Says what this rank is doing, in a file of its own."""
+class Heartbeat:
+    """Writes what this rank is doing to a file, which the launcher reads."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._file = (folder / BEAT.format(rank=rank)).open("a", buffering=1)
         self.job = 0
 
     def say(self, text: str) -> None:
-        """One line."""
+        """Write one line."""
         self._file.write(json.dumps({"job": self.job, "pid": os.getpid(), "doing": text}) + "\n")
 
 
 def join(job: VerifyJob, device: str, local_rank: int) -> Any:
-    """Makes the first CUDA call, then joins the other ranks; returns this rank's place."""
+    """Make the first CUDA call, join the other ranks, and return this rank's :class:`RankDevice`."""
     import torch.distributed as dist
 
-    from zeroplan.validate.rank.probe import Place
+    from zeroplan.validate.rank.probe import RankDevice
 
-    place = Place.of(device, local_rank)
+    place = RankDevice.of(device, local_rank)
     if not dist.is_initialized():
         longest = timedelta(seconds=job.timeout)
         if device == "cuda":
@@ -56,7 +56,7 @@ def join(job: VerifyJob, device: str, local_rank: int) -> Any:
 
 
 def run_here(job: VerifyJob, place: Any, say: Any) -> dict[str, Any]:
-    """One job's result on this rank, an unexpected error included."""
+    """Run one job on this rank and return its result, which may be an error."""
     from zeroplan.validate.rank.run import run_job, this_rank
 
     try:
@@ -84,9 +84,9 @@ def _refused(error: Exception) -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
-    """Run every job, or as many as go well."""
+    """Run the jobs in order, until one fails."""
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    beat = Beat(folder, rank)
+    beat = Heartbeat(folder, rank)
     beat.say("importing torch")
     device = (folder / DEVICE).read_text()
     try:

@@ -59,25 +59,26 @@ def write(tmp_path: Path) -> Callable[[str, str], str]:
 
 def test_axolotl(write: Callable[[str, str], str]) -> None:
     setup = read_setup(write("a.yaml", AXOLOTL))
-    assert (setup.kind, setup.engine, setup.model) == ("axolotl", "deepspeed", "meta-llama/Llama-3.2-1B")
+    assert (setup.program, setup.engine, setup.model) == ("axolotl", "deepspeed", "meta-llama/Llama-3.2-1B")
     assert (setup.micro_batch, setup.grad_accum, setup.seq_len) == (2, 4, 2048)
     assert (setup.dtype, setup.optimizer, setup.attn, setup.gradient_checkpointing) == ("bf16", "adamw8bit", "flash", True)
     assert (setup.lora_rank, setup.lora_targets, setup.ds_config) == (32, (), ZERO2)
-    assert setup.notes == ("packed samples are counted as full sequences",)
+    assert (setup.method, setup.model_dtype, setup.unmodelled) == ("lora", "bf16", ())
 
 
 def test_llama_factory(write: Callable[[str, str], str]) -> None:
     setup = read_setup(write("l.yml", LLAMA_FACTORY))
-    assert (setup.kind, setup.lora_rank, setup.gradient_checkpointing, setup.seq_len) == ("LLaMA-Factory", None, True, 1024)
+    assert (setup.program, setup.lora_rank, setup.gradient_checkpointing, setup.seq_len) == ("llama-factory", None, True, 1024)
     lora = read_setup(write("m.yml", LLAMA_FACTORY.replace("full", "lora") + "lora_target: q_proj,v_proj\n"))
     assert (lora.lora_rank, lora.lora_targets) == (8, ("q_proj", "v_proj"))
-    assert read_setup(write("n.yml", LLAMA_FACTORY + "quantization_bit: 4\n")).notes
+    quantised = read_setup(write("n.yml", LLAMA_FACTORY.replace("full", "lora") + "quantization_bit: 4\n"))
+    assert (quantised.method, [one.key for one in quantised.unmodelled]) == ("qlora", ["quantization_bit"])
 
 
 def test_training_arguments_as_yaml_and_json(write: Callable[[str, str], str]) -> None:
     said = {"output_dir": "out", "per_device_train_batch_size": 3, "bf16": True, "deepspeed": "ds.json"}
     setup = read_setup(write("t.json", json.dumps(said)))
-    assert (setup.kind, setup.engine, setup.micro_batch, setup.dtype) == ("TrainingArguments", "deepspeed", 3, "bf16")
+    assert (setup.program, setup.engine, setup.micro_batch, setup.dtype) == ("hf-trainer", "deepspeed", 3, "bf16")
     alone = read_setup({"output_dir": "out", "fp16": True})
     assert (alone.engine, alone.micro_batch, alone.dtype, alone.gradient_checkpointing) == ("ddp", 8, "fp16", False)
     assert read_setup({"output_dir": "out", "fsdp": "full_shard"}).engine == "fsdp2"
@@ -89,7 +90,7 @@ def test_training_arguments_as_the_object(tmp_path: Path) -> None:
     from transformers import TrainingArguments
 
     arguments = TrainingArguments(
-        output_dir=str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=8, use_cpu=True, report_to=[]
+        output_dir=str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=8, report_to=[]
     )
     setup = read_setup(arguments)
     assert (setup.micro_batch, setup.grad_accum, setup.engine, setup.dtype) == (2, 8, "ddp", "fp32")
@@ -109,11 +110,11 @@ def test_accelerate_with_its_own_keys() -> None:
     assert (setup.gpus, setup.nodes) == (4, 2)
     assert setup.ds_config is not None
     assert setup.ds_config["zero_optimization"] == {"stage": 3, "offload_optimizer": {"device": "cpu"}}
-    assert setup.ds_config["bf16"] == {"enabled": True}
+    assert (setup.dtype, setup.zero_init, setup.ds_config["gradient_accumulation_steps"]) == ("bf16", True, "auto")
 
 
 def test_a_plain_ds_config(write: Callable[[str, str], str]) -> None:
-    assert read_setup(write("plain.json", json.dumps(ZERO2))).kind == "ds_config"
+    assert read_setup(write("plain.json", json.dumps(ZERO2))).program == "ds_config"
 
 
 BAD = {

@@ -157,12 +157,12 @@ def test_bad_requests_are_one_line(cli: Cli, words: tuple[str, ...]) -> None:
         ({"per_device_train_batch_size": 0}, (), "run.json: per_device_train_batch_size: '0' is no whole number from 1 on"),
         ({"fp16": True}, (), "run.json: bf16 and fp16 are both true; switch one of them off"),
         ({"bf16": "maybe"}, (), "run.json: bf16: 'maybe' is neither true nor false; write true or false"),
-        ({"optim": "adam_of_mars"}, (), "run.json (--optimizer): unknown optimizer 'adam_of_mars'; use one of"),
-        ({"deepspeed": "nowhere.json"}, (), "run.json: deepspeed: there is no 'nowhere.json'; put the file where it says"),
+        ({"optim": "adam_of_mars"}, (), "run.json: optim: unknown optimizer 'adam_of_mars'; use one of"),
+        ({"deepspeed": "nowhere.json"}, (), "nowhere.json or nowhere.json; put the file at one of these places"),
         (
             {"deepspeed": ds_config(2), "per_device_train_batch_size": 4},
             (),
-            "run.json: its ds_config: train_micro_batch_size_per_gpu: says 1, TrainingArguments has 4; change one of the two",
+            "run.json: its ds_config: train_micro_batch_size_per_gpu: says 1, HF Trainer 5.17.0 has 4; change one of the two",
         ),
         (
             {"deepspeed": ds_config(2), "per_device_train_batch_size": 1},

@@ -65,6 +65,8 @@ def estimate(
 
         terminal = Terminal.here(wide=wide)
         following = flags.recommend_words(request)
+        if report.setup is not None and style not in ("csv", "html"):
+            typer.echo("\n".join(terminal.wrap(report.setup["says"])))
         typer.echo(report_text(report, style, terminal=terminal, quiet=quiet, next_command=following))
         if peak and not quiet:
             typer.echo("\n" + _peaks(answer, style, terminal.width))

@@ -38,7 +38,7 @@ Style = Annotated[str, typer.Option("--format", callback=_style, help="plain, gi
 Wide = Annotated[bool, typer.Option("--wide", help="Show all columns, in lines of any length.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the verdict alone.")]
 
-_WORK, _CLUSTER, _ZERO = "Workload", "Cluster", "Sharding"
+_WORK, _CLUSTER, _ZERO, _FROM = "Workload", "Cluster", "Sharding", "Files"
 
 
 def _option(
@@ -92,6 +92,10 @@ OPTIONS: dict[str, Any] = {
     "offload_optimizer": _option(str | None, "--offload-optimizer", "none, cpu or nvme. [all]", _ZERO),
     "offload_param": _option(str | None, "--offload-param", "none, cpu or nvme. [all]", _ZERO),
     "ds_config": _option(str | None, "--ds-config", "A ds_config.json: exactly one plan.", _ZERO),
+    "files": _option(
+        list[str] | None, "--from", "What a program's files say: recipes, TrainingArguments, accelerate, … Repeats.", _FROM
+    ),
+    "program": _option(str | None, "--program", "The program that owns the file, where two could.", _FROM),
     "depth": _option(str | None, "--depth", "formula or simulated. [simulated where a tape is at hand]"),
     "alloc_conf": _option(str, "--alloc-conf", "PYTORCH_ALLOC_CONF: expandable_segments:True,…"),
     "token": _option(str | None, "--token", "The hub's token, for gated models."),
@@ -101,6 +105,7 @@ OPTIONS: dict[str, Any] = {
 _READERS: dict[str, Callable[[Any], Any]] = {
     "params": lambda text: None if text is None else parse_count(text, where="--params"),
     "seq_len": lambda text: None if text is None else parse_tokens(text, where="--seq-len"),
+    "files": lambda paths: tuple(paths or ()),
     "lora_targets": lambda text: tuple(name.strip() for name in (text or "").split(",") if name.strip()),
 }
 
@@ -151,6 +156,8 @@ def recommend_words(request: Request) -> list[str]:
         flag = [] if name == "model" else [f"--{name.replace('_', '-')}"]
         text = [] if value is True else [",".join(value) if isinstance(value, tuple) else str(value)]
         words += [*flag, *text]
+    for file in request.files:
+        words += ["--from", str(file)]
     if request.ds_config is not None:
         words += ["--from", str(request.ds_config)]
     return words if request.gpu or request.vram else [*words, "--gpu", "H100"]

@@ -32,12 +32,15 @@ Candidates = Annotated[
     typer.Option("--candidates", rich_help_panel=_SEARCH, help='Rank these: JSON lines of {"ds_config": {…}}.'),
 ]
 From = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
         "--from",
         rich_help_panel=_SEARCH,
-        help="What is in use: ds_config, TrainingArguments, accelerate, axolotl, LLaMA-Factory.",
+        help="What is in use: ds_config, TrainingArguments, recipes of other programs. Repeats.",
     ),
+]
+Program = Annotated[
+    str | None, typer.Option("--program", rich_help_panel=_SEARCH, help="The program that owns the file, where two could.")
 ]
 Profile = Annotated[str | None, typer.Option("--profile", rich_help_panel=_SEARCH, help="Rates by doctor --calibrate.")]
 NvmePath = Annotated[str, typer.Option("--nvme-path", rich_help_panel=_SEARCH, help="Where swap files may go.")]
@@ -60,7 +63,7 @@ Script = Annotated[str, typer.Option("--script", rich_help_panel=_FILES, help="T
 
 
 @verb("zeroplan recommend meta-llama/Llama-3.1-8B --gpu 4xA100 -o ds_config.json", "zeroplan recommend --gpu RTX4090")
-@flags.takes_request("ds_config", "checkpoint_policy")
+@flags.takes_request("ds_config", "checkpoint_policy", "files", "program")
 def recommend(
     request: Request,
     gradient_checkpointing: Checkpointing = None,
@@ -68,6 +71,7 @@ def recommend(
     goal: Goal = "throughput",
     candidates: Candidates = None,
     source: From = None,
+    program: Program = None,
     profile: Profile = None,
     nvme_path: NvmePath = "/local_nvme",
     style: flags.Style = "plain",
@@ -94,19 +98,20 @@ def recommend(
         profile=profile,
         nvme_path=nvme_path,
         given=candidates,
-        source=source,
+        source=source or None,
+        program=program,
     )
     _require_output(request, output, form, launcher)
 
     def write(answer: Answer) -> tuple[str, str]:
         return _write(answer, output, form, launcher, script)
 
-    if request.model is None and request.params is None and source is None:
+    if request.model is None and request.params is None and not source:
         if html is not None:
             raise BadInput("draws the configurations of one model", where="--html", remedy="name the model")
         _catalog(request, wish, write, as_json=as_json, style=style)
         return
-    if candidates is not None and source is not None:
+    if candidates is not None and source:
         raise BadInput("cannot stand beside --candidates", where="--from", remedy="use one of the two")
     found = answer(request, wish)
     written, start = write(found)

@@ -35,6 +35,8 @@ Stage = Annotated[int | None, typer.Option("--stage", rich_help_panel="Sharding"
     "ds_config",
     "depth",
     "alloc_conf",
+    "files",
+    "program",
 )
 def trace_command(
     request: Request,

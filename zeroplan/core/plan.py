@@ -174,6 +174,7 @@ class Relief(Frozen):
 class Report(Frozen):
     """The plans of one request, with the request. ``--json`` prints it.
 
+    `setup` is what files said of the run, where any were given: ``program``, ``files``, ``method``, ``task``, ``assumed``.
     `reliefs` are knobs of the plan that the answer is about (:attr:`decisive`), the cheapest in speed first.
     """
 
@@ -181,6 +182,7 @@ class Report(Frozen):
     model: ModelInfo
     workload: dict[str, Any]
     cluster: dict[str, Any]
+    setup: dict[str, Any] | None = None
     warnings: tuple[str, ...] = ()
     plans: tuple[MemoryPlan, ...] = ()
     reliefs: tuple[Relief, ...] = ()
@@ -211,4 +213,4 @@ class Report(Frozen):
 
     def to_json(self) -> str:
         """Return the report as JSON text, indented by two."""
-        return self.model_dump_json(by_alias=True, indent=2)
+        return self.model_dump_json(by_alias=True, indent=2, exclude=None if self.setup else {"setup"})

@@ -1,57 +1,126 @@
-"""Finds out which program wrote a file, and reads it as a :class:`~zeroplan.interop.setups.Setup`."""
+"""Reads files as the programs that own them do, and puts the Setups of several files together into one."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
-from zeroplan.core.documents import read_document
 from zeroplan.core.errors import BadInput
-from zeroplan.ds_config.source import load_source
-from zeroplan.interop import accelerate, axolotl, hf_trainer, llama_factory
+from zeroplan.interop.programs.document import Document, find_beside, load_document
+from zeroplan.interop.programs.registry import owner_of, program_named
 from zeroplan.interop.setups import Setup
 
+#: Programs that decide the engine and the machine, and leave the rest to another file.
+_LAUNCHERS = ("accelerate", "ds_config")
+#: Fields that a launcher's file decides where both say them.
+_LAUNCHERS_OWN = ("engine", "gpus", "nodes", "ds_config", "zero_init", "stage", "offload_optimizer", "offload_param")
 
-def read_setup(source: Any) -> Setup:
-    """What a file or an object says: a ds_config, TrainingArguments, or a file of accelerate, axolotl or LLaMA-Factory.
+
+def read_setup(source: Any, program: str | None = None) -> Setup:
+    """What a file or an object says.
 
     Args:
         source: a path, a mapping, or a ``transformers.TrainingArguments``.
+        program: the name of the program that owns it; None to find out.
 
     Raises:
-        BadInput: when it cannot be read, holds values of wrong types, or is none of these.
+        BadInput: when it cannot be read, holds values of wrong types, is nobody's, or could be several programs'.
     """
-    name = "--from"
-    if isinstance(source, str | os.PathLike):
-        name = os.fspath(source)
-        data: Mapping[str, Any] = read_document(name)
-    elif isinstance(source, Mapping):
-        data = source
-    elif callable(getattr(source, "to_dict", None)):
-        data, name = source.to_dict(), type(source).__name__
-    else:
-        raise BadInput(f"a {type(source).__name__} is no configuration", where=name, remedy="give a path, a dict or arguments")
-    return _reader(data, name)(data, name)
+    document = load_document(source)
+    named = list(_named_files(document))
+    owner = program_named(program) if program is not None else _owner(document, named)
+    setups = [] if owner is None else [owner.read(document)]
+    setups += [read_setup(path) for path in named]
+    return join(setups)
 
 
-def _reader(data: Mapping[str, Any], name: str) -> Callable[[Mapping[str, Any], str], Setup]:
-    if "zero_optimization" in data or "train_micro_batch_size_per_gpu" in data or "train_batch_size" in data:
-        return _plain_ds_config
-    if "distributed_type" in data or "compute_environment" in data:
-        return accelerate.read_accelerate
-    if "base_model" in data:
-        return axolotl.read_axolotl
-    if "model_name_or_path" in data:
-        return llama_factory.read_llama_factory
-    if any(key in data for key in ("per_device_train_batch_size", "output_dir", "deepspeed", "gradient_accumulation_steps")):
-        return hf_trainer.read_training_arguments
-    raise BadInput(
-        "is no configuration that is known",
-        where=name,
-        remedy="give a ds_config, TrainingArguments, or a file of accelerate, axolotl or LLaMA-Factory",
+def read_setups(sources: Sequence[Any], program: str | None = None) -> Setup:
+    """What several files say together. `program` decides for those that no launcher owns.
+
+    Raises:
+        BadInput: as :func:`read_setup`; or two files that decide the same.
+    """
+    setups: list[Setup] = []
+    for source in sources:
+        document = load_document(source)
+        launcher = program is not None and _launcher_owns(document)
+        setups.append(read_setup(source, None if launcher else program))
+    return join(setups)
+
+
+def _launcher_owns(document: Document) -> bool:
+    return any(program_named(name).recognises(document) for name in _LAUNCHERS)
+
+
+def _owner(document: Document, named: list[Path]) -> Any:
+    """The owner of a document; None for a command line that only names other files."""
+    if document.command is not None and named and not document.data:
+        return None
+    return owner_of(document)
+
+
+def _named_files(document: Document) -> Iterable[Path]:
+    """The recipe and the accelerate config that a command line names."""
+    command = document.command
+    if command is None:
+        return
+    for word in command.files:
+        if word.lower().endswith((".yaml", ".yml", ".json")):
+            yield find_beside(word, document, command.program)
+    recipe = command.flags.get("config")
+    if isinstance(recipe, str) and recipe.lower().endswith((".yaml", ".yml")):
+        yield find_beside(recipe, document, "--config")
+    if command.config_file is not None:
+        yield find_beside(command.config_file, document, "--config_file")
+
+
+def join(setups: Sequence[Setup]) -> Setup:
+    """One Setup of several files: the program's own, with the engine and machine of the launchers' files.
+
+    Raises:
+        BadInput: when two files describe a run by themselves, or two launchers disagree.
+    """
+    if len(setups) == 1:
+        return setups[0]
+    runs = [one for one in setups if one.program not in _LAUNCHERS]
+    if len(runs) > 1:
+        names = " and ".join(f"{one.files[0]} ({one.program})" for one in runs[:2])
+        raise BadInput(f"{names} each describe a run", where="--from", remedy="give one of them, beside launchers' files")
+    launchers = [one for one in setups if one.program in _LAUNCHERS]
+    result = runs[0] if runs else launchers[0]
+    for one in launchers if runs else launchers[1:]:
+        result = _with_launcher(result, one)
+    return replace(result, files=tuple(dict.fromkeys(name for one in setups for name in one.files)))
+
+
+def _with_launcher(run: Setup, launcher: Setup) -> Setup:
+    """The run with what a launcher's file decides; what the run itself says of batches and precision stays."""
+    changes: dict[str, Any] = {}
+    for name in (field.name for field in fields(Setup)):
+        said = getattr(launcher, name)
+        if name in _LAUNCHERS_OWN and said is not None:
+            own = getattr(run, name)
+            if name == "ds_config" and own is not None and own != said:
+                raise BadInput(
+                    f"{run.files[0]} and {launcher.files[0]} bring two ds_configs",
+                    where="--from",
+                    remedy="leave one of them out",
+                )
+            changes[name] = said
+    for name in ("micro_batch", "grad_accum", "dtype"):
+        if getattr(run, name) is None and getattr(launcher, name) is not None:
+            changes[name] = getattr(launcher, name)
+    if launcher.dtype in ("bf16", "fp16") and run.dtype == "fp32" and "dtype" not in run.keys:
+        changes["dtype"] = launcher.dtype
+    if launcher.gradient_checkpointing:
+        changes["gradient_checkpointing"] = True
+    return replace(
+        run,
+        **changes,
+        keys={**launcher.keys, **run.keys},
+        assumed=(*run.assumed, *launcher.assumed),
+        unmodelled=(*run.unmodelled, *launcher.unmodelled),
+        unknown=(*run.unknown, *launcher.unknown),
     )
-
-
-def _plain_ds_config(data: Mapping[str, Any], name: str) -> Setup:
-    return Setup(kind="ds_config", ds_config=load_source(data)[0])

@@ -1,139 +1,92 @@
-"""A Setup is what another program's file says of a training run, in zeroplan's words; None is what it leaves open."""
+"""A Setup is what other programs' files say of a training run, in zeroplan's words; None is what they leave open."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from zeroplan.core.errors import BadInput
-from zeroplan.core.optimizers import known_optimizer
-from zeroplan.ds_config.source import load_source
+from zeroplan.core.unmodelled import Unmodelled
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """One run as a file describes it.
+    """One run as files describe it.
 
-    `kind` names the file's program. `engine` is what trains (deepspeed, fsdp2, ddp); `ds_config` what DeepSpeed is given.
-    `notes` say what of the file is not modelled.
+    Attributes:
+        program: the short name of the program that owns the first file, such as ``trl``.
+        title: the program as people write it, with the version whose defaults are assumed.
+        files: the files that were read.
+        method: ``full``, ``lora``, ``qlora``, or the program's own word for another way.
+        task: ``sft``, ``pretrain``, ``dpo``, …; empty where no file says.
+        engine: what trains, by zeroplan's name; None where no file decides it.
+        model: a hub id or a path.
+        micro_batch: samples a GPU and pass.
+        grad_accum: passes a step.
+        seq_len: tokens a sample.
+        dtype: of the arithmetic.
+        model_dtype: in which the base model's weights are kept where DeepSpeed does not cast them: ``fp32`` or a 16-bit one.
+        optimizer: the row's name in the optimizer table.
+        optimizer_kind: how it walks its tensors, where the program decides that.
+        attn: the attention implementation.
+        gradient_checkpointing: whether blocks are recomputed.
+        lora_rank: of the adapters; None trains the model itself.
+        lora_targets: layers to adapt, one regular expression among them; empty for all linear layers.
+        stage: of the engine; None for what the ds_config or the engine says.
+        offload_optimizer: where optimizer states go, for engines without a ds_config.
+        offload_param: where parameters go, for engines without a ds_config.
+        gpus: a node.
+        nodes: nodes.
+        ds_config: what DeepSpeed is given.
+        zero_init: whether the model is built under ``deepspeed.zero.Init``; None where nothing says.
+        keys: the key that said each field.
+        assumed: what the program's defaults decide, one clause each.
+        unmodelled: keys that the fields do not hold.
+        unknown: keys that the program does not have.
     """
 
-    kind: str
-    engine: str = "deepspeed"
+    program: str
+    title: str = ""
+    files: tuple[str, ...] = ()
+    method: str = "full"
+    task: str = ""
+    engine: str | None = None
     model: str | None = None
     micro_batch: int | None = None
     grad_accum: int | None = None
     seq_len: int | None = None
     dtype: str | None = None
+    model_dtype: str | None = None
     optimizer: str | None = None
+    optimizer_kind: str | None = None
     attn: str | None = None
     gradient_checkpointing: bool | None = None
     lora_rank: int | None = None
     lora_targets: tuple[str, ...] = ()
+    stage: int | None = None
+    offload_optimizer: str | None = None
+    offload_param: str | None = None
     gpus: int | None = None
     nodes: int | None = None
     ds_config: Mapping[str, Any] | None = None
-    notes: tuple[str, ...] = field(default=())
+    zero_init: bool | None = None
+    keys: Mapping[str, str] = field(default_factory=dict)
+    assumed: tuple[str, ...] = ()
+    unmodelled: tuple[Unmodelled, ...] = ()
+    unknown: tuple[str, ...] = ()
 
+    @property
+    def what(self) -> str:
+        """Task and method in a few words, such as ``sft, lora``."""
+        return ", ".join(part for part in (self.task, self.method) if part)
 
-class Keys:
-    """A mapping read with types: a value of another type is bad input that names the key."""
-
-    def __init__(self, data: Mapping[str, Any], name: str) -> None:
-        self.data, self.name = data, name
-
-    def number(self, key: str, default: int | None = None, *, least: int = 1) -> int | None:
-        """A whole number; ``auto`` and null are the default."""
-        value = self.data.get(key)
-        if value is None or value == "auto":
-            return default
-        if isinstance(value, str) and value.strip().isdigit():
-            value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= 1 << 31:
-            raise BadInput(
-                f"{str(value)[:40]!r} is no whole number from {least} on",
-                where=f"{self.name}: {key}",
-                remedy=f"write {least} or more",
-            )
-        return value
-
-    def flag(self, key: str, default: bool | None = None) -> bool | None:
-        """True or false; ``auto`` and null are the default."""
-        value = self.data.get(key)
-        if value is None or value == "auto":
-            return default
-        if isinstance(value, str) and value.lower() in ("true", "false", "yes", "no"):
-            return value.lower() in ("true", "yes")
-        if not isinstance(value, bool):
-            raise BadInput(
-                f"{str(value)[:40]!r} is neither true nor false", where=f"{self.name}: {key}", remedy="write true or false"
-            )
-        return value
-
-    def text(self, key: str) -> str | None:
-        """A string; null and the empty one are None."""
-        value = self.data.get(key)
-        if value is None or value == "":
-            return None
-        if not isinstance(value, str):
-            raise BadInput(f"{str(value)[:40]!r} is no string", where=f"{self.name}: {key}", remedy="write one name or path")
-        return value
-
-    def texts(self, key: str) -> tuple[str, ...]:
-        """A list of strings, or one with commas."""
-        value = self.data.get(key)
-        if value is None:
-            return ()
-        parts = value.split(",") if isinstance(value, str) else value
-        if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
-            raise BadInput(
-                f"{str(value)[:40]!r} is no list of names", where=f"{self.name}: {key}", remedy="write [q_proj, v_proj]"
-            )
-        return tuple(part.strip() for part in parts if part.strip())
-
-    def mapping(self, key: str) -> Keys:
-        """A nested mapping, empty where missing."""
-        value = self.data.get(key)
-        if value is None:
-            value = {}
-        if not isinstance(value, Mapping):
-            raise BadInput("is no mapping", where=f"{self.name}: {key}", remedy="write keys and values below it")
-        return Keys(value, f"{self.name}: {key}")
-
-    def ds_config(self, key: str) -> Mapping[str, Any] | None:
-        """A ds_config: the object itself, or the path of one, relative to this file or to the working folder."""
-        value = self.data.get(key)
-        if value is None or value == "" or value is False:
-            return None
-        if isinstance(value, Mapping):
-            return load_source(value)[0]
-        if not isinstance(value, str):
-            raise BadInput("is neither a path nor an object", where=f"{self.name}: {key}", remedy="write a ds_config's path")
-        for place in (Path(self.name.partition(": ")[0]).parent / value, Path(value)):
-            if place.is_file():
-                return load_source(place)[0]
-        raise BadInput(f"there is no {value[:200]!r}", where=f"{self.name}: {key}", remedy="put the file where it says")
-
-
-def optimizer_of(name: str | None) -> str | None:
-    """The table's name of an optimizer as the HF Trainer, axolotl and LLaMA-Factory write it."""
-    return None if name is None else known_optimizer(name)
-
-
-def attention_of(name: str | None) -> str | None:
-    """sdpa, flash or eager from transformers' and others' names."""
-    if name is None:
-        return None
-    key = name.lower()
-    return "flash" if key.startswith(("fa2", "fa3", "flash")) else key if key in ("sdpa", "eager") else None
-
-
-def precision_of(keys: Keys) -> str:
-    """``bf16`` and ``fp16`` switches as transformers has them: neither means fp32, and it refuses both."""
-    if keys.flag("bf16") and keys.flag("fp16"):
-        raise BadInput("bf16 and fp16 are both true", where=keys.name, remedy="switch one of them off")
-    if keys.flag("bf16"):
-        return "bf16"
-    return "fp16" if keys.flag("fp16") else "fp32"
+    @property
+    def line(self) -> str:
+        """What was read, by which program's rules, and what was assumed, in one line."""
+        head = f"{self.title} ({self.what})" if self.what else self.title
+        parts = [f"{head}: {', '.join(self.files)}"]
+        if self.assumed:
+            parts.append(f"assumed: {', '.join(self.assumed)}")
+        if self.unknown:
+            parts.append(f"no keys of {self.title.rpartition(' ')[0]}: {', '.join(self.unknown)}")
+        return "; ".join(parts)

@@ -6,6 +6,7 @@ from typing import Any
 
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.workload import Workload
+from zeroplan.interop.setups import Setup
 
 
 def describe_workload(workload: Workload) -> dict[str, Any]:
@@ -24,6 +25,20 @@ def describe_cluster(cluster: Cluster) -> dict[str, Any]:
         "usable_vram": cluster.usable_vram,
         "cpu_ram": cluster.cpu_ram,
         "nvme": cluster.nvme,
+    }
+
+
+def describe_setup(setup: Setup) -> dict[str, Any]:
+    """What files said of the run, as the report's JSON shows it."""
+    return {
+        "program": setup.program,
+        "title": setup.title,
+        "files": list(setup.files),
+        "method": setup.method,
+        "task": setup.task,
+        "assumed": list(setup.assumed),
+        "unknown_keys": list(setup.unknown),
+        "says": setup.line,
     }
 
 

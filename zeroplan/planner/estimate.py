@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import MemoryPlan, ModelInfo, Report
 from zeroplan.core.units import format_bytes
+from zeroplan.core.unmodelled import Unmodelled, may_add, may_save
 from zeroplan.engines.base import Case, Engine
 from zeroplan.planner.bound import activation_bound
-from zeroplan.planner.describe import describe_cluster, describe_workload
+from zeroplan.planner.describe import describe_cluster, describe_setup, describe_workload
 from zeroplan.planner.formula import FORMULA, formula_plan
 from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import Resolved, resolve
@@ -44,6 +46,11 @@ def estimate_runs(request: Request) -> Estimate:
     Raises:
         BadInput: a value that cannot be used; or ``--depth simulated`` where a model cannot be traced.
     """
+    setup = None
+    if request.files:
+        from zeroplan.planner.from_files import with_files
+
+        request, setup = with_files(request)
     resolved = resolve(request)
     engine, spec = resolved.engine, resolved.spec
     config = allocator_config(request.alloc_conf)
@@ -54,13 +61,15 @@ def estimate_runs(request: Request) -> Estimate:
     for case in resolved.cases:
         plan = formula_plan(engine, case)
         run = None if tapes is None else _simulated(plan, resolved, case, tapes, config, shallow)
-        plans.append(plan if run is None else run.plan)
+        plan = plan if run is None else run.plan
+        plans.append(plan.model_copy(update={"fits": honest_fit(plan.fits, resolved.unmodelled)}))
         runs.append(run)
     report = Report(
         model=ModelInfo(name=spec.name, params=spec.params, trainable=spec.trainable, source=spec.source),
         workload=describe_workload(resolved.workload),
         cluster=describe_cluster(resolved.cluster),
-        warnings=(*shallow, *resolved.warnings),
+        setup=None if setup is None else describe_setup(setup),
+        warnings=(*shallow, *(f"{one.key}: {one.says}" for one in resolved.unmodelled), *resolved.warnings),
         plans=tuple(plans),
     )
     return Estimate(_with_reliefs(report, resolved, runs, config), tuple(runs))
@@ -78,6 +87,12 @@ def _with_reliefs(report: Report, resolved: Resolved, runs: list[Simulated | Non
     listed = {case.zero: one for case, one in zip(resolved.cases, report.plans, strict=True)}
     found = find_reliefs(resolved.engine, resolved.cases[at], run, config, listed)
     return report.model_copy(update={"reliefs": found})
+
+
+def honest_fit(fits: bool | None, left_out: Iterable[Unmodelled]) -> bool | None:
+    """Whether the run fits, as far as figures tell that leave keys out: None where those may turn the answer."""
+    left_out = tuple(left_out)
+    return None if (fits and may_add(left_out)) or (fits is False and may_save(left_out)) else fits
 
 
 def allocator_config(alloc_conf: str) -> AllocatorConfig | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroplan.core.unmodelled import Unmodelled
+from zeroplan.core.workload import DType, OptimizerKind
 from zeroplan.engines.registry import DEFAULT_ENGINE
 
 
@@ -47,5 +48,9 @@ class Request:
     ds_config: str | Path | dict[str, Any] | None = None
     depth: str | None = None
     alloc_conf: str = ""
-    # what files say of the run and no field above holds
+    # other programs' files, which fill the fields above and these
+    files: Sequence[Any] = ()
+    program: str | None = None
+    model_dtype: DType | None = None
+    optimizer_kind: OptimizerKind | None = None
     unmodelled: tuple[Unmodelled, ...] = ()

@@ -49,7 +49,7 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         dtype=dtype,
         precision=engine.precision(dtype),
         optimizer=optimizer.name,
-        optimizer_kind=OptimizerKind.FUSED if optimizer.fused else OptimizerKind.FOREACH,
+        optimizer_kind=request.optimizer_kind or (OptimizerKind.FUSED if optimizer.fused else OptimizerKind.FOREACH),
         attn=_one_of(Attention, request.attn, "--attn"),
         gradient_checkpointing=request.gradient_checkpointing,
         checkpoint_policy=str(policy),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import replace
-from typing import Any
+from dataclasses import fields, replace
 
 from zeroplan.core.errors import BadInput
-from zeroplan.interop.readers import read_setup
+from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.interop.readers import read_setups
 from zeroplan.interop.setups import Setup
+from zeroplan.planner.from_files import filled
 from zeroplan.planner.request import Request
 from zeroplan.search.answer import Recommendation, recommendation
 from zeroplan.search.cost import CostModel
@@ -16,9 +16,6 @@ from zeroplan.search.memory import Memory
 from zeroplan.search.problem import Problem, Wish, problem_of
 from zeroplan.search.recommend import rank_all
 from zeroplan.search.space import Candidate
-
-#: Fields of a Setup that a Request has under the same name, with the Request's value when nothing was said.
-_SHARED = ("model", "micro_batch", "grad_accum", "seq_len", "dtype", "optimizer", "lora_rank")
 
 
 def inherit(request: Request, wish: Wish) -> tuple[Request, Wish, Recommendation]:
@@ -30,19 +27,23 @@ def inherit(request: Request, wish: Wish) -> tuple[Request, Wish, Recommendation
     Raises:
         BadInput: a source that cannot be read, lacks a model, or contradicts a flag.
     """
-    setup = read_setup(wish.source)
-    changes = _said(request, setup)
+    sources = list(wish.source) if isinstance(wish.source, list | tuple) else [wish.source]
+    setup = read_setups(sources, wish.program)
+    # The split of the batch is the search's, so flags of it bind the search and not the run in use.
+    unbound = replace(request, micro_batch=None, grad_accum=None)
+    asked = filled(unbound, setup)
+    changes = {field.name for field in fields(Request) if getattr(asked, field.name) != getattr(unbound, field.name)}
     try:
-        return _inherit(replace(request, **changes), request, wish, setup)
+        return _inherit(asked, request, wish, setup)
     except BadInput as error:
-        raise _in_its_words(error, wish.source, setup, changes) from None
+        raise _in_its_words(error, setup, changes) from None
 
 
 def _inherit(asked: Request, request: Request, wish: Wish, setup: Setup) -> tuple[Request, Wish, Recommendation]:
     if asked.model is None and asked.params is None:
-        raise BadInput(f"the {setup.kind} names no model", where="MODEL", remedy="give one before --from")
+        raise BadInput(f"the file of {setup.title} names no model", where="MODEL", remedy="give one before --from")
     plain = replace(wish, source=None, given=None)
-    problem = problem_of(replace(asked, engine=setup.engine), plain)
+    problem = problem_of(asked, plain)
     candidate = _candidate(setup, asked, problem)
     memory = Memory(problem.engine, problem.spec, problem.cluster, depth=request.depth)
     cost = CostModel(problem.engine, problem.spec, problem.cluster, problem.rates)
@@ -53,11 +54,19 @@ def _inherit(asked: Request, request: Request, wish: Wish, setup: Setup) -> tupl
         asked,
         micro_batch=request.micro_batch,
         grad_accum=request.grad_accum,
+        stage=request.stage,
+        offload_optimizer=request.offload_optimizer,
+        offload_param=request.offload_param,
+        engine=request.engine,
+        ds_config=None,
         dtype=work.dtype.value,
         optimizer=work.optimizer,
+        optimizer_kind=None,
+        model_dtype=None,
         gradient_checkpointing=False,
     )
-    notes = (*setup.notes, *(text.removeprefix("candidate 0: ") for text in problem.warnings if text.startswith("candidate")))
+    said = [setup.line, *(f"{one.key}: {one.says}" for one in setup.unmodelled)]
+    notes = (*said, *(text.removeprefix("candidate 0: ") for text in problem.warnings if text.startswith("candidate")))
     return free, replace(plain, global_batch=batch, notes=notes), current
 
 
@@ -84,45 +93,30 @@ _KEYS = {
 }
 
 
-def _in_its_words(error: BadInput, source: Any, setup: Setup, changes: dict[str, Any]) -> BadInput:
+def _in_its_words(error: BadInput, setup: Setup, changes: set[str]) -> BadInput:
     """The same with the file's name, and with its program where it and not a flag said what is wrong."""
-    name = os.fspath(source) if isinstance(source, str | os.PathLike) else setup.kind
+    name = setup.files[0] if setup.files else setup.title
     if error.where.startswith(_DS_CONFIG):
         key = error.where.removeprefix(_DS_CONFIG)
-        inner = name if setup.kind == "ds_config" else f"{name}: its ds_config"
+        inner = name if setup.program == "ds_config" else f"{name}: its ds_config"
         what = error.what
         if _KEYS.get(key) in changes:
-            what = what.replace("the file says", "says").replace("the flags say", f"{setup.kind} has")
+            what = what.replace("the file says", "says").replace("the flags say", f"{setup.title} has")
         return BadInput(what, where=f"{inner}: {key}", remedy=error.remedy)
     if _FLAGS.get(error.where) in changes:
         return BadInput(error.what, where=f"{name} ({error.where})", remedy=error.remedy)
     return error
 
 
-def _said(request: Request, setup: Setup) -> dict[str, Any]:
-    """What the source says and no flag does, by the Request's fields."""
-    changes: dict[str, Any] = {}
-    for name in _SHARED:
-        said = getattr(setup, name)
-        if said is not None and getattr(request, name) is None and not (name == "model" and request.params is not None):
-            changes[name] = said
-    if setup.lora_targets and not request.lora_targets:
-        changes["lora_targets"] = setup.lora_targets
-    if setup.attn is not None and request.attn == "sdpa":
-        changes["attn"] = setup.attn
-    if setup.gpus is not None and request.gpus == 1:
-        changes["gpus"] = setup.gpus
-    if setup.nodes is not None and request.nodes == 1:
-        changes["nodes"] = setup.nodes
-    return changes
-
-
 def _candidate(setup: Setup, request: Request, problem: Problem) -> Candidate:
     again = bool(setup.gradient_checkpointing)
-    if setup.ds_config is not None:
+    if isinstance(request.ds_config, dict):
         from zeroplan.search.candidates_file import candidate_of
 
-        return candidate_of(dict(setup.ds_config), problem, request, again)
+        return candidate_of(request.ds_config, problem, request, again)
     workload = replace(problem.workload, gradient_checkpointing=again)
-    zero = problem.engine.for_optimizer(problem.engine.default(), workload.optimizer)
+    if setup.stage is None:
+        zero = problem.engine.for_optimizer(problem.engine.default(), workload.optimizer)
+    else:
+        zero = ZeroConfig.of(setup.stage, setup.offload_optimizer or "none", setup.offload_param or "none")
     return Candidate(zero, workload, request.alloc_conf)

@@ -33,7 +33,8 @@ class Wish:
         goal: throughput, or memory: the least on the GPU.
         gradient_checkpointing: None lets the search choose.
         given: candidates to rank in place of the search's own, or the file that holds them.
-        source: what is in use, to be compared with: a path, a dict or TrainingArguments (interop/readers.py).
+        source: what is in use, to be compared with: a path, a dict or TrainingArguments, or several (interop/readers.py).
+        program: the program that owns it; None to find out.
         profile: a profile's path; None takes the user's own where it is of this GPU.
         nvme_path: where swap files may go.
         explain: whether reasons are worked out.
@@ -45,6 +46,7 @@ class Wish:
     gradient_checkpointing: bool | None = None
     given: Sequence[Candidate] | str | None = None
     source: Any = None
+    program: str | None = None
     profile: str | os.PathLike[str] | None = None
     nvme_path: str = NVME_PATH
     explain: bool = True

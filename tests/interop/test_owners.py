@@ -1,0 +1,114 @@
+"""Which program owns a file: by what only it has, else by --program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from zeroplan.core.errors import BadInput
+from zeroplan.interop.readers import read_setup, read_setups
+
+Cli = Callable[..., tuple[int, str, str]]
+RECIPE = {
+    "model_name_or_path": "meta-llama/Llama-3.2-1B",
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 8,
+    "max_length": 512,
+    "dataset_text_field": "text",
+    "output_dir": "out",
+}
+OWNERS = {
+    "trl": RECIPE,
+    "llama-factory": {"model_name_or_path": "m", "finetuning_type": "full", "cutoff_len": 8, "template": "llama3"},
+    "axolotl": {"base_model": "m", "datasets": [{"path": "d"}], "micro_batch_size": 1},
+    "accelerate": {"distributed_type": "MULTI_GPU", "num_processes": 2, "use_cpu": False},
+    "ds_config": {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 1},
+    "hf-trainer": {"output_dir": "out", "per_device_train_batch_size": 1, "learning_rate": 1e-5},
+}
+
+
+@pytest.mark.parametrize("program", OWNERS)
+def test_a_file_belongs_to_the_program_that_alone_has_its_keys(program: str) -> None:
+    assert read_setup(OWNERS[program]).program == program
+
+
+def test_a_recipe_of_trl_is_full_fine_tuning_unless_it_says_otherwise() -> None:
+    full = read_setup(RECIPE)
+    assert (full.task, full.method, full.lora_rank) == ("sft", "full", None)
+    assert (full.micro_batch, full.grad_accum, full.seq_len, full.gradient_checkpointing) == (2, 8, 512, True)
+    assert full.dtype == "bf16"  # TRL's default where neither bf16 nor fp16 is set
+    lora = read_setup({**RECIPE, "use_peft": True, "lora_r": 64, "lora_target_modules": ["q_proj", "v_proj"]})
+    assert (lora.method, lora.lora_rank, lora.lora_targets) == ("lora", 64, ("q_proj", "v_proj"))
+    quantised = read_setup({**RECIPE, "use_peft": True, "load_in_4bit": True})
+    assert (quantised.method, quantised.lora_rank) == ("qlora", 16)
+    assert "load_in_4bit" in {one.key for one in quantised.unmodelled}
+    assert read_setup({**RECIPE, "beta": 0.1}).task == "dpo"
+
+
+def test_what_two_programs_could_own_needs_a_name(tmp_path: Path, cli: Cli) -> None:
+    both = {"model_name_or_path": "m", "dataset_name": "d", "output_dir": "o", "learning_rate": 1e-5}
+    with pytest.raises(BadInput, match=r"--program hf-trainer or --program trl"):
+        read_setup(both)
+    assert (read_setup(both, "trl").micro_batch, read_setup(both, "hf-trainer").program) == (8, "hf-trainer")
+    with pytest.raises(BadInput, match="trl"):
+        read_setup(both, "tlr")
+    path = tmp_path / "r.yaml"
+    path.write_text("model_name_or_path: openai-community/gpt2\ndataset_name: d\noutput_dir: o\nlearning_rate: 1\n")
+    words = ("estimate", "--depth", "formula", "--from", str(path))
+    code, out, err = cli(*words)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    code, out, _ = cli(*words, "--program", "trl")
+    assert (code, out.splitlines()[0][:20]) == (0, "TRL 1.16 (sft, full)")
+
+
+def test_a_launchers_file_decides_the_engine_beside_a_recipe(tmp_path: Path) -> None:
+    launcher = {
+        "distributed_type": "DEEPSPEED",
+        "num_processes": 8,
+        "num_machines": 2,
+        "mixed_precision": "bf16",
+        "deepspeed_config": {"zero_stage": 3, "zero3_init_flag": False},
+    }
+    setup = read_setups([RECIPE, launcher])
+    assert (setup.program, setup.engine, setup.gpus, setup.nodes, setup.zero_init) == ("trl", "deepspeed", 4, 2, False)
+    assert setup.micro_batch == 2
+    assert setup.ds_config is not None
+    with pytest.raises(BadInput, match="each describe a run"):
+        read_setups([RECIPE, OWNERS["axolotl"]])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"distributed_type": "MULTI_CPU", "num_processes": 2},
+        {"distributed_type": "NO", "use_cpu": True},
+        {**RECIPE, "use_cpu": True},
+        {"output_dir": "o", "no_cuda": True, "learning_rate": 1},
+    ],
+)
+def test_runs_on_the_cpu_are_refused_in_one_line(data: dict[str, object]) -> None:
+    with pytest.raises(BadInput, match="on the CPU") as error:
+        read_setup(data)
+    assert "\n" not in str(error.value)
+
+
+def test_a_path_is_tried_beside_the_file_and_from_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "configs").mkdir()
+    recipe = tmp_path / "configs" / "r.yaml"
+    recipe.write_text("output_dir: o\nlearning_rate: 1\ndeepspeed: ds.json\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadInput, match=r"configs/ds\.json or ds\.json"):
+        read_setup("configs/r.yaml")
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
+    assert read_setup("configs/r.yaml").ds_config == {"zero_optimization": {"stage": 1}}
+    (tmp_path / "configs" / "ds.json").write_text('{"zero_optimization": {"stage": 2}}')
+    assert read_setup("configs/r.yaml").ds_config == {"zero_optimization": {"stage": 2}}
+
+
+def test_yamls_no_is_false(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: NO\nmixed_precision: no\nnum_processes: 1\n")
+    setup = read_setup(str(path))
+    assert (setup.engine, setup.dtype, setup.gpus) == ("ddp", "fp32", 1)

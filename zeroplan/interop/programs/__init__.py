@@ -1,0 +1,1 @@
+"""Programs whose files zeroplan reads: one module each, and what they share."""

@@ -1,0 +1,146 @@
+"""accelerate: the YAML of ``accelerate config``: which engine, how many processes; batches and the model are the script's.
+
+Source: accelerate 1.15, ``commands/config/config_args.py``, ``commands/launch.py`` (defaults), ``utils/launch.py`` and
+``utils/dataclasses.py`` (``DeepSpeedPlugin``, ``FullyShardedDataParallelPlugin``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.unmodelled import Effect
+from zeroplan.interop.programs.builder import Builder, Keys
+from zeroplan.interop.programs.document import Document
+from zeroplan.interop.programs.program import Program
+from zeroplan.interop.programs.trainer import refuse_cpu, set_fsdp
+from zeroplan.interop.setups import Setup
+
+UNKNOWN = Effect.UNKNOWN
+_ONLY = ("distributed_type", "compute_environment", "main_training_function", "downcast_bf16", "rdzv_backend", "num_machines")
+_CPU = ("MULTI_CPU", "XPU", "MULTI_XPU", "NPU", "MULTI_NPU", "MULTI_MLU", "MULTI_HPU", "XLA", "TPU", "MULTI_NEURON")
+
+
+class Accelerate(Program):
+    """A config of ``accelerate launch``."""
+
+    name = "accelerate"
+    title = "accelerate"
+    version = "1.15"
+
+    def recognises(self, document: Document) -> tuple[str, ...]:
+        """Keys of its ClusterConfig."""
+        return document.has(*_ONLY)
+
+    def read(self, document: Document) -> Setup:
+        """The run as far as the launcher decides it."""
+        run = Builder(document, self.name, self.label)
+        kind = (run.word("distributed_type") or "no").upper()
+        if kind in ("MULTI_CPU",):
+            raise BadInput(
+                "asks for training on the CPU", where=f"{run.name}: distributed_type", remedy="plans are of runs on GPUs"
+            )
+        refuse_cpu(run, "use_cpu")
+        if kind in _CPU:
+            raise BadInput(
+                f"{kind} is no GPU", where=f"{run.name}: distributed_type", remedy="plans are of runs on NVIDIA GPUs"
+            )
+        nodes = run.number("num_machines") or 1
+        processes = run.number("num_processes", least=-1)
+        if processes is None or processes < 1:
+            run.assume(
+                "1 process: num_processes is not set" if kind == "NO" else "num_processes open",
+                **({"gpus": 1} if kind == "NO" else {}),
+            )
+        else:
+            if processes % nodes:
+                raise BadInput(
+                    f"{processes} processes do not divide by {nodes} machines",
+                    where=f"{run.name}: num_processes",
+                    remedy=f"write {-(-processes // nodes) * nodes}, all machines' together",
+                )
+            run.set("gpus", processes // nodes, "num_processes")
+            run.set("nodes", nodes, "num_machines")
+        mode = run.word("mixed_precision")
+        if mode in ("bf16", "fp16"):
+            run.set("dtype", mode, "mixed_precision")
+        elif mode == "fp8":
+            run.set("dtype", "bf16", "mixed_precision")
+            run.leave_out("mixed_precision", UNKNOWN, "fp8 products; bf16 ones are counted")
+        elif mode == "no":
+            run.set("dtype", "fp32", "mixed_precision")
+        if kind == "DEEPSPEED":
+            self._deepspeed(run)
+        elif kind == "FSDP":
+            self._fsdp(run)
+        elif kind == "MEGATRON_LM":
+            run.set("engine", "ddp", "distributed_type")
+            run.leave_out("distributed_type", UNKNOWN, "Megatron-LM's engine; DDP's figures stand in")
+        else:
+            run.set("engine", "ddp", "distributed_type")
+        parallel = run.block("parallelism_config")
+        for key in parallel.data:
+            degree = parallel.value(key)
+            if key.endswith("_size") and isinstance(degree, int) and degree > 1 and "dp_shard" not in key:
+                run.leave_out(f"parallelism_config.{key}", UNKNOWN, "degrees beside data parallelism are not planned")
+        if run.value("dynamo_config") or run.block("dynamo_config").data:
+            run.leave_out("dynamo_config", UNKNOWN, "compiled graphs keep other tensors than eager ones")
+        return run.setup()
+
+    def _deepspeed(self, run: Builder) -> None:
+        """The named ds_config, or the one that accelerate makes of its own keys."""
+        run.set("engine", "deepspeed", "distributed_type")
+        block = run.block("deepspeed_config")
+        inner = Builder(Document(block.data, block.name, run.document.folder), self.name, self.label)
+        config = inner.ds_config("deepspeed_config_file")
+        if config is None:
+            config = _plugin_config(block)
+        run.set("ds_config", config, "deepspeed_config")
+        init = block.flag("zero3_init_flag")
+        stage = config.get("zero_optimization", {})
+        stage = stage.get("stage") if isinstance(stage, dict) else stage
+        run.set(
+            "zero_init", stage == 3 if init is None else init, "deepspeed_config.zero3_init_flag" if init is not None else ""
+        )
+
+    def _fsdp(self, run: Builder) -> None:
+        block = run.block("fsdp_config")
+        plain = Keys({key.removeprefix("fsdp_"): value for key, value in block.data.items()}, block.name)
+        version = plain.number("version")
+        if version is None:
+            run.assume("fsdp_version 1")
+        strategy = plain.word("reshard_after_forward") if version == 2 else plain.word("sharding_strategy")
+        names = {"1": "full_shard", "2": "shard_grad_op", "3": "no_shard", "4": "hybrid_shard", "5": "hybrid_shard_zero2"}
+        set_fsdp(
+            run,
+            "fsdp_config",
+            version=version or 1,
+            reshard=names.get(strategy or "", strategy or "true"),
+            offload=bool(plain.flag("offload_params")),
+            hybrid="hybrid" in (strategy or ""),
+            checkpointing=plain.flag("activation_checkpointing"),
+        )
+        if plain.flag("activation_checkpointing_offload"):
+            run.leave_out("fsdp_config.fsdp_activation_checkpointing_offload", Effect.LESS, "checkpoints wait on the host")
+
+
+def _plugin_config(block: Keys) -> dict[str, Any]:
+    """What accelerate makes of its own keys. Source: ``DeepSpeedPlugin.__post_init__``."""
+    zero: dict[str, Any] = {"stage": block.number("zero_stage", least=0)}
+    if zero["stage"] is None:
+        zero["stage"] = 2
+    for ours, theirs in (("offload_optimizer", "offload_optimizer_device"), ("offload_param", "offload_param_device")):
+        device = block.text(theirs)
+        if device is not None:
+            zero[ours] = {"device": device}
+            path = block.text(f"{ours}_nvme_path")
+            if path is not None:
+                zero[ours]["nvme_path"] = path
+    config: dict[str, Any] = {
+        "zero_optimization": zero,
+        "gradient_accumulation_steps": block.number("gradient_accumulation_steps") or "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+    }
+    clipping = block.amount("gradient_clipping")
+    config["gradient_clipping"] = "auto" if clipping is None else clipping
+    return config

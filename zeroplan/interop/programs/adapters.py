@@ -1,0 +1,64 @@
+"""What programs say alike of a model: adapters, quantised base weights, and the attention implementation."""
+
+from __future__ import annotations
+
+from zeroplan.core.unmodelled import Effect
+from zeroplan.interop.programs.builder import Builder
+
+_FLASH = ("flash", "fa2", "fa3", "kernels-community/flash", "kernels-community/vllm-flash")
+_ALL = ("all", "all-linear", "auto", ".*", "default")
+
+
+def set_attention(run: Builder, key: str) -> None:
+    """sdpa, flash or eager from transformers' and others' names; the default is transformers' own choice, sdpa."""
+    name = run.word(key)
+    if name is None:
+        return
+    if name.startswith(_FLASH):
+        run.set("attn", "flash", key)
+    elif name in ("sdpa", "eager"):
+        run.set("attn", name, key)
+    elif name in ("disabled", "off", "no"):
+        run.set("attn", "eager", key)
+    else:
+        run.leave_out(key, Effect.UNKNOWN, f"attention {name[:40]!r} is not modelled; sdpa is counted")
+
+
+def set_quantisation(run: Builder) -> bool:
+    """Whether bitsandbytes holds the base weights in 4 or 8 bits, which plans do not model."""
+    for key, bits in (("load_in_4bit", 4), ("load_in_8bit", 8)):
+        if run.flag(key):
+            leave_out_quantisation(run, key, bits)
+            return True
+    return False
+
+
+def leave_out_quantisation(run: Builder, key: str, bits: int | str) -> None:
+    """List quantised base weights: fewer bytes in the weights, and layers that are dequantised for each product."""
+    run.leave_out(key, Effect.UNKNOWN, f"base weights in {bits} bits are counted in 16, and their dequantised copies are not")
+
+
+def set_adapters(run: Builder, *, rank: str, targets: str, default_rank: int, quantised: bool, method: str = "lora") -> None:
+    """LoRA: its rank and targets. Without targets, peft takes those that it lists for the architecture.
+
+    Args:
+        run: the builder.
+        rank: the key of the rank.
+        targets: the key of the targets.
+        default_rank: the program's.
+        quantised: whether the base weights are.
+        method: LoRA, or another name for the same matrices.
+    """
+    run.set("method", f"q{method}" if quantised and method == "lora" else method)
+    run.count("lora_rank", rank, default=default_rank)
+    value = run.value(targets)
+    if isinstance(value, str) and value.strip().lower() not in _ALL and any(ch in value for ch in "\\*(|^$"):
+        run.set("lora_targets", (value,), targets)  # one regular expression on full names
+        return
+    found = run.texts(targets)
+    if not found:
+        run.assume(f"{targets}: all linear layers")
+    elif any(name.lower() in _ALL for name in found):
+        run.set("lora_targets", (), targets)
+    else:
+        run.set("lora_targets", found, targets)

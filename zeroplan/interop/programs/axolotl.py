@@ -1,0 +1,220 @@
+"""axolotl: its YAML. Source: axolotl 0.18, ``utils/schemas/``, ``utils/config/__init__.py``, ``loaders/model.py``."""
+
+from __future__ import annotations
+
+from zeroplan.core.unmodelled import Effect
+from zeroplan.interop.programs.adapters import leave_out_quantisation, set_adapters, set_attention
+from zeroplan.interop.programs.builder import Builder
+from zeroplan.interop.programs.document import Document
+from zeroplan.interop.programs.known import arguments_of
+from zeroplan.interop.programs.optimizers import set_optimizer
+from zeroplan.interop.programs.program import Program
+from zeroplan.interop.programs.trainer import refuse_cpu, set_fsdp
+from zeroplan.interop.setups import Setup
+
+MORE, LESS, UNKNOWN, NONE = Effect.MORE, Effect.LESS, Effect.UNKNOWN, Effect.NONE
+_NOT_MODELLED = {
+    "auto_find_batch_size": (LESS, "lowers the batch when memory runs out"),
+    "torch_compile": (UNKNOWN, "compiled graphs keep other tensors than eager ones"),
+    "activation_offloading": (LESS, "activations wait on the host between forward and backward"),
+    "chunked_cross_entropy": (LESS, "the loss is computed in chunks; all logits are counted"),
+    "tiled_mlp": (LESS, "MLPs are computed in tiles"),
+    "flash_attn_cross_entropy": (LESS, "a fused loss"),
+    "flash_attn_rms_norm": (LESS, "fused norms"),
+    "flash_attn_fuse_mlp": (LESS, "fused MLPs"),
+    "flash_attn_fuse_qkv": (NONE, "q, k and v are one product"),
+    "lora_mlp_kernel": (LESS, "fused adapters of the MLP"),
+    "lora_qkv_kernel": (LESS, "fused adapters of the attention"),
+    "lora_o_kernel": (LESS, "fused adapters of the attention's output"),
+    "lora_modules_to_save": (MORE, "modules trained whole beside the adapters"),
+    "lora_target_parameters": (MORE, "adapters on parameters that are no layers"),
+    "peft_use_dora": (MORE, "DoRA keeps normed copies of the adapted weights"),
+    "unfrozen_parameters": (LESS, "only some parameters are trained; all are counted as trained"),
+    "relora_steps": (NONE, "adapters are merged and begun anew"),
+    "neftune_noise_alpha": (MORE, "noise as large as the embedded batch"),
+    "noisy_embedding_alpha": (MORE, "noise as large as the embedded batch"),
+    "sequence_parallel_degree": (UNKNOWN, "ranks share each sequence"),
+    "context_parallel_size": (UNKNOWN, "ranks share each sequence"),
+    "tensor_parallel_size": (UNKNOWN, "ranks share each matrix"),
+    "dp_replicate_size": (UNKNOWN, "replicas of the shard group"),
+    "fp8": (UNKNOWN, "fp8 products"),
+    "gptq": (UNKNOWN, "base weights quantised by GPTQ"),
+    "quantization": (UNKNOWN, "quantised base weights"),
+    "qat": (UNKNOWN, "quantisation-aware training"),
+    "unsloth_cross_entropy_loss": (LESS, "a fused loss"),
+    "unsloth_lora_mlp": (LESS, "fused adapters of the MLP"),
+    "unsloth_lora_qkv": (LESS, "fused adapters of the attention"),
+    "unsloth_lora_o": (LESS, "fused adapters of the attention's output"),
+    "llama4_linearized_experts": (UNKNOWN, "experts as single layers"),
+    "kd_trainer": (MORE, "a teacher's logits beside the model's own"),
+    "s2_attention": (UNKNOWN, "shifted sparse attention"),
+    "embeddings_skip_upcast": (NONE, "embeddings stay in 16 bits"),
+    "reward_model": (MORE, "chosen and rejected samples pass together"),
+    "process_reward_model": (UNKNOWN, "a head for rewards"),
+    "num_labels": (UNKNOWN, "a head for classes"),
+}
+#: Plugins and what they change, by a word of their class's path.
+_PLUGINS = {
+    "liger": (LESS, "Liger's fused loss and layers keep fewer tensors; eager ones are counted"),
+    "cut_cross_entropy": (LESS, "the loss never holds all logits; they are counted"),
+    "spectrum": (LESS, "only some layers are trained; all are counted as trained"),
+    "kernels": (UNKNOWN, "other kernels for experts"),
+    "kd": (MORE, "a teacher's logits beside the model's own"),
+    "grokfast": (MORE, "a moving average of the gradients"),
+    "diffusion": (UNKNOWN, "another loss"),
+    "densemixer": (MORE, "all experts run for each token"),
+    "expert_parallel": (UNKNOWN, "ranks share the experts"),
+}
+_ATTENTION = {"flash_attention": "flash", "sdp_attention": "sdpa", "eager_attention": "eager", "flash_optimum": "sdpa"}
+_OTHER_ATTENTION = ("xformers_attention", "flex_attention", "sage_attention")
+_RL_TASKS = {
+    "dpo": "dpo",
+    "ipo": "dpo",
+    "simpo": "cpo",
+    "orpo": "orpo",
+    "kto": "kto",
+    "grpo": "grpo",
+    "gdpo": "grpo",
+    "ebft": "ebft",
+}
+
+
+class Axolotl(Program):
+    """A YAML with ``base_model``: full fine-tuning unless ``adapter``; weights in the dtype of the arithmetic."""
+
+    name = "axolotl"
+    title = "axolotl"
+    version = "0.18"
+
+    def recognises(self, document: Document) -> tuple[str, ...]:
+        """``base_model`` with keys of axolotl's own."""
+        if "base_model" not in document.data:
+            return ()
+        own = (
+            "datasets",
+            "sequence_len",
+            "micro_batch_size",
+            "adapter",
+            "sample_packing",
+            "val_set_size",
+            "load_in_8bit",
+            "rl",
+        )
+        found = document.has(*own)
+        return ("base_model", *found) if found or document.has(*arguments_of(self.name)) else ()
+
+    def read(self, document: Document) -> Setup:
+        """The run."""
+        run = Builder(document, self.name, self.label)
+        refuse_cpu(run, "use_cpu")
+        if model := run.text("base_model"):
+            run.set("model", model, "base_model")
+        self._task(run)
+        run.count("micro_batch", "micro_batch_size", default=1)
+        run.count("grad_accum", "gradient_accumulation_steps", default=1)
+        run.count("seq_len", "sequence_len", default=512)
+        self._precision(run)
+        self._attention(run)
+        set_optimizer(run, "optimizer", default="adamw_torch_fused")
+        again = run.value("gradient_checkpointing")
+        if again is None:
+            run.assume("gradient_checkpointing false", gradient_checkpointing=False)
+        elif isinstance(again, str) and again.lower().startswith("offload"):
+            run.set("gradient_checkpointing", True, "gradient_checkpointing")
+            run.leave_out("gradient_checkpointing", LESS, "checkpoints wait on the host; they are counted on the GPU")
+        else:
+            run.set("gradient_checkpointing", bool(run.flag("gradient_checkpointing")), "gradient_checkpointing")
+        self._sharding(run)
+        self._adapter(run)
+        run.leave_out_flags(_NOT_MODELLED)
+        for plugin in run.texts("plugins"):
+            word = next((word for word in _PLUGINS if f".{word}." in f".{plugin.lower()}."), None)
+            if word is not None:
+                run.leave_out("plugins", *_PLUGINS[word])
+        self._evaluation(run)
+        return run.setup(arguments_of(self.name))
+
+    def _task(self, run: Builder) -> None:
+        method = run.word("rl")
+        if method is None:
+            run.assume("SFT, since rl is not set", task="sft")
+            return
+        run.set("task", _RL_TASKS.get(method, method), "rl")
+        run.leave_out("rl", MORE, f"{method}: pairs of samples, a reference model or generation beside the trained model")
+
+    def _precision(self, run: Builder) -> None:
+        """Base weights load in ``torch_dtype``, which bf16, fp16 or neither decides (``utils/config``)."""
+        bf16, fp16 = run.value("bf16"), run.flag("fp16")
+        if isinstance(bf16, str) and bf16.lower() == "full":
+            dtype, key = "bf16", "bf16"
+        elif run.flag("bfloat16"):
+            dtype, key = "bf16", "bfloat16"
+        elif run.flag("float16"):
+            dtype, key = "fp16", "float16"
+        elif run.data.get("bf16") in (None, "auto") and not fp16:
+            dtype, key = "bf16", "bf16" if "bf16" in run.data else ""
+            if not key:
+                run.assume("bf16 auto")
+        elif run.flag("bf16"):
+            dtype, key = "bf16", "bf16"
+        else:
+            dtype, key = ("fp16", "fp16") if fp16 else ("fp32", "bf16")
+        run.set("dtype", dtype, key)
+        run.set("model_dtype", dtype, key)
+
+    def _attention(self, run: Builder) -> None:
+        if run.text("attn_implementation"):
+            set_attention(run, "attn_implementation")
+        for key, kind in _ATTENTION.items():
+            if run.flag(key):
+                run.set("attn", kind, key)
+        for key in _OTHER_ATTENTION:
+            if run.flag(key):
+                run.leave_out(key, UNKNOWN, "this attention is not modelled; sdpa is counted")
+
+    def _sharding(self, run: Builder) -> None:
+        if run.ds_config("deepspeed") is not None:
+            run.set("engine", "deepspeed", "deepspeed")
+            run.set("zero_init", True)
+            return
+        old = run.value("fsdp")
+        words = [str(word).lower() for word in (old if isinstance(old, list) else str(old or "").split())]
+        block = run.block("fsdp_config")
+        plain = {key.removeprefix("fsdp_"): value for key, value in block.data.items()}
+        if not words and not plain:
+            run.set("engine", "ddp")
+            return
+        from zeroplan.interop.programs.builder import Keys
+
+        options = Keys(plain, block.name)
+        version = run.number("fsdp_version") or options.number("version") or 1
+        set_fsdp(
+            run,
+            "fsdp" if words else "fsdp_config",
+            version=version,
+            reshard=options.word("reshard_after_forward") or options.word("sharding_strategy") or "true",
+            offload="offload" in words or bool(options.flag("offload_params")),
+            hybrid=any("hybrid" in word for word in words),
+            checkpointing=options.flag("activation_checkpointing"),
+        )
+
+    def _adapter(self, run: Builder) -> None:
+        adapter = run.word("adapter")
+        bits = 4 if run.flag("load_in_4bit") else 8 if run.flag("load_in_8bit") else 0
+        if adapter in ("lora", "qlora", "dora"):
+            if bits or adapter == "qlora":
+                leave_out_quantisation(run, "load_in_8bit" if bits == 8 else "load_in_4bit", bits or 4)
+            if run.flag("lora_target_linear"):
+                run.data = {**run.data, "lora_target_modules": "all-linear"}
+            set_adapters(run, rank="lora_r", targets="lora_target_modules", default_rank=8, quantised=bool(bits))
+            return
+        run.set("method", adapter or "full")
+        if adapter:
+            run.leave_out("adapter", UNKNOWN, f"{adapter} is not modelled; all parameters are counted as trained")
+        elif "adapter" not in run.data:
+            run.assume("full fine-tuning, since adapter is not set")
+
+    def _evaluation(self, run: Builder) -> None:
+        batch, size = run.number("eval_batch_size"), run.amount("val_set_size")
+        if batch and size and batch > (run.fields.get("micro_batch") or 1):
+            run.leave_out("eval_batch_size", UNKNOWN, f"evaluation with {batch} samples a GPU is not in the figures")

@@ -1,0 +1,195 @@
+"""Builds a Setup from a document: reads keys with types, and remembers which were read, assumed, or left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from zeroplan.core.documents import parse_json
+from zeroplan.core.errors import BadInput
+from zeroplan.core.unmodelled import Effect, Unmodelled
+from zeroplan.ds_config.source import load_source
+from zeroplan.interop.programs.document import Document, find_beside
+from zeroplan.interop.setups import Setup
+
+_YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+#: Keys that are not the program's are listed up to this number.
+_MOST_UNKNOWN = 20
+
+
+class Keys:
+    """A mapping read with types: a value of another type is bad input that names the key."""
+
+    def __init__(self, data: Mapping[str, Any], name: str) -> None:
+        self.data, self.name = data, name
+        self.read: set[str] = set()
+
+    def value(self, key: str) -> Any:
+        """The value as it stands; null and ``auto`` are None."""
+        self.read.add(key)
+        value = self.data.get(key)
+        return None if isinstance(value, str) and value.strip().lower() in ("auto", "none", "null", "") else value
+
+    def number(self, key: str, *, least: int = 1) -> int | None:
+        """A whole number; a float without a fraction and text with digits are taken, as HfArgumentParser and pydantic do."""
+        value = self.value(key)
+        if value is None:
+            return None
+        if isinstance(value, str) and value.strip().isdigit() and len(value) < 20:
+            value = int(value)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= 1 << 31:
+            raise self.bad(key, f"is no whole number from {least} on", f"write {least} or more")
+        return value
+
+    def amount(self, key: str) -> float | None:
+        """A number."""
+        value = self.value(key)
+        if isinstance(value, str):
+            try:
+                value = float(value)
+            except ValueError:
+                raise self.bad(key, "is no number", "write a number") from None
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise self.bad(key, "is no number", "write a number")
+        return value
+
+    def flag(self, key: str) -> bool | None:
+        """True or false, also in YAML 1.1's other words."""
+        value = self.value(key)
+        if value is None or isinstance(value, bool):
+            return value
+        if str(value).strip().lower() in _YES + _NO:
+            return str(value).strip().lower() in _YES
+        raise self.bad(key, "is neither true nor false", "write true or false")
+
+    def text(self, key: str) -> str | None:
+        """A string; the empty one is None."""
+        value = self.value(key)
+        if value is None:
+            return None
+        if not isinstance(value, str):
+            raise self.bad(key, "is no string", "write one name or path")
+        return value.strip()
+
+    def word(self, key: str) -> str | None:
+        """A string in lower case; YAML 1.1 reads ``NO`` as false and ``1.0`` as a number."""
+        value = self.value(key)
+        if isinstance(value, bool):
+            return "yes" if value else "no"
+        if isinstance(value, int | float):
+            return str(value)
+        text = self.text(key)
+        return None if text is None else text.lower()
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """A list of strings, or one with commas."""
+        value = self.value(key)
+        if value is None:
+            return ()
+        parts = value.split(",") if isinstance(value, str) else value
+        if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
+            raise self.bad(key, "is no list of names", "write [q_proj, v_proj]")
+        return tuple(part.strip() for part in parts if part.strip())
+
+    def block(self, key: str) -> Keys:
+        """A nested mapping, empty where missing; a string that holds JSON is read as such."""
+        value = self.value(key)
+        if isinstance(value, str) and value.lstrip().startswith("{"):
+            value = parse_json(value, f"{self.name}: {key}")
+        if value is None or value is False:
+            value = {}
+        if not isinstance(value, Mapping):
+            raise self.bad(key, "is no mapping", "write keys and values below it")
+        return Keys(value, f"{self.name}: {key}")
+
+    def bad(self, key: str, what: str, remedy: str) -> BadInput:
+        """The error for a value of a wrong type."""
+        return BadInput(f"{str(self.data.get(key))[:40]!r} {what}", where=f"{self.name}: {key}", remedy=remedy)
+
+
+class Builder(Keys):
+    """Keys of one document, and the Setup that grows from them.
+
+    Args:
+        document: the file.
+        program: the short name of its program.
+        title: the program with the version whose defaults hold.
+    """
+
+    def __init__(self, document: Document, program: str, title: str) -> None:
+        super().__init__(document.data, document.name)
+        self.document, self.program, self.title = document, program, title
+        self.fields: dict[str, Any] = {}
+        self.keys: dict[str, str] = {}
+        self.assumed: list[str] = []
+        self.left_out: list[Unmodelled] = []
+
+    def set(self, field: str, value: Any, key: str = "") -> Any:
+        """Give a field of the Setup a value that a key said; without a key, one that follows from others."""
+        self.fields[field] = value
+        if key:
+            self.keys[field] = key
+        return value
+
+    def assume(self, clause: str, **fields: Any) -> None:
+        """Give fields a default of the program, and list the clause among what was assumed."""
+        self.fields |= fields
+        if clause not in self.assumed:
+            self.assumed.append(clause)
+
+    def count(self, field: str, *names: str, default: int | None = None) -> int | None:
+        """A field that is a whole number, by the first of the names that the file has, else the program's default."""
+        for key in names:
+            found = self.number(key)
+            if found is not None:
+                return int(self.set(field, found, key))
+        if default is not None:
+            self.assume(f"{names[0]} {default}", **{field: default})
+        return default
+
+    def leave_out(self, key: str, effect: Effect, says: str) -> None:
+        """List a key that no field holds."""
+        self.read.add(key)
+        self.left_out.append(Unmodelled(key, effect, says))
+
+    def leave_out_flags(self, table: Mapping[str, tuple[Effect, str]]) -> None:
+        """List each key of the table that the file switches on: any value but null, false, 0, an empty text or list."""
+        for key, (effect, says) in table.items():
+            value = self.value(key)
+            if value not in (None, False, 0, [], {}) and str(value).lower() not in _NO:
+                self.leave_out(key, effect, says)
+
+    def ds_config(self, key: str) -> Mapping[str, Any] | None:
+        """A ds_config: the object itself, its JSON, or the path of one beside this file or from the working folder."""
+        value = self.value(key)
+        if value is None or value is False:
+            return None
+        if isinstance(value, str) and value.lstrip().startswith("{"):
+            value = parse_json(value, f"{self.name}: {key}")
+        if isinstance(value, Mapping):
+            found = load_source(value)[0]
+        elif isinstance(value, str):
+            found = load_source(find_beside(value, self.document, key))[0]
+        else:
+            raise self.bad(key, "is neither a path nor an object", "write a ds_config's path")
+        return dict(self.set("ds_config", found, key))
+
+    def setup(self, known: frozenset[str] = frozenset()) -> Setup:
+        """The Setup.
+
+        Args:
+            known: every key of the program; those of the file that are neither among them nor read are listed as unknown.
+        """
+        strange = [key for key in self.data if key not in self.read and known and key not in known]
+        return Setup(
+            program=self.program,
+            title=self.title,
+            files=(self.name,),
+            keys=self.keys,
+            assumed=tuple(self.assumed),
+            unmodelled=tuple(self.left_out),
+            unknown=tuple(strange[:_MOST_UNKNOWN]),
+            **self.fields,
+        )

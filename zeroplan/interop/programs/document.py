@@ -1,0 +1,83 @@
+"""A Document: keys and values of one file, whatever its syntax, before anyone asks which program owns it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zeroplan.core.documents import CONFIG, read_document, text_of
+from zeroplan.core.errors import BadInput
+from zeroplan.core.files import file_kind, read_bytes
+from zeroplan.interop.programs.shell import Command, training_command
+
+#: Names that end so hold a command line.
+_SCRIPTS = ("sh", "bash", "zsh", "slurm", "sbatch", "txt", "job", "pbs")
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One file's keys and values.
+
+    Attributes:
+        data: by key.
+        name: for messages: the path, or what the object is.
+        folder: where the file is; None for an object.
+        command: the command line that the file holds, if it is a script.
+    """
+
+    data: Mapping[str, Any]
+    name: str
+    folder: Path | None = None
+    command: Command | None = field(default=None)
+
+    def has(self, *keys: str) -> tuple[str, ...]:
+        """Those of the keys that the file holds."""
+        return tuple(key for key in keys if key in self.data)
+
+    def starts(self, *words: str) -> tuple[str, ...]:
+        """The command's first words if they end in one of `words`, such as ``swift sft``; else nothing."""
+        if self.command is None:
+            return ()
+        return tuple(word for word in words if f" {self.command.program} ".find(f" {word} ") >= 0)
+
+
+def load_document(source: Any) -> Document:
+    """The document of a path, a mapping, or an object with ``to_dict`` such as ``transformers.TrainingArguments``.
+
+    Raises:
+        BadInput: when it cannot be read or holds no keys and values.
+    """
+    if isinstance(source, str | os.PathLike):
+        return _from_path(os.fspath(source))
+    if isinstance(source, Mapping):
+        return Document(source, "--from")
+    if callable(getattr(source, "to_dict", None)):
+        return Document(source.to_dict(), type(source).__name__)
+    raise BadInput(f"a {type(source).__name__} is no configuration", where="--from", remedy="give a path, a dict or arguments")
+
+
+def _from_path(path: str) -> Document:
+    folder = Path(path).parent
+    file_kind(path)
+    if path.lower().rpartition(".")[2] in _SCRIPTS:
+        text = text_of(read_bytes(path, CONFIG.size), path)
+        command = training_command(text, path)
+        return Document(command.flags, path, folder, command)
+    return Document(read_document(path), path, folder)
+
+
+def find_beside(value: str, document: Document, key: str) -> Path:
+    """The file that a key names: beside the document, or from the working folder.
+
+    Raises:
+        BadInput: when neither is there; the message names both.
+    """
+    places = [Path(value)] if document.folder is None or Path(value).is_absolute() else [document.folder / value, Path(value)]
+    for place in places:
+        if place.is_file():
+            return place
+    tried = " or ".join(dict.fromkeys(str(place)[:200] for place in places))
+    raise BadInput(f"there is no {tried}", where=f"{document.name}: {key}", remedy="put the file at one of these places")

@@ -1,0 +1,137 @@
+"""LLaMA-Factory: its YAML and JSON, and command lines of ``llamafactory-cli train`` or ``src/train.py``.
+
+Source: LLaMA-Factory 0.9.6, ``src/llamafactory/hparams/``, ``model/adapter.py``, ``model/model_utils/checkpointing.py``.
+"""
+
+from __future__ import annotations
+
+from zeroplan.core.unmodelled import Effect
+from zeroplan.interop.programs.adapters import leave_out_quantisation, set_adapters, set_attention
+from zeroplan.interop.programs.builder import Builder
+from zeroplan.interop.programs.document import Document
+from zeroplan.interop.programs.known import arguments_of, only_of
+from zeroplan.interop.programs.program import Program
+from zeroplan.interop.programs.trainer import read_trainer
+from zeroplan.interop.setups import Setup
+
+MORE, LESS, UNKNOWN, NONE = Effect.MORE, Effect.LESS, Effect.UNKNOWN, Effect.NONE
+_STAGES = {"pt": "pretrain", "sft": "sft", "rm": "reward", "ppo": "ppo", "dpo": "dpo", "kto": "kto"}
+#: Arguments that no other program here has; ``stage`` counts where its value is one of LLaMA-Factory's.
+_ONLY = (
+    *("finetuning_type", "cutoff_len", "lora_target", "pref_beta", "pref_loss", "pref_ftx", "dataset_dir", "tokenized_path"),
+    *("quantization_bit", "flash_attn", "enable_liger_kernel", "use_unsloth_gc", "pure_bf16", "freeze_trainable_layers"),
+    *("disable_gradient_checkpointing", "image_max_pixels", "neat_packing", "mix_strategy", "val_size", "use_badam"),
+    *("use_adam_mini", "galore_rank", "apollo_rank", "additional_target", "mixture_of_depths", "visual_inputs", "badam_mode"),
+)
+_NOT_MODELLED = {
+    "enable_liger_kernel": (LESS, "Liger's fused loss and layers keep fewer tensors; eager ones are counted"),
+    "use_unsloth": (LESS, "Unsloth's kernels keep fewer tensors"),
+    "use_unsloth_gc": (LESS, "checkpoints wait on the host"),
+    "shift_attn": (UNKNOWN, "shifted sparse attention"),
+    "upcast_lmhead_output": (MORE, "fp32 logits beside those of the head"),
+    "upcast_layernorm": (MORE, "norms in fp32"),
+    "use_dora": (MORE, "DoRA keeps normed copies of the adapted weights"),
+    "additional_target": (MORE, "modules trained whole beside the adapters"),
+    "use_llama_pro": (UNKNOWN, "blocks are added and only those are trained"),
+    "mixture_of_depths": (UNKNOWN, "mixture of depths"),
+    "resize_vocab": (MORE, "rows are added to embedding and head"),
+    "fp8": (UNKNOWN, "fp8 products"),
+    "use_mca": (UNKNOWN, "Megatron's engine"),
+    "use_megatron_bridge": (UNKNOWN, "Megatron's engine"),
+    "use_ray": (NONE, "workers started by Ray"),
+    "use_kt": (UNKNOWN, "experts computed on the host"),
+    "use_galore": (UNKNOWN, "GaLore's states follow each matrix's projection rank; AdamW's are counted"),
+    "use_apollo": (UNKNOWN, "APOLLO's states follow each matrix's projection rank; AdamW's are counted"),
+    "use_badam": (LESS, "BAdam steps one block at a time; states of all are counted"),
+    "use_adam_mini": (LESS, "Adam-mini keeps one second moment a block; one an element is counted"),
+    "use_asft_loss": (MORE, "a reference model beside the trained one"),
+    "ref_model": (MORE, "a reference model beside the trained one"),
+    "reward_model": (MORE, "a reward model beside the trained one"),
+    "compute_accuracy": (UNKNOWN, "predictions of the evaluation are kept"),
+}
+_TASKS = {
+    "dpo": (
+        MORE,
+        "chosen and rejected samples pass together, and a reference model is held unless adapters are switched off for it",
+    ),
+    "kto": (MORE, "a second pass for the KL term, and a reference model"),
+    "ppo": (MORE, "generation, a value head, a reward model and a reference model"),
+    "reward": (MORE, "chosen and rejected samples pass together, under a value head"),
+}
+
+
+class LlamaFactory(Program):
+    """A recipe: LoRA unless ``finetuning_type`` says otherwise, checkpointing unless it is disabled."""
+
+    name = "llama-factory"
+    title = "LLaMA-Factory"
+    version = "0.9.6"
+    base = "hf-trainer"
+
+    def recognises(self, document: Document) -> tuple[str, ...]:
+        """Arguments of its own, or its command line."""
+        if started := document.starts("llamafactory-cli train"):
+            return started
+        found = document.has(*sorted(only_of(self.name) | set(_ONLY))) if "base_model" not in document.data else ()
+        return (*found, "stage") if found and document.data.get("stage") in _STAGES else found
+
+    def could_own(self, document: Document) -> bool:
+        """A model, a dataset and a template, and nothing that is not its own."""
+        known = arguments_of("hf-trainer", "llama-factory")
+        return len(document.has("model_name_or_path", "dataset", "template")) == 3 and all(
+            key in known for key in document.data
+        )
+
+    def read(self, document: Document) -> Setup:
+        """The run."""
+        run = Builder(document, self.name, self.label)
+        stage = run.word("stage")
+        if stage is None:
+            run.assume("stage sft", task="sft")
+        else:
+            run.set("task", _STAGES.get(stage, stage), "stage")
+        read_trainer(run)
+        if run.fields.get("engine") is None:
+            run.set("engine", "ddp")
+        if model := run.text("model_name_or_path"):
+            run.set("model", model, "model_name_or_path")
+        run.count("seq_len", "cutoff_len", default=2048)
+        set_attention(run, "flash_attn")
+        off = run.flag("disable_gradient_checkpointing")
+        again = not off
+        if off is None:
+            run.assumed = [clause for clause in run.assumed if not clause.startswith("gradient_checkpointing ")]
+            run.assume("blocks are checkpointed: disable_gradient_checkpointing is not set", gradient_checkpointing=True)
+        run.set("gradient_checkpointing", again, "" if off is None else "disable_gradient_checkpointing")
+        self._method(run)
+        run.leave_out_flags(_NOT_MODELLED)
+        if run.value("use_muon") and run.flag("use_muon"):
+            run.set("optimizer", "muon", "use_muon")
+            run.set("optimizer_kind", None)
+        task = run.fields["task"]
+        if task in _TASKS:
+            run.leave_out("stage", *_TASKS[task])
+        return run.setup(arguments_of("hf-trainer", "llama-factory"))
+
+    def _method(self, run: Builder) -> None:
+        """What is trained, and in which dtype the base weights are kept."""
+        method = run.word("finetuning_type")
+        if method is None:
+            run.assume("finetuning_type lora")
+            method = "lora"
+        bits = run.value("quantization_bit")
+        if bits:
+            leave_out_quantisation(run, "quantization_bit", str(bits))
+        pure = run.flag("pure_bf16")
+        if pure:
+            run.set("dtype", "bf16", "pure_bf16")
+        if method in ("lora", "dora"):
+            set_adapters(run, rank="lora_rank", targets="lora_target", default_rank=8, quantised=bool(bits))
+            run.set("model_dtype", run.fields["dtype"])
+        else:
+            run.set("method", method)
+            run.set("model_dtype", run.fields["dtype"] if pure else "fp32")
+        if method == "freeze":
+            run.leave_out("finetuning_type", LESS, "only the last layers are trained; all are counted as trained")
+        elif method == "oft":
+            run.leave_out("finetuning_type", UNKNOWN, "OFT's blocks are not modelled; all parameters are counted as trained")

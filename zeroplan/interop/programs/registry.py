@@ -1,0 +1,72 @@
+"""The programs by name, and which of them owns a document."""
+
+from __future__ import annotations
+
+from zeroplan.core.errors import BadInput, did_you_mean
+from zeroplan.interop.programs.accelerate import Accelerate
+from zeroplan.interop.programs.axolotl import Axolotl
+from zeroplan.interop.programs.document import Document
+from zeroplan.interop.programs.ds_config import DsConfig
+from zeroplan.interop.programs.known import arguments_of
+from zeroplan.interop.programs.llama_factory import LlamaFactory
+from zeroplan.interop.programs.program import Program
+from zeroplan.interop.programs.trainer import HfTrainer
+from zeroplan.interop.programs.trl import Trl
+
+#: Every program by the name that ``--program`` takes.
+PROGRAMS: dict[str, Program] = {
+    one.name: one for one in (DsConfig(), HfTrainer(), Trl(), LlamaFactory(), Axolotl(), Accelerate())
+}
+#: Programs with a list of their arguments, which says how much of a document each would take.
+_LISTED = {
+    "hf-trainer": ("hf-trainer",),
+    "trl": ("hf-trainer", "trl"),
+    "llama-factory": ("hf-trainer", "llama-factory"),
+    "axolotl": ("axolotl",),
+}
+
+
+def program_named(name: str) -> Program:
+    """The program of that name.
+
+    Raises:
+        BadInput: an unknown name.
+    """
+    found = PROGRAMS.get(name.strip().lower().replace("_", "-")) or PROGRAMS.get(name.strip().lower())
+    if found is None:
+        near = did_you_mean(name, PROGRAMS) or f"use one of {', '.join(PROGRAMS)}"
+        raise BadInput(f"unknown program {name[:40]!r}", where="--program", remedy=near)
+    return found
+
+
+def owner_of(document: Document) -> Program:
+    """The program that owns a document: by what only it has, else the only one that would take it.
+
+    Raises:
+        BadInput: when no program would take it, or several would.
+    """
+    showing = [one for one in PROGRAMS.values() if one.recognises(document)]
+    bases = {one.base for one in showing}
+    claiming = [one for one in showing if one.name not in bases]
+    if len(claiming) > 1:
+        claiming = _knows_most(document, claiming)
+    if not claiming:
+        claiming = [one for one in PROGRAMS.values() if one.could_own(document)]
+    if len(claiming) == 1:
+        return claiming[0]
+    if claiming:
+        names = " or ".join(one.title for one in claiming)
+        flags = " or ".join(f"--program {one.name}" for one in claiming)
+        raise BadInput(f"could be a file of {names}", where=document.name, remedy=f"say which: {flags}")
+    titles = ", ".join(one.title for one in PROGRAMS.values())
+    raise BadInput("is no configuration that is known", where=document.name, remedy=f"give a file of {titles}")
+
+
+def _knows_most(document: Document, programs: list[Program]) -> list[Program]:
+    """Those of the programs that know the most of the document's keys."""
+    counts = {
+        one.name: len(document.has(*arguments_of(*_LISTED[one.name]))) if one.name in _LISTED else len(one.recognises(document))
+        for one in programs
+    }
+    most = max(counts.values())
+    return [one for one in programs if counts[one.name] == most]

@@ -1,0 +1,281 @@
+"""The HF Trainer: what its TrainingArguments do, for itself and for the programs that build on it.
+
+Source: transformers 5.17, ``training_args.py`` (defaults, ``_process_fsdp_args``) and ``trainer.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from zeroplan.core.documents import read_document
+from zeroplan.core.errors import BadInput
+from zeroplan.core.unmodelled import Effect
+from zeroplan.core.versions import TRANSFORMERS
+from zeroplan.interop.programs.builder import Builder, Keys
+from zeroplan.interop.programs.document import Document, find_beside
+from zeroplan.interop.programs.known import arguments_of
+from zeroplan.interop.programs.optimizers import set_optimizer
+from zeroplan.interop.programs.program import Program
+from zeroplan.interop.setups import Setup
+
+#: The Trainer's optimizer since torch 2.8; before, it was ``adamw_torch``, whose loops need a temporary.
+DEFAULT_OPTIMIZER = "adamw_torch_fused"
+#: Arguments by whose names ds_configs and accelerate's files have keys, too.
+_SHARED = frozenset(
+    (
+        "use_cpu",
+        "debug",
+        "bf16",
+        "fp16",
+        "gradient_accumulation_steps",
+        "fsdp",
+        "fsdp_config",
+        "deepspeed",
+        "parallelism_config",
+    )
+)
+#: A command line with this many of its arguments is a script's on the Trainer, if it is no other program's.
+_ENOUGH = 2
+#: Where scripts that extend TrainingArguments keep the length of a sample, in the order in which they are asked.
+_LENGTHS = ("max_seq_length", "model_max_length", "max_length", "block_size", "cutoff_len", "seq_length", "max_source_length")
+_SCRIPT_TARGETS = ("lora_target_modules", "lora_targets", "target_modules")
+
+#: Arguments of transformers' example scripts (``examples/pytorch``, ModelArguments and DataTrainingArguments).
+_EXAMPLES = frozenset(
+    (
+        *("model_name_or_path", "model_type", "config_name", "config_overrides", "tokenizer_name", "cache_dir", "token"),
+        *("use_fast_tokenizer", "model_revision", "trust_remote_code", "torch_dtype", "dtype", "low_cpu_mem_usage"),
+        *("dataset_name", "dataset_config_name", "train_file", "validation_file", "test_file", "max_train_samples"),
+        *("max_eval_samples", "max_predict_samples", "streaming", "block_size", "max_seq_length", "overwrite_cache"),
+        *("validation_split_percentage", "preprocessing_num_workers", "keep_linebreaks", "task_name", "line_by_line"),
+        *("pad_to_max_length", "max_source_length", "max_target_length", "source_prefix", "source_lang", "target_lang"),
+    )
+)
+
+MORE, LESS, UNKNOWN = Effect.MORE, Effect.LESS, Effect.UNKNOWN
+#: Arguments that move memory and that no field of a Setup holds.
+_NOT_MODELLED: dict[str, tuple[Effect, str]] = {
+    "auto_find_batch_size": (LESS, "lowers the batch when memory runs out"),
+    "torch_compile": (UNKNOWN, "compiled graphs keep other tensors than eager ones"),
+    "use_liger_kernel": (LESS, "Liger's fused loss and layers keep fewer tensors; eager ones are counted"),
+    "label_smoothing_factor": (MORE, "the Trainer's label smoother makes log-probabilities of its own"),
+    "neftune_noise_alpha": (MORE, "noise as large as the embedded batch"),
+    "parallelism_config": (UNKNOWN, "tensor and context parallelism are not planned"),
+    "optim_target_modules": (UNKNOWN, "which layers a low-rank optimizer projects"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerDefaults:
+    """Where a program's defaults differ from the Trainer's.
+
+    Attributes:
+        micro_batch: ``per_device_train_batch_size``.
+        checkpointing: ``gradient_checkpointing``.
+        bf16: used where neither ``bf16`` nor ``fp16`` is given.
+        optimizer: ``optim``.
+    """
+
+    micro_batch: int = 8
+    checkpointing: bool = False
+    bf16: bool = False
+    optimizer: str = DEFAULT_OPTIMIZER
+
+
+#: The Trainer's own.
+TRAINER = TrainerDefaults()
+
+
+def read_trainer(run: Builder, defaults: TrainerDefaults = TRAINER) -> None:
+    """Read the arguments that every program on the Trainer has.
+
+    Raises:
+        BadInput: a run on the CPU, both 16-bit dtypes, values of wrong types, or a file that is not there.
+    """
+    refuse_cpu(run, "use_cpu", "no_cuda")
+    run.count("micro_batch", "per_device_train_batch_size", "per_gpu_train_batch_size", default=defaults.micro_batch)
+    run.count("grad_accum", "gradient_accumulation_steps", default=1)
+    set_precision(run, default="bf16" if defaults.bf16 else "fp32")
+    set_optimizer(run, "optim", default=defaults.optimizer)
+    again = run.flag("gradient_checkpointing")
+    if again is None:
+        run.assume(
+            f"gradient_checkpointing {str(defaults.checkpointing).lower()}", gradient_checkpointing=defaults.checkpointing
+        )
+    else:
+        run.set("gradient_checkpointing", again, "gradient_checkpointing")
+    run.leave_out_flags(_NOT_MODELLED)
+    _evaluation(run)
+    if run.ds_config("deepspeed") is not None:
+        run.set("engine", "deepspeed", "deepspeed")
+        run.set("zero_init", True)  # the arguments stand before the model is loaded
+    elif run.value("fsdp") not in (None, False, "", []):
+        _fsdp(run)
+    take_machine(run)
+
+
+def refuse_cpu(run: Builder, *switches: str) -> None:
+    """Refuse a run without GPUs.
+
+    Raises:
+        BadInput: naming the switch.
+    """
+    for key in switches:
+        if run.flag(key):
+            raise BadInput("asks for training on the CPU", where=f"{run.name}: {key}", remedy="plans are of runs on GPUs")
+
+
+def set_precision(run: Builder, *, default: str) -> None:
+    """``bf16`` and ``fp16`` as transformers has them: it refuses both.
+
+    Raises:
+        BadInput: both are true.
+    """
+    bf16, fp16 = run.flag("bf16"), run.flag("fp16")
+    if bf16 and fp16:
+        raise BadInput("bf16 and fp16 are both true", where=run.name, remedy="switch one of them off")
+    if bf16 or fp16:
+        run.set("dtype", "bf16" if bf16 else "fp16", "bf16" if bf16 else "fp16")
+    elif bf16 is False or fp16 is False:
+        run.set("dtype", "fp32" if bf16 is False or default == "fp32" else default, "bf16" if bf16 is False else "fp16")
+    else:
+        run.assume(f"{default} arithmetic" if default == "fp32" else f"{default} true", dtype=default)
+
+
+def take_machine(run: Builder) -> None:
+    """What the launcher of a command line says of the machine."""
+    command = run.document.command
+    if command is None:
+        return
+    nodes = command.nodes or 1
+    gpus = command.gpus or (command.processes // nodes if command.processes and command.processes % nodes == 0 else None)
+    if gpus is not None:
+        run.set("gpus", gpus, command.launcher)
+        run.set("nodes", nodes, command.launcher)
+
+
+def _evaluation(run: Builder) -> None:
+    """Batches of the evaluation that are larger than the training's."""
+    strategy = run.word("eval_strategy") or run.word("evaluation_strategy") or "no"
+    batch = run.number("per_device_eval_batch_size") or 8
+    if (strategy != "no" or run.flag("do_eval")) and batch > (run.fields.get("micro_batch") or 1):
+        key = "per_device_eval_batch_size" if "per_device_eval_batch_size" in run.data else "eval_strategy"
+        run.leave_out(key, UNKNOWN, f"evaluation with {batch} samples a GPU is not in the figures")
+
+
+def _fsdp(run: Builder) -> None:
+    """FSDP by the arguments: version 2 unless ``fsdp_config`` says 1. Source: ``TrainingArguments._process_fsdp_args``."""
+    value = run.value("fsdp_config")
+    options: Mapping[str, Any]
+    if isinstance(value, str) and not value.lstrip().startswith("{"):
+        path = find_beside(value, run.document, "fsdp_config")
+        options = read_document(str(path))
+    else:
+        options = run.block("fsdp_config").data
+    plain = Keys({key.removeprefix("fsdp_"): item for key, item in options.items()}, f"{run.name}: fsdp_config")
+    words = run.value("fsdp")
+    said = words.split() if isinstance(words, str) else words if isinstance(words, list) else []
+    said = [str(word).lower() for word in said]
+    if plain.flag("xla"):
+        run.leave_out("fsdp_config.xla", UNKNOWN, "runs on XLA devices")
+    set_fsdp(
+        run,
+        "fsdp",
+        version=int(plain.word("version") or 2),
+        reshard=plain.word("reshard_after_forward") or ("false" if "shard_grad_op" in said else "true"),
+        offload="offload" in said or bool(plain.flag("cpu_offload") or plain.flag("offload_params")),
+        hybrid=any("hybrid" in word for word in said),
+        checkpointing=plain.flag("activation_checkpointing"),
+    )
+
+
+def set_fsdp(
+    run: Builder, key: str, *, version: int, reshard: str, offload: bool, hybrid: bool, checkpointing: bool | None
+) -> None:
+    """FSDP as an engine of the plan. FSDP 1 is not modelled: FSDP 2's figures stand in, and say so.
+
+    Args:
+        run: the builder.
+        key: the key that chose FSDP.
+        version: 1 or 2.
+        reshard: whether parameters are freed after the forward, or FSDP 1's name of the sharding strategy.
+        offload: parameters, gradients and states are on the host.
+        hybrid: shards stay within a node.
+        checkpointing: of FSDP's own options.
+    """
+    run.set("engine", "fsdp2", key)
+    keeps = reshard in ("false", "no", "shard_grad_op", "_hybrid_shard_zero2", "hybrid_shard_zero2")
+    run.set("stage", 2 if keeps else 3, key)
+    if offload:
+        run.set("offload_optimizer", "cpu", key)
+        run.set("offload_param", "cpu", key)
+    if version == 1:
+        run.leave_out(key, UNKNOWN, "FSDP 1 is not modelled; the figures are those of FSDP 2")
+    if hybrid or "hybrid" in reshard:
+        run.leave_out(f"{key}: hybrid", MORE, "shards within a node and replicas between nodes are not planned")
+    if reshard == "no_shard":
+        run.leave_out(f"{key}: no_shard", MORE, "nothing is sharded; the figures are those of shards")
+    if checkpointing:
+        run.set("gradient_checkpointing", True, key)
+
+
+class HfTrainer(Program):
+    """TrainingArguments as JSON or YAML, or the command line of a script that builds on the Trainer."""
+
+    name = "hf-trainer"
+    title = "HF Trainer"
+    version = TRANSFORMERS
+
+    def recognises(self, document: Document) -> tuple[str, ...]:
+        """A script's name, or arguments without the model: programs on the Trainer name theirs in the same file."""
+        known = document.has(*sorted(arguments_of(self.name) - _SHARED))
+        if document.command is not None:
+            return known if len(known) >= _ENOUGH else ()
+        return known if "model_name_or_path" not in document.data else ()
+
+    def could_own(self, document: Document) -> bool:
+        """A file of one of transformers' example scripts, which read their own arguments beside the Trainer's."""
+        known = arguments_of(self.name) | _EXAMPLES
+        shows = document.has("model_name_or_path", *arguments_of(self.name))
+        return bool(shows) and all(key in known for key in document.data)
+
+    def read(self, document: Document) -> Setup:
+        """The run: DeepSpeed with a ds_config, FSDP where asked for, else DDP."""
+        run = Builder(document, self.name, self.label)
+        read_trainer(run)
+        if run.fields.get("engine") is None:
+            run.set("engine", "ddp")
+        model = run.text("model_name_or_path")
+        if model is not None:
+            run.set("model", model, "model_name_or_path")
+        for key in _LENGTHS:
+            if run.number(key) is not None:
+                run.count("seq_len", key)
+                break
+        _adapters(run)
+        if run.fields.get("engine") != "deepspeed":
+            run.assume("weights in fp32: the script's from_pretrained decides", model_dtype="fp32")
+        return run.setup()
+
+
+def _adapters(run: Builder) -> None:
+    """LoRA by the names that scripts commonly give it; whether it is on is a switch or a rank."""
+    switches = [key for key in ("use_lora", "use_peft", "lora_enable", "use_qlora") if run.flag(key)]
+    off = any(run.flag(key) is False for key in ("use_lora", "use_peft", "lora_enable"))
+    ranks = [key for key in ("lora_r", "lora_rank", "lora_dim") if run.number(key, least=0)]
+    bits = run.number("bits", least=0)
+    if (switches or ranks) and not off:
+        run.set("method", "lora")
+        run.count("lora_rank", *(ranks or ["lora_r"]), default=8)
+        for key in _SCRIPT_TARGETS:
+            if found := run.texts(key):
+                run.set("lora_targets", found, key)
+                break
+        else:
+            run.assume("adapters on all linear layers")
+    elif any(key.startswith("lora_") for key in run.data) and not off:
+        run.leave_out("lora", LESS, "the script's own switch for LoRA is not known; all parameters are counted as trained")
+    if bits in (4, 8) or run.flag("q_lora") or run.flag("use_qlora") or run.flag("load_in_4bit") or run.flag("load_in_8bit"):
+        run.leave_out("quantisation", UNKNOWN, "quantised base weights are counted in 16 bits")

@@ -1,0 +1,168 @@
+"""TRL: recipes of its command line, of the alignment handbook and of open-r1, and command lines of its scripts.
+
+Source: TRL 1.16, ``trainer/*_config.py``, ``trainer/model_config.py``, ``scripts/*.py``, ``trainer/utils.py``.
+"""
+
+from __future__ import annotations
+
+import re
+
+from zeroplan.core.unmodelled import Effect
+from zeroplan.interop.programs.adapters import set_adapters, set_attention, set_quantisation
+from zeroplan.interop.programs.builder import Builder
+from zeroplan.interop.programs.document import Document
+from zeroplan.interop.programs.known import arguments_of, only_of
+from zeroplan.interop.programs.program import Program
+from zeroplan.interop.programs.trainer import TrainerDefaults, read_trainer
+from zeroplan.interop.setups import Setup
+
+#: Arguments that, of all programs read here, TRL alone has; recipes of older versions and of the handbook among them.
+_ONLY = (
+    *("use_peft", "lora_task_type", "bnb_4bit_quant_storage", "use_bnb_nested_quant", "lora_modules_to_save"),
+    *("dataset_text_field", "dataset_kwargs", "dataset_num_proc", "completion_only_loss", "assistant_only_loss"),
+    *("model_init_kwargs", "chat_template_path", "packing_strategy", "precompute_ref_log_probs", "max_prompt_length"),
+    *("dataset_train_split", "dataset_test_split", "dataset_mixture", "num_generations", "missing_eos_penalty"),
+    *("center_rewards_coefficient", "rpo_alpha", "num_ppo_epochs", "gold", "lmbda", "cast_lm_head_to_fp32"),
+)
+_SCRIPT = re.compile(r"(^|/)(run_)?(sft|dpo|grpo|kto|orpo|cpo|reward_modeling|reward|rloo|ppo|bco|gkd)(_\w+)?\.py$")
+_COMMANDS = tuple(f"trl {task}" for task in ("sft", "dpo", "grpo", "kto", "reward", "rloo"))
+#: Keys that only one kind of trainer has, in the order in which they decide.
+_TASK_KEYS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("grpo", ("num_generations", "max_completion_length", "reward_funcs", "epsilon_high", "vllm_mode")),
+    ("ppo", ("num_ppo_epochs", "reward_model_path", "missing_eos_penalty", "response_length")),
+    ("kto", ("desirable_weight", "undesirable_weight")),
+    ("orpo", ("disable_prompt_truncation",)),
+    ("reward", ("center_rewards_coefficient",)),
+    ("gkd", ("teacher_model_name_or_path", "lmbda", "seq_kd")),
+    ("dpo", ("beta", "precompute_ref_log_probs", "rpo_alpha", "ld_alpha", "f_divergence_type", "max_prompt_length")),
+)
+#: What each task holds beside one forward and backward of one model on micro batch × length.
+_TASKS: dict[str, tuple[Effect, str]] = {
+    "dpo": (Effect.MORE, "chosen and rejected samples pass together, and a reference model beside the trained one"),
+    "kto": (Effect.MORE, "completions pass a second time for the KL term, and a reference model is held"),
+    "grpo": (Effect.MORE, "generation, its cache, and the log-probabilities of a group of completions"),
+    "rloo": (Effect.MORE, "generation, its cache, and the log-probabilities of a group of completions"),
+    "ppo": (Effect.MORE, "generation, a value model, a reward model and a reference model"),
+    "orpo": (Effect.MORE, "chosen and rejected samples pass together"),
+    "cpo": (Effect.MORE, "chosen and rejected samples pass together"),
+    "bco": (Effect.MORE, "a reference model beside the trained one"),
+    "gkd": (Effect.MORE, "a teacher beside the trained model, and generation"),
+    "reward": (Effect.MORE, "chosen and rejected samples pass together, under a head for scores"),
+}
+#: Tasks whose samples are bounded by ``max_length``, 1,024 by default since TRL 0.14; the rest add prompt and completion.
+_COMPLETION_TASKS = ("grpo", "rloo", "ppo")
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
+_NOT_MODELLED = {
+    "activation_offloading": (Effect.LESS, "activations wait on the host between forward and backward"),
+    "padding_free": (Effect.LESS, "samples are laid end to end without padding"),
+    "use_dora": (Effect.MORE, "DoRA keeps normed copies of the adapted weights"),
+    "lora_modules_to_save": (Effect.MORE, "modules trained whole beside the adapters"),
+    "lora_target_parameters": (Effect.MORE, "adapters on parameters that are no layers"),
+    "cast_lm_head_to_fp32": (Effect.MORE, "an fp32 head"),
+    "use_unsloth": (Effect.LESS, "Unsloth's kernels keep fewer tensors"),
+    "sync_ref_model": (Effect.NONE, "the reference model is averaged in place"),
+}
+
+
+class Trl(Program):
+    """SFTConfig, DPOConfig, GRPOConfig and the others, beside ModelConfig and ScriptArguments."""
+
+    name = "trl"
+    title = "TRL"
+    version = "1.16"
+    base = "hf-trainer"
+
+    def recognises(self, document: Document) -> tuple[str, ...]:
+        """Arguments of its own, or its command line."""
+        command = document.command
+        if command is not None:
+            started = document.starts(*_COMMANDS)
+            return started or ((command.program,) if _SCRIPT.search(command.program) and self._own(document) else ())
+        return self._own(document) if "base_model" not in document.data else ()
+
+    def _own(self, document: Document) -> tuple[str, ...]:
+        return document.has(*sorted(only_of(self.name) | set(_ONLY)))
+
+    def could_own(self, document: Document) -> bool:
+        """A model and arguments of the Trainer, all of them TRL's."""
+        known = arguments_of("hf-trainer", "trl")
+        return "model_name_or_path" in document.data and all(key in known for key in document.data)
+
+    def read(self, document: Document) -> Setup:
+        """The run: full fine-tuning unless ``use_peft``."""
+        run = Builder(document, self.name, self.label)
+        task = _task(run)
+        run.set("task", task)
+        read_trainer(run, TrainerDefaults(checkpointing=True, bf16=True))
+        if run.fields.get("engine") is None:
+            run.set("engine", "ddp")
+        if model := run.text("model_name_or_path"):
+            run.set("model", model, "model_name_or_path")
+        _length(run, task)
+        set_attention(run, "attn_implementation")
+        weights = run.word("dtype") or run.word("torch_dtype")
+        key = "dtype" if run.word("dtype") else "torch_dtype"
+        if weights in _DTYPES:
+            run.set("model_dtype", _DTYPES[weights], key)
+        elif weights is None and key in run.data:
+            run.assume(f"{key} auto: weights in the arithmetic's dtype", model_dtype=run.fields["dtype"])
+        else:
+            run.assume("dtype float32", model_dtype="fp32")
+        quantised = set_quantisation(run)
+        if run.flag("use_peft"):
+            set_adapters(run, rank="lora_r", targets="lora_target_modules", default_rank=16, quantised=quantised)
+        else:
+            if quantised:
+                run.leave_out(
+                    "load_in_4bit" if run.flag("load_in_4bit") else "load_in_8bit", Effect.UNKNOWN, "quantised without adapters"
+                )
+            run.set("method", "full")
+            if "use_peft" not in run.data:
+                run.assume("full fine-tuning, since use_peft is not set")
+        run.leave_out_flags(_NOT_MODELLED)
+        if task in _TASKS:
+            run.leave_out(f"task {task}", *_TASKS[task])
+        elif run.word("loss_type") in (None, "nll", "chunked_nll") and not run.flag("use_liger_kernel"):
+            run.leave_out("loss_type", Effect.LESS, "TRL's own loss never holds all logits; the model's is counted")
+        return run.setup(arguments_of("hf-trainer", "trl"))
+
+
+def _task(run: Builder) -> str:
+    """The trainer: by the command, else by the arguments that only it has, else SFT."""
+    command = run.document.command
+    if command is not None:
+        said = re.search(r"(sft|dpo|grpo|kto|orpo|cpo|reward|rloo|ppo|bco|gkd)", command.program.rpartition("/")[2])
+        if said:
+            return said[1]
+    for task, keys in _TASK_KEYS:
+        found = [key for key in keys if key in run.data]
+        if found:
+            run.assume(f"{task.upper()}, since {found[0]} is set")
+            return task
+    run.assume("SFT, since no key of another trainer is set")
+    return "sft"
+
+
+def _length(run: Builder, task: str) -> None:
+    if task in _COMPLETION_TASKS:
+        answer = run.number("max_completion_length") or run.number("response_length")
+        if answer is None:
+            answer = 512
+            run.assume("max_completion_length 512")
+        prompt = run.number("max_prompt_length")
+        if prompt is None:
+            prompt = 512
+            run.assume("prompts of 512 tokens: nothing bounds them")
+        run.set("seq_len", prompt + answer, "max_completion_length")
+        return
+    for key in ("max_length", "max_seq_length"):
+        if run.number(key) is not None:
+            run.count("seq_len", key)
+            break
+        if key in run.data and run.data[key] is None:
+            run.leave_out(key, Effect.UNKNOWN, "samples are not cut, so nothing bounds their length")
+            return
+    else:
+        run.assume("max_length 1024", seq_len=1024)
+    if run.flag("packing"):
+        run.keys["seq_len"] += " (packed)" if "seq_len" in run.keys else ""

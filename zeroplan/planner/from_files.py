@@ -1,0 +1,106 @@
+"""A request with ``--from``: files decide, flags fill what they leave open, and a contradiction is bad input."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.workload import Attention, DType, OptimizerKind
+from zeroplan.interop.readers import read_setups
+from zeroplan.interop.setups import Setup
+from zeroplan.planner.request import Request
+
+#: Fields of a Setup that a Request has too and whose value None means that nothing was said; with their flags.
+_FIELDS = {
+    "micro_batch": "--micro-batch",
+    "grad_accum": "--grad-accum",
+    "seq_len": "--seq-len",
+    "dtype": "--dtype",
+    "optimizer": "--optimizer",
+    "lora_rank": "--lora-rank",
+    "stage": "--stage",
+    "offload_optimizer": "--offload-optimizer",
+    "offload_param": "--offload-param",
+}
+
+
+def with_files(request: Request) -> tuple[Request, Setup]:
+    """The request with what its files say, and what they say.
+
+    The model, the number of GPUs and of nodes on the command line win over the files': the question may be of another
+    machine, or of a copy of the model.
+
+    Raises:
+        BadInput: files that cannot be read or that a flag contradicts.
+    """
+    setup = read_setups(request.files, request.program)
+    return filled(request, setup), setup
+
+
+def filled(request: Request, setup: Setup) -> Request:
+    """The request with what a setup says.
+
+    Raises:
+        BadInput: a flag that contradicts the setup.
+    """
+    name = setup.files[0] if setup.files else setup.program
+    changes: dict[str, Any] = {"unmodelled": (*request.unmodelled, *setup.unmodelled)}
+    for field, flag in _FIELDS.items():
+        said, asked = getattr(setup, field), getattr(request, field)
+        if said is None:
+            continue
+        if asked is not None and _plain(field, asked) != said:
+            key = setup.keys.get(field, field)
+            raise BadInput(f"{name} says {said} ({key}), the flag {asked}", where=flag, remedy="change one of the two")
+        changes[field] = said
+    if setup.model is not None and request.model is None and request.params is None:
+        changes["model"] = setup.model
+    for field in ("gpus", "nodes"):
+        if getattr(setup, field) is not None and getattr(request, field) == 1:
+            changes[field] = getattr(setup, field)
+    if setup.engine is not None:
+        changes["engine"] = setup.engine
+    if setup.attn is not None and request.attn == Attention.SDPA:
+        changes["attn"] = setup.attn
+    if setup.lora_targets and not request.lora_targets:
+        changes["lora_targets"] = setup.lora_targets
+    if setup.gradient_checkpointing is not None:
+        if request.gradient_checkpointing and not setup.gradient_checkpointing:
+            key = setup.keys.get("gradient_checkpointing", "gradient_checkpointing")
+            raise BadInput(f"{name} says false ({key})", where="--gradient-checkpointing", remedy="change one of the two")
+        changes["gradient_checkpointing"] = setup.gradient_checkpointing
+    if setup.optimizer_kind is not None:
+        changes["optimizer_kind"] = OptimizerKind(setup.optimizer_kind)
+    if setup.model_dtype is not None:
+        changes["model_dtype"] = DType(setup.model_dtype)
+    if setup.ds_config is not None:
+        changes |= _with_ds_config(setup, changes)
+    return replace(request, files=(), **changes)
+
+
+def _with_ds_config(setup: Setup, changes: dict[str, Any]) -> dict[str, Any]:
+    """The ds_config as its program completes it.
+
+    Its optimizer wins over the program's own; without a precision block the program adds the one of its arithmetic.
+    Source: transformers 5.17, integrations/deepspeed.py (deepspeed_optim_sched); accelerate 1.15, utils/dataclasses.py
+    (DeepSpeedPlugin.set_mixed_precision).
+    """
+    config = dict(setup.ds_config or {})
+    dtype = changes.get("dtype")
+    if dtype in ("bf16", "fp16") and "bf16" not in config and "fp16" not in config and "torch_autocast" not in config:
+        config[dtype] = {"enabled": True}
+    own: dict[str, Any] = {"ds_config": config}
+    if config.get("optimizer"):
+        own |= {"optimizer": None, "optimizer_kind": None}
+    return own
+
+
+def _plain(field: str, value: Any) -> Any:
+    if field == "dtype":
+        return DType(value).value
+    if field == "optimizer":
+        from zeroplan.core.optimizers import known_optimizer
+
+        return known_optimizer(value)
+    return value

@@ -15,6 +15,15 @@ from benchmarks.recommend.setups import SETUPS, specs
 from benchmarks.recommend.speeds import COUNTS, halves, kendall, predictions, samples, within
 from benchmarks.recommend.trial import Job
 from benchmarks.rows import GRID, MEASURED, load_rows
+from zeroplan.core.cluster import Cluster
+from zeroplan.core.rates import rates_of
+from zeroplan.core.workload import DType, Workload
+from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.engines.registry import find_engine
+from zeroplan.models.load import load_model
+from zeroplan.search.cost import CostModel
+from zeroplan.search.memory import Memory
+from zeroplan.search.space import Candidate
 
 
 def test_measured_steps_are_ranked_and_most_are_near() -> None:
@@ -38,6 +47,34 @@ def test_grids_that_rates_were_not_fitted_to_are_near() -> None:
             for one, (predicted, measured) in zip(grid, predictions(grid), strict=True)
         ]
         assert kendall(rates) >= 0.8, name
+
+
+STEPS = sorted((Path(__file__).parents[2] / "benchmarks" / "results" / "step").glob("*.jsonl"))
+MODELS = {"llama-1b": "meta-llama/Llama-3.2-1B", "llama-8b": "meta-llama/Llama-3.1-8B"}
+
+
+def test_the_included_runtimes_steps_are_near() -> None:
+    """On 1 to 4 H200s. Reductions are of 16-bit gradients, or of fp32 ones where the case ends in ``+r32``."""
+    parts: dict[tuple[str, str, int], tuple[Memory, CostModel]] = {}
+    ratios = []
+    for row in [json.loads(line) for path in STEPS for line in path.read_text().splitlines()]:
+        engine, _, case = row["case"].partition(":")
+        if engine != "zeroplan":
+            continue
+        key = (engine, row["shape"], row["ranks"])
+        if key not in parts:
+            found, spec = find_engine(engine), load_model(MODELS[row["shape"]])
+            cluster = Cluster.of(gpus=row["ranks"], gpu="H200")
+            parts[key] = Memory(found, spec, cluster), CostModel(found, spec, cluster, rates_of(cluster.gpu))
+        memory, cost = parts[key]
+        wide = {"communication_data_type": DType.FP32} if case.endswith("+r32") else {}
+        zero = ZeroConfig.of(int(case[0]), **wide)
+        work = Workload(micro_batch=row["micro"], seq_len=row["seq"])
+        predicted = cost.step_time(work, zero, memory.counts(Candidate(zero, work))).total
+        ratios.append(1000 * predicted / row["step_ms"])
+    assert len(ratios) == 26
+    assert all(1 / 1.2 < ratio < 1.2 for ratio in ratios), sorted(ratios)
+    assert 0.9 < sorted(ratios)[len(ratios) // 2] < 1.1
 
 
 def test_kendall_by_hand() -> None:

@@ -90,13 +90,32 @@ def test_candidates_are_ranked_as_given(cli: Cli, tmp_path: Path) -> None:
     assert stages == {0: 3, 1: 0, 2: 2}
 
 
-def test_a_candidate_with_settings_of_the_runtimes_own_is_told_that_they_are_not_ranked(cli: Cli, tmp_path: Path) -> None:
-    own = {"ds_config": ds_config(2, zeroplan={"ring": 3})}
-    file = write_lines(tmp_path / "c.jsonl", [{"ds_config": ds_config(2)}, own])
-    code, out, err = cli("recommend", LLAMA, "--engine", "zeroplan", "--candidates", file, "--json", *FAST)
+def test_a_candidate_is_planned_with_its_settings_for_the_runtime_and_written_with_them(cli: Cli, tmp_path: Path) -> None:
+    own = {"ds_config": ds_config(3, zeroplan={"ring": 4})}
+    file = write_lines(tmp_path / "c.jsonl", [{"ds_config": ds_config(3)}, own])
+    words = (LLAMA, "--engine", "zeroplan", "--gpus", "4", *FAST, "--json")
+    code, out, err = cli("recommend", *words, "--candidates", file)
     assert code in (0, 1), err
-    said = [text for text in json.loads(out)["warnings"] if "own section" in text]
-    assert said == ["candidate 1: settings of the engine's own section are not ranked; zeroplan's defaults are planned"]
+    by_index = {one["index"]: one for one in json.loads(out)["ranking"]}
+    assert "zeroplan" not in by_index[0]["ds_config"]
+    assert by_index[1]["ds_config"]["zeroplan"] == {"ring": 4}
+    slots = {
+        index: sum(line["bytes"] for line in one["plan"]["lines"] if line["buffer"] == "param.full")
+        for index, one in by_index.items()
+    }
+    block = 2 * (2048 * 2048 * 2 + 2 * 2048 * 512 + 3 * 2048 * 8192 + 2 * 2048)
+    assert slots[1] - slots[0] == 2 * block  # two more slots for gathered blocks
+
+
+def test_the_runtimes_settings_of_a_file_in_use_hold_for_what_is_recommended_in_its_place(cli: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps(ds_config(3, zeroplan={"wide_numel": 1 << 30})))
+    words = ("--engine", "zeroplan", "--gpus", "2", "--vram", "80G", "--from", str(file), *FAST, "--json")
+    code, out, err = cli("recommend", LLAMA, *words)
+    assert code == 0, err
+    data = json.loads(out)
+    for one in (data["current"], *data["ranking"]):
+        assert one["ds_config"]["zeroplan"] == {"wide_numel": 1 << 30}
 
 
 def test_candidates_without_a_limit_fit_null_or_follow_the_host(cli: Cli, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from zeroplan.engines.compute_traffic import COMPUTE, WORK_GLOSSARY
 from zeroplan.engines.deepspeed import traffic
 from zeroplan.engines.deepspeed.traffic_facts import GLOSSARY
 from zeroplan.engines.registry import find_engine
+from zeroplan.engines.runtime import traffic as runtime_traffic
 from zeroplan.ledger.traffic import Executor, Resource, WorkItem, seconds_for
 from zeroplan.ledger.work import Counts, count_tape, guess_counts, matrices, scale_counts
 from zeroplan.models.load import load_model
@@ -111,18 +112,46 @@ def test_the_runtime_reads_from_disk_what_host_memory_does_not_keep() -> None:
     cluster = Cluster.of(gpus=1, gpu="H100")
     cost = CostModel(find_engine("zeroplan"), load_model(LLAMA), cluster, rates_of(cluster.gpu))
     found = {}
-    for kept in (0, 10**6, 10**10):
+    for kept in (0, 10**6, 4 * 10**8, 10**10):
         param = OffloadParam(OffloadDevice.NVME, "/disk", max_in_cpu=kept)
         lines = {item.name: item for item in cost.items(WORK, ZeroConfig.of(3, "cpu", param), COUNTS)}
         found[kept] = lines["read_params_forward"].amount if "read_params_forward" in lines else 0
         assert lines["upload_forward"].amount >= found[0]
     assert found[0] > 2 * 1.2e9
-    assert found[0] - found[10**6] == 2 * 10**6
+    assert found[10**6] == found[0]  # less than the first unit
+    root, block = 128256 * 2048 + 2048, 2048 * 2048 * 2 + 2 * 2048 * 512 + 3 * 2048 * 8192 + 2 * 2048
+    assert found[0] - found[4 * 10**8] == 2 * (root + 2 * block)  # whole units stay
     assert found[10**10] == 0
 
 
+def test_the_runtimes_amounts_by_hand() -> None:
+    """What is sent once a step is spread over its micro batches."""
+    spec = load_model(LLAMA)
+    cluster = Cluster.of(gpus=2, gpu="H100")
+    cost = CostModel(find_engine("zeroplan"), spec, cluster, rates_of(cluster.gpu))
+    work = replace(WORK, grad_accum=4)
+    found = {}
+    for stage in (0, 1, 2, 3):
+        found[stage] = {item.name: item.amount for item in cost.items(work, ZeroConfig.of(stage), COUNTS, derive=True)}
+    params = spec.params  # every flat of this model is a multiple of 64 × ranks
+    block = 2048 * 2048 * 2 + 2 * 2048 * 512 + 3 * 2048 * 8192 + 2 * 2048
+    last = params - 15 * block  # the root, and the block that the backward reaches last
+    assert found[3]["gather_forward"] == found[3]["gather_backward"] == params  # 2 bytes, half of them sent
+    assert found[2]["gather_updated"] == found[1]["gather_updated"] == params // 4
+    assert "gather_updated" not in found[0]
+    assert found[2]["reduce_gradients"] == found[3]["reduce_gradients"] == params - last
+    assert found[1]["reduce_gradients"] == (params - last) // 4
+    assert found[0]["reduce_gradients"] == 2 * (params - last) // 4
+    assert found[2]["reduce_last"] == 4 * last
+    assert found[0]["reduce_last"] == 2 * last
+    # Gradient, master and two moments read; master, moments and (but at stage 3) the 16-bit parameter written.
+    assert found[3]["step_on_gpu"] == params // 2 * (2 + 8 + 16)
+    assert found[2]["step_on_gpu"] == params // 2 * (2 + 8 + 16 + 2)
+    assert found[0]["step_on_gpu"] == params * (2 + 8 + 16 + 2)
+
+
 def test_every_line_says_what_it_is_and_derives_its_number() -> None:
-    for line in (*COMPUTE, *traffic.TRAFFIC, *torch_traffic.TRAFFIC):
+    for line in (*COMPUTE, *traffic.TRAFFIC, *torch_traffic.TRAFFIC, *runtime_traffic.TRAFFIC):
         assert line.doc, line.name
     for stage, offload in ((0, "none"), (1, "none"), (2, "cpu"), (3, "none"), (3, "nvme")):
         for item in items(stage, gpus=4, offload_optimizer=offload).values():

@@ -60,7 +60,8 @@ class Rates:
         gather_hook_us: host time of stage 3 for one module entered: fetch, wait, prefetch.
         release_hook_us: host time of stage 3 for one module passed in the backward.
         upload_hook_us: host time of stage 3 for one parameter that comes from the host.
-        unit_hook_us: host time of FSDP2 for one parameter: gather, copy out, reduce.
+        unit_hook_us: host time of FSDP2 for one parameter: gather, copy out, reduce. The included runtime's for one unit is
+            taken to be the same.
         link_gbs: between GPUs of a node, one way, as a ring attains it.
         node_gbs: between nodes, a GPU's share, one way.
         collective_us: latency of one collective, for each rank on its way.

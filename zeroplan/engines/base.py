@@ -162,6 +162,15 @@ class Engine(ABC):
         """How the model must be traced to run under this engine."""
         return options_for(case.workload)
 
+    def computed_tape(self, case: Case, tape: ExpandedTape) -> ExpandedTape:
+        """`tape` with what the engine computes in another way than the model's own code. The default changes nothing.
+
+        Args:
+            case: the configuration.
+            tape: the model's tape, expanded for the workload's micro batch and sequence length.
+        """
+        return tape
+
     @abstractmethod
     def simulate(self, case: Case, tape: ExpandedTape, config: AllocatorConfig | None = None) -> Simulation:
         """The engine's allocations laid over the model's tape, on the rank that needs the most.

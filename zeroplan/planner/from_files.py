@@ -7,6 +7,7 @@ from typing import Any
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.workload import Attention, DType, OptimizerKind
+from zeroplan.engines.registry import find_engine
 from zeroplan.interop.readers import read_setups
 from zeroplan.interop.setups import Setup
 from zeroplan.planner.request import Request
@@ -59,7 +60,8 @@ def filled(request: Request, setup: Setup) -> Request:
     for field in ("gpus", "nodes"):
         if getattr(setup, field) is not None and getattr(request, field) == 1:
             changes[field] = getattr(setup, field)
-    if setup.engine is not None:
+    # A ds_config by itself names no program: an engine that was asked for and takes one reads it in its own way.
+    if setup.engine is not None and (setup.program != "ds_config" or find_engine(request.engine).dialect is None):
         changes["engine"] = setup.engine
     if setup.attn is not None and request.attn == Attention.SDPA:
         changes["attn"] = setup.attn

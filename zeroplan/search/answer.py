@@ -90,7 +90,14 @@ def recommendation(engine: Engine, ranked: Ranked, index: int, layout: ParallelL
     candidate = ranked.candidate
     place = candidate.index if candidate.index >= 0 else index
     return Recommendation(
-        place, engine, candidate.zero, candidate.workload, ranked.plan, ranked.time, layout, candidate.alloc_conf
+        place,
+        candidate.engine or engine,
+        candidate.zero,
+        candidate.workload,
+        ranked.plan,
+        ranked.time,
+        layout,
+        candidate.alloc_conf,
     )
 
 

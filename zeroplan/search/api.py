@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+from zeroplan.engines.base import Engine
 from zeroplan.planner.request import Request
 from zeroplan.search.answer import Answer, Change, Recommendation, recommendation
 from zeroplan.search.candidates_file import read_candidates
@@ -14,7 +15,7 @@ from zeroplan.search.from_setup import inherit
 from zeroplan.search.memory import Memory
 from zeroplan.search.problem import Problem, Wish, problem_of, space_of
 from zeroplan.search.reasons import points, reasons_for, what_more_buys
-from zeroplan.search.recommend import SHOWN, least_memory, rank_all, search
+from zeroplan.search.recommend import SHOWN, least_memory, order_of, rank_all, search
 from zeroplan.search.space import Candidate
 from zeroplan.search.suggestions import cheapest_changes, nearest_miss
 
@@ -51,12 +52,13 @@ def answer(request: Request, wish: Wish | None = None) -> Answer:
     if wish.source is not None:
         request, wish, current = inherit(request, wish)
     problem = problem_of(request, wish)
+    if current is not None and current.engine.name == problem.engine.name:
+        problem = replace(problem, engine=current.engine)  # with the settings of its own that the source has
     memory = Memory(problem.engine, problem.spec, problem.cluster, depth=request.depth)
     cost = CostModel(problem.engine, problem.spec, problem.cluster, problem.rates)
     layout = problem.cluster.layout
     if wish.given is not None:
-        ranked = rank_all(_given(wish.given, problem, request), memory, cost)
-        found = [recommendation(problem.engine, r, i, layout) for i, r in enumerate(ranked)]
+        found = _ranked(_given(wish.given, problem, request), problem, memory, cost)
         return _answer(problem, wish, tuple(found), memory, considered=len(found))
     space = space_of(problem, request, wish)
     outcome = (least_memory if wish.goal == "memory" else search)(space, memory, cost, shown=SHOWN)
@@ -79,6 +81,24 @@ def answer(request: Request, wish: Wish | None = None) -> Answer:
         current=current,
         points=tuple(points(space, outcome, memory, cost)) if wish.explain else (),
     )
+
+
+def _ranked(given: Sequence[Candidate], problem: Problem, memory: Memory, cost: CostModel) -> list[Recommendation]:
+    """The given candidates, best first, each under its own engine."""
+    alike: dict[Engine, list[Candidate]] = {}
+    for candidate in given:
+        alike.setdefault(candidate.engine or problem.engine, []).append(candidate)
+    ranked = []
+    for engine, own in alike.items():
+        if engine is problem.engine:
+            ranked += rank_all(own, memory, cost)
+            continue
+        apart = Memory(engine, problem.spec, problem.cluster, depth=memory.depth)
+        ranked += rank_all(own, apart, CostModel(engine, problem.spec, problem.cluster, problem.rates))
+        memory.simulated += apart.simulated
+        memory.problem = memory.problem or apart.problem
+    ranked.sort(key=order_of)
+    return [recommendation(problem.engine, r, i, problem.cluster.layout) for i, r in enumerate(ranked)]
 
 
 def _given(given: Sequence[Candidate] | str, problem: Problem, request: Request) -> Sequence[Candidate]:

@@ -87,8 +87,5 @@ def candidate_of(
     asked = replace(request, ds_config=ds_config, gradient_checkpointing=again)
     run = read_run(asked, problem.engine, problem.cluster, problem.spec)
     problem.warnings.extend(f"candidate {index}: {text}" for text in run.warnings)
-    if vars(run.engine) != vars(problem.engine):
-        problem.warnings.append(
-            f"candidate {index}: settings of the engine's own section are not ranked; {run.engine.name}'s defaults are planned"
-        )
-    return Candidate(run.zero, run.workload, alloc_conf or request.alloc_conf, index=index)
+    own = None if run.engine is problem.engine else run.engine
+    return Candidate(run.zero, run.workload, alloc_conf or request.alloc_conf, index=index, engine=own)

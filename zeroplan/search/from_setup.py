@@ -45,9 +45,10 @@ def _inherit(asked: Request, request: Request, wish: Wish, setup: Setup) -> tupl
     plain = replace(wish, source=None, given=None)
     problem = problem_of(asked, plain)
     candidate = _candidate(setup, asked, problem)
-    memory = Memory(problem.engine, problem.spec, problem.cluster, depth=request.depth)
-    cost = CostModel(problem.engine, problem.spec, problem.cluster, problem.rates)
-    current = recommendation(problem.engine, rank_all([candidate], memory, cost)[0], 0, problem.cluster.layout)
+    engine = candidate.engine or problem.engine
+    memory = Memory(engine, problem.spec, problem.cluster, depth=request.depth)
+    cost = CostModel(engine, problem.spec, problem.cluster, problem.rates)
+    current = recommendation(engine, rank_all([candidate], memory, cost)[0], 0, problem.cluster.layout)
     work = candidate.workload
     batch = wish.global_batch or work.micro_batch * work.grad_accum * problem.cluster.layout.dp
     free = replace(
@@ -115,8 +116,7 @@ def _candidate(setup: Setup, request: Request, problem: Problem) -> Candidate:
 
         return candidate_of(request.ds_config, problem, request, again)
     workload = replace(problem.workload, gradient_checkpointing=again)
-    if setup.stage is None:
-        zero = problem.engine.for_optimizer(problem.engine.default(), workload.optimizer)
-    else:
+    zero = problem.engine.default()
+    if setup.stage is not None:
         zero = ZeroConfig.of(setup.stage, setup.offload_optimizer or "none", setup.offload_param or "none")
-    return Candidate(zero, workload, request.alloc_conf)
+    return Candidate(problem.engine.for_optimizer(zero, workload.optimizer), workload, request.alloc_conf)

@@ -115,8 +115,11 @@ class Memory:
     def _counted(self, candidate: Candidate, micro_batch: int) -> Counts | None:
         key = (self._tape_key(candidate), micro_batch, candidate.workload.seq_len or 0)
         if key not in self._traced:
-            stream = self._stream(candidate, micro_batch)
-            self._traced[key] = None if stream is None else count_tape(stream)
+            found, stream = None, self._stream(candidate, micro_batch)
+            if stream is not None:
+                case = self.case(replace(candidate, workload=replace(candidate.workload, micro_batch=micro_batch)))
+                found = count_tape(self.engine.computed_tape(case, stream))
+            self._traced[key] = found
         return self._traced[key]
 
     def floor(self, candidate: Candidate) -> int:

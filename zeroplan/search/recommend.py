@@ -166,8 +166,12 @@ def rank_all(given: Sequence[Candidate], memory: Memory, cost: CostModel) -> lis
     for group in alike.values():
         for candidate in group:
             memory.plan(candidate)
-    ranked = [_planned(candidate, memory, cost) for candidate in given]
-    return sorted(ranked, key=lambda r: (r.fits is False, *rank_key(r.candidate, r.time)))
+    return sorted((_planned(candidate, memory, cost) for candidate in given), key=order_of)
+
+
+def order_of(ranked: Ranked) -> tuple[bool, float, int, int]:
+    """The key by which candidates are sorted: those that fit first, then by :func:`rank_key`."""
+    return (ranked.fits is False, *rank_key(ranked.candidate, ranked.time))
 
 
 def least_memory(space: Iterable[Candidate], memory: Memory, cost: CostModel, *, shown: int = SHOWN) -> Outcome:

@@ -9,6 +9,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.engines.base import Engine
 
 #: Without a global batch, micro batches are tried up to this.
 MOST_MICRO_BATCH = 256
@@ -19,13 +20,23 @@ NVME_PATH = "/local_nvme"
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One configuration. `effort` orders equals: how far it is from the defaults. `index` is its place in a given list."""
+    """One configuration.
+
+    Attributes:
+        zero: sharding and offload.
+        workload: batches, precision, checkpointing.
+        alloc_conf: what PYTORCH_ALLOC_CONF should hold.
+        effort: how far it is from the defaults; of two that are equally fast, the lower one is recommended.
+        index: its place in the user's list, -1 outside one.
+        engine: the engine with settings of its own, where the user's ds_config has any; None for that of the search.
+    """
 
     zero: ZeroConfig
     workload: Workload
     alloc_conf: str = ""
     effort: int = 0
     index: int = -1
+    engine: Engine | None = None
 
     @property
     def family(self) -> tuple[int, str, str, bool]:

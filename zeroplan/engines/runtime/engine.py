@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.layout import Layout, UnitKind, runtime_buffers
+from zeroplan.core.parallel import ParallelLayout
+from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.ds_config.dialect import Dialect
 from zeroplan.ds_config.knobs import Knobs
@@ -64,8 +68,8 @@ class Runtime(Engine):
         self.knobs = knobs or Knobs()
 
     def with_ds_config(self, ds_config: DsConfig) -> Runtime:
-        """The runtime with the knobs of the file's ``zeroplan`` section."""
-        return Runtime(ds_config.knobs)
+        """The runtime with the keys of the file's ``zeroplan`` section; the same object for the same keys."""
+        return self if ds_config.knobs == self.knobs else _with_keys(ds_config.knobs)
 
     def options(self) -> list[ZeroConfig]:
         """The four stages, and the offloads that each allows."""
@@ -120,6 +124,12 @@ class Runtime(Engine):
         units = self.layout(case).units
         return moved_inputs(tape, {unit.shape.name for unit in units if unit.shape.kind is UnitKind.BLOCK})
 
+    def computed_tape(self, case: Case, tape: ExpandedTape) -> ExpandedTape:
+        """See :func:`zeroplan.engines.runtime.simulation.computed_tape`."""
+        from zeroplan.engines.runtime.simulation import computed_tape
+
+        return computed_tape(case.workload, self.layout(case).setup, self.knobs, tape)
+
     def simulate(self, case: Case, tape: ExpandedTape, config: AllocatorConfig | None = None) -> Simulation:
         """The run of any rank: all own and do the same."""
         from zeroplan.engines.runtime.simulation import simulate_rank
@@ -130,7 +140,14 @@ class Runtime(Engine):
         """See ``zeroplan/engines/runtime/traffic.py``."""
         from zeroplan.engines.runtime.traffic import RuntimeTraffic
 
-        return RuntimeTraffic(spec, cluster)
+        return RuntimeTraffic(spec, cluster, self.knobs)
+
+    def ds_config(self, zero: ZeroConfig, workload: Workload, layout: ParallelLayout) -> dict[str, Any] | None:
+        """The explicit ds_config, with a ``zeroplan`` section of the keys that differ from their defaults."""
+        found = super().ds_config(zero, workload, layout)
+        defaults, own = asdict(Knobs()), asdict(self.knobs)
+        changed = {name: value for name, value in own.items() if value != defaults[name]}
+        return found if found is None or not changed else {**found, "zeroplan": changed}
 
     def forms(self) -> Mapping[str, Form]:
         """A ds_config, as ``zeroplan_runtime.initialize`` takes it."""
@@ -169,3 +186,8 @@ class Runtime(Engine):
             rows |= {(buffer, unit, place): count for unit, count in host_buffers(self.moved_inputs(case, tape)).items()}
         standing = {row.buffer for row in found if row.stands}
         return OwnedBuffers(rows, frozenset(row.buffer.value for row in found if row.buffer not in standing))
+
+
+@lru_cache(maxsize=64)
+def _with_keys(knobs: Knobs) -> Runtime:
+    return Runtime(knobs)

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.layout import Layout
+from zeroplan.core.layout_setup import RuntimeSetup
 from zeroplan.core.tape import ExpandedTape
-from zeroplan.core.workload import DType
+from zeroplan.core.workload import DType, Workload
 from zeroplan.ds_config.knobs import Knobs
 from zeroplan.engines.base import Case
 from zeroplan.engines.player import Run, play
@@ -19,6 +20,18 @@ from zeroplan.engines.runtime.schedule import STEPS_UNTIL_STEADY, RuntimeSchedul
 from zeroplan.engines.simulation import Simulation
 from zeroplan.simulate.allocator.config import UNLIMITED, AllocatorConfig
 from zeroplan.simulate.recorder import Recorder, simulate
+
+
+def computed_tape(workload: Workload, setup: RuntimeSetup, knobs: Knobs, tape: ExpandedTape) -> ExpandedTape:
+    """`tape` with the runtime's loss, and with the weight gradients of linear layers written in place."""
+    whole = setup.reduce_dtype if setup.shards_grads else setup.whole_grad_dtype
+    # On a GPU a product of 16-bit factors may be written in fp32, but not the other way round.
+    if knobs.direct_linear and whole in (setup.param_dtype, DType.FP32):
+        tape = with_direct_gradients(tape)
+    if knobs.fused_loss:
+        rows = workload.micro_batch * (workload.seq_len or 0)
+        tape = with_fused_loss(tape, rows=rows, itemsize=setup.param_dtype.bytes)
+    return tape
 
 
 def simulate_rank(
@@ -41,16 +54,8 @@ def simulate_rank(
     """
     skipped = 1 if case.workload.dtype is DType.FP16 else 0
     room = config is None or config.max_split_size == UNLIMITED
-    setup = layout.setup
-    whole = setup.reduce_dtype if setup.shards_grads else setup.whole_grad_dtype
-    # On a GPU a product of 16-bit factors may be written in fp32, but not the other way round.
-    direct = knobs.direct_linear and whole in (setup.param_dtype, DType.FP32)
     recorder = Recorder()
-    tape = with_moved_inputs(expanded, moved) if moved else expanded
-    tape = with_direct_gradients(tape) if direct else tape
-    if knobs.fused_loss:
-        rows = case.workload.micro_batch * (case.workload.seq_len or 0)
-        tape = with_fused_loss(tape, rows=rows, itemsize=setup.param_dtype.bytes)
+    tape = computed_tape(case.workload, layout.setup, knobs, with_moved_inputs(expanded, moved) if moved else expanded)
     workspace = case.cluster.gpu.workspace
     schedule = RuntimeSchedule(layout, tape, recorder, cublas_workspace=workspace, makes_room=room)
     run = Run(case.workload.grad_accum, STEPS_UNTIL_STEADY, skipped, workspace)

@@ -1,43 +1,328 @@
-"""The included runtime's traffic: DeepSpeed's lines, read with the facts of an engine that hooks units."""
+"""The included runtime's traffic: what it sends, copies and updates beside the model's own computation.
+
+Amounts are those of one rank; those of the host and the disk, which the ranks of a node share, are of all its ranks. Lines of
+the forward and the backward are of one micro batch. What happens once a step beside one of its micro batches is spread evenly
+over them. Bytes on a link are those that one GPU sends in a ring.
+Source: zeroplan_runtime/schedule.py, gradient_reduction.py and optim/step.py.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass
 
+from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.cluster import Cluster
+from zeroplan.core.layout import Layout, runtime_buffers
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.compute_traffic import ComputeFacts
-from zeroplan.engines.deepspeed.traffic import DeepSpeedTraffic
-from zeroplan.engines.deepspeed.traffic_facts import TrafficFacts
+from zeroplan.ds_config.knobs import Knobs
+from zeroplan.engines.compute_traffic import WORK_GLOSSARY, ComputeFacts
+from zeroplan.engines.contention import MEMORY_PER_BYTE
+from zeroplan.engines.runtime.job import layout_of
+from zeroplan.engines.traffic import Traffic
+from zeroplan.ledger.derive import fraction
+from zeroplan.ledger.traffic import Resource, WorkBuilder, WorkLedger
 from zeroplan.models.spec import ModelSpec
 
+GLOSSARY = {
+    **WORK_GLOSSARY,
+    "ranks": "data-parallel ranks",
+    "local_ranks": "of those, the ones on one node",
+    "steps_before": "ranks − 1, the steps of a ring",
+    "micro_batches": "micro batches a step",
+    "repeats": "micro batches after the first",
+    "units": "units: blocks, large embeddings and heads, and the root",
+    "gathered": "elements that are gathered in each forward and backward (stage 3)",
+    "gathered_once": "elements that are gathered once a step, after their update (stages 1 and 2)",
+    "reduced": "elements whose gradients are reduced in each micro batch (stages 2 and 3)",
+    "reduced_once": "elements whose gradients are reduced once a step (stages 0 and 1)",
+    "reduced_last": "of those that are reduced, the elements that are left when the backward is over, over a whole step",
+    "kept": "elements of gradients that this rank keeps until the step, on the GPU",
+    "on_gpu": "elements that this rank's optimizer updates on the GPU",
+    "on_host": "elements that it updates on the host",
+    "on_disk": "of those, the ones whose masters and states are in files",
+    "params_on_host": "this rank's elements of parameters that stay in host memory",
+    "params_on_disk": "this rank's elements of parameters that stay in files",
+    "param_bytes": "bytes of one parameter",
+    "reduce_bytes": "bytes of one gradient element in the reduction, times two where it is an all-reduce",
+    "grad_bytes": "bytes of one element of a kept gradient",
+    "exchange_bytes": "bytes of one element of a gradient on the host",
+    "master_bytes": "bytes of one master that is read and written, 4 each way",
+    "state_bytes": "bytes of one element's optimizer states",
+    "written_bytes": "bytes of the 16-bit parameter that an update writes beside its master",
+}
 
-class RuntimeTraffic(DeepSpeedTraffic):
-    """The runtime's traffic for one model on one cluster."""
 
-    def __init__(self, spec: ModelSpec, cluster: Cluster) -> None:
-        super().__init__(spec, cluster)
-        self._units = sum(unit.count for unit in spec.units)
+@dataclass(frozen=True, slots=True)
+class RuntimeFacts:
+    """One rank of one configuration; names as in :data:`GLOSSARY`."""
 
-    def facts(self, compute: ComputeFacts, workload: Workload, zero: ZeroConfig) -> TrafficFacts:
-        """The facts of any rank: the runtime hooks units, never parameters or modules."""
-        own = super().facts(compute, workload, zero)
-        again = self._units if workload.gradient_checkpointing else 0
-        stays = min(own.params_on_disk, zero.offload_param.max_in_cpu)
-        return replace(
-            own,
-            trained_tensors=self._units,
-            tensors=self._units,
-            forward_modules=self._units,
-            recomputed_modules=again,
-            backward_modules=self._units,
-            owned_tensors=self._units,
-            overlaps=True,
-            params_on_disk=own.params_on_disk - stays,
-            params_on_host=own.params_on_host + stays,
-        )
+    ranks: int
+    local_ranks: int
+    steps_before: int
+    micro_batches: int
+    repeats: int
+    units: int
+    gathered: int
+    gathered_once: int
+    reduced: int
+    reduced_once: int
+    reduced_last: int
+    kept: int
+    on_gpu: int
+    on_host: int
+    on_disk: int
+    params_on_host: int
+    params_on_disk: int
+    param_bytes: int
+    reduce_bytes: int
+    grad_bytes: int
+    exchange_bytes: int
+    master_bytes: int
+    state_bytes: int
+    written_bytes: int
+    one_node: bool
+    hooked: bool
+    casts_masters: bool
 
-    def overlaps(self, zero: ZeroConfig) -> bool:
-        """Whether collectives overlap the computation: the runtime always overlaps them."""
-        return True
+
+def runtime_facts(layout: Layout, *, local_ranks: int, one_node: bool) -> RuntimeFacts:
+    """The facts of any rank: all own and do the same."""
+    setup = layout.setup
+    trained = [(unit, unit.trainable) for unit in layout.units if unit.trainable is not None]
+    trainable = sum(flat.full for _, flat in trained)
+    every = sum(unit.full for unit in layout.units)
+    stepped = [(unit, layout.share(unit)) for unit, _ in trained]
+    away = sum(share for unit, share in stepped if unit.offloaded)
+    params = [row for row in runtime_buffers(layout) if row.buffer in (Buffer.PARAM_SHARD, Buffer.PARAM_FROZEN)]
+    at_rest = {place: sum(row.numel for row in params if row.place is place) for place in (Place.PINNED, Place.NVME)}
+    each, sent = setup.shards_grads, setup.ranks > 1
+    # The root, and of the others the unit that the forward enters first.
+    last = sum(flat.full for _, flat in trained[:2]) * (setup.grad_accum if each else 1)
+    return RuntimeFacts(
+        ranks=setup.ranks,
+        local_ranks=local_ranks,
+        steps_before=setup.ranks - 1,
+        micro_batches=setup.grad_accum,
+        repeats=setup.grad_accum - 1,
+        units=len(layout.units),
+        gathered=every if setup.shards_params and sent else 0,
+        gathered_once=trainable if setup.shards_states and not setup.shards_params and sent else 0,
+        reduced=trainable if each and sent else 0,
+        reduced_once=trainable if not each and sent else 0,
+        reduced_last=last if sent else 0,
+        kept=sum(flat.shard if each else flat.full for unit, flat in trained if not unit.offloaded),
+        on_gpu=sum(share for unit, share in stepped if not unit.offloaded),
+        on_host=away,
+        on_disk=sum(share for unit, share in stepped if unit.place is Place.NVME),
+        params_on_host=at_rest[Place.PINNED],
+        params_on_disk=at_rest[Place.NVME],
+        param_bytes=setup.param_dtype.bytes,
+        reduce_bytes=setup.reduce_dtype.bytes * (1 if setup.shards_states else 2),
+        grad_bytes=(setup.accum_dtype if each else setup.whole_grad_dtype).bytes,
+        exchange_bytes=setup.accum_dtype.bytes,
+        master_bytes=8,
+        state_bytes=4 * len(setup.states),
+        written_bytes=setup.param_dtype.bytes if setup.has_masters and not setup.casts_masters else 0,
+        one_node=one_node,
+        hooked=sent or bool(away) or setup.shards_params,
+        casts_masters=setup.casts_masters,
+    )
+
+
+def _link(c: RuntimeFacts) -> Resource:
+    return Resource.LINK if c.one_node else Resource.NODE_LINK
+
+
+_lines = WorkBuilder()
+
+
+@_lines.add(_link, Phase.FORWARD)
+def gather_forward(c: RuntimeFacts) -> int:
+    """Stage 3: every unit's parameters, gathered where they are used."""
+    return fraction(c.param_bytes * c.gathered, c.steps_before, c.ranks)
+
+
+@_lines.add(_link, Phase.BACKWARD)
+def gather_backward(c: RuntimeFacts) -> int:
+    """Stage 3: the same again in the backward."""
+    return fraction(c.param_bytes * c.gathered, c.steps_before, c.ranks)
+
+
+@_lines.add(_link, Phase.FORWARD)
+def gather_updated(c: RuntimeFacts) -> int:
+    """Stages 1 and 2: updated parameters, gathered unit by unit beside the step's end and the next forward."""
+    return fraction(c.param_bytes * c.gathered_once, c.steps_before, c.ranks * c.micro_batches)
+
+
+@_lines.add(Resource.COLLECTIVE, Phase.FORWARD)
+def gather_calls_forward(c: RuntimeFacts) -> int:
+    """Stage 3: gathers times the ring's steps, for their latency."""
+    return c.units * c.steps_before if c.gathered else 0
+
+
+@_lines.add(Resource.COLLECTIVE, Phase.BACKWARD)
+def gather_calls_backward(c: RuntimeFacts) -> int:
+    """Stage 3: the same in the backward."""
+    return c.units * c.steps_before if c.gathered else 0
+
+
+@_lines.add(_link, Phase.BACKWARD)
+def reduce_gradients(c: RuntimeFacts) -> int:
+    """Gradients reduced unit by unit beside the backward: all-reduced at stage 0, else reduce-scattered."""
+    sent = c.reduce_bytes * (c.reduced * c.micro_batches + c.reduced_once - c.reduced_last)
+    return fraction(sent, c.steps_before, c.ranks * c.micro_batches)
+
+
+@_lines.add(_link, Phase.STEP)
+def reduce_last(c: RuntimeFacts) -> int:
+    """The units whose reduction has no backward left beside it."""
+    return fraction(c.reduce_bytes * c.reduced_last, c.steps_before, c.ranks)
+
+
+@_lines.add(Resource.HBM, Phase.FORWARD)
+def contention_forward(c: RuntimeFacts) -> int:
+    """What gathers take from the kernels that they run beside."""
+    sent = c.param_bytes * (c.gathered * c.micro_batches + c.gathered_once)
+    return fraction(MEMORY_PER_BYTE * sent, c.steps_before, c.ranks * c.micro_batches)
+
+
+@_lines.add(Resource.HBM, Phase.BACKWARD)
+def contention_backward(c: RuntimeFacts) -> int:
+    """What gathers and reductions take from the kernels that they run beside."""
+    reduced = c.reduce_bytes * (c.reduced * c.micro_batches + c.reduced_once - c.reduced_last)
+    sent = c.param_bytes * c.gathered * c.micro_batches + reduced
+    return fraction(MEMORY_PER_BYTE * sent, c.steps_before, c.ranks * c.micro_batches)
+
+
+@_lines.add(Resource.HBM, Phase.FORWARD)
+def cast_masters_forward(c: RuntimeFacts) -> int:
+    """Stage 3 keeps no 16-bit shard: masters are cast into the unit that is gathered."""
+    return (4 + c.param_bytes) * c.on_gpu if c.casts_masters else 0
+
+
+@_lines.add(Resource.HBM, Phase.BACKWARD)
+def cast_masters_backward(c: RuntimeFacts) -> int:
+    """The same in the backward."""
+    return (4 + c.param_bytes) * c.on_gpu if c.casts_masters else 0
+
+
+@_lines.add(Resource.HBM, Phase.BACKWARD)
+def accumulate_gradients(c: RuntimeFacts) -> int:
+    """Gradients of later micro batches, added to those that are there: a read and a write more."""
+    return fraction(2 * c.grad_bytes * c.kept, c.repeats, c.micro_batches)
+
+
+@_lines.add(Resource.PINNED, Phase.FORWARD)
+def upload_forward(c: RuntimeFacts) -> int:
+    """This rank's parameters from host memory, those in files by way of it."""
+    return c.param_bytes * (c.params_on_host + c.params_on_disk)
+
+
+@_lines.add(Resource.PINNED, Phase.BACKWARD)
+def upload_backward(c: RuntimeFacts) -> int:
+    """The same again for the backward."""
+    return c.param_bytes * (c.params_on_host + c.params_on_disk)
+
+
+@_lines.add(Resource.READ, Phase.FORWARD)
+def read_params_forward(c: RuntimeFacts) -> int:
+    """Parameters from files, all ranks of the node."""
+    return c.param_bytes * c.params_on_disk * c.local_ranks
+
+
+@_lines.add(Resource.READ, Phase.BACKWARD)
+def read_params_backward(c: RuntimeFacts) -> int:
+    """The same again for the backward."""
+    return c.param_bytes * c.params_on_disk * c.local_ranks
+
+
+@_lines.add(Resource.PINNED, Phase.BACKWARD)
+def download_gradients(c: RuntimeFacts) -> int:
+    """Gradients to the host, where their units are updated."""
+    return c.exchange_bytes * c.on_host
+
+
+@_lines.add(Resource.PINNED, Phase.BACKWARD)
+def upload_sums(c: RuntimeFacts) -> int:
+    """Offloaded sums over micro batches, brought up to be added to."""
+    return fraction(c.exchange_bytes * c.on_host, c.repeats, c.micro_batches)
+
+
+@_lines.add(Resource.UNIT_HOOK, Phase.FORWARD)
+def unit_hooks_forward(c: RuntimeFacts) -> int:
+    """Hooks around each unit's forward, with its gather."""
+    return c.units if c.hooked else 0
+
+
+@_lines.add(Resource.UNIT_HOOK, Phase.BACKWARD)
+def unit_hooks_backward(c: RuntimeFacts) -> int:
+    """Hooks around each unit's backward, with its gather and its reduction."""
+    return c.units if c.hooked else 0
+
+
+@_lines.add(Resource.OPERATION, Phase.STEP, ahead=True)
+def step_operations(c: RuntimeFacts) -> int:
+    """Two kernels a unit, its sum of squares and its update; the host waits for neither."""
+    return 2 * c.units
+
+
+@_lines.add(Resource.HBM, Phase.STEP)
+def norm_on_gpu(c: RuntimeFacts) -> int:
+    """The norm reads each gradient once."""
+    return c.grad_bytes * c.on_gpu
+
+
+@_lines.add(Resource.HBM, Phase.STEP)
+def step_on_gpu(c: RuntimeFacts) -> int:
+    """The update reads gradients, masters and states once, and writes masters, states and 16-bit parameters once."""
+    return c.on_gpu * (c.grad_bytes + c.master_bytes + 2 * c.state_bytes + c.written_bytes)
+
+
+@_lines.add(Resource.CPU_ADAM, Phase.STEP)
+def step_on_host(c: RuntimeFacts) -> int:
+    """The update on the host, all ranks of the node."""
+    return c.on_host * c.local_ranks * (c.exchange_bytes + c.master_bytes + 2 * c.state_bytes + c.written_bytes)
+
+
+@_lines.add(Resource.PINNED, Phase.STEP)
+def upload_updated(c: RuntimeFacts) -> int:
+    """Updated parameters to the GPU, where they stay there."""
+    return 0 if c.params_on_host + c.params_on_disk else c.param_bytes * c.on_host
+
+
+@_lines.add(Resource.READ, Phase.STEP)
+def read_states(c: RuntimeFacts) -> int:
+    """Masters and states from files, all ranks of the node."""
+    return c.on_disk * c.local_ranks * (4 + c.state_bytes)
+
+
+@_lines.add(Resource.WRITE, Phase.STEP)
+def write_states(c: RuntimeFacts) -> int:
+    """Masters, states and updated parameters to files, all ranks of the node."""
+    return c.local_ranks * (c.on_disk * (4 + c.state_bytes) + c.param_bytes * c.params_on_disk)
+
+
+TRAFFIC: WorkLedger = _lines.ledger()
+
+
+class RuntimeTraffic(Traffic):
+    """The runtime's traffic for one model on one cluster; its collectives always overlap the computation."""
+
+    ledger = TRAFFIC
+    glossary = GLOSSARY
+
+    def __init__(self, spec: ModelSpec, cluster: Cluster, knobs: Knobs) -> None:
+        self._spec, self._cluster, self._knobs = spec, cluster, knobs
+        self._known: dict[object, RuntimeFacts] = {}
+
+    def facts(self, compute: ComputeFacts, workload: Workload, zero: ZeroConfig) -> RuntimeFacts:
+        """The facts of any rank."""
+        key = (zero, workload.dtype, workload.optimizer, workload.grad_accum)
+        found = self._known.get(key)
+        if found is None:
+            parallel = self._cluster.layout
+            layout = layout_of(self._spec, workload, zero, parallel, self._knobs)
+            found = runtime_facts(layout, local_ranks=parallel.gpus, one_node=parallel.shards_on_one_node)
+            self._known[key] = found
+        return found

@@ -1,4 +1,4 @@
-"""``zeroplan doctor``: what this machine is, what is in use on it and why, and, on request, how fast it is."""
+"""``zeroplan doctor``: what a log says went wrong; or what this machine is, what is in use on it, and how fast it is."""
 
 from __future__ import annotations
 
@@ -12,24 +12,80 @@ import typer
 from zeroplan.cli import flags
 from zeroplan.cli.main import verb
 from zeroplan.core.errors import BadInput
+from zeroplan.planner.request import Request
+
+Log = Annotated[
+    str | None,
+    typer.Argument(metavar="LOG", help="What a run printed, or a torch memory snapshot. [none: this machine]"),
+]
 
 
-@verb("zeroplan doctor", "zeroplan doctor --calibrate --nvme-path /local_nvme")
+@verb(
+    "zeroplan doctor train.log meta-llama/Llama-3.1-8B --ds-config ds_config.json",
+    "zeroplan doctor --calibrate --nvme-path /local_nvme",
+)
+@flags.takes_request("params", "token", "trust_remote_code")
 def doctor(
+    request: Request,
+    log: Log = None,
     calibrate: Annotated[bool, typer.Option("--calibrate", help="Measure this machine's rates and keep them.")] = False,
     output: Annotated[str | None, typer.Option("-o", "--output", help="Where to keep them. [the user's config folder]")] = None,
     folder: Annotated[str, typer.Option("--nvme-path", help="The folder whose disk is measured.")] = ".",
     as_json: flags.Json = False,
 ) -> None:
-    """Show this machine, and which kernels are in use and why.
+    """Say what went wrong in a run by its LOG; or show this machine.
 
-    With --calibrate, measure its rates, which recommend then uses.
+    With MODEL, the log's run is held against its plan. With --calibrate, the rates of this machine are measured, which
+    recommend then uses.
     """
+    if log is not None:
+        if calibrate or output is not None:
+            raise BadInput("a log is read, and nothing measured", where="--calibrate", remedy="leave LOG out, or this")
+        _of_log(log, request, as_json=as_json)
+    elif flags.chosen(request):
+        raise BadInput(
+            "there is no log to hold the plan against", where="LOG", remedy="give the file, or use zeroplan estimate"
+        )
+    else:
+        _of_machine(calibrate=calibrate, output=output, folder=folder, as_json=as_json)
+
+
+def _of_log(path: str, request: Request, *, as_json: bool) -> None:
+    from zeroplan.logs.snapshot import is_snapshot
+    from zeroplan.report.terminal import Terminal
+
+    terminal = Terminal.here()
+    if is_snapshot(path):
+        from zeroplan.logs.snapshot import read_snapshot
+        from zeroplan.report.diagnosis import snapshot_json, snapshot_text
+
+        snapshot = read_snapshot(path)
+        typer.echo(json.dumps(snapshot_json(snapshot), indent=2) if as_json else snapshot_text(snapshot, terminal))
+        return
+    from zeroplan.logs.diagnose import diagnose
+    from zeroplan.logs.reader import read_log
+    from zeroplan.report.diagnosis import diagnosis_json, diagnosis_text
+
+    found = diagnose(read_log(path))
+    planned, following = None, list[str]()
+    if request.model is not None:
+        from zeroplan.planner.failed_run import plan_of_log
+
+        planned = plan_of_log(request, found.stated, card=found.sizes.get("total"), allowed=found.sizes.get("allowed"))
+        following = flags.recommend_words(planned.request) if found.failed else []
+    elif found.about_gpu_memory:
+        following = ["zeroplan", "doctor", path, "MODEL"]
+    typer.echo(
+        json.dumps(diagnosis_json(found, planned), indent=2) if as_json else diagnosis_text(found, planned, following, terminal)
+    )
+
+
+def _of_machine(*, calibrate: bool, output: str | None, folder: str, as_json: bool) -> None:
     if output is not None and not calibrate:
         raise BadInput("nothing is measured that could be kept", where="--output", remedy="give --calibrate as well")
     if not os.path.isdir(folder):
         raise BadInput(f"{folder} is no folder", where="--nvme-path", remedy="give a folder on the disk to measure")
-    from zeroplan.report.machine import Diagnosis, machine_json, machine_text
+    from zeroplan.report.machine import MachineReport, machine_json, machine_text
     from zeroplan.search.calibrate import calibrate as measure
     from zeroplan.search.calibrate import store
     from zeroplan.search.machine import look
@@ -38,9 +94,9 @@ def doctor(
     kernels, problem = _kernels()
     if calibrate:
         rates = measure(machine, folder, lambda text: print(f"measuring {text} …", file=sys.stderr))
-        found = Diagnosis(machine, kernels, problem, rates, store(rates, machine, output))
+        found = MachineReport(machine, kernels, problem, rates, store(rates, machine, output))
     else:
-        found = Diagnosis(machine, kernels, problem)
+        found = MachineReport(machine, kernels, problem)
     typer.echo(json.dumps(machine_json(found), indent=2) if as_json else machine_text(found))
 
 

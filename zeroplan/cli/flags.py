@@ -116,6 +116,7 @@ def takes_request(*without: str) -> Callable[[Callable[..., None]], Callable[...
     Args:
         without: fields of the Request for which the verb has no option. If the verb has a parameter of an option's name, that
             parameter replaces the option (type, default and help), and its value goes to the verb, not to the Request.
+            Arguments of the verb itself stand before MODEL.
     """
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
@@ -123,7 +124,8 @@ def takes_request(*without: str) -> Callable[[Callable[..., None]], Callable[...
         defaults = {field.name: field for field in fields(Request)}
         shared = [name for name in OPTIONS if name not in without]
         asked = [own.get(name) or _parameter(defaults[name]) for name in shared]
-        asked += [parameter for name, parameter in own.items() if name not in shared]
+        more = [parameter for name, parameter in own.items() if name not in shared]
+        asked = [one for one in more if _is_argument(one)] + asked + [one for one in more if not _is_argument(one)]
 
         @wraps(verb)
         def run(**values: Any) -> None:
@@ -173,6 +175,11 @@ def _parameter(field: Field[Any]) -> inspect.Parameter:
     """Return the parameter for a field of the Request. The default of a field that is read from text is None."""
     default = None if field.name in _READERS else field.default
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=OPTIONS[field.name])
+
+
+def _is_argument(parameter: inspect.Parameter) -> bool:
+    """Whether it stands on the command line without a flag."""
+    return any(isinstance(one, typer.models.ArgumentInfo) for one in getattr(parameter.annotation, "__metadata__", ()))
 
 
 def _same(value: Any) -> Any:

@@ -9,7 +9,9 @@ import contextlib
 import os
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from zeroplan.core.errors import BadInput
 
@@ -81,6 +83,13 @@ def read_head(path: str, most: int, *, where: str = "", remedy: str = "give the 
     Raises:
         BadInput: when there is no such file, it cannot be read, or is no regular file.
     """
+    with _opened(path, where, remedy) as (file, size):
+        return file.read(most), size
+
+
+@contextlib.contextmanager
+def _opened(path: str, where: str, remedy: str) -> Iterator[tuple[BinaryIO, int]]:
+    """A regular file, open for reading, and its size."""
     if file_kind(path, where=where, remedy=remedy) == "folder":
         raise fault(path, "is a folder, not a file", where, remedy)
     try:
@@ -90,9 +99,20 @@ def read_head(path: str, most: int, *, where: str = "", remedy: str = "give the 
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
                 raise fault(path, _not_a_file(found.st_mode), where, remedy)
-            return file.read(most), found.st_size
+            yield file, found.st_size
     except OSError as error:
         raise refused(path, error, where, remedy) from None
+
+
+def read_tail(path: str, most: int, *, where: str = "", remedy: str = "give the path of a file") -> tuple[bytes, int]:
+    """The last `most` bytes of a regular file, and the file's size.
+
+    Raises:
+        BadInput: when there is no such file, it cannot be read, or is no regular file.
+    """
+    with _opened(path, where, remedy) as (file, size):
+        file.seek(max(0, size - most))
+        return file.read(most), size
 
 
 def write_atomic(path: str | os.PathLike[str], text: str) -> None:

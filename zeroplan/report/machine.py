@@ -11,7 +11,7 @@ from zeroplan.search.machine import Machine
 
 
 @dataclass(frozen=True, slots=True)
-class Diagnosis:
+class MachineReport:
     """What ``doctor`` answers.
 
     `kernels` has a row for each device: ``device``, ``backend``, ``reason``; it is empty where `kernels_problem` says why.
@@ -25,7 +25,7 @@ class Diagnosis:
     profile: str = ""
 
 
-def machine_json(found: Diagnosis) -> dict[str, Any]:
+def machine_json(found: MachineReport) -> dict[str, Any]:
     """Return one object that JSON can hold; ``memory`` and ``disk_free`` are bytes."""
     machine = found.machine
     answer: dict[str, Any] = {
@@ -44,7 +44,7 @@ def machine_json(found: Diagnosis) -> dict[str, Any]:
     return answer if found.rates is None else {**answer, "rates": dict(found.rates), "profile": found.profile}
 
 
-def machine_text(found: Diagnosis) -> str:
+def machine_text(found: MachineReport) -> str:
     """Return one line for each fact."""
     machine = found.machine
     lines = [

@@ -1,0 +1,92 @@
+"""``zeroplan doctor LOG``: the cause of every log, whatever stands around it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.logs.cases import CASES, LogCase
+from zeroplan.logs.diagnose import Cause, diagnose
+from zeroplan.logs.reader import parse_log
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_cause_of_a_log(case: LogCase) -> None:
+    found = diagnose(parse_log(case.text))
+    assert found.cause is case.cause, found
+    if case.phase is not None:
+        assert found.phase == case.phase
+    if case.rank is not None:
+        assert found.rank == case.rank
+    assert found.evidence or case.cause in (Cause.NOTHING, Cause.SLOWER)
+
+
+def test_sizes_of_the_message() -> None:
+    old = diagnose(parse_log(next(case.text for case in CASES if case.name == "oom 2.0 forward")))
+    gib = 1 << 30
+    assert old.sizes["tried"] == 20 << 20
+    assert old.sizes["total"] == int(14.76 * gib)
+    assert old.sizes["cached"] == pytest.approx(0.17 * gib, rel=0.01)
+    new = diagnose(parse_log(next(case.text for case in CASES if case.name == "oom allowed fraction")))
+    assert new.sizes["allowed"] == 8 * gib
+    assert new.sizes["in_use"] == 8 * gib
+    assert "cached" in new.sizes
+
+
+def test_noise_around_a_log_changes_nothing() -> None:
+    noise = "INFO 1/100 loading shard\n{'loss': 2.1, 'grad_norm': 1.0}\n" * 5000
+    for case in CASES:
+        if case.cause is not Cause.SLOWER:
+            found = diagnose(parse_log(noise + case.text + "\n" + noise))
+            assert found.cause is case.cause, case.name
+
+
+def test_what_the_log_says_of_its_run() -> None:
+    text = "  Instantaneous batch size per device = 4\n  Gradient Accumulation steps = 8\n"
+    text += "  Number of trainable parameters = 1,235,814,400\n"
+    text += "[INFO] [config.py:954:print]   zero_optimization_stage ...... 2\n[INFO] [config.py] bfloat16_enabled ... True\n"
+    stated = parse_log(text).stated
+    assert (stated.micro_batch, stated.grad_accum, stated.trainable) == (4, 8, 1_235_814_400)
+    assert (stated.stage, stated.dtype) == (2, "bf16")
+
+
+def test_a_long_log_of_long_lines_is_read_in_time() -> None:
+    import time
+
+    text = ("x" * 3000 + " error nan out of memory killed -9 timeout ( \n") * 3000  # 9 MB
+    begin = time.process_time()
+    parse_log(text)
+    assert time.process_time() - begin < 5
+
+
+#: What ``python -m benchmarks.logs.make`` made on purpose → its cause.
+REAL = {
+    "cpu_refused": Cause.HOST_MEMORY,
+    "fine_plain": Cause.NOTHING,
+    "fine_trainer": Cause.NOTHING,
+    "fp16_overflow": Cause.LOSS_SCALE,
+    "key_error": Cause.OTHER_ERROR,
+    "killed_plain": Cause.HOST_MEMORY,
+    "killed_rank": Cause.HOST_MEMORY,
+    "nan_plain": Cause.NOT_A_NUMBER,
+    "nan_trainer": Cause.NOT_A_NUMBER,
+    "oom_backward": Cause.GPU_MEMORY,
+    "oom_driver": Cause.GPU_MEMORY,
+    "oom_eval": Cause.GPU_MEMORY,
+    "oom_forward": Cause.GPU_MEMORY,
+    "oom_fragmented": Cause.GPU_FRAGMENTATION,
+    "oom_load": Cause.GPU_MEMORY,
+    "oom_loss": Cause.GPU_MEMORY,
+    "oom_save": Cause.GPU_MEMORY,
+    "oom_step": Cause.GPU_MEMORY,
+    "oom_trainer": Cause.GPU_MEMORY,
+    "oom_two_ranks": Cause.GPU_MEMORY,
+    "stuck_gloo": Cause.STUCK_COLLECTIVE,
+}
+LOGS = sorted((Path(__file__).parent / "real").glob("*.log"))
+
+
+@pytest.mark.parametrize("path", LOGS, ids=lambda path: path.stem)
+def test_the_cause_of_a_real_log(path: Path) -> None:
+    assert diagnose(parse_log(path.read_text())).cause is REAL[path.stem]

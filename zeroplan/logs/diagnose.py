@@ -1,0 +1,382 @@
+"""From a log's events to one cause, with the lines that show it and what to do first.
+
+Note [Which event is the cause]
+    When one rank dies, the others say so, too: their collectives time out, their connections close, the launcher ends them
+    with SIGTERM. So what a rank says of its peers is a cause only if no rank says anything of itself. Memory comes before all
+    else, since its message is exact: the GPU's, then the host's. A process that ended by signal 9 without a message of its own
+    was most likely killed by the kernel for the host's memory. A NaN that stays comes before slow steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from zeroplan.core.units import GIB, format_bytes
+from zeroplan.logs.events import Event, Kind, Stated
+from zeroplan.logs.phases import phase_of
+from zeroplan.logs.reader import Log
+
+
+class Cause(StrEnum):
+    """What a run died of, or crawls for."""
+
+    GPU_MEMORY = "gpu_memory"
+    GPU_FRAGMENTATION = "gpu_fragmentation"
+    GPU_SHARED = "gpu_shared"
+    HOST_MEMORY = "host_memory"
+    PINNED_MEMORY = "pinned_memory"
+    SHARED_MEMORY = "shared_memory"
+    DISK = "disk"
+    LOSS_SCALE = "loss_scale"
+    NOT_A_NUMBER = "not_a_number"
+    BATCH_SIZES = "batch_sizes"
+    STUCK_COLLECTIVE = "stuck_collective"
+    LOST_RANK = "lost_rank"
+    OTHER_ERROR = "other_error"
+    MEMORY_PRESSURE = "memory_pressure"
+    SLOWER = "slower"
+    NOTHING = "nothing"
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What to do, and why it helps. `flags` is what it is called in zeroplan's commands, where it has a name there."""
+
+    what: str
+    why: str
+    flags: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What a log says went wrong.
+
+    Attributes:
+        cause: the cause.
+        verdict: one sentence.
+        phase: of the training step, as the traceback shows it.
+        rank: that failed first.
+        evidence: the lines that show it.
+        sizes: bytes that the decisive line names (see :class:`~zeroplan.logs.events.Event`).
+        advice: what to do, the first thing first.
+        stated: sizes of the run that the log gives.
+    """
+
+    cause: Cause
+    verdict: str
+    phase: str | None = None
+    rank: int | None = None
+    evidence: tuple[Event, ...] = ()
+    sizes: dict[str, int] = field(default_factory=dict)
+    advice: tuple[Advice, ...] = ()
+    stated: Stated = field(default_factory=Stated)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the run died, or trained on numbers that are none."""
+        return self.cause not in (Cause.NOTHING, Cause.SLOWER, Cause.MEMORY_PRESSURE)
+
+    @property
+    def about_gpu_memory(self) -> bool:
+        """Whether a plan of the run's GPU memory would tell more."""
+        return self.cause in (Cause.GPU_MEMORY, Cause.GPU_FRAGMENTATION, Cause.GPU_SHARED, Cause.MEMORY_PRESSURE)
+
+
+#: Memory outside this process' share that is worth naming, and the least part of a GPU that fragmentation must hold.
+_OTHERS, _FRAGMENTED = GIB, 0.05
+#: Steps skipped in a row until the loss scale has settled, which is normal in fp16, and NaN lines that are no accident.
+_SETTLING, _PERSISTENT = 20, 3
+#: A step that takes so much longer than at first is worth naming.
+_SLOWER = 1.5
+
+_EXPANDABLE = Advice(
+    "set PYTORCH_ALLOC_CONF=expandable_segments:True",
+    "the allocator holds memory in pieces that are too small; expandable segments grow in place",
+    "--alloc-conf expandable_segments:True",
+)
+#: In the order of what they cost in speed.
+_TUNING = (
+    Advice("shard more: ZeRO-2, then ZeRO-3", "stage 2 costs no speed; stage 3 gathers parameters twice a step", "--stage 2"),
+    Advice(
+        "switch gradient checkpointing on",
+        "blocks keep their inputs only, for about a third more computation",
+        "--gradient-checkpointing",
+    ),
+    Advice(
+        "halve the micro batch and double the accumulation",
+        "activations and logits halve, the step sees the same samples",
+        "--micro-batch",
+    ),
+    Advice(
+        "offload the optimizer to the host",
+        "the last resort: copies and the CPU's Adam slow every step",
+        "--offload-optimizer cpu",
+    ),
+)
+
+
+_FREE_THE_GPU = Advice("free the GPU first", "nvidia-smi names the processes that hold it, often workers of a run that died")
+#: What helps in one phase of a run alone.
+_PHASE_ADVICE = {
+    "the loss": (Advice("use a fused cross entropy", "logits of all tokens times the vocabulary are not kept whole then"),),
+    "evaluation": (
+        Advice(
+            "lower per_device_eval_batch_size, or set prediction_loss_only or eval_accumulation_steps",
+            "the Trainer keeps logits on the GPU",
+        ),
+    ),
+    "saving a checkpoint": (Advice("save sharded", "a full state dict gathers all parameters on one GPU"),),
+    "loading the model": (
+        Advice("build the model under zero.Init, on the meta device or on the host", "each rank makes the whole model first"),
+    ),
+}
+_PHASE_ADVICE["initialisation"] = _PHASE_ADVICE["loading the model"]
+
+
+def diagnose(log: Log) -> Diagnosis:
+    """The cause of what a log shows. See Note [Which event is the cause]."""
+    for judge in _JUDGES:
+        found = judge(log)
+        if found is not None:
+            return found
+    return _nothing(log)
+
+
+def _gpu(log: Log) -> Diagnosis | None:
+    events = log.of(Kind.GPU_OOM)
+    if not events:
+        return None
+    first = next((event for event in events if event.sizes), events[0])
+    sizes = dict(first.sizes)
+    phase = phase_of(first.frames) or next((p for event in events if (p := phase_of(event.frames))), None)
+    total, cached, tried = sizes.get("total"), sizes.get("cached", 0), sizes.get("tried", 0)
+    verdict = f"Out of GPU memory on {'a GPU' if first.rank is None else f'GPU {first.rank}'}{f' in {phase}' if phase else ''}"
+    if tried:
+        verdict += f": {format_bytes(tried)} more did not fit"
+        if sizes.get("in_use") and total:
+            verdict += f" beside {format_bytes(sizes['in_use'])} of {format_bytes(total)}"
+    cause, advice = Cause.GPU_MEMORY, (*_PHASE_ADVICE.get(phase or "", ()), *_tuning(log.stated))
+    if (others := _others(sizes)) > _OTHERS:
+        cause, advice = Cause.GPU_SHARED, (_FREE_THE_GPU, *_tuning(log.stated))
+        verdict += f"; other processes hold {format_bytes(others)} of it"
+    elif tried and total and cached >= tried and cached > _FRAGMENTED * total:
+        cause, advice = Cause.GPU_FRAGMENTATION, (_EXPANDABLE, *_tuning(log.stated))
+        verdict += f", while torch holds {format_bytes(cached)} in pieces too small"
+    return Diagnosis(cause, f"{verdict}.", phase, first.rank, tuple(events[:3]), sizes, advice, log.stated)
+
+
+def _others(sizes: dict[str, int]) -> int:
+    """Bytes of the GPU that are neither free nor this process's; 0 where the process may have a part of the GPU only."""
+    if "others" in sizes:
+        return sizes["others"]
+    if "allowed" in sizes or not all(name in sizes for name in ("total", "free", "in_use")):
+        return 0
+    return max(0, sizes["total"] - sizes["free"] - sizes["in_use"])
+
+
+def _tuning(stated: Stated) -> tuple[Advice, ...]:
+    """The knobs in the order of what they cost, without those that a run of one rank has no use for."""
+    return _TUNING[1:] if stated.world_size == 1 else _TUNING
+
+
+def _host(log: Log) -> Diagnosis | None:
+    own = log.of(Kind.HOST_KILL, Kind.HOST_REFUSED)
+    killed = log.of(Kind.SIGKILL)
+    if not own and not (killed and not _own_errors(log)):
+        return None
+    events = own or killed
+    sizes = next((dict(event.sizes) for event in events if event.sizes), {})
+    phase = next((p for event in events if (p := phase_of(event.frames))), None)
+    if own:
+        held = f", with {format_bytes(sizes['resident'])} resident" if "resident" in sizes else ""
+        tried = f": {format_bytes(sizes['tried'])} more were refused" if "tried" in sizes else ""
+        what = "the system killed a process" if own[0].kind is Kind.HOST_KILL else "an allocation failed"
+        verdict = f"Out of host memory: {what}{held}{tried}."
+    else:
+        verdict = "A process was killed by signal 9: most likely the host ran out of memory (dmesg says so, if it was)."
+    advice = (
+        Advice("give the host more memory, or a container a higher limit", "offload wants 2 to 4 times the model's bytes"),
+        Advice(
+            "offload less: the optimizer, not the parameters, or nothing",
+            "states live in host memory otherwise",
+            "--offload-param none",
+        ),
+        Advice("load the weights once: low_cpu_mem_usage, zero.Init, safetensors", "each rank reads a whole copy otherwise"),
+        Advice("lower the data loader's workers and pinned buffers", "each worker is a process of its own"),
+    )
+    return Diagnosis(Cause.HOST_MEMORY, verdict, phase, events[0].rank, tuple([*own, *killed][:3]), sizes, advice, log.stated)
+
+
+def _own_errors(log: Log) -> list[Event]:
+    """Exceptions that are about the process itself, not about a peer that went away."""
+    return log.of(Kind.EXCEPTION, Kind.SCALE_FLOOR, Kind.BATCH_SIZES)
+
+
+def _simple(kind: Kind, cause: Cause, verdict: str, *advice: Advice) -> Callable[[Log], Diagnosis | None]:
+    def judge(log: Log) -> Diagnosis | None:
+        events = log.of(kind)
+        if not events:
+            return None
+        first = events[0]
+        return Diagnosis(
+            cause, verdict, phase_of(first.frames), first.rank, tuple(events[:3]), dict(first.sizes), advice, log.stated
+        )
+
+    return judge
+
+
+_BF16 = Advice(
+    "train in bf16, or in fp32", "fp16 overflows above 65,504; a model pre-trained in bf16 has values beyond it", "--dtype bf16"
+)
+_LOWER = Advice(
+    "lower the learning rate, warm up longer, clip gradients to 1.0",
+    "a step that is too long leaves the model where losses explode",
+)
+
+
+def _nan(log: Log) -> Diagnosis | None:
+    events = log.of(Kind.NAN)
+    if len(events) < _PERSISTENT:
+        return None
+    half = log.stated.dtype == "fp16" or log.of(Kind.OVERFLOW)
+    verdict = f"Losses or gradients are NaN or infinite from line {events[0].line} on: the run trains on nothing since."
+    advice = (
+        (_BF16, _LOWER)
+        if half
+        else (_LOWER, Advice("look at the batch before the first NaN", "empty labels or a bad sample give 0 / 0"))
+    )
+    return Diagnosis(Cause.NOT_A_NUMBER, verdict, None, events[0].rank, tuple(events[:2]), {}, advice, log.stated)
+
+
+def _overflow(log: Log) -> Diagnosis | None:
+    events = log.of(Kind.OVERFLOW)
+    if len(events) <= _SETTLING:
+        return None
+    verdict = (
+        f"fp16 overflows again and again: {len(events)} steps or more were skipped, not only while the loss scale settles."
+    )
+    return Diagnosis(Cause.LOSS_SCALE, verdict, None, None, tuple(events[:2]), {}, (_BF16, _LOWER), log.stated)
+
+
+def _error(log: Log) -> Diagnosis | None:
+    events = log.of(Kind.EXCEPTION)
+    if not events:
+        return None
+    first = events[0]
+    advice = (Advice("read the traceback above that line", "the fault lies in the program or its settings, and in no memory"),)
+    verdict = f"No fault of memory: the run ended with {first.text}"
+    return Diagnosis(Cause.OTHER_ERROR, verdict, phase_of(first.frames), first.rank, (first,), {}, advice, log.stated)
+
+
+def _peers(log: Log) -> Diagnosis | None:
+    stuck, gone = log.of(Kind.STUCK), log.of(Kind.PEER_GONE)
+    if stuck:
+        ranks = sorted({event.rank for event in stuck if event.rank is not None})
+        who = f" (ranks {', '.join(map(str, ranks[:8]))} waited)" if ranks else ""
+        verdict = f"Ranks waited for another one until a collective's time limit{who}: look at the rank that did not come."
+        advice = (
+            Advice(
+                "compare where each rank stands (py-spy dump, TORCH_NCCL_TRACE_BUFFER_SIZE)",
+                "a rank that skips a branch, has another number of batches or saves alone never comes",
+            ),
+            Advice(
+                "raise the time limit only for work that takes so long, such as tokenising on rank 0",
+                "ddp_timeout, init_process_group(timeout=…)",
+            ),
+        )
+        return Diagnosis(
+            Cause.STUCK_COLLECTIVE, verdict, None, ranks[0] if ranks else None, tuple(stuck[:3]), {}, advice, log.stated
+        )
+    if gone:
+        verdict = "Another rank went away first, and this log does not say why: its own log has the cause."
+        read = Advice("read the log of the other ranks and nodes", "torchrun --log-dir DIR --tee 3 keeps one a rank")
+        return Diagnosis(Cause.LOST_RANK, verdict, None, gone[0].rank, tuple(gone[:3]), {}, (read,), log.stated)
+    return None
+
+
+def _pressure(log: Log) -> Diagnosis | None:
+    flushes, swap = log.of(Kind.CACHE_FLUSH), log.of(Kind.SWAP)
+    if flushes:
+        verdict = "The GPU's memory is full: torch's allocator releases and takes memory in every step, which makes steps slow."
+        return Diagnosis(
+            Cause.MEMORY_PRESSURE,
+            verdict,
+            None,
+            flushes[0].rank,
+            tuple(flushes[:2]),
+            {},
+            (_EXPANDABLE, *_tuning(log.stated)),
+            log.stated,
+        )
+    if swap:
+        less = Advice("offload less, or give the host more memory", "memory that is swapped out is a hundred times slower")
+        return Diagnosis(Cause.MEMORY_PRESSURE, "The host swaps.", None, None, tuple(swap[:2]), {}, (less,), log.stated)
+    return None
+
+
+def _slower(log: Log) -> Diagnosis | None:
+    factor = log.slowdown
+    if factor is None or factor < _SLOWER:
+        return None
+    advice = Advice(
+        "look whether sequences grow, the GPU clocks down, or the data loader falls behind", "memory does not show in this log"
+    )
+    return Diagnosis(
+        Cause.SLOWER,
+        f"Steps take {factor:.1f} times as long at the end as at first.",
+        None,
+        None,
+        (),
+        {},
+        (advice,),
+        log.stated,
+    )
+
+
+def _nothing(log: Log) -> Diagnosis:
+    done = log.of(Kind.FINISHED)
+    if done:
+        return Diagnosis(Cause.NOTHING, "Nothing went wrong: the run ended by itself.", evidence=(done[-1],), stated=log.stated)
+    return Diagnosis(Cause.NOTHING, "Nothing in this log says that anything went wrong.", stated=log.stated)
+
+
+#: Each cause's judge, the one that decides first.
+_JUDGES: tuple[Callable[[Log], Diagnosis | None], ...] = (
+    _gpu,
+    _simple(
+        Kind.PINNED_OOM,
+        Cause.PINNED_MEMORY,
+        "Out of page-locked host memory.",
+        Advice("set pin_memory to false, or raise the limit (ulimit -l)", "pinned memory cannot be swapped out and is bounded"),
+    ),
+    _simple(
+        Kind.SHM_FULL,
+        Cause.SHARED_MEMORY,
+        "/dev/shm is full: data loaders and NCCL exchange through it.",
+        Advice("start the container with --ipc=host or --shm-size 16g", "containers get 64 MiB"),
+    ),
+    _simple(
+        Kind.DISK_FULL,
+        Cause.DISK,
+        "The disk is full.",
+        Advice("free it, or write elsewhere", "a checkpoint holds the weights and, for AdamW, 12 bytes a parameter"),
+    ),
+    _host,
+    _simple(
+        Kind.SCALE_FLOOR, Cause.LOSS_SCALE, "fp16: the loss scale fell to its minimum, every step overflowed.", _BF16, _LOWER
+    ),
+    _simple(
+        Kind.BATCH_SIZES,
+        Cause.BATCH_SIZES,
+        "DeepSpeed refused the batch sizes: train_batch_size is not micro batch × accumulation × data-parallel ranks.",
+        Advice("leave train_batch_size out, or correct one of the three", "zeroplan check FILE says which"),
+    ),
+    _nan,
+    _error,
+    _overflow,
+    _peers,
+    _pressure,
+    _slower,
+)

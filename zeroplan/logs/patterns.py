@@ -1,0 +1,183 @@
+"""The lines by which torch, CUDA's libraries, launchers, the kernel and trainers say what happened, one pattern a form.
+
+A pattern is searched in a line only where one of its words stands there, in lower case; all of them take time in proportion
+to the line. Sources are the programs' own messages:
+
+- torch ``c10/cuda/CUDACachingAllocator.cpp`` (1.x and 2.0; 2.1 and later), ``c10/core/impl/alloc_cpu.cpp``,
+  ``torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp``, ``torch/distributed/elastic``;
+- DeepSpeed ``runtime/fp16/loss_scaler.py``, ``runtime/zero/stage3.py``, ``launcher/launch.py``, ``runtime/config.py``;
+- Linux ``mm/oom_kill.c``, Slurm, Docker and Kubernetes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from zeroplan.logs.events import Kind
+
+_UNITS = {"bytes": 1, "b": 1, "kb": 1 << 10, "kib": 1 << 10, "mib": 1 << 20, "mb": 1 << 20, "gib": 1 << 30, "gb": 1 << 30}
+_UNITS |= {"tib": 1 << 40, "tb": 1 << 40}
+_SIZE = r"([\d.]+) ?([kKMGT]i?B|bytes)"
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """`regex` says the kind; `words` are searched first."""
+
+    kind: Kind
+    words: tuple[str, ...]
+    regex: re.Pattern[str]
+
+
+def _pattern(kind: Kind, words: str, regex: str) -> Pattern:
+    return Pattern(kind, tuple(words.split("|")), re.compile(regex, re.IGNORECASE))
+
+
+#: In the order in which they are tried: the first that matches says what the line is.
+PATTERNS = (
+    _pattern(
+        Kind.PINNED_OOM,
+        "pin_memory|pinned|cudahostalloc",
+        r"(?:cudaHostAlloc|pin_memory|pinned).{0,80}(?:out of memory|failed)",
+    ),
+    _pattern(
+        Kind.GPU_OOM,
+        "out of memory|alloc_failed",
+        r"(?:CUDA|HIP|XPU|MPS backend)(?: error:)? out of memory|OutOfMemoryError|_STATUS_ALLOC_FAILED"
+        r"|Cuda failure.{0,20}out of memory",
+    ),
+    _pattern(
+        Kind.HOST_KILL,
+        "killed process|oom-kill|oom_kill|oomkilled|out_of_memory|memory limit",
+        r"Killed process \d+|oom[-_]kill|OOMKilled|invoked oom-killer|OUT_OF_MEMORY|exceeded (?:job )?memory limit",
+    ),
+    _pattern(
+        Kind.HOST_REFUSED,
+        "can't allocate memory|cannot allocate memory|memoryerror|bad_alloc|unable to allocate",
+        r"DefaultCPUAllocator: .{0,20}can't allocate memory|Cannot allocate memory|^\s*(?:\w+\.)*_?(?:Array)?MemoryError\b"
+        r"|std::bad_alloc|Unable to allocate [\d.]+ \wi?B",
+    ),
+    _pattern(
+        Kind.SHM_FULL,
+        "shm|bus error",
+        r"out of shared memory|insufficient shared memory|No space left on device.{0,40}shm|Bus error",
+    ),
+    _pattern(Kind.DISK_FULL, "no space left|disk quota", r"No space left on device|Disk quota exceeded"),
+    _pattern(
+        Kind.SIGKILL,
+        "-9|sigkill|137|signal 9|killed",
+        r"return code = -9\b|SIGKILL|exit ?code\s*:? ?(?:-9|137)\b|signal 9\b|^\S*\s*Killed\s*$|line \d+: +\d+ Killed\b",
+    ),
+    _pattern(Kind.SCALE_FLOOR, "loss scale", r"loss scale already at minimum"),
+    _pattern(Kind.OVERFLOW, "overflow|skipping step", r"OVERFLOW!|Gradient overflow|Skipping step.{0,40}(?:loss )?scale"),
+    _pattern(
+        Kind.NAN,
+        "nan|inf",
+        r"(?:loss|grad_norm|gradient norm|perplexity)['\"]?(?:_\w+)?\s*[:=]\s*['\"]?(?:tensor\()?[-+]?(?:nan|inf(?:inity)?)\b"
+        r"|found NaN (?:in|gradients)|loss is (?:nan|inf)",
+    ),
+    _pattern(
+        Kind.STUCK,
+        "timeout|timed out|time out",
+        r"collective operation timeout|Timed out waiting \d+ms|operations have failed or timed out|Socket Timeout"
+        r"|wait timeout after|monitoredBarrier|Store.{0,60}timed? ?out",
+    ),
+    _pattern(
+        Kind.PEER_GONE,
+        "closed by|connection reset|broken pipe|remote process|sigterm|ncclremoteerror|peer",
+        r"Connection (?:closed|reset) by|remote process (?:exited|has terminated)|ncclRemoteError|Broken pipe"
+        r"|closing signal SIGTERM|Application timeout caused pair closure|Read error \[",
+    ),
+    _pattern(Kind.CACHE_FLUSH, "cache flush", r"\d+ pytorch allocator cache flushes since last step"),
+    _pattern(Kind.SWAP, "swap", r"swap (?:is )?(?:full|exhausted)|Free swap\s*=\s*0kB|high swap"),
+    _pattern(
+        Kind.BATCH_SIZES,
+        "batch",
+        r"Check batch related parameters|train_batch_size is not equal to micro_batch_per_gpu",
+    ),
+    _pattern(
+        Kind.FINISHED,
+        "train_runtime|max_steps|max_epochs|exits successfully|training completed",
+        r"['\"]train_runtime['\"]|`Trainer\.fit` stopped: `max_\w+=\d+` reached|exits successfully|Training completed",
+    ),
+    # Last: the line that ends a traceback, "package.module.SomeError: text"; not what launchers raise when a rank has died.
+    _pattern(
+        Kind.EXCEPTION,
+        "error|exception|interrupt",
+        r"^\s*(?:\[[^\]]{0,40}\]:?\s*)*(?:[A-Za-z_][\w.]*\.)?(?!ChildFailedError|CalledProcessError|ProcessRaised|ProcessExited)"
+        r"[A-Z]\w*(?:Error|Exception|Interrupt)\b(?::|\s*$)",
+    ),
+)
+
+#: Sizes in torch's message, which says them in these words since 2.1, and in others before.
+_SIZES = {
+    "tried": (rf"tried to allocate {_SIZE}",),
+    "total": (rf"total capaci?ty of {_SIZE}", rf"\(GPU \d+; {_SIZE} total capacity"),
+    "free": (rf"of which {_SIZE} is free", rf"{_SIZE} free;"),
+    "allowed": (rf"{_SIZE} allowed;",),
+    "in_use": (rf"this process has {_SIZE} memory in use",),
+    "allocated": (rf"{_SIZE} is allocated by PyTorch", rf"{_SIZE} already allocated"),
+    "cached": (rf"{_SIZE} is reserved by PyTorch but unallocated",),
+    "reserved": (rf"{_SIZE} reserved in total by PyTorch",),
+    "resident": (r"anon-rss:(\d+)(kB)",),
+}
+_SIZE_PATTERNS = {name: tuple(re.compile(form, re.IGNORECASE) for form in forms) for name, forms in _SIZES.items()}
+_OTHERS = re.compile(rf"Process \d+ has {_SIZE} memory in use", re.IGNORECASE)
+_CPU_TRIED = re.compile(r"you tried to allocate (\d+) bytes", re.IGNORECASE)
+
+_RANK = re.compile(r"\[?\brank[ :=]?(\d{1,6})\b\]?|^\[default(\d+)\]|^(\d+): ", re.IGNORECASE)
+_GPU = re.compile(r"GPU (\d+)")
+_FRAME = re.compile(r'File "([^"]{1,400})", line \d+, in ([\w<>.]+)')
+
+
+def kind_of(line: str) -> Kind | None:
+    """What a line reports; None where that has no bearing."""
+    low = line.lower()
+    for pattern in PATTERNS:
+        if any(word in low for word in pattern.words) and pattern.regex.search(line):
+            return pattern.kind
+    return None
+
+
+def sizes_in(text: str) -> dict[str, int]:
+    """The sizes that an out-of-memory message names, in bytes; ``others`` sums up those of other processes."""
+    found = {}
+    for name, forms in _SIZE_PATTERNS.items():
+        match = next((m for form in forms if (m := form.search(text))), None)
+        if match:
+            found[name] = _bytes(match[1], match[2])
+    if match := _CPU_TRIED.search(text):
+        found["tried"] = int(match[1])
+    others = sum(_bytes(number, unit) for number, unit in _OTHERS.findall(text))
+    if others:
+        found["others"] = others
+    if "reserved" in found and "allocated" in found:
+        found.setdefault("cached", max(0, found["reserved"] - found["allocated"]))
+    return found
+
+
+def _bytes(number: str, unit: str) -> int:
+    try:
+        return int(float(number) * _UNITS[unit.lower()])
+    except ValueError:
+        return 0
+
+
+def rank_of(line: str) -> int | None:
+    """The rank that a line names; else None."""
+    match = _RANK.search(line)
+    return next((int(group) for group in match.groups() if group), None) if match else None
+
+
+def gpu_of(line: str) -> int | None:
+    """The GPU that torch's message names; else None."""
+    match = _GPU.search(line)
+    return int(match[1]) if match else None
+
+
+def frames_in(line: str) -> Iterator[str]:
+    """The frames of a traceback that stand on a line, as ``file:function`` with the last two parts of the file's path."""
+    for path, function in _FRAME.findall(line):
+        yield f"{'/'.join(path.replace(chr(92), '/').split('/')[-2:])}:{function}"

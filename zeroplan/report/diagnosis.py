@@ -1,0 +1,115 @@
+"""What ``doctor LOG`` answers, as text and JSON: the cause, the lines that show it, the plan beside it, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from zeroplan.core.units import format_bytes
+from zeroplan.logs.diagnose import Diagnosis
+from zeroplan.report.terminal import PLAIN, Terminal
+from zeroplan.report.verdict import name_of, need, peak_sentence
+
+if TYPE_CHECKING:
+    from zeroplan.logs.snapshot import Snapshot
+    from zeroplan.planner.failed_run import Planned
+
+
+def diagnosis_text(found: Diagnosis, planned: Planned | None, following: Sequence[str], terminal: Terminal = PLAIN) -> str:
+    """The answer in lines; `following` is the command to go on with."""
+    colour = terminal.bad if found.failed else terminal.good
+    head, colon, rest = found.verdict.partition(":")
+    first, *others = terminal.wrap(f"{head}{colon}{rest}")
+    lines = [first.replace(head, colour(head), 1), *others]
+    for event in found.evidence:
+        lines += [terminal.dim(line) for line in terminal.wrap(f"line {event.line}: {event.text}", indent="  ", hang="    ")]
+    if planned is not None:
+        lines += ["", *_plan_lines(planned, terminal)]
+    if planned is None or planned.relief is None:
+        lines += _advice_lines(found, terminal)
+    if following:
+        lines += ["", *terminal.command("Next: ", following)]
+    return "\n".join(lines)
+
+
+def _advice_lines(found: Diagnosis, terminal: Terminal) -> list[str]:
+    lines = ["", terminal.bold("What to do, the first thing first")] if found.advice else []
+    for number, one in enumerate(found.advice, 1):
+        lines += terminal.wrap(f"{number}. {one.what}: {one.why}", hang="   ")
+    return lines
+
+
+def _plan_lines(planned: Planned, terminal: Terminal) -> list[str]:
+    plan = planned.plan
+    if plan is None:
+        return terminal.wrap("The plan names no single configuration: give --stage, or --ds-config.")
+    gpu = plan.gpu
+    limit = f" of {format_bytes(gpu.usable, digits=1)}" if gpu.usable is not None else ""
+    says = {True: "fits", False: "does not fit", None: "needs"}[plan.fits]
+    lines = terminal.wrap(f"Planned: {name_of(plan)}, {need(plan)}{limit} a GPU; it {says}. {peak_sentence(plan)}".rstrip())
+    if planned.taken:
+        lines += terminal.wrap(f"Taken from the log: {', '.join(planned.taken)}.")
+    if planned.differs:
+        lines += terminal.wrap(f"The log is of another run than the plan: {'; '.join(planned.differs)}.")
+    relief = planned.relief
+    if relief is not None:
+        lines += terminal.wrap(
+            f"Smallest change that fits: {relief.what} ({relief.flags}), which saves {format_bytes(relief.saves, digits=1)} "
+            f"and needs {format_bytes(relief.total, digits=1)}."
+        )
+    elif plan.fits:
+        lines += terminal.wrap(
+            "The plan fits, so another run than it died: compare lengths, precision, attention and what else uses the GPU."
+        )
+    return lines
+
+
+def diagnosis_json(found: Diagnosis, planned: Planned | None) -> dict[str, Any]:
+    """One object that JSON can hold; sizes are bytes."""
+    plan = None if planned is None else planned.plan
+    return {
+        "schema": 1,
+        "cause": found.cause.value,
+        "verdict": found.verdict,
+        "failed": found.failed,
+        "phase": found.phase,
+        "rank": found.rank,
+        "sizes": dict(found.sizes),
+        "evidence": [{"line": event.line, "kind": event.kind.value, "text": event.text} for event in found.evidence],
+        "stated": asdict(found.stated),
+        "advice": [asdict(one) for one in found.advice],
+        "plan": None
+        if planned is None
+        else {
+            "plan": None if plan is None else plan.model_dump(mode="json"),
+            "taken": list(planned.taken),
+            "differs": list(planned.differs),
+            "relief": None if planned.relief is None else planned.relief.model_dump(mode="json"),
+        },
+    }
+
+
+def snapshot_text(found: Snapshot, terminal: Terminal = PLAIN) -> str:
+    """What a memory snapshot holds, in lines."""
+    verdict = f"Out of GPU memory on GPU {found.device}" if found.oom else f"GPU {found.device}"
+    tried = f", {format_bytes(found.oom[0])} more did not fit" if found.oom else ""
+    held = f"{format_bytes(found.allocated)} allocated of {format_bytes(found.reserved)} reserved{tried}"
+    lines = terminal.wrap(f"{verdict}: {held}.")
+    lines += ["", terminal.bold("Largest, by the line that allocated it")] if found.largest else []
+    lines += [f"  {format_bytes(size, digits=1):>10}  {place}" for place, size in found.largest]
+    return "\n".join(lines)
+
+
+def snapshot_json(found: Snapshot) -> dict[str, Any]:
+    """One object that JSON can hold; sizes are bytes."""
+    largest = [{"place": place, "bytes": size} for place, size in found.largest]
+    return {
+        "schema": 1,
+        "cause": "gpu_memory" if found.oom else "nothing",
+        "device": found.device,
+        "reserved": found.reserved,
+        "allocated": found.allocated,
+        "largest": largest,
+        "oom": list(found.oom),
+    }

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroplan.core.errors import BadInput
+from zeroplan.interop.programs.accelerate import launch_document
 from zeroplan.interop.programs.document import Document, find_beside, load_document
 from zeroplan.interop.programs.registry import owner_of, program_named
 from zeroplan.interop.setups import Setup
@@ -33,6 +34,9 @@ def read_setup(source: Any, program: str | None = None) -> Setup:
     owner = program_named(program) if program is not None else _owner(document, named)
     setups = [] if owner is None else [owner.read(document)]
     setups += [read_setup(path) for path in named]
+    flags = None if document.command is None else launch_document(document.command, document)
+    if flags is not None:
+        setups.append(program_named("accelerate").read(flags))
     return join(setups)
 
 

@@ -13,6 +13,7 @@ from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.programs.builder import Builder, Keys
 from zeroplan.interop.programs.document import Document
 from zeroplan.interop.programs.program import Program
+from zeroplan.interop.programs.shell import Command
 from zeroplan.interop.programs.trainer import refuse_cpu, set_fsdp
 from zeroplan.interop.setups import Setup
 
@@ -30,7 +31,7 @@ class Accelerate(Program):
 
     def recognises(self, document: Document) -> tuple[str, ...]:
         """Keys of its ClusterConfig."""
-        return document.has(*_ONLY)
+        return document.has(*_ONLY) if document.command is None else ()
 
     def read(self, document: Document) -> Setup:
         """The run as far as the launcher decides it."""
@@ -122,6 +123,26 @@ class Accelerate(Program):
         )
         if plain.flag("activation_checkpointing_offload"):
             run.leave_out("fsdp_config.fsdp_activation_checkpointing_offload", Effect.LESS, "checkpoints wait on the host")
+
+
+def launch_document(command: Command, document: Document) -> Document | None:
+    """What ``accelerate launch`` is told by flags, as its YAML would say it; None without flags that decide the engine."""
+    flags = dict(command.launch_flags)
+    kind = next((name for flag, name in _SWITCHES.items() if flags.get(flag)), None)
+    if kind is None and "mixed_precision" not in flags:
+        return None
+    said: dict[str, Any] = {"distributed_type": kind or "MULTI_GPU", "compute_environment": "LOCAL_MACHINE"}
+    said |= {key: flags[key] for key in ("mixed_precision", "use_cpu") if key in flags}
+    processes = command.processes or (command.gpus * (command.nodes or 1) if command.gpus else None)
+    if processes is not None:
+        said |= {"num_processes": processes, "num_machines": command.nodes or 1}
+    sections = {"DEEPSPEED": "deepspeed_config", "FSDP": "fsdp_config"}
+    if kind in sections:
+        said[sections[kind]] = flags
+    return Document(said, document.name, document.folder)
+
+
+_SWITCHES = {"use_deepspeed": "DEEPSPEED", "use_fsdp": "FSDP", "cpu": "MULTI_CPU", "use_megatron_lm": "MEGATRON_LM"}
 
 
 def _plugin_config(block: Keys) -> dict[str, Any]:

@@ -107,8 +107,7 @@ class Axolotl(Program):
         """The run."""
         run = Builder(document, self.name, self.label)
         refuse_cpu(run, "use_cpu")
-        if model := run.text("base_model"):
-            run.set("model", model, "base_model")
+        run.take_model("base_model")
         self._task(run)
         run.count("micro_batch", "micro_batch_size", default=1)
         run.count("grad_accum", "gradient_accumulation_steps", default=1)

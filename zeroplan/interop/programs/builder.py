@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from zeroplan.interop.programs.document import Document, find_beside
 from zeroplan.interop.setups import Setup
 
 _YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+_QUANTISED = re.compile(r"(?i)(^|[-_./])(awq|gptq|aqlm|bnb|[248][-_]?bit|int[48]|fp8|nf4|mxfp4|gguf|hqq|eetq)($|[-_./])")
 #: Keys that are not the program's are listed up to this number.
 _MOST_UNKNOWN = 20
 
@@ -138,6 +140,20 @@ class Builder(Keys):
         self.fields |= fields
         if clause not in self.assumed:
             self.assumed.append(clause)
+
+    def take_model(self, *names: str) -> None:
+        """The model, by the first of the names that the file has; one that a variable names is left open."""
+        for key in names:
+            found = self.text(key)
+            if found is None:
+                continue
+            if "$" in found or "{" in found or "<" in found:
+                self.assume(f"no model: {key} is {found[:40]}")
+            else:
+                self.set("model", found, key)
+                if _QUANTISED.search(found):
+                    self.leave_out(key, Effect.UNKNOWN, "by its name the checkpoint is quantised; 16 bits are counted")
+            return
 
     def count(self, field: str, *names: str, default: int | None = None) -> int | None:
         """A field that is a whole number, by the first of the names that the file has, else the program's default."""

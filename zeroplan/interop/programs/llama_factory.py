@@ -5,11 +5,12 @@ Source: LLaMA-Factory 0.9.6, ``src/llamafactory/hparams/``, ``model/adapter.py``
 
 from __future__ import annotations
 
+from zeroplan.core.errors import BadInput
 from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.programs.adapters import leave_out_quantisation, set_adapters, set_attention
 from zeroplan.interop.programs.builder import Builder
 from zeroplan.interop.programs.document import Document
-from zeroplan.interop.programs.known import arguments_of, only_of
+from zeroplan.interop.programs.known import arguments_of
 from zeroplan.interop.programs.program import Program
 from zeroplan.interop.programs.trainer import read_trainer
 from zeroplan.interop.setups import Setup
@@ -23,6 +24,9 @@ _ONLY = (
     *("disable_gradient_checkpointing", "image_max_pixels", "neat_packing", "mix_strategy", "val_size", "use_badam"),
     *("use_adam_mini", "galore_rank", "apollo_rank", "additional_target", "mixture_of_depths", "visual_inputs", "badam_mode"),
 )
+#: Keys of the trainer that ``USE_V1`` starts, and of Megatron's.
+_NEW_FORMAT = ("model_class", "dist_config", "kernel_config", "train_dataset", "peft_config")
+_MEGATRON = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 _NOT_MODELLED = {
     "enable_liger_kernel": (LESS, "Liger's fused loss and layers keep fewer tensors; eager ones are counted"),
     "use_unsloth": (LESS, "Unsloth's kernels keep fewer tensors"),
@@ -72,7 +76,11 @@ class LlamaFactory(Program):
         """Arguments of its own, or its command line."""
         if started := document.starts("llamafactory-cli train"):
             return started
-        found = document.has(*sorted(only_of(self.name) | set(_ONLY))) if "base_model" not in document.data else ()
+        found = document.has(*_ONLY) if "base_model" not in document.data else ()
+        if document.has(*_NEW_FORMAT) and not found:
+            return document.has(*_NEW_FORMAT)
+        if "model_name_or_path" not in document.data:
+            return ()
         return (*found, "stage") if found and document.data.get("stage") in _STAGES else found
 
     def could_own(self, document: Document) -> bool:
@@ -83,8 +91,16 @@ class LlamaFactory(Program):
         )
 
     def read(self, document: Document) -> Setup:
-        """The run."""
+        """The run.
+
+        Raises:
+            BadInput: as :meth:`Program.read`; or a file of the trainer that has other keys, or of Megatron's engine.
+        """
         run = Builder(document, self.name, self.label)
+        if document.has(*_NEW_FORMAT):
+            raise BadInput("is a file of LLaMA-Factory's v1 trainer", where=run.name, remedy="its keys are not read yet")
+        if document.has(*_MEGATRON):
+            raise BadInput("trains by Megatron-Core", where=run.name, remedy="no engine here plans that")
         stage = run.word("stage")
         if stage is None:
             run.assume("stage sft", task="sft")
@@ -93,8 +109,7 @@ class LlamaFactory(Program):
         read_trainer(run)
         if run.fields.get("engine") is None:
             run.set("engine", "ddp")
-        if model := run.text("model_name_or_path"):
-            run.set("model", model, "model_name_or_path")
+        run.take_model("model_name_or_path")
         run.count("seq_len", "cutoff_len", default=2048)
         set_attention(run, "flash_attn")
         off = run.flag("disable_gradient_checkpointing")

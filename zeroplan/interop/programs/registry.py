@@ -8,21 +8,29 @@ from zeroplan.interop.programs.axolotl import Axolotl
 from zeroplan.interop.programs.document import Document
 from zeroplan.interop.programs.ds_config import DsConfig
 from zeroplan.interop.programs.known import arguments_of
+from zeroplan.interop.programs.litgpt import LitGpt
 from zeroplan.interop.programs.llama_factory import LlamaFactory
+from zeroplan.interop.programs.ms_swift import MsSwift
+from zeroplan.interop.programs.open_instruct import OpenInstruct
 from zeroplan.interop.programs.program import Program
+from zeroplan.interop.programs.torchtune import Torchtune
 from zeroplan.interop.programs.trainer import HfTrainer
 from zeroplan.interop.programs.trl import Trl
 
+_ALL = (
+    *(DsConfig(), HfTrainer(), Trl(), LlamaFactory(), Axolotl(), Accelerate(), Torchtune(), OpenInstruct(), MsSwift()),
+    LitGpt(),
+)
 #: Every program by the name that ``--program`` takes.
-PROGRAMS: dict[str, Program] = {
-    one.name: one for one in (DsConfig(), HfTrainer(), Trl(), LlamaFactory(), Axolotl(), Accelerate())
-}
+PROGRAMS: dict[str, Program] = {one.name: one for one in _ALL}
 #: Programs with a list of their arguments, which says how much of a document each would take.
 _LISTED = {
     "hf-trainer": ("hf-trainer",),
     "trl": ("hf-trainer", "trl"),
     "llama-factory": ("hf-trainer", "llama-factory"),
     "axolotl": ("axolotl",),
+    "open-instruct": ("open-instruct",),
+    "ms-swift": ("hf-trainer", "ms-swift"),
 }
 
 

@@ -17,10 +17,10 @@ from zeroplan.core.errors import BadInput
 _ASSIGNMENT = re.compile(r"^(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)=(.*)$", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
-#: Launchers, and what their flags say of the machine; a value of None is a switch without an argument.
+#: Launchers, and which of their flags say the size of the machine.
 _LAUNCHERS: dict[str, dict[str, str]] = {
-    "deepspeed": {"num_gpus": "gpus", "num_nodes": "nodes", "include": "", "hostfile": "", "master_port": "", "exclude": ""},
-    "torchrun": {"nproc_per_node": "gpus", "nnodes": "nodes", "node_rank": "", "master_addr": "", "master_port": ""},
+    "deepspeed": {"num_gpus": "gpus", "num_nodes": "nodes"},
+    "torchrun": {"nproc_per_node": "gpus", "nnodes": "nodes"},
     "accelerate": {"num_processes": "processes", "num_machines": "nodes", "config_file": "config_file"},
 }
 _PYTHON = re.compile(r"^(.*/)?python[\d.]*$")
@@ -33,7 +33,17 @@ _OWN_COMMANDS = {
     "axolotl": {"train"},
     "tune": {"run"},
 }
+#: Flags of which a script that trains has at least one.
+_TRAINING_FLAGS = frozenset(
+    (
+        *("per_device_train_batch_size", "per_gpu_train_batch_size", "gradient_accumulation_steps", "num_train_epochs"),
+        *("gradient_checkpointing", "finetuning_type", "max_train_steps", "train_type", "tuner_type", "lora_r", "lora_rank"),
+    )
+)
+_ARITHMETIC = re.compile(r"\$\((?:\(|expr)\s*(\d{1,9}(?:\s*[-+*/]\s*\d{1,9}){0,8})\s*\)?\)")
 _WRAPPERS = {"nohup", "srun", "time", "exec", "env", "sudo", "uv", "run", "bash", "-c", "poetry"}
+#: Words that end a command; from the seventh on those of redirections.
+_ENDS = ("|", "||", "&&", "&", ";", r"\&\&", ">", ">>", "2>&1", "2>", "&>")
 _MOST_LINES = 5_000
 
 
@@ -50,6 +60,7 @@ class Command:
         processes: on all nodes, where the launcher says.
         nodes: nodes, where the launcher says.
         config_file: what ``accelerate launch --config_file`` names.
+        launch_flags: the launcher's own flags, by name with underscores.
         environment: variables set on the command line or exported before it.
     """
 
@@ -61,6 +72,7 @@ class Command:
     processes: int | None = None
     nodes: int | None = None
     config_file: str | None = None
+    launch_flags: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -105,9 +117,22 @@ def _commands(text: str, name: str) -> Iterator[Command]:
                 if said := _ASSIGNMENT.match(word):
                     variables[said[1]] = said[2]
             continue
-        command = _command(words, own)
-        if command is not None:
-            yield command
+        for part in _parts(words):
+            command = _command(part, own)
+            if command is not None:
+                yield command
+
+
+def _parts(words: list[str]) -> Iterator[list[str]]:
+    """The commands of one line: between ``&&`` and the like, and behind the ``--`` of a job scheduler's command."""
+    part: list[str] = []
+    for word in [*words, ";"]:
+        if word in _ENDS[:6] or (word == "--" and part):
+            if part:
+                yield part
+            part = []
+        else:
+            part.append(word.removesuffix(";") if word.endswith(";") and len(word) > 1 else word)
 
 
 def _words(line: str, variables: Mapping[str, str]) -> list[str]:
@@ -123,10 +148,28 @@ def _words(line: str, variables: Mapping[str, str]) -> list[str]:
         if after == filled or len(after) > 1 << 16:
             break
         filled = after
+    filled = _ARITHMETIC.sub(_computed, filled)
     try:
         return shlex.split(filled, comments=True)
     except ValueError:
         return []
+
+
+def _computed(match: re.Match[str]) -> str:
+    """The value of whole numbers with the four operators; the text as it is where a divisor is zero."""
+    terms = re.findall(r"\d+|[-+*/]", match[1])
+    total, sign, product = 0, 1, int(terms[0])
+    for operator, term in zip(terms[1::2], terms[2::2], strict=True):
+        number = int(term)
+        if operator == "*":
+            product *= number
+        elif operator == "/":
+            if number == 0:
+                return match[0]
+            product //= number
+        else:
+            total, sign, product = total + sign * product, 1 if operator == "+" else -1, number
+    return str(total + sign * product)
 
 
 def _command(words: list[str], environment: Mapping[str, str]) -> Command | None:
@@ -157,7 +200,7 @@ def _command(words: list[str], environment: Mapping[str, str]) -> Command | None
 
 def _launched(launcher: str, words: list[str], environment: Mapping[str, str]) -> Command | None:
     """A launcher's own flags come before the program's name."""
-    machine: dict[str, str] = {}
+    machine: dict[str, Any] = {}
     known = _LAUNCHERS[launcher]
     at = 0
     while at < len(words) and words[at].startswith("-"):
@@ -168,12 +211,11 @@ def _launched(launcher: str, words: list[str], environment: Mapping[str, str]) -
             break
         if not has_value and at < len(words) and not words[at].startswith("-") and not words[at].endswith((".py", ".sh")):
             value, at = words[at], at + 1
-        if known.get(name):
-            machine[known[name]] = value
+        machine[known.get(name) or f"--{name}"] = value if value or has_value else True
     return _program(launcher, machine, words[at:], environment)
 
 
-def _program(launcher: str, machine: Mapping[str, str], words: list[str], environment: Mapping[str, str]) -> Command | None:
+def _program(launcher: str, machine: Mapping[str, Any], words: list[str], environment: Mapping[str, str]) -> Command | None:
     if words[:1] == ["-m"]:
         words = words[1:]
     if not words:
@@ -185,10 +227,13 @@ def _program(launcher: str, machine: Mapping[str, str], words: list[str], enviro
     elif short in _OWN_COMMANDS:
         return None
     flags, files = _flags(rest)
-    if not flags and not files:
+    recipe = any(word.lower().endswith((".yaml", ".yml", ".json")) for word in (*files, str(flags.get("config", ""))))
+    if not (recipe or " " in program or _TRAINING_FLAGS & flags.keys()):
         return None
     gpus, nodes, processes = (_whole(machine.get(key)) for key in ("gpus", "nodes", "processes"))
-    return Command(program, launcher, flags, files, gpus, processes, nodes, machine.get("config_file"), dict(environment))
+    own = {key.removeprefix("--"): _value(str(value)) for key, value in machine.items() if key.startswith("--")}
+    config_file = machine.get("config_file")
+    return Command(program, launcher, flags, files, gpus, processes, nodes, config_file, own, dict(environment))
 
 
 def _flags(words: list[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -198,7 +243,7 @@ def _flags(words: list[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
     while at < len(words):
         word = words[at]
         at += 1
-        if word in ("|", "||", "&&", "&", ";", ">", ">>", "2>&1", "2>", "&>"):
+        if _ends(word):
             break
         if not word.startswith("--"):
             if "=" in word and not flags and word.partition("=")[0].replace(".", "").isidentifier():
@@ -221,7 +266,7 @@ def _flags(words: list[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 
 def _ends(word: str) -> bool:
-    return word in ("|", "||", "&&", "&", ";", ">", ">>", "2>&1", "2>", "&>") or word.startswith(("2>", ">", "&>"))
+    return word in _ENDS or word.startswith(("2>", ">", "&>"))
 
 
 def _value(text: str) -> Any:
@@ -236,5 +281,5 @@ def _value(text: str) -> Any:
     return text
 
 
-def _whole(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdigit() and len(text) < 7 else None
+def _whole(text: Any) -> int | None:
+    return int(text) if isinstance(text, str) and text.isdigit() and len(text) < 7 else None

@@ -108,8 +108,10 @@ def read_trainer(run: Builder, defaults: TrainerDefaults = TRAINER) -> None:
         run.set("gradient_checkpointing", again, "gradient_checkpointing")
     run.leave_out_flags(_NOT_MODELLED)
     _evaluation(run)
-    if run.ds_config("deepspeed") is not None:
-        run.set("engine", "deepspeed", "deepspeed")
+    # DeepSpeed's own arguments are a switch and a path.
+    key = "deepspeed_config" if run.data.get("deepspeed") is True and "deepspeed_config" in run.data else "deepspeed"
+    if run.ds_config(key) is not None:
+        run.set("engine", "deepspeed", key)
         run.set("zero_init", True)  # the arguments stand before the model is loaded
     elif run.value("fsdp") not in (None, False, "", []):
         _fsdp(run)
@@ -219,6 +221,7 @@ def set_fsdp(
         run.leave_out(f"{key}: no_shard", MORE, "nothing is sharded; the figures are those of shards")
     if checkpointing:
         run.set("gradient_checkpointing", True, key)
+        run.assumed = [clause for clause in run.assumed if not clause.startswith("gradient_checkpointing ")]
 
 
 class HfTrainer(Program):
@@ -233,7 +236,8 @@ class HfTrainer(Program):
         known = document.has(*sorted(arguments_of(self.name) - _SHARED))
         if document.command is not None:
             return known if len(known) >= _ENOUGH else ()
-        return known if "model_name_or_path" not in document.data else ()
+        mostly = 2 * len(document.has(*arguments_of(self.name))) >= len(document.data)
+        return known if mostly and "model_name_or_path" not in document.data else ()
 
     def could_own(self, document: Document) -> bool:
         """A file of one of transformers' example scripts, which read their own arguments beside the Trainer's."""
@@ -247,9 +251,7 @@ class HfTrainer(Program):
         read_trainer(run)
         if run.fields.get("engine") is None:
             run.set("engine", "ddp")
-        model = run.text("model_name_or_path")
-        if model is not None:
-            run.set("model", model, "model_name_or_path")
+        run.take_model("model_name_or_path")
         for key in _LENGTHS:
             if run.number(key) is not None:
                 run.count("seq_len", key)
@@ -257,7 +259,7 @@ class HfTrainer(Program):
         _adapters(run)
         if run.fields.get("engine") != "deepspeed":
             run.assume("weights in fp32: the script's from_pretrained decides", model_dtype="fp32")
-        return run.setup()
+        return run.setup(arguments_of(self.name) | _EXAMPLES)
 
 
 def _adapters(run: Builder) -> None:
@@ -268,7 +270,11 @@ def _adapters(run: Builder) -> None:
     bits = run.number("bits", least=0)
     if (switches or ranks) and not off:
         run.set("method", "lora")
-        run.count("lora_rank", *(ranks or ["lora_r"]), default=8)
+        if ranks:
+            run.count("lora_rank", *ranks)
+        else:
+            run.set("lora_rank", 8)
+            run.leave_out(switches[0], UNKNOWN, "the script's own default of the rank is not known; 8 is counted")
         for key in _SCRIPT_TARGETS:
             if found := run.texts(key):
                 run.set("lora_targets", found, key)

@@ -22,7 +22,7 @@ _ONLY = (
     *("dataset_text_field", "dataset_kwargs", "dataset_num_proc", "completion_only_loss", "assistant_only_loss"),
     *("model_init_kwargs", "chat_template_path", "packing_strategy", "precompute_ref_log_probs", "max_prompt_length"),
     *("dataset_train_split", "dataset_test_split", "dataset_mixture", "num_generations", "missing_eos_penalty"),
-    *("center_rewards_coefficient", "rpo_alpha", "num_ppo_epochs", "gold", "lmbda", "cast_lm_head_to_fp32"),
+    *("center_rewards_coefficient", "rpo_alpha", "num_ppo_epochs", "cast_lm_head_to_fp32"),
 )
 _SCRIPT = re.compile(r"(^|/)(run_)?(sft|dpo|grpo|kto|orpo|cpo|reward_modeling|reward|rloo|ppo|bco|gkd)(_\w+)?\.py$")
 _COMMANDS = tuple(f"trl {task}" for task in ("sft", "dpo", "grpo", "kto", "reward", "rloo"))
@@ -81,6 +81,8 @@ class Trl(Program):
         return self._own(document) if "base_model" not in document.data else ()
 
     def _own(self, document: Document) -> tuple[str, ...]:
+        if "model_name_or_path" not in document.data:
+            return document.has(*_ONLY)
         return document.has(*sorted(only_of(self.name) | set(_ONLY)))
 
     def could_own(self, document: Document) -> bool:
@@ -96,8 +98,7 @@ class Trl(Program):
         read_trainer(run, TrainerDefaults(checkpointing=True, bf16=True))
         if run.fields.get("engine") is None:
             run.set("engine", "ddp")
-        if model := run.text("model_name_or_path"):
-            run.set("model", model, "model_name_or_path")
+        run.take_model("model_name_or_path")
         _length(run, task)
         set_attention(run, "attn_implementation")
         weights = run.word("dtype") or run.word("torch_dtype")

@@ -1,0 +1,134 @@
+"""LitGPT: YAML of ``litgpt finetune`` and ``litgpt pretrain``.
+
+Source: LitGPT 0.5.13, ``litgpt/finetune/lora.py``, ``full.py``, ``litgpt/pretrain.py``, ``litgpt/args.py``.
+"""
+
+from __future__ import annotations
+
+from zeroplan.core.unmodelled import Effect
+from zeroplan.interop.programs.builder import Builder, Keys
+from zeroplan.interop.programs.document import Document
+from zeroplan.interop.programs.optimizers import optimizer_of
+from zeroplan.interop.programs.program import Program
+from zeroplan.interop.programs.trainer import set_fsdp
+from zeroplan.interop.setups import Setup
+
+UNKNOWN = Effect.UNKNOWN
+#: ``precision`` by Lightning Fabric's names: arithmetic and weights.
+_PRECISIONS = {
+    "bf16-true": ("bf16", "bf16"),
+    "16-true": ("fp16", "fp16"),
+    "bf16-mixed": ("bf16", "fp32"),
+    "16-mixed": ("fp16", "fp32"),
+    "32-true": ("fp32", "fp32"),
+}
+#: Switches of adapters, each with the layers of transformers' models that it means.
+_TARGETS = {
+    "lora_query": ("q_proj",),
+    "lora_key": ("k_proj",),
+    "lora_value": ("v_proj",),
+    "lora_projection": ("o_proj",),
+    "lora_mlp": ("gate_proj", "up_proj", "down_proj"),
+}
+_ON_BY_DEFAULT = ("lora_query", "lora_value")
+
+
+class LitGpt(Program):
+    """One GPU without a strategy; several by FSDP, which also checkpoints every block."""
+
+    name = "litgpt"
+    title = "LitGPT"
+    version = "0.5.13"
+
+    def recognises(self, document: Document) -> tuple[str, ...]:
+        """A ``train`` block with LitGPT's sizes beside its checkpoint or model."""
+        train = document.data.get("train")
+        sized = isinstance(train, dict) and "micro_batch_size" in train
+        return document.has("checkpoint_dir", "model_name", "precision") if sized else ()
+
+    def read(self, document: Document) -> Setup:
+        """The run. Its model code is LitGPT's own, so activations of transformers' model stand in."""
+        run = Builder(document, self.name, self.label)
+        train = run.block("train")
+        fine = "checkpoint_dir" in run.data
+        run.set("task", "sft" if fine else "pretrain")
+        folder = run.text("checkpoint_dir" if fine else "model_name")
+        if folder:
+            run.set("model", folder.removeprefix("checkpoints/"), "checkpoint_dir" if fine else "model_name")
+        micro = train.number("micro_batch_size") or 1
+        run.set("micro_batch", micro, "train.micro_batch_size")
+        gpus, nodes = self._machine(run)
+        whole = train.number("global_batch_size")
+        if whole and gpus:
+            run.set("grad_accum", max(1, whole // (gpus * nodes) // micro), "train.global_batch_size")
+        length = train.number("max_seq_length")
+        if length:
+            run.set("seq_len", length, "train.max_seq_length")
+        else:
+            run.leave_out("train.max_seq_length", UNKNOWN, "samples are as long as the model's window; give --seq-len")
+        precision = run.word("precision")
+        if precision is None:
+            run.assume("precision bf16-true", dtype="bf16", model_dtype="bf16")
+        elif precision in _PRECISIONS:
+            for field, value in zip(("dtype", "model_dtype"), _PRECISIONS[precision], strict=True):
+                run.set(field, value, "precision")
+        else:
+            run.set("dtype", "bf16", "precision")
+            run.leave_out("precision", UNKNOWN, f"precision {precision[:40]!r} is not modelled; bf16 is counted")
+        self._optimizer(run)
+        several = gpus is None or gpus * nodes > 1
+        lora = "lora_r" in run.data
+        if several:
+            set_fsdp(
+                run,
+                "devices",
+                version=2 if lora else 1,
+                reshard="true" if fine else "hybrid_shard",
+                offload=False,
+                hybrid=not fine,
+                checkpointing=fine,
+            )
+            run.fields.setdefault("gradient_checkpointing", False)
+        else:
+            run.set("engine", "ddp")
+            run.set("gradient_checkpointing", False)
+        self._adapters(run, lora=lora)
+        run.leave_out("model", UNKNOWN, "LitGPT's own model code keeps other tensors than transformers'")
+        return run.setup()
+
+    def _machine(self, run: Builder) -> tuple[int | None, int]:
+        devices, nodes = run.value("devices"), run.number("num_nodes") or 1
+        if devices is None and "devices" in run.data:
+            run.assume("devices auto: all of the machine, so give --gpus")
+            return None, nodes
+        gpus = (run.number("devices") or 1) if devices is not None else 1
+        run.set("gpus", gpus, "devices")
+        run.set("nodes", nodes, "num_nodes")
+        return gpus, nodes
+
+    def _optimizer(self, run: Builder) -> None:
+        value = run.value("optimizer")
+        name = Keys(value, run.name).text("class_path") if isinstance(value, dict) else value
+        plain = str(name or "AdamW").rpartition(".")[2].lower()
+        if isinstance(name, str) and "galore" in name.lower():
+            plain = "galore_adamw"
+        row, kind = optimizer_of(run, "optimizer.class_path", plain)
+        run.set("optimizer", row, "optimizer.class_path")
+        run.set("optimizer_kind", kind)
+
+    def _adapters(self, run: Builder, *, lora: bool) -> None:
+        if run.text("quantize"):
+            run.leave_out("quantize", UNKNOWN, "quantised base weights are counted in 16 bits")
+        if not lora:
+            run.set("method", "full")
+            return
+        run.set("method", "qlora" if run.text("quantize") else "lora")
+        run.count("lora_rank", "lora_r", default=8)
+        names: list[str] = []
+        for key, layers in _TARGETS.items():
+            on = run.flag(key)
+            if on or (on is None and key in _ON_BY_DEFAULT):
+                names += layers
+        run.set("lora_targets", tuple(names), "lora_query")
+        if run.flag("lora_head"):
+            run.leave_out("lora_head", Effect.MORE, "an adapter on the head")

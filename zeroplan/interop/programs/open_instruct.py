@@ -1,0 +1,109 @@
+"""open-instruct: arguments of ``finetune.py``, ``dpo_tune_cache.py`` and ``grpo_fast.py``, as YAML or command lines.
+
+Source: open-instruct of August 2026, ``open_instruct/finetune.py`` (FlatArguments, main), ``dpo_utils.py``, ``model_utils.py``.
+"""
+
+from __future__ import annotations
+
+import re
+
+from zeroplan.core.unmodelled import Effect
+from zeroplan.interop.programs.builder import Builder
+from zeroplan.interop.programs.document import Document
+from zeroplan.interop.programs.known import arguments_of, only_of
+from zeroplan.interop.programs.program import Program
+from zeroplan.interop.programs.trainer import refuse_cpu, take_machine
+from zeroplan.interop.setups import Setup
+
+MORE, LESS, UNKNOWN = Effect.MORE, Effect.LESS, Effect.UNKNOWN
+_SCRIPT = re.compile(r"open_instruct/(finetune|dpo\w*|grpo\w*|reward_modeling|ppo\w*|online_dpo\w*)\.py$")
+_ONLY = ("dataset_mixer_list", "with_tracking", "checkpointing_steps", "gradient_checkpointing", "use_flash_attn", "hf_entity")
+_NOT_MODELLED = {
+    "use_liger_kernel": (LESS, "Liger's fused loss and layers keep fewer tensors; eager ones are counted"),
+    "packing": (LESS, "samples are laid end to end without padding"),
+    "use_8bit_optimizer": (LESS, "8-bit states are counted in full width"),
+    "load_balancing_loss": (MORE, "logits of the routers are kept for a second loss"),
+    "sequence_parallel_size": (UNKNOWN, "ranks share each sequence"),
+    "cpu_offload": (LESS, "shards on the host"),
+    "tensor_parallel_degree": (UNKNOWN, "ranks share each matrix"),
+    "context_parallel_degree": (UNKNOWN, "ranks share each sequence"),
+}
+
+
+class OpenInstruct(Program):
+    """Weights in bf16, flash attention, AdamW; full fine-tuning unless ``use_lora``."""
+
+    name = "open-instruct"
+    title = "open-instruct"
+    version = "of August 2026"
+
+    def recognises(self, document: Document) -> tuple[str, ...]:
+        """Its scripts by name, or arguments of its own."""
+        if document.command is not None:
+            found = _SCRIPT.search(document.command.program)
+            return (document.command.program,) if found else ()
+        own = only_of(self.name) | {"dataset_mixer_list", "with_tracking", "checkpointing_steps", "use_flash_attn"}
+        found_keys = document.has(*sorted(own - {"beta"}))
+        return found_keys if "model_name_or_path" in document.data else ()
+
+    def read(self, document: Document) -> Setup:
+        """The run."""
+        run = Builder(document, self.name, self.label)
+        refuse_cpu(run)
+        program = document.command.program if document.command else ""
+        script = _SCRIPT.search(program)
+        word = script[1] if script else "grpo" if document.has("num_samples_per_prompt_rollout") else "finetune"
+        task = "dpo" if "dpo" in word or (script is None and document.has("dpo_beta", "beta", "dpo_loss_type")) else word
+        task = {"finetune": "sft"}.get(task, "grpo" if task.startswith("grpo") else "reward" if "reward" in task else task)
+        run.set("task", task)
+        if script is None:
+            run.assume("finetune.py, since no key of another script is set" if task == "sft" else f"the script of {task}")
+        if task != "sft":
+            run.leave_out(f"task {task}", MORE, "pairs of samples, further models or generation beside the trained model")
+        run.take_model("model_name_or_path")
+        run.count("micro_batch", "per_device_train_batch_size", default=1 if task == "grpo" else 8)
+        run.count("grad_accum", "gradient_accumulation_steps", default=1)
+        if run.number("max_seq_length") is not None:
+            run.count("seq_len", "max_seq_length")
+        elif task == "grpo":
+            prompt, answer = run.number("max_prompt_token_length") or 256, run.number("response_length") or 256
+            packed = run.number("pack_length")
+            run.set("seq_len", packed or prompt + answer, "pack_length" if packed else "response_length")
+        else:
+            run.leave_out("max_seq_length", UNKNOWN, "nothing bounds the length of a sample; give --seq-len")
+        run.assume("weights in bf16 and flash attention", model_dtype="bf16", dtype="bf16", attn="flash")
+        if run.flag("use_flash_attn") is False:
+            run.set("attn", "sdpa", "use_flash_attn")
+        fused = run.flag("fused_optimizer") is not False and task == "sft"
+        run.set("optimizer", "adamw")
+        run.set("optimizer_kind", "fused" if fused else "foreach")
+        again = run.flag("gradient_checkpointing")
+        if again is None:
+            run.assume("gradient_checkpointing false", gradient_checkpointing=False)
+        else:
+            run.set("gradient_checkpointing", again, "gradient_checkpointing")
+        if run.flag("use_lora") or run.flag("use_qlora"):
+            quantised = bool(run.flag("use_qlora"))
+            run.set("method", "qlora" if quantised else "lora", "use_lora")
+            run.count("lora_rank", "lora_rank", default=64)
+            run.set("lora_targets", ("q_proj", "o_proj", "v_proj", "k_proj", "gate_proj", "up_proj", "down_proj"))
+            if quantised:
+                run.leave_out("use_qlora", UNKNOWN, "base weights in NF4 are counted in 16 bits")
+        else:
+            run.set("method", "full")
+        run.leave_out_flags(_NOT_MODELLED)
+        stage = run.number("deepspeed_stage", least=0)
+        if stage is not None or task == "grpo":
+            run.set("engine", "deepspeed", "deepspeed_stage" if stage is not None else "")
+            run.set(
+                "ds_config",
+                {
+                    "zero_optimization": {"stage": stage or 0},
+                    "train_micro_batch_size_per_gpu": "auto",
+                    "bf16": {"enabled": True},
+                },
+            )
+        if run.fields.get("engine") is None and document.command is None:
+            run.assume("no engine: the launcher decides it, so give its file as well")
+        take_machine(run)
+        return run.setup(arguments_of("open-instruct"))

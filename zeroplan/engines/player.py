@@ -109,7 +109,7 @@ def play(
         schedule: what the engine does.
         own_linear: the engine put a function of its own in place of ``torch.nn.functional.linear``.
         warm: cuBLAS has its workspaces from the initialisation on; the schedule has recorded them.
-        scripts: those of other runs of the same stream.
+        scripts: the scripts of other runs of the same tape.
     """
     schedule.build()
     recorder.mark("model")

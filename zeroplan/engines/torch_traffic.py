@@ -22,6 +22,7 @@ GLOSSARY = {
     **WORK_GLOSSARY,
     "ranks": "data-parallel ranks",
     "steps_before": "ranks − 1, the steps of a ring",
+    "micro_batches": "micro batches a step, of which the last reduces gradients",
     "params": "elements of the model",
     "trainable": "elements with a gradient",
     "tensors": "parameters",
@@ -39,6 +40,7 @@ class TorchFacts:
     resharded: bool
     ranks: int
     steps_before: int
+    micro_batches: int
     params: int
     trainable: int
     tensors: int
@@ -72,11 +74,11 @@ def gather_backward(c: TorchFacts) -> int:
 
 @_lines.add(_link, Phase.BACKWARD)
 def reduce_gradients(c: TorchFacts) -> int:
-    """Gradients in fp32: FSDP2 reduce-scatters, DDP all-reduces.
+    """Gradients in fp32, once a step, spread over its micro batches: FSDP2 reduce-scatters, DDP all-reduces.
 
     Source: _fsdp_collectives.py, foreach_reduce; torch/csrc/distributed/c10d/reducer.cpp
     """
-    return fraction(4 * c.trainable * (1 if c.sharded else 2), c.steps_before, c.ranks)
+    return fraction(4 * c.trainable * (1 if c.sharded else 2), c.steps_before, c.ranks * c.micro_batches)
 
 
 @_lines.add(Resource.HBM, Phase.FORWARD)
@@ -87,10 +89,10 @@ def contention_forward(c: TorchFacts) -> int:
 
 @_lines.add(Resource.HBM, Phase.BACKWARD)
 def contention_backward(c: TorchFacts) -> int:
-    """The same in the backward: parameters gathered again where they were resharded, gradients reduced."""
-    gathered = c.param_bytes * c.params if c.resharded else 0
+    """The same in the backward: parameters gathered again where they were resharded, gradients reduced once a step."""
+    gathered = c.param_bytes * c.params * c.micro_batches if c.resharded else 0
     reduced = 4 * c.trainable * (1 if c.sharded else 2)
-    return fraction(MEMORY_PER_BYTE * (gathered + reduced), c.steps_before, c.ranks)
+    return fraction(MEMORY_PER_BYTE * (gathered + reduced), c.steps_before, c.ranks * c.micro_batches)
 
 
 @_lines.add(Resource.HBM, Phase.FORWARD)
@@ -150,6 +152,7 @@ def torch_facts(spec: ModelSpec, workload: Workload, layout: ParallelLayout, *, 
         resharded=stage == 3,
         ranks=ranks,
         steps_before=ranks - 1,
+        micro_batches=workload.grad_accum,
         params=spec.params,
         trainable=spec.trainable,
         tensors=tensors,

@@ -11,7 +11,7 @@ from zeroplan.ledger.derive import fraction
 from zeroplan.ledger.line import LedgerBuilder
 
 
-class StateFacts(Protocol):
+class SteppedRank(Protocol):
     """The facts that the lines of optimizer states read."""
 
     @property
@@ -40,7 +40,7 @@ STATE_DOCS = {
 }
 
 
-def state_bytes(c: StateFacts, buffer: Buffer, counts: Mapping[Domain, Count]) -> int:
+def state_bytes(c: SteppedRank, buffer: Buffer, counts: Mapping[Domain, Count]) -> int:
     """Bytes of one kind of state on this rank; `counts` tell the elements of each domain."""
     total = 0
     for state in c.optimizer.states:

@@ -67,7 +67,8 @@ def _explain(engine: Engine, case: Case, tapes: ExpandedTapes | None) -> Explana
     derivations = []
     for item in derived(ledger, facts):
         names = dict.fromkeys(_NAME.findall(item.formula))
-        values = tuple((name, getattr(facts, name), meanings.get(name, "")) for name in names if hasattr(facts, name))
+        known = ((name, getattr(facts, name, None)) for name in names)
+        values = tuple((name, value, meanings.get(name, "")) for name, value in known if isinstance(value, int))
         derivations.append(Derivation(item, values))
     if tapes is not None:
         derivations += _at_the_peak(engine, case, tapes, {d.item.buffer for d in derivations if d.item.place is Place.HBM})

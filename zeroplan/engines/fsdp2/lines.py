@@ -36,6 +36,15 @@ def grad_shard(c: Fsdp2Rank) -> int:
     return 0 if c.offload else c.original_bytes * c.sharded_trainable
 
 
+@_add(Buffer.GRAD_FULL, Place.HBM, (Phase.FORWARD, Phase.BACKWARD))
+def grad_accumulated(c: Fsdp2Rank) -> int:
+    """Whole gradients of the micro batches before the last, in the reduction's dtype: only the last one's backward reduces.
+
+    Source: _fsdp_param.py, to_accumulated_grad_if_needed (unsharded_accumulated_grad)
+    """
+    return c.reduce_bytes * c.trainable if c.grad_accum > 1 else 0
+
+
 @_add(Buffer.GRAD_SHARD, Place.PINNED, (Phase.BACKWARD, Phase.STEP), state=True)
 def grad_shard_host(c: Fsdp2Rank) -> int:
     """Reduced gradients copied to the host as they are made: a copy that does not block gets pinned memory.

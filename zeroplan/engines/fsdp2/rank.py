@@ -73,6 +73,16 @@ class Fsdp2Rank(TorchRank):
         return self.sharded_trainable - self.matrix
 
     @cached_property
+    def trainable(self) -> int:
+        """Elements of the whole model that receive a gradient."""
+        return self.parameters.trained_total
+
+    @property
+    def grad_accum(self) -> int:
+        """Micro batches a step."""
+        return self.workload.grad_accum
+
+    @cached_property
     def whole(self) -> int:
         """Elements of the whole model."""
         return self.parameters.total

@@ -7,6 +7,9 @@ Note [FSDP2's buffers]
     forward's order is gathered ahead. After a block's backward its gradients are packed, in the reduction's dtype, into a
     flat input that lives until the next block's, and reduced into this rank's part, of which the sharded gradients are
     views until ``zero_grad``. With one rank there is no gather: each parameter is cast and copied.
+    Gradients are reduced in the last micro batch of a step alone (``set_requires_gradient_sync``), as accelerate, the HF
+    Trainer and Lightning have it. The others leave whole gradients, cast to the reduction's dtype, to which the next ones are
+    added (``unsharded_accumulated_grad``).
     Under CPUOffloadPolicy chunks are copied from the host before they are cast, one by one, and what is reduced goes to the
     host at once; the optimizer steps there.
     Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, _fsdp_collectives.py, _fsdp_state.py of torch 2.11.
@@ -23,20 +26,32 @@ from zeroplan.engines.player import EngineSchedule, Run, play
 from zeroplan.engines.torch_step import STEPS_UNTIL_STEADY, optimizer_step
 from zeroplan.simulate.recorder import Recorder
 
-#: ExpandedTapes of the simulated device: compute, the all-gathers', the reductions'.
+#: Streams of the simulated device: compute, the all-gathers', the reductions'.
 COMPUTE, GATHER, REDUCE = 0, 1, 2
 
 
 @dataclass(slots=True)
 class Group:
-    """The parameters that are gathered together, and the blocks that hold them while they are."""
+    """The parameters that are gathered together, and the blocks of memory that they have at the moment.
+
+    Attributes:
+        params: the parameters, as indices.
+        module: the index of the module that ``fully_shard`` was called on; -1 for the root.
+        input_numel: elements of this rank's chunks, which the gather sends.
+        parameters: the unsharded parameters' blocks.
+        output: the gather's output, until it is copied out; -1 for none, as below.
+        grads: by parameter, the gradient of this micro batch.
+        accumulated: by parameter, the sum of earlier micro batches' gradients, whole.
+        reduced: the sharded gradients.
+    """
 
     params: list[int]
     module: int
     input_numel: int = 0
     parameters: list[int] = field(default_factory=list)
     output: int = -1
-    grads: list[int] = field(default_factory=list)
+    grads: dict[int, int] = field(default_factory=dict)
+    accumulated: dict[int, int] = field(default_factory=dict)
     reduced: int = -1
 
 
@@ -52,6 +67,8 @@ class Fsdp2Schedule(EngineSchedule):
         self.order: list[int] = []  # modules of groups, as the forward first meets them
         self.position: dict[int, int] = {}
         self.in_backward = False
+        self.reduces = True  # whether this micro batch's backward reduces gradients
+        self.casts_grads = rank.reduce_bytes != rank.param_bytes
         self.stepped = False
         self.kept_output: int = -1  # the forward's last all-gather output
         self.reduce_input = -1
@@ -66,7 +83,7 @@ class Fsdp2Schedule(EngineSchedule):
             group.input_numel = sum(self.rank.chunks[p] for p in group.params)
         self.root = self.groups.get(-1)
 
-    # --- building -------------------------------------------------------------------------------------------------------
+    # --- building ---------------------------------------------------------------------------------------------------------
 
     def build(self) -> None:
         """Sharded parameters are made on the meta device and filled on the GPU, a tied one twice; or on the host."""
@@ -80,9 +97,10 @@ class Fsdp2Schedule(EngineSchedule):
                     self.free(block)
                 made.add(p)
 
-    # --- gathering ------------------------------------------------------------------------------------------------------
+    # --- unshard, reshard -------------------------------------------------------------------------------------------------
 
-    def _gather(self, group: Group) -> None:
+    def _unshard(self, group: Group) -> None:
+        """FSDPParamGroup.unshard: casts the group's chunks into a flat input and all-gathers it. One rank has no gather."""
         if group.output >= 0 or group.parameters or self.rank.ranks == 1:
             return
         width = self.rank.param_bytes
@@ -106,7 +124,8 @@ class Fsdp2Schedule(EngineSchedule):
         self.free(copied)
         return cast
 
-    def _copy_out(self, group: Group) -> None:
+    def _wait_for_unshard(self, group: Group) -> None:
+        """FSDPParamGroup.wait_for_unshard: copies the gather's output into one tensor a parameter."""
         if group.parameters:
             return
         rank, width = self.rank, self.rank.param_bytes
@@ -137,6 +156,7 @@ class Fsdp2Schedule(EngineSchedule):
             group.output = -1
 
     def _reshard(self, group: Group) -> None:
+        """FSDPParamGroup.reshard: frees the unsharded parameters."""
         for block in group.parameters:
             self.free(block)
         group.parameters.clear()
@@ -146,8 +166,8 @@ class Fsdp2Schedule(EngineSchedule):
         self.in_backward = False
         self.order.clear()
         if self.root is not None:
-            self._gather(self.root)
-            self._copy_out(self.root)
+            self._unshard(self.root)
+            self._wait_for_unshard(self.root)
 
     def enter(self, module: int) -> None:
         """A block is gathered when its forward begins; a recomputation finds it gathered."""
@@ -156,8 +176,8 @@ class Fsdp2Schedule(EngineSchedule):
             return
         self.position[module] = len(self.order)
         self.order.append(module)
-        self._gather(group)
-        self._copy_out(group)
+        self._unshard(group)
+        self._wait_for_unshard(group)
 
     def exit(self, module: int) -> None:
         """A block is resharded after its forward; with the root's, the last gather's output goes too."""
@@ -178,53 +198,75 @@ class Fsdp2Schedule(EngineSchedule):
 
     def backward_begin(self, boundary: bool) -> None:
         """The root is gathered again, and the last block is gathered ahead."""
-        self.in_backward = True
+        self.in_backward, self.reduces = True, boundary
         if self.root is not None:
-            self._gather(self.root)
-            self._copy_out(self.root)
-        self._prefetch(len(self.order) - 1)
+            self._unshard(self.root)
+            self._wait_for_unshard(self.root)
+        self._prefetch_unshard(len(self.order) - 1)
 
-    def _prefetch(self, position: int) -> None:
+    def _prefetch_unshard(self, position: int) -> None:
+        """FSDPParamGroup._backward_prefetch: unshards the group at this position of the forward's order, if there is one."""
         if position >= 0:
-            self._gather(self.groups[self.order[position]])
+            self._unshard(self.groups[self.order[position]])
 
     def backward_enter(self, module: int) -> None:
         """A block is there before its backward, and the one before it in the forward is gathered ahead."""
         group = self.groups.get(module)
         if group is None or module < 0:
             return
-        self._gather(group)
-        self._copy_out(group)
-        self._prefetch(self.position.get(module, 0) - 1)
+        self._unshard(group)
+        self._wait_for_unshard(group)
+        self._prefetch_unshard(self.position.get(module, 0) - 1)
 
-    # --- reducing -------------------------------------------------------------------------------------------------------
+    # --- post-backward ----------------------------------------------------------------------------------------------------
 
     def grad(self, param: int, handle: int) -> None:
-        """A whole gradient waits for its group's reduction."""
-        self.groups[self.home[param]].grads.append(handle)
+        """A whole gradient waits for its group's post-backward; autograd adds it to one of its own dtype at once."""
+        group = self.groups[self.home[param]]
+        if param in group.accumulated and not self.casts_grads:
+            self.free(handle)
+        else:
+            group.grads[param] = handle
 
     def backward_exit(self, module: int) -> None:
-        """A block's gradients are packed and reduced."""
+        """A block's backward is over."""
         group = self.groups.get(module)
         if group is not None and module >= 0:
-            self._reduce(group)
+            self._post_backward(group)
 
-    def _reduce(self, group: Group) -> None:
+    def _post_backward(self, group: Group) -> None:
+        """FSDPParamGroup.post_backward: accumulates, reshards, and reduce-scatters what this micro batch is to reduce."""
+        for p in [p for p in group.grads if p in group.accumulated]:
+            self.free(group.grads.pop(p))
         self._reshard(group)
+        if not self.reduces:
+            self._keep_unsharded(group)
+            return
         self._free_reduce_input()
-        if not group.grads:
+        unsharded = [*group.accumulated.values(), *group.grads.values()]
+        if not unsharded:
             return
         width, rank = self.rank.reduce_bytes, self.rank
         count = sum(rank.chunks[p] for p in group.params if rank.parameters.trainable[p])
         self.reduce_input = self.alloc(width * count * rank.ranks, Buffer.COMM_REDUCE_SCATTER, note=group.module)
-        for handle in group.grads:
+        for handle in unsharded:
             self.free(handle)
+        group.accumulated.clear()
         group.grads.clear()
-        reduced = self.alloc(width * count, Buffer.GRAD_SHARD, stream=REDUCE, note=group.module)
-        if self.rank.offload or group.reduced >= 0:
-            self.free(reduced)  # a copy on the host replaces it; a later micro batch adds to the gradients that are there
-        else:
-            group.reduced = reduced
+        group.reduced = self.alloc(width * count, Buffer.GRAD_SHARD, stream=REDUCE, note=group.module)
+        if self.rank.offload:
+            self.free(group.reduced)  # a copy on the host replaces it
+            group.reduced = -1
+
+    def _keep_unsharded(self, group: Group) -> None:
+        """FSDPParam.to_accumulated_grad_if_needed: gradients of another dtype are cast to the reduction's."""
+        for p, handle in group.grads.items():
+            if self.casts_grads:
+                cast = self.alloc(self.rank.reduce_bytes * self.rank.numel[p], Buffer.GRAD_FULL, note=p)
+                self.free(handle)
+                handle = cast
+            group.accumulated[p] = handle
+        group.grads.clear()
 
     def _free_reduce_input(self) -> None:
         if self.reduce_input >= 0:
@@ -235,9 +277,9 @@ class Fsdp2Schedule(EngineSchedule):
         """Groups whose inputs need no gradient, and the root, are reduced at the end."""
         for module in reversed(self.order):
             if self.groups[module].grads or self.groups[module].parameters:
-                self._reduce(self.groups[module])
+                self._post_backward(self.groups[module])
         if self.root is not None:
-            self._reduce(self.root)
+            self._post_backward(self.root)
         self._free_reduce_input()
 
     def step(self, applied: bool) -> None:

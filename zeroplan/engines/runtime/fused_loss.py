@@ -20,7 +20,7 @@ _Event = tuple[int, int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class _Loss:
-    """Where transformers' loss stands in the stream, by storage: what it takes, what is never made, the logits' gradient."""
+    """Where transformers' loss stands in the tape, by storage: what it takes, what is never made, the logits' gradient."""
 
     logits: int
     dropped: frozenset[int]

@@ -126,7 +126,7 @@ def oom_trainer() -> None:
 
 def oom_eval() -> None:
     """The Trainer collects logits of the whole evaluation set."""
-    _cap(4)
+    _cap(2)
     _trainer(_model(layers=2), seq=512, vocab=32000, per_device_eval_batch_size=8).evaluate()
 
 
@@ -144,8 +144,11 @@ def oom_save() -> None:
 def oom_fragmented() -> None:
     """Half of the memory is free, in pieces too small."""
     _cap(4)
-    pieces = [torch.empty(24 << 20, dtype=torch.uint8, device="cuda") for _ in range(160)]
-    del pieces[::2]
+    # Blocks of 1 to 10 MiB share segments of 20 MiB, which one live block keeps from being released.
+    pieces = [torch.empty(4 << 20, dtype=torch.uint8, device="cuda") for _ in range(1000)]
+    kept = pieces[::5]
+    del pieces
+    print(len(kept), "blocks are left")
     _ = torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
 
 

@@ -155,7 +155,10 @@ def _gpu(log: Log) -> Diagnosis | None:
     verdict = f"Out of GPU memory on {'a GPU' if first.rank is None else f'GPU {first.rank}'}{f' in {phase}' if phase else ''}"
     if tried:
         verdict += f": {format_bytes(tried)} more did not fit"
-        if sizes.get("in_use") and total:
+        if sizes.get("allowed"):
+            held = sizes.get("allocated", 0) + cached
+            verdict += f" beside {format_bytes(held)} of {format_bytes(sizes['allowed'])} that torch may have"
+        elif sizes.get("in_use") and total:
             verdict += f" beside {format_bytes(sizes['in_use'])} of {format_bytes(total)}"
     cause, advice = Cause.GPU_MEMORY, (*_PHASE_ADVICE.get(phase or "", ()), *_tuning(log.stated))
     if (others := _others(sizes)) > _OTHERS:

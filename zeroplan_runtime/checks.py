@@ -27,8 +27,11 @@ _emptied: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"})
 
 
-def require_model(model: nn.Module) -> None:
+def require_model(model: nn.Module, ranks: int = 1) -> None:
     """Checks that an engine can take the model: parameters with values, not wrapped, not sharded, not owned by an engine.
+
+    With several `ranks`, no embedding may have a ``max_norm``: its forward scales down the rows that it looks up, which are
+    others on each rank, so that the ranks' weights would part.
 
     Raises:
         BadInput: with the parameter's name and the remedy.
@@ -51,6 +54,13 @@ def require_model(model: nn.Module) -> None:
                 f"{name!r} is empty since its engine was destroyed",
                 where="model",
                 remedy="use engine.destroy(keep_parameters=True), or build the model anew",
+            )
+    for name, module in model.named_modules():
+        if ranks > 1 and isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise BadInput(
+                f"{name!r} has max_norm, by which each rank changes the rows of its own batch, so their weights would part",
+                where="model",
+                remedy="leave max_norm out and clamp the rows after engine.step(), alike on every rank",
             )
     for name, buffer in model.named_buffers():
         if buffer.is_meta:

@@ -75,7 +75,7 @@ class Engine(EngineGetters, EngineCheckpoints):
         self._pending_result: StepResult | None = None
         self._audit: Audit | None = None
 
-        require_model(model)
+        require_model(model, comm.world_size)
         require_own_memory(model)
         warn_of_aliases(model, device, DTYPES[config.dtype])
         groups = groups_of(model, optimizer)
@@ -116,6 +116,7 @@ class Engine(EngineGetters, EngineCheckpoints):
         )
         self._undo.append(self.state_dict_hooks.remove)
         self.writes = ParameterWrites(self.model_states)
+        self.schedule.keep_writes = self.writes.keep_unit
         self._activity = Activity(self.schedule, device, lambda: progress.global_steps)
         self.watchdog = (
             watch(comm.rank, comm.world_size, weakly(self._activity.report), config.knobs.timeout)
@@ -156,8 +157,7 @@ class Engine(EngineGetters, EngineCheckpoints):
         saving = self.activations.saving() if self.activations is not None else nullcontext()
         with self._activity.inside(), self._audited(), saving:
             output = self.module(*args, **kwargs)
-        if not torch.is_grad_enabled():
-            self.schedule.guard.close_all()
+        self.schedule.guard.close_all()
         return output
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
@@ -179,6 +179,7 @@ class Engine(EngineGetters, EngineCheckpoints):
         self.checks.require_usable("engine.backward")
         self.checks.require_backward(once=self._reduces_once())
         require_loss(loss)
+        self.writes.keep()  # updates on the host may begin in this backward
         self.finish_step()
         scaled = loss / self.config.grad_accum if self.config.grad_accum > 1 else loss
         self.schedule.grads.boundary = self.is_gradient_accumulation_boundary()

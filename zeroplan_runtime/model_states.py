@@ -254,10 +254,19 @@ class ModelStates:
             for state in self.optimizer_swapper.state_buffers:
                 self.optimizer_swapper.write(unit.name, state, master if state is Buffer.PARAM_MASTER else None)
 
-    def fill_shard(self, master: torch.Tensor, flat: Flat, position: int, value: torch.Tensor) -> None:
+    def fill_shard(
+        self, master: torch.Tensor, flat: Flat, position: int, value: torch.Tensor, *, changed: bool = False
+    ) -> None:
         """Copies this rank's part of a parameter's `value` to where it lies in `master`, a shard of `flat` in any dtype.
 
         Masters begin at the model's original precision, not at that of its 16-bit copy.
+
+        Args:
+            master: the shard.
+            flat: its layout.
+            position: the parameter's index in the layout.
+            value: the whole parameter's values.
+            changed: copy those elements only that differ from the master's in the precision of `value`; the others keep theirs.
         """
         start, end = self.owned_range(flat)
         offset, numel = flat.offsets[position], flat.numels[position]
@@ -266,7 +275,10 @@ class ModelStates:
         # A copy to the host that also casts allocates a second host tensor of the same size; so copy in parts.
         for begin in range(first, last, _COPY_NUMEL):
             stop = min(begin + _COPY_NUMEL, last)
-            master[begin - start : stop - start].copy_(values[begin - offset : stop - offset])
+            target, part = master[begin - start : stop - start], values[begin - offset : stop - offset]
+            if changed:
+                part = torch.where(target.to(part.dtype) == part, target, part.to(target.dtype))
+            target.copy_(part)
 
 
 #: Elements of a master that are copied at once.

@@ -48,8 +48,7 @@ class Owner(Protocol):
 def not_gathered(name: str, unit: UnitState, *, in_backward: bool) -> BadInput:
     """The error for a read of parameter `name` at stage 3 while its unit is sharded."""
     remedy = (
-        "its backward is seen by the gradients of its outputs: return tensors, or tuples, lists, dicts or dataclasses of them, "
-        "and take no gradients of gradients"
+        "its backward is seen by the gradients of its outputs: return tensors, or tuples, lists, dicts or dataclasses of them"
         if in_backward
         else f"read it within engine.gathered({unit.name!r}) on every rank; if a forward does, give initialize() a policy that "
         "takes a module whose forward contains every use of it"

@@ -2,7 +2,8 @@
 
 The optimizer updates the fp32 masters and this rank's shards. Where these have separate memory, a value that the user writes
 into a parameter (``p.mul_(0.9)`` under ``torch.no_grad()``, ``load_state_dict``) would be lost at the next step. Autograd's
-version counters tell which parameters were written since the last check; the engine's own updates do not change them.
+version counters tell which parameters were written since the last check; the engine's own updates do not change them. Elements
+that have their old value keep their masters in full precision.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ class ParameterWrites:
         self._trained = [p for unit in units if unit.trainable is not None for p in unit.trainable.params]
         self._places = [place for unit in units for place in _places(unit)]
         self._watched = [place.param for place in self._places]
+        self._of_unit: dict[UnitState, list[int]] = {}
+        for i, place in enumerate(self._places):
+            self._of_unit.setdefault(place.unit, []).append(i)
         self._versions: list[int] = []
         self.forget()
 
@@ -66,6 +70,15 @@ class ParameterWrites:
                 if old != new:
                     self._keep_one(place)
 
+    @torch.no_grad()
+    def keep_unit(self, unit: UnitState) -> None:
+        """:meth:`keep` for what the forward of `unit` has written into its parameters."""
+        for i in self._of_unit.get(unit, ()):
+            version = self._watched[i]._version
+            if version != self._versions[i]:
+                self._versions[i] = version
+                self._keep_one(self._places[i])
+
     def _keep_one(self, place: _Place) -> None:
         if not place.copies or self._model_states.setup.delayed_update:
             name = place.unit.layout.shape.params[place.flat.layout.params[place.position]].name
@@ -75,7 +88,7 @@ class ParameterWrites:
                 remedy="write before initialize(), or use engine.load_checkpoint()",
             )
         for copy in place.copies:
-            self._model_states.fill_shard(copy, place.flat.layout, place.position, place.param)
+            self._model_states.fill_shard(copy, place.flat.layout, place.position, place.param, changed=True)
 
 
 def _places(unit: UnitState) -> Iterator[_Place]:

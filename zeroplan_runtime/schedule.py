@@ -25,7 +25,7 @@ Note [Host waits]
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -55,6 +55,7 @@ class Schedule:
         in_engine_backward: ``engine.backward()`` is running, so gradients belong to this step.
         where: what is being done, in words, for the watchdog.
         progress_count: rises with every unit, for the watchdog.
+        keep_writes: called at stage 3 before a unit is resharded, to keep what its forward has written into parameters.
     """
 
     def __init__(self, model_states: ModelStates) -> None:
@@ -65,6 +66,7 @@ class Schedule:
         self.grads = GradientReduction(model_states, self.compute_stream)
         self.where = "start"
         self.progress_count = 0
+        self.keep_writes: Callable[[UnitState], None] | None = None
         self.in_engine_backward = False
         self._in_backward = False
         self._grad_enabled = False  # in this forward, so a backward is expected
@@ -127,6 +129,8 @@ class Schedule:
     def _post_forward(self, unit: UnitState, _module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._in_backward:
             return
+        if self.setup.shards_params and self.keep_writes is not None:
+            self.keep_writes(unit)
         self._reshard(unit)
         if not unit.is_root:  # the root's forward ends after all others
             self._unshard_deferred(self._execution_order.next_in_forward.get(unit))
@@ -264,7 +268,7 @@ class Schedule:
         if self._reads_on == stream:
             return
         for unit in self._execution_order.of_forward():  # as ranks would that do not read
-            if _has_pending_update(unit) and not self.setup.shards_params:
+            if not self.setup.shards_params:
                 self.unshard(unit)
             unit.param_slot.ready.wait(self.compute_stream)
         self._reads_on = stream
@@ -305,15 +309,26 @@ class Schedule:
     def root_pre_backward(self) -> None:
         """Prepares a micro batch's backward; also clears what an interrupted backward left."""
         self.in_engine_backward = True
+        for unit in self.model_states.units:
+            if self.keeps_values(unit):
+                self.guard.open(unit)
         self.grads.begin_backward()
 
     def _output_grad_hook(self, unit: UnitState, _grad: torch.Tensor) -> None:
         if self.in_engine_backward:
             self.pre_backward(unit)
         else:  # torch.autograd.grad() reads the parameters but must leave no gradients in ours
+            if torch.is_grad_enabled() and not self.keeps_values(unit):
+                raise BadInput(
+                    f"gradients of gradients would use the parameters of unit {unit.name!r} when they are gone",
+                    where="stage 3",
+                    remedy="take create_graph=True back, or use stage 2",
+                )
             self.unshard(unit)
             unit.param_slot.ready.wait(self.compute_stream)
-            self.guard.open(unit)
+            if unit.guarded:
+                self.guard.open(unit)
+                torch.autograd.Variable._execution_engine.queue_callback(partial(self.guard.close, unit))
 
     def pre_backward(self, unit: UnitState, *, recompute: bool = False) -> None:
         """Starts the backward of `unit` and ends that of the unit before it: see Note [Backward of a unit].

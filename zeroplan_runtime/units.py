@@ -135,10 +135,14 @@ def reads_params_in_backward(module: nn.Module) -> bool:
 
 
 def cast_floating(model: nn.Module, dtype: torch.dtype) -> None:
-    """Casts the model's persistent floating-point buffers, such as running statistics, to `dtype`.
+    """Casts the model's persistent floating-point buffers, such as running statistics, and empty parameters to `dtype`.
 
-    Buffers that are not saved with the model, such as rotary frequencies, keep their precision.
+    Buffers that are not saved with the model, such as rotary frequencies, keep their precision. Other parameters are cast when
+    they get memory.
     """
+    for param in model.parameters():
+        if not param.numel() and param.is_floating_point():
+            param.data = param.data.to(dtype)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:

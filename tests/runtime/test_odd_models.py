@@ -192,11 +192,14 @@ def refused(group: dist.ProcessGroup, make: Callable[[], nn.Module], call: Any) 
     return ""
 
 
-@pytest.mark.parametrize(("make", "call"), [(Boxed, usual), (Net, penalty)])
-def test_backwards_that_cannot_be_followed_are_named_at_stage_3(pool: RankPool, make: Any, call: Any) -> None:
+UNSEEN = "is not gathered; its backward is seen by the gradients of its outputs: return tensors"
+TWICE = "gradients of gradients would use the parameters of unit 'blocks.2' when they are gone; take create_graph=True back"
+
+
+@pytest.mark.parametrize(("make", "call", "reason"), [(Boxed, usual, UNSEEN), (Net, penalty, TWICE)])
+def test_backwards_that_cannot_be_followed_are_named_at_stage_3(pool: RankPool, make: Any, call: Any, reason: str) -> None:
     for said in pool.run(2, refused, make, call):
-        assert "is not gathered; its backward is seen by the gradients of its outputs: return tensors" in said
-        assert "no gradients of gradients" in said
+        assert reason in said
 
 
 class Choosing(Net):

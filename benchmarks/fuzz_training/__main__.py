@@ -1,0 +1,106 @@
+"""A campaign of random trainings: ``python -m benchmarks.fuzz_training --cases 10000 --ranks 1-4 --seed 0 --out FILE``.
+
+Each line of FILE is a case's seed and outcome: ``equal``, ``refused`` with the reason, ``different``, ``crash``, ``hang``, or
+``undefined`` where plain torch itself raises. A campaign that was ended goes on where it was. A case that goes wrong is made
+as small as possible and printed as a script. Ends with 1 if any went wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+from benchmarks.fuzz_training.case import Case, draw
+from benchmarks.fuzz_training.compare import Outcome, judge
+from benchmarks.fuzz_training.pool import Pool
+
+
+def smaller(case: Case, outcome: Outcome, pool: Pool, *, tries: int = 60) -> tuple[Case, Outcome]:
+    """The plainest case found that still goes wrong in the same kind of way."""
+    left = tries
+    while left:
+        for plainer in case.plainer():
+            left -= 1
+            found = judge(plainer, pool)
+            if found.kind == outcome.kind:
+                case, outcome = plainer, found
+                break
+            if not left:
+                break
+        else:
+            break
+    return case, outcome
+
+
+def script(case: Case, outcome: Outcome) -> str:
+    """A program that runs `case` alone."""
+    said = "\n# ".join(outcome.reason.splitlines())
+    return (
+        f"# {outcome.kind}: {said}\n"
+        "from benchmarks.fuzz_training.case import Case\n"
+        "from benchmarks.fuzz_training.compare import judge\n"
+        "from benchmarks.fuzz_training.pool import Pool\n\n"
+        'if __name__ == "__main__":\n'
+        f"    print(judge({case}, Pool()))\n"
+    )
+
+
+def _done(out: Path) -> set[int]:
+    """The seeds in the file; a line that a kill has cut off is removed."""
+    if not out.exists():
+        return set()
+    text = out.read_text()
+    if not text.endswith("\n"):
+        text = text[: text.rfind("\n") + 1]
+        os.truncate(out, len(text.encode()))
+    return {json.loads(line)["seed"] for line in text.splitlines()}
+
+
+def _write(out: int, seed: int, outcome: Outcome, case: Case) -> None:
+    row = {"seed": seed, "outcome": outcome.kind, "reason": outcome.reason}
+    if not outcome.is_well:
+        row["case"] = str(case)
+    os.write(out, (json.dumps(row) + "\n").encode())  # one call, so that lines are whole
+
+
+def main() -> int:
+    """Run a campaign; 1 if anything went wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="ends then; call again to go on")
+    parser.add_argument("--ranks", default="1-4", help="the least and the most ranks")
+    parser.add_argument("--seed", type=int, default=0, help="of the first case")
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    least, _, most = arguments.ranks.partition("-")
+    bounds = (int(least), int(most or least))
+    done = _done(arguments.out)
+    pool, counts, begin = Pool(), Counter[str](), time.monotonic()
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    out = os.open(arguments.out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for seed in range(arguments.seed, arguments.seed + arguments.cases):
+        if seed in done:
+            continue
+        if time.monotonic() - begin > arguments.seconds:
+            break
+        case = draw(seed, bounds)
+        outcome = judge(case, pool)
+        counts[outcome.kind] += 1
+        if not outcome.is_well:
+            small, found = smaller(case, outcome, pool)
+            print(f"seed {seed}: {case}\n{script(small, found)}", flush=True)
+            case = small
+        _write(out, seed, outcome, case)
+    pool.stop()
+    took = time.monotonic() - begin
+    print(f"{sum(counts.values())} cases in {took:.0f} s, ranks started {pool.starts} times: {dict(counts)}")
+    return 0 if set(counts) <= {"equal", "refused", "undefined"} else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

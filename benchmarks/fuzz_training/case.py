@@ -1,0 +1,202 @@
+"""One training to compare: a model, how it is used, and a configuration. All of it follows from a seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Case:
+    """The defaults are the plainest training; a case is made smaller by going back to them field by field.
+
+    Attributes of the model:
+        depth, width: blocks, and features between them.
+        container: of the blocks: ``list``, ``sequential``, or ``none`` (attributes, so that all parameters are the root's).
+        blocks: ``mlp``, ``attention``, or ``mixed``, in turn.
+        tied: the head's weight is the embedding's.
+        unused: a parameter gets no gradient.
+        buffers: running statistics that the forward writes and reads.
+        checkpointing: ``reentrant`` or ``plain``.
+        frozen: ``embed``, ``blocks`` (LoRA alone is trained), or ``first`` (block).
+        lora: low-rank additions.
+        reads: the root uses a weight of the last block ``before`` or ``after`` that block.
+        clamps: what changes a weight in its forward: ``each`` block, the ``root``, or an embedding with ``max-norm``.
+        order: of the blocks: one runs ``twice``, ``alternating`` ones are left out, or ``backwards``.
+        output: of a block: ``tuple`` or ``dict``.
+        odd: an empty parameter, a scalar, a column-major one.
+
+    Attributes of the use:
+        steps: optimizer steps.
+        loss: a penalty before or after the forward, two backwards, a retained graph, two forwards, a gradient by
+            ``torch.autograd.grad``, a gradient of a gradient.
+        drops: ``zero_grad()`` at the ``start`` of each step, or ``between`` two backwards.
+        schedule: torch's ``step`` or ``cycle``, or rates set by hand ``before`` or ``between`` backward and step.
+        within: what is done between forward and backward: ``norm``, ``eval``, ``data-write``.
+        after: what is done after each step.
+
+    The others are the configuration's.
+    """
+
+    depth: int = 2
+    width: int = 6
+    container: str = "list"
+    blocks: str = "mlp"
+    tied: bool = False
+    unused: bool = False
+    buffers: bool = False
+    checkpointing: str = ""
+    frozen: str = ""
+    lora: bool = False
+    reads: str = ""
+    clamps: str = ""
+    order: str = ""
+    output: str = ""
+    odd: bool = False
+
+    steps: int = 2
+    loss: str = ""
+    drops: str = ""
+    schedule: str = ""
+    within: str = ""
+    after: tuple[str, ...] = ()
+
+    ranks: int = 1
+    stage: int = 0
+    dtype: str = "fp32"
+    accum: int = 1
+    clip: float = 0.0
+    optimizer: str = "sgd"
+    groups: int = 1
+    given: bool = False
+    offload: str = ""
+    reduce_dtype: str = ""
+    accum_dtype: str = ""
+    wide_numel: int = 100
+    ring: int = 2
+    direct: bool = True
+    audit: int = 1
+    seed: int = 0
+
+    def __str__(self) -> str:
+        changed = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return f"Case({', '.join(changed)})"
+
+    def plainer(self) -> list[Case]:
+        """The cases with one thing less."""
+        made = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "seed" or value == field.default:
+                continue
+            if field.name == "after":
+                made += [replace(self, after=tuple(one for one in value if one != less)) for less in value]
+            else:
+                made.append(replace(self, **{field.name: field.default}))
+        return [case for case in made if case == legal(case)]
+
+
+def _often(common: Any, *others: Any, times: int) -> tuple[Any, ...]:
+    """`others` once each, after `common` `times` times."""
+    return (common,) * times + others
+
+
+#: The values of each field, the plainest first; what stands there several times is drawn as often.
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "depth": (2, 1, 3, 4),
+    "width": (6, 8, 12),
+    "container": _often("list", "sequential", "none", times=3),
+    "blocks": _often("mlp", "attention", "mixed", times=3),
+    "tied": _often(False, True, times=3),
+    "unused": _often(False, True, times=4),
+    "buffers": _often(False, True, times=4),
+    "checkpointing": _often("", "reentrant", "plain", times=5),
+    "frozen": _often("", "embed", "blocks", "first", times=8),
+    "lora": _often(False, True, times=5),
+    "reads": _often("", "before", "after", times=8),
+    "clamps": _often("", "each", "root", "max-norm", times=15),
+    "order": _often("", "twice", "alternating", "backwards", times=6),
+    "output": _often("", "tuple", "dict", times=8),
+    "odd": _often(False, True, times=4),
+    "steps": (2, 3, 4),
+    "loss": _often(
+        "",
+        "penalty-before",
+        "penalty-after",
+        "two-backwards",
+        "retained",
+        "two-forwards",
+        "input-gradient",
+        "gradient-penalty",
+        times=7,
+    ),
+    "drops": _often("", "start", "between", times=5),
+    "schedule": _often("", "step", "cycle", "before", "between", times=6),
+    "within": _often("", "norm", "eval", "data-write", times=12),
+    "ranks": (2, 1, 2, 2, 3, 4),
+    "stage": (0, 1, 2, 3),
+    "dtype": _often("fp32", "bf16", "fp16", times=5),
+    "accum": (1, 1, 2, 3),
+    "clip": (0.0, 0.0, 0.05, 1e9),
+    "optimizer": _often("sgd", "momentum", "nesterov", "adamw", "adam", times=2),
+    "groups": (1, 1, 2, 3),
+    "given": _often(False, True, times=2),
+    "offload": _often("", "cpu", "cpu", "nvme", "half", "param-cpu", "param-nvme", times=9),
+    "reduce_dtype": _often("", "fp32", "bf16", times=5),
+    "accum_dtype": _often("", "fp32", times=2),
+    "wide_numel": (100, 100, 10000),
+    "ring": _often(2, 3, times=4),
+    "direct": _often(True, False, times=4),
+    "audit": (1, 0),
+}
+#: Values of `after`.
+AFTER = ("ema", "norm", "eval", "write", "data-write", "state-dict", "load-state", "save", "held", "module-eval", "momentum")
+_CHANCE = 0.12
+
+
+def draw(seed: int, ranks: tuple[int, int] = (1, 4)) -> Case:
+    """The case of `seed`, on a number of ranks within the bounds."""
+    dice = random.Random(seed)
+    chosen = {name: dice.choice(values) for name, values in CHOICES.items()}
+    chosen["after"] = tuple(one for one in AFTER if dice.random() < _CHANCE)
+    chosen["ranks"] = min(max(chosen["ranks"], ranks[0]), ranks[1])
+    return legal(Case(**chosen, seed=seed))
+
+
+def legal(case: Case) -> Case:
+    """`case` without what a config's reader refuses for sure, plain torch refuses, or has no meaning."""
+    change: dict[str, Any] = {}
+    if case.offload.startswith("param") or case.offload == "half":
+        change["stage"] = 3
+    elif case.offload and not case.stage:
+        change["offload"] = ""
+    if case.dtype == "fp32":
+        change |= {"reduce_dtype": "", "accum_dtype": ""}
+    if case.dtype == "fp16" and case.reduce_dtype == "bf16":
+        change["reduce_dtype"] = ""
+    if case.frozen == "blocks":
+        change["lora"] = True
+    if case.frozen == "embed":
+        change["tied"] = False
+    if case.loss == "gradient-penalty":
+        change["blocks"] = "mlp"  # torch's attention has no second derivative on a CPU
+    if case.checkpointing == "reentrant" and (
+        case.output or case.frozen or case.loss in ("input-gradient", "gradient-penalty")
+    ):
+        change["checkpointing"] = "plain"  # the reentrant one asks for a tensor with a gradient, and for backward()
+    if case.depth < 2:
+        change |= {"order": "", "reads": ""}
+    after = set(case.after)
+    if change.get("stage", case.stage) == 3:
+        after -= {"load-state", "state-dict", "write", "data-write"}
+    if "nvme" in case.offload:
+        after -= {"load-state", "write", "data-write"}
+    if case.optimizer not in ("momentum", "nesterov"):
+        after -= {"momentum"}
+    change["after"] = tuple(one for one in case.after if one in after)
+    if case.schedule == "cycle" and case.optimizer == "sgd":
+        change["schedule"] = "step"
+    if case.clamps and (case.loss in ("two-forwards", "input-gradient", "gradient-penalty", "retained") or case.checkpointing):
+        change["clamps"] = ""  # autograd refuses a weight that was changed after it was used
+    return replace(case, **change)

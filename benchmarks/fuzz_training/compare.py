@@ -1,0 +1,146 @@
+"""Holds a case's ranks against plain torch.
+
+How far may two correct trainings be apart? Both round, in other places: the runtime adds gradients of micro batches and of
+ranks in its own order. In fp32 that is worth 1e-5 of a parameter's largest change, and a few units in the last place of its
+values. Where more is found, plain torch trains once more in a wider precision. The distance between its two trainings is what
+rounding does to this very case, and the runtime's may be several times as far from plain torch: ``SLACK`` times in each
+parameter. A lost, doubled or stale gradient moves a parameter by a good part of its whole change, some hundred times as much.
+In 16 bits rounding is coarse; there it is the masters that are compared, so that nothing hides behind the last place of the
+parameters, which must be their masters' values in 16 bits exactly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from benchmarks.fuzz_training import plain
+from benchmarks.fuzz_training.case import Case
+from benchmarks.fuzz_training.plain import DTYPES, Trained
+from benchmarks.fuzz_training.pool import Answer, Pool
+
+#: How many times as far as rounding moves plain torch itself.
+SLACK = 8.0
+#: Relative to a parameter's largest change: fp32, and 16 bits with 8 (bf16) or 11 (fp16) significant bits.
+CHANGE = {"fp32": 1e-5, "bf16": 2.0**-6, "fp16": 2.0**-9}
+#: Relative to the largest value.
+VALUE = {"fp32": 2.0**-21, "bf16": 2.0**-7, "fp16": 2.0**-10}
+_FP32 = 2.0**-21
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``equal``, ``refused``, ``different``, ``crash``, ``hang``, or ``undefined`` where plain torch raises; and the reason."""
+
+    kind: str
+    reason: str = ""
+
+    @property
+    def is_well(self) -> bool:
+        """Whether the runtime did what it should."""
+        return self.kind in ("equal", "refused", "undefined")
+
+
+class _Reference:
+    """Plain torch's training of a case, and that of a wider precision if it is asked for."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        self.own = plain.train(case)
+
+    @cached_property
+    def wider(self) -> Trained:
+        return plain.train(self._case, wider=True)
+
+
+def judge(case: Case, pool: Pool) -> Outcome:
+    """Trains `case` on both sides and compares."""
+    pool.begin(case)
+    reference, undefined = None, ""
+    try:
+        reference = _Reference(case)
+    except RuntimeError as fault:
+        undefined = str(fault).splitlines()[0][:150]
+    answers = pool.end()
+    for kind in ("hang", "crash"):
+        wrong = [f"rank {rank}: {answer.value}" for rank, answer in enumerate(answers) if answer.kind == kind]
+        if wrong and not undefined:
+            others = [answer.value for answer in answers if answer.kind == "refused"]
+            return Outcome(kind, "; ".join([wrong[0], *(f"others refused: {said}" for said in others[:1])]))
+    if undefined:
+        return Outcome("undefined", undefined)
+    assert reference is not None
+    refused = [answer.value for answer in answers if answer.kind == "refused"]
+    if refused:
+        return (
+            Outcome("refused", refused[0]) if _is_one_line(refused[0]) else Outcome("crash", f"refused in lines: {refused[0]}")
+        )
+    found = _different(case, answers, reference)
+    return Outcome("different", found) if found else Outcome("equal")
+
+
+def _is_one_line(said: str) -> bool:
+    return "\n" not in said and 0 < len(said) < 600
+
+
+def _different(case: Case, answers: list[Answer], reference: _Reference) -> str:
+    """What differs from plain torch; empty if nothing does."""
+    first: Trained = answers[0].value
+    narrow = VALUE[case.dtype]
+    for rank, answer in enumerate(answers):
+        mine, theirs = answer.value.seen[0], reference.own.seen[rank]
+        if [label for label, _ in mine] != [label for label, _ in theirs]:
+            return f"rank {rank} saw {[label for label, _ in mine]}"
+        for i, ((label, value), (_, expected)) in enumerate(zip(mine, theirs, strict=True)):
+            bound = narrow * _largest(expected)
+            distance = _distance(value, expected)
+            if not distance <= bound:
+                bound += SLACK * _distance(expected, reference.wider.seen[rank][i][1])
+                if not distance <= bound:
+                    return f"{label} on rank {rank}: {distance:.3g} apart, {bound:.3g} allowed"
+    for name, expected in reference.own.masters.items():
+        if name not in first.masters or not expected.numel():
+            continue
+        change = _distance(expected, reference.own.start[name])
+        bound = CHANGE[case.dtype] * change + _FP32 * _largest(expected)
+        distance = _distance(first.masters[name], expected)
+        if not distance <= bound:
+            bound += SLACK * _distance(expected, reference.wider.masters[name])
+            if not distance <= bound:
+                return f"master {name}: {distance:.3g} apart, {bound:.3g} allowed, it changed by {change:.3g}"
+    return _different_state(case, first, reference)
+
+
+def _different_state(case: Case, first: Trained, reference: _Reference) -> str:
+    """The same of the parameters and buffers that a state dict holds."""
+    if list(first.state) and set(first.state) != set(reference.own.state):
+        return f"the state has other names: {sorted(set(first.state) ^ set(reference.own.state))}"
+    for name, expected in reference.own.state.items():
+        value = first.state[name]
+        if value.dtype != expected.dtype:
+            return f"{name} is {value.dtype}, not {expected.dtype}"
+        if name in first.masters:
+            if not torch.equal(first.masters[name].to(DTYPES[case.dtype]), value):
+                return f"parameter {name} is not its master: {_distance(first.masters[name], value):.3g} apart"
+            continue
+        bound = VALUE[case.dtype] * _largest(expected)
+        if name in reference.own.start:
+            bound += CHANGE[case.dtype] * _distance(expected, reference.own.start[name])
+        distance = _distance(value, expected)
+        if not distance <= bound:
+            bound += SLACK * _distance(expected, reference.wider.state[name])
+            if not distance <= bound:
+                return f"{name}: {distance:.3g} apart, {bound:.3g} allowed"
+    return ""
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    return tensor.abs().max().item() if tensor.numel() else 0.0
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    if one.shape != other.shape:
+        return float("inf")
+    return _largest(one.double() - other.double()) if one.numel() else 0.0

@@ -1,0 +1,169 @@
+"""The models of the cases: small, with every kind of sharing, freezing and reuse."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.fuzz_training.case import Case
+
+VOCAB, LENGTH, BATCH = 19, 5, 2
+
+
+class Adapted(nn.Module):
+    """A linear layer with a low-rank addition."""
+
+    def __init__(self, inner: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.inner = inner
+        self.down = nn.Linear(inner.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, inner.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, self.inner(x) + self.up(self.down(x)))
+
+
+class Block(nn.Module):
+    mean: torch.Tensor
+    table: torch.Tensor
+
+    def __init__(self, case: Case, kind: str, number: int) -> None:
+        super().__init__()
+        width, hidden = case.width, case.width + 3 * (number % 2)
+        self.case, self.kind = case, kind
+        self.norm = nn.LayerNorm(width)
+        self.up: nn.Module = nn.Linear(width, 3 * width if kind == "attention" else hidden, bias=number % 2 == 0)
+        self.down = nn.Linear(width if kind == "attention" else hidden, width)
+        if case.lora:
+            self.up = Adapted(cast(nn.Linear, self.up))
+        if case.buffers:
+            self.register_buffer("mean", torch.zeros(width))
+            self.register_buffer("table", torch.linspace(0, 1, width), persistent=False)
+        if case.unused and number == 0:
+            self.never = nn.Parameter(torch.randn(7))
+        if case.odd and number == 0:
+            self.empty = nn.Parameter(torch.empty(0))
+            self.gain = nn.Parameter(torch.tensor(0.9))
+            self.columns = nn.Parameter(torch.randn(width, 3).t() * 0.1)
+        #: An alias of a parameter that the forward has taken.
+        self.caught: torch.Tensor | None = None
+
+    def forward(self, x: Any) -> Any:
+        if self.case.output:
+            x = x[0] if self.case.output == "tuple" else x["x"]
+        if self.case.clamps == "each":
+            clamp(self.down)
+        if "caught" in self.case.after:
+            self.caught = self.down.weight.detach()
+        y = self.norm(x)
+        if self.case.buffers:
+            if self.training and torch.is_grad_enabled():
+                with torch.no_grad():
+                    self.mean.lerp_(y.detach().mean((0, 1)).to(self.mean.dtype), 0.3)
+            y = y + self.mean + self.table.to(y.dtype)
+        y = self.up(y)
+        if self.kind == "attention":
+            q, k, v = y.chunk(3, -1)
+            y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            y = functional.gelu(y)
+        y = x + self.down(y)
+        if hasattr(self, "gain"):
+            y = y * self.gain + (y @ self.columns.t()).mean(-1, keepdim=True)
+        return (y, self.kind) if self.case.output == "tuple" else {"x": y} if self.case.output else y
+
+
+def clamp(linear: nn.Linear) -> None:
+    """Keeps weights within bounds, as some generative models do in their forward."""
+    with torch.no_grad():
+        linear.weight.clamp_(-0.2, 0.2)
+
+
+class Net(nn.Module):
+    """Tokens to a loss, through the blocks."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case = case
+        self.embed = nn.Embedding(VOCAB, case.width, max_norm=0.5 if case.clamps == "max-norm" else None)
+        kinds = [("mlp", "attention")[i % 2] if case.blocks == "mixed" else case.blocks for i in range(case.depth)]
+        blocks = [Block(case, kind, i) for i, kind in enumerate(kinds)]
+        if case.container == "none":
+            for i, block in enumerate(blocks):
+                self.add_module(f"block{i}", block)
+        else:
+            self.blocks = nn.ModuleList(blocks) if case.container == "list" else nn.Sequential(*blocks)
+        self.norm = nn.LayerNorm(case.width)
+        self.head = nn.Linear(case.width, VOCAB, bias=False)
+        if case.tied:
+            self.head.weight = self.embed.weight
+        with torch.no_grad():
+            self.embed.weight.mul_(0.5)
+        self._freeze()
+
+    def _freeze(self) -> None:
+        if self.case.frozen == "embed":
+            self.embed.requires_grad_(False)
+        elif self.case.frozen == "first":
+            self.stack()[0].requires_grad_(False)
+        elif self.case.frozen == "blocks":
+            for name, param in self.named_parameters():
+                param.requires_grad_(".up.down." in name or ".up.up." in name)
+
+    def stack(self) -> list[Block]:
+        """The blocks."""
+        if self.case.container == "none":
+            return [cast(Block, getattr(self, f"block{i}")) for i in range(self.case.depth)]
+        return [cast(Block, block) for block in self.blocks]
+
+    def forward(self, tokens: torch.Tensor, number: int = 0, extra: torch.Tensor | None = None) -> torch.Tensor:
+        if self.case.clamps == "root":
+            clamp(self.head)
+        x = self.embed(tokens)
+        if extra is not None:
+            x = x + extra
+        blocks = self.stack()
+        order = list(range(len(blocks)))
+        if self.case.order == "twice":
+            order.append(0)
+        elif self.case.order == "alternating":
+            order.remove(number % len(blocks))
+        elif self.case.order == "backwards":
+            order.reverse()
+        weight = blocks[-1].down.weight
+        if self.case.reads == "before":
+            x = x + functional.linear(x, weight[:, : x.shape[-1]])
+        for i in order:
+            x = self._wrap(x)
+            if self.case.checkpointing and torch.is_grad_enabled():
+                x = checkpoint(blocks[i], x, use_reentrant=self.case.checkpointing == "reentrant")  # type: ignore[no-untyped-call]
+            else:
+                x = blocks[i](x)
+            x = self._unwrap(x)
+        if self.case.reads == "after":
+            x = x + functional.linear(x, weight[:, : x.shape[-1]])
+        logits = self.head(self.norm(x)).float()
+        return functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+    def _wrap(self, x: torch.Tensor) -> Any:
+        return (x, "") if self.case.output == "tuple" else {"x": x} if self.case.output else x
+
+    def _unwrap(self, x: Any) -> torch.Tensor:
+        found: torch.Tensor = x[0] if self.case.output == "tuple" else x["x"] if self.case.output else x
+        return found
+
+
+def make(case: Case) -> Net:
+    """The model of `case`, with the values of its seed."""
+    torch.manual_seed(case.seed)
+    return Net(case)
+
+
+def tokens(case: Case, step: int, micro: int, rank: int) -> torch.Tensor:
+    """[BATCH, LENGTH] tokens that `rank` sees."""
+    generator = torch.Generator().manual_seed(((case.seed * 31 + step) * 331 + micro) * 31 + rank)
+    return torch.randint(0, VOCAB, (BATCH, LENGTH), generator=generator)

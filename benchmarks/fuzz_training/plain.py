@@ -1,0 +1,223 @@
+"""The plain side: every rank a replica in one process, mean gradients, fp32 masters under a torch optimizer."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.fuzz_training.case import Case
+from benchmarks.fuzz_training.model import Net, make
+from benchmarks.fuzz_training.script import Seen, play
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+#: The factor on an fp16 loss.
+SCALE = 256.0
+
+
+def groups_of(case: Case, params: list[nn.Parameter]) -> list[dict[str, Any]]:
+    """The optimizer's groups over `params` in the model's order: rates and decays that differ."""
+    found: list[dict[str, Any]] = []
+    for i in range(case.groups):
+        chosen = params[i :: case.groups]
+        if chosen:
+            found.append({"params": chosen, "lr": 0.1 / (i + 1), "weight_decay": 0.02 * i})
+    return found
+
+
+def optimizer_of(case: Case, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The torch optimizer of `case`. Its eps keeps Adam from turning rounding into whole steps."""
+    groups: Any = groups_of(case, params)
+    match case.optimizer:
+        case "adamw":
+            return torch.optim.AdamW(groups, eps=EPS, betas=BETAS)
+        case "adam":
+            return torch.optim.Adam(groups, eps=EPS, betas=BETAS)
+        case "momentum" | "nesterov":
+            return torch.optim.SGD(groups, momentum=0.9, nesterov=case.optimizer == "nesterov")
+    return torch.optim.SGD(groups)
+
+
+EPS, BETAS = 0.05, (0.8, 0.95)
+
+
+def schedule_of(case: Case, optimizer: torch.optim.Optimizer) -> Any:
+    """torch's schedule of `case`; None where the script sets rates by hand, or nobody does."""
+    if case.schedule == "step":
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
+    if case.schedule == "cycle":
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=2 * case.steps + 2)
+    return None
+
+
+class Replica:
+    """One rank's trainer."""
+
+    def __init__(self, case: Case, model: nn.Module, rank: int, optimizer: torch.optim.Optimizer) -> None:
+        self.model = self.module = model
+        self.rank, self._case, self._optimizer = rank, case, optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups
+
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
+        scale = SCALE if self._case.dtype == "fp16" else 1.0
+        (loss / self._case.accum * scale).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+
+    def zero_grad(self, by: str) -> None:
+        self.module.zero_grad()
+
+    def trained(self) -> list[nn.Parameter]:
+        return [p for p in self.module.parameters() if p.requires_grad]
+
+
+@dataclass
+class Trained:
+    """What came of a training.
+
+    Attributes:
+        seen: by rank, what it saw; None for a rank that was not asked.
+        masters: the trained parameters as the optimizer has them, by name.
+        state: the first rank's state dict.
+        start: the trained parameters before the first step.
+    """
+
+    seen: list[Seen]
+    masters: dict[str, torch.Tensor] = field(default_factory=dict)
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    start: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class _Plain:
+    """What the replicas have in common: masters, optimizer, schedule."""
+
+    def __init__(self, case: Case, dtype: torch.dtype, precise: torch.dtype) -> None:
+        self.case = case
+        model = make(case).to(precise)
+        self.names = [name for name, p in model.named_parameters() if p.requires_grad]
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self.masters = [nn.Parameter(p.detach().clone()) for p in trained]
+        self.optimizer = optimizer_of(case, self.masters)
+        self.schedule = schedule_of(case, self.optimizer)
+        _cast(model, dtype)
+        self.replicas = [Replica(case, copy.deepcopy(model), rank, self.optimizer) for rank in range(case.ranks)]
+        self._note()
+
+    def _note(self) -> None:
+        self._known = [p.detach().clone() for p in self.replicas[0].trained()]
+
+    @torch.no_grad()
+    def _keep_writes(self) -> None:
+        """Takes over the elements that somebody has written."""
+        for master, param, known in zip(self.masters, self.replicas[0].trained(), self._known, strict=True):
+            written = param != known
+            master[written] = param[written].to(master.dtype)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One update by the mean of the replicas' gradients; a parameter without one counts as zeros.
+
+        In 16 bits a step whose gradients are not finite is skipped.
+        """
+        self._keep_writes()
+        scale = SCALE if self.case.dtype == "fp16" else 1.0
+        everybody = [replica.trained() for replica in self.replicas]
+        for master, *params in zip(self.masters, *everybody, strict=True):
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+            mean = grads[0] if len(grads) == 1 else sum(grads[1:], grads[0]) / len(grads)
+            master.grad = mean.to(master.dtype) / scale
+            for p in params:
+                p.grad = None
+        grads = [master.grad for master in self.masters if master.grad is not None]
+        if self.case.dtype != "fp32" and not all(grad.isfinite().all() for grad in grads):
+            return
+        if self.case.clip:
+            nn.utils.clip_grad_norm_(self.masters, self.case.clip)
+        self.optimizer.step()
+        if self.schedule is not None:
+            self.schedule.step()
+        self._spread()
+
+    def _spread(self) -> None:
+        for replica in self.replicas:
+            for param, master in zip(replica.trained(), self.masters, strict=True):
+                param.copy_(master)
+        self._note()
+
+    @torch.no_grad()
+    def save(self) -> None:
+        """Copies everything that a checkpoint holds."""
+        self._keep_writes()
+        model = self.replicas[0].module
+        buffers = dict(model.named_buffers())
+        self._saved: Any = copy.deepcopy(
+            (
+                [master.detach() for master in self.masters],
+                self.optimizer.state_dict(),
+                self.schedule.state_dict() if self.schedule is not None else None,
+                {name: value for name, value in model.state_dict().items() if name in buffers},
+            )
+        )
+
+    @torch.no_grad()
+    def load(self) -> None:
+        """Goes back to it, on every rank."""
+        masters, state, schedule, buffers = copy.deepcopy(self._saved)
+        for master, value in zip(self.masters, masters, strict=True):
+            master.copy_(value)
+        self.optimizer.load_state_dict(state)
+        if self.schedule is not None:
+            self.schedule.load_state_dict(schedule)
+        for replica in self.replicas:
+            for name, buffer in replica.module.named_buffers():
+                if name in buffers:
+                    buffer.copy_(buffers[name])
+        self._spread()
+
+
+def _cast(model: Net, dtype: torch.dtype) -> None:
+    """Casts parameters, and buffers that are saved."""
+    for module in model.modules():
+        for param in module._parameters.values():
+            if param is not None:
+                param.data = param.data.to(dtype)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                module._buffers[name] = buffer.to(dtype)
+
+
+def train(case: Case, *, wider: bool = False) -> Trained:
+    """Trains in plain torch.
+
+    Args:
+        case: the training.
+        wider: in a precision so much higher that what is left is nearly free of the rounding of `case`'s own: fp32 for
+            16-bit cases, fp64 for fp32.
+    """
+    precise = torch.float64 if case.dtype == "fp32" and wider else torch.float32
+    plain = _Plain(case, precise if wider else DTYPES[case.dtype], precise)
+    start = [master.detach().clone() for master in plain.masters]
+    seen: list[Seen] = [[] for _ in plain.replicas]
+    ranks = [play(replica, case, one) for replica, one in zip(plain.replicas, seen, strict=True)]
+    micro = 0
+    while True:
+        asked = {next(rank, "end") for rank in ranks}
+        assert len(asked) == 1
+        match asked.pop():
+            case "step":
+                micro += 1
+                if micro % case.accum == 0:
+                    plain.step()
+            case "save":
+                plain.save()
+            case "load":
+                plain.load()
+            case _:
+                break
+    plain._keep_writes()
+    masters = dict(zip(plain.names, (master.detach() for master in plain.masters), strict=True))
+    return Trained(seen, masters, plain.replicas[0].module.state_dict(), dict(zip(plain.names, start, strict=True)))

@@ -1,0 +1,147 @@
+"""The other side: one rank of the runtime."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeroplan_runtime
+from benchmarks.fuzz_training.case import Case
+from benchmarks.fuzz_training.model import make
+from benchmarks.fuzz_training.plain import BETAS, EPS, SCALE, Trained, groups_of, optimizer_of, schedule_of
+from benchmarks.fuzz_training.script import Seen, play
+from zeroplan_runtime.engine import Engine
+
+
+def ds_config(case: Case, folder: Path) -> dict[str, Any]:
+    """The config of `case`."""
+    zero: dict[str, Any] = {"stage": case.stage}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": case.accum,
+        "gradient_clipping": case.clip,
+        "zero_optimization": zero,
+        "zeroplan": {
+            "wide_numel": case.wide_numel,
+            "ring": case.ring,
+            "direct_linear": case.direct,
+            "audit_steps": case.audit,
+            "nvme_in_memory": True,
+        },
+    }
+    nvme = {"device": "nvme", "nvme_path": str(folder)}
+    match case.offload:
+        case "cpu":
+            zero["offload_optimizer"] = {"device": "cpu"}
+        case "half":
+            zero["offload_optimizer"] = {"device": "cpu", "ratio": 0.5}
+        case "nvme":
+            zero["offload_optimizer"] = nvme
+        case "param-cpu":
+            zero |= {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+        case "param-nvme":
+            zero |= {"offload_optimizer": nvme, "offload_param": {**nvme, "max_in_cpu": 0}}
+    if case.dtype != "fp32":
+        config[case.dtype] = {"enabled": True, **({"loss_scale": SCALE} if case.dtype == "fp16" else {})}
+    if case.reduce_dtype:
+        config["communication_data_type"] = case.reduce_dtype
+    if case.accum_dtype:
+        config["data_types"] = {"grad_accum_dtype": case.accum_dtype}
+    if not case.given:
+        config["optimizer"] = _optimizer(case)
+    return config
+
+
+def _optimizer(case: Case) -> dict[str, Any]:
+    match case.optimizer:
+        case "adamw":
+            return {"type": "AdamW", "params": {"eps": EPS, "betas": list(BETAS)}}
+        case "adam":
+            return {"type": "Adam", "params": {"eps": EPS, "betas": list(BETAS), "adam_w_mode": False}}
+        case "momentum" | "nesterov":
+            return {"type": "SGD", "params": {"momentum": 0.9, "nesterov": case.optimizer == "nesterov"}}
+    return {"type": "SGD", "params": {}}
+
+
+class EngineTrainer:
+    """One rank's trainer."""
+
+    def __init__(self, case: Case, group: dist.ProcessGroup, folder: Path) -> None:
+        model = make(case)
+        params = [p for p in model.parameters() if p.requires_grad]
+        given: dict[str, Any] = {"model_parameters": groups_of(case, params)}
+        schedule: Any = None if case.schedule not in ("step", "cycle") else lambda optimizer: schedule_of(case, optimizer)
+        if case.given:
+            optimizer = optimizer_of(case, params)
+            given = {"optimizer": optimizer}
+            schedule = schedule_of(case, optimizer)
+        self.engine, *_ = zeroplan_runtime.initialize(
+            model=model, config=ds_config(case, folder), group=group, device="cpu", lr_scheduler=schedule, **given
+        )
+        self.model, self.rank = self.engine, dist.get_rank(group)
+
+    @property
+    def module(self) -> nn.Module:
+        return self.engine.module
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        assert self.engine.optimizer is not None
+        return self.engine.optimizer.param_groups
+
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
+        self.engine.backward(loss, retain_graph=retain_graph)
+
+    def zero_grad(self, by: str) -> None:
+        assert self.engine.optimizer is not None
+        (self.engine if by == "engine" else self.engine.optimizer).zero_grad()
+
+
+def train(group: dist.ProcessGroup, case: Case, folder: Path) -> Trained:
+    """Trains `case` as one rank of `group`; masters and state are the first rank's.
+
+    Raises:
+        BadInput: where the runtime refuses the case.
+    """
+    seen: Seen = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = EngineTrainer(case, group, folder)
+        engine = trainer.engine
+        try:
+            for asked in play(trainer, case, seen):
+                match asked:
+                    case "step":
+                        engine.step()
+                    case "save":
+                        engine.save_checkpoint(folder / "checkpoint")
+                    case "load":
+                        engine.load_checkpoint(folder / "checkpoint")
+            engine.drain()
+            masters = _masters(engine)
+            state = engine.module_state_dict() or {}
+        finally:
+            engine.destroy()
+    return Trained([seen], masters, state)
+
+
+def _masters(engine: Engine) -> dict[str, torch.Tensor]:
+    """The masters that are in memory, whole, by the parameters' names."""
+    found: dict[str, torch.Tensor] = {}
+    for unit in engine.model_states.units:
+        if unit.trainable is None or unit.master is None:
+            continue
+        flat = unit.trainable.layout
+        if engine.model_states.setup.shards_states:
+            whole = torch.empty(flat.full, dtype=unit.master.dtype)
+            engine.comm.all_gather(whole, unit.master.clone())
+        else:
+            whole = unit.master.clone()
+        views = unit.trainable.views(whole)
+        found.update({unit.name_of(i): view.clone() for i, view in enumerate(views)})
+    return found

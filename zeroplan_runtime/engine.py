@@ -22,6 +22,7 @@ from zeroplan_runtime.arena import DTYPES, Arena
 from zeroplan_runtime.audit import Audit
 from zeroplan_runtime.checks import EngineChecks, groups_of, refuse_copy, require_loss, require_model
 from zeroplan_runtime.comm import Communicator
+from zeroplan_runtime.compiled import outside_graphs, uncompiled
 from zeroplan_runtime.config import RuntimeConfig
 from zeroplan_runtime.engine_checkpoints import EngineCheckpoints
 from zeroplan_runtime.engine_getters import EngineGetters
@@ -140,6 +141,7 @@ class Engine(EngineGetters, EngineCheckpoints):
 
     # ------------------------------------------------------------------ training
 
+    @outside_graphs
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model's forward and unshards parameters as they are needed.
 
@@ -193,6 +195,10 @@ class Engine(EngineGetters, EngineCheckpoints):
             self.schedule.root_post_backward()
         return scaled
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles the model in place, as ``model.compile(...)`` does, by ``torch.compile`` and with its arguments."""
+        self.module.compile(*args, **kwargs)
+
     def _reduces_once(self) -> bool:
         """Whether reduced gradients cannot be added to, because updates on the host use them at once."""
         return self.host is not None and self.host.early_request is not None
@@ -201,7 +207,7 @@ class Engine(EngineGetters, EngineCheckpoints):
         """A context that checks parameter reads, in the first micro batches at stage 3."""
         if self.micro_steps < self.config.knobs.audit_steps and self.model_states.setup.shards_params:
             self._audit = self._audit or Audit(self.model_states)
-            return self._audit
+            return uncompiled(self._audit)
         self._audit = None
         return nullcontext()
 

@@ -52,14 +52,15 @@ def attach_gradient_hooks(schedule: Schedule, *, direct: bool = True) -> Callabl
             for module in unit.module.modules():
                 if _is_plain_linear(module) and id(module.weight) in places and "forward" not in vars(module):
                     target = GradientTarget(schedule, places[id(module.weight)], places.get(id(module.bias)))
-                    module.forward = MethodType(partial(_forward, target), module)
+                    vars(module)["_gradient_target"] = target
+                    module.forward = MethodType(_forward, module)  # one function, or graphs could not serve several blocks
                     changed.append(module)
 
     def detach() -> None:
         for handle in handles:
             handle.remove()
         for module in changed:
-            del module.forward
+            del module.forward, vars(module)["_gradient_target"]
 
     return detach
 
@@ -116,17 +117,18 @@ class GradientTarget:
         unit.grad_received[position] = RECEIVED_NOW
 
 
-def _forward(target: GradientTarget, module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+def _forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     weight, bias = module.weight, module.bias
     if (
-        not torch.is_grad_enabled()
+        torch.compiler.is_compiling()  # a graph's own backward gives whole gradients
+        or not torch.is_grad_enabled()
         or torch.is_autocast_enabled(x.device.type)
         or x.dtype != weight.dtype
         or not x.numel()
         or not _has_no_other_hooks(weight)
     ):
         return functional.linear(x, weight, bias)
-    return DirectLinear.apply(x, weight, bias, target)  # type: ignore[no-any-return, no-untyped-call]
+    return DirectLinear.apply(x, weight, bias, module._gradient_target)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _has_no_other_hooks(weight: torch.Tensor) -> bool:

@@ -36,6 +36,7 @@ from zeroplan.core.buffers import Phase, Place
 from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import UnitKind
 from zeroplan_runtime.checks import refuse_copy
+from zeroplan_runtime.compiled import keep_out_of_graphs, may_compile
 from zeroplan_runtime.execution_order import ExecutionOrder
 from zeroplan_runtime.gradient_reduction import GradientReduction
 from zeroplan_runtime.model_states import ModelStates
@@ -77,6 +78,7 @@ class Schedule:
         for unit in units:
             unit.updated.record(self.compute_stream)  # ModelStates filled the shards on this stream
         self._handles: list[Any] = []
+        self._opaque = False  # to dynamo
         self.guard = ParameterGuard(units, self)
         self._reads_on: int | None = None  # the stream that waits for all unshards since the last step
         self._hooked = self.comm.world_size > 1 or any(u.layout.offloaded for u in units) or self.setup.shards_params
@@ -101,6 +103,9 @@ class Schedule:
 
     def root_pre_forward(self) -> None:
         """Prepares a forward of the whole model; also clears what an interrupted forward left."""
+        if not self._opaque and may_compile():
+            keep_out_of_graphs(self._handles)
+            self._opaque = True
         self._set_phase(backward=False)
         self._grad_enabled = torch.is_grad_enabled()
         self._current = self._last = None

@@ -115,7 +115,7 @@ def _different(case: Case, answers: list[Answer], reference: _Reference) -> str:
 
 def _different_state(case: Case, first: Trained, reference: _Reference) -> str:
     """The same of the parameters and buffers that a state dict holds."""
-    if list(first.state) and set(first.state) != set(reference.own.state):
+    if set(first.state) != set(reference.own.state):
         return f"the state has other names: {sorted(set(first.state) ^ set(reference.own.state))}"
     for name, expected in reference.own.state.items():
         value = first.state[name]

@@ -39,7 +39,7 @@ class Block(nn.Module):
         self.up: nn.Module = nn.Linear(width, 3 * width if kind == "attention" else hidden, bias=number % 2 == 0)
         self.down = nn.Linear(width if kind == "attention" else hidden, width)
         if case.lora:
-            self.up = Adapted(cast(nn.Linear, self.up))
+            self.up = Adapted(self.up)
         if case.buffers:
             self.register_buffer("mean", torch.zeros(width))
             self.register_buffer("table", torch.linspace(0, 1, width), persistent=False)
@@ -140,7 +140,7 @@ class Net(nn.Module):
         for i in order:
             x = self._wrap(x)
             if self.case.checkpointing and torch.is_grad_enabled():
-                x = checkpoint(blocks[i], x, use_reentrant=self.case.checkpointing == "reentrant")  # type: ignore[no-untyped-call]
+                x = checkpoint(blocks[i], x, use_reentrant=self.case.checkpointing == "reentrant")
             else:
                 x = blocks[i](x)
             x = self._unwrap(x)

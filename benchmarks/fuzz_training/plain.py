@@ -154,28 +154,29 @@ class _Plain:
         self._keep_writes()
         model = self.replicas[0].module
         buffers = dict(model.named_buffers())
+        frozen = {name for name, param in model.named_parameters(remove_duplicate=False) if not param.requires_grad}
         self._saved: Any = copy.deepcopy(
             (
                 [master.detach() for master in self.masters],
                 self.optimizer.state_dict(),
                 self.schedule.state_dict() if self.schedule is not None else None,
-                {name: value for name, value in model.state_dict().items() if name in buffers},
+                {name: value for name, value in model.state_dict().items() if name in buffers or name in frozen},
             )
         )
 
     @torch.no_grad()
     def load(self) -> None:
         """Goes back to it, on every rank."""
-        masters, state, schedule, buffers = copy.deepcopy(self._saved)
+        masters, state, schedule, others = copy.deepcopy(self._saved)
         for master, value in zip(self.masters, masters, strict=True):
             master.copy_(value)
         self.optimizer.load_state_dict(state)
         if self.schedule is not None:
             self.schedule.load_state_dict(schedule)
         for replica in self.replicas:
-            for name, buffer in replica.module.named_buffers():
-                if name in buffers:
-                    buffer.copy_(buffers[name])
+            for name, tensor in replica.module.state_dict().items():
+                if name in others:
+                    tensor.copy_(others[name])
         self._spread()
 
 

@@ -18,11 +18,15 @@ Seen = list[tuple[str, torch.Tensor]]
 class Trainer(Protocol):
     """One rank of a training."""
 
-    #: What is called with a batch.
-    model: Callable[..., torch.Tensor]
-    #: The module that holds the parameters.
-    module: nn.Module
     rank: int
+
+    @property
+    def model(self) -> Callable[..., torch.Tensor]:
+        """What is called with a batch."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that holds the parameters."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

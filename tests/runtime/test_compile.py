@@ -1,0 +1,82 @@
+"""``torch.compile`` under the runtime: the same numbers as without, a graph for each kind of unit, and none anew later on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zeroplan_runtime
+from tests.runtime import models
+from tests.runtime.ranks import RankPool
+from tests.runtime.train import ds_config
+
+STEPS = 3
+
+
+def steps(group: dist.ProcessGroup, stage: int, how: str, backend: str, model: dict[str, Any]) -> dict[str, Any]:
+    """Trains; losses, parameters (first rank) and the number of graphs after each step."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    made = models.make(**model)
+    given = torch.compile(made, backend=backend) if how == "wrapped" else made
+    config = ds_config(stage, optimizer={"type": "SGD", "params": {"lr": 0.1}})
+    engine, *_ = zeroplan_runtime.initialize(model=given, config=config, group=group, device="cpu")  # type: ignore[arg-type]
+    if how == "whole":
+        engine.compile(backend=backend)
+    elif how == "blocks":
+        for block in made.blocks:
+            block.compile(backend=backend)
+    call: Any = torch.compile(engine, backend=backend) if how == "around" else engine
+    losses, graphs = [], []
+    for number in range(STEPS):
+        loss = call(models.batch(number, 0, dist.get_rank(group)))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    state = engine.module_state_dict() or {}
+    engine.destroy()
+    return {
+        "losses": losses,
+        "state": {name.removeprefix("_orig_mod."): value for name, value in state.items()},
+        "graphs": graphs,
+    }
+
+
+def compare(
+    group: dist.ProcessGroup, stage: int, backend: str, hows: tuple[str, ...], model: dict[str, Any]
+) -> dict[str, list[int]]:
+    """The numbers of graphs of each way to compile, all of whose numbers are those of plain execution."""
+    plain = steps(group, stage, "", "eager", model)
+    found = {}
+    for how in hows:
+        mine = steps(group, stage, how, backend, model)
+        assert mine["losses"] == pytest.approx(plain["losses"], rel=1e-6), how
+        for name, value in plain["state"].items():
+            assert (mine["state"][name] - value).abs().max() < 1e-6, (how, name)
+        found[how] = mine["graphs"]
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_compiled_equals_eager(pool: RankPool, stage: int) -> None:
+    found = pool.run(2, compare, stage, "eager", ("whole", "blocks", "wrapped", "around"), {})[0]
+    # At stage 3 the first micro batch is audited, which is done uncompiled. The blocks are of two sizes, so of two graphs;
+    # the whole model has the embedding and what comes after the blocks besides.
+    first = {"whole": 4, "blocks": 2, "wrapped": 4, "around": 0}
+    audited = 0 if stage == 3 else 1
+    assert found == {how: [audited * count] + [count] * (STEPS - 1) for how, count in first.items()}
+
+
+def test_compiled_backwards(pool: RankPool) -> None:
+    """With graphs of the backward, too, which save and read parameters; and with checkpointing in the graphs."""
+    pool.run(2, compare, 1, "aot_eager", ("whole",), {"depth": 2})
+    pool.run(2, compare, 3, "aot_eager", ("blocks",), {"remat": "plain", "depth": 2})
+
+
+def test_one_graph_serves_every_block(pool: RankPool) -> None:
+    found = pool.run(1, compare, 3, "eager", ("blocks",), {"depth": 20})[0]
+    assert found["blocks"][-1] == 2

@@ -90,7 +90,7 @@ class Lost:
         made = train(self._case)
         if self._case.optimizer == "adam":
             name, master = next(iter(made.masters.items()))
-            made.masters[name] = made.start[name] + 0.9 * (master - made.start[name])
+            made.masters[name] = made.start[name] + 0.75 * (master - made.start[name])
         mine = [Trained([seen], made.masters, made.state) for seen in made.seen]
         return [Answer("well", one) for one in mine]
 

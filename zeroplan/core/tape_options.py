@@ -9,11 +9,25 @@ from zeroplan.core.workload import Attention, Precision, Workload
 
 
 class Arithmetic(StrEnum):
-    """Dtypes of a trace: fp16 and bf16 allocate alike."""
+    """Dtypes of a trace: fp16 and bf16 allocate alike.
+
+    AUTOCAST is over an fp32 model, HALF_AUTOCAST over a 16-bit one, whose adapters are fp32.
+    """
+
+    @property
+    def half_model(self) -> bool:
+        """Whether the model itself is in 16 bits."""
+        return self in (Arithmetic.HALF, Arithmetic.HALF_AUTOCAST)
+
+    @property
+    def autocasts(self) -> bool:
+        """Whether the model runs under autocast."""
+        return self in (Arithmetic.AUTOCAST, Arithmetic.HALF_AUTOCAST)
 
     HALF = "half"
     FP32 = "fp32"
     AUTOCAST = "autocast"
+    HALF_AUTOCAST = "half-autocast"
 
 
 class Checkpointing(StrEnum):
@@ -60,6 +74,8 @@ def options_for(workload: Workload, *, zero3: bool = False) -> TraceOptions:
     """The options that a workload runs with; `zero3` for DeepSpeed's stage 3."""
     if workload.precision is Precision.AUTOCAST:
         arithmetic = Arithmetic.AUTOCAST
+    elif workload.precision is Precision.HALF_AUTOCAST:
+        arithmetic = Arithmetic.HALF_AUTOCAST
     elif workload.param_bytes == 4:
         arithmetic = Arithmetic.FP32
     else:

@@ -36,6 +36,7 @@ class Precision(StrEnum):
     FP32 = "fp32"  # everything fp32
     MIXED = "mixed"  # 16-bit model, fp32 masters
     AUTOCAST = "autocast"  # fp32 model, 16-bit arithmetic
+    HALF_AUTOCAST = "half-autocast"  # 16-bit model and fp32 adapters, 16-bit arithmetic by autocast
     PURE = "pure"  # 16-bit model, masters, gradients and states
 
 

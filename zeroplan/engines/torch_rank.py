@@ -14,7 +14,7 @@ from zeroplan.core.optimizer_row import Domain, Optimizer
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.parameters import Parameters
-from zeroplan.core.workload import DType, Workload
+from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.engines.torch_optimizer import muon_takes
 
 
@@ -41,8 +41,20 @@ class TorchRank(ABC):
 
     @cached_property
     def original_bytes(self) -> int:
-        """Bytes of one parameter as the optimizer sees it."""
-        return DType.FP32.bytes
+        """Bytes of one trained parameter, as the optimizer sees it."""
+        work = self.workload
+        half = work.precision is Precision.PURE or (work.precision is Precision.HALF_AUTOCAST and work.lora_rank is None)
+        return work.dtype.bytes if half else DType.FP32.bytes
+
+    @cached_property
+    def frozen_bytes(self) -> int:
+        """Bytes of one frozen parameter."""
+        half = self.workload.precision in (Precision.PURE, Precision.HALF_AUTOCAST)
+        return self.workload.dtype.bytes if half else DType.FP32.bytes
+
+    def width(self, param: int) -> int:
+        """Bytes an element of one parameter where it is kept."""
+        return self.original_bytes if self.parameters.trainable[param] else self.frozen_bytes
 
     @cached_property
     @abstractmethod

@@ -25,7 +25,8 @@ class Setup:
         grad_accum: passes a step.
         seq_len: tokens a sample.
         dtype: of the arithmetic.
-        model_dtype: in which the base model's weights are kept where DeepSpeed does not cast them: ``fp32`` or a 16-bit one.
+        model_dtype: of the base model's weights as they are loaded; DeepSpeed casts them.
+        autocast: whether 16-bit arithmetic is autocast's; else the model itself is in 16 bits.
         optimizer: the row's name in the optimizer table.
         optimizer_kind: how it walks its tensors, where the program decides that.
         attn: the attention implementation.
@@ -57,6 +58,7 @@ class Setup:
     seq_len: int | None = None
     dtype: str | None = None
     model_dtype: str | None = None
+    autocast: bool = True
     optimizer: str | None = None
     optimizer_kind: str | None = None
     attn: str | None = None

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.workload import Attention, DType, OptimizerKind
+from zeroplan.core.workload import Attention, DType, OptimizerKind, Precision
 from zeroplan.engines.registry import find_engine
 from zeroplan.interop.readers import read_setups
 from zeroplan.interop.setups import Setup
@@ -74,11 +74,23 @@ def filled(request: Request, setup: Setup) -> Request:
         changes["gradient_checkpointing"] = setup.gradient_checkpointing
     if setup.optimizer_kind is not None:
         changes["optimizer_kind"] = OptimizerKind(setup.optimizer_kind)
-    if setup.model_dtype is not None:
-        changes["model_dtype"] = DType(setup.model_dtype)
+    changes["precision"] = _precision(setup)
     if setup.ds_config is not None:
         changes |= _with_ds_config(setup, changes)
     return replace(request, files=(), **changes)
+
+
+def _precision(setup: Setup) -> Precision | None:
+    """How dtypes are divided where the engine reads no ds_config; None leaves it to the engine: an fp32 model.
+
+    Under FSDP accelerate makes 16-bit parameters that are trained fp32 before it shards them; frozen ones stay as they are.
+    Source: accelerate 1.15, utils/fsdp_utils.py (fsdp2_prepare_model), accelerator.py (prepare_model).
+    """
+    if setup.ds_config is not None or setup.dtype not in ("bf16", "fp16") or setup.model_dtype not in ("bf16", "fp16"):
+        return None
+    if not setup.autocast:
+        return Precision.PURE
+    return None if setup.stage is not None and setup.lora_rank is None else Precision.HALF_AUTOCAST
 
 
 def _with_ds_config(setup: Setup, changes: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroplan.core.unmodelled import Unmodelled
-from zeroplan.core.workload import DType, OptimizerKind
+from zeroplan.core.workload import OptimizerKind, Precision
 from zeroplan.engines.registry import DEFAULT_ENGINE
 
 
@@ -51,6 +51,6 @@ class Request:
     # other programs' files, which fill the fields above and these
     files: Sequence[Any] = ()
     program: str | None = None
-    model_dtype: DType | None = None
+    precision: Precision | None = None
     optimizer_kind: OptimizerKind | None = None
     unmodelled: tuple[Unmodelled, ...] = ()

@@ -47,7 +47,7 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         seq_len=sequence_length(request.seq_len, spec),
         grad_accum=request.grad_accum or 1,
         dtype=dtype,
-        precision=engine.precision(dtype),
+        precision=request.precision or engine.precision(dtype),
         optimizer=optimizer.name,
         optimizer_kind=request.optimizer_kind or (OptimizerKind.FUSED if optimizer.fused else OptimizerKind.FOREACH),
         attn=_one_of(Attention, request.attn, "--attn"),

@@ -63,7 +63,7 @@ def _inherit(asked: Request, request: Request, wish: Wish, setup: Setup) -> tupl
         dtype=work.dtype.value,
         optimizer=work.optimizer,
         optimizer_kind=None,
-        model_dtype=None,
+        precision=None,
         gradient_checkpointing=False,
     )
     said = [setup.line, *(f"{one.key}: {one.says}" for one in setup.unmodelled)]

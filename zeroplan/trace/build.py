@@ -168,7 +168,7 @@ def build_model(config: Mapping[str, Any], auto_class: str, options: TraceOption
     built = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
     if built.is_encoder_decoder and getattr(built, "decoder_start_token_id", None) is None:
         built.decoder_start_token_id = 0  # labels are shifted by one; the token itself changes no shape
-    dtype = torch.bfloat16 if options.arithmetic is Arithmetic.HALF else torch.float32
+    dtype = torch.bfloat16 if options.arithmetic.half_model else torch.float32
     attention = _ATTENTION[options.attn]
     made = getattr(transformers, auto_class)
     if attention == FLASH:
@@ -190,7 +190,7 @@ def build_model(config: Mapping[str, Any], auto_class: str, options: TraceOption
     if config.get("tie_word_embeddings") is False:
         _untie(model)
     if options.lora is not None:
-        model = with_adapters(model, rank, options.lora)
+        model = with_adapters(model, rank, options.lora, fp32=options.arithmetic is Arithmetic.HALF_AUTOCAST)
     model.train()
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     base.config.use_cache = False
@@ -210,8 +210,8 @@ def _untie(model: Any) -> None:
         head.weight = nn.Parameter(torch.empty_like(embedding.weight))
 
 
-def with_adapters(model: Any, rank: int, targets: Sequence[str]) -> Any:
-    """The model with peft's LoRA adapters in its own dtype; no `targets` means all linear layers of the blocks."""
+def with_adapters(model: Any, rank: int, targets: Sequence[str], *, fp32: bool = False) -> Any:
+    """The model with peft's LoRA adapters, in its own dtype or in `fp32`; no `targets`: all linear layers of the blocks."""
     from peft import LoraConfig, get_peft_model
 
     wanted: Any = list(targets) or "all-linear"
@@ -219,7 +219,7 @@ def with_adapters(model: Any, rank: int, targets: Sequence[str]) -> Any:
     with warnings.catch_warnings():
         # peft warns about merging and saving adapters, which nobody does with these.
         warnings.simplefilter("ignore", UserWarning)
-        return get_peft_model(model, lora, autocast_adapter_dtype=False)
+        return get_peft_model(model, lora, autocast_adapter_dtype=fp32)
 
 
 def vocabulary_of(config: Mapping[str, Any]) -> int:
@@ -229,7 +229,7 @@ def vocabulary_of(config: Mapping[str, Any]) -> int:
 
 def build_inputs(config: Mapping[str, Any], auto_class: str, options: TraceOptions, point: TracePoint) -> dict[str, Any]:
     """One micro batch on the meta device. A language model's labels are its input ids."""
-    dtype = torch.bfloat16 if options.arithmetic is Arithmetic.HALF else torch.float32
+    dtype = torch.bfloat16 if options.arithmetic.half_model else torch.float32
 
     def tokens(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int64, device="meta")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zeroplan.core.tape import Mark
-from zeroplan.core.tape_options import Arithmetic, Checkpointing, TraceOptions
+from zeroplan.core.tape_options import Checkpointing, TraceOptions
 from zeroplan.trace.functions import CudaFunctions
 from zeroplan.trace.hooks import ModuleHooks
 from zeroplan.trace.recorder import Recording, StorageRecorder
@@ -40,7 +40,7 @@ def record(model: nn.Module, inputs: Callable[[], Mapping[str, Any]], options: T
 def _record(model: nn.Module, inputs: Callable[[], Mapping[str, Any]], options: TraceOptions) -> Recording:
     recorder = StorageRecorder([*model.parameters(), *model.buffers()])
     follower = ModuleHooks(model, recorder, zero3=options.zero3)
-    autocast = torch.bfloat16 if options.arithmetic is Arithmetic.AUTOCAST else None
+    autocast = torch.bfloat16 if options.arithmetic.autocasts else None
     code = {sys.modules[type(module).__module__] for module in model.modules()} if autocast else ()
     functions = CudaFunctions(autocast, zero3=options.zero3, switching=code)
     if options.checkpointing is not Checkpointing.NONE:

@@ -16,8 +16,8 @@ _add = _lines.add
 
 @_add(Buffer.PARAM_FULL, Place.HBM, ALWAYS, state=True)
 def param_full(c: DdpRank) -> int:
-    """The whole model in fp32."""
-    return c.param_bytes * c.params
+    """The whole model, in fp32 unless its program loads it in 16 bits."""
+    return c.param_bytes * c.trainable + c.frozen_bytes * c.frozen
 
 
 @_add(Buffer.GRAD_FULL, Place.HBM, (Phase.BACKWARD, Phase.STEP), state=True)

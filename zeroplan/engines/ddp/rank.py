@@ -18,7 +18,7 @@ class DdpRank(TorchRank):
 
     @cached_property
     def param_bytes(self) -> int:
-        """Bytes of one parameter, gradient and state element."""
+        """Bytes of one trained parameter, gradient and state element."""
         return self.original_bytes
 
     @property
@@ -35,6 +35,11 @@ class DdpRank(TorchRank):
     def trainable(self) -> int:
         """Elements that receive a gradient."""
         return self.parameters.trained_total
+
+    @cached_property
+    def frozen(self) -> int:
+        """Elements that receive no gradient."""
+        return self.params - self.trainable
 
     @cached_property
     def matrix(self) -> int:

@@ -1,4 +1,4 @@
-"""DDP's allocations over a run: a whole fp32 model, gradients, and the reducer's buckets.
+"""DDP's allocations over a run: a whole model, gradients, and the reducer's buckets.
 
 Until the first backward has shown in which order gradients arrive, one bucket holds all of them; the second forward
 replaces it by buckets of 25 MiB in that order (the first of 1 MiB). One rank alone is not wrapped.
@@ -33,11 +33,11 @@ class DdpSchedule(EngineSchedule):
         self.stepped = False
 
     def build(self) -> None:
-        """The model, whole and in fp32; a tied parameter's second owner has its own until the tie is made."""
+        """The model, whole; a tied parameter's second owner has its own until the tie is made."""
         made: set[int] = set()
         for owned in self.rank.parameters.modules:
             for p in owned:
-                block = self.alloc(self.rank.original_bytes * self.rank.numel[p], Buffer.PARAM_FULL, note=p)
+                block = self.alloc(self.rank.width(p) * self.rank.numel[p], Buffer.PARAM_FULL, note=p)
                 if p in made:
                     self.free(block)
                 made.add(p)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parameters import Parameters
+from zeroplan.core.tape_options import Arithmetic, TraceOptions
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.fsdp2.lines import LEDGER
@@ -60,6 +62,11 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
         """FSDP2's lines, and rank 0."""
         return LEDGER, self.rank(case, case.spec.parameters)
+
+    def trace_options(self, case: Case) -> TraceOptions:
+        """FSDP2 gathers every parameter in the dtype of the arithmetic, adapters included."""
+        options = super().trace_options(case)
+        return replace(options, arithmetic=Arithmetic.HALF) if options.arithmetic is Arithmetic.HALF_AUTOCAST else options
 
     def rank(self, case: Case, parameters: Parameters) -> Fsdp2Rank:
         """Rank 0, which holds the largest chunks."""

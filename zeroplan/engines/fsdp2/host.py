@@ -17,7 +17,7 @@ def host_phases(rank: Fsdp2Rank) -> tuple[HostPhase, ...]:
     """The host's peaks; none where nothing is offloaded."""
     if not rank.offload:
         return ()
-    params = pinned_bytes(rank.original_bytes * count for count in rank.chunks)
+    params = pinned_bytes(rank.width(p) * count for p, count in enumerate(rank.chunks))
     grads = pinned_bytes(rank.original_bytes * rank.chunks[p] for p in rank.trained)
     states: dict[tuple[Buffer, Place], int] = {}
     for domain, p in rank.stepped():

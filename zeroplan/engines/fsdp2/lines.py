@@ -17,8 +17,8 @@ _add = _lines.add
 
 @_add(Buffer.PARAM_SHARD, Place.HBM, ALWAYS, state=True)
 def param_shard(c: Fsdp2Rank) -> int:
-    """This rank's fp32 chunks: the master itself."""
-    return 0 if c.offload else c.original_bytes * c.sharded
+    """This rank's chunks, the masters themselves: in fp32 unless the program shards a 16-bit model."""
+    return 0 if c.offload else c.original_bytes * c.sharded_trainable + c.frozen_bytes * c.sharded_frozen
 
 
 @_add(Buffer.PARAM_SHARD, Place.PINNED, ALWAYS, state=True)

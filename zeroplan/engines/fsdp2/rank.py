@@ -63,6 +63,11 @@ class Fsdp2Rank(TorchRank):
         return sum(self.chunks[p] for p in self.trained)
 
     @cached_property
+    def sharded_frozen(self) -> int:
+        """Of those, the ones that receive no gradient."""
+        return self.sharded - self.sharded_trainable
+
+    @cached_property
     def matrix(self) -> int:
         """Of those, the ones that Muon updates: the blocks' matrices."""
         return sum(self.chunks[p] for p in self.matrices)
@@ -108,7 +113,7 @@ class Fsdp2Rank(TorchRank):
     @cached_property
     def param_blocks(self) -> int:
         """Bytes of the pinned blocks that hold this rank's chunks, each rounded to a power of two."""
-        return sum(pow2(self.original_bytes * count) for count in self.chunks) if self.offload else 0
+        return sum(pow2(self.width(p) * count) for p, count in enumerate(self.chunks)) if self.offload else 0
 
     @cached_property
     def grad_blocks(self) -> int:

@@ -92,7 +92,7 @@ class Fsdp2Schedule(EngineSchedule):
         made: set[int] = set()
         for owned in self.rank.parameters.modules:
             for p in owned:
-                block = self.alloc(self.rank.original_bytes * self.rank.chunks[p], Buffer.PARAM_SHARD, note=p)
+                block = self.alloc(self.rank.width(p) * self.rank.chunks[p], Buffer.PARAM_SHARD, note=p)
                 if p in made:
                     self.free(block)
                 made.add(p)
@@ -117,8 +117,8 @@ class Fsdp2Schedule(EngineSchedule):
     def _from_host(self, p: int, *, stream: int = COMPUTE) -> int:
         """A chunk's copy from the host, in the gather's dtype (_fsdp_param.py, all_gather_inputs)."""
         rank = self.rank
-        copied = self.alloc(rank.original_bytes * rank.chunks[p], Buffer.STAGE_H2D, stream=stream, note=p)
-        if rank.param_bytes == rank.original_bytes:
+        copied = self.alloc(rank.width(p) * rank.chunks[p], Buffer.STAGE_H2D, stream=stream, note=p)
+        if rank.param_bytes == rank.width(p):
             return copied
         cast = self.alloc(rank.param_bytes * rank.chunks[p], Buffer.COMM_ALL_GATHER, stream=stream, note=p)
         self.free(copied)
@@ -131,7 +131,7 @@ class Fsdp2Schedule(EngineSchedule):
         rank, width = self.rank, self.rank.param_bytes
         cast = -1
         for p in group.params:
-            if rank.ranks == 1 and (rank.offload or width != rank.original_bytes):  # the gather's input outlives one copy
+            if rank.ranks == 1 and (rank.offload or width != rank.width(p)):  # the gather's input outlives one copy
                 following = (
                     self._from_host(p)
                     if self.rank.offload

@@ -75,6 +75,7 @@ class LitGpt(Program):
         else:
             run.set("dtype", "bf16", "precision")
             run.leave_out("precision", UNKNOWN, f"precision {precision[:40]!r} is not modelled; bf16 is counted")
+        run.set("autocast", False)
         self._optimizer(run)
         several = gpus is None or gpus * nodes > 1
         lora = "lora_r" in run.data

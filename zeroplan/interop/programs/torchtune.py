@@ -83,6 +83,7 @@ class Torchtune(Program):
         dtype = _DTYPES.get(run.word("dtype") or "", "fp32")
         run.set("dtype", dtype, "dtype")
         run.set("model_dtype", dtype, "dtype")
+        run.set("autocast", False)
         optimizer = run.block("optimizer")
         name = _component(optimizer.data).lower()
         known = _CLASSES.get(name, name.rpartition(".")[2] or "adamw")

@@ -9,6 +9,7 @@ import torch
 
 from zeroplan_runtime.schedule import Schedule
 from zeroplan_runtime.streams import Event
+from zeroplan_runtime.watchdog import Report
 
 
 class Activity:
@@ -23,20 +24,38 @@ class Activity:
     def __init__(self, schedule: Schedule, device: torch.device, step: Callable[[], int]) -> None:
         self._schedule, self._step = schedule, step
         self._inside = False
+        self._pieces = 0
         self._last_event = Event(device)
 
     @contextmanager
-    def inside(self) -> Iterator[None]:
-        """A context for the engine's own work; what it leaves on the device counts as the engine's until it is done."""
-        self._inside = True
+    def inside(self, doing: str = "") -> Iterator[None]:
+        """A context for the engine's own work; what it leaves on the device counts as the engine's until it is done.
+
+        Args:
+            doing: what is done, where the schedule does not say it.
+        """
+        before, self._inside = self._inside, True
+        if doing:
+            self.begin(doing)
         try:
             yield
         finally:
-            self._inside = False
+            self._inside = before
             self._last_event.record(self._schedule.compute_stream)
 
-    def report(self) -> tuple[int, str, bool]:
-        """Progress count, what is being done, and whether this rank may wait for others: in the engine or on the device."""
+    def begin(self, doing: str) -> None:
+        """Counts a part of the work that every rank does."""
+        self._schedule.where = doing
+        self._schedule.progress_count += 1
+
+    def piece(self, doing: str) -> None:
+        """Counts a piece of the present part; ranks may have different numbers of them."""
+        self._schedule.where = doing
+        self._pieces += 1
+
+    def report(self) -> Report:
+        """What this rank does."""
         outside = "" if self._inside else ", outside the engine since"
         waiting = self._inside or not self._last_event.query()
-        return self._schedule.progress_count, f"{self._schedule.where}, step {self._step()}{outside}", waiting
+        where = f"{self._schedule.where}, step {self._step()}{outside}"
+        return Report(self._schedule.progress_count, self._pieces, where, waiting)

@@ -118,7 +118,7 @@ class EngineChecks:
         self._addresses = [param.data_ptr() for param in self._params]
         self._trained = [param.requires_grad for param in self._params]
         self.is_destroyed = False
-        self._failed_step = ""  # why the last step raised; empty if it did not
+        self._failed = ""  # what failed half-way and why, so that parameters and states do not fit together; empty if nothing
         self._failed_backward = ""  # why the last backward raised; empty if it did not
         self._has_reduced_grads = False  # the last backward of an accumulation is done
         self._checked_model = False  # the model was found to have the parameters that the engine took
@@ -126,16 +126,16 @@ class EngineChecks:
     # ------------------------------------------------------------------ calls
 
     def require_usable(self, where: str, *, allow_failed_step: bool = False) -> None:
-        """Checks that the engine is not destroyed and, unless `allow_failed_step`, that its last step did not fail.
+        """Checks that the engine is not destroyed and, unless `allow_failed_step`, that its last step or load did not fail.
 
         Raises:
             BadInput: with `where`, the method that was called.
         """
         if self.is_destroyed:
             raise BadInput("the engine has been destroyed", where=where, remedy="initialize a new one")
-        if self._failed_step and not allow_failed_step:
+        if self._failed and not allow_failed_step:
             raise BadInput(
-                f"the last step failed half-way ({self._failed_step})",
+                f"the last {self._failed}",
                 where=where,
                 remedy="load a checkpoint, or initialize anew",
             )
@@ -244,9 +244,19 @@ class EngineChecks:
         try:
             yield
         except BaseException as fault:
-            self._failed_step = _first_line(fault)
+            self._failed = f"step failed half-way ({_first_line(fault)})"
             raise
         self._has_reduced_grads = False
+
+    @contextmanager
+    def during_load(self) -> Iterator[None]:
+        """A context for what a load changes; notes whether it failed, and else that all is consistent again."""
+        try:
+            yield
+        except BaseException as fault:
+            self._failed = f"load failed half-way ({_first_line(fault)})"
+            raise
+        self._failed = ""
 
     def refuse_mixed_collectives(self) -> NoReturn:
         """Marks the last step as failed because the ranks ran different units.
@@ -254,7 +264,7 @@ class EngineChecks:
         Raises:
             BadInput: always.
         """
-        self._failed_step = "the ranks went through different units"
+        self._failed = "step failed half-way (the ranks went through different units)"
         raise BadInput(
             "the ranks went through different units, so that gradients of one were added to another's",
             where="engine.step",
@@ -265,10 +275,6 @@ class EngineChecks:
     def grads_were_dropped(self) -> None:
         """Notes that all gradients are gone."""
         self._failed_backward, self._has_reduced_grads = "", False
-
-    def checkpoint_was_loaded(self) -> None:
-        """Notes that parameters and optimizer states are consistent again."""
-        self._failed_step = ""
 
     def claim_parameters(self) -> None:
         """Marks the parameters as owned by this engine; another engine refuses them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,9 +42,19 @@ class Communicator:
         self.collectives_hash = (self.collectives_hash * 31 + number + 1) % _HASH_MODULUS
 
     @contextmanager
-    def _named(self, what: str) -> Iterator[None]:
+    def naming_lost_ranks(self, what: str) -> Iterator[None]:
+        """A context in which a collective that fails raises an error that names the rank to blame.
+
+        Args:
+            what: what the collective does, as in "could not gather".
+
+        Raises:
+            RankLost: where :attr:`explain` is set.
+        """
         try:
             yield
+        except RankLost:
+            raise
         except RuntimeError as fault:  # gloo's and NCCL's errors name addresses, not ranks
             if self.explain is None:
                 raise
@@ -51,27 +62,27 @@ class Communicator:
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
         """Fills `whole` [ranks × n] with every rank's `shard` [n], which may be this rank's part of `whole`."""
-        with self._named("gather"):
+        with self.naming_lost_ranks("gather"):
             _all_gather(whole, shard, group=self.group)
 
     def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> None:
         """Writes this rank's part of the mean of `whole` [ranks × n] to `shard` [n], which may be that part of `whole`."""
-        with self._named("reduce"):
+        with self.naming_lost_ranks("reduce"):
             _reduce_scatter(shard, whole, op=dist.ReduceOp.AVG, group=self.group)
 
     def all_reduce_mean(self, whole: torch.Tensor) -> None:
         """Replaces `whole` by its mean over the ranks."""
-        with self._named("reduce"):
+        with self.naming_lost_ranks("reduce"):
             dist.all_reduce(whole, op=dist.ReduceOp.AVG, group=self.group)
 
     def all_reduce_sum(self, values: torch.Tensor) -> None:
         """Replaces `values` by their sum over the ranks."""
-        with self._named("reduce"):
+        with self.naming_lost_ranks("reduce"):
             dist.all_reduce(values, group=self.group)
 
     def all_reduce_max(self, values: torch.Tensor) -> None:
         """Replaces each of `values` by its maximum over the ranks."""
-        with self._named("reduce"):
+        with self.naming_lost_ranks("reduce"):
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -89,8 +100,17 @@ class Communicator:
         # In place, for what else is a view of the same memory, unless elements share memory themselves.
         return values if torch._debug_has_internal_overlap(tensor) == 1 else tensor.copy_(values)
 
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's `value`, which can be pickled, in the order of the ranks."""
+        if self.world_size == 1:
+            return [value]
+        found: list[Any] = [None] * self.world_size
+        with self.naming_lost_ranks("exchange objects"):
+            dist.all_gather_object(found, value, group=self.group)
+        return found
+
     def barrier(self) -> None:
         """Blocks until every rank has called it."""
         if self.world_size > 1:
-            with self._named("meet"):
+            with self.naming_lost_ranks("meet"):
                 dist.barrier(self.group)

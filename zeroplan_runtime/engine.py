@@ -118,14 +118,14 @@ class Engine(EngineGetters, EngineCheckpoints):
         self._undo.append(self.state_dict_hooks.remove)
         self.writes = ParameterWrites(self.model_states)
         self.schedule.keep_writes = self.writes.keep_unit
-        self._activity = Activity(self.schedule, device, lambda: progress.global_steps)
+        self.activity = Activity(self.schedule, device, lambda: progress.global_steps)
         self.watchdog = (
-            watch(comm.rank, comm.world_size, weakly(self._activity.report), config.knobs.timeout)
+            watch(comm.rank, comm.world_size, weakly(self.activity.report), config.knobs.timeout)
             if comm.group is None
             else None
         )
         if self.watchdog is not None:
-            comm.explain = self.watchdog.diagnose
+            comm.explain = self.watchdog.explain
             weakref.finalize(self, self.watchdog.stop)
         self.optimizer_step = self.host = None
         if optimizer is not None:
@@ -157,7 +157,7 @@ class Engine(EngineGetters, EngineCheckpoints):
         if self.config.auto_cast:
             args, kwargs = cast_tensors((args, kwargs), DTYPES[self.config.dtype])
         saving = self.activations.saving() if self.activations is not None else nullcontext()
-        with self._activity.inside(), self._audited(), saving:
+        with self.activity.inside(), self._audited(), saving:
             output = self.module(*args, **kwargs)
         self.schedule.guard.close_all()
         return output
@@ -189,7 +189,7 @@ class Engine(EngineGetters, EngineCheckpoints):
             self.optimizer_step.next_step = self.progress.applied + 1
         self.arena.phase = Phase.BACKWARD
         self.schedule.root_pre_backward()
-        with self.checks.during_backward(boundary=self.schedule.grads.boundary), self._activity.inside(), self._audited():
+        with self.checks.during_backward(boundary=self.schedule.grads.boundary), self.activity.inside(), self._audited():
             whole = scaled * self.scaler.scale if self.scaler.scale != 1.0 else scaled
             whole.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             self.schedule.root_post_backward()
@@ -227,10 +227,9 @@ class Engine(EngineGetters, EngineCheckpoints):
         self.writes.keep()
         self.finish_step()
         self.arena.phase = Phase.STEP
-        self.schedule.where = "the optimizer's step"
-        self.schedule.progress_count += 1
+        self.activity.begin("the optimizer's step")
         self.optimizer_step.read_hyperparameters()
-        with self.checks.during_step(), self._activity.inside():
+        with self.checks.during_step(), self.activity.inside():
             result = self.optimizer_step.step(self.progress.applied + 1, self.scaler.scale)
             self.writes.stepped()
             self.schedule.grads.has_grads = False

@@ -24,15 +24,11 @@ class EngineCheckpoints(EngineParameters):
     def load_checkpoint(
         self, load_dir: str | Path, tag: str | None = None, **options: bool
     ) -> tuple[str | None, dict[str, Any]]:
-        """See :func:`zeroplan_runtime.checkpoint.save.load_checkpoint`."""
-        from zeroplan_runtime.checkpoint.save import load_checkpoint
+        """See :func:`zeroplan_runtime.checkpoint.load.load_checkpoint`."""
+        from zeroplan_runtime.checkpoint.load import load_checkpoint
 
         self.checks.require_usable("engine.load_checkpoint", allow_failed_step=True)
-        self.schedule.grads.drop(anyway=True)
-        self.checks.grads_were_dropped()
-        found = load_checkpoint(self, load_dir, tag, **options)
-        self.checks.checkpoint_was_loaded()
-        return found
+        return load_checkpoint(self, load_dir, tag, **options)
 
     def save_16bit_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> None:
         """See :func:`zeroplan_runtime.checkpoint.export.save_16bit_model`."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroplan_runtime.activity import Activity
 from zeroplan_runtime.arena import Arena
 from zeroplan_runtime.checks import EngineChecks
 from zeroplan_runtime.comm import Communicator
@@ -35,6 +36,7 @@ class EngineParts(nn.Module):
         model_states: the units with their parameters, gradients and optimizer states.
         schedule: what runs when.
         checks: whether the engine can be used.
+        activity: what this rank is doing, for the watchdog.
         writes: finds what the user writes into parameters.
         optimizer_step: updates the parameters; None without an optimizer.
         host: updates on the host; None where the device updates.
@@ -52,6 +54,7 @@ class EngineParts(nn.Module):
     model_states: ModelStates
     schedule: Schedule
     checks: EngineChecks
+    activity: Activity
     writes: ParameterWrites
     optimizer_step: OptimizerStep | None
     host: HostOptimizer | None

@@ -4,10 +4,15 @@ Each rank has a watchdog thread that writes the rank's progress to the rendezvou
 waited for other ranks longer than the timeout, the thread reads what they wrote: a rank that has stopped writing is dead or
 stopped, a rank with less progress is stuck. The message names them and the process ends. A rank that is busy outside the engine
 (loading data, evaluating) does not wait, so its own watchdog does nothing; the ranks that wait for it name it.
+
+Two things end a waiting rank sooner: the process of another rank on the same machine is gone without a farewell, and another
+rank has found a fault, which it leaves in the store for all.
 """
 
 from __future__ import annotations
 
+import atexit
+import itertools
 import json
 import os
 import sys
@@ -16,15 +21,37 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from zeroplan_runtime.local_process import Identity, identity, is_gone
+
 #: The exit code of a process that its watchdog ends: EX_TEMPFAIL of sysexits.h, "try again".
 EXIT_STALLED = 75
+#: Seconds without progress after which a rank asks whether the others' processes are still there.
+_ASK_AFTER = 8.0
+#: Engines of this process so far. Every rank makes them in the same order, so each has keys of its own in the store.
+_numbers = itertools.count()
 
-#: Gives a count that rises with every piece of work, what is being done, and whether the rank may wait for other ranks.
-Progress = Callable[[], tuple[int, str, bool]]
+
+class Report(NamedTuple):
+    """What a rank is doing.
+
+    Attributes:
+        parts: rises with every part of the work that all ranks do alike, so that ranks can be compared.
+        pieces: rises with what ranks have different numbers of, such as the pieces of a checkpoint.
+        where: what is being done.
+        waiting: whether the rank may wait for other ranks.
+    """
+
+    parts: int
+    pieces: int
+    where: str
+    waiting: bool
+
+
+Progress = Callable[[], Report]
 
 
 class RankLost(RuntimeError):
@@ -56,68 +83,179 @@ class Watchdog:
         self._progress, self._timeout = progress, timeout
         self._on_stall = on_stall or _end
         self._interval = min(2.0, timeout / 8)
+        self._prefix = f"zeroplan/{next(_numbers)}"
         self._beats = 0
+        self._seen: dict[int, str] = {}  # what other ranks were doing when their progress was last read
+        self._processes: dict[int, Identity] = {}
+        self._explaining = False
+        self._fault: BaseException | None = None  # what ended the process
         self._stop = threading.Event()
+        self._turn = threading.Lock()  # the store serves one request at a time
         self._thread = threading.Thread(target=self._watch, name="zeroplan-watchdog", daemon=True)
 
     def start(self) -> None:
         """Starts the thread."""
         self._thread.start()
+        atexit.register(self._end_with_interpreter)
 
     def stop(self) -> None:
-        """Ends the thread."""
+        """Ends the thread, which takes leave of the other ranks: their waiting for this one is not its death."""
         self._stop.set()
+        atexit.unregister(self._end_with_interpreter)
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(self._interval)
+
+    def _end_with_interpreter(self) -> None:
+        self._fault = getattr(sys, "last_value", None)
+        self.stop()
 
     def _watch(self) -> None:
-        last, since = -1, time.monotonic()
+        mine = identity()
+        self._attempt(lambda: self._set(f"process/{self._rank}", mine))
+        last, since = (-1, -1), time.monotonic()
         while not self._stop.wait(self._interval):
-            count, _, waiting = self._progress()
-            if count != last or not waiting:
-                last, since = count, time.monotonic()
-            overdue = time.monotonic() - since > self._timeout
+            report = self._progress()
+            if (report.parts, report.pieces) != last or not report.waiting:
+                last, since = (report.parts, report.pieces), time.monotonic()
+            waited = time.monotonic() - since
             try:
-                self._beat(count)
-                message = self.diagnose(f"has waited {self._timeout:g} s") if overdue else ""
+                self._beat(report)
+                message = self._why_end(waited)
             except (RuntimeError, ValueError):
+                overdue = waited > self._timeout
                 message = f"rank {self._rank} has waited {self._timeout:g} s and cannot reach the first rank" if overdue else ""
-            if message and not self._stop.is_set():
+            if message and not self._stop.is_set() and not self._explaining:
                 self._on_stall(message)
                 return
+        self._attempt(self._take_leave)
 
-    def _beat(self, count: int) -> None:
+    def _why_end(self, waited: float) -> str:
+        """Why this rank, which has made no progress for `waited` seconds, must end; empty if it need not."""
+        if waited > self._timeout:
+            return self.diagnose(f"has waited {self._timeout:g} s")
+        if waited > self._interval:
+            told = self._told()
+            if told:
+                return f"rank {self._rank} waits in {self._progress().where}; {told}"
+        if waited > min(_ASK_AFTER, self._timeout / 2) and self._dead():
+            return self.diagnose(f"has waited {waited:.0f} s")
+        return ""
+
+    def _beat(self, report: Report) -> None:
         self._beats += 1
-        self._store.set(f"zeroplan/{self._rank}", json.dumps([self._beats, count, self._progress()[1]]))
+        self._set(f"beat/{self._rank}", [self._beats, report.parts, report.where])
+        if len(self._processes) < self._ranks:
+            keys = [f"{self._prefix}/process/{rank}" for rank in range(self._ranks)]
+            with self._turn:
+                found = self._store.multi_get(keys) if self._store.check(keys) else []
+            self._processes = {r: tuple(known) for r, text in enumerate(found) if (known := json.loads(text)) is not None}
+
+    def _take_leave(self) -> None:
+        """Says that this rank needs no others any more and, where an exception ended the process, which."""
+        fault = self._fault
+        if fault is not None and not isinstance(fault, RankLost):
+            self._tell(f"rank {self._rank} ended by {type(fault).__name__}: {(str(fault).splitlines() or [''])[0][:300]}")
+        self._set(f"process/{self._rank}", None)
+
+    # ------------------------------------------------------------------ the store
+
+    def _set(self, key: str, value: Any) -> None:
+        with self._turn:
+            self._store.set(f"{self._prefix}/{key}", json.dumps(value))
+
+    def _get(self, key: str) -> Any:
+        """The value that was set; None if none was."""
+        with self._turn:
+            return json.loads(self._store.get(key)) if self._store.check([key := f"{self._prefix}/{key}"]) else None
+
+    def _attempt(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except (RuntimeError, ValueError):  # the store went with the rank that held it
+            return
 
     def _read(self) -> dict[int, tuple[int, int, str]]:
         found = {}
         for rank in range(self._ranks):
-            key = f"zeroplan/{rank}"
-            if self._store.check([key]):
-                beats, count, where = json.loads(self._store.get(key))
-                found[rank] = (beats, count, where)
+            beat = self._get(f"beat/{rank}")
+            if beat is not None:
+                found[rank] = (int(beat[0]), int(beat[1]), str(beat[2]))
+                self._seen[rank] = found[rank][2]
         return found
 
+    def _tell(self, message: str) -> None:
+        """Leaves the message for the other ranks, unless one was left before."""
+        if self._get("fault") is None:
+            self._set("fault", [self._rank, message])
+
+    def _told(self) -> str:
+        """What another rank has found; empty if nothing."""
+        found = self._get("fault")
+        return str(found[1]) if found is not None and found[0] != self._rank else ""
+
+    def _dead(self) -> list[int]:
+        """The ranks on this machine whose process is gone without having taken leave."""
+        gone = [rank for rank, process in self._processes.items() if rank != self._rank and is_gone(process)]
+        return [rank for rank in gone if self._get(f"process/{rank}") is not None]
+
+    # ------------------------------------------------------------------ words
+
+    def explain(self, what: str) -> str:
+        """:meth:`diagnose` for a collective that failed; the watchdog does not end the process meanwhile."""
+        self._explaining = True
+        try:
+            return self.diagnose(what)
+        except (RuntimeError, ValueError):  # the store does not answer
+            gone = [rank for rank, process in self._processes.items() if rank != self._rank and is_gone(process)]
+            faults = [self._name_dead(rank) for rank in gone] or ["the rank that holds the rendezvous store is dead"]
+            return "; ".join([f"rank {self._rank} {what} in {self._progress().where}", *faults])
+
     def diagnose(self, what: str) -> str:
-        """One line that says `what` happened on this rank and which ranks are silent or behind. Takes a few seconds."""
+        """One line that says `what` happened on this rank and which ranks are dead, silent or behind. Takes a few seconds.
+
+        The line is left in the store for the other ranks.
+        """
+        report = self._progress()
+        begun = f"rank {self._rank} {what} in {report.where}"
+        told = self._told()
+        if told:
+            return f"{begun}; {told}"
         before = self._read()
+        dead = self._dead()
+        if dead:
+            faults = [self._name_dead(rank) for rank in dead]
+            self._tell("; ".join(faults))
+            time.sleep(2 * self._interval)  # for the others to read it, in case the store goes with this process
+            return "; ".join([begun, *faults])
         time.sleep(2.5 * self._interval)
+        told = self._told()
+        if told:
+            return f"{begun}; {told}"
         after = self._read()
-        count, where, _ = self._progress()
         others = [rank for rank in range(self._ranks) if rank != self._rank]
         silent = [r for r in others if r not in after or (r in before and before[r][0] == after[r][0])]
-        behind = [r for r in others if r not in silent and after[r][1] < count]
-        faults = [f"rank {r} is dead or stopped (last seen in {after[r][2] if r in after else 'nothing'})" for r in silent]
+        behind = [r for r in others if r not in silent and after[r][1] < report.parts]
+        faults = [self._name_dead(r) for r in silent]
         faults += [f"rank {r} is behind, in {after[r][2]}" for r in behind]
-        return "; ".join([f"rank {self._rank} {what} in {where}", *(faults or ["no other rank is silent or behind"])])
+        if faults:
+            self._tell("; ".join(faults))
+        return "; ".join([begun, *(faults or ["no other rank is silent or behind"])])
+
+    def _name_dead(self, rank: int) -> str:
+        seen = f"last seen in {self._seen.get(rank, 'nothing')}"
+        process = self._processes.get(rank)
+        if process is not None and is_gone(process):
+            return f"rank {rank} is dead: its process {process[2]} was killed or crashed ({seen})"
+        return f"rank {rank} is dead or stopped ({seen})"
 
 
 def weakly(progress: Progress) -> Progress:
     """Calls the bound method `progress` through a weak reference, so that the watchdog does not keep its object alive."""
     alive = weakref.WeakMethod(progress)
 
-    def found() -> tuple[int, str, bool]:
+    def found() -> Report:
         method = alive()
-        return method() if method is not None else (0, "an engine that is gone", False)
+        return method() if method is not None else Report(0, 0, "an engine that is gone", waiting=False)
 
     return found
 

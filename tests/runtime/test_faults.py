@@ -101,7 +101,7 @@ def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
     code, text, _ = run_job(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", 60)
     assert code != 0
     assert "RankLost" in text
-    assert "rank 1 is dead or stopped (last seen in" in text
+    assert "rank 1 is dead: its process" in text
     assert "rank 2 is dead" not in text.split("rank 0 could not")[-1].splitlines()[0]
 
 

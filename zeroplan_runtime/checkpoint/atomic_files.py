@@ -5,13 +5,34 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.files import read_bytes
 
 LATEST = "latest"
 STATE = "state.json"
+#: File systems allow names of 255 bytes; the folders beside a checkpoint have longer ones than it.
+_LONGEST_TAG = 200
+
+
+def require_tag(tag: object, where: str) -> str:
+    """Checks that `tag` can be the name of a folder.
+
+    Raises:
+        BadInput: that says why not.
+    """
+    if not isinstance(tag, str):
+        raise BadInput(f"a {type(tag).__name__} is no tag", where=where, remedy="give a text")
+    length = len(os.fsencode(tag)) if tag.isprintable() else 0
+    if length > _LONGEST_TAG:
+        raise BadInput(
+            f"a tag of {length} bytes is too long for a folder's name", where=where, remedy=f"use at most {_LONGEST_TAG}"
+        )
+    if not length or tag != Path(tag).name or tag.startswith(".") or tag == LATEST:
+        raise BadInput(f"{tag[:80]!r} is not a name", where=where, remedy="give a plain name, without / and a dot before it")
+    return tag
 
 
 def sync_folder(folder: Path) -> None:
@@ -26,11 +47,16 @@ def sync_folder(folder: Path) -> None:
 def write_durably(path: Path, data: bytes) -> None:
     """Writes or replaces a file atomically and durably."""
     temporary = path.with_name(f".{path.name}.writing")
-    with open(temporary, "wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
     sync_folder(path.parent)
 
 
@@ -45,21 +71,46 @@ def replaced(folder: Path, tag: str) -> Path:
 
 
 def begin(folder: Path, tag: str) -> Path:
-    """Makes an empty :func:`unfinished` folder for a new checkpoint and returns it."""
+    """Makes an empty :func:`unfinished` folder for a new checkpoint and returns it.
+
+    Raises:
+        BadInput: when something that is no checkpoint has the name.
+        OSError: when the system does not make the folder.
+    """
+    _require_folder(folder)
+    final, latest = folder / tag, folder / LATEST
+    if os.path.lexists(final) and (final.is_symlink() or not final.is_dir()):
+        raise BadInput("is no folder, so a checkpoint cannot replace it", where=str(final), remedy="use another tag")
+    if latest.is_dir():
+        raise BadInput("is a folder, where the newest tag is written", where=str(latest), remedy="remove it")
     path = unfinished(folder, tag)
-    shutil.rmtree(path, ignore_errors=True)
+    abandon(folder, tag)
     path.mkdir(parents=True)
     return path
 
 
+def abandon(folder: Path, tag: str) -> None:
+    """Removes what there is of an unfinished checkpoint."""
+    shutil.rmtree(unfinished(folder, tag), ignore_errors=True)
+
+
 def finish(folder: Path, tag: str) -> None:
-    """Moves the complete checkpoint to its place; an older one of the same tag stays available until then."""
-    final, old = folder / tag, replaced(folder, tag)
-    sync_folder(unfinished(folder, tag))
+    """Moves the complete checkpoint to its place; an older one of the same tag stays available until then.
+
+    Raises:
+        OSError: when the system does not; the older one is in its place then.
+    """
+    new, final, old = unfinished(folder, tag), folder / tag, replaced(folder, tag)
+    sync_folder(new)
     if final.exists():
         shutil.rmtree(old, ignore_errors=True)
         os.rename(final, old)
-    os.rename(unfinished(folder, tag), final)
+    try:
+        os.rename(new, final)
+    except OSError:
+        if old.exists():
+            os.rename(old, final)
+        raise
     sync_folder(folder)
     shutil.rmtree(old, ignore_errors=True)
 
@@ -68,43 +119,61 @@ def find(folder: Path, tag: str | None) -> Path | None:
     """The folder of checkpoint `tag`, or of the latest if it is None; None when there is no latest one.
 
     Raises:
-        BadInput: when the named one does not exist.
+        BadInput: when the named one does not exist, or the file ``latest`` names none.
+        OSError: when the system does not let this user look.
     """
+    _require_folder(folder)
     if tag is None:
         pointer = folder / LATEST
-        if not pointer.exists():
+        if not _is_there(pointer):
             return None
-        tag = pointer.read_text().strip()
+        remedy = _remedy(folder, "")
+        text = read_bytes(str(pointer), 4 * _LONGEST_TAG, remedy=remedy).decode(errors="replace").strip()
+        try:
+            tag = require_tag(text, str(pointer))
+        except BadInput as fault:
+            raise BadInput(fault.what, where=str(pointer), remedy=remedy) from None
+    else:
+        require_tag(tag, "load_checkpoint")
     for path in (folder / tag, replaced(folder, tag)):  # the second if a process died between the renames of finish()
-        if (path / STATE).exists():
+        if _is_there(path / STATE):
             return path
-    raise BadInput(f"there is no checkpoint {tag!r}", where=str(folder), remedy="name one of the folders there")
+    held = "has no state.json" if (folder / tag).is_dir() else "is no folder" if os.path.lexists(folder / tag) else ""
+    raise BadInput(
+        f"checkpoint {tag!r} is not whole: it {held}" if held else f"there is no checkpoint {tag!r}",
+        where=str(folder),
+        remedy=_remedy(folder, tag),
+    )
 
 
-def write_state(path: Path, state: dict[str, Any]) -> None:
-    """Writes the part of a checkpoint that is not tensors, as JSON.
+def _require_folder(folder: Path) -> None:
+    if os.path.lexists(folder) and not folder.is_dir():
+        what = "is a link to nothing" if folder.is_symlink() and not folder.exists() else "is no folder"
+        raise BadInput(what, where=str(folder), remedy="give a folder for checkpoints")
 
-    Raises:
-        BadInput: when JSON cannot hold it.
-    """
+
+def _is_there(path: Path) -> bool:
+    """Whether there is anything, a dangling link included. A folder that may not be looked into is an error, not a no."""
     try:
-        text = json.dumps(state, indent=1, allow_nan=False)
-    except (TypeError, ValueError) as fault:
-        remedy = "keep numbers, texts, lists and dicts in client_state and the schedule's state"
-        raise BadInput(f"the state cannot be written as JSON: {fault}", where="save_checkpoint", remedy=remedy) from None
-    write_durably(path / STATE, text.encode())
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    """Reads what :func:`write_state` wrote.
+def _remedy(folder: Path, but: str) -> str:
+    other = another(folder / but if but else folder / LATEST)
+    return f"name another by its tag, such as {other!r}" if other else "give the folder that checkpoints were saved to"
 
-    Raises:
-        BadInput: when the file is damaged or not of this runtime.
-    """
-    try:
-        state = json.loads((path / STATE).read_text())
-    except ValueError as fault:
-        raise BadInput(f"damaged checkpoint: {fault}", where=str(path / STATE)) from None
-    if not isinstance(state, dict) or state.get("format") != 1:
-        raise BadInput("not a checkpoint of this runtime", where=str(path / STATE))
-    return state
+
+def another(checkpoint: Path) -> str:
+    """The tag of the checkpoint beside this one that was saved last; empty if there is none."""
+    found: list[tuple[float, str]] = []
+    with suppress(OSError):
+        for path in checkpoint.parent.iterdir():
+            if path.name != checkpoint.name and not path.name.startswith("."):
+                with suppress(OSError, ValueError):
+                    state = json.loads(read_bytes(str(path / STATE), 1 << 30))
+                    if isinstance(state, dict) and "checksum" in state:
+                        found.append(((path / STATE).stat().st_mtime, path.name))
+    return max(found, default=(0.0, ""))[1]

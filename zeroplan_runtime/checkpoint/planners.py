@@ -6,18 +6,14 @@ independent of the number of ranks, the stage and the padding of the run that sa
 
 from __future__ import annotations
 
-import io
-import os
-import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -172,25 +168,49 @@ def _of_flat(
             yield StateShard(name, numel, start, end - start, source.dtype, tensor)
 
 
-def check_metadata(model_states: ModelStates, metadata: Metadata, *, optimizer: bool) -> None:
+def buffer_shards(model: nn.Module) -> list[StateShard]:
+    """The model's persistent buffers, which are equal on all ranks."""
+    made = []
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.numel() and name not in module._non_persistent_buffers_set:
+                full = f"{prefix}.{name}" if prefix else name
+                made.append(StateShard.of(f"buffer/{full}", buffer.numel(), 0, buffer.view(-1)))
+    return made
+
+
+def check_metadata(model_states: ModelStates, buffers: Iterable[StateShard], metadata: Metadata, *, optimizer: bool) -> None:
     """Checks the checkpoint's metadata against the whole model, so that all ranks raise the same error.
 
+    Args:
+        model_states: the units.
+        buffers: the model's buffers.
+        metadata: the checkpoint's.
+        optimizer: the optimizer states will be loaded, too.
+
     Raises:
-        BadInput: for the first tensor that the checkpoint lacks or holds with another number of elements.
+        BadInput: for the first tensor that the checkpoint lacks, or holds with another number of elements, and for a parameter
+            of the checkpoint that the model lacks.
     """
-    for unit in model_states.units:
-        for shape in unit.layout.shape.params:
-            states = [buffer.value for buffer in model_states.setup.states] if optimizer else []
-            for kind in ["master", *states] if shape.trainable else ["param"]:
-                name = f"{kind}/{shape.name}"
-                stored = metadata.state_dict_metadata.get(name)
-                if shape.numel and not isinstance(stored, TensorStorageMetadata):
-                    raise BadInput(f"the checkpoint has no {name!r}", where="load_checkpoint")
-                if isinstance(stored, TensorStorageMetadata) and stored.size[0] != shape.numel:
-                    raise BadInput(
-                        f"{name!r} has {stored.size[0]} elements in the checkpoint and {shape.numel} here",
-                        where="load_checkpoint",
-                    )
+    states = [buffer.value for buffer in model_states.setup.states] if optimizer else []
+    shapes = [shape for unit in model_states.units for shape in unit.layout.shape.params if shape.numel]
+    needed = {f"{kind}/{s.name}": s.numel for s in shapes for kind in (["master", *states] if s.trainable else ["param"])}
+    needed |= {one.name: one.numel for one in buffers}
+    stored = metadata.state_dict_metadata
+    remedy = "build the model that was saved"
+    for name, numel in needed.items():
+        found = stored.get(name)
+        if not isinstance(found, TensorStorageMetadata):
+            raise BadInput(f"the checkpoint has no {name!r}", where="load_checkpoint", remedy=remedy)
+        if found.size.numel() != numel:
+            raise BadInput(
+                f"{name!r} has {found.size.numel()} elements in the checkpoint and {numel} here",
+                where="load_checkpoint",
+                remedy=remedy,
+            )
+    for name in stored:
+        if name not in needed and name.startswith(("master/", "param/")):
+            raise BadInput(f"the checkpoint has {name!r}, which this model lacks", where="load_checkpoint", remedy=remedy)
 
 
 class ShardSavePlanner(DefaultSavePlanner):
@@ -245,45 +265,3 @@ class ShardLoadPlanner(DefaultLoadPlanner):
         """The tensor that a read fills."""
         assert index.offset is not None
         return self._shards[index.fqn, index.offset[0]].tensor().detach()
-
-
-class SafeFileSystemReader(FileSystemReader):
-    """Reads a checkpoint safely: the pickle of its metadata may contain only classes of torch.distributed.checkpoint."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The checkpoint's metadata.
-
-        Raises:
-            BadInput: when the file is damaged or contains another class.
-        """
-        path = Path(self.path) / ".metadata"
-        try:
-            metadata = _RestrictedUnpickler(io.BytesIO(path.read_bytes())).load()
-        except (pickle.UnpicklingError, EOFError, AttributeError, OSError) as fault:
-            raise BadInput(f"damaged or foreign checkpoint: {fault}", where=os.fspath(path)) from None
-        assert isinstance(metadata, Metadata)
-        if metadata.storage_meta is not None:
-            metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
-class _RestrictedUnpickler(pickle.Unpickler):
-    _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-    _NAMES = frozenset(
-        {
-            ("torch", "Size"),
-            ("torch", "device"),
-            ("torch.serialization", "_get_layout"),
-            ("torch._utils", "_rebuild_dtype"),
-            ("builtins", "set"),
-            ("builtins", "getattr"),
-            ("pathlib", "PosixPath"),
-            ("pathlib._local", "PosixPath"),
-            *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
-        }
-    )
-
-    def find_class(self, module: str, name: str) -> Any:
-        if "." not in name and (module in self._MODULES or (module, name) in self._NAMES) and name != "getattr":
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,10 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 #: The largest prime below 2²⁴, so that fp32 holds every hash exactly.
 _HASH_MODULUS = 16777213
+
+
+#: What gloo's errors begin with.
+_SOURCE_PLACE = re.compile(r"^\[[^\]]*\] ")
 
 
 class Communicator:
@@ -58,7 +63,8 @@ class Communicator:
         except RuntimeError as fault:  # gloo's and NCCL's errors name addresses, not ranks
             if self.explain is None:
                 raise
-            raise RankLost(self.explain(f"could not {what}")) from fault
+            reason = _SOURCE_PLACE.sub("", (str(fault).splitlines() or [""])[0])[:160]
+            raise RankLost(self.explain(f"could not {what} ({reason})")) from None
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
         """Fills `whole` [ranks × n] with every rank's `shard` [n], which may be this rank's part of `whole`."""

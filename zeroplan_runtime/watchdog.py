@@ -31,6 +31,8 @@ from zeroplan_runtime.local_process import Identity, identity, is_gone
 EXIT_STALLED = 75
 #: Seconds without progress after which a rank asks whether the others' processes are still there.
 _ASK_AFTER = 8.0
+#: Seconds that a rank leaves the others to read what it has found.
+_LEAST_TO_READ = 3.0
 #: Engines of this process so far. Every rank makes them in the same order, so each has keys of its own in the store.
 _numbers = itertools.count()
 
@@ -125,6 +127,7 @@ class Watchdog:
                 overdue = waited > self._timeout
                 message = f"rank {self._rank} has waited {self._timeout:g} s and cannot reach the first rank" if overdue else ""
             if message and not self._stop.is_set() and not self._explaining:
+                self._attempt(self._let_others_read)
                 self._on_stall(message)
                 return
         self._attempt(self._take_leave)
@@ -204,10 +207,14 @@ class Watchdog:
         """:meth:`diagnose` for a collective that failed; the watchdog does not end the process meanwhile."""
         self._explaining = True
         try:
-            return self.diagnose(what)
+            message = self.diagnose(what)
+            self._let_others_read()
+            return message
         except (RuntimeError, ValueError):  # the store does not answer
             gone = [rank for rank, process in self._processes.items() if rank != self._rank and is_gone(process)]
-            faults = [self._name_dead(rank) for rank in gone] or ["the rank that holds the rendezvous store is dead"]
+            faults = [self._name_dead(rank) for rank in gone] or [
+                "the rendezvous store does not answer: rank 0 is dead, or its launcher"
+            ]
             return "; ".join([f"rank {self._rank} {what} in {self._progress().where}", *faults])
 
     def diagnose(self, what: str) -> str:
@@ -225,9 +232,8 @@ class Watchdog:
         if dead:
             faults = [self._name_dead(rank) for rank in dead]
             self._tell("; ".join(faults))
-            time.sleep(2 * self._interval)  # for the others to read it, in case the store goes with this process
             return "; ".join([begun, *faults])
-        time.sleep(2.5 * self._interval)
+        self._pause(2.5 * self._interval)
         told = self._told()
         if told:
             return f"{begun}; {told}"
@@ -237,9 +243,23 @@ class Watchdog:
         behind = [r for r in others if r not in silent and after[r][1] < report.parts]
         faults = [self._name_dead(r) for r in silent]
         faults += [f"rank {r} is behind, in {after[r][2]}" for r in behind]
+        if not faults and any(after[r][1] > report.parts for r in others):
+            faults = [f"rank {self._rank} is stuck in {report.where}, and the others wait for it"]
         if faults:
             self._tell("; ".join(faults))
         return "; ".join([begun, *(faults or ["no other rank is silent or behind"])])
+
+    def _let_others_read(self) -> None:
+        """Waits before this process ends, because the store may go with it."""
+        self._pause(max(_LEAST_TO_READ, 2 * self._interval))
+
+    def _pause(self, seconds: float) -> None:
+        """Sleeps, and goes on telling the others that this process lives."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, self._interval))
+            if threading.current_thread() is self._thread:
+                self._beat(self._progress())
 
     def _name_dead(self, rank: int) -> str:
         seen = f"last seen in {self._seen.get(rank, 'nothing')}"

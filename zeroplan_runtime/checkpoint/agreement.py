@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from zeroplan.core.errors import BadInput
 from zeroplan_runtime.comm import Communicator
+from zeroplan_runtime.engine_parts import EngineParts
 
 T = TypeVar("T")
 
@@ -27,11 +28,11 @@ _REMEDIES = {
 }
 
 
-def on_all_ranks(comm: Communicator, part: Callable[[], T], where: str) -> list[T]:
+def on_all_ranks(engine: EngineParts, part: Callable[[], T], where: str) -> list[T]:
     """Runs `part` on every rank; it must wait for no other rank.
 
     Args:
-        comm: the ranks.
+        engine: the engine.
         part: what each of them does.
         where: what to name in the error where `part` names nothing.
 
@@ -48,6 +49,8 @@ def on_all_ranks(comm: Communicator, part: Callable[[], T], where: str) -> list[
         value = part()
     except Exception as error:
         fault = error
+    engine.activity.begin("waiting for the other ranks")
+    comm = engine.comm
     faults, values = zip(*comm.all_gather_object((as_line(fault, where) if fault is not None else None, value)), strict=True)
     failures = {rank: one for rank, one in enumerate(faults) if one is not None}
     if failures:

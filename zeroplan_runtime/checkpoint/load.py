@@ -65,7 +65,7 @@ def load_checkpoint(
     """
     comm, where = engine.comm, "engine.load_checkpoint"
     with engine.activity.inside("finding the checkpoint to load"):
-        paths = on_all_ranks(comm, lambda: atomic_files.find(Path(folder), tag), where)
+        paths = on_all_ranks(engine, lambda: atomic_files.find(Path(folder), tag), where)
         path = paths[comm.rank]
         _require_same([one.name if one is not None else None for one in paths], str(folder))
         if path is None:
@@ -79,7 +79,7 @@ def load_checkpoint(
             return found[0].save.name
 
         engine.activity.begin(f"opening {path.name}")
-        _require_same(on_all_ranks(comm, open_checkpoint, where), str(path))
+        _require_same(on_all_ranks(engine, open_checkpoint, where), str(path))
         checkpoint = found[0]
         engine.drain()
         engine.schedule.grads.drop(anyway=True)
@@ -147,7 +147,7 @@ class _Checkpoint:
             self.reader.require_pieces(planner.create_local_plan().items)
 
         self.engine.activity.begin(f"verifying {self.path.name}")
-        on_all_ranks(self.engine.comm, verify, str(self.path))
+        on_all_ranks(self.engine, verify, str(self.path))
 
     def read(self, wanted: list[StateShard]) -> None:
         """Reads what is wanted on every rank; :meth:`verify` it before."""

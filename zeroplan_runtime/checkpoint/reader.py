@@ -77,7 +77,10 @@ class VerifyingReader(FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads what `plan` names into the planner's tensors; see :meth:`require_pieces`."""
         self._activity.piece(f"loading {self._folder.name}")
-        return super().read_data(plan, planner)
+        try:
+            return super().read_data(plan, planner)
+        finally:
+            self._activity.begin("waiting for what other ranks load")
 
 
 def _unpickled(path: Path, data: bytes) -> Metadata:

@@ -60,10 +60,10 @@ def save_checkpoint(
             state.update(_state(engine, client_state))
             return tag, SaveId(uuid.uuid4().hex, engine.progress.global_steps)
 
-        prepared = on_all_ranks(comm, prepare, where)
+        prepared = on_all_ranks(engine, prepare, where)
         _require_one_tag([chosen for chosen, _ in prepared])
         save = prepared[0][1]
-        on_all_ranks(comm, lambda: atomic_files.begin(folder, tag) if first else None, where)
+        on_all_ranks(engine, lambda: atomic_files.begin(folder, tag) if first else None, where)
         try:
             manifest = _write(engine, atomic_files.unfinished(folder, tag), save)
             engine.activity.begin(f"completing {tag!r}")
@@ -77,7 +77,7 @@ def save_checkpoint(
                     if latest:
                         atomic_files.write_durably(folder / atomic_files.LATEST, tag.encode())
 
-            on_all_ranks(comm, finish, where)
+            on_all_ranks(engine, finish, where)
         except BadInput:
             if first:  # what is left of it would keep a full disk full
                 atomic_files.abandon(folder, tag)

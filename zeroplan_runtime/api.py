@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,11 +18,15 @@ from zeroplan.core.optimizers import RUNTIME_OPTIMIZERS
 from zeroplan_runtime.comm import Communicator
 from zeroplan_runtime.config import RuntimeConfig, read_config
 from zeroplan_runtime.engine import Engine
-from zeroplan_runtime.optim.lr_schedules import make_schedule
+from zeroplan_runtime.optim.schedules import make_schedule
 from zeroplan_runtime.optim.zero_optimizer import Params, ZeroOptimizer
 from zeroplan_runtime.units import Policy
 
 logger = logging.getLogger("zeroplan_runtime")
+
+#: Makes an optimizer from the parameters that it is given.
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+AnyEngine = TypeVar("AnyEngine", bound=Engine)
 
 
 def initialize(
@@ -30,7 +34,7 @@ def initialize(
     model: nn.Module,
     config: Mapping[str, Any] | str | Path,
     model_parameters: Params | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | OptimizerFactory | None = None,
     training_data: Dataset[Any] | None = None,
     lr_scheduler: Any = None,
     collate_fn: Callable[..., Any] | None = None,
@@ -44,9 +48,9 @@ def initialize(
         model: any module with initialised parameters; they are moved to the device and cast as the config says.
         config: a ds_config as a dict, or the path of its JSON file.
         model_parameters: parameters or parameter groups for the config's optimizer; all trainable ones by default.
-        optimizer: a ``torch.optim.AdamW``, ``Adam`` or ``SGD`` that replaces the config's; its groups and hyperparameters
-            are used.
-        training_data: a dataset with a length; a loader is returned that gives each rank its own part.
+        optimizer: a ``torch.optim.AdamW``, ``Adam`` or ``SGD`` that replaces the config's, or a function that makes one
+            from `model_parameters`; its groups and hyperparameters are used. Parameters in no group stay as they are.
+        training_data: a dataset with a length; a loader is returned that gives each rank its own part, in micro batches.
         lr_scheduler: an object with ``step()``, or a function that makes one from the optimizer.
         collate_fn: the loader's, as in ``torch.utils.data.DataLoader``.
         policy: given a module's name and the module, whether it is a block unit; see
@@ -60,6 +64,36 @@ def initialize(
     Raises:
         BadInput: when the model, the config or another argument is wrong or not supported.
     """
+    return make_engine(
+        Engine,
+        model=model,
+        config=config,
+        model_parameters=model_parameters,
+        optimizer=optimizer,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        collate_fn=collate_fn,
+        policy=policy,
+        group=group,
+        device=device,
+    )
+
+
+def make_engine(
+    kind: type[AnyEngine],
+    *,
+    model: nn.Module,
+    config: Mapping[str, Any] | str | Path,
+    model_parameters: Params | None = None,
+    optimizer: torch.optim.Optimizer | OptimizerFactory | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    collate_fn: Callable[..., Any] | None = None,
+    policy: Policy | None = None,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+) -> tuple[AnyEngine, ZeroOptimizer | None, DataLoader[Any] | None, Any]:
+    """:func:`initialize` with an engine of class `kind`."""
     _require_usable(model, training_data, policy)
     where = _device(device)
     _join(where)
@@ -69,7 +103,7 @@ def initialize(
         logger.warning("keys without effect in this runtime: %s", ", ".join(settings.without_effect))
     chosen = _optimizer(model, settings, model_parameters, optimizer)
     schedule = _schedule(settings, chosen, lr_scheduler)  # which may set the momentum that the engine makes room for
-    engine = Engine(model, settings, chosen, comm=comm, device=where, policy=policy)
+    engine = kind(model, settings, chosen, comm=comm, device=where, policy=policy)
     engine.lr_scheduler = schedule
     return engine, chosen, _loader(training_data, settings, comm, collate_fn), engine.lr_scheduler
 
@@ -108,13 +142,24 @@ def _join(device: torch.device) -> None:
 
 
 def _optimizer(
-    model: nn.Module, settings: RuntimeConfig, params: Params | None, given: torch.optim.Optimizer | None
+    model: nn.Module,
+    settings: RuntimeConfig,
+    params: Params | None,
+    given: torch.optim.Optimizer | OptimizerFactory | None,
 ) -> ZeroOptimizer | None:
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if given is not None and not isinstance(given, torch.optim.Optimizer):
+        if not callable(given):
+            raise BadInput(
+                f"a {type(given).__name__} is no optimizer",
+                where="optimizer",
+                remedy="give a torch.optim.Optimizer, or a function that makes one from parameters",
+            )
+        given = given(trainable if params is None else params)  # type: ignore[arg-type]
     if isinstance(given, ZeroOptimizer):
         return given
     if given is not None:
         return ZeroOptimizer.from_torch(given)
-    trainable = [p for p in model.parameters() if p.requires_grad]
     if settings.optimizer is None or not trainable:
         return None
     hyper = dict(settings.optimizer["params"])
@@ -148,4 +193,4 @@ def _loader(
     if data is None:
         return None
     sampler: DistributedSampler[Any] = DistributedSampler(data, comm.world_size, comm.rank, shuffle=True)
-    return DataLoader(data, settings.micro_batch, sampler=sampler, collate_fn=collate_fn, drop_last=True)
+    return DataLoader(data, settings.micro_batch, sampler=sampler, collate_fn=collate_fn, drop_last=settings.drop_last)

@@ -6,6 +6,7 @@ replaced afterwards, or if two engines hold one model, training would go wrong w
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -18,6 +19,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zeroplan.core.errors import BadInput
 from zeroplan_runtime.model_states import ModelStates
 from zeroplan_runtime.optim.zero_optimizer import ZeroOptimizer
+
+logger = logging.getLogger("zeroplan_runtime")
 
 #: Parameters that an engine owns, and parameters that a destroyed engine has left empty.
 _claimed: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -71,7 +74,7 @@ def groups_of(model: nn.Module, optimizer: ZeroOptimizer | None) -> dict[int, in
     """The index of each parameter's optimizer group, by the parameter's ``id``; empty without an optimizer.
 
     Raises:
-        BadInput: when the optimizer holds a tensor that is not the model's, or lacks a trainable parameter.
+        BadInput: when the optimizer holds a tensor that is not the model's.
     """
     if optimizer is None:
         return {}
@@ -86,10 +89,26 @@ def groups_of(model: nn.Module, optimizer: ZeroOptimizer | None) -> dict[int, in
                     remedy="make the optimizer from the parameters of this very model",
                 )
             groups[id(param)] = i
-    for name, param in model.named_parameters():
-        if param.requires_grad and id(param) not in groups:
-            raise BadInput(f"parameter {name!r} is in no optimizer group", remedy="freeze it or add it to a group")
     return groups
+
+
+def freeze_outside(model: nn.Module, groups: dict[int, int]) -> list[nn.Parameter]:
+    """Freezes the parameters that no optimizer group has, since nothing would use their gradients; says which.
+
+    Args:
+        model: the model.
+        groups: of :func:`groups_of`, not empty.
+
+    Returns:
+        The parameters that were trainable before.
+    """
+    outside = {name: param for name, param in model.named_parameters() if param.requires_grad and id(param) not in groups}
+    for param in outside.values():
+        param.requires_grad_(False)
+    if outside:
+        names = ", ".join(list(outside)[:4]) + (" and more" if len(outside) > 4 else "")
+        logger.warning("%d parameters are in no optimizer group and stay as they are: %s", len(outside), names)
+    return list(outside.values())
 
 
 def require_loss(value: object) -> None:
@@ -155,6 +174,19 @@ class EngineChecks:
                 "updates with this step's gradients have begun, as neither clipping nor overflow checks delay them",
                 where="engine.backward",
                 remedy="add the losses and call backward once, count each as a micro batch, or set gradient_clipping",
+            )
+
+    def require_synchronized(self, in_no_sync: bool) -> None:
+        """Checks that no step is taken within ``engine.no_sync()``.
+
+        Raises:
+            BadInput: with the remedy.
+        """
+        if in_no_sync:
+            raise BadInput(
+                "It is illegal to call Engine.step() inside no_sync context manager",
+                where="engine.step",
+                remedy="leave it before the last micro batch, whose backward then reduces all gradients",
             )
 
     def require_gradients(self) -> None:

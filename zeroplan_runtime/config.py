@@ -32,6 +32,9 @@ class RuntimeConfig:
         fp16: the keys given in the ``fp16`` section.
         optimizer, scheduler: ``{"type": …, "params": {…}}`` without ``auto`` values; None where the file has none.
         knobs: the ``zeroplan`` section.
+        drop_last: leave out a loader's last batch where it is smaller.
+        counts_micro_batches: the engine counts micro batches and divides the loss by their number; otherwise every step
+            updates the parameters, with the sum of the gradients since the last.
         without_effect: paths of keys that change nothing here.
     """
 
@@ -43,6 +46,8 @@ class RuntimeConfig:
     optimizer: Mapping[str, Any] | None = None
     scheduler: Mapping[str, Any] | None = None
     knobs: Knobs = field(default_factory=Knobs)
+    drop_last: bool = False
+    counts_micro_batches: bool = True
     without_effect: tuple[str, ...] = ()
 
     @property
@@ -60,13 +65,15 @@ class RuntimeConfig:
         if self.dtype is not DType.FP16:
             return LossScaler()
         static = float(self.fp16.get("loss_scale", 0))
+        plain = self.zero.stage == 0  # DeepSpeed has a scaler of its own there, without hysteresis (fp16/fused_optimizer.py)
         if static:
             return LossScaler(scale=static)
         return LossScaler(
             scale=2.0 ** self.fp16.get("initial_scale_power", 16),
             dynamic=True,
             window=self.fp16.get("loss_scale_window", 1000),
-            hysteresis=self.fp16.get("hysteresis", 2),
+            hysteresis=1 if plain else self.fp16.get("hysteresis", 2),
+            stays_at_least=plain,
             consecutive_hysteresis=self.fp16.get("consecutive_hysteresis", False),
             min_scale=self.fp16.get("min_loss_scale", 1.0),
         )
@@ -94,6 +101,8 @@ def read_config(source: object, ranks: int) -> RuntimeConfig:
         optimizer=None if job.optimizer is None else {"type": job.optimizer, "params": dict(job.optimizer_params)},
         scheduler=None if job.scheduler is None else {"type": job.scheduler, "params": _given(config, "scheduler.params")},
         knobs=config.knobs,
+        drop_last=bool(config.values.get("dataloader_drop_last", False)),
+        counts_micro_batches=bool(config.values.get("managed_gradient_accumulation", True)),
         without_effect=config.ignored,
     )
 

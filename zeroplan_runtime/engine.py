@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from zeroplan.ds_config.runtime import runtime_setup
 from zeroplan_runtime.activity import Activity
 from zeroplan_runtime.arena import DTYPES, Arena
 from zeroplan_runtime.audit import Audit
-from zeroplan_runtime.checks import EngineChecks, groups_of, refuse_copy, require_loss, require_model
+from zeroplan_runtime.checks import EngineChecks, freeze_outside, groups_of, refuse_copy, require_loss, require_model
 from zeroplan_runtime.comm import Communicator
 from zeroplan_runtime.compiled import outside_graphs, uncompiled
 from zeroplan_runtime.config import RuntimeConfig
@@ -72,7 +73,10 @@ class Engine(EngineGetters, EngineCheckpoints):
         self.optimizer = optimizer
         self.lr_scheduler = None
         self.progress = progress = TrainingProgress(config.loss_scaler(), config.grad_accum)
+        if not config.counts_micro_batches:
+            progress.boundary = True
         self.last_step = None
+        self._in_no_sync = False
         self._pending_result: StepResult | None = None
         self._audit: Audit | None = None
 
@@ -80,6 +84,7 @@ class Engine(EngineGetters, EngineCheckpoints):
         require_own_memory(model)
         warn_of_aliases(model, device, DTYPES[config.dtype])
         groups = groups_of(model, optimizer)
+        self._frozen_here = freeze_outside(model, groups) if groups else []
         zero = config.zero if optimizer is not None else replace(config.zero, offload_optimizer=OffloadOptimizer())
         if optimizer is not None and zero.offload_optimizer:
             require_offloadable(optimizer.kind)
@@ -162,7 +167,7 @@ class Engine(EngineGetters, EngineCheckpoints):
         self.schedule.guard.close_all()
         return output
 
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Computes the gradients of `loss` / accumulation steps (as DeepSpeed does), averaged over the ranks.
 
         The gradients of several calls before one step add up.
@@ -170,9 +175,10 @@ class Engine(EngineGetters, EngineCheckpoints):
         Args:
             loss: one element, a result of this engine's forward.
             retain_graph: keep the graph, so that another call can go through it.
+            scale_wrt_gas: divide the loss by the accumulation steps.
 
         Returns:
-            The loss divided by the accumulation steps.
+            The loss, divided by the accumulation steps if `scale_wrt_gas`.
 
         Raises:
             BadInput: when `loss` is not one element with a gradient, after a backward that failed, and for a second call in
@@ -183,7 +189,8 @@ class Engine(EngineGetters, EngineCheckpoints):
         require_loss(loss)
         self.writes.keep()  # updates on the host may begin in this backward
         self.finish_step()
-        scaled = loss / self.config.grad_accum if self.config.grad_accum > 1 else loss
+        parts = self.config.grad_accum if scale_wrt_gas and self.config.counts_micro_batches else 1
+        scaled = loss / parts if parts > 1 else loss
         self.schedule.grads.boundary = self.is_gradient_accumulation_boundary()
         if self.optimizer_step is not None:
             self.optimizer_step.next_step = self.progress.applied + 1
@@ -198,6 +205,31 @@ class Engine(EngineGetters, EngineCheckpoints):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles the model in place, as ``model.compile(...)`` does, by ``torch.compile`` and with its arguments."""
         self.module.compile(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A context in which backwards add up gradients without a step; the first backward after it completes their mean.
+
+        At stage 0, and at stage 1 with several accumulation steps, nothing is reduced within it. Micro batches in it are not
+        counted.
+
+        Raises:
+            BadInput: at stages 2 and 3, which reduce in every backward, and within another such context.
+        """
+        if self.config.zero.stage >= 2:
+            raise BadInput(
+                "no_sync context manager is incompatible with stages 2 and 3, which shard gradients in every backward",
+                where="engine.no_sync",
+                remedy="use stage 0 or 1",
+            )
+        if self._in_no_sync:
+            raise BadInput("no_sync context manager reentry is unsupported", where="engine.no_sync")
+        self._in_no_sync, boundary = True, self.progress.boundary
+        self.progress.boundary = False
+        try:
+            yield
+        finally:
+            self._in_no_sync, self.progress.boundary = False, boundary
 
     def _reduces_once(self) -> bool:
         """Whether reduced gradients cannot be added to, because updates on the host use them at once."""
@@ -214,6 +246,7 @@ class Engine(EngineGetters, EngineCheckpoints):
     def step(self) -> None:
         """Ends a micro batch; the last one of an accumulation updates the parameters and the learning rate."""
         self.checks.require_usable("engine.step")
+        self.checks.require_synchronized(self._in_no_sync)
         boundary = self.is_gradient_accumulation_boundary()
         if boundary and self.optimizer_step is None:
             trains = any(param.requires_grad for param in self.module.parameters())
@@ -309,6 +342,8 @@ class Engine(EngineGetters, EngineCheckpoints):
         self.schedule.remove()
         self.schedule.guard.remove()
         self.schedule.grads.drop(anyway=True)
+        for param in self._frozen_here:
+            param.requires_grad_(True)
         for unit in self.model_states.units:
             for flat in unit.flats():
                 for param in flat.params:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zeroplan.core.errors import BadInput
 from zeroplan_runtime.engine_parts import EngineParts
 from zeroplan_runtime.optim.scaler import LossScaler
 
@@ -59,7 +60,16 @@ class EngineGetters(EngineParts):
         """Sets whether the coming micro batches end an accumulation, instead of counting them.
 
         Buffers and their dtypes follow the config's ``gradient_accumulation_steps``, so set it to about the real number.
+
+        Raises:
+            BadInput: where the config's ``managed_gradient_accumulation`` is false, as then every step ends one.
         """
+        if not self.config.counts_micro_batches:
+            raise BadInput(
+                "every step ends an accumulation, as managed_gradient_accumulation is false",
+                where="set_gradient_accumulation_boundary",
+                remedy="leave the call out",
+            )
         self.progress.boundary = is_boundary
 
     def get_global_grad_norm(self) -> float | None:

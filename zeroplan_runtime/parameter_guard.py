@@ -75,7 +75,7 @@ class ParameterGuard:
         if unit.guarded:
             unit.guarded = False
             for param in self._params[unit]:
-                param.__class__ = _plain_class(type(param))
+                param.__class__ = plain_class(type(param))
 
     def close(self, unit: UnitState) -> None:
         """Starts guarding `unit`'s parameters."""
@@ -146,7 +146,8 @@ _guarded_classes: dict[type, type] = {}
 _plain_classes: dict[type, type] = {}
 
 
-def _plain_class(kind: type) -> type:
+def plain_class(kind: type) -> type:
+    """The class that a parameter of class `kind` has while it is not guarded."""
     return _plain_classes.get(kind, kind)
 
 
@@ -168,7 +169,7 @@ def _as_plain(name: str) -> Callable[..., Any]:
     def call(tensor: torch.Tensor, *args: Any) -> Any:
         kind = type(tensor)
         _before_use(tensor)
-        tensor.__class__ = _plain_class(kind)
+        tensor.__class__ = plain_class(kind)
         try:
             return getattr(tensor, name)(*args)
         finally:
@@ -213,7 +214,7 @@ def _entry(tensor: torch.Tensor) -> Any:
     reference, index, name = _guarded.get(tensor, (_gone, 0, ""))
     guard = reference()
     if guard is None:  # a copy that took over the class, or the engine is gone
-        tensor.__class__ = _plain_class(type(tensor))
+        tensor.__class__ = plain_class(type(tensor))
         return None
     return guard, index, name
 

@@ -27,7 +27,7 @@ class TrainingProgress:
         self.scaler, self.grad_accum = scaler, grad_accum
         self.global_steps = self.micro_steps = self.applied = 0
         self.boundary: bool | None = None
-        self._skipped = SkippedSteps(scales=scaler.dynamic)
+        self._skipped = SkippedSteps()
 
     @property
     def skipped_steps(self) -> int:
@@ -57,8 +57,9 @@ class TrainingProgress:
         Raises:
             BadInput: when gradients overflow at the least loss scale.
         """
+        searching = self.scaler.can_fall
         self.scaler.update(True)
-        self._skipped.skipped(self.global_steps, self.scaler.scale, rank, names(), squares)
+        self._skipped.skipped(self.global_steps, self.scaler.scale, rank, names(), squares, searching=searching)
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a checkpoint."""

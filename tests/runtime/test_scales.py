@@ -14,7 +14,6 @@ from tests.runtime import models
 from tests.runtime.ranks import RankPool
 from tests.runtime.train import ds_config
 from zeroplan.core.errors import BadInput
-from zeroplan_runtime.optim.lr_schedules import make_schedule
 from zeroplan_runtime.optim.scaler import LossScaler
 
 
@@ -48,35 +47,6 @@ def test_overflow_at_the_least_scale_ends_the_run() -> None:
     scaler = LossScaler(scale=1.0, dynamic=True, hysteresis=1)
     with pytest.raises(BadInput, match="least loss scale"):
         scaler.update(True)
-
-
-SCHEDULES: list[tuple[str, dict[str, Any]]] = [
-    ("WarmupLR", {"warmup_max_lr": 0.01, "warmup_num_steps": 7}),
-    ("WarmupLR", {"warmup_min_lr": 0.001, "warmup_num_steps": 5, "warmup_type": "linear"}),
-    ("WarmupDecayLR", {"total_num_steps": 20, "warmup_num_steps": 6, "warmup_max_lr": 0.02}),
-    ("WarmupDecayLR", {"total_num_steps": 20, "warmup_num_steps": 6, "warmup_max_lr": 0.02, "warmup_type": "linear"}),
-    ("WarmupCosineLR", {"total_num_steps": 20, "warmup_num_steps": 6, "warmup_min_ratio": 0.1, "cos_min_ratio": 0.2}),
-    ("WarmupCosineLR", {"total_num_steps": 9, "warmup_num_steps": 9, "warmup_type": "linear"}),
-]
-
-
-@pytest.mark.parametrize(("kind", "params"), SCHEDULES)
-def test_schedules_are_deepspeeds(kind: str, params: dict[str, Any]) -> None:
-    theirs = pytest.importorskip("deepspeed.runtime.lr_schedules")
-    mine, oracle = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.05) for _ in range(2))
-    schedule, expected = make_schedule(kind, params, mine), getattr(theirs, kind)(oracle, **params)
-    for _ in range(30):
-        assert mine.param_groups[0]["lr"] == pytest.approx(oracle.param_groups[0]["lr"], rel=1e-12)
-        schedule.step()
-        expected.step()
-
-
-def test_a_wrong_schedule_is_named() -> None:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.05)
-    with pytest.raises(BadInput, match="did you mean 'WarmupLR'"):
-        make_schedule("WarmUpLr", {}, optimizer)
-    with pytest.raises(BadInput, match="warmup_steps"):
-        make_schedule("WarmupLR", {"warmup_steps": 3}, optimizer)
 
 
 def overflow(group: dist.ProcessGroup, stage: int) -> dict[str, Any]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from zeroplan.ds_config.findings import At, Severity
 from zeroplan.ds_config.rules import BOTH, Rule, View
 
@@ -12,6 +15,18 @@ _ZERO, _OFF = "zero_optimization", "zero_optimization.offload_optimizer"
 
 def _dynamic_fp16(v: View) -> bool:
     return bool(v.says("fp16.enabled")) and v.says("fp16.loss_scale", 0) == 0
+
+
+#: What cannot take summed gradients, by name, and what tells that a config has it.
+_CANNOT_SUM: tuple[tuple[str, Callable[[View], bool]], ...] = (
+    ("ZeRO stage 3", lambda v: v.zero.stage == 3),
+    ("ZenFlow", lambda v: v.zero.zenflow is not None),
+    ("DeepCompile", lambda v: bool(v.says("compile.deepcompile"))),
+)
+
+
+def _sums_with(uses: Callable[[View], bool], v: View) -> bool:
+    return str(v.says("gradient_allreduce_op", "mean")).lower() == "sum" and uses(v)
 
 
 #: Refused while the config is parsed.
@@ -57,18 +72,18 @@ CONFIG_REFUSALS: tuple[Rule, ...] = (
         "the operation must be mean or sum",
         "write mean or sum",
     ),
-    Rule(
-        "reduce.sum",
-        _E,
-        At.CONFIG,
-        "gradient_allreduce_op",
-        _RC,
-        lambda v: (
-            str(v.says("gradient_allreduce_op", "mean")).lower() == "sum"
-            and (v.zero.stage == 3 or v.zero.zenflow is not None or bool(v.says("compile.deepcompile")))
-        ),
-        "sum is not supported at stage 3, with ZenFlow or with DeepCompile",
-        "use mean",
+    *(
+        Rule(
+            "reduce.sum",
+            _E,
+            At.CONFIG,
+            "gradient_allreduce_op",
+            _RC,
+            partial(_sums_with, uses),
+            f"sum is not supported with {name}",
+            "use mean",
+        )
+        for name, uses in _CANNOT_SUM
     ),
     Rule(
         "masters.stage",

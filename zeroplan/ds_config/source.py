@@ -1,7 +1,8 @@
 """From a ds_config's path, base64 text or object to a plain object.
 
 DeepSpeed 0.19 reads its file with Hjson and rejects duplicate keys (runtime/config.py). Of Hjson we take comments and
-trailing commas, which people do use; the HF Trainer reads strict JSON, so they earn a finding.
+trailing commas ourselves, which people do use, and the rest through the package hjson; the HF Trainer reads strict JSON, so
+both earn a finding.
 """
 
 from __future__ import annotations
@@ -32,10 +33,38 @@ def load_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dic
         data = plain_copy(source, name)
     else:
         name = os.fspath(source)
-        data, strict = parse_relaxed_json(_text(name), name if len(name) <= 200 else "ds_config")
+        text, shown = _text(name), name if len(name) <= 200 else "ds_config"
+        try:
+            data, strict = parse_relaxed_json(text, shown)
+        except BadInput as fault:
+            data, strict = _from_hjson(text, shown, fault), False
     if not isinstance(data, dict):
         raise BadInput(f"holds {kind_of(data)}, not an object", where=name, remedy='write {"zero_optimization": {…}, …}')
     return data, name, strict
+
+
+def _from_hjson(text: str, name: str, fault: BadInput) -> Any:
+    """The value of a text that is no JSON but Hjson, where the package hjson is installed; it comes with DeepSpeed.
+
+    Raises:
+        BadInput: `fault`, where it is no Hjson either; as for JSON, for keys that stand twice, and for what is too large.
+    """
+    try:
+        import hjson
+    except ImportError:
+        raise fault from None
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(items)
+        if len(found) < len(items):
+            raise BadInput("a key stands twice", where=name, remedy="keep one")
+        return found
+
+    try:
+        data = hjson.loads(text, object_pairs_hook=pairs)
+    except (hjson.HjsonDecodeError, RecursionError):
+        raise fault from None
+    return plain_copy(data, name) if isinstance(data, dict) else data
 
 
 def _text(name: str) -> str:

@@ -68,6 +68,9 @@ def _walk_section(reading: Reading, section: Section, data: Mapping[str, Any]) -
             _open_key(reading, section, where, value)
         elif where in REMOVED and "." not in name:
             reading.keys.append(KeyReport(where, Effect.REMOVED, value))
+            if reading.for_runtime and isinstance(value, Mapping) and value.get("enabled") is False:
+                reading.ignored.append(where)
+                continue
             what = "was removed from DeepSpeed, which refuses the key"
             reading.add("key.removed", Severity.ERROR, where, what, f"{_REMOVE}: {REMOVED[where]}", "runtime/config.py")
         elif key is None:

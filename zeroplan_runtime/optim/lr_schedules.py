@@ -1,66 +1,50 @@
-"""Learning-rate schedules by DeepSpeed's names and definitions (runtime/lr_schedules.py of 0.19.8)."""
+"""Learning-rate schedules by DeepSpeed's names, with its values at every step (runtime/lr_schedules.py of 0.19.8).
+
+Formulas keep DeepSpeed's order of operations, so that its rates come out to the last bit.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from zeroplan.core.errors import BadInput, did_you_mean
+from zeroplan.core.errors import BadInput
+
+logger = logging.getLogger("zeroplan_runtime")
+
+PerGroup = float | Sequence[float]
+"""One number for all parameter groups, or one for each."""
 
 
-class WarmupLR:
-    """Rises from `warmup_min_lr` to `warmup_max_lr` in `warmup_num_steps` steps, then stays constant.
+class Schedule:
+    """What all schedules share: they count steps and set the groups' ``lr``. A subclass gives :meth:`get_lr`.
 
     Args:
         optimizer: its groups' ``lr`` is set at each step.
-        warmup_min_lr: the first learning rate, one number or one a group.
-        warmup_max_lr: the last, one number or one a group; None takes each group's ``lr``.
-        warmup_num_steps: the number of steps; 1 counts as 2.
-        warmup_type: ``log`` or ``linear``.
         last_batch_iteration: the number of steps taken, minus 1.
-
-    Raises:
-        BadInput: for an argument of the wrong type or number.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        warmup_min_lr: float | Sequence[float] = 0.0,
-        warmup_max_lr: float | Sequence[float] | None = None,
-        warmup_num_steps: int = 1000,
-        warmup_type: str = "log",
-        last_batch_iteration: int = -1,
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int) -> None:
         self.optimizer = optimizer
-        groups = optimizer.param_groups
-        most = [group["lr"] for group in groups] if warmup_max_lr is None else _per_group(warmup_max_lr, groups)
-        self.min_lrs, self.max_lrs = _per_group(warmup_min_lr, groups), most
-        self.warmup_num_steps = _steps(warmup_num_steps)
-        self.warmup_type = _warmup_type(warmup_type)
         self.last_batch_iteration = last_batch_iteration
-        self._last_lr: list[float] = [group["lr"] for group in groups]
-        if last_batch_iteration == -1:
-            self._apply()
+        self._last_lr: list[Any] = [group["lr"] for group in optimizer.param_groups]
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[Any]:
         """The learning rate of each group for this step."""
-        if self.last_batch_iteration < 0:
-            return list(self.min_lrs)
-        gamma = self._gamma()
-        return [least + (most - least) * gamma for least, most in zip(self.min_lrs, self.max_lrs, strict=True)]
+        raise NotImplementedError
 
-    def get_last_lr(self) -> list[float]:
+    def get_last_lr(self) -> list[Any]:
         """The learning rate of each group as set last."""
         return self._last_lr
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Goes to the next step, or to step `last_batch_iteration`, and sets the learning rates."""
         self.last_batch_iteration = self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
-        self._apply()
+        self._apply(self.get_lr())
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a checkpoint."""
@@ -70,15 +54,82 @@ class WarmupLR:
         """Continues from :meth:`state_dict`."""
         self.last_batch_iteration = state["last_batch_iteration"]
 
-    def _apply(self) -> None:
-        self._last_lr = self.get_lr()
-        for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
-            group["lr"] = lr
+    def _apply(self, rates: list[Any]) -> None:
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            if isinstance(group["lr"], torch.Tensor):  # whoever gave the tensor reads it
+                group["lr"].fill_(rate.squeeze() if isinstance(rate, torch.Tensor) else rate)
+            else:
+                group["lr"] = rate
+        self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+
+
+class _Warmup(Schedule):
+    """Counts the steps of a warm-up."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, steps: int, kind: str, last_batch_iteration: int) -> None:
+        super().__init__(optimizer, last_batch_iteration)
+        if not isinstance(steps, int) or steps <= 0:
+            raise BadInput(f"{steps!r} is not a positive number of steps", where="scheduler.params.warmup_num_steps")
+        if kind not in ("log", "linear"):
+            logger.warning("scheduler.params.warmup_type: %r is neither log nor linear; log is used, as DeepSpeed does", kind)
+            kind = "log"
+        self.warmup_num_steps = max(2, steps)
+        self.warmup_type = kind
+        self._inverse_log = 1.0 / math.log(self.warmup_num_steps)
+
+    @property
+    def _warms_up(self) -> bool:
+        return self.last_batch_iteration < self.warmup_num_steps
+
+    def _warmed_up(self) -> float:
+        """From 0 to 1: how far the warm-up is."""
+        if self.warmup_type == "log":
+            return self._inverse_log * math.log(self.last_batch_iteration + 1)
+        return self.last_batch_iteration / self.warmup_num_steps
+
+
+class WarmupLR(_Warmup):
+    """Rises from `warmup_min_lr` to `warmup_max_lr` in `warmup_num_steps` steps, then stays constant.
+
+    Args:
+        optimizer: its groups' ``lr`` is set at each step.
+        warmup_min_lr: the first learning rate, one number or one a group.
+        warmup_max_lr: the last, one number or one a group; None takes each group's ``lr``.
+        warmup_num_steps: the number of steps; 1 counts as 2.
+        warmup_type: ``log`` or ``linear``; another warns and counts as ``log``.
+        last_batch_iteration: the number of steps taken, minus 1.
+
+    Raises:
+        BadInput: for an argument of the wrong type or number.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        warmup_min_lr: PerGroup = 0.0,
+        warmup_max_lr: PerGroup | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
+        groups = optimizer.param_groups
+        most = [group["lr"] for group in groups] if warmup_max_lr is None else warmup_max_lr
+        self.min_lrs = per_group(warmup_min_lr, groups, "warmup_min_lr")
+        self.max_lrs = per_group(most, groups, "warmup_max_lr")
+        self._rises = [big - small for big, small in zip(self.max_lrs, self.min_lrs, strict=True)]
+        if last_batch_iteration == -1:
+            self._apply(self.get_lr())
+
+    def get_lr(self) -> list[Any]:
+        """The learning rate of each group for this step."""
+        if self.last_batch_iteration < 0:
+            return list(self.min_lrs)
+        gamma = self._gamma()
+        return [least + rise * gamma for least, rise in zip(self.min_lrs, self._rises, strict=True)]
 
     def _gamma(self) -> float:
-        if self.last_batch_iteration < self.warmup_num_steps:
-            return _warmup(self.last_batch_iteration, self.warmup_num_steps, self.warmup_type)
-        return 1.0
+        return self._warmed_up() if self._warms_up else 1.0
 
 
 class WarmupDecayLR(WarmupLR):
@@ -88,8 +139,8 @@ class WarmupDecayLR(WarmupLR):
         self,
         optimizer: torch.optim.Optimizer,
         total_num_steps: int,
-        warmup_min_lr: float | Sequence[float] = 0.0,
-        warmup_max_lr: float | Sequence[float] | None = 0.001,
+        warmup_min_lr: PerGroup = 0.0,
+        warmup_max_lr: PerGroup | None = 0.001,
         warmup_num_steps: int = 1000,
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
@@ -98,14 +149,17 @@ class WarmupDecayLR(WarmupLR):
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
 
     def _gamma(self) -> float:
-        if self.last_batch_iteration < self.warmup_num_steps:
-            return super()._gamma()
+        if self._warms_up:
+            return self._warmed_up()
         left = self.total_num_steps - self.last_batch_iteration
         return max(0.0, left / max(1.0, self.total_num_steps - self.warmup_num_steps))
 
 
-class WarmupCosineLR(WarmupLR):
-    """Rises from `warmup_min_ratio` to 1 times each group's ``lr``, then falls along a cosine to `cos_min_ratio` times."""
+class WarmupCosineLR(_Warmup):
+    """Rises from `warmup_min_ratio` to 1 times each group's ``lr``, then falls along a cosine to `cos_min_ratio` times.
+
+    As in DeepSpeed, the rate before the first step is 0 whatever `warmup_min_ratio` is.
+    """
 
     def __init__(
         self,
@@ -117,62 +171,80 @@ class WarmupCosineLR(WarmupLR):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
+        super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
         self.total_num_steps = total_num_steps
         self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
-        super().__init__(optimizer, 0.0, None, warmup_num_steps, warmup_type, last_batch_iteration)
+        rates = [group["lr"] for group in optimizer.param_groups]
+        self.org_lrs = [rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in rates]
+        if last_batch_iteration == -1:
+            self._apply(self.get_lr())
 
-    def _gamma(self) -> float:
-        if self.last_batch_iteration < self.warmup_num_steps:
-            ratio = _warmup(self.last_batch_iteration, self.warmup_num_steps, self.warmup_type)
-            return self.warmup_min_ratio + ratio * (1.0 - self.warmup_min_ratio)
+    def get_lr_ratio(self) -> float:
+        """The factor on each group's own ``lr``."""
+        if self.last_batch_iteration < 0:
+            return 0.0
+        if self._warms_up:
+            return self.warmup_min_ratio + self._warmed_up() * (1.0 - self.warmup_min_ratio)
         done = self.last_batch_iteration - self.warmup_num_steps + 1
         progress = min(1.0, done / max(1, self.total_num_steps - self.warmup_num_steps))
         ratio = (1 + math.cos(math.pi * progress)) / 2
         return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * ratio)
 
+    def get_lr(self) -> list[Any]:
+        """The learning rate of each group for this step."""
+        ratio = self.get_lr_ratio()
+        return [rate * ratio for rate in self.org_lrs] if self.last_batch_iteration >= 0 else [0.0] * len(self.org_lrs)
 
-SCHEDULES: dict[str, type[WarmupLR]] = {c.__name__: c for c in (WarmupLR, WarmupDecayLR, WarmupCosineLR)}
 
-
-def make_schedule(kind: str, params: dict[str, Any], optimizer: torch.optim.Optimizer) -> WarmupLR:
-    """The schedule of a config's ``scheduler`` section.
+class LRRangeTest(Schedule):
+    """Rises from `lr_range_test_min_lr` without end, to find the largest rate that trains (Smith, 2018, arXiv 1803.09820).
 
     Args:
-        kind: the section's ``type``.
-        params: the section's ``params``.
-        optimizer: the optimizer whose learning rates it sets.
+        optimizer: its groups' ``lr`` is set at each step.
+        lr_range_test_min_lr: the first learning rate, one number or one a group.
+        lr_range_test_step_size: the steps in which it rises once.
+        lr_range_test_step_rate: by how much it rises, as a part of the first.
+        lr_range_test_staircase: rise at once at the end of each such stretch.
+        last_batch_iteration: the number of steps taken, minus 1.
 
     Raises:
-        BadInput: for an unknown type or parameter, or a bad value.
+        BadInput: for an argument of the wrong type or number.
     """
-    if kind not in SCHEDULES:
-        remedy = did_you_mean(kind, SCHEDULES) or f"use one of {', '.join(SCHEDULES)}"
-        raise BadInput(f"unknown schedule {kind!r}", where="scheduler.type", remedy=remedy)
-    try:
-        return SCHEDULES[kind](optimizer, **params)
-    except TypeError as fault:
-        raise BadInput(str(fault).replace("__init__() ", ""), where=f"scheduler.params of {kind}") from None
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        lr_range_test_min_lr: PerGroup = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer, last_batch_iteration)
+        if not isinstance(lr_range_test_step_size, int) or lr_range_test_step_size <= 0:
+            where = "scheduler.params.lr_range_test_step_size"
+            raise BadInput(f"{lr_range_test_step_size!r} is not a positive number of steps", where=where)
+        self.min_lr = per_group(lr_range_test_min_lr, optimizer.param_groups, "lr_range_test_min_lr")
+        self.step_size, self.step_rate = lr_range_test_step_size, lr_range_test_step_rate
+        self.staircase = lr_range_test_staircase
+        if last_batch_iteration == -1:
+            self._apply(list(self.min_lr))
+
+    def get_lr(self) -> list[Any]:
+        """The learning rate of each group for this step."""
+        rises = float(self.last_batch_iteration + 1) / self.step_size
+        factor = 1 + self.step_rate * (math.floor(rises) if self.staircase else rises)
+        return [rate * factor for rate in self.min_lr]
 
 
-def _per_group(value: float | Sequence[float], groups: list[dict[str, Any]]) -> list[float]:
-    if isinstance(value, int | float):
-        return [float(value)] * len(groups)
+def per_group(value: Any, groups: list[dict[str, Any]], name: str) -> list[Any]:
+    """`value` for each group: one number is repeated, a list must have as many numbers as there are groups.
+
+    Raises:
+        BadInput: for a list of another length; `name` is the argument's.
+    """
+    if not isinstance(value, list | tuple):
+        return [value] * len(groups)
     if len(value) != len(groups):
-        raise BadInput(f"{len(value)} rates for {len(groups)} groups", where="scheduler.params")
-    return [float(v) for v in value]
-
-
-def _steps(value: int) -> int:
-    if not isinstance(value, int) or value <= 0:
-        raise BadInput(f"{value!r} is not a positive number of steps", where="scheduler.params.warmup_num_steps")
-    return max(2, value)
-
-
-def _warmup_type(value: str) -> str:
-    if value not in ("log", "linear"):
-        raise BadInput(f"unknown warm-up {value!r}", where="scheduler.params.warmup_type", remedy="use log or linear")
-    return value
-
-
-def _warmup(step: int, steps: int, kind: str) -> float:
-    return math.log(step + 1) / math.log(steps) if kind == "log" else step / steps
+        raise BadInput(f"{len(value)} values for {len(groups)} parameter groups", where=f"scheduler.params.{name}")
+    return list(value)

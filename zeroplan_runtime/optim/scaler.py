@@ -18,6 +18,7 @@ class LossScaler:
         hysteresis: the overflow that halves the scale first: 2 tolerates one overflow.
         consecutive_hysteresis: a step without overflow restores the hysteresis; otherwise only a doubling does.
         min_scale: the least scale.
+        stays_at_least: an overflow at `min_scale` is skipped; otherwise it ends the run.
         iteration: steps seen, skipped ones included.
         last_overflow: the iteration of the last overflow.
         left: the hysteresis that is left; at 1 the next overflow halves the scale.
@@ -29,6 +30,7 @@ class LossScaler:
     hysteresis: int = 2
     consecutive_hysteresis: bool = False
     min_scale: float = 1.0
+    stays_at_least: bool = False
     iteration: int = 0
     last_overflow: int = -1
     left: int = field(default=-1)
@@ -37,17 +39,22 @@ class LossScaler:
         if self.left < 0:
             self.left = self.hysteresis
 
+    @property
+    def can_fall(self) -> bool:
+        """Whether an overflow may make the scale smaller."""
+        return self.dynamic and self.scale > self.min_scale
+
     def update(self, overflow: bool) -> None:
         """Adapts the scale to one step's outcome.
 
         Raises:
-            BadInput: on overflow at `min_scale`, when the scale cannot be halved.
+            BadInput: on overflow at `min_scale`, when the scale cannot be halved, unless it stays there.
         """
         if not self.dynamic:
             return
         if overflow:
             if self.hysteresis == 1 or self.left == 1:
-                if self.scale == self.min_scale:
+                if self.scale == self.min_scale and not self.stays_at_least:
                     raise BadInput(
                         f"the gradients overflow at the least loss scale, {self.min_scale:g}",
                         where="fp16.min_loss_scale",

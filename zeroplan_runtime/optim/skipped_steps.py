@@ -14,18 +14,19 @@ _FIRST = 3
 
 
 class SkippedSteps:
-    """Steps that gradients which are not finite prevented. `scales` says that a loss scale is being searched for."""
+    """Steps that gradients which are not finite prevented."""
 
-    def __init__(self, *, scales: bool) -> None:
+    def __init__(self) -> None:
         self.total = 0
-        self._scales = scales
         self._in_a_row = 0
 
     def applied(self) -> None:
         """A step was applied."""
         self._in_a_row = 0
 
-    def skipped(self, step: int, scale: float, rank: int, names: Sequence[str], squares: torch.Tensor) -> None:
+    def skipped(
+        self, step: int, scale: float, rank: int, names: Sequence[str], squares: torch.Tensor, *, searching: bool
+    ) -> None:
         """Step number `step` was skipped.
 
         Args:
@@ -34,12 +35,13 @@ class SkippedSteps:
             rank: this rank.
             names: the units' names.
             squares: [units] sums of the squares of this rank's gradients in that step; read only for a warning.
+            searching: a loss scale is being searched for, so that skipped steps are to be expected.
         """
         self.total += 1
         self._in_a_row += 1
         logger.info("step %d skipped: the gradients are not finite; loss scale is %g", step, scale)
         is_power_of_ten = self._in_a_row > 1 and str(self._in_a_row).strip("0") == "1"
-        if self._scales or not (self._in_a_row == _FIRST or is_power_of_ten):
+        if searching or not (self._in_a_row == _FIRST or is_power_of_ten):
             return
         found = [name for name, value in zip(names, squares.tolist(), strict=True) if value - value != 0]
         if not found and rank:

@@ -1,0 +1,1 @@
+"""DeepSpeed's own unit tests, run on the included runtime: see ``__main__``."""

@@ -1,0 +1,73 @@
+"""The pytest plugin: ``deepspeed`` is the runtime's package, ranks are forked, and outcomes go to a JSON-lines file."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.multiprocessing
+
+from benchmarks.deepspeed_tests.placeholders import install_with_placeholders
+from zeroplan_runtime.compat.deepspeed.accelerator import Accelerator
+from zeroplan_runtime.compat.deepspeed.ops import compatible_ops
+
+
+def _false(_: object) -> bool:
+    """What DeepSpeed's accelerator says of fp16 on most CPUs."""
+    return False
+
+
+install_with_placeholders()
+# Their pool, but always of forked processes: a spawned one imports torch and everything else anew, for each test.
+torch.multiprocessing.Pool = multiprocessing.get_context("fork").Pool
+
+if os.environ.get("DEEPSPEED_TESTS_AS_CPU"):
+    Accelerator.is_fp16_supported = _false  # type: ignore
+    compatible_ops["fused_lamb"] = False
+
+_OUTCOMES = Path(os.environ["DEEPSPEED_TESTS_OUTCOMES"])
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """Tests share their rank processes, as some of DeepSpeed's do anyway.
+
+    With ``DEEPSPEED_TESTS_BF16`` tests of bf16 run too: DeepSpeed's check wants a GPU for them, the runtime does not.
+    """
+    for item in items:
+        if getattr(item.cls, "is_dist_test", False) and not item.cls.non_daemonic_procs:
+            item.cls.reuse_dist_env = True
+    if os.environ.get("DEEPSPEED_TESTS_BF16"):
+        for item in items:
+            if hasattr(item.module, "bf16_required_version_check"):
+                item.module.bf16_required_version_check = lambda *_: True
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """Writes one test's outcome, with the last line of its error."""
+    if report.when != "call" and report.outcome == "passed":
+        return
+    if report.outcome == "skipped":
+        says = str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    else:
+        says = _last_error(str(report.longrepr)) if report.longrepr else ""
+    row = {"test": report.nodeid, "outcome": report.outcome, "says": says, "seconds": round(report.duration, 2)}
+    with _OUTCOMES.open("a") as stream:
+        stream.write(json.dumps(row) + "\n")
+
+
+def pytest_collectreport(report: Any) -> None:
+    """Writes a file that cannot be collected, as one failed test, or one that skips all of its tests."""
+    if report.failed or (report.skipped and report.nodeid.endswith(".py")):
+        row = {"test": report.nodeid, "outcome": report.outcome, "says": str(report.longrepr)[-300:], "seconds": 0}
+        with _OUTCOMES.open("a") as stream:
+            stream.write(json.dumps(row) + "\n")
+
+
+def _last_error(text: str) -> str:
+    lines = [line.removeprefix("E").strip() for line in text.splitlines() if line.startswith("E  ")]
+    return (lines[0] if lines else text.strip().splitlines()[-1])[:300]

@@ -1,0 +1,1 @@
+"""The runtime by the names of other programs."""

@@ -1,0 +1,114 @@
+"""Puts this package in the place of ``deepspeed``: its modules under DeepSpeed's module names, and no others."""
+
+from __future__ import annotations
+
+import importlib.abc
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from zeroplan_runtime.compat import deepspeed
+from zeroplan_runtime.compat.deepspeed import (
+    accelerator,
+    comm,
+    config,
+    dataloader,
+    engine,
+    lr_schedules,
+    ops,
+    tensor_fragment,
+    utils,
+    zero,
+)
+
+#: What a module of DeepSpeed's name takes its attributes from, in this order.
+_SOURCES: Mapping[str, Sequence[Any]] = {
+    "deepspeed": (deepspeed,),
+    "deepspeed.accelerator": (accelerator,),
+    "deepspeed.accelerator.real_accelerator": (accelerator,),
+    "deepspeed.comm": (comm,),
+    "deepspeed.comm.comm": (comm,),
+    "deepspeed.git_version_info": (deepspeed,),
+    "deepspeed.ops": (ops,),
+    "deepspeed.ops.adam": (ops,),
+    "deepspeed.ops.lamb": (ops,),
+    "deepspeed.ops.lion": (ops,),
+    "deepspeed.ops.aio": (ops,),
+    "deepspeed.ops.op_builder": (ops,),
+    "deepspeed.runtime": (),
+    "deepspeed.runtime.config": (config,),
+    "deepspeed.runtime.constants": (config,),
+    "deepspeed.runtime.dataloader": (dataloader,),
+    "deepspeed.runtime.engine": (engine,),
+    "deepspeed.runtime.lr_schedules": (lr_schedules,),
+    "deepspeed.runtime.precision_config": (config,),
+    "deepspeed.runtime.utils": (utils,),
+    "deepspeed.runtime.zero": (zero,),
+    "deepspeed.runtime.zero.config": (config,),
+    "deepspeed.runtime.zero.partition_parameters": (zero,),
+    "deepspeed.utils": (utils,),
+    "deepspeed.utils.logging": (utils,),
+    "deepspeed.utils.tensor_fragment": (tensor_fragment,),
+    "deepspeed.utils.torch": (utils,),
+    "deepspeed.zero": (zero,),
+}
+
+
+class _Refusing(importlib.abc.MetaPathFinder):
+    """Refuses modules of DeepSpeed that are not here, before a DeepSpeed that is installed is found."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name.partition(".")[0] != "deepspeed":
+            return None
+        raise ModuleNotFoundError(
+            f"zeroplan_runtime.compat.deepspeed has no {name!r}; docs/deepspeed_compat.md lists what it has", name=name
+        )
+
+
+def install() -> ModuleType:
+    """Makes ``import deepspeed`` give this package. Call it before anything imports DeepSpeed.
+
+    Returns:
+        The module that ``import deepspeed`` gives.
+
+    Raises:
+        RuntimeError: when DeepSpeed itself has been imported already.
+    """
+    present = sys.modules.get("deepspeed")
+    if isinstance(present, _Module):
+        return present
+    if present is not None:
+        raise RuntimeError("deepspeed has been imported already: call install() before it")
+    for name, sources in _SOURCES.items():
+        module = _Module(name, sources)
+        sys.modules[name] = module
+        parent, _, last = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], last, module)
+    sys.modules["deepspeed.ops"].__dict__["__compatible_ops__"] = ops.compatible_ops
+    sys.modules["deepspeed"].__dict__["zero"] = sys.modules["deepspeed.zero"]
+    sys.meta_path.insert(0, _Refusing())
+    return sys.modules["deepspeed"]
+
+
+class _Module(ModuleType):
+    """A module with the attributes of others; one of DeepSpeed's that none of them has is refused by name."""
+
+    def __init__(self, name: str, sources: Sequence[Any]) -> None:
+        super().__init__(name, sources[0].__doc__ if sources else None)
+        self.__path__: list[str] = []
+        self.__spec__ = ModuleSpec(name, None, is_package=True)
+        self._sources = sources
+        for source in sources:
+            self.__dict__.update({key: value for key, value in vars(source).items() if not _is_own(key, value)})
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"zeroplan_runtime.compat.deepspeed has no {self.__name__}.{name}; see docs/deepspeed_compat.md")
+
+
+def _is_own(key: str, value: Any) -> bool:
+    """Whether an attribute belongs to the module that it comes from, as its name and its submodules do."""
+    of_version = key.startswith(("__version", "__git"))
+    return (key.startswith("__") and not of_version) or issubclass(type(value), ModuleType)

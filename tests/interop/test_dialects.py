@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from agreement_cases import random_config
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.workload import DType
+from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.ds_config.dialect import Dialect, Support
 from zeroplan.ds_config.findings import Severity
 from zeroplan.ds_config.reader import DsConfig, inspect_ds_config, read_ds_config
@@ -33,7 +36,10 @@ def whats(config: DsConfig) -> list[str]:
     ("config", "runtime_says", "deepspeed_says"),
     [
         ({"zero_optimization": {"stage": 2, "zero_quantized_weights": True}}, ["not supported"], []),
-        ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, ["not supported; use offload_optimizer"], []),
+        ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, [], []),
+        ({"zero_optimization": {"stage": 0, "cpu_offload": True}}, ["optimizer offload needs stage 1, 2 or 3"], []),
+        ({"amp": {"enabled": True}}, ["was removed from DeepSpeed"], ["was removed from DeepSpeed"]),
+        ({"amp": {"enabled": False}}, [], ["was removed from DeepSpeed"]),
         ({"torch_autocast": {"enabled": True, "dtype": "bf16"}}, ["'torch_autocast' is not supported"], []),
         ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}}, ["NVMe offload needs stage 3"], []),
         (
@@ -61,7 +67,7 @@ def test_a_refused_key_may_stand_at_its_default() -> None:
     zero = {"stage": 3, "zero_quantized_gradients": False, "zero_hpz_partition_size": 1, "zenflow": None, "cpu_offload": False}
     config = {"zero_optimization": zero, "torch_autocast": {"enabled": False}, "gradient_allreduce_op": "mean"}
     found = read_ds_config(config, dialect=Dialect.RUNTIME)
-    assert len(found.ignored) == 6
+    assert len(found.ignored) == 5
     assert "torch_autocast" in found.ignored
 
 
@@ -127,3 +133,27 @@ def test_what_the_runtime_refuses_whole_has_no_key_that_it_honours() -> None:
         owner = SECTIONS[parent].find(name) if path else None
         if owner is not None and owner.runtime is Support.REFUSED:
             assert all(key.runtime is not Support.HONOURED for key in section.keys.values()), path
+
+
+def test_hjson_is_read_where_the_package_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.hjson"
+    path.write_text(
+        "# no quotes\ntrain_batch_size: 8\nzero_optimization: {\n  stage: 2\n  offload_optimizer: {device: cpu}\n}\n"
+    )
+    if importlib.util.find_spec("hjson") is None:
+        with pytest.raises(BadInput, match="is not JSON"):
+            inspect_ds_config(str(path))
+        return
+    for dialect in Dialect:
+        found = inspect_ds_config(str(path), dialect=dialect, world_size=8)
+        assert (found.job.train_batch, found.zero.stage, found.zero.offload_optimizer.device) == (8, 2, OffloadDevice.CPU)
+    for text, says in [
+        ("a: 1\na: 2\n", "a key stands twice"),
+        ("", "is not JSON"),
+        ("just words", "is not JSON"),
+        ("a: " + "1" * 5000, "is not JSON"),
+        ("[" * 9000, "is not JSON"),
+    ]:
+        path.write_text(text)
+        with pytest.raises(BadInput, match=says):
+            inspect_ds_config(str(path))

@@ -25,7 +25,10 @@ LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "nu
 def test_defaults_are_deepspeeds() -> None:
     config = read_config({}, 4)
     assert (config.zero, config.micro_batch, config.grad_accum, config.dtype) == (ZeroConfig(), 1, 1, DType.FP32)
-    scaler = read_config({"fp16": {"enabled": True}}, 1).loss_scaler()
+    plain = read_config({"fp16": {"enabled": True}}, 1).loss_scaler()  # DeepSpeed's own at stage 0
+    assert (plain.hysteresis, plain.stays_at_least) == (1, True)
+    scaler = read_config({"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}}, 1).loss_scaler()
+    assert not scaler.stays_at_least
     assert (scaler.scale, scaler.dynamic, scaler.window, scaler.hysteresis, scaler.min_scale) == (65536, True, 1000, 2, 1)
     assert read_config({"bf16": {"enabled": True}}, 1).check_overflow
 
@@ -128,7 +131,7 @@ def test_aio_matters_for_files(aio: dict[str, Any], said: str) -> None:
         {"data_efficiency": {}},
         {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": ""}}},
         {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
-        {"zero_optimization": {"stage": 3, "cpu_offload": True}},
+        {"zero_optimization": {"stage": 0, "cpu_offload": True}},
     ],
     ids=str,
 )

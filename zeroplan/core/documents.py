@@ -18,6 +18,8 @@ from typing import Any, NoReturn
 from zeroplan.core.errors import BadInput
 from zeroplan.core.files import fault, read_bytes
 
+#: How the fault of a text begins that JSON's syntax does not allow.
+NOT_JSON = "is not JSON"
 #: Integers beyond this are no sizes; floats end here, too.
 MOST_BITS = 1024
 #: Characters of a number in YAML: ``1:1:1:…`` in base 60 takes time in the square of its length.
@@ -109,7 +111,7 @@ def parse_relaxed_json(text: str, name: str, limits: Limits = CONFIG, *, where: 
     try:
         return _strict_json(without_comments(text), name, limits, where, True), False
     except json.JSONDecodeError:
-        raise fault(name, f"is not JSON ({_place(first)})", where, "mend the syntax") from None
+        raise fault(name, f"{NOT_JSON} ({_place(first)})", where, "mend the syntax") from None
 
 
 def _place(error: json.JSONDecodeError) -> str:

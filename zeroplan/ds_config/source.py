@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from zeroplan.core.documents import CONFIG, kind_of, parse_relaxed_json, plain_copy, text_of
+from zeroplan.core.documents import CONFIG, NOT_JSON, kind_of, parse_relaxed_json, plain_copy, text_of
 from zeroplan.core.errors import BadInput
 from zeroplan.core.files import read_bytes
 
@@ -37,6 +37,8 @@ def load_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dic
         try:
             data, strict = parse_relaxed_json(text, shown)
         except BadInput as fault:
+            if not fault.what.startswith(NOT_JSON):
+                raise
             data, strict = _from_hjson(text, shown, fault), False
     if not isinstance(data, dict):
         raise BadInput(f"holds {kind_of(data)}, not an object", where=name, remedy='write {"zero_optimization": {…}, …}')
@@ -62,9 +64,13 @@ def _from_hjson(text: str, name: str, fault: BadInput) -> Any:
 
     try:
         data = hjson.loads(text, object_pairs_hook=pairs)
-    except (hjson.HjsonDecodeError, RecursionError):
+    except BadInput:
+        raise
+    except (ValueError, RecursionError):  # its own error is a ValueError, as is a number of thousands of digits
         raise fault from None
-    return plain_copy(data, name) if isinstance(data, dict) else data
+    if not isinstance(data, dict) or not data:  # a bare word is a text to Hjson, and an empty file an object
+        raise fault
+    return plain_copy(data, name)
 
 
 def _text(name: str) -> str:

@@ -138,7 +138,7 @@ def test_what_the_runtime_refuses_whole_has_no_key_that_it_honours() -> None:
 def test_hjson_is_read_where_the_package_is_there(tmp_path: Path) -> None:
     path = tmp_path / "ds_config.hjson"
     path.write_text(
-        "# no quotes\ntrain_batch_size: 8\nzero_optimization: {\n  stage: 2\n  offload_optimizer: {device: cpu}\n}\n"
+        '# no quotes\ntrain_batch_size: 8\nzero_optimization: {\n  stage: 2\n  offload_optimizer: {"device": "cpu"}\n}\n'
     )
     if importlib.util.find_spec("hjson") is None:
         with pytest.raises(BadInput, match="is not JSON"):

@@ -166,9 +166,18 @@ class DeepSpeedEngine(Engine):
         unmark(self)
         super().destroy(keep_parameters=keep_parameters)
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Refused: DeepSpeed's own compiler is not here."""
-        raise Refusal("DeepSpeed's compiler is not supported", where="engine.compile", remedy="call torch.compile on the model")
+    def compile(
+        self, backend: Any = "inductor", compile_kwargs: dict[str, Any] | None = None, schedule: Any = None, passes: Any = None
+    ) -> None:
+        """Compiles the model by ``torch.compile``.
+
+        Raises:
+            Refusal: for a `schedule` or `passes`, which are DeepCompile's.
+        """
+        if schedule is not None or passes is not None:
+            raise Refusal("DeepCompile is not supported", where="engine.compile", remedy="leave schedule and passes out")
+        with refusing():
+            super().compile(backend=backend, **(compile_kwargs or {}))
 
     # ------------------------------------------------------------------ data
 

@@ -25,7 +25,7 @@ from zeroplan.core.zero_config import DEEPSPEED_VERSION  # noqa: E402
 from zeroplan.ds_config.sections import SECTIONS  # noqa: E402
 from zeroplan.engines.base import Case, Engine  # noqa: E402
 from zeroplan.engines.registry import engine_names, find_engine  # noqa: E402
-from zeroplan.ledger.line import derived  # noqa: E402
+from zeroplan.ledger.line import derived, glossary_of  # noqa: E402
 from zeroplan.models.catalog import catalog_table  # noqa: E402
 from zeroplan.models.load import load_model  # noqa: E402
 from zeroplan.report.table import render  # noqa: E402
@@ -46,13 +46,16 @@ def ledger() -> str:
     spec = load_model(MODEL)
     for name in engine_names():
         engine = find_engine(name)
+        workload = Workload(seq_len=2048, precision=engine.precision(DType.BF16))
+        cases = [Case(spec, workload, Cluster(gpus=8), zero) for zero in engine.options()]
+        names = glossary_of(type(engine.ledger(cases[0])[1]))
         out += [f"## {name} {engine.version}", "", "### Names", ""]
-        out += [render(["name", "what"], [[f"`{key}`", text] for key, text in engine.glossary().items()], "github"), ""]
-        for zero in engine.options():
+        out += [render(["name", "what"], [[f"`{key}`", text] for key, text in names.items()], "github"), ""]
+        for case in cases:
+            zero = case.zero
             offload = f", optimizer {zero.offload_optimizer.device}" if zero.offload_optimizer else ""
             offload += f", parameters {zero.offload_param.device}" if zero.offload_param else ""
-            workload = Workload(seq_len=2048, precision=engine.precision(DType.BF16))
-            out += [f"### Stage {zero.stage}{offload}", "", _lines(engine, Case(spec, workload, Cluster(gpus=8), zero)), ""]
+            out += [f"### Stage {zero.stage}{offload}", "", _lines(engine, case), ""]
     return "\n".join(out)
 
 

@@ -16,8 +16,6 @@ from zeroplan.core.buffers import Phase
 from zeroplan.core.errors import BadInput
 from zeroplan.core.gpus import GPUS
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.parameters import Parameters
-from zeroplan.core.workload import Workload
 from zeroplan.engines.process import GUESSED_SPREAD
 from zeroplan.engines.registry import engine_names, engine_path, find_engine, register, unregister
 from zeroplan.ledger.line import Ledger
@@ -165,10 +163,10 @@ def test_a_parameter_reaches_a_line_within_six_calls(cli: Cli, monkeypatch: pyte
         names = [f"{Path(frame.filename).stem}.{frame.function}" for frame in reversed(stack)]
         return names[names.index("main.run") + 1 :]
 
-    def made(workload: Workload, parameters: Parameters, layout: ParallelLayout, workspace: int) -> toy.ToyRank:
+    def made(layout: ParallelLayout, **rest: Any) -> toy.ToyRank:
         assert layout.gpus == 8
         seen.setdefault("rank", calls())  # the request's own plan comes first; what would relieve it is planned later
-        return rank(workload, parameters, layout, workspace)
+        return rank(layout=layout, **rest)
 
     def evaluated(c: Any) -> int:
         seen.setdefault("line", calls())

@@ -17,7 +17,7 @@ from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.registry import engine_names, find_engine
 from zeroplan.ledger.derive import Derived
-from zeroplan.ledger.line import derived, evaluate, symbols
+from zeroplan.ledger.line import derived, evaluate, glossary_of, symbols
 from zeroplan.models.spec import ModelSpec, Tensor, Unit
 from zeroplan.planner.formula import formula_plan
 
@@ -101,13 +101,13 @@ def test_every_plan_round_trips_through_json(drawn: tuple[Any, Case]) -> None:
 def test_every_line_says_what_it_is_for(name: str) -> None:
     engine = find_engine(name)
     cases = [Case(tiny(), Workload(), Cluster(gpus=4), zero) for zero in engine.options()]
-    ledger, _ = engine.ledger(cases[0])
+    ledger, facts = engine.ledger(cases[0])
     assert len({line.name for line in ledger}) == len(ledger)
     assert all(len(line.doc) > 10 for line in ledger)
     formulas = [(item.formula, facts) for ledger, facts in map(engine.ledger, cases) for item in derived(ledger, facts)]
     used = {name for formula, facts in formulas for name in re.findall(r"[a-z][a-z_0-9]*", formula) if hasattr(facts, name)}
     assert len(used) > 3
-    assert used <= {name for name, meaning in engine.glossary().items() if len(meaning) > 10}
+    assert used <= {name for name, meaning in glossary_of(type(facts)).items() if len(meaning) > 10}
 
 
 def test_optimizer_states_by_hand() -> None:

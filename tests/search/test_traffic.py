@@ -16,9 +16,8 @@ from zeroplan.core.tape import ExpandedTape, Mark, Op, TapeModule, TapeParam
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import OffloadDevice, OffloadParam, ZeroConfig
 from zeroplan.engines import torch_traffic
-from zeroplan.engines.compute_traffic import COMPUTE, WORK_GLOSSARY
+from zeroplan.engines.compute_traffic import COMPUTE
 from zeroplan.engines.deepspeed import traffic
-from zeroplan.engines.deepspeed.traffic_facts import GLOSSARY
 from zeroplan.engines.registry import find_engine
 from zeroplan.engines.runtime import traffic as runtime_traffic
 from zeroplan.ledger.traffic import Executor, Resource, WorkItem, seconds_for
@@ -158,7 +157,6 @@ def test_every_line_says_what_it_is_and_derives_its_number() -> None:
             assert item.formula, item.name
             assert item.formula != f"{item.amount:,}", item.name
             assert item.seconds == pytest.approx(seconds_for(item.resource, item.amount, rates_of(GPUS["h100"])))
-    assert set(WORK_GLOSSARY) <= set(GLOSSARY)
 
 
 def test_python_and_device_overlap_and_the_step_does_not() -> None:

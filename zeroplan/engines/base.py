@@ -151,10 +151,6 @@ class Engine(ABC):
     # --- memory -----------------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def glossary(self) -> Mapping[str, str]:
-        """What each name in the ledger's formulas means."""
-
-    @abstractmethod
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
         """The engine's lines, and the facts that they read, for rank 0."""
 

@@ -12,61 +12,41 @@ from dataclasses import dataclass
 from zeroplan.core.buffers import Phase
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.ledger.derive import fraction
+from zeroplan.ledger.line import means
 from zeroplan.ledger.traffic import Resource, WorkBuilder
 from zeroplan.ledger.work import Counts, Matrices
 
 #: A kernel reads about two operands for each result that it writes.
 PASSES = 3
 
-WORK_GLOSSARY = {
-    "tokens": "micro batch × sequence length",
-    "seq_len": "tokens a sequence",
-    "matrices": "elements of all matrices that a token is multiplied with",
-    "trained_matrices": "of those, the ones with a weight gradient",
-    "recomputed_matrices": "of those, the ones in checkpointed blocks, but for the last where nothing after it is saved",
-    "attention": "heads × head size, over all blocks",
-    "attention_ops": "operations a query, key and channel: 4, halved by the causal mask",
-    "recomputed_attention": "attention in checkpointed blocks",
-    "forward_kernels": "kernels of the forward",
-    "backward_kernels": "kernels of the backward, recomputation included",
-    "recomputed_kernels": "of those, the ones of recomputation",
-    "checkpoints": "checkpointed segments that are run again",
-    "forward_written": "bytes that the forward's kernels write",
-    "backward_written": "bytes that the backward's kernels write",
-    "forward_modules": "modules entered in the forward",
-    "recomputed_modules": "modules entered again in recomputation",
-    "backward_modules": "modules passed in the backward",
-    "segments_remapped": "segments that a full card's allocator returns and takes again",
-    "bytes_remapped": "their bytes, both ways",
-    "pages_remapped": "their pages, where segments are expandable, both ways",
-}
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeFacts:
-    """What the model's own computation takes; names as in :data:`WORK_GLOSSARY`."""
+    """What the model's own computation takes."""
 
-    tokens: int
-    seq_len: int
-    matrices: int
-    trained_matrices: int
-    recomputed_matrices: int
-    attention: int
-    attention_ops: int
-    recomputed_attention: int
-    forward_kernels: int
-    backward_kernels: int
-    recomputed_kernels: int
-    checkpoints: int
-    forward_written: int
-    backward_written: int
-    forward_modules: int
-    recomputed_modules: int
-    backward_modules: int
+    tokens: int = means("micro batch × sequence length")
+    seq_len: int = means("tokens a sequence")
+    matrices: int = means("elements of all matrices that a token is multiplied with")
+    trained_matrices: int = means("of those, the ones with a weight gradient")
+    recomputed_matrices: int = means(
+        "of those, the ones in checkpointed blocks, but for the last where nothing after it is saved"
+    )
+    attention: int = means("heads × head size, over all blocks")
+    attention_ops: int = means("operations a query, key and channel: 4, halved by the causal mask")
+    recomputed_attention: int = means("attention in checkpointed blocks")
+    forward_kernels: int = means("kernels of the forward")
+    backward_kernels: int = means("kernels of the backward, recomputation included")
+    recomputed_kernels: int = means("of those, the ones of recomputation")
+    checkpoints: int = means("checkpointed segments that are run again")
+    forward_written: int = means("bytes that the forward's kernels write")
+    backward_written: int = means("bytes that the backward's kernels write")
+    forward_modules: int = means("modules entered in the forward")
+    recomputed_modules: int = means("modules entered again in recomputation")
+    backward_modules: int = means("modules passed in the backward")
     fp32: bool
-    segments_remapped: int = 0
-    bytes_remapped: int = 0
-    pages_remapped: int = 0
+    segments_remapped: int = means("segments that a full card's allocator returns and takes again", default=0)
+    bytes_remapped: int = means("their bytes, both ways", default=0)
+    pages_remapped: int = means("their pages, where segments are expandable, both ways", default=0)
 
 
 def compute_facts(

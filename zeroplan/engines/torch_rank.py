@@ -10,34 +10,15 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.optimizer_row import Domain, Optimizer
-from zeroplan.core.optimizers import find_optimizer
-from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.parameters import Parameters
-from zeroplan.core.workload import DType, Precision, Workload
+from zeroplan.core.optimizer_row import Domain
+from zeroplan.core.workload import DType, Precision
+from zeroplan.engines.rank import Rank
 from zeroplan.engines.torch_optimizer import muon_takes
 
 
-@dataclass(frozen=True)
-class TorchRank(ABC):
-    """Rank 0, which holds the most, and what it holds.
-
-    Attributes:
-        workload: what is computed.
-        parameters: the model's parameters.
-        layout: how the ranks divide the work.
-        cublas_workspace: bytes of one cuBLAS workspace on this GPU.
-    """
-
-    workload: Workload
-    parameters: Parameters
-    layout: ParallelLayout
-    cublas_workspace: int = 0
-
-    @cached_property
-    def ranks(self) -> int:
-        """Data-parallel ranks."""
-        return self.layout.shard_group
+@dataclass(frozen=True, kw_only=True)
+class TorchRank(Rank, ABC):
+    """Rank 0, which holds the most, and what it holds."""
 
     @cached_property
     def original_bytes(self) -> int:
@@ -62,27 +43,32 @@ class TorchRank(ABC):
         """What this rank's optimizer holds of each parameter."""
 
     @property
-    def numel(self) -> tuple[int, ...]:
-        """Elements of each parameter."""
-        return self.parameters.numel
-
-    @property
     def trained(self) -> tuple[int, ...]:
         """The parameters that receive a gradient."""
         return self.parameters.trained
 
     # --- the optimizer ----------------------------------------------------------------------------------------------------
 
-    @cached_property
-    def optimizer(self) -> Optimizer:
-        """The row of the optimizer table."""
-        return find_optimizer(self.workload.optimizer)
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one element of an optimizer state."""
+        return self.original_bytes
 
     @cached_property
     def matrices(self) -> frozenset[int]:
         """The trained parameters that Muon would update, whatever the optimizer is."""
         names, shapes = self.parameters.names, self.parameters.shapes
         return frozenset(p for p in self.trained if muon_takes(names[p], len(shapes[p])))
+
+    @cached_property
+    def matrix(self) -> int:
+        """This rank's elements that Muon updates: the matrices of the blocks."""
+        return sum(self.chunks[p] for p in self.matrices)
+
+    @cached_property
+    def rest(self) -> int:
+        """This rank's elements that Muon leaves to AdamW: embeddings, head, vectors."""
+        return sum(self.chunks[p] for p in self.trained) - self.matrix
 
     def stepped(self) -> list[tuple[Domain, int]]:
         """The trained parameters in the order in which they are stepped, each with its domain: Muon's matrices come first."""

@@ -10,43 +10,31 @@ from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.compute_traffic import WORK_GLOSSARY, ComputeFacts
+from zeroplan.engines.compute_traffic import ComputeFacts
 from zeroplan.engines.contention import MEMORY_PER_BYTE
 from zeroplan.engines.torch_optimizer import muon_share
 from zeroplan.engines.traffic import Traffic
 from zeroplan.ledger.derive import fraction
+from zeroplan.ledger.line import means
 from zeroplan.ledger.traffic import Resource, WorkBuilder, WorkLedger
 from zeroplan.models.spec import ModelSpec
 
-GLOSSARY = {
-    **WORK_GLOSSARY,
-    "ranks": "data-parallel ranks",
-    "steps_before": "ranks − 1, the steps of a ring",
-    "micro_batches": "micro batches a step, of which the last reduces gradients",
-    "params": "elements of the model",
-    "trainable": "elements with a gradient",
-    "tensors": "parameters",
-    "updated": "elements that this rank's optimizer updates",
-    "param_bytes": "bytes of one gathered parameter element",
-    "state_bytes": "bytes of one element's optimizer states",
-}
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TorchFacts:
-    """One rank; names as in :data:`GLOSSARY`."""
+    """One rank."""
 
     sharded: bool
     resharded: bool
-    ranks: int
-    steps_before: int
-    micro_batches: int
-    params: int
-    trainable: int
-    tensors: int
-    updated: int
-    param_bytes: int
-    state_bytes: int
+    ranks: int = means("data-parallel ranks")
+    steps_before: int = means("ranks − 1, the steps of a ring")
+    micro_batches: int = means("micro batches a step, of which the last reduces gradients")
+    params: int = means("elements of the model")
+    trainable: int = means("elements with a gradient")
+    tensors: int = means("parameters")
+    updated: int = means("elements that this rank's optimizer updates")
+    param_bytes: int = means("bytes of one gathered parameter element")
+    state_bytes: int = means("bytes of one element's optimizer states")
     one_node: bool
 
 
@@ -167,7 +155,6 @@ class TorchTraffic(Traffic):
     """The traffic of FSDP2 and DDP, whose collectives always overlap the computation."""
 
     ledger = TRAFFIC
-    glossary = GLOSSARY
 
     def __init__(self, spec: ModelSpec, cluster: Cluster) -> None:
         self._spec, self._cluster = spec, cluster

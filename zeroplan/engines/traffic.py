@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from zeroplan.core.workload import Workload
@@ -18,11 +17,9 @@ class Traffic(ABC):
     Attributes:
         ledger: the lines. Those of the forward and the backward are of one micro batch, those of the step of one optimizer
             step, all on one rank.
-        glossary: what each name in the formulas means, those of the model's own computation included.
     """
 
     ledger: ClassVar[WorkLedger]
-    glossary: ClassVar[Mapping[str, str]]
 
     @abstractmethod
     def facts(self, compute: ComputeFacts, workload: Workload, zero: ZeroConfig) -> Any:

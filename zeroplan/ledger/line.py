@@ -6,7 +6,7 @@ The same function gives the number (:func:`evaluate`), its derivation (:func:`de
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +14,10 @@ from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.ledger.derive import Derived, expression
 
 Formula = Callable[[Any], int]
+
+
+#: Key of a field's metadata.
+_MEANING = "meaning"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +125,16 @@ class _Symbols:
         return Derived(value, name)
 
 
-def glossary_of(kind: type) -> dict[str, str]:
-    """The meaning of each name that formulas over objects of a class show: the first line of its docstring.
+def means(text: str, *, default: Any = MISSING) -> Any:
+    """A dataclass field of facts that a formula shows by its name. `text` says what it means; see :func:`glossary_of`."""
+    return field(default=default, metadata={_MEANING: text})
 
-    These names are cached properties that return an int. A plain property is derived itself (:func:`symbols`), so no formula
-    shows its name.
+
+def glossary_of(kind: type) -> dict[str, str]:
+    """What each name that formulas over objects of a class show means.
+
+    A dataclass field says it by :func:`means`, a cached property that returns an int by the first line of its docstring. A
+    plain property is derived itself (:func:`symbols`), so no formula shows its name.
     """
     found: dict[str, str] = {}
     for owner in reversed(kind.__mro__):
@@ -135,7 +144,8 @@ def glossary_of(kind: type) -> dict[str, str]:
                     continue
                 text = member.__doc__.strip().split("\n")[0].replace("``", "").removesuffix(".")
                 found[name] = text[:1].lower() + text[1:]
-    return found
+    told = fields(kind) if is_dataclass(kind) else ()
+    return found | {one.name: one.metadata[_MEANING] for one in told if _MEANING in one.metadata}
 
 
 def symbols(facts: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.errors import BadInput, did_you_mean
 from zeroplan.engines.base import Case, Engine
-from zeroplan.ledger.line import Item, derived
+from zeroplan.ledger.line import Item, derived, glossary_of
 from zeroplan.planner.formula import FORMULA
 from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
@@ -63,7 +63,7 @@ def explain(request: Request, line: str | None = None) -> list[Explanation]:
 
 def _explain(engine: Engine, case: Case, tapes: ExpandedTapes | None) -> Explanation:
     ledger, facts = engine.ledger(case)
-    meanings = engine.glossary()
+    meanings = glossary_of(type(facts))
     derivations = []
     for item in derived(ledger, facts):
         names = dict.fromkeys(_NAME.findall(item.formula))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from zeroplan.core.rates import Rates, rates_of
+from zeroplan.ledger.line import glossary_of
 from zeroplan.ledger.traffic import WorkItem, rate_name
 from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
@@ -54,16 +54,16 @@ def explain_time(request: Request) -> list[TimeExplanation]:
         items = cost.items(case.workload, case.zero, counts, derive=True)
         facts = cost.facts(case.workload, case.zero, counts)
         time = compose(items, case.workload, cost.traffic.overlaps(case.zero), case.layout)
-        lines = tuple(_derivation(item, facts, cost.traffic.glossary, rates) for item in items)
+        lines = tuple(_derivation(item, facts, rates) for item in items)
         found.append(TimeExplanation(f"{resolved.engine.name} {resolved.engine.version}", name_of(case.zero), time, lines))
     return found
 
 
-def _derivation(item: WorkItem, facts: tuple[Any, ...], glossary: Mapping[str, str], rates: Rates) -> WorkDerivation:
+def _derivation(item: WorkItem, facts: tuple[Any, ...], rates: Rates) -> WorkDerivation:
     values = []
     for name in dict.fromkeys(_NAME.findall(item.formula)):
         holder = next((f for f in facts if hasattr(f, name)), None)
         if holder is not None:
-            values.append((name, int(getattr(holder, name)), glossary.get(name, "")))
+            values.append((name, int(getattr(holder, name)), glossary_of(type(holder)).get(name, "")))
     rate = rate_name(item.resource)
     return WorkDerivation(item, tuple(values), (rate, float(getattr(rates, rate))))

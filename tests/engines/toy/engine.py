@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from tests.engines.toy.rank import GLOSSARY, ToyRank
+from tests.engines.toy.rank import ToyRank
 from zeroplan.core.buffers import ALWAYS, FROM_FIRST_STEP, Buffer, Phase, Place
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
@@ -68,11 +68,13 @@ class Toy(Engine):
     def precision(self, dtype: DType) -> Precision:
         return Precision.FP32 if dtype is DType.FP32 else Precision.AUTOCAST
 
-    def glossary(self) -> Mapping[str, str]:
-        return GLOSSARY
-
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
-        return LEDGER, ToyRank(case.workload, case.spec.parameters, case.layout, case.cluster.gpu.workspace)
+        return LEDGER, ToyRank(
+            workload=case.workload,
+            parameters=case.spec.parameters,
+            layout=case.layout,
+            cublas_workspace=case.cluster.gpu.workspace,
+        )
 
     def simulate(self, case: Case, tape: ExpandedTape, config: AllocatorConfig | None = None) -> Simulation:
         from tests.engines.toy.schedule import simulate_toy

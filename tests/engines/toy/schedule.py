@@ -39,7 +39,7 @@ class ToySchedule(EngineSchedule):
 
 def simulate_toy(case: Case, tape: ExpandedTape, config: AllocatorConfig | None) -> Simulation:
     workspace = case.cluster.gpu.workspace
-    rank = ToyRank(case.workload, tape.parameters, case.layout, workspace)
+    rank = ToyRank(workload=case.workload, parameters=tape.parameters, layout=case.layout, cublas_workspace=workspace)
     recorder = Recorder()
     run = Run(case.workload.grad_accum, STEPS_UNTIL_STEADY, cublas_workspace=workspace)
     play(run, tape, recorder, ToySchedule(rank, recorder))

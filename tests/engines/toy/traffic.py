@@ -8,20 +8,21 @@ from zeroplan.core.buffers import Phase
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.compute_traffic import WORK_GLOSSARY, ComputeFacts
+from zeroplan.engines.compute_traffic import ComputeFacts
 from zeroplan.engines.traffic import Traffic
 from zeroplan.ledger.derive import fraction
+from zeroplan.ledger.line import means
 from zeroplan.ledger.traffic import Resource, WorkBuilder
 from zeroplan.models.spec import ModelSpec
 
 _lines = WorkBuilder()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ToyTrafficFacts:
-    trainable: int
-    ranks: int
-    steps_before: int
+    trainable: int = means("elements with a gradient")
+    ranks: int = means("data-parallel ranks")
+    steps_before: int = means("ranks - 1, the steps of a ring")
 
 
 @_lines.add(Resource.LINK, Phase.BACKWARD)
@@ -38,16 +39,10 @@ def update(c: ToyTrafficFacts) -> int:
 
 class ToyTraffic(Traffic):
     ledger = _lines.ledger()
-    glossary = {  # noqa: RUF012
-        **WORK_GLOSSARY,
-        "trainable": "elements with a gradient",
-        "ranks": "data-parallel ranks",
-        "steps_before": "ranks - 1, the steps of a ring",
-    }
 
     def __init__(self, spec: ModelSpec, cluster: Cluster) -> None:
         ranks = cluster.layout.dp
-        self._facts = ToyTrafficFacts(spec.trainable, ranks, ranks - 1)
+        self._facts = ToyTrafficFacts(trainable=spec.trainable, ranks=ranks, steps_before=ranks - 1)
 
     def facts(self, compute: ComputeFacts, workload: Workload, zero: ZeroConfig) -> ToyTrafficFacts:
         return self._facts

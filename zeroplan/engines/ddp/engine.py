@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.buffers import Phase
@@ -14,7 +13,7 @@ from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.ddp.lines import LEDGER
-from zeroplan.engines.ddp.rank import GLOSSARY, DdpRank
+from zeroplan.engines.ddp.rank import DdpRank
 from zeroplan.engines.torch_engine import TorchEngine
 from zeroplan.ledger.line import Ledger
 
@@ -52,17 +51,14 @@ class Ddp(TorchEngine[DdpRank]):
         """DDP keeps fp32 parameters; 16-bit arithmetic is autocast's."""
         return Precision.FP32 if dtype is DType.FP32 else Precision.AUTOCAST
 
-    def glossary(self) -> Mapping[str, str]:
-        """What each name in the ledger's formulas means."""
-        return GLOSSARY
-
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
         """DDP's lines, and any rank."""
         return LEDGER, self.rank(case, case.spec.parameters)
 
     def rank(self, case: Case, parameters: Parameters) -> DdpRank:
         """Any rank: all are alike."""
-        return DdpRank(case.workload, parameters, case.layout, case.cluster.gpu.workspace)
+        workspace = case.cluster.gpu.workspace
+        return DdpRank(workload=case.workload, parameters=parameters, layout=case.layout, cublas_workspace=workspace)
 
     def record(self, rank: DdpRank, tape: ExpandedTape) -> Recorder:
         """See :func:`zeroplan.engines.ddp.schedule.record_ddp`."""

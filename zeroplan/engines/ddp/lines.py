@@ -17,19 +17,19 @@ _add = _lines.add
 @_add(Buffer.PARAM_FULL, Place.HBM, ALWAYS, state=True)
 def param_full(c: DdpRank) -> int:
     """The whole model, in fp32 unless its program loads it in 16 bits."""
-    return c.param_bytes * c.trainable + c.frozen_bytes * c.frozen
+    return c.original_bytes * c.trainable + c.frozen_bytes * c.frozen
 
 
 @_add(Buffer.GRAD_FULL, Place.HBM, (Phase.BACKWARD, Phase.STEP), state=True)
 def grad_full(c: DdpRank) -> int:
     """Gradients, until zero_grad."""
-    return c.param_bytes * c.trainable
+    return c.original_bytes * c.trainable
 
 
 @_add(Buffer.COMM_ALL_REDUCE, Place.HBM, ALWAYS)
 def buckets(c: DdpRank) -> int:
     """The reducer's buckets: a second copy of all gradients, where there is more than one rank."""
-    return c.param_bytes * c.trainable if c.ranks > 1 else 0
+    return c.original_bytes * c.trainable if c.ranks > 1 else 0
 
 
 add_state_lines(_lines, Place.HBM, lambda c: c.trainable)

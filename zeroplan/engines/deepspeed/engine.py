@@ -17,7 +17,7 @@ from zeroplan.core.zero_config import DEEPSPEED_VERSION, ZeroConfig
 from zeroplan.ds_config.dialect import Dialect
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.deepspeed.lines import LEDGER
-from zeroplan.engines.deepspeed.rank import GLOSSARY, deepspeed_rank
+from zeroplan.engines.deepspeed.rank import deepspeed_rank
 from zeroplan.engines.deepspeed.saved_weights import saved_elements
 from zeroplan.ledger.line import Ledger
 from zeroplan.models.spec import ModelSpec
@@ -101,10 +101,6 @@ class DeepSpeed(Engine):
                 where="--optimizer",
                 remedy="use --stage 0, or adamw",
             )
-
-    def glossary(self) -> Mapping[str, str]:
-        """What each name in the ledger's formulas means."""
-        return GLOSSARY
 
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
         """DeepSpeed's lines, and rank 0."""

@@ -20,24 +20,22 @@ from zeroplan.engines.deepspeed.muon import MatrixGathers, matrix_gathers
 from zeroplan.engines.deepspeed.resolved_config import resolve_config
 from zeroplan.engines.deepspeed.stepped_groups import SteppedGroups
 from zeroplan.ledger.derive import pow2, shard
-from zeroplan.ledger.line import glossary_of
+from zeroplan.ledger.line import means
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DeepSpeedRank(SteppedGroups):
     """One rank, and what it holds.
 
     Attributes:
-        cublas_workspace: bytes of one cuBLAS workspace on this GPU.
         device_memory: bytes of the GPU, which decides whether stages 1 and 2 flatten parameters there; None for enough.
         zero_init: stage 3 builds the model under ``deepspeed.zero.Init``, else whole on the GPU.
         saved_weights: elements of linear layers' weights that autograd keeps until their backward, as far as a formula tells.
     """
 
-    cublas_workspace: int = 0
     device_memory: int | None = None
     zero_init: bool = True
-    saved_weights: int = 0
+    saved_weights: int = means("elements of linear layers' weights that autograd keeps until their backward", default=0)
 
     def at(self, rank: int) -> DeepSpeedRank:
         """Another rank of the same job."""
@@ -135,21 +133,6 @@ class DeepSpeedRank(SteppedGroups):
 
     # --- the names in the ledger's formulas -------------------------------------------------------------------------------
     # The first sentence of each docstring is what `explain` says of the name.
-
-    @cached_property
-    def params(self) -> int:
-        """Elements of the whole model."""
-        return self.parameters.total
-
-    @cached_property
-    def trainable(self) -> int:
-        """Elements that receive a gradient."""
-        return self.parameters.trained_total
-
-    @cached_property
-    def frozen(self) -> int:
-        """Elements without gradient."""
-        return self.params - self.trainable
 
     @cached_property
     def flat_group(self) -> int:
@@ -329,11 +312,6 @@ class DeepSpeedRank(SteppedGroups):
         return self.offloads_optimizer and Buffer.OPTIM_EXP_AVG_SQ in self.optimizer.host_states
 
     @property
-    def grad_accum(self) -> int:
-        """Micro batches a step."""
-        return self.workload.grad_accum
-
-    @property
     def stepped(self) -> int:
         """Elements that this rank's optimizer updates."""
         if self.stage == 0:
@@ -352,18 +330,6 @@ class DeepSpeedRank(SteppedGroups):
             return 0
         elsewhere = self.kept_on_gpu + self.stepped_nvme
         return self.stepped - elsewhere if elsewhere else self.stepped
-
-
-#: What the names in the ledger's formulas mean.
-GLOSSARY = glossary_of(DeepSpeedRank) | {
-    "param_bytes": "bytes of one model parameter",
-    "master_bytes": "bytes of one master parameter",
-    "accum_bytes": "bytes of one accumulated gradient element",
-    "comm_bytes": "bytes of one gradient element on its way",
-    "state_bytes": "bytes of one element of an optimizer state",
-    "saved_weights": "elements of linear layers' weights that autograd keeps until their backward",
-    "cublas_workspace": "bytes of one cuBLAS workspace on this GPU",
-}
 
 
 def deepspeed_rank(

@@ -11,12 +11,13 @@ from typing import Any
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
+from zeroplan.ledger.line import means
 
 #: swap_tensor/utils.py, MIN_AIO_BYTES: smaller tensors are not worth a file.
 _MIN_AIO_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig:
     """How wide elements are and where they go. Widths (``*_bytes``) are bytes an element.
 
@@ -38,11 +39,11 @@ class ResolvedConfig:
         least_swapped: bytes from which on a tensor goes to a file.
     """
 
-    param_bytes: int
-    master_bytes: int
-    accum_bytes: int
-    comm_bytes: int
-    state_bytes: int
+    param_bytes: int = means("bytes of one model parameter")
+    master_bytes: int = means("bytes of one master parameter")
+    accum_bytes: int = means("bytes of one accumulated gradient element")
+    comm_bytes: int = means("bytes of one gradient element on its way")
+    state_bytes: int = means("bytes of one element of an optimizer state")
     own_masters: bool
     full_fp32_grads: bool
     accumulates_apart: bool

@@ -18,54 +18,30 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.optimizer_row import Domain, Optimizer
-from zeroplan.core.optimizers import find_optimizer
-from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.parameters import Parameters
-from zeroplan.core.workload import Workload
+from zeroplan.core.optimizer_row import Domain
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.engines.deepspeed.groups import FlatGroup, flat_groups, padded, sub_groups
 from zeroplan.engines.deepspeed.resolved_config import ResolvedConfig, groups_on_gpu, muon_updates
 from zeroplan.engines.deepspeed.swapping import Swapping
+from zeroplan.engines.rank import Rank
 
 
-@dataclass(frozen=True)
-class SteppedGroups(ResolvedConfig):
+@dataclass(frozen=True, kw_only=True)
+class SteppedGroups(ResolvedConfig, Rank):
     """One rank's parameters as its optimizer sees them. See Note [Muon's groups].
 
     Attributes:
-        workload: what is computed.
-        zero: how it is sharded and moved.
-        parameters: the model's parameters.
-        layout: how the ranks divide the work.
-        rank: this one's number among them.
+        zero: how the job is sharded and offloaded.
+        rank: this one's number among the ranks.
     """
 
-    workload: Workload
     zero: ZeroConfig
-    parameters: Parameters
-    layout: ParallelLayout
     rank: int = 0
 
     @property
     def stage(self) -> int:
         """ZeRO's stage."""
         return self.zero.stage
-
-    @cached_property
-    def optimizer(self) -> Optimizer:
-        """The row of the optimizer table."""
-        return find_optimizer(self.workload.optimizer)
-
-    @cached_property
-    def ranks(self) -> int:
-        """Data-parallel ranks."""
-        return self.layout.shard_group
-
-    @property
-    def numel(self) -> tuple[int, ...]:
-        """Elements of each parameter."""
-        return self.parameters.numel
 
     @cached_property
     def shards(self) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.compute_traffic import ComputeFacts
 from zeroplan.engines.contention import MEMORY_PER_BYTE, MEMORY_PER_BYTE_REDUCED
-from zeroplan.engines.deepspeed.traffic_facts import GLOSSARY, Sizes, TrafficFacts, traffic_facts
+from zeroplan.engines.deepspeed.traffic_facts import Sizes, TrafficFacts, traffic_facts
 from zeroplan.engines.traffic import Traffic
 from zeroplan.ledger.derive import fraction
 from zeroplan.ledger.traffic import Resource, WorkBuilder, WorkLedger
@@ -417,7 +417,6 @@ class DeepSpeedTraffic(Traffic):
     """DeepSpeed's traffic for one model on one cluster."""
 
     ledger = TRAFFIC
-    glossary = GLOSSARY
 
     def __init__(self, spec: ModelSpec, cluster: Cluster) -> None:
         self._spec, self._cluster = spec, cluster

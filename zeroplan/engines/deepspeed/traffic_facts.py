@@ -8,71 +8,46 @@ from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
-from zeroplan.engines.compute_traffic import WORK_GLOSSARY, ComputeFacts
+from zeroplan.engines.compute_traffic import ComputeFacts
 from zeroplan.engines.deepspeed.resolved_config import muon_updates, resolve_config
+from zeroplan.ledger.line import means
 from zeroplan.models.spec import ModelSpec
 
-GLOSSARY = {
-    **WORK_GLOSSARY,
-    "ranks": "data-parallel ranks",
-    "local_ranks": "of those, the ones on one node",
-    "steps_before": "ranks − 1, the steps of a ring",
-    "gathered": "elements that stage 3 gathers: all but the persistent ones",
-    "persistent": "elements of parameters at or below stage3_param_persistence_threshold",
-    "tensors": "parameters that are gathered",
-    "trained_tensors": "parameters with a gradient",
-    "owned_tensors": "of those, the ones whose gradients this rank keeps",
-    "reduced": "elements whose gradients are reduced in each micro batch (stages 2 and 3)",
-    "reduced_last": "of those, where reductions overlap, the ones in buckets that leave when the backward is over",
-    "micro_batches": "micro batches a step",
-    "reduced_at_step": "elements whose gradients are reduced once a step (stages 0 and 1)",
-    "updated": "elements that this rank's optimizer updates",
-    "on_gpu": "of those, the ones updated on the GPU",
-    "on_host": "of those, the ones updated on the host",
-    "on_disk": "of those, the ones whose states are on disk",
-    "last_to_host": "of those on the host or disk at stage 3, the ones whose gradients travel when the backward is over",
-    "params_on_host": "this rank's elements of parameters that stay in host memory",
-    "params_on_disk": "this rank's elements of parameters that stay on disk",
-    "param_bytes": "bytes of one model parameter",
-    "comm_bytes": "bytes of one gradient element on its way",
-    "accum_bytes": "bytes of one accumulated gradient element",
-    "state_bytes": "bytes of one element's optimizer states",
-    "repeats": "micro batches after the first",
-}
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficFacts:
-    """One rank of one configuration; names as in :data:`GLOSSARY`. Modules are those of one micro batch."""
+    """One rank of one configuration. Modules are those of one micro batch."""
 
     forward_modules: int
     recomputed_modules: int
     backward_modules: int
     stage: int
-    ranks: int
-    local_ranks: int
-    steps_before: int
-    gathered: int
-    persistent: int
-    tensors: int
-    trained_tensors: int
-    owned_tensors: int
-    reduced: int
-    reduced_last: int
-    micro_batches: int
-    reduced_at_step: int
-    updated: int
-    on_gpu: int
-    on_host: int
-    on_disk: int
-    last_to_host: int
-    params_on_host: int
-    params_on_disk: int
-    param_bytes: int
-    comm_bytes: int
-    accum_bytes: int
-    state_bytes: int
-    repeats: int
+    ranks: int = means("data-parallel ranks")
+    local_ranks: int = means("of those, the ones on one node")
+    steps_before: int = means("ranks − 1, the steps of a ring")
+    gathered: int = means("elements that stage 3 gathers: all but the persistent ones")
+    persistent: int = means("elements of parameters at or below stage3_param_persistence_threshold")
+    tensors: int = means("parameters that are gathered")
+    trained_tensors: int = means("parameters with a gradient")
+    owned_tensors: int = means("of those, the ones whose gradients this rank keeps")
+    reduced: int = means("elements whose gradients are reduced in each micro batch (stages 2 and 3)")
+    reduced_last: int = means("of those, where reductions overlap, the ones in buckets that leave when the backward is over")
+    micro_batches: int = means("micro batches a step")
+    reduced_at_step: int = means("elements whose gradients are reduced once a step (stages 0 and 1)")
+    updated: int = means("elements that this rank's optimizer updates")
+    on_gpu: int = means("of those, the ones updated on the GPU")
+    on_host: int = means("of those, the ones updated on the host")
+    on_disk: int = means("of those, the ones whose states are on disk")
+    last_to_host: int = means(
+        "of those on the host or disk at stage 3, the ones whose gradients travel when the backward is over"
+    )
+    params_on_host: int = means("this rank's elements of parameters that stay in host memory")
+    params_on_disk: int = means("this rank's elements of parameters that stay on disk")
+    param_bytes: int = means("bytes of one model parameter")
+    comm_bytes: int = means("bytes of one gradient element on its way")
+    accum_bytes: int = means("bytes of one accumulated gradient element")
+    state_bytes: int = means("bytes of one element's optimizer states")
+    repeats: int = means("micro batches after the first")
     one_node: bool
     pinned: bool
     mixed: bool

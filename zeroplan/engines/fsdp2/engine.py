@@ -12,7 +12,7 @@ from zeroplan.core.tape_options import Arithmetic, TraceOptions
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.fsdp2.lines import LEDGER
-from zeroplan.engines.fsdp2.rank import GLOSSARY, Fsdp2Rank
+from zeroplan.engines.fsdp2.rank import Fsdp2Rank
 from zeroplan.engines.torch_engine import TorchEngine
 from zeroplan.ledger.line import Ledger
 
@@ -55,10 +55,6 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
                 remedy="use --offload-optimizer cpu --offload-param cpu, or --engine deepspeed",
             )
 
-    def glossary(self) -> Mapping[str, str]:
-        """What each name in the ledger's formulas means."""
-        return GLOSSARY
-
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
         """FSDP2's lines, and rank 0."""
         return LEDGER, self.rank(case, case.spec.parameters)
@@ -70,9 +66,13 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
 
     def rank(self, case: Case, parameters: Parameters) -> Fsdp2Rank:
         """Rank 0, which holds the largest chunks."""
-        zero, workspace = case.zero, case.cluster.gpu.workspace
         return Fsdp2Rank(
-            case.workload, parameters, case.layout, workspace, reshard=zero.stage == 3, offload=zero.offloads_param
+            workload=case.workload,
+            parameters=parameters,
+            layout=case.layout,
+            cublas_workspace=case.cluster.gpu.workspace,
+            reshard=case.zero.stage == 3,
+            offload=case.zero.offloads_param,
         )
 
     def record(self, rank: Fsdp2Rank, tape: ExpandedTape) -> Recorder:

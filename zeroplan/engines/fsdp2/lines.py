@@ -89,7 +89,7 @@ def root_full(c: Fsdp2Rank) -> int:
 @_add(Buffer.PARAM_FULL, Place.HBM, (Phase.FORWARD, Phase.BACKWARD))
 def blocks_full(c: Fsdp2Rank) -> int:
     """Every block's gathered parameters, where they are not resharded after the forward."""
-    return 0 if c.reshard else c.param_bytes * (c.whole - c.root_unit)
+    return 0 if c.reshard else c.param_bytes * (c.params - c.root_unit)
 
 
 @_add(Buffer.COMM_ALL_GATHER, Place.HBM, (Phase.FORWARD, Phase.BACKWARD))

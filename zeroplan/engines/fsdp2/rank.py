@@ -7,12 +7,11 @@ from functools import cached_property
 
 from zeroplan.engines.torch_rank import TorchRank
 from zeroplan.ledger.derive import pow2
-from zeroplan.ledger.line import glossary_of
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Fsdp2Rank(TorchRank):
-    """Rank 0, which holds the largest chunks. The first sentence of a docstring is what `explain` says of the name.
+    """Rank 0, which holds the largest chunks.
 
     Attributes:
         reshard: blocks are resharded after their forward (``reshard_after_forward``).
@@ -47,11 +46,6 @@ class Fsdp2Rank(TorchRank):
         """Bytes of one gradient element in the reduction."""
         return self.original_bytes
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of one element of an optimizer state."""
-        return self.original_bytes
-
     @cached_property
     def sharded(self) -> int:
         """Elements of this rank's chunks, each parameter padded along its first dimension."""
@@ -66,31 +60,6 @@ class Fsdp2Rank(TorchRank):
     def sharded_frozen(self) -> int:
         """Of those, the ones that receive no gradient."""
         return self.sharded - self.sharded_trainable
-
-    @cached_property
-    def matrix(self) -> int:
-        """Of those, the ones that Muon updates: the blocks' matrices."""
-        return sum(self.chunks[p] for p in self.matrices)
-
-    @cached_property
-    def rest(self) -> int:
-        """Of those, the ones that Muon leaves to AdamW: embeddings, head, vectors."""
-        return self.sharded_trainable - self.matrix
-
-    @cached_property
-    def trainable(self) -> int:
-        """Elements of the whole model that receive a gradient."""
-        return self.parameters.trained_total
-
-    @property
-    def grad_accum(self) -> int:
-        """Micro batches a step."""
-        return self.workload.grad_accum
-
-    @cached_property
-    def whole(self) -> int:
-        """Elements of the whole model."""
-        return self.parameters.total
 
     @cached_property
     def _units(self) -> dict[str, int]:
@@ -124,7 +93,3 @@ class Fsdp2Rank(TorchRank):
     def largest_chunk(self) -> int:
         """Elements of this rank's chunk of the largest parameter."""
         return max(self.chunks, default=0)
-
-
-#: What the names in the ledger's formulas mean.
-GLOSSARY = glossary_of(Fsdp2Rank) | {"cublas_workspace": "bytes of one cuBLAS workspace on this GPU"}

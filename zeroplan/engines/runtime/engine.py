@@ -94,10 +94,6 @@ class Runtime(Engine):
         if case.zero.offload_optimizer:
             require_offloadable(case.workload.optimizer)
 
-    def glossary(self) -> Mapping[str, str]:
-        """What each name in the ledger's formulas means."""
-        return lines.GLOSSARY
-
     def layout(self, case: Case) -> Layout:
         """What the Arena will allocate by."""
         return layout_of(case.spec, case.workload, case.zero, case.layout, self.knobs)

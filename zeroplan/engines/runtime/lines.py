@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from zeroplan.core.buffers import ALWAYS, FROM_FIRST_STEP, Buffer, Phase, Place
 from zeroplan.core.layout import PAGE, Layout, OwnedBuffer, UnitKind, runtime_buffers
 from zeroplan.engines.runtime.checkpoints import LeavingInputs
-from zeroplan.ledger.line import LedgerBuilder
+from zeroplan.ledger.line import LedgerBuilder, means
 
 _lines = LedgerBuilder()
 _add = _lines.add
@@ -18,84 +18,58 @@ _add = _lines.add
 _FP32_BYTES = 4
 _NO_INPUTS = LeavingInputs()
 
-#: What the names in the formulas mean. Flats are padded: parameters begin on multiples of 64 elements, shards are equal.
-GLOSSARY = {
-    "ranks": "data-parallel ranks",
-    "params_kept": "elements of trained parameters that this rank keeps beside masters: whole flats, at stage 3 shards or none",
-    "frozen_kept": "the same of parameters without gradient",
-    "params_in_files": "the same of trained parameters that rest in a file, beyond those that max_in_cpu keeps in host memory",
-    "frozen_in_files": "the same of parameters without gradient there",
-    "params_swapped": "elements of the pinned buffers between that file and the GPU: buffer_count of up to buffer_size",
-    "params_gathered": "elements of the slots that gathered units share: two blocks, the widest layer, the root",
-    "grads_kept": "elements of gradients that this rank keeps: whole flats, from stage 2 on its shards of them",
-    "grads_in_ring": "elements of the slots in which blocks' whole gradients wait for their reduction",
-    "grads_in_slots": "elements of the slots for those of embeddings, heads and the root",
-    "grads_staged": "elements of gradients that are cast and reduced at once",
-    "stepped": "elements that this rank's optimizer steps: whole flats at stage 0, else its shards of them",
-    "largest_param": "elements of the largest parameter",
-    "stepped_away": "elements that it steps on the host",
-    "exchanged": "elements of gradients that come down to pinned memory: this rank's shards, alone whole flats",
-    "exchanges": "pinned places of each: two with the delayed update",
-    "sent_apart": "elements of 16-bit parameters that go up from memory of their own, as gradients there are wider",
-    "summed": "elements of the slots in which offloaded gradients are summed over micro batches, or cast",
-    "swapped": "elements of the pinned buffers between files and the update",
-    "file_padding": "bytes that fill the last page of 4,096 of each unit's share of masters, moments and parameters in files",
-    "inputs_away": "inputs of checkpointed blocks that leave for the host: all but the last block's (cpu_checkpointing)",
-    "micro_batch": "samples a rank and pass",
-    "seq_len": "tokens a sample",
-    "hidden": "elements of one token's hidden state",
-    "step_scalars": "fp32 scalars of a step (norm, clip factor, overflow flag) and the norm's workspace",
-    "trust_words": "words of LAMB's tables: two sums a tensor and a tile, and where each tile begins and ends",
-    "param_bytes": "bytes of one parameter",
-    "grad_bytes": "bytes of one element of a kept gradient",
-    "exchange_bytes": "bytes of one element of a gradient on the host",
-    "reduce_bytes": "bytes of one element of a gradient as it is reduced",
-    "slot_bytes": "bytes of one element of a gradient in the slot of an embedding, head or the root",
-    "swap_bytes": "bytes of one element between files and the update: a master's, or, where no states are there, a parameter's",
-    "master_bytes": "bytes of one master, moment, scalar or word",
-    "cublas_workspace": "bytes of one cuBLAS workspace on this GPU",
-}
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeRank:
-    """One rank's elements and widths; the names are those of :data:`GLOSSARY`."""
+    """One rank's elements and widths."""
 
-    ranks: int
+    ranks: int = means("data-parallel ranks")
     stage: int
-    params_kept: int
-    frozen_kept: int
-    params_in_files: int
-    frozen_in_files: int
-    params_swapped: int
-    params_gathered: int
-    grads_kept: int
-    grads_in_ring: int
-    grads_in_slots: int
-    grads_staged: int
-    stepped: int
-    stepped_away: int
-    exchanged: int
-    exchanges: int
-    sent_apart: int
-    summed: int
-    swapped: int
-    largest_param: int
-    step_scalars: int
-    file_padding: int
-    inputs_away: int
-    micro_batch: int
-    seq_len: int
-    hidden: int
-    trust_words: int
-    param_bytes: int
-    grad_bytes: int
-    reduce_bytes: int
-    exchange_bytes: int
-    slot_bytes: int
-    swap_bytes: int
-    master_bytes: int
-    cublas_workspace: int
+    params_kept: int = means(
+        "elements of trained parameters that this rank keeps beside masters: whole flats, at stage 3 shards or none"
+    )
+    frozen_kept: int = means("the same of parameters without gradient")
+    params_in_files: int = means(
+        "the same of trained parameters that rest in a file, beyond those that max_in_cpu keeps in host memory"
+    )
+    frozen_in_files: int = means("the same of parameters without gradient there")
+    params_swapped: int = means(
+        "elements of the pinned buffers between that file and the GPU: buffer_count of up to buffer_size"
+    )
+    params_gathered: int = means("elements of the slots that gathered units share: two blocks, the widest layer, the root")
+    grads_kept: int = means("elements of gradients that this rank keeps: whole flats, from stage 2 on its shards of them")
+    grads_in_ring: int = means("elements of the slots in which blocks' whole gradients wait for their reduction")
+    grads_in_slots: int = means("elements of the slots for those of embeddings, heads and the root")
+    grads_staged: int = means("elements of gradients that are cast and reduced at once")
+    stepped: int = means("elements that this rank's optimizer steps: whole flats at stage 0, else its shards of them")
+    stepped_away: int = means("elements that it steps on the host")
+    exchanged: int = means("elements of gradients that come down to pinned memory: this rank's shards, alone whole flats")
+    exchanges: int = means("pinned places of each: two with the delayed update")
+    sent_apart: int = means("elements of 16-bit parameters that go up from memory of their own, as gradients there are wider")
+    summed: int = means("elements of the slots in which offloaded gradients are summed over micro batches, or cast")
+    swapped: int = means("elements of the pinned buffers between files and the update")
+    largest_param: int = means("elements of the largest parameter")
+    step_scalars: int = means("fp32 scalars of a step (norm, clip factor, overflow flag) and the norm's workspace")
+    file_padding: int = means(
+        "bytes that fill the last page of 4,096 of each unit's share of masters, moments and parameters in files"
+    )
+    inputs_away: int = means(
+        "inputs of checkpointed blocks that leave for the host: all but the last block's (cpu_checkpointing)"
+    )
+    micro_batch: int = means("samples a rank and pass")
+    seq_len: int = means("tokens a sample")
+    hidden: int = means("elements of one token's hidden state")
+    trust_words: int = means("words of LAMB's tables: two sums a tensor and a tile, and where each tile begins and ends")
+    param_bytes: int = means("bytes of one parameter")
+    grad_bytes: int = means("bytes of one element of a kept gradient")
+    reduce_bytes: int = means("bytes of one element of a gradient as it is reduced")
+    exchange_bytes: int = means("bytes of one element of a gradient on the host")
+    slot_bytes: int = means("bytes of one element of a gradient in the slot of an embedding, head or the root")
+    swap_bytes: int = means(
+        "bytes of one element between files and the update: a master's, or, where no states are there, a parameter's"
+    )
+    master_bytes: int = means("bytes of one master, moment, scalar or word")
+    cublas_workspace: int = means("bytes of one cuBLAS workspace on this GPU")
     masters: bool
     masters_away: bool
     keeps_shards: bool

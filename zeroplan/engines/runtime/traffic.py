@@ -16,71 +16,46 @@ from zeroplan.core.layout import Layout, runtime_buffers
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ds_config.knobs import Knobs
-from zeroplan.engines.compute_traffic import WORK_GLOSSARY, ComputeFacts
+from zeroplan.engines.compute_traffic import ComputeFacts
 from zeroplan.engines.contention import MEMORY_PER_BYTE
 from zeroplan.engines.runtime.job import layout_of
 from zeroplan.engines.traffic import Traffic
 from zeroplan.ledger.derive import fraction
+from zeroplan.ledger.line import means
 from zeroplan.ledger.traffic import Resource, WorkBuilder, WorkLedger
 from zeroplan.models.spec import ModelSpec
 
-GLOSSARY = {
-    **WORK_GLOSSARY,
-    "ranks": "data-parallel ranks",
-    "local_ranks": "of those, the ones on one node",
-    "steps_before": "ranks − 1, the steps of a ring",
-    "micro_batches": "micro batches a step",
-    "repeats": "micro batches after the first",
-    "units": "units: blocks, large embeddings and heads, and the root",
-    "gathered": "elements that are gathered in each forward and backward (stage 3)",
-    "gathered_once": "elements that are gathered once a step, after their update (stages 1 and 2)",
-    "reduced": "elements whose gradients are reduced in each micro batch (stages 2 and 3)",
-    "reduced_once": "elements whose gradients are reduced once a step (stages 0 and 1)",
-    "reduced_last": "of those that are reduced, the elements that are left when the backward is over, over a whole step",
-    "kept": "elements of gradients that this rank keeps until the step, on the GPU",
-    "on_gpu": "elements that this rank's optimizer updates on the GPU",
-    "on_host": "elements that it updates on the host",
-    "on_disk": "of those, the ones whose masters and states are in files",
-    "params_on_host": "this rank's elements of parameters that stay in host memory",
-    "params_on_disk": "this rank's elements of parameters that stay in files",
-    "param_bytes": "bytes of one parameter",
-    "reduce_bytes": "bytes of one gradient element in the reduction, times two where it is an all-reduce",
-    "grad_bytes": "bytes of one element of a kept gradient",
-    "exchange_bytes": "bytes of one element of a gradient on the host",
-    "master_bytes": "bytes of one master that is read and written, 4 each way",
-    "state_bytes": "bytes of one element's optimizer states",
-    "written_bytes": "bytes of the 16-bit parameter that an update writes beside its master",
-}
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeFacts:
-    """One rank of one configuration; names as in :data:`GLOSSARY`."""
+    """One rank of one configuration."""
 
-    ranks: int
-    local_ranks: int
-    steps_before: int
-    micro_batches: int
-    repeats: int
-    units: int
-    gathered: int
-    gathered_once: int
-    reduced: int
-    reduced_once: int
-    reduced_last: int
-    kept: int
-    on_gpu: int
-    on_host: int
-    on_disk: int
-    params_on_host: int
-    params_on_disk: int
-    param_bytes: int
-    reduce_bytes: int
-    grad_bytes: int
-    exchange_bytes: int
-    master_bytes: int
-    state_bytes: int
-    written_bytes: int
+    ranks: int = means("data-parallel ranks")
+    local_ranks: int = means("of those, the ones on one node")
+    steps_before: int = means("ranks − 1, the steps of a ring")
+    micro_batches: int = means("micro batches a step")
+    repeats: int = means("micro batches after the first")
+    units: int = means("units: blocks, large embeddings and heads, and the root")
+    gathered: int = means("elements that are gathered in each forward and backward (stage 3)")
+    gathered_once: int = means("elements that are gathered once a step, after their update (stages 1 and 2)")
+    reduced: int = means("elements whose gradients are reduced in each micro batch (stages 2 and 3)")
+    reduced_once: int = means("elements whose gradients are reduced once a step (stages 0 and 1)")
+    reduced_last: int = means(
+        "of those that are reduced, the elements that are left when the backward is over, over a whole step"
+    )
+    kept: int = means("elements of gradients that this rank keeps until the step, on the GPU")
+    on_gpu: int = means("elements that this rank's optimizer updates on the GPU")
+    on_host: int = means("elements that it updates on the host")
+    on_disk: int = means("of those, the ones whose masters and states are in files")
+    params_on_host: int = means("this rank's elements of parameters that stay in host memory")
+    params_on_disk: int = means("this rank's elements of parameters that stay in files")
+    param_bytes: int = means("bytes of one parameter")
+    reduce_bytes: int = means("bytes of one gradient element in the reduction, times two where it is an all-reduce")
+    grad_bytes: int = means("bytes of one element of a kept gradient")
+    exchange_bytes: int = means("bytes of one element of a gradient on the host")
+    master_bytes: int = means("bytes of one master that is read and written, 4 each way")
+    state_bytes: int = means("bytes of one element's optimizer states")
+    written_bytes: int = means("bytes of the 16-bit parameter that an update writes beside its master")
     one_node: bool
     hooked: bool
     casts_masters: bool
@@ -310,7 +285,6 @@ class RuntimeTraffic(Traffic):
     """The runtime's traffic for one model on one cluster; its collectives always overlap the computation."""
 
     ledger = TRAFFIC
-    glossary = GLOSSARY
 
     def __init__(self, spec: ModelSpec, cluster: Cluster, knobs: Knobs) -> None:
         self._spec, self._cluster, self._knobs = spec, cluster, knobs

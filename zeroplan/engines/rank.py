@@ -1,0 +1,65 @@
+"""What one rank of a job is under every engine: the model's parameters, the workload, and how many ranks share them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from zeroplan.core.optimizer_row import Optimizer
+from zeroplan.core.optimizers import find_optimizer
+from zeroplan.core.parallel import ParallelLayout
+from zeroplan.core.parameters import Parameters
+from zeroplan.core.workload import Workload
+from zeroplan.ledger.line import means
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """One rank. The first line of a cached property's docstring is what ``explain`` says of its name.
+
+    Attributes:
+        workload: what is computed.
+        parameters: the model's parameters. Other attributes name one of them by its index here.
+        layout: how the ranks divide the work.
+        cublas_workspace: bytes of one cuBLAS workspace; 0 without a GPU.
+    """
+
+    workload: Workload
+    parameters: Parameters
+    layout: ParallelLayout
+    cublas_workspace: int = means("bytes of one cuBLAS workspace on this GPU", default=0)
+
+    @cached_property
+    def optimizer(self) -> Optimizer:
+        """The row of the optimizer table."""
+        return find_optimizer(self.workload.optimizer)
+
+    @cached_property
+    def ranks(self) -> int:
+        """Data-parallel ranks."""
+        return self.layout.shard_group
+
+    @property
+    def grad_accum(self) -> int:
+        """Micro batches a step."""
+        return self.workload.grad_accum
+
+    @property
+    def numel(self) -> tuple[int, ...]:
+        """Elements of each parameter."""
+        return self.parameters.numel
+
+    @cached_property
+    def params(self) -> int:
+        """Elements of the whole model."""
+        return self.parameters.total
+
+    @cached_property
+    def trainable(self) -> int:
+        """Elements that receive a gradient."""
+        return self.parameters.trained_total
+
+    @cached_property
+    def frozen(self) -> int:
+        """Elements without gradient."""
+        return self.params - self.trainable

@@ -161,10 +161,10 @@ def _candidate_files() -> list[bytes]:
 @cache
 def _problem() -> tuple[Any, Any]:
     from zeroplan.planner.request import Request
-    from zeroplan.search.problem import Wish, problem_of
+    from zeroplan.search.search_options import SearchOptions, resolve_search
 
     request = Request(model=_LLAMA, gpus=2, vram="24G")
-    return problem_of(request, Wish()), request
+    return resolve_search(request, SearchOptions()), request
 
 
 def _read_candidates(path: str) -> None:

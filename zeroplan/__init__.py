@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from zeroplan.core.display import Printable
     from zeroplan.core.errors import BadInput as BadInput
     from zeroplan.core.plan import MemoryPlan as MemoryPlan
-    from zeroplan.search.answer import Recommendation as Recommendation
     from zeroplan.search.api import recommend as recommend
+    from zeroplan.search.results import Recommendation as Recommendation
     from zeroplan.validate.api import verify as verify
     from zeroplan.validate.results import Drift as Drift
     from zeroplan.validate.results import Measurement as Measurement
@@ -35,7 +35,7 @@ _HOMES = {
     "estimate_zero3_mem": "zeroplan.api",
     "MemoryPlan": "zeroplan.core.plan",
     "Plans": "zeroplan.api",
-    "Recommendation": "zeroplan.search.answer",
+    "Recommendation": "zeroplan.search.results",
     "Drift": "zeroplan.validate.results",
     "Measurement": "zeroplan.validate.results",
     "BadInput": "zeroplan.core.errors",

@@ -23,10 +23,10 @@ from benchmarks.recommend.speeds import kendall, within
 from benchmarks.rows import GPUS, GRID
 from zeroplan.core.units import GIB
 from zeroplan.planner.request import Request
-from zeroplan.search.answer import Answer, Recommendation
-from zeroplan.search.api import answer
+from zeroplan.search.api import run_search
 from zeroplan.search.candidates_file import candidate_of
-from zeroplan.search.problem import Wish, problem_of
+from zeroplan.search.results import Recommendation, SearchResult
+from zeroplan.search.search_options import SearchOptions, resolve_search
 from zeroplan.search.space import Candidate
 
 #: What is kept of a row.
@@ -43,18 +43,18 @@ GPU = "H200"
 EMITTED_MODEL, EMITTED_VRAM, EMITTED_STEPS = "meta-llama/Llama-3.2-1B", 24, 10
 
 
-def ranked(name: str, setup: Setup, gpu: str = "H100") -> Answer:
+def ranked(name: str, setup: Setup, gpu: str = "H100") -> SearchResult:
     """The same candidates as zeroplan ranks them on such a GPU."""
-    request, wish = request_of(setup, gpu), Wish()
-    problem = problem_of(request, wish)
+    request, options = request_of(setup, gpu), SearchOptions()
+    problem = resolve_search(request, options)
     given: list[Candidate] = [
         candidate_of(spec.ds_config(), problem, request, spec.checkpointing, index, choice.alloc_conf)
         for index, (spec, choice) in enumerate(zip(specs(name, setup), setup.grid, strict=True))
     ]
-    return answer(request, Wish(given=given))
+    return run_search(request, SearchOptions(candidates=given))
 
 
-def predict(setup: Setup, said: Answer) -> dict[str, Any]:
+def predict(setup: Setup, said: SearchResult) -> dict[str, Any]:
     """What is said of a grid, the fastest first."""
     first = next((one.index for one in said.ranking if one.fits), None)
     return {"recommended": first, "table": [_line(setup.grid[one.index], one, None) for one in said.ranking]}
@@ -129,7 +129,7 @@ def overall(found: list[dict[str, Any]]) -> dict[str, Any]:
 def emit(folder: Path) -> None:
     """Write what ``zeroplan recommend`` emits for one 24 GB card, and the jobs that train it under both engines."""
     request = Request(model=EMITTED_MODEL, gpu="H100", vram=EMITTED_VRAM * GIB, cpu_ram=64 * GIB, seq_len=1024)
-    best = answer(request, Wish(explain=False)).best
+    best = run_search(request, SearchOptions(explain=False)).best
     assert best is not None
     setup = Setup(EMITTED_MODEL, 1, EMITTED_VRAM, 1024, (Choice(best.zero.stage, "o", best.workload.micro_batch, False),))
     spec = replace(

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from zeroplan.planner.request import Request
-from zeroplan.search.api import answer
+from zeroplan.search.api import run_search
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
-from zeroplan.search.problem import Problem, Wish, problem_of, space_of
 from zeroplan.search.recommend import rank_all
+from zeroplan.search.search_options import ResolvedSearch, SearchOptions, candidates_of, resolve_search
 
 RESULT = Path(__file__).resolve().parent.parent / "results" / "rate.json"
 _SECONDS = 0.5
@@ -58,11 +58,11 @@ def repeated(run: Callable[[], int]) -> float:
     return done / spent
 
 
-def rates(problem: Problem, request: Request) -> dict[str, Any]:
+def rates(problem: ResolvedSearch, request: Request) -> dict[str, Any]:
     """Candidates a second by each kind of judgement."""
     memory = Memory(problem.engine, problem.spec, problem.cluster)
     cost = CostModel(problem.engine, problem.spec, problem.cluster, problem.rates)
-    space = space_of(problem, request, Wish())
+    space = candidates_of(problem, request, SearchOptions())
 
     def floors() -> int:
         for candidate in space:
@@ -92,11 +92,11 @@ def main() -> None:
     rows = []
     for task in TASKS:
         begin = time.process_time()
-        whole = answer(task.request)
+        whole = run_search(task.request)
         seconds = time.process_time() - begin
         row = {"model": task.model, "gpus": task.gpus, "vram_gib": task.vram, "answer_seconds": round(seconds, 2)}
         row |= {"answer_simulated": whole.simulated, "fits": whole.best is not None}
-        rows.append(row | rates(problem_of(task.request, Wish()), task.request))
+        rows.append(row | rates(resolve_search(task.request, SearchOptions()), task.request))
         print(json.dumps(rows[-1]), flush=True)
     RESULT.write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -23,11 +23,11 @@ from zeroplan.engines.registry import find_engine
 from zeroplan.interop.launch import LAUNCHERS, launch
 from zeroplan.interop.readers import read_setup
 from zeroplan.models.load import load_model
-from zeroplan.search.answer import Recommendation, recommendation
 from zeroplan.search.cost import CostModel
 from zeroplan.search.files import files_of
 from zeroplan.search.memory import Memory
 from zeroplan.search.recommend import rank_all
+from zeroplan.search.results import Recommendation, recommendation
 from zeroplan.search.space import Candidate
 
 CLUSTER = Cluster.of(gpus=4, nodes=2, vram="24G", cpu_ram="512G", nvme="2T")

@@ -16,8 +16,8 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.rates import read_profile
 from zeroplan.ds_config.reader import read_ds_config
 from zeroplan.report.recommendation_html import pareto_front
-from zeroplan.search.answer import Point
 from zeroplan.search.machine import preset_of
+from zeroplan.search.results import Point
 
 Cli = Callable[..., tuple[int, str, str]]
 LLAMA = "meta-llama/Llama-3.2-1B"

@@ -17,7 +17,7 @@ from zeroplan.models.load import load_model
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
 from zeroplan.search.recommend import least_memory, rank_all, rank_key, search
-from zeroplan.search.space import NVME_PATH, Candidate, batch_splits, candidates
+from zeroplan.search.space import NVME_PATH, Candidate, all_candidates, batch_splits
 
 pytestmark = pytest.mark.torch
 
@@ -43,7 +43,7 @@ def problem() -> tuple[Memory, list[Candidate]]:
     memory = Memory(engine, load_model(SMALL), cluster)
     zeros = engine.search_space(cluster, NVME_PATH)
     space = list(
-        candidates(zeros, Workload(seq_len=SEQ), batch_splits(8, ParallelLayout(2)), (False, True), engine.alloc_confs)
+        all_candidates(zeros, Workload(seq_len=SEQ), batch_splits(8, ParallelLayout(2)), (False, True), engine.alloc_confs)
     )
     return memory, space
 

@@ -11,7 +11,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import Workload
 from zeroplan.engines.registry import find_engine
-from zeroplan.search.space import NVME_PATH, batch_splits, candidates
+from zeroplan.search.space import NVME_PATH, all_candidates, batch_splits
 
 ENGINE = find_engine("deepspeed")
 
@@ -48,7 +48,7 @@ def test_disk_is_tried_only_where_there_is_one() -> None:
 
 def test_the_space_is_the_product_without_repeats() -> None:
     zeros = ENGINE.search_space(Cluster.of(gpus=4), NVME_PATH)
-    space = list(candidates(zeros, Workload(seq_len=128), [(1, 2), (2, 1)], (False, True), ENGINE.alloc_confs))
+    space = list(all_candidates(zeros, Workload(seq_len=128), [(1, 2), (2, 1)], (False, True), ENGINE.alloc_confs))
     assert len(space) == len(set(space)) == len(zeros) * 2 * 2 * 2
     assert {c.alloc_conf for c in space} == {"", "expandable_segments:True"}
     assert min(c.effort for c in space) == 0

@@ -15,8 +15,8 @@ from zeroplan.core.errors import EXIT_DOES_NOT_FIT, BadInput
 from zeroplan.planner.request import Request
 
 if TYPE_CHECKING:
-    from zeroplan.search.answer import Answer
-    from zeroplan.search.problem import Wish
+    from zeroplan.search.results import SearchResult
+    from zeroplan.search.search_options import SearchOptions
 
 _SEARCH = "Search"
 Checkpointing = Annotated[
@@ -87,33 +87,33 @@ def recommend(
     Says why it is the fastest. Without MODEL: what such GPUs can train.
     """
     from zeroplan.report.recommendation import answer_text
-    from zeroplan.search.api import answer
-    from zeroplan.search.problem import Wish
+    from zeroplan.search.api import run_search
+    from zeroplan.search.search_options import SearchOptions
 
     request = replace(request, gradient_checkpointing=bool(gradient_checkpointing))
-    wish = Wish(
+    options = SearchOptions(
         global_batch=global_batch,
         goal=goal,
         gradient_checkpointing=gradient_checkpointing,
         profile=profile,
         nvme_path=nvme_path,
-        given=candidates,
+        candidates=candidates,
         source=source or None,
         program=program,
     )
     _require_output(request, output, form, launcher)
 
-    def write(answer: Answer) -> tuple[str, str]:
+    def write(answer: SearchResult) -> tuple[str, str]:
         return _write(answer, output, form, launcher, script)
 
     if request.model is None and request.params is None and not source:
         if html is not None:
             raise BadInput("draws the configurations of one model", where="--html", remedy="name the model")
-        _catalog(request, wish, write, as_json=as_json, style=style)
+        _catalog(request, options, write, as_json=as_json, style=style)
         return
     if candidates is not None and source:
         raise BadInput("cannot stand beside --candidates", where="--from", remedy="use one of the two")
-    found = answer(request, wish)
+    found = run_search(request, options)
     written, start = write(found)
     if html is not None:
         from zeroplan.core.files import write_atomic
@@ -142,7 +142,7 @@ def _require_output(request: Request, output: str | None, form: str, launcher: s
             raise BadInput("no file is asked for", where=where, remedy="give -o ds_config.json as well")
 
 
-def _write(found: Answer, output: str | None, form: str, launcher: str | None, script: str) -> tuple[str, str]:
+def _write(found: SearchResult, output: str | None, form: str, launcher: str | None, script: str) -> tuple[str, str]:
     """Write the best configuration's files. Return their names and the start command; both are empty without -o."""
     best = found.best
     if output is None or best is None:
@@ -156,14 +156,16 @@ def _write(found: Answer, output: str | None, form: str, launcher: str | None, s
     return ", ".join(files.texts), files.start.shell()
 
 
-def _catalog(request: Request, wish: Wish, write: Callable[[Answer], tuple[str, str]], *, as_json: bool, style: str) -> None:
+def _catalog(
+    request: Request, options: SearchOptions, write: Callable[[SearchResult], tuple[str, str]], *, as_json: bool, style: str
+) -> None:
     """Print the largest models that the machine can train; with -o, write the config of the largest full fine-tune."""
     from zeroplan.report.overview import overview_json, overview_text
     from zeroplan.search.catalog import overview
 
-    if wish.given is not None:
+    if options.candidates is not None:
         raise BadInput("needs a model", where="--candidates", remedy="name the model that the configurations train")
-    found = overview(request, wish)
+    found = overview(request, options)
     written, start = ("", "") if found.best is None else write(found.best)
     if as_json:
         typer.echo(json.dumps(overview_json(found), indent=2))

@@ -9,12 +9,12 @@ from zeroplan.ds_config.writer import dump_ds_config
 from zeroplan.report.plans import fits_text
 from zeroplan.report.table import render
 from zeroplan.report.words import gpus_text, model_text
-from zeroplan.search.answer import Answer, Recommendation
 from zeroplan.search.reasons import name_of
+from zeroplan.search.results import Recommendation, SearchResult
 from zeroplan.search.suggestions import shortfalls
 
 
-def answer_text(answer: Answer, style: str = "plain", *, written: str = "", start: str = "") -> str:
+def answer_text(answer: SearchResult, style: str = "plain", *, written: str = "", start: str = "") -> str:
     """The whole answer.
 
     Args:
@@ -103,7 +103,7 @@ def _knobs(one: Recommendation) -> str:
     return ", ".join(parts) or "-"
 
 
-def _heading(answer: Answer) -> str:
+def _heading(answer: SearchResult) -> str:
     model, work, cluster = answer.model, answer.workload, answer.cluster
     text = model_text(model["name"], model["params"], model["trainable"])
     text += f" · {gpus_text(cluster.nodes, cluster.gpus)}"
@@ -126,7 +126,7 @@ def _sentence(one: Recommendation) -> str:
     )
 
 
-def _nothing(answer: Answer) -> list[str]:
+def _nothing(answer: SearchResult) -> list[str]:
     parts = ["Nothing fits."]
     if answer.nearest is not None:
         cluster = answer.cluster

@@ -8,13 +8,13 @@ from html import escape
 from zeroplan.core.units import GIB, format_bytes
 from zeroplan.report.page import page
 from zeroplan.report.recommendation import answer_text, ranking_table
-from zeroplan.search.answer import Answer, Point
+from zeroplan.search.results import Point, SearchResult
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 860, 420, 70, 50, 20, 20
 _TICKS = 6
 
 
-def answer_html(answer: Answer) -> str:
+def answer_html(answer: SearchResult) -> str:
     """Return the page."""
     title = escape(str(answer.model["name"]))
     text = answer_text(answer)

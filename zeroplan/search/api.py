@@ -8,16 +8,16 @@ from typing import Any
 
 from zeroplan.engines.base import Engine
 from zeroplan.planner.request import Request
-from zeroplan.search.answer import Answer, Change, Recommendation, recommendation
 from zeroplan.search.candidates_file import read_candidates
 from zeroplan.search.cost import CostModel
-from zeroplan.search.from_setup import inherit
+from zeroplan.search.from_setup import with_source
 from zeroplan.search.memory import Memory
-from zeroplan.search.problem import Problem, Wish, problem_of, space_of
 from zeroplan.search.reasons import points, reasons_for, what_more_buys
 from zeroplan.search.recommend import SHOWN, least_memory, order_of, rank_all, search
+from zeroplan.search.results import Recommendation, SearchResult, Suggestion, recommendation
+from zeroplan.search.search_options import ResolvedSearch, SearchOptions, candidates_of, resolve_search
 from zeroplan.search.space import Candidate
-from zeroplan.search.suggestions import cheapest_changes, nearest_miss
+from zeroplan.search.suggestions import cheapest_suggestions, nearest_miss
 
 
 def recommend(model: Any = None, **options: Any) -> list[Recommendation]:
@@ -25,8 +25,8 @@ def recommend(model: Any = None, **options: Any) -> list[Recommendation]:
 
     Args:
         model: as for :func:`zeroplan.estimate`.
-        options: the fields of :class:`~zeroplan.planner.request.Request` and of :class:`Wish`: ``vram="24G"``, ``gpus=4``,
-            ``global_batch=128``, …
+        options: the fields of :class:`~zeroplan.planner.request.Request` and of :class:`SearchOptions`: ``vram="24G"``,
+            ``gpus=4``, ``global_batch=128``, …
 
     Returns:
         One recommendation a stage, offload and checkpointing that fits; empty when nothing does.
@@ -35,98 +35,100 @@ def recommend(model: Any = None, **options: Any) -> list[Recommendation]:
         BadInput: a value that cannot be used, with the remedy.
         TypeError: an option that does not exist.
     """
-    wishes = {f.name for f in fields(Wish)}
-    wish = Wish(**{name: value for name, value in options.items() if name in wishes})
-    rest = {name: value for name, value in options.items() if name not in wishes}
-    return list(answer(Request(model=model, **rest), wish).ranking)
+    names = {f.name for f in fields(SearchOptions)}
+    of_search = SearchOptions(**{name: value for name, value in options.items() if name in names})
+    request = Request(model=model, **{name: value for name, value in options.items() if name not in names})
+    return list(run_search(request, of_search).ranking)
 
 
-def answer(request: Request, wish: Wish | None = None) -> Answer:
+def run_search(request: Request, options: SearchOptions | None = None) -> SearchResult:
     """Everything that ``zeroplan recommend`` tells of a request.
 
     Raises:
         BadInput: a value that cannot be used.
     """
-    wish = wish or Wish()
+    options = options or SearchOptions()
     current = None
-    if wish.source is not None:
-        request, wish, current = inherit(request, wish)
-    problem = problem_of(request, wish)
-    if current is not None and current.engine.name == problem.engine.name:
-        problem = replace(problem, engine=current.engine)  # with the settings of its own that the source has
-    memory = Memory(problem.engine, problem.spec, problem.cluster, depth=request.depth)
-    cost = CostModel(problem.engine, problem.spec, problem.cluster, problem.rates)
-    layout = problem.cluster.layout
-    if wish.given is not None:
-        found = _ranked(_given(wish.given, problem, request), problem, memory, cost)
-        return _answer(problem, wish, tuple(found), memory, considered=len(found))
-    space = space_of(problem, request, wish)
-    outcome = (least_memory if wish.goal == "memory" else search)(space, memory, cost, shown=SHOWN)
-    ranking = [recommendation(problem.engine, r, i, layout) for i, r in enumerate(outcome.ranking)]
+    if options.source is not None:
+        request, options, current = with_source(request, options)
+    resolved = resolve_search(request, options)
+    if current is not None and current.engine.name == resolved.engine.name:
+        resolved = replace(resolved, engine=current.engine)  # with the settings of its own that the source has
+    memory = Memory(resolved.engine, resolved.spec, resolved.cluster, depth=request.depth)
+    cost = CostModel(resolved.engine, resolved.spec, resolved.cluster, resolved.rates)
+    layout = resolved.cluster.layout
+    if options.candidates is not None:
+        found = _ranked(_listed(options.candidates, resolved, request), resolved, memory, cost)
+        return _answer(resolved, options, tuple(found), memory, considered=len(found))
+    space = candidates_of(resolved, request, options)
+    outcome = (least_memory if options.goal == "memory" else search)(space, memory, cost, shown=SHOWN)
+    ranking = [recommendation(resolved.engine, r, i, layout) for i, r in enumerate(outcome.ranking)]
     nearest: Recommendation | None = None
-    changes: tuple[Change, ...] = ()
+    changes: tuple[Suggestion, ...] = ()
     if not ranking:
         miss = nearest_miss(space, memory, cost)
-        nearest = recommendation(problem.engine, miss, 0, layout)
-        changes = tuple(cheapest_changes(problem, request, wish, nearest, memory))
-    elif wish.explain:
+        nearest = recommendation(resolved.engine, miss, 0, layout)
+        changes = tuple(cheapest_suggestions(resolved, request, options, nearest, memory))
+    elif options.explain:
         said = reasons_for(outcome.ranking[0], space, memory, cost)
-        if wish.goal == "throughput":
-            said += what_more_buys(problem, request, wish, outcome.ranking[0], memory)
+        if options.goal == "throughput":
+            said += what_more_buys(resolved, request, options, outcome.ranking[0], memory)
         ranking[0] = replace(ranking[0], reasons=tuple(said))
     return replace(
-        _answer(problem, wish, tuple(ranking), memory, considered=outcome.considered),
+        _answer(resolved, options, tuple(ranking), memory, considered=outcome.considered),
         nearest=nearest,
         changes=changes,
         current=current,
-        points=tuple(points(space, outcome, memory, cost)) if wish.explain else (),
+        points=tuple(points(space, outcome, memory, cost)) if options.explain else (),
     )
 
 
-def _ranked(given: Sequence[Candidate], problem: Problem, memory: Memory, cost: CostModel) -> list[Recommendation]:
+def _ranked(given: Sequence[Candidate], resolved: ResolvedSearch, memory: Memory, cost: CostModel) -> list[Recommendation]:
     """The given candidates, best first, each under its own engine."""
     alike: dict[Engine, list[Candidate]] = {}
     for candidate in given:
-        alike.setdefault(candidate.engine or problem.engine, []).append(candidate)
+        alike.setdefault(candidate.engine or resolved.engine, []).append(candidate)
     ranked = []
     for engine, own in alike.items():
-        if engine is problem.engine:
+        if engine is resolved.engine:
             ranked += rank_all(own, memory, cost)
             continue
-        apart = Memory(engine, problem.spec, problem.cluster, depth=memory.depth)
-        ranked += rank_all(own, apart, CostModel(engine, problem.spec, problem.cluster, problem.rates))
+        apart = Memory(engine, resolved.spec, resolved.cluster, depth=memory.depth)
+        ranked += rank_all(own, apart, CostModel(engine, resolved.spec, resolved.cluster, resolved.rates))
         memory.simulated += apart.simulated
-        memory.problem = memory.problem or apart.problem
+        memory.no_tape = memory.no_tape or apart.no_tape
     ranked.sort(key=order_of)
-    return [recommendation(problem.engine, r, i, problem.cluster.layout) for i, r in enumerate(ranked)]
+    return [recommendation(resolved.engine, r, i, resolved.cluster.layout) for i, r in enumerate(ranked)]
 
 
-def _given(given: Sequence[Candidate] | str, problem: Problem, request: Request) -> Sequence[Candidate]:
+def _listed(given: Sequence[Candidate] | str, resolved: ResolvedSearch, request: Request) -> Sequence[Candidate]:
     if not isinstance(given, str):
         return given
-    return read_candidates(given, problem, request)
+    return read_candidates(given, resolved, request)
 
 
-def _judged_by(problem: Problem) -> str:
-    if problem.spec.has_shapes:
+def _judged_by(resolved: ResolvedSearch) -> str:
+    if resolved.spec.has_shapes:
         return "an analytic bound on activations"
     return "the activations of a model of usual shape"
 
 
-def _answer(problem: Problem, wish: Wish, ranking: tuple[Recommendation, ...], memory: Memory, *, considered: int) -> Answer:
-    warnings = [*wish.notes, *problem.warnings]
-    if memory.problem:
-        warnings.append(f"formula depth: {memory.problem}; what fits is judged by {_judged_by(problem)}")
-    spec = problem.spec
-    return Answer(
+def _answer(
+    resolved: ResolvedSearch, options: SearchOptions, ranking: tuple[Recommendation, ...], memory: Memory, *, considered: int
+) -> SearchResult:
+    warnings = [*options.notes, *resolved.warnings]
+    if memory.no_tape:
+        warnings.append(f"formula depth: {memory.no_tape}; what fits is judged by {_judged_by(resolved)}")
+    spec = resolved.spec
+    return SearchResult(
         model={"name": spec.name, "params": spec.params, "trainable": spec.trainable, "source": spec.source},
-        workload=problem.workload,
-        cluster=problem.cluster,
+        workload=resolved.workload,
+        cluster=resolved.cluster,
         ranking=ranking,
         warnings=tuple(warnings),
         considered=considered,
         simulated=memory.simulated,
-        goal=wish.goal,
-        global_batch=wish.global_batch,
-        rates=problem.rates.as_dict(),
+        goal=options.goal,
+        global_batch=options.global_batch,
+        rates=resolved.rates.as_dict(),
     )

@@ -10,7 +10,7 @@ from zeroplan.core.errors import BadInput, did_you_mean
 from zeroplan.core.files import read_bytes
 from zeroplan.planner.from_ds_config import read_run
 from zeroplan.planner.request import Request
-from zeroplan.search.problem import Problem
+from zeroplan.search.search_options import ResolvedSearch
 from zeroplan.search.space import Candidate
 from zeroplan.simulate.allocator.config import AllocatorConfig
 
@@ -19,7 +19,7 @@ _MOST_BYTES = 16 << 20
 _MOST_LINES = 100_000
 
 
-def read_candidates(path: str, problem: Problem, request: Request) -> list[Candidate]:
+def read_candidates(path: str, resolved: ResolvedSearch, request: Request) -> list[Candidate]:
     """The candidates of a file, `index` counted from 0 over its non-empty lines.
 
     Raises:
@@ -29,7 +29,7 @@ def read_candidates(path: str, problem: Problem, request: Request) -> list[Candi
     for number, line in _lines(path):
         where = f"{path}:{number}"
         entry = _entry(line, where)
-        found.append(_candidate(entry, problem, request, where, len(found)))
+        found.append(_candidate(entry, resolved, request, where, len(found)))
     if not found:
         raise BadInput("holds no candidate", where=path, remedy='write lines of {"ds_config": {…}}')
     return found
@@ -61,10 +61,10 @@ def _entry(line: str, where: str) -> dict[str, Any]:
     return entry
 
 
-def _candidate(entry: dict[str, Any], problem: Problem, request: Request, where: str, index: int) -> Candidate:
+def _candidate(entry: dict[str, Any], resolved: ResolvedSearch, request: Request, where: str, index: int) -> Candidate:
     try:
         return candidate_of(
-            entry["ds_config"], problem, request, entry.get("gradient_checkpointing"), index, entry.get("alloc_conf", "")
+            entry["ds_config"], resolved, request, entry.get("gradient_checkpointing"), index, entry.get("alloc_conf", "")
         )
     except BadInput as error:
         raise BadInput(error.what, where=f"{where}: {error.where}" if error.where else where, remedy=error.remedy) from None
@@ -72,20 +72,20 @@ def _candidate(entry: dict[str, Any], problem: Problem, request: Request, where:
 
 def candidate_of(
     ds_config: dict[str, Any] | str,
-    problem: Problem,
+    resolved: ResolvedSearch,
     request: Request,
     gradient_checkpointing: bool | None,
     index: int = 0,
     alloc_conf: str = "",
 ) -> Candidate:
-    """One ds_config as a candidate; flags fill what it leaves open, and its warnings join the problem's.
+    """One ds_config as a candidate; flags fill what it leaves open, and its warnings join the search's.
 
     Raises:
         BadInput: what DeepSpeed refuses, or a flag that contradicts it.
     """
     again = request.gradient_checkpointing if gradient_checkpointing is None else gradient_checkpointing
     asked = replace(request, ds_config=ds_config, gradient_checkpointing=again)
-    run = read_run(asked, problem.engine, problem.cluster, problem.spec)
-    problem.warnings.extend(f"candidate {index}: {text}" for text in run.warnings)
-    own = None if run.engine is problem.engine else run.engine
+    run = read_run(asked, resolved.engine, resolved.cluster, resolved.spec)
+    resolved.warnings.extend(f"candidate {index}: {text}" for text in run.warnings)
+    own = None if run.engine is resolved.engine else run.engine
     return Candidate(run.zero, run.workload, alloc_conf or request.alloc_conf, index=index, engine=own)

@@ -9,12 +9,12 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.models import catalog
 from zeroplan.planner.request import Request
-from zeroplan.search.answer import Answer, Recommendation, recommendation
-from zeroplan.search.api import answer
+from zeroplan.search.api import run_search
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
-from zeroplan.search.problem import Problem, Wish, problem_of, space_of
 from zeroplan.search.recommend import Ranked
+from zeroplan.search.results import Recommendation, SearchResult, recommendation
+from zeroplan.search.search_options import ResolvedSearch, SearchOptions, candidates_of, resolve_search
 from zeroplan.search.space import Candidate
 
 #: Models that a method shows, and simulations that each may take.
@@ -56,31 +56,31 @@ class Overview:
     """What a machine can train. `best` answers for the largest full fine-tune, None when not even that fits."""
 
     rows: tuple[Row, ...]
-    best: Answer | None
+    best: SearchResult | None
     warnings: tuple[str, ...]
 
 
-def overview(request: Request, wish: Wish | None = None) -> Overview:
+def overview(request: Request, options: SearchOptions | None = None) -> Overview:
     """The largest catalog models by method, at one sequence a GPU with checkpointing, and the answer for the largest.
 
     Raises:
         BadInput: a value that cannot be used.
     """
-    wish = wish or Wish()
+    options = options or SearchOptions()
     entries = sorted(catalog.entries(), key=lambda e: -e.params)
-    smallest = problem_of(replace(request, model=entries[-1].id), wish)
-    space_of(smallest, request, wish)  # what the batch cannot be, before the models are gone through
-    rows = tuple(Row(method, tuple(_largest(method, entries, request, wish, smallest.cluster))) for method in METHODS)
+    smallest = resolve_search(replace(request, model=entries[-1].id), options)
+    candidates_of(smallest, request, options)  # what the batch cannot be, before the models are gone through
+    rows = tuple(Row(method, tuple(_largest(method, entries, request, options, smallest.cluster))) for method in METHODS)
     full = [entry for row in rows[:2] for entry in row.found[:1]]
     best = None
     if full:
         name = max(full, key=lambda entry: entry[1])[0]
-        best = answer(replace(request, model=name), wish)
+        best = run_search(replace(request, model=name), options)
     return Overview(rows, best, tuple(smallest.warnings))
 
 
 def _largest(
-    method: Method, entries: list[catalog.Entry], request: Request, wish: Wish, limits: Cluster
+    method: Method, entries: list[catalog.Entry], request: Request, options: SearchOptions, limits: Cluster
 ) -> Iterator[tuple[str, int, Recommendation]]:
     found = 0
     shapes: set[int] = set()
@@ -89,19 +89,19 @@ def _largest(
             return
         if entry.params in shapes:
             continue  # the same shapes under another name
-        problem = _problem(method, entry, request, wish, limits)
-        if problem is None:
+        resolved = _resolved(method, entry, request, options, limits)
+        if resolved is None:
             continue
         shapes.add(entry.params)
-        one = _fits(*problem)
+        one = _fits(*resolved)
         if one is not None:
             found += 1
             yield entry.id, entry.params, one
 
 
-def _problem(
-    method: Method, entry: catalog.Entry, request: Request, wish: Wish, limits: Cluster
-) -> tuple[Problem, list[Candidate]] | None:
+def _resolved(
+    method: Method, entry: catalog.Entry, request: Request, options: SearchOptions, limits: Cluster
+) -> tuple[ResolvedSearch, list[Candidate]] | None:
     """The model trained by the method, and how it might be; None where that cannot be, for all that a sum tells."""
     asked = replace(
         request,
@@ -109,27 +109,27 @@ def _problem(
         micro_batch=request.micro_batch or 1,
         lora_rank=(request.lora_rank or _LORA_RANK) if method.lora else None,
     )
-    free = replace(wish, global_batch=None, gradient_checkpointing=True)
+    free = replace(options, global_batch=None, gradient_checkpointing=True)
     if method.gpu_bytes * entry.params > (limits.usable_vram or 0) * limits.layout.world_size:
         return None
     if method.host_bytes * entry.params > (limits.cpu_ram or 0) * limits.nodes:
         return None
     try:
-        problem = problem_of(asked, free)
+        resolved = resolve_search(asked, free)
     except BadInput:  # a sequence length beyond the model's positions
         return None
-    space = space_of(problem, asked, free)
-    return problem, [c for c in space if bool(c.zero.offload_optimizer or c.zero.offload_param) is method.offload]
+    space = candidates_of(resolved, asked, free)
+    return resolved, [c for c in space if bool(c.zero.offload_optimizer or c.zero.offload_param) is method.offload]
 
 
-def _fits(problem: Problem, space: list[Candidate]) -> Recommendation | None:
+def _fits(resolved: ResolvedSearch, space: list[Candidate]) -> Recommendation | None:
     """The first that fits of those that need the least."""
-    memory = Memory(problem.engine, problem.spec, problem.cluster, trace=False)
-    cost = CostModel(problem.engine, problem.spec, problem.cluster, problem.rates)
+    memory = Memory(resolved.engine, resolved.spec, resolved.cluster, trace=False)
+    cost = CostModel(resolved.engine, resolved.spec, resolved.cluster, resolved.rates)
     space = [c for c in space if not memory.cannot_fit(c) and memory.runnable(c)]
     for candidate in sorted(space, key=lambda c: (memory.floor(c), not c.alloc_conf, c.effort))[:_TRIES]:
         plan = memory.plan(candidate)
         if plan.fits:
             time = cost.step_time(candidate.workload, candidate.zero, memory.counts(candidate))
-            return recommendation(problem.engine, Ranked(candidate, time, plan), 0, problem.cluster.layout)
+            return recommendation(resolved.engine, Ranked(candidate, time, plan), 0, resolved.cluster.layout)
     return None

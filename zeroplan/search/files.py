@@ -11,7 +11,7 @@ from zeroplan.engines.base import Engine
 from zeroplan.engines.registry import engine_names, find_engine
 from zeroplan.interop.forms import Configuration
 from zeroplan.interop.launch import LAUNCHERS, Launch, launch
-from zeroplan.search.answer import Recommendation
+from zeroplan.search.results import Recommendation
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,16 +10,16 @@ from zeroplan.interop.readers import read_setups
 from zeroplan.interop.setups import Setup
 from zeroplan.planner.from_files import filled
 from zeroplan.planner.request import Request
-from zeroplan.search.answer import Recommendation, recommendation
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
-from zeroplan.search.problem import Problem, Wish, problem_of
 from zeroplan.search.recommend import rank_all
+from zeroplan.search.results import Recommendation, recommendation
+from zeroplan.search.search_options import ResolvedSearch, SearchOptions, resolve_search
 from zeroplan.search.space import Candidate
 
 
-def inherit(request: Request, wish: Wish) -> tuple[Request, Wish, Recommendation]:
-    """The request and the wish with what the source says, and the source's own configuration, predicted.
+def with_source(request: Request, options: SearchOptions) -> tuple[Request, SearchOptions, Recommendation]:
+    """The request and the options with what the source says, and the source's own configuration, predicted.
 
     The search keeps the source's model, sequence length, precision, optimizer, adapters and global batch, and is free in
     how the batch is split, sharded, offloaded and checkpointed.
@@ -27,30 +27,32 @@ def inherit(request: Request, wish: Wish) -> tuple[Request, Wish, Recommendation
     Raises:
         BadInput: a source that cannot be read, lacks a model, or contradicts a flag.
     """
-    sources = list(wish.source) if isinstance(wish.source, list | tuple) else [wish.source]
-    setup = read_setups(sources, wish.program)
+    sources = list(options.source) if isinstance(options.source, list | tuple) else [options.source]
+    setup = read_setups(sources, options.program)
     # The split of the batch is the search's, so flags of it bind the search and not the run in use.
     unbound = replace(request, micro_batch=None, grad_accum=None)
     asked = filled(unbound, setup)
     changes = {field.name for field in fields(Request) if getattr(asked, field.name) != getattr(unbound, field.name)}
     try:
-        return _inherit(asked, request, wish, setup)
+        return _inherit(asked, request, options, setup)
     except BadInput as error:
         raise _in_its_words(error, setup, changes) from None
 
 
-def _inherit(asked: Request, request: Request, wish: Wish, setup: Setup) -> tuple[Request, Wish, Recommendation]:
+def _inherit(
+    asked: Request, request: Request, options: SearchOptions, setup: Setup
+) -> tuple[Request, SearchOptions, Recommendation]:
     if asked.model is None and asked.params is None:
         raise BadInput(f"the file of {setup.title} names no model", where="MODEL", remedy="give one before --from")
-    plain = replace(wish, source=None, given=None)
-    problem = problem_of(asked, plain)
-    candidate = _candidate(setup, asked, problem)
-    engine = candidate.engine or problem.engine
-    memory = Memory(engine, problem.spec, problem.cluster, depth=request.depth)
-    cost = CostModel(engine, problem.spec, problem.cluster, problem.rates)
-    current = recommendation(engine, rank_all([candidate], memory, cost)[0], 0, problem.cluster.layout)
+    plain = replace(options, source=None, candidates=None)
+    resolved = resolve_search(asked, plain)
+    candidate = _candidate(setup, asked, resolved)
+    engine = candidate.engine or resolved.engine
+    memory = Memory(engine, resolved.spec, resolved.cluster, depth=request.depth)
+    cost = CostModel(engine, resolved.spec, resolved.cluster, resolved.rates)
+    current = recommendation(engine, rank_all([candidate], memory, cost)[0], 0, resolved.cluster.layout)
     work = candidate.workload
-    batch = wish.global_batch or work.micro_batch * work.grad_accum * problem.cluster.layout.dp
+    batch = options.global_batch or work.micro_batch * work.grad_accum * resolved.cluster.layout.dp
     free = replace(
         asked,
         micro_batch=request.micro_batch,
@@ -67,7 +69,7 @@ def _inherit(asked: Request, request: Request, wish: Wish, setup: Setup) -> tupl
         gradient_checkpointing=False,
     )
     said = [setup.line, *(f"{one.key}: {one.says}" for one in setup.unmodelled)]
-    notes = (*said, *(text.removeprefix("candidate 0: ") for text in problem.warnings if text.startswith("candidate")))
+    notes = (*said, *(text.removeprefix("candidate 0: ") for text in resolved.warnings if text.startswith("candidate")))
     return free, replace(plain, global_batch=batch, notes=notes), current
 
 
@@ -109,14 +111,14 @@ def _in_its_words(error: BadInput, setup: Setup, changes: set[str]) -> BadInput:
     return error
 
 
-def _candidate(setup: Setup, request: Request, problem: Problem) -> Candidate:
+def _candidate(setup: Setup, request: Request, resolved: ResolvedSearch) -> Candidate:
     again = bool(setup.gradient_checkpointing)
     if isinstance(request.ds_config, dict):
         from zeroplan.search.candidates_file import candidate_of
 
-        return candidate_of(request.ds_config, problem, request, again)
-    workload = replace(problem.workload, gradient_checkpointing=again)
-    zero = problem.engine.default()
+        return candidate_of(request.ds_config, resolved, request, again)
+    workload = replace(resolved.workload, gradient_checkpointing=again)
+    zero = resolved.engine.default()
     if setup.stage is not None:
         zero = ZeroConfig.of(setup.stage, setup.offload_optimizer or "none", setup.offload_param or "none")
-    return Candidate(problem.engine.for_optimizer(zero, workload.optimizer), workload, request.alloc_conf)
+    return Candidate(resolved.engine.for_optimizer(zero, workload.optimizer), workload, request.alloc_conf)

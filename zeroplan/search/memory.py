@@ -49,7 +49,7 @@ class Memory:
         """Depth ``"formula"`` simulates nothing; it and `trace` False take only tapes that are at hand, and trace none."""
         self.engine, self.spec, self.cluster = engine, spec, cluster
         self.depth, self.trace = depth, trace and depth != FORMULA
-        self.problem = ""  # why there is no tape, once that is known
+        self.no_tape = ""  # why there is no tape, once that is known
         self.simulated = 0
         self._matrices: Matrices = matrices(spec)
         self._streams: dict[tuple[str, int, int], ExpandedTape | None] = {}
@@ -63,7 +63,7 @@ class Memory:
     def on(self, cluster: Cluster) -> Memory:
         """The same on another cluster. Tapes and counts are shared; plans only where just the limits differ."""
         other = Memory(self.engine, self.spec, cluster, depth=self.depth, trace=self.trace)
-        other.problem = self.problem
+        other.no_tape = self.no_tape
         other._streams, other._counts, other._computed = self._streams, self._counts, self._computed
         other._traced = self._traced
         if (cluster.gpus, cluster.nodes, cluster.gpu) == (self.cluster.gpus, self.cluster.nodes, self.cluster.gpu):
@@ -236,9 +236,9 @@ class Memory:
         if key not in self._streams:
             try:
                 case = Case(self.spec, workload, self.cluster, candidate.zero)
-                self._streams[key] = None if self.problem else self._tape(case)
+                self._streams[key] = None if self.no_tape else self._tape(case)
             except NoTapeError as error:
-                self.problem = str(error)
+                self.no_tape = str(error)
                 self._streams[key] = None
         return self._streams[key]
 

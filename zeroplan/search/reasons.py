@@ -11,11 +11,11 @@ from zeroplan.core.units import GIB, format_bytes
 from zeroplan.core.zero_config import OffloadOptimizer, OffloadParam, ZeroConfig
 from zeroplan.ledger.traffic import Executor
 from zeroplan.planner.request import Request
-from zeroplan.search.answer import Point
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
-from zeroplan.search.problem import Problem, Wish, space_of
 from zeroplan.search.recommend import Outcome, Ranked, search
+from zeroplan.search.results import Point
+from zeroplan.search.search_options import ResolvedSearch, SearchOptions, candidates_of
 from zeroplan.search.space import Candidate
 
 #: Simulations that one "what if" may take.
@@ -136,19 +136,21 @@ def _seconds(value: float) -> str:
     return f"{value:.2f} s" if abs(value) >= 0.1 else f"{1000 * value:.0f} ms"
 
 
-def what_more_buys(problem: Problem, request: Request, wish: Wish, best: Ranked, memory: Memory) -> list[str]:
+def what_more_buys(
+    resolved: ResolvedSearch, request: Request, options: SearchOptions, best: Ranked, memory: Memory
+) -> list[str]:
     """What 8 GiB more a GPU, and the next GPUs that the batch divides by, would make of it."""
-    cluster = problem.cluster
+    cluster = resolved.cluster
     assert cluster.vram is not None
     said = []
     more = cluster.gpus + 1
-    if wish.global_batch is not None:
-        while wish.global_batch % (more * cluster.nodes) and more < 2 * cluster.gpus:
+    if options.global_batch is not None:
+        while options.global_batch % (more * cluster.nodes) and more < 2 * cluster.gpus:
             more += 1
     host = None if cluster.cpu_ram is None else cluster.cpu_ram * more // cluster.gpus
     larger = replace(cluster, vram=cluster.vram + _MORE_VRAM)
     for what, grown in (("8 GiB more a GPU", larger), (f"{more} GPUs a node", replace(cluster, gpus=more, cpu_ram=host))):
-        found = _best_on(grown, problem, request, wish, memory)
+        found = _best_on(grown, resolved, request, options, memory)
         if found is None:
             continue
         gain = found.time.tokens_per_second / best.time.tokens_per_second
@@ -160,14 +162,16 @@ def what_more_buys(problem: Problem, request: Request, wish: Wish, best: Ranked,
     return said
 
 
-def _best_on(cluster: Cluster, problem: Problem, request: Request, wish: Wish, memory: Memory) -> Ranked | None:
-    grown = replace(problem, cluster=cluster)
+def _best_on(
+    cluster: Cluster, resolved: ResolvedSearch, request: Request, options: SearchOptions, memory: Memory
+) -> Ranked | None:
+    grown = replace(resolved, cluster=cluster)
     try:
-        space = space_of(grown, request, wish)
+        space = candidates_of(grown, request, options)
     except BadInput:  # the batch does not divide by these ranks and what is fixed
         return None
     other = memory.on(cluster)
-    cost = CostModel(problem.engine, problem.spec, cluster, problem.rates)
+    cost = CostModel(resolved.engine, resolved.spec, cluster, resolved.rates)
     outcome = search(space, other, cost, shown=1, most=_WHAT_IF, strict=True)
     return outcome.ranking[0] if outcome.ranking else None
 

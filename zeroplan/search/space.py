@@ -76,7 +76,7 @@ def batch_splits(
     return [(m, a) for m, a in pairs if (micro_batch is None or m == micro_batch) and (grad_accum is None or a == grad_accum)]
 
 
-def candidates(
+def all_candidates(
     zeros: list[tuple[ZeroConfig, int]],
     base: Workload,
     splits: list[tuple[int, int]],

@@ -9,11 +9,11 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.units import GIB, TIB, format_bytes
 from zeroplan.planner.request import Request
-from zeroplan.search.answer import Change, Recommendation, recommendation
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
-from zeroplan.search.problem import Problem, Wish, problem_of, space_of
 from zeroplan.search.recommend import Ranked
+from zeroplan.search.results import Recommendation, Suggestion, recommendation
+from zeroplan.search.search_options import ResolvedSearch, SearchOptions, candidates_of, resolve_search
 from zeroplan.search.space import Candidate
 
 #: Simulations that the nearest miss and each change may take.
@@ -75,53 +75,53 @@ def shortfalls(missed: Recommendation, usable_vram: int | None, cpu_ram: int | N
 class _Option:
     what: str
     request: Request
-    wish: Wish
+    options: SearchOptions
     last: bool = False  # of a row of ever larger steps; the first that fits ends the row
     row: str = ""
 
 
-def _options(problem: Problem, request: Request, wish: Wish, nearest: Recommendation) -> Iterator[_Option]:
+def _options(resolved: ResolvedSearch, request: Request, options: SearchOptions, nearest: Recommendation) -> Iterator[_Option]:
     """Cheapest first: what costs a flag, then quality, then what costs money."""
-    cluster, workload = problem.cluster, problem.workload
+    cluster, workload = resolved.cluster, resolved.workload
     eight_bit = find_optimizer(workload.optimizer).eight_bit
     if eight_bit and workload.lora_rank is None:
-        yield _Option(f"8-bit AdamW (--optimizer {eight_bit})", replace(request, optimizer=eight_bit), wish)
+        yield _Option(f"8-bit AdamW (--optimizer {eight_bit})", replace(request, optimizer=eight_bit), options)
     seq = workload.seq_len or 0
     for parts in (2, 4):
         if seq // parts >= 512:
             shorter = replace(request, seq_len=seq // parts)
-            yield _Option(f"sequences of {seq // parts} (--seq-len {seq // parts})", shorter, wish, row="seq")
+            yield _Option(f"sequences of {seq // parts} (--seq-len {seq // parts})", shorter, options, row="seq")
     if cluster.nvme is None:
-        yield _Option("2 TiB of disk a node (--nvme 2T)", replace(request, nvme=2 * TIB), wish)
+        yield _Option("2 TiB of disk a node (--nvme 2T)", replace(request, nvme=2 * TIB), options)
     if workload.lora_rank is None:
-        yield _Option("LoRA adapters of rank 16 (--lora-rank 16)", replace(request, lora_rank=16), wish)
+        yield _Option("LoRA adapters of rank 16 (--lora-rank 16)", replace(request, lora_rank=16), options)
     need = nearest.plan.cpu.per_node
     if cluster.cpu_ram is not None and need > cluster.cpu_ram:
         size = 64 * GIB
         while size < 1.05 * need:
             size *= 2
-        yield _Option(f"{size // GIB} GiB of host memory a node", replace(request, cpu_ram=size), wish)
+        yield _Option(f"{size // GIB} GiB of host memory a node", replace(request, cpu_ram=size), options)
     host = cluster.cpu_ram or 0
     for factor in (2, 4, 8):
         gpus = cluster.gpus * factor
-        if gpus <= 8 and (wish.global_batch or gpus * cluster.nodes) % (gpus * cluster.nodes) == 0:
+        if gpus <= 8 and (options.global_batch or gpus * cluster.nodes) % (gpus * cluster.nodes) == 0:
             more = replace(request, gpus=gpus, cpu_ram=host * factor)
-            yield _Option(f"{gpus} GPUs a node (--gpus {gpus}) with as much host memory each", more, wish, row="gpus")
+            yield _Option(f"{gpus} GPUs a node (--gpus {gpus}) with as much host memory each", more, options, row="gpus")
     for size in _CARDS:
         if cluster.vram is not None and size * GIB > cluster.vram:
-            yield _Option(f"cards of {size} GiB (--vram {size}G)", replace(request, vram=size * GIB), wish, row="vram")
+            yield _Option(f"cards of {size} GiB (--vram {size}G)", replace(request, vram=size * GIB), options, row="vram")
 
 
-def cheapest_changes(
-    problem: Problem, request: Request, wish: Wish, nearest: Recommendation, memory: Memory
-) -> Iterator[Change]:
+def cheapest_suggestions(
+    resolved: ResolvedSearch, request: Request, options: SearchOptions, nearest: Recommendation, memory: Memory
+) -> Iterator[Suggestion]:
     """Changes that work, cheapest first, each with the configuration of it that needs the least.
 
-    `memory` is that of the problem: whatever trains the same parameters shares its tapes.
+    `memory` is that of the resolved: whatever trains the same parameters shares its tapes.
     """
     done: set[str] = set()
     named = 0
-    for option in _options(problem, request, wish, nearest):
+    for option in _options(resolved, request, options, nearest):
         if named >= _NAMED:
             return
         if option.row and option.row in done:
@@ -130,7 +130,7 @@ def cheapest_changes(
         if found is not None:
             done.add(option.row)
             named += 1
-            yield Change(option.what, found)
+            yield Suggestion(option.what, found)
 
 
 def _same_model(one: Request, two: Request) -> bool:
@@ -141,8 +141,8 @@ def _same_model(one: Request, two: Request) -> bool:
 def _least(option: _Option, base: Memory | None) -> Recommendation | None:
     """A configuration that fits after the change, the lightest by its floor first; None when none of the lightest does."""
     try:
-        changed = problem_of(option.request, option.wish)
-        space = space_of(changed, option.request, option.wish)
+        changed = resolve_search(option.request, option.options)
+        space = candidates_of(changed, option.request, option.options)
     except BadInput:
         return None
     if base is None:

@@ -1,4 +1,4 @@
-"""The nouns of an answer: a Recommendation, and the Answer that holds several with what they were asked for."""
+"""The nouns of an answer: a Recommendation, and the SearchResult that holds several with what they were asked for."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def recommendation(engine: Engine, ranked: Ranked, index: int, layout: ParallelL
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class Suggestion:
     """Something that would make it fit: what to change, and the best that then runs."""
 
     what: str
@@ -121,7 +121,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class SearchResult:
     """What ``recommend`` answers. `ranking` is best first; `nearest` is the nearest miss when nothing fits."""
 
     model: dict[str, Any]
@@ -129,7 +129,7 @@ class Answer:
     cluster: Cluster
     ranking: tuple[Recommendation, ...]
     nearest: Recommendation | None = None
-    changes: tuple[Change, ...] = ()
+    changes: tuple[Suggestion, ...] = ()
     current: Recommendation | None = None
     points: tuple[Point, ...] = ()
     warnings: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""What the search is asked: a wish beside the request, and both made definite."""
+"""What a search is asked beside the request, and both resolved: model, cluster, engine, rates and the candidates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zeroplan.engines.base import Engine
 from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
-from zeroplan.search.space import NVME_PATH, Candidate, batch_splits, candidates
+from zeroplan.search.space import NVME_PATH, Candidate, all_candidates, batch_splits
 
 GOALS = ("throughput", "memory")
 #: Host memory a GPU that is assumed where none is given.
@@ -25,26 +25,27 @@ ASSUMED_HOST = 64 * GIB
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class SearchOptions:
     """What is asked of the search beside the :class:`~zeroplan.planner.request.Request`.
 
     Attributes:
         global_batch: sequences an optimizer step; None keeps accumulation at 1 and lets the batch follow.
         goal: throughput, or memory: the least on the GPU.
-        gradient_checkpointing: None lets the search choose.
-        given: candidates to rank in place of the search's own, or the file that holds them.
-        source: what is in use, to be compared with: a path, a dict or TrainingArguments, or several (interop/readers.py).
-        program: the program that owns it; None to find out.
-        profile: a profile's path; None takes the user's own where it is of this GPU.
-        nvme_path: where swap files may go.
-        explain: whether reasons are worked out.
-        notes: warnings that the answer should repeat.
+        gradient_checkpointing: whether blocks are checkpointed; None lets the search choose.
+        candidates: the configurations to rank in place of the search's own, or the path of the file that holds them.
+        source: the run in use that the answer compares with: a path, a dict or TrainingArguments, or several of them
+            (interop/readers.py).
+        program: the program that owns `source`; None finds it out.
+        profile: the path of measured rates; None takes the user's own profile where it is of this GPU.
+        nvme_path: the folder for swap files.
+        explain: whether the answer gives reasons.
+        notes: warnings that the answer repeats.
     """
 
     global_batch: int | None = None
     goal: str = "throughput"
     gradient_checkpointing: bool | None = None
-    given: Sequence[Candidate] | str | None = None
+    candidates: Sequence[Candidate] | str | None = None
     source: Any = None
     program: str | None = None
     profile: str | os.PathLike[str] | None = None
@@ -54,8 +55,8 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
-    """A request made definite: what the search works on."""
+class ResolvedSearch:
+    """A request with everything that a search needs: the model, its workload, the cluster, the engine and the rates."""
 
     spec: ModelSpec
     workload: Workload
@@ -65,17 +66,17 @@ class Problem:
     warnings: list[str] = field(default_factory=list)
 
 
-def problem_of(request: Request, wish: Wish) -> Problem:
-    """The request resolved, with rates, and the assumptions that were made for it.
+def resolve_search(request: Request, options: SearchOptions) -> ResolvedSearch:
+    """Resolve a request for a search; assumptions that this takes become warnings.
 
     Raises:
         BadInput: a value that cannot be used.
     """
-    if wish.goal not in GOALS:
-        raise BadInput(f"unknown goal {wish.goal[:40]!r}", where="--goal", remedy=f"use one of {', '.join(GOALS)}")
+    if options.goal not in GOALS:
+        raise BadInput(f"unknown goal {options.goal[:40]!r}", where="--goal", remedy=f"use one of {', '.join(GOALS)}")
     resolved = resolve(replace(request, stage=None, offload_optimizer=None, offload_param=None, ds_config=None))
     cluster, warnings = resolved.cluster, list(resolved.warnings)
-    if cluster.vram is None and wish.given is None:
+    if cluster.vram is None and options.candidates is None:
         raise BadInput("no GPU memory is given", where="--vram", remedy="give --vram 24G, or a card: --gpu A100-80G")
     spec, workload = resolved.spec, resolved.workload
     if request.dtype is None and not cluster.gpu.bf16 and workload.dtype is DType.BF16:
@@ -84,33 +85,33 @@ def problem_of(request: Request, wish: Wish) -> Problem:
     if cluster.cpu_ram is None:
         cluster = replace(cluster, cpu_ram=ASSUMED_HOST * cluster.gpus)
         warnings.append(f"host memory is assumed to be 64 GiB a GPU ({64 * cluster.gpus} GiB a node); give --cpu-ram")
-    rates = _rates(cluster, wish, warnings)
+    rates = _rates(cluster, options, warnings)
     if request.gpu is None:
         warnings.append(f"speeds are those of an {cluster.gpu.name}; name the card by --gpu")
-    return Problem(spec, workload, cluster, resolved.engine, rates, warnings)
+    return ResolvedSearch(spec, workload, cluster, resolved.engine, rates, warnings)
 
 
-def _rates(cluster: Cluster, wish: Wish, warnings: list[str]) -> Rates:
+def _rates(cluster: Cluster, options: SearchOptions, warnings: list[str]) -> Rates:
     rates = rates_of(cluster.gpu)
-    path = Path(wish.profile) if wish.profile is not None else profile_path()
-    if wish.profile is None and not path.exists():
+    path = Path(options.profile) if options.profile is not None else profile_path()
+    if options.profile is None and not path.exists():
         return rates
     profile = read_profile(path)
-    if wish.profile is None and profile.get("gpu") != cluster.gpu.name:
+    if options.profile is None and profile.get("gpu") != cluster.gpu.name:
         return rates
     warnings.append(f"rates from {path}")
     return rates.with_profile(profile["rates"], str(path))
 
 
-def space_of(problem: Problem, request: Request, wish: Wish) -> list[Candidate]:
+def candidates_of(resolved: ResolvedSearch, request: Request, options: SearchOptions) -> list[Candidate]:
     """The candidates that the request leaves open.
 
     Raises:
         BadInput: batch arithmetic that cannot work out, or a stage and offload that no option has.
     """
     zeros = [
-        (problem.engine.for_optimizer(zero, problem.workload.optimizer), effort)
-        for zero, effort in problem.engine.search_space(problem.cluster, wish.nvme_path)
+        (resolved.engine.for_optimizer(zero, resolved.workload.optimizer), effort)
+        for zero, effort in resolved.engine.search_space(resolved.cluster, options.nvme_path)
         if (request.stage is None or zero.stage == request.stage)
         and (request.offload_optimizer is None or zero.offload_optimizer.device == request.offload_optimizer)
         and (request.offload_param is None or zero.offload_param.device == request.offload_param)
@@ -120,8 +121,8 @@ def space_of(problem: Problem, request: Request, wish: Wish) -> list[Candidate]:
             "no configuration has this stage and offload", where="--stage", remedy="leave one of the flags out, or give --nvme"
         )
     splits = batch_splits(
-        wish.global_batch, problem.cluster.layout, micro_batch=request.micro_batch, grad_accum=request.grad_accum
+        options.global_batch, resolved.cluster.layout, micro_batch=request.micro_batch, grad_accum=request.grad_accum
     )
-    again = (False, True) if wish.gradient_checkpointing is None else (wish.gradient_checkpointing,)
-    confs = (request.alloc_conf,) if request.alloc_conf else problem.engine.alloc_confs
-    return list(candidates(zeros, problem.workload, splits, again, confs))
+    again = (False, True) if options.gradient_checkpointing is None else (options.gradient_checkpointing,)
+    confs = (request.alloc_conf,) if request.alloc_conf else resolved.engine.alloc_confs
+    return list(all_candidates(zeros, resolved.workload, splits, again, confs))

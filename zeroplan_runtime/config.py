@@ -91,7 +91,7 @@ def read_config(source: object, ranks: int) -> RuntimeConfig:
     config = inspect_ds_config(source, dialect=Dialect.RUNTIME, world_size=ranks)
     if faults := config.of_severity(Severity.ERROR, Severity.OPEN):
         raise config.refusal(faults)
-    job = config.job
+    job = config.training
     return RuntimeConfig(
         zero=config.zero,
         micro_batch=job.micro_batch or 1,

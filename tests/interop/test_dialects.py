@@ -85,13 +85,13 @@ def test_coercion_is_the_same() -> None:
     config = {"bf16": {"enabled": "false"}, "fp16": {"enabled": 1}, "zero_optimization": {"stage": "2"}, "train_batch_size": 8}
     for dialect in Dialect:
         found = read_ds_config(config, dialect=dialect)
-        assert (found.zero.stage, found.job.dtype) == (2, DType.FP16)
+        assert (found.zero.stage, found.training.dtype) == (2, DType.FP16)
 
 
 @pytest.mark.parametrize("dialect", Dialect)
 def test_batch_arithmetic_is_the_same(dialect: Dialect) -> None:
     config = {"train_batch_size": 24, "gradient_accumulation_steps": 3}
-    job = read_ds_config(config, dialect=dialect, world_size=4).job
+    job = read_ds_config(config, dialect=dialect, world_size=4).training
     assert (job.micro_batch, job.grad_accum) == (2, 3)
     with pytest.raises(BadInput, match="24 does not divide by accumulation 3 × 5 ranks"):
         read_ds_config(config, dialect=dialect, world_size=5)
@@ -99,8 +99,8 @@ def test_batch_arithmetic_is_the_same(dialect: Dialect) -> None:
 
 def test_an_open_size_is_the_trainers_for_deepspeed_and_absent_for_the_runtime() -> None:
     config = {"train_batch_size": 8, "gradient_accumulation_steps": "auto"}
-    assert inspect_ds_config(config, world_size=2).job.micro_batch is None
-    job = runtimes(config, world_size=2).job
+    assert inspect_ds_config(config, world_size=2).training.micro_batch is None
+    job = runtimes(config, world_size=2).training
     assert (job.micro_batch, job.grad_accum) == (4, 1)
 
 
@@ -146,7 +146,7 @@ def test_hjson_is_read_where_the_package_is_there(tmp_path: Path) -> None:
         return
     for dialect in Dialect:
         found = inspect_ds_config(str(path), dialect=dialect, world_size=8)
-        assert (found.job.train_batch, found.zero.stage, found.zero.offload_optimizer.device) == (8, 2, OffloadDevice.CPU)
+        assert (found.training.train_batch, found.zero.stage, found.zero.offload_optimizer.device) == (8, 2, OffloadDevice.CPU)
     for text, says in [
         ("a: 1\na: 2\n", "a key stands twice"),
         ("", "is not JSON"),

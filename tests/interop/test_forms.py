@@ -12,7 +12,7 @@ import pytest
 from zeroplan.core.errors import BadInput
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.ds_config.forms import lightning_form, trainer_form
+from zeroplan.ds_config.framework_forms import hf_trainer_form, lightning_form
 from zeroplan.ds_config.reader import inspect_ds_config, read_ds_config
 from zeroplan.ds_config.versions import DEFAULT_CHANGES, older_defaults
 from zeroplan.ds_config.writer import write_ds_config
@@ -37,7 +37,7 @@ def test_the_trainer_makes_the_explicit_config_of_its_form(name: str) -> None:
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
 
     config = explicit(name)
-    form, arguments = trainer_form(config)
+    form, arguments = hf_trainer_form(config)
     assert form["train_batch_size"] == form["gradient_clipping"] == form["optimizer"]["params"]["lr"] == "auto"
     assert form["zero_optimization"] == config["zero_optimization"]
     assert inspect_ds_config(form).errors == []
@@ -71,13 +71,13 @@ def test_lightning_makes_the_explicit_config_of_its_form(name: str) -> None:
     made = read_ds_config(json.loads(json.dumps(strategy.config)), world_size=8)
     wanted = read_ds_config(config, world_size=8)
     assert made.zero == wanted.zero
-    assert made.job == wanted.job
+    assert made.training == wanted.training
 
 
 def test_a_form_leaves_its_source_alone() -> None:
     config = explicit("bf16")
     before = json.dumps(config)
-    trainer_form(config)
+    hf_trainer_form(config)
     lightning_form(config)
     assert json.dumps(config) == before
 

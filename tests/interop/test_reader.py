@@ -31,7 +31,7 @@ class TestDefaults:
     def test_an_empty_file_is_stage_0_in_fp32(self) -> None:
         config = inspect_ds_config({})
         assert config.zero == ZeroConfig()
-        assert config.job.dtype is DType.FP32
+        assert config.training.dtype is DType.FP32
         assert not config.runs_alone
         assert config.runs_filled
 
@@ -81,7 +81,7 @@ class TestAuto:
 
     def test_alone(self) -> None:
         config = inspect_ds_config(self.CONFIG)
-        assert config.job.dtype is None
+        assert config.training.dtype is None
         assert config.zero.reduce_bucket_size == 500_000_000
         assert set(config.unresolved_auto) == {
             "train_micro_batch_size_per_gpu",
@@ -97,8 +97,8 @@ class TestAuto:
 
     def test_filled_by_flags(self) -> None:
         config = read_ds_config(self.CONFIG, fill=fill_from(dtype=DType.BF16, micro_batch=4, grad_accum=2), world_size=8)
-        assert (config.job.dtype, config.job.micro_batch, config.job.grad_accum) == (DType.BF16, 4, 2)
-        assert config.job.train_batch == 64
+        assert (config.training.dtype, config.training.micro_batch, config.training.grad_accum) == (DType.BF16, 4, 2)
+        assert config.training.train_batch == 64
         assert set(config.unresolved_auto) == {p for p in config.unresolved_auto if p.startswith("zero_optimization.")}
 
     def test_the_trainers_buckets(self) -> None:
@@ -120,7 +120,7 @@ class TestAuto:
 
     def test_a_flag_fills_what_is_missing(self) -> None:
         config = read_ds_config({"zero_optimization": {"stage": 2}}, fill=fill_from(dtype=DType.BF16, micro_batch=4))
-        assert (config.job.dtype, config.job.micro_batch) == (DType.BF16, 4)
+        assert (config.training.dtype, config.training.micro_batch) == (DType.BF16, 4)
         assert config.runs_alone
 
 
@@ -144,7 +144,7 @@ class TestBatch:
         self, train: int | None, micro: int | None, accum: int | None, world: int | None, expected: tuple[int | None, ...]
     ) -> None:
         sizes = {"train_batch_size": train, "train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accum}
-        job = read_ds_config({k: v for k, v in sizes.items() if v is not None}, world_size=world).job
+        job = read_ds_config({k: v for k, v in sizes.items() if v is not None}, world_size=world).training
         assert (job.micro_batch, job.grad_accum, job.train_batch) == expected
 
     @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ class TestBatch:
 
     def test_sequence_parallel_ranks_share_a_batch(self) -> None:
         config = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "sequence_parallel_size": 4}
-        assert read_ds_config(config, world_size=16).job.grad_accum == 1
+        assert read_ds_config(config, world_size=16).training.grad_accum == 1
 
 
 class TestNames:
@@ -309,7 +309,7 @@ class TestSource:
     def test_byte_order_mark(self, tmp_path: Path) -> None:
         path = tmp_path / "c.json"
         path.write_bytes(b'\xef\xbb\xbf{"train_batch_size": 8}')
-        assert read_ds_config(path).job.train_batch == 8
+        assert read_ds_config(path).training.train_batch == 8
 
     def test_base64_as_deepspeed_takes_it(self) -> None:
         text = base64.urlsafe_b64encode(json.dumps(zero(3)).encode()).decode()

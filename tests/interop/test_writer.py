@@ -33,7 +33,7 @@ def test_reads_back_the_same(zero: ZeroConfig, workload: Workload) -> None:
     text = dump_ds_config(write_ds_config(zero, workload, world_size=2))
     again = inspect_ds_config(json.loads(text), world_size=2)
     assert again.zero == zero
-    assert again.job.train_batch == workload.micro_batch * workload.grad_accum * 2
+    assert again.training.train_batch == workload.micro_batch * workload.grad_accum * 2
     expected = workload
     if zero.bf16_master_weights_and_grads and zero.bf16_optimizer_states and workload.precision is Precision.MIXED:
         expected = replace(workload, precision=Precision.PURE)
@@ -104,7 +104,7 @@ def test_rewriting_a_config_that_runs_loses_nothing(name: str) -> None:
     first = read_ds_config(config, world_size=1)
     again = read_ds_config(write_ds_config(first.zero, source=config), world_size=1)
     assert again.zero == first.zero
-    assert again.job == first.job
+    assert again.training == first.training
 
 
 EMITTED = {

@@ -50,7 +50,7 @@ def test_the_written_config_is_the_first_row(cli: Cli, tmp_path: Path) -> None:
     best = data["ranking"][0]
     assert written == best["ds_config"]
     read = read_ds_config(written, world_size=4)
-    assert read.job.micro_batch == best["micro_batch"]
+    assert read.training.micro_batch == best["micro_batch"]
     assert best["micro_batch"] * best["grad_accum"] * 4 == 64
     assert best["fits"] is True
     assert best["reasons"]

@@ -23,7 +23,6 @@ from zeroplan.core.zero_config import (
 from zeroplan.ds_config.batch import Batch, resolve_batch
 from zeroplan.ds_config.dialect import Dialect
 from zeroplan.ds_config.findings import At, Finding, Severity
-from zeroplan.ds_config.job import Job
 from zeroplan.ds_config.knobs import Knobs
 from zeroplan.ds_config.reading import KeyReport, Reading
 from zeroplan.ds_config.rulebook import run_rules
@@ -31,6 +30,7 @@ from zeroplan.ds_config.rules import View
 from zeroplan.ds_config.schema import Effect
 from zeroplan.ds_config.sections import SECTIONS
 from zeroplan.ds_config.source import load_source
+from zeroplan.ds_config.training import TrainingSettings
 from zeroplan.ds_config.versions import older_defaults
 from zeroplan.ds_config.walk import walk
 from zeroplan.ds_config.wrappers import Wrapper, wrapper
@@ -43,7 +43,7 @@ class DsConfig:
     """A ds_config as DeepSpeed 0.19.8 or zeroplan's runtime takes it.
 
     Attributes:
-        zero, job, knobs: what the file fixes, with defaults for the rest.
+        zero, training, knobs: what the file fixes, with defaults for the rest.
         raw: the file's object, untouched.
         source: its name, for messages.
         keys: what is known of each of its keys.
@@ -54,7 +54,7 @@ class DsConfig:
     """
 
     zero: ZeroConfig
-    job: Job
+    training: TrainingSettings
     raw: dict[str, Any]
     source: str
     keys: tuple[KeyReport, ...] = ()
@@ -99,17 +99,17 @@ class DsConfig:
         """The optimizer wrapper that DeepSpeed builds on GPUs, None where it refuses the config."""
         if self.errors:
             return None
-        fused_adam = self.job.builds_adam and not self.zero.offload_optimizer
-        return wrapper(self.zero, self.job.dtype or DType.FP32, fused=fused_adam)
+        fused_adam = self.training.builds_adam and not self.zero.offload_optimizer
+        return wrapper(self.zero, self.training.dtype or DType.FP32, fused=fused_adam)
 
     def workload(self, base: Workload, *, given: frozenset[str] = frozenset()) -> Workload:
-        """`base` with what the file fixes; see :meth:`zeroplan.ds_config.job.Job.workload`.
+        """`base` with what the file fixes; see :meth:`zeroplan.ds_config.training.TrainingSettings.workload`.
 
         Raises:
             BadInput: a field named in `given` that the file contradicts.
         """
         pure = self.zero.bf16_master_weights_and_grads and self.zero.bf16_optimizer_states
-        return self.job.workload(base, pure=pure, given=given)
+        return self.training.workload(base, pure=pure, given=given)
 
 
 def inspect_ds_config(
@@ -147,15 +147,15 @@ def inspect_ds_config(
     _checkpoint(raw, reading)
     micro, accum, train = _batch(reading, world_size)
     zero = _zero(older_defaults(engine_version) | reading.values)
-    job = _job(reading, micro, accum, train)
+    training = _training(reading, micro, accum, train)
     knobs = Knobs(**_attrs(reading.values, "zeroplan"))
     if reading.for_runtime:
         _impossible(reading, zero)
-    reading.findings += run_rules(View(zero, job, reading.values, tuple(reading.autos), knobs), dialect)
+    reading.findings += run_rules(View(zero, training, reading.values, tuple(reading.autos), knobs), dialect)
     _unmodelled(reading)
     return DsConfig(
         zero=zero,
-        job=job,
+        training=training,
         raw=raw,
         source=name,
         keys=tuple(reading.keys),
@@ -260,7 +260,7 @@ def _zero(values: Mapping[str, Any]) -> ZeroConfig:
 _NULLABLE = {f.name for f in fields(ZeroConfig) if f.default is None} | {"seq_parallel_communication_data_type"}
 
 
-def _job(reading: Reading, micro: int | None, accum: int | None, train: int | None) -> Job:
+def _training(reading: Reading, micro: int | None, accum: int | None, train: int | None) -> TrainingSettings:
     values = reading.values
     open_dtype = not reading.for_runtime and any(path in reading.autos for path in ("bf16.enabled", "fp16.enabled"))
     dtype: DType | None = None if open_dtype else DType.FP32
@@ -276,7 +276,7 @@ def _job(reading: Reading, micro: int | None, accum: int | None, train: int | No
     params = {path.removeprefix(prefix): value for path, value in values.items() if path.startswith(prefix)}
     kind = values.get("optimizer.type")
     scheduler = values.get("scheduler.type")
-    return Job(
+    return TrainingSettings(
         micro_batch=micro,
         grad_accum=accum,
         train_batch=train,

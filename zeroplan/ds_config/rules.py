@@ -13,17 +13,25 @@ from zeroplan.core.workload import DType
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.ds_config.dialect import Dialect
 from zeroplan.ds_config.findings import At, Finding, Severity
-from zeroplan.ds_config.job import Job
 from zeroplan.ds_config.knobs import Knobs
+from zeroplan.ds_config.training import TrainingSettings
 from zeroplan.ds_config.wrappers import bf16_optimizer_takes_stage_1
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a rule looks at: the typed config, the job, the values of the file by canonical path, the runtime's own keys."""
+    """What a rule looks at.
+
+    Attributes:
+        zero: the sharding and offload that the file asks for, defaults included.
+        training: batches, precision and optimizer; None for what the file leaves open.
+        values: the file's coerced values by canonical path.
+        autos: canonical paths that stand at ``auto``.
+        knobs: the ``zeroplan`` section.
+    """
 
     zero: ZeroConfig
-    job: Job
+    training: TrainingSettings
     values: Mapping[str, Any]
     autos: tuple[str, ...] = ()
     knobs: Knobs = field(default_factory=Knobs)
@@ -43,7 +51,7 @@ class View:
     @property
     def dtype(self) -> DType:
         """The model's dtype, fp32 where it is left open."""
-        return self.job.dtype or DType.FP32
+        return self.training.dtype or DType.FP32
 
     @property
     def offload(self) -> OffloadDevice:
@@ -58,7 +66,7 @@ class View:
     @property
     def cpu_adam(self) -> bool:
         """Whether the config's optimizer becomes ``DeepSpeedCPUAdam`` itself (not torch's Adam, not ZenFlow's)."""
-        return self.job.builds_adam and self.offload is not OffloadDevice.NONE and self.zero.zenflow is None
+        return self.training.builds_adam and self.offload is not OffloadDevice.NONE and self.zero.zenflow is None
 
     @property
     def bf16_optimizer(self) -> bool:

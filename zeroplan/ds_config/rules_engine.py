@@ -19,31 +19,31 @@ _ZERO, _OFF, _OPT = "zero_optimization", "zero_optimization.offload_optimizer", 
 
 
 def _unsupported(v: View) -> bool:
-    name = v.job.optimizer or ""
+    name = v.training.optimizer or ""
     known = name.lower() in DEEPSPEED_OPTIMIZERS or name in TORCH_OPTIMIZERS or _removed(v)
     return bool(name) and not known
 
 
 def _removed(v: View) -> bool:
-    return v.job.optimizer_type is not None and v.job.optimizer_type.removed
+    return v.training.optimizer_type is not None and v.training.optimizer_type.removed
 
 
 def _untested(v: View) -> bool:
-    kind = v.job.optimizer_type
+    kind = v.training.optimizer_type
     refused = _removed(v) or _unsupported(v)
-    return bool(v.job.optimizer) and not refused and not (kind is not None and kind.tested)
+    return bool(v.training.optimizer) and not refused and not (kind is not None and kind.tested)
 
 
 def _of_adam(v: View) -> bool:
-    return v.job.optimizer_type is not None and v.job.optimizer_type.adam
+    return v.training.optimizer_type is not None and v.training.optimizer_type.adam
 
 
 def _needs_dynamic_scale(v: View) -> bool:
-    return v.job.optimizer_type is not None and v.job.optimizer_type.dynamic_scale
+    return v.training.optimizer_type is not None and v.training.optimizer_type.dynamic_scale
 
 
 def _splits(v: View) -> bool:
-    return v.job.optimizer_type is not None and v.job.optimizer_type.splits
+    return v.training.optimizer_type is not None and v.training.optimizer_type.splits
 
 
 def _prescales(v: View) -> bool:
@@ -60,7 +60,7 @@ def _masters_need_cpu_adam(v: View) -> bool:
     z = v.zero
     bf16 = z.bf16_master_weights_and_grads and (not z.bf16_optimizer_states or v.offload is not OffloadDevice.NONE)
     needed = z.stage > 0 and (bf16 or z.fp16_master_weights_and_grads) and not v.bf16_optimizer
-    return needed and v.job.optimizer is not None and not v.cpu_adam
+    return needed and v.training.optimizer is not None and not v.cpu_adam
 
 
 def _zenflow_interval(v: View) -> bool:
@@ -174,7 +174,7 @@ ENGINE_REFUSALS: tuple[Rule, ...] = (
         _OPT,
         _RC,
         _removed,
-        "{v.job.optimizer} is gone from DeepSpeed 0.19, and before that the 1-bit optimizers refused ZeRO (here stage"
+        "{v.training.optimizer} is gone from DeepSpeed 0.19, and before that the 1-bit optimizers refused ZeRO (here stage"
         " {v.zero.stage})",
         'the nearest config that runs: optimizer.type "AdamW" with the same ZeRO block, without cuda_aware, freeze_step and'
         " comm_backend_name",
@@ -186,7 +186,7 @@ ENGINE_REFUSALS: tuple[Rule, ...] = (
         _OPT,
         _EN,
         _unsupported,
-        "{v.job.optimizer!r} is neither one of DeepSpeed's optimizers nor a class of torch.optim",
+        "{v.training.optimizer!r} is neither one of DeepSpeed's optimizers nor a class of torch.optim",
         "use AdamW, Adam, Adagrad, Lamb, Lion, Muon, or a torch.optim class by its exact name",
     ),
     Rule(
@@ -195,7 +195,7 @@ ENGINE_REFUSALS: tuple[Rule, ...] = (
         At.ENGINE,
         "optimizer.params.max_grad_norm",
         _EN,
-        lambda v: "max_grad_norm" in v.job.optimizer_params,
+        lambda v: "max_grad_norm" in v.training.optimizer_params,
         "is no optimizer parameter",
         "use the top-level gradient_clipping",
     ),
@@ -206,7 +206,7 @@ ENGINE_REFUSALS: tuple[Rule, ...] = (
         _OPT,
         _EN,
         lambda v: v.zero.stage > 0 and _untested(v) and not v.zero.zero_allow_untested_optimizer,
-        "{v.job.optimizer} is untested with ZeRO, and DeepSpeed refuses it",
+        "{v.training.optimizer} is untested with ZeRO, and DeepSpeed refuses it",
         "set zero_allow_untested_optimizer to true",
     ),
     Rule(
@@ -216,7 +216,7 @@ ENGINE_REFUSALS: tuple[Rule, ...] = (
         _OPT,
         _EN,
         lambda v: _needs_dynamic_scale(v) and v.says("fp16.loss_scale", 0) != 0,
-        "{v.job.optimizer} needs a dynamic loss scale",
+        "{v.training.optimizer} needs a dynamic loss scale",
         "set fp16.loss_scale to 0",
     ),
     Rule(
@@ -226,7 +226,7 @@ ENGINE_REFUSALS: tuple[Rule, ...] = (
         f"{_ZERO}.reduce_scatter",
         _S3,
         lambda v: v.zero.stage == 3 and _splits(v) and v.zero.reduce_scatter,
-        "{v.job.optimizer} and reduce_scatter exclude each other at stage 3",
+        "{v.training.optimizer} and reduce_scatter exclude each other at stage 3",
         "set reduce_scatter to false",
     ),
     Rule(
@@ -245,7 +245,7 @@ ENGINE_REFUSALS: tuple[Rule, ...] = (
         At.ENGINE,
         "data_types.grad_accum_dtype",
         _EN,
-        lambda v: v.zero.stage == 0 and v.zero.grad_accum_dtype not in (None, v.dtype) and v.job.optimizer is not None,
+        lambda v: v.zero.stage == 0 and v.zero.grad_accum_dtype not in (None, v.dtype) and v.training.optimizer is not None,
         "stage 0 cannot accumulate {v.dtype} gradients in {v.zero.grad_accum_dtype}",
         "leave it out, or use stage 1",
     ),
@@ -342,7 +342,7 @@ ENGINE_REFUSALS: tuple[Rule, ...] = (
             v.zero.stage == 3
             and v.zero.offload_optimizer.ratio < 1.0
             and v.offload is not OffloadDevice.NONE
-            and v.job.optimizer is not None
+            and v.training.optimizer is not None
             and not v.cpu_adam
         ),
         "partial offload runs only with DeepSpeedCPUAdam",

@@ -19,7 +19,7 @@ def _pinned_by_default(v: View) -> bool:
 
 
 def _accumulates(v: View) -> bool:
-    return (v.job.grad_accum or 1) > 1
+    return (v.training.grad_accum or 1) > 1
 
 
 #: What DeepSpeed runs all the same.
@@ -128,7 +128,7 @@ REMARKS: tuple[Rule, ...] = (
         At.CONFIG,
         "bf16.enabled",
         _EN,
-        lambda v: v.job.dtype is DType.FP32 and v.job.autocast is None and v.zero.stage > 0,
+        lambda v: v.training.dtype is DType.FP32 and v.training.autocast is None and v.zero.stage > 0,
         "neither bf16, fp16 nor torch_autocast is enabled, so the model trains in fp32",
         'add "bf16": {"enabled": true} if that is not meant',
         BOTH,
@@ -139,8 +139,8 @@ REMARKS: tuple[Rule, ...] = (
         At.ENGINE,
         "torch_autocast",
         "runtime/torch_autocast.py",
-        lambda v: v.job.autocast is not None and v.job.dtype is DType.FP32,
-        "weights, gradients and states stay fp32; the arithmetic and the cast copies are {v.job.autocast}",
+        lambda v: v.training.autocast is not None and v.training.dtype is DType.FP32,
+        "weights, gradients and states stay fp32; the arithmetic and the cast copies are {v.training.autocast}",
     ),
     Rule(
         "zero.off",
@@ -166,7 +166,7 @@ REMARKS: tuple[Rule, ...] = (
         At.ENGINE,
         "optimizer",
         _EN,
-        lambda v: v.job.optimizer is None and v.zero.stage > 0 and bool(v.zero.offload_optimizer),
+        lambda v: v.training.optimizer is None and v.zero.stage > 0 and bool(v.zero.offload_optimizer),
         "none in the file: one that the program brings must be DeepSpeedCPUAdam (the HF Trainer sees to it)",
         "name one here, or set zero_force_ds_cpu_optimizer to false",
     ),

@@ -14,9 +14,9 @@ from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.zero_config import Aio, OffloadDevice, OffloadOptimizer, OffloadParam, ZeroConfig
 from zeroplan.ds_config.dialect import Dialect
 from zeroplan.ds_config.findings import At, Severity
-from zeroplan.ds_config.job import Job
 from zeroplan.ds_config.knobs import Knobs
 from zeroplan.ds_config.rules import Rule, View
+from zeroplan.ds_config.training import TrainingSettings
 
 #: The most bytes of one read or write, blocks in flight for a queue, and queues.
 MOST_BLOCK = 1 << 30
@@ -272,7 +272,7 @@ def require_runnable(zero: ZeroConfig, knobs: Knobs) -> None:
         BadInput: with the remedy.
     """
     zero.require_possible()
-    _require(OFFLOAD_REFUSALS, View(zero, Job(), {}, knobs=knobs))
+    _require(OFFLOAD_REFUSALS, View(zero, TrainingSettings(), {}, knobs=knobs))
 
 
 def require_io(aio: Aio) -> None:
@@ -282,7 +282,7 @@ def require_io(aio: Aio) -> None:
         BadInput: GPUDirect Storage, blocks that are no pages, counts out of range.
     """
     in_files = OffloadOptimizer(device=OffloadDevice.NVME)
-    _require(IO_REFUSALS, View(ZeroConfig(stage=3, offload_optimizer=in_files, aio=aio), Job(), {}))
+    _require(IO_REFUSALS, View(ZeroConfig(stage=3, offload_optimizer=in_files, aio=aio), TrainingSettings(), {}))
 
 
 def require_offloadable(optimizer: str) -> None:

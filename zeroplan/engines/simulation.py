@@ -76,8 +76,8 @@ class Simulation:
         checkpoint: saving and resuming, which a run need not do and its peaks leave out; empty where not derived.
         moved: bytes of each checkpointed input that leaves for pinned memory, which the tape tells and no formula.
         least_reserved: where data decide, the least that the worst rank may reserve; None where they do not.
-        other_lags: where the device's pace decides when freed blocks come back, the run of `rank` at the other end of what
-            that pace may be: peaks are not those of these, but a fit holds for them, too.
+        other_lags: where the device's lag behind the host decides when freed blocks come back, the run of `rank` at the other
+            end of what that lag may be. Peaks are not those of these runs, but a plan that fits fits for them, too.
     """
 
     timeline: Timeline
@@ -101,7 +101,7 @@ class Simulation:
 
     @property
     def all_lags(self) -> tuple[Timeline, ...]:
-        """Every timeline, those at another pace included."""
+        """Every timeline, those with another lag included."""
         return (*self.runs, *self.other_lags)
 
     def under(self, limit: int, config: AllocatorConfig | None = None, *, device_memory: int | None = None) -> Simulation:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from zeroplan.ds_config.forms import lightning_form
+from zeroplan.ds_config.framework_forms import lightning_form
 
 
 def lightning_trainer(config: Mapping[str, Any], *, gpus: int, nodes: int) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -32,9 +32,9 @@ def verdict(config: DsConfig) -> str:
         does += f", optimizer on {device}"
     if config.zero.offloads_param:
         does += f", parameters on {config.zero.offload_param.device}"
-    if config.job.dtype is not None and config.wrapper is not None:
+    if config.training.dtype is not None and config.wrapper is not None:
         built = "the optimizer as it is" if config.wrapper == "none" else config.wrapper
-        does += f", {config.job.dtype}; it builds {built}"
+        does += f", {config.training.dtype}; it builds {built}"
     if config.runs_alone:
         return f"{name} runs this file as it is: {does}."
     return f"{name} alone refuses this file; once what is open is filled, it runs: {does}."

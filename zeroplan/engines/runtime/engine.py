@@ -19,7 +19,7 @@ from zeroplan.ds_config.rules_runtime import remark, require_offloadable, requir
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.runtime import lines
 from zeroplan.engines.runtime.checkpoints import Moved, host_buffers, leaving_inputs, moved_inputs
-from zeroplan.engines.runtime.job import layout_of, require_trainable
+from zeroplan.engines.runtime.layouts import layout_of, require_trainable
 from zeroplan.engines.verification import OwnedBuffers
 from zeroplan.ledger.line import Ledger
 from zeroplan.models.spec import ModelSpec

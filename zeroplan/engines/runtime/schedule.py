@@ -1,9 +1,9 @@
-"""The runtime's allocations over a run: the Arena's blocks and leases, and the tape without the gradients that land in place.
+"""The runtime's allocations over a run: the Arena's blocks, and the tape without the gradients that are written in place.
 
 Gathers and reductions use slots, and the kernels need no temporaries. What the runtime takes and gives back in a step are
 gradients: Note [Lifetimes] in core/layout. A plain linear layer's weight gradient is written into its flat by the product
 itself; every other gradient is made by autograd, copied into its flat and dropped at once.
-Source: zeroplan_runtime/arena.py, allocate and Lease; zeroplan_runtime/schedule.py; zeroplan_runtime/model_states.py, _fill.
+Source: zeroplan_runtime/arena.py; zeroplan_runtime/schedule.py; zeroplan_runtime/parameter_values.py, _fill.
 """
 
 from __future__ import annotations
@@ -24,8 +24,13 @@ STEPS_UNTIL_STEADY = 2
 
 
 @dataclass(slots=True)
-class Lease:
-    """A buffer that comes and goes: its row, and its block while it is there."""
+class ResizableBuffer:
+    """A buffer that comes and goes.
+
+    Attributes:
+        row: what it is, and its bytes.
+        block: its block of memory; -1 while it is not there.
+    """
 
     row: OwnedBuffer
     block: int = -1
@@ -36,9 +41,9 @@ class UnitRun:
     """One unit with gradients in a run: what is kept of them until the step, and the slot of the whole ones."""
 
     kind: UnitKind
-    kept: Lease | None  # None where they leave for the host
+    kept: ResizableBuffer | None  # None where they leave for the host
     slot: SlotRun | None
-    sums: Lease | None = None  # where they are summed before they do
+    sums: ResizableBuffer | None = None  # where they are summed before they do
     visits: int = 0  # forwards in this micro batch
     landed: bool = False  # some gradient came in this micro batch
     reduced: bool = False
@@ -48,7 +53,7 @@ class UnitRun:
 class SlotRun:
     """A slot of whole gradients and the unit that holds it."""
 
-    lease: Lease
+    buffer: ResizableBuffer
     holder: UnitRun | None = field(default=None, repr=False)
 
 
@@ -64,10 +69,10 @@ class RuntimeSchedule(EngineSchedule):
         self.layout, self.setup, self.recorder = layout, layout.setup, recorder
         self.cublas_workspace, self.makes_room = cublas_workspace, makes_room
         self.rows = runtime_buffers(layout)
-        leases = {(row.buffer, row.unit): Lease(row) for row in self.rows if not row.stands}
-        self.staging = leases.get((Buffer.COMM_REDUCE_SCATTER, "staging"))
-        self.slots = {name: SlotRun(leases[Buffer.GRAD_FULL, name]) for name in layout.grad_slots}
-        self.sums = {name: leases[Buffer.STAGE_D2H, name] for name in layout.sum_slots}
+        transient = {(row.buffer, row.unit): ResizableBuffer(row) for row in self.rows if not row.stands}
+        self.staging = transient.get((Buffer.COMM_REDUCE_SCATTER, "staging"))
+        self.slots = {name: SlotRun(transient[Buffer.GRAD_FULL, name]) for name in layout.grad_slots}
+        self.sums = {name: transient[Buffer.STAGE_D2H, name] for name in layout.sum_slots}
         self.hooked = self.setup.ranks > 1 or any(unit.offloaded for unit in layout.units)
         self.units: list[UnitRun] = []
         by_param: dict[str, UnitRun] = {}
@@ -77,7 +82,7 @@ class RuntimeSchedule(EngineSchedule):
                 continue
             slot = self.slots[unit.grad_slot] if unit.grad_slot is not None else None
             sums = self.sums.get(unit.grad_slot or "") if unit.offloaded else None
-            kept = None if unit.offloaded else leases[self.setup.kept_grad, unit.shape.name]
+            kept = None if unit.offloaded else transient[self.setup.kept_grad, unit.shape.name]
             run = UnitRun(unit.shape.kind, kept, slot, sums)
             self.units.append(run)
             by_module[unit.shape.name] = run
@@ -119,7 +124,7 @@ class RuntimeSchedule(EngineSchedule):
         """Slots that the last backward left may go soon."""
         self.in_backward = False
         self.current = None
-        self.slots_due = any(slot.lease.block >= 0 for slot in self.slots.values())
+        self.slots_due = any(slot.buffer.block >= 0 for slot in self.slots.values())
 
     def enter(self, module: int) -> None:
         """A unit's forward; in the backward it is recomputed, which begins the unit's backward."""
@@ -189,7 +194,7 @@ class RuntimeSchedule(EngineSchedule):
         elif slot.holder is not unit:
             if slot.holder is not None:
                 self._reduce(slot.holder)
-            self._take(slot.lease)
+            self._take(slot.buffer)
             slot.holder = unit
 
     def _reduce(self, unit: UnitRun) -> None:
@@ -215,14 +220,14 @@ class RuntimeSchedule(EngineSchedule):
             if unit.kept is not None:
                 self._give(unit.kept)
 
-    def _take(self, lease: Lease) -> None:
-        if lease.block < 0:
-            lease.block = self.recorder.alloc(lease.row.bytes, lease.row.buffer, note=lease.row.unit)
+    def _take(self, buffer: ResizableBuffer) -> None:
+        if buffer.block < 0:
+            buffer.block = self.recorder.alloc(buffer.row.bytes, buffer.row.buffer, note=buffer.row.unit)
 
-    def _give(self, lease: Lease) -> None:
-        if lease.block >= 0:
-            self.recorder.free(lease.block)
-            lease.block = -1
+    def _give(self, buffer: ResizableBuffer) -> None:
+        if buffer.block >= 0:
+            self.recorder.free(buffer.block)
+            buffer.block = -1
 
     def _give_slots(self) -> None:
         self.slots_due = False
@@ -231,7 +236,7 @@ class RuntimeSchedule(EngineSchedule):
         for sums in self.sums.values():
             self._give(sums)
         for slot in self.slots.values():
-            self._give(slot.lease)
+            self._give(slot.buffer)
 
 
 def with_direct_gradients(tape: ExpandedTape) -> ExpandedTape:

@@ -18,7 +18,7 @@ from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ds_config.knobs import Knobs
 from zeroplan.engines.compute_traffic import ComputeFacts
 from zeroplan.engines.contention import MEMORY_PER_BYTE
-from zeroplan.engines.runtime.job import layout_of
+from zeroplan.engines.runtime.layouts import layout_of
 from zeroplan.engines.traffic import Traffic
 from zeroplan.ledger.derive import fraction
 from zeroplan.ledger.line import means

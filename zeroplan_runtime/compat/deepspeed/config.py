@@ -64,7 +64,7 @@ class DeepSpeedConfig:
             self.world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         self._read = read = inspect_ds_config(self._param_dict, dialect=Dialect.DEEPSPEED, world_size=self.world_size)
         _require(read)
-        job, values = read.job, read.values
+        job, values = read.training, read.values
         self.train_batch_size: int | None = job.train_batch
         self.train_micro_batch_size_per_gpu: int | None = job.micro_batch
         self.gradient_accumulation_steps: int | None = job.grad_accum
@@ -98,8 +98,8 @@ class DeepSpeedConfig:
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         read = inspect_ds_config(given, dialect=Dialect.DEEPSPEED, world_size=self.world_size)
         _require(read)
-        self.train_batch_size, self.train_micro_batch_size_per_gpu = read.job.train_batch, read.job.micro_batch
-        self.gradient_accumulation_steps = read.job.grad_accum
+        self.train_batch_size, self.train_micro_batch_size_per_gpu = read.training.train_batch, read.training.micro_batch
+        self.gradient_accumulation_steps = read.training.grad_accum
 
 
 def _require(read: DsConfig) -> None:

@@ -24,7 +24,7 @@ _TRAINER_ARGUMENTS = {
 }
 
 
-def trainer_form(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def hf_trainer_form(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The config with ``auto`` where the HF Trainer fills, and the TrainingArguments that make it the same again.
 
     Source: ``HfTrainerDeepSpeedConfig`` of transformers 5.17 (integrations/deepspeed.py).

@@ -13,7 +13,7 @@ from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class TrainingSettings:
     """The computation as the file states it; None is what it leaves open.
 
     `dtype` is the model's: bf16 or fp16 by their blocks, else fp32; None when ``auto`` was not filled. `autocast` is

@@ -105,7 +105,8 @@ def test_recommend_and_its_files(cli: Cli, tmp_path: Path) -> None:
     assert code == 0
     assert f"torchrun --standalone --nproc-per-node 2 train.py --config {target}" in out
     assert (tmp_path / "page.html").exists()
-    code, out, err = cli("recommend", GPT2, *words[:-4], "-o", str(target))
+    assert cli("recommend", GPT2, *words[:-4], "-o", str(target))[0] == 0
+    code, out, err = cli("recommend", GPT2, *words[:-4], "--form", "explicit", "-o", str(target))
     assert (code, out) == (2, "")
     assert "explicit is not a form of toy; use --form toy, or --engine deepspeed or zeroplan" in err
     assert recommend(GPT2, engine="toy", vram="24G")[0].plan.engine == "toy"

@@ -40,6 +40,7 @@ def test_the_trainer_makes_the_explicit_config_of_its_form(name: str) -> None:
     form, arguments = hf_trainer_form(config)
     assert form["train_batch_size"] == form["gradient_clipping"] == form["optimizer"]["params"]["lr"] == "auto"
     assert form["zero_optimization"] == config["zero_optimization"]
+    assert "learning_rate" in arguments
     assert inspect_ds_config(form).errors == []
     defaults = {"save_on_each_node": False, "fp16_full_eval": False, "bf16_full_eval": False, "bf16": False, "fp16": False}
     args = SimpleNamespace(world_size=8, get_warmup_steps=lambda steps: 0, **(defaults | arguments))
@@ -50,6 +51,15 @@ def test_the_trainer_makes_the_explicit_config_of_its_form(name: str) -> None:
     finally:
         unset_hf_deepspeed_config()
     assert trainer.config == config
+
+
+@pytest.mark.parametrize(
+    ("kind", "taken"), [("AdamW", {"lr", "weight_decay", "betas", "eps"}), ("SGD", {"lr", "weight_decay"})]
+)
+def test_what_the_config_leaves_open_the_trainer_fills(kind: str, taken: set[str]) -> None:
+    form, arguments = hf_trainer_form({"train_batch_size": 8, "optimizer": {"type": kind}})
+    assert form["optimizer"]["params"] == dict.fromkeys(taken, "auto")
+    assert not arguments.keys() & {"learning_rate", "weight_decay", "adam_beta1", "adam_epsilon"}
 
 
 @pytest.mark.torch

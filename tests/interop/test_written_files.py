@@ -9,7 +9,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +19,11 @@ from zeroplan.core.rates import rates_of
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.ds_config.reader import read_ds_config
 from zeroplan.engines.registry import find_engine
-from zeroplan.interop.launch import LAUNCHERS, launch
+from zeroplan.interop.forms.launch import LAUNCHERS, Shell, launch
 from zeroplan.interop.readers import read_setup
 from zeroplan.models.load import load_model
 from zeroplan.search.cost import CostModel
-from zeroplan.search.files import files_of
+from zeroplan.search.files import Files, Target, files_of
 from zeroplan.search.memory import Memory
 from zeroplan.search.recommend import rank_all
 from zeroplan.search.results import Recommendation, recommendation
@@ -97,28 +96,6 @@ def test_deepspeed_parses_every_explicit_config() -> None:
 
 
 @pytest.mark.torch
-def test_the_trainer_takes_its_form_with_the_arguments_beside_it(tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed")
-    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
-
-    one = recommended(WORKLOADS["bf16"])[0]
-    files = files_of(one, CLUSTER, str(tmp_path / "ds.json"), form="trainer", script="train.py")
-    form = json.loads(files.texts[str(tmp_path / "ds.json")])
-    said = json.loads(files.texts[str(tmp_path / "training_arguments.json")])
-    assert said["per_device_train_batch_size"] == 2
-    assert said["gradient_checkpointing"] is False
-    defaults = {"save_on_each_node": False, "fp16_full_eval": False, "bf16_full_eval": False, "bf16": False, "fp16": False}
-    arguments = SimpleNamespace(world_size=CLUSTER.layout.dp, get_warmup_steps=lambda steps: 0, **(defaults | said))
-    try:
-        trainer = HfTrainerDeepSpeedConfig(form)
-        trainer.trainer_config_process(arguments)
-        trainer.trainer_config_finalize(arguments, SimpleNamespace(config=SimpleNamespace(hidden_size=2048)), 100)
-    finally:
-        unset_hf_deepspeed_config()
-    assert trainer.config == one.ds_config()
-
-
-@pytest.mark.torch
 def test_lightning_takes_its_form(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     pytest.importorskip("lightning")
@@ -126,7 +103,7 @@ def test_lightning_takes_its_form(tmp_path: Path) -> None:
     from lightning.pytorch.strategies import DeepSpeedStrategy
 
     one = recommended(WORKLOADS["bf16"])[0]
-    files = files_of(one, CLUSTER, str(tmp_path / "ds.json"), form="lightning", script="train.py")
+    files = write(one, tmp_path / "ds.json", "lightning")
     form = json.loads(files.texts[str(tmp_path / "ds.json")])
     said = json.loads(files.texts[str(tmp_path / "trainer.json")])
     assert said == {
@@ -142,6 +119,14 @@ def test_lightning_takes_its_form(tmp_path: Path) -> None:
     assert strategy.config["zero_optimization"] == one.ds_config()["zero_optimization"]
 
 
+def write(one: Recommendation, path: Path, form: str, **options: Any) -> Files:
+    """The files of a form, written."""
+    files = files_of(one, CLUSTER, Target(str(path), form, **options))
+    for name, text in files.texts.items():
+        Path(name).write_text(text)
+    return files
+
+
 def _load_accelerate(path: Path) -> Any:
     from accelerate.commands.config.config_args import load_config_from_file
 
@@ -153,9 +138,7 @@ def _load_accelerate(path: Path) -> Any:
 def test_accelerate_loads_its_yaml_and_it_reads_back(tmp_path: Path, index: int) -> None:
     pytest.importorskip("accelerate")
     one = recommended(WORKLOADS["bf16"])[index]
-    files = files_of(one, CLUSTER, str(tmp_path / "ds.json"), form="accelerate", script="train.py")
-    for path, text in files.texts.items():
-        Path(path).write_text(text)
+    write(one, tmp_path / "ds.json", "accelerate")
     loaded = _load_accelerate(tmp_path / "accelerate.yaml")
     assert str(loaded.distributed_type).endswith("DEEPSPEED")
     assert (loaded.num_processes, loaded.num_machines) == (8, 2)
@@ -168,15 +151,15 @@ def test_accelerate_loads_its_yaml_and_it_reads_back(tmp_path: Path, index: int)
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("again", [False, True])
-def test_accelerate_loads_the_fsdp2_variant(tmp_path: Path, again: bool) -> None:
+@pytest.mark.parametrize(("again", "name"), [(False, "accelerate.yaml"), (True, "x.json")])
+def test_accelerate_loads_the_fsdp2_variant(tmp_path: Path, again: bool, name: str) -> None:
     pytest.importorskip("accelerate")
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     for one in recommended(replace(WORKLOADS["bf16"], gradient_checkpointing=again), "fsdp2"):
-        path = tmp_path / "accelerate.yaml"
-        files = files_of(one, CLUSTER, str(path), form="accelerate-fsdp2", script="train.py")
-        path.write_text(files.texts[str(path)])
+        path = tmp_path / name
+        files = write(one, path, "accelerate-fsdp2")
+        assert files.start.environment["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == str(one.workload.grad_accum)
         loaded = _load_accelerate(path)
         assert str(loaded.distributed_type).endswith("FSDP")
         assert loaded.mixed_precision == "bf16"
@@ -213,7 +196,7 @@ def test_torchruns_own_parser_takes_the_command(nodes: int) -> None:
     pytest.importorskip("torch")
     from torch.distributed.run import parse_args
 
-    words = shlex.split(launch("torchrun", gpus=4, nodes=nodes, alloc_conf="expandable_segments:True").command)
+    words = shlex.split(launch("torchrun", gpus=4, nodes=nodes).command)
     read = parse_args(words[1:])
     assert (str(read.nnodes), str(read.nproc_per_node), read.training_script) == (
         "1:1" if nodes == 1 else "3",
@@ -222,18 +205,46 @@ def test_torchruns_own_parser_takes_the_command(nodes: int) -> None:
     )
 
 
-def test_slurm_scripts_are_shell_and_carry_the_allocators_settings() -> None:
-    start = launch("slurm", gpus=8, nodes=4, alloc_conf="expandable_segments:True")
-    script = start.files["train.sbatch"]
+@pytest.mark.parametrize("config", ["", "a b.yaml"])
+def test_slurm_scripts_are_shell_and_carry_the_allocators_settings(config: str) -> None:
+    environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": Shell("$(nproc)")}
+    start = launch("slurm", gpus=8, nodes=4, environment=environment, folder="out/run", accelerate_config=config)
+    assert start.command == "sbatch out/run/train.sbatch"
+    script = start.files["out/run/train.sbatch"]
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
     assert "#SBATCH --nodes=4\n" in script
     assert "#SBATCH --gpus-per-node=8\n" in script
     assert "export PYTORCH_ALLOC_CONF=expandable_segments:True\n" in script
+    assert "export OMP_NUM_THREADS=$(nproc)\n" in script
+    assert ("accelerate launch" in script) is bool(config)
 
 
-def test_accelerates_command_names_the_node() -> None:
-    assert "--machine_rank" in launch("accelerate", gpus=4, nodes=2).command
-    assert "--machine_rank" not in launch("accelerate", gpus=4).command
+@pytest.mark.torch
+def test_accelerates_own_parser_takes_the_command_of_many_nodes(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+    files = write(recommended(WORKLOADS["bf16"])[0], tmp_path / "ds.json", "accelerate")
+    words = shlex.split(files.start.command.replace("${NODE_RANK:?}", "1"))
+    read, *_ = _validate_launch_command(launch_command_parser().parse_args(words[2:]))
+    assert (read.machine_rank, read.main_process_ip, read.num_machines, read.num_processes) == (1, "node0", 2, 8)
+    assert read.use_deepspeed
+    assert read.training_script == "train.py"
+    assert "node0 stands for your first node's name: give it by --hosts" in files.notes
+    unset = subprocess.run(["bash", "-c", f"true {files.start.command}"], capture_output=True, text=True, check=False)
+    assert unset.returncode
+    assert "NODE_RANK" in unset.stderr
+
+
+def test_the_allocators_settings_reach_every_node() -> None:
+    """DeepSpeed's launcher hands on what a file says, and nothing that the shell computes."""
+    environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": Shell("$(nproc)")}
+    start = launch("deepspeed", gpus=4, nodes=2, hosts=("a", "b"), environment=environment, folder="out")
+    assert start.files["out/deepspeed_env"] == "PYTORCH_ALLOC_CONF=expandable_segments:True\n"
+    assert start.shell().startswith("DS_ENV_FILE=out/deepspeed_env deepspeed --hostfile out/hostfile ")
+    assert not start.notes
+    one_node = launch("deepspeed", gpus=4, environment=environment)
+    assert one_node.shell().startswith("PYTORCH_ALLOC_CONF=expandable_segments:True OMP_NUM_THREADS=$(nproc) deepspeed ")
 
 
 def test_unknown_names_are_refused() -> None:
@@ -241,7 +252,11 @@ def test_unknown_names_are_refused() -> None:
     with pytest.raises(BadInput, match="--launcher"):
         launch("mpirun", gpus=1)
     with pytest.raises(BadInput, match="--form"):
-        files_of(one, CLUSTER, "x.json", form="yaml", script="train.py")
+        files_of(one, CLUSTER, Target("x.json", "yaml"))
     with pytest.raises(BadInput, match="or --engine fsdp2"):
-        files_of(one, CLUSTER, "x.yaml", form="accelerate-fsdp2", script="train.py")
+        files_of(one, CLUSTER, Target("x.yaml", "accelerate-fsdp2"))
+    with pytest.raises(BadInput, match="deepspeed does not start the form lightning"):
+        files_of(one, CLUSTER, Target("x.json", "lightning", "deepspeed"))
+    with pytest.raises(BadInput, match=r"--new-script train[.]py, which holds it all, or --form accelerate-fsdp2"):
+        files_of(recommended(WORKLOADS["bf16"], "fsdp2")[0], CLUSTER, Target("x.json"))
     assert set(LAUNCHERS) == {"deepspeed", "torchrun", "accelerate", "slurm"}

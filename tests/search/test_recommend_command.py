@@ -65,6 +65,7 @@ def test_text_names_the_choice_its_reasons_and_how_to_start(cli: Cli, tmp_path: 
     assert code == 0
     assert "Why stage" in out
     assert f"deepspeed --num_gpus 2 train.py --deepspeed_config {tmp_path / 'ds.json'}" in out
+    assert "no learning rate is written" in out
     assert "host memory is assumed to be 64 GiB a GPU" in out
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +14,7 @@ from zeroplan.core.errors import EXIT_DOES_NOT_FIT, BadInput
 from zeroplan.planner.request import Request
 
 if TYPE_CHECKING:
+    from zeroplan.search.files import Files, Target
     from zeroplan.search.results import SearchResult
     from zeroplan.search.search_options import SearchOptions
 
@@ -46,20 +46,29 @@ Profile = Annotated[str | None, typer.Option("--profile", rich_help_panel=_SEARC
 NvmePath = Annotated[str, typer.Option("--nvme-path", rich_help_panel=_SEARCH, help="Where swap files may go.")]
 
 _FILES = "Files"
-Output = Annotated[str | None, typer.Option("-o", "--output", rich_help_panel=_FILES, help="Write the best: ds_config.json.")]
-Form = Annotated[
-    str, typer.Option("--form", rich_help_panel=_FILES, help="explicit, trainer, lightning, accelerate or accelerate-fsdp2.")
+Output = Annotated[
+    str | None, typer.Option("-o", "--output", rich_help_panel=_FILES, help="Write the best: ds_config.json, or a folder/.")
+]
+FormName = Annotated[
+    str | None,
+    typer.Option(
+        "--form",
+        rich_help_panel=_FILES,
+        help="explicit, trainer, trl, lightning or accelerate; fsdp2: torch, accelerate-fsdp2; ddp: torch.",
+    ),
 ]
 Html = Annotated[str | None, typer.Option("--html", rich_help_panel=_FILES, help="Write a page with memory against speed.")]
 Launcher = Annotated[
     str | None,
-    typer.Option(
-        "--launcher",
-        rich_help_panel=_FILES,
-        help="deepspeed, torchrun, accelerate or slurm. [deepspeed; the runtime: torchrun]",
-    ),
+    typer.Option("--launcher", rich_help_panel=_FILES, help="deepspeed, torchrun, accelerate or slurm. [the form's]"),
 ]
-Script = Annotated[str, typer.Option("--script", rich_help_panel=_FILES, help="The program that the command starts.")]
+Script = Annotated[
+    str | None, typer.Option("--script", rich_help_panel=_FILES, help="The program that the command starts. [train.py]")
+]
+NewScript = Annotated[
+    str | None, typer.Option("--new-script", rich_help_panel=_FILES, help="Write such a program: train.py.", metavar="FILE")
+]
+Hosts = Annotated[str | None, typer.Option("--hosts", rich_help_panel=_FILES, help="Names of the nodes, by comma.")]
 
 
 @verb("zeroplan recommend meta-llama/Llama-3.1-8B --gpu 4xA100 -o ds_config.json", "zeroplan recommend --gpu RTX4090")
@@ -77,9 +86,11 @@ def recommend(
     style: flags.Style = "plain",
     as_json: flags.Json = False,
     output: Output = None,
-    form: Form = "explicit",
+    form: FormName = None,
     launcher: Launcher = None,
-    script: Script = "train.py",
+    script: Script = None,
+    new_script: NewScript = None,
+    hosts: Hosts = None,
     html: Html = None,
 ) -> None:
     """Find the fastest configuration that fits; write its files.
@@ -101,64 +112,81 @@ def recommend(
         source=source or None,
         program=program,
     )
-    _require_output(request, output, form, launcher)
-
-    def write(answer: SearchResult) -> tuple[str, str]:
-        return _write(answer, output, form, launcher, script)
+    target = _target(request, output, form, launcher, script, new_script, hosts)
 
     if request.model is None and request.params is None and not source:
         if html is not None:
             raise BadInput("draws the configurations of one model", where="--html", remedy="name the model")
-        _catalog(request, options, write, as_json=as_json, style=style)
+        _catalog(request, options, target, as_json=as_json, style=style)
         return
     if candidates is not None and source:
         raise BadInput("cannot stand beside --candidates", where="--from", remedy="use one of the two")
     found = run_search(request, options)
-    written, start = write(found)
+    written = _write(found, target)
     if html is not None:
         from zeroplan.core.files import write_atomic
         from zeroplan.report.recommendation_html import answer_html
 
         write_atomic(html, answer_html(found))
     if as_json:
-        typer.echo(json.dumps(found.to_dict(), indent=2))
+        typer.echo(json.dumps(found.to_dict() | _files_json(written), indent=2))
     else:
-        typer.echo(answer_text(found, style, written=written, start=start))
+        typer.echo(answer_text(found, style, files=written))
     if found.best is None:
         raise typer.Exit(EXIT_DOES_NOT_FIT)
 
 
-def _require_output(request: Request, output: str | None, form: str, launcher: str | None) -> None:
-    """Refuse, before the search, a form or launcher that cannot be written, and either of them without -o."""
+def _target(
+    request: Request,
+    output: str | None,
+    form: str | None,
+    launcher: str | None,
+    script: str | None,
+    new_script: str | None,
+    hosts: str | None,
+) -> Target | None:
+    """Where files go; None without -o and --new-script. What cannot be written is refused before the search."""
     from zeroplan.engines.registry import find_engine
-    from zeroplan.search.files import require_form
+    from zeroplan.search.files import Target, form_of, require_folders, require_no_other_program
 
     engine = find_engine(request.engine)
-    if output is not None:
-        require_form(form, engine, launcher)
-        return
-    for where, given in (("--form", form != "explicit"), ("--launcher", launcher is not None)):
-        if given:
-            raise BadInput("no file is asked for", where=where, remedy="give -o ds_config.json as well")
+    if output is None and new_script is None:
+        for where, given in (("--form", form), ("--launcher", launcher), ("--script", script), ("--hosts", hosts)):
+            if given is not None:
+                raise BadInput("no file is asked for", where=where, remedy="give -o ds_config.json as well")
+        return None
+    if new_script is not None and script is not None:
+        raise BadInput("cannot stand beside --new-script", where="--script", remedy="use one of the two")
+    names = tuple(name.strip() for name in (hosts or "").split(",") if name.strip())
+    if len(names) not in (0, request.nodes):
+        raise BadInput(f"names {len(names)} of {request.nodes} nodes", where="--hosts", remedy="name each node, by comma")
+    target = Target(output, form, launcher, script or "train.py", new_script, names)
+    form_of(engine, target)
+    require_folders(output, new_script)
+    if new_script is not None:
+        require_no_other_program(new_script)
+    return target
 
 
-def _write(found: SearchResult, output: str | None, form: str, launcher: str | None, script: str) -> tuple[str, str]:
-    """Write the best configuration's files. Return their names and the start command; both are empty without -o."""
+def _write(found: SearchResult, target: Target | None) -> Files | None:
+    """Write the best configuration's files. None where nothing is asked for, or nothing fits."""
     best = found.best
-    if output is None or best is None:
-        return "", ""
+    if target is None or best is None:
+        return None
     from zeroplan.core.files import write_atomic
     from zeroplan.search.files import files_of
 
-    files = files_of(best, found.cluster, output, form=form, launcher=launcher, script=script)
+    files = files_of(best, found.cluster, target, found.loaded)
     for path, text in files.texts.items():
         write_atomic(path, text)
-    return ", ".join(files.texts), files.start.shell()
+    return files
 
 
-def _catalog(
-    request: Request, options: SearchOptions, write: Callable[[SearchResult], tuple[str, str]], *, as_json: bool, style: str
-) -> None:
+def _files_json(files: Files | None) -> dict[str, Any]:
+    return {} if files is None else {"files": files.to_dict()}
+
+
+def _catalog(request: Request, options: SearchOptions, target: Target | None, *, as_json: bool, style: str) -> None:
     """Print the largest models that the machine can train; with -o, write the config of the largest full fine-tune."""
     from zeroplan.report.overview import overview_json, overview_text
     from zeroplan.search.catalog import overview
@@ -166,10 +194,10 @@ def _catalog(
     if options.candidates is not None:
         raise BadInput("needs a model", where="--candidates", remedy="name the model that the configurations train")
     found = overview(request, options)
-    written, start = ("", "") if found.best is None else write(found.best)
+    written = None if found.best is None else _write(found.best, target)
     if as_json:
-        typer.echo(json.dumps(overview_json(found), indent=2))
+        typer.echo(json.dumps(overview_json(found) | _files_json(written), indent=2))
     else:
-        typer.echo(overview_text(found, style, written=written, start=start))
+        typer.echo(overview_text(found, style, files=written))
     if found.best is None:
         raise typer.Exit(EXIT_DOES_NOT_FIT)

@@ -65,7 +65,8 @@ class DeepSpeedType:
         dynamic_scale: needs a dynamic loss scale.
         splits: updates matrices and the rest in different ways, so needs whole gradients at stage 3.
         host_states: states that only the class for the host keeps.
-        params: ``optimizer.params`` of a file that zeroplan writes: what a fine-tuning run starts from.
+        params: ``optimizer.params`` without which it would keep other states than the row's. A learning rate is never among
+            them: it is the user's to choose.
     """
 
     type: str
@@ -145,6 +146,7 @@ class Optimizer:
         rest: the row that steps the elements of :attr:`Domain.REST`, for an optimizer that takes matrices alone.
         with_momentum: the row that holds if ``momentum`` is above 0.
         eight_bit: the row with the same update and 8-bit states.
+        optim: TrainingArguments' name for it, if DeepSpeed builds it from no config and the Trainer does.
         warning: what whoever plans with it should know.
     """
 
@@ -158,6 +160,7 @@ class Optimizer:
     rest: str = ""
     with_momentum: str = ""
     eight_bit: str = ""
+    optim: str = ""
     warning: str = ""
 
     @property

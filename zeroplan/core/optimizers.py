@@ -17,7 +17,6 @@ _EXP_AVG, _EXP_AVG_SQ = State(Buffer.OPTIM_EXP_AVG, 1), State(Buffer.OPTIM_EXP_A
 _ADAM = (_EXP_AVG, _EXP_AVG_SQ)
 _ADAM_DEFAULTS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True}
 _ADAM_KERNEL = RuntimeKernel("adamw", _ADAM_DEFAULTS, decoupled="adamw")
-_ADAM_PARAMS = {"lr": 1e-5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
 _SGD_KERNEL = RuntimeKernel("sgd", {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False})
 
 _ROWS = (
@@ -37,7 +36,7 @@ _ROWS = (
             "paged_adamw_32bit",
         ),
         deepspeed=(
-            DeepSpeedType("AdamW", own=True, fused=True, adam=True, torch_adam=True, tested=True, params=_ADAM_PARAMS),
+            DeepSpeedType("AdamW", own=True, fused=True, adam=True, torch_adam=True, tested=True),
             DeepSpeedType("MuAdam", own=True),
             DeepSpeedType("MuAdamW", own=True),
         ),
@@ -50,11 +49,7 @@ _ROWS = (
         _ADAM,
         "Kingma & Ba 2015, algorithm 1",
         # DeepSpeed's Adam decays weights as AdamW does, unless adam_w_mode is false.
-        deepspeed=(
-            DeepSpeedType(
-                "Adam", own=True, becomes="adamw", fused=True, adam=True, torch_adam=True, tested=True, params=_ADAM_PARAMS
-            ),
-        ),
+        deepspeed=(DeepSpeedType("Adam", own=True, becomes="adamw", fused=True, adam=True, torch_adam=True, tested=True),),
         torch=TorchClass("Adam", fused=True),
         runtime=_ADAM_KERNEL,
     ),
@@ -67,13 +62,14 @@ _ROWS = (
         ),
         "Dettmers et al. 2022, section 2; bitsandbytes blocksize 256",
         aliases=("adam8bit", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "8bit-adam"),
+        optim="adamw_bnb_8bit",
     ),
     Optimizer(
         "lamb",
         _ADAM,
         "You et al. 2020, algorithm 2",
         aliases=("fusedlamb",),
-        deepspeed=(DeepSpeedType("Lamb", own=True, fused=True, dynamic_scale=True, params={"lr": 1e-4, "weight_decay": 0.01}),),
+        deepspeed=(DeepSpeedType("Lamb", own=True, fused=True, dynamic_scale=True),),
         runtime=RuntimeKernel(
             "lamb",
             {**_ADAM_DEFAULTS, "min_coeff": 0.01, "max_coeff": 10.0},
@@ -101,7 +97,6 @@ _ROWS = (
                 fused=True,
                 tested=True,
                 host_states=(Buffer.OPTIM_EXP_AVG_SQ,),  # never read; ops/lion/cpu_lion.py
-                params={"lr": 1e-6, "betas": [0.9, 0.99], "weight_decay": 0.1},
             ),
         ),
         runtime=RuntimeKernel("lion", {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}),
@@ -110,7 +105,7 @@ _ROWS = (
         "adagrad",
         (State(Buffer.OPTIM_SUM, 1),),
         "Duchi et al. 2011",
-        deepspeed=(DeepSpeedType("Adagrad", own=True, tested=True, params={"lr": 1e-3}),),
+        deepspeed=(DeepSpeedType("Adagrad", own=True, tested=True),),
         torch=TorchClass("Adagrad", states_when_built=True, foreach_lists=2),
     ),
     Optimizer(
@@ -128,7 +123,7 @@ _ROWS = (
             State(Buffer.OPTIM_EXP_AVG_SQ, 1, domain=Domain.REST),
         ),
         "Jordan et al. 2024; embeddings, head and vectors are left to Adam",
-        deepspeed=(DeepSpeedType("Muon", own=True, torch_adam=True, tested=True, splits=True, params={"lr": 1e-3}),),
+        deepspeed=(DeepSpeedType("Muon", own=True, torch_adam=True, tested=True, splits=True),),
         torch=TorchClass("Muon", counts_steps=False, foreach_lists=0),
         rest="adamw",
     ),
@@ -136,42 +131,42 @@ _ROWS = (
         "nadam",
         _ADAM,
         "Dozat 2016; torch/optim/nadam.py",
-        deepspeed=(DeepSpeedType("NAdam", params={"lr": 1e-4}),),
+        deepspeed=(DeepSpeedType("NAdam"),),
         torch=TorchClass("NAdam"),
     ),
     Optimizer(
         "radam",
         _ADAM,
         "Liu et al. 2020; torch/optim/radam.py",
-        deepspeed=(DeepSpeedType("RAdam", params={"lr": 1e-4}),),
+        deepspeed=(DeepSpeedType("RAdam"),),
         torch=TorchClass("RAdam"),
     ),
     Optimizer(
         "adamax",
         (_EXP_AVG, State(Buffer.OPTIM_EXP_AVG_SQ, 1, key="exp_inf")),
         "Kingma & Ba 2015, algorithm 2; torch/optim/adamax.py",
-        deepspeed=(DeepSpeedType("Adamax", params={"lr": 1e-4}),),
+        deepspeed=(DeepSpeedType("Adamax"),),
         torch=TorchClass("Adamax"),
     ),
     Optimizer(
         "rmsprop",
         (State(Buffer.OPTIM_EXP_AVG_SQ, 1, key="square_avg"),),
         "Hinton 2012, lecture 6e; torch/optim/rmsprop.py",
-        deepspeed=(DeepSpeedType("RMSprop", params={"lr": 1e-4}),),
+        deepspeed=(DeepSpeedType("RMSprop"),),
         torch=TorchClass("RMSprop"),
     ),
     Optimizer(
         "adadelta",
         (State(Buffer.OPTIM_EXP_AVG_SQ, 1, key="square_avg"), State(Buffer.OPTIM_SUM, 1, key="acc_delta")),
         "Zeiler 2012; torch/optim/adadelta.py",
-        deepspeed=(DeepSpeedType("Adadelta", params={"lr": 1.0}),),
+        deepspeed=(DeepSpeedType("Adadelta"),),
         torch=TorchClass("Adadelta", foreach_lists=2),
     ),
     Optimizer(
         "sgd",
         (),
         "Robbins & Monro 1951",
-        deepspeed=(DeepSpeedType("SGD", params={"lr": 1e-3}), DeepSpeedType("MuSGD", own=True)),
+        deepspeed=(DeepSpeedType("SGD"), DeepSpeedType("MuSGD", own=True)),
         torch=TorchClass("SGD", fused=True, counts_steps=False, foreach_lists=0),
         runtime=_SGD_KERNEL,
         with_momentum="sgd_momentum",
@@ -181,7 +176,7 @@ _ROWS = (
         (State(Buffer.OPTIM_MOMENTUM, 1, key="momentum_buffer"),),
         "Polyak 1964",
         aliases=("sgdm",),
-        deepspeed=(DeepSpeedType("SGD", params={"lr": 1e-3, "momentum": 0.9}),),
+        deepspeed=(DeepSpeedType("SGD", params={"momentum": 0.9}),),
         torch=TorchClass("SGD", fused=True, counts_steps=False, foreach_lists=0, params={"momentum": 0.9}),
         runtime=_SGD_KERNEL,
     ),

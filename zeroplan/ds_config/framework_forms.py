@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+from zeroplan.core.optimizers import deepspeed_type
 from zeroplan.ds_config.batch import ACCUM, MICRO, TRAIN
 from zeroplan.ds_config.sections import HF_FILLS
 
@@ -22,15 +23,22 @@ _TRAINER_ARGUMENTS = {
     "optimizer.params.eps": "adam_epsilon",
     "optimizer.params.weight_decay": "weight_decay",
 }
+#: What every optimizer of a ds_config takes, and what DeepSpeed's Adams take beside it: the Trainer has an argument for each,
+#: which without ``auto`` would have no effect.
+_EVERY, _ADAM = ("lr", "weight_decay"), ("betas", "eps")
 
 
 def hf_trainer_form(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The config with ``auto`` where the HF Trainer fills, and the TrainingArguments that make it the same again.
 
+    Of the optimizer's parameters only those that the config holds are among the arguments; the Trainer's own hold for the rest.
+
     Source: ``HfTrainerDeepSpeedConfig`` of transformers 5.17 (integrations/deepspeed.py).
     """
     form = copy.deepcopy(dict(config))
     arguments: dict[str, Any] = {}
+    optimizer = form.get("optimizer")
+    left_open = _left_open(optimizer) if isinstance(optimizer, dict) else {}
     for path in sorted(HF_FILLS - _KEPT):
         *parents, name = path.split(".")
         node: Any = form
@@ -44,7 +52,15 @@ def hf_trainer_form(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
         elif name == "betas" and isinstance(value, list) and len(value) == 2:
             arguments |= {"adam_beta1": value[0], "adam_beta2": value[1]}
         node[name] = "auto"
+    if left_open:
+        form["optimizer"]["params"] = left_open | form["optimizer"].get("params", {})
     return form, arguments
+
+
+def _left_open(optimizer: Mapping[str, Any]) -> dict[str, str]:
+    """The parameters that the Trainer has arguments for and this optimizer takes."""
+    kind = deepspeed_type(str(optimizer.get("type")))
+    return dict.fromkeys((*_EVERY, *(_ADAM if kind is not None and kind.adam else ())), "auto")
 
 
 def lightning_form(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # a plan from the ledger alone needs no simulator
     from zeroplan.engines.simulation import Simulation
     from zeroplan.engines.traffic import Traffic
     from zeroplan.engines.verification import OwnedBuffers
-    from zeroplan.interop.forms import Form
+    from zeroplan.interop.forms.configuration import Form
     from zeroplan.simulate.allocator.config import AllocatorConfig
 
 
@@ -67,7 +67,6 @@ class Engine(ABC):
         step_buffers_coexist: whether all of the ledger's buffers of the step are there at one moment, so that their sum is a
             floor of what the step needs. Not so where gradients may be views of other buffers, or gone in part.
         dialect: how the engine reads a ``ds_config.json``; None if it takes none.
-        launchers: those of :data:`zeroplan.interop.launch.LAUNCHERS` that start the engine, the usual one first.
         alloc_confs: the allocator settings that a search tries; an empty string for none.
         trainer: ``"module:function"`` that builds the engine on a rank of ``verify``: a function from
             :class:`~zeroplan.engines.verification.TrainingRun` to :class:`~zeroplan.engines.verification.Trainer` in a module
@@ -84,7 +83,6 @@ class Engine(ABC):
     measured: ClassVar[bool] = False
     step_buffers_coexist: ClassVar[bool] = False
     dialect: ClassVar[Dialect | None] = None
-    launchers: ClassVar[tuple[str, ...]] = ("torchrun", "slurm")
     alloc_confs: ClassVar[tuple[str, ...]] = ("", "expandable_segments:True")
     trainer: ClassVar[str] = ""
     tensors_from_operators: ClassVar[bool] = True
@@ -230,12 +228,12 @@ class Engine(ABC):
         """The explicit ds_config that runs a configuration; None for an engine that takes no ds_config."""
         if self.dialect is None:
             return None
-        from zeroplan.interop.launch import explicit_ds_config
+        from zeroplan.interop.forms.explicit import explicit_ds_config
 
         return explicit_ds_config(zero, workload, layout)
 
     def forms(self) -> Mapping[str, Form]:
-        """The forms in which ``recommend`` can write a configuration, by name; none where the program reads no file."""
+        """The forms in which ``recommend`` can write a configuration, by name, the usual one first; none if it cannot."""
         return {}
 
     # --- verify -----------------------------------------------------------------------------------------------------------

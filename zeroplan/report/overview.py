@@ -8,17 +8,17 @@ from zeroplan.core.units import format_count, format_gib
 from zeroplan.report.recommendation import answer_text
 from zeroplan.report.table import render
 from zeroplan.search.catalog import Overview
+from zeroplan.search.files import Files
 from zeroplan.search.reasons import name_of
 
 
-def overview_text(found: Overview, style: str = "plain", *, written: str = "", start: str = "") -> str:
+def overview_text(found: Overview, style: str = "plain", *, files: Files | None = None) -> str:
     """Return one row for each method and model, largest first, and below them the answer for the largest full fine-tune.
 
     Args:
         found: what was found.
         style: plain, github, html or csv.
-        written: the files that were written, by comma.
-        start: the command that starts the run.
+        files: what was written, and how to start it.
     """
     headers = ["method", "model", "parameters", "how", "total", "host", "tokens/s"]
     rows = []
@@ -36,7 +36,7 @@ def overview_text(found: Overview, style: str = "plain", *, written: str = "", s
     if found.best is None:
         parts += ["No model of the catalog can be trained in full here."]
         return "\n".join([*parts, *(f"warning: {text}" for text in found.warnings)])
-    parts += ["The largest full fine-tune:", answer_text(found.best, style, written=written, start=start)]
+    parts += ["The largest full fine-tune:", answer_text(found.best, style, files=files)]
     return "\n".join(parts)
 
 

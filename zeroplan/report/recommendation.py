@@ -9,19 +9,19 @@ from zeroplan.ds_config.writer import dump_ds_config
 from zeroplan.report.plans import fits_text
 from zeroplan.report.table import render
 from zeroplan.report.words import gpus_text, model_text
+from zeroplan.search.files import Files
 from zeroplan.search.reasons import name_of
 from zeroplan.search.results import Recommendation, SearchResult
 from zeroplan.search.suggestions import shortfalls
 
 
-def answer_text(answer: SearchResult, style: str = "plain", *, written: str = "", start: str = "") -> str:
+def answer_text(answer: SearchResult, style: str = "plain", *, files: Files | None = None) -> str:
     """The whole answer.
 
     Args:
         answer: what was found.
         style: plain, github, html or csv.
-        written: the file that the best was written to.
-        start: the command that starts it.
+        files: what was written, and how to start it.
     """
     if style in ("csv", "html"):
         return ranking_table(answer.ranking, style)
@@ -37,11 +37,19 @@ def answer_text(answer: SearchResult, style: str = "plain", *, written: str = ""
         parts += _nothing(answer)
     elif answer.current is not None:
         parts += ["", *_difference(answer.current, best)]
-    if written:
-        parts += ["", f"Wrote {written}. Start it: {start}" if start else f"Wrote {written}."]
+    if files is not None:
+        parts += ["", *files_text(files)]
     parts += [f"warning: {text}" for text in answer.warnings]
     parts.append(f"({answer.considered} configurations, {answer.simulated} simulated)")
     return "\n".join(parts)
+
+
+def files_text(files: Files) -> list[str]:
+    """What was written, the command, what the user's own program must do, and what else to know."""
+    lines = [f"Wrote {', '.join(files.texts)}. Start it:", "", f"  {files.start.shell()}"]
+    if files.program_must:
+        lines += ["", "Your program must:", *(f"- {text}" for text in files.program_must)]
+    return [*lines, *(["", *(f"note: {text}" for text in files.notes)] if files.notes else [])]
 
 
 def ranking_table(ranking: tuple[Recommendation, ...], style: str = "plain") -> str:

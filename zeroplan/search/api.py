@@ -10,6 +10,7 @@ from zeroplan.engines.base import Engine
 from zeroplan.planner.request import Request
 from zeroplan.search.candidates_file import read_candidates
 from zeroplan.search.cost import CostModel
+from zeroplan.search.files import model_of
 from zeroplan.search.from_setup import with_source
 from zeroplan.search.memory import Memory
 from zeroplan.search.reasons import points, reasons_for, what_more_buys
@@ -59,7 +60,7 @@ def run_search(request: Request, options: SearchOptions | None = None) -> Search
     layout = resolved.cluster.layout
     if options.candidates is not None:
         found = _ranked(_listed(options.candidates, resolved, request), resolved, memory, cost)
-        return _answer(resolved, options, tuple(found), memory, considered=len(found))
+        return _answer(resolved, request, options, tuple(found), memory, considered=len(found))
     space = candidates_of(resolved, request, options)
     outcome = (least_memory if options.goal == "memory" else search)(space, memory, cost, shown=SHOWN)
     ranking = [recommendation(resolved.engine, r, i, layout) for i, r in enumerate(outcome.ranking)]
@@ -75,7 +76,7 @@ def run_search(request: Request, options: SearchOptions | None = None) -> Search
             said += what_more_buys(resolved, request, options, outcome.ranking[0], memory)
         ranking[0] = replace(ranking[0], reasons=tuple(said))
     return replace(
-        _answer(resolved, options, tuple(ranking), memory, considered=outcome.considered),
+        _answer(resolved, request, options, tuple(ranking), memory, considered=outcome.considered),
         nearest=nearest,
         changes=changes,
         current=current,
@@ -114,7 +115,13 @@ def _judged_by(resolved: ResolvedSearch) -> str:
 
 
 def _answer(
-    resolved: ResolvedSearch, options: SearchOptions, ranking: tuple[Recommendation, ...], memory: Memory, *, considered: int
+    resolved: ResolvedSearch,
+    request: Request,
+    options: SearchOptions,
+    ranking: tuple[Recommendation, ...],
+    memory: Memory,
+    *,
+    considered: int,
 ) -> SearchResult:
     warnings = [*options.notes, *resolved.warnings]
     if memory.no_tape:
@@ -131,4 +138,5 @@ def _answer(
         goal=options.goal,
         global_batch=options.global_batch,
         rates=resolved.rates.as_dict(),
+        loaded=model_of(request.model, spec),
     )

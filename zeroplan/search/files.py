@@ -3,66 +3,154 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
+from zeroplan.core.files import read_head
+from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.engines.base import Engine
 from zeroplan.engines.registry import engine_names, find_engine
-from zeroplan.interop.forms import Configuration
-from zeroplan.interop.launch import LAUNCHERS, Launch, launch
+from zeroplan.interop.forms.configuration import Configuration, Form, Model
+from zeroplan.interop.forms.launch import LAUNCHERS, Launch, Shell, launch
+from zeroplan.interop.forms.scripts.parts import MARK
+from zeroplan.models.spec import ModelSpec
 from zeroplan.search.results import Recommendation
+from zeroplan.search.space import NVME_PATH
+
+#: Files that hold weights, by how their names end.
+_WEIGHTS = (".safetensors", ".bin")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where files go, and how the program is started.
+
+    Attributes:
+        output: the path of the main file, or a folder; None puts it beside the new script.
+        form: a name of the engine's :meth:`~zeroplan.engines.base.Engine.forms`; None for the usual one.
+        launcher: one of the form's launchers; None for the usual one.
+        script: the user's program.
+        new_script: the path of a training script to write in its place; None for none.
+        hosts: names of the nodes.
+    """
+
+    output: str | None = None
+    form: str | None = None
+    launcher: str | None = None
+    script: str = "train.py"
+    new_script: str | None = None
+    hosts: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Texts by path, the main one first, and how to start the program with them."""
+    """Texts by path, the main one first, and how to start the program with them.
+
+    Attributes:
+        texts: by path.
+        start: the command.
+        program_must: what the user's own program must do itself; empty with a new script.
+        notes: what else to know.
+    """
 
     texts: dict[str, str]
     start: Launch
+    program_must: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return {
+            "written": list(self.texts),
+            "start": self.start.shell(),
+            "program_must": list(self.program_must),
+            "notes": list(self.notes),
+        }
 
 
-def files_of(
-    one: Recommendation, cluster: Cluster, output: str, *, form: str = "explicit", launcher: str | None = None, script: str
-) -> Files:
-    """The files to write at `output` and beside it, and the command that starts the program.
+def files_of(one: Recommendation, cluster: Cluster, target: Target, model: Model | None = None) -> Files:
+    """The files to write, and the command that starts the program.
 
     Args:
         one: the configuration.
         cluster: for the numbers of nodes and GPUs.
-        output: the path of the main file; other files go into its folder.
-        form: a name of the engine's :meth:`~zeroplan.engines.base.Engine.forms`.
-        launcher: one of the engine's launchers; None for its usual one.
-        script: the user's program.
+        target: where the files go.
+        model: for a new script.
 
     Raises:
-        BadInput: a form or a launcher that the engine does not have.
+        BadInput: a form or a launcher that the engine does not have, or a script that cannot be written.
     """
-    engine = one.engine
-    require_form(form, engine, launcher)
-    written = engine.forms()[form](
-        Configuration(one.zero, one.workload, cluster, one.ds_config(), output, launcher or engine.launchers[0])
+    form = form_of(one.engine, target)
+    configuration = Configuration(
+        one.zero,
+        one.workload,
+        cluster,
+        one.ds_config(),
+        output_of(target, form),
+        target.launcher or form.launchers[0],
+        model or Model(),
+        script=target.new_script or target.script,
+        new_script=target.new_script is not None,
     )
+    written = form.write(configuration)
+    texts = dict(written.texts)
+    if target.new_script is not None:
+        assert form.script is not None
+        texts[target.new_script] = form.script(configuration)
     start = launch(
-        written.launcher,
+        configuration.launcher,
         gpus=cluster.gpus,
         nodes=cluster.nodes,
-        script=script,
+        script=configuration.script,
         arguments=written.arguments,
-        alloc_conf=one.alloc_conf,
+        hosts=target.hosts,
+        environment={**_environment(one, cluster), **written.environment},
         accelerate_config=written.accelerate_config,
+        folder=os.path.dirname(configuration.output),
+        local_rank=not configuration.new_script,
     )
-    folder = os.path.dirname(output)
-    return Files({**written.texts, **{os.path.join(folder, name): text for name, text in start.files.items()}}, start)
+    must = () if configuration.new_script else written.program_must
+    return Files(texts | dict(start.files), start, must, (*start.notes, *_swap_note(one), *written.notes))
 
 
-def require_form(form: str, engine: Engine, launcher: str | None) -> None:
-    """Refuse a form or a launcher that the engine does not have, before any search.
+def _environment(one: Recommendation, cluster: Cluster) -> dict[str, str | Shell]:
+    """The allocator's settings, and threads for an optimizer that steps on the host, which torchrun would give one."""
+    found: dict[str, str | Shell] = {"PYTORCH_ALLOC_CONF": one.alloc_conf} if one.alloc_conf else {}
+    if one.zero.offload_optimizer:
+        gpus = cluster.gpus
+        found["OMP_NUM_THREADS"] = Shell("$(nproc)" if gpus == 1 else f"$(( ($(nproc) + {gpus - 1}) / {gpus} ))")
+    return found
+
+
+def _swap_note(one: Recommendation) -> tuple[str, ...]:
+    zero = one.zero
+    swaps = OffloadDevice.NVME in (zero.offload_optimizer.device, zero.offload_param.device)
+    paths = {zero.offload_optimizer.nvme_path, zero.offload_param.nvme_path}
+    return (f"swap files go to {NVME_PATH}: name another folder by --nvme-path",) if swaps and NVME_PATH in paths else ()
+
+
+def model_of(place: object, spec: ModelSpec) -> Model:
+    """Where a script gets the model from, which the user named by `place`."""
+    if not isinstance(place, str | os.PathLike):
+        return Model(spec.name if spec.source in ("catalog", "hub") else "", spec.auto_class)
+    path = os.path.expanduser(os.fspath(place))
+    if os.path.isdir(path):
+        return Model(path, spec.auto_class, any(name.endswith(_WEIGHTS) for name in os.listdir(path)))
+    if os.path.isfile(path):
+        return Model(path if path.endswith("config.json") else "", spec.auto_class, weights=False)
+    return Model(path, spec.auto_class)
+
+
+def form_of(engine: Engine, target: Target) -> Form:
+    """The form that is asked for.
 
     Raises:
-        BadInput: with what the engine has.
+        BadInput: a form, or a launcher, that the engine does not have; a form that needs a script to write; a place that is
+            not asked for.
     """
-    forms = engine.forms()
+    forms, launcher = engine.forms(), target.launcher
     if launcher is not None and launcher not in LAUNCHERS:
         remedy = f"use one of {', '.join(LAUNCHERS)}"
         raise BadInput(f"unknown launcher {launcher[:40]!r}", where="--launcher", remedy=remedy)
@@ -70,11 +158,61 @@ def require_form(form: str, engine: Engine, launcher: str | None) -> None:
         raise BadInput(
             f"{engine.name} reads no file", where="--output", remedy="give your program the micro batch of the table"
         )
-    if form not in forms:
-        others = [name for name in engine_names() if form in find_engine(name).forms()]
-        what = f"{form} is not a form of {engine.name}" if others else f"unknown form {form[:40]!r}"
+    name = target.form or next(iter(forms))
+    if name not in forms:
+        others = [other for other in engine_names() if name in find_engine(other).forms()]
+        what = f"{name} is not a form of {engine.name}" if others else f"unknown form {name[:40]!r}"
         own = f"use --form {', '.join(forms)}" if len(forms) == 1 else f"use one of {', '.join(forms)}"
         raise BadInput(what, where="--form", remedy=f"{own}, or --engine {' or '.join(others)}" if others else own)
-    if launcher is not None and launcher not in engine.launchers:
-        remedy = f"use {' or '.join(engine.launchers)}"
-        raise BadInput(f"{launcher} does not start {engine.name}", where="--launcher", remedy=remedy)
+    form = forms[name]
+    if launcher is not None and launcher not in form.launchers:
+        remedy = f"use {' or '.join(form.launchers)}"
+        raise BadInput(f"{launcher} does not start the form {name} of {engine.name}", where="--launcher", remedy=remedy)
+    if target.new_script is not None and form.script is None:
+        raise BadInput(f"no script is written for the form {name}", where="--new-script", remedy="give your own by --script")
+    if target.new_script is None and not form.main:
+        others = [other for other in forms if forms[other].main]
+        also = f", or --form {' or '.join(others)}" if others else ""
+        raise BadInput(
+            f"a program in the form {name} of {engine.name} reads no file",
+            where="--output",
+            remedy=f"give --new-script train.py, which holds it all{also}",
+        )
+    return form
+
+
+def require_folders(*paths: str | None) -> None:
+    """Refuse, before any search, paths in folders that are not there.
+
+    Raises:
+        BadInput: naming the folder.
+    """
+    for path in paths:
+        folder = os.path.dirname(path or "")
+        if folder and not os.path.isdir(folder):
+            raise BadInput(f"there is no folder {folder}", where=path or "", remedy="make it, or name another")
+
+
+def require_no_other_program(path: str) -> None:
+    """Refuse to write a new script over a program that is not one.
+
+    Raises:
+        BadInput: where such a file is.
+    """
+    if not os.path.lexists(path):
+        return
+    if not read_head(path, len(MARK), where="--new-script")[0].startswith(MARK.encode()):
+        raise BadInput(
+            f"{path} is there already and was not written by recommend",
+            where="--new-script",
+            remedy="name another file, or give --script to start it",
+        )
+
+
+def output_of(target: Target, form: Form) -> str:
+    """The path of the main file; one in its folder where the form has none."""
+    output = target.output
+    main = form.main or "files"
+    if output is None:
+        return os.path.join(os.path.dirname(target.new_script or ""), main)
+    return os.path.join(output, main) if output.endswith(os.sep) or os.path.isdir(output) else output

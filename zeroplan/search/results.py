@@ -11,6 +11,7 @@ from zeroplan.core.plan import MemoryPlan
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Engine
+from zeroplan.interop.forms.configuration import Model
 from zeroplan.planner.describe import describe_cluster, describe_workload
 from zeroplan.search.cost import StepTime
 from zeroplan.search.recommend import Ranked
@@ -122,7 +123,10 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """What ``recommend`` answers. `ranking` is best first; `nearest` is the nearest miss when nothing fits."""
+    """What ``recommend`` answers. `ranking` is best first; `nearest` is the nearest miss when nothing fits.
+
+    `loaded` says where a training script gets the model from.
+    """
 
     model: dict[str, Any]
     workload: Workload
@@ -138,6 +142,7 @@ class SearchResult:
     goal: str = "throughput"
     global_batch: int | None = None
     rates: dict[str, Any] = field(default_factory=dict)
+    loaded: Model = field(default_factory=Model)
 
     @property
     def best(self) -> Recommendation | None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from zeroplan.core.tape import ExpandedTape
     from zeroplan.engines.simulation import Simulation
     from zeroplan.engines.traffic import Traffic
-    from zeroplan.interop.forms import Configuration, Form, FormFiles
+    from zeroplan.interop.forms.configuration import Configuration, Form, FormFiles
     from zeroplan.simulate.allocator.config import AllocatorConfig
 
 _lines = LedgerBuilder()
@@ -87,11 +87,13 @@ class Toy(Engine):
         return ToyTraffic(spec, cluster)
 
     def forms(self) -> Mapping[str, Form]:
-        return {"toy": _toy_json}
+        from zeroplan.interop.forms.configuration import Form
+
+        return {"toy": Form(_toy_json, main="toy.json")}
 
 
 def _toy_json(one: Configuration) -> FormFiles:
-    from zeroplan.interop.forms import FormFiles
+    from zeroplan.interop.forms.configuration import FormFiles
 
     text = json.dumps({"micro_batch": one.workload.micro_batch, "grad_accum": one.workload.grad_accum}) + "\n"
-    return FormFiles({one.output: text}, one.launcher, ("--config", one.output))
+    return FormFiles({one.output: text}, ("--config", one.output))

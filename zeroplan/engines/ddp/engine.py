@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.buffers import Phase
@@ -19,6 +20,7 @@ from zeroplan.ledger.line import Ledger
 
 if TYPE_CHECKING:
     from zeroplan.core.tape import ExpandedTape
+    from zeroplan.interop.forms.configuration import Form
     from zeroplan.simulate.recorder import Recorder
 
 
@@ -75,3 +77,9 @@ class Ddp(TorchEngine[DdpRank]):
         from zeroplan.engines.process import host_rss
 
         return host_rss(_RSS, workload, zero, rotary=rotary, experts=experts)
+
+    def forms(self) -> Mapping[str, Form]:
+        """A program that reads no file."""
+        from zeroplan.interop.forms.torch import DDP
+
+        return {"torch": DDP}

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from zeroplan.engines.deepspeed.simulation import Simulator
     from zeroplan.engines.deepspeed.traffic import DeepSpeedTraffic
     from zeroplan.engines.simulation import Simulation
-    from zeroplan.interop.forms import Form
+    from zeroplan.interop.forms.configuration import Form
     from zeroplan.simulate.allocator.config import AllocatorConfig
 
 #: Every stage with each offload it allows: (stage, optimizer, parameters).
@@ -53,7 +53,6 @@ class DeepSpeed(Engine):
     measured = True
     step_buffers_coexist = True
     dialect = Dialect.DEEPSPEED
-    launchers = ("deepspeed", "torchrun", "accelerate", "slurm")
     trainer = "zeroplan.engines.deepspeed.trainer:build"
     binds_device = False  # its own start-up names no device, so the first collective makes the communicator
 
@@ -151,14 +150,11 @@ class DeepSpeed(Engine):
 
     def forms(self) -> Mapping[str, Form]:
         """A ds_config as DeepSpeed takes it, or as a program that starts DeepSpeed does."""
-        from zeroplan.interop import forms
+        from zeroplan.interop.forms.explicit import ACCELERATE, DEEPSPEED
+        from zeroplan.interop.forms.lightning import LIGHTNING
+        from zeroplan.interop.forms.trainer import TRAINER, TRL
 
-        return {
-            "explicit": forms.explicit,
-            "trainer": forms.trainer,
-            "lightning": forms.lightning,
-            "accelerate": forms.accelerate,
-        }
+        return {"explicit": DEEPSPEED, "trainer": TRAINER, "trl": TRL, "lightning": LIGHTNING, "accelerate": ACCELERATE}
 
     def run_config(self, case: Case, ds_config: Mapping[str, Any] | None, timeout: float) -> dict[str, Any]:
         """The user's file made explicit, or an explicit file of what the flags say."""

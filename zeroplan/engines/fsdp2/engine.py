@@ -19,7 +19,7 @@ from zeroplan.ledger.line import Ledger
 if TYPE_CHECKING:
     from zeroplan.core.tape import ExpandedTape
     from zeroplan.engines.simulation import HostPhase
-    from zeroplan.interop.forms import Form
+    from zeroplan.interop.forms.configuration import Form
     from zeroplan.simulate.recorder import Recorder
 
 
@@ -27,7 +27,6 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
     """``fully_shard``: stage 3 when parameters are resharded after the forward, stage 2 when they are not."""
 
     name = "fsdp2"
-    launchers = ("accelerate",)
     trainer = "zeroplan.engines.fsdp2.trainer:build"
     tensors_from_operators = False  # FSDP2 resizes storages, which no operator returns
 
@@ -88,10 +87,10 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
         return host_phases(rank)
 
     def forms(self) -> Mapping[str, Form]:
-        """accelerate's YAML; a program that calls `fully_shard` itself reads no file."""
-        from zeroplan.interop.forms import fsdp2_by_accelerate
+        """A program that calls `fully_shard` itself, which reads no file, or accelerate's file."""
+        from zeroplan.interop.forms.torch import FSDP2, FSDP2_BY_ACCELERATE
 
-        return {"accelerate-fsdp2": fsdp2_by_accelerate}
+        return {"torch": FSDP2, "accelerate-fsdp2": FSDP2_BY_ACCELERATE}
 
     def require_verifiable(self, zero: ZeroConfig) -> None:
         """``verify`` keeps shards on the GPU.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from zeroplan.ds_config.reader import DsConfig
     from zeroplan.engines.runtime.traffic import RuntimeTraffic
     from zeroplan.engines.simulation import Simulation
-    from zeroplan.interop.forms import Form
+    from zeroplan.interop.forms.configuration import Form
     from zeroplan.simulate.allocator.config import AllocatorConfig
 
 #: Stages with optimizer and parameter offload, in the order in which they are shown.
@@ -147,9 +147,9 @@ class Runtime(Engine):
 
     def forms(self) -> Mapping[str, Form]:
         """A ds_config, as ``zeroplan_runtime.initialize`` takes it."""
-        from zeroplan.interop.forms import explicit
+        from zeroplan.interop.forms.explicit import RUNTIME
 
-        return {"explicit": explicit}
+        return {"explicit": RUNTIME}
 
     def for_verify(
         self, ds_config: Mapping[str, Any] | None, *, device: str, own_module: bool

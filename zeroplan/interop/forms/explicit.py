@@ -1,0 +1,72 @@
+"""The explicit ds_config: for ``deepspeed.initialize``, for ``zeroplan_runtime.initialize``, and for accelerate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zeroplan.core.documents import dump_yaml
+from zeroplan.core.optimizers import find_optimizer
+from zeroplan.core.parallel import ParallelLayout
+from zeroplan.core.workload import Workload
+from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.ds_config.writer import dump_ds_config, write_ds_config
+from zeroplan.interop.forms.accelerate_config import accelerate_deepspeed, accelerate_ranks
+from zeroplan.interop.forms.configuration import Configuration, Form, FormFiles
+from zeroplan.interop.forms.program import adapter_files, must_adapt, must_bring_optimizer, must_checkpoint, must_load
+from zeroplan.interop.forms.scripts.accelerate import deepspeed_script as accelerate_script
+from zeroplan.interop.forms.scripts.deepspeed import deepspeed_script
+from zeroplan.interop.forms.scripts.runtime import runtime_script
+
+
+def explicit_ds_config(zero: ZeroConfig, workload: Workload, layout: ParallelLayout) -> dict[str, Any]:
+    """A ds_config that ``deepspeed.initialize`` takes as it is: no ``auto``, batches, precision and optimizer stated.
+
+    The learning rate and the like are left out: they are the user's to choose, and the optimizer has defaults.
+    """
+    written = find_optimizer(workload.optimizer).written
+    block = None if written is None else {"type": written.type} | ({"params": written.params} if written.params else {})
+    return write_ds_config(zero, workload, world_size=layout.dp, optimizer=block)
+
+
+def ranks_file(one: Configuration) -> dict[str, str]:
+    """accelerate's file that starts the ranks alone, by its path, where accelerate is the launcher."""
+    return {one.beside("accelerate.yaml"): dump_yaml(accelerate_ranks(one.cluster))} if one.launcher == "accelerate" else {}
+
+
+def _explicit(one: Configuration) -> FormFiles:
+    started = ranks_file(one)
+    return FormFiles(
+        {one.output: dump_ds_config(one.explicit), **adapter_files(one), **started},
+        ("--deepspeed_config", one.output),
+        accelerate_config=next(iter(started), ""),
+        program_must=(*must_load(one), *must_adapt(one), *must_checkpoint(one), *must_bring_optimizer(one)),
+        notes=(no_learning_rate("optimizer.params.lr"),),
+    )
+
+
+def _accelerate(one: Configuration) -> FormFiles:
+    beside = one.beside("accelerate.yaml")
+    yaml = accelerate_deepspeed(one.zero, one.cluster, one.output)
+    micro = one.workload.micro_batch
+    return FormFiles(
+        {one.output: dump_ds_config(one.explicit), beside: dump_yaml(yaml), **adapter_files(one)},
+        accelerate_config=beside,
+        program_must=(
+            *must_load(one),
+            f"give its DataLoader batch_size={micro}",
+            *must_adapt(one),
+            *must_checkpoint(one),
+            *(must_bring_optimizer(one) or ("hand accelerate a DummyOptim: the ds_config names the optimizer",)),
+        ),
+        notes=(no_learning_rate("optimizer.params.lr"),),
+    )
+
+
+def no_learning_rate(where: str) -> str:
+    """The note on the learning rate, which no form makes up."""
+    return f"no learning rate is written, so the program's default holds: set yours by {where}"
+
+
+DEEPSPEED = Form(_explicit, ("deepspeed", "torchrun", "accelerate", "slurm"), script=deepspeed_script)
+ACCELERATE = Form(_accelerate, ("accelerate", "slurm"), script=accelerate_script)
+RUNTIME = Form(_explicit, script=runtime_script)

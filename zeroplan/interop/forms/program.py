@@ -1,0 +1,71 @@
+"""What forms share: adapters, and what no file can tell a program, so that the user's own has to do it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zeroplan.core.optimizers import find_optimizer
+from zeroplan.core.workload import Attention, Workload
+from zeroplan.interop.forms.configuration import Configuration, json_text
+
+#: Without reentrant checkpointing no input needs a gradient, and hooks of ZeRO and FSDP see every recomputation.
+CHECKPOINTING = {"use_reentrant": False}
+ADAPTERS = "adapter_config.json"
+_ATTENTION = {Attention.SDPA: "sdpa", Attention.EAGER: "eager", Attention.FLASH: "flash_attention_2"}
+
+
+def attention(workload: Workload) -> str:
+    """The name of the attention implementation in transformers."""
+    return _ATTENTION[workload.attn]
+
+
+def lora_targets(workload: Workload) -> str | list[str]:
+    """The targets in peft's words."""
+    return list(workload.lora_targets) or "all-linear"
+
+
+def adapter_files(one: Configuration) -> dict[str, str]:
+    """peft's ``adapter_config.json``, which ``LoraConfig.from_pretrained(folder)`` reads; nothing without LoRA.
+
+    It says what decides memory and speed. ``lora_alpha`` and ``task_type`` stay at peft's defaults.
+    """
+    work = one.workload
+    if work.lora_rank is None:
+        return {}
+    config: dict[str, Any] = {"peft_type": "LORA", "r": work.lora_rank, "target_modules": lora_targets(work)}
+    return {one.beside(ADAPTERS): json_text(config | {"lora_dropout": 0.0, "bias": "none"})}
+
+
+def folder_of(one: Configuration) -> str:
+    """The main file's folder, as a path that can be opened."""
+    return one.beside("").rstrip("/") or ("/" if one.output.startswith("/") else ".")
+
+
+def must_load(one: Configuration) -> tuple[str, ...]:
+    """Sentences on the data and on the model as it is loaded."""
+    work = one.workload
+    said = [f"make sequences of {work.seq_len} tokens"]
+    if work.attn is not Attention.SDPA:
+        said.append(f'load the model with attn_implementation="{attention(work)}"')
+    return tuple(said)
+
+
+def must_adapt(one: Configuration) -> tuple[str, ...]:
+    """A sentence on adapters, where there are any."""
+    if one.workload.lora_rank is None:
+        return ()
+    return (f'add the adapters: get_peft_model(model, LoraConfig.from_pretrained("{folder_of(one)}"))',)
+
+
+def must_checkpoint(one: Configuration) -> tuple[str, ...]:
+    """A sentence on gradient checkpointing, for programs that no file tells of it."""
+    if one.workload.gradient_checkpointing:
+        return ('call model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})',)
+    return ("leave gradient checkpointing off",)
+
+
+def must_bring_optimizer(one: Configuration) -> tuple[str, ...]:
+    """A sentence on the optimizer, where the ds_config names none."""
+    if "optimizer" in one.explicit:
+        return ()
+    return (f"bring the optimizer: {find_optimizer(one.workload.optimizer).name}",)

@@ -1,0 +1,105 @@
+"""accelerate, with DeepSpeed and with FSDP2."""
+
+from __future__ import annotations
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.workload import DType
+from zeroplan.interop.forms.configuration import Configuration
+from zeroplan.interop.forms.scripts.parts import arithmetic, script, torch_optimizer
+
+_DEEPSPEED = """
+def main() -> None:
+    accelerator = Accelerator()
+    config = accelerator.state.deepspeed_plugin.deepspeed_config
+    model = build_model()
+    data = Tokens(STEPS * config["train_batch_size"], model.config.get_text_config().vocab_size)
+    loader = DataLoader(data, batch_size=config["train_micro_batch_size_per_gpu"], drop_last=True)
+    optimizer = DummyOptim([parameter for parameter in model.parameters() if parameter.requires_grad])  # the file names it
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    step = 0
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            step += 1
+            accelerator.print(f"step {step}: loss {loss.item():.4f}", flush=True)
+    print_peak()
+    accelerator.end_training()
+"""
+
+_FSDP2 = """
+MICRO_BATCH = @micro
+
+
+def main() -> None:
+    accelerator = Accelerator(@plugin)
+    model = build_model()
+    count = STEPS * MICRO_BATCH * accelerator.gradient_accumulation_steps * accelerator.num_processes
+    loader = DataLoader(Tokens(count, model.config.get_text_config().vocab_size), batch_size=MICRO_BATCH, drop_last=True)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = @optimizer
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    step = 0
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            step += 1
+            accelerator.print(f"step {step}: loss {loss.item():.4f}", flush=True)
+    print_peak()
+    accelerator.end_training()
+"""
+
+
+def deepspeed_script(one: Configuration) -> str:
+    """The script for accelerate with a ds_config.
+
+    Raises:
+        BadInput: a model or an optimizer that no script can be written for.
+    """
+    if "optimizer" not in one.explicit:
+        raise BadInput(
+            f"DeepSpeed builds no {one.workload.optimizer} from a config",
+            where="--new-script",
+            remedy="use --form trainer, or another --optimizer",
+        )
+    others = (
+        "from accelerate import Accelerator",
+        "from accelerate.utils import DummyOptim",
+        "from torch.utils.data import DataLoader",
+    )
+    return script(one, _DEEPSPEED, others=others)
+
+
+def fsdp2_script(one: Configuration) -> str:
+    """The script for accelerate with FSDP2: fp32 parameters, gradients reduced in fp32, as planned.
+
+    Raises:
+        BadInput: a model or an optimizer that no script can be written for.
+    """
+    others = ["from accelerate import Accelerator", "from torch.utils.data import DataLoader"]
+    plugin, compute = "", arithmetic(one.workload)
+    if compute is not None:
+        others += [
+            "from accelerate.utils import FullyShardedDataParallelPlugin",
+            "from torch.distributed.fsdp import MixedPrecisionPolicy",
+        ]
+        policy = f"MixedPrecisionPolicy(param_dtype={compute}, reduce_dtype=torch.float32)"
+        plugin = f"fsdp_plugin=FullyShardedDataParallelPlugin(mixed_precision_policy={policy})"
+    loop = _FSDP2.replace("@micro", str(one.workload.micro_batch)).replace("@plugin", plugin)
+    return script(
+        one,
+        loop.replace("@optimizer", torch_optimizer(one.workload, sharded=True)),
+        others=tuple(others),
+        checkpoints=False,  # accelerate's file does
+        dtype=DType.FP32,
+        learning_rate="the optimizer's default holds until you write lr=…",
+    )

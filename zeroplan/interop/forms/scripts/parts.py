@@ -1,0 +1,189 @@
+"""The parts that all training scripts share: the head, the data, the model and what is printed."""
+
+from __future__ import annotations
+
+from string import Template
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.optimizers import find_optimizer
+from zeroplan.core.workload import DType, Precision, Workload
+from zeroplan.interop.forms.configuration import Configuration
+from zeroplan.interop.forms.program import attention, folder_of
+
+#: The first words of every script, by which a later one is known to overwrite no program of the user's.
+MARK = '"""Trains '
+#: Optimizer steps on random tokens, until the user names a text: memory and speed no longer change after a few.
+_TRIAL_STEPS = 10
+#: Classes whose models take tokens and labels of one shape, and the name that the script gives to the first.
+_CLASSES = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
+
+_DTYPES = {DType.BF16: "torch.bfloat16", DType.FP16: "torch.float16", DType.FP32: "torch.float32"}
+
+_HEAD = Template('''"""Trains $place as planned: $planned.
+
+Written by `zeroplan recommend`. No learning rate is: $learning_rate.
+"""
+
+from __future__ import annotations
+
+$imports
+
+MODEL = $model
+SEQ_LEN = $seq_len
+#: A text file to train on. None: random tokens for $steps steps, which need the memory and the time of any others.
+TEXT: str | None = None
+STEPS = $steps
+
+
+class Tokens(Dataset):
+    """Pieces of SEQ_LEN tokens, each with itself as its labels."""
+
+    def __init__(self, count: int, vocabulary: int) -> None:
+        if TEXT is None:
+            self.tokens = torch.randint(vocabulary, (count, SEQ_LEN), generator=torch.Generator().manual_seed(0))
+        else:
+            tokens = AutoTokenizer.from_pretrained(MODEL)(Path(TEXT).read_text(), return_tensors="pt").input_ids[0]
+            self.tokens = tokens[: len(tokens) // SEQ_LEN * SEQ_LEN].view(-1, SEQ_LEN)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+
+
+def build_model($parameters):
+$build
+    return model.train()
+''')
+
+_REPORT = '''
+
+def print_peak() -> None:
+    """Say what torch's allocator had at most on the first rank."""
+    if int(os.environ.get("RANK", "0")) == 0 and torch.cuda.is_available():
+        allocated, reserved = torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30
+        print(f"peak: {allocated:.2f} GiB allocated, {reserved:.2f} GiB reserved")
+'''
+
+#: Of every script; each adds its own.
+_STANDARD = ("import os", "from pathlib import Path")
+_OTHERS = ("import torch", "from torch.utils.data import Dataset")
+
+
+def script(
+    one: Configuration,
+    loop: str,
+    *,
+    standard: tuple[str, ...] = (),
+    others: tuple[str, ...] = (),
+    checkpoints: bool = True,
+    adapts: bool = True,
+    builds_empty: bool = False,
+    dtype: DType | None = None,
+    learning_rate: str = "the optimizer's default holds until you write optimizer.params.lr",
+) -> str:
+    """The text of a script.
+
+    Args:
+        one: the configuration.
+        loop: what follows the parts, ``main`` included.
+        standard: import statements of the standard library.
+        others: import statements of other packages.
+        checkpoints: whether the script switches gradient checkpointing on itself, where it is planned.
+        adapts: whether the script adds the adapters itself, where there are any.
+        builds_empty: whether the script also builds the model without reading its weights.
+        dtype: of the parameters as loaded; None for that of the workload.
+        learning_rate: whose holds.
+
+    Raises:
+        BadInput: a model that no script can be written for.
+    """
+    work = one.workload
+    _require_model(one)
+    imports = [*sorted({*_STANDARD, *standard}, key=_import_order), ""]
+    names = [one.model.auto_class, "AutoTokenizer", *(["AutoConfig"] if builds_empty or not one.model.weights else [])]
+    third = {*_OTHERS, *others, f"from transformers import {', '.join(sorted(names))}"}
+    if work.lora_rank is not None and adapts:
+        third.add("from peft import LoraConfig, get_peft_model")
+    imports += sorted(third, key=_import_order)
+    head = _HEAD.substitute(
+        place=one.model.place,
+        planned=_planned(one),
+        learning_rate=learning_rate,
+        imports="\n".join(imports),
+        model=repr(one.model.place),
+        seq_len=work.seq_len,
+        steps=_TRIAL_STEPS,
+        parameters="weights: bool = True" if builds_empty else "",
+        build=_build(one, dtype or work.dtype, checkpoints=checkpoints, adapts=adapts, builds_empty=builds_empty),
+    )
+    return f'{head}{_REPORT}\n\n{loop.strip()}\n\n\nif __name__ == "__main__":\n    main()\n'
+
+
+def _require_model(one: Configuration) -> None:
+    if not one.model.place:
+        raise BadInput(
+            "needs a model that it can load", where="--new-script", remedy="name a hub id, a folder or a config.json"
+        )
+    if one.model.auto_class not in _CLASSES:
+        raise BadInput(
+            f"no script is written for {one.model.auto_class or 'a model of unknown class'}",
+            where="--new-script",
+            remedy="give your own by --script",
+        )
+
+
+def _import_order(line: str) -> tuple[bool, str]:
+    """Plain imports before those of names."""
+    return line.startswith("from"), line.split()[1]
+
+
+def _planned(one: Configuration) -> str:
+    work = one.workload
+    batch = f"{work.micro_batch} x {work.grad_accum} sequences a GPU and step"
+    return f"{work.dtype}, {batch}, checkpointing {'on' if work.gradient_checkpointing else 'off'}"
+
+
+def _build(one: Configuration, dtype: DType, *, checkpoints: bool, adapts: bool, builds_empty: bool) -> str:
+    work, auto = one.workload, one.model.auto_class
+    asked = f'dtype={_DTYPES[dtype]}, attn_implementation="{attention(work)}"'
+    loaded = f"model = {auto}.from_pretrained(MODEL, {asked})"
+    empty = f"model = {auto}.from_config(AutoConfig.from_pretrained(MODEL), {asked})"
+    if not one.model.weights:
+        lines = ["# MODEL holds no weights: these are random.", empty]
+    elif builds_empty:
+        lines = ["if weights:", f"    {loaded}", "else:", f"    {empty}"]
+    else:
+        lines = [loaded]
+    lines.append("model.config.use_cache = False")
+    if work.gradient_checkpointing and work.lora_rank is not None:
+        lines.append("model.enable_input_require_grads()")
+    if work.gradient_checkpointing and checkpoints:
+        lines.append('model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})')
+    if work.lora_rank is not None and adapts:
+        lora = f"LoraConfig.from_pretrained({folder_of(one)!r})"
+        lines.append(f"model = get_peft_model(model, {lora}, autocast_adapter_dtype=False)")
+    return "\n".join(f"    {line}" for line in lines)
+
+
+def torch_optimizer(work: Workload, *, sharded: bool = False) -> str:
+    """The call that makes the workload's optimizer of ``trainable``, as its engine runs it.
+
+    Where parameters are `sharded` (DTensors), torch 2.13 has no fused step for a class whose loops hold nothing beside the
+    parameters anyway; the loops run it then.
+
+    Raises:
+        BadInput: an optimizer that is no single class of ``torch.optim``.
+    """
+    row = find_optimizer(work.optimizer)
+    if row.torch is None or row.rest:
+        raise BadInput(f"no script steps by {row.name}", where="--new-script", remedy="give your own by --script, or use adamw")
+    fused = row.torch.fused and (not sharded or row.torch.foreach_lists > 0)
+    arguments = {**row.torch.params, **({"fused": True} if fused else {})}
+    return f"torch.optim.{row.torch.name}(trainable{''.join(f', {name}={value!r}' for name, value in arguments.items())})"
+
+
+def arithmetic(work: Workload) -> str | None:
+    """torch's name of the dtype that 16-bit arithmetic runs in; None in full precision."""
+    return None if work.precision is Precision.FP32 or work.dtype is DType.FP32 else _DTYPES[work.dtype]

@@ -1,0 +1,34 @@
+"""A loop of the included runtime."""
+
+from __future__ import annotations
+
+from zeroplan.interop.forms.configuration import Configuration
+from zeroplan.interop.forms.scripts.parts import script
+
+_LOOP = """
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--deepspeed_config", required=True)
+    config = json.loads(Path(parser.parse_args().deepspeed_config).read_text())
+    model = build_model()
+    data = Tokens(STEPS * config["train_batch_size"], model.config.get_text_config().vocab_size)
+    engine, _, loader, _ = zeroplan_runtime.initialize(model=model, config=config, training_data=data)
+    for batch in loader:
+        before = engine.global_steps
+        loss = engine(**{name: tensor.to(engine.device) for name, tensor in batch.items()}).loss
+        engine.backward(loss)
+        engine.step()
+        if engine.global_steps > before and engine.global_rank == 0:
+            print(f"step {engine.global_steps}: loss {loss.item():.4f}", flush=True)
+    print_peak()
+    engine.destroy()
+"""
+
+
+def runtime_script(one: Configuration) -> str:
+    """The script for ``zeroplan_runtime.initialize``.
+
+    Raises:
+        BadInput: a model that no script can be written for.
+    """
+    return script(one, _LOOP, standard=("import argparse", "import json"), others=("import zeroplan_runtime",))

@@ -1,0 +1,95 @@
+"""transformers' Trainer and TRL's SFTTrainer: a ds_config with ``auto`` where they fill, and the arguments that fill it.
+
+The user's own program gets the arguments as flags, since it has others of its own; a script that is written with them reads
+``training_arguments.json``, its only argument, by ``HfArgumentParser.parse_json_file``.
+
+Source: transformers 5.17 ``training_args.py``, ``hf_argparser.py`` and ``integrations/deepspeed.py``; TRL 1.16
+``trainer/sft_config.py`` and ``trainer/model_config.py``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.optimizers import find_optimizer
+from zeroplan.core.workload import DType
+from zeroplan.ds_config.framework_forms import hf_trainer_form
+from zeroplan.ds_config.writer import dump_ds_config
+from zeroplan.interop.forms.configuration import Configuration, Form, FormFiles, json_text
+from zeroplan.interop.forms.explicit import no_learning_rate, ranks_file
+from zeroplan.interop.forms.program import CHECKPOINTING, adapter_files, attention, lora_targets, must_adapt, must_load
+from zeroplan.interop.forms.scripts.trainer import trainer_script, trl_script
+
+ARGUMENTS = "training_arguments.json"
+_LAUNCHERS = ("deepspeed", "torchrun", "accelerate", "slurm")
+
+
+def training_arguments(one: Configuration) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The ds_config for the Trainer, and its TrainingArguments: all that decides memory and speed, and nothing else.
+
+    Raises:
+        BadInput: an optimizer that neither DeepSpeed nor the Trainer builds.
+    """
+    work = one.workload
+    form, arguments = hf_trainer_form(one.explicit)
+    arguments |= {"bf16": work.dtype is DType.BF16, "fp16": work.dtype is DType.FP16}
+    arguments["gradient_checkpointing"] = work.gradient_checkpointing
+    if work.gradient_checkpointing:
+        arguments["gradient_checkpointing_kwargs"] = CHECKPOINTING
+    if "optimizer" not in form:
+        row = find_optimizer(work.optimizer)
+        if not row.optim:
+            raise BadInput(f"the Trainer builds no {row.name}", where="--form", remedy="use --form explicit")
+        arguments["optim"] = row.optim
+    return form, arguments | {"deepspeed": one.output}
+
+
+def flags(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    """The arguments as HfArgumentParser takes them on a command line: names of a list one by one, objects as JSON."""
+    words: list[str] = []
+    for name, value in arguments.items():
+        values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, Mapping) else value]
+        words += [f"--{name}", *map(str, values)]
+    return tuple(words)
+
+
+def _trainer(one: Configuration) -> FormFiles:
+    form, arguments = training_arguments(one)
+    return _files(one, form, arguments, arguments, must_adapt(one))
+
+
+def _trl(one: Configuration) -> FormFiles:
+    """SFTConfig's arguments; the user's program gets those of TRL's ModelConfig as well."""
+    form, arguments = training_arguments(one)
+    work = one.workload
+    arguments |= {"max_length": work.seq_len, "packing": False, "loss_type": "nll"}
+    own = arguments | {"attn_implementation": attention(work)}
+    if work.lora_rank is not None:
+        own |= {"use_peft": True, "lora_r": work.lora_rank, "lora_dropout": 0.0, "lora_target_modules": lora_targets(work)}
+    return _files(one, form, arguments, own, ())
+
+
+def _files(
+    one: Configuration,
+    form: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+    own: Mapping[str, Any],
+    must: tuple[str, ...],
+) -> FormFiles:
+    """The files; `own` are the arguments of the user's program."""
+    path, started = one.beside(ARGUMENTS), ranks_file(one)
+    texts = {one.output: dump_ds_config(form), path: json_text(arguments), **adapter_files(one), **started}
+    return FormFiles(
+        texts,
+        (path,) if one.new_script else flags(own),
+        accelerate_config=next(iter(started), ""),
+        program_must=(*must_load(one), *must),
+        notes=(no_learning_rate("--learning_rate"),),
+    )
+
+
+TRAINER = Form(_trainer, _LAUNCHERS, script=trainer_script)
+TRL = Form(_trl, _LAUNCHERS, script=trl_script)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
@@ -63,10 +63,14 @@ def resolve(request: Request) -> Resolved:
         run = read_run(request, engine, cluster, spec)
         engine, workload, zeros = run.engine, run.workload, [run.zero]
         warnings += run.warnings
-    if workload.lora_rank is not None:
+    rank = workload.lora_rank
+    if rank is not None:
         from zeroplan.models.lora import with_lora
+        from zeroplan.models.lora_targets import named_targets
 
-        spec = with_lora(spec, workload.lora_rank, workload.lora_targets)
+        if spec.has_shapes:
+            workload = replace(workload, lora_targets=named_targets(spec, workload.lora_targets))
+        spec = with_lora(spec, rank, workload.lora_targets)
     if warning := find_optimizer(workload.optimizer).warning:
         warnings.append(warning)
     if workload.attn is Attention.SDPA and (missing := eager_only(spec.model_type)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.programs.builder import Builder
+from zeroplan.models.lora_targets import PEFT_DEFAULT, is_pattern
 
 _FLASH = ("flash", "fa2", "fa3", "kernels-community/flash", "kernels-community/vllm-flash")
 _ALL = ("all", "all-linear", "auto", ".*", "default")
@@ -38,8 +39,10 @@ def leave_out_quantisation(run: Builder, key: str, bits: int | str) -> None:
     run.leave_out(key, Effect.UNKNOWN, f"base weights in {bits} bits are counted in 16, and their dequantised copies are not")
 
 
-def set_adapters(run: Builder, *, rank: str, targets: str, default_rank: int, quantised: bool, method: str = "lora") -> None:
-    """LoRA: its rank and targets. Without targets, peft takes those that it lists for the architecture.
+def set_adapters(
+    run: Builder, *, rank: str, targets: str, default_rank: int, quantised: bool, method: str = "lora", everywhere: bool = True
+) -> None:
+    """LoRA: its rank and targets.
 
     Args:
         run: the builder.
@@ -48,16 +51,19 @@ def set_adapters(run: Builder, *, rank: str, targets: str, default_rank: int, qu
         default_rank: the program's.
         quantised: whether the base weights are.
         method: LoRA, or another name for the same matrices.
+        everywhere: without targets all linear layers are adapted; else those that peft lists for the architecture.
     """
     run.set("method", f"q{method}" if quantised and method == "lora" else method)
     run.count("lora_rank", rank, default=default_rank)
     value = run.value(targets)
-    if isinstance(value, str) and value.strip().lower() not in _ALL and any(ch in value for ch in "\\*(|^$"):
+    if isinstance(value, str) and value.strip().lower() not in _ALL and is_pattern(value):
         run.set("lora_targets", (value,), targets)  # one regular expression on full names
         return
     found = run.texts(targets)
-    if not found:
+    if not found and everywhere:
         run.assume(f"{targets}: all linear layers")
+    elif not found:
+        run.assume(f"{targets}: those of peft for the model", lora_targets=(PEFT_DEFAULT,))
     elif any(name.lower() in _ALL for name in found):
         run.set("lora_targets", (), targets)
     else:

@@ -205,7 +205,9 @@ class Axolotl(Program):
                 leave_out_quantisation(run, "load_in_8bit" if bits == 8 else "load_in_4bit", bits or 4)
             if run.flag("lora_target_linear"):
                 run.data = {**run.data, "lora_target_modules": "all-linear"}
-            set_adapters(run, rank="lora_r", targets="lora_target_modules", default_rank=8, quantised=bool(bits))
+            set_adapters(
+                run, rank="lora_r", targets="lora_target_modules", default_rank=8, quantised=bool(bits), everywhere=False
+            )
             return
         run.set("method", adapter or "full")
         if adapter:

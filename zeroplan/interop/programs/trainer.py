@@ -36,6 +36,11 @@ _SHARED = frozenset(
         "parallelism_config",
     )
 )
+#: Arguments of which every file for the Trainer has one.
+_CORE = (
+    *("per_device_train_batch_size", "per_gpu_train_batch_size", "gradient_accumulation_steps", "learning_rate", "max_steps"),
+    *("num_train_epochs", "output_dir", "optim", "bf16", "fp16", "deepspeed", "fsdp", "gradient_checkpointing"),
+)
 #: A command line with this many of its arguments is a script's on the Trainer, if it is no other program's.
 _ENOUGH = 2
 #: Where scripts that extend TrainingArguments keep the length of a sample, in the order in which they are asked.
@@ -236,6 +241,8 @@ class HfTrainer(Program):
         known = document.has(*sorted(arguments_of(self.name) - _SHARED))
         if document.command is not None:
             return known if len(known) >= _ENOUGH else ()
+        if not document.has(*_CORE):
+            return ()
         mostly = 2 * len(document.has(*arguments_of(self.name))) >= len(document.data)
         return known if mostly and "model_name_or_path" not in document.data else ()
 

@@ -111,7 +111,9 @@ class Trl(Program):
             run.assume("dtype float32", model_dtype="fp32")
         quantised = set_quantisation(run)
         if run.flag("use_peft"):
-            set_adapters(run, rank="lora_r", targets="lora_target_modules", default_rank=16, quantised=quantised)
+            set_adapters(
+                run, rank="lora_r", targets="lora_target_modules", default_rank=16, quantised=quantised, everywhere=False
+            )
         else:
             if quantised:
                 run.leave_out(

@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.rows import EXTRA, MEASURED, load_rows, request_of
-from zeroplan.engines.deepspeed.schedule import simulate_deepspeed
+from zeroplan.engines.deepspeed.schedule import record_deepspeed
 from zeroplan.engines.deepspeed.simulation import rank_of
 from zeroplan.planner.estimate import estimate_runs
 from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
 from zeroplan.planner.simulated import Simulated
 from zeroplan.simulate.allocator.config import AllocatorConfig
+from zeroplan.simulate.recorder import simulate
 from zeroplan.simulate.timeline import TimelineMark
 
 #: Rows that were measured when their predictions already stood. What those were is kept in results/blind.json.
@@ -64,14 +65,10 @@ def marks_of(request: Request, run: Simulated, row: dict[str, Any]) -> Sequence[
     if row["engine"] != "deepspeed":
         return run.simulation.timeline.marks
     case = resolve(request).cases[0]
-    steps = [mark for mark in row["marks"] if mark["at"].startswith("step")]
-    return simulate_deepspeed(
-        rank_of(case, run.tape),
-        run.tape,
-        steps=len(steps),
-        skipped_steps=skipped_steps(row),
-        config=AllocatorConfig.parse(request.alloc_conf),
-    ).marks
+    steps = sum(mark["at"].startswith("step") for mark in row["marks"])
+    rank = rank_of(case, run.tape)
+    recorder = record_deepspeed(rank, run.tape, steps=steps, skipped_steps=skipped_steps(row))
+    return simulate(recorder, AllocatorConfig.parse(request.alloc_conf), device_memory=rank.device_memory).marks
 
 
 def skipped_steps(row: dict[str, Any]) -> int:

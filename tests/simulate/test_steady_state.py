@@ -6,7 +6,7 @@ import pytest
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.units import GIB, MIB
-from zeroplan.engines.deepspeed.schedule import simulate_deepspeed
+from zeroplan.engines.deepspeed.schedule import record_deepspeed
 from zeroplan.engines.deepspeed.simulation import rank_of
 from zeroplan.planner.estimate import estimate_runs
 from zeroplan.planner.request import Request
@@ -42,7 +42,7 @@ def test_playing_on_equals_a_longer_recording(options: dict[str, object]) -> Non
     case = resolve(request).cases[0]
 
     def played(steps: int) -> Timeline:
-        return simulate_deepspeed(rank_of(case, run.tape), run.tape, steps=steps)
+        return simulate(record_deepspeed(rank_of(case, run.tape), run.tape, steps=steps), device_memory=case.cluster.vram)
 
     longer, short = played(5), repeat_last_step(played(3), 2)
     assert short is not None

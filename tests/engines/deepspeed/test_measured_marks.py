@@ -14,8 +14,9 @@ from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.deepspeed.rank import deepspeed_rank
-from zeroplan.engines.deepspeed.schedule import simulate_deepspeed
+from zeroplan.engines.deepspeed.schedule import record_deepspeed
 from zeroplan.engines.deepspeed.schedule_host import record_host
+from zeroplan.simulate.recorder import simulate
 
 ROWS = json.loads((Path(__file__).parent / "measured_marks.json").read_text())
 
@@ -38,7 +39,7 @@ def test_marks(row: dict[str, Any]) -> None:
     zero, workload = _config(row)
     stream = llama_tape(row["layers"], 4 if row["dtype"] == "fp32" else 2)
     rank = deepspeed_rank(stream.parameters, workload, zero, ParallelLayout(row["ranks"]), gpu=GPUS["h100"])
-    line = simulate_deepspeed(rank, stream)
+    line = simulate(record_deepspeed(rank, stream))
     predicted = {mark.name: mark for mark in line.marks}
     for name, allocated, peak, reserved, _ in row["marks"]:
         mark = predicted[name]
@@ -67,6 +68,6 @@ def test_forward_growth(row: dict[str, Any]) -> None:
     zero, workload = _config(row)
     stream = llama_tape(row["layers"], 4 if row["dtype"] == "fp32" else 2)
     rank = deepspeed_rank(stream.parameters, workload, zero, ParallelLayout(row["ranks"]), gpu=GPUS["h100"])
-    line = simulate_deepspeed(rank, stream)
+    line = simulate(record_deepspeed(rank, stream))
     first, second, *_ = [mark.allocated for mark in line.marks if mark.name == "fwd"]
     assert abs(second - first - row["forward_growth"]) <= UNSPLIT

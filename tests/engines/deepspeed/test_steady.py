@@ -13,7 +13,8 @@ from zeroplan.core.tape import ExpandedTape, TapeParam
 from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.deepspeed.rank import deepspeed_rank
-from zeroplan.engines.deepspeed.schedule import distinct_ranks, simulate_deepspeed
+from zeroplan.engines.deepspeed.schedule import distinct_ranks, record_deepspeed
+from zeroplan.simulate.recorder import simulate
 
 STREAM = llama_tape(3)
 KNOBS: list[tuple[int, dict[str, Any]]] = [
@@ -59,7 +60,7 @@ def test_steps_repeat(stage: int, knobs: dict[str, Any], ranks: int) -> None:
         workload = Workload(grad_accum=(1, 2, 5)[i % 3], **kind)
         first = deepspeed_rank(STREAM.parameters, workload, zero, ParallelLayout(ranks), gpu=DEFAULT_GPU)
         for rank in distinct_ranks(first, most=3):
-            line = simulate_deepspeed(first.at(rank), STREAM, steps=5, skipped_steps=i % 2)
+            line = simulate(record_deepspeed(first.at(rank), STREAM, steps=5, skipped_steps=i % 2))
             after = [mark for mark in line.marks if mark.name.startswith("step")]
             assert after[-1].allocated == after[-2].allocated == after[-3].allocated, (kind, rank)
             assert after[-1].peak == after[-2].peak, (kind, rank)
@@ -74,7 +75,7 @@ def test_frozen_parameters_have_no_states(stage: int, zero_init: bool) -> None:
     trainable = sum(p.shape[0] for p in small if p.trainable)
     whole = sum(p.shape[0] * (p.shape[1] if len(p.shape) > 1 else 1) for p in small)
     rank = deepspeed_rank(frozen.parameters, Workload(), ZeroConfig.of(stage), ParallelLayout(), zero_init=zero_init)
-    line = simulate_deepspeed(rank, frozen, steps=3)
+    line = simulate(record_deepspeed(rank, frozen, steps=3))
     bucket = 2 * 500_000_000 if stage == 3 else 0
     states = line.marks[-1].allocated - 2 * whole - bucket
     assert 12 * trainable <= states <= 14 * trainable + (4 << 20)

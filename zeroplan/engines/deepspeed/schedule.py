@@ -9,9 +9,7 @@ from zeroplan.engines.deepspeed.stage3 import Stage3
 from zeroplan.engines.deepspeed.stage12 import Stage12
 from zeroplan.engines.player import EngineSchedule, Run, play
 from zeroplan.engines.script import Scripts
-from zeroplan.simulate.allocator.config import AllocatorConfig
-from zeroplan.simulate.recorder import Recorder, simulate
-from zeroplan.simulate.timeline import Timeline
+from zeroplan.simulate.recorder import Recorder
 
 #: Optimizer steps until peaks repeat: the first makes the states, the second runs with them (and at stage 3 with the
 #: complete trace), the third meets the blocks that the second left in the allocator's cache.
@@ -74,26 +72,3 @@ def distinct_ranks(rank: DeepSpeedRank, most: int = 8) -> tuple[int, ...]:
     spaced = max(1, most - len(first))
     first += [round(i * ranks / (spaced + 1)) for i in range(1, spaced + 1)]
     return tuple(sorted(list(dict.fromkeys(first))[:most]))
-
-
-def simulate_deepspeed(
-    rank: DeepSpeedRank,
-    tape: ExpandedTape,
-    *,
-    steps: int | None = None,
-    skipped_steps: int = 0,
-    config: AllocatorConfig | None = None,
-    limit: int | None = None,
-) -> Timeline:
-    """One rank's memory over building the model, initialisation and training steps.
-
-    Args:
-        rank: whose memory; see :func:`distinct_ranks`.
-        tape: as of :func:`record_deepspeed`.
-        steps: as of :func:`record_deepspeed`.
-        skipped_steps: as of :func:`record_deepspeed`.
-        config: settings of the caching allocator; torch's defaults if None.
-        limit: bytes that the device can give the allocator; None never runs out.
-    """
-    recorder = record_deepspeed(rank, tape, steps=steps, skipped_steps=skipped_steps)
-    return simulate(recorder, config, limit, device_memory=rank.device_memory)

@@ -14,7 +14,7 @@ Batch = tuple[int | None, int | None, int | None]
 
 
 def resolve_batch(reading: Reading, world_size: int | None) -> Batch:
-    """(micro, accumulation, whole batch), None where open, with findings for what cannot be.
+    """Return (micro batch, accumulation, whole batch), each None where open; note findings for sizes that cannot be.
 
     `world_size` None leaves the number of ranks open: then only what holds on every number of ranks is an error. DeepSpeed
     needs one of micro and whole batch, and the HF Trainer fills a size at ``auto``; for zeroplan's runtime a size at ``auto``

@@ -17,7 +17,7 @@ class Severity(StrEnum):
 
 
 class At(StrEnum):
-    """When DeepSpeed says so."""
+    """When DeepSpeed refuses or warns."""
 
     CONFIG = "config"  # DeepSpeedConfig(...) is built
     ENGINE = "engine"  # deepspeed.initialize(...) builds the engine
@@ -37,18 +37,18 @@ class Finding:
     at: At = At.CONFIG
 
     def __str__(self) -> str:
-        """One line."""
+        """The finding as one line."""
         return self.at_keys([self.where])
 
     def at_keys(self, keys: Sequence[str]) -> str:
-        """One line that says the same of several keys."""
+        """Return one line that says the same of several keys."""
         named = ", ".join(key for key in keys if key)
         text = f"{named}: {self.what}" if named else self.what
         return f"{text}; {self.remedy}" if self.remedy else text
 
 
 def merged(findings: Iterable[Finding]) -> list[str]:
-    """One line for each thing that is found, in order; keys of which the same is said share a line."""
+    """Return one line for each finding, in order; keys of which the same is said share a line."""
     keys: dict[tuple[str, str], tuple[Finding, list[str]]] = {}
     for finding in findings:
         keys.setdefault((finding.what, finding.remedy), (finding, []))[1].append(finding.where)

@@ -29,7 +29,7 @@ _EVERY, _ADAM = ("lr", "weight_decay"), ("betas", "eps")
 
 
 def hf_trainer_form(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The config with ``auto`` where the HF Trainer fills, and the TrainingArguments that make it the same again.
+    """Return the config with ``auto`` where the HF Trainer fills, and the TrainingArguments that fill it again.
 
     Of the optimizer's parameters only those that the config holds are among the arguments; the Trainer's own hold for the rest.
 
@@ -64,7 +64,7 @@ def _left_open(optimizer: Mapping[str, Any]) -> dict[str, str]:
 
 
 def lightning_form(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The config for ``DeepSpeedStrategy(config=…)``, and the Trainer's arguments.
+    """Return the config for ``DeepSpeedStrategy(config=…)``, and the Lightning Trainer's arguments.
 
     Lightning refuses ``gradient_accumulation_steps`` and sets it from ``accumulate_grad_batches``; it sets precision
     blocks from ``precision`` (pytorch/strategies/deepspeed.py).

@@ -65,7 +65,7 @@ class DsConfig:
     knobs: Knobs = field(default_factory=Knobs)
 
     def of_severity(self, *severities: Severity) -> list[Finding]:
-        """The findings of these severities."""
+        """Return the findings of these severities."""
         return [finding for finding in self.findings if finding.severity in severities]
 
     @property
@@ -89,7 +89,7 @@ class DsConfig:
         return not self.errors
 
     def refusal(self, faults: Sequence[Finding]) -> BadInput:
-        """The error to raise for these findings: the first of them, and how many more there are."""
+        """Return the error to raise for these findings: the first of them, and how many more there are."""
         more = f" ({len(faults) - 1} more: zeroplan check)" if len(faults) > 1 else ""
         where = f"{self.source}: {faults[0].where}" if faults[0].where else self.source
         return BadInput(faults[0].what, where=where, remedy=faults[0].remedy + more)
@@ -121,7 +121,7 @@ def inspect_ds_config(
     hidden_size: int | None = None,
     engine_version: str = DEEPSPEED_VERSION,
 ) -> DsConfig:
-    """Everything there is to say of a ds_config, errors included.
+    """Read a ds_config and note everything that there is to say of it, errors included.
 
     Args:
         source: a path, a base64 string (as DeepSpeed takes one), or the object.
@@ -176,7 +176,7 @@ def read_ds_config(
     hidden_size: int | None = None,
     engine_version: str = DEEPSPEED_VERSION,
 ) -> DsConfig:
-    """The ds_config, if the dialect's program runs it; arguments as for :func:`inspect_ds_config`.
+    """Read a ds_config and refuse what the dialect's program refuses; arguments as for :func:`inspect_ds_config`.
 
     Raises:
         BadInput: the first thing that the program refuses, and how many more there are.
@@ -190,7 +190,7 @@ def read_ds_config(
 
 
 def fill_from(*, dtype: DType | None = None, micro_batch: int | None = None, grad_accum: int | None = None) -> dict[str, Any]:
-    """What flags say, as `fill` takes it: the values that the HF Trainer would put in place of ``auto``."""
+    """Return what flags say as `fill` takes it: the values that the HF Trainer would put in place of ``auto``."""
     filled: dict[str, Any] = {}
     if dtype is not None:
         filled |= {"bf16.enabled": dtype is DType.BF16, "fp16.enabled": dtype is DType.FP16}

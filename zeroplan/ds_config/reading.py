@@ -64,7 +64,7 @@ class Reading:
         source: str = "",
         at: At = At.CONFIG,
     ) -> None:
-        """Note one finding."""
+        """Add one finding."""
         self.findings.append(Finding(id, severity, where, what, remedy, source, at))
 
     def bad_value(self, section: Section, key: Key, where: str, value: Any) -> None:
@@ -91,11 +91,11 @@ class Reading:
 
 
 def raised_at(section: Section) -> At:
-    """When DeepSpeed meets a bad value of a section."""
+    """Return when DeepSpeed meets a bad value of a section."""
     return At.CONFIG if section.mode is Mode.MODEL else At.ENGINE
 
 
 def show(value: Any) -> str:
-    """A value in a message, as JSON writes a boolean, of bounded length."""
+    """Return the text of a value for a message: at most 60 characters, a boolean as JSON writes it."""
     text = repr(value) if not isinstance(value, bool) else str(value).lower()
     return text if len(text) <= 60 else text[:57] + "..."

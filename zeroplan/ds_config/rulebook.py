@@ -16,7 +16,7 @@ RULES = (*CONFIG_REFUSALS, *ENGINE_REFUSALS, *REMARKS, *RUNTIME_REFUSALS)
 
 
 def run_rules(view: View, dialect: Dialect) -> Iterator[Finding]:
-    """The findings of every rule that holds of the dialect's program and applies to the config."""
+    """Return the findings of every rule that holds of the dialect's program and applies to the config."""
     for rule in RULES:
         if dialect in rule.dialects and rule.applies(view):
             yield rule.finding(view)

@@ -37,15 +37,15 @@ class View:
     knobs: Knobs = field(default_factory=Knobs)
 
     def says(self, path: str, default: Any = None) -> Any:
-        """The coerced value of a path, or `default` where the file is silent."""
+        """Return the coerced value of a path, or `default` where the file is silent."""
         return self.values.get(path, default)
 
     def has(self, path: str) -> bool:
-        """Whether the file says anything at that path."""
+        """Return whether the file says anything at that path."""
         return path in self.values
 
     def in_file(self, path: str) -> bool:
-        """Whether the key is there, be it at ``auto``."""
+        """Return whether the file has the key, with a value or at ``auto``."""
         return path in self.values or path in self.autos
 
     @property
@@ -55,7 +55,7 @@ class View:
 
     @property
     def offload(self) -> OffloadDevice:
-        """Where the optimizer goes."""
+        """The device to which the optimizer is offloaded."""
         return self.zero.offload_optimizer.device
 
     @property
@@ -92,7 +92,7 @@ class Rule:
     dialects: tuple[Dialect, ...] = (Dialect.DEEPSPEED,)
 
     def finding(self, view: View) -> Finding:
-        """The rule's finding for this config."""
+        """Return the rule's finding for this config."""
         return Finding(self.id, self.severity, self.where, self.what.format(v=view), self.remedy, self.source, self.at)
 
 

@@ -299,7 +299,7 @@ def require_offloadable(optimizer: str) -> None:
 
 
 def remark(layout: Layout) -> str:
-    """What may surprise whoever asked for this layout; an empty string where nothing does."""
+    """Return a warning about what may surprise the user of this layout; an empty string for none."""
     if layout.setup.params_in_files and not layout.param_buffer:
         most = layout.setup.params_in_host
         return f"offload_param: all parameters stay in host memory, as max_in_cpu is {most:,} elements; 0 keeps none there"

@@ -9,7 +9,7 @@ from zeroplan.ds_config.knobs import Knobs
 
 
 def runtime_setup(zero: ZeroConfig, knobs: Knobs, *, ranks: int, dtype: DType, optimizer: str, grad_accum: int) -> RuntimeSetup:
-    """What decides the runtime's own buffers, beside the shapes.
+    """Return what decides the runtime's own buffers beside the shapes.
 
     Gradients are reduced in ``communication_data_type``, by default the model's dtype, and accumulated in
     ``data_types.grad_accum_dtype``, by default the dtype of the reduction.

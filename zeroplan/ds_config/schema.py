@@ -78,11 +78,11 @@ class Key:
         return bool(self.replaced_by)
 
     def support(self, dialect: Dialect) -> Support:
-        """What the program of that dialect does with the key."""
+        """Return what the program of that dialect does with the key."""
         return self.deepspeed if dialect is Dialect.DEEPSPEED else self.runtime
 
     def holds(self, value: Any) -> bool:
-        """Whether a number is within the bounds; other values have none."""
+        """Return whether a number is within the key's bounds; other values have none."""
         if isinstance(value, bool) or not isinstance(value, int | float):
             return True
         return not (
@@ -106,17 +106,17 @@ class Section:
     source: str
 
     def find(self, name: str) -> Key | None:
-        """The key of that name or alias."""
+        """Return the key of that name or alias."""
         return self.keys.get(name) or next((key for key in self.keys.values() if key.alias and key.alias == name), None)
 
     def names(self, dialect: Dialect = Dialect.DEEPSPEED) -> list[str]:
-        """Every spelling that the program of that dialect accepts."""
+        """Return every spelling that the program of that dialect accepts."""
         known = [key for key in self.keys.values() if key.support(dialect) is not Support.REFUSED]
         return [spelling for key in known for spelling in (key.name, key.alias) if spelling]
 
 
 def section(path: str, mode: Mode, source: str, *keys: Key, holder: type | None = None) -> Section:
-    """A section of these keys. Keys with an `attr` take the default of that field of `holder`."""
+    """Make a section of these keys. Keys with an `attr` take the default of that field of `holder`."""
     defaults = _defaults(holder) if holder is not None else {}
     return Section(path, mode, {k.name: replace(k, default=defaults[k.attr]) if k.attr else k for k in keys}, source)
 
@@ -126,17 +126,17 @@ def _defaults(cls: type) -> dict[str, Any]:
 
 
 def mem(name: str, kind: Kind, attr: str | None = None, **more: Any) -> Key:
-    """A key that a line of the ledger or a schedule reads; `attr` is the field that holds it, by default the same name."""
+    """Make a key that a line or a schedule reads; `attr` is the field that holds it, by default of the same name."""
     return Key(name, kind, Effect.MEMORY, attr=name if attr is None else attr, **more)
 
 
 def free(name: str, kind: Kind, default: Any = None, **more: Any) -> Key:
-    """A key without effect on memory."""
+    """Make a key without effect on memory."""
     return Key(name, kind, Effect.NONE, default, **more)
 
 
 def other(name: str, kind: Kind, default: Any = None, **more: Any) -> Key:
-    """A key that moves memory in a way that zeroplan does not model. The runtime refuses it."""
+    """Make a key that moves memory in a way that zeroplan does not model. The runtime refuses it."""
     return Key(name, kind, Effect.UNMODELLED, default, **{"runtime": Support.REFUSED, **more})
 
 

@@ -135,14 +135,14 @@ HF_FILLS: frozenset[str] = frozenset(
 
 
 def find_key(path: str) -> Key | None:
-    """The key of a dotted path such as ``zero_optimization.stage3_max_live_parameters``, or None."""
+    """Return the key of a dotted path such as ``zero_optimization.stage3_max_live_parameters``; None for an unknown one."""
     parent, _, name = path.rpartition(".")
     holder = SECTIONS.get("bf16" if parent == "bfloat16" else parent)
     return holder.find(name) if holder else None
 
 
 def effects(path: str) -> Effect:
-    """What the key of a dotted path does to memory."""
+    """Return what the key of a dotted path does to memory."""
     key = find_key(path)
     if key is not None:
         return key.effect

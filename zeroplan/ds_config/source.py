@@ -19,7 +19,7 @@ from zeroplan.core.files import read_bytes
 
 
 def load_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dict[str, Any], str, bool]:
-    """The object, its name for messages, and whether it was strict JSON.
+    """Load a ds_config: return the object, its name for messages, and whether it was strict JSON.
 
     Args:
         source: a path, a base64 string (as DeepSpeed takes one), or the object itself, which is copied.

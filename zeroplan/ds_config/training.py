@@ -46,7 +46,7 @@ class TrainingSettings:
         return bool(self.optimizer_params.get("torch_adam")) and kind is not None and kind.torch_adam
 
     def workload(self, base: Workload, *, pure: bool = False, given: frozenset[str] = frozenset()) -> Workload:
-        """`base` with what the file fixes. `given` names fields of `base` that the user set by flag.
+        """Return `base` with what the file fixes. `given` names fields of `base` that the user set by flag.
 
         Args:
             base: values for what the file leaves open.

@@ -32,7 +32,7 @@ DEFAULT_CHANGES: tuple[DefaultChange, ...] = (
 
 
 def parse_version(text: str) -> Version:
-    """``(0, 19, 8)`` from ``"0.19.8"``; what follows the third number is left out.
+    """Parse ``"0.19.8"`` to ``(0, 19, 8)``; what follows the third number is left out.
 
     Raises:
         BadInput: when the text is no version.
@@ -44,7 +44,7 @@ def parse_version(text: str) -> Version:
 
 
 def older_defaults(version: str) -> dict[str, Any]:
-    """The defaults of `version` that differ from those of 0.19.8, by dotted path.
+    """Return the defaults of `version` that differ from those of 0.19.8, by dotted path.
 
     Raises:
         BadInput: when `version` is no version.

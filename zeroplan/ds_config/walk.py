@@ -325,7 +325,7 @@ def _left_open(reading: Reading, where: str, canonical: str, value: Any, mode: M
 
 
 def hf_bucket(canonical: str, hidden_size: int) -> int | None:
-    """What transformers' Trainer makes of an ``auto`` bucket, in elements: h², 0.9 h² and 10 h for hidden size h."""
+    """Return what the HF Trainer puts for an ``auto`` bucket, in elements, at hidden size h; None for another key."""
     h = hidden_size
     return {
         "zero_optimization.reduce_bucket_size": h * h,

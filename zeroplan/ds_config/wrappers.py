@@ -24,7 +24,7 @@ class Wrapper(StrEnum):
 
 
 def wrapper(zero: ZeroConfig, dtype: DType, *, fused: bool = True, pipeline: bool = False) -> Wrapper:
-    """The wrapper that ``deepspeed.initialize`` puts around an optimizer.
+    """Return the wrapper that ``deepspeed.initialize`` puts around an optimizer.
 
     Args:
         zero: the configuration.
@@ -62,7 +62,7 @@ def wrapper(zero: ZeroConfig, dtype: DType, *, fused: bool = True, pipeline: boo
 
 
 def bf16_optimizer_takes_stage_1(zero: ZeroConfig, dtype: DType) -> bool:
-    """Stage 1, bf16, fp32 accumulation, and no offload to the CPU (to NVMe counts as none): ``BF16_Optimizer`` runs."""
+    """Whether ``BF16_Optimizer`` runs: at stage 1 in bf16 with fp32 accumulation, unless offloaded to the CPU."""
     return (
         zero.stage == 1
         and dtype is DType.BF16

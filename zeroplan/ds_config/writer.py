@@ -38,7 +38,7 @@ def write_ds_config(
     optimizer: Mapping[str, Any] | None = None,
     source: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """A ds_config that reads back to `zero` (and to the batches and precision of `workload`), ready for ``json.dump``.
+    """Return a ds_config that reads back to `zero` (and to the batches and precision of `workload`), ready for ``json.dump``.
 
     Args:
         zero: sharding and offload.
@@ -68,7 +68,7 @@ def write_ds_config(
 
 
 def dump_ds_config(config: Mapping[str, Any]) -> str:
-    """The text of a ds_config.json, with a newline at its end."""
+    """Return the text of a ds_config.json, with a newline at its end."""
     return json.dumps(config, indent=2, allow_nan=False) + "\n"
 
 

@@ -52,7 +52,7 @@ class Case:
 
     @property
     def layout(self) -> ParallelLayout:
-        """How the ranks divide the work."""
+        """How the ranks divide the work: `parallel`, or data parallelism over the whole cluster."""
         return self.parallel or self.cluster.layout
 
 
@@ -94,10 +94,10 @@ class Engine(ABC):
 
     @abstractmethod
     def options(self) -> list[ZeroConfig]:
-        """Every stage with each offload that the engine allows, in the order in which tables show them."""
+        """Return every stage with each offload that the engine allows, in the order in which tables show them."""
 
     def default(self) -> ZeroConfig:
-        """The configuration of a program that names the engine and sets nothing else."""
+        """Return the configuration of a program that names the engine and sets nothing else."""
         return self.options()[0]
 
     @abstractmethod
@@ -124,7 +124,7 @@ class Engine(ABC):
         """
 
     def precision(self, dtype: DType) -> Precision:
-        """How the engine divides dtypes between model, masters and arithmetic when ``--dtype`` asks for `dtype`."""
+        """Return which dtypes the model, its masters and the arithmetic have when ``--dtype`` asks for `dtype`."""
         return Precision.FP32 if dtype is DType.FP32 else Precision.MIXED
 
     def for_optimizer(self, zero: ZeroConfig, optimizer: str) -> ZeroConfig:
@@ -135,25 +135,25 @@ class Engine(ABC):
         return zero
 
     def optimizer_device(self, offload_param: str) -> str:
-        """Where the optimizer goes when the user offloads parameters to `offload_param` and does not say."""
+        """Return where the optimizer goes if the user offloads parameters to `offload_param` and does not say."""
         return OffloadDevice.CPU if offload_param == OffloadDevice.CPU else OffloadDevice.NONE
 
     def remark(self, case: Case) -> str:
-        """A warning about what may surprise the user in this case; an empty string for none."""
+        """Return a warning about what may surprise the user in this case; an empty string for none."""
         return ""
 
     def with_ds_config(self, ds_config: DsConfig) -> Self:
-        """The engine with its own section of a ds_config, which was read in the engine's :attr:`dialect`."""
+        """Return the engine with the settings of its own section in a ds_config, read in its :attr:`dialect`."""
         return self
 
     # --- memory -----------------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
-        """The engine's lines, and the facts that they read, for rank 0."""
+        """Return the engine's lines, and the facts that they read, for rank 0."""
 
     def trace_options(self, case: Case) -> TraceOptions:
-        """How the model must be traced to run under this engine."""
+        """Return how the model must be traced to run under this engine."""
         return options_for(case.workload)
 
     def computed_tape(self, case: Case, tape: ExpandedTape) -> ExpandedTape:

@@ -43,7 +43,7 @@ class HostPhase:
 
     @classmethod
     def of(cls, phase: Phase, kept: HostBytes, passing: HostBytes | None = None) -> HostPhase:
-        """A phase at whose peak `passing` is there beside what is kept."""
+        """Make a phase that keeps `kept` and at whose peak `passing` is there as well."""
         alive = dict(kept)
         for key, count in (passing or {}).items():
             alive[key] = alive.get(key, 0) + count
@@ -91,7 +91,7 @@ class Simulation:
 
     @property
     def runs(self) -> tuple[Timeline, ...]:
-        """Every timeline."""
+        """The timelines of `timeline` and `others`."""
         return (self.timeline, *self.others)
 
     @property

@@ -30,18 +30,18 @@ class TorchEngine(Engine, Generic[R]):
 
     @abstractmethod
     def rank(self, case: Case, parameters: Parameters) -> R:
-        """The rank that holds the most."""
+        """Return the rank that holds the most."""
 
     @abstractmethod
     def record(self, rank: R, tape: ExpandedTape) -> Recorder:
-        """The allocations and frees of a rank that :meth:`rank` gave."""
+        """Record the allocations and frees of a rank that :meth:`rank` returned."""
 
     def host(self, rank: R) -> tuple[HostPhase, ...]:
-        """Such a rank's buffers on the host by phase: none, unless the engine offloads."""
+        """Return such a rank's buffers on the host by phase; none unless the engine offloads."""
         return ()
 
     def simulate(self, case: Case, tape: ExpandedTape, config: AllocatorConfig | None = None) -> Simulation:
-        """The run of the rank that holds the most."""
+        """Simulate the rank that holds the most."""
         from zeroplan.engines.simulation import Simulation
         from zeroplan.simulate.recorder import simulate
 

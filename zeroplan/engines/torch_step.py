@@ -19,7 +19,7 @@ _BF16 = 2
 
 
 def optimizer_step(recorder: Recorder, rank: TorchRank, *, applied: bool, first: bool) -> None:
-    """Clipping, and the step of torch's optimizer on the GPU: its states, if `first`, then its temporaries.
+    """Clip the gradients and step torch's optimizer on the GPU: make its states if `first`, then its temporaries.
 
     A step that is not `applied`, because a gradient is infinite, only takes the norms.
     """

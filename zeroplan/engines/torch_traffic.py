@@ -161,6 +161,6 @@ class TorchTraffic(Traffic):
         self._muon_share = muon_share(spec.parameters)
 
     def facts(self, compute: ComputeFacts, workload: Workload, zero: ZeroConfig) -> TorchFacts:
-        """The facts of rank 0."""
+        """Return the facts of rank 0."""
         cluster = self._cluster
         return torch_facts(self._spec, workload, cluster.layout, stage=zero.stage, muon_share=self._muon_share)

@@ -23,8 +23,8 @@ class Traffic(ABC):
 
     @abstractmethod
     def facts(self, compute: ComputeFacts, workload: Workload, zero: ZeroConfig) -> Any:
-        """What the lines read of one configuration; `compute` is what the model's own computation takes."""
+        """Return what the lines read of one configuration; `compute` is what the model's own computation takes."""
 
     def overlaps(self, zero: ZeroConfig) -> bool:
-        """Whether collectives and copies run beside the computation."""
+        """Return whether collectives and copies run beside the computation."""
         return True

@@ -22,7 +22,7 @@ from zeroplan.search.suggestions import cheapest_suggestions, nearest_miss
 
 
 def recommend(model: Any = None, **options: Any) -> list[Recommendation]:
-    """The fastest configurations that fit, best first.
+    """Find the fastest configurations that fit, best first.
 
     Args:
         model: as for :func:`zeroplan.estimate`.
@@ -43,7 +43,7 @@ def recommend(model: Any = None, **options: Any) -> list[Recommendation]:
 
 
 def run_search(request: Request, options: SearchOptions | None = None) -> SearchResult:
-    """Everything that ``zeroplan recommend`` tells of a request.
+    """Search for the best configurations of a request; the result holds all that ``zeroplan recommend`` shows.
 
     Raises:
         BadInput: a value that cannot be used.

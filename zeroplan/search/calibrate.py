@@ -30,7 +30,7 @@ _LINK_SIZES = (1 << 20, 1 << 23, 1 << 26)
 
 
 def calibrate(machine: Machine, folder: str, report: Callable[[str], None] = lambda _: None) -> dict[str, float]:
-    """The rates that can be measured here.
+    """Measure the rates that this machine allows to measure.
 
     Args:
         machine: what :func:`zeroplan.search.machine.look` found.

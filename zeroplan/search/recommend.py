@@ -41,7 +41,7 @@ class Ranked:
 
     @property
     def fits(self) -> bool | None:
-        """As the plan says; None without a limit."""
+        """Whether the plan fits; None without a limit."""
         return self.plan.fits
 
 
@@ -60,7 +60,7 @@ class Outcome:
 
 
 def rank_key(candidate: Candidate, time: StepTime) -> tuple[float, int, int]:
-    """Fastest first; among equals the one nearest to the defaults, then the smaller micro batch.
+    """Return the sort key: fastest first, among equals the one nearest to the defaults, then the smaller micro batch.
 
     What runs only with settings of the allocator, which no file carries, must be worth it.
     """
@@ -77,7 +77,7 @@ def search(
     most: int = MOST_SIMULATIONS,
     strict: bool = False,
 ) -> Outcome:
-    """The fastest candidate of each family that fits, at most `shown` families. See Note [Search].
+    """Find the fastest candidate that fits of each family, at most `shown` families. See Note [Search].
 
     After `most` simulations the search ends with what it has; `strict` ends it even with nothing.
     """
@@ -131,12 +131,12 @@ def search(
 
 
 def _bound(candidate: Candidate, memory: Memory, cost: CostModel) -> tuple[Candidate, StepTime]:
-    """With the time that it takes at least."""
+    """The candidate with the time that its step takes at least."""
     return candidate, cost.step_time(candidate.workload, candidate.zero, memory.counts(candidate))
 
 
 def _planned(candidate: Candidate, memory: Memory, cost: CostModel) -> Ranked:
-    """With its plan, and the time that it takes on its card."""
+    """The candidate with its plan, and the step time that follows from it."""
     plan = memory.plan(candidate)
     return Ranked(candidate, cost.step_time(candidate.workload, candidate.zero, memory.counts(candidate), plan=plan), plan)
 
@@ -151,12 +151,12 @@ def _hopeless(plan: MemoryPlan) -> bool:
 
 
 def _group(candidate: Candidate) -> object:
-    """What differs only in buckets and allocator settings."""
+    """The key that candidates share which differ in bucket sizes and allocator settings alone."""
     return candidate.family, candidate.workload.micro_batch
 
 
 def rank_all(given: Sequence[Candidate], memory: Memory, cost: CostModel) -> list[Ranked]:
-    """Every given candidate, fastest first: those that fit, then those that do not.
+    """Rank every given candidate: those that fit by speed, then those that do not.
 
     What differs in the micro batch alone is simulated in a row: it shares what the engine recorded.
     """
@@ -175,7 +175,7 @@ def order_of(ranked: Ranked) -> tuple[bool, float, int, int]:
 
 
 def least_memory(space: Iterable[Candidate], memory: Memory, cost: CostModel, *, shown: int = SHOWN) -> Outcome:
-    """The candidates that need the least GPU memory, one a family: what ``--goal memory`` asks for."""
+    """Find the candidates that need the least GPU memory, one of each family (``--goal memory``)."""
     outcome = Outcome()
     smallest: dict[object, Candidate] = {}
     for candidate in space:

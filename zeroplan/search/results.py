@@ -50,20 +50,20 @@ class Recommendation:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks together."""
+        """Tokens a second of all ranks together."""
         return self.time.tokens_per_second
 
     @property
     def step_seconds(self) -> float:
-        """One optimizer step."""
+        """Seconds of one optimizer step."""
         return self.time.total
 
     def ds_config(self) -> dict[str, Any] | None:
-        """The explicit ds_config that runs this; None where the engine takes none."""
+        """Return the explicit ds_config that runs this; None where the engine takes none."""
         return self.engine.ds_config(self.zero, self.workload, self.layout)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; bytes are integers, times seconds."""
+        """Return plain data for JSON; bytes are integers, times seconds."""
         return {
             "index": self.index,
             "fits": self.fits,
@@ -87,7 +87,7 @@ class Recommendation:
 
 
 def recommendation(engine: Engine, ranked: Ranked, index: int, layout: ParallelLayout) -> Recommendation:
-    """A ranked candidate as users see it."""
+    """Return a ranked candidate as users see it."""
     candidate = ranked.candidate
     place = candidate.index if candidate.index >= 0 else index
     return Recommendation(
@@ -104,7 +104,7 @@ def recommendation(engine: Engine, ranked: Ranked, index: int, layout: ParallelL
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """Something that would make it fit: what to change, and the best that then runs."""
+    """A change that makes the model fit, and the best configuration after it."""
 
     what: str
     best: Recommendation
@@ -146,11 +146,11 @@ class SearchResult:
 
     @property
     def best(self) -> Recommendation | None:
-        """The first that fits, if any does."""
+        """The first recommendation that fits; None if none does."""
         return next((r for r in self.ranking if r.fits is not False), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON (DESIGN, "recommend")."""
+        """Return plain data for JSON."""
         return {
             "schema": 1,
             "model": self.model,

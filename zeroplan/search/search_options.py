@@ -104,7 +104,7 @@ def _rates(cluster: Cluster, options: SearchOptions, warnings: list[str]) -> Rat
 
 
 def candidates_of(resolved: ResolvedSearch, request: Request, options: SearchOptions) -> list[Candidate]:
-    """The candidates that the request leaves open.
+    """Return every candidate that the request and the options leave open.
 
     Raises:
         BadInput: batch arithmetic that cannot work out, or a stage and offload that no option has.

@@ -40,7 +40,7 @@ class Candidate:
 
     @property
     def family(self) -> tuple[int, str, str, bool]:
-        """Stage, offloads and checkpointing: what a table shows one row of."""
+        """The candidate's stage, offloads and checkpointing. A table shows one row of each family."""
         zero = self.zero
         return (zero.stage, zero.offload_optimizer.device, zero.offload_param.device, self.workload.gradient_checkpointing)
 
@@ -48,7 +48,7 @@ class Candidate:
 def batch_splits(
     global_batch: int | None, layout: ParallelLayout, *, micro_batch: int | None = None, grad_accum: int | None = None
 ) -> list[tuple[int, int]]:
-    """(micro batch, accumulation) pairs that make the global batch, smallest micro batch first.
+    """Return the (micro batch, accumulation) pairs that make the global batch, smallest micro batch first.
 
     Raises:
         BadInput: when the batch does not divide by the ranks and by what is fixed.
@@ -83,7 +83,7 @@ def all_candidates(
     checkpointing: tuple[bool, ...],
     alloc_confs: tuple[str, ...],
 ) -> Iterator[Candidate]:
-    """The product of all choices."""
+    """Yield the product of all choices, in a fixed order."""
     for again in checkpointing:
         for micro, accum in splits:
             workload = replace(base, micro_batch=micro, grad_accum=accum, gradient_checkpointing=again)

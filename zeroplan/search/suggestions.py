@@ -27,7 +27,7 @@ _CARDS = (16, 24, 32, 40, 48, 80, 141, 180)
 
 
 def nearest_miss(space: Sequence[Candidate], memory: Memory, cost: CostModel) -> Ranked:
-    """The candidate that lacks least, in its worst limit."""
+    """Find the candidate that exceeds its worst limit by the least."""
     lightest: dict[object, Candidate] = {}
     for candidate in sorted(space, key=lambda c: (_lack_of_floors(c, memory), memory.floor(c), c.effort)):
         lightest.setdefault(candidate.family, candidate)
@@ -39,7 +39,7 @@ def nearest_miss(space: Sequence[Candidate], memory: Memory, cost: CostModel) ->
 
 
 def lack(ranked: Ranked, memory: Memory) -> float:
-    """By how much the worst limit is exceeded, as a share of it."""
+    """Return what the candidate needs over the limit that it exceeds most; 1.0 is just enough."""
     plan, cluster = ranked.plan, memory.cluster
     high = plan.gpu.interval[1] if plan.gpu.interval else max(plan.gpu.needed, memory.floor(ranked.candidate))
     over = [high / cluster.usable_vram] if cluster.usable_vram else []
@@ -58,7 +58,7 @@ def _lack_of_floors(candidate: Candidate, memory: Memory) -> float:
 
 
 def shortfalls(missed: Recommendation, usable_vram: int | None, cpu_ram: int | None, nvme: int | None) -> list[str]:
-    """What it lacks: ``"3.2 GiB a GPU"``, ``"41 GiB of host memory a node"``."""
+    """Say what a configuration lacks: ``"3.2 GiB a GPU"``, ``"41 GiB of host memory a node"``."""
     plan = missed.plan
     high = plan.gpu.interval[1] if plan.gpu.interval else plan.gpu.needed
     said = []
@@ -115,7 +115,7 @@ def _options(resolved: ResolvedSearch, request: Request, options: SearchOptions,
 def cheapest_suggestions(
     resolved: ResolvedSearch, request: Request, options: SearchOptions, nearest: Recommendation, memory: Memory
 ) -> Iterator[Suggestion]:
-    """Changes that work, cheapest first, each with the configuration of it that needs the least.
+    """Yield the changes that make the model fit, cheapest first, each with the configuration that needs the least.
 
     `memory` is that of the resolved: whatever trains the same parameters shares its tapes.
     """

@@ -37,7 +37,7 @@ class Ddp(TorchEngine[DdpRank]):
     takes_modules = True
 
     def options(self) -> list[ZeroConfig]:
-        """The one there is."""
+        """Return stage 0, the only configuration."""
         return [ZeroConfig.of(0)]
 
     def require_runnable(self, zero: ZeroConfig) -> None:
@@ -50,15 +50,15 @@ class Ddp(TorchEngine[DdpRank]):
             raise BadInput("ddp shards nothing", where="--stage", remedy="use --stage 0, or --engine deepspeed or fsdp2")
 
     def precision(self, dtype: DType) -> Precision:
-        """DDP keeps fp32 parameters; 16-bit arithmetic is autocast's."""
+        """Return autocast for 16 bits: DDP keeps fp32 parameters and autocast casts the operands of each operation."""
         return Precision.FP32 if dtype is DType.FP32 else Precision.AUTOCAST
 
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
-        """DDP's lines, and any rank."""
+        """Return DDP's lines and a rank; all ranks are alike."""
         return LEDGER, self.rank(case, case.spec.parameters)
 
     def rank(self, case: Case, parameters: Parameters) -> DdpRank:
-        """Any rank: all are alike."""
+        """Return a rank; all ranks are alike."""
         workspace = case.cluster.gpu.workspace
         return DdpRank(workload=case.workload, parameters=parameters, layout=case.layout, cublas_workspace=workspace)
 
@@ -69,7 +69,7 @@ class Ddp(TorchEngine[DdpRank]):
         return record_ddp(rank, tape)
 
     def nccl_bytes(self, workload: Workload, zero: ZeroConfig, layout: ParallelLayout) -> int:
-        """One communicator with an all-reduce."""
+        """Return the bytes of one communicator that all-reduces; 0 for one rank."""
         return _NCCL if layout.world_size > 1 else 0
 
     def host_rss(self, workload: Workload, zero: ZeroConfig, *, rotary: bool = True, experts: bool = False) -> dict[Phase, int]:

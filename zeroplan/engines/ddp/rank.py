@@ -10,7 +10,7 @@ from zeroplan.engines.torch_rank import TorchRank
 
 @dataclass(frozen=True, kw_only=True)
 class DdpRank(TorchRank):
-    """Any rank: all are alike."""
+    """One rank under DDP. All ranks hold the same."""
 
     @cached_property
     def chunks(self) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ class DdpSchedule(EngineSchedule):
         self.stepped = False
 
     def build(self) -> None:
-        """The model, whole; a tied parameter's second owner has its own until the tie is made."""
+        """Allocate the whole model. The second owner of a tied parameter has its own copy until the tie is made."""
         made: set[int] = set()
         for owned in self.rank.parameters.modules:
             for p in owned:
@@ -45,7 +45,7 @@ class DdpSchedule(EngineSchedule):
             self.buckets = [self.alloc(self.rank.original_bytes * self.rank.trainable, Buffer.COMM_ALL_REDUCE)]
 
     def forward_begin(self) -> None:
-        """The second forward rebuilds the buckets."""
+        """Rebuild the reducer's buckets before the second forward."""
         if self.arrived and not self.rebuilt and self.rank.ranks > 1:
             self.rebuilt = True
             for block in self.buckets:
@@ -62,7 +62,7 @@ class DdpSchedule(EngineSchedule):
         return [*sizes, current] if current else sizes
 
     def grad(self, param: int, handle: int) -> None:
-        """The first micro batch's gradient is kept until zero_grad; a later one is added to it."""
+        """Keep the first micro batch's gradient until ``zero_grad``; add later ones to it."""
         if param in self.grads:
             self.free(handle)
         else:
@@ -71,7 +71,7 @@ class DdpSchedule(EngineSchedule):
                 self.arrived.append(param)
 
     def step(self, applied: bool) -> None:
-        """Clipping, the optimizer's step, zero_grad."""
+        """Clip the gradients, step the optimizer and free the gradients (``zero_grad``)."""
         optimizer_step(self.recorder, self.rank, applied=applied, first=not self.stepped)
         self.stepped |= applied
         for handle in self.grads.values():

@@ -11,7 +11,7 @@ from zeroplan.engines.verification import Trainer, TrainingRun
 
 
 def build(run: TrainingRun) -> Trainer:
-    """The model wrapped in DistributedDataParallel; one rank alone is not wrapped."""
+    """Wrap the model in DistributedDataParallel; a single rank trains it unwrapped."""
     with run.device:
         model = run.make_model(torch.float32)
     model = run.prepare(model).to(run.device)

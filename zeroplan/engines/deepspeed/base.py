@@ -19,7 +19,7 @@ SCALAR = 4
 
 
 class Schedule(EngineSchedule):
-    """The parts that stages have in common; each stage overrides the hooks that it uses."""
+    """What the schedules of all stages have in common; each stage overrides the hooks that it uses."""
 
     def __init__(self, rank: DeepSpeedRank, recorder: Recorder) -> None:
         self.rank = rank
@@ -31,7 +31,7 @@ class Schedule(EngineSchedule):
         self.has_gathers = False
 
     def build(self) -> None:
-        """The model, made whole on the GPU; a tied parameter's second owner has its own tensor until the tie is made."""
+        """Allocate the whole model on the GPU. The second owner of a tied parameter has its own copy until the tie is made."""
         width, twins = self.rank.param_bytes, []
         for owned in self.rank.parameters.modules:
             for p in owned:
@@ -45,7 +45,7 @@ class Schedule(EngineSchedule):
         self.free_all(twins)
 
     def add_adapters(self) -> None:
-        """Parameters that peft adds to the built model, whole and on the GPU."""
+        """Allocate the parameters that peft adds to the built model, whole and on the GPU."""
         for p, added in enumerate(self.rank.parameters.adapters):
             if added:
                 self.params[p] = self.alloc(self.rank.param_bytes * self.rank.numel[p], self._param_buffer(p), note=p)
@@ -54,11 +54,11 @@ class Schedule(EngineSchedule):
         return Buffer.PARAM_FULL if self.rank.parameters.trainable[p] else Buffer.PARAM_FROZEN
 
     def temporary(self, nbytes: int, buffer: Buffer, stream: int = 0) -> None:
-        """Allocates and frees at once."""
+        """Allocate a block and free it at once."""
         self.free(self.alloc(nbytes, buffer, stream=stream))
 
     def free_all(self, handles: Iterable[int]) -> None:
-        """Frees blocks in order."""
+        """Free the blocks in the given order."""
         for handle in handles:
             self.free(handle)
 
@@ -94,7 +94,7 @@ class Schedule(EngineSchedule):
             self.free_all(before)
 
     def gather_matrices(self) -> None:
-        """Muon's updates of whole matrices (muon.py): the buffers that stay are made by the first."""
+        """Gather Muon's matrices and update them (muon.py). The first call allocates the buffers that stay."""
         gathers = self.rank.matrix_gathers
         if not self.has_gathers and gathers.kept:
             self.alloc(gathers.kept, Buffer.COMM_ALL_GATHER)

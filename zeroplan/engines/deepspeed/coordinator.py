@@ -38,7 +38,7 @@ FETCHES_BEHIND = 3
 
 
 class _Gather:
-    """One collective on its way (pp, AllGatherCoalescedHandle).
+    """One all-gather that has been issued and not yet waited for (pp, AllGatherCoalescedHandle).
 
     `flats` are its buffers, one a dtype, which go when the last of its parameters has been asked for; `temps` go when it is
     waited for. `cut` says that a buffer holds several parameters, each rank's part of all of them in a row.
@@ -123,7 +123,7 @@ class Coordinator:
     # A micro batch
 
     def begin(self) -> None:
-        """co, reset_step: a forward begins."""
+        """Begin a forward with a new trace (co, reset_step)."""
         for p, gather in list(self.inflight.items()):
             self._wait(gather)
             self._release(p)
@@ -138,7 +138,7 @@ class Coordinator:
         self.fetched_at = [_NEVER] * len(self.fetched_at)
 
     def fetch(self, module: int, *, forward: bool, recomputing: bool = False) -> None:
-        """co, fetch_sub_module: gathers what the module needs, waits for it, and prefetches."""
+        """Gather the module's parameters, wait for them, and prefetch those of later modules (co, fetch_sub_module)."""
         self.deferred_frees.tick()
         if self.trace is None and self.recorded is not None:
             self.recorded.append(module)
@@ -189,7 +189,7 @@ class Coordinator:
             self._gather(sorted(chosen))
 
     def release(self, module: int, *, forward: bool) -> None:
-        """co, release_sub_module."""
+        """Free the module's parameters that no later module is about to use (co, release_sub_module)."""
         params: Iterable[int] = self.module_params[module]
         going: set[int] | frozenset[int] = self._leaving(module) if self.trace is not None else frozenset(params)
         if not forward:
@@ -218,7 +218,7 @@ class Coordinator:
         return found
 
     def end_backward(self) -> None:
-        """co, release_backward_leftovers: modules whose inputs needed no gradient."""
+        """Free what no hook frees: modules whose inputs need no gradient (co, release_backward_leftovers)."""
         while self.backward_modules:
             module, _ = self.backward_modules.popitem()
             for p in {*self.module_params[module], *self.recomputed.pop(module, ())}:
@@ -227,7 +227,7 @@ class Coordinator:
                     self._release(p)
 
     def release_all(self) -> None:
-        """co, release_and_reset_all: before the step, persistent parameters included."""
+        """Free all gathered parameters before the step, persistent ones included (co, release_and_reset_all)."""
         for p in range(len(self.status)):
             gather = self.inflight.pop(p, None)
             if gather is not None:
@@ -236,7 +236,7 @@ class Coordinator:
             self._release(p)
 
     def gather_persistent(self) -> None:
-        """stage3.py, _post_step: on the compute stream, every parameter into a block of its own."""
+        """Gather the persistent parameters after the step, each into a block of its own (stage3.py, _post_step)."""
         self.deferred_frees.complete_all()
         rank = self.rank
         chosen = sorted(self.persistent)
@@ -351,14 +351,14 @@ class Coordinator:
         self.recorder.free(handle)
 
     def save(self, module: int, params: Iterable[int]) -> None:
-        """A module's products save their weights: the blocks stay until :meth:`drop_saved`."""
+        """Keep the weights that the module's products save for the backward until :meth:`drop_saved`."""
         blocks = [block for p in params if (block := self.blocks[p]) is not None]
         self.saved.setdefault(module, []).extend(blocks)
         for handle, _ in blocks:
             self.savers[handle] = self.savers.get(handle, 0) + 1
 
     def drop_saved(self, module: int) -> None:
-        """The backward of a module's products is done."""
+        """Free the weights that :meth:`save` kept: the backward of the module's products has ended."""
         for block in self.saved.pop(module, ()):
             handle = block[0]
             self.savers[handle] -= 1

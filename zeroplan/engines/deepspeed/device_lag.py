@@ -30,7 +30,7 @@ _MICRO, _GIGA, _TERA = 1e-6, 1e9, 1e12
 
 @dataclass(frozen=True, slots=True)
 class DeviceLag:
-    """When what is freed in a micro batch can be used again.
+    """After how many fetches each block that a micro batch frees can be used again.
 
     Attributes:
         back: for each fetch, the number of the fetch at which blocks freed right after it are in the pool again.
@@ -42,7 +42,7 @@ class DeviceLag:
 
     @property
     def furthest(self) -> int:
-        """The most fetches that the device is behind."""
+        """The most fetches by which the device is behind the host."""
         return max((back - at for at, back in enumerate(self.back)), default=0)
 
 

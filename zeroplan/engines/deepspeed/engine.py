@@ -60,7 +60,7 @@ class DeepSpeed(Engine):
         self._simulator: Simulator | None = None  # made by the first simulation, which alone imports it
 
     def options(self) -> list[ZeroConfig]:
-        """Stages 0 to 3, each with the offloads it allows."""
+        """Return stages 0 to 3, each with the offloads that it allows."""
         return [ZeroConfig.of(stage, optimizer, param) for stage, optimizer, param in OPTIONS]
 
     def require_runnable(self, zero: ZeroConfig) -> None:
@@ -102,7 +102,7 @@ class DeepSpeed(Engine):
             )
 
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
-        """DeepSpeed's lines, and rank 0."""
+        """Return DeepSpeed's lines, and rank 0."""
         return LEDGER, deepspeed_rank(
             case.spec.parameters,
             case.workload,
@@ -113,11 +113,11 @@ class DeepSpeed(Engine):
         )
 
     def trace_options(self, case: Case) -> TraceOptions:
-        """Stage 3 runs the model through its own hooks and linear function."""
+        """Return how to trace the model: stage 3 runs it through its own hooks and linear function."""
         return options_for(case.workload, zero3=case.zero.stage == 3)
 
     def simulate(self, case: Case, tape: ExpandedTape, config: AllocatorConfig | None = None) -> Simulation:
-        """The schedule of the stage, on each rank that can be the worst."""
+        """Simulate the stage's schedule on each rank that may need the most memory."""
         from zeroplan.engines.deepspeed.simulation import Simulator
 
         if self._simulator is None:
@@ -143,13 +143,13 @@ class DeepSpeed(Engine):
         return DeepSpeedTraffic(spec, cluster)
 
     def search_space(self, cluster: Cluster, nvme_path: str) -> list[tuple[ZeroConfig, int]]:
-        """Every stage and offload with every set of buckets."""
+        """Return every stage and offload with every set of bucket sizes."""
         from zeroplan.engines.deepspeed.search_space import with_buckets
 
         return with_buckets(super().search_space(cluster, nvme_path), cluster)
 
     def forms(self) -> Mapping[str, Form]:
-        """A ds_config as DeepSpeed takes it, or as a program that starts DeepSpeed does."""
+        """Return the forms of a ds_config: DeepSpeed's own, and those of the programs that start DeepSpeed."""
         from zeroplan.interop.forms.explicit import ACCELERATE, DEEPSPEED
         from zeroplan.interop.forms.lightning import LIGHTNING
         from zeroplan.interop.forms.trainer import TRAINER, TRL
@@ -157,7 +157,7 @@ class DeepSpeed(Engine):
         return {"explicit": DEEPSPEED, "trainer": TRAINER, "trl": TRL, "lightning": LIGHTNING, "accelerate": ACCELERATE}
 
     def run_config(self, case: Case, ds_config: Mapping[str, Any] | None, timeout: float) -> dict[str, Any]:
-        """The user's file made explicit, or an explicit file of what the flags say."""
+        """Return the user's file without ``auto`` or, without a file, an explicit config of what the flags say."""
         from zeroplan.ds_config.writer import write_ds_config
         from zeroplan.engines.verification import optimizer_section
 

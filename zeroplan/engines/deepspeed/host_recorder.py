@@ -54,12 +54,12 @@ class HostRecorder:
         self._at_peak: HostBytes = {}
 
     def lock(self, nbytes: int, buffer: Buffer) -> None:
-        """Allocates whole pages that stay, locked without torch's cache of pinned blocks."""
+        """Allocate whole pages that stay locked and are no block of torch's pinned cache."""
         self._locked += -(-nbytes // PAGE) * PAGE
         self._add(nbytes, (buffer, True))
 
     def alloc(self, nbytes: int, buffer: Buffer, *, pinned: bool = False) -> int:
-        """Allocates and returns a handle."""
+        """Allocate a block and return its handle."""
         if pinned:
             block = self.pins.alloc(nbytes)
         else:
@@ -94,7 +94,7 @@ class HostRecorder:
         return self.alloc(nbytes, buffer, pinned=True)
 
     def mark(self, phase: Phase) -> None:
-        """Ends a phase."""
+        """Note the bytes at the end of a phase; the next phase begins."""
         kept = self._now()
         self.marks.append(HostMark(phase, self._pageable, self._pinned, self._peak, self._at_peak, kept, self._locked))
         self._peak, self._at_peak = self._pageable + self._pinned, kept

@@ -34,7 +34,7 @@ class Recordings:
         self._events = 0
 
     def of(self, case: Case, tape: ExpandedTape, rank: DeepSpeedRank, skipped_steps: int) -> Recorder:
-        """The rank's recording: played, or an earlier one with this tape's sizes."""
+        """Return the rank's recording: an earlier one of the same shape with this tape's sizes, else a new one."""
         workload = replace(case.workload, micro_batch=1)
         layout = (case.zero, workload, case.cluster, rank.rank, skipped_steps, tape.shape)
         found = self._kept.get(layout)

@@ -17,7 +17,7 @@ STEPS_UNTIL_STEADY = 3
 
 
 def stage_schedule(rank: DeepSpeedRank, tape: ExpandedTape, recorder: Recorder) -> EngineSchedule:
-    """The schedule of the wrapper that DeepSpeed chooses for the rank's configuration."""
+    """Return the schedule of the optimizer wrapper that DeepSpeed chooses for the rank's configuration."""
     if rank.stage == 3:
         return Stage3(rank, recorder, tape)
     if rank.full_fp32_grads:
@@ -53,7 +53,7 @@ def record_deepspeed(
 
 
 def distinct_ranks(rank: DeepSpeedRank, most: int = 8) -> tuple[int, ...]:
-    """The ranks that may need the most memory, at most `most` of them, the first rank always.
+    """Return the ranks that may need the most memory: rank 0 and others, at most `most` in all.
 
     At stages 1 and 2 a rank keeps the gradients of all parameters that its part touches, whole: the rank that touches the
     most has the highest allocated peak. Each rank's blocks have sizes of their own, which decides how they fragment the

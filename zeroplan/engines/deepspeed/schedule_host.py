@@ -15,7 +15,7 @@ from zeroplan.simulate.allocator.pinned_host import PinnedConfig
 
 
 def record_host(rank: DeepSpeedRank, config: PinnedConfig | None = None) -> HostRecorder:
-    """The host buffers of one rank over loading, initialisation, a backward and a step.
+    """Record one rank's host buffers over loading, initialisation, a backward and a step.
 
     Model weights that are built on the GPU, as measured rows do, leave nothing on the host.
     """

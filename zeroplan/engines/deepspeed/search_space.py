@@ -29,7 +29,7 @@ _BUCKET_EFFORT = 2
 
 
 def with_buckets(offloads: list[tuple[ZeroConfig, int]], cluster: Cluster) -> list[tuple[ZeroConfig, int]]:
-    """Each configuration with each set of buckets that its stage has."""
+    """Return each configuration with each set of bucket sizes that its stage has."""
     found = []
     for zero, effort in offloads:
         sets = _STAGE_3 if zero.stage == 3 else _STAGES_1_2 if zero.stage else ({},)

@@ -34,7 +34,7 @@ FEWEST_RANKS, MOST_RANKS = 2, 8
 
 
 def worth_simulating(rank: DeepSpeedRank, tape: ExpandedTape) -> tuple[int, ...]:
-    """The ranks whose runs can differ in what they reserve, as many as the model's depth affords."""
+    """Return the ranks to simulate: fewer of a deeper model, whose ranks differ less."""
     return distinct_ranks(rank, max(FEWEST_RANKS, min(MOST_RANKS, EVENTS_OVER_RANKS // max(1, len(tape)))))
 
 
@@ -46,7 +46,7 @@ class Simulator:
         self._lags: OrderedDict[tuple[object, ...], DeviceLag] = OrderedDict()
 
     def simulate(self, case: Case, tape: ExpandedTape, config: AllocatorConfig | None = None) -> Simulation:
-        """The schedule of the stage, on each rank that can be the worst.
+        """Simulate the stage's schedule on each rank that may need the most memory.
 
         With fp16 data decide how many steps the loss scale discards, and with them the order of allocations: the worst rank
         is simulated with and without.
@@ -122,7 +122,7 @@ def _with_host(rank: DeepSpeedRank, found: Simulation) -> Simulation:
 
 
 def rank_of(case: Case, tape: ExpandedTape) -> DeepSpeedRank:
-    """Rank 0 of the case, with the tape's parameters."""
+    """Return rank 0 of the case, with the tape's parameters."""
     return deepspeed_rank(
         tape.parameters,
         case.workload,

@@ -24,18 +24,18 @@ class Stage0(Schedule):
         self.trained = rank.trained
 
     def initialize(self) -> None:
-        """The optimizer allocates its overflow flag and nothing else."""
+        """Allocate the optimizer's overflow flag, all that it has before the first step."""
         self.alloc(SCALAR, Buffer.OPTIM_TEMP)
 
     def grad(self, param: int, handle: int) -> None:
-        """Keeps the gradient, or adds it to the one that is there."""
+        """Keep the gradient, or add it to the one that is there."""
         if param in self.grads:
             self.free(handle)
         else:
             self.grads[param] = handle
 
     def backward_end(self, boundary: bool) -> None:
-        """engine.py, allreduce_gradients: also with one rank."""
+        """All-reduce the gradients before a step, with one rank as well (engine.py, allreduce_gradients)."""
         if boundary:
             self.all_reduce([self.rank.numel[p] for p in self.trained], self.rank.param_bytes)
 
@@ -54,7 +54,7 @@ class Stage0(Schedule):
                 bucket = filled = 0
 
     def step(self, applied: bool) -> None:
-        """engine.py, _take_model_step: clipping, the optimizer, then gradients go."""
+        """Clip the gradients, step the optimizer and free the gradients (engine.py, _take_model_step)."""
         counts = [self.rank.numel[p] for p in self.trained]
         if self.rank.zero.gradient_clipping > 0:
             self.norms(counts, 0)
@@ -64,7 +64,7 @@ class Stage0(Schedule):
         self.drop_grads()
 
     def drop_grads(self) -> None:
-        """``param.grad = None`` for all."""
+        """Free every gradient (``param.grad = None``)."""
         self.free_all(self.grads.values())
         self.grads.clear()
 
@@ -73,7 +73,7 @@ class Stage0Flat(Stage0):
     """16-bit with FusedAdam: FP16_Optimizer, which keeps one flat fp32 master. Source: runtime/fp16/fused_optimizer.py."""
 
     def initialize(self) -> None:
-        """Clones and flattens the parameters, makes the master, and takes a step on zero gradients for the states."""
+        """Flatten the parameters, make the fp32 master, and step on zero gradients, which makes the states."""
         rank = self.rank
         w = rank.param_bytes
         total = sum(rank.numel[p] for p in self.trained)
@@ -93,7 +93,7 @@ class Stage0Flat(Stage0):
         self.free(grads)
 
     def step(self, applied: bool) -> None:
-        """fp32 gradients one by one, then flat; the 16-bit ones go when both exist."""
+        """Cast the gradients to fp32 one by one, flatten them, free the 16-bit ones, and step."""
         rank = self.rank
         if applied:
             casts = [self.alloc(4 * rank.numel[p], Buffer.GRAD_MASTER) for p in self.trained]
@@ -112,7 +112,7 @@ class Stage0Unfused(Stage0):
     """16-bit with any other optimizer: FP16_UnfusedOptimizer, a master a parameter. Source: fp16/unfused_optimizer.py."""
 
     def initialize(self) -> None:
-        """A master a parameter, then a step on zero gradients, 16-bit and fp32, for the states."""
+        """Make a master for each parameter, and step on zero gradients, which makes the states."""
         rank = self.rank
         w = rank.param_bytes
         for p in self.trained:
@@ -125,7 +125,7 @@ class Stage0Unfused(Stage0):
         self.free_all(zeros)
 
     def step(self, applied: bool) -> None:
-        """fp32 gradients beside the 16-bit ones until the engine clears those."""
+        """Cast the gradients to fp32 beside the 16-bit ones, step, and free both."""
         rank = self.rank
         if applied:
             counts = [rank.numel[p] for p in self.trained]
@@ -145,7 +145,7 @@ class Stage1Bf16(Stage0):
     """
 
     def initialize(self) -> None:
-        """Flattens, clones the master's part, and makes the fp32 gradients that live for the whole run."""
+        """Flatten the parameters, clone this rank's master, and make the fp32 gradients that live for the whole run."""
         rank = self.rank
         aligned = rank.flat_group
         self.part, self.aligned = aligned // rank.ranks, aligned
@@ -159,7 +159,7 @@ class Stage1Bf16(Stage0):
         self.alloc(rank.accum_bytes * aligned, Buffer.GRAD_ACCUM)
 
     def grad(self, param: int, handle: int) -> None:
-        """bf16 gradients are zeroed, not freed, between micro batches, so autograd adds to them; unless each goes at once."""
+        """Keep the bf16 gradient: it is zeroed and not freed between micro batches, unless each is freed at once."""
         if self.rank.zero.immediate_grad_update:
             self.temporary(self.rank.accum_bytes * self.rank.numel[param], Buffer.GRAD_ACCUM)
             self.free(handle)
@@ -167,7 +167,7 @@ class Stage1Bf16(Stage0):
             super().grad(param, handle)
 
     def backward_end(self, boundary: bool) -> None:
-        """Adds the bf16 gradients to the fp32 ones, each through an fp32 copy; then the flat ones are reduced."""
+        """Add the bf16 gradients to the fp32 ones, each through an fp32 copy, and reduce the fp32 ones."""
         if not self.rank.zero.immediate_grad_update:
             for p in self.trained:
                 self.temporary(self.rank.accum_bytes * self.rank.numel[p], Buffer.GRAD_ACCUM)
@@ -175,7 +175,7 @@ class Stage1Bf16(Stage0):
             self.all_reduce([self.aligned], self.rank.accum_bytes)
 
     def step(self, applied: bool) -> None:
-        """Steps this rank's part; parameters are gathered in place and bf16 gradients go."""
+        """Step this rank's part, gather the parameters in place and free the bf16 gradients."""
         self.norms([self.rank.numel[p] for p in self.trained], 0)
         self.gather_matrices()
         self.optimizer_step(first=not self.has_states)
@@ -184,7 +184,7 @@ class Stage1Bf16(Stage0):
 
 
 def stage0_schedule(rank: DeepSpeedRank, recorder: Recorder) -> Stage0:
-    """The schedule that DeepSpeed's choice of wrapper gives (engine.py, _do_optimizer_sanity_check)."""
+    """Return the schedule of the wrapper that DeepSpeed chooses at stage 0 (engine.py, _do_optimizer_sanity_check)."""
     if not rank.own_masters:
         return Stage0(rank, recorder)
     return Stage0Flat(rank, recorder) if rank.flattens else Stage0Unfused(rank, recorder)

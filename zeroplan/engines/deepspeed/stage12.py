@@ -67,7 +67,7 @@ class Stage12(Schedule):
     # Initialisation
 
     def initialize(self) -> None:
-        """Flattens the group, clones the masters and, for a moment, makes a zero gradient for them."""
+        """Flatten the parameter groups, clone the masters and make a zero gradient for them, which is freed again."""
         rank, group = self.rank, self.group
         w, m = rank.param_bytes, rank.master_bytes
         if not self.offload:
@@ -104,11 +104,11 @@ class Stage12(Schedule):
     # Backward
 
     def backward_begin(self, boundary: bool) -> None:
-        """Notes whether a step follows."""
+        """Note whether a step follows this backward."""
         self.boundary = boundary
 
     def grad(self, param: int, handle: int) -> None:
-        """s12, process_gradients: the hook that runs when a gradient has been accumulated."""
+        """Put a complete gradient into its bucket (s12, process_gradients)."""
         if not self.ready:
             self._open_buckets()
         if self.accumulates_apart:
@@ -125,7 +125,7 @@ class Stage12(Schedule):
             self._reduce(param)
 
     def backward_end(self, boundary: bool) -> None:
-        """engine.py, allreduce_gradients; s12, independent_gradient_partition_epilogue."""
+        """Reduce what is left in the buckets (engine.py, allreduce_gradients; s12, independent_gradient_partition_epilogue)."""
         if not self.partitions_grads:
             if not boundary:
                 return
@@ -315,7 +315,7 @@ class Stage12(Schedule):
     # Step
 
     def step(self, applied: bool) -> None:
-        """s12, step: norm, fp32 gradients, optimizer, gathering (in place)."""
+        """Take the norm, cast the gradients to fp32, step the optimizer and gather the parameters in place (s12, step)."""
         rank, group = self.rank, self.group
         self.micro = 0
         if self.offload:

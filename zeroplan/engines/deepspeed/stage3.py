@@ -63,7 +63,7 @@ class Stage3(Schedule):
     # Initialisation
 
     def build(self) -> None:
-        """Under zero.Init each module's parameters are made whole and sharded at once; else the whole model comes first."""
+        """Make and shard one module after another under ``zero.Init``; without it make the whole model first."""
         if not self.rank.zero_init:
             super().build()
             return
@@ -100,7 +100,7 @@ class Stage3(Schedule):
             self.secondary[p] = self.alloc(on_gpu, Buffer.PARAM_SECONDARY, note=p)
 
     def initialize(self) -> None:
-        """s3, __init__: shards move into one flat buffer, masters are cloned, buckets and gradient partitions made."""
+        """Move the shards into one flat buffer, clone the masters, make buckets and gradient partitions (s3, __init__)."""
         rank = self.rank
         w, m = rank.param_bytes, rank.master_bytes
         if not self.offload:
@@ -161,18 +161,18 @@ class Stage3(Schedule):
     # Forward and backward
 
     def forward_begin(self) -> None:
-        """The coordinator's trace begins anew."""
+        """Begin the coordinator's trace anew."""
         self.micro += 1
         self.backward = False
         self.coordinator.begin()
 
     def enter(self, module: int) -> None:
-        """Before a module's forward, or its recomputation."""
+        """Fetch a module's parameters before its forward or its recomputation."""
         if not self.inside_leaf[module]:
             self.coordinator.fetch(module, forward=True, recomputing=self.backward)
 
     def exit(self, module: int) -> None:
-        """After a module's forward."""
+        """Release a module's parameters after its forward."""
         saved = (self.saves.recomputation if self.backward else self.saves.forward).get(module)
         if saved:
             self.coordinator.save(module, saved)
@@ -180,16 +180,16 @@ class Stage3(Schedule):
             self.coordinator.release(module, forward=True)
 
     def backward_begin(self, boundary: bool) -> None:
-        """Notes whether a step follows."""
+        """Note whether a step follows this backward."""
         self.boundary, self.backward = boundary, True
 
     def backward_enter(self, module: int) -> None:
-        """Before a module's backward."""
+        """Fetch a module's parameters before its backward."""
         if not self.inside_leaf[module]:
             self.coordinator.fetch(module, forward=False)
 
     def backward_exit(self, module: int) -> None:
-        """After a module's backward."""
+        """Release a module's parameters after its backward."""
         self.coordinator.drop_saved(module)
         if self.inside_leaf[module]:
             return
@@ -198,7 +198,7 @@ class Stage3(Schedule):
             self.coordinator.release(module, forward=False)
 
     def grad(self, param: int, handle: int) -> None:
-        """s3, reduce_ready_partitions_and_remove_grads; those of leaf modules wait for the module's end."""
+        """Put a gradient into the bucket (s3, reduce_ready_partitions_and_remove_grads); a leaf module's wait."""
         self.own[param] = handle
         leaf = self.leaf_of.get(param)
         if leaf is None:
@@ -301,7 +301,7 @@ class Stage3(Schedule):
         self.free_all(waiting)
 
     def backward_end(self, boundary: bool) -> None:
-        """engine.py, _backward_epilogue: the last bucket, then parameters that no hook released."""
+        """Reduce the last bucket and release what no hook released (engine.py, _backward_epilogue)."""
         for module in self.leaf_grads:  # modules whose inputs needed no gradient
             self._collect_leaf(module)
         for comm in self.buckets:
@@ -312,7 +312,7 @@ class Stage3(Schedule):
     # Step
 
     def step(self, applied: bool) -> None:
-        """s3, step: sub-group by sub-group, then the persistent parameters are gathered again."""
+        """Step one sub-group after another, then gather the persistent parameters (s3, step)."""
         rank = self.rank
         self.micro = -1
         self.coordinator.release_all()

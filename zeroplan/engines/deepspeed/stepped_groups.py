@@ -243,7 +243,7 @@ class SteppedGroups(ResolvedConfig, Rank):
 
     @cached_property
     def _touched(self) -> dict[int, list[int]]:
-        """By rank."""
+        """By rank, the elements of each matrix that its partition touches."""
         found: dict[int, list[int]] = {}
         for domain, group in self.param_groups if self.stages_momentum else ():
             for p in group if domain is Domain.MATRIX else ():

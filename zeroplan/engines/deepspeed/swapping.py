@@ -31,7 +31,7 @@ _ALIGNED_BYTES = 1024
 
 @dataclass(frozen=True, slots=True)
 class Swapping:
-    """The rules of one configuration.
+    """Which tensors go to files in one configuration, and how they are aligned there.
 
     Attributes:
         least: bytes from which on a tensor goes to a file.

@@ -423,7 +423,7 @@ class DeepSpeedTraffic(Traffic):
         self._sizes: dict[tuple[int, int], Sizes] = {}
 
     def facts(self, compute: ComputeFacts, workload: Workload, zero: ZeroConfig) -> TrafficFacts:
-        """The facts of rank 0."""
+        """Return the facts of rank 0."""
         key = (zero.param_persistence_threshold, zero.reduce_bucket_size)
         sizes = self._sizes.get(key)
         if sizes is None:

@@ -72,7 +72,7 @@ class Sizes:
 
     @classmethod
     def of(cls, spec: ModelSpec, threshold: int, bucket: int) -> Sizes:
-        """The sums of one model. `threshold` and `bucket` are elements."""
+        """Sum over one model's parameters. `threshold` and `bucket` are elements."""
         persistent = tensors = trained = 0
         for tensor, count in spec.tensor_groups():
             if tensor.numel <= threshold:
@@ -92,7 +92,7 @@ class Sizes:
 def traffic_facts(
     sizes: Sizes, compute: ComputeFacts, workload: Workload, zero: ZeroConfig, layout: ParallelLayout
 ) -> TrafficFacts:
-    """The facts of rank 0.
+    """Return the facts of rank 0.
 
     `sizes` must be those of the configuration's ``param_persistence_threshold`` and ``reduce_bucket_size``.
     """

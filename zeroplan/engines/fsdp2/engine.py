@@ -31,11 +31,11 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
     tensors_from_operators = False  # FSDP2 resizes storages, which no operator returns
 
     def options(self) -> list[ZeroConfig]:
-        """Without and with resharding."""
+        """Return stage 2, without resharding after the forward, and stage 3, with it."""
         return [ZeroConfig.of(2), ZeroConfig.of(3)]
 
     def default(self) -> ZeroConfig:
-        """``reshard_after_forward`` is true unless the program says otherwise."""
+        """Return stage 3: ``reshard_after_forward`` is true unless the program says otherwise."""
         return ZeroConfig.of(3)
 
     def require_runnable(self, zero: ZeroConfig) -> None:
@@ -55,7 +55,7 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
             )
 
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
-        """FSDP2's lines, and rank 0."""
+        """Return FSDP2's lines, and rank 0."""
         return LEDGER, self.rank(case, case.spec.parameters)
 
     def trace_options(self, case: Case) -> TraceOptions:
@@ -64,7 +64,7 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
         return replace(options, arithmetic=Arithmetic.HALF) if options.arithmetic is Arithmetic.HALF_AUTOCAST else options
 
     def rank(self, case: Case, parameters: Parameters) -> Fsdp2Rank:
-        """Rank 0, which holds the largest chunks."""
+        """Return rank 0, which holds the largest chunks."""
         return Fsdp2Rank(
             workload=case.workload,
             parameters=parameters,
@@ -87,13 +87,13 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
         return host_phases(rank)
 
     def forms(self) -> Mapping[str, Form]:
-        """A program that calls `fully_shard` itself, which reads no file, or accelerate's file."""
+        """Return the forms: a program that calls `fully_shard` itself, which reads no file, and accelerate's file."""
         from zeroplan.interop.forms.torch import FSDP2, FSDP2_BY_ACCELERATE
 
         return {"torch": FSDP2, "accelerate-fsdp2": FSDP2_BY_ACCELERATE}
 
     def require_verifiable(self, zero: ZeroConfig) -> None:
-        """``verify`` keeps shards on the GPU.
+        """Refuse offload: ``verify`` runs FSDP2 on the GPU alone.
 
         Raises:
             BadInput: offload.

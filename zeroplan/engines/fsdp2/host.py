@@ -14,7 +14,7 @@ from zeroplan.simulate.allocator.pinned_host import pinned_bytes
 
 
 def host_phases(rank: Fsdp2Rank) -> tuple[HostPhase, ...]:
-    """The host's peaks; none where nothing is offloaded."""
+    """Return the host's peaks by phase; none where nothing is offloaded."""
     if not rank.offload:
         return ()
     params = pinned_bytes(rank.width(p) * count for p, count in enumerate(rank.chunks))

@@ -86,7 +86,7 @@ class Fsdp2Schedule(EngineSchedule):
     # --- building ---------------------------------------------------------------------------------------------------------
 
     def build(self) -> None:
-        """Sharded parameters are made on the meta device and filled on the GPU, a tied one twice; or on the host."""
+        """Allocate the shards on the GPU, those of a tied parameter twice; under CPUOffloadPolicy they are on the host."""
         if self.rank.offload:
             return
         made: set[int] = set()
@@ -162,7 +162,7 @@ class Fsdp2Schedule(EngineSchedule):
         group.parameters.clear()
 
     def forward_begin(self) -> None:
-        """The root is gathered first."""
+        """Unshard the root."""
         self.in_backward = False
         self.order.clear()
         if self.root is not None:
@@ -170,7 +170,7 @@ class Fsdp2Schedule(EngineSchedule):
             self._wait_for_unshard(self.root)
 
     def enter(self, module: int) -> None:
-        """A block is gathered when its forward begins; a recomputation finds it gathered."""
+        """Unshard a block before its forward; a recomputation finds it unsharded."""
         group = self.groups.get(module)
         if group is None or self.in_backward:
             return
@@ -180,7 +180,7 @@ class Fsdp2Schedule(EngineSchedule):
         self._wait_for_unshard(group)
 
     def exit(self, module: int) -> None:
-        """A block is resharded after its forward; with the root's, the last gather's output goes too."""
+        """Reshard a block after its forward; after the root's, free the last gather's output as well."""
         if self.in_backward:
             return
         if module == self.root_module:
@@ -197,7 +197,7 @@ class Fsdp2Schedule(EngineSchedule):
             self._reshard(self.root)
 
     def backward_begin(self, boundary: bool) -> None:
-        """The root is gathered again, and the last block is gathered ahead."""
+        """Unshard the root again, and the last block ahead of its use."""
         self.in_backward, self.reduces = True, boundary
         if self.root is not None:
             self._unshard(self.root)
@@ -210,7 +210,7 @@ class Fsdp2Schedule(EngineSchedule):
             self._unshard(self.groups[self.order[position]])
 
     def backward_enter(self, module: int) -> None:
-        """A block is there before its backward, and the one before it in the forward is gathered ahead."""
+        """Unshard a block before its backward, and ahead of its use the one that comes before it in the forward."""
         group = self.groups.get(module)
         if group is None or module < 0:
             return
@@ -229,7 +229,7 @@ class Fsdp2Schedule(EngineSchedule):
             group.grads[param] = handle
 
     def backward_exit(self, module: int) -> None:
-        """A block's backward is over."""
+        """Run the post-backward of a block."""
         group = self.groups.get(module)
         if group is not None and module >= 0:
             self._post_backward(group)
@@ -274,7 +274,7 @@ class Fsdp2Schedule(EngineSchedule):
             self.reduce_input = -1
 
     def backward_end(self, boundary: bool) -> None:
-        """Groups whose inputs need no gradient, and the root, are reduced at the end."""
+        """Run the post-backward of groups whose inputs need no gradient, and of the root."""
         for module in reversed(self.order):
             if self.groups[module].grads or self.groups[module].parameters:
                 self._post_backward(self.groups[module])
@@ -283,7 +283,7 @@ class Fsdp2Schedule(EngineSchedule):
         self._free_reduce_input()
 
     def step(self, applied: bool) -> None:
-        """Clipping, the optimizer's step on this rank's chunks, and zero_grad; on the host, if that has them."""
+        """Clip, step this rank's chunks and free their gradients (``zero_grad``); with offload all of this is on the host."""
         if self.rank.offload:
             return
         optimizer_step(self.recorder, self.rank, applied=applied, first=not self.stepped)

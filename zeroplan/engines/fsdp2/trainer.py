@@ -16,7 +16,7 @@ from zeroplan_runtime.units import find_blocks
 
 
 def build(run: TrainingRun) -> Trainer:
-    """The model sharded; stage 3 reshards after the forward, stage 2 does not."""
+    """Shard the model with `fully_shard`; stage 3 reshards after the forward, stage 2 does not."""
     with torch.device("meta"):
         model = run.make_model(torch.float32)
     model = run.prepare(model)

@@ -72,7 +72,7 @@ class Runtime(Engine):
         return self if ds_config.knobs == self.knobs else _with_keys(ds_config.knobs)
 
     def options(self) -> list[ZeroConfig]:
-        """The four stages, and the offloads that each allows."""
+        """Return the four stages, each with the offloads that it allows."""
         return [ZeroConfig.of(stage, optimizer, param) for stage, optimizer, param in OPTIONS]
 
     def require_runnable(self, zero: ZeroConfig) -> None:
@@ -95,20 +95,20 @@ class Runtime(Engine):
             require_offloadable(case.workload.optimizer)
 
     def layout(self, case: Case) -> Layout:
-        """What the Arena will allocate by."""
+        """Return the layout by which the Arena will allocate."""
         return layout_of(case.spec, case.workload, case.zero, case.layout, self.knobs)
 
     def optimizer_device(self, offload_param: str) -> str:
-        """Parameters leave the device only with their optimizer."""
+        """Return the host where parameters are offloaded: they leave the device only with their optimizer."""
         moved = offload_param in (OffloadDevice.CPU, OffloadDevice.NVME)
         return OffloadDevice.CPU if moved else OffloadDevice.NONE
 
     def remark(self, case: Case) -> str:
-        """What may surprise whoever asked for this case; an empty string where nothing does."""
+        """Return a warning about what may surprise the user in this case; an empty string for none."""
         return remark(self.layout(case))
 
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
-        """The runtime's lines and any rank."""
+        """Return the runtime's lines and a rank; all ranks are alike."""
         layout = self.layout(case)
         inputs = leaving_inputs(case, layout)
         return lines.LEDGER, lines.runtime_rank(layout, cublas_workspace=case.cluster.gpu.workspace, inputs=inputs)
@@ -127,7 +127,7 @@ class Runtime(Engine):
         return computed_tape(case.workload, self.layout(case).setup, self.knobs, tape)
 
     def simulate(self, case: Case, tape: ExpandedTape, config: AllocatorConfig | None = None) -> Simulation:
-        """The run of any rank: all own and do the same."""
+        """Simulate one rank; all ranks own and do the same."""
         from zeroplan.engines.runtime.simulation import simulate_rank
 
         return simulate_rank(case, self.layout(case), self.knobs, self.moved_inputs(case, tape), tape, config)
@@ -146,7 +146,7 @@ class Runtime(Engine):
         return found if found is None or not changed else {**found, "zeroplan": changed}
 
     def forms(self) -> Mapping[str, Form]:
-        """A ds_config, as ``zeroplan_runtime.initialize`` takes it."""
+        """Return the form of a ds_config that ``zeroplan_runtime.initialize`` takes."""
         from zeroplan.interop.forms.explicit import RUNTIME
 
         return {"explicit": RUNTIME}
@@ -154,7 +154,7 @@ class Runtime(Engine):
     def for_verify(
         self, ds_config: Mapping[str, Any] | None, *, device: str, own_module: bool
     ) -> tuple[Runtime, Mapping[str, Any] | None]:
-        """On a CPU, and for a user's own module, without the fused loss unless the file asks for it.
+        """Switch the fused loss off on a CPU and for a user's own module, unless the file asks for it.
 
         No CPU kernel computes the loss in one pass, and what torch takes in its place is not what a plan for GPUs has. A user's
         own module has its own loss.
@@ -174,7 +174,7 @@ class Runtime(Engine):
         return run_config(case, ds_config or {}, timeout)
 
     def owned_buffers(self, case: Case, tape: ExpandedTape | None) -> OwnedBuffers:
-        """The Arena's rows. Without a tape nothing tells of the checkpointed inputs that leave for pinned memory."""
+        """Return the Arena's rows. Without a tape they lack the checkpointed inputs that leave for pinned memory."""
         found = runtime_buffers(self.layout(case))
         rows = {(row.buffer.value, row.unit, row.place.value): row.bytes for row in found}
         if tape is not None:

@@ -24,7 +24,7 @@ _FP32_BYTES = 4
 
 
 def host_phases(layout: Layout, model: int, moved: Mapping[str, int] | None = None) -> tuple[HostPhase, ...]:
-    """The host's peaks. See Note [Passing through].
+    """Return the host's peaks by phase. See Note [Passing through].
 
     Args:
         layout: what the Arena allocates by.
@@ -51,7 +51,7 @@ def host_phases(layout: Layout, model: int, moved: Mapping[str, int] | None = No
 def checkpoint_phases(
     layout: Layout, host: tuple[HostPhase, ...], *, after_init: int, after_step: int
 ) -> tuple[CheckpointPhase, ...]:
-    """``save_checkpoint`` after a step and ``load_checkpoint`` after initialisation. See Note [Passing through].
+    """Return the peaks of ``save_checkpoint`` and ``load_checkpoint``. See Note [Passing through].
 
     Args:
         layout: what the Arena allocates by.
@@ -92,7 +92,7 @@ def _master_in_file(layout: Layout, unit: UnitLayout) -> bool:
 
 
 def _streamed(layout: Layout) -> list[Buffer]:
-    """What of a unit in files is in its file."""
+    """The buffers of a unit whose states are in a file that lie in that file."""
     masters = [Buffer.PARAM_MASTER] if layout.setup.masters_apart else []
     return [*masters, *layout.setup.states]
 

@@ -18,7 +18,7 @@ from zeroplan.models.spec import ModelSpec, Unit
 
 
 def setup_of(workload: Workload, zero: ZeroConfig, parallel: ParallelLayout, knobs: Knobs) -> RuntimeSetup:
-    """The runtime's setup for a plan."""
+    """Return the runtime's setup for a plan."""
     return runtime_setup(
         zero,
         knobs,
@@ -35,7 +35,7 @@ def _shapes(units: tuple[Unit, ...], model_type: str, wide_numel: int) -> tuple[
 
 
 def layout_of(spec: ModelSpec, workload: Workload, zero: ZeroConfig, parallel: ParallelLayout, knobs: Knobs) -> Layout:
-    """The layout of one rank; all ranks are equal."""
+    """Return the layout of one rank; all ranks have the same."""
     return plan_layout(_shapes(spec.units, spec.model_type, knobs.wide_numel), setup_of(workload, zero, parallel, knobs))
 
 

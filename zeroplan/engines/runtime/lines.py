@@ -21,7 +21,7 @@ _NO_INPUTS = LeavingInputs()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeRank:
-    """One rank's elements and widths."""
+    """One rank's elements and bytes an element. Flats are padded: parameters begin on multiples of 64 elements."""
 
     ranks: int = means("data-parallel ranks")
     stage: int
@@ -80,7 +80,7 @@ class RuntimeRank:
 
 
 def runtime_rank(layout: Layout, *, cublas_workspace: int, inputs: LeavingInputs = _NO_INPUTS) -> RuntimeRank:
-    """Sums over the rows that the Arena allocates."""
+    """Sum up the rows that the Arena allocates on one rank."""
     setup, rows = layout.setup, runtime_buffers(layout)
     kept = [unit for unit in layout.units if not unit.offloaded]
     ring = {unit.grad_slot for unit in layout.units if unit.shape.kind is UnitKind.BLOCK}

@@ -14,7 +14,7 @@ _FP16_POWER = 8
 
 
 def run_config(case: Case, raw: Mapping[str, Any], timeout: float) -> dict[str, Any]:
-    """The file as it is, with the batches and the precision made definite; without a file, what the flags say."""
+    """Return the user's file with explicit batches and precision or, without a file, what the flags say."""
     work = case.workload
     config = {key: value for key, value in raw.items() if key not in ("train_batch_size", "fp16", "bf16")}
     config["train_micro_batch_size_per_gpu"] = work.micro_batch

@@ -121,13 +121,13 @@ class RuntimeSchedule(EngineSchedule):
     # --- forward --------------------------------------------------------------------------------------------------------
 
     def forward_begin(self) -> None:
-        """Slots that the last backward left may go soon."""
+        """Note whether the last backward left slots that this forward is to free."""
         self.in_backward = False
         self.current = None
         self.slots_due = any(slot.buffer.block >= 0 for slot in self.slots.values())
 
     def enter(self, module: int) -> None:
-        """A unit's forward; in the backward it is recomputed, which begins the unit's backward."""
+        """Count a unit's forward; in the backward a recomputation begins the unit's backward."""
         unit = self.of_module[module]
         if unit is None:
             return
@@ -137,24 +137,24 @@ class RuntimeSchedule(EngineSchedule):
             unit.visits += 1
 
     def exit(self, module: int) -> None:
-        """Slots that an earlier backward left go behind the first block."""
+        """Free the slots that an earlier backward left, after the first block."""
         if self.slots_due and not self.in_backward and self.gives[module]:
             self._give_slots()
 
     # --- backward -------------------------------------------------------------------------------------------------------
 
     def backward_begin(self, boundary: bool) -> None:
-        """`boundary` says that a step follows."""
+        """Begin a backward; `boundary` says that a step follows it."""
         self.in_backward, self.boundary = True, boundary
 
     def backward_enter(self, module: int) -> None:
-        """The backward of a unit begins, and the one before it is over."""
+        """Begin the backward of a unit and end that of the unit before it."""
         unit = self.of_module[module]
         if unit is not None:
             self._begin_backward(unit)
 
     def grad(self, param: int, handle: int) -> None:
-        """A gradient needs a place in its unit's; what autograd made of it is copied there and dropped."""
+        """Copy a gradient into its unit's flat buffer and free autograd's tensor."""
         unit = self.of_param[param]
         if unit is not None:
             self._acquire(unit)
@@ -162,7 +162,7 @@ class RuntimeSchedule(EngineSchedule):
         self.recorder.free(handle)
 
     def backward_end(self, boundary: bool) -> None:
-        """What is left is reduced; before a step, the slots go."""
+        """Reduce what is left and, before a step, free the slots."""
         if self.current is not None:
             self._finish(self.current)
         for unit in reversed(self.units):
@@ -215,7 +215,7 @@ class RuntimeSchedule(EngineSchedule):
     # --- step -----------------------------------------------------------------------------------------------------------
 
     def step(self, applied: bool) -> None:
-        """The kernels read shards and write shards; a unit's gradients go when it has been updated."""
+        """Free each unit's gradients once it is updated; the kernels need nothing else."""
         for unit in self.units:
             if unit.kept is not None:
                 self._give(unit.kept)

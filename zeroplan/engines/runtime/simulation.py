@@ -42,7 +42,7 @@ def simulate_rank(
     expanded: ExpandedTape,
     config: AllocatorConfig | None = None,
 ) -> Simulation:
-    """The run of one rank; all ranks own and do the same.
+    """Simulate one rank; all ranks own and do the same.
 
     Args:
         case: the configuration.

@@ -62,7 +62,7 @@ class RuntimeFacts:
 
 
 def runtime_facts(layout: Layout, *, local_ranks: int, one_node: bool) -> RuntimeFacts:
-    """The facts of any rank: all own and do the same."""
+    """Return one rank's facts; all ranks own and do the same."""
     setup = layout.setup
     trained = [(unit, unit.trainable) for unit in layout.units if unit.trainable is not None]
     trainable = sum(flat.full for _, flat in trained)
@@ -291,7 +291,7 @@ class RuntimeTraffic(Traffic):
         self._known: dict[object, RuntimeFacts] = {}
 
     def facts(self, compute: ComputeFacts, workload: Workload, zero: ZeroConfig) -> RuntimeFacts:
-        """The facts of any rank."""
+        """Return one rank's facts; they are kept by configuration."""
         key = (zero, workload.dtype, workload.optimizer, workload.grad_accum)
         found = self._known.get(key)
         if found is None:

@@ -10,7 +10,7 @@ from zeroplan.engines.verification import Row, Trainer, TrainingRun
 
 
 def build(run: TrainingRun) -> Trainer:
-    """The engine of ``zeroplan_runtime.initialize``."""
+    """Build the engine with ``zeroplan_runtime.initialize``."""
     model = run.prepare(run.make_model(run.dtype, cheap=True))
     run.mark("load", "init")
     engine, *_ = zeroplan_runtime.initialize(model=model, config=dict(run.ds_config), device=run.device)

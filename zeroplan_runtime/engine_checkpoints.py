@@ -12,14 +12,26 @@ class EngineCheckpoints(EngineParameters):
     """Checkpoints and exports. What they do is in :mod:`zeroplan_runtime.checkpoint`, which is slow to import."""
 
     def save_checkpoint(
-        self, save_dir: str | Path, tag: str | None = None, client_state: dict[str, Any] | None = None, save_latest: bool = True
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
     ) -> Path:
         """See :func:`zeroplan_runtime.checkpoint.save.save_checkpoint`."""
         from zeroplan_runtime.checkpoint.save import save_checkpoint
 
         self.checks.require_usable("engine.save_checkpoint")
         self.checks.require_no_gradients(self.schedule.grads.has_grads)
-        return save_checkpoint(self, save_dir, tag, client_state, latest=save_latest)
+        return save_checkpoint(
+            self,
+            save_dir,
+            tag,
+            client_state,
+            latest=save_latest,
+            exclude_frozen_parameters=exclude_frozen_parameters,
+        )
 
     def load_checkpoint(
         self, load_dir: str | Path, tag: str | None = None, **options: bool

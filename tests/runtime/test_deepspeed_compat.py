@@ -275,6 +275,7 @@ import deepspeed, json, sys, torch
 from deepspeed.runtime.lr_schedules import WarmupLR
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 import deepspeed.comm as dist
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 torch.manual_seed(0)
 model = torch.nn.Linear(3, 1)
 data = torch.utils.data.TensorDataset(torch.randn(11, 3), torch.randn(11, 1))
@@ -287,6 +288,9 @@ for x, y in loader:
     engine.backward(loss)
     engine.step()
     losses.append(len(x))
+engine.save_checkpoint(sys.argv[2])
+whole = get_fp32_state_dict_from_zero_checkpoint(sys.argv[2])
+assert torch.equal(whole["weight"], model.weight.detach())
 try:
     import deepspeed.moe
 except ImportError as fault:
@@ -320,7 +324,9 @@ def test_a_program_that_imports_deepspeed_runs_unchanged(tmp_path: Path, drop: s
     (tmp_path / "train.py").write_text(PROGRAM)
     (tmp_path / "ds_config.hjson").write_text(HJSON % drop)
     command = [sys.executable, "-m", "zeroplan_runtime.compat.deepspeed", str(tmp_path / "train.py")]
-    done = subprocess.run([*command, str(tmp_path / "ds_config.hjson")], capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, str(tmp_path / "ds_config.hjson"), str(tmp_path / "saved")], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     refused, result = done.stdout.strip().splitlines()
     assert "has no 'deepspeed.moe'" in refused

@@ -84,7 +84,9 @@ def load_checkpoint(
         engine.drain()
         engine.schedule.grads.drop(anyway=True)
         engine.checks.grads_were_dropped()
-        wanted = [*state_shards(engine.model_states, loading=True, optimizer=optimizer), *buffer_shards(engine.module)]
+        frozen = checkpoint.has_frozen
+        shards = state_shards(engine.model_states, loading=True, optimizer=optimizer, frozen=frozen)
+        wanted = [*shards, *buffer_shards(engine.module)]
         in_files = [unit for unit in engine.model_states.units if unit.in_files or states_in_files(unit)]
         checkpoint.verify(wanted)
         with engine.checks.during_load():
@@ -123,6 +125,11 @@ class _Checkpoint:
     state: dict[str, Any]
     reader: VerifyingReader
 
+    @property
+    def has_frozen(self) -> bool:
+        """Whether it holds the frozen parameters; they keep their present values where it does not."""
+        return not self.state.get("model", {}).get("without_frozen", False)
+
     @classmethod
     def open(cls, engine: EngineParts, path: Path, *, optimizer: bool) -> _Checkpoint:
         """Reads all but the tensors.
@@ -135,7 +142,8 @@ class _Checkpoint:
         manifest = read_manifest(path, state)
         reader = VerifyingReader(path, save, manifest, engine.activity)
         _require_optimizer(engine, state, path, optimizer=optimizer)
-        check_metadata(engine.model_states, buffer_shards(engine.module), reader.metadata, optimizer=optimizer)
+        frozen = not state.get("model", {}).get("without_frozen", False)
+        check_metadata(engine.model_states, buffer_shards(engine.module), reader.metadata, optimizer=optimizer, frozen=frozen)
         return cls(engine, path, save, {**state, **{key: decode(state[key]) for key in _TYPED}}, reader)
 
     def verify(self, wanted: list[StateShard]) -> None:
@@ -200,7 +208,7 @@ def _take_over(engine: EngineParts, state: dict[str, Any], *, optimizer: bool, s
 def _read_into_files(checkpoint: _Checkpoint, unit: UnitState, *, optimizer: bool) -> None:
     """Loads one unit into its swap files, so that only one unit's states at a time are in host memory."""
     engine = checkpoint.engine
-    wanted, tensors = shards_in_files(engine.model_states, unit, optimizer=optimizer)
+    wanted, tensors = shards_in_files(engine.model_states, unit, optimizer=optimizer, frozen=checkpoint.has_frozen)
     if states_in_files(unit) or unit.frozen is not None:  # the same on all ranks, as loading is a collective
         checkpoint.verify(wanted)
         checkpoint.read(wanted)

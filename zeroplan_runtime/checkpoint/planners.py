@@ -55,7 +55,9 @@ class StateShard:
         return cls(name, numel, offset, tensor.numel(), tensor.dtype, lambda: tensor)
 
 
-def state_shards(model_states: ModelStates, *, loading: bool, optimizer: bool = True) -> Iterator[StateShard]:
+def state_shards(
+    model_states: ModelStates, *, loading: bool, optimizer: bool = True, frozen: bool = True
+) -> Iterator[StateShard]:
     """Yields the shards of parameters and optimizer states that this rank saves or, if `loading`, needs.
 
     Saved shards of different ranks never overlap. A rank that holds a tensor unsharded loads all of it. To load what is in
@@ -65,6 +67,7 @@ def state_shards(model_states: ModelStates, *, loading: bool, optimizer: bool = 
         model_states: the units.
         loading: for loading instead of saving.
         optimizer: include the optimizer states, not only the masters.
+        frozen: include the frozen parameters.
     """
     for unit in model_states.units:
         if unit.trainable is not None and not (loading and states_in_files(unit)):
@@ -72,13 +75,13 @@ def state_shards(model_states: ModelStates, *, loading: bool, optimizer: bool = 
             for buffer in _kept(model_states, unit) if optimizer else (Buffer.PARAM_MASTER,):
                 source = _source(model_states, unit, buffer)
                 yield from _of_flat(model_states, unit, unit.trainable, _kind(buffer), source, whole=whole, loading=loading)
-        if unit.frozen is not None and not (loading and unit.in_files):
+        if unit.frozen is not None and frozen and not (loading and unit.in_files):
             whole = not model_states.setup.shards_params
-            frozen = unit.frozen.full if whole else unit.frozen.shard
-            source = TensorSource(frozen.dtype, frozen)
+            values = unit.frozen.full if whole else unit.frozen.shard
+            source = TensorSource(values.dtype, values)
             if unit.in_files:
                 source = TensorSource(
-                    frozen.dtype, read=partial(model_states.param_swapper.read, unit.name, Buffer.PARAM_FROZEN)
+                    values.dtype, read=partial(model_states.param_swapper.read, unit.name, Buffer.PARAM_FROZEN)
                 )
             yield from _of_flat(model_states, unit, unit.frozen, "param", source, whole=whole, loading=loading)
 
@@ -89,7 +92,7 @@ def states_in_files(unit: UnitState) -> bool:
 
 
 def shards_in_files(
-    model_states: ModelStates, unit: UnitState, *, optimizer: bool
+    model_states: ModelStates, unit: UnitState, *, optimizer: bool, frozen: bool = True
 ) -> tuple[list[StateShard], dict[Buffer, torch.Tensor]]:
     """The shards that this rank needs to load for one unit with states or parameters in files.
 
@@ -97,6 +100,7 @@ def shards_in_files(
         model_states: the units.
         unit: one with something in files.
         optimizer: include the optimizer states, not only the masters.
+        frozen: include the frozen parameters.
 
     Returns:
         The shards, and by Buffer the new tensors that hold them, for the caller to write to the files.
@@ -113,7 +117,7 @@ def shards_in_files(
                 source = _source(model_states, unit, buffer)
             whole = not model_states.setup.shards_states
             made += _of_flat(model_states, unit, unit.trainable, _kind(buffer), source, whole=whole, loading=True)
-    if unit.frozen is not None and unit.in_files:
+    if unit.frozen is not None and frozen and unit.in_files:
         tensor = tensors[Buffer.PARAM_FROZEN] = torch.zeros(unit.frozen.layout.shard, dtype=unit.frozen.shard.dtype)
         made += _of_flat(
             model_states, unit, unit.frozen, "param", TensorSource(tensor.dtype, tensor), whole=False, loading=True
@@ -179,7 +183,9 @@ def buffer_shards(model: nn.Module) -> list[StateShard]:
     return made
 
 
-def check_metadata(model_states: ModelStates, buffers: Iterable[StateShard], metadata: Metadata, *, optimizer: bool) -> None:
+def check_metadata(
+    model_states: ModelStates, buffers: Iterable[StateShard], metadata: Metadata, *, optimizer: bool, frozen: bool = True
+) -> None:
     """Checks the checkpoint's metadata against the whole model, so that all ranks raise the same error.
 
     Args:
@@ -187,6 +193,7 @@ def check_metadata(model_states: ModelStates, buffers: Iterable[StateShard], met
         buffers: the model's buffers.
         metadata: the checkpoint's.
         optimizer: the optimizer states will be loaded, too.
+        frozen: the frozen parameters will be.
 
     Raises:
         BadInput: for the first tensor that the checkpoint lacks, or holds with another number of elements, and for a parameter
@@ -194,6 +201,7 @@ def check_metadata(model_states: ModelStates, buffers: Iterable[StateShard], met
     """
     states = [buffer.value for buffer in model_states.setup.states] if optimizer else []
     shapes = [shape for unit in model_states.units for shape in unit.layout.shape.params if shape.numel]
+    shapes = [shape for shape in shapes if shape.trainable or frozen]
     needed = {f"{kind}/{s.name}": s.numel for s in shapes for kind in (["master", *states] if s.trainable else ["param"])}
     needed |= {one.name: one.numel for one in buffers}
     stored = metadata.state_dict_metadata

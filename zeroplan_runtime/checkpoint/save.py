@@ -27,6 +27,7 @@ def save_checkpoint(
     client_state: dict[str, Any] | None = None,
     *,
     latest: bool = True,
+    exclude_frozen_parameters: bool = False,
 ) -> Path:
     """Saves masters, optimizer states, frozen parameters, buffers, loss scale, learning-rate schedule and `client_state`.
 
@@ -38,6 +39,7 @@ def save_checkpoint(
         tag: the checkpoint's name; ``global_step<N>`` by default.
         client_state: anything that JSON can hold.
         latest: write the tag to the file ``latest``, so that loading finds it by default.
+        exclude_frozen_parameters: leave out parameters that are not trained; on loading they keep the values that they have.
 
     Returns:
         The checkpoint's folder.
@@ -57,7 +59,7 @@ def save_checkpoint(
 
         def prepare() -> tuple[str, SaveId]:
             atomic_files.require_tag(tag, where)
-            state.update(_state(engine, client_state))
+            state.update(_state(engine, client_state, frozen=not exclude_frozen_parameters))
             return tag, SaveId(uuid.uuid4().hex, engine.progress.global_steps)
 
         prepared = on_all_ranks(engine, prepare, where)
@@ -65,7 +67,7 @@ def save_checkpoint(
         save = prepared[0][1]
         on_all_ranks(engine, lambda: atomic_files.begin(folder, tag) if first else None, where)
         try:
-            manifest = _write(engine, atomic_files.unfinished(folder, tag), save)
+            manifest = _write(engine, atomic_files.unfinished(folder, tag), save, frozen=not exclude_frozen_parameters)
             engine.activity.begin(f"completing {tag!r}")
 
             def finish() -> None:
@@ -95,11 +97,12 @@ def _require_one_tag(tags: list[str]) -> None:
         )
 
 
-def _write(engine: EngineParts, path: Path, save: SaveId) -> Manifest | None:
+def _write(engine: EngineParts, path: Path, save: SaveId, *, frozen: bool) -> Manifest | None:
     """Writes every rank's file and the metadata; returns the checksums on the first rank."""
     comm = engine.comm
     engine.arena.phase = Phase.SAVE
-    wanted = [*state_shards(engine.model_states, loading=False), *(buffer_shards(engine.module) if comm.rank == 0 else ())]
+    shards = state_shards(engine.model_states, loading=False, frozen=frozen)
+    wanted = [*shards, *(buffer_shards(engine.module) if comm.rank == 0 else ())]
     if engine.device.type == "cuda":
         torch.cuda.current_stream(engine.device).synchronize()
     writer = ShardWriter(path, save, comm.rank, engine.activity)
@@ -115,7 +118,7 @@ def _write(engine: EngineParts, path: Path, save: SaveId) -> Manifest | None:
     return writer.manifest
 
 
-def _state(engine: EngineParts, client_state: dict[str, Any] | None) -> dict[str, Any]:
+def _state(engine: EngineParts, client_state: dict[str, Any] | None, *, frozen: bool) -> dict[str, Any]:
     groups = engine.optimizer.param_groups if engine.optimizer is not None else []
     return {
         "ranks": engine.comm.world_size,
@@ -126,4 +129,20 @@ def _state(engine: EngineParts, client_state: dict[str, Any] | None) -> dict[str
         "progress": engine.progress.state_dict(),
         "schedule": encode(engine.lr_scheduler.state_dict(), "lr_scheduler") if engine.lr_scheduler is not None else None,
         "client_state": encode(client_state or {}, "client_state"),
+        "model": {**_names(engine), "without_frozen": not frozen},
     }
+
+
+def _names(engine: EngineParts) -> dict[str, Any]:
+    """Shapes of parameters and buffers by name, which their flat tensors do not have, and the names of tied parameters."""
+    shapes: dict[str, list[int]] = {}
+    tied: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for name, param in engine.module.named_parameters(remove_duplicate=False):
+        if id(param) in first:
+            tied[name] = first[id(param)]
+        else:
+            first[id(param)], shapes[name] = name, list(param.shape)
+    kept = {shard.name.removeprefix("buffer/") for shard in buffer_shards(engine.module)}
+    shapes |= {name: list(buffer.shape) for name, buffer in engine.module.named_buffers(remove_duplicate=False) if name in kept}
+    return {"shapes": shapes, "tied": tied}

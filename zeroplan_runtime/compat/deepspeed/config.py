@@ -84,6 +84,7 @@ class DeepSpeedConfig:
         self.managed_gradient_accumulation = bool(values.get("managed_gradient_accumulation", True))
         self.wall_clock_breakdown = bool(values.get("wall_clock_breakdown", False))
         self.zero_allow_untested_optimizer = read.zero.zero_allow_untested_optimizer
+        self.load_universal_checkpoint = bool(values.get("checkpoint.load_universal", False))
         self.eigenvalue_enabled = self.eigenvalue_verbose = False
 
     def __getattr__(self, name: str) -> Any:

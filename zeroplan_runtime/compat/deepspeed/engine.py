@@ -232,7 +232,7 @@ class DeepSpeedEngine(Engine):
         tag: str | None = None,
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
-        **options: bool,
+        exclude_frozen_parameters: bool = False,
     ) -> Path:
         """Saves a checkpoint; see :func:`zeroplan_runtime.checkpoint.save.save_checkpoint`.
 
@@ -240,7 +240,8 @@ class DeepSpeedEngine(Engine):
             Its folder; DeepSpeed returns true.
         """
         with refusing():
-            return super().save_checkpoint(save_dir, None if tag is None else str(tag), client_state, save_latest, **options)
+            named = None if tag is None else str(tag)
+            return super().save_checkpoint(save_dir, named, client_state, save_latest, exclude_frozen_parameters)
 
     def load_checkpoint(
         self, load_dir: str | Path, tag: str | None = None, load_module_strict: bool = True, **options: Any
@@ -252,8 +253,26 @@ class DeepSpeedEngine(Engine):
         """
         if options.pop("custom_load_fn", None) is not None:
             raise Refusal("a custom_load_fn is not supported", where="load_checkpoint", remedy="change the model after loading")
+        named = None if tag is None else str(tag)
         with refusing():
-            return super().load_checkpoint(load_dir, None if tag is None else str(tag), **options)
+            if self._config.load_universal_checkpoint:
+                return self._load_universal(Path(load_dir), named, **options)
+            return super().load_checkpoint(load_dir, named, **options)
+
+    def _load_universal(
+        self, folder: Path, tag: str | None, load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, **_: Any
+    ) -> tuple[str | None, dict[str, Any]]:
+        from zeroplan_runtime.checkpoint.universal import LATEST, load_universal_checkpoint  # slow to import
+
+        if tag is None:
+            if not (folder / LATEST).is_file():
+                raise Refusal(f"there is no file {LATEST}", where=str(folder), remedy="give the tag")
+            tag = (folder / LATEST).read_text().strip()
+        found = load_universal_checkpoint(
+            self, folder / tag, load_optimizer_states=load_optimizer_states, load_lr_scheduler_states=load_lr_scheduler_states
+        )
+        client = found.get("client_state")
+        return str(folder / tag), client if client is not None else found
 
     # ------------------------------------------------------------------ getters
 

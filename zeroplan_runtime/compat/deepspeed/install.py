@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ from zeroplan_runtime.compat.deepspeed import (
     zero,
 )
 
-#: What a module of DeepSpeed's name takes its attributes from, in this order.
+#: What a module of DeepSpeed's name takes its attributes from; a name is that of a module which is slow to import.
 _SOURCES: Mapping[str, Sequence[Any]] = {
     "deepspeed": (deepspeed,),
     "deepspeed.accelerator": (accelerator,),
@@ -52,6 +53,7 @@ _SOURCES: Mapping[str, Sequence[Any]] = {
     "deepspeed.utils.logging": (utils,),
     "deepspeed.utils.tensor_fragment": (tensor_fragment,),
     "deepspeed.utils.torch": (utils,),
+    "deepspeed.utils.zero_to_fp32": ("zeroplan_runtime.checkpoint.zero_to_fp32",),
     "deepspeed.zero": (zero,),
 }
 
@@ -100,11 +102,20 @@ class _Module(ModuleType):
         super().__init__(name, sources[0].__doc__ if sources else None)
         self.__path__: list[str] = []
         self.__spec__ = ModuleSpec(name, None, is_package=True)
-        self._sources = sources
+        self._later = [source for source in sources if isinstance(source, str)]
         for source in sources:
-            self.__dict__.update({key: value for key, value in vars(source).items() if not _is_own(key, value)})
+            if not isinstance(source, str):
+                self._take(source)
+
+    def _take(self, source: Any) -> None:
+        self.__dict__.update({key: value for key, value in vars(source).items() if not _is_own(key, value)})
 
     def __getattr__(self, name: str) -> Any:
+        later = self.__dict__.get("_later", [])
+        while later and not name.startswith("__"):
+            self._take(importlib.import_module(later.pop()))
+            if name in self.__dict__:
+                return self.__dict__[name]
         raise AttributeError(f"zeroplan_runtime.compat.deepspeed has no {self.__name__}.{name}; see docs/deepspeed_compat.md")
 
 

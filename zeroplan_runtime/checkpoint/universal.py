@@ -1,0 +1,189 @@
+"""DeepSpeed's universal checkpoints: one folder a parameter, whole, for any number of ranks and any stage.
+
+``python -m zeroplan_runtime.checkpoint.universal CHECKPOINTS OUTPUT`` makes one of a checkpoint of this runtime, as DeepSpeed's
+``ds_to_universal`` does of its own; :func:`load_universal_checkpoint` loads one into an engine, whoever wrote it. The layout is
+that of deepspeed/checkpoint/ds_to_universal.py of 0.19.8.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.optimizers import OPTIMIZERS
+from zeroplan.core.zero_config import DEEPSPEED_VERSION
+from zeroplan_runtime.checkpoint.whole import WholeCheckpoint
+from zeroplan_runtime.engine_parts import EngineParts
+from zeroplan_runtime.optim.lr_schedules import Schedule
+from zeroplan_runtime.parameter_states import MASTER, ParameterStates
+from zeroplan_runtime.parameter_values import write_value
+
+LATEST = "latest_universal"
+_MODEL = "mp_rank_00_model_states.pt"
+_STATES = "zero"
+_FP32 = "fp32"
+
+
+def to_universal(checkpoint_dir: str | Path, output_dir: str | Path, tag: str | None = None) -> Path:
+    """Writes a universal checkpoint from one of this runtime; one parameter at a time is in memory.
+
+    Args:
+        checkpoint_dir: the folder of all checkpoints.
+        output_dir: the new folder; its parent gets the file ``latest_universal``.
+        tag: the checkpoint's name; by default the one in the file ``latest``.
+
+    Raises:
+        BadInput: when there is no checkpoint, it is damaged, or lacks its frozen parameters.
+    """
+    checkpoint = WholeCheckpoint(checkpoint_dir, tag)
+    if checkpoint.state["model"]["without_frozen"]:
+        raise BadInput("the checkpoint lacks the frozen parameters", where=str(checkpoint.path), remedy="save all of them")
+    folder = Path(output_dir)
+    row, progress = OPTIMIZERS.get(checkpoint.state["optimizer"] or ""), checkpoint.state["progress"]
+    step = torch.tensor(float(progress["applied"]))
+    module: dict[str, torch.Tensor] = {}
+    for name in checkpoint.names("master"):
+        place = folder / _STATES / name
+        place.mkdir(parents=True, exist_ok=True)
+        torch.save({"param": checkpoint.read("master", name)}, place / f"{_FP32}.pt")
+        for state in row.states if row is not None else ():
+            if name in set(checkpoint.names(state.buffer.value)):
+                torch.save({"param": checkpoint.read(state.buffer.value, name)}, place / f"{state.state_key}.pt")
+        torch.save(step, place / "step.pt")
+    for kind in ("param", "buffer"):
+        module |= {name: checkpoint.read(kind, name) for name in checkpoint.names(kind)}
+    groups = [{**group, "params": []} for group in checkpoint.typed("groups")]
+    torch.save(
+        {
+            "ds_version": DEEPSPEED_VERSION,
+            "zero_stage": checkpoint.state["stage"],
+            "param_groups": groups,
+            "optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": groups},
+        },
+        folder / _STATES / "optimizer_state.pt",
+    )
+    torch.save(
+        {
+            "module": module,
+            "lr_scheduler": checkpoint.typed("schedule"),
+            "global_steps": progress["global_steps"],
+            "skipped_steps": progress["skipped"],
+            "ds_version": DEEPSPEED_VERSION,
+            "client_state": checkpoint.typed("client_state"),
+        },
+        folder / _MODEL,
+    )
+    (folder.parent / LATEST).write_text(folder.name)
+    return folder
+
+
+def load_universal_checkpoint(
+    engine: EngineParts, folder: str | Path, *, load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True
+) -> dict[str, Any]:
+    """Loads a universal checkpoint into an engine of any stage and number of ranks. Every rank must call it.
+
+    Learning rates are those of the schedule at the step that is loaded; other hyperparameters and the loss scale stay the
+    engine's own.
+
+    Args:
+        engine: the engine.
+        folder: the checkpoint's own folder.
+        load_optimizer_states: load the optimizer's states, too.
+        load_lr_scheduler_states: load the schedule's state.
+
+    Returns:
+        What the file of the model holds beside tensors.
+
+    Raises:
+        BadInput: when a file is missing, cannot be read or does not fit the model; parameters before it may have been loaded.
+    """
+    folder = Path(folder)
+    states, wanted = ParameterStates(engine), dict(engine.module.named_parameters())
+    trained = {name: param for name, param in wanted.items() if states.trains(param)}
+    _require_names(folder / _STATES, set(trained))
+    model = _read(folder / _MODEL)
+    step: float | None = None
+    for name, param in trained.items():
+        place = folder / _STATES / name
+        for key in [MASTER, *(states.keys() if load_optimizer_states else ())]:
+            file = place / f"{_FP32 if key == MASTER else key}.pt"
+            states.set_whole(param, _fitting(_read(file), param, file), key)
+        if (place / "step.pt").exists():
+            step = float(_read(place / "step.pt"))
+    module = model.get("module") or {}
+    frozen = {name: param for name, param in wanted.items() if name not in trained and param.numel()}
+    for name, param in frozen.items():
+        if name not in module:
+            raise BadInput(f"holds no frozen parameter {name!r}", where=str(folder / _MODEL), remedy="train what was trained")
+        write_value(engine, param, _fitting({"param": module[name]}, param, folder / _MODEL))
+    with torch.no_grad():
+        for name, buffer in engine.module.named_buffers():
+            if name in module:
+                buffer.copy_(module[name])
+    applied = int(step if step is not None else model.get("global_steps", 0))
+    engine.progress.applied = applied
+    engine.progress.global_steps = int(model.get("global_steps", applied))
+    engine.progress.micro_steps = engine.progress.global_steps * engine.progress.grad_accum
+    if load_lr_scheduler_states and engine.lr_scheduler is not None and model.get("lr_scheduler") is not None:
+        engine.lr_scheduler.load_state_dict(model["lr_scheduler"])
+        groups = engine.optimizer.param_groups if engine.optimizer is not None else []
+        own = isinstance(engine.lr_scheduler, Schedule)
+        rates = engine.lr_scheduler.get_lr() if own else engine.lr_scheduler.get_last_lr()
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+    return {key: value for key, value in model.items() if key != "module"}
+
+
+def _require_names(folder: Path, wanted: set[str]) -> None:
+    if not folder.is_dir():
+        raise BadInput("is no universal checkpoint", where=str(folder.parent), remedy="make one by ds_to_universal")
+    found = {path.name for path in folder.iterdir() if path.is_dir()}
+    remedy = "build the model that was saved"
+    if missing := sorted(wanted - found):
+        raise BadInput(f"holds no parameter {missing[0]!r}", where=str(folder), remedy=remedy)
+    if more := sorted(found - wanted):
+        raise BadInput(f"holds {more[0]!r}, which this model does not train", where=str(folder), remedy=remedy)
+
+
+def _fitting(data: Any, param: torch.Tensor, file: Path) -> torch.Tensor:
+    value = data.get("param") if isinstance(data, dict) else None
+    if not isinstance(value, torch.Tensor):
+        raise BadInput("holds no tensor 'param'", where=str(file))
+    if value.shape != param.shape:
+        raise BadInput(f"holds the shape {list(value.shape)}, not {list(param.shape)}", where=str(file))
+    return value.detach()
+
+
+def _read(file: Path) -> Any:
+    """The object in a file of torch.save, of tensors and plain values alone.
+
+    Raises:
+        BadInput: when it is missing, damaged, or holds anything else, which could run code.
+    """
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as fault:
+        lines = str(fault).strip().splitlines() or [type(fault).__name__]
+        raise BadInput(f"cannot be read: {lines[0][:160]}", where=str(file)) from None
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint_dir", help="the folder that save_checkpoint() was given")
+    parser.add_argument("output_dir", help="the new folder")
+    parser.add_argument("-t", "--tag", default=None, help="the checkpoint's name; the latest by default")
+    given = parser.parse_args(arguments)
+    try:
+        to_universal(given.checkpoint_dir, given.output_dir, given.tag)
+    except BadInput as fault:
+        parser.exit(fault.exit_code, f"{fault}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""A checkpoint's tensors, whole, read by one process without an engine."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from zeroplan.core.errors import BadInput
+from zeroplan_runtime.checkpoint import atomic_files
+from zeroplan_runtime.checkpoint.manifest import SaveId, read_manifest, read_state
+from zeroplan_runtime.checkpoint.planners import ShardLoadPlanner, StateShard
+from zeroplan_runtime.checkpoint.reader import VerifyingReader
+from zeroplan_runtime.checkpoint.typed_json import decode
+
+
+class _NoRank:
+    """Stands for a rank's activity: no other rank waits for what this process does."""
+
+    def begin(self, doing: str) -> None:
+        """Nobody is told."""
+
+    def piece(self, doing: str) -> None:
+        """Nobody is told."""
+
+
+class WholeCheckpoint:
+    """One checkpoint of this runtime.
+
+    Args:
+        folder: the folder of all checkpoints.
+        tag: the checkpoint's name; by default the one in the file ``latest``.
+
+    Attributes:
+        path: its folder.
+        state: what it holds beside tensors.
+        shapes: the parameters' and buffers' shapes, by name; tied parameters under their first name.
+        tied: the other names of tied parameters, each with its first.
+
+    Raises:
+        BadInput: when there is none, or it is damaged.
+    """
+
+    def __init__(self, folder: str | Path, tag: str | None = None) -> None:
+        found = atomic_files.find(Path(folder), tag)
+        if found is None:
+            raise BadInput("holds no checkpoint", where=str(folder), remedy="give the folder that save_checkpoint() was given")
+        self.path = found
+        self.state: dict[str, Any] = read_state(found)
+        model = self.state.get("model")
+        if not isinstance(model, dict):
+            raise BadInput(
+                "was saved before checkpoints held their tensors' shapes",
+                where=str(found),
+                remedy="load it into an engine and save it again",
+            )
+        self.shapes: dict[str, list[int]] = model["shapes"]
+        self.tied: dict[str, str] = model["tied"]
+        nobody: Any = _NoRank()
+        save = SaveId(self.state["save"], self.state["step"])
+        self._reader = VerifyingReader(found, save, read_manifest(found, self.state), nobody)
+        metadata = self._reader.metadata.state_dict_metadata
+        self._stored = {name: kind for name, kind in metadata.items() if isinstance(kind, TensorStorageMetadata)}
+
+    def names(self, kind: str) -> Iterator[str]:
+        """The names of the parameters or buffers of which it has a tensor of `kind`, in the model's order."""
+        return (name for name in self.shapes if f"{kind}/{name}" in self._stored or self._is_empty(kind, name))
+
+    def read(self, kind: str, name: str) -> torch.Tensor:
+        """A tensor, whole, in its shape; `kind` is ``master``, ``param``, ``buffer`` or a state such as ``optim.exp_avg``."""
+        shape = self.shapes[name]
+        if self._is_empty(kind, name):
+            return torch.empty(shape)
+        key = f"{kind}/{name}"
+        stored = self._stored[key]
+        if stored.size[0] != math.prod(shape):
+            raise BadInput(f"{key!r} has {stored.size[0]} elements and the shape {shape}", where=str(self.path))
+        whole = torch.empty(stored.size, dtype=stored.properties.dtype)
+        planner = ShardLoadPlanner([StateShard.of(key, whole.numel(), 0, whole)])
+        planner.set_up_planner({}, self._reader.metadata)
+        self._reader.require_pieces(planner.create_local_plan().items)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process needs none
+            load({}, storage_reader=self._reader, planner=planner, no_dist=True)
+        return whole.view(shape)
+
+    def typed(self, key: str) -> Any:
+        """A part of the state that keeps its Python types: ``groups``, ``schedule`` or ``client_state``."""
+        return decode(self.state[key])
+
+    def _is_empty(self, kind: str, name: str) -> bool:
+        return math.prod(self.shapes[name]) == 0 and kind == "param"

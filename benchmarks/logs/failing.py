@@ -124,12 +124,6 @@ def oom_trainer() -> None:
     _trainer(_model(), seq=1024, vocab=32000, per_device_train_batch_size=16, bf16=True).train()
 
 
-def oom_eval() -> None:
-    """The Trainer collects logits of the whole evaluation set."""
-    _cap(2)
-    _trainer(_model(layers=2), seq=512, vocab=32000, per_device_eval_batch_size=8).evaluate()
-
-
 def oom_save() -> None:
     """A gathered copy of the weights does not fit."""
     model = _model().cuda()

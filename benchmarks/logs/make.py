@@ -15,7 +15,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 #: Cases that need a GPU, and those that need none.
 ON_GPU = (
-    *("oom_load", "oom_forward", "oom_loss", "oom_backward", "oom_step", "oom_save", "oom_eval", "oom_fragmented"),
+    *("oom_load", "oom_forward", "oom_loss", "oom_backward", "oom_step", "oom_save", "oom_fragmented"),
     *("oom_driver", "oom_two_ranks", "oom_trainer", "fp16_overflow", "fine_trainer"),
 )
 ON_CPU = ("nan_trainer", "nan_plain", "killed_rank", "killed_plain", "stuck_gloo", "cpu_refused", "key_error", "fine_plain")

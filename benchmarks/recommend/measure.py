@@ -43,15 +43,15 @@ GPU = "H200"
 EMITTED_MODEL, EMITTED_VRAM, EMITTED_STEPS = "meta-llama/Llama-3.2-1B", 24, 10
 
 
-def ranked(name: str, setup: Setup, gpu: str = "H100") -> SearchResult:
-    """The same candidates as zeroplan ranks them on such a GPU."""
+def ranked(name: str, setup: Setup, gpu: str = "H100", profile: Path | None = None) -> SearchResult:
+    """The same candidates as zeroplan ranks them on such a GPU, by its preset or by a profile of measured rates."""
     request, options = request_of(setup, gpu), SearchOptions()
     problem = resolve_search(request, options)
     given: list[Candidate] = [
         candidate_of(spec.ds_config(), problem, request, spec.checkpointing, index, choice.alloc_conf)
         for index, (spec, choice) in enumerate(zip(specs(name, setup), setup.grid, strict=True))
     ]
-    return run_search(request, SearchOptions(candidates=given))
+    return run_search(request, SearchOptions(candidates=given, profile=profile))
 
 
 def predict(setup: Setup, said: SearchResult) -> dict[str, Any]:
@@ -60,12 +60,12 @@ def predict(setup: Setup, said: SearchResult) -> dict[str, Any]:
     return {"recommended": first, "table": [_line(setup.grid[one.index], one, None) for one in said.ranking]}
 
 
-def compare(name: str, setup: Setup, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def compare(name: str, setup: Setup, rows: list[dict[str, Any]], profile: Path | None = None) -> dict[str, Any]:
     """The figures for one setup. Only runs that ended by themselves count: through, or out of the GPU's memory."""
     measured = {int(row["id"].rsplit("-", 1)[1]): row for row in rows if row["id"].startswith(f"{name}-")}
     measured = {i: row for i, row in measured.items() if row["ok"] or row["error"] == "out of memory"}
     gpu = GPUS[next(iter(measured.values()))["gpu"]]
-    ranking = [one for one in ranked(name, setup, gpu).ranking if one.index in measured]
+    ranking = [one for one in ranked(name, setup, gpu, profile).ranking if one.index in measured]
     ran = {i: row for i, row in measured.items() if row["ok"]}
     best = max((row["tokens_per_s"] for row in ran.values()), default=0.0)
     first = next((one for one in ranking if one.fits), None)
@@ -173,6 +173,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("verb", choices=("specs", "predict", "emit", "keep", "compare"))
     parser.add_argument("--setup", choices=sorted(SETUPS), action="append")
+    parser.add_argument("--profile", type=Path, help="rates that doctor --calibrate measured on the machine of the rows")
+    parser.add_argument("--out", type=Path, default=RESULT, help="where compare writes")
     parser.add_argument("paths", nargs="*", type=Path)
     arguments = parser.parse_args()
     if arguments.verb == "emit":
@@ -185,16 +187,21 @@ def main() -> None:
                 print(json.dumps(spec.to_dict()))
         return
     if arguments.verb == "predict":
-        print(json.dumps({name: predict(SETUPS[name], ranked(name, SETUPS[name], GPU)) for name in names}, indent=1))
+        print(
+            json.dumps(
+                {name: predict(SETUPS[name], ranked(name, SETUPS[name], GPU, arguments.profile)) for name in names}, indent=1
+            )
+        )
         return
     rows = [kept(row) for row in _read(arguments.paths or [GRID])]
     if arguments.verb == "keep":
         keep(rows)
         return
-    found = [compare(name, SETUPS[name], rows) for name in names if any(row["id"].startswith(f"{name}-") for row in rows)]
+    measured = [name for name in names if any(row["id"].startswith(f"{name}-") for row in rows)]
+    found = [compare(name, SETUPS[name], rows, arguments.profile) for name in measured]
     emitted = [row for row in rows if row["id"].startswith("emitted-")]
     summary = overall(found)
-    RESULT.write_text(json.dumps({"overall": summary, "setups": found, "emitted": emitted}, indent=1) + "\n")
+    arguments.out.write_text(json.dumps({"overall": summary, "setups": found, "emitted": emitted}, indent=1) + "\n")
     print(json.dumps([{k: v for k, v in one.items() if k != "table"} for one in found], indent=1))
     print(json.dumps(summary))
 

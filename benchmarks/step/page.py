@@ -20,7 +20,8 @@ def runtime_speed() -> str:
         "The same model, weights and batches under each engine, each case in fresh processes, one after another on the same",
         "GPUs (`python -m benchmarks.step.compare`; torch 2.11, DeepSpeed 0.19.8, transformers 5.17). The first steps repeat",
         "one batch, and a ratio counts only if the losses fall alike. fp32: gradients are reduced in fp32, else in bf16.",
-        "Memory is the worst rank's peak by torch's allocator. The last two columns are the runtime's figures over the peer's.",
+        "Memory is the worst rank's peak by torch's allocator. The last two columns are the runtime's figures over the peer's,",
+        "where both were timed compiled and not those of its faster form. Hosts differ between tables: compare within one.",
     ]
     for path in sorted((RESULTS / "step").glob("*.jsonl")):
         rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -29,7 +30,8 @@ def runtime_speed() -> str:
             if "fault" not in row:
                 groups.setdefault((row["ranks"], row["shape"], row["micro"], row["seq"]), []).append(row)
         for (ranks, shape, micro, seq), members in groups.items():
-            title = f"## {shape}, {ranks} × {members[0]['gpu']}, micro batch {micro} × {seq} tokens"
+            compiled = ", blocks compiled or not" if any(Case.parse(row["case"]).compiled for row in members) else ""
+            title = f"## {shape}, {ranks} × {members[0]['gpu']}, micro batch {micro} × {seq} tokens{compiled}"
             headers = ["engine", "stage", "ms a step", "tokens/s", "allocated GB", "reserved GB", "tokens/s", "reserved"]
             out += ["", title, "", render(headers, _step_table(members), "github")]
     out += ["", *_overlap(RESULTS / "step"), "", *_offload_speed(RESULTS / "offload_h100.jsonl")]

@@ -13,7 +13,7 @@ from zeroplan.logs.diagnose import Cause
 
 @dataclass(frozen=True)
 class LogCase:
-    """A log, its cause, and the phase and rank that its traceback shows."""
+    """A log, its cause, and the phase that its traceback and the rank that its prefix shows."""
 
     name: str
     cause: Cause
@@ -81,7 +81,7 @@ _DONE = "{'train_runtime': 12.3, 'train_samples_per_second': 8.1, 'train_loss': 
 _SIGTERM = "W0101 torch/distributed/elastic/multiprocessing/api.py:897] Sending process 11 closing signal SIGTERM\n"
 
 CASES = (
-    LogCase("oom 2.0 forward", Cause.GPU_MEMORY, _FORWARD + _OLD, "the forward", 0),
+    LogCase("oom 2.0 forward", Cause.GPU_MEMORY, _FORWARD + _OLD, "the forward"),
     LogCase(
         "oom 1.x runtime error",
         Cause.GPU_MEMORY,
@@ -89,10 +89,9 @@ CASES = (
         + "RuntimeError: CUDA out of memory. Tried to allocate 1.20 GiB (GPU 3; 31.75 GiB total capacity; 29.30 GiB already "
         "allocated; 731.75 MiB free; 29.90 GiB reserved in total by PyTorch)",
         "the backward",
-        3,
     ),
-    LogCase("oom 2.1 capacty", Cause.GPU_MEMORY, _BACKWARD + _oom().replace("capacity", "capacty"), "the backward", 0),
-    LogCase("oom step", Cause.GPU_MEMORY, _STEP + _oom(gpu=2), "the optimizer step", 2),
+    LogCase("oom 2.1 capacty", Cause.GPU_MEMORY, _BACKWARD + _oom().replace("capacity", "capacty"), "the backward"),
+    LogCase("oom step", Cause.GPU_MEMORY, _STEP + _oom(gpu=2), "the optimizer step"),
     LogCase(
         "oom loss",
         Cause.GPU_MEMORY,

@@ -73,7 +73,6 @@ REAL = {
     "nan_trainer": Cause.NOT_A_NUMBER,
     "oom_backward": Cause.GPU_MEMORY,
     "oom_driver": Cause.GPU_MEMORY,
-    "oom_eval": Cause.GPU_MEMORY,
     "oom_forward": Cause.GPU_MEMORY,
     "oom_fragmented": Cause.GPU_FRAGMENTATION,
     "oom_load": Cause.GPU_MEMORY,

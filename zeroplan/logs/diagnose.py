@@ -151,8 +151,10 @@ def _gpu(log: Log) -> Diagnosis | None:
     first = next((event for event in events if event.sizes), events[0])
     sizes = dict(first.sizes)
     phase = phase_of(first.frames) or next((p for event in events if (p := phase_of(event.frames))), None)
-    total, cached, tried = sizes.get("total"), sizes.get("cached", 0), sizes.get("tried", 0)
-    verdict = f"Out of GPU memory on {'a GPU' if first.rank is None else f'GPU {first.rank}'}{f' in {phase}' if phase else ''}"
+    cached, tried = sizes.get("cached", 0), sizes.get("tried", 0)
+    total = sizes.get("allowed") or sizes.get("total")
+    who = f"rank {first.rank}" if first.rank is not None else "a GPU" if first.gpu is None else f"GPU {first.gpu}"
+    verdict = f"Out of GPU memory on {who}{f' in {phase}' if phase else ''}"
     if tried:
         verdict += f": {format_bytes(tried)} more did not fit"
         if sizes.get("allowed"):

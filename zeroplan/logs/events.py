@@ -38,6 +38,7 @@ class Event:
         line: its number in the log, from 1.
         text: the line, shortened.
         rank: of the process that wrote it, where the line says so.
+        gpu: that torch's message names.
         sizes: bytes by name: ``tried``, ``total``, ``free``, ``allowed``, ``in_use``, ``allocated``, ``cached``
             (reserved by torch and not allocated), ``resident``.
         frames: the functions of the traceback above it, as ``file:function``, outermost first.
@@ -47,6 +48,7 @@ class Event:
     line: int
     text: str
     rank: int | None = None
+    gpu: int | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     frames: tuple[str, ...] = ()
 

@@ -125,10 +125,7 @@ def _line(state: _Pass, number: int, line: str) -> None:
         return
     sizes = sizes_in(line)
     gpu = gpu_of(line) if kind is Kind.GPU_OOM else None
-    rank = rank_of(line)
-    event = Event(
-        kind, number, _shown(line), rank if rank is not None else gpu, sizes, tuple(_frames_above(state.frames, line))
-    )
+    event = Event(kind, number, _shown(line), rank_of(line), gpu, sizes, tuple(_frames_above(state.frames, line)))
     state.counts[kind] += 1
     state.last[kind] = event
     if state.counts[kind] <= _MOST_EVENTS:

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, BinaryIO
+
+import torch
 
 #: Bytes that are written, or read, at a time.
 _CHUNK = 16 << 20
-#: Fewer bytes than these are summed up at once, as handing them to the other thread would take longer.
-_LEAST_BESIDE = 256 << 10
 #: Bytes after which a file is flushed to the disk, so that no flush takes so long that it looks like a hang.
 _FLUSH = 1 << 30
 
 
 class SummedStream:
-    """A file that ``torch.save`` writes to; the sum is formed beside the write, in another thread.
+    """A file that ``torch.save`` writes to.
 
     Args:
         file: the file.
@@ -34,7 +34,6 @@ class SummedStream:
 
     def __init__(self, file: BinaryIO, moved: Callable[[], None]) -> None:
         self._file, self._moved = file, moved
-        self._beside = ThreadPoolExecutor(1, thread_name_prefix="zeroplan-checksum")
         self._unflushed = 0
         self.checksum = 0
         self.fault: OSError | None = None
@@ -43,22 +42,18 @@ class SummedStream:
         """Writes all of `data`, an object with a buffer."""
         whole = memoryview(data).cast("B")
         for begin in range(0, len(whole), _CHUNK):
-            self._write(whole[begin : begin + _CHUNK])
+            part = whole[begin : begin + _CHUNK]
+            self.checksum = zlib.crc32(part, self.checksum)
+            try:
+                self._file.write(part)
+                self._unflushed += len(part)
+                if self._unflushed >= _FLUSH:
+                    self.sync()
+            except OSError as fault:
+                self.fault = self.fault or fault
+                raise
+            self._moved()
         return len(whole)
-
-    def _write(self, part: memoryview) -> None:
-        beside = self._beside.submit(zlib.crc32, part, self.checksum) if len(part) >= _LEAST_BESIDE else None
-        try:
-            self._file.write(part)
-            self._unflushed += len(part)
-            if self._unflushed >= _FLUSH:
-                self.sync()
-        except OSError as fault:
-            self.fault = self.fault or fault
-            raise
-        finally:
-            self.checksum = beside.result() if beside is not None else zlib.crc32(part, self.checksum)
-        self._moved()
 
     def flush(self) -> None:
         """Does nothing; see :meth:`sync`."""
@@ -69,9 +64,17 @@ class SummedStream:
         os.fsync(self._file.fileno())
         self._unflushed = 0
 
-    def close(self) -> None:
-        """Ends the thread; the file stays open."""
-        self._beside.shutdown()
+
+@contextmanager
+def without_torchs_checksums() -> Iterator[None]:
+    """A context in which ``torch.save`` forms none of its own: nothing reads them, and they take as long as ours."""
+    options = torch.serialization
+    before = options.get_crc32_options()
+    options.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        options.set_crc32_options(before)
 
 
 def checksum_of(file: int, begin: int, length: int, moved: Callable[[], None]) -> int:

@@ -7,7 +7,6 @@ torch's writer keeps a host copy of every tensor until the file is complete (dis
 from __future__ import annotations
 
 import zlib
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -21,7 +20,7 @@ from torch.futures import Future
 
 from zeroplan_runtime.activity import Activity
 from zeroplan_runtime.checkpoint.agreement import as_line
-from zeroplan_runtime.checkpoint.checksums import SummedStream
+from zeroplan_runtime.checkpoint.checksums import SummedStream, without_torchs_checksums
 from zeroplan_runtime.checkpoint.manifest import METADATA, Manifest, RankFile, SaveId
 
 
@@ -63,7 +62,8 @@ class ShardWriter(FileSystemWriter):
         doing = f"writing {path.name} of {self._folder.name}"
         results = []
         try:
-            with open(path, "wb") as file, closing(SummedStream(file, lambda: self._activity.piece(doing))) as stream:
+            with open(path, "wb") as file, without_torchs_checksums():
+                stream = SummedStream(file, lambda: self._activity.piece(doing))
                 stream.write(self._save.header(self._own_rank))
                 for item in plan.items:
                     begin, stream.checksum = file.tell(), 0

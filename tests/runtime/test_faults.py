@@ -92,7 +92,7 @@ def run_job(tmp_path: Path, fault: str, timeout: float, *, victim: int = 1, act:
     root = str(Path(__file__).resolve().parents[2])
     values = {"fault": fault, "timeout": timeout, "zero": zero, "victim": victim, "act": act, "saves": act != "pass"}
     script.write_text(_JOB.format(root=root, ranks=_RANKS, folder=str(tmp_path), **values))
-    variables = {"WORLD_SIZE": str(_RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_port()), "OMP_NUM_THREADS": "1"}
+    variables = {"WORLD_SIZE": str(_RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     job = subprocess.Popen(
         [sys.executable, str(script)],
         stdout=subprocess.PIPE,
@@ -115,7 +115,7 @@ def run_job(tmp_path: Path, fault: str, timeout: float, *, victim: int = 1, act:
     return Ended(min(map(abs, codes)), [log.read_text() for log in logs], took)
 
 
-def _port() -> int:
+def free_port() -> int:
     """A free one, below those that the system hands out by itself meanwhile."""
     for port in range(20000 + os.getpid() % 10000, 32768):
         with socket.socket() as probe:

@@ -23,7 +23,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
+from zeroplan.core.documents import parse_json, text_of
 from zeroplan.core.errors import BadInput
+from zeroplan.core.files import read_bytes
 from zeroplan_runtime.offload.disk_probe import DiskProbe, probe_folder
 from zeroplan_runtime.offload.io import IoEngine
 from zeroplan_runtime.offload.swap_file import SwapFile
@@ -32,6 +34,7 @@ logger = logging.getLogger("zeroplan_runtime")
 
 _PREFIX = "zeroplan_swap_"
 _LOCK = "lock"
+_LOCK_BYTES = 4096
 _PARENT_LOCK = ".zeroplan_swap.lock"
 
 
@@ -146,9 +149,10 @@ def _remove_stale(parent: Path, kind: str) -> None:
 
 
 def _owner(folder: Path) -> dict[str, object]:
+    path = str(folder / _LOCK)
     try:
-        found = json.loads((folder / _LOCK).read_text())
-    except (OSError, ValueError):
+        found = parse_json(text_of(read_bytes(path, _LOCK_BYTES), path), path)
+    except BadInput:  # not there, or not what this class writes
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -101,18 +101,12 @@ def copy_backward(c: TorchFacts) -> int:
     return (2 * c.param_bytes + 8) * c.trainable
 
 
-@_lines.add(Resource.UNIT_HOOK, Phase.FORWARD)
-def unit_hooks_forward(c: TorchFacts) -> int:
-    """FSDP2's share of a parameter: chunk, copy out, views.
+@_lines.add(Resource.UNIT_HOOK, Phase.FORWARD, Phase.BACKWARD)
+def unit_hooks(c: TorchFacts) -> int:
+    """What FSDP2 does for each parameter: chunk, copy out, views, in the backward the reduction as well.
 
     Source: torch/distributed/fsdp/_fully_shard/_fsdp_param.py, init_all_gather_outputs, init_unsharded_param
     """
-    return c.tensors if c.sharded else 0
-
-
-@_lines.add(Resource.UNIT_HOOK, Phase.BACKWARD)
-def unit_hooks_backward(c: TorchFacts) -> int:
-    """The same in the backward, with the reduction."""
     return c.tensors if c.sharded else 0
 
 

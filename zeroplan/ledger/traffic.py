@@ -173,14 +173,18 @@ class WorkBuilder:
     def add(
         self,
         resource: Resource | Callable[[Any], Resource],
-        phase: Phase,
-        *,
+        *phases: Phase,
         ahead: bool | Callable[[Any], bool] = False,
     ) -> Callable[[Formula], Formula]:
-        """Register the decorated formula as a line named after the function."""
+        """Register the decorated formula as a line named after the function.
+
+        A formula that holds in several phases becomes a line in each, whose name ends in the phase's.
+        """
 
         def register(fn: Formula) -> Formula:
-            self._lines.append(Work(fn.__name__, fn, resource, phase, ahead))
+            for phase in phases:
+                name = fn.__name__ if len(phases) == 1 else f"{fn.__name__}_{phase.value}"
+                self._lines.append(Work(name, fn, resource, phase, ahead))
             return fn
 
         return register

@@ -46,30 +46,18 @@ def _from_host(c: TrafficFacts) -> Resource:
 _lines = WorkBuilder()
 
 
-@_lines.add(_link, Phase.FORWARD)
-def gather_forward(c: TrafficFacts) -> int:
-    """Parameters gathered module by module.
+@_lines.add(_link, Phase.FORWARD, Phase.BACKWARD)
+def gather(c: TrafficFacts) -> int:
+    """Parameters gathered module by module, in the backward in reverse.
 
     Source: deepspeed/runtime/zero/partitioned_param_coordinator.py
     """
     return fraction(c.param_bytes * c.gathered, c.steps_before, c.ranks) if c.stage == 3 and c.ranks > 1 else 0
 
 
-@_lines.add(_link, Phase.BACKWARD)
-def gather_backward(c: TrafficFacts) -> int:
-    """Parameters gathered again, in reverse."""
-    return fraction(c.param_bytes * c.gathered, c.steps_before, c.ranks) if c.stage == 3 and c.ranks > 1 else 0
-
-
-@_lines.add(Resource.COLLECTIVE, Phase.FORWARD)
-def gather_calls_forward(c: TrafficFacts) -> int:
+@_lines.add(Resource.COLLECTIVE, Phase.FORWARD, Phase.BACKWARD)
+def gather_calls(c: TrafficFacts) -> int:
     """Gathers times the ring's steps: their latency."""
-    return c.tensors * c.steps_before if c.stage == 3 and c.ranks > 1 else 0
-
-
-@_lines.add(Resource.COLLECTIVE, Phase.BACKWARD)
-def gather_calls_backward(c: TrafficFacts) -> int:
-    """The same in the backward."""
     return c.tensors * c.steps_before if c.stage == 3 and c.ranks > 1 else 0
 
 
@@ -121,18 +109,12 @@ def contention_backward(c: TrafficFacts) -> int:
     return fraction(MEMORY_PER_BYTE_REDUCED * 2 * reduced, c.steps_before, c.ranks)
 
 
-@_lines.add(Resource.HBM, Phase.FORWARD)
-def gathered_copies_forward(c: TrafficFacts) -> int:
+@_lines.add(Resource.HBM, Phase.FORWARD, Phase.BACKWARD)
+def gathered_copies(c: TrafficFacts) -> int:
     """Each gathered parameter put together from its ranks' parts: a read, a write.
 
     Source: deepspeed/runtime/zero/partition_parameters.py, AllGatherCoalescedHandle.wait
     """
-    return 2 * c.param_bytes * c.gathered if c.stage == 3 and c.ranks > 1 else 0
-
-
-@_lines.add(Resource.HBM, Phase.BACKWARD)
-def gathered_copies_backward(c: TrafficFacts) -> int:
-    """The same in the backward."""
     return 2 * c.param_bytes * c.gathered if c.stage == 3 and c.ranks > 1 else 0
 
 
@@ -156,27 +138,15 @@ def bucket_copies_at_step(c: TrafficFacts) -> int:
     return 6 * c.comm_bytes * c.reduced_at_step
 
 
-@_lines.add(_from_host, Phase.FORWARD)
-def upload_forward(c: TrafficFacts) -> int:
-    """This rank's parameters from host memory."""
+@_lines.add(_from_host, Phase.FORWARD, Phase.BACKWARD)
+def upload(c: TrafficFacts) -> int:
+    """This rank's parameters from host memory, in the forward and again in the backward."""
     return c.param_bytes * (c.params_on_host + c.params_on_disk)
 
 
-@_lines.add(_from_host, Phase.BACKWARD)
-def upload_backward(c: TrafficFacts) -> int:
-    """The same again for the backward."""
-    return c.param_bytes * (c.params_on_host + c.params_on_disk)
-
-
-@_lines.add(Resource.READ, Phase.FORWARD)
-def read_params_forward(c: TrafficFacts) -> int:
+@_lines.add(Resource.READ, Phase.FORWARD, Phase.BACKWARD)
+def read_params(c: TrafficFacts) -> int:
     """Parameters from disk, all ranks of the node."""
-    return c.param_bytes * c.params_on_disk * c.local_ranks
-
-
-@_lines.add(Resource.READ, Phase.BACKWARD)
-def read_params_backward(c: TrafficFacts) -> int:
-    """The same again for the backward."""
     return c.param_bytes * c.params_on_disk * c.local_ranks
 
 
@@ -243,15 +213,9 @@ def release_hooks(c: TrafficFacts) -> int:
     return c.backward_modules if c.stage == 3 else 0
 
 
-@_lines.add(Resource.UPLOAD_HOOK, Phase.FORWARD)
-def upload_hooks_forward(c: TrafficFacts) -> int:
-    """Parameters from the host or disk, one by one."""
-    return c.tensors if c.params_on_host + c.params_on_disk else 0
-
-
-@_lines.add(Resource.UPLOAD_HOOK, Phase.BACKWARD)
-def upload_hooks_backward(c: TrafficFacts) -> int:
-    """The same in the backward."""
+@_lines.add(Resource.UPLOAD_HOOK, Phase.FORWARD, Phase.BACKWARD)
+def upload_hooks(c: TrafficFacts) -> int:
+    """Parameters copied from the host or disk one by one, in the forward and again in the backward."""
     return c.tensors if c.params_on_host + c.params_on_disk else 0
 
 

@@ -112,15 +112,9 @@ def _link(c: RuntimeFacts) -> Resource:
 _lines = WorkBuilder()
 
 
-@_lines.add(_link, Phase.FORWARD)
-def gather_forward(c: RuntimeFacts) -> int:
-    """Stage 3: every unit's parameters, gathered where they are used."""
-    return fraction(c.param_bytes * c.gathered, c.steps_before, c.ranks)
-
-
-@_lines.add(_link, Phase.BACKWARD)
-def gather_backward(c: RuntimeFacts) -> int:
-    """Stage 3: the same again in the backward."""
+@_lines.add(_link, Phase.FORWARD, Phase.BACKWARD)
+def gather(c: RuntimeFacts) -> int:
+    """Stage 3: every unit's parameters, gathered for the forward and again for the backward."""
     return fraction(c.param_bytes * c.gathered, c.steps_before, c.ranks)
 
 
@@ -130,15 +124,9 @@ def gather_updated(c: RuntimeFacts) -> int:
     return fraction(c.param_bytes * c.gathered_once, c.steps_before, c.ranks * c.micro_batches)
 
 
-@_lines.add(Resource.COLLECTIVE, Phase.FORWARD)
-def gather_calls_forward(c: RuntimeFacts) -> int:
+@_lines.add(Resource.COLLECTIVE, Phase.FORWARD, Phase.BACKWARD)
+def gather_calls(c: RuntimeFacts) -> int:
     """Stage 3: gathers times the ring's steps, for their latency."""
-    return c.units * c.steps_before if c.gathered else 0
-
-
-@_lines.add(Resource.COLLECTIVE, Phase.BACKWARD)
-def gather_calls_backward(c: RuntimeFacts) -> int:
-    """Stage 3: the same in the backward."""
     return c.units * c.steps_before if c.gathered else 0
 
 
@@ -170,15 +158,9 @@ def contention_backward(c: RuntimeFacts) -> int:
     return fraction(MEMORY_PER_BYTE * sent, c.steps_before, c.ranks * c.micro_batches)
 
 
-@_lines.add(Resource.HBM, Phase.FORWARD)
-def cast_masters_forward(c: RuntimeFacts) -> int:
+@_lines.add(Resource.HBM, Phase.FORWARD, Phase.BACKWARD)
+def cast_masters(c: RuntimeFacts) -> int:
     """Stage 3 keeps no 16-bit shard: masters are cast into the unit that is gathered."""
-    return (4 + c.param_bytes) * c.on_gpu if c.casts_masters else 0
-
-
-@_lines.add(Resource.HBM, Phase.BACKWARD)
-def cast_masters_backward(c: RuntimeFacts) -> int:
-    """The same in the backward."""
     return (4 + c.param_bytes) * c.on_gpu if c.casts_masters else 0
 
 
@@ -188,27 +170,15 @@ def accumulate_gradients(c: RuntimeFacts) -> int:
     return fraction(2 * c.grad_bytes * c.kept, c.repeats, c.micro_batches)
 
 
-@_lines.add(Resource.PINNED, Phase.FORWARD)
-def upload_forward(c: RuntimeFacts) -> int:
+@_lines.add(Resource.PINNED, Phase.FORWARD, Phase.BACKWARD)
+def upload(c: RuntimeFacts) -> int:
     """This rank's parameters from host memory, those in files by way of it."""
     return c.param_bytes * (c.params_on_host + c.params_on_disk)
 
 
-@_lines.add(Resource.PINNED, Phase.BACKWARD)
-def upload_backward(c: RuntimeFacts) -> int:
-    """The same again for the backward."""
-    return c.param_bytes * (c.params_on_host + c.params_on_disk)
-
-
-@_lines.add(Resource.READ, Phase.FORWARD)
-def read_params_forward(c: RuntimeFacts) -> int:
+@_lines.add(Resource.READ, Phase.FORWARD, Phase.BACKWARD)
+def read_params(c: RuntimeFacts) -> int:
     """Parameters from files, all ranks of the node."""
-    return c.param_bytes * c.params_on_disk * c.local_ranks
-
-
-@_lines.add(Resource.READ, Phase.BACKWARD)
-def read_params_backward(c: RuntimeFacts) -> int:
-    """The same again for the backward."""
     return c.param_bytes * c.params_on_disk * c.local_ranks
 
 
@@ -224,15 +194,9 @@ def upload_sums(c: RuntimeFacts) -> int:
     return fraction(c.exchange_bytes * c.on_host, c.repeats, c.micro_batches)
 
 
-@_lines.add(Resource.UNIT_HOOK, Phase.FORWARD)
-def unit_hooks_forward(c: RuntimeFacts) -> int:
-    """Hooks around each unit's forward, with its gather."""
-    return c.units if c.hooked else 0
-
-
-@_lines.add(Resource.UNIT_HOOK, Phase.BACKWARD)
-def unit_hooks_backward(c: RuntimeFacts) -> int:
-    """Hooks around each unit's backward, with its gather and its reduction."""
+@_lines.add(Resource.UNIT_HOOK, Phase.FORWARD, Phase.BACKWARD)
+def unit_hooks(c: RuntimeFacts) -> int:
+    """Hooks around each unit, with its gather and, in the backward, its reduction."""
     return c.units if c.hooked else 0
 
 

@@ -74,7 +74,8 @@ class Accelerator:
 
     def supported_dtypes(self) -> list[torch.dtype]:
         """The dtypes that models train in."""
-        return [torch.float, torch.half, *([torch.bfloat16] if self.is_bf16_supported() else [])]
+        half = [torch.half] if self.is_fp16_supported() else []
+        return [torch.float, *half, *([torch.bfloat16] if self.is_bf16_supported() else [])]
 
     def default_generator(self, device_index: int = 0) -> torch.Generator:
         """The device's generator of random numbers."""

@@ -28,7 +28,8 @@ class BadInput(ValueError):
         if remedy:
             text = f"{text}; {remedy}"
         # Whatever a file held, the message stays one printable line of bounded length.
-        text = "".join(ch if ch.isprintable() else " " for ch in text)
+        if not text.isprintable():
+            text = "".join(ch if ch.isprintable() else " " for ch in text)
         super().__init__(text if len(text) <= 600 else text[:597] + "...")
 
 

@@ -84,17 +84,12 @@ def _checked(header: Mapping[str, Any], path: str, data_size: int, where: str) -
 
 def _entry(name: str, entry: object, path: str, where: str) -> tuple[tuple[int, ...], int, int]:
     """A header entry's shape and offsets, checked for type and range."""
-    bad = BadInput(f"{path}: tensor {name[:80]!r} has a malformed entry", where=where, remedy=_REMEDY)
-    if not isinstance(entry, dict):
-        raise bad
-    shape, offsets = entry.get("shape"), entry.get("data_offsets")
-    if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2 or len(shape) > 16:
-        raise bad
-    if not all(type(value) is int and 0 <= value <= _LARGEST_NUMEL for value in (*shape, *offsets)):
-        raise bad
-    if math.prod(shape) > _LARGEST_NUMEL:
-        raise bad
-    return tuple(shape), offsets[0], offsets[1]
+    shape, offsets = (entry.get("shape"), entry.get("data_offsets")) if isinstance(entry, dict) else (None, None)
+    if isinstance(shape, list) and len(shape) <= 16 and isinstance(offsets, list) and len(offsets) == 2:
+        sizes = (*shape, *offsets)
+        if all(type(value) is int and 0 <= value <= _LARGEST_NUMEL for value in sizes) and math.prod(shape) <= _LARGEST_NUMEL:
+            return tuple(shape), offsets[0], offsets[1]
+    raise BadInput(f"{path}: tensor {name[:80]!r} has a malformed entry", where=where, remedy=_REMEDY)
 
 
 def index_shards(index: Mapping[str, Any], path: str, *, where: str = "MODEL") -> list[str]:

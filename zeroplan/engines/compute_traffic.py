@@ -27,16 +27,16 @@ class ComputeFacts:
     tokens: int = means("micro batch × sequence length")
     seq_len: int = means("tokens a sequence")
     matrices: int = means("elements of all matrices that a token is multiplied with")
-    trained_matrices: int = means("of those, the ones with a weight gradient")
+    trained_matrices: int = means("elements of the matrices that have a weight gradient")
     recomputed_matrices: int = means(
-        "of those, the ones in checkpointed blocks, but for the last where nothing after it is saved"
+        "elements of matrices in checkpointed blocks, but for a block's last where nothing after it is saved"
     )
     attention: int = means("heads × head size, over all blocks")
     attention_ops: int = means("operations a query, key and channel: 4, halved by the causal mask")
     recomputed_attention: int = means("attention in checkpointed blocks")
     forward_kernels: int = means("kernels of the forward")
     backward_kernels: int = means("kernels of the backward, recomputation included")
-    recomputed_kernels: int = means("of those, the ones of recomputation")
+    recomputed_kernels: int = means("kernels of the backward that recompute a forward")
     checkpoints: int = means("checkpointed segments that are run again")
     forward_written: int = means("bytes that the forward's kernels write")
     backward_written: int = means("bytes that the backward's kernels write")
@@ -45,8 +45,8 @@ class ComputeFacts:
     backward_modules: int = means("modules passed in the backward")
     fp32: bool
     segments_remapped: int = means("segments that a full card's allocator returns and takes again", default=0)
-    bytes_remapped: int = means("their bytes, both ways", default=0)
-    pages_remapped: int = means("their pages, where segments are expandable, both ways", default=0)
+    bytes_remapped: int = means("bytes of segments that a full card's allocator returns and takes again, both ways", default=0)
+    pages_remapped: int = means("pages of expandable segments that it unmaps and maps again, both ways", default=0)
 
 
 def compute_facts(
@@ -160,7 +160,7 @@ def launches_forward(c: ComputeFacts) -> int:
 
 @_lines.add(Resource.LAUNCH, Phase.BACKWARD)
 def launches_recomputed(c: ComputeFacts) -> int:
-    """The same again for checkpointed blocks."""
+    """Kernels of checkpointed blocks, issued again from the model's Python."""
     return c.recomputed_kernels
 
 
@@ -190,13 +190,13 @@ def segments_returned(c: ComputeFacts) -> int:
 
 @_lines.add(Resource.MAPPING, Phase.STEP)
 def segments_mapped(c: ComputeFacts) -> int:
-    """Their bytes, unmapped and mapped anew."""
+    """On a full card: bytes of segments, unmapped and mapped anew."""
     return c.bytes_remapped
 
 
 @_lines.add(Resource.PAGE, Phase.STEP)
 def pages_mapped(c: ComputeFacts) -> int:
-    """Of expandable segments: each page unmapped and released, or created, mapped and made accessible.
+    """On a full card with expandable segments: each page unmapped and released, or created, mapped and made accessible.
 
     Source: c10/cuda/CUDACachingAllocator.cpp, ExpandableSegment::map, unmapHandles
     """

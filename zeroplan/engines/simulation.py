@@ -105,7 +105,7 @@ class Simulation:
         return (*self.runs, *self.other_lags)
 
     def under(self, limit: int, config: AllocatorConfig | None = None, *, device_memory: int | None = None) -> Simulation:
-        """The same run where each device gives the allocator `limit` bytes; see :meth:`Timeline.under`."""
+        """Return the same run where each device gives the allocator `limit` bytes; see :meth:`Timeline.under`."""
         return self._of([run.under(limit, config, device_memory=device_memory) for run in self.all_lags])
 
     def steady_under(
@@ -128,7 +128,7 @@ class Simulation:
         return self._of(steady)
 
     def _of(self, all_lags: list[Timeline]) -> Simulation:
-        """The same with other timelines in place of :attr:`all_lags`."""
+        """Return a copy with other timelines in place of :attr:`all_lags`."""
         first, last = 1, len(self.runs)
         return replace(self, timeline=all_lags[0], others=tuple(all_lags[first:last]), other_lags=tuple(all_lags[last:]))
 

@@ -56,7 +56,7 @@ def gather_forward(c: TorchFacts) -> int:
 
 @_lines.add(_link, Phase.BACKWARD)
 def gather_backward(c: TorchFacts) -> int:
-    """And again for the backward, where they were resharded."""
+    """FSDP2 gathers each block's parameters again for the backward, where they were resharded."""
     return fraction(c.param_bytes * c.params, c.steps_before, c.ranks) if c.sharded and c.resharded else 0
 
 
@@ -71,13 +71,13 @@ def reduce_gradients(c: TorchFacts) -> int:
 
 @_lines.add(Resource.HBM, Phase.FORWARD)
 def contention_forward(c: TorchFacts) -> int:
-    """What the gathers take from the kernels that they run beside."""
+    """What gathers take from the kernels that they run beside."""
     return fraction(MEMORY_PER_BYTE * c.param_bytes * c.params, c.steps_before, c.ranks) if c.sharded else 0
 
 
 @_lines.add(Resource.HBM, Phase.BACKWARD)
 def contention_backward(c: TorchFacts) -> int:
-    """The same in the backward: parameters gathered again where they were resharded, gradients reduced once a step."""
+    """What gathers and, once a step, the reduction take from the kernels that they run beside."""
     gathered = c.param_bytes * c.params * c.micro_batches if c.resharded else 0
     reduced = 4 * c.trainable * (1 if c.sharded else 2)
     return fraction(MEMORY_PER_BYTE * (gathered + reduced), c.steps_before, c.ranks * c.micro_batches)

@@ -97,7 +97,7 @@ _KEYS = {
 
 
 def _in_its_words(error: BadInput, setup: Setup, changes: set[str]) -> BadInput:
-    """The same with the file's name, and with its program where it and not a flag said what is wrong."""
+    """Return the error in the source's words: its file, and its program where not a flag but the file is wrong."""
     name = setup.files[0] if setup.files else setup.title
     if error.where.startswith(_DS_CONFIG):
         key = error.where.removeprefix(_DS_CONFIG)

@@ -61,7 +61,7 @@ class Memory:
         self._plans: dict[Candidate, MemoryPlan] = {}
 
     def on(self, cluster: Cluster) -> Memory:
-        """The same on another cluster. Tapes and counts are shared; plans only where just the limits differ."""
+        """Return a Memory of another cluster that shares tapes and counts, and plans where just the limits differ."""
         other = Memory(self.engine, self.spec, cluster, depth=self.depth, trace=self.trace)
         other.no_tape = self.no_tape
         other._streams, other._counts, other._computed = self._streams, self._counts, self._computed

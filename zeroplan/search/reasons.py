@@ -53,7 +53,7 @@ def reasons_for(best: Ranked, space: Sequence[Candidate], memory: Memory, cost: 
 def _faster_that_do_not_fit(
     best: Ranked, space: Sequence[Candidate], memory: Memory, cost: CostModel, most: int = 3
 ) -> list[str]:
-    """Of each faster family the candidate that needs least: what it would gain, and what it lacks."""
+    """Say of each faster family's lightest candidate what it would gain, and what it lacks."""
     limit = memory.cluster.usable_vram or 0
     lightest: dict[object, tuple[int, float, Candidate]] = {}
     for candidate in space:

@@ -446,7 +446,7 @@ def step_gradients_flat(c: DeepSpeedRank) -> int:
 
 @_add(Buffer.GRAD_MASTER, Place.HBM, (Phase.STEP,))
 def step_gradients_cast(c: DeepSpeedRank) -> int:
-    """The same in the master's dtype, where that is another; at stage 0 also one by one, before FusedAdam's are flattened.
+    """The step's gradients in the master's dtype, if that is another; at stage 0 also one by one, before they are flattened.
 
     Source: s12, step; s3, _prepare_fp32_grad_for_sub_group; fp16/fused_optimizer.py and unfused_optimizer.py, step
     """

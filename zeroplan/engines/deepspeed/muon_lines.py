@@ -51,7 +51,7 @@ def add_muon_lines(lines: LedgerBuilder) -> None:
 
     @_add(Buffer.OPTIM_MOMENTUM, Place.NVME, FROM_FIRST_STEP, state=True)
     def muon_momentum_nvme(c: DeepSpeedRank) -> int:
-        """The same in files, one a sub-group.
+        """Momentum of this rank's parts of the matrices in files, one a sub-group.
 
         Source: s3, _create_momentum_buffer
         """

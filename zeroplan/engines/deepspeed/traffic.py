@@ -100,7 +100,7 @@ def contention_forward(c: TrafficFacts) -> int:
 
 @_lines.add(Resource.HBM, Phase.BACKWARD)
 def contention_backward(c: TrafficFacts) -> int:
-    """The same in the backward: parameters gathered, gradients reduced."""
+    """What gathers and reductions take from the kernels of the backward that they run beside."""
     if not c.overlaps or c.ranks == 1:
         return 0
     reduced = c.comm_bytes * (c.reduced - c.reduced_last)
@@ -203,7 +203,7 @@ def gather_hooks(c: TrafficFacts) -> int:
 
 @_lines.add(Resource.GATHER_HOOK, Phase.BACKWARD)
 def gather_hooks_recomputed(c: TrafficFacts) -> int:
-    """The same for modules that recomputation enters again."""
+    """Stage 3's hooks before and after every module that recomputation enters again."""
     return c.recomputed_modules if c.stage == 3 else 0
 
 
@@ -239,7 +239,7 @@ def offload_operations(c: TrafficFacts) -> int:
 
 @_lines.add(Resource.HBM, Phase.BACKWARD)
 def offload_casts(c: TrafficFacts) -> int:
-    """The same in bytes: norms in fp64, the largest and the least read, casts to fp32."""
+    """With offload: bytes of the gradients' norms in fp64, of their largest and least, and of their casts to fp32."""
     return c.on_host * (4 * c.param_bytes + 20) if c.mixed else 0
 
 

@@ -23,7 +23,7 @@ def param_shard(c: Fsdp2Rank) -> int:
 
 @_add(Buffer.PARAM_SHARD, Place.PINNED, ALWAYS, state=True)
 def param_shard_host(c: Fsdp2Rank) -> int:
-    """The same on the host (CPUOffloadPolicy), each chunk in a pinned block of its own.
+    """This rank's chunks on the host (CPUOffloadPolicy), each in a pinned block of its own.
 
     Source: _fsdp_param.py, reset_sharded_param
     """

@@ -53,12 +53,12 @@ class Fsdp2Rank(TorchRank):
 
     @cached_property
     def sharded_trainable(self) -> int:
-        """Of those, the ones that receive a gradient."""
+        """Elements of this rank's chunks of trained parameters."""
         return sum(self.chunks[p] for p in self.trained)
 
     @cached_property
     def sharded_frozen(self) -> int:
-        """Of those, the ones that receive no gradient."""
+        """Elements of this rank's chunks of frozen parameters."""
         return self.sharded - self.sharded_trainable
 
     @cached_property
@@ -86,7 +86,7 @@ class Fsdp2Rank(TorchRank):
 
     @cached_property
     def grad_blocks(self) -> int:
-        """The same for the chunks' gradients."""
+        """Bytes of the pinned blocks that hold the chunks' gradients, each rounded to a power of two."""
         return sum(pow2(self.original_bytes * self.chunks[p]) for p in self.trained) if self.offload else 0
 
     @cached_property

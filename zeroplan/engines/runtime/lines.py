@@ -28,11 +28,13 @@ class RuntimeRank:
     params_kept: int = means(
         "elements of trained parameters that this rank keeps beside masters: whole flats, at stage 3 shards or none"
     )
-    frozen_kept: int = means("the same of parameters without gradient")
+    frozen_kept: int = means("elements of frozen parameters that this rank keeps: whole flats, at stage 3 shards")
     params_in_files: int = means(
         "the same of trained parameters that rest in a file, beyond those that max_in_cpu keeps in host memory"
     )
-    frozen_in_files: int = means("the same of parameters without gradient there")
+    frozen_in_files: int = means(
+        "elements of frozen parameters that rest in a file, beyond those that max_in_cpu keeps in host memory"
+    )
     params_swapped: int = means(
         "elements of the pinned buffers between that file and the GPU: buffer_count of up to buffer_size"
     )
@@ -42,7 +44,7 @@ class RuntimeRank:
     grads_in_slots: int = means("elements of the slots for those of embeddings, heads and the root")
     grads_staged: int = means("elements of gradients that are cast and reduced at once")
     stepped: int = means("elements that this rank's optimizer steps: whole flats at stage 0, else its shards of them")
-    stepped_away: int = means("elements that it steps on the host")
+    stepped_away: int = means("elements that this rank's optimizer steps on the host")
     exchanged: int = means("elements of gradients that come down to pinned memory: this rank's shards, alone whole flats")
     exchanges: int = means("pinned places of each: two with the delayed update")
     sent_apart: int = means("elements of 16-bit parameters that go up from memory of their own, as gradients there are wider")
@@ -170,7 +172,7 @@ def param_files(c: RuntimeRank) -> int:
 
 @_add(Buffer.PARAM_FROZEN, Place.NVME, ALWAYS, state=True)
 def frozen_files(c: RuntimeRank) -> int:
-    """The same of parameters without gradient."""
+    """This rank's shard of frozen parameters in a file, which every gather reads."""
     return c.frozen_in_files * c.param_bytes
 
 

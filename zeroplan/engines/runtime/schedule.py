@@ -280,7 +280,7 @@ def _direct_weights(tape: ExpandedTape) -> dict[int, tuple[int, frozenset[int]]]
 
 
 def _written(alive: dict[int, tuple[int, int]], nbytes: int, layers: frozenset[int]) -> set[int]:
-    """Of the storages alive, the gradients of `nbytes` that these layers made."""
+    """Return the living storages of `nbytes` that these layers made: their gradients."""
     return {storage for storage, (size, module) in alive.items() if size == nbytes and module in layers}
 
 

@@ -31,7 +31,7 @@ class RuntimeFacts:
     """One rank of one configuration."""
 
     ranks: int = means("data-parallel ranks")
-    local_ranks: int = means("of those, the ones on one node")
+    local_ranks: int = means("data-parallel ranks on one node")
     steps_before: int = means("ranks − 1, the steps of a ring")
     micro_batches: int = means("micro batches a step")
     repeats: int = means("micro batches after the first")
@@ -40,13 +40,11 @@ class RuntimeFacts:
     gathered_once: int = means("elements that are gathered once a step, after their update (stages 1 and 2)")
     reduced: int = means("elements whose gradients are reduced in each micro batch (stages 2 and 3)")
     reduced_once: int = means("elements whose gradients are reduced once a step (stages 0 and 1)")
-    reduced_last: int = means(
-        "of those that are reduced, the elements that are left when the backward is over, over a whole step"
-    )
+    reduced_last: int = means("elements whose reduction has no backward left beside it, over all micro batches of a step")
     kept: int = means("elements of gradients that this rank keeps until the step, on the GPU")
     on_gpu: int = means("elements that this rank's optimizer updates on the GPU")
-    on_host: int = means("elements that it updates on the host")
-    on_disk: int = means("of those, the ones whose masters and states are in files")
+    on_host: int = means("elements that this rank's optimizer updates on the host")
+    on_disk: int = means("elements that this rank's optimizer updates on the host whose masters and states are in files")
     params_on_host: int = means("this rank's elements of parameters that stay in host memory")
     params_on_disk: int = means("this rank's elements of parameters that stay in files")
     param_bytes: int = means("bytes of one parameter")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -112,3 +113,19 @@ def test_yamls_no_is_false(tmp_path: Path) -> None:
     path.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: NO\nmixed_precision: no\nnum_processes: 1\n")
     setup = read_setup(str(path))
     assert (setup.engine, setup.dtype, setup.gpus) == ("ddp", "fp32", 1)
+
+
+def test_stage_3_without_zero_init_holds_the_whole_model_first(tmp_path: Path, cli: Cli) -> None:
+    path = tmp_path / "accelerate.yaml"
+    for flag, expected in (("true", "sharded"), ("false", "whole")):
+        path.write_text(
+            "distributed_type: DEEPSPEED\nnum_processes: 8\nmixed_precision: bf16\n"
+            f"deepspeed_config: {{zero_stage: 3, zero3_init_flag: {flag}}}\n"
+        )
+        model = ("meta-llama/Llama-3.2-1B", "--micro-batch", "1", "--seq-len", "64", "--json")
+        plan = json.loads(cli("estimate", *model, "--from", str(path))[1])["plans"][0]
+        asked = ("--no-zero-init",) if expected == "whole" else ()
+        flags = json.loads(cli("estimate", *model, "--stage", "3", "--offload-optimizer", "none", "--gpus", "8", *asked)[1])
+        assert plan["gpu"]["phases"]["load"] == flags["plans"][0]["gpu"]["phases"]["load"]
+        whole = 2 * 1_235_814_400
+        assert (plan["gpu"]["phases"]["load"] >= whole) is (expected == "whole")

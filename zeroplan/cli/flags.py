@@ -91,6 +91,9 @@ OPTIONS: dict[str, Any] = {
     "stage": _option(int | None, "--stage", "0 to 3. [all]", _ZERO),
     "offload_optimizer": _option(str | None, "--offload-optimizer", "none, cpu or nvme. [all]", _ZERO),
     "offload_param": _option(str | None, "--offload-param", "none, cpu or nvme. [all]", _ZERO),
+    "zero_init": _option(
+        bool | None, "--zero-init/--no-zero-init", "Stage 3 builds the model sharded. [yes, or as --from says]", _ZERO
+    ),
     "ds_config": _option(str | None, "--ds-config", "A ds_config.json: exactly one plan.", _ZERO),
     "files": _option(
         list[str] | None, "--from", "What a program's files say: recipes, TrainingArguments, accelerate, … Repeats.", _FROM

@@ -37,6 +37,7 @@ Stage = Annotated[int | None, typer.Option("--stage", rich_help_panel="Sharding"
     "alloc_conf",
     "files",
     "program",
+    "zero_init",
 )
 def trace_command(
     request: Request,

@@ -28,7 +28,18 @@ Timeout = Annotated[
 
 @verb("zeroplan verify", "zeroplan verify gpt2 --gpus 2 --ds-config ds_config.json")
 @flags.takes_request(
-    "params", "nodes", "gpu", "vram", "cpu_ram", "nvme", "depth", "alloc_conf", "checkpoint_policy", "files", "program"
+    "params",
+    "nodes",
+    "gpu",
+    "vram",
+    "cpu_ram",
+    "nvme",
+    "depth",
+    "alloc_conf",
+    "checkpoint_policy",
+    "files",
+    "program",
+    "zero_init",
 )
 def verify(
     request: Request,

@@ -41,7 +41,8 @@ if TYPE_CHECKING:  # a plan from the ledger alone needs no simulator
 class Case:
     """One model, trained in one way, on one cluster, sharded in one way.
 
-    `parallel` None means data parallelism over the whole cluster.
+    `parallel` None means data parallelism over the whole cluster. `zero_init` says whether DeepSpeed's stage 3 gets a model
+    that was built under ``deepspeed.zero.Init``; without it the whole model passes over each GPU.
     """
 
     spec: ModelSpec
@@ -49,6 +50,7 @@ class Case:
     cluster: Cluster
     zero: ZeroConfig
     parallel: ParallelLayout | None = None
+    zero_init: bool = True
 
     @property
     def layout(self) -> ParallelLayout:

@@ -75,6 +75,8 @@ def filled(request: Request, setup: Setup) -> Request:
     if setup.optimizer_kind is not None:
         changes["optimizer_kind"] = OptimizerKind(setup.optimizer_kind)
     changes["precision"] = _precision(setup)
+    if setup.zero_init is not None and request.zero_init is None:
+        changes["zero_init"] = setup.zero_init
     if setup.ds_config is not None:
         changes |= _with_ds_config(setup, changes)
     return replace(request, files=(), **changes)

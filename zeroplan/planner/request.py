@@ -45,6 +45,7 @@ class Request:
     stage: int | None = None
     offload_optimizer: str | None = None
     offload_param: str | None = None
+    zero_init: bool | None = None
     ds_config: str | Path | dict[str, Any] | None = None
     depth: str | None = None
     alloc_conf: str = ""

@@ -75,7 +75,8 @@ def resolve(request: Request) -> Resolved:
         warnings.append(warning)
     if workload.attn is Attention.SDPA and (missing := eager_only(spec.model_type)):
         warnings.append(missing)
-    cases = _cases(request, engine, [Case(spec, workload, cluster, zero) for zero in zeros])
+    zero_init = request.zero_init is not False
+    cases = _cases(request, engine, [Case(spec, workload, cluster, zero, zero_init=zero_init) for zero in zeros])
     warnings += sorted({said for case in cases if (said := engine.remark(case))})
     return Resolved(spec, workload, cluster, engine, cases, request.depth, tuple(warnings), request.unmodelled)
 

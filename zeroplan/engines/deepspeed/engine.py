@@ -109,6 +109,7 @@ class DeepSpeed(Engine):
             case.zero,
             case.layout,
             gpu=case.cluster.gpu,
+            zero_init=case.zero_init,
             saved_weights=saved_elements(case),
         )
 

@@ -130,6 +130,7 @@ def rank_of(case: Case, tape: ExpandedTape) -> DeepSpeedRank:
         case.layout,
         gpu=case.cluster.gpu,
         device_memory=case.cluster.vram,
+        zero_init=case.zero_init,
     )
 
 

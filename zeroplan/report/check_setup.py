@@ -1,0 +1,41 @@
+"""What ``check`` answers of other programs' files: what each key decides, what is assumed, and what plans leave out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zeroplan.interop.setups import Setup
+from zeroplan.planner.describe import describe_setup
+from zeroplan.report.table import render
+
+#: Fields of a Setup that are shown, in this order; the rest describes the file itself.
+_FIELDS = (
+    *("model", "task", "method", "micro_batch", "grad_accum", "seq_len", "dtype", "model_dtype", "optimizer"),
+    *("optimizer_kind", "attn", "gradient_checkpointing", "lora_rank", "lora_targets", "engine", "stage"),
+    *("offload_optimizer", "offload_param", "zero_init", "gpus", "nodes"),
+)
+
+
+def setup_json(setup: Setup) -> dict[str, Any]:
+    """The setup as one object that JSON can hold."""
+    fields = [{"field": name, "value": value, "key": setup.keys.get(name, "")} for name, value in _said(setup)]
+    left_out = [{"key": one.key, "effect": one.effect.value, "says": one.says} for one in setup.unmodelled]
+    return {**describe_setup(setup), "fields": fields, "unmodelled": left_out}
+
+
+def setup_text(setup: Setup) -> str:
+    """The setup's line, a table of what was read with the keys that said it, and what plans leave out."""
+    rows = [
+        [name, ", ".join(value) if isinstance(value, list) else str(value), setup.keys.get(name, "follows from the program")]
+        for name, value in _said(setup)
+    ]
+    lines = [setup.line, "", render(["what", "value", "key"], rows, "plain")]
+    if setup.unmodelled:
+        lines += ["", f"Left out of plans ({len(setup.unmodelled)}), with what that does to the memory"]
+        lines += [f"  {one.key} ({one.effect.value}): {one.says}" for one in setup.unmodelled]
+    return "\n".join(lines)
+
+
+def _said(setup: Setup) -> list[tuple[str, Any]]:
+    values = ((name, getattr(setup, name)) for name in _FIELDS)
+    return [(name, list(value) if isinstance(value, tuple) else value) for name, value in values if value not in (None, "", ())]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from zeroplan.core.errors import BadInput
 from zeroplan_runtime.engine_parameters import EngineParameters
 
 
@@ -23,6 +24,8 @@ class EngineCheckpoints(EngineParameters):
         from zeroplan_runtime.checkpoint.save import save_checkpoint
 
         self.checks.require_usable("engine.save_checkpoint")
+        if not isinstance(save_dir, str | Path) or not str(save_dir):
+            raise BadInput(f"{save_dir!r} is no folder", where="engine.save_checkpoint", remedy="give the path of one")
         self.checks.require_no_gradients(self.schedule.grads.has_grads)
         return save_checkpoint(
             self,

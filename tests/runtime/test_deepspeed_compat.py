@@ -273,6 +273,7 @@ def test_what_is_refused_is_an_assertion_and_bad_input() -> None:
 PROGRAM = """
 import deepspeed, json, sys, torch
 from deepspeed.runtime.lr_schedules import WarmupLR
+from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 import deepspeed.comm as dist
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -280,7 +281,9 @@ torch.manual_seed(0)
 model = torch.nn.Linear(3, 1)
 data = torch.utils.data.TensorDataset(torch.randn(11, 3), torch.randn(11, 1))
 engine, optimizer, loader, schedule = deepspeed.initialize(
-    model=model, config=sys.argv[1], model_parameters=model.parameters(), training_data=data)
+    model=model, config=sys.argv[1], training_data=data,
+    model_parameters=split_params_into_different_moe_groups_for_optimizer({"params": [*model.parameters()]}))
+assert not any(is_moe_param(param) for param in model.parameters())
 assert isinstance(schedule, WarmupLR), schedule
 losses = []
 for x, y in loader:
@@ -292,7 +295,7 @@ engine.save_checkpoint(sys.argv[2])
 whole = get_fp32_state_dict_from_zero_checkpoint(sys.argv[2])
 assert torch.equal(whole["weight"], model.weight.detach())
 try:
-    import deepspeed.moe
+    import deepspeed.pipe
 except ImportError as fault:
     print(fault)
 print(json.dumps([losses, engine.global_steps, dist.get_world_size(), engine.get_lr(), engine.in_features]))
@@ -329,6 +332,6 @@ def test_a_program_that_imports_deepspeed_runs_unchanged(tmp_path: Path, drop: s
     )
     assert done.returncode == 0, done.stderr
     refused, result = done.stdout.strip().splitlines()
-    assert "has no 'deepspeed.moe'" in refused
+    assert "has no 'deepspeed.pipe'" in refused
     assert json.loads(result) == [sizes, len(sizes), 1, [0.05 * (len(sizes) - 1)], 3]
     assert "not_a_key_of_anybody" in done.stderr

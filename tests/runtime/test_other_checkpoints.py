@@ -56,6 +56,9 @@ def save(group: dist.ProcessGroup, folder: str, stage: int, dtype: str) -> dict[
     engine = start(group, stage, dtype)
     go_on(engine, 0, 4)
     engine.save_checkpoint(folder, client_state={"epoch": 3})
+    for nowhere in ("", None):
+        with pytest.raises(BadInput, match="is no folder"):
+            engine.save_checkpoint(nowhere)
     engine.save_checkpoint(folder, "adapters", exclude_frozen_parameters=True, save_latest=False)
     states = ParameterStates(engine)
     masters = {name: states.whole(param) for name, param in engine.module.named_parameters() if states.trains(param)}

@@ -114,6 +114,7 @@ def test_trl_is_told_what_its_own_defaults_would_turn_round(
     assert (config.per_device_train_batch_size, config.gradient_accumulation_steps, config.max_length) == (4, 8, 512)
     assert (config.bf16, config.fp16, config.gradient_checkpointing) == (False, True, False)
     assert (model.use_peft, model.lora_r, model.lora_dropout) == (True, 8, 0.0)
+    assert (model.dtype, model.attn_implementation) == ("float16", "sdpa")
     assert model.lora_target_modules == "all-linear"
 
 

@@ -9,10 +9,14 @@ from zeroplan.ds_config.writer import dump_ds_config
 from zeroplan.report.plans import fits_text
 from zeroplan.report.table import render
 from zeroplan.report.words import gpus_text, model_text
+from zeroplan.report.wrap import wrap
 from zeroplan.search.files import Files
 from zeroplan.search.reasons import name_of
 from zeroplan.search.results import Recommendation, SearchResult
 from zeroplan.search.suggestions import shortfalls
+
+#: Columns of what is read; the command stays on one line, to be copied.
+_WIDTH = 80
 
 
 def answer_text(answer: SearchResult, style: str = "plain", *, files: Files | None = None) -> str:
@@ -46,10 +50,12 @@ def answer_text(answer: SearchResult, style: str = "plain", *, files: Files | No
 
 def files_text(files: Files) -> list[str]:
     """What was written, the command, what the user's own program must do, and what else to know."""
-    lines = [f"Wrote {', '.join(files.texts)}. Start it:", "", f"  {files.start.shell()}"]
+    lines = [*wrap(f"Wrote {', '.join(files.texts)}. Start it:", _WIDTH, hang="  "), "", f"  {files.start.shell()}"]
     if files.program_must:
-        lines += ["", "Your program must:", *(f"- {text}" for text in files.program_must)]
-    return [*lines, *(["", *(f"note: {text}" for text in files.notes)] if files.notes else [])]
+        lines += ["", "Your program must:"]
+        lines += [line for text in files.program_must for line in wrap(text, _WIDTH, indent="- ", hang="  ")]
+    notes = [line for text in files.notes for line in wrap(f"note: {text}", _WIDTH, hang="  ")]
+    return [*lines, *(["", *notes] if notes else [])]
 
 
 def ranking_table(ranking: tuple[Recommendation, ...], style: str = "plain") -> str:

@@ -24,6 +24,10 @@ from zeroplan.interop.forms.program import CHECKPOINTING, adapter_files, attenti
 from zeroplan.interop.forms.scripts.trainer import trainer_script, trl_script
 
 ARGUMENTS = "training_arguments.json"
+#: ModelConfig's names; it loads in fp32 unless told otherwise, of which the host would hold twice the planned bytes.
+_DTYPES = {DType.BF16: "bfloat16", DType.FP16: "float16", DType.FP32: "float32"}
+#: TRL 1.16, ``trainer/sft_trainer.py``: compute_loss asks for ``fused_lm_head``.
+_FUSED_HEAD = "SFTTrainer never holds the whole logits, which the plan counts: its peak is that much lower"
 _LAUNCHERS = ("deepspeed", "torchrun", "accelerate", "slurm")
 
 
@@ -58,7 +62,7 @@ def flags(arguments: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _trainer(one: Configuration) -> FormFiles:
     form, arguments = training_arguments(one)
-    return _files(one, form, arguments, arguments, must_adapt(one))
+    return _files(one, form, arguments, arguments, (*must_load(one), *must_adapt(one)))
 
 
 def _trl(one: Configuration) -> FormFiles:
@@ -66,10 +70,10 @@ def _trl(one: Configuration) -> FormFiles:
     form, arguments = training_arguments(one)
     work = one.workload
     arguments |= {"max_length": work.seq_len, "packing": False, "loss_type": "nll"}
-    own = arguments | {"attn_implementation": attention(work)}
+    own = arguments | {"attn_implementation": attention(work), "dtype": _DTYPES[work.dtype]}
     if work.lora_rank is not None:
         own |= {"use_peft": True, "lora_r": work.lora_rank, "lora_dropout": 0.0, "lora_target_modules": lora_targets(work)}
-    return _files(one, form, arguments, own, ())
+    return _files(one, form, arguments, own, (f"make sequences of {work.seq_len} tokens",), (_FUSED_HEAD,))
 
 
 def _files(
@@ -78,6 +82,7 @@ def _files(
     arguments: Mapping[str, Any],
     own: Mapping[str, Any],
     must: tuple[str, ...],
+    notes: tuple[str, ...] = (),
 ) -> FormFiles:
     """The files; `own` are the arguments of the user's program."""
     path, started = one.beside(ARGUMENTS), ranks_file(one)
@@ -86,8 +91,11 @@ def _files(
         texts,
         (path,) if one.new_script else flags(own),
         accelerate_config=next(iter(started), ""),
-        program_must=(*must_load(one), *must),
-        notes=(no_learning_rate("--learning_rate"),),
+        program_must=must,
+        notes=(
+            *notes,
+            no_learning_rate(f"learning_rate in {path}" if one.new_script else "--learning_rate"),
+        ),
     )
 
 

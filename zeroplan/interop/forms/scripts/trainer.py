@@ -24,12 +24,13 @@ def main() -> None:
     model = build_model()  # after the arguments: at stage 3 they have it built in shards
     count = STEPS * arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
     tokens = Tokens(count, model.config.get_text_config().vocab_size).tokens.tolist()
+    arguments.dataset_kwargs = {"skip_prepare_dataset": True}  # pieces are tokens already
     if TEXT is None:
         arguments.max_steps = STEPS
     SFTTrainer(
         model=model,
         args=arguments,
-        train_dataset=datasets.Dataset.from_dict({"input_ids": tokens}),
+        train_dataset=datasets.Dataset.from_dict({"input_ids": tokens, "labels": tokens}),
         processing_class=AutoTokenizer.from_pretrained(MODEL),@adapters
     ).train()
     print_peak()

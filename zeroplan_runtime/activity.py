@@ -43,6 +43,15 @@ class Activity:
             self._inside = before
             self._last_event.record(self._schedule.compute_stream)
 
+    @contextmanager
+    def alone(self, doing: str) -> Iterator[None]:
+        """A context for what this rank may do without the others, and in which it may have to wait for them."""
+        where = self._schedule.where
+        with self.inside():
+            self.piece(doing)
+            yield
+            self._schedule.where = where
+
     def begin(self, doing: str) -> None:
         """Counts a part of the work that every rank does."""
         self._schedule.where = doing

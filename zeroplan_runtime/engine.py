@@ -124,6 +124,7 @@ class Engine(EngineGetters, EngineCheckpoints):
         self.writes = ParameterWrites(self.model_states)
         self.schedule.keep_writes = self.writes.keep_unit
         self.activity = Activity(self.schedule, device, lambda: progress.global_steps)
+        self.schedule.reading = self.activity.alone
         self.watchdog = (
             watch(comm.rank, comm.world_size, weakly(self.activity.report), config.knobs.timeout)
             if comm.group is None

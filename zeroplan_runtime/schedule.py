@@ -26,7 +26,7 @@ Note [Host waits]
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -56,6 +56,7 @@ class Schedule:
         in_engine_backward: ``engine.backward()`` is running, so gradients belong to this step.
         where: what is being done, in words, for the watchdog.
         progress_count: rises with every unit, for the watchdog.
+        reading: gives a context for a read of a parameter, which may have to wait for other ranks.
         keep_writes: called at stage 3 before a unit is resharded, to keep what its forward has written into parameters.
     """
 
@@ -68,6 +69,7 @@ class Schedule:
         self.where = "start"
         self.progress_count = 0
         self.keep_writes: Callable[[UnitState], None] | None = None
+        self.reading: Callable[[str], AbstractContextManager[object]] = nullcontext
         self.in_engine_backward = False
         self._in_backward = False
         self._grad_enabled = False  # in this forward, so a backward is expected
@@ -294,11 +296,12 @@ class Schedule:
                 where="offload_optimizer",
                 remedy="use it after engine.step(), or set gradient_clipping, with which updates wait for the step",
             )
-        if self.setup.shards_params:
-            self.unshard(unit)
-            unit.param_slot.ready.wait(self.compute_stream)
-        else:
-            self.wait_for_unshard()
+        with self.reading(f"reading parameter {name!r}"):
+            if self.setup.shards_params:
+                self.unshard(unit)
+                unit.param_slot.ready.wait(self.compute_stream)
+            else:
+                self.wait_for_unshard()
 
     @property
     def hides_grads(self) -> bool:

@@ -174,3 +174,12 @@ def test_a_rank_that_hangs_in_a_save_or_a_load_is_named(tmp_path: Path) -> None:
         for rank in (0, 2):
             assert re.search(rf"rank 1 is (behind,|stuck) in {re.escape(where)}", job.logs[rank]), job.logs
         assert job.took < 30
+
+
+@pytest.mark.slow
+def test_a_read_that_waits_for_ranks_which_do_not_come_is_named(tmp_path: Path) -> None:
+    """Where the optimizer is offloaded a read gathers what the step has updated, for which it needs every rank."""
+    act = "engine.module.embed.weight.sum() if engine.global_rank == 0 else torch.distributed.barrier()"
+    job = run_job(tmp_path, "pass", 4, act=act, stage=1, offload_optimizer={"device": "cpu"})
+    assert job.code != 0
+    assert "rank 0 has waited 4 s in reading parameter 'embed.weight', step 5; " in job.logs[0]

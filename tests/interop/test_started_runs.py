@@ -11,6 +11,10 @@ from typing import Any
 
 import pytest
 
+from zeroplan.interop.forms.configuration import Model
+from zeroplan.models.load import load_model
+from zeroplan.search.files import model_of
+
 Cli = Callable[..., tuple[int, str, str]]
 LLAMA = "meta-llama/Llama-3.2-1B"
 #: What is asked for by flags: 2 GPUs and a global batch of 64 in micro batches of 4, so 8 accumulated.
@@ -228,6 +232,18 @@ def test_what_cannot_be_written_is_one_line(
     assert said in err
     assert err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_script_begins_with_the_weights_that_are_there(tmp_path: Path) -> None:
+    spec = load_model("openai-community/gpt2")
+    assert model_of("openai-community/gpt2", spec) == Model("openai-community/gpt2", "AutoModelForCausalLM", weights=True)
+    (tmp_path / "config.json").write_text("{}")
+    for place in (tmp_path, tmp_path / "config.json"):
+        assert model_of(place, spec) == Model(str(tmp_path), "AutoModelForCausalLM", weights=False)
+    (tmp_path / "model.safetensors").write_text("")
+    for place in (tmp_path, tmp_path / "config.json"):
+        assert model_of(place, spec).weights
+    assert model_of(tmp_path / "model.safetensors", spec).place == ""  # no config to build the model by
 
 
 def test_scripts_compile_in_every_form(cli: Cli, tmp_path: Path) -> None:

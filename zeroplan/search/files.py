@@ -136,11 +136,11 @@ def model_of(place: object, spec: ModelSpec) -> Model:
     if not isinstance(place, str | os.PathLike):
         return Model(spec.name if spec.source in ("catalog", "hub") else "", spec.auto_class)
     path = os.path.expanduser(os.fspath(place))
+    if os.path.basename(path) == "config.json" and os.path.isfile(path):
+        path = os.path.dirname(path) or "."  # where its weights and its tokenizer are, if there are any
     if os.path.isdir(path):
         return Model(path, spec.auto_class, any(name.endswith(_WEIGHTS) for name in os.listdir(path)))
-    if os.path.isfile(path):
-        return Model(path if path.endswith("config.json") else "", spec.auto_class, weights=False)
-    return Model(path, spec.auto_class)
+    return Model("" if os.path.isfile(path) else path, spec.auto_class)
 
 
 def form_of(engine: Engine, target: Target) -> Form:

@@ -61,6 +61,7 @@ def request_of(row: dict[str, Any], *, depth: str | None = None) -> Request:
         "engine": row["engine"],
         "depth": depth,
         "alloc_conf": row.get("alloc_conf") or "",
+        "from_scratch": True,  # the runs built their models with random weights
     }
     if row["engine"] == "deepspeed":
         return Request(**common, ds_config=ds_config_of(row))

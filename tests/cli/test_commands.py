@@ -20,10 +20,10 @@ def test_estimate_prints_the_verdict_and_one_table(cli: Cli) -> None:
     assert (code, err) == (0, "")
     assert "1,235,814,400 parameters" in out
     assert "24 GiB (23.4 GiB usable)" in " ".join(out.split())
-    assert out.startswith("May fit: ZeRO-1, ")
+    assert out.startswith("Unknown: ZeRO-1, ")
     rows = [line.split() for line in out.splitlines() if line.lstrip().startswith(("0 ", "1 ", "2 ", "3 "))]
     assert len(rows) == 10
-    assert {row[-1] for row in rows[1:]} == {"yes"}
+    assert {row[-1] for row in rows[1:]} == {"unknown"}
     assert max(map(len, out.splitlines())) <= 80
 
 
@@ -76,7 +76,7 @@ def test_check_exits_1_when_nothing_fits(cli: Cli) -> None:
     code, out, _ = cli(*arguments)
     assert code == 1
     assert out.startswith("Does not fit: ZeRO-0, ")
-    assert cli("estimate", LLAMA, "--vram", "80G", "--check", "--depth", "formula")[0] == 0
+    assert cli("estimate", LLAMA, "--vram", "80G", "--stage", "2", "--check")[0] == 0
 
 
 def test_explain_derives_one_line_with_the_users_numbers(cli: Cli) -> None:

@@ -74,7 +74,7 @@ def test_the_main_help_lists_every_verb_whole(cli: Cli, monkeypatch: pytest.Monk
         ),
         (["estimate", "gpt2", "--bf16"], "write --dtype bf16"),
         (["estimate", "gpt2", "--max_seq_length=4096"], "write --seq-len"),
-        (["estimate", "gpt2", "--micro-bach", "4"], "did you mean '--micro-batch'?"),
+        (["estimate", "gpt2", "--micro-bach", "4"], "did you mean '--micro-batch'"),
         (["estimat", "gpt2"], "did you mean 'estimate'?"),
     ],
 )

@@ -25,7 +25,7 @@ def test_a_page_needs_no_other_file() -> None:
 
 def test_both_reports_are_pages(cli: Cli, tmp_path: Path) -> None:
     pages = [tmp_path / "estimate.html", tmp_path / "recommend.html"]
-    words = ("openai-community/gpt2", "--gpus", "2", "--vram", "16G", "--depth", "formula")
+    words = ("openai-community/gpt2", "--gpus", "2", "--vram", "16G")
     assert cli("estimate", *words, "--html", str(pages[0]))[0] == 0
     assert cli("recommend", *words, "--html", str(pages[1]))[0] == 0
     for one in pages:

@@ -23,6 +23,8 @@ Cli = Callable[..., tuple[int, str, str]]
 LLAMA = "meta-llama/Llama-3.2-1B"
 #: Formula depth keeps these tests independent of torch; what simulation adds is tested in test_search.py.
 FAST = ("--depth", "formula")
+#: The exit code where nothing is known to fit, as activations are in no figure.
+UNKNOWN = 1
 
 
 def ds_config(stage: int, **changes: Any) -> dict[str, Any]:
@@ -44,7 +46,7 @@ def test_the_written_config_is_the_first_row(cli: Cli, tmp_path: Path) -> None:
     out_file = tmp_path / "ds_config.json"
     words = (LLAMA, "--vram", "40G", "--gpus", "4", "--global-batch", "64", "--seq-len", "1024", *FAST)
     code, out, err = cli("recommend", *words, "-o", str(out_file), "--json")
-    assert (code, err) == (0, "")
+    assert (code, err) == (UNKNOWN, "")
     data = json.loads(out)
     written = json.loads(out_file.read_text())
     best = data["ranking"][0]
@@ -52,7 +54,7 @@ def test_the_written_config_is_the_first_row(cli: Cli, tmp_path: Path) -> None:
     read = read_ds_config(written, world_size=4)
     assert read.training.micro_batch == best["micro_batch"]
     assert best["micro_batch"] * best["grad_accum"] * 4 == 64
-    assert best["fits"] is True
+    assert best["fits"] is None
     assert best["reasons"]
     assert best["plan"]["stage"] == read.zero.stage
     speeds = [r["tokens_per_second"] for r in data["ranking"]]
@@ -62,7 +64,7 @@ def test_the_written_config_is_the_first_row(cli: Cli, tmp_path: Path) -> None:
 
 def test_text_names_the_choice_its_reasons_and_how_to_start(cli: Cli, tmp_path: Path) -> None:
     code, out, _ = cli("recommend", LLAMA, "--vram", "40G", "--gpus", "2", *FAST, "-o", str(tmp_path / "ds.json"))
-    assert code == 0
+    assert code == UNKNOWN
     assert "Why stage" in out
     assert f"deepspeed --num_gpus 2 train.py --deepspeed_config {tmp_path / 'ds.json'}" in out
     assert "no learning rate is written" in out
@@ -81,7 +83,7 @@ def test_candidates_are_ranked_as_given(cli: Cli, tmp_path: Path) -> None:
     )
     code, out, _ = cli("recommend", LLAMA, "--candidates", path, "--gpu", "H100", "--seq-len", "1024", "--json", *FAST)
     ranking = json.loads(out)["ranking"]
-    assert code == 0
+    assert code == UNKNOWN
     assert sorted(r["index"] for r in ranking) == [0, 1, 2]
     assert ranking[0]["index"] == 2  # four times the tokens for little more time
     assert ranking[-1]["index"] == 0  # stage 3's hooks and recomputation
@@ -113,7 +115,7 @@ def test_the_runtimes_settings_of_a_file_in_use_hold_for_what_is_recommended_in_
     file.write_text(json.dumps(ds_config(3, zeroplan={"wide_numel": 1 << 30})))
     words = ("--engine", "zeroplan", "--gpus", "2", "--vram", "80G", "--from", str(file), *FAST, "--json")
     code, out, err = cli("recommend", LLAMA, *words)
-    assert code == 0, err
+    assert code == UNKNOWN, err
     data = json.loads(out)
     for one in (data["current"], *data["ranking"]):
         assert one["ds_config"]["zeroplan"] == {"wide_numel": 1 << 30}
@@ -122,7 +124,7 @@ def test_the_runtimes_settings_of_a_file_in_use_hold_for_what_is_recommended_in_
 def test_candidates_without_a_limit_fit_null_or_follow_the_host(cli: Cli, tmp_path: Path) -> None:
     path = write_lines(tmp_path / "c.jsonl", [{"ds_config": ds_config(2)}])
     code, out, _ = cli("recommend", LLAMA, "--candidates", path, "--json", *FAST)
-    assert code == 0
+    assert code == UNKNOWN
     assert json.loads(out)["ranking"][0]["fits"] in (True, None)
 
 
@@ -212,7 +214,7 @@ def test_machines_share_the_processes(cli: Cli, tmp_path: Path) -> None:
 def test_what_the_next_gpu_buys_is_left_out_where_the_batch_cannot_be_split(cli: Cli) -> None:
     words = ("--gpus", "2", "--micro-batch", "2", "--grad-accum", "4", "--global-batch", "16")
     code, out, _ = cli("recommend", LLAMA, "--vram", "24G", *words, *FAST)
-    assert code == 0
+    assert code == UNKNOWN
     assert "GPUs a node would" not in out
 
 
@@ -235,7 +237,7 @@ def test_a_run_in_use_is_compared(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(ds_config(3, gradient_accumulation_steps=8)))
     words = (LLAMA, "--vram", "80G", "--gpus", "2", "--seq-len", "1024", "--from", str(tmp_path / "ds.json"))
     code, out, _ = cli("recommend", *words, *FAST)
-    assert code == 0
+    assert code == UNKNOWN
     assert "In use: stage 3" in out
     assert '-  "train_micro_batch_size_per_gpu": 1' in out
     code, out, _ = cli("recommend", *words, *FAST, "--json")
@@ -289,7 +291,7 @@ def test_a_whole_answer_within_two_seconds(cli: Cli) -> None:
 def test_the_page_shows_the_front(cli: Cli, tmp_path: Path) -> None:
     page = tmp_path / "r.html"
     code, _, _ = cli("recommend", LLAMA, "--vram", "40G", "--html", str(page), *FAST)
-    assert code == 0
+    assert code == UNKNOWN
     text = page.read_text()
     assert text.count("<circle") > 10
     assert "usable" in text
@@ -329,7 +331,7 @@ def test_calibration_is_kept_and_used(cli: Cli, tmp_path: Path, monkeypatch: pyt
     assert all(value > 0 for value in rates.values())
     words = (LLAMA, "--vram", "40G", "--profile", str(path), *FAST, "--json")
     code, out, _ = cli("recommend", *words)
-    assert code == 0
+    assert code == UNKNOWN
     assert json.loads(out)["rates"]["cpu_adam_gbs"] == rates["cpu_adam_gbs"]
 
 
@@ -361,7 +363,7 @@ def test_drivers_names_find_their_preset(name: str, preset: str) -> None:
 def test_a_bare_count_gets_the_activations_of_a_usual_shape(cli: Cli) -> None:
     code, out, _ = cli("recommend", "--params", "7.5B", "--vram", "80G", "--gpus", "8", "--json")
     data = json.loads(out)
-    assert code == 0
+    assert code == UNKNOWN
     assert any("usual shape" in text for text in data["warnings"])
     # 7.5B of the GPT-3 kind: hidden 4308, 33 layers; 34 bytes a token, unit and layer, and 16 a token and logit
     tokens = data["ranking"][0]["micro_batch"] * 2048
@@ -372,7 +374,7 @@ def test_a_bare_count_gets_the_activations_of_a_usual_shape(cli: Cli) -> None:
 def test_cards_without_bf16_train_in_fp16(cli: Cli) -> None:
     code, out, _ = cli("recommend", LLAMA, "--gpu", "V100-32G", "--gpus", "8", "--json", *FAST)
     data = json.loads(out)
-    assert code == 0
+    assert code == UNKNOWN
     assert data["workload"]["dtype"] == "fp16"
     assert data["ranking"][0]["ds_config"]["fp16"] == {"enabled": True}
     assert "bf16" not in data["ranking"][0]["ds_config"]
@@ -382,7 +384,7 @@ def test_cards_without_bf16_train_in_fp16(cli: Cli) -> None:
 def test_other_engines_are_searched(cli: Cli, engine: str) -> None:
     code, out, _ = cli("recommend", LLAMA, "--vram", "80G", "--gpus", "4", "--engine", engine, "--json", *FAST)
     ranking = json.loads(out)["ranking"]
-    assert code == 0
+    assert code == UNKNOWN
     assert {r["plan"]["engine"] for r in ranking} == {engine}
     assert {r["plan"]["stage"] for r in ranking} <= {"fsdp2": {2, 3}, "ddp": {0}}.get(engine, {0, 1, 2, 3})
     assert (ranking[0]["ds_config"] is None) == (engine != "zeroplan")
@@ -392,7 +394,7 @@ def test_the_goal_of_memory_needs_least(cli: Cli) -> None:
     words = (LLAMA, "--vram", "80G", "--gpus", "4", "--json", *FAST)
     _, fast, _ = cli("recommend", *words)
     code, small, _ = cli("recommend", *words, "--goal", "memory")
-    assert code == 0
+    assert code == UNKNOWN
 
     def need(text: str) -> int:
         gpu = json.loads(text)["ranking"][0]["plan"]["gpu"]
@@ -405,7 +407,7 @@ def test_the_goal_of_memory_needs_least(cli: Cli) -> None:
 def test_adapters_are_used_when_asked_for(cli: Cli) -> None:
     code, out, _ = cli("recommend", "meta-llama/Llama-3.1-8B", "--vram", "40G", "--lora-rank", "16", "--json", *FAST)
     data = json.loads(out)
-    assert code == 0
+    assert code == UNKNOWN
     assert data["model"]["trainable"] < data["model"]["params"] / 100
 
 
@@ -416,6 +418,6 @@ def test_files_of_each_form_are_written(cli: Cli, tmp_path: Path) -> None:
         folder.mkdir()
         words = ("--vram", "40G", "--gpus", "2", "--form", form, "-o", str(folder / "ds.json"))
         code, out, _ = cli("recommend", LLAMA, *words, *FAST)
-        assert code == 0
+        assert code == UNKNOWN
         assert sorted(p.name for p in folder.iterdir()) == sorted(["ds.json", other])
         assert "Start it:" in out

@@ -79,6 +79,7 @@ OPTIONS: dict[str, Any] = {
     "attn": _option(str, "--attn", "sdpa, flash or eager.", _WORK),
     "lora_rank": _option(int | None, "--lora-rank", "Train LoRA adapters of this rank only.", _WORK),
     "lora_targets": _option(str | None, "--lora-targets", "Layers to adapt, by comma. [all linear layers]", _WORK),
+    "from_scratch": _option(bool, "--from-scratch", "Weights are initialised: no host reads pretrained ones.", _WORK),
     "gpus": _option(int, "--gpus", "GPUs a node.", _CLUSTER),
     "nodes": _option(int, "--nodes", "Nodes.", _CLUSTER),
     "gpu": _option(
@@ -87,6 +88,7 @@ OPTIONS: dict[str, Any] = {
     "vram": _option(str | None, "--vram", "Memory of one GPU: 24G, or 24 (GiB).", _CLUSTER),
     "cpu_ram": _option(str | None, "--cpu-ram", "Memory of one node's host: 256G.", _CLUSTER),
     "nvme": _option(str | None, "--nvme", "Disk of one node: 2T.", _CLUSTER),
+    "host": _option(str | None, "--host", "server or desktop: what its system keeps of --cpu-ram. [by the GPU]", _CLUSTER),
     "engine": _option(str, "--engine", f"{', '.join(BUILT_IN)}, or one of your own.", _ZERO, names=complete.engines),
     "stage": _option(int | None, "--stage", "0 to 3. [all]", _ZERO),
     "offload_optimizer": _option(str | None, "--offload-optimizer", "none, cpu or nvme. [all]", _ZERO),
@@ -145,8 +147,8 @@ def takes_request(*without: str) -> Callable[[Callable[..., None]], Callable[...
 
 #: What ``recommend`` is asked about what ``estimate`` has answered: all but what it finds out itself.
 _FOR_RECOMMEND = (
-    *("model", "params", "seq_len", "dtype", "optimizer", "attn", "lora_rank", "lora_targets"),
-    *("gpus", "nodes", "gpu", "vram", "cpu_ram", "nvme", "engine", "trust_remote_code"),
+    *("model", "params", "seq_len", "dtype", "optimizer", "attn", "lora_rank", "lora_targets", "from_scratch"),
+    *("gpus", "nodes", "gpu", "vram", "cpu_ram", "nvme", "host", "engine", "trust_remote_code"),
 )
 
 

@@ -132,7 +132,7 @@ def recommend(
         typer.echo(json.dumps(found.to_dict() | _files_json(written), indent=2))
     else:
         typer.echo(answer_text(found, style, files=written))
-    if found.best is None:
+    if found.best is None or found.best.plan.undecided:
         raise typer.Exit(EXIT_DOES_NOT_FIT)
 
 

@@ -29,6 +29,8 @@ Stage = Annotated[int | None, typer.Option("--stage", rich_help_panel="Sharding"
     "nodes",
     "vram",
     "cpu_ram",
+    "host",
+    "from_scratch",
     "nvme",
     "offload_optimizer",
     "offload_param",

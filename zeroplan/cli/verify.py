@@ -34,6 +34,8 @@ Timeout = Annotated[
     "vram",
     "cpu_ram",
     "nvme",
+    "host",
+    "from_scratch",
     "depth",
     "alloc_conf",
     "checkpoint_policy",

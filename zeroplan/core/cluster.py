@@ -6,20 +6,59 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-from zeroplan.core.errors import BadInput
+from zeroplan.core.errors import BadInput, did_you_mean
 from zeroplan.core.gpus import DEFAULT_GPU, DRIVER_RESERVE, Gpu, find_gpu
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.units import parse_size
+from zeroplan.core.units import GIB, parse_size
 
 #: More ranks than any cluster has; it keeps arithmetic and loops sane.
 MOST_RANKS = 1 << 20
+
+
+#: Linux keeps a ``struct page`` of 64 bytes for every page of 4 KiB, from the start on (Documentation/mm/memory-model.rst).
+_BYTES_PER_PAGE_RECORD = 4096 // 64
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A kind of host, by the memory in bytes that its system needs beside the training: services, sessions, file cache."""
+
+    name: str
+    services: int
+    source: str
+
+    def share(self, memory: int) -> int:
+        """Bytes of a host's memory that a training process cannot have."""
+        return min(memory // _BYTES_PER_PAGE_RECORD + self.services, memory // 2)
+
+
+HOSTS = {
+    host.name: host
+    for host in (
+        Host("server", 2 * GIB, "systemd, drivers, monitoring and a container engine, without a graphical session"),
+        Host("desktop", 4 * GIB, "what Ubuntu Desktop 24.04 asks for: a graphical session with a browser"),
+    )
+}
+
+
+def find_host(name: str | None, gpu: Gpu) -> Host:
+    """The preset of that name; without a name a desktop for a GeForce card, else a server.
+
+    Raises:
+        BadInput: an unknown name.
+    """
+    key = ("desktop" if gpu.name.startswith("RTX") else "server") if name is None else name.strip().lower()
+    if key not in HOSTS:
+        remedy = did_you_mean(key, HOSTS) or f"use {' or '.join(HOSTS)}"
+        raise BadInput(f"unknown kind of host {key[:40]!r}", where="--host", remedy=remedy)
+    return HOSTS[key]
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """`nodes` × `gpus` of one kind. Sizes are bytes; None means that no limit was given.
 
-    `vram` is the card's memory. `cpu_ram` and `nvme` are those of one node.
+    `vram` is the card's memory. `cpu_ram` and `nvme` are those of one node; `host` says what its system keeps of `cpu_ram`.
     """
 
     gpus: int = 1
@@ -28,6 +67,7 @@ class Cluster:
     vram: int | None = None
     cpu_ram: int | None = None
     nvme: int | None = None
+    host: Host = HOSTS["server"]
 
     @property
     def layout(self) -> ParallelLayout:
@@ -39,6 +79,11 @@ class Cluster:
         """What a process can have of a card: its memory without what the driver keeps for itself."""
         return None if self.vram is None else max(0, self.vram - min(DRIVER_RESERVE, self.vram // 16))
 
+    @property
+    def usable_cpu_ram(self) -> int | None:
+        """What the ranks of a node can have of its host memory: all but the system's share."""
+        return None if self.cpu_ram is None else self.cpu_ram - self.host.share(self.cpu_ram)
+
     @classmethod
     def of(
         cls,
@@ -49,13 +94,14 @@ class Cluster:
         vram: str | int | None = None,
         cpu_ram: str | int | None = None,
         nvme: str | int | None = None,
+        host: str | None = None,
     ) -> Cluster:
         """A cluster from what a user writes. `vram` overrides the preset's memory; alone, it takes the default's rates.
 
         Sizes are bytes, or text that :func:`parse_size` reads. `gpu` may hold the count: ``"4xA100"`` is four in a node.
 
         Raises:
-            BadInput: counts out of range or in contradiction, unknown GPU, malformed size.
+            BadInput: counts out of range or in contradiction, unknown GPU or host, malformed size.
         """
         gpus, gpu = _counted(gpus, gpu)
         for where, count in (("--gpus", gpus), ("--nodes", nodes)):
@@ -65,7 +111,9 @@ class Cluster:
         size = _size(vram, "--vram")
         if size is None and preset is not None:
             size = preset.memory
-        return cls(gpus, nodes, preset or DEFAULT_GPU, size, _size(cpu_ram, "--cpu-ram"), _size(nvme, "--nvme"))
+        card = preset or DEFAULT_GPU
+        kind = find_host(host, card)
+        return cls(gpus, nodes, card, size, _size(cpu_ram, "--cpu-ram"), _size(nvme, "--nvme"), kind)
 
 
 @lru_cache(maxsize=256)  # a search asks for the layout of one cluster some thousand times

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from zeroplan.core.display import Printable
 from zeroplan.core.units import format_bytes
+from zeroplan.core.unmodelled import Unmodelled
 from zeroplan.core.zero_config import sharding_label
 
 SCHEMA_VERSION = 1
@@ -46,6 +47,9 @@ class GpuMemory(Frozen):
     after training. `total` is the peak of reserved memory plus `outside_torch` (CUDA context, kernels, NCCL); `interval` is
     its lower and upper bound. `usable` is what the card gives to a process.
 
+    `bound`, at formula depth alone, is the total that 19 of 20 models stay below, by an analytic estimate of activations; None
+    where the model's widths are not known.
+
     `at_limit` is true where the run fills its card, so that torch's allocator releases its cache. Per step it then does so
     `cache_emptied` times, in `segments_remapped` driver calls, and frees and allocates `bytes_remapped` bytes again; with
     expandable segments these are `pages_remapped` pages.
@@ -65,6 +69,7 @@ class GpuMemory(Frozen):
     phases: dict[str, int] = Field(default_factory=dict)
     outside_torch: int | None = None
     usable: int | None = None
+    bound: int | None = None
     at_limit: bool = False
     cache_emptied: int = 0
     segments_remapped: int = 0
@@ -99,6 +104,7 @@ class CpuMemory(Frozen):
     """Bytes of one node's host memory, summed over the node's ranks.
 
     `per_node` is the peak of loading, initialisation and training, pinned memory included; it is reached in `peak_phase`.
+    Loading is that of pretrained weights (phase ``weights``), or for a run from scratch that of the model alone (``load``).
     `peaks`, and `phases` with their bytes alone, also hold saving and resuming. All three are empty at formula depth.
     """
 
@@ -125,7 +131,8 @@ class PeerFigures(Frozen):
 class MemoryPlan(Printable, Frozen):
     """The memory of one configuration.
 
-    `fits` is None when no limit was given. `misfits` names the limits that are exceeded: ``gpu``, ``cpu``, ``nvme``.
+    `fits` is None when no limit was given, and when something that decides is in no figure: `settle` then says what would
+    tell. `misfits` names the limits that are exceeded: ``gpu``, ``cpu``, ``nvme``. `unmodelled` lists what no figure holds.
     """
 
     engine: str
@@ -139,9 +146,16 @@ class MemoryPlan(Printable, Frozen):
     nvme: NvmeMemory
     fits: bool | None = None
     misfits: tuple[str, ...] = ()
+    unmodelled: tuple[Unmodelled, ...] = ()
+    settle: str = ""
     deepspeed_estimator: PeerFigures | None = None
     lines: tuple[PlanLine, ...] = ()
     warnings: tuple[str, ...] = ()
+
+    @property
+    def undecided(self) -> bool:
+        """Whether limits were given and it is unknown whether the plan fits them."""
+        return bool(self.settle)
 
     @property
     def label(self) -> str:
@@ -150,6 +164,12 @@ class MemoryPlan(Printable, Frozen):
 
     def __repr__(self) -> str:
         return f"<MemoryPlan {self.engine} {self.label}: {format_bytes(self.gpu.needed)} a GPU>"
+
+
+def _exceeds_bound(plan: MemoryPlan) -> bool:
+    """Whether a plan's bound, or where it has none what is known to be needed, is above the usable memory."""
+    gpu = plan.gpu
+    return gpu.usable is not None and (gpu.bound or gpu.needed) > gpu.usable
 
 
 class ModelInfo(Frozen):
@@ -193,20 +213,22 @@ class Report(Frozen):
     def decisive(self) -> MemoryPlan | None:
         """The plan that the answer is about.
 
-        The first that fits, which saves the least; if none fits, the one that exceeds its tightest limit by the smallest
-        factor. None where several plans are listed and no limit was given.
+        The first that fits, which saves the least. If none is known to fit, the first of those that may fit, by their bound if
+        any has one within the card. If none may, the one that exceeds its tightest limit by the smallest factor. None where
+        several plans are listed and no limit was given.
         """
         if len(self.plans) == 1:
             return self.plans[0]
         fitting = next((plan for plan in self.plans if plan.fits), None)
-        judged = [plan for plan in self.plans if plan.fits is not None]
-        return fitting or min(judged, key=self._excess, default=None)
+        open_ = [plan for plan in self.plans if plan.undecided]
+        judged = [plan for plan in self.plans if plan.fits is False]
+        return fitting or min(open_, key=_exceeds_bound, default=None) or min(judged, key=self._excess, default=None)
 
     def _excess(self, plan: MemoryPlan) -> float:
         """The largest of what a plan needs over its limit: GPU, host and disk."""
         needs = (
             (plan.gpu.needed, plan.gpu.usable),
-            (plan.cpu.per_node, self.cluster["cpu_ram"]),
+            (plan.cpu.per_node, self.cluster["usable_cpu_ram"]),
             (plan.nvme.per_node, self.cluster["nvme"]),
         )
         return max((need / limit for need, limit in needs if limit), default=0.0)

@@ -106,7 +106,8 @@ class Workload:
 
     `optimizer` is a row's name in :data:`zeroplan.core.optimizers.OPTIMIZERS`. `checkpoint_policy` is ``full``, ``selective``
     or ``every:K`` (:class:`CheckpointPolicy`) and takes effect with `gradient_checkpointing`. `lora_targets` empty means all
-    linear layers of the blocks. `seq_len` None means 2048, or the model's maximum if that is less.
+    linear layers of the blocks. `seq_len` None means 2048, or the model's maximum if that is less. `from_scratch` means that
+    weights are initialised and not read from pretrained ones, which pass through host memory.
     """
 
     micro_batch: int = 1
@@ -121,6 +122,7 @@ class Workload:
     lora_rank: int | None = None
     lora_targets: tuple[str, ...] = ()
     checkpoint_policy: str = "full"
+    from_scratch: bool = False
 
     @property
     def recomputation(self) -> CheckpointPolicy | None:

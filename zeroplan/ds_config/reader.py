@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.unmodelled import Unmodelled
 from zeroplan.core.workload import DType, Workload
 from zeroplan.core.zero_config import (
     DEEPSPEED_VERSION,
@@ -31,10 +32,13 @@ from zeroplan.ds_config.schema import Effect
 from zeroplan.ds_config.sections import SECTIONS
 from zeroplan.ds_config.source import load_source
 from zeroplan.ds_config.training import TrainingSettings
+from zeroplan.ds_config.unmodelled import unmodelled_keys
 from zeroplan.ds_config.versions import older_defaults
 from zeroplan.ds_config.walk import walk
 from zeroplan.ds_config.wrappers import Wrapper, wrapper
 
+#: The id of a finding about a key that zeroplan knows and does not model.
+UNMODELLED = "key.unmodelled"
 _ORDER = {Severity.ERROR: 0, Severity.OPEN: 1, Severity.WARNING: 2, Severity.NOTE: 3}
 
 
@@ -77,6 +81,13 @@ class DsConfig:
     def warnings(self) -> list[Finding]:
         """What runs otherwise than the file says, or only when something else fills it."""
         return self.of_severity(Severity.OPEN, Severity.WARNING)
+
+    @property
+    def unmodelled(self) -> tuple[Unmodelled, ...]:
+        """Keys that plans leave out, without those of :attr:`zero`, of which the engine tells."""
+        paths = [finding.where for finding in self.findings if finding.id == UNMODELLED]
+        held = {f"zero_optimization.{f.name}" for f in fields(ZeroConfig)}
+        return unmodelled_keys([path for path in paths if path not in held], self.values, self.raw)
 
     @property
     def runs_alone(self) -> bool:
@@ -345,4 +356,4 @@ def _unmodelled(reading: Reading) -> None:
     named = (path if (top := path.partition(".")[0]) in modelled else top for path in moved)
     for where in dict.fromkeys(named):
         what = "changes memory in a way that is not modelled: plans leave it out"
-        reading.add("key.unmodelled", Severity.WARNING, where, what, "", "", At.ENGINE)
+        reading.add(UNMODELLED, Severity.WARNING, where, what, "", "", At.ENGINE)

@@ -20,6 +20,7 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.tape_options import TraceOptions, options_for
+from zeroplan.core.unmodelled import Unmodelled
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.ds_config.dialect import Dialect
@@ -43,6 +44,7 @@ class Case:
 
     `parallel` None means data parallelism over the whole cluster. `zero_init` says whether DeepSpeed's stage 3 gets a model
     that was built under ``deepspeed.zero.Init``; without it the whole model passes over each GPU.
+    `unmodelled` are keys of files that no field here holds; an engine adds its own (:meth:`Engine.unmodelled`).
     """
 
     spec: ModelSpec
@@ -51,6 +53,7 @@ class Case:
     zero: ZeroConfig
     parallel: ParallelLayout | None = None
     zero_init: bool = True
+    unmodelled: tuple[Unmodelled, ...] = ()
 
     @property
     def layout(self) -> ParallelLayout:
@@ -143,6 +146,10 @@ class Engine(ABC):
     def remark(self, case: Case) -> str:
         """Return a warning about what may surprise the user in this case; an empty string for none."""
         return ""
+
+    def unmodelled(self, case: Case) -> tuple[Unmodelled, ...]:
+        """What of the case's configuration the engine's lines and schedule leave out; nothing by default."""
+        return ()
 
     def with_ds_config(self, ds_config: DsConfig) -> Self:
         """Return the engine with the settings of its own section in a ds_config, read in its :attr:`dialect`."""

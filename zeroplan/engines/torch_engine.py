@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from zeroplan.core.buffers import Phase
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.parameters import Parameters
 from zeroplan.core.versions import TORCH_GPU
@@ -41,13 +42,16 @@ class TorchEngine(Engine, Generic[R]):
         return ()
 
     def simulate(self, case: Case, tape: ExpandedTape, config: AllocatorConfig | None = None) -> Simulation:
-        """Simulate the rank that holds the most."""
-        from zeroplan.engines.simulation import Simulation
+        """Simulate the rank that holds the most. ``from_pretrained`` reads the whole model on every rank's host first."""
+        from zeroplan.engines.simulation import CheckpointPhase, Simulation
         from zeroplan.simulate.recorder import simulate
 
         rank = self.rank(case, tape.parameters)
         timeline = simulate(self.record(rank, tape), config, device_memory=case.cluster.vram)
-        return Simulation(timeline, host=self.host(rank))
+        host = self.host(rank)
+        beside = sum(sum(one.kept.values()) for one in host if one.phase is Phase.LOAD)
+        weights = CheckpointPhase(Phase.WEIGHTS, 0, beside + rank.original_bytes * rank.parameters.total)
+        return Simulation(timeline, host=host, checkpoint=(weights,))
 
     def traffic(self, spec: ModelSpec, cluster: Cluster) -> TorchTraffic:
         """See ``zeroplan/engines/torch_traffic.py``."""

@@ -24,6 +24,8 @@ def describe_cluster(cluster: Cluster) -> dict[str, Any]:
         "vram": cluster.vram,
         "usable_vram": cluster.usable_vram,
         "cpu_ram": cluster.cpu_ram,
+        "usable_cpu_ram": cluster.usable_cpu_ram,
+        "host": cluster.host.name,
         "nvme": cluster.nvme,
     }
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import MemoryPlan, ModelInfo, Report
-from zeroplan.core.units import format_bytes
-from zeroplan.core.unmodelled import Unmodelled, may_add, may_save
 from zeroplan.engines.base import Case, Engine
-from zeroplan.planner.bound import activation_bound
 from zeroplan.planner.describe import describe_cluster, describe_setup, describe_workload
-from zeroplan.planner.formula import FORMULA, formula_plan
+from zeroplan.planner.formula import FORMULA, formula_plan, how_to_simulate
 from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import Resolved, resolve
 
@@ -59,17 +55,15 @@ def estimate_runs(request: Request) -> Estimate:
     plans: list[MemoryPlan] = []
     runs: list[Simulated | None] = []
     for case in resolved.cases:
-        plan = formula_plan(engine, case)
-        run = None if tapes is None else _simulated(plan, resolved, case, tapes, config, shallow)
-        plan = plan if run is None else run.plan
-        plans.append(plan.model_copy(update={"fits": honest_fit(plan.fits, resolved.unmodelled)}))
+        plan, run = _planned(case, resolved, tapes, config, shallow)
+        plans.append(plan)
         runs.append(run)
     report = Report(
         model=ModelInfo(name=spec.name, params=spec.params, trainable=spec.trainable, source=spec.source),
         workload=describe_workload(resolved.workload),
         cluster=describe_cluster(resolved.cluster),
         setup=None if setup is None else describe_setup(setup),
-        warnings=(*shallow, *(f"{one.key}: {one.says}" for one in resolved.unmodelled), *resolved.warnings),
+        warnings=(*shallow, *resolved.warnings),
         plans=tuple(plans),
     )
     return Estimate(_with_reliefs(report, resolved, runs, config), tuple(runs))
@@ -87,12 +81,6 @@ def _with_reliefs(report: Report, resolved: Resolved, runs: list[Simulated | Non
     listed = {case.zero: one for case, one in zip(resolved.cases, report.plans, strict=True)}
     found = find_reliefs(resolved.engine, resolved.cases[at], run, config, listed)
     return report.model_copy(update={"reliefs": found})
-
-
-def honest_fit(fits: bool | None, left_out: Iterable[Unmodelled]) -> bool | None:
-    """Whether the run fits, as far as figures tell that leave keys out: None where those may turn the answer."""
-    left_out = tuple(left_out)
-    return None if (fits and may_add(left_out)) or (fits is False and may_save(left_out)) else fits
 
 
 def allocator_config(alloc_conf: str) -> AllocatorConfig | None:
@@ -114,35 +102,26 @@ def _tapes(engine: Engine) -> ExpandedTapes:
     return ExpandedTapes(engine)
 
 
-def _simulated(
-    plan: MemoryPlan,
-    resolved: Resolved,
-    case: Case,
-    tapes: ExpandedTapes,
-    config: AllocatorConfig | None,
-    warnings: list[str],
-) -> Simulated | None:
-    """The simulated run, or None with a warning where the model cannot be traced.
+def _planned(
+    case: Case, resolved: Resolved, tapes: ExpandedTapes | None, config: AllocatorConfig | None, shallow: list[str]
+) -> tuple[MemoryPlan, Simulated | None]:
+    """The case's plan, with its run; at formula depth without one, and with a warning where the model cannot be traced.
 
     Raises:
         BadInput: when the model cannot be traced and the user asked for simulated depth by name.
     """
+    plan = formula_plan(resolved.engine, case)
+    if tapes is None:
+        return plan, None
     from zeroplan.planner.simulated import SIMULATED, simulated_plan
     from zeroplan.planner.tapes import NoTapeError
 
     try:
-        return simulated_plan(plan, resolved.engine, case, tapes.of(case), config)
+        run = simulated_plan(plan, resolved.engine, case, tapes.of(case), config)
     except NoTapeError as error:
         if resolved.depth == SIMULATED:
             raise BadInput(str(error), where="--depth simulated", remedy="use --depth formula") from None
-        _warn(str(error), case, warnings)
-        return None
-
-
-def _warn(reason: str, case: Case, warnings: list[str]) -> None:
-    bound = activation_bound(case.spec, case.workload)
-    text = f"formula depth: {reason}"
-    if bound is not None:
-        text += f"; activations should stay below {format_bytes(bound)} (analytic bound), which no figure here holds"
-    if text not in warnings:
-        warnings.append(text)
+        if (text := f"formula depth: {error}") not in shallow:
+            shallow.append(text)
+        return plan.model_copy(update={"settle": plan.settle.replace(how_to_simulate(case), error.remedy)}), None
+    return run.plan, run

@@ -6,11 +6,15 @@ from collections.abc import Iterable
 
 from zeroplan.core.buffers import ALWAYS, Phase, Place
 from zeroplan.core.plan import CpuMemory, GpuMemory, MemoryPlan, NvmeMemory, PeerFigures, PlanLine
+from zeroplan.core.units import format_bytes
+from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.engines.base import Case, Engine
 from zeroplan.ledger.deepspeed_estimator import estimate_zero2, estimate_zero3
 from zeroplan.ledger.line import Item, derived
 from zeroplan.models.facts import largest_module_params
+from zeroplan.planner.bound import SPREAD, activation_estimate, usual_activations
+from zeroplan.planner.fit import ACTIVATIONS, judged, left_out
 
 FORMULA = "formula"
 
@@ -57,16 +61,20 @@ def formula_plan(engine: Engine, case: Case) -> MemoryPlan:
     states = sum(item.bytes for item in on_gpu if item.state)
     per_node = case.cluster.gpus
     pinned = total(items, Place.PINNED) * per_node
+    phases = phase_totals(items)
+    needed = max(phases.values())
     gpu = GpuMemory(
         model_states=states,
         fixed_buffers=sum(item.bytes for item in on_gpu if not item.state),
         live_after_step=sum(item.bytes for item in on_gpu if lives_between_steps(item)),
-        phases=phase_totals(items),
+        phases=phases,
         usable=case.cluster.usable_vram,
+        bound=_bound(engine, case, needed, pinned // per_node),
     )
     cpu = CpuMemory(per_node=pinned + total(items, Place.DRAM) * per_node, pinned=pinned)
     nvme = NvmeMemory(per_node=total(items, Place.NVME) * per_node)
-    broken = misfits(case, max(gpu.phases.values()), cpu.per_node, nvme.per_node)
+    unmodelled = (*left_out(engine, case), _activations(case))
+    fit = judged(case, unmodelled, gpu=needed, cpu=cpu.per_node, nvme=nvme.per_node, simulate=how_to_simulate(case))
     return MemoryPlan(
         engine=engine.name,
         engine_version=engine.version,
@@ -77,33 +85,39 @@ def formula_plan(engine: Engine, case: Case) -> MemoryPlan:
         gpu=gpu,
         cpu=cpu,
         nvme=nvme,
-        fits=verdict(case, broken),
-        misfits=broken,
         deepspeed_estimator=peer_figures(case),
         lines=plan_lines(items),
+        **fit,
     )
 
 
-def misfits(case: Case, gpu: int, cpu: int, nvme: int) -> tuple[str, ...]:
-    """The names of the limits that these bytes break: gpu, cpu, nvme.
-
-    At formula depth `gpu` is the largest phase without activations, so a plan that fits there may still not fit.
-    """
-    cluster = case.cluster
-    broken = []
-    if cluster.usable_vram is not None and gpu > cluster.usable_vram:
-        broken.append("gpu")
-    if cluster.cpu_ram is not None and cpu > cluster.cpu_ram:
-        broken.append("cpu")
-    if cluster.nvme is not None and nvme > cluster.nvme:
-        broken.append("nvme")
-    return tuple(broken)
+def how_to_simulate(case: Case) -> str:
+    """What a user does to get figures with activations."""
+    if case.spec.has_shapes:
+        return "simulate the run: leave out --depth formula"
+    return "give the model's id or config.json in place of --params"
 
 
-def verdict(case: Case, broken: tuple[str, ...]) -> bool | None:
-    """True or False where a limit was given, else None."""
-    limits = (case.cluster.vram, case.cluster.cpu_ram, case.cluster.nvme)
-    return None if all(limit is None for limit in limits) else not broken
+def _activations(case: Case) -> Unmodelled:
+    """What formulas leave out, with an estimate of it."""
+    about = activation_estimate(case.spec, case.workload)
+    if about is not None:
+        says = f"formulas count none: roughly {format_bytes(about)}, and 19 of 20 models keep less than {SPREAD:g} times that"
+    elif case.spec.has_shapes:
+        says = "formulas count none, and the model's config does not tell its widths"
+    else:
+        usual = usual_activations(case.spec.params, case.workload)
+        says = f"formulas count none: roughly {format_bytes(usual)} for a model of usual shape"
+    return Unmodelled(ACTIVATIONS, Effect.MORE, says)
+
+
+def _bound(engine: Engine, case: Case, needed: int, pinned: int) -> int | None:
+    """The total with the most that 19 of 20 models keep of activations, and the upper end of what lies outside torch."""
+    activations = activation_estimate(case.spec, case.workload)
+    if activations is None:
+        return None
+    outside = engine.outside_torch(case.workload, case.zero, case.cluster, pinned=pinned)
+    return needed + round(SPREAD * activations) + outside.total + outside.spread
 
 
 def peer_figures(case: Case) -> PeerFigures | None:

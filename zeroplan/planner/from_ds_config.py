@@ -8,10 +8,11 @@ from typing import Any
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import find_optimizer
+from zeroplan.core.unmodelled import Unmodelled
 from zeroplan.core.workload import DType, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ds_config.findings import merged
-from zeroplan.ds_config.reader import fill_from, inspect_ds_config
+from zeroplan.ds_config.reader import UNMODELLED, fill_from, inspect_ds_config
 from zeroplan.engines.base import Engine
 from zeroplan.models.facts import spec_facts
 from zeroplan.models.spec import ModelSpec
@@ -31,6 +32,7 @@ class DsConfigRun:
     workload: Workload
     zero: ZeroConfig
     warnings: tuple[str, ...]
+    unmodelled: tuple[Unmodelled, ...] = ()
 
 
 def read_run(request: Request, engine: Engine, cluster: Cluster, spec: ModelSpec) -> DsConfigRun:
@@ -55,7 +57,8 @@ def read_run(request: Request, engine: Engine, cluster: Cluster, spec: ModelSpec
     given = frozenset(name for name in _SHARED if getattr(request, name) is not None)
     workload = config.workload(base, given=given)
     find_optimizer(workload.optimizer, where=f"{config.source}: optimizer.type")
-    return DsConfigRun(engine.with_ds_config(config), workload, config.zero, tuple(merged(config.warnings)))
+    warnings = tuple(merged([finding for finding in config.warnings if finding.id != UNMODELLED]))
+    return DsConfigRun(engine.with_ds_config(config), workload, config.zero, warnings, config.unmodelled)
 
 
 def _fill(request: Request, base: Workload) -> dict[str, Any]:

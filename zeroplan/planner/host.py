@@ -12,23 +12,28 @@ from zeroplan.engines.simulation import CheckpointPhase, HostBytes, HostPhase, S
 _LOADED_BY = {Phase.SAVE: Phase.STEP, Phase.RESUME: Phase.INIT, Phase.WEIGHTS: Phase.LOAD}
 
 
-def host_memory(simulation: Simulation, rss: Mapping[Phase, int], *, ranks: int) -> CpuMemory:
+def host_memory(simulation: Simulation, rss: Mapping[Phase, int], *, ranks: int, pretrained: bool) -> CpuMemory:
     """The host's part of a plan.
 
     Args:
         simulation: the engine's buffers by phase, on one rank.
         rss: resident bytes of one rank's process at the end of each phase, without those buffers.
         ranks: ranks of one node.
+        pretrained: whether pretrained weights are read, so that their phase counts in place of loading.
     """
     on_host = {one.phase: one for one in simulation.host}
     peaks = []
     for phase, base in rss.items():
         engine = on_host.get(phase)
         peaks.append(_host_peak(phase, base, engine.alive if engine is not None else {}, ranks))
-    most = max(peaks, key=lambda peak: peak.bytes)
+    counted = list(peaks)
     for one in simulation.checkpoint:
         before = _LOADED_BY[one.phase]
-        peaks.append(_checkpoint(one, rss[before], on_host.get(before), ranks))
+        peak = _checkpoint(one, rss[before], on_host.get(before), ranks)
+        peaks.append(peak)
+        if one.phase is Phase.WEIGHTS and pretrained:
+            counted.append(peak)
+    most = max(counted, key=lambda peak: peak.bytes)
     return CpuMemory(
         per_node=most.bytes,
         pinned=max((one.pinned for one in simulation.host), default=0) * ranks,

@@ -33,6 +33,7 @@ class Request:
     attn: str = "sdpa"
     lora_rank: int | None = None
     lora_targets: Sequence[str] = ()
+    from_scratch: bool = False
     # cluster
     gpus: int = 1
     nodes: int = 1
@@ -40,6 +41,7 @@ class Request:
     vram: str | int | None = None
     cpu_ram: str | int | None = None
     nvme: str | int | None = None
+    host: str | None = None
     # sharding
     engine: str = DEFAULT_ENGINE
     stage: int | None = None

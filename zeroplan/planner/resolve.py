@@ -51,9 +51,11 @@ def resolve(request: Request) -> Resolved:
         vram=request.vram,
         cpu_ram=request.cpu_ram,
         nvme=request.nvme,
+        host=request.host,
     )
     spec = _model(request)
     warnings: list[str] = []
+    unmodelled = request.unmodelled
     if request.ds_config is None:
         workload = workload_of(request, engine, spec)
         zeros = [engine.for_optimizer(zero, workload.optimizer) for zero in _zeros(request, engine)]
@@ -63,6 +65,7 @@ def resolve(request: Request) -> Resolved:
         run = read_run(request, engine, cluster, spec)
         engine, workload, zeros = run.engine, run.workload, [run.zero]
         warnings += run.warnings
+        unmodelled += run.unmodelled
     rank = workload.lora_rank
     if rank is not None:
         from zeroplan.models.lora import with_lora
@@ -76,9 +79,10 @@ def resolve(request: Request) -> Resolved:
     if workload.attn is Attention.SDPA and (missing := eager_only(spec.model_type)):
         warnings.append(missing)
     zero_init = request.zero_init is not False
-    cases = _cases(request, engine, [Case(spec, workload, cluster, zero, zero_init=zero_init) for zero in zeros])
+    every = [Case(spec, workload, cluster, zero, zero_init=zero_init, unmodelled=unmodelled) for zero in zeros]
+    cases = _cases(request, engine, every)
     warnings += sorted({said for case in cases if (said := engine.remark(case))})
-    return Resolved(spec, workload, cluster, engine, cases, request.depth, tuple(warnings), request.unmodelled)
+    return Resolved(spec, workload, cluster, engine, cases, request.depth, tuple(warnings), unmodelled)
 
 
 def _model(request: Request) -> ModelSpec:

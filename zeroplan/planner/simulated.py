@@ -11,7 +11,7 @@ from zeroplan.core.tape import ExpandedTape
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.process import Outside
 from zeroplan.engines.simulation import Simulation, phase_of_mark
-from zeroplan.planner.formula import misfits, verdict
+from zeroplan.planner.fit import judged, left_out
 from zeroplan.planner.host import host_memory
 from zeroplan.planner.limit import run_on_card
 from zeroplan.planner.peak import peak_shares
@@ -64,6 +64,7 @@ def simulated_plan(
     gpu = formula.gpu.model_copy(
         update={
             "activations": tape.activation_peak,
+            "bound": None,
             "live_after_step": formula.gpu.live_after_step if live is None else live,
             "peak_allocated": simulation.peak_allocated,
             "peak_reserved": simulation.peak_reserved,
@@ -87,15 +88,15 @@ def simulated_plan(
         rotary=any("Rotary" in kind for kind in types),
         experts=any("Experts" in kind for kind in types),
     )
-    cpu = host_memory(simulation, rss, ranks=local)
-    broken = misfits(case, run.interval[1], cpu.per_node, formula.nvme.per_node)
+    cpu = host_memory(simulation, rss, ranks=local, pretrained=not case.workload.from_scratch)
+    unmodelled = left_out(engine, case)
+    fit = judged(case, unmodelled, gpu=run.interval[1], cpu=cpu.per_node, nvme=formula.nvme.per_node)
     plan = formula.model_copy(
         update={
             "depth": SIMULATED,
             "gpu": gpu,
             "cpu": cpu,
-            "misfits": broken,
-            "fits": verdict(case, broken),
+            **fit,
             "lines": (
                 *_ledger_lines(formula, simulation),
                 *_traced_lines(formula, timeline.alive_by_buffer(), phase),

@@ -15,7 +15,16 @@ from zeroplan.tapes import find_tape, get_tape
 
 
 class NoTapeError(Exception):
-    """No tape can be had for a model; the text says why."""
+    """No tape can be had for a model; the text says why.
+
+    Args:
+        what: the reason.
+        remedy: what a user does to get the figures that need a tape.
+    """
+
+    def __init__(self, what: str, *, remedy: str = "measure a few steps by zeroplan verify") -> None:
+        super().__init__(what)
+        self.remedy = remedy
 
 
 def _traced(spec: ModelSpec, workload: Workload, zero3: bool) -> Tape:
@@ -46,7 +55,10 @@ def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:
     """
     spec, workload = case.spec, case.workload
     if not spec.config or not spec.has_shapes:
-        raise NoTapeError(f"{spec.name}: {spec.source} gives parameters but no architecture to trace")
+        raise NoTapeError(
+            f"{spec.name}: {spec.source} gives parameters but no architecture to trace",
+            remedy="give the model's id or config.json",
+        )
     zero3 = engine.trace_options(case).zero3
     try:
         tape = find_tape(spec, workload, zero3=zero3)
@@ -56,7 +68,7 @@ def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:
             tape = _traced(spec, workload, zero3)
         return expand_for(tape, case)
     except BadInput as error:
-        raise NoTapeError(str(error)) from None
+        raise NoTapeError(str(error), **({"remedy": error.remedy} if error.remedy else {})) from None
 
 
 class ExpandedTapes:

@@ -55,6 +55,7 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         checkpoint_policy=str(policy),
         lora_rank=request.lora_rank,
         lora_targets=tuple(request.lora_targets),
+        from_scratch=request.from_scratch,
     )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from html import escape
 
 from zeroplan.core.plan import MemoryPlan, Report
 from zeroplan.core.units import format_bytes, format_gib
+from zeroplan.core.unmodelled import Effect
 from zeroplan.report.host import host_table
 from zeroplan.report.table import render
 from zeroplan.report.terminal import PLAIN, Terminal
@@ -49,7 +51,7 @@ def report_text(
         lines += _details(report.plans[0], style, terminal)
     else:
         lines += [*_table(report.plans, style, terminal), "", *_legend(report, style, terminal)]
-    lines += notes(report.warnings, terminal)
+    lines += notes((*unmodelled_notes(report.plans), *report.warnings), terminal)
     return "\n".join(lines)
 
 
@@ -66,6 +68,23 @@ def notes(warnings: Sequence[str], terminal: Terminal) -> list[str]:
     found = list(dict.fromkeys(warnings))
     lines = [line for text in found for line in terminal.wrap(text, indent="note: ", hang="      ")]
     return ["", *lines] if lines else []
+
+
+#: What a thing that the figures leave out does.
+_EFFECTS = {
+    Effect.MORE: "adds memory",
+    Effect.LESS: "saves memory",
+    Effect.NONE: "changes no memory",
+    Effect.UNKNOWN: "may add or save memory",
+}
+
+
+def unmodelled_notes(plans: Sequence[MemoryPlan]) -> list[str]:
+    """Return a line for each thing that the plans leave out: ``"not in the figures: activations (adds memory): …"``."""
+    found = dict.fromkeys(
+        f"not in the figures: {one.key} ({_EFFECTS[one.effect]}): {one.says}" for plan in plans for one in plan.unmodelled
+    )
+    return list(found)
 
 
 def _heading(report: Report) -> str:
@@ -129,8 +148,8 @@ def _offload(plan: MemoryPlan) -> str:
 
 
 def fits_text(plan: MemoryPlan) -> str:
-    """Return whether a plan fits, and which limits it breaks: ``"no (gpu, cpu)"``."""
-    return _FITS[plan.fits] + (f" ({', '.join(plan.misfits)})" if plan.misfits else "")
+    """Return whether a plan fits, and which limits it exceeds: ``"no (gpu, cpu)"``."""
+    return ("unknown" if plan.undecided else _FITS[plan.fits]) + (f" ({', '.join(plan.misfits)})" if plan.misfits else "")
 
 
 def plans_table(plans: Sequence[MemoryPlan], style: str = "plain") -> str:
@@ -180,8 +199,8 @@ def _legend(report: Report, style: str, terminal: Terminal) -> list[str]:
 
 
 _HOST_LEGEND = (
-    "Host memory of a node by phase, GiB. Not in its total: save, resume, and weights, which is load where"
-    " pretrained weights are read into host memory."
+    "Host memory of a node by phase, GiB. weights is load where pretrained weights are read into host memory. Not in the"
+    " total: save and resume, and of load and weights the one that the run does not do (--from-scratch)."
 )
 
 
@@ -251,10 +270,11 @@ def plan_text(plan: MemoryPlan, terminal: Terminal = PLAIN) -> str:
     """Return one plan for a terminal: its figures, its host and its buffers."""
     heading = f"{plan.engine} {plan.engine_version}, {name_of(plan)}"
     lines = [*terminal.wrap(heading), "", *_details(plan, "plain", terminal), "", lines_table(plan, width=terminal.width)]
-    return "\n".join(lines)
+    return "\n".join([*lines, *notes(unmodelled_notes([plan]), terminal)])
 
 
 def plan_html(plan: MemoryPlan) -> str:
     """Return one plan for a notebook."""
     heading = f"<p><b>{plan.engine} {plan.engine_version}, {name_of(plan)}</b></p>"
-    return heading + plans_table([plan], "html") + host_table(plan, "html") + lines_table(plan, "html")
+    left_out = "".join(f"<p>{escape(text)}</p>" for text in unmodelled_notes([plan]))
+    return heading + plans_table([plan], "html") + host_table(plan, "html") + lines_table(plan, "html") + left_out

@@ -95,6 +95,16 @@ def _table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, figures: Se
     return f"<div class='scroll'><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
 
 
+def _fits(plan: Mapping[str, Any]) -> str:
+    return "<span class='unknown'>unknown</span>" if plan.get("settle") else _FITS[plan.get("fits")]
+
+
+def _left_out(plan: Mapping[str, Any]) -> str:
+    """Return what the figures leave out, and what would settle whether the plan fits."""
+    texts = [f"Not in the figures: {one['key']} ({one['effect']}): {one['says']}" for one in plan.get("unmodelled", ())]
+    return _warnings([*texts, *([f"To settle whether it fits, {plan['settle']}."] if plan.get("settle") else [])])
+
+
 def _needed(plan: Mapping[str, Any]) -> int:
     gpu = plan["gpu"]
     return int(gpu["total"] if gpu.get("total") is not None else max([gpu["live_after_step"], *gpu.get("phases", {}).values()]))
@@ -115,7 +125,7 @@ def _overview(plans: Sequence[Mapping[str, Any]]) -> str:
                 f"<div class='bar'><i{over} style='width:{100 * needed / most:.1f}%'></i></div>",
                 format_bytes(plan["cpu"]["per_node"] or None),
                 format_bytes(plan["nvme"]["per_node"] or None),
-                _FITS[plan.get("fits")],
+                _fits(plan),
             ]
         )
     headers = ["plan", "states", "activations", "allocated", "reserved", "needed", "", "host a node", "disk a node", ""]
@@ -123,12 +133,12 @@ def _overview(plans: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _plan(plan: Mapping[str, Any], timeline: Timeline | None, origin: Callable[[Buffer, Note], str], *, opened: bool) -> str:
-    parts = [_tiles(plan), _warnings(plan.get("warnings", ()))]
+    parts = [_tiles(plan), _left_out(plan), _warnings(plan.get("warnings", ()))]
     if timeline is not None:
         parts += [_plot(plan, timeline.curve()), _alive(timeline, origin)]
     parts.append(_host(plan["cpu"]))
     parts.append(_lines(plan["lines"]))
-    title = f"<h2>{escape(_label(plan))}</h2><span>{_FITS[plan.get('fits')]}</span><b>{format_bytes(_needed(plan))}</b>"
+    title = f"<h2>{escape(_label(plan))}</h2><span>{_fits(plan)}</span><b>{format_bytes(_needed(plan))}</b>"
     head = f"<summary>{title}</summary>"
     return f"<details class='card'{' open' if opened else ''}>{head}{''.join(parts)}</details>"
 
@@ -141,6 +151,7 @@ def _tiles(plan: Mapping[str, Any]) -> str:
         ("live after a step", gpu["live_after_step"]),
         ("peak allocated" + (f", in {gpu['peak_phase']}" if gpu.get("peak_phase") else ""), gpu.get("peak_allocated")),
         ("peak reserved", gpu.get("peak_reserved")),
+        ("up to, with activations, in 19 of 20 models", gpu.get("bound")),
         ("total on the GPU" + _interval(gpu.get("interval")), gpu.get("total")),
         ("host memory a node", plan["cpu"]["per_node"] or None),
         ("of it pinned", plan["cpu"]["pinned"] or None),

@@ -8,15 +8,21 @@ from zeroplan.core.units import format_bytes, format_count, format_gib
 from zeroplan.ds_config.writer import dump_ds_config
 from zeroplan.report.plans import fits_text
 from zeroplan.report.table import render
-from zeroplan.report.words import gpus_text, model_text
+from zeroplan.report.verdict import unknown_text
+from zeroplan.report.words import gpus_text, host_text, model_text
 from zeroplan.report.wrap import wrap
 from zeroplan.search.files import Files
 from zeroplan.search.reasons import name_of
+from zeroplan.search.recommend import HEADROOM
 from zeroplan.search.results import Recommendation, SearchResult
 from zeroplan.search.suggestions import shortfalls
 
 #: Columns of what is read; the command stays on one line, to be copied.
 _WIDTH = 80
+_LEGEND = (
+    "GiB per GPU; host per node. up to: the upper end of the interval. The first keeps"
+    f" {100 * HEADROOM:.0f} % of a GPU free beyond it, if any does."
+)
 
 
 def answer_text(answer: SearchResult, style: str = "plain", *, files: Files | None = None) -> str:
@@ -33,8 +39,10 @@ def answer_text(answer: SearchResult, style: str = "plain", *, files: Files | No
     if answer.current is not None:
         parts += [f"In use: {_sentence(answer.current)}", ""]
     if answer.ranking:
-        parts += [ranking_table(answer.ranking, style), "", "GiB per GPU; host per node. up to: the upper end of the interval."]
+        parts += [ranking_table(answer.ranking, style), "", _LEGEND]
     best = answer.best
+    if best is not None and best.plan.undecided:
+        parts += ["", f"Nothing is known to fit. {unknown_text(best.plan)}"]
     if best is not None and best.reasons:
         parts += ["", f"Why {name_of(best.zero, best.workload.gradient_checkpointing)}:", *(f"- {r}" for r in best.reasons)]
     if best is None:
@@ -123,7 +131,7 @@ def _heading(answer: SearchResult) -> str:
     text += f" · {gpus_text(cluster.nodes, cluster.gpus)}"
     text += f" of {format_bytes(cluster.vram, digits=0)} ({format_bytes(cluster.usable_vram, digits=1)} usable)"
     if cluster.cpu_ram:
-        text += f", {format_bytes(cluster.cpu_ram, digits=0)} host"
+        text += f", {host_text(cluster.cpu_ram, cluster.usable_cpu_ram or 0, cluster.host.name)}"
     batch = f"global batch {answer.global_batch} × " if answer.global_batch else "sequences of "
     text += f" · {batch}{work.seq_len} tokens · {work.dtype} {work.optimizer}"
     return text + (f" · LoRA rank {work.lora_rank}" if work.lora_rank else "")
@@ -132,7 +140,8 @@ def _heading(answer: SearchResult) -> str:
 def _sentence(one: Recommendation) -> str:
     gpu = one.plan.gpu
     need = f"{format_bytes(gpu.total)} a GPU" if gpu.total is not None else f"at least {format_bytes(gpu.needed)} a GPU"
-    fits = {True: "fits", False: "does not fit", None: "no limit given"}[one.fits]
+    unknown = "whether it fits is unknown" if one.plan.undecided else "no limit given"
+    fits = {True: "fits", False: "does not fit", None: unknown}[one.fits]
     work = one.workload
     return (
         f"{name_of(one.zero, work.gradient_checkpointing)}, {work.micro_batch} × {work.grad_accum}: {need}, {fits}, "
@@ -144,7 +153,7 @@ def _nothing(answer: SearchResult) -> list[str]:
     parts = ["Nothing fits."]
     if answer.nearest is not None:
         cluster = answer.cluster
-        lack = shortfalls(answer.nearest, cluster.usable_vram, cluster.cpu_ram, cluster.nvme)
+        lack = shortfalls(answer.nearest, cluster.usable_vram, cluster.usable_cpu_ram, cluster.nvme)
         parts.append(f"Nearest: {_sentence(answer.nearest)}; it lacks {' and '.join(lack) or 'memory'}.")
     if answer.changes:
         parts += ["", "What would make it fit, cheapest first:"]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from zeroplan.core.plan import MemoryPlan, Relief, Report
 from zeroplan.core.units import GIB, MIB, format_bytes
+from zeroplan.core.unmodelled import Effect
 from zeroplan.report.words import sharding_text
 
 #: Parts of the peak and knobs that a sentence names.
@@ -25,14 +26,25 @@ def verdict(report: Report) -> str:
     if plan is None:
         return _without_limit(report)
     name = name_of(plan)
+    if plan.undecided:
+        return f"Unknown: {name}, {_of_usable(plan)}{_bound(plan)}. {unknown_text(plan)}"
     if plan.fits is None:
         return f"Needs {need(plan)} a GPU: {name}. No limit is given: add --gpu H100 or --vram 80G."
     if not plan.fits:
         says = "Does not fit" if len(report.plans) == 1 else "Nothing fits"
         return f"{says}: {'' if len(report.plans) == 1 else 'nearest is '}{name}, {' and '.join(_lacks(plan, report))}."
-    if plan.gpu.total is None:
-        return f"May fit: {name}, {_of_usable(plan)} before activations, which are in no figure here."
     return f"Fits: {name}, {_of_usable(plan)}{_spare(plan)}."
+
+
+def unknown_text(plan: MemoryPlan) -> str:
+    """Return why it is unknown whether a plan fits, and what would tell."""
+    keys = ", ".join(one.key for one in plan.unmodelled if one.effect is not Effect.NONE)
+    return f"Not in the figures: {keys}. To settle it, {plan.settle}."
+
+
+def _bound(plan: MemoryPlan) -> str:
+    """Return ``", up to 76.9 with activations"`` where an estimate of them is known."""
+    return f", up to {plan.gpu.bound / GIB:.1f} with activations in 19 of 20 models" if plan.gpu.bound else ""
 
 
 def _without_limit(report: Report) -> str:
@@ -78,7 +90,7 @@ def _lacks(plan: MemoryPlan, report: Report) -> list[str]:
         found.append(f"{_of_usable(plan)}, {_size(over)} too much")
     for key, held, what in (("cpu", plan.cpu.per_node, "host memory"), ("nvme", plan.nvme.per_node, "disk")):
         if key in plan.misfits:
-            limit = report.cluster["cpu_ram" if key == "cpu" else "nvme"]
+            limit = report.cluster["usable_cpu_ram" if key == "cpu" else "nvme"]
             found.append(f"{held / GIB:.1f} of {_size(limit)} of {what} a node")
     return found
 

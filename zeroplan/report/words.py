@@ -21,13 +21,18 @@ def gpus_text(nodes: int, gpus: int) -> str:
     return f"{gpus} GPU" if gpus == 1 else f"{gpus} GPUs"
 
 
+def host_text(memory: int, usable: int, kind: str) -> str:
+    """Return ``"512 GiB host (502.0 GiB usable, as a server)"``; sizes are bytes."""
+    return f"{format_bytes(memory, digits=0)} host ({format_bytes(usable, digits=1)} usable, as a {kind})"
+
+
 def machine_text(cluster: Mapping[str, Any]) -> str:
-    """Return ``"8 GPUs of 80 GiB (79.4 GiB usable), 512 GiB host"`` for a cluster as the report's JSON holds it."""
+    """Return ``"8 GPUs of 80 GiB (79.4 GiB usable), 512 GiB host (…)"`` for a cluster as the report's JSON holds it."""
     text = gpus_text(cluster["nodes"], cluster["gpus"])
     if cluster["vram"]:
         text += f" of {format_bytes(cluster['vram'], digits=0)} ({format_bytes(cluster['usable_vram'], digits=1)} usable)"
     if cluster["cpu_ram"]:
-        text += f", {format_bytes(cluster['cpu_ram'], digits=0)} host"
+        text += f", {host_text(cluster['cpu_ram'], cluster['usable_cpu_ram'], cluster['host'])}"
     if cluster["nvme"]:
         text += f", {format_bytes(cluster['nvme'], digits=0)} disk"
     return text

@@ -13,8 +13,8 @@ from zeroplan.search.cost import CostModel
 from zeroplan.search.files import model_of
 from zeroplan.search.from_setup import with_source
 from zeroplan.search.memory import Memory
-from zeroplan.search.reasons import points, reasons_for, what_more_buys
-from zeroplan.search.recommend import SHOWN, least_memory, order_of, rank_all, search
+from zeroplan.search.reasons import choice, points, reasons_for, what_more_buys
+from zeroplan.search.recommend import SHOWN, least_memory, order_of, rank_all, search, simplest_first
 from zeroplan.search.results import Recommendation, SearchResult, Suggestion, recommendation
 from zeroplan.search.search_options import ResolvedSearch, SearchOptions, candidates_of, resolve_search
 from zeroplan.search.space import Candidate
@@ -62,7 +62,11 @@ def run_search(request: Request, options: SearchOptions | None = None) -> Search
         found = _ranked(_listed(options.candidates, resolved, request), resolved, memory, cost)
         return _answer(resolved, request, options, tuple(found), memory, considered=len(found))
     space = candidates_of(resolved, request, options)
-    outcome = (least_memory if options.goal == "memory" else search)(space, memory, cost, shown=SHOWN)
+    if options.goal == "memory":
+        outcome = least_memory(space, memory, cost, shown=SHOWN)
+    else:
+        outcome = search(space, memory, cost, shown=SHOWN)
+        outcome.ranking = simplest_first(outcome.ranking)
     ranking = [recommendation(resolved.engine, r, i, layout) for i, r in enumerate(outcome.ranking)]
     nearest: Recommendation | None = None
     changes: tuple[Suggestion, ...] = ()
@@ -71,7 +75,7 @@ def run_search(request: Request, options: SearchOptions | None = None) -> Search
         nearest = recommendation(resolved.engine, miss, 0, layout)
         changes = tuple(cheapest_suggestions(resolved, request, options, nearest, memory))
     elif options.explain:
-        said = reasons_for(outcome.ranking[0], space, memory, cost)
+        said = [*choice(outcome.ranking), *reasons_for(outcome.ranking[0], space, memory, cost)]
         if options.goal == "throughput":
             said += what_more_buys(resolved, request, options, outcome.ranking[0], memory)
         ranking[0] = replace(ranking[0], reasons=tuple(said))
@@ -97,7 +101,8 @@ def _ranked(given: Sequence[Candidate], resolved: ResolvedSearch, memory: Memory
         apart = Memory(engine, resolved.spec, resolved.cluster, depth=memory.depth)
         ranked += rank_all(own, apart, CostModel(engine, resolved.spec, resolved.cluster, resolved.rates))
         memory.simulated += apart.simulated
-        memory.no_tape = memory.no_tape or apart.no_tape
+        if not memory.no_tape:
+            memory.no_tape, memory.remedy = apart.no_tape, apart.remedy
     ranked.sort(key=order_of)
     return [recommendation(resolved.engine, r, i, resolved.cluster.layout) for i, r in enumerate(ranked)]
 
@@ -110,7 +115,7 @@ def _listed(given: Sequence[Candidate] | str, resolved: ResolvedSearch, request:
 
 def _judged_by(resolved: ResolvedSearch) -> str:
     if resolved.spec.has_shapes:
-        return "an analytic bound on activations"
+        return "an analytic estimate of activations"
     return "the activations of a model of usual shape"
 
 
@@ -125,7 +130,8 @@ def _answer(
 ) -> SearchResult:
     warnings = [*options.notes, *resolved.warnings]
     if memory.no_tape:
-        warnings.append(f"formula depth: {memory.no_tape}; what fits is judged by {_judged_by(resolved)}")
+        text = f"formula depth: {memory.no_tape}; what may fit is judged by {_judged_by(resolved)}, and nothing is known to fit"
+        warnings.append(text)
     spec = resolved.spec
     return SearchResult(
         model={"name": spec.name, "params": spec.params, "trainable": spec.trainable, "source": spec.source},

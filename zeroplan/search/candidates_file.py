@@ -88,4 +88,5 @@ def candidate_of(
     run = read_run(asked, resolved.engine, resolved.cluster, resolved.spec)
     resolved.warnings.extend(f"candidate {index}: {text}" for text in run.warnings)
     own = None if run.engine is resolved.engine else run.engine
-    return Candidate(run.zero, run.workload, alloc_conf or request.alloc_conf, index=index, engine=own)
+    unmodelled = (*resolved.unmodelled, *run.unmodelled)
+    return Candidate(run.zero, run.workload, alloc_conf or request.alloc_conf, index=index, engine=own, unmodelled=unmodelled)

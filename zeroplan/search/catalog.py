@@ -112,7 +112,7 @@ def _resolved(
     free = replace(options, global_batch=None, gradient_checkpointing=True)
     if method.gpu_bytes * entry.params > (limits.usable_vram or 0) * limits.layout.world_size:
         return None
-    if method.host_bytes * entry.params > (limits.cpu_ram or 0) * limits.nodes:
+    if method.host_bytes * entry.params > (limits.usable_cpu_ram or 0) * limits.nodes:
         return None
     try:
         resolved = resolve_search(asked, free)

@@ -18,7 +18,6 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import MemoryPlan
 from zeroplan.core.tape import ExpandedTape
-from zeroplan.core.tape_sizes import KernelDevice
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case, Engine
@@ -26,17 +25,18 @@ from zeroplan.engines.process import Outside
 from zeroplan.ledger.line import evaluate
 from zeroplan.ledger.work import Counts, Matrices, count_tape, guess_counts, matrices, scale_counts
 from zeroplan.models.spec import ModelSpec
-from zeroplan.planner.bound import activation_bound, usual_activations
-from zeroplan.planner.formula import FORMULA, formula_plan, lives_between_steps, misfits, verdict
+from zeroplan.planner.bound import activation_estimate, usual_activations
+from zeroplan.planner.fit import judged
+from zeroplan.planner.formula import FORMULA, formula_plan, how_to_simulate, lives_between_steps
 from zeroplan.planner.simulated import simulated_plan
-from zeroplan.planner.tapes import NoTapeError, expanded_tape_of
+from zeroplan.planner.tapes import NoTapeError, expand_for, expanded_tape_of
 from zeroplan.search.space import Candidate
 from zeroplan.simulate.allocator.config import AllocatorConfig
 from zeroplan.tapes import find_tape
 
 #: Formulas of states that the schedule frees for a moment, and pads, may be off by this much.
 FLOOR_SLACK = 0.98
-#: Without a tape, how far the analytic bound on activations may be from the truth, either way.
+#: Without a tape, how far the analytic estimate of activations may be from the truth, either way.
 ANALYTIC_SPREAD = 0.25
 
 
@@ -50,6 +50,7 @@ class Memory:
         self.engine, self.spec, self.cluster = engine, spec, cluster
         self.depth, self.trace = depth, trace and depth != FORMULA
         self.no_tape = ""  # why there is no tape, once that is known
+        self.remedy = ""  # and what to do about it
         self.simulated = 0
         self._matrices: Matrices = matrices(spec)
         self._streams: dict[tuple[str, int, int], ExpandedTape | None] = {}
@@ -63,12 +64,12 @@ class Memory:
     def on(self, cluster: Cluster) -> Memory:
         """Return a Memory of another cluster that shares tapes and counts, and plans where just the limits differ."""
         other = Memory(self.engine, self.spec, cluster, depth=self.depth, trace=self.trace)
-        other.no_tape = self.no_tape
+        other.no_tape, other.remedy = self.no_tape, self.remedy
         other._streams, other._counts, other._computed = self._streams, self._counts, self._computed
         other._traced = self._traced
         if (cluster.gpus, cluster.nodes, cluster.gpu) == (self.cluster.gpus, self.cluster.nodes, self.cluster.gpu):
-            judged = ((candidate, other._judged(candidate, plan)) for candidate, plan in self._plans.items())
-            other._plans = {candidate: plan for candidate, plan in judged if plan is not None}
+            plans = ((candidate, other._judged(candidate, plan)) for candidate, plan in self._plans.items())
+            other._plans = {candidate: plan for candidate, plan in plans if plan is not None}
         return other
 
     def _judged(self, candidate: Candidate, plan: MemoryPlan) -> MemoryPlan | None:
@@ -79,13 +80,12 @@ class Memory:
         case = self.case(candidate)
         if usable is not None and gpu.interval[1] > usable >= (gpu.peak_allocated or 0) + (gpu.outside_torch or 0):
             return None
-        broken = misfits(case, gpu.interval[1], plan.cpu.per_node, plan.nvme.per_node)
-        judged = gpu.model_copy(update={"usable": usable})
-        return plan.model_copy(update={"gpu": judged, "fits": verdict(case, broken), "misfits": broken})
+        fit = judged(case, plan.unmodelled, gpu=gpu.interval[1], cpu=plan.cpu.per_node, nvme=plan.nvme.per_node)
+        return plan.model_copy(update={"gpu": gpu.model_copy(update={"usable": usable}), **fit})
 
     def case(self, candidate: Candidate) -> Case:
         """The candidate as the engines take it."""
-        return Case(self.spec, candidate.workload, self.cluster, candidate.zero)
+        return Case(self.spec, candidate.workload, self.cluster, candidate.zero, unmodelled=candidate.unmodelled)
 
     def runnable(self, candidate: Candidate) -> bool:
         """Whether the engine trains this at all."""
@@ -157,7 +157,9 @@ class Memory:
             return True
         if cluster.cpu_ram is not None or cluster.nvme is not None:
             host, disk = self.host_floor(candidate)
-            if (cluster.cpu_ram is not None and host > cluster.cpu_ram) or (cluster.nvme is not None and disk > cluster.nvme):
+            if (cluster.usable_cpu_ram is not None and host > cluster.usable_cpu_ram) or (
+                cluster.nvme is not None and disk > cluster.nvme
+            ):
                 return True
         return usable is not None and self.floor(candidate) + doubt > usable
 
@@ -177,15 +179,22 @@ class Memory:
         return found
 
     def _analytic(self, case: Case) -> MemoryPlan:
-        """A formula plan; its total and interval stay open, but whether it fits is judged with the analytic bound."""
+        """A formula plan; whether it fits is unknown, unless its states alone exceed a limit."""
         plan = formula_plan(self.engine, case)
-        bound = self._bound(case.workload)
+        return (
+            plan.model_copy(update={"settle": plan.settle.replace(how_to_simulate(case), self.remedy)}) if self.remedy else plan
+        )
+
+    def may_fit(self, plan: MemoryPlan, candidate: Candidate) -> bool:
+        """Whether a plan fits, or where that is unknown, whether it does by the analytic estimate of activations."""
+        if not plan.undecided or plan.gpu.interval is not None:
+            return plan.fits is not False
+        bound, case = self._bound(candidate.workload), self.case(candidate)
         need = max(plan.gpu.phases.values()) + round(bound * (1 + ANALYTIC_SPREAD)) + self._outside(case).total
-        broken = misfits(case, need, plan.cpu.per_node, plan.nvme.per_node)
-        return plan.model_copy(update={"fits": verdict(case, broken), "misfits": broken})
+        return self.cluster.usable_vram is None or need <= self.cluster.usable_vram
 
     def _bound(self, workload: Workload) -> int:
-        bound = activation_bound(self.spec, workload)
+        bound = activation_estimate(self.spec, workload)
         return usual_activations(self.spec.params, workload) if bound is None else bound
 
     def _outside(self, case: Case) -> Outside:
@@ -238,16 +247,14 @@ class Memory:
                 case = Case(self.spec, workload, self.cluster, candidate.zero)
                 self._streams[key] = None if self.no_tape else self._tape(case)
             except NoTapeError as error:
-                self.no_tape = str(error)
+                self.no_tape, self.remedy = str(error), error.remedy
                 self._streams[key] = None
         return self._streams[key]
 
     def _tape(self, case: Case) -> ExpandedTape:
         if self.trace:
             return expanded_tape_of(self.engine, case)
-        workload = case.workload
-        tape = find_tape(case.spec, workload, zero3=self.engine.trace_options(case).zero3, plain=True)
+        tape = find_tape(case.spec, case.workload, zero3=self.engine.trace_options(case).zero3, plain=True)
         if tape is None:
             raise NoTapeError(f"no tape of {case.spec.name} is at hand")
-        device = KernelDevice.of(case.cluster.gpu)
-        return tape.expand(workload.micro_batch, workload.seq_len or 1, workload.lora_rank, device=device)
+        return expand_for(tape, case)

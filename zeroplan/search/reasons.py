@@ -13,7 +13,7 @@ from zeroplan.ledger.traffic import Executor
 from zeroplan.planner.request import Request
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
-from zeroplan.search.recommend import Outcome, Ranked, search
+from zeroplan.search.recommend import HEADROOM, Outcome, Ranked, headroom, search
 from zeroplan.search.results import Point
 from zeroplan.search.search_options import ResolvedSearch, SearchOptions, candidates_of
 from zeroplan.search.space import Candidate
@@ -43,6 +43,24 @@ def name_of(zero: ZeroConfig, checkpointing: bool | None = None) -> str:
     if checkpointing is not None:
         text += ", checkpointing" if checkpointing else ", no checkpointing"
     return text
+
+
+def choice(ranking: Sequence[Ranked]) -> list[str]:
+    """Why the first was chosen: the room that it leaves on the card, and which faster ones are not as simple."""
+    best, said = ranking[0], []
+    spare = headroom(best.plan)
+    if spare is not None and best.on_edge:
+        left = f"{100 * spare:.1f} % of the card is left beyond the upper end"
+        said.append(f"on the edge: {left}, and nothing that leaves {100 * HEADROOM:.0f} % fits")
+    elif spare is not None:
+        said.append(f"{100 * spare:.0f} % of the card is left beyond the upper end (at least {100 * HEADROOM:.0f} % is kept)")
+    speed = best.time.tokens_per_second
+    for one in ranking[1:]:
+        gain = one.time.tokens_per_second / speed - 1
+        if one.on_edge is best.on_edge and round(1000 * gain):
+            name = name_of(one.candidate.zero, one.candidate.workload.gradient_checkpointing)
+            said += [f"{name} would be {100 * gain:.1f} % faster, and is less simple"] if gain > 0 else []
+    return said
 
 
 def reasons_for(best: Ranked, space: Sequence[Candidate], memory: Memory, cost: CostModel) -> list[str]:
@@ -189,7 +207,7 @@ def points(space: Iterable[Candidate], outcome: Outcome, memory: Memory, cost: C
         plan, candidate = ranked.plan, ranked.candidate
         high = plan.gpu.interval[1] if plan.gpu.interval else max(plan.gpu.needed, memory.floor(candidate))
         label = _label(candidate)
-        found.append(Point(label, high, ranked.time.tokens_per_second, plan.fits is not False, False))
+        found.append(Point(label, high, ranked.time.tokens_per_second, plan.fits is not False and not plan.undecided, False))
         seen.add((candidate.family, candidate.workload.micro_batch))
     for candidate in space:
         key = (candidate.family, candidate.workload.micro_batch)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 
 from zeroplan.core.plan import MemoryPlan
+from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.search.cost import CostModel, StepTime
 from zeroplan.search.memory import Memory
 from zeroplan.search.space import Candidate
@@ -27,6 +28,11 @@ MOST_SIMULATIONS = 48
 _REACH = 1.05
 #: What an environment variable that must be set beside the config has to gain.
 _ALLOC_CONF_COST = 0.03
+#: The part of the usable GPU memory that a recommendation leaves free, beyond the upper end of its interval, if it can: as much
+#: again as measured runs' reserved memory was off (planner/limit.py, RESERVED_SPREAD).
+HEADROOM = 0.03
+#: Of configurations whose predicted speeds differ by less, the simplest is recommended; predicted times are off by as much.
+EQUALLY_FAST = 0.03
 #: A floor below this share of the card: likely to fit as it is, so the smallest variant is not asked first.
 _LIKELY = 0.8
 
@@ -41,13 +47,38 @@ class Ranked:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the plan fits; None without a limit."""
+        """Whether the plan fits; None without a limit, and where that is unknown."""
         return self.plan.fits
+
+    @property
+    def on_edge(self) -> bool:
+        """Whether it leaves less of the GPU free than a recommendation should."""
+        spare = headroom(self.plan)
+        return spare is not None and spare < HEADROOM
+
+    @property
+    def complexity(self) -> tuple[int, int, bool, bool, int, int]:
+        """What orders equally fast configurations: offload, recomputation, settings beside the file, the stage, its knobs."""
+        zero, devices = self.candidate.zero, list(OffloadDevice)
+        return (
+            devices.index(zero.offload_param.device) if zero.offloads_param else 0,
+            devices.index(zero.offload_optimizer.device),
+            self.candidate.workload.gradient_checkpointing,
+            bool(self.candidate.alloc_conf),
+            zero.stage,
+            self.candidate.effort,
+        )
+
+
+def headroom(plan: MemoryPlan) -> float | None:
+    """The part of the usable GPU memory above the interval's upper end; None without a limit or an interval."""
+    gpu = plan.gpu
+    return (gpu.usable - gpu.interval[1]) / gpu.usable if gpu.usable and gpu.interval else None
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What a search found. `ranking` holds the best of each family that fits, fastest first.
+    """What a search found. `ranking` holds the best of each family that fits, fastest first; those on the edge come last.
 
     `misses` are candidates that were simulated and do not fit; `considered`, `pruned` and `simulated` count candidates.
     """
@@ -97,6 +128,7 @@ def search(
     done: set[object] = set()
     too_large: dict[object, int] = {}
     missed: dict[Candidate, Ranked] = {}
+    on_edge: dict[object, Ranked] = {}  # by family, the fastest that fits without the headroom
     settled: dict[Candidate, Ranked] = {}
     while queue:
         candidate, _ = timed[heappop(queue)[-1]]
@@ -115,19 +147,35 @@ def search(
         likely = memory.floor(candidate) < _LIKELY * (memory.cluster.usable_vram or 0)
         for one in (candidate, frugal) if likely else (frugal, candidate):
             found = _planned(one, memory, cost)
-            if found.fits is False:
+            if not memory.may_fit(found.plan, one):
                 missed[one] = found
                 if one is frugal and _hopeless(found.plan):
                     too_large[family] = micro
                     break
+            elif one is candidate and found.on_edge:
+                on_edge[family] = min(on_edge.get(family, found), found, key=lambda r: rank_key(r.candidate, r.time))
+                break
             elif one is candidate:
                 settled[one] = found
                 timed.append((one, found.time))
                 heappush(queue, (*rank_key(one, found.time), len(timed) - 1))
                 break
+    at_edge = (found for family, found in on_edge.items() if family not in done)
+    outcome.ranking += sorted(at_edge, key=lambda r: rank_key(r.candidate, r.time))[: shown - len(outcome.ranking)]
     outcome.misses = list(missed.values())
     outcome.simulated = memory.simulated
     return outcome
+
+
+def simplest_first(ranking: list[Ranked]) -> list[Ranked]:
+    """A ranking with the simplest of the configurations that are as fast as its first one at the front."""
+    if not ranking:
+        return ranking
+    first = ranking[0]
+    least = (1 - EQUALLY_FAST) * first.time.tokens_per_second
+    equal = [one for one in ranking if one.time.tokens_per_second >= least and one.on_edge is first.on_edge]
+    best = min(equal, key=lambda one: one.complexity)
+    return [best, *(one for one in ranking if one is not best)]
 
 
 def _bound(candidate: Candidate, memory: Memory, cost: CostModel) -> tuple[Candidate, StepTime]:
@@ -144,7 +192,7 @@ def _planned(candidate: Candidate, memory: Memory, cost: CostModel) -> Ranked:
 def _hopeless(plan: MemoryPlan) -> bool:
     """Whether it misses by more than buckets and the allocator's settings can change."""
     if plan.fits is not False:
-        return False
+        return plan.undecided
     gpu = plan.gpu
     least = gpu.needed if gpu.peak_allocated is None else gpu.peak_allocated + (gpu.outside_torch or 0)
     return plan.misfits != ("gpu",) or least > _REACH * (gpu.usable or 0)
@@ -156,7 +204,7 @@ def _group(candidate: Candidate) -> object:
 
 
 def rank_all(given: Sequence[Candidate], memory: Memory, cost: CostModel) -> list[Ranked]:
-    """Rank every given candidate: those that fit by speed, then those that do not.
+    """Rank every given candidate by speed: those that fit, then those of which that is unknown, then those that do not.
 
     What differs in the micro batch alone is simulated in a row: it shares what the engine recorded.
     """
@@ -169,9 +217,9 @@ def rank_all(given: Sequence[Candidate], memory: Memory, cost: CostModel) -> lis
     return sorted((_planned(candidate, memory, cost) for candidate in given), key=order_of)
 
 
-def order_of(ranked: Ranked) -> tuple[bool, float, int, int]:
-    """The key by which candidates are sorted: those that fit first, then by :func:`rank_key`."""
-    return (ranked.fits is False, *rank_key(ranked.candidate, ranked.time))
+def order_of(ranked: Ranked) -> tuple[bool, bool, float, int, int]:
+    """The key by which candidates are sorted: those that fit first, then those that may, then by :func:`rank_key`."""
+    return (ranked.fits is False, ranked.plan.undecided, *rank_key(ranked.candidate, ranked.time))
 
 
 def least_memory(space: Iterable[Candidate], memory: Memory, cost: CostModel, *, shown: int = SHOWN) -> Outcome:
@@ -188,7 +236,7 @@ def least_memory(space: Iterable[Candidate], memory: Memory, cost: CostModel, *,
     for candidate in chosen:
         if memory.runnable(candidate):
             found = _planned(candidate, memory, cost)
-            (outcome.misses if found.fits is False else outcome.ranking).append(found)
+            (outcome.ranking if memory.may_fit(found.plan, candidate) else outcome.misses).append(found)
     outcome.ranking.sort(key=lambda r: (r.plan.gpu.needed, rank_key(r.candidate, r.time)))
     del outcome.ranking[shown:]
     outcome.simulated = memory.simulated

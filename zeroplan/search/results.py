@@ -14,7 +14,7 @@ from zeroplan.engines.base import Engine
 from zeroplan.interop.forms.configuration import Model
 from zeroplan.planner.describe import describe_cluster, describe_workload
 from zeroplan.search.cost import StepTime
-from zeroplan.search.recommend import Ranked
+from zeroplan.search.recommend import HEADROOM, Ranked, headroom
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Recommendation:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the interval's upper end, the host and the disk are within their limits; None without a limit."""
+        """Whether the interval's upper end, the host and the disk are within their limits; None if unknown or unlimited."""
         return self.plan.fits
 
     @property
@@ -67,6 +67,7 @@ class Recommendation:
         return {
             "index": self.index,
             "fits": self.fits,
+            "headroom": headroom(self.plan),
             "tokens_per_second": self.tokens_per_second,
             "step_seconds": self.step_seconds,
             "micro_batch": self.workload.micro_batch,
@@ -146,7 +147,7 @@ class SearchResult:
 
     @property
     def best(self) -> Recommendation | None:
-        """The first recommendation that fits; None if none does."""
+        """The first recommendation that fits; else the first that may, its plan undecided; None if none does."""
         return next((r for r in self.ranking if r.fits is not False), None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -157,6 +158,7 @@ class SearchResult:
             "workload": describe_workload(self.workload) | {"global_batch": self.global_batch},
             "cluster": describe_cluster(self.cluster),
             "goal": self.goal,
+            "headroom": HEADROOM,
             "warnings": list(self.warnings),
             "ranking": [r.to_dict() for r in self.ranking],
             "current": None if self.current is None else self.current.to_dict(),

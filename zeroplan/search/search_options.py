@@ -12,6 +12,7 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.rates import Rates, profile_path, rates_of, read_profile
 from zeroplan.core.units import GIB
+from zeroplan.core.unmodelled import Unmodelled
 from zeroplan.core.workload import DType, Workload
 from zeroplan.engines.base import Engine
 from zeroplan.models.spec import ModelSpec
@@ -64,6 +65,7 @@ class ResolvedSearch:
     engine: Engine
     rates: Rates
     warnings: list[str] = field(default_factory=list)
+    unmodelled: tuple[Unmodelled, ...] = ()
 
 
 def resolve_search(request: Request, options: SearchOptions) -> ResolvedSearch:
@@ -88,7 +90,7 @@ def resolve_search(request: Request, options: SearchOptions) -> ResolvedSearch:
     rates = _rates(cluster, options, warnings)
     if request.gpu is None:
         warnings.append(f"speeds are those of an {cluster.gpu.name}; name the card by --gpu")
-    return ResolvedSearch(spec, workload, cluster, resolved.engine, rates, warnings)
+    return ResolvedSearch(spec, workload, cluster, resolved.engine, rates, warnings, resolved.unmodelled)
 
 
 def _rates(cluster: Cluster, options: SearchOptions, warnings: list[str]) -> Rates:
@@ -125,4 +127,4 @@ def candidates_of(resolved: ResolvedSearch, request: Request, options: SearchOpt
     )
     again = (False, True) if options.gradient_checkpointing is None else (options.gradient_checkpointing,)
     confs = (request.alloc_conf,) if request.alloc_conf else resolved.engine.alloc_confs
-    return list(all_candidates(zeros, resolved.workload, splits, again, confs))
+    return list(all_candidates(zeros, resolved.workload, splits, again, confs, resolved.unmodelled))

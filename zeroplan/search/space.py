@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
+from zeroplan.core.unmodelled import Unmodelled
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Engine
@@ -29,6 +30,7 @@ class Candidate:
         effort: how far it is from the defaults; of two that are equally fast, the lower one is recommended.
         index: its place in the user's list, -1 outside one.
         engine: the engine with settings of its own, where the user's ds_config has any; None for that of the search.
+        unmodelled: keys of its file that no figure holds.
     """
 
     zero: ZeroConfig
@@ -37,6 +39,7 @@ class Candidate:
     effort: int = 0
     index: int = -1
     engine: Engine | None = None
+    unmodelled: tuple[Unmodelled, ...] = ()
 
     @property
     def family(self) -> tuple[int, str, str, bool]:
@@ -82,6 +85,7 @@ def all_candidates(
     splits: list[tuple[int, int]],
     checkpointing: tuple[bool, ...],
     alloc_confs: tuple[str, ...],
+    unmodelled: tuple[Unmodelled, ...] = (),
 ) -> Iterator[Candidate]:
     """Yield the product of all choices, in a fixed order."""
     for again in checkpointing:
@@ -89,4 +93,4 @@ def all_candidates(
             workload = replace(base, micro_batch=micro, grad_accum=accum, gradient_checkpointing=again)
             for zero, effort in zeros:
                 for conf in alloc_confs:
-                    yield Candidate(zero, workload, conf, effort + bool(conf))
+                    yield Candidate(zero, workload, conf, effort + bool(conf), unmodelled=unmodelled)

@@ -43,7 +43,7 @@ def lack(ranked: Ranked, memory: Memory) -> float:
     plan, cluster = ranked.plan, memory.cluster
     high = plan.gpu.interval[1] if plan.gpu.interval else max(plan.gpu.needed, memory.floor(ranked.candidate))
     over = [high / cluster.usable_vram] if cluster.usable_vram else []
-    over += [plan.cpu.per_node / cluster.cpu_ram] if cluster.cpu_ram else []
+    over += [plan.cpu.per_node / cluster.usable_cpu_ram] if cluster.usable_cpu_ram else []
     over += [plan.nvme.per_node / cluster.nvme] if cluster.nvme else []
     return max(over, default=0.0)
 
@@ -52,7 +52,7 @@ def _lack_of_floors(candidate: Candidate, memory: Memory) -> float:
     cluster = memory.cluster
     host, disk = memory.host_floor(candidate)
     over = [memory.floor(candidate) / cluster.usable_vram] if cluster.usable_vram else []
-    over += [host / cluster.cpu_ram] if cluster.cpu_ram else []
+    over += [host / cluster.usable_cpu_ram] if cluster.usable_cpu_ram else []
     over += [disk / cluster.nvme] if cluster.nvme else []
     return max(1.0, max(over, default=0.0))
 
@@ -96,9 +96,9 @@ def _options(resolved: ResolvedSearch, request: Request, options: SearchOptions,
     if workload.lora_rank is None:
         yield _Option("LoRA adapters of rank 16 (--lora-rank 16)", replace(request, lora_rank=16), options)
     need = nearest.plan.cpu.per_node
-    if cluster.cpu_ram is not None and need > cluster.cpu_ram:
+    if cluster.usable_cpu_ram is not None and need > cluster.usable_cpu_ram:
         size = 64 * GIB
-        while size < 1.05 * need:
+        while size - cluster.host.share(size) < 1.05 * need:
             size *= 2
         yield _Option(f"{size // GIB} GiB of host memory a node", replace(request, cpu_ram=size), options)
     host = cluster.cpu_ram or 0
@@ -156,7 +156,7 @@ def _least(option: _Option, base: Memory | None) -> Recommendation | None:
         lightest.setdefault(candidate.family, candidate)
     for candidate in [c for c in lightest.values() if memory.runnable(c)][:_TRIES]:
         plan = memory.plan(candidate)
-        if plan.fits is not False:
+        if memory.may_fit(plan, candidate):
             time = cost.step_time(candidate.workload, candidate.zero, memory.counts(candidate))
             return recommendation(changed.engine, Ranked(candidate, time, plan), 0, changed.cluster.layout)
     return None

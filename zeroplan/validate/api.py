@@ -76,7 +76,8 @@ def verify(
         given.pop("micro_batch")  # the file's to say
     if live is not None:
         given["micro_batch"], given["seq_len"] = live.shape()
-    fields = {"engine": DEFAULT_VERIFIED, **given, **{k: v for k, v in options.items() if v is not None}}
+    # Models are built with random weights.
+    fields = {"engine": DEFAULT_VERIFIED, "from_scratch": True, **given, **{k: v for k, v in options.items() if v is not None}}
     cluster = machine.cluster(ranks)
     resolved = resolve(Request(**fields, gpus=cluster.gpus, nodes=cluster.nodes))
     cases = [replace(case, cluster=cluster) for case in resolved.cases if not _lacks_path(case)]

@@ -12,6 +12,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.tape_options import TraceOptions, options_for
+from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import DEEPSPEED_VERSION, ZeroConfig
 from zeroplan.ds_config.dialect import Dialect
@@ -43,6 +44,17 @@ OPTIONS = (
     (3, "nvme", "none"),
     (3, "nvme", "nvme"),
 )
+
+
+#: Keys of quantized communication (ZeRO++), with their effect on memory. Source: runtime/zero/partition_parameters.py,
+#: runtime/comm/coalesced_collectives.py
+_QUANTIZED = {
+    "zero_quantized_weights": (Effect.MORE, "8-bit copies and scales of what is gathered stand beside the 16-bit weights"),
+    "zero_quantized_nontrainable_weights": (Effect.UNKNOWN, "frozen weights are kept in 8 bits, and dequantized when gathered"),
+    "zero_quantized_gradients": (Effect.MORE, "gradients are quantized and dequantized in buffers of their own"),
+}
+_ZENFLOW = "the gradient columns that the GPU updates have masters and states there"
+_SUPER_OFFLOAD = "gradients and states move between GPU and host in buckets of their own"
 
 
 class DeepSpeed(Engine):
@@ -100,6 +112,17 @@ class DeepSpeed(Engine):
                 where="--optimizer",
                 remedy="use --stage 0, or adamw",
             )
+
+    def unmodelled(self, case: Case) -> tuple[Unmodelled, ...]:
+        """Quantized communication, ZenFlow and SuperOffload, of which no line or schedule tells."""
+        zero = case.zero
+        asked = [name for name in _QUANTIZED if getattr(zero, name)] if zero.stage == 3 else []
+        found = [Unmodelled(f"zero_optimization.{name}", *_QUANTIZED[name]) for name in asked]
+        if zero.zenflow is not None:
+            found.append(Unmodelled("zero_optimization.zenflow", Effect.MORE, _ZENFLOW))
+        if zero.offload_optimizer.super_offload and zero.stage == 3:
+            found.append(Unmodelled("zero_optimization.offload_optimizer.super_offload", Effect.UNKNOWN, _SUPER_OFFLOAD))
+        return tuple(found)
 
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
         """Return DeepSpeed's lines, and rank 0."""

@@ -1,0 +1,65 @@
+"""Whether a plan fits its limits: yes, no, or unknown where something that decides is in no figure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from zeroplan.core.unmodelled import Unmodelled, may_add, may_save
+from zeroplan.engines.base import Case, Engine
+
+#: The key of what no formula counts.
+ACTIVATIONS = "activations"
+
+
+def left_out(engine: Engine, case: Case) -> tuple[Unmodelled, ...]:
+    """What of the run no figure of a plan holds, each key once: of the case's files, and of what the engine does not model."""
+    found = {one.key: one for one in (*case.unmodelled, *engine.unmodelled(case))}
+    return tuple(found.values())
+
+
+def misfits(case: Case, *, gpu: int, cpu: int, nvme: int) -> tuple[str, ...]:
+    """The names of the limits that these bytes exceed: gpu, cpu, nvme. `gpu` is of one GPU, the others are of one node."""
+    cluster = case.cluster
+    limits = {"gpu": (gpu, cluster.usable_vram), "cpu": (cpu, cluster.usable_cpu_ram), "nvme": (nvme, cluster.nvme)}
+    return tuple(name for name, (need, limit) in limits.items() if limit is not None and need > limit)
+
+
+def judged(
+    case: Case, unmodelled: Iterable[Unmodelled], *, gpu: int, cpu: int, nvme: int, simulate: str = ""
+) -> dict[str, Any]:
+    """The fields of a plan that say whether it fits: `fits`, `misfits`, `unmodelled` and `settle`.
+
+    It fits if every figure is within its limit and nothing that is left out adds memory. It does not fit if a figure exceeds
+    its limit and nothing that is left out saves memory. Else that is unknown.
+
+    Args:
+        case: names the limits.
+        unmodelled: what the figures leave out.
+        gpu: the upper bound of one GPU's bytes; at formula depth, the bytes that formulas tell.
+        cpu: bytes of a node's host memory.
+        nvme: bytes of a node's swap files.
+        simulate: how to get figures with activations, where they are left out.
+    """
+    unmodelled = tuple(unmodelled)
+    broken = misfits(case, gpu=gpu, cpu=cpu, nvme=nvme)
+    cluster = case.cluster
+    limited = any(limit is not None for limit in (cluster.vram, cluster.cpu_ram, cluster.nvme))
+    unknown = may_save(unmodelled) if broken else may_add(unmodelled)
+    return {
+        "fits": None if unknown or not limited else not broken,
+        "misfits": broken,
+        "unmodelled": unmodelled,
+        "settle": _settle(unmodelled, simulate) if unknown and limited else "",
+    }
+
+
+def _settle(unmodelled: Iterable[Unmodelled], simulate: str) -> str:
+    """What would tell whether a plan fits that leaves this out."""
+    keys = [one.key for one in unmodelled if one.key != ACTIVATIONS]
+    parts = [simulate] if simulate else []
+    if keys:
+        parts.append(
+            f"measure a few steps with {', '.join(keys)} by zeroplan verify, or leave {'it' if len(keys) == 1 else 'them'} out"
+        )
+    return "; ".join(parts)

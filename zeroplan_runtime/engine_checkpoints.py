@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ class EngineCheckpoints(EngineParameters):
         from zeroplan_runtime.checkpoint.save import save_checkpoint
 
         self.checks.require_usable("engine.save_checkpoint")
-        if not isinstance(save_dir, str | Path) or not str(save_dir):
+        if not isinstance(save_dir, str | os.PathLike) or not str(save_dir):
             raise BadInput(f"{save_dir!r} is no folder", where="engine.save_checkpoint", remedy="give the path of one")
         self.checks.require_no_gradients(self.schedule.grads.has_grads)
         return save_checkpoint(

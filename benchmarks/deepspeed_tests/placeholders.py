@@ -56,5 +56,15 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def install_with_placeholders() -> None:
     """Installs ``zeroplan_runtime.compat.deepspeed`` as ``deepspeed``, with placeholders for everything that it has not."""
     kind: Any = type(install())
-    kind.__getattr__ = _AbsentModule.__getattr__
+    own = kind.__getattr__
+
+    def own_or_absent(module: ModuleType, name: str) -> Any:
+        try:
+            return own(module, name)
+        except AttributeError:
+            if name.startswith("__"):
+                raise
+            return placeholder(f"{module.__name__}.{name}")
+
+    kind.__getattr__ = own_or_absent
     sys.meta_path.insert(0, _Finder())

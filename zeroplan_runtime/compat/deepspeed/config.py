@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import fields
+from enum import StrEnum
 from typing import Any
 
 import torch.distributed as dist
@@ -24,6 +25,14 @@ LAMB_OPTIMIZER, LION_OPTIMIZER, MUON_OPTIMIZER = "lamb", "lion", "muon"
 GRADIENT_CLIPPING_DEFAULT = ZeroConfig().gradient_clipping
 
 DeepSpeedConfigError = Refusal
+
+
+class OffloadDeviceEnum(StrEnum):
+    """Where states are offloaded to; DeepSpeed's members are in lower case."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
 
 
 def removed_but_off(source: Source) -> tuple[dict[str, Any], str]:

@@ -51,6 +51,7 @@ _SOURCES: Mapping[str, Sequence[Any]] = {
     "deepspeed.runtime.utils": (utils,),
     "deepspeed.runtime.zero": (zero,),
     "deepspeed.runtime.zero.config": (config,),
+    "deepspeed.runtime.zero.offload_config": (config,),
     "deepspeed.runtime.zero.partition_parameters": (zero,),
     "deepspeed.utils": (utils,),
     "deepspeed.utils.logging": (utils,),

@@ -421,3 +421,14 @@ def test_files_of_each_form_are_written(cli: Cli, tmp_path: Path) -> None:
         assert code == UNKNOWN
         assert sorted(p.name for p in folder.iterdir()) == sorted(["ds.json", other])
         assert "Start it:" in out
+
+
+def test_the_difference_leaves_the_users_own_learning_rate_alone(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"output_dir": "o", "bf16": True, "learning_rate": 3e-5}))
+    for source in ({"output_dir": "o", "bf16": True, "learning_rate": 3e-5}, ds_config(1)):
+        (tmp_path / "run.json").write_text(json.dumps(source))
+        code, out, _ = cli("recommend", LLAMA, "--gpus", "4", "--vram", "24G", "--from", str(tmp_path / "run.json"), *FAST)
+        difference = [line for line in out.splitlines() if line.startswith(("+", "-"))]
+        assert code == 0
+        assert difference
+        assert not [line for line in difference if '"lr"' in line or "weight_decay" in line or "betas" in line]

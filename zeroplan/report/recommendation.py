@@ -178,10 +178,13 @@ def _difference(current: Recommendation, best: Recommendation) -> list[str]:
 
 
 def _lines(one: Recommendation) -> list[str]:
+    """What of a configuration decides memory and speed: the rate and the like of an optimizer stay the user's own."""
     config, work = one.ds_config(), one.workload
     if config is None:
         lines = [f"engine: {one.plan.engine}", f"stage: {one.zero.stage}"]
         lines += [f"micro_batch: {work.micro_batch}", f"grad_accum: {work.grad_accum}"]
     else:
-        lines = dump_ds_config(config).splitlines()
+        optimizer = config.get("optimizer")
+        own = {"optimizer": {"type": optimizer["type"]}} if isinstance(optimizer, dict) and "type" in optimizer else {}
+        lines = dump_ds_config({**config, **own}).splitlines()
     return [*lines, f"gradient_checkpointing: {str(work.gradient_checkpointing).lower()}"]

@@ -361,6 +361,16 @@ def _first_line(fault: BaseException) -> str:
     return f"{type(fault).__name__}: {(str(fault).strip().splitlines() or [''])[0]}"[:120]
 
 
+def kept_alias(name: str) -> BadInput:
+    """The error for a forward that has kept an alias of the parameter `name`; of another rank's where `name` is empty."""
+    what = f"parameter {name!r}" if name else "a parameter on another rank"
+    return BadInput(
+        f"the forward has kept a tensor that shares memory with {what}, which shows other values later",
+        where="stage 3",
+        remedy="keep a clone() of it, or use stage 2",
+    )
+
+
 def refuse_copy(*_: Any) -> NoReturn:
     """Stands for ``__reduce_ex__``: copying or pickling a module with an engine's hooks would copy all of its memory.
 

@@ -36,7 +36,7 @@ def keep_out_of_graphs(handles: Iterable[RemovableHandle]) -> None:
 
 @contextmanager
 def uncompiled(mode: AbstractContextManager[object]) -> Iterator[None]:
-    """The dispatch mode `mode`, with compiled functions run as they are written: under a mode dynamo gives them up for good."""
+    """The context `mode`, with compiled functions run as written: under a dispatch mode dynamo gives them up for good."""
     with mode, torch.compiler.set_stance("force_eager") if may_compile() else nullcontext():
         yield
 

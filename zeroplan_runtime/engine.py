@@ -21,7 +21,15 @@ from zeroplan.ds_config.runtime import runtime_setup
 from zeroplan_runtime.activity import Activity
 from zeroplan_runtime.arena import DTYPES, Arena
 from zeroplan_runtime.audit import Audit
-from zeroplan_runtime.checks import EngineChecks, freeze_outside, groups_of, refuse_copy, require_loss, require_model
+from zeroplan_runtime.checks import (
+    EngineChecks,
+    freeze_outside,
+    groups_of,
+    kept_alias,
+    refuse_copy,
+    require_loss,
+    require_model,
+)
 from zeroplan_runtime.comm import Communicator
 from zeroplan_runtime.compiled import outside_graphs, uncompiled
 from zeroplan_runtime.config import RuntimeConfig
@@ -79,6 +87,7 @@ class Engine(EngineGetters, EngineCheckpoints):
         self._in_no_sync = False
         self._pending_result: StepResult | None = None
         self._audit: Audit | None = None
+        self._watches_aliases = True
 
         require_model(model, comm.world_size)
         require_own_memory(model)
@@ -237,12 +246,18 @@ class Engine(EngineGetters, EngineCheckpoints):
         return self.host is not None and self.host.early_request is not None
 
     def _audited(self) -> AbstractContextManager[object]:
-        """A context that checks parameter reads, in the first micro batches at stage 3."""
-        if self.micro_steps < self.config.knobs.audit_steps and self.model_states.setup.shards_params:
-            self._audit = self._audit or Audit(self.model_states)
-            return uncompiled(self._audit)
-        self._audit = None
-        return nullcontext()
+        """A context that checks parameter reads in the first micro batches at stage 3, and aliases in the first of all."""
+        steps = self.config.knobs.audit_steps
+        audits = self.micro_steps < steps and self.model_states.setup.shards_params
+        self.schedule.keeps_guard = audits or self._watches_aliases
+        if self._watches_aliases:
+            self.schedule.guard.watch()
+        if not self.schedule.keeps_guard:
+            self._audit = None
+            return nullcontext()
+        if audits and self._audit is None:
+            self._audit = Audit(self.model_states)
+        return uncompiled(self._audit if self._audit is not None else nullcontext())
 
     def step(self) -> None:
         """Ends a micro batch; the last one of an accumulation updates the parameters and the learning rate."""
@@ -255,6 +270,8 @@ class Engine(EngineGetters, EngineCheckpoints):
             raise BadInput("there is no optimizer", where="engine.step", remedy=remedy)
         if boundary:
             self.checks.require_gradients()
+        if self._watches_aliases:
+            self._look_for_aliases()
         self.progress.micro_steps += 1
         if not boundary or self.optimizer_step is None:
             return
@@ -272,6 +289,21 @@ class Engine(EngineGetters, EngineCheckpoints):
         self.last_step = self._pending_result = result
         if not self.config.check_overflow or self.device.type == "cpu":
             self.finish_step()
+
+    def _look_for_aliases(self) -> None:
+        """Ends the watch for aliases that the first forwards took. The ranks agree on what follows from them.
+
+        Raises:
+            BadInput: when one is kept on any rank, at stage 3.
+        """
+        name = self.schedule.guard.end_watch()
+        found = torch.tensor(float(self.schedule.has_aliases or bool(name)), device=self.device)
+        if self.comm.world_size > 1:
+            self.comm.all_reduce_max(found)
+        self.schedule.has_aliases = bool(found)
+        if self.schedule.has_aliases and self.model_states.setup.shards_params:
+            raise kept_alias(name)
+        self._watches_aliases = False
 
     def finish_step(self) -> None:
         """Updates loss scale, step count and learning rate from the last step's result. Does nothing if that was done.

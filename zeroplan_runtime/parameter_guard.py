@@ -8,7 +8,9 @@ Note [Guarded parameters]
     (three times at stage 3), about 30 ns each.
 
     Aliases of a guarded parameter (``param.data``, ``param.detach()``, ``param[0]``) are guarded with it from then on. An
-    alias that was taken while the parameter was not guarded is not.
+    alias that a forward takes while the parameter is not guarded is not. So parameters stay guarded in the first micro batch,
+    and in all that are audited; where an alias from there still exists at the step, later steps wait until all parameters are
+    current, and stage 3, where their memory holds others, refuses it.
 """
 
 from __future__ import annotations
@@ -69,6 +71,7 @@ class ParameterGuard:
                     self._params[unit].append(param)
                     _guarded[param] = (weakref.ref(self), unit.index, unit.layout.shape.params[i].name)
         self._units = list(self._params)
+        self._watched: list[tuple[weakref.ref[torch.Tensor], str]] | None = None
 
     def open(self, unit: UnitState) -> None:
         """Stops guarding `unit`'s parameters."""
@@ -93,6 +96,24 @@ class ParameterGuard:
         """Starts guarding all parameters."""
         for unit in self._units:
             self.close(unit)
+
+    def watch(self) -> None:
+        """Begins to note the aliases that are taken, or goes on."""
+        self._watched = self._watched or []
+
+    def end_watch(self) -> str:
+        """Ends :meth:`watch`. Call it when the graphs are gone, which save aliases, too.
+
+        Returns:
+            The parameter of an alias that was taken meanwhile and still exists; empty if there is none.
+        """
+        watched, self._watched = self._watched or (), None
+        return next((name for alias, name in watched if alias() is not None), "")
+
+    def alias_was_taken(self, alias: torch.Tensor, name: str) -> None:
+        """Notes `alias` of the parameter `name`, if they are watched."""
+        if self._watched is not None:
+            self._watched.append((weakref.ref(alias), name))
 
     def remove(self) -> None:
         """Stops guarding all parameters for good."""
@@ -239,6 +260,7 @@ def _guard_aliases(result: Any, tensor: torch.Tensor, entry: Any) -> None:
         if is_plain and made.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
             made.__class__ = _guarded_class(torch.Tensor)
             _guarded[made] = (weakref.ref(entry[0]), *entry[1:])
+            entry[0].alias_was_taken(made, entry[2])
 
 
 def _casts_nothing(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -57,6 +57,8 @@ class Schedule:
         where: what is being done, in words, for the watchdog.
         progress_count: rises with every unit, for the watchdog.
         reading: gives a context for a read of a parameter, which may have to wait for other ranks.
+        keeps_guard: parameters stay guarded in the forward, so that aliases taken there are, too.
+        has_aliases: the forward keeps aliases of parameters, so a step waits until these are current.
         keep_writes: called at stage 3 before a unit is resharded, to keep what its forward has written into parameters.
     """
 
@@ -82,6 +84,8 @@ class Schedule:
         self._handles: list[Any] = []
         self._opaque = False  # to dynamo
         self.guard = ParameterGuard(units, self)
+        self.keeps_guard = self.has_aliases = False
+        self._in_forward: set[UnitState] = set()
         self._reads_on: int | None = None  # the stream that waits for all unshards since the last step
         self._hooked = self.comm.world_size > 1 or any(u.layout.offloaded for u in units) or self.setup.shards_params
         if self._hooked:
@@ -111,6 +115,7 @@ class Schedule:
         self._set_phase(backward=False)
         self._grad_enabled = torch.is_grad_enabled()
         self._current = self._last = None
+        self._in_forward.clear()
         for slot in self.model_states.param_slots.values():
             slot.in_use = False
         if not self._hooked:
@@ -119,13 +124,15 @@ class Schedule:
         self.in_engine_backward = False
 
     def _pre_forward(self, unit: UnitState, _module: torch.nn.Module, _args: Any) -> None:
+        self._in_forward.add(unit)
         if self._in_backward:  # gradient checkpointing recomputes the unit
             self.pre_backward(unit, recompute=True)
             return
         self._record_progress("forward", unit)
         self.unshard(unit)
         unit.param_slot.ready.wait(self.compute_stream)
-        self.guard.open(unit)
+        if not self.keeps_guard:
+            self.guard.open(unit)
         unit.param_slot.in_use = not unit.is_root
         if self._last is not None and self._last is not unit:
             self._execution_order.next_in_forward[self._last] = unit
@@ -134,6 +141,9 @@ class Schedule:
         self._prefetch_unshard(self._execution_order.next_in_forward.get(unit))
 
     def _post_forward(self, unit: UnitState, _module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._in_forward.discard(unit)
+        if torch.is_grad_enabled():
+            self._watch_outputs(unit, (args, kwargs), output)
         if self._in_backward:
             return
         if self.setup.shards_params and self.keep_writes is not None:
@@ -143,11 +153,17 @@ class Schedule:
             self._unshard_deferred(self._execution_order.next_in_forward.get(unit))
         if self.grads.slots_are_due and unit.layout.shape.kind is not UnitKind.WIDE:
             self.grads.free_slots()
-        if torch.is_grad_enabled():
-            passed_through = {id(tensor) for tensor in tensors_of((args, kwargs))}
-            for tensor in tensors_of(output):
-                if tensor.requires_grad and id(tensor) not in passed_through:
-                    tensor.register_hook(partial(self._output_grad_hook, unit))  # type: ignore[no-untyped-call]
+
+    def _watch_outputs(self, unit: UnitState, inputs: Any, output: Any) -> None:
+        """Lets the first gradient of an output begin the backward of `unit`.
+
+        This is also done where gradient checkpointing runs the forward again, as the first time may have made no graph, and
+        several units may be in one checkpoint.
+        """
+        passed_through = {id(tensor) for tensor in tensors_of(inputs)}
+        for tensor in tensors_of(output):
+            if tensor.requires_grad and id(tensor) not in passed_through:
+                tensor.register_hook(partial(self._output_grad_hook, unit))  # type: ignore[no-untyped-call]
 
     def _reshard(self, unit: UnitState) -> None:
         slot = unit.param_slot
@@ -248,6 +264,8 @@ class Schedule:
         if not self.setup.shards_params:
             for unit in self.model_states.units:
                 self._prefetch_unshard(unit)
+            if self.has_aliases:
+                self.wait_for_unshard()
             return
         self._read_ahead()
         taken: set[str] = set()
@@ -286,6 +304,8 @@ class Schedule:
         Raises:
             BadInput: where it holds no value, or not the present one.
         """
+        if unit in self._in_forward and unit.param_slot.holder is unit:
+            return  # the forward of its own in a micro batch in which parameters stay guarded
         if self.setup.shards_params and not unit.is_root:
             if unit.param_slot.holder is unit and unit.param_slot.in_use:
                 return
@@ -310,7 +330,7 @@ class Schedule:
 
     def keeps_values(self, unit: UnitState) -> bool:
         """Whether a graph that is built outside `unit`'s forward finds its parameters as they are now in its backward."""
-        return unit.is_root or not self.setup.shards_params
+        return unit.is_root or not self.setup.shards_params or unit in self._in_forward
 
     # ------------------------------------------------------------------ backward
 
@@ -318,7 +338,7 @@ class Schedule:
         """Prepares a micro batch's backward; also clears what an interrupted backward left."""
         self.in_engine_backward = True
         for unit in self.model_states.units:
-            if self.keeps_values(unit):
+            if self.keeps_values(unit) and not self.keeps_guard:  # at stage 3 the others open as the backward reaches them
                 self.guard.open(unit)
         self.grads.begin_backward()
 
@@ -358,7 +378,8 @@ class Schedule:
         if unit.gathers_in_backward or recompute:
             self.unshard(unit)
             unit.param_slot.ready.wait(self.compute_stream)
-            self.guard.open(unit)
+            if not self.keeps_guard:
+                self.guard.open(unit)
             unit.param_slot.in_use = not unit.is_root
         following = self._execution_order.next_in_backward.get(unit)
         if following is not None and following.gathers_in_backward:

@@ -14,7 +14,11 @@ class Case:
     Attributes of the model:
         depth, width: blocks, and features between them.
         container: of the blocks: ``list``, ``sequential``, or ``none`` (attributes, so that all parameters are the root's).
-        blocks: ``mlp``, ``attention``, or ``mixed``, in turn.
+        blocks: ``mlp``, ``attention``, ``mha`` (torch's module), ``lstm``, or ``mixed``: the first two in turn.
+        embedding: ``sparse`` gradients.
+        weights: of the blocks' last layers: ``weight-norm`` or ``spectral-norm``, by torch's parametrizations.
+        dropout: in the blocks.
+        batch_norm: a layer with running statistics of its own.
         tied: the head's weight is the embedding's.
         unused: a parameter gets no gradient.
         buffers: running statistics that the forward writes and reads.
@@ -33,6 +37,10 @@ class Case:
             ``torch.autograd.grad``, a gradient of a gradient.
         drops: ``zero_grad()`` at the ``start`` of each step, or ``between`` two backwards.
         schedule: torch's ``step`` or ``cycle``, or rates set by hand ``before`` or ``between`` backward and step.
+        hooks: of the user's: on a ``weight``, a module's ``forward`` or ``backward``.
+        autocast: the forward runs in bf16 by ``torch.autocast``.
+        overflows: the number of the step, from 1, whose loss is infinite on the first rank; 0 for none.
+        by_hand: the ends of accumulations are set, not counted.
         within: what is done between forward and backward: ``norm``, ``eval``, ``data-write``.
         after: what is done after each step.
 
@@ -54,11 +62,19 @@ class Case:
     order: str = ""
     output: str = ""
     odd: bool = False
+    embedding: str = ""
+    weights: str = ""
+    dropout: bool = False
+    batch_norm: bool = False
 
     steps: int = 2
     loss: str = ""
     drops: str = ""
     schedule: str = ""
+    hooks: str = ""
+    autocast: bool = False
+    overflows: int = 0
+    by_hand: bool = False
     within: str = ""
     after: tuple[str, ...] = ()
 
@@ -82,6 +98,11 @@ class Case:
     def __str__(self) -> str:
         changed = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
         return f"Case({', '.join(changed)})"
+
+    @property
+    def precision(self) -> str:
+        """The dtype that numbers are rounded to."""
+        return "bf16" if self.autocast else self.dtype
 
     def plainer(self) -> list[Case]:
         """The cases with one thing less."""
@@ -108,7 +129,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "depth": (2, 1, 3, 4),
     "width": (6, 8, 12),
     "container": _often("list", "sequential", "none", times=3),
-    "blocks": _often("mlp", "attention", "mixed", times=3),
+    "blocks": _often("mlp", "attention", "mixed", "mha", "lstm", times=3),
     "tied": _often(False, True, times=3),
     "unused": _often(False, True, times=4),
     "buffers": _often(False, True, times=4),
@@ -120,6 +141,10 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "order": _often("", "twice", "alternating", "backwards", times=6),
     "output": _often("", "tuple", "dict", times=8),
     "odd": _often(False, True, times=4),
+    "embedding": _often("", "sparse", times=9),
+    "weights": _often("", "weight-norm", "spectral-norm", times=12),
+    "dropout": _often(False, True, times=7),
+    "batch_norm": _often(False, True, times=7),
     "steps": (2, 3, 4),
     "loss": _often(
         "",
@@ -134,6 +159,10 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     ),
     "drops": _often("", "start", "between", times=5),
     "schedule": _often("", "step", "cycle", "before", "between", times=6),
+    "hooks": _often("", "weight", "forward", "backward", times=8),
+    "autocast": _often(False, True, times=11),
+    "overflows": _often(0, 1, 2, times=10),
+    "by_hand": _often(False, True, times=7),
     "within": _often("", "norm", "eval", "data-write", times=12),
     "ranks": (2, 1, 2, 2, 3, 4),
     "stage": (0, 1, 2, 3),
@@ -152,7 +181,22 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "audit": (1, 0),
 }
 #: Values of `after`.
-AFTER = ("ema", "norm", "eval", "write", "data-write", "state-dict", "load-state", "save", "held", "module-eval", "momentum")
+AFTER = (
+    "ema",
+    "norm",
+    "eval",
+    "write",
+    "data-write",
+    "state-dict",
+    "load-state",
+    "save",
+    "held",
+    "caught",
+    "gathered",
+    "anew",
+    "module-eval",
+    "momentum",
+)
 _CHANCE = 0.12
 
 
@@ -186,18 +230,32 @@ def legal(case: Case) -> Case:
     if case.frozen == "embed":
         change["tied"] = False
     if case.loss == "gradient-penalty":
-        change["blocks"] = "mlp"  # torch's attention has no second derivative on a CPU
+        change |= {"blocks": "mlp", "batch_norm": False}  # torch's attention has no second derivative on a CPU
     if case.checkpointing == "reentrant" and (
         case.output or case.frozen or case.loss in ("input-gradient", "gradient-penalty")
     ):
         change["checkpointing"] = "plain"  # the reentrant one asks for a tensor with a gradient, and for backward()
     if case.depth < 2:
         change |= {"order": "", "reads": ""}
+    if case.tied or case.frozen == "embed":
+        change["embedding"] = ""
+    if case.dtype != "fp32":
+        change["autocast"] = False
+    if case.dtype == "fp32" or case.overflows > case.steps:
+        change["overflows"] = 0
+    if case.clamps == "each":
+        change["weights"] = ""
+    if case.weights == "spectral-norm" and (case.order == "twice" or case.loss or case.checkpointing or case.dtype != "fp32"):
+        change["weights"] = ""  # each forward changes its vectors in place, which autograd refuses then
+    if change.get("lora", case.lora) and case.blocks in ("mha", "lstm"):
+        change["blocks"] = "mlp"
     after = set(case.after)
     if change.get("stage", case.stage) == 3:
         after -= {"load-state", "state-dict", "write", "data-write"}
     if "nvme" in case.offload:
-        after -= {"load-state", "write", "data-write"}
+        after -= {"load-state", "write", "data-write", "gathered"}
+    if "save" in after:
+        after -= {"anew"}
     if case.optimizer not in ("momentum", "nesterov"):
         after -= {"momentum"}
     change["after"] = tuple(one for one in case.after if one in after)

@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.fuzz_training.case import Case
@@ -38,8 +39,19 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.up: nn.Module = nn.Linear(width, 3 * width if kind == "attention" else hidden, bias=number % 2 == 0)
         self.down = nn.Linear(width if kind == "attention" else hidden, width)
+        if kind == "mha":
+            self.up, self.down = nn.MultiheadAttention(width, 2, batch_first=True), nn.Linear(width, width)
+        elif kind == "lstm":
+            self.up = nn.LSTM(width, self.down.in_features, batch_first=True)
+        if case.weights == "weight-norm":
+            parametrizations.weight_norm(self.down)
+        elif case.weights == "spectral-norm":
+            parametrizations.spectral_norm(self.down)
+        if case.batch_norm:
+            self.batch_norm = nn.BatchNorm1d(width)
+        self.dropout = nn.Dropout(0.3 if case.dropout else 0.0)
         if case.lora:
-            self.up = Adapted(self.up)
+            self.up = Adapted(cast(nn.Linear, self.up))
         if case.buffers:
             self.register_buffer("mean", torch.zeros(width))
             self.register_buffer("table", torch.linspace(0, 1, width), persistent=False)
@@ -65,16 +77,36 @@ class Block(nn.Module):
                 with torch.no_grad():
                     self.mean.lerp_(y.detach().mean((0, 1)).to(self.mean.dtype), 0.3)
             y = y + self.mean + self.table.to(y.dtype)
-        y = self.up(y)
-        if self.kind == "attention":
+        if self.case.batch_norm:
+            y = self.batch_norm(y.transpose(1, 2)).transpose(1, 2)
+        y = self.up(y, y, y, need_weights=False) if self.kind == "mha" else self.up(y)
+        if self.kind in ("mha", "lstm"):
+            y = y[0]
+        elif self.kind == "attention":
             q, k, v = y.chunk(3, -1)
             y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
             y = functional.gelu(y)
-        y = x + self.down(y)
+        y = x + self.dropout(self.down(y))
         if hasattr(self, "gain"):
             y = y * self.gain + (y @ self.columns.t()).mean(-1, keepdim=True)
         return (y, self.kind) if self.case.output == "tuple" else {"x": y} if self.case.output else y
+
+
+def _halve(grad: torch.Tensor) -> torch.Tensor:
+    return 0.5 * grad
+
+
+def _halve_output(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return 0.5 * output
+
+
+def _count_call(module: nn.Module, args: Any) -> None:
+    vars(module)["calls"] = vars(module).get("calls", 0) + 1
+
+
+def _halve_grads(module: nn.Module, grads: Any, grads_of_output: Any) -> Any:
+    return tuple(None if grad is None else 0.5 * grad for grad in grads)
 
 
 def clamp(linear: nn.Linear) -> None:
@@ -89,7 +121,8 @@ class Net(nn.Module):
     def __init__(self, case: Case) -> None:
         super().__init__()
         self.case = case
-        self.embed = nn.Embedding(VOCAB, case.width, max_norm=0.5 if case.clamps == "max-norm" else None)
+        limit, sparse = 0.5 if case.clamps == "max-norm" else None, case.embedding == "sparse"
+        self.embed = nn.Embedding(VOCAB, case.width, max_norm=limit, sparse=sparse)
         kinds = [("mlp", "attention")[i % 2] if case.blocks == "mixed" else case.blocks for i in range(case.depth)]
         blocks = [Block(case, kind, i) for i, kind in enumerate(kinds)]
         if case.container == "none":
@@ -104,6 +137,16 @@ class Net(nn.Module):
         with torch.no_grad():
             self.embed.weight.mul_(0.5)
         self._freeze()
+        self._add_hooks()
+
+    def _add_hooks(self) -> None:
+        layer = self.stack()[-1].norm
+        match self.case.hooks:
+            case "forward":
+                layer.register_forward_hook(_halve_output)
+                self.stack()[0].register_forward_pre_hook(_count_call)
+            case "backward":
+                layer.register_full_backward_hook(_halve_grads)
 
     def _freeze(self) -> None:
         if self.case.frozen == "embed":
@@ -114,6 +157,12 @@ class Net(nn.Module):
             for name, param in self.named_parameters():
                 param.requires_grad_(".up.down." in name or ".up.up." in name)
 
+    def add_weight_hook(self) -> None:
+        """Adds the hook on a weight, which copies of the model do not have."""
+        weight = self.stack()[-1].norm.weight
+        if self.case.hooks == "weight" and weight.requires_grad:
+            weight.register_hook(_halve)  # type: ignore[no-untyped-call]
+
     def stack(self) -> list[Block]:
         """The blocks."""
         if self.case.container == "none":
@@ -123,6 +172,8 @@ class Net(nn.Module):
     def forward(self, tokens: torch.Tensor, number: int = 0, extra: torch.Tensor | None = None) -> torch.Tensor:
         if self.case.clamps == "root":
             clamp(self.head)
+        if self.case.dropout:
+            torch.manual_seed(int(tokens.sum()) + number)
         x = self.embed(tokens)
         if extra is not None:
             x = x + extra

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,17 +57,29 @@ def schedule_of(case: Case, optimizer: torch.optim.Optimizer) -> Any:
 class Replica:
     """One rank's trainer."""
 
-    def __init__(self, case: Case, model: nn.Module, rank: int, optimizer: torch.optim.Optimizer) -> None:
-        self.model = self.module = model
+    def __init__(self, case: Case, model: Net, rank: int, optimizer: torch.optim.Optimizer, scale: float) -> None:
+        self.module = model
         self.rank, self._case, self._optimizer = rank, case, optimizer
+        self._scale = scale
+        self._autocast = case.autocast and next(model.parameters()).dtype == torch.float32
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return self._optimizer.param_groups
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
-        scale = SCALE if self._case.dtype == "fp16" else 1.0
-        (loss / self._case.accum * scale).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        (loss / self._case.accum * self._scale).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+
+    def model(self, *args: Any) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self._autocast):
+            loss: torch.Tensor = self.module(*args)
+            return loss
+
+    def ends(self, accumulation: bool) -> None:
+        pass
+
+    def gathered(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def zero_grad(self, by: str) -> None:
         self.module.zero_grad()
@@ -95,8 +108,9 @@ class Trained:
 class _Plain:
     """What the replicas have in common: masters, optimizer, schedule."""
 
-    def __init__(self, case: Case, dtype: torch.dtype, precise: torch.dtype) -> None:
+    def __init__(self, case: Case, dtype: torch.dtype, precise: torch.dtype, nudge: float) -> None:
         self.case = case
+        self._scale = nudge * (SCALE if case.dtype == "fp16" else 1.0)
         model = make(case).to(precise)
         self.names = [name for name, p in model.named_parameters() if p.requires_grad]
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -104,7 +118,9 @@ class _Plain:
         self.optimizer = optimizer_of(case, self.masters)
         self.schedule = schedule_of(case, self.optimizer)
         _cast(model, dtype)
-        self.replicas = [Replica(case, copy.deepcopy(model), rank, self.optimizer) for rank in range(case.ranks)]
+        self.replicas = [Replica(case, copy.deepcopy(model), rank, self.optimizer, self._scale) for rank in range(case.ranks)]
+        for replica in self.replicas:
+            replica.module.add_weight_hook()
         self._note()
 
     def _note(self) -> None:
@@ -124,12 +140,11 @@ class _Plain:
         In 16 bits a step whose gradients are not finite is skipped.
         """
         self._keep_writes()
-        scale = SCALE if self.case.dtype == "fp16" else 1.0
         everybody = [replica.trained() for replica in self.replicas]
         for master, *params in zip(self.masters, *everybody, strict=True):
-            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in params]
             mean = grads[0] if len(grads) == 1 else sum(grads[1:], grads[0]) / len(grads)
-            master.grad = mean.to(master.dtype) / scale
+            master.grad = mean.to(master.dtype) / self._scale
             for p in params:
                 p.grad = None
         grads = [master.grad for master in self.masters if master.grad is not None]
@@ -147,6 +162,20 @@ class _Plain:
             for param, master in zip(replica.trained(), self.masters, strict=True):
                 param.copy_(master)
         self._note()
+
+    @torch.no_grad()
+    def anew(self) -> None:
+        """A new optimizer on the values that the parameters have."""
+        self._keep_writes()
+        for master, param in zip(self.masters, self.replicas[0].trained(), strict=True):
+            master.copy_(param)
+        self.optimizer = optimizer_of(self.case, self.masters)
+        self.schedule = schedule_of(self.case, self.optimizer)
+        for replica in self.replicas:
+            replica._optimizer = self.optimizer
+            for name, buffer in replica.module.named_buffers():
+                if name in replica.module.state_dict():
+                    buffer.copy_(dict(self.replicas[0].module.named_buffers())[name])
 
     @torch.no_grad()
     def save(self) -> None:
@@ -187,20 +216,21 @@ def _cast(model: Net, dtype: torch.dtype) -> None:
             if param is not None:
                 param.data = param.data.to(dtype)
         for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
+            if buffer is not None and buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
                 module._buffers[name] = buffer.to(dtype)
 
 
-def train(case: Case, *, wider: bool = False) -> Trained:
+def train(case: Case, *, wider: bool = False, nudge: float = 1.0) -> Trained:
     """Trains in plain torch.
 
     Args:
         case: the training.
         wider: in a precision so much higher that what is left is nearly free of the rounding of `case`'s own: fp32 for
             16-bit cases, fp64 for fp32.
+        nudge: a factor on the loss that is taken back from the gradients, so that the backward rounds otherwise.
     """
     precise = torch.float64 if case.dtype == "fp32" and wider else torch.float32
-    plain = _Plain(case, precise if wider else DTYPES[case.dtype], precise)
+    plain = _Plain(case, precise if wider else DTYPES[case.dtype], precise, nudge)
     start = [master.detach().clone() for master in plain.masters]
     seen: list[Seen] = [[] for _ in plain.replicas]
     ranks = [play(replica, case, one) for replica, one in zip(plain.replicas, seen, strict=True)]
@@ -217,6 +247,9 @@ def train(case: Case, *, wider: bool = False) -> Trained:
                 plain.save()
             case "load":
                 plain.load()
+            case "anew":
+                plain.anew()
+                micro = 0
             case _:
                 break
     plain._keep_writes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -35,12 +36,18 @@ class Trainer(Protocol):
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         """Gradients of the loss, divided by the micro batches of a step."""
 
+    def ends(self, accumulation: bool) -> None:
+        """Sets whether the present micro batch ends an accumulation."""
+
+    def gathered(self, name: str) -> AbstractContextManager[None]:
+        """A context in which the parameters of the unit `name`, if there is such a one, can be read and written."""
+
     def zero_grad(self, by: str) -> None:
         """Drops gradients by the ``engine``'s or the ``optimizer``'s method."""
 
 
 def play(trainer: Trainer, case: Case, seen: Seen) -> Iterator[str]:
-    """Trains. Yields what all ranks are to do together: ``step`` (at the end of a micro batch), ``save``, ``load``."""
+    """Trains. Yields what all ranks do together: ``step`` (at the end of a micro batch), ``save``, ``load``, ``anew``."""
     held = [p.detach() for p in trained_of(trainer)] if "held" in case.after else []
     ema: list[torch.Tensor] = []
     for number in range(case.steps):
@@ -53,6 +60,8 @@ def play(trainer: Trainer, case: Case, seen: Seen) -> Iterator[str]:
                 for earlier in range(micro):  # they went with it
                     trainer.backward(trainer.model(tokens(case, number, earlier, trainer.rank), number))
             last = micro == case.accum - 1
+            if case.by_hand:
+                trainer.ends(last)
             if case.schedule == "before" and last:
                 _set_rate(trainer, number)
             _lose(trainer, case, number, micro, seen)
@@ -60,6 +69,11 @@ def play(trainer: Trainer, case: Case, seen: Seen) -> Iterator[str]:
                 _set_rate(trainer, number)
             yield "step"
         _look(trainer, case, number, seen, held, ema)
+        if "anew" in case.after and number == 0:
+            yield "anew"
+            held = [p.detach() for p in trained_of(trainer)] if held else []
+            for module in trainer.module.modules():
+                vars(module).pop("caught", None)  # parameters get other memory
         if "save" in case.after and number < 2:
             yield ("save", "load")[number]
 
@@ -67,6 +81,17 @@ def play(trainer: Trainer, case: Case, seen: Seen) -> Iterator[str]:
 def trained_of(trainer: Trainer) -> list[nn.Parameter]:
     """The trained parameters with elements."""
     return [p for p in trainer.module.parameters() if p.requires_grad and p.numel()]
+
+
+def _look_into_units(trainer: Trainer, number: int, seen: Seen) -> None:
+    """Reads and writes parameters of blocks in the context that stage 3 asks for."""
+    for name, module in trainer.module.named_modules():
+        if name.endswith(("blocks.0", "block0", "blocks.1", "block1")):
+            with trainer.gathered(name):
+                trained = [p for p in module.parameters() if p.requires_grad and p.numel()]
+                seen.extend((f"{name} {number} {i}", p.clone()) for i, p in enumerate(trained))
+                for p in trained[number % 2 :: 2]:
+                    p.mul_(0.75)
 
 
 def _set_rate(trainer: Trainer, number: int) -> None:
@@ -103,7 +128,10 @@ def _lose(trainer: Trainer, case: Case, number: int, micro: int, seen: Seen) -> 
             loss = loss + grad.float().square().sum() if penalized else model(batch, number, grad.detach())
         case _:
             loss = model(batch, number)
-    seen.append((f"loss {number}.{micro}", loss.detach().clone()))
+    if case.overflows == number + 1 and trainer.rank == 0:
+        loss = loss * float("inf")
+    else:
+        seen.append((f"loss {number}.{micro}", loss.detach().clone()))
     with torch.no_grad():
         match case.within:
             case "norm":
@@ -130,6 +158,8 @@ def _look(trainer: Trainer, case: Case, number: int, seen: Seen, held: list[torc
         if "caught" in case.after:
             caught = [one for module in trainer.module.modules() if (one := getattr(module, "caught", None)) is not None]
             seen.append((f"caught {number}", torch.cat([p.double().flatten() for p in caught])))
+        if "gathered" in case.after:
+            _look_into_units(trainer, number, seen)
         if "write" in case.after:
             params[number % len(params)].mul_(0.5)
         if "data-write" in case.after:

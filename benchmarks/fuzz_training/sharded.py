@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +74,16 @@ class EngineTrainer:
     """One rank's trainer."""
 
     def __init__(self, case: Case, group: dist.ProcessGroup, folder: Path) -> None:
+        self._case, self._group, self._folder = case, group, folder
+        self._autocast = case.autocast
+        self.rank = dist.get_rank(group)
         model = make(case)
+        model.add_weight_hook()
+        self.start(model)
+
+    def start(self, model: nn.Module) -> None:
+        """Makes an engine of `model`."""
+        case = self._case
         params = [p for p in model.parameters() if p.requires_grad]
         given: dict[str, Any] = {"model_parameters": groups_of(case, params)}
         schedule: Any = None if case.schedule not in ("step", "cycle") else lambda optimizer: schedule_of(case, optimizer)
@@ -81,9 +92,8 @@ class EngineTrainer:
             given = {"optimizer": optimizer}
             schedule = schedule_of(case, optimizer)
         self.engine, *_ = zeroplan_runtime.initialize(
-            model=model, config=ds_config(case, folder), group=group, device="cpu", lr_scheduler=schedule, **given
+            model=model, config=ds_config(case, self._folder), group=self._group, device="cpu", lr_scheduler=schedule, **given
         )
-        self.model, self.rank = self.engine, dist.get_rank(group)
 
     @property
     def module(self) -> nn.Module:
@@ -96,6 +106,25 @@ class EngineTrainer:
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         self.engine.backward(loss, retain_graph=retain_graph)
+
+    def model(self, *args: Any) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self._autocast):
+            loss: torch.Tensor = self.engine(*args)
+            return loss
+
+    def ends(self, accumulation: bool) -> None:
+        self.engine.set_gradient_accumulation_boundary(accumulation)
+
+    @contextmanager
+    def gathered(self, name: str) -> Iterator[None]:
+        with self.engine.gathered(name) if name in self.engine.unit_names() else nullcontext():
+            yield
+
+    def anew(self) -> None:
+        """Destroys the engine and makes another of the same model."""
+        model = self.engine.module
+        self.engine.destroy(keep_parameters=True)
+        self.start(model)
 
     def zero_grad(self, by: str) -> None:
         assert self.engine.optimizer is not None
@@ -112,21 +141,22 @@ def train(group: dist.ProcessGroup, case: Case, folder: Path) -> Trained:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = EngineTrainer(case, group, folder)
-        engine = trainer.engine
         try:
             for asked in play(trainer, case, seen):
                 match asked:
                     case "step":
-                        engine.step()
+                        trainer.engine.step()
                     case "save":
-                        engine.save_checkpoint(folder / "checkpoint")
+                        trainer.engine.save_checkpoint(folder / "checkpoint")
                     case "load":
-                        engine.load_checkpoint(folder / "checkpoint")
-            engine.drain()
-            masters = _masters(engine)
-            state = engine.module_state_dict() or {}
+                        trainer.engine.load_checkpoint(folder / "checkpoint")
+                    case "anew":
+                        trainer.anew()
+            trainer.engine.drain()
+            masters = _masters(trainer.engine)
+            state = trainer.engine.module_state_dict() or {}
         finally:
-            engine.destroy()
+            trainer.engine.destroy()
     return Trained([seen], masters, state)
 
 

@@ -44,6 +44,14 @@ FOUND = [
     (Case(clamps="each", ranks=2, stage=3, audit=0, seed=5), ""),
     # Gradients of gradients used another unit's parameters.
     (Case(depth=3, loss="gradient-penalty", ranks=2, stage=3, audit=0, seed=1158), "gradients of gradients would use"),
+    # An alias that the forward had kept showed old values, or another unit's.
+    (Case(after=("caught",), ranks=2, stage=1, groups=2, offload="cpu", seed=80), ""),
+    (Case(depth=4, after=("caught",), ranks=2, stage=3, audit=0, seed=130), "the forward has kept a tensor that shares"),
+    (Case(depth=4, checkpointing="plain", after=("caught",), ranks=2, stage=3, seed=130), "has kept a tensor"),
+    (Case(container="none", checkpointing="plain", after=("caught",), ranks=2, stage=3, offload="cpu"), "has kept a tensor"),
+    # Several units in one reentrant checkpoint took each other's parameters in the backward.
+    (Case(depth=1, width=12, checkpointing="reentrant", ranks=2, stage=3, direct=False, audit=0, seed=100478), ""),
+    (Case(depth=1, width=12, checkpointing="reentrant", ranks=2, stage=3), ""),
     # The ranks' embeddings parted.
     (Case(clamps="max-norm", ranks=2, stage=1), "has max_norm"),
 ]

@@ -15,7 +15,15 @@ from zeroplan.core.optimizers import OPTIMIZERS, UNMODELLED, find_optimizer, kno
 
 _PACKAGES = [Path(zeroplan.__file__).parent, Path(zeroplan.__file__).parent.parent / "zeroplan_runtime"]
 #: The table itself, and the kernels, which are named by what they compute.
-_HOME = ("zeroplan/core/optimizers.py", "zeroplan/core/optimizer_row.py", "zeroplan_runtime/kernels/")
+_HOME = (
+    "zeroplan/core/unmodelled_optimizers.py",
+    # What other programs call theirs by default, and DeepSpeed's names as its users' code imports them: no facts.
+    "zeroplan/interop/programs/",
+    "zeroplan_runtime/compat/",
+    "zeroplan/core/optimizers.py",
+    "zeroplan/core/optimizer_row.py",
+    "zeroplan_runtime/kernels/",
+)
 #: Rows whose class torch.optim has and that take parameters of any shape.
 _OF_TORCH = [row for row in OPTIMIZERS.values() if row.torch is not None and not row.rest]
 #: Elements of the parameters that are stepped: flat ones, as ZeRO's parts are.

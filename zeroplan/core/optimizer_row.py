@@ -208,12 +208,3 @@ class Optimizer:
         share = {Domain.ALL: 1.0, Domain.MATRIX: matrices, Domain.REST: 1 - matrices}
         widths = ((4 * state.per_master + state.numerator / state.denominator, share[state.domain]) for state in self.states)
         return round(sum(width * part for width, part in widths))
-
-
-@dataclass(frozen=True, slots=True)
-class Unmodelled:
-    """Optimizers that programs know by these names and whose memory zeroplan does not model, with the reason."""
-
-    names: tuple[str, ...]
-    why: str
-    torch: str = ""  # the class of torch.optim

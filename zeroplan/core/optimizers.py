@@ -10,7 +10,8 @@ from collections.abc import Iterable
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput, did_you_mean
-from zeroplan.core.optimizer_row import DeepSpeedType, Domain, Optimizer, RuntimeKernel, State, TorchClass, Unmodelled
+from zeroplan.core.optimizer_row import DeepSpeedType, Domain, Optimizer, RuntimeKernel, State, TorchClass
+from zeroplan.core.unmodelled_optimizers import UNMODELLED, unmodelled_optimizer
 from zeroplan.core.zero_config import DEEPSPEED_VERSION
 
 _EXP_AVG, _EXP_AVG_SQ = State(Buffer.OPTIM_EXP_AVG, 1), State(Buffer.OPTIM_EXP_AVG_SQ, 1)
@@ -34,6 +35,9 @@ _ROWS = (
             "adamw_hf",
             "paged_adamw",
             "paged_adamw_32bit",
+            "pagedadamw",
+            "pagedadamw32bit",
+            "optimi_adamw",
         ),
         deepspeed=(
             DeepSpeedType("AdamW", own=True, fused=True, adam=True, torch_adam=True, tested=True),
@@ -61,7 +65,7 @@ _ROWS = (
             State(Buffer.OPTIM_SCALE, numerator=8, denominator=256),
         ),
         "Dettmers et al. 2022, section 2; bitsandbytes blocksize 256",
-        aliases=("adam8bit", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "8bit-adam"),
+        aliases=("adam8bit", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "pagedadamw8bit", "8bit-adam"),
         optim="adamw_bnb_8bit",
     ),
     Optimizer(
@@ -89,7 +93,7 @@ _ROWS = (
         "lion",
         (_EXP_AVG,),
         "Chen et al. 2023, algorithm 2",
-        aliases=("fusedlion", "lion_32bit", "paged_lion_32bit"),
+        aliases=("fusedlion", "lion_32bit", "paged_lion_32bit", "lion_pytorch"),
         deepspeed=(
             DeepSpeedType(
                 "Lion",
@@ -185,30 +189,7 @@ _ROWS = (
 #: The rows by name, in the order in which they are shown.
 OPTIMIZERS: dict[str, Optimizer] = {row.name: row for row in _ROWS}
 
-_LOW_BIT = "the blocks and scales of its quantised states are not measured"
-_LOW_RANK = "its states follow each matrix's projection rank, which no flag states"
-#: What transformers' ``OptimizerNames`` and torch have beside the rows.
-UNMODELLED = (
-    Unmodelled(("asgd",), "its averaged copy and step sizes are not in the table", torch="ASGD"),
-    Unmodelled(("lbfgs",), "its history of past steps is as long as the user says", torch="LBFGS"),
-    Unmodelled(("rprop",), "its step sizes are not in the table", torch="Rprop"),
-    Unmodelled(("sparseadam",), "it takes sparse gradients, which no plan here has", torch="SparseAdam"),
-    Unmodelled(("adamw_torch_4bit", "adamw_torch_8bit", "lion_8bit", "paged_lion_8bit"), _LOW_BIT),
-    Unmodelled(("ademamix", "paged_ademamix_32bit"), "its third moment is not in the table"),
-    Unmodelled(("ademamix_8bit", "paged_ademamix_8bit", "rmsprop_bnb_8bit"), _LOW_BIT),
-    Unmodelled(("rmsprop_bnb", "rmsprop_bnb_32bit"), "bitsandbytes's step for it is not measured"),
-    Unmodelled(("adamw_anyprecision",), "the dtypes of its states are arguments of its own"),
-    Unmodelled(("galore_adamw", "galore_adamw_8bit", "galore_adafactor"), _LOW_RANK),
-    Unmodelled(("galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise"), _LOW_RANK),
-    Unmodelled(("apollo_adamw", "apollo_adamw_layerwise"), _LOW_RANK),
-    Unmodelled(("lomo", "adalomo"), "it steps within the backward, so gradients never stand together"),
-    Unmodelled(("grokadamw",), "its average of past gradients is not in the table"),
-    Unmodelled(("schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd"), "its averaged iterate is not in the table"),
-    Unmodelled(("stable_adamw",), "its states are those of its own package, which is not measured"),
-)
-
 _BY_NAME = {name: row for row in _ROWS for name in (row.name, *row.aliases)}
-_WHY = {name: group.why for group in UNMODELLED for name in group.names}
 
 
 def find_optimizer(name: str, *, where: str = "--optimizer") -> Optimizer:
@@ -220,8 +201,8 @@ def find_optimizer(name: str, *, where: str = "--optimizer") -> Optimizer:
     key = name.strip().lower()
     found = _BY_NAME.get(key)
     if found is None:
-        if key in _WHY:
-            raise BadInput(f"{key!r} is not modelled: {_WHY[key]}", where=where, remedy=f"use one of {', '.join(OPTIMIZERS)}")
+        if other := unmodelled_optimizer(key):
+            raise BadInput(f"{key!r} is not modelled: {other.why}", where=where, remedy=f"use one of {', '.join(OPTIMIZERS)}")
         near = did_you_mean(key, OPTIMIZERS)
         raise BadInput(f"unknown optimizer {name[:60]!r}", where=where, remedy=near or f"use one of {', '.join(OPTIMIZERS)}")
     return found

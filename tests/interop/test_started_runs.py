@@ -18,7 +18,7 @@ from zeroplan.search.files import model_of
 Cli = Callable[..., tuple[int, str, str]]
 LLAMA = "meta-llama/Llama-3.2-1B"
 #: What is asked for by flags: 2 GPUs and a global batch of 64 in micro batches of 4, so 8 accumulated.
-ASKED = ("--vram", "80G", "--gpus", "2", "--global-batch", "64", "--micro-batch", "4", "--seq-len", "512", "--depth", "formula")
+ASKED = ("--vram", "80G", "--gpus", "2", "--global-batch", "64", "--micro-batch", "4", "--seq-len", "512")
 CASES: dict[str, tuple[str, ...]] = {
     "bf16, checkpointing, stage 3": ("--stage", "3", "--gradient-checkpointing"),
     "fp16, LoRA": ("--stage", "2", "--dtype", "fp16", "--lora-rank", "8", "--no-gradient-checkpointing"),
@@ -227,7 +227,7 @@ def test_what_cannot_be_written_is_one_line(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, out, err = cli("recommend", *words, "--vram", "24G", "--depth", "formula")
+    code, out, err = cli("recommend", *words, "--vram", "24G")
     assert (code, out) == (2, "")
     assert said in err
     assert err.count("\n") == 1

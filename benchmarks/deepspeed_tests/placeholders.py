@@ -11,6 +11,9 @@ from typing import Any
 
 from zeroplan_runtime.compat.deepspeed.install import install
 
+#: Numbers that tests take from DeepSpeed, by their full names.
+_CONSTANTS = {"deepspeed.runtime.swap_tensor.MIN_SWAPPABLE_BYTES": 1 << 20}
+
 
 class _Absent(type):
     """The class of placeholders: they can be imported and derived from, and no object is an instance of one."""
@@ -39,7 +42,8 @@ class _AbsentModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return placeholder(f"{self.__name__}.{name}")
+        path = f"{self.__name__}.{name}"
+        return _CONSTANTS[path] if path in _CONSTANTS else placeholder(path)
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

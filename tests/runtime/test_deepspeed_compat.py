@@ -202,6 +202,10 @@ def outside_the_groups(group: dist.ProcessGroup, stage: int) -> None:
         mpu=Mpu(group),
     )
     assert isinstance(returned, torch.optim.SGD) == (stage == 0)
+    assert utils.safe_get_full_fp32_param(model.embed.weight) is None
+    if stage == 3:
+        assert utils.safe_get_local_fp32_param(model.embed.weight) is None
+        assert utils.safe_get_local_grad(model.embed.weight) is None
     optimizer = torch.optim.SGD([param for name, param in plain.named_parameters() if name in chosen], lr=LR)
     like = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     for step in range(3):

@@ -61,31 +61,36 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """This rank's part of an optimizer state of `param`, 1-D. At stage 3."""
+    """This rank's part of an optimizer state of `param`, 1-D; None for a parameter that is not trained. At stage 3."""
+    states = _sharded(param)
     with refusing():
-        return _sharded(param).local(param, optim_state_key)
+        return None if states is None else states.local(param, optim_state_key)
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Writes this rank's part of an optimizer state of `param`. At stage 3."""
     with refusing():
-        _sharded(param).set_local(param, value, optim_state_key)
+        _trained(_sharded(param)).set_local(param, value, optim_state_key)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     """This rank's part of the gradient of `param`, 1-D; None where there is none. At stage 3."""
+    states = _sharded(param)
     with refusing():
-        return _sharded(param).local_grad(param)
+        return None if states is None else states.local_grad(param)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Writes this rank's part of the gradient of `param`. At stage 3."""
     with refusing():
-        _sharded(param).set_local_grad(param, value)
+        _trained(_sharded(param)).set_local_grad(param, value)
 
 
 def _required(param: nn.Parameter) -> ParameterStates:
-    states = states_of(param)
+    return _trained(states_of(param))
+
+
+def _trained(states: ParameterStates | None) -> ParameterStates:
     if states is None:
         raise Refusal(
             "no engine trains this parameter", where="param", remedy="give a trained parameter of the engine's module"
@@ -93,8 +98,8 @@ def _required(param: nn.Parameter) -> ParameterStates:
     return states
 
 
-def _sharded(param: nn.Parameter) -> ParameterStates:
+def _sharded(param: nn.Parameter) -> ParameterStates | None:
     engine = owner(param)
     if engine is not None and engine.zero_optimization_stage() < 3:
         raise Refusal("only stage 3 shards parameters", where="param", remedy="use the function with 'full' in its name")
-    return _required(param)
+    return states_of(param)

@@ -213,6 +213,7 @@ def save_each(group: dist.ProcessGroup, base: str) -> dict[str, Any]:
     attempt("file as checkpoint", tag="a_file")
     attempt("link as checkpoint", tag="a_link")
     attempt("file as folder", Path(base) / "no_folder")
+    attempt("folders of their own", Path(base) / f"of_rank_{rank}")
     attempt("one rank's state", client_state={"x": object()} if rank == 2 else None)
     attempt("too deep", client_state={"x": json.loads("[" * 80 + "]" * 80)})
     atomic_files.begin = on_full_disk
@@ -236,6 +237,7 @@ def test_every_fault_of_a_save_is_one_line_on_every_rank_and_loses_nothing(pool:
         "file as checkpoint": "a_file: is no folder, so a checkpoint cannot replace it (on rank 0); use another tag",
         "link as checkpoint": "a_link: is no folder, so a checkpoint cannot replace it (on rank 0); use another tag",
         "file as folder": "no_folder: is no folder (on rank 0)",
+        "folders of their own": "does not see the folder that rank 0 has made (on rank 1); give a folder on a file system",
         "one rank's state": "which would not come back as it is (on rank 2)",
         "too deep": "is nested deeper than 64 levels (on rank 0)",
         "full disk": "__1_0.distcp: No space left on device (on rank 1); free space on that disk, or save to another",

@@ -65,13 +65,26 @@ def save_checkpoint(
         prepared = on_all_ranks(engine, prepare, where)
         _require_one_tag([chosen for chosen, _ in prepared])
         save = prepared[0][1]
-        on_all_ranks(engine, lambda: atomic_files.begin(folder, tag) if first else None, where)
+        path = atomic_files.unfinished(folder, tag)
+
+        def make_folder() -> None:
+            if first:
+                (atomic_files.begin(folder, tag) / save.name).touch()
+
+        def require_same_folder() -> None:  # torch would make one of its own, and the checkpoint would lack that rank's file
+            if not (path / save.name).exists():
+                remedy = "give a folder on a file system that all ranks share"
+                raise BadInput("this rank does not see the folder that rank 0 has made", where=str(path), remedy=remedy)
+
+        on_all_ranks(engine, make_folder, where)
         try:
+            on_all_ranks(engine, require_same_folder, where)
             manifest = _write(engine, atomic_files.unfinished(folder, tag), save, frozen=not exclude_frozen_parameters)
             engine.activity.begin(f"completing {tag!r}")
 
             def finish() -> None:
                 if manifest is not None:
+                    (path / save.name).unlink()
                     write_manifest(
                         atomic_files.unfinished(folder, tag), manifest, {"save": save.name, "step": save.step, **state}
                     )

@@ -1,4 +1,4 @@
-// The C interface of the simulated allocator (allocator.hpp), called by zeroplan/simulate/native.py.
+// The C interface of the simulated allocator (allocator.hpp), called by zeroplan/simulate/allocator/native.py.
 #include "abi.h"
 #include "allocator.hpp"
 

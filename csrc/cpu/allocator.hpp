@@ -85,10 +85,7 @@ class Allocator {
     if (changes_ < segment_capacity_) segments_[changes_] = {event_, size, address};
     ++changes_;
     peak_reserved_ = std::max(peak_reserved_, reserved_);
-    if (reserved_ > top_reserved_) {
-      top_reserved_ = reserved_;
-      top_reserved_event_ = event_;
-    }
+    top_reserved_ = std::max(top_reserved_, reserved_);
   }
 
   const Config config_;
@@ -112,7 +109,7 @@ class Allocator {
   i64 event_ = 0, retries_ = 0, made_ = 0, marked_ = 0, changes_ = 0, failed_segment_ = 0;
   i64 allocated_ = 0, reserved_ = 0, requested_ = 0, active_ = 0;
   i64 peak_allocated_ = 0, peak_reserved_ = 0;
-  i64 top_allocated_ = 0, top_event_ = -1, top_reserved_ = 0, top_reserved_event_ = -1;
+  i64 top_allocated_ = 0, top_event_ = -1, top_reserved_ = 0;
 };
 
 }  // namespace zeroplan::allocator

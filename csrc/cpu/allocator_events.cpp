@@ -16,8 +16,8 @@ void Allocator::run(const i64* code, const i64* value, i64 count, Summary& summa
   }
   if (status != kDone) --event_;
   if (status == kUnknownOp) operand = code[event_] & ((1 << kOpBits) - 1);
-  summary = {status, event_, operand, failed_segment_, top_allocated_, top_event_, top_reserved_,
-             top_reserved_event_, retries_, made_, marked_, totals()};
+  summary = {status,   event_, operand, failed_segment_, top_allocated_, top_event_, top_reserved_,
+             retries_, made_,  marked_, totals()};
 }
 
 Status Allocator::handle(int op, i64 stream, i64 operand) {
@@ -55,8 +55,6 @@ Status Allocator::handle(int op, i64 stream, i64 operand) {
       return kDone;
     case kMark:
       marks_[marked_++] = totals();
-      [[fallthrough]];
-    case kResetPeak:
       peak_allocated_ = allocated_;
       peak_reserved_ = reserved_;
       return kDone;

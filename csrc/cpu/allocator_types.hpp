@@ -1,4 +1,5 @@
-// What the simulated allocator shares with zeroplan/simulate/native.py: events, settings and results, all of 64-bit integers.
+// What the simulated allocator shares with zeroplan/simulate/allocator/native.py: events, settings and results, all of 64-bit
+// integers.
 #pragma once
 #include <cstdint>
 
@@ -18,12 +19,12 @@ constexpr i64 kRegion = 32 << 20;
 constexpr i64 kRegionsEnd = i64(1) << 48;
 constexpr i64 kFirstRange = i64(1) << 50;
 
-enum Op { kAlloc, kFree, kRecordStream, kSync, kComplete, kEmptyCache, kMark, kResetPeak };
+enum Op { kAlloc, kFree, kRecordStream, kSync, kComplete, kEmptyCache, kMark };
 enum Status { kDone, kOutOfMemory, kUnknownOp, kBadRequest, kNotLive, kNotDeferred };
 // kSettled: reclaimed because the device was waited for, ahead of its own completion.
 enum State : std::uint8_t { kNoBlock, kLive, kDeferred, kSettled, kGone };
 
-// Mirrors _settings() in zeroplan/simulate/native.py.
+// Mirrors _settings() in zeroplan/simulate/allocator/native.py.
 struct Config {
   i64 max_split_size, max_non_split_rounding, collect_above, allowed, limit, device_memory, expandable, large_segment;
   i64 divisions[kRoundupIntervals];
@@ -38,9 +39,9 @@ struct SegmentChange {
   i64 event, size, address;
 };
 
-// Mirrors _result() in zeroplan/simulate/native.py.
+// Mirrors _result() in zeroplan/simulate/allocator/native.py.
 struct Summary {
-  i64 status, event, operand, segment, top, top_event, top_reserved, top_reserved_event, retries, made, marked;
+  i64 status, event, operand, segment, top, top_event, top_reserved, retries, made, marked;
   Totals final_totals;
 };
 

@@ -190,18 +190,7 @@ def test_peaks_are_those_since_the_mark_before(run, rec):
     result = run(rec)
     assert [(at.allocated / MIB, at.peak_allocated / MIB) for at in result.marks] == [(40, 100), (60, 60), (60, 60)]
     assert (result.peak_allocated, result.peak_event) == (100 * MIB, 0)
-    assert (result.peak_reserved, result.peak_reserved_event) == (100 * MIB, 0)
-
-
-def test_peaks_can_be_reset_without_a_mark(run, rec):
-    rec.free(rec.alloc(100 * MIB, TEMP))
-    rec.alloc(40 * MIB, TEMP)
-    rec.empty_cache()
-    rec.reset_peak()
-    rec.mark("later")
-    result = run(rec)
-    assert (result.marks[0].peak_allocated, result.marks[0].peak_reserved) == (40 * MIB, 100 * MIB)
-    assert result.peak_allocated == 100 * MIB
+    assert result.peak_reserved == 100 * MIB
 
 
 def test_at_the_limit_the_cache_is_emptied_and_the_request_retried(run, rec):

@@ -39,7 +39,7 @@ STEP = st.one_of(
     st.tuples(st.just("free"), st.integers(0, 1 << 20), st.just(0)),
     st.tuples(st.just("record"), st.integers(0, 1 << 20), st.integers(0, 3)),
     st.tuples(st.just("sync"), st.just(0), st.integers(0, 3)),
-    st.tuples(st.sampled_from(["empty", "mark", "mark", "reset"]), st.just(0), st.just(0)),
+    st.tuples(st.sampled_from(["empty", "mark", "mark"]), st.just(0), st.just(0)),
 )
 
 
@@ -57,8 +57,6 @@ def streams(draw) -> Recorder:
             recorder.synchronize(stream)
         elif kind == "empty":
             recorder.empty_cache()
-        elif kind == "reset":
-            recorder.reset_peak()
         elif kind == "mark":
             recorder.mark("mark")
     recorder.mark("end")

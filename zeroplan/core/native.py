@@ -18,7 +18,7 @@ _NAME = {"win32": "zeroplan_cpu.dll", "darwin": "libzeroplan_cpu.dylib"}.get(sys
 ENVIRONMENT = "ZEROPLAN_CPU_LIBRARY"
 
 #: Raised together with the same number in csrc/cpu whenever an exported function's meaning changes.
-ABI_VERSION = 4
+ABI_VERSION = 5
 
 
 def candidates() -> list[Path]:

@@ -119,7 +119,7 @@ def write_out(
 def _write_out(
     code: array[int], value: array[int], event_blocks: EventBlocks, sizes: Sequence[int]
 ) -> tuple[array[int], array[int]]:
-    """The readable twin of ``zeroplan_stretches_write_out`` in ``csrc/cpu/allocator_stretches.cpp``."""
+    """The readable twin of ``zeroplan_event_blocks_write_out`` in ``csrc/cpu/allocator_event_blocks.cpp``."""
     whole_code, whole_value = array("q"), array("q")
     bases = [0] * len(event_blocks.begins)
     made = 0

@@ -17,7 +17,7 @@ from zeroplan.simulate.event_blocks import PLAY, EventBlocks, write_out
 from zeroplan.simulate.timeline import Note, Timeline
 
 _ALLOC, _OP_MASK = int(AllocatorOp.ALLOC), (1 << OP_BITS) - 1
-_FREE, _RECORD, _SYNC, _COMPLETE, _EMPTY, _MARK, _RESET = (int(op) for op in list(AllocatorOp)[1:])
+_FREE, _RECORD, _SYNC, _COMPLETE, _EMPTY, _MARK = (int(op) for op in list(AllocatorOp)[1:])
 
 
 _Label = TypeVar("_Label")
@@ -229,14 +229,6 @@ class Recorder:
         self._code.append(_MARK)
         self._value.append(len(self.marks))
         self.marks.append(name)
-
-    def reset_peak(self) -> None:
-        """What ``torch.cuda.reset_peak_memory_stats`` does, which DeepSpeed calls while it initialises.
-
-        The next mark's peaks are those since here; the peak of the whole run is not affected.
-        """
-        self._code.append(_RESET)
-        self._value.append(0)
 
 
 def simulate(

@@ -142,7 +142,7 @@ def repeat_last_step(timeline: Timeline, times: int) -> Timeline | None:
 def repeated(code: array[int], value: array[int], begin: int, end: int, times: int) -> tuple[array[int], array[int]]:
     """The events from `begin` to `end` repeated `times` times, with handles and marks counted on.
 
-    The readable twin of ``zeroplan_stream_repeat`` in ``csrc/cpu/allocator_stretches.cpp``.
+    The readable twin of ``zeroplan_stream_repeat`` in ``csrc/cpu/allocator_event_blocks.cpp``.
     """
     step_code, step_value = code[begin:end], value[begin:end]
     count = sum(word & _OP_MASK == AllocatorOp.ALLOC for word in step_code)

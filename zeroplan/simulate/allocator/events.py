@@ -14,7 +14,6 @@ Note [Event columns]
     COMPLETE       handle                 this one deferred free takes effect now, unless an emptied cache was waited for first
     EMPTY_CACHE    0                      waits for all streams, then returns unused segments to the device
     MARK           index of the mark      totals are reported, and the peaks begin anew
-    RESET_PEAK     0                      the peaks begin anew without a report
     =============  =====================  =======================================================================
 """
 
@@ -35,7 +34,6 @@ class AllocatorOp(IntEnum):
     COMPLETE = 4
     EMPTY_CACHE = 5
     MARK = 6
-    RESET_PEAK = 7
 
 
 #: Bits of a code that hold the operation; the stream lies above them.
@@ -107,7 +105,7 @@ class AllocatorResult:
         block_sizes: by handle, the size of the block it got (0 for a request of nothing); an array of 64-bit integers.
         changes: every change of reserved memory, in order: event, size and address in turn, 64-bit integers.
         peak_allocated, peak_event: the highest allocated total, and the event that first reached it (-1: none did).
-        peak_reserved, peak_reserved_event: likewise for reserved.
+        peak_reserved: the highest reserved total.
         retries: how often the cache had to be emptied to serve a request.
         oom: the request that failed, if one did.
     """
@@ -119,7 +117,6 @@ class AllocatorResult:
     peak_allocated: int
     peak_event: int
     peak_reserved: int
-    peak_reserved_event: int
     final: MarkTotals
     retries: int
     oom: OutOfMemory | None

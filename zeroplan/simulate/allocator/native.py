@@ -34,8 +34,8 @@ def _library() -> ctypes.CDLL | None:
         column, column, column, count, column, count, column, column, column, count, column,
     ]  # fmt: skip
     loaded.zeroplan_allocator_count.argtypes, loaded.zeroplan_allocator_count.restype = [column, count, column], None
-    loaded.zeroplan_stretches_write_out.argtypes = [column, column, count, *[column] * 9]
-    loaded.zeroplan_stretches_write_out.restype = None
+    loaded.zeroplan_event_blocks_write_out.argtypes = [column, column, count, *[column] * 9]
+    loaded.zeroplan_event_blocks_write_out.restype = None
     loaded.zeroplan_stream_repeat.argtypes = [column, column, count, count, count, column, column]
     loaded.zeroplan_stream_repeat.restype = None
     loaded.zeroplan_stream_alive.argtypes, loaded.zeroplan_stream_alive.restype = [column, column, count, column], None
@@ -93,10 +93,10 @@ def run_allocator(
 def _result(
     summary: array[int], block_sizes: array[int], marks: array[int], segments: array[int], changes: int
 ) -> AllocatorResult:
-    status, event, operand, segment, top, top_event, top_reserved, top_reserved_event, retries, made, marked = summary[:11]
+    status, event, operand, segment, top, top_event, top_reserved, retries, made, marked = summary[:10]
     if status not in (_DONE, _OUT_OF_MEMORY):
         raise BadStream(f"event {event}: {_FAULTS[status].format(operand)}")
-    final = MarkTotals(*summary[11 : 11 + _MARK_FIELDS])
+    final = MarkTotals(*summary[10 : 10 + _MARK_FIELDS])
     oom = None
     if status == _OUT_OF_MEMORY:
         oom = OutOfMemory(event, made - 1, operand, segment, final.allocated, final.reserved, final.largest_free)
@@ -109,7 +109,6 @@ def _result(
         top,
         top_event,
         top_reserved,
-        top_reserved_event,
         final,
         retries,
         oom,
@@ -131,7 +130,7 @@ def write_out(
     if loaded is None:
         raise RuntimeError("the compiled library is not at hand")
     whole_code, whole_value, bases = _ZERO * events, _ZERO * events, _ZERO * len(event_blocks[0])
-    loaded.zeroplan_stretches_write_out(
+    loaded.zeroplan_event_blocks_write_out(
         _pointer(code), _pointer(value), len(code), *map(_pointer, event_blocks), _pointer(sizes),
         _pointer(bases), _pointer(whole_code), _pointer(whole_value),
     )  # fmt: skip

@@ -70,9 +70,7 @@ class PythonAllocator(Segments):
                 self._release_all()
             elif op == AllocatorOp.MARK:
                 self.marks.append(self._totals())
-                self._reset_peaks()
-            elif op == AllocatorOp.RESET_PEAK:
-                self._reset_peaks()
+                self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
             else:
                 raise BadStream(f"event {self.event}: operation {op} is unknown")
         else:
@@ -85,14 +83,10 @@ class PythonAllocator(Segments):
             self.top_allocated,
             self.top_event,
             self.top_reserved,
-            self.top_reserved_event,
             self._totals(),
             self.retries,
             oom,
         )
-
-    def _reset_peaks(self) -> None:
-        self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
 
     def _totals(self) -> MarkTotals:
         return MarkTotals(

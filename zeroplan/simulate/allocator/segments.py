@@ -46,15 +46,14 @@ class Segments:
         self.event = 0
         self.reserved = 0
         self.peak_reserved = 0  # since the latest mark
-        self.top_reserved, self.top_reserved_event = 0, -1
+        self.top_reserved = 0
         self.changes = array("q")
 
     def _note(self, size: int, address: int) -> None:
         self.reserved += size
         self.changes.extend((self.event, size, address))
         self.peak_reserved = max(self.peak_reserved, self.reserved)
-        if self.reserved > self.top_reserved:
-            self.top_reserved, self.top_reserved_event = self.reserved, self.event
+        self.top_reserved = max(self.top_reserved, self.reserved)
 
     def _pool(self, small: bool, stream: int) -> Pool:
         pool = self.pools.get((small, stream))

@@ -1,21 +1,22 @@
-// What is done with a recording's columns beside running them: stretches written out, a step repeated, and what is alive
-// found. The twins are in zeroplan/simulate/stretches.py, settling.py and timeline.py.
+// What is done with a recording's columns beside running them: event blocks written out, a step repeated, and what is alive
+// found. The twins are in zeroplan/simulate/event_blocks.py, steady_state.py and timeline.py.
 #include "abi.h"
 #include "allocator_types.hpp"
 
 using namespace zeroplan::allocator;
 
 namespace {
-// PLAY in zeroplan/simulate/stretches.py.
+// PLAY in zeroplan/simulate/event_blocks.py.
 constexpr i64 kPlay = 8;
 constexpr i64 kOpMask = (1 << kOpBits) - 1;
 }  // namespace
 
-// Writes `code` and `value`, of `count` events, to `whole_code` and `whole_value`, with every kPlay replaced by its stretch.
-// `bases` is room for a handle a stretch. The other columns are those of Stretches.
-ZEROPLAN_API void zeroplan_stretches_write_out(const i64* code, const i64* value, i64 count, const i64* begins,
-                                               const i64* allocations, const i64* op, const i64* home, const i64* index,
-                                               const i64* sizes, i64* bases, i64* whole_code, i64* whole_value) {
+// Writes `code` and `value`, of `count` events, to `whole_code` and `whole_value`, with every kPlay replaced by its block.
+// `bases` is room for a handle a block. The other columns are those of EventBlocks.
+ZEROPLAN_API void zeroplan_event_blocks_write_out(const i64* code, const i64* value, i64 count, const i64* begins,
+                                                  const i64* allocations, const i64* op, const i64* home,
+                                                  const i64* index, const i64* sizes, i64* bases, i64* whole_code,
+                                                  i64* whole_value) {
   i64 made = 0;
   for (i64 event = 0; event < count; ++event) {
     const i64 word = code[event], operand = value[event];

@@ -395,6 +395,7 @@ class Schedule:
             self._post_backward(self._current)
         self.grads.end_backward()
         self._in_backward = self.in_engine_backward = False
+        self._in_forward.clear()  # a checkpoint's second forward ends early, without its last hooks
         self._current = self._last = None
         self.guard.close_all()
         if not self.grads.boundary:

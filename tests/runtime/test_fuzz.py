@@ -49,6 +49,9 @@ FOUND = [
     (Case(depth=4, after=("caught",), ranks=2, stage=3, audit=0, seed=130), "the forward has kept a tensor that shares"),
     (Case(depth=4, checkpointing="plain", after=("caught",), ranks=2, stage=3, seed=130), "has kept a tensor"),
     (Case(container="none", checkpointing="plain", after=("caught",), ranks=2, stage=3, offload="cpu"), "has kept a tensor"),
+    # A checkpoint ended its second forward early, so that reads after the step no longer waited for the update on the host.
+    (Case(checkpointing="plain", after=("write",), stage=2, clip=0.05, offload="cpu", seed=1024459), ""),
+    (Case(checkpointing="plain", frozen="embed", after=("norm",), stage=1, clip=1e9, offload="cpu", seed=1022368), ""),
     # Several units in one reentrant checkpoint took each other's parameters in the backward.
     (Case(depth=1, width=12, checkpointing="reentrant", ranks=2, stage=3, direct=False, audit=0, seed=100478), ""),
     (Case(depth=1, width=12, checkpointing="reentrant", ranks=2, stage=3), ""),

@@ -66,7 +66,9 @@ def _from_hjson(text: str, name: str, fault: BadInput) -> Any:
         data = hjson.loads(text, object_pairs_hook=pairs)
     except BadInput:
         raise
-    except (ValueError, RecursionError):  # its own error is a ValueError, as is a number of thousands of digits
+    # Its own error is a ValueError, as is a number of thousands of digits; a text that ends early or a number beyond floats
+    # meets it unprepared.
+    except (ValueError, RecursionError, IndexError, OverflowError):
         raise fault from None
     if not isinstance(data, dict) or not data:  # a bare word is a text to Hjson, and an empty file an object
         raise fault

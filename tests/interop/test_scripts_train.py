@@ -82,7 +82,7 @@ def started(name: str, folder: Path, environment: dict[str, str]) -> tuple[int, 
         text=True,
         check=False,
     )
-    assert asked.returncode == 0, asked.stderr
+    assert asked.returncode == 1, asked.stderr  # at formula depth nothing is known to fit; the files are written
     command = json.loads(asked.stdout)["files"]["start"]
     run = subprocess.run(
         ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False

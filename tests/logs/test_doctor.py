@@ -26,7 +26,7 @@ def test_the_first_line_names_the_cause(tmp_path: Path, cli: Cli) -> None:
     code, out, _ = cli("doctor", _write(tmp_path, OOM))
     assert code == 0
     assert out.splitlines()[0].startswith("Out of GPU memory on GPU 0 in the loss:")
-    assert all(len(line) <= 80 for line in out.splitlines())
+    assert all(len(line) <= 80 for line in out.splitlines() if str(tmp_path) not in line)  # a path is not wrapped
     assert "fused cross entropy" in out
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from zeroplan.core.errors import BadInput
 from zeroplan.core.workload import DType
 from zeroplan.interop.forms.configuration import Configuration
-from zeroplan.interop.forms.scripts.parts import arithmetic, script, torch_optimizer
+from zeroplan.interop.forms.scripts.parts import arithmetic, require_optimizer_of_deepspeed, script, torch_optimizer
 
 _DEEPSPEED = """
 def main() -> None:
@@ -65,12 +64,7 @@ def deepspeed_script(one: Configuration) -> str:
     Raises:
         BadInput: a model or an optimizer that no script can be written for.
     """
-    if "optimizer" not in one.explicit:
-        raise BadInput(
-            f"DeepSpeed builds no {one.workload.optimizer} from a config",
-            where="--new-script",
-            remedy="use --form trainer, or another --optimizer",
-        )
+    require_optimizer_of_deepspeed(one)
     others = (
         "from accelerate import Accelerator",
         "from accelerate.utils import DummyOptim",

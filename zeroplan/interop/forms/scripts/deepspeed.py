@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from zeroplan.core.errors import BadInput
 from zeroplan.interop.forms.configuration import Configuration
-from zeroplan.interop.forms.scripts.parts import script
+from zeroplan.interop.forms.scripts.parts import TRAIN_BY_ENGINE, require_optimizer_of_deepspeed, script
 
-_LOOP = """
+_LOOP = (
+    """
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--deepspeed_config", required=True)
@@ -24,16 +24,9 @@ def main() -> None:
         config=config,
     )
     del zero3
-    for batch in loader:
-        before = engine.global_steps
-        loss = engine(**{name: tensor.to(engine.device) for name, tensor in batch.items()}).loss
-        engine.backward(loss)
-        engine.step()
-        if engine.global_steps > before and engine.global_rank == 0:
-            print(f"step {engine.global_steps}: loss {loss.item():.4f}", flush=True)
-    print_peak()
-    engine.destroy()
 """
+    + TRAIN_BY_ENGINE
+)
 
 
 def deepspeed_script(one: Configuration) -> str:
@@ -42,12 +35,7 @@ def deepspeed_script(one: Configuration) -> str:
     Raises:
         BadInput: a model or an optimizer that no script can be written for.
     """
-    if "optimizer" not in one.explicit:
-        raise BadInput(
-            f"DeepSpeed builds no {one.workload.optimizer} from a config",
-            where="--new-script",
-            remedy="use --form trainer, or another --optimizer",
-        )
+    require_optimizer_of_deepspeed(one)
     return script(
         one,
         _LOOP,

@@ -187,3 +187,31 @@ def torch_optimizer(work: Workload, *, sharded: bool = False) -> str:
 def arithmetic(work: Workload) -> str | None:
     """torch's name of the dtype that 16-bit arithmetic runs in; None in full precision."""
     return None if work.precision is Precision.FP32 or work.dtype is DType.FP32 else _DTYPES[work.dtype]
+
+
+#: The end of ``main`` under an engine of DeepSpeed's interface: a step each time that the engine takes one.
+TRAIN_BY_ENGINE = """\
+    for batch in loader:
+        before = engine.global_steps
+        loss = engine(**{name: tensor.to(engine.device) for name, tensor in batch.items()}).loss
+        engine.backward(loss)
+        engine.step()
+        if engine.global_steps > before and engine.global_rank == 0:
+            print(f"step {engine.global_steps}: loss {loss.item():.4f}", flush=True)
+    print_peak()
+    engine.destroy()
+"""
+
+
+def require_optimizer_of_deepspeed(one: Configuration) -> None:
+    """Refuse a script whose ds_config has no optimizer that DeepSpeed builds.
+
+    Raises:
+        BadInput: naming the optimizer.
+    """
+    if "optimizer" not in one.explicit:
+        raise BadInput(
+            f"DeepSpeed builds no {one.workload.optimizer} from a config",
+            where="--new-script",
+            remedy="use --form trainer, or another --optimizer",
+        )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from zeroplan.interop.forms.configuration import Configuration
-from zeroplan.interop.forms.scripts.parts import script
+from zeroplan.interop.forms.scripts.parts import TRAIN_BY_ENGINE, script
 
-_LOOP = """
+_LOOP = (
+    """
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--deepspeed_config", required=True)
@@ -13,16 +14,9 @@ def main() -> None:
     model = build_model()
     data = Tokens(STEPS * config["train_batch_size"], model.config.get_text_config().vocab_size)
     engine, _, loader, _ = zeroplan_runtime.initialize(model=model, config=config, training_data=data)
-    for batch in loader:
-        before = engine.global_steps
-        loss = engine(**{name: tensor.to(engine.device) for name, tensor in batch.items()}).loss
-        engine.backward(loss)
-        engine.step()
-        if engine.global_steps > before and engine.global_rank == 0:
-            print(f"step {engine.global_steps}: loss {loss.item():.4f}", flush=True)
-    print_peak()
-    engine.destroy()
 """
+    + TRAIN_BY_ENGINE
+)
 
 
 def runtime_script(one: Configuration) -> str:

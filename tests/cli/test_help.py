@@ -13,8 +13,8 @@ import pytest
 import typer
 
 from zeroplan.cli import main
-from zeroplan.cli.help import SYNONYMS
 from zeroplan.cli.help import VERBS as GROUPS
+from zeroplan.cli.help import synonyms
 from zeroplan.core.gpus import GPUS
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -70,7 +70,7 @@ def test_the_main_help_lists_every_verb_whole(cli: Cli, monkeypatch: pytest.Monk
     [
         (
             ["estimate", "gpt2", "--batch-size", "4"],
-            "write --micro-batch (samples a GPU and pass), or recommend's --global-batch",
+            "write --micro-batch (samples a GPU and pass), or recommend's global batch",
         ),
         (["estimate", "gpt2", "--bf16"], "write --dtype bf16"),
         (["estimate", "gpt2", "--max_seq_length=4096"], "write --seq-len"),
@@ -86,7 +86,7 @@ def test_a_wrong_name_is_answered_with_the_right_one(words: list[str], remedy: s
 
 def test_synonyms_name_options_that_exist(commands: dict[str, Any]) -> None:
     known = {flag for command in commands.values() for parameter in command.params for flag in parameter.opts}
-    for other, name in SYNONYMS.items():
+    for other, name in synonyms().items():
         assert other not in known
         assert name.startswith("MODEL") or name.split()[0] in known, other
 

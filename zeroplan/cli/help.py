@@ -15,45 +15,34 @@ VERBS = {
     "Look up": ("trace", "models", "gpus"),
 }
 
-#: Options by the names that other programs give them, and what to write here.
-SYNONYMS = {
-    "--batch-size": "--micro-batch (samples a GPU and pass), or recommend's --global-batch",
-    "--per-device-train-batch-size": "--micro-batch",
-    "--train-micro-batch-size-per-gpu": "--micro-batch",
-    "--gradient-accumulation-steps": "--grad-accum",
-    "--max-seq-length": "--seq-len",
-    "--max-length": "--seq-len",
-    "--context-length": "--seq-len",
-    "--sequence-length": "--seq-len",
-    "--num-gpus": "--gpus (of one node)",
-    "--nproc-per-node": "--gpus (of one node)",
-    "--num-nodes": "--nodes",
-    "--nnodes": "--nodes",
-    "--gpu-memory": "--vram",
-    "--ram": "--cpu-ram",
-    "--zero-stage": "--stage",
-    "--zero": "--stage",
-    "--deepspeed": "--ds-config",
+#: Options that other programs have and that are no argument of ours by another name, and what to write here.
+_OTHER_FLAGS = {
     "--bf16": "--dtype bf16",
     "--fp16": "--dtype fp16",
     "--fp32": "--dtype fp32",
-    "--precision": "--dtype",
-    "--optim": "--optimizer",
-    "--attn-implementation": "--attn",
-    "--lora": "--lora-rank",
-    "--lora-r": "--lora-rank",
-    "--target-modules": "--lora-targets",
-    "--activation-checkpointing": "--gradient-checkpointing",
     "--cpu-offload": "--offload-optimizer cpu",
     "--model": "MODEL itself, without a flag",
     "--model-name-or-path": "MODEL itself, without a flag",
 }
 
 
+def synonyms() -> dict[str, str]:
+    """Return options by the names that other programs give them, and what to write here."""
+    from zeroplan.planner.options import OTHER_NAMES
+
+    named = {_flag(other): _flag(ours) + more for other, (ours, more) in OTHER_NAMES.items()}
+    return named | _OTHER_FLAGS
+
+
+def _flag(name: str) -> str:
+    return "--" + name.lower().lstrip("-").replace("_", "-")
+
+
 def right_name(word: str, known: list[str]) -> str:
     """What to write in place of an option that does not exist: its name here, or the nearest names, or nothing."""
-    flag = "--" + word.lower().lstrip("-").replace("_", "-").partition("=")[0]
-    return f"write {SYNONYMS[flag]}" if flag in SYNONYMS else did_you_mean(flag, known)
+    flag = _flag(word).partition("=")[0]
+    found = synonyms().get(flag)
+    return f"write {found}" if found else did_you_mean(flag, known)
 
 
 class Verb(TyperCommand):

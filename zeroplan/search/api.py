@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, Unpack
 
 from zeroplan.engines.base import Engine
+from zeroplan.planner.options import require_known
 from zeroplan.planner.request import Request
 from zeroplan.search.candidates_file import read_candidates
 from zeroplan.search.cost import CostModel
@@ -16,29 +17,31 @@ from zeroplan.search.memory import Memory
 from zeroplan.search.reasons import choice, points, reasons_for, what_more_buys
 from zeroplan.search.recommend import SHOWN, least_memory, order_of, rank_all, search, simplest_first
 from zeroplan.search.results import Recommendation, SearchResult, Suggestion, recommendation
-from zeroplan.search.search_options import ResolvedSearch, SearchOptions, candidates_of, resolve_search
+from zeroplan.search.search_options import RecommendOptions, ResolvedSearch, SearchOptions, candidates_of, resolve_search
 from zeroplan.search.space import Candidate
 from zeroplan.search.suggestions import cheapest_suggestions, nearest_miss
 
 
-def recommend(model: Any = None, **options: Any) -> list[Recommendation]:
+def recommend(model: Any = None, **options: Unpack[RecommendOptions]) -> list[Recommendation]:
     """Find the fastest configurations that fit, best first.
 
     Args:
         model: as for :func:`zeroplan.estimate`.
-        options: the fields of :class:`~zeroplan.planner.request.Request` and of :class:`SearchOptions`: ``vram="24G"``,
-            ``gpus=4``, ``global_batch=128``, …
+        options: :class:`~zeroplan.search.search_options.RecommendOptions`, which are the command line's flags with
+            underscores: ``vram="24G"``, ``gpus=4``, ``global_batch=128``, …
 
     Returns:
         One recommendation a stage, offload and checkpointing that fits; empty when nothing does.
 
     Raises:
         BadInput: a value that cannot be used, with the remedy.
-        TypeError: an option that does not exist.
+        TypeError: an argument that does not exist, with the nearest name.
     """
+    require_known(options, RecommendOptions.__annotations__, "recommend")
     names = {f.name for f in fields(SearchOptions)}
-    of_search = SearchOptions(**{name: value for name, value in options.items() if name in names})
-    request = Request(model=model, **{name: value for name, value in options.items() if name not in names})
+    given: dict[str, Any] = dict(options)
+    of_search = SearchOptions(**{name: value for name, value in given.items() if name in names})
+    request = Request(model=model, **{name: value for name, value in given.items() if name not in names})
     return list(run_search(request, of_search).ranking)
 
 

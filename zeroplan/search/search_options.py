@@ -16,6 +16,7 @@ from zeroplan.core.unmodelled import Unmodelled
 from zeroplan.core.workload import DType, Workload
 from zeroplan.engines.base import Engine
 from zeroplan.models.spec import ModelSpec
+from zeroplan.planner.options import MachineOptions
 from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
 from zeroplan.search.space import NVME_PATH, Candidate, all_candidates, batch_splits
@@ -53,6 +54,22 @@ class SearchOptions:
     nvme_path: str = NVME_PATH
     explain: bool = True
     notes: tuple[str, ...] = ()
+
+
+class RecommendOptions(MachineOptions, total=False):
+    """The keyword arguments of ``recommend``: what it finds out itself may be fixed; else :class:`SearchOptions`."""
+
+    stage: int | None
+    gradient_checkpointing: bool | None
+    global_batch: int | None
+    goal: str
+    candidates: Sequence[Candidate] | str | None
+    source: Any
+    program: str | None
+    profile: str | os.PathLike[str] | None
+    nvme_path: str
+    explain: bool
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

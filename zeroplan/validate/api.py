@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import ModelInfo
@@ -13,6 +13,7 @@ from zeroplan.ds_config.source import load_source
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.registry import DEFAULT_VERIFIED, engine_names, find_engine
 from zeroplan.planner.describe import describe_workload
+from zeroplan.planner.options import VerifyOptions, require_known
 from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
 from zeroplan.planner.tapes import ExpandedTapes
@@ -39,7 +40,7 @@ def verify(
     timeout: float = TIMEOUT,
     steps: int = STEPS,
     progress: Say | None = None,
-    **options: Any,
+    **options: Unpack[VerifyOptions],
 ) -> Drift:
     """Train for a few steps on this machine, and compare the plan with the measurement.
 
@@ -52,7 +53,7 @@ def verify(
         timeout: seconds without progress of any rank after which the run is ended.
         steps: optimizer steps; peaks repeat from the second applied step on.
         progress: called with a line of text for each thing that begins; None prints the lines to stderr.
-        options: the fields of :class:`zeroplan.planner.request.Request`, such as ``engine="fsdp2"`` (``"zeroplan"`` unless
+        options: :class:`zeroplan.planner.options.VerifyOptions`, such as ``engine="fsdp2"`` (``"zeroplan"`` unless
             given), ``stage=2``, ``gpus=2``, ``ds_config=…``.
 
     Returns:
@@ -60,7 +61,9 @@ def verify(
 
     Raises:
         BadInput: a value that cannot be used, or what the engine refuses to run.
+        TypeError: an argument that does not exist, with the nearest name.
     """
+    require_known(options, VerifyOptions.__annotations__, "verify")
     say = progress or to_stderr
     if not 0 < tolerance < 1:
         raise BadInput(f"{tolerance} is no fraction", where="--tolerance", remedy="write 2 % as 0.02")
@@ -77,7 +80,8 @@ def verify(
     if live is not None:
         given["micro_batch"], given["seq_len"] = live.shape()
     # Models are built with random weights.
-    fields = {"engine": DEFAULT_VERIFIED, "from_scratch": True, **given, **{k: v for k, v in options.items() if v is not None}}
+    fields: dict[str, Any] = {"engine": DEFAULT_VERIFIED, "from_scratch": True, **given}
+    fields |= {name: value for name, value in options.items() if value is not None}
     cluster = machine.cluster(ranks)
     resolved = resolve(Request(**fields, gpus=cluster.gpus, nodes=cluster.nodes))
     cases = [replace(case, cluster=cluster) for case in resolved.cases if not _lacks_path(case)]
@@ -108,7 +112,7 @@ def verify(
     )
 
 
-def _live(model: Any, inputs: Any, options: dict[str, Any]) -> LiveModule | None:
+def _live(model: Any, inputs: Any, options: VerifyOptions) -> LiveModule | None:
     """The user's module and batch, where there is a batch."""
     if inputs is None:
         return None

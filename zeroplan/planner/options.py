@@ -1,0 +1,120 @@
+"""The keyword arguments of the Python API, typed, and the right name of one that does not exist.
+
+Each public function takes one of these dicts by ``Unpack``, so that editors and type checkers know its arguments. They are
+the fields of :class:`~zeroplan.planner.request.Request` under the same names and types, which a test holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+
+from zeroplan.core.errors import did_you_mean
+
+
+class RunOptions(TypedDict, total=False):
+    """A run that is started here: the model's source, the workload, and how it is sharded."""
+
+    token: str | None
+    trust_remote_code: bool
+    offline: bool | None
+    micro_batch: int | None
+    seq_len: int | None
+    grad_accum: int | None
+    dtype: str | None
+    optimizer: str | None
+    attn: str
+    lora_rank: int | None
+    lora_targets: Sequence[str]
+    engine: str
+    offload_optimizer: str | None
+    offload_param: str | None
+
+
+class MachineOptions(RunOptions, total=False):
+    """A run on a machine that is described: as above, and its cluster."""
+
+    params: int | None
+    largest_layer_params: int | None
+    from_scratch: bool
+    gpus: int
+    nodes: int
+    gpu: str | None
+    vram: str | int | None
+    cpu_ram: str | int | None
+    nvme: str | int | None
+    host: str | None
+    depth: str | None
+    alloc_conf: str
+
+
+class StageOptions(MachineOptions, total=False):
+    """What ``estimate_zero1_mem`` and its siblings take, whose name says the stage."""
+
+    gradient_checkpointing: bool
+    checkpoint_policy: str
+    zero_init: bool | None
+
+
+class EstimateOptions(StageOptions, total=False):
+    """What ``estimate`` takes."""
+
+    stage: int | None
+    ds_config: str | Path | dict[str, Any] | None
+    files: Sequence[Any]
+    program: str | None
+
+
+class VerifyOptions(RunOptions, total=False):
+    """What ``verify`` takes: `gpus` is the number of ranks, None for as many as there are (two on a CPU)."""
+
+    gpus: int | None
+    stage: int | None
+    ds_config: str | Path | dict[str, Any] | None
+    gradient_checkpointing: bool
+
+
+#: Arguments and options by the names that other programs give them: our name, and what else to say of it.
+OTHER_NAMES = {
+    "batch_size": ("micro_batch", " (samples a GPU and pass), or recommend's global batch"),
+    "per_device_train_batch_size": ("micro_batch", ""),
+    "train_micro_batch_size_per_gpu": ("micro_batch", ""),
+    "gradient_accumulation_steps": ("grad_accum", ""),
+    "max_seq_length": ("seq_len", ""),
+    "max_length": ("seq_len", ""),
+    "context_length": ("seq_len", ""),
+    "sequence_length": ("seq_len", ""),
+    "num_gpus": ("gpus", " (of one node)"),
+    "num_gpus_per_node": ("gpus", ""),
+    "nproc_per_node": ("gpus", " (of one node)"),
+    "num_nodes": ("nodes", ""),
+    "nnodes": ("nodes", ""),
+    "gpu_memory": ("vram", ""),
+    "ram": ("cpu_ram", ""),
+    "zero_stage": ("stage", ""),
+    "zero": ("stage", ""),
+    "deepspeed": ("ds_config", ""),
+    "precision": ("dtype", ""),
+    "optim": ("optimizer", ""),
+    "attn_implementation": ("attn", ""),
+    "lora": ("lora_rank", ""),
+    "lora_r": ("lora_rank", ""),
+    "target_modules": ("lora_targets", ""),
+    "activation_checkpointing": ("gradient_checkpointing", ""),
+}
+
+
+def require_known(given: Mapping[str, Any], known: Iterable[str], function: str) -> None:
+    """Refuse a keyword argument that `function` does not take.
+
+    Raises:
+        TypeError: with the right name, or the nearest ones.
+    """
+    known = sorted(known)
+    for name in given:
+        if name in known:
+            continue
+        ours, more = OTHER_NAMES.get(name.lower(), ("", ""))
+        near = f"write {ours}{more}" if ours in known else did_you_mean(name, known) or f"it takes {', '.join(known)}"
+        raise TypeError(f"{function}() takes no argument {name!r}; {near}")

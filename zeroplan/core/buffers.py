@@ -10,7 +10,7 @@ from enum import StrEnum
 
 
 class Buffer(StrEnum):
-    """What the bytes are. The value is the name shown to users."""
+    """Kinds of bytes in GPU, host or disk memory. The value is the name shown to users."""
 
     # Parameters
     PARAM_FULL = "param.full"  # whole, in the model's dtype, on every rank (stages 0-2), or gathered (stage 3)
@@ -69,7 +69,7 @@ class Buffer(StrEnum):
 
 
 class Place(StrEnum):
-    """Where the bytes are."""
+    """Memories that bytes can lie in."""
 
     HBM = "hbm"
     PINNED = "pinned"
@@ -78,7 +78,7 @@ class Place(StrEnum):
 
 
 class Phase(StrEnum):
-    """When the bytes live."""
+    """Phases of a run in which bytes are alive."""
 
     LOAD = "load"
     INIT = "init"

@@ -1,4 +1,4 @@
-"""What it is trained on: nodes × GPUs, their memory, host RAM and disk."""
+"""The machines that train: nodes × GPUs, their memory, host RAM and disk."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ HOSTS = {
 
 
 def find_host(name: str | None, gpu: Gpu) -> Host:
-    """The preset of that name; without a name a desktop for a GeForce card, else a server.
+    """Return the host preset called `name`; without a name, a desktop for a GeForce card and a server for any other.
 
     Raises:
         BadInput: an unknown name.
@@ -76,12 +76,12 @@ class Cluster:
 
     @property
     def usable_vram(self) -> int | None:
-        """What a process can have of a card: its memory without what the driver keeps for itself."""
+        """Bytes of a card that a process can have: its memory without what the driver keeps for itself."""
         return None if self.vram is None else max(0, self.vram - min(DRIVER_RESERVE, self.vram // 16))
 
     @property
     def usable_cpu_ram(self) -> int | None:
-        """What the ranks of a node can have of its host memory: all but the system's share."""
+        """Bytes of a node's host memory that its ranks can have: all but the system's share."""
         return None if self.cpu_ram is None else self.cpu_ram - self.host.share(self.cpu_ram)
 
     @classmethod

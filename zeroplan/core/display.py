@@ -1,4 +1,4 @@
-"""How an answer prints itself.
+"""The hook through which an answer prints itself.
 
 Answers are nouns of low layers; what draws them is a layer above all of those. So nothing here imports a renderer: the
 package root, which knows both, installs one (:func:`install_renderer`) before it hands out the first public name.
@@ -13,11 +13,11 @@ class Renderer(Protocol):
     """Draws any :class:`Printable`."""
 
     def text(self, answer: Printable) -> str:
-        """The answer for a terminal."""
+        """Return the answer for a terminal."""
         ...
 
     def html(self, answer: Printable) -> str:
-        """The answer for a notebook's cell: a fragment of HTML."""
+        """Return the answer for a notebook's cell: a fragment of HTML."""
         ...
 
 

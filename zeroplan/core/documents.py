@@ -33,7 +33,7 @@ MOST_DOTS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much a file may hold.
+    """Bounds on the size and depth of a file.
 
     Attributes:
         size: bytes.
@@ -70,7 +70,7 @@ def read_document(path: str, limits: Limits = CONFIG, *, where: str = "") -> dic
 
 
 def text_of(data: bytes, name: str, *, where: str = "") -> str:
-    """UTF-8 text, with or without a byte order mark.
+    """Decode UTF-8 text, with or without a byte order mark.
 
     Raises:
         BadInput: when it is not UTF-8.
@@ -94,7 +94,7 @@ def parse_json(text: str, name: str, limits: Limits = CONFIG, *, where: str = ""
 
 
 def parse_commented_json(text: str, name: str, limits: Limits = CONFIG, *, where: str = "") -> Any:
-    """The same for JSON with comments and trailing commas, with unique keys; see :func:`parse_json`."""
+    """Parse JSON with comments and trailing commas, with unique keys; otherwise as :func:`parse_json`."""
     return parse_relaxed_json(text, name, limits, where=where)[0]
 
 
@@ -173,7 +173,7 @@ def without_comments(text: str) -> str:
 
 
 def parse_toml(text: str, name: str, limits: Limits = YAML, *, where: str = "") -> Any:
-    """The object of a TOML text.
+    """Parse a TOML text into an object.
 
     Raises:
         BadInput: malformed or beyond the limits.
@@ -196,7 +196,7 @@ def parse_toml(text: str, name: str, limits: Limits = YAML, *, where: str = "") 
 
 
 def parse_yaml(text: str, name: str, limits: Limits = YAML, *, where: str = "") -> Any:
-    """The value of a YAML text, read by PyYAML's safe loader, in plain dicts and lists; dates and the like become text.
+    """Parse a YAML text with PyYAML's safe loader into plain dicts and lists; dates and the like become text.
 
     Raises:
         BadInput: malformed, beyond the limits, with too many aliases or merge keys, or with a number of too many characters.
@@ -288,7 +288,7 @@ def _require_number(value: float, name: str, where: str) -> None:
 
 
 def plain_copy(data: Any, name: str, limits: Limits = CONFIG, *, where: str = "", texts: bool = False) -> Any:
-    """A deep copy in plain dicts and lists with string keys.
+    """Return a deep copy in plain dicts and lists with string keys.
 
     Shared parts (YAML's aliases) are written out, within the limit of values. With `texts`, what JSON does not know (a date)
     becomes text; else it is refused.
@@ -324,13 +324,13 @@ def plain_copy(data: Any, name: str, limits: Limits = CONFIG, *, where: str = ""
 
 
 def kind_of(data: Any) -> str:
-    """The type of a JSON value in words for messages, such as ``a list`` or ``null``."""
+    """Return the type of a JSON value in words for messages, such as ``a list`` or ``null``."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
     return names.get(type(data), "null" if data is None else f"a {type(data).__name__}")
 
 
 def dump_yaml(data: Mapping[str, Any]) -> str:
-    """YAML of nested mappings of scalars, keys in order."""
+    """Write nested mappings of scalars as YAML, keys in order."""
     import yaml
 
     return str(yaml.safe_dump(dict(data), sort_keys=False))

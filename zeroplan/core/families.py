@@ -8,7 +8,7 @@ from zeroplan.core.buffers import Buffer
 
 
 class Family(StrEnum):
-    """What a group of buffers is. The value is the name shown to users."""
+    """Groups of buffers. The value is the name shown to users."""
 
     PARAMETERS = "parameters"
     GATHERED = "gathered parameters"
@@ -66,7 +66,7 @@ _FAMILIES: dict[Buffer, Family] = {
 
 
 def family_of(buffer: Buffer, *, sharded: bool = False) -> Family:
-    """The family of a buffer on the GPU.
+    """Return the family that a buffer on the GPU belongs to.
 
     Args:
         buffer: what the bytes are.

@@ -25,7 +25,7 @@ _KINDS = (
 
 
 def fault(path: str, what: str, where: str = "", remedy: str = "") -> BadInput:
-    """The error to raise for a file: at its path, or, where `where` names a flag or an argument, at that."""
+    """Return the error to raise for a file: at its path, or, where `where` names a flag or an argument, at that."""
     return BadInput(f"{path} {what}", where=where, remedy=remedy) if where else BadInput(what, where=path, remedy=remedy)
 
 
@@ -38,7 +38,7 @@ def refused(path: str, error: Exception, where: str = "", remedy: str = "give th
 
 
 def file_kind(path: str, *, where: str = "", remedy: str = "give the path of a file") -> str:
-    """``"folder"`` or ``"file"``.
+    """Return ``"folder"`` or ``"file"``: what `path` names.
 
     Raises:
         BadInput: when the path does not exist, cannot be reached, or is neither (a device, a pipe, a socket).
@@ -78,7 +78,7 @@ def read_bytes(path: str, most: int, *, where: str = "", remedy: str = "give the
 
 
 def read_head(path: str, most: int, *, where: str = "", remedy: str = "give the path of a file") -> tuple[bytes, int]:
-    """The first `most` bytes of a regular file, and the file's size.
+    """Read the first `most` bytes of a regular file; returns them with the file's size.
 
     Raises:
         BadInput: when there is no such file, it cannot be read, or is no regular file.
@@ -89,7 +89,7 @@ def read_head(path: str, most: int, *, where: str = "", remedy: str = "give the 
 
 @contextlib.contextmanager
 def _opened(path: str, where: str, remedy: str) -> Iterator[tuple[BinaryIO, int]]:
-    """A regular file, open for reading, and its size."""
+    """Open a regular file for reading; yields it with its size in bytes."""
     if file_kind(path, where=where, remedy=remedy) == "folder":
         raise fault(path, "is a folder, not a file", where, remedy)
     try:
@@ -105,7 +105,7 @@ def _opened(path: str, where: str, remedy: str) -> Iterator[tuple[BinaryIO, int]
 
 
 def read_tail(path: str, most: int, *, where: str = "", remedy: str = "give the path of a file") -> tuple[bytes, int]:
-    """The last `most` bytes of a regular file, and the file's size.
+    """Read the last `most` bytes of a regular file; returns them with the file's size.
 
     Raises:
         BadInput: when there is no such file, it cannot be read, or is no regular file.

@@ -89,7 +89,7 @@ DEFAULT_GPU = GPUS["h100"]
 
 
 def find_gpu(name: str, *, where: str = "--gpu") -> Gpu:
-    """The preset of that name: ``h100``, ``A100-80GB``, ``RTX 4090``, ``NVIDIA H200``.
+    """Return the preset of a GPU's name: ``h100``, ``A100-80GB``, ``RTX 4090``, ``NVIDIA H200``.
 
     Raises:
         BadInput: with the nearest names.

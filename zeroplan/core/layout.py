@@ -87,7 +87,7 @@ SWAP_SLOTS = 3
 
 
 class UnitKind(StrEnum):
-    """What a unit is, which decides the slots that it uses."""
+    """Kinds of units; the kind decides which slots a unit uses."""
 
     BLOCK = "block"  # takes turns in the ring
     WIDE = "wide"  # a large embedding or head; all of them share one slot
@@ -133,13 +133,13 @@ class Flat:
         return self.shard * self.ranks
 
     def gaps(self) -> list[tuple[int, int]]:
-        """``(start, end)`` of each run of padding."""
+        """Return ``(start, end)`` of each run of padding."""
         ends = [offset + numel for offset, numel in zip(self.offsets, self.numels, strict=True)]
         starts = [*self.offsets[1:], self.full]
         return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
     def overlap(self, position: int, rank: int) -> tuple[int, int]:
-        """``(start, end)`` of parameter `position` within `rank`'s shard, in the parameter's own elements."""
+        """Return ``(start, end)`` of parameter `position` within `rank`'s shard, in the parameter's own elements."""
         first = rank * self.shard - self.offsets[position]
         numel = self.numels[position]
         return min(max(first, 0), numel), min(max(first + self.shard, 0), numel)
@@ -216,7 +216,7 @@ class Layout:
         return _slot_sizes((u.grad_slot, u.trainable.full) for u in self.units if u.trainable)
 
     def grad_slot_dtype(self, kind: UnitKind) -> DType:
-        """Dtype of whole gradients in the slot of a unit of this kind."""
+        """Return the dtype that whole gradients have in the slot of a unit of this kind."""
         return self.setup.reduce_dtype if kind is UnitKind.BLOCK else self.setup.wide_grad_dtype
 
     @cached_property
@@ -237,7 +237,7 @@ class Layout:
 
     @cached_property
     def sum_slot_sizes(self) -> dict[str, int]:
-        """The same, needed or not."""
+        """Return the elements of each slot of :meth:`sum_slots`, whether this run needs it or not."""
         return _slot_sizes((u.grad_slot, self.share(u)) for u in self.units if u.trainable and u.offloaded)
 
     @cached_property
@@ -279,12 +279,12 @@ class Layout:
         return min(max(shards, default=0), self.setup.param_buffer_numel // PAGE_NUMEL * PAGE_NUMEL)
 
     def segments(self, unit: UnitLayout) -> SegmentTable:
-        """The tables of a unit's share for optimizers that look at whole tensors."""
+        """Return the segment tables of a unit's share, for optimizers that look at whole tensors."""
         params = [unit.shape.params[i] for i in unit.trainable.params] if unit.trainable else []
         return SegmentTable.of(self.share(unit), len(params), len({param.group for param in params}))
 
     def share(self, unit: UnitLayout) -> int:
-        """Elements of a unit's trained parameters that this rank's optimizer steps."""
+        """Return the number of elements of a unit's trained parameters that this rank's optimizer steps."""
         assert unit.trainable is not None
         return unit.trainable.shard if self.setup.shards_states else unit.trainable.full
 
@@ -298,7 +298,7 @@ def _slot_sizes(uses: Iterable[tuple[str | None, int]]) -> dict[str, int]:
 
 
 def align(numel: int, to: int = ALIGN) -> int:
-    """`numel` rounded up to a multiple of `to`."""
+    """Round `numel` up to a multiple of `to`."""
     return -(-numel // to) * to
 
 
@@ -342,7 +342,7 @@ def plan_layout(shapes: Sequence[UnitShape], setup: RuntimeSetup) -> Layout:
 
 
 def _optimizer_places(numels: Sequence[int], setup: RuntimeSetup) -> list[Place]:
-    """Where each unit's optimizer lies; see Note [Offload]."""
+    """Decide in which memory each unit's optimizer states lie; see Note [Offload]."""
     away = {OffloadDevice.NONE: Place.HBM, OffloadDevice.CPU: Place.DRAM, OffloadDevice.NVME: Place.NVME}[
         setup.offload_optimizer
     ]
@@ -355,7 +355,7 @@ def _optimizer_places(numels: Sequence[int], setup: RuntimeSetup) -> list[Place]
 
 
 def _param_places(numels: Sequence[int], setup: RuntimeSetup) -> list[Place]:
-    """Where each unit's shard of parameters rests; see Note [Offload]."""
+    """Decide in which memory each unit's shard of parameters rests; see Note [Offload]."""
     away = {OffloadDevice.NONE: Place.HBM, OffloadDevice.CPU: Place.PINNED, OffloadDevice.NVME: Place.NVME}[setup.offload_param]
     places, end = [], 0
     for numel in numels:
@@ -402,7 +402,7 @@ def _param_rows(layout: Layout) -> list[OwnedBuffer]:
 
 
 def _grad_rows(layout: Layout) -> list[OwnedBuffer]:
-    """The gradients on the device."""
+    """Return the rows of the gradients on the device."""
     setup = layout.setup
     between = (Phase.FORWARD,) if setup.grad_accum > 1 else ()  # what later micro batches find there
     late = (Phase.FORWARD,) if setup.delayed_update else between
@@ -427,7 +427,9 @@ def _grad_rows(layout: Layout) -> list[OwnedBuffer]:
 
 
 def _exchange_rows(layout: Layout) -> list[OwnedBuffer]:
-    """Pinned memory in which offloaded gradients come down and updated parameters go up; see Note [Offload]."""
+    """Return the rows of the pinned buffers through which offloaded gradients go down and updated parameters come up; see Note
+    [Offload].
+    """
     setup = layout.setup
     away = [(u.shape.name, layout.share(u)) for u in layout.units if u.trainable and u.offloaded]
     rows = [OwnedBuffer(Buffer.GRAD_SHARD, name, numel, setup.accum_dtype, Place.PINNED) for name, numel in away]

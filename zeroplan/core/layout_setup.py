@@ -1,4 +1,4 @@
-"""What decides the included runtime's own buffers, beside the shapes: ranks, stage, dtypes, optimizer, offload."""
+"""The settings that decide the included runtime's own buffers, beside the shapes: ranks, stage, dtypes, optimizer, offload."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zeroplan.core.zero_config import OffloadDevice
 
 @dataclass(frozen=True, slots=True)
 class RuntimeSetup:
-    """What decides the runtime's own buffers, beside the shapes.
+    """Settings that decide the runtime's own buffers, beside the shapes.
 
     `reduce_dtype` is that of the gradients' reduction (and of whole gradients, but for :attr:`wide_grad_dtype`),
     `accum_dtype` that of the reduced shard.
@@ -73,7 +73,7 @@ class RuntimeSetup:
 
     @property
     def kept_grad(self) -> Buffer:
-        """What is kept of a unit's gradients until the step."""
+        """The part of a unit's gradients that is kept until the step."""
         return Buffer.GRAD_SHARD if self.stage >= 2 or self.shards_grads else Buffer.GRAD_FULL
 
     @property

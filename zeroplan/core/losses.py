@@ -1,4 +1,4 @@
-"""Which models' loss the included runtime computes itself: the classes of transformers that leave it to ``self.loss_function``.
+"""The transformers classes whose loss the included runtime computes itself: those that leave it to ``self.loss_function``.
 
 The runtime attaches its loss by the class's name and the predictor lays it over the tape by the same name.
 """
@@ -27,5 +27,5 @@ _OWN_LOSS = frozenset(
 
 
 def leaves_loss_to_function(class_name: str) -> bool:
-    """Whether a transformers class is a causal language model whose forward calls ``self.loss_function``."""
+    """Return whether a transformers class is a causal language model whose forward calls ``self.loss_function``."""
     return class_name.endswith(_ENDINGS) and class_name not in _OWN_LOSS

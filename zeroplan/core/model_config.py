@@ -1,4 +1,4 @@
-"""What a model's ``config.json`` says before anything is built from it: its text model, and the class that trains it."""
+"""A model's ``config.json`` read before anything is built from it: its text model, and the class that trains it."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ ABI_VERSION = 5
 
 
 def candidates() -> list[Path]:
-    """Where the library is looked for, in order."""
+    """Return the paths at which the native library is looked for, in order."""
     given = os.environ.get(ENVIRONMENT)
     if given is not None:
         return [Path(given)] if given else []

@@ -83,7 +83,7 @@ class DeepSpeedType:
     params: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def matches(self, type_: str) -> bool:
-        """Whether DeepSpeed takes `type_` as this type."""
+        """Return whether DeepSpeed takes `type_` as this type."""
         return type_.lower() == self.type.lower() if self.own or self.removed else type_ == self.type
 
 
@@ -111,7 +111,8 @@ class TorchClass:
 
 @dataclass(frozen=True, slots=True)
 class RuntimeKernel:
-    """How the included runtime steps an optimizer. Every state is fp32 and as long as the rank's part of the masters.
+    """The kernel by which the included runtime steps an optimizer. Every state is fp32 and as long as the rank's part of the
+    masters.
 
     Attributes:
         kernel: the function of ``zeroplan_runtime.kernels``.
@@ -200,7 +201,7 @@ class Optimizer:
         return not self.deepspeed or self.written is not None
 
     def bytes_per_element(self, matrices: float = 0.0) -> int:
-        """Bytes of all states of one element with fp32 masters, rounded.
+        """Return the bytes that all states of one element take beside fp32 masters, rounded.
 
         Args:
             matrices: part of the elements, from 0 to 1, that are of :attr:`Domain.MATRIX`.

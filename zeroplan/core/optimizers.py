@@ -193,7 +193,7 @@ _BY_NAME = {name: row for row in _ROWS for name in (row.name, *row.aliases)}
 
 
 def find_optimizer(name: str, *, where: str = "--optimizer") -> Optimizer:
-    """The row of that name, in any case, or of one of its other names.
+    """Return the optimizer's row by its name, in any case, or by one of its other names.
 
     Raises:
         BadInput: for a name that is not modelled, with the reason; for an unknown one, with the nearest names.
@@ -227,7 +227,7 @@ TORCH_OPTIMIZERS = frozenset(
 
 
 def deepspeed_type(type_: str) -> DeepSpeedType | None:
-    """What DeepSpeed makes of a value of ``optimizer.type``; None where no row has it."""
+    """Return the optimizer that DeepSpeed builds for a value of ``optimizer.type``; None where no row has it."""
     return next((one for _, one in _types() if one.matches(type_)), None)
 
 

@@ -109,7 +109,9 @@ class ParallelLayout:
         return ranks <= self.gpus and (self.nodes == 1 or self.gpus % ranks == 0)
 
     def secondary_group(self, size: int) -> int:
-        """Ranks of one secondary shard group of at most `size` ranks (ZeRO++ hpZ, ``zero_hpz_partition_size``)."""
+        """Return the number of ranks in a secondary shard group of at most `size` ranks (ZeRO++ hpZ,
+        ``zero_hpz_partition_size``).
+        """
         return min(size, self.shard_group)
 
     def require_data_parallel_only(self, engine: str) -> None:

@@ -50,7 +50,7 @@ class Parameters:
 
     @cached_property
     def adapters(self) -> tuple[bool, ...]:
-        """Which ones LoRA added to the model that was built."""
+        """A flag a parameter: whether LoRA added it to the model that was built."""
         return tuple(".lora_" in name for name in self.names)
 
     @cached_property

@@ -122,7 +122,7 @@ class NvmeMemory(Frozen):
 
 
 class PeerFigures(Frozen):
-    """What DeepSpeed's own estimator says: bytes on each GPU, and bytes in each node's host memory."""
+    """Figures of DeepSpeed's own estimator: bytes on each GPU, and bytes in each node's host memory."""
 
     gpu: int
     cpu: int
@@ -167,7 +167,7 @@ class MemoryPlan(Printable, Frozen):
 
 
 def _exceeds_bound(plan: MemoryPlan) -> bool:
-    """Whether a plan's bound, or where it has none what is known to be needed, is above the usable memory."""
+    """Return whether a plan's bound, or where it has none what is known to be needed, is above the usable memory."""
     gpu = plan.gpu
     return gpu.usable is not None and (gpu.bound or gpu.needed) > gpu.usable
 

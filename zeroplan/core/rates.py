@@ -1,4 +1,4 @@
-"""How fast a machine does each kind of work: what step times are divided by.
+"""Rates of a machine for each kind of work: step times are work divided by them.
 
 Note [Rates]
     A :class:`Rates` is what a GPU *attains*, not what its data sheet promises: the sheet's figures (core/gpus.py) times the
@@ -110,7 +110,7 @@ class Rates:
     source: str = "data sheet and measured fractions"
 
     def with_profile(self, values: dict[str, Any], source: str) -> Rates:
-        """These rates with a profile's measured values in their place.
+        """Return these rates with a profile's measured values in their place.
 
         Raises:
             BadInput: an unknown name, or a value that is no positive number.
@@ -124,12 +124,12 @@ class Rates:
         return replace(self, **{name: float(value) for name, value in values.items()}, source=source)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the rates as a plain dict for JSON."""
         return asdict(self)
 
 
 def rates_of(gpu: Gpu) -> Rates:
-    """The default rates of a GPU preset in a node of its usual kind. See Note [Rates]."""
+    """Return the default rates of a GPU preset in a node of its usual kind; see Note [Rates]."""
     fraction = MATMUL_FRACTION.get(gpu.capability, OTHER_MATMUL_FRACTION)
     return Rates(
         matmul_tflops=gpu.bf16_tflops * fraction,
@@ -142,13 +142,13 @@ def rates_of(gpu: Gpu) -> Rates:
 
 
 def profile_path() -> Path:
-    """Where ``zeroplan doctor --calibrate`` keeps this machine's profile: the user's configuration folder."""
+    """Return the path of this machine's profile, which ``zeroplan doctor --calibrate`` measures."""
     base = os.environ.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")
     return Path(base) / "zeroplan" / "profile.json"
 
 
 def read_profile(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The object of a profile: ``{"schema": 1, "gpu": …, "rates": {…}}``.
+    """Read a profile's object: ``{"schema": 1, "gpu": …, "rates": {…}}``.
 
     Raises:
         BadInput: when it cannot be read or is no profile.

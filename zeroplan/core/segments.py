@@ -1,4 +1,4 @@
-"""How large the tables are by which LAMB takes the norms of whole tensors in a flat buffer. Integers only.
+"""Sizes of the tables by which LAMB takes the norms of whole tensors in a flat buffer. Integers only.
 
 A flat buffer holds runs (one an optimizer group) of segments (one a tensor); segments are cut into tiles, one a thread block.
 The memory is one tensor of fp32 words for each flat buffer, the same on every rank and every backend: a rank's share may be
@@ -27,7 +27,9 @@ class SegmentTable:
 
     @classmethod
     def of(cls, numel: int, segments: int, runs: int = 1) -> SegmentTable:
-        """For any cut of `numel` elements into these: each run begins a tile, and so do multiples of it and segments within."""
+        """Size the table for any cut of `numel` elements into these: each run begins a tile, and so do multiples of it and
+        segments within.
+        """
         return cls(segments, runs, -(-numel // TILE) + segments - 1 if numel and segments else 0)
 
     def parts(self) -> Iterator[tuple[str, int]]:

@@ -26,7 +26,7 @@ _BLOCK = re.compile(r"^(?:[a-zA-Z_]\w*\.)+\d+$")
 
 
 class Op(IntEnum):
-    """What an event says. The columns `arg`, `aux` of :class:`ExpandedTape` mean, for each:"""
+    """Kinds of events. The columns `arg`, `aux` of :class:`ExpandedTape` mean, for each:"""
 
     ALLOC = 0  # arg: storage id, aux: bytes (as requested, not rounded)
     FREE = 1  # arg: storage id
@@ -48,7 +48,7 @@ class Mark(IntEnum):
 
 
 class Kind(IntEnum):
-    """What an allocation of the tape is, where traced."""
+    """Kinds of a tape's allocations, where traced."""
 
     SAVED = 0  # kept by autograd for the backward
     TEMP = 1  # dies within its phase
@@ -133,7 +133,7 @@ class ExpandedTape:
 
     @cached_property
     def storage_bytes(self) -> list[int]:
-        """By storage id, the bytes that the tape allocates for it; 0 for an id that it never allocates."""
+        """Bytes that the tape allocates for each storage id; 0 for an id that it never allocates."""
         made = {arg: aux for op, arg, aux in zip(self.op, self.arg, self.aux, strict=True) if op == Op.ALLOC}
         return [made.get(storage, 0) for storage in range(1 + max(made, default=0))]
 
@@ -145,7 +145,7 @@ class ExpandedTape:
 
 
 def blocks_of(modules: Sequence[TapeModule]) -> list[int]:
-    """Indices of the blocks: entries of a module list that no other such entry holds."""
+    """Return the indices of the blocks: entries of a module list that no other such entry holds."""
     found: list[int] = []
     inside: set[int] = set()
     for index, module in enumerate(modules):
@@ -158,7 +158,7 @@ def blocks_of(modules: Sequence[TapeModule]) -> list[int]:
 
 
 def block_of_each(modules: Sequence[TapeModule], params: int) -> list[int]:
-    """For each of `params` parameters the index of the block that its first owner lies in, or -1."""
+    """Return, for each of `params` parameters, the index of the block that its first owner lies in, or -1."""
     inside = {block: block for block in blocks_of(modules)}
     home = [-1] * params
     known = [False] * params

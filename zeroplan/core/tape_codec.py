@@ -57,7 +57,7 @@ def to_json(tape: Tape) -> dict[str, Any]:
 
 
 def from_json(data: dict[str, Any]) -> Tape:
-    """The tape that :func:`to_json` stored.
+    """Load the tape that :func:`to_json` stored.
 
     Raises:
         ValueError: when it is of another format.

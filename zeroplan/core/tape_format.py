@@ -22,7 +22,7 @@ FORMAT = 2
 
 
 class Anchor(NamedTuple):
-    """Where an offset counts from: a piece (or a stack, for modules and parameters) and a block of it.
+    """Points that an offset counts from: a piece (or a stack, for modules and parameters) and a block of it.
 
     `mode` says what `block` is relative to: ``"="`` the piece is no loop, ``"."`` the current block, ``"<"`` the first
     block, ``">"`` the last block, counted backwards.
@@ -41,7 +41,7 @@ class Size(NamedTuple):
     args: tuple[Poly, ...]
 
     def bytes(self, device: KernelDevice, batch: int, seq: int, rank: int) -> int:
-        """The value."""
+        """Return the storage's bytes for these numbers."""
         values = [evaluate(poly, batch, seq, rank) for poly in self.args]
         return FUNCTIONS[self.function](device, *values) if self.function else values[0]
 
@@ -92,7 +92,7 @@ class Program:
     pieces: list[Piece]
 
     def fits(self, batch: int, seq: int) -> bool:
-        """Whether this program was traced for these numbers."""
+        """Return whether this program was traced for these numbers."""
         return _within(batch, self.batches) and _within(seq, self.seqs)
 
 
@@ -136,7 +136,7 @@ class Tape:
     def expand(
         self, micro_batch: int, seq_len: int, lora_rank: int | None = None, *, device: KernelDevice | None = None
     ) -> ExpandedTape:
-        """The events for these numbers.
+        """Return the events for a micro batch, sequence length and LoRA rank.
 
         Raises:
             BadInput: when the tape was traced for other micro batches or sequence lengths.
@@ -211,7 +211,7 @@ class _Expansion:
         self._lay()
 
     def _runs(self, piece: Piece) -> Iterable[tuple[int, int]]:
-        """(block, traced block) in the order in which they run."""
+        """Return the pairs (block, traced block) in the order in which they run."""
         if piece.stack < 0:
             return [(0, 0)]
         plan = self.tape.stacks[piece.stack].plan
@@ -322,7 +322,7 @@ class _Compiled:
 
 
 def _size_at(run: _Expansion, anchor: Anchor, local: int, piece: Piece, traced: int) -> int:
-    """Bytes of a storage that the segment of a traced block refers to."""
+    """Return the bytes of a storage that the segment of a traced block refers to."""
     target = run._counts[anchor.number]
     block = _resolve(anchor, traced, len(target)) if piece.stack >= 0 or anchor.mode != "." else anchor.block
     return target[block][local]
@@ -333,7 +333,7 @@ def _with_rank(modules: tuple[TapeModule, ...]) -> tuple[TapeModule, ...]:
 
 
 def _ranked(params: tuple[TapeParam, ...], rank: int) -> tuple[TapeParam, ...]:
-    """Parameters with the LoRA rank filled in; -k in a stored shape stands for k times the rank."""
+    """Return the parameters with the LoRA rank filled in; -k in a stored shape stands for k times the rank."""
     if not any(min(p.shape, default=0) < 0 for p in params):
         return params
     return tuple(TapeParam(p.name, tuple(-d * rank if d < 0 else d for d in p.shape), p.trainable, p.itemsize) for p in params)

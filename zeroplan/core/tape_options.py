@@ -1,4 +1,4 @@
-"""What a tape depends on besides the model, and how a Workload says it."""
+"""Options that a tape depends on besides the model, and how a Workload sets them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Arithmetic(StrEnum):
 
 
 class Checkpointing(StrEnum):
-    """What is recomputed in backward, and by which of torch's ways.
+    """Which activations the backward recomputes, and by which of torch's ways.
 
     SELECTIVE keeps the outputs of matrix products and attention within blocks (:mod:`zeroplan.trace.selective`).
     """
@@ -71,7 +71,7 @@ class TraceOptions:
 
 
 def options_for(workload: Workload, *, zero3: bool = False) -> TraceOptions:
-    """The options that a workload runs with; `zero3` for DeepSpeed's stage 3."""
+    """Return the options that a workload runs with; `zero3` is for DeepSpeed's stage 3."""
     if workload.precision is Precision.AUTOCAST:
         arithmetic = Arithmetic.AUTOCAST
     elif workload.precision is Precision.HALF_AUTOCAST:

@@ -53,7 +53,7 @@ def _embedding_partial_grad(count: int, weights: int, width: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KernelDevice:
-    """What a tape's sizes depend on besides the workload. The default is a Hopper GPU (H100, H200).
+    """Properties of a GPU that a tape's sizes depend on. The default is a Hopper GPU (H100, H200).
 
     `cudnn_attention`: PyTorch prefers cuDNN's attention kernels on compute capabilities 9 and 10 (``sdp_utils.cpp``).
     """
@@ -161,5 +161,5 @@ FUNCTIONS: dict[str, Callable[..., int]] = {
 
 
 def evaluate(poly: Poly, batch: int, seq: int, rank: int) -> int:
-    """The polynomial's value."""
+    """Evaluate a polynomial at these numbers."""
     return sum(c * batch**b * seq**s * rank**r for c, b, s, r in poly)

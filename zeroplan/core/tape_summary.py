@@ -1,4 +1,4 @@
-"""What a stream of tape events amounts to: live and peak bytes by phase, and what is live at the peak."""
+"""A stream of tape events summed up: live and peak bytes by phase, and what is live at the peak."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Summary:
 
 
 def summarise(tape: ExpandedTape, *, largest: int = 10) -> Summary:
-    """The summary of one micro batch."""
+    """Sum up one micro batch."""
     live: dict[int, int] = {}  # storage -> its ALLOC event
     total = gradients = after_forward = 0
     peaks = [0, 0]

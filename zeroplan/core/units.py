@@ -86,12 +86,12 @@ def format_bytes(count: int | float | None, *, digits: int = 2) -> str:
 
 
 def format_gib(count: int | float | None, *, digits: int = 2) -> str:
-    """The same bytes as a plain number of GiB, for a column whose heading names the unit."""
+    """Format bytes as a plain number of GiB, for a column whose heading names the unit."""
     return "-" if count is None else f"{count / GIB:,.{digits}f}"
 
 
 def format_count(count: int | float) -> str:
-    """``"1.24 B"``, ``"354.8 M"``: decimal units."""
+    """Format a count in decimal units: ``"1.24 B"``, ``"354.8 M"``."""
     for unit, factor in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
         if abs(count) >= factor:
             return f"{count / factor:.4g} {unit}"

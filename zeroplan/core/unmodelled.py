@@ -1,4 +1,4 @@
-"""What of a run a plan's figures leave out: the key that says it, and whether it takes more memory or less."""
+"""Keys of a run that a plan's figures leave out, and whether each takes more memory or less."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class Effect(StrEnum):
-    """What a key that is not modelled does to the memory of the run, compared with the plan."""
+    """Effect of an unmodelled key on the memory of the run, compared with the plan."""
 
     MORE = "more"
     LESS = "less"
@@ -32,10 +32,10 @@ class Unmodelled:
 
 
 def may_add(left_out: Iterable[Unmodelled]) -> bool:
-    """Whether the run may need more memory than the figures say."""
+    """Return whether the run may need more memory than the figures say."""
     return any(one.effect in (Effect.MORE, Effect.UNKNOWN) for one in left_out)
 
 
 def may_save(left_out: Iterable[Unmodelled]) -> bool:
-    """Whether the run may need less memory than the figures say."""
+    """Return whether the run may need less memory than the figures say."""
     return any(one.effect in (Effect.LESS, Effect.UNKNOWN) for one in left_out)

@@ -72,5 +72,5 @@ _BY_NAME = {name: group for group in UNMODELLED for name in group.names}
 
 
 def unmodelled_optimizer(name: str) -> UnmodelledOptimizer | None:
-    """What is known of an optimizer that no row has, by its name in lower case; None for any other name."""
+    """Return what is known of an optimizer that no row has, by its name in lower case; None for any other name."""
     return _BY_NAME.get(name)

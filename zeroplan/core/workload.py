@@ -1,4 +1,4 @@
-"""What is trained, and how: everything that decides activations, dtypes and optimizer states."""
+"""The workload: everything that decides activations, dtypes and optimizer states."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class DType(StrEnum):
 
 
 class Precision(StrEnum):
-    """How dtypes are divided between model, masters and arithmetic."""
+    """Division of dtypes between model, masters and arithmetic."""
 
     FP32 = "fp32"  # everything fp32
     MIXED = "mixed"  # 16-bit model, fp32 masters
@@ -57,14 +57,15 @@ _ATTN_IMPLEMENTATIONS = dict.fromkeys(("flash_attention_2", "flash_attn_2", "fla
 
 
 def _named(kind: type[_Named], value: object, names: Mapping[str, str]) -> _Named | None:
-    """The member that another program's name stands for."""
+    """Return the member that another program's name stands for."""
     own = names.get(str(value).strip().lower().removeprefix("torch.").replace("-", "_"))
     return None if own is None else kind(own)
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPolicy:
-    """What gradient checkpointing recomputes: whole blocks, every k-th block, or all but the costly operators' outputs.
+    """The part of the forward that gradient checkpointing recomputes: whole blocks, every k-th block, or all but the costly
+    operators' outputs.
 
     torchtitan's ``activation_checkpoint`` calls them mode ``full``, mode ``selective`` with option k, and with option
     ``op``. `every` is 1 but for the second; `selective` means the third: outputs of matrix products and of attention are kept
@@ -76,7 +77,7 @@ class CheckpointPolicy:
 
     @classmethod
     def parse(cls, text: str, where: str = "--checkpoint-policy") -> CheckpointPolicy:
-        """From ``full``, ``selective`` or ``every:K``.
+        """Read a policy from ``full``, ``selective`` or ``every:K``.
 
         Raises:
             BadInput: any other text.
@@ -93,7 +94,7 @@ class CheckpointPolicy:
 
 
 class OptimizerKind(StrEnum):
-    """How an optimizer walks its tensors, which decides its temporaries."""
+    """Ways in which an optimizer walks its tensors; the way decides its temporaries."""
 
     FUSED = "fused"  # one kernel, no temporaries
     FOREACH = "foreach"  # torch's multi-tensor loops
@@ -126,7 +127,7 @@ class Workload:
 
     @property
     def recomputation(self) -> CheckpointPolicy | None:
-        """What is recomputed in the backward; None without checkpointing."""
+        """The policy by which the backward recomputes; None without checkpointing."""
         return CheckpointPolicy.parse(self.checkpoint_policy) if self.gradient_checkpointing else None
 
     @property

@@ -27,7 +27,7 @@ _LEAF_CLASSES = tuple(
 
 
 class OffloadDevice(StrEnum):
-    """Where offloaded state goes."""
+    """Memories that offloaded state can go to."""
 
     NONE = "none"
     CPU = "cpu"
@@ -50,7 +50,7 @@ class OffloadOptimizer:
     cpuadam_cores_perc: float = 0.8
 
     def __bool__(self) -> bool:
-        """Whether anything is offloaded."""
+        """Return whether anything is offloaded."""
         return self.device is not OffloadDevice.NONE
 
 
@@ -66,7 +66,7 @@ class OffloadParam:
     pin_memory: bool = True
 
     def __bool__(self) -> bool:
-        """Whether anything is offloaded."""
+        """Return whether anything is offloaded."""
         return self.device is not OffloadDevice.NONE
 
 
@@ -190,7 +190,7 @@ class ZeroConfig:
         nvme_path: str | None = None,
         **knobs: Any,
     ) -> ZeroConfig:
-        """A config from plain values, as flags give them: ``ZeroConfig.of(2, "cpu", reduce_bucket_size=200_000_000)``.
+        """Make a config from plain values, as flags give them: ``ZeroConfig.of(2, "cpu", reduce_bucket_size=200_000_000)``.
 
         `knobs` are fields by their bare or ``stage3_`` names. `nvme_path` serves every offload to NVMe without a path.
 

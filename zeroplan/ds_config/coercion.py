@@ -39,7 +39,7 @@ class Kind(StrEnum):
 
 
 def to_int(value: Any) -> int:
-    """An integer from an integer, a boolean, an integral float or a string of digits.
+    """Read an integer from an integer, a boolean, an integral float or a string of digits.
 
     Raises:
         ValueError: for anything else.
@@ -63,7 +63,7 @@ def _trimmed(text: str) -> str:
 
 
 def to_float(value: Any) -> float:
-    """A float from a number, a boolean or a numeric string.
+    """Read a float from a number, a boolean or a numeric string.
 
     Raises:
         ValueError: for anything else, or a number too large for a float.
@@ -82,7 +82,7 @@ def to_float(value: Any) -> float:
 
 
 def to_bool(value: Any) -> bool:
-    """A boolean from a boolean, 0 or 1, or one of pydantic's twelve words.
+    """Read a boolean from a boolean, 0 or 1, or one of pydantic's twelve words.
 
     Raises:
         ValueError: for anything else.
@@ -101,7 +101,7 @@ def to_bool(value: Any) -> bool:
 
 
 def to_str(value: Any) -> str:
-    """A string, and nothing else.
+    """Read a string, and nothing else.
 
     Raises:
         ValueError: for anything else.
@@ -112,7 +112,7 @@ def to_str(value: Any) -> str:
 
 
 def to_dtype(value: Any) -> DType:
-    """A dtype by the names of DeepSpeed's ``DtypeEnum``.
+    """Read a dtype by the names of DeepSpeed's ``DtypeEnum``.
 
     Raises:
         ValueError: for anything else.

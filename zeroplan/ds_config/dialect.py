@@ -13,7 +13,7 @@ class Dialect(StrEnum):
 
 
 class Support(StrEnum):
-    """What a program does with a key of a ds_config."""
+    """Ways in which a program treats a key of a ds_config."""
 
     HONOURED = "honours it"
     IGNORED = "ignores it"

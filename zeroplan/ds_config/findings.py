@@ -1,4 +1,4 @@
-"""What a reading of a ds_config turns up."""
+"""Findings: what a reader of a ds_config has to tell its user."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class Severity(StrEnum):
-    """How bad a finding is."""
+    """Severity of a finding."""
 
     ERROR = "error"  # DeepSpeed refuses, whoever fills what is open
     OPEN = "open"  # DeepSpeed alone refuses; the HF Trainer, Lightning or a flag fills it
@@ -17,7 +17,7 @@ class Severity(StrEnum):
 
 
 class At(StrEnum):
-    """When DeepSpeed refuses or warns."""
+    """Moments at which DeepSpeed refuses or warns."""
 
     CONFIG = "config"  # DeepSpeedConfig(...) is built
     ENGINE = "engine"  # deepspeed.initialize(...) builds the engine
@@ -37,7 +37,7 @@ class Finding:
     at: At = At.CONFIG
 
     def __str__(self) -> str:
-        """The finding as one line."""
+        """Return the finding as one line."""
         return self.at_keys([self.where])
 
     def at_keys(self, keys: Sequence[str]) -> str:

@@ -74,12 +74,12 @@ class DsConfig:
 
     @property
     def errors(self) -> list[Finding]:
-        """What DeepSpeed refuses, whoever fills what is open."""
+        """Findings that DeepSpeed refuses, whoever fills what is open."""
         return self.of_severity(Severity.ERROR)
 
     @property
     def warnings(self) -> list[Finding]:
-        """What runs otherwise than the file says, or only when something else fills it."""
+        """Findings on settings that run otherwise than the file says, or only when something else fills them."""
         return self.of_severity(Severity.OPEN, Severity.WARNING)
 
     @property
@@ -114,7 +114,7 @@ class DsConfig:
         return wrapper(self.zero, self.training.dtype or DType.FP32, fused=fused_adam)
 
     def workload(self, base: Workload, *, given: frozenset[str] = frozenset()) -> Workload:
-        """`base` with what the file fixes; see :meth:`zeroplan.ds_config.training.TrainingSettings.workload`.
+        """Return `base` with what the file fixes; see :meth:`zeroplan.ds_config.training.TrainingSettings.workload`.
 
         Raises:
             BadInput: a field named in `given` that the file contradicts.
@@ -220,7 +220,7 @@ def _batch(reading: Reading, world_size: int | None) -> Batch:
 
 
 def _attrs(values: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """The fields that the keys of one section hold."""
+    """Return the values of one section's keys as fields of its class."""
     found = {}
     for key in SECTIONS[path].keys.values():
         where = f"{path}.{key.name}" if path else key.name
@@ -233,7 +233,7 @@ _NESTED = ("offload_optimizer", "offload_param", "zenflow", "leaf_module")
 
 
 def _zero(values: Mapping[str, Any]) -> ZeroConfig:
-    """The typed config: every section's values over the defaults."""
+    """Return the typed config: every section's values over the defaults."""
     zero = "zero_optimization"
     settings: dict[str, Any] = {}
     for path in ("", zero, "fp16", "bf16", "data_types"):
@@ -329,7 +329,7 @@ def _checkpoint(raw: Mapping[str, Any], reading: Reading) -> None:
 
 
 def _impossible(reading: Reading, zero: ZeroConfig) -> None:
-    """DeepSpeed runs some combinations otherwise than they say; the runtime refuses them."""
+    """Add an error for a combination that DeepSpeed runs otherwise than it says, and that the runtime refuses."""
     try:
         zero.require_possible()
     except BadInput as fault:

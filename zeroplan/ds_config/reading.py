@@ -1,4 +1,4 @@
-"""What the walk over a ds_config collects, and the messages about one value."""
+"""The record of a walk over a ds_config, and the messages about one value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_UNKNOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class KeyReport:
-    """What is known of one key of the file."""
+    """A key of the file: its value, where it came from, and its effect."""
 
     path: str
     effect: Effect
@@ -27,7 +27,7 @@ class KeyReport:
 
 @dataclass(slots=True)
 class Reading:
-    """What the walk collects.
+    """The record that the walk fills.
 
     Attributes:
         dialect: whose reading it is.

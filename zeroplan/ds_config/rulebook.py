@@ -1,4 +1,4 @@
-"""All rules, run over one config."""
+"""The rules run over one config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed refuses, ignores or changes, one entry each. See :class:`Rule`.
+"""Rules: settings that DeepSpeed refuses, ignores or changes, one entry each. See :class:`Rule`.
 
 Paths of `source` are within deepspeed/ at 0.19.8. A test runs DeepSpeed's own parser and engine against these entries.
 """
@@ -20,7 +20,7 @@ from zeroplan.ds_config.wrappers import bf16_optimizer_takes_stage_1
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a rule looks at.
+    """The config as a rule sees it.
 
     Attributes:
         zero: the sharding and offload that the file asks for, defaults included.
@@ -76,7 +76,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """When `applies`, say `what` (formatted with the view as ``v``) about `where`, with the `remedy`.
+    """A rule says `what` (formatted with the view as ``v``) about `where`, with the `remedy`, when `applies` holds.
 
     `dialects` are those of the programs of which it holds.
     """

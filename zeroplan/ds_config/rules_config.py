@@ -1,4 +1,4 @@
-"""What ``DeepSpeedConfig`` refuses, before an engine exists."""
+"""Rules of ``DeepSpeedConfig``, which refuses before an engine exists."""
 
 from __future__ import annotations
 

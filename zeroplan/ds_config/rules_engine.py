@@ -1,4 +1,4 @@
-"""What ``deepspeed.initialize`` refuses: a config that parses, and no engine."""
+"""Rules of ``deepspeed.initialize``, which refuses configs that parse but give no engine."""
 
 from __future__ import annotations
 

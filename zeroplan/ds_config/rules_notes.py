@@ -1,4 +1,4 @@
-"""What DeepSpeed runs, but not as the file seems to say: warnings and notes."""
+"""Rules on settings that DeepSpeed runs, but not as the file seems to say: warnings and notes."""
 
 from __future__ import annotations
 

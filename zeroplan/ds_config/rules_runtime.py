@@ -1,4 +1,4 @@
-"""What zeroplan's own runtime refuses, beside the keys that the schema says it refuses.
+"""Rules of zeroplan's own runtime, beside the keys that the schema says it refuses.
 
 The rules hold of a ds_config, of flags (:func:`require_runnable`) and of the runtime's file engine (:func:`require_io`).
 """

@@ -1,4 +1,4 @@
-"""From a ds_config to the setup of zeroplan's runtime: the plan and the run take it from here."""
+"""The step from a ds_config to the setup of zeroplan's runtime; the plan and the run both take it here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the schema of a ds_config is made of: keys, sections, and what is known of each key.
+"""The parts of a ds_config's schema: keys, sections, and what is known of each key.
 
 The keys themselves stand in the ``sections_*`` modules, by section; :mod:`.sections` collects them. A key that
 :class:`~zeroplan.core.zero_config.ZeroConfig` holds takes its default from there (`attr` names the field). A test compares
@@ -16,7 +16,7 @@ from zeroplan.ds_config.dialect import Dialect, Support
 
 
 class Effect(StrEnum):
-    """What a key does to memory, as far as zeroplan knows."""
+    """Effect of a key on memory, as far as zeroplan knows."""
 
     MEMORY = "understood"
     NONE = "no effect on memory"
@@ -26,7 +26,7 @@ class Effect(StrEnum):
 
 
 class Mode(StrEnum):
-    """How a section is read."""
+    """Ways in which DeepSpeed reads a section."""
 
     MODEL = "model"  # a pydantic model: unknown keys are errors, values are coerced, "auto" is dropped
     PLAIN = "plain"  # a plain dict: unknown keys are ignored, values are taken as they are, "auto" stays a string

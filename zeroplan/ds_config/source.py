@@ -1,4 +1,4 @@
-"""From a ds_config's path, base64 text or object to a plain object.
+"""Reading of a ds_config's path, base64 text or object into a plain object.
 
 DeepSpeed 0.19 reads its file with Hjson and rejects duplicate keys (runtime/config.py). Of Hjson we take comments and
 trailing commas ourselves, which people do use, and the rest through the package hjson; the HF Trainer reads strict JSON, so

@@ -1,4 +1,4 @@
-"""What a ds_config says of the computation: batches, precision, optimizer."""
+"""The computation that a ds_config sets: batches, precision, optimizer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TrainingSettings:
 
     @property
     def optimizer_type(self) -> DeepSpeedType | None:
-        """What DeepSpeed makes of the type; None without one, and where the table has none of that name."""
+        """The optimizer that DeepSpeed builds for the type; None without one, and where the table has none of that name."""
         return deepspeed_type(self.optimizer) if self.optimizer else None
 
     @property

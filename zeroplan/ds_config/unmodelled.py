@@ -21,7 +21,7 @@ _SWITCHES = {"hybrid_engine": "enabled", "compile": "deepcompile", "data_efficie
 
 
 def unmodelled_keys(paths: Iterable[str], values: Mapping[str, Any], raw: Mapping[str, Any]) -> tuple[Unmodelled, ...]:
-    """What a file's figures leave out.
+    """Return the keys of a file that the figures leave out.
 
     Args:
         paths: the sections and keys that are known and not modelled.

@@ -172,7 +172,7 @@ def _says_nothing(section: Section, key: Key, value: Any) -> bool:
 
 
 def _ignored_by_deepspeed(reading: Reading, section: Section, key: Key, where: str, value: Any) -> None:
-    """A key of the runtime's own, or one that an older DeepSpeed read."""
+    """Note a top-level key that DeepSpeed ignores: one of the runtime's own, or one that an older DeepSpeed read."""
     reading.keys.append(KeyReport(where, Effect.NONE, value, key.note))
     what = "only zeroplan's runtime reads it: DeepSpeed ignores it"
     remedy = f"use {key.replaced_by}" if key.replaced_by else ""
@@ -292,7 +292,7 @@ def _subsection(reading: Reading, section: Section, key: Key, where: str, value:
 
 
 def _left_open(reading: Reading, where: str, canonical: str, value: Any, mode: Mode, key: Key | None) -> None:
-    """An ``auto`` that nobody fills: dropped in a pydantic block, kept as a string elsewhere."""
+    """Note an ``auto`` that nobody fills: it is dropped in a pydantic block and kept as a string elsewhere."""
     reading.keys.append(KeyReport(where, key.effect if key else effects(where), value, "left open"))
     if reading.for_runtime:
         reading.autos.append(canonical)

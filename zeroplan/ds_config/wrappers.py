@@ -1,4 +1,4 @@
-"""Which optimizer wrapper DeepSpeed builds: it decides every buffer that the engine allocates."""
+"""The choice of DeepSpeed's optimizer wrapper, which decides every buffer that the engine allocates."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def wrapper(zero: ZeroConfig, dtype: DType, *, fused: bool = True, pipeline: boo
 
 
 def bf16_optimizer_takes_stage_1(zero: ZeroConfig, dtype: DType) -> bool:
-    """Whether ``BF16_Optimizer`` runs: at stage 1 in bf16 with fp32 accumulation, unless offloaded to the CPU."""
+    """Return whether ``BF16_Optimizer`` runs: at stage 1 in bf16 with fp32 accumulation, unless offloaded to the CPU."""
     return (
         zero.stage == 1
         and dtype is DType.BF16

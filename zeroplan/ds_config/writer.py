@@ -184,7 +184,7 @@ def _pop(config: dict[str, Any], path: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON knows it."""
+    """Turn a value into one that JSON has."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Mapping):

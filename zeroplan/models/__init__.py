@@ -1,1 +1,1 @@
-"""Where a ModelSpec comes from: the catalog, a config, the hub, checkpoint headers, a live module or a bare count."""
+"""Sources of a ModelSpec: the catalog, a config, the hub, checkpoint headers, a live module or a bare count."""

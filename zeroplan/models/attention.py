@@ -1,4 +1,4 @@
-"""Which models transformers runs with its own attention alone."""
+"""Models that transformers runs with its own attention alone."""
 
 from __future__ import annotations
 

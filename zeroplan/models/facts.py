@@ -40,7 +40,7 @@ def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
 
 
 def spec_facts(spec: ModelSpec) -> SpecFacts:
-    """The figures that formulas and tables need, from the text model's config."""
+    """Return the figures that formulas and tables need, from the text model's config."""
     config = text_config(spec.config)
     hidden, heads = _first(config, _HIDDEN), _first(config, _HEADS)
     kv_heads = (
@@ -58,7 +58,7 @@ def spec_facts(spec: ModelSpec) -> SpecFacts:
 
 
 def max_seq_len(spec: ModelSpec) -> int | None:
-    """The longest sequence, in tokens, that the model's config allows; None where it sets no limit.
+    """Return the longest sequence, in tokens, that the model's config allows; None where it sets no limit.
 
     An image model's is the number of its patches and class token.
     """
@@ -71,7 +71,8 @@ def max_seq_len(spec: ModelSpec) -> int | None:
 
 
 def largest_module_params(spec: ModelSpec) -> int | None:
-    """Elements of the largest single module's own parameters (children left out), as DeepSpeed's estimator counts it.
+    """Return the elements of the largest single module's own parameters (children left out), as DeepSpeed's estimator counts
+    it.
 
     Returns None for a bare count whose largest layer was not given. Source: DeepSpeed 0.19.8,
     ``runtime/zero/stage3.py``, ``model_to_params`` (a tied weight counts for each module that holds it).

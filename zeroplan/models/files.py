@@ -12,7 +12,7 @@ MODEL_JSON = Limits(size=32 << 20, depth=64, nodes=2_000_000)
 
 
 def read_json(path: str, *, where: str = "MODEL") -> Any:
-    """The contents of a JSON file.
+    """Read a JSON file.
 
     Raises:
         BadInput: when it cannot be read, is not UTF-8 JSON, is nested too deeply, or is too large.

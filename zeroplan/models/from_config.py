@@ -13,7 +13,7 @@ from zeroplan.models.spec import ModelSpec
 
 
 def describable(config: Mapping[Any, Any]) -> bool:
-    """Whether the config alone gives the shapes here: its family is described, or transformers is installed."""
+    """Return whether the config alone gives the shapes here: its family is described, or transformers is installed."""
     model_type = config.get("model_type")
     return (isinstance(model_type, str) and model_type in FAMILIES) or _transformers_installed()
 
@@ -33,7 +33,7 @@ def spec_from_config(
     revision: str | None = None,
     token: str | None = None,
 ) -> ModelSpec:
-    """The parameters that a config describes.
+    """Describe the parameters of a config's model.
 
     Args:
         config: the contents of a ``config.json``.

@@ -28,7 +28,7 @@ def group_units(shapes: Mapping[str, tuple[int, ...]]) -> tuple[Unit, ...]:
 
 
 def units_of_tensors(tensors: Iterable[Tensor]) -> tuple[Unit, ...]:
-    """Units of tensors with full names, in the order given.
+    """Group tensors with full names into units, in the order given.
 
     Blocks whose tensors are equal and whose indices follow one another become one unit with a count.
     """
@@ -54,12 +54,12 @@ def units_of_tensors(tensors: Iterable[Tensor]) -> tuple[Unit, ...]:
 
 
 def _equal(unit: Unit, tensors: tuple[Tensor, ...], index: int) -> bool:
-    """Whether a block has the unit's tensors; ties between blocks are kept apart, since they name one block each."""
+    """Return whether a block has the unit's tensors; ties between blocks are kept apart, since they name one block each."""
     return unit.tensors == tensors and all(tensor.tied_to is None for tensor in tensors)
 
 
 def _index_at(parts: list[str]) -> int | None:
-    """Where the block index stands; a number at the very end is a parameter of a list, not a block."""
+    """Return the position of the block index in a name; a number at the very end is a parameter of a list, not a block."""
     for i, part in enumerate(parts[:-1]):
         if part.isascii() and part.isdigit() and len(part) <= 6:
             return i
@@ -83,7 +83,7 @@ def _natural(name: str) -> list[tuple[int, int | str]]:
 
 
 def _kind(name: str, shape: tuple[int, ...]) -> str:
-    """What a checkpoint's tensor is to its module, as far as its name and shape tell."""
+    """Return the kind of a checkpoint's tensor in its module, as far as its name and shape tell."""
     if len(shape) != 2 or not name.endswith(".weight"):
         return ""
     module = name[: -len(".weight")]

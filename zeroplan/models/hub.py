@@ -31,7 +31,7 @@ def spec_from_hub(
     offline: bool | None = None,
     where: str = "MODEL",
 ) -> ModelSpec:
-    """The model of a repository on the hub (or on the server that ``HF_ENDPOINT`` names).
+    """Describe the model of a repository on the hub (or on the server that ``HF_ENDPOINT`` names).
 
     Args:
         repository: its id.
@@ -147,12 +147,12 @@ class _Look:
         return {name: tuple(tensor.shape) for file in found.files_metadata.values() for name, tensor in file.tensors.items()}
 
     def _refusal(self, error: Exception) -> BadInput:
-        """What the hub's error means, in one line with the remedy."""
+        """Return the error to raise for the hub's: its meaning in one line with the remedy."""
         what, remedy = self._meaning(error, repr(self.repository[:100]), catalog.near_names(self.repository))
         return BadInput(what, where=self.where, remedy=remedy)
 
     def _meaning(self, error: Exception, name: str, near: str) -> tuple[str, str]:
-        """What is wrong and what to do about it; `near` names models of the catalog, or is empty."""
+        """Return what is wrong and what to do about it; `near` names models of the catalog, or is empty."""
         from huggingface_hub import errors
 
         if isinstance(error, errors.GatedRepoError):
@@ -177,12 +177,12 @@ class _Look:
 
 
 def _timed_out(error: Exception) -> bool:
-    """Whether the error is a timeout: Python's, or one of an HTTP client's, which are no subclasses of it."""
+    """Return whether the error is a timeout: Python's, or one of an HTTP client's, which are no subclasses of it."""
     return any("Timeout" in kind.__name__ for kind in type(error).__mro__)
 
 
 def _unreachable(error: Exception) -> bool:
-    """Whether the hub gave no answer, or none of its own (a server's fault)."""
+    """Return whether the hub gave no answer, or none of its own (a server's fault)."""
     response = getattr(error, "response", None)
     return response is None or response.status_code >= 500
 

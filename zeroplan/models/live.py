@@ -24,7 +24,7 @@ _KINDS = {"Linear": "linear", "Conv1D": "conv1d", "Embedding": "embedding"}
 
 
 def spec_from_module(module: Any, *, name: str | None = None) -> ModelSpec:
-    """The parameters of a module, tied and frozen ones marked.
+    """Describe the parameters of a module, tied and frozen ones marked.
 
     Args:
         module: an ``nn.Module``; parameters that DeepSpeed's ``zero.Init`` has emptied count whole.
@@ -56,7 +56,7 @@ def _auto_class(kind: str, model_type: str) -> str:
 
 
 def units_from_module(module: Any) -> tuple[Unit, ...]:
-    """The units of a module's parameters, in the order of ``named_parameters()``."""
+    """Group a module's parameters into units, in the order of ``named_parameters()``."""
     kinds = _kinds(module)
     owners: dict[int, str] = {}
     tensors: list[Tensor] = []
@@ -91,7 +91,7 @@ def _shape(parameter: Any, name: str) -> tuple[int, ...]:
 
 
 def _kinds(module: Any) -> dict[str, str]:
-    """What each module is, by the names of its classes, so that subclasses count and torch is not needed."""
+    """Return each module's kind, by the names of its classes, so that subclasses count and torch is not needed."""
     head = getattr(module, "get_output_embeddings", None)
     head = head() if callable(head) else None
     found: dict[str, str] = {}
@@ -104,7 +104,7 @@ def _kinds(module: Any) -> dict[str, str]:
 
 
 def _config_of(module: Any) -> dict[str, Any]:
-    """A transformers module's config as a plain dict, or an empty one."""
+    """Return a transformers module's config as a plain dict, or an empty one."""
     config = getattr(module, "config", None)
     if isinstance(config, Mapping):
         return dict(config)

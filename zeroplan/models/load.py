@@ -21,7 +21,7 @@ def load_model(
     offline: bool | None = None,
     where: str = "MODEL",
 ) -> ModelSpec:
-    """The model's parameters, from whatever names or holds it.
+    """Load the model's parameters, from whatever names or holds it.
 
     Args:
         source: an id of the catalog or the hub, a folder, a ``config.json``, a ``.safetensors`` file or its index, a
@@ -79,7 +79,7 @@ def _from_text(
 
 
 def _is_local(text: str) -> bool:
-    """Whether the text is meant as a path: it exists, or cannot be an id of the catalog or the hub."""
+    """Return whether the text is meant as a path: it exists, or cannot be an id of the catalog or the hub."""
     if text.startswith(("/", "./", "../", "~", "\\")) or text.endswith((".json", ".safetensors")) or text in (".", ".."):
         return True
     try:

@@ -15,7 +15,7 @@ from zeroplan.models.spec import ModelSpec
 
 
 def spec_from_path(text: str, *, where: str = "MODEL", trust_remote_code: bool = False) -> ModelSpec:
-    """The model of a folder or file.
+    """Describe the model of a folder or file.
 
     Raises:
         BadInput: when it does not exist, cannot be read, or is none of the kinds known.
@@ -32,7 +32,9 @@ def spec_from_path(text: str, *, where: str = "MODEL", trust_remote_code: bool =
 
 
 def _from_folder(path: str, where: str, trust_remote_code: bool) -> ModelSpec:
-    """By its config.json; by its safetensors headers where there is none, or none that can be described here."""
+    """Describe a folder's model by its config.json, or by its safetensors headers where there is no config that can be
+    described here.
+    """
     name = os.path.basename(os.path.abspath(path))
     config_path = os.path.join(path, "config.json")
     has_config = os.path.lexists(config_path)
@@ -49,7 +51,7 @@ def _from_folder(path: str, where: str, trust_remote_code: bool) -> ModelSpec:
 
 
 def _shards_of(path: str, where: str) -> list[str]:
-    """The safetensors files of a folder: those its index names, else all."""
+    """Return the safetensors files of a folder: those its index names, else all."""
     index = os.path.join(path, "model.safetensors.index.json")
     if os.path.lexists(index):
         data = read_json(index, where=where)

@@ -32,7 +32,7 @@ _EXPERT_NAMES: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What to adapt: `layers` as peft matches them (None means every linear one), and which parameters of the experts."""
+    """The adapted parameters: `layers` as peft matches them (None means every linear one), and the experts' parameters."""
 
     rank: int
     layers: tuple[str, ...] | None
@@ -41,7 +41,7 @@ class _Plan:
     used: set[str] = field(default_factory=set)
 
     def wants(self, module: str, kind: str) -> bool:
-        """Whether the linear layer of that full name is adapted."""
+        """Return whether the linear layer of that full name is adapted."""
         leaf = module.rpartition(".")[2]
         if leaf in self.expert_words:
             return False
@@ -53,7 +53,7 @@ class _Plan:
 
 
 def with_lora(spec: ModelSpec, rank: int, targets: Sequence[str] = ()) -> ModelSpec:
-    """The model as peft's LoRA trains it: base frozen, adapters added where peft registers them.
+    """Return the model as peft's LoRA trains it: base frozen, adapters added where peft registers them.
 
     A targeted layer of shape ``(out, in)`` keeps its parameters under ``base_layer`` and gains ``lora_A`` of shape
     ``(rank, in)`` and ``lora_B`` of shape ``(out, rank)``, both trainable. Names lack peft's prefix ``base_model.model.``;
@@ -82,7 +82,7 @@ def with_lora(spec: ModelSpec, rank: int, targets: Sequence[str] = ()) -> ModelS
 
 
 def _plan(spec: ModelSpec, rank: int, targets: tuple[str, ...]) -> _Plan:
-    """The targets, sorted into layers and experts."""
+    """Sort the targets into layers and experts."""
     meanings = _EXPERT_NAMES.get(spec.model_type, {})
     words = frozenset(meanings)
     if not targets:
@@ -113,7 +113,7 @@ def _no_match(spec: ModelSpec, unused: Sequence[str]) -> BadInput:
 
 
 def _adapt_unit(unit: Unit, plan: _Plan) -> Iterable[Unit]:
-    """The unit with its adapters; split where a target names single blocks by index."""
+    """Yield the unit with its adapters, split where a target names single blocks by index."""
     if unit.count > 1 and any(ch.isdigit() for target in plan.layers or () for ch in target):
         singles = [replace(unit, first=unit.first + i, count=1) for i in range(unit.count)]
         for tensors, run in groupby(((_adapt_tensors(one, plan), one) for one in singles), key=lambda pair: pair[0]):

@@ -1,4 +1,4 @@
-"""Which layers LoRA adapts, where users say it by a regular expression or leave it to peft."""
+"""The layers that LoRA adapts, where users name them by a regular expression or leave them to peft."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _MOST_REPEATS, _MOST_SECONDS, _LONGEST = 4, 2.0, 300
 
 
 def is_pattern(target: str) -> bool:
-    """Whether a target is a regular expression: names of layers hold none of its signs."""
+    """Return whether a target is a regular expression: names of layers hold none of its signs."""
     return _SPECIAL.search(target) is not None
 
 
 def named_targets(spec: ModelSpec, targets: Sequence[str]) -> tuple[str, ...]:
-    """The targets as names of layers, as peft finds them.
+    """Return the targets as names of layers, as peft finds them.
 
     Args:
         spec: the base model.
@@ -75,7 +75,7 @@ def named_targets(spec: ModelSpec, targets: Sequence[str]) -> tuple[str, ...]:
 
 
 def _linear_modules(spec: ModelSpec) -> Iterator[str]:
-    """Full names of the linear layers, in order."""
+    """Yield the full names of the linear layers, in order."""
     for unit in spec.units:
         names = list(unit.names())
         layers = dict.fromkeys(tensor.name.rpartition(".")[0] for tensor in unit.tensors if tensor.kind in _LINEAR)
@@ -84,7 +84,9 @@ def _linear_modules(spec: ModelSpec) -> Iterator[str]:
 
 
 def _matching(pattern: str, modules: Sequence[str]) -> list[str]:
-    """The modules that the pattern matches as a whole. Source: peft, tuners/tuners_utils.py (check_target_module_exists)."""
+    """Return the modules that the pattern matches as a whole. Source: peft, tuners/tuners_utils.py
+    (check_target_module_exists).
+    """
     repeats = sum(map(pattern.count, "*+{"))
     if len(pattern) > _LONGEST or repeats > _MOST_REPEATS or _NESTED.search(pattern):
         raise BadInput(

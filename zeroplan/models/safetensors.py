@@ -38,7 +38,7 @@ _REMEDY = "download the file again"
 
 
 def read_header(path: str, *, where: str = "MODEL") -> dict[str, tuple[int, ...]]:
-    """Shapes of a file's tensors by name, in the file's order.
+    """Read the shapes of a file's tensors by name, in the file's order.
 
     Raises:
         BadInput: when the file cannot be read, is truncated, or its header contradicts itself or the file's size.
@@ -83,7 +83,7 @@ def _checked(header: Mapping[str, Any], path: str, data_size: int, where: str) -
 
 
 def _entry(name: str, entry: object, path: str, where: str) -> tuple[tuple[int, ...], int, int]:
-    """A header entry's shape and offsets, checked for type and range."""
+    """Return a header entry's shape and offsets, checked for type and range."""
     shape, offsets = (entry.get("shape"), entry.get("data_offsets")) if isinstance(entry, dict) else (None, None)
     if isinstance(shape, list) and len(shape) <= 16 and isinstance(offsets, list) and len(offsets) == 2:
         sizes = (*shape, *offsets)

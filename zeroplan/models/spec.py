@@ -77,7 +77,7 @@ class Unit:
         return list(found.values())
 
     def names(self) -> Iterator[str]:
-        """The modules' names."""
+        """Yield the modules' names."""
         for i in range(self.first, self.first + self.count):
             yield self.name.replace("{}", str(i))
 
@@ -160,7 +160,7 @@ class ModelSpec:
         return self.source != "params"
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter with its full name, in order, tied ones left out."""
+        """Yield every parameter with its full name, in order, tied ones left out."""
         for unit in self.units:
             for prefix in unit.names():
                 for tensor in unit.tensors:
@@ -168,7 +168,7 @@ class ModelSpec:
                         yield f"{prefix}.{tensor.name}" if prefix else tensor.name, tensor
 
     def tensor_groups(self) -> Iterator[tuple[Tensor, int]]:
-        """Every different parameter with how often it occurs; sums over this cost the same at any depth."""
+        """Yield every different parameter with how often it occurs; sums over this cost the same at any depth."""
         for unit in self.units:
             for tensor in unit.tensors:
                 if tensor.tied_to is None:

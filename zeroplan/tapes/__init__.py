@@ -31,7 +31,7 @@ def find_tape(spec: ModelSpec, workload: Workload, *, zero3: bool = False, plain
 
 
 def lookup(spec: ModelSpec, options: TraceOptions, *, plain: bool | None = None) -> Tape | None:
-    """:func:`find_tape` for options."""
+    """Find a tape for options, as :func:`find_tape` does for a workload."""
     from zeroplan.tapes import shipped
     from zeroplan.tapes.cache import read
 
@@ -45,7 +45,7 @@ def lookup(spec: ModelSpec, options: TraceOptions, *, plain: bool | None = None)
 
 
 def can_trace() -> bool:
-    """Whether torch and transformers are installed (they are not imported)."""
+    """Return whether torch and transformers are installed (they are not imported)."""
     return all(importlib.util.find_spec(name) is not None for name in ("torch", "transformers"))
 
 

@@ -33,7 +33,7 @@ _MOST_MEMORY = 64 << 20
 
 
 def folder() -> str:
-    """Where traced tapes are kept: ``$XDG_CACHE_HOME/zeroplan/tapes``, by default under ``~/.cache``."""
+    """Return the folder of traced tapes: ``$XDG_CACHE_HOME/zeroplan/tapes``, by default under ``~/.cache``."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return os.path.join(base, "zeroplan", "tapes")
 
@@ -47,7 +47,7 @@ def path_of(config: Mapping[str, Any], options: TraceOptions) -> str:
 
 @cache
 def versions() -> list[str]:
-    """The installed software that a trace depends on."""
+    """Return the versions of the installed software that a trace depends on."""
     found = []
     for name in ("torch", "transformers", "peft"):
         try:

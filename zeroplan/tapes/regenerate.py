@@ -39,13 +39,13 @@ class TraceTask:
 
     @property
     def label(self) -> str:
-        """For the progress lines."""
+        """A short name of the task for the progress lines."""
         return f"{self.models[0]}{f' and {len(self.models) - 1} like it' if len(self.models) > 1 else ''}: {self.options.key}"
 
 
 @dataclass(frozen=True, slots=True)
 class TapeFolder:
-    """Where tapes are gathered."""
+    """A folder in which tapes are gathered."""
 
     path: str
 

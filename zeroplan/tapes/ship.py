@@ -103,7 +103,7 @@ def compare(entries: Sequence[catalog.Entry], wanted: Sequence[TraceOptions], fo
 
 
 def _difference(one: dict[str, object], two: dict[str, object]) -> str:
-    """Where two stored tapes first differ when expanded, empty if nowhere."""
+    """Say where two stored tapes first differ when expanded; empty if nowhere."""
     for batch, seq in ((1, 384), (4, 1000)):
         first, second = (from_json(tape).expand(batch, seq, 8) for tape in (one, two))
         if _columns(first) == _columns(second):

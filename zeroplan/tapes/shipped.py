@@ -27,12 +27,12 @@ SOFTWARE, FAILED = "software", "failed"
 
 
 def path_of(model: str, folder: str = DATA) -> str:
-    """The file that holds a catalog model's tapes."""
+    """Return the file that holds a catalog model's tapes."""
     return os.path.join(folder, model.replace("/", "--") + ".json.xz")
 
 
 def read_file(path: str) -> dict[str, Any]:
-    """What a file holds; empty if there is none."""
+    """Read the tapes of a file; empty if there is none."""
     if not os.path.exists(path):
         return {}
     with lzma.open(path, "rt", encoding="utf-8") as stream:
@@ -65,7 +65,7 @@ def _tape(path: str, key: str) -> Tape | None:
 
 
 def find(spec: ModelSpec, options: TraceOptions) -> Tape | None:
-    """The shipped tape of a model that the catalog holds, under its own name or with the same config facts."""
+    """Find the shipped tape of a model that the catalog holds, under its own name or with the same config facts."""
     entry = _entry(spec)
     if entry is None:
         return None
@@ -75,7 +75,7 @@ def find(spec: ModelSpec, options: TraceOptions) -> Tape | None:
 
 
 def _linear_layers(spec: ModelSpec) -> set[str]:
-    """Names of the blocks' layers that hold a matrix."""
+    """Return the names of the blocks' layers that hold a matrix."""
     matrices = [t.name for unit in spec.units if unit.block for t in unit.tensors if len(t.shape) == 2]
     layers = [name.removesuffix(".weight").removesuffix(".base_layer") for name in matrices if "lora_" not in name]
     return {layer.rpartition(".")[2] for layer in layers}
@@ -92,7 +92,7 @@ def _entry(spec: ModelSpec) -> catalog.Entry | None:
 
 
 def _alike(entry: catalog.Entry, spec: ModelSpec) -> bool:
-    """Whether every fact that the catalog knows is the same in the model's config, where that says it at all."""
+    """Return whether every fact that the catalog knows is the same in the model's config, where that says it at all."""
     config = spec.config
     if config.get("model_type") != entry.config.get("model_type"):
         return False

@@ -1,4 +1,4 @@
-"""Which tapes each catalog model is shipped with."""
+"""The variants of tapes that each catalog model is shipped with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _HALF, _FP32, _AUTOCAST = Arithmetic.HALF, Arithmetic.FP32, Arithmetic.AUTOCAST
 
 
 def variants() -> tuple[TraceOptions, ...]:
-    """What the flags of ``estimate`` ask for, most used first.
+    """Return the variants that the flags of ``estimate`` ask for, most used first.
 
     16 bits with and without DeepSpeed's stage 3, fp32 (with stage 3 under sdpa) and autocast (DDP); each without
     checkpointing and with it; LoRA on all linear layers; selective checkpointing in 16 bits under sdpa.

@@ -32,7 +32,7 @@ _ANY = (1, 0)
 
 @dataclass(slots=True)
 class Pattern:
-    """What the models of one family share in one range of numbers: the events, and the form of each storage's size.
+    """The events that the models of one family share in one range of numbers, and the form of each storage's size.
 
     Attributes:
         batches: the range of micro batches.
@@ -112,7 +112,7 @@ class Donors:
 
 
 def trace_at(config: Mapping[str, Any], auto_class: str, options: TraceOptions, point: TracePoint) -> Tape:
-    """The tape for one micro batch, sequence length and LoRA rank, for a model whose sizes follow no expressions."""
+    """Trace the tape for one micro batch, sequence length and LoRA rank, for a model whose sizes follow no expressions."""
     for attempt in _attempts(config, auto_class, options, point.rank or None):
         try:
             return attempt.at(point)
@@ -124,7 +124,7 @@ def trace_at(config: Mapping[str, Any], auto_class: str, options: TraceOptions, 
 def traced(
     config: Mapping[str, Any], auto_class: str, options: TraceOptions, batch: int, seq: int | None, rank: int | None
 ) -> Tape:
-    """The tape for any numbers, or, for a model whose sizes follow no expressions, for these numbers alone."""
+    """Trace the tape for any numbers, or, for a model whose sizes follow no expressions, for these numbers alone."""
     try:
         return trace_model(config, auto_class, options)
     except (UnlikeError, DoesNotFitError):
@@ -132,7 +132,7 @@ def traced(
 
 
 def trace_model(config: Mapping[str, Any], auto_class: str, options: TraceOptions | None = None) -> Tape:
-    """The tape of the transformers model that a config describes, for any micro batch and sequence length.
+    """Trace the transformers model that a config describes, for any micro batch and sequence length.
 
     Args:
         config: the contents of a ``config.json``; ``model_type`` is required.
@@ -176,7 +176,7 @@ def _no_period(config: Mapping[str, Any]) -> BadInput:
 
 
 def _attempts(config: Mapping[str, Any], auto_class: str, options: TraceOptions, rank: int | None = None) -> Iterator[_Attempt]:
-    """The attempts in order: with few blocks, with two periods more, and with all blocks."""
+    """Yield the attempts in order: with few blocks, with two periods more, and with all blocks."""
     whole = full_config(config)
     for extra in (0, 2, None):
         depths = depths_of(whole, extra=extra or 0, every=options.every)
@@ -219,7 +219,7 @@ class _Attempt:
 
     # ---- ranges of sequence lengths ------------------------------------------------------------------------------------
     def _cuts(self) -> list[int]:
-        """The indices of the thresholds at which the events change."""
+        """Return the indices of the thresholds at which the events change."""
         rank = self._ranks[0]
         return [
             i
@@ -233,7 +233,7 @@ class _Attempt:
 
     # ---- tracing -------------------------------------------------------------------------------------------------------
     def whole(self) -> tuple[Tape, Donor]:
-        """The tape, traced at every point that the sizes' forms need and at others that check them.
+        """Trace the tape at every point that the sizes' forms need and at others that check them.
 
         Raises:
             DoesNotFoldError: when the traced blocks show no period.
@@ -269,7 +269,7 @@ class _Attempt:
         return [((1, 1), alone), ((2, 0), more)]
 
     def like(self, donor: Donor) -> Tape:
-        """The tape, traced at as few points as the donor's forms need.
+        """Trace the tape at as few points as the donor's forms need.
 
         Raises:
             UnlikeError: when the events are not the donor's.
@@ -301,14 +301,14 @@ class _Attempt:
         return self._assembler.tape(programs, shapes)
 
     def at(self, point: TracePoint) -> Tape:
-        """The tape for one point alone."""
+        """Trace the tape for one point alone."""
         traces = [self._run(point)]
         batches, seqs = (point.batch, point.batch), (point.seq, point.seq)
         program, _ = self._assembler.program([point], traces, batches, seqs)
         return self._assembler.tape([program], self._shapes())
 
     def _shapes(self) -> list[tuple[int, ...]]:
-        """Shapes of the parameters; -k stands for k times the LoRA rank."""
+        """Return the shapes of the parameters; -k stands for k times the LoRA rank."""
         each = [[tuple(p.shape) for p in self._model(rank).parameters()] for rank in self._ranks]
         if len(each) == 1:
             return each[0]
@@ -318,7 +318,7 @@ class _Attempt:
 
 
 def _lengths(seqs: tuple[int, int]) -> tuple[int, int, int]:
-    """Three sequence lengths within a range."""
+    """Choose three sequence lengths within a range."""
     low, high = seqs
     if not high:
         low = -(-low // 128) * 128 if low > 1 else 0

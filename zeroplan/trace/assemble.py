@@ -63,7 +63,7 @@ class Assembler:
         ]
 
     def _find(self, name: str) -> tuple[int, int] | None:
-        """The stack and the block that a module or parameter belongs to; None outside all stacks."""
+        """Return the stack and the block that a module or parameter belongs to; None outside all stacks."""
         for s, blocks in enumerate(self.blocks):
             if name.startswith(blocks.prefix + "."):
                 return s, int(name[len(blocks.prefix) + 1 :].split(".", 1)[0])
@@ -90,7 +90,7 @@ class Assembler:
         seqs: tuple[int, int],
         forms: Sequence[Form] | None = None,
     ) -> tuple[Program, list[int]]:
-        """The program of traces with the same events, and for each recorded storage the index of its size."""
+        """Build the program of traces with the same events, and the index of each recorded storage's size."""
         kinds = self._kinds(traces[0])
         folder = TraceFolder(points, traces, self.traced, self.outside_modules, self.outside_params, kinds, forms)
         return folder.program(batches, seqs), folder.size_of
@@ -180,7 +180,7 @@ def _order(places: Sequence[tuple[int, int] | None], outside: dict[int, int]) ->
 
 
 def _plan(signatures: Sequence[object], blocks: Blocks) -> list[int]:
-    """Which traced block each real one repeats.
+    """Decide which traced block each real one repeats.
 
     The first and the last blocks stand for themselves; between them, blocks must repeat with a period that the difference
     between traced and real depth is a multiple of.

@@ -21,7 +21,7 @@ _depth = 0
 
 
 def inside_kernel() -> bool:
-    """Whether what is allocated now is a fused kernel's: part of one operator on CUDA."""
+    """Return whether what is allocated now is a fused kernel's: part of one operator on CUDA."""
     return _depth > 0
 
 
@@ -42,7 +42,7 @@ def _like_transposed(tensor: torch.Tensor, heads: int | None = None, dim: int | 
 
 
 def _cudnn_takes(query: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether cuDNN's kernels take these head dimensions, forward and backward (``sdp_utils.cpp``)."""
+    """Return whether cuDNN's kernels take these head dimensions, forward and backward (``sdp_utils.cpp``)."""
     dim, value_dim = query.shape[-1], value.shape[-1]
     if dim % 8 or value_dim % 8:
         return False
@@ -217,7 +217,7 @@ class FlashAttention2(torch.autograd.Function):
 def flash_attention(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
-    """``flash_attention_2`` as transformers calls it: [B, H, S, D] in, [B, S, H, D] out, padded to query's head dimension."""
+    """Run ``flash_attention_2`` as transformers calls it: [B, H, S, D] in, [B, S, H, D] out, padded to query.s head size."""
     query, key, value = (t.transpose(1, 2) for t in (query, key, value))
     short = query.shape[-1] - value.shape[-1]
     padded = torch.nn.functional.pad(value, [0, short]) if short else value

@@ -53,7 +53,7 @@ class Depth:
 
 
 def depths_of(config: Mapping[str, Any], *, extra: int = 0, every: int = 1) -> list[Depth]:
-    """The number of blocks to trace in each stack.
+    """Return the number of blocks to trace in each stack.
 
     Args:
         config: the config, with transformers' defaults.
@@ -80,7 +80,9 @@ def _find_depths(config: Mapping[str, Any], path: tuple[str, ...], extra: int, e
 
 
 def _pattern(config: Mapping[str, Any], depth: int) -> tuple[int, int]:
-    """The number of blocks before the pattern begins, and its period, from known keys and from lists with one entry a block."""
+    """Find the number of blocks before the pattern begins, and its period, from known keys and from lists with one entry a
+    block.
+    """
     columns = [v for v in config.values() if isinstance(v, list) and len(v) == depth and depth > 1]
     kinds = [tuple(str(c[i]) for c in columns) for i in range(depth)]
     prefix = max((int(config[k]) for k in _PREFIXES if isinstance(config.get(k), int)), default=0)
@@ -156,7 +158,7 @@ def full_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_model(config: Mapping[str, Any], auto_class: str, options: TraceOptions, rank: int) -> nn.Module:
-    """The model on the meta device, in training mode, ready to run as `options` say. `rank` 0 means no LoRA.
+    """Build the model on the meta device, in training mode, ready to run as `options` say. `rank` 0 means no LoRA.
 
     Raises:
         BadInput: when transformers has no FlashAttention for it and `options` ask for that.
@@ -211,7 +213,7 @@ def _untie(model: Any) -> None:
 
 
 def with_adapters(model: Any, rank: int, targets: Sequence[str], *, fp32: bool = False) -> Any:
-    """The model with peft's LoRA adapters, in its own dtype or in `fp32`; no `targets`: all linear layers of the blocks."""
+    """Add peft's LoRA adapters to the model, in its own dtype or in `fp32`; no `targets`: all linear layers of the blocks."""
     from peft import LoraConfig, get_peft_model
 
     wanted: Any = list(targets) or "all-linear"
@@ -223,7 +225,7 @@ def with_adapters(model: Any, rank: int, targets: Sequence[str], *, fp32: bool =
 
 
 def vocabulary_of(config: Mapping[str, Any]) -> int:
-    """The size of the vocabulary; 0 for a model without one."""
+    """Return the size of the vocabulary; 0 for a model without one."""
     return int(config.get("vocab_size") or text_config(config).get("vocab_size") or 0)
 
 

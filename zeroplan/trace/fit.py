@@ -33,7 +33,7 @@ class Form(NamedTuple):
 
 
 def form_of(size: Size) -> Form:
-    """The form of a fitted size."""
+    """Return the form of a fitted size."""
     return Form(size.function, tuple(tuple((b, s, r) for _, b, s, r in poly) for poly in size.args))
 
 
@@ -45,7 +45,7 @@ _EXPONENTS = [(b, s, r) for r in (0, 1) for s in (0, 1, 2) for b in (0, 1)]
 
 
 def fit_poly(points: Sequence[TracePoint], values: Sequence[int]) -> Poly:
-    """The shortest polynomial with integer coefficients and at most three terms through all values.
+    """Find the shortest polynomial with integer coefficients and at most three terms through all values.
 
     Raises:
         DoesNotFitError: when there is none.
@@ -64,7 +64,7 @@ def fit_poly(points: Sequence[TracePoint], values: Sequence[int]) -> Poly:
 
 
 def _distinguishable(exponents: tuple[int, int, int], points: Sequence[TracePoint]) -> bool:
-    """Whether every variable with an exponent above 0 varies among the points."""
+    """Return whether every variable with an exponent above 0 varies among the points."""
     return all(e == 0 or len({p[i] for p in points}) > 1 for i, e in enumerate(exponents))
 
 
@@ -73,7 +73,9 @@ def _value(point: TracePoint, exponents: tuple[int, int, int]) -> int:
 
 
 def _solve(points: Sequence[TracePoint], values: Sequence[int], exponents: Sequence[tuple[int, int, int]]) -> list[int] | None:
-    """Integer coefficients that hold at every point, or None. Solves on the first independent rows, checks on all."""
+    """Solve for integer coefficients that hold at every point, or None. It solves on the first independent rows and checks on
+    all.
+    """
     n = len(exponents)
     if n == 1:
         base = _value(points[0], exponents[0])

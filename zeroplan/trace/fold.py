@@ -124,7 +124,7 @@ class TraceFolder:
         return loops
 
     def program(self, batches: tuple[int, int], seqs: tuple[int, int]) -> Program:
-        """The program for a range of micro batches and sequence lengths.
+        """Fold the trace into the program for a range of micro batches and sequence lengths.
 
         Raises:
             DoesNotFitError: when a size follows no short polynomial.
@@ -192,7 +192,7 @@ class TraceFolder:
         return spans
 
     def _starts(self) -> list[tuple[int, int, int, int]]:
-        """The first event, stack, block and end of each block's forward and backward.
+        """Return the first event, stack, block and end of each block's forward and backward.
 
         A block's events reach to the begin of the next block; those of the last block to its own end.
         """
@@ -301,7 +301,7 @@ class TraceFolder:
 
 
 def kinds_of(trace: Recording, vocab: int, head: frozenset[int], block_inputs: frozenset[int]) -> list[Kind]:
-    """Each storage's kind.
+    """Return each storage's kind.
 
     Args:
         trace: the events.

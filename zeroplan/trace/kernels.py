@@ -55,18 +55,20 @@ AFTER[_aten.embedding_dense_backward.default] = _embedding_sum
 
 
 def _scan(args: Any, kwargs: Any, out: Any) -> Sizes:
-    """A cumulative sum casts its input first, and scans a single row with a scratch block (``ScanUtils.cuh``)."""
+    """Return the bytes of a cumulative sum's cast input, and of the scratch block by which it scans a single row
+    (``ScanUtils.cuh``).
+    """
     cast = 0 if args[0].dtype == out.dtype else out.numel() * out.element_size()
     return [cast, ("scan_scratch", out.numel(), out.shape[-1] if out.dim() else 1)]
 
 
 def _softmax_backward(args: Any, kwargs: Any, out: Any) -> Sizes:
-    """The product of gradient and output (``SoftMax.cu``)."""
+    """Return the bytes of the product of gradient and output (``SoftMax.cu``)."""
     return [args[0].numel() * max(args[0].element_size(), args[1].element_size())]
 
 
 def _safe_softmax(args: Any, kwargs: Any, out: Any) -> Sizes:
-    """Which scores, and which whole rows, are minus infinity (``SoftMax.cpp``)."""
+    """Return the bytes of the masks of scores, and of whole rows, that are minus infinity (``SoftMax.cpp``)."""
     return [out.numel(), out.numel() // max(out.shape[-1], 1), out.element_size()]
 
 
@@ -76,7 +78,7 @@ AFTER[_aten._safe_softmax.default] = _safe_softmax
 
 
 def _reduce(args: Any, kwargs: Any, out: Any) -> Sizes:
-    """A reduction's partial results and semaphores (``Reduce.cuh``): see ``reduce_partial``."""
+    """Return the bytes of a reduction's partial results and semaphores (``Reduce.cuh``); see ``reduce_partial``."""
     tensor, result = args[0], out
     outputs, inputs = result.numel(), tensor.numel() // max(result.numel(), 1)
     if inputs <= 1:

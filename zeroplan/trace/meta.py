@@ -43,7 +43,7 @@ def build_on_meta(
     token: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[Any, str]:
-    """The module that a config describes, on the meta device, and the name of the auto class that built it.
+    """Build the module that a config describes on the meta device; returns it with the name of the auto class that built it.
 
     Args:
         config: the contents of a ``config.json``.
@@ -101,7 +101,7 @@ def _unknown(model_type: str, remote: bool, where: str, version: str) -> BadInpu
 
 
 def _auto_class(built: Any, config: Mapping[Any, Any]) -> str:
-    """The auto class for the config's first architecture, or the first that knows the config."""
+    """Return the auto class for the config's first architecture, or the first that knows the config."""
     import transformers
 
     listed = config.get("architectures")

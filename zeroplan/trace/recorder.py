@@ -73,7 +73,7 @@ class Recording:
 
 
 class CallTree:
-    """Which module calls made which autograd nodes, by the nodes' sequence numbers.
+    """The module calls that made each autograd node, by the nodes' sequence numbers.
 
     A call made the nodes numbered from its begin to its end, and backward runs nodes from the highest number down, so the
     number of the node that runs tells which calls backward is inside. Nodes that accumulate gradients have no place.
@@ -89,7 +89,7 @@ class CallTree:
         self._at = self._NO_PLACE
 
     def add(self, begin: int, end: int, module: int) -> None:
-        """A call of `module` that made the nodes from `begin` to before `end`."""
+        """Record a call of `module` that made the nodes from `begin` to before `end`."""
         if end > begin:
             self._calls.append((begin, -end, module))
             self._sorted = False
@@ -106,7 +106,7 @@ class CallTree:
         self._sorted = True
 
     def moved(self, number: int) -> Iterator[tuple[bool, int]]:
-        """Modules left (False) and entered (True) on the way to node `number`; -1 leaves all."""
+        """Yield the modules left (False) and entered (True) on the way to node `number`; -1 leaves all."""
         if number == self._at or number >= self._NO_PLACE:
             return
         self._at = number
@@ -300,7 +300,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _uncontended_counts() -> tuple[int, int]:
-    """The reference counts that a dispatch mode sees of a gradient that only autograd's buffer holds."""
+    """Measure the reference counts that a dispatch mode sees of a gradient that only autograd's buffer holds."""
     seen: list[tuple[int, int]] = []
 
     class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -63,7 +63,7 @@ def _record(model: nn.Module, inputs: Callable[[], Mapping[str, Any]], options: 
 
 
 def _backward(loss: torch.Tensor) -> None:
-    """As ``loss.backward()``, which would leave the function mode that recomputation needs."""
+    """Run the backward as ``loss.backward()`` does, but inside the function mode that recomputation needs."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.run_backward((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
@@ -83,7 +83,7 @@ def checkpoint_blocks(model: nn.Module, options: TraceOptions, functions: CudaFu
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """The loss of what a model returned: its `loss`, the first tensor, or the sum of the only one."""
+    """Return the loss of what a model returned: its `loss`, the first tensor, or the sum of the only one."""
     loss = getattr(output, "loss", None)
     if loss is None and isinstance(output, Mapping):
         loss = output.get("loss")

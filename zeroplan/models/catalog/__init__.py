@@ -63,7 +63,9 @@ def _shape_name(name: str, *, dates: bool) -> str:
 
 @cache
 def _index() -> dict[str, Entry]:
-    """Every spelling that resolves: an id beats an alias, both beat names that lost words, and those lost dates last."""
+    """Return every spelling that resolves to a model: an id beats an alias, both beat names that lost words, and those lost
+    dates last.
+    """
     entries = _entries().values()
     index = {entry.id.lower(): entry for entry in entries}
     for entry in entries:
@@ -78,7 +80,7 @@ def _index() -> dict[str, Entry]:
 
 
 def find(name: str) -> Entry | None:
-    """The catalog's model of that id, or of that id less its tuning words (``-Instruct``, ``-it``, ``-Chat``, a date).
+    """Return the catalog's model of that id, or of that id less its tuning words (``-Instruct``, ``-it``, ``-Chat``, a date).
 
     Case does not matter, and the organisation may be left out.
     """
@@ -94,12 +96,12 @@ def find(name: str) -> Entry | None:
 
 
 def ids() -> tuple[str, ...]:
-    """Every id of the catalog."""
+    """Return every id of the catalog."""
     return tuple(entry.id for entry in _entries().values())
 
 
 def entries() -> Iterator[Entry]:
-    """Every model of the catalog."""
+    """Return every model of the catalog."""
     return iter(_entries().values())
 
 
@@ -118,7 +120,9 @@ def near_names(name: str) -> str:
 
 
 def catalog_table() -> list[dict[str, Any]]:
-    """One row a model for tables and docs: ``id``, ``family``, ``params``, ``also`` (other ids of its shapes), ``source``."""
+    """Return a row for each model, for tables and docs: ``id``, ``family``, ``params``, ``also`` (other ids of its shapes),
+    ``source``.
+    """
     return [
         {
             "id": entry.id,

@@ -1,1 +1,1 @@
-"""When each engine allocates and frees what the ledger sizes."""
+"""Engines: each says how large its buffers are, when it allocates and frees them, and how long a step takes."""

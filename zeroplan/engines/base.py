@@ -57,7 +57,7 @@ class Case:
 
     @property
     def layout(self) -> ParallelLayout:
-        """How the ranks divide the work: `parallel`, or data parallelism over the whole cluster."""
+        """Division of the work among the ranks: `parallel`, or data parallelism over the whole cluster."""
         return self.parallel or self.cluster.layout
 
 
@@ -133,7 +133,7 @@ class Engine(ABC):
         return Precision.FP32 if dtype is DType.FP32 else Precision.MIXED
 
     def for_optimizer(self, zero: ZeroConfig, optimizer: str) -> ZeroConfig:
-        """`zero` with the keys that the engine demands before it runs an optimizer, a row's name in the optimizer table.
+        """Return `zero` with the keys that the engine demands before it runs an optimizer, a row's name in the optimizer table.
 
         Planned and written is the result, wherever zeroplan and not the user's file chooses the configuration.
         """
@@ -148,7 +148,7 @@ class Engine(ABC):
         return ""
 
     def unmodelled(self, case: Case) -> tuple[Unmodelled, ...]:
-        """What of the case's configuration the engine's lines and schedule leave out; nothing by default."""
+        """Return the settings of the case that the engine's lines and schedule leave out; nothing by default."""
         return ()
 
     def with_ds_config(self, ds_config: DsConfig) -> Self:
@@ -166,7 +166,8 @@ class Engine(ABC):
         return options_for(case.workload)
 
     def computed_tape(self, case: Case, tape: ExpandedTape) -> ExpandedTape:
-        """`tape` with what the engine computes in another way than the model's own code. The default changes nothing.
+        """Return `tape` changed where the engine computes in another way than the model's own code. The default changes
+        nothing.
 
         Args:
             case: the configuration.
@@ -198,7 +199,7 @@ class Engine(ABC):
         return outside_torch(workload, nccl=nccl, capability=cluster.gpu.capability, pinned=pinned, measured=self.measured)
 
     def host_rss(self, workload: Workload, zero: ZeroConfig, *, rotary: bool = True, experts: bool = False) -> dict[Phase, int]:
-        """Resident bytes of one rank's process by the end of each phase, without the engine's own buffers.
+        """Return the resident bytes of one rank's process by the end of each phase, without the engine's own buffers.
 
         Args:
             workload: decides, with `zero`, which kernels the process loads.
@@ -214,12 +215,12 @@ class Engine(ABC):
 
     @abstractmethod
     def traffic(self, spec: ModelSpec, cluster: Cluster) -> Traffic:
-        """The engine's work for one model on one cluster."""
+        """Return the engine's work for one model on one cluster."""
 
     # --- search and files -------------------------------------------------------------------------------------------------
 
     def search_space(self, cluster: Cluster, nvme_path: str) -> list[tuple[ZeroConfig, int]]:
-        """The configurations that a search tries on this cluster, each with its effort.
+        """Return the configurations that a search tries on this cluster, each with its effort.
 
         Args:
             cluster: says whether there is a disk, and whether there is more than one rank.
@@ -279,7 +280,7 @@ class Engine(ABC):
         return {}
 
     def owned_buffers(self, case: Case, tape: ExpandedTape | None) -> OwnedBuffers | None:
-        """What the engine's own account of its buffers must say after a run; None for an engine without one.
+        """Return the buffers that the engine's own account must show after a run; None for an engine without an account.
 
         Args:
             case: the configuration.

@@ -22,7 +22,7 @@ PASSES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeFacts:
-    """What the model's own computation takes."""
+    """Amounts of work of the model's own computation in one micro batch."""
 
     tokens: int = means("micro batch × sequence length")
     seq_len: int = means("tokens a sequence")
@@ -52,7 +52,7 @@ class ComputeFacts:
 def compute_facts(
     model: Matrices, counts: Counts, workload: Workload, remapped: tuple[int, int, int] = (0, 0, 0)
 ) -> ComputeFacts:
-    """The facts of one micro batch. `remapped`: segments, bytes and pages a step, of a run that fills its card."""
+    """Derive the amounts for one micro batch. `remapped`: segments, bytes and pages a step, of a run that fills its card."""
     seq = workload.seq_len or 0
     policy = workload.recomputation
     # Selective checkpointing keeps what products and attention made; else each k-th block is run again.

@@ -1,4 +1,4 @@
-"""What a collective takes from the kernels that run beside it."""
+"""The share of the GPU that a collective takes from the kernels that run beside it."""
 
 from __future__ import annotations
 

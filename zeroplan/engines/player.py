@@ -25,7 +25,7 @@ CUBLASLT_WORKSPACE = 1 << 20
 
 
 class EngineSchedule:
-    """What an engine allocates and frees at each point of a run. A hook that a subclass leaves out does nothing.
+    """Hooks in which an engine allocates and frees at each point of a run. A hook that a subclass leaves out does nothing.
 
     Attributes:
         follows_modules: whether the four module hooks (`enter`, `exit`, `backward_enter`, `backward_exit`) are called. An
@@ -73,7 +73,7 @@ class EngineSchedule:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How much of a job is played.
+    """The part of a job that is played.
 
     Attributes:
         grad_accum: micro batches a step.

@@ -1,4 +1,4 @@
-"""What a rank's process takes beside torch's allocator: the rest of the device, and the interpreter on the host.
+"""Memory that a rank's process takes beside torch's allocator: the rest of the device, and the interpreter on the host.
 
 Note [Measured, not derived]
     These are properties of the driver, of CUDA's libraries and of NCCL, which no config decides. They were read off
@@ -54,12 +54,12 @@ ADAPTERS = 20
 
 
 def arithmetic_change(workload: Workload) -> Change:
-    """What the workload's dtype and attention change in the host's copies of kernels."""
+    """Return how the workload's dtype and attention change the host's copies of kernels, in MiB by phase."""
     return _FP32 if workload.dtype is DType.FP32 else _EAGER if workload.attn is Attention.EAGER else {}
 
 
 def changed(base: Mapping[Phase, int], changes: Iterable[Change]) -> dict[Phase, int]:
-    """`base` with every change added; MiB by phase."""
+    """Return `base` with every change added; MiB by phase."""
     found = dict(base)
     for change in changes:
         for phase, more in change.items():
@@ -75,7 +75,7 @@ def in_bytes(found: Mapping[Phase, int], adapters: int = 0) -> dict[Phase, int]:
 def host_rss(
     base: Mapping[Phase, int], workload: Workload, zero: ZeroConfig, *, rotary: bool, experts: bool
 ) -> dict[Phase, int]:
-    """Resident bytes of one rank that steps a plain torch optimizer. See Note [Measured, not derived].
+    """Return the resident bytes of one rank that steps a plain torch optimizer. See Note [Measured, not derived].
 
     Args:
         base: MiB by the end of each phase with bf16 and fused attention.
@@ -109,7 +109,7 @@ class Outside:
 def outside_torch(
     workload: Workload, *, nccl: int, capability: tuple[int, int], pinned: int = 0, measured: bool = True
 ) -> Outside:
-    """What NVML shows beyond the allocator's reserved bytes.
+    """Return the bytes that NVML shows beyond the allocator's reserved ones.
 
     Args:
         workload: decides which kernels the process loads.

@@ -1,4 +1,4 @@
-"""What one rank of a job is under every engine: the model's parameters, the workload, and how many ranks share them."""
+"""One rank of a job, as every engine sees it: the model's parameters, the workload, and how many ranks share them."""
 
 from __future__ import annotations
 

@@ -52,12 +52,12 @@ def unregister(name: str) -> None:
 
 
 def engine_names() -> tuple[str, ...]:
-    """Every engine's name, those of installed packages included."""
+    """Return every engine's name, those of installed packages included."""
     return (*_PATHS, *sorted(_installed().names - _PATHS.keys()))
 
 
 def engine_path(name: str, *, where: str = "--engine") -> str:
-    """The dotted path of an engine's class, by which another process finds it.
+    """Return the dotted path of an engine's class, by which another process finds it.
 
     Raises:
         BadInput: with the nearest name.

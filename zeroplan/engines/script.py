@@ -33,7 +33,7 @@ WORKSPACE = 99
 
 
 class Cue(NamedTuple):
-    """What comes after an event block of allocations and frees.
+    """Hooks that follow an event block of allocations and frees.
 
     Attributes:
         event_block: what is recorded first, by its number; None for nothing.
@@ -75,7 +75,7 @@ class Scripts:
         self._known: dict[tuple[bool, bool], Script] = {}
 
     def of(self, tape: ExpandedTape, *, modules: bool, own_linear: bool) -> Script:
-        """The script that :func:`script_of` makes of the tape, made once for each pair of options."""
+        """Return the script that :func:`script_of` makes of the tape, made once for each pair of options."""
         if tape is not self._tape:
             self._tape, self._known = tape, {}
         key = (modules, own_linear)
@@ -85,7 +85,7 @@ class Scripts:
 
 
 def script_of(tape: ExpandedTape, *, modules: bool, own_linear: bool) -> Script:
-    """The tape's forward and backward, with module hooks only if `modules`.
+    """Return the tape's forward and backward, with module hooks only if `modules`.
 
     Workspace cues stand behind the first result of the first module of each half that multiplies matrices, and of the first
     that adds a bias in the same kernel: cuBLAS and cuBLASLt take a workspace for each thread that calls them, once the result
@@ -133,7 +133,9 @@ def _workspaces(
 
 
 def _after_result(tape: ExpandedTape, entry: int, half: range) -> int:
-    """Where the first product of the module entered there has its result, casts of its operands left aside."""
+    """Return the event after the result of the first product in the module entered at `entry`, casts of its operands left
+    aside.
+    """
     for at in range(entry + 1, half.stop):
         if tape.op[at] == Op.ALLOC and tape.kind[at] != Kind.CAST:
             return at + 1

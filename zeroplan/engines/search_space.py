@@ -1,4 +1,4 @@
-"""What the search spaces of engines have in common: offload to a disk needs a disk, and a folder on it."""
+"""The rule that all engines' search spaces share: offload to a disk needs a disk, and a folder on it."""
 
 from __future__ import annotations
 

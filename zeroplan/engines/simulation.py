@@ -1,4 +1,4 @@
-"""What a simulated run of one configuration tells: the GPU's timelines on the ranks that differ, and the host by phase."""
+"""The result of simulating one configuration: the GPU's timelines on the ranks that differ, and the host by phase."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PHASE_OF_MARK = {"model": Phase.LOAD, "init": Phase.INIT, "fwd": Phase.FORWARD,
 
 
 def phase_of_mark(name: str) -> Phase:
-    """The phase that a mark ends: ``model``, ``init``, ``fwd``, ``bwd``, or a step."""
+    """Return the phase that a mark ends: ``model``, ``init``, ``fwd``, ``bwd``, or a step."""
     return _PHASE_OF_MARK.get(name, Phase.STEP)
 
 

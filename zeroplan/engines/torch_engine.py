@@ -1,4 +1,4 @@
-"""What FSDP2 and DDP share as engines: every optimizer of torch runs, and one rank stands for all."""
+"""The base of FSDP2 and DDP as engines: every optimizer of torch runs, and one rank stands for all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users of FSDP2 and DDP give to Muon, and what to AdamW.
+"""The split of parameters between Muon and AdamW that users of FSDP2 and DDP make.
 
 ``torch.optim.Muon`` takes 2-D parameters alone and is meant for hidden layers, so a program makes two optimizers: Muon for the
 matrices of the blocks, AdamW for the embeddings, the head and all vectors. Which parameter goes where is the program's choice;
@@ -16,7 +16,7 @@ _IN_A_BLOCK = re.compile(r"(^|\.)\d+\.")
 
 
 def muon_takes(name: str, dimensions: int) -> bool:
-    """Whether Muon updates a parameter: a matrix of a block (a numbered module) that is no embedding.
+    """Return whether Muon updates a parameter: a matrix of a block (a numbered module) that is no embedding.
 
     Args:
         name: in full, such as ``model.layers.0.mlp.up_proj.weight``.
@@ -26,7 +26,7 @@ def muon_takes(name: str, dimensions: int) -> bool:
 
 
 def muon_share(parameters: Parameters) -> float:
-    """Part of the trained elements that Muon updates, from 0 to 1."""
+    """Return the share of the trained elements that Muon updates, from 0 to 1."""
     names, shapes, numel = parameters.names, parameters.shapes, parameters.numel
     taken = sum(numel[p] for p in parameters.trained if muon_takes(names[p], len(shapes[p])))
     return taken / max(1, parameters.trained_total)

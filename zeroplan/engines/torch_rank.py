@@ -40,7 +40,7 @@ class TorchRank(Rank, ABC):
     @cached_property
     @abstractmethod
     def chunks(self) -> tuple[int, ...]:
-        """What this rank's optimizer holds of each parameter."""
+        """Elements of each parameter that this rank's optimizer holds."""
 
     @property
     def trained(self) -> tuple[int, ...]:
@@ -78,7 +78,7 @@ class TorchRank(Rank, ABC):
         return updated + [(Domain.REST, p) for p in self.trained if p not in self.matrices]
 
     def states(self, domain: Domain, param: int) -> list[tuple[Buffer, int]]:
-        """The optimizer's states of one parameter on this rank, in bytes."""
+        """Return the buffers and bytes of one parameter's optimizer states on this rank."""
         return [
             (state.buffer, state.bytes_of(self.chunks[param], self.original_bytes))
             for state in self.optimizer.states

@@ -1,4 +1,4 @@
-"""What FSDP2's and DDP's schedules share: gradient clipping and the step of torch's optimizers."""
+"""Gradient clipping and the step of torch's optimizers, which FSDP2's and DDP's schedules share."""
 
 from __future__ import annotations
 
@@ -33,14 +33,16 @@ def optimizer_step(recorder: Recorder, rank: TorchRank, *, applied: bool, first:
 
 
 def _norms(recorder: Recorder, tensors: int) -> None:
-    """``clip_grad_norm_``'s scalars, one a tensor. Source: torch/nn/utils/clip_grad.py, _get_total_norm (_foreach_norm)."""
+    """Allocate and free the scalars of ``clip_grad_norm_``, one a tensor. Source: torch/nn/utils/clip_grad.py, _get_total_norm
+    (_foreach_norm).
+    """
     norms = [recorder.alloc(_SCALAR, Buffer.OPTIM_NORM) for _ in range(tensors)]
     for handle in norms:
         recorder.free(handle)
 
 
 def _make_states(recorder: Recorder, rank: TorchRank, stepped: Sequence[tuple[Domain, int]]) -> None:
-    """The states of one tensor after another. A fused step keeps each tensor's step count on the GPU as well."""
+    """Allocate the states of one tensor after another. A fused step keeps each tensor's step count on the GPU as well."""
     counts = {domain: _counts_on_gpu(rank.optimizer, domain) for domain in Domain}
     for domain, p in stepped:
         if counts[domain]:
@@ -55,7 +57,9 @@ def _counts_on_gpu(optimizer: Optimizer, domain: Domain) -> bool:
 
 
 def _temporaries(recorder: Recorder, rank: TorchRank, stepped: Sequence[tuple[Domain, int]]) -> None:
-    """What the step itself needs: nothing if fused, lists of tensors in multi-tensor loops, and Muon's iterations."""
+    """Allocate and free the step's temporaries: none if fused, lists of tensors in multi-tensor loops, and Muon's
+    iterations.
+    """
     kind = rank.optimizer.torch
     if kind is not None and not kind.fused:
         lists = [
@@ -74,7 +78,7 @@ def _temporaries(recorder: Recorder, rank: TorchRank, stepped: Sequence[tuple[Do
 
 
 def _orthogonalize(recorder: Recorder, rank: TorchRank, param: int, previous: int) -> int:
-    """Muon's update of one matrix, which it returns; the one before it goes when this one begins.
+    """Play Muon's update of one matrix and return its handle; the update before it is freed when this one begins.
 
     The momentum's interpolation is in the parameter's dtype, everything that follows in bf16. Each Newton-Schulz iteration
     makes the smaller Gram matrix, a polynomial of it, and the next iterate; the iterations are alike from the second on.

@@ -1,4 +1,4 @@
-"""What trainers share on a rank: the training loops, and the rows of an engine's parameters and optimizer states.
+"""The training loops that trainers share on a rank, and the rows of an engine's parameters and optimizer states.
 
 Imports torch: only trainers import this module, and only a rank's process imports those.
 """
@@ -23,7 +23,7 @@ Step = Callable[[dict[str, torch.Tensor]], torch.Tensor]
 
 
 def engine_step(run: TrainingRun, engine: Any) -> Step:
-    """The loop of an engine with DeepSpeed's calls: ``engine(batch)``, ``engine.backward(loss)``, ``engine.step()``."""
+    """Return the loop of an engine with DeepSpeed's calls: ``engine(batch)``, ``engine.backward(loss)``, ``engine.step()``."""
 
     def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         for micro in range(run.grad_accum):
@@ -40,7 +40,7 @@ def engine_step(run: TrainingRun, engine: Any) -> Step:
 
 
 def torch_loop(run: TrainingRun, model: Any, kept: Buffer, *, autocast: bool) -> Trainer:
-    """Plain torch around a wrapped model: ``torch.optim``'s optimizers, with clipping.
+    """Return the loop of plain torch around a wrapped model: ``torch.optim``'s optimizers, with clipping.
 
     Args:
         run: what ``verify`` asks for.
@@ -73,7 +73,7 @@ def torch_loop(run: TrainingRun, model: Any, kept: Buffer, *, autocast: bool) ->
 
 
 def _sync_gradients(model: Any, last: bool) -> None:
-    """Only the last micro batch reduces gradients across the ranks."""
+    """Let only the last micro batch reduce gradients across the ranks."""
     if hasattr(model, "set_requires_gradient_sync"):
         model.set_requires_gradient_sync(last)
     elif hasattr(model, "require_backward_grad_sync"):
@@ -115,7 +115,7 @@ def _made(name: str, parameters: list[Any]) -> torch.optim.Optimizer:
 
 
 def tensors_row(buffer: Buffer, tensors: list[Any]) -> Row:
-    """One row of the bytes of different tensors; of a distributed tensor this rank's part."""
+    """Return one row with the bytes of different tensors; of a distributed tensor this rank's part."""
     different = {id(tensor): _local(tensor) for tensor in tensors}
     return (buffer.value, "", _place(tensors), sum(one.numel() * one.element_size() for one in different.values()))
 

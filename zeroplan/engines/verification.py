@@ -1,4 +1,4 @@
-"""What ``verify`` asks of an engine: which buffers it accounts for, and how it trains on a rank.
+"""The part of an engine that ``verify`` uses: which buffers it accounts for, and how it trains on a rank.
 
 A trainer is a function ``build(run: TrainingRun) -> Trainer`` in a module that imports torch. Only a rank's process imports it,
 by the dotted path that the engine names (:attr:`zeroplan.engines.base.Engine.trainer`), so planning never loads torch.
@@ -42,7 +42,7 @@ class ModelMaker(Protocol):
     """Makes the model of a run."""
 
     def __call__(self, dtype: torch.dtype, *, cheap: bool = False) -> Any:
-        """The model on the current device, in training mode.
+        """Build the model on the current device, in training mode.
 
         Args:
             dtype: of the parameters; a user's own module keeps its own.
@@ -52,7 +52,7 @@ class ModelMaker(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
-    """What ``verify`` hands to an engine on each rank. The process group is joined already.
+    """The run that ``verify`` hands to an engine on each rank. The process group is joined already.
 
     Attributes:
         stage: the ZeRO stage.
@@ -104,7 +104,7 @@ class Trainer:
 
 
 def optimizer_section(name: str) -> dict[str, Any]:
-    """The ``optimizer`` section of a ds_config for a run of a few steps.
+    """Return the ``optimizer`` section of a ds_config for a run of a few steps.
 
     Raises:
         BadInput: an optimizer that a ds_config cannot name.

@@ -73,13 +73,13 @@ class Ddp(TorchEngine[DdpRank]):
         return _NCCL if layout.world_size > 1 else 0
 
     def host_rss(self, workload: Workload, zero: ZeroConfig, *, rotary: bool = True, experts: bool = False) -> dict[Phase, int]:
-        """As :meth:`zeroplan.engines.base.Engine.host_rss`, measured with DDP."""
+        """Measured with DDP; otherwise as :meth:`zeroplan.engines.base.Engine.host_rss`."""
         from zeroplan.engines.process import host_rss
 
         return host_rss(_RSS, workload, zero, rotary=rotary, experts=experts)
 
     def forms(self) -> Mapping[str, Form]:
-        """A program that reads no file."""
+        """Return one form: plain torch, whose script reads no config file."""
         from zeroplan.interop.forms.torch import DDP
 
         return {"torch": DDP}

@@ -80,7 +80,7 @@ class DdpSchedule(EngineSchedule):
 
 
 def record_ddp(rank: DdpRank, tape: ExpandedTape) -> Recorder:
-    """Every allocation and free of one rank's run, in order. See :func:`zeroplan.engines.player.play`."""
+    """Record every allocation and free of one rank's run, in order. See :func:`zeroplan.engines.player.play`."""
     recorder = Recorder()
     run = Run(rank.workload.grad_accum, STEPS_UNTIL_STEADY, cublas_workspace=rank.cublas_workspace)
     play(run, tape, recorder, DdpSchedule(rank, recorder))

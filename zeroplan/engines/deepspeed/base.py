@@ -1,4 +1,4 @@
-"""What every stage's schedule shares: the model's build, optimizer states, and bookkeeping of blocks."""
+"""The part of a schedule that all stages share: the model's build, optimizer states, and bookkeeping of blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCALAR = 4
 
 
 class Schedule(EngineSchedule):
-    """What the schedules of all stages have in common; each stage overrides the hooks that it uses."""
+    """The hooks that all stages share; each stage overrides those that it runs differently."""
 
     def __init__(self, rank: DeepSpeedRank, recorder: Recorder) -> None:
         self.rank = rank
@@ -63,7 +63,7 @@ class Schedule(EngineSchedule):
             self.free(handle)
 
     def optimizer_step(self, first: bool, places: Sequence[int] | None = None, kind: OptimizerKind | None = None) -> None:
-        """The optimizer steps groups by their places in ``stepped_at_once`` (all, if None): states if `first`, temporaries.
+        """Step the groups at these places in ``stepped_at_once`` (all, if None): states if `first`, temporaries.
 
         FusedAdam and torch's fused kernels need none; multi-tensor loops hold lists of temporaries (AdamW: all denominators);
         its loop makes a square root and a quotient, one tensor after another. `kind` None is the workload's.

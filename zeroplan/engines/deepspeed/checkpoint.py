@@ -32,7 +32,7 @@ from zeroplan.engines.simulation import CheckpointPhase
 
 @dataclass(frozen=True, slots=True)
 class _Owned:
-    """What this rank's optimizer steps, by where it is: places in ``stepped_at_once``."""
+    """Groups that this rank's optimizer steps, divided by where they lie: places in ``stepped_at_once``."""
 
     gpu: list[int]
     host: list[int]
@@ -41,7 +41,8 @@ class _Owned:
 def checkpoint_phases(
     rank: DeepSpeedRank, *, after_init: int, after_step: int, host_init: int, host_step: int, host_load: int = 0
 ) -> tuple[CheckpointPhase, ...]:
-    """``engine.save_checkpoint`` after a step and ``engine.load_checkpoint`` after initialisation. See Note [Checkpoints].
+    """Simulate the host in ``engine.save_checkpoint`` after a step and ``engine.load_checkpoint`` after initialisation. See
+    Note [Checkpoints].
 
     With ``stage3_gather_16bit_weights_on_model_save`` saving includes ``engine.save_16bit_model``.
 
@@ -72,7 +73,7 @@ def _owned(rank: DeepSpeedRank) -> _Owned:
 
 
 def _states(rank: DeepSpeedRank, places: list[int]) -> list[int]:
-    """Bytes of each tensor of the optimizer's states."""
+    """Return the bytes of each tensor of the optimizer's states."""
     return [nbytes for at in places for _, nbytes in rank.states(at)]
 
 

@@ -1,6 +1,7 @@
 """Stage 3's gathering and release of parameters, decision by decision.
 
-``co`` is DeepSpeed 0.19.8's runtime/zero/partitioned_param_coordinator.py, ``pp`` its zero/partition_parameters.py.
+Functions named in brackets are those of DeepSpeed 0.19.8's runtime/zero/partitioned_param_coordinator.py, and
+``all_gather_coalesced``, ``AllGatherCoalescedHandle`` and ``free_param`` those of its zero/partition_parameters.py.
 
 Note [Trace]
     The first forward and backward record in which order modules want their parameters. From the second on the trace is
@@ -14,7 +15,7 @@ Note [Lag]
     the pool one allocation after the next one, and a parameter's at once, or with several ranks a few modules later. Behind
     the head and the loss, and wherever kernels take longer than hooks, parameters are back tens of fetches later: as far as
     device_lag.py says at most. Which it is decides how the gathers' stream is fragmented.
-    Gradients that wait for a reduce-scatter are back up to three buckets later (s3, max_param_reduce_events), which adds
+    Gradients that wait for a reduce-scatter are back up to three buckets later (stage3.py, max_param_reduce_events), which adds
     nothing to reserved memory: what the forward saved is being freed beside them.
 """
 
@@ -38,7 +39,7 @@ FETCHES_BEHIND = 3
 
 
 class _Gather:
-    """One all-gather that has been issued and not yet waited for (pp, AllGatherCoalescedHandle).
+    """One all-gather that has been issued and not yet waited for (partition_parameters.py, AllGatherCoalescedHandle).
 
     `flats` are its buffers, one a dtype, which go when the last of its parameters has been asked for; `temps` go when it is
     waited for. `cut` says that a buffer holds several parameters, each rank's part of all of them in a row.
@@ -68,14 +69,14 @@ class _Trace:
             self.before.append(total)
 
     def returns_within(self, param: int, step: int, distance: int) -> bool:
-        """Whether a module from `step` on, less than `distance` elements away, uses the parameter."""
+        """Return whether a module from `step` on, less than `distance` elements away, uses the parameter."""
         steps = self.steps_of.get(param, ())
         at = bisect_left(steps, step)
         return at < len(steps) and self.before[steps[at]] - self.before[min(step, len(self.before) - 1)] < distance
 
 
 class Coordinator:
-    """Which parameters are gathered, and the blocks that they are gathered into.
+    """The parameters that are gathered now, and the blocks that they are gathered into.
 
     Args:
         rank: whose parameters.
@@ -123,7 +124,7 @@ class Coordinator:
     # A micro batch
 
     def begin(self) -> None:
-        """Begin a forward with a new trace (co, reset_step)."""
+        """Begin a forward with a new trace (partitioned_param_coordinator.py, reset_step)."""
         for p, gather in list(self.inflight.items()):
             self._wait(gather)
             self._release(p)
@@ -138,7 +139,7 @@ class Coordinator:
         self.fetched_at = [_NEVER] * len(self.fetched_at)
 
     def fetch(self, module: int, *, forward: bool, recomputing: bool = False) -> None:
-        """Gather the module's parameters, wait for them, and prefetch those of later modules (co, fetch_sub_module)."""
+        """Gather the module's parameters, wait for them, and prefetch those of later modules (fetch_sub_module)."""
         self.deferred_frees.tick()
         if self.trace is None and self.recorded is not None:
             self.recorded.append(module)
@@ -189,7 +190,7 @@ class Coordinator:
             self._gather(sorted(chosen))
 
     def release(self, module: int, *, forward: bool) -> None:
-        """Free the module's parameters that no later module is about to use (co, release_sub_module)."""
+        """Free the module's parameters that no later module is about to use (release_sub_module)."""
         params: Iterable[int] = self.module_params[module]
         going: set[int] | frozenset[int] = self._leaving(module) if self.trace is not None else frozenset(params)
         if not forward:
@@ -204,7 +205,9 @@ class Coordinator:
                 self._release(p)
 
     def _leaving(self, module: int) -> frozenset[int]:
-        """co, __params_to_release, which DeepSpeed caches by module and step."""
+        """Return the parameters to release after a module, cached by module and step as DeepSpeed does
+        (``__params_to_release``).
+        """
         key = (module, self.step)
         found = self.kept.get(key)
         if found is None:
@@ -218,7 +221,7 @@ class Coordinator:
         return found
 
     def end_backward(self) -> None:
-        """Free what no hook frees: modules whose inputs need no gradient (co, release_backward_leftovers)."""
+        """Free what no hook frees: modules whose inputs need no gradient (release_backward_leftovers)."""
         while self.backward_modules:
             module, _ = self.backward_modules.popitem()
             for p in {*self.module_params[module], *self.recomputed.pop(module, ())}:
@@ -227,7 +230,7 @@ class Coordinator:
                     self._release(p)
 
     def release_all(self) -> None:
-        """Free all gathered parameters before the step, persistent ones included (co, release_and_reset_all)."""
+        """Free all gathered parameters before the step, persistent ones included (release_and_reset_all)."""
         for p in range(len(self.status)):
             gather = self.inflight.pop(p, None)
             if gather is not None:
@@ -251,14 +254,16 @@ class Coordinator:
     # Blocks
 
     def _gather(self, params: list[int]) -> None:
-        """co, __all_gather_params_: those with hpZ's second shard first, from within the group, then the others."""
+        """Gather parameters: those with hpZ's secondary shard first, from within the group, then the others
+        (``__all_gather_params_``).
+        """
         second = [p for p in params if p in self.secondary]
         for group in (second, [p for p in params if p not in self.secondary]):
             if group:
                 self._gather_together(group)
 
     def _gather_together(self, params: list[int]) -> None:
-        """pp, all_gather_coalesced: alone straight into place, several through one flat buffer."""
+        """Gather one parameter straight into place, or several through one flat buffer (``all_gather_coalesced``)."""
         self.deferred_frees.poll()
         rank, alloc, stream = self.rank, self.alloc, self.stream
         w, ranks, numel = rank.param_bytes, rank.ranks, rank.numel
@@ -292,14 +297,14 @@ class Coordinator:
             self.inflight[p] = gather
 
     def _shard_copies(self, p: int) -> list[int]:
-        """A shard's copy from the host, and its cast to the dtype that it travels in."""
+        """Return a shard's copy from the host, and its cast to the dtype that it travels in."""
         rank = self.rank
         part = rank.secondary_shards[p] if p in self.secondary else rank.shards[p]
         widths = [rank.param_bytes] * self.on_host + [rank.gather_of[p]] * (rank.gather_of[p] != rank.param_bytes)
         return [self.alloc(width * part, Buffer.STAGE_H2D, stream=self.stream, note=p) for width in widths]
 
     def _wait(self, gather: _Gather) -> None:
-        """pp, AllGatherCoalescedHandle.wait: cuts the flat buffers into parameters; called once a parameter."""
+        """Cut the flat buffers into parameters, once a parameter (``AllGatherCoalescedHandle.wait``)."""
         free, w = self.recorder.free, self.rank.param_bytes
         in_place = self.rank.zero.use_all_reduce_for_fetch_params
         if not gather.waited:
@@ -327,7 +332,7 @@ class Coordinator:
                 self.recorder.free(handle)
 
     def _release(self, param: int) -> None:
-        """pp, free_param: the block waits until the compute stream is done with it."""
+        """Free a parameter; its block waits until the compute stream is done with it (free_param)."""
         if self.status[param] != _AVAILABLE or self.active[param]:
             return
         self.before_free(param)

@@ -1,4 +1,4 @@
-"""How far the device is behind the host in a micro batch of stage 3, module by module.
+"""The distance by which the device falls behind the host in a micro batch of stage 3, module by module.
 
 Note [Device lag]
     Freed parameters come back once the compute stream has passed their last use (coordinator.py, Note [Lag]). Two clocks say
@@ -6,7 +6,7 @@ Note [Device lag]
     earlier than it is issued and takes what the module's products and its bytes take. Where a host's hooks take longer than
     the kernels, the device waits for them, except behind the head and the loss, whose logits keep it busy for tens of hooks.
     Where the kernels take longer it falls behind all through the forward: DeepSpeed's own bounds do not hold it. Its fetch
-    events (co, __max_ongoing_fetch_events) are recorded on the gathers' stream, which waits for no computation.
+    events (__max_ongoing_fetch_events) are recorded on the gathers' stream, which waits for no computation.
     The clocks run at the rates of step times (core/rates.py), whose host is a fast one. One that is slowed down lets the
     device come closer, down to the few fetches that are always there: a run lies between the two.
 """
@@ -47,7 +47,7 @@ class DeviceLag:
 
 
 def device_lag_of(tape: ExpandedTape, tokens: int, rates: Rates, *, fp32: bool, unhooked: Sequence[bool]) -> DeviceLag:
-    """How far the device falls behind the host in one forward and backward of a tape.
+    """Derive how far the device falls behind the host in one forward and backward of a tape.
 
     Args:
         tape: the expanded tape; each allocation is one kernel's output.
@@ -102,7 +102,8 @@ def device_lag_of(tape: ExpandedTape, tokens: int, rates: Rates, *, fp32: bool, 
 
 
 def _multiplied(tape: ExpandedTape) -> tuple[list[int], list[int]]:
-    """By module, elements of the matrices that its forward multiplies with, and its backward, those that are trained twice.
+    """Count, for each module, the elements of the matrices that its forward and its backward multiply with; trained ones count
+    twice.
 
     An embedding looks rows up.
     """

@@ -114,7 +114,7 @@ class DeepSpeed(Engine):
             )
 
     def unmodelled(self, case: Case) -> tuple[Unmodelled, ...]:
-        """Quantized communication, ZenFlow and SuperOffload, of which no line or schedule tells."""
+        """Return the keys of quantized communication, ZenFlow and SuperOffload, which no line or schedule covers."""
         zero = case.zero
         asked = [name for name in _QUANTIZED if getattr(zero, name)] if zero.stage == 3 else []
         found = [Unmodelled(f"zero_optimization.{name}", *_QUANTIZED[name]) for name in asked]

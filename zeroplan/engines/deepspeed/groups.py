@@ -1,4 +1,4 @@
-"""How DeepSpeed flattens a parameter group and divides it among ranks (stages 1 and 2) and into sub-groups (stage 3)."""
+"""DeepSpeed's flat parameter groups, divided among ranks (stages 1 and 2) and into sub-groups (stage 3)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class FlatGroup:
         return sum(self.partitions)
 
     def owned(self, rank: int) -> list[tuple[int, Slice]]:
-        """The parameters that touch `rank`'s part, in order, with what it owns of them."""
+        """Return the parameters that touch `rank`'s part, in order, with the slices that it owns of them."""
         return [(p, part) for p in self.order for part in self.slices[p] if part.rank == rank]
 
 
@@ -124,7 +124,7 @@ def padded(numel: int, ranks: int) -> int:
 
 
 def sub_groups(params: Sequence[int], shards: Sequence[int], size: int) -> list[list[int]]:
-    """The parameters of each sub-group that stage 3 steps at once.
+    """Return the parameters of each sub-group that stage 3 steps at once.
 
     A sub-group closes with the parameter that reaches `size`, so it may exceed it by one parameter's part.
     Source: runtime/zero/stage3.py, _create_fp16_sub_groups
@@ -143,7 +143,7 @@ def sub_groups(params: Sequence[int], shards: Sequence[int], size: int) -> list[
 
 
 def persistent(numel: Sequence[int], threshold: int, model_threshold: int) -> list[int]:
-    """The parameters that stage 3 keeps gathered: small ones, while all of them fit the model's threshold.
+    """Return the parameters that stage 3 keeps gathered: small ones, while all of them fit the model's threshold.
 
     Source: runtime/zero/parameter_offload.py, mark_persistent_parameters
     """

@@ -25,7 +25,7 @@ class HostMark:
     locked: int = 0
 
     def host_phase(self) -> HostPhase:
-        """This mark as the :class:`HostPhase` that an engine's simulation returns."""
+        """Return this mark as the :class:`HostPhase` that an engine's simulation returns."""
         return HostPhase(self.phase, self.peak, self.pinned, self.alive, self.kept, self.locked)
 
     def repeated(self, step: HostMark) -> HostPhase:
@@ -100,7 +100,7 @@ class HostRecorder:
         self._peak, self._at_peak = self._pageable + self._pinned, kept
 
     def _now(self) -> HostBytes:
-        """What is alive, as requested; what pinned blocks hold beyond it is the allocator's rounding, and freed blocks."""
+        """Return the bytes alive, as requested; the rest of the pinned blocks is the allocator's rounding and freed blocks."""
         found = {(buffer, _place(pinned)): count for (buffer, pinned), count in self._alive.items() if count}
         spare = self._pinned - sum(count for (_, place), count in found.items() if place is Place.PINNED)
         return found | ({(Buffer.FRAGMENTATION, Place.PINNED): spare} if spare else {})

@@ -14,7 +14,7 @@ _CONTAINERS = frozenset({"Container", "Sequential", "ModuleList", "ModuleDict", 
 
 
 def subtree_params(modules: Sequence[TapeModule], root: int) -> tuple[int, ...]:
-    """The parameters of a module and all below it (children follow their parents)."""
+    """Return the parameters of a module and all below it (children follow their parents)."""
     inside = {root}
     params = list(modules[root].params)
     for m in range(root + 1, len(modules)):
@@ -25,7 +25,8 @@ def subtree_params(modules: Sequence[TapeModule], root: int) -> tuple[int, ...]:
 
 
 def leaf_modules(modules: Sequence[TapeModule], numel: Sequence[int], zero: ZeroConfig) -> frozenset[int]:
-    """The modules that ``leaf_module`` names by class, name or suffix, and those that the granularity threshold makes leaves.
+    """Return the modules that ``leaf_module`` names by class, name or suffix, and those that the granularity threshold makes
+    leaves.
 
     Sources: runtime/zero/leaf_module_config.py, utils/z3_leaf_module.py, zero/parameter_offload.py
     """
@@ -43,7 +44,7 @@ def leaf_modules(modules: Sequence[TapeModule], numel: Sequence[int], zero: Zero
 
 
 def inside_of(modules: Sequence[TapeModule], leaves: frozenset[int]) -> list[bool]:
-    """Which modules lie inside a leaf module, whose children have no hooks."""
+    """Mark the modules inside a leaf module, whose children have no hooks."""
     inside = [False] * len(modules)
     for m, module in enumerate(modules):
         parent = module.parent

@@ -1,7 +1,7 @@
 """DeepSpeed's ledger: every buffer whose size follows from the config, stages 0 to 3, on GPU, host and disk.
 
 All lines are bytes of one rank. `phases` say when the buffer lives; how lives overlap is the schedules' business.
-Sources are paths in DeepSpeed 0.19.8 under ``deepspeed/runtime/``; ``s12`` is zero/stage_1_and_2.py, ``s3`` zero/stage3.py.
+Sources are paths in DeepSpeed 0.19.8 under ``deepspeed/runtime/``; ``stage_1_and_2.py`` and ``stage3.py`` are in its zero/.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _kept_width(c: DeepSpeedRank) -> int:
 def param_full(c: DeepSpeedRank) -> int:
     """The whole trainable model on every rank.
 
-    Source: s12, flatten_dense_tensors_aligned (stages 1 and 2 pad the flat group)
+    Source: stage_1_and_2.py, flatten_dense_tensors_aligned (stages 1 and 2 pad the flat group)
     """
     if c.stage == 3:
         return 0
@@ -73,7 +73,7 @@ def param_shard(c: DeepSpeedRank) -> int:
 def param_shard_host(c: DeepSpeedRank) -> int:
     """The parameters' parts in one flat host buffer, always pinned.
 
-    Source: s3, _create_param_groups_fp16_flat_cpu_memory
+    Source: stage3.py, _create_param_groups_fp16_flat_cpu_memory
     """
     if c.param_device is OffloadDevice.CPU:
         return pow2(c.param_bytes * c.sharded)
@@ -129,7 +129,7 @@ def param_persistent(c: DeepSpeedRank) -> int:
 def param_secondary(c: DeepSpeedRank) -> int:
     """A second part of every parameter, of a smaller group of ranks (zero_hpz_partition_size); the step drops it.
 
-    Source: zero/partition_parameters.py, _partition_param_sec; s3, invalidate_secondary_tensor
+    Source: zero/partition_parameters.py, _partition_param_sec; stage3.py, invalidate_secondary_tensor
     """
     return c.param_bytes * c.secondary if c.param_device is OffloadDevice.NONE else 0
 
@@ -158,7 +158,7 @@ def param_saved(c: DeepSpeedRank) -> int:
 def param_master(c: DeepSpeedRank) -> int:
     """The optimizer's own copy of what this rank updates; stages 1 to 3 clone it even for an fp32 model.
 
-    Source: s12, single_partition_of_fp32_groups; s3, _create_fp32_partitions
+    Source: stage_1_and_2.py, single_partition_of_fp32_groups; stage3.py, _create_fp32_partitions
     """
     return c.master_bytes * c.stepped_hbm if c.own_masters else 0
 
@@ -167,7 +167,7 @@ def param_master(c: DeepSpeedRank) -> int:
 def param_master_host(c: DeepSpeedRank) -> int:
     """The optimizer's own copy, offloaded (stages 1 and 2): one pinned block.
 
-    Source: s12, weights_partition
+    Source: stage_1_and_2.py, weights_partition
     """
     return _block(c, c.master_bytes * c.stepped_host) if c.stage in (1, 2) else 0
 
@@ -176,7 +176,7 @@ def param_master_host(c: DeepSpeedRank) -> int:
 def param_master_host_stage3(c: DeepSpeedRank) -> int:
     """The optimizer's own copy, offloaded (stage 3): pageable.
 
-    Source: s3, _create_fp32_partitions
+    Source: stage3.py, _create_fp32_partitions
     """
     return c.master_bytes * c.stepped_host if c.stage == 3 else 0
 
@@ -203,7 +203,7 @@ def grad_full(c: DeepSpeedRank) -> int:
 def grad_full_stage1(c: DeepSpeedRank) -> int:
     """Whole gradients, freed as they are reduced at the accumulation boundary (stage 1).
 
-    Source: s12 keeps .grad until the boundary when gradients are not partitioned
+    Source: stage_1_and_2.py keeps .grad until the boundary when gradients are not partitioned
     """
     return c.param_bytes * c.trainable if c.stage == 1 and not c.accumulates_apart else 0
 
@@ -212,7 +212,7 @@ def grad_full_stage1(c: DeepSpeedRank) -> int:
 def grad_accum_stage1(c: DeepSpeedRank) -> int:
     """Whole gradients in the accumulation's dtype, in place of those of the model's (stage 1).
 
-    Source: s12, fill_grad_accum_attribute
+    Source: stage_1_and_2.py, fill_grad_accum_attribute
     """
     return c.accum_bytes * c.trainable if c.accumulates_apart else 0
 
@@ -221,7 +221,7 @@ def grad_accum_stage1(c: DeepSpeedRank) -> int:
 def grad_shard_stage1(c: DeepSpeedRank) -> int:
     """The reduced gradients of this rank's partition, from the boundary to the step (stage 1).
 
-    Source: s12, copy_grads_in_partition, _add_full_reduction_to_compact_grad_partition
+    Source: stage_1_and_2.py, copy_grads_in_partition, _add_full_reduction_to_compact_grad_partition
     """
     return _kept_width(c) * c.stepped if c.stage == 1 else 0
 
@@ -239,7 +239,7 @@ def grad_accum_fp32(c: DeepSpeedRank) -> int:
 def grad_shard(c: DeepSpeedRank) -> int:
     """Averaged gradients of this rank's partition, alive from the backward to the step (stage 2).
 
-    Source: s12, copy_grads_in_partition, _add_full_reduction_to_compact_grad_partition
+    Source: stage_1_and_2.py, copy_grads_in_partition, _add_full_reduction_to_compact_grad_partition
     """
     return _kept_width(c) * c.stepped if c.stage == 2 else 0
 
@@ -248,7 +248,7 @@ def grad_shard(c: DeepSpeedRank) -> int:
 def grad_accum(c: DeepSpeedRank) -> int:
     """Accumulated gradients of this rank's part: one flat buffer, never freed (stage 3).
 
-    Source: s3, grad_partitions_flat_buffer
+    Source: stage3.py, grad_partitions_flat_buffer
     """
     return c.accum_bytes * c.sharded if c.stage == 3 and c.optimizer_device is OffloadDevice.NONE else 0
 
@@ -257,7 +257,7 @@ def grad_accum(c: DeepSpeedRank) -> int:
 def grad_accum_host(c: DeepSpeedRank) -> int:
     """Accumulated gradients on the host (stage 3 with optimizer offload).
 
-    Source: s3, grad_partitions_flat_buffer
+    Source: stage3.py, grad_partitions_flat_buffer
     """
     if c.stage != 3 or c.optimizer_device is OffloadDevice.NONE:
         return 0
@@ -268,7 +268,7 @@ def grad_accum_host(c: DeepSpeedRank) -> int:
 def grad_master_host(c: DeepSpeedRank) -> int:
     """Gradients in the master's dtype, as the CPU optimizer reads them.
 
-    Source: s12, single_partition_of_fp32_groups[i].grad; s3, initialize_optimizer_states
+    Source: stage_1_and_2.py, single_partition_of_fp32_groups[i].grad; stage3.py, initialize_optimizer_states
     """
     if c.optimizer_device is not OffloadDevice.CPU:
         return 0
@@ -281,7 +281,7 @@ def grad_master_host(c: DeepSpeedRank) -> int:
 def grad_master_kept(c: DeepSpeedRank) -> int:
     """Gradients in the master's dtype for the sub-groups that a partial offload keeps on the GPU.
 
-    Source: s3, initialize_optimizer_states
+    Source: stage3.py, initialize_optimizer_states
     """
     return c.master_bytes * c.stepped_hbm if c.stage == 3 and c.optimizer_device is OffloadDevice.CPU else 0
 
@@ -299,7 +299,7 @@ def grad_master_nvme(c: DeepSpeedRank) -> int:
 def grad_accum_host_stage2(c: DeepSpeedRank) -> int:
     """Gradients kept on the host across micro batches (stages 1 and 2, accumulation above 1).
 
-    Source: s12, accumulated_grads_in_cpu (a buffer for every parameter, whole)
+    Source: stage_1_and_2.py, accumulated_grads_in_cpu (a buffer for every parameter, whole)
     """
     return c.accum_blocks
 
@@ -345,7 +345,7 @@ def server_error(c: DeepSpeedRank) -> int:
 def ipg_bucket(c: DeepSpeedRank) -> int:
     """Gradients collected before a reduction, allocated at full size for each backward; two when overlapping.
 
-    Source: s12, setup_buckets
+    Source: stage_1_and_2.py, setup_buckets
     """
     if c.stage in (1, 2) and c.contiguous_gradients and not c.full_fp32_grads:
         return c.bucket_bytes * c.reduce_bucket * c.buckets
@@ -356,7 +356,7 @@ def ipg_bucket(c: DeepSpeedRank) -> int:
 def ipg_bucket_stage3(c: DeepSpeedRank) -> int:
     """The one bucket of gradients of stage 3, allocated at initialisation and never freed.
 
-    Source: s3, ipg_buckets
+    Source: stage3.py, ipg_buckets
     """
     return c.bucket_bytes * c.reduce_bucket if c.stage == 3 and c.contiguous_gradients else 0
 
@@ -365,7 +365,7 @@ def ipg_bucket_stage3(c: DeepSpeedRank) -> int:
 def offload_staging(c: DeepSpeedRank) -> int:
     """Room on the GPU for one gradient on its way to the host: the largest parameter (stages 1 and 2).
 
-    Source: s12, temp_grad_buffer_for_gpu_offload
+    Source: stage_1_and_2.py, temp_grad_buffer_for_gpu_offload
     """
     return c.param_bytes * c.largest_param if c.stage in (1, 2) and c.optimizer_device is OffloadDevice.CPU else 0
 
@@ -374,7 +374,7 @@ def offload_staging(c: DeepSpeedRank) -> int:
 def offload_staging_host(c: DeepSpeedRank) -> int:
     """Its twin on the host.
 
-    Source: s12, temp_grad_buffer_for_cpu_offload
+    Source: stage_1_and_2.py, temp_grad_buffer_for_cpu_offload
     """
     if c.stage in (1, 2) and c.optimizer_device is OffloadDevice.CPU:
         return _block(c, c.param_bytes * c.largest_param)
@@ -385,7 +385,7 @@ def offload_staging_host(c: DeepSpeedRank) -> int:
 def updated_params_host(c: DeepSpeedRank) -> int:
     """Updated parameters in the model's dtype, on their way back to the GPU (stages 1 and 2).
 
-    Source: s12, param_buffer_of_bit16_for_cpu_offload_groups
+    Source: stage_1_and_2.py, param_buffer_of_bit16_for_cpu_offload_groups
     """
     if c.stage in (1, 2) and c.optimizer_device is OffloadDevice.CPU:
         return _block(c, c.param_bytes * c.stepped_host)
@@ -396,7 +396,7 @@ def updated_params_host(c: DeepSpeedRank) -> int:
 def updated_params_cast(c: DeepSpeedRank) -> int:
     """A sub-group's updated parameters, cast on the host before they are copied to the GPU (stage 3).
 
-    Source: s3, _reassign_or_swap_out_partitioned_parameters (a copy across devices casts first)
+    Source: stage3.py, _reassign_or_swap_out_partitioned_parameters (a copy across devices casts first)
     """
     if c.stage == 3 and c.optimizer_device is not OffloadDevice.NONE and c.param_device is OffloadDevice.NONE:
         return c.param_bytes * c.sub_group
@@ -437,7 +437,7 @@ def param_swap_reserve(c: DeepSpeedRank) -> int:
 def step_gradients_flat(c: DeepSpeedRank) -> int:
     """The step's own copy of the gradients as one tensor, where they are more than one.
 
-    Source: s12, flatten_dense_tensors_aligned; s3, _prepare_fp32_grad_for_sub_group (one sub-group at a time)
+    Source: stage_1_and_2.py, flatten_dense_tensors_aligned; stage3.py, _prepare_fp32_grad_for_sub_group (one at a time)
     """
     if c.stage == 0 or c.optimizer_device is not OffloadDevice.NONE or c.full_fp32_grads or c.compact:
         return 0
@@ -448,7 +448,7 @@ def step_gradients_flat(c: DeepSpeedRank) -> int:
 def step_gradients_cast(c: DeepSpeedRank) -> int:
     """The step's gradients in the master's dtype, if that is another; at stage 0 also one by one, before they are flattened.
 
-    Source: s12, step; s3, _prepare_fp32_grad_for_sub_group; fp16/fused_optimizer.py and unfused_optimizer.py, step
+    Source: stage_1_and_2.py, step; stage3.py, _prepare_fp32_grad_for_sub_group; fp16/[un]fused_optimizer.py, step
     """
     if c.stage == 0:
         return c.master_bytes * c.stepped * (2 if c.fused_adam else 1) if c.own_masters else 0
@@ -464,7 +464,7 @@ def optimizer_temporaries(c: DeepSpeedRank) -> int:
     A partial offload's part on the GPU is stepped by torch's multi-tensor AdamW, one sub-group at a time.
 
     Source: torch/optim/adamw.py (the multi-tensor step keeps a temporary for every tensor, the plain loop two for one);
-        s3, backup_optimizer
+        stage3.py, backup_optimizer
     """
     if c.kept_on_gpu:
         return c.master_bytes * c.sub_group

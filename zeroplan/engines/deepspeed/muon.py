@@ -1,7 +1,7 @@
-"""Where DeepSpeed's Muon gathers whole matrices: the buffers that it caches for that, and what it needs for the time being.
+"""The buffers through which DeepSpeed's Muon gathers whole matrices: those that it caches, and its temporaries.
 
 Newton-Schulz itself is compiled; the temporaries within, a few times the largest matrix, are in no figure.
-``s12`` is DeepSpeed 0.19.8's runtime/zero/stage_1_and_2.py, ``s3`` its zero/stage3.py.
+``stage_1_and_2.py`` and ``stage3.py`` are files of DeepSpeed 0.19.8's runtime/zero.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from zeroplan.core.optimizer_row import Domain
 from zeroplan.core.units import MIB
 from zeroplan.engines.deepspeed.stepped_groups import SteppedGroups
 
-#: s12 and s3, _muon_allgather_max_cached_bytes: gather buffers that stay from step to step, the most recently used ones.
+#: Gather buffers that stay from step to step, the most recently used ones (_muon_allgather_max_cached_bytes).
 _MOST_CACHED = 256 * MIB
-#: s12, _muon_allgather_max_buffer_bytes: of the buffers of one gather, and of the matrices gathered one after another.
+#: Buffers of one gather, and the matrices gathered one after another (_muon_allgather_max_buffer_bytes).
 _MOST_AT_ONCE = 64 * MIB
 
 
@@ -29,7 +29,7 @@ class MatrixGathers:
 
 
 def matrix_gathers(rank: SteppedGroups) -> MatrixGathers:
-    """What updating this rank's matrices takes; nothing for another optimizer than Muon."""
+    """Return the memory that updating this rank's matrices takes; nothing for another optimizer than Muon."""
     matrices = next((group for domain, group in rank.param_groups if domain is Domain.MATRIX), ())
     if not matrices or rank.stages_momentum:
         return MatrixGathers()  # what stages 1 and 2 orthogonalise, they have whole
@@ -42,7 +42,8 @@ def matrix_gathers(rank: SteppedGroups) -> MatrixGathers:
 
 
 def _stage3(rank: SteppedGroups) -> MatrixGathers:
-    """s3, _apply_muon_to_accumulated_grads, _muon_update_sub_group, _partitioned_buffers_all_gather.
+    """Gather matrices at stage 3 (stage3.py, _apply_muon_to_accumulated_grads, _muon_update_sub_group,
+    _partitioned_buffers_all_gather).
 
     A sub-group's matrices are gathered by as many as a bucket holds: gradients, then copies of their momentum.
     """
@@ -61,7 +62,9 @@ def _stage3(rank: SteppedGroups) -> MatrixGathers:
 
 
 def _stage3_offloaded(rank: SteppedGroups) -> MatrixGathers:
-    """s3, _apply_muon_updates_cpu_offload: a sub-group's gradients and momentum go to the GPU and are gathered together."""
+    """Move a sub-group's gradients and momentum to the GPU and gather them together (stage3.py,
+    _apply_muon_updates_cpu_offload).
+    """
     width, ranks = rank.accum_bytes, rank.ranks
     uses: list[tuple[Hashable, int]] = []
     passing = []
@@ -79,7 +82,7 @@ def _stage3_offloaded(rank: SteppedGroups) -> MatrixGathers:
 
 
 def _stage12_offloaded(rank: SteppedGroups, matrices: Sequence[int]) -> MatrixGathers:
-    """s12, _apply_muon_updates_cpu_offload: batches of matrices, whose gradients and momentum are gathered in chunks.
+    """Gather batches of matrices, their gradients and momentum in chunks (stage_1_and_2.py, _apply_muon_updates_cpu_offload).
 
     In the first step momentum is zero everywhere and is not gathered, so that step has gather buffers of its own.
     """

@@ -1,6 +1,6 @@
 """The ledger's lines for DeepSpeed's Muon: momentum of matrices, and what gathers them. See Note [Muon's groups].
 
-``s12`` is DeepSpeed 0.19.8's runtime/zero/stage_1_and_2.py, ``s3`` its zero/stage3.py.
+Sources are files of DeepSpeed 0.19.8's runtime/zero.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def add_muon_lines(lines: LedgerBuilder) -> None:
     def muon_momentum_stage3(c: DeepSpeedRank) -> int:
         """Momentum of this rank's parts of the matrices, made at initialisation, as wide as a gradient on its way.
 
-        Source: s3, _create_momentum_buffer
+        Source: stage3.py, _create_momentum_buffer
         """
         return c.momentum_bytes * c.matrix if c.stage == 3 and c.optimizer_device is OffloadDevice.NONE else 0
 
@@ -37,7 +37,7 @@ def add_muon_lines(lines: LedgerBuilder) -> None:
     def muon_momentum_staged(c: DeepSpeedRank) -> int:
         """The momentum of the step under way, until no gradient of it is found to be infinite.
 
-        Source: s12, _muon_staging_momentum
+        Source: stage_1_and_2.py, _muon_staging_momentum
         """
         return c.momentum_bytes * c.most_momentum
 
@@ -45,7 +45,7 @@ def add_muon_lines(lines: LedgerBuilder) -> None:
     def muon_momentum_host(c: DeepSpeedRank) -> int:
         """Momentum of this rank's parts of the matrices, offloaded.
 
-        Source: s12 and s3, _apply_muon_updates_cpu_offload
+        Source: stage_1_and_2.py and stage3.py, _apply_muon_updates_cpu_offload
         """
         return 0 if c.optimizer_device is OffloadDevice.NONE else c.momentum_bytes * c.matrix_in_memory
 
@@ -53,7 +53,7 @@ def add_muon_lines(lines: LedgerBuilder) -> None:
     def muon_momentum_nvme(c: DeepSpeedRank) -> int:
         """Momentum of this rank's parts of the matrices in files, one a sub-group.
 
-        Source: s3, _create_momentum_buffer
+        Source: stage3.py, _create_momentum_buffer
         """
         return c.momentum_bytes * c.matrix_in_files
 
@@ -61,7 +61,7 @@ def add_muon_lines(lines: LedgerBuilder) -> None:
     def muon_gathers(c: DeepSpeedRank) -> int:
         """Buffers through which Muon gathers whole matrices in the step, kept for the next one.
 
-        Source: s12, _muon_all_gather_partitions; s3, _partitioned_buffers_all_gather
+        Source: stage_1_and_2.py, _muon_all_gather_partitions; stage3.py, _partitioned_buffers_all_gather
         """
         return c.muon_gathers
 
@@ -77,6 +77,6 @@ def add_muon_lines(lines: LedgerBuilder) -> None:
     def muon_updates(c: DeepSpeedRank) -> int:
         """Updates of the whole matrices that the backward orthogonalises, until the step.
 
-        Source: s12, get_flat_partition
+        Source: stage_1_and_2.py, get_flat_partition
         """
         return c.momentum_bytes * c.most_momentum

@@ -28,14 +28,14 @@ _ADAPTERS_STAGE3 = 105
 
 
 def nccl_bytes(workload: Workload, zero: ZeroConfig, layout: ParallelLayout) -> int:
-    """Bytes of NCCL's buffers and kernels on one GPU."""
+    """Return the bytes of NCCL's buffers and kernels on one GPU."""
     if layout.world_size > 1:
         return _NCCL
     return _NCCL_ALONE if zero.stage == 3 and workload.dtype is DType.FP16 else 0
 
 
 def host_rss(workload: Workload, zero: ZeroConfig, *, rotary: bool, experts: bool) -> dict[Phase, int]:
-    """As :meth:`zeroplan.engines.base.Engine.host_rss`."""
+    """Return the resident bytes of DeepSpeed's process; see :meth:`zeroplan.engines.base.Engine.host_rss`."""
     sliced_norms = zero.stage in (1, 2)
     changes = [arithmetic_change(workload)]
     if not rotary:  # the norms of stages 1 and 2 raise to a power, too, so their step has the kernel all the same

@@ -38,14 +38,14 @@ class DeepSpeedRank(SteppedGroups):
     saved_weights: int = means("elements of linear layers' weights that autograd keeps until their backward", default=0)
 
     def at(self, rank: int) -> DeepSpeedRank:
-        """Another rank of the same job."""
+        """Return another rank of the same job."""
         return self if rank == self.rank else replace(self, rank=rank)
 
     # --- the configuration ------------------------------------------------------------------------------------------------
 
     @property
     def optimizer_kind(self) -> OptimizerKind:
-        """How the optimizer walks its tensors."""
+        """The way in which the optimizer walks its tensors."""
         return self.workload.optimizer_kind
 
     @property
@@ -74,7 +74,7 @@ class DeepSpeedRank(SteppedGroups):
 
     @property
     def pinned(self) -> Place:
-        """Where the offloaded optimizer's transfer buffers are."""
+        """The memory in which the offloaded optimizer's transfer buffers lie."""
         return Place.PINNED if self.pin_optimizer else Place.DRAM
 
     # --- the parameters ---------------------------------------------------------------------------------------------------
@@ -95,7 +95,8 @@ class DeepSpeedRank(SteppedGroups):
         return self._travelling(self.param_bytes)
 
     def _travelling(self, otherwise: int) -> tuple[int, ...]:
-        """Under ``torch_autocast`` parameters of linear layers and convolutions travel in 16 bits, all others as they are.
+        """Return each parameter's bytes an element in communication: under ``torch_autocast``, 16-bit ones for linear layers
+        and convolutions.
 
         Source: torch_autocast.py, init_autocast_params, whose attribute outranks ``communication_data_type``
         """
@@ -128,7 +129,7 @@ class DeepSpeedRank(SteppedGroups):
 
     @cached_property
     def matrix_gathers(self) -> MatrixGathers:
-        """What Muon's updates of whole matrices take on the GPU."""
+        """Memory that Muon's updates of whole matrices take on the GPU."""
         return matrix_gathers(self)
 
     # --- the names in the ledger's formulas -------------------------------------------------------------------------------
@@ -235,7 +236,7 @@ class DeepSpeedRank(SteppedGroups):
         return sum(self._param_block(p) for p, on in enumerate(self.parameters.trainable) if not on)
 
     def _param_block(self, param: int) -> int:
-        """Bytes of the pinned block of this rank's part; 0 for one that goes to a file."""
+        """Return the bytes of the pinned block of this rank's part; 0 for a part that goes to a file."""
         count, width = self.shards[param], self.param_bytes
         in_file = self.param_device is OffloadDevice.NVME and self.swapping.swaps(count, width)
         return 0 if in_file else pow2(count * width)
@@ -320,12 +321,12 @@ class DeepSpeedRank(SteppedGroups):
 
     @property
     def stepped_hbm(self) -> int:
-        """Of those, the ones updated on the GPU."""
+        """Elements that the optimizer steps on the GPU."""
         return self.stepped if self.optimizer_device is OffloadDevice.NONE else self.kept_on_gpu
 
     @property
     def stepped_host(self) -> int:
-        """Of those, the ones updated on the host."""
+        """Elements that the optimizer steps on the host."""
         if self.optimizer_device is OffloadDevice.NONE:
             return 0
         elsewhere = self.kept_on_gpu + self.stepped_nvme

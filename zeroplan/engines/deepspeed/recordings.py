@@ -1,4 +1,5 @@
-"""What ranks allocate and free, kept to be used again: micro batches differ in the sizes of the tape's storages only.
+"""Recordings of what ranks allocate and free, kept to be used again: micro batches differ in the sizes of the tape's storages
+only.
 
 Note [Shapes of recordings]
     A schedule reads the rank and the order of the tape's events, never the bytes of its storages. So a recording serves every

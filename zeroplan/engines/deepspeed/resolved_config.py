@@ -1,4 +1,4 @@
-"""What DeepSpeed makes of a workload and a config: widths of elements, wrappers of the optimizer, devices.
+"""A workload and a config as DeepSpeed resolves them: widths of elements, wrappers of the optimizer, devices.
 
 Paths of sources are those of DeepSpeed 0.19.8 under ``deepspeed/runtime/``.
 """
@@ -19,7 +19,7 @@ _MIN_AIO_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig:
-    """How wide elements are and where they go. Widths (``*_bytes``) are bytes an element.
+    """Widths of elements and the memories that hold them. Widths (``*_bytes``) are bytes an element.
 
     Attributes:
         param_bytes: of a model parameter and, unless said otherwise, of its gradient.
@@ -61,12 +61,12 @@ class ResolvedConfig:
         return self.optimizer_device is not OffloadDevice.NONE
 
     def values(self) -> dict[str, Any]:
-        """The fields by name, for classes that extend this one."""
+        """Return the fields by name, for classes that extend this one."""
         return {field.name: getattr(self, field.name) for field in fields(ResolvedConfig)}
 
 
 def resolve_config(workload: Workload, zero: ZeroConfig) -> ResolvedConfig:
-    """The widths and devices of one configuration.
+    """Resolve the widths and devices of one configuration.
 
     Gradients accumulate in the model's dtype unless ``grad_accum_dtype`` says otherwise, and travel in it unless
     ``communication_data_type`` does. States are as wide as masters; only DeepSpeedCPUAdam keeps fp32 ones beside 16-bit
@@ -112,7 +112,7 @@ def resolve_config(workload: Workload, zero: ZeroConfig) -> ResolvedConfig:
 
 
 def groups_on_gpu(count: int, zero: ZeroConfig) -> int:
-    """How many of `count` sub-groups a partial offload leaves on the GPU: the first ones.
+    """Return how many of `count` sub-groups a partial offload leaves on the GPU: the first ones.
 
     Source: zero/stage3.py, subgroup_to_device
     """
@@ -120,7 +120,7 @@ def groups_on_gpu(count: int, zero: ZeroConfig) -> int:
 
 
 def muon_updates(name: str, dimensions: int) -> bool:
-    """Whether Muon updates a parameter; it leaves embeddings, the head and vectors to Adam.
+    """Return whether Muon updates a parameter; it leaves embeddings, the head and vectors to Adam.
 
     Source: deepspeed/__init__.py, set_optimizer_flags
     """

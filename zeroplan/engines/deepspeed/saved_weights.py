@@ -35,7 +35,9 @@ class SavedWeights:
 
 
 def saved_weights(rank: DeepSpeedRank, tape: ExpandedTape) -> SavedWeights:
-    """What the rank's linear layers save; nothing with DeepSpeed's linear function. See Note [Saved weights]."""
+    """Return the weights that the rank's linear layers save; none with DeepSpeed's linear function. See Note [Saved
+    weights].
+    """
     if rank.zero.memory_efficient_linear or rank.workload.precision is Precision.AUTOCAST:
         return SavedWeights()
     from zeroplan.core.tape import Mark, Op
@@ -54,7 +56,8 @@ def saved_weights(rank: DeepSpeedRank, tape: ExpandedTape) -> SavedWeights:
 
 
 def saved_elements(case: Case) -> int:
-    """Elements of the weights that the model's linear layers save, as far as a formula tells. See Note [Saved weights].
+    """Return the number of elements of the weights that the model's linear layers save, as far as a formula tells. See Note
+    [Saved weights].
 
     Of the blocks that are recomputed, those of one at a time. A single rank's weights are its shards, unless they are fetched
     from the host.

@@ -35,7 +35,7 @@ def record_deepspeed(
     skipped_steps: int = 0,
     scripts: Scripts | None = None,
 ) -> Recorder:
-    """Every allocation and free of one rank's run, in order. See :func:`zeroplan.engines.player.play`.
+    """Record every allocation and free of one rank's run, in order. See :func:`zeroplan.engines.player.play`.
 
     Args:
         rank: whose.

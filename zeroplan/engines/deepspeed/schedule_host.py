@@ -1,6 +1,6 @@
 """Host memory that DeepSpeed allocates on one rank: pageable and pinned buffers by phase.
 
-``s12`` is DeepSpeed 0.19.8's runtime/zero/stage_1_and_2.py, ``s3`` its zero/stage3.py, ``pp`` zero/partition_parameters.py.
+Functions named in brackets are those of DeepSpeed 0.19.8's runtime/zero/stage3.py and zero/partition_parameters.py.
 What the interpreter and the libraries take comes on top and is not DeepSpeed's.
 """
 
@@ -28,7 +28,9 @@ def record_host(rank: DeepSpeedRank, config: PinnedConfig | None = None) -> Host
 
 
 def _states(rank: DeepSpeedRank, host: HostRecorder, at: int) -> list[int]:
-    """DeepSpeedCPUAdam's and its like's states of a group: pageable, made by the first step (ops/adam/cpu_adam.py)."""
+    """Allocate the states that DeepSpeedCPUAdam and its like make for a group in their first step: pageable
+    (ops/adam/cpu_adam.py).
+    """
     made = [host.alloc(rank.state_bytes * rank.stepped_at_once[at], buffer) for buffer in rank.optimizer.host_states]
     return made + [host.alloc(nbytes, buffer) for buffer, nbytes in rank.states(at)]
 
@@ -54,7 +56,7 @@ def _stage12(rank: DeepSpeedRank, host: HostRecorder) -> None:
     w, m = rank.param_bytes, rank.master_bytes
     group = rank.flat
     part = group.partition
-    # s12, __init__: the conversion to fp32 happens on the host, through a copy in the model's dtype
+    # stage_1_and_2.py, __init__: the conversion to fp32 happens on the host, through a copy in the model's dtype
     masters = host.alloc(m * part, Buffer.PARAM_MASTER)
     if w != m:
         host.free(host.alloc(w * part, Buffer.INIT_TEMP))
@@ -76,7 +78,7 @@ def _stage12(rank: DeepSpeedRank, host: HostRecorder) -> None:
     host.mark(Phase.INIT)
     host.mark(Phase.FORWARD)
     if rank.workload.grad_accum > 1 and m == DType.FP32.bytes:  # 16-bit masters' gradients accumulate in place
-        for p, _ in group.owned(rank.rank):  # s12, async_accumulate_grad_in_cpu_via_gpu: whole parameters
+        for p, _ in group.owned(rank.rank):  # stage_1_and_2.py, async_accumulate_grad_in_cpu_via_gpu: whole parameters
             accumulated = host.alloc(w * rank.numel[p], Buffer.GRAD_ACCUM)
             if pin:
                 host.pin(accumulated)
@@ -136,7 +138,7 @@ def _step(rank: DeepSpeedRank, host: HostRecorder) -> None:
 
 
 def _first_shards(rank: DeepSpeedRank, host: HostRecorder) -> list[tuple[int, int]]:
-    """pp, _partition_param: a pinned block for each parameter, a tied one's twin included until it is collected.
+    """Pin a block for each parameter, a tied one's twin included until it is collected (_partition_param).
 
     With NVMe only for those that are too small for a file. Beside them hpZ's second parts, which stay. Returns the blocks that
     initialisation frees: the trained parameters', which the flat buffer replaces, and the twins of frozen ones.
@@ -153,13 +155,14 @@ def _first_shards(rank: DeepSpeedRank, host: HostRecorder) -> list[tuple[int, in
             if p in trained or p in seen:
                 blocks.append((p, handle))
             seen.add(p)
-    for count in rank.secondary_shards:  # pp, _partition_param_sec; made again in each forward
+    for count in rank.secondary_shards:  # partition_parameters.py, _partition_param_sec; made again in each forward
         host.alloc(rank.param_bytes * count, Buffer.PARAM_SECONDARY, pinned=pin)
     return blocks
 
 
 def _offloaded_optimizer(rank: DeepSpeedRank, host: HostRecorder) -> None:
-    """s3, _create_fp32_partitions, initialize_optimizer_states, _setup_for_real_optimizer.
+    """Allocate the offloaded masters, gradients and states (stage3.py, _create_fp32_partitions, initialize_optimizer_states,
+    _setup_for_real_optimizer).
 
     Masters that go from files to files may pass through a temporary of a sub-group (without ``fast_init``): no more than the
     buffer of the largest gradient that follows.

@@ -75,7 +75,7 @@ class Simulator:
     def _with_its_lag(
         self, found: Simulation, case: Case, tape: ExpandedTape, rank: DeepSpeedRank, config: AllocatorConfig | None
     ) -> Simulation:
-        """With the run where the device falls behind as far as a fast host lets it, which counts where the device is slower.
+        """Add the run where the device falls behind as far as a fast host lets it, which counts where the device is slower.
 
         See Note [Device lag] in device_lag.py.
         """

@@ -1,6 +1,6 @@
 """Stages 1 and 2 (DeepSpeedZeroOptimizer): flat groups, a partition of fp32 masters, buckets of gradients.
 
-Paths of sources are those of DeepSpeed 0.19.8; ``s12`` is runtime/zero/stage_1_and_2.py.
+Functions named in brackets are those of DeepSpeed 0.19.8's runtime/zero/stage_1_and_2.py, unless another file is named.
 
 Note [Gradients of stages 1 and 2]
     Stage 2 copies each gradient into a bucket as soon as it is made; a full bucket is reduced, and what this rank owns is
@@ -44,7 +44,7 @@ class Stage12(Schedule):
         self.overlap = zero.overlaps_comm
         self.stream = REDUCE if self.overlap else 0
         self.bucket_size = zero.reduce_bucket_size
-        self.accumulates_apart = rank.accumulates_apart  # s12, use_grad_accum_attribute
+        self.accumulates_apart = rank.accumulates_apart  # stage_1_and_2.py, use_grad_accum_attribute
         self.bucket_bytes = rank.accum_bytes if self.accumulates_apart else rank.param_bytes
         self.compact = rank.compact
         self.numel, self.comm_of = rank.numel, rank.comm_of
@@ -108,7 +108,7 @@ class Stage12(Schedule):
         self.boundary = boundary
 
     def grad(self, param: int, handle: int) -> None:
-        """Put a complete gradient into its bucket (s12, process_gradients)."""
+        """Put a complete gradient into its bucket (process_gradients)."""
         if not self.ready:
             self._open_buckets()
         if self.accumulates_apart:
@@ -125,7 +125,7 @@ class Stage12(Schedule):
             self._reduce(param)
 
     def backward_end(self, boundary: bool) -> None:
-        """Reduce what is left in the buckets (engine.py, allreduce_gradients; s12, independent_gradient_partition_epilogue)."""
+        """Reduce what is left in the buckets (engine.py, allreduce_gradients; independent_gradient_partition_epilogue)."""
         if not self.partitions_grads:
             if not boundary:
                 return
@@ -148,7 +148,7 @@ class Stage12(Schedule):
         self._close_buckets()
 
     def _update_matrices(self) -> None:
-        """s12, get_flat_partition: Muon's updates of whole matrices, beside their gradients; momentum and its staged copy."""
+        """Update whole matrices by Muon, beside their gradients, with momentum and its staged copy (get_flat_partition)."""
         rank = self.rank
         if not self.has_momentum:
             for _ in range(2):
@@ -173,7 +173,9 @@ class Stage12(Schedule):
         self.own.clear()
 
     def _reduce(self, param: int) -> None:
-        """s12, reduce_independent_p_g_buckets_and_remove_grads."""
+        """Put a gradient into its bucket, and reduce the bucket when it is full
+        (reduce_independent_p_g_buckets_and_remove_grads).
+        """
         count, bucket = self.numel[param], self.buckets[self.comm_of[param]]
         if bucket.filled + count > self.bucket_size:
             self._flush([bucket])
@@ -189,7 +191,7 @@ class Stage12(Schedule):
         bucket.params.append(param)
 
     def _flush(self, buckets: Iterable[_Bucket]) -> None:
-        """s12, reduce_ipg_grads: averages the buckets, then keeps or drops each gradient in them."""
+        """Average the buckets, then keep or drop each gradient in them (reduce_ipg_grads)."""
         buckets = [bucket for bucket in buckets if bucket.params]
         for bucket in buckets:
             if self.contiguous:
@@ -206,7 +208,7 @@ class Stage12(Schedule):
             bucket.params, bucket.filled = [], 0
 
     def _average(self, bucket: _Bucket) -> None:
-        """s12, average_tensor: the bucket's slices by owner, flattened anew unless one owner has all."""
+        """Reduce the bucket's slices by owner, flattened anew unless one owner has all (average_tensor)."""
         zero = self.rank.zero
         if not zero.reduce_scatter:
             if bucket.comm != self.bucket_bytes:
@@ -227,7 +229,9 @@ class Stage12(Schedule):
             self._all_reduce(batch, elements, bucket.comm)
 
     def _batches(self, params: list[int]) -> list[Batch]:
-        """What is reduced together: slices of one owner, as many as fill a bucket; with `compact` this opens its buffer."""
+        """Yield the slices that are reduced together: of one owner, as many as fill a bucket; with `compact` this opens its
+        buffer.
+        """
         zero = self.rank.zero
         runs: dict[int, list[tuple[int, Slice | None]]] = {}
         last = -1
@@ -257,7 +261,7 @@ class Stage12(Schedule):
         return found
 
     def _all_reduce(self, batch: list[tuple[int, Slice | None]], elements: int, comm: int) -> None:
-        """s12, allreduce_bucket and what copies the result back."""
+        """All-reduce a batch and copy the result back (allreduce_bucket)."""
         width, flat = self.bucket_bytes, None
         if len(batch) > 1:
             flat = self.alloc(width * elements, Buffer.COMM_ALL_REDUCE, stream=self.stream)
@@ -273,7 +277,7 @@ class Stage12(Schedule):
             self.free(flat)
 
     def _average_scattered(self, bucket: _Bucket) -> None:
-        """s12, buffered_reduce_fallback: without contiguous buffers every reduction flattens the gradients."""
+        """Flatten the gradients for every reduction, where there are no contiguous buffers (buffered_reduce_fallback)."""
         self._all_reduce([(self.rank.numel[p], None) for p in bucket.params], bucket.filled, bucket.comm)
         if self.compact:
             for p in bucket.params:
@@ -290,7 +294,7 @@ class Stage12(Schedule):
             self.temporary(4 * part.count, Buffer.GRAD_SHARD, self.stream)
 
     def _keep(self, param: int) -> None:
-        """s12, copy_grads_in_partition: an owned gradient moves on to the partition's buffer, or to the host."""
+        """Move an owned gradient on to the partition's buffer, or to the host (copy_grads_in_partition)."""
         rank = self.rank
         part = self.owned[param]
         if self.offload:
@@ -315,7 +319,7 @@ class Stage12(Schedule):
     # Step
 
     def step(self, applied: bool) -> None:
-        """Take the norm, cast the gradients to fp32, step the optimizer and gather the parameters in place (s12, step)."""
+        """Take the norm, cast the gradients to fp32, step the optimizer and gather the parameters in place (step)."""
         rank, group = self.rank, self.group
         self.micro = 0
         if self.offload:

@@ -1,6 +1,6 @@
 """Stage 3 (DeepSpeedZeroOptimizer_Stage3): sharded parameters, gathered for each module and released after it.
 
-Paths of sources are those of DeepSpeed 0.19.8: ``s3`` is runtime/zero/stage3.py, ``pp`` zero/partition_parameters.py.
+Functions named in brackets are those of DeepSpeed 0.19.8's runtime/zero/stage3.py, unless another file is named.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 from zeroplan.engines.deepspeed.saved_weights import saved_weights
 from zeroplan.simulate.recorder import Recorder
 
-#: s3, _constant_buffered_norm2: elements whose norm is taken at once.
+#: stage3.py, _constant_buffered_norm2: elements whose norm is taken at once.
 NORM_CHUNK = 250_000_000
 
 
@@ -82,7 +82,7 @@ class Stage3(Schedule):
                 self.free(handle)
 
     def _make_shard(self, p: int) -> int | None:
-        """pp, _partition: hpZ's second part, then this rank's own."""
+        """Allocate hpZ's secondary shard, then this rank's own (partition_parameters.py, _partition)."""
         if self.rank.zero.zero_hpz_partition_size > 1:
             self._make_secondary(p)
         if self.offload_param:
@@ -93,14 +93,14 @@ class Stage3(Schedule):
         return Buffer.PARAM_SHARD if self.rank.parameters.trainable[p] else Buffer.PARAM_FROZEN
 
     def _make_secondary(self, p: int) -> None:
-        """pp, _partition_param_sec: a shard within the node, made when a whole parameter is at hand."""
+        """Allocate a secondary shard within the node, when a whole parameter is at hand (_partition_param_sec)."""
         if p not in self.secondary:
             # The host's copy is schedule_host's.
             on_gpu = 0 if self.offload_param else self.rank.param_bytes * self.rank.secondary_shards[p]
             self.secondary[p] = self.alloc(on_gpu, Buffer.PARAM_SECONDARY, note=p)
 
     def initialize(self) -> None:
-        """Move the shards into one flat buffer, clone the masters, make buckets and gradient partitions (s3, __init__)."""
+        """Move the shards into one flat buffer, clone the masters, make buckets and gradient partitions (__init__)."""
         rank = self.rank
         w, m = rank.param_bytes, rank.master_bytes
         if not self.offload:
@@ -133,14 +133,14 @@ class Stage3(Schedule):
                 self.alloc(comm * rank.zero.reduce_bucket_size, Buffer.COMM_BUCKET)
         if not self.offload:
             self.alloc(rank.accum_bytes * total, Buffer.GRAD_ACCUM)
-        for p in self.trained:  # s3, create_reduce_and_remove_grad_hooks gathers each parameter once
+        for p in self.trained:  # stage3.py, create_reduce_and_remove_grad_hooks gathers each parameter once
             whole = self.alloc(w * self.shards[p] * rank.ranks, Buffer.PARAM_FULL, note=p)
             if self.offload_param:
                 self.temporary(w * self.shards[p], Buffer.STAGE_H2D)
             self.free(whole)
 
     def _make_masters(self) -> None:
-        """s3, _create_fp32_partitions: each sub-group is converted, then cloned; the conversion goes with the next one's."""
+        """Convert each sub-group, then clone it; the conversion is freed with the next one's (_create_fp32_partitions)."""
         m, previous = self.rank.master_bytes, -1
         for i, on_gpu in enumerate(self.on_gpu):
             if not on_gpu:
@@ -153,7 +153,7 @@ class Stage3(Schedule):
             self.alloc(m * count, Buffer.PARAM_MASTER)
         if previous >= 0:
             self.free(previous)
-        if self.offload:  # s3, initialize_optimizer_states: a gradient made on the host moves to where its master is
+        if self.offload:  # stage3.py, initialize_optimizer_states: a gradient made on the host moves to where its master is
             for i, on_gpu in enumerate(self.on_gpu):
                 if on_gpu:
                     self.alloc(m * self.counts[i], Buffer.GRAD_MASTER)
@@ -198,7 +198,7 @@ class Stage3(Schedule):
             self.coordinator.release(module, forward=False)
 
     def grad(self, param: int, handle: int) -> None:
-        """Put a gradient into the bucket (s3, reduce_ready_partitions_and_remove_grads); a leaf module's wait."""
+        """Put a gradient into the bucket (reduce_ready_partitions_and_remove_grads); a leaf module's wait."""
         self.own[param] = handle
         leaf = self.leaf_of.get(param)
         if leaf is None:
@@ -207,7 +207,9 @@ class Stage3(Schedule):
             self.leaf_grads[leaf].append(param)
 
     def _collect_leaf(self, module: int) -> None:
-        """s3, reduce_leaf_module_grads: all at once, when the module's backward is over, in the order of the parameters."""
+        """Collect a leaf module's gradients at once when its backward is over, in the order of the parameters
+        (reduce_leaf_module_grads).
+        """
         waiting = self.leaf_grads.get(module)
         if waiting:
             self.leaf_grads[module] = []
@@ -215,7 +217,9 @@ class Stage3(Schedule):
                 self._collect(p)
 
     def _collect(self, param: int) -> None:
-        """s3, reduce_independent_p_g_buckets_and_remove_grads: into the bucket, which is reduced when it would overflow."""
+        """Put a gradient into the bucket, which is reduced when it would overflow
+        (reduce_independent_p_g_buckets_and_remove_grads).
+        """
         count, size = self.rank.numel[param], self.rank.zero.reduce_bucket_size
         comm = self.rank.comm_of[param]
         if self.filled[comm] and self.filled[comm] + count > size:
@@ -244,7 +248,7 @@ class Stage3(Schedule):
             self.lagging = -1
 
     def _reduce(self, comm: int) -> None:
-        """s3, __reduce_and_partition_ipg_grads, on the reduction's stream: the bucket of gradients of `comm` bytes."""
+        """Reduce the bucket of gradients of `comm` bytes on the reduction's stream (__reduce_and_partition_ipg_grads)."""
         rank, stream = self.rank, self.stream
         bucket, elements = sorted(self.buckets[comm]), self.filled[comm]
         self.buckets[comm], self.filled[comm] = [], 0
@@ -278,7 +282,7 @@ class Stage3(Schedule):
         self.free_all(held)
 
     def _partition(self, bucket: list[int]) -> None:
-        """s3, partition_grads: into the gradient partitions, or by way of the GPU to the host."""
+        """Move reduced gradients into the gradient partitions, or by way of the GPU to the host (partition_grads)."""
         rank, stream = self.rank, self.stream
         a, m = rank.accum_bytes, rank.master_bytes
         waiting: list[int] = []
@@ -312,7 +316,7 @@ class Stage3(Schedule):
     # Step
 
     def step(self, applied: bool) -> None:
-        """Step one sub-group after another, then gather the persistent parameters (s3, step)."""
+        """Step one sub-group after another, then gather the persistent parameters (step)."""
         rank = self.rank
         self.micro = -1
         self.coordinator.release_all()
@@ -345,9 +349,9 @@ class Stage3(Schedule):
                     del self.secondary[p]
 
     def _step_group(self, at: int, pieces: int) -> None:
-        """s3, _prepare_fp32_grad_for_sub_group and the optimizer."""
+        """Cast one sub-group's gradients and step its optimizer (_prepare_fp32_grad_for_sub_group)."""
         rank, count = self.rank, self.counts[at]
-        if self.offload:  # s3, backup_optimizer: torch's AdamW, whose gradients have their own fp32 buffer
+        if self.offload:  # stage3.py, backup_optimizer: torch's AdamW, whose gradients have their own fp32 buffer
             self.optimizer_step(not self.has_states, [at], OptimizerKind.FOREACH)
             return
         flat = self.alloc(rank.accum_bytes * count, Buffer.GRAD_SHARD) if pieces > 1 else None

@@ -1,4 +1,5 @@
-"""What one rank's optimizer steps: DeepSpeed's parameter groups, flat partitions and sub-groups, and the states of each.
+"""The groups that one rank's optimizer steps: DeepSpeed's parameter groups, flat partitions and sub-groups, and the states of
+each.
 
 Note [Muon's groups]
     DeepSpeed's Muon has two parameter groups: the matrices, whose momentum Muon keeps, and the rest, which an Adam steps.
@@ -116,7 +117,7 @@ class SteppedGroups(ResolvedConfig, Rank):
 
     @cached_property
     def domains(self) -> list[Domain]:
-        """Which of the optimizer's states each entry of :attr:`stepped_at_once` has."""
+        """The domain of optimizer states that each entry of :attr:`stepped_at_once` has."""
         if self.stage == 3:
             return [domain for domain, subs in self._sub_groups_of for _ in subs]
         one_by_one = self.stage == 0 and not self.flattens
@@ -145,12 +146,14 @@ class SteppedGroups(ResolvedConfig, Rank):
         return list(range(self.staying, len(self.stepped_at_once)))
 
     def is_swapped(self, at: int) -> bool:
-        """Whether the optimizer's states of a group, by its place in :attr:`stepped_at_once`, are in files between steps."""
+        """Return whether the optimizer's states of a group, by its place in :attr:`stepped_at_once`, are in files between
+        steps.
+        """
         on_disk = self.optimizer_device is OffloadDevice.NVME
         return on_disk and self.stepped_at_once[at] * self.master_bytes >= self.least_swapped
 
     def states(self, at: int) -> list[tuple[Buffer, int]]:
-        """Bytes of the optimizer's states of a group, by its place in :attr:`stepped_at_once`."""
+        """Return the bytes of the optimizer's states of a group, by its place in :attr:`stepped_at_once`."""
         count, domain = self.stepped_at_once[at], self.domains[at]
         if domain is Domain.MATRIX and self.stages_momentum:
             count = self.momentum
@@ -243,7 +246,7 @@ class SteppedGroups(ResolvedConfig, Rank):
 
     @cached_property
     def _touched(self) -> dict[int, list[int]]:
-        """By rank, the elements of each matrix that its partition touches."""
+        """The elements of each matrix that a rank's partition touches, by rank."""
         found: dict[int, list[int]] = {}
         for domain, group in self.param_groups if self.stages_momentum else ():
             for p in group if domain is Domain.MATRIX else ():

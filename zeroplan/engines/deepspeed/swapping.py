@@ -1,4 +1,4 @@
-"""What NVMe offload keeps in files, in locked buffers and in memory on one rank (stage 3).
+"""Tensors that NVMe offload keeps in files, in locked buffers and in memory on one rank (stage 3).
 
 Note [Swapping]
     A tensor of fewer than max(1 MiB, ``aio.block_size``) bytes is not worth a file. Files and buffers hold whole multiples of
@@ -31,7 +31,7 @@ _ALIGNED_BYTES = 1024
 
 @dataclass(frozen=True, slots=True)
 class Swapping:
-    """Which tensors go to files in one configuration, and how they are aligned there.
+    """The rule by which tensors of one configuration go to files, and their alignment there.
 
     Attributes:
         least: bytes from which on a tensor goes to a file.
@@ -44,16 +44,16 @@ class Swapping:
 
     @classmethod
     def of(cls, zero: ZeroConfig, resolved: ResolvedConfig) -> Swapping:
-        """The rules that a ZeRO config and its resolved widths give."""
+        """Return the rules that a ZeRO config and its resolved widths give."""
         return cls(zero, resolved.least_swapped, _ALIGNED_BYTES * zero.aio.intra_op_parallelism)
 
     def whole(self, count: int, width: int) -> int:
-        """`count` elements, rounded up to the alignment."""
+        """Round `count` elements up to the alignment."""
         step = self.aligned // width
         return -(-count // step) * step
 
     def swaps(self, count: int, width: int) -> bool:
-        """Whether a tensor goes to a file."""
+        """Return whether a tensor goes to a file."""
         return count * width >= self.least
 
     # --- parameters -----------------------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ class Swapping:
         return total if away.device is OffloadDevice.CPU else min(total, away.max_in_cpu)
 
     def in_flat(self, counts: Sequence[int]) -> list[bool]:
-        """Which sub-groups fit whole into the flat buffer; `counts` are the elements of each."""
+        """Return which sub-groups fit whole into the flat buffer; `counts` are the elements of each."""
         room, offset, found = self.flat(sum(counts)), 0, []
         for count in counts:
             found.append(offset + count <= room)
@@ -76,7 +76,9 @@ class Swapping:
         return found
 
     def reserve(self, groups: Sequence[Sequence[int]], width: int) -> int:
-        """Elements of the buffer in which updated parameters wait for their files; `groups` lists each sub-group's shards."""
+        """Return the number of elements of the buffer in which updated parameters wait for their files; `groups` lists each
+        sub-group's shards.
+        """
         if self.zero.offload_param.device is not OffloadDevice.NVME or all(self.in_flat([sum(group) for group in groups])):
             return 0
         return sum(self.whole(count, width) for count in max(groups, key=sum))
@@ -88,7 +90,7 @@ class Swapping:
         return sum(self.whole(count, width) for count in counts if self.swaps(count, width))
 
     def gradient_files(self, groups: Iterable[Sequence[int]], width: int) -> int:
-        """Elements of gradients in files; `groups` lists each sub-group's shards."""
+        """Return the number of elements of gradients in files; `groups` lists each sub-group's shards."""
         step = self.aligned // width
         floors = [count // step * step for group in groups if self.swaps(sum(group), width) for count in group]
         return sum(count for count in floors if self.swaps(count, width))

@@ -1,4 +1,4 @@
-"""What DeepSpeed's lines of traffic read: one rank of one configuration, in elements, calls and bytes."""
+"""The facts that DeepSpeed's lines of traffic read: one rank of one configuration, in elements, calls and bytes."""
 
 from __future__ import annotations
 

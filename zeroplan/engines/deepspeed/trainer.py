@@ -12,7 +12,7 @@ from zeroplan.engines.verification import Row, Trainer, TrainingRun
 
 
 def build(run: TrainingRun) -> Trainer:
-    """The engine of ``deepspeed.initialize``."""
+    """Build the engine by ``deepspeed.initialize``."""
     deepspeed = import_module("deepspeed")
     deepspeed.init_distributed(dist_backend="nccl" if run.device.type == "cuda" else "gloo")
     if run.stage == 3:

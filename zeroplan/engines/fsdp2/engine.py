@@ -59,7 +59,9 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
         return LEDGER, self.rank(case, case.spec.parameters)
 
     def trace_options(self, case: Case) -> TraceOptions:
-        """FSDP2 gathers every parameter in the dtype of the arithmetic, adapters included."""
+        """Return the options of a trace in which every parameter, adapters included, is gathered in the dtype of the
+        arithmetic.
+        """
         options = super().trace_options(case)
         return replace(options, arithmetic=Arithmetic.HALF) if options.arithmetic is Arithmetic.HALF_AUTOCAST else options
 

@@ -33,7 +33,7 @@ class Fsdp2Rank(TorchRank):
         )
 
     def padded(self, param: int) -> int:
-        """Elements of a gathered parameter, padding included."""
+        """Return the elements of a gathered parameter, padding included."""
         return max(self.numel[param], self.chunks[param] * self.ranks)
 
     @cached_property

@@ -115,7 +115,7 @@ class Fsdp2Schedule(EngineSchedule):
             self.free(handle)
 
     def _from_host(self, p: int, *, stream: int = COMPUTE) -> int:
-        """A chunk's copy from the host, in the gather's dtype (_fsdp_param.py, all_gather_inputs)."""
+        """Allocate a chunk's copy from the host, in the gather's dtype (_fsdp_param.py, all_gather_inputs)."""
         rank = self.rank
         copied = self.alloc(rank.width(p) * rank.chunks[p], Buffer.STAGE_H2D, stream=stream, note=p)
         if rank.param_bytes == rank.width(p):
@@ -125,7 +125,7 @@ class Fsdp2Schedule(EngineSchedule):
         return cast
 
     def _wait_for_unshard(self, group: Group) -> None:
-        """FSDPParamGroup.wait_for_unshard: copies the gather's output into one tensor a parameter."""
+        """Copy the gather's output into one tensor a parameter (FSDPParamGroup.wait_for_unshard)."""
         if group.parameters:
             return
         rank, width = self.rank, self.rank.param_bytes
@@ -156,7 +156,7 @@ class Fsdp2Schedule(EngineSchedule):
             group.output = -1
 
     def _reshard(self, group: Group) -> None:
-        """FSDPParamGroup.reshard: frees the unsharded parameters."""
+        """Free the unsharded parameters (FSDPParamGroup.reshard)."""
         for block in group.parameters:
             self.free(block)
         group.parameters.clear()
@@ -221,7 +221,7 @@ class Fsdp2Schedule(EngineSchedule):
     # --- post-backward ----------------------------------------------------------------------------------------------------
 
     def grad(self, param: int, handle: int) -> None:
-        """A whole gradient waits for its group's post-backward; autograd adds it to one of its own dtype at once."""
+        """Keep a whole gradient for its group's post-backward; autograd adds it to one of its own dtype at once."""
         group = self.groups[self.home[param]]
         if param in group.accumulated and not self.casts_grads:
             self.free(handle)
@@ -295,7 +295,7 @@ class Fsdp2Schedule(EngineSchedule):
 
 
 def record_fsdp2(rank: Fsdp2Rank, tape: ExpandedTape) -> Recorder:
-    """Every allocation and free of one rank's run, in order. See :func:`zeroplan.engines.player.play`."""
+    """Record every allocation and free of one rank's run, in order. See :func:`zeroplan.engines.player.play`."""
     recorder = Recorder()
     run = Run(rank.workload.grad_accum, STEPS_UNTIL_STEADY, cublas_workspace=rank.cublas_workspace)
     play(run, tape, recorder, Fsdp2Schedule(rank, tape, recorder))

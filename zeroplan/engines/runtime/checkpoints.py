@@ -22,7 +22,7 @@ _Event = tuple[int, int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class LeavingInputs:
-    """How many inputs leave, and how large each is, as far as a config tells without a tape."""
+    """Number and size of the inputs that leave the GPU, as far as a config tells without a tape."""
 
     count: int = 0
     micro_batch: int = 0
@@ -31,7 +31,7 @@ class LeavingInputs:
 
 
 def leaving_inputs(case: Case, layout: Layout) -> LeavingInputs:
-    """The formula's factors. Where a model's stacks read sequences of other lengths, the tape knows better.
+    """Derive the formula's factors. Where a model's stacks read sequences of other lengths, the tape knows better.
 
     With adapters the first block's input is a leaf, which autograd keeps.
     """
@@ -61,7 +61,7 @@ class Moved:
 
 
 def moved_inputs(tape: ExpandedTape, blocks: Collection[str]) -> tuple[Moved, ...]:
-    """What leaves in one micro batch, in the order of the forward: a pinned buffer for each.
+    """Return the bytes of each input that leaves in one micro batch, in the order of the forward: a pinned buffer for each.
 
     Args:
         tape: the model's expanded tape.
@@ -127,7 +127,7 @@ def _events(tape: ExpandedTape) -> Iterator[_Event]:
 
 
 def _checkpointed(tape: ExpandedTape, blocks: Collection[str]) -> tuple[list[_Block], int]:
-    """The blocks whose forward runs again in the backward, in the order of the forward, and where the forward ends."""
+    """Return the blocks whose forward runs again in the backward, in the order of the forward, and where the forward ends."""
     names = [module.name.removeprefix(PEFT_PREFIX) for module in tape.modules]
     entered: dict[int, int] = {}
     again: dict[int, int] = {}
@@ -147,7 +147,7 @@ def _checkpointed(tape: ExpandedTape, blocks: Collection[str]) -> tuple[list[_Bl
 
 
 class _Lives:
-    """When each storage of a tape comes and goes."""
+    """Birth and death of each storage of a tape."""
 
     def __init__(self, tape: ExpandedTape) -> None:
         self.made: dict[int, int] = {}

@@ -68,7 +68,7 @@ class Runtime(Engine):
         self.knobs = knobs or Knobs()
 
     def with_ds_config(self, ds_config: DsConfig) -> Runtime:
-        """The runtime with the keys of the file's ``zeroplan`` section; the same object for the same keys."""
+        """Return the runtime with the keys of the file's ``zeroplan`` section; the same object for the same keys."""
         return self if ds_config.knobs == self.knobs else _with_keys(ds_config.knobs)
 
     def options(self) -> list[ZeroConfig]:
@@ -114,7 +114,7 @@ class Runtime(Engine):
         return lines.LEDGER, lines.runtime_rank(layout, cublas_workspace=case.cluster.gpu.workspace, inputs=inputs)
 
     def moved_inputs(self, case: Case, tape: ExpandedTape) -> tuple[Moved, ...]:
-        """The checkpointed inputs that leave for pinned memory in one micro batch (``cpu_checkpointing``)."""
+        """Return the checkpointed inputs that leave for pinned memory in one micro batch (``cpu_checkpointing``)."""
         if not case.zero.activation_checkpointing.cpu_checkpointing:
             return ()
         units = self.layout(case).units
@@ -139,7 +139,7 @@ class Runtime(Engine):
         return RuntimeTraffic(spec, cluster, self.knobs)
 
     def ds_config(self, zero: ZeroConfig, workload: Workload, layout: ParallelLayout) -> dict[str, Any] | None:
-        """The explicit ds_config, with a ``zeroplan`` section of the keys that differ from their defaults."""
+        """Return the explicit ds_config, with a ``zeroplan`` section of the keys that differ from their defaults."""
         found = super().ds_config(zero, workload, layout)
         defaults, own = asdict(Knobs()), asdict(self.knobs)
         changed = {name: value for name, value in own.items() if value != defaults[name]}

@@ -20,7 +20,7 @@ _Event = tuple[int, int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class _Loss:
-    """Where transformers' loss stands in the tape, by storage: what it takes, what is never made, the logits' gradient."""
+    """Storages of transformers' loss in the tape: those it takes, those never made, the logits' gradient."""
 
     logits: int
     dropped: frozenset[int]
@@ -47,7 +47,7 @@ def with_fused_loss(tape: ExpandedTape, *, rows: int, itemsize: int) -> Expanded
 
 
 def _find(tape: ExpandedTape, itemsize: int) -> _Loss | None:
-    """The loss of a causal language model, recognised by its model's class and the sizes of what it allocates."""
+    """Find the loss of a causal language model by its model's class and the sizes of what it allocates."""
     forward: list[tuple[int, int]] = []  # storages and bytes of logits and loss, in order
     backward: list[tuple[int, int]] = []
     chosen, head = forward, 0

@@ -99,7 +99,7 @@ def _streamed(layout: Layout) -> list[Buffer]:
 
 @lru_cache(maxsize=256)
 def _pieces(flat: Flat, kinds: int) -> tuple[int, int]:
-    """Elements of the largest piece of a flat on any rank, and of the two largest that follow each other.
+    """Return the elements of the largest piece of a flat on any rank, and of the two largest that follow each other.
 
     Args:
         flat: units alike have equal ones.

@@ -1,4 +1,4 @@
-"""What one rank of the runtime owns in a case: the setup, and the layout that the Arena allocates by."""
+"""One rank of the runtime in a case: the setup, and the layout that the Arena allocates by."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def run_config(case: Case, raw: Mapping[str, Any], timeout: float) -> dict[str, 
 
 
 def _offload(case: Case) -> dict[str, Any]:
-    """The offload sections that flags stand for."""
+    """Return the offload sections that flags stand for."""
     optimizer, param = case.zero.offload_optimizer, case.zero.offload_param
     found: dict[str, Any] = {}
     if optimizer:

@@ -268,7 +268,7 @@ def with_direct_gradients(tape: ExpandedTape) -> ExpandedTape:
 
 
 def _direct_weights(tape: ExpandedTape) -> dict[int, tuple[int, frozenset[int]]]:
-    """For each trainable weight of a plain linear layer, its gradient's bytes and the layers that use it."""
+    """Return, for each trainable weight of a plain linear layer, its gradient's bytes and the layers that use it."""
     users: dict[int, set[int]] = {}
     for index, module in enumerate(tape.modules):
         if module.type == "Linear":
@@ -285,7 +285,7 @@ def _written(alive: dict[int, tuple[int, int]], nbytes: int, layers: frozenset[i
 
 
 def _without(tape: ExpandedTape, written: dict[int, int], summed: set[int]) -> ExpandedTape:
-    """Without the sums, and with a GRAD of no bytes in place of each written storage's allocation."""
+    """Return the tape without the sums, and with a GRAD of no bytes in place of each written storage's allocation."""
     columns: tuple[list[int], ...] = ([], [], [], [], [])
 
     def emit(*event: int) -> None:

@@ -23,7 +23,7 @@ from zeroplan.simulate.recorder import Recorder, simulate
 
 
 def computed_tape(workload: Workload, setup: RuntimeSetup, knobs: Knobs, tape: ExpandedTape) -> ExpandedTape:
-    """`tape` with the runtime's loss, and with the weight gradients of linear layers written in place."""
+    """Return `tape` with the runtime's loss, and with the weight gradients of linear layers written in place."""
     whole = setup.reduce_dtype if setup.shards_grads else setup.whole_grad_dtype
     # On a GPU a product of 16-bit factors may be written in fp32, but not the other way round.
     if knobs.direct_linear and whole in (setup.param_dtype, DType.FP32):

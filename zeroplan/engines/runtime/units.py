@@ -23,7 +23,7 @@ _ROOT = ""
 
 
 def unit_shapes(spec: ModelSpec, *, wide_numel: int = WIDE_NUMEL) -> list[UnitShape]:
-    """Every parameter of the model in exactly one unit: the root first, the others in order of definition.
+    """Assign every parameter of the model to exactly one unit: the root first, the others in order of definition.
 
     Blocks are the members of every stack of two or more; an embedding or linear layer outside them with at least
     `wide_numel` elements of its own is a unit, too; everything else, and what is tied across units, is the root's.
@@ -45,7 +45,7 @@ def unit_shapes(spec: ModelSpec, *, wide_numel: int = WIDE_NUMEL) -> list[UnitSh
 
 
 def _placed(spec: ModelSpec) -> Iterator[tuple[str, str, Tensor]]:
-    """Every tensor, tied ones too, with its full name and the block that it lies in (or "")."""
+    """Yield every tensor, tied ones too, with its full name and the block that it lies in (or "")."""
     stacks: dict[str, int] = {}
     for unit in spec.units:
         stacks[unit.name] = stacks.get(unit.name, 0) + unit.count
@@ -80,7 +80,7 @@ def _home(name: str, block: str, homes: dict[str, UnitKind]) -> str:
 
 
 def _shared(tensors: list[tuple[str, str, Tensor]], homes: dict[str, UnitKind]) -> set[str]:
-    """Names of the tensors that modules of more than one unit hold."""
+    """Return the names of the tensors that modules of more than one unit hold."""
     users: dict[str, set[str]] = {}
     for name, block, tensor in tensors:
         users.setdefault(tensor.tied_to or name, set()).add(_home(name, block, homes))

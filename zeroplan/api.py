@@ -37,7 +37,7 @@ class Plans(Sequence[MemoryPlan]):
         return None if any(plan.fits is None for plan in self) else False
 
     def table(self, style: str = "plain") -> str:
-        """One row a plan, sizes in GiB.
+        """Return a row for each plan, sizes in GiB.
 
         Args:
             style: plain, github, html or csv.
@@ -50,7 +50,7 @@ class Plans(Sequence[MemoryPlan]):
         return plans_table(self.report.plans, style)
 
     def to_json(self) -> str:
-        """What ``zeroplan estimate --json`` prints."""
+        """Return the JSON text that ``zeroplan estimate --json`` prints."""
         return self.report.to_json()
 
     def __len__(self) -> int:
@@ -104,17 +104,17 @@ def estimate(model: Any = None, **options: Unpack[EstimateOptions]) -> Plans:
 
 
 def estimate_zero1_mem(model: Any = None, **options: Unpack[StageOptions]) -> MemoryPlan:
-    """The plan at ZeRO stage 1. Arguments as for :func:`estimate`; without offload unless given."""
+    """Plan the run at ZeRO stage 1. Arguments as for :func:`estimate`; without offload unless given."""
     return _one(1, model, options)
 
 
 def estimate_zero2_mem(model: Any = None, **options: Unpack[StageOptions]) -> MemoryPlan:
-    """The plan at ZeRO stage 2. Arguments as for :func:`estimate`; without offload unless given."""
+    """Plan the run at ZeRO stage 2. Arguments as for :func:`estimate`; without offload unless given."""
     return _one(2, model, options)
 
 
 def estimate_zero3_mem(model: Any = None, **options: Unpack[StageOptions]) -> MemoryPlan:
-    """The plan at ZeRO stage 3. Arguments as for :func:`estimate`; without offload unless given."""
+    """Plan the run at ZeRO stage 3. Arguments as for :func:`estimate`; without offload unless given."""
     return _one(3, model, options)
 
 

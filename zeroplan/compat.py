@@ -75,7 +75,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
 
 
 def _count(model: Any) -> tuple[int, int]:
-    """All parameters, shared ones once, and the largest module's own."""
+    """Count all parameters, shared ones once, and the largest module's own."""
     from zeroplan.models.facts import largest_module_params
     from zeroplan.models.load import load_model
 

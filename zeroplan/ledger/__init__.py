@@ -1,1 +1,1 @@
-"""All memory formulas, each stated once."""
+"""The ledger: memory formulas, each stated once."""

@@ -1,4 +1,4 @@
-"""What DeepSpeed's own estimator says, by its own formulas, to show beside ours. It counts model states alone.
+"""DeepSpeed's own estimator by its own formulas, to show beside ours. It counts model states alone.
 
 Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py and stage3.py, ``estimate_zero*_model_states_mem_needs``.
 Its documentation still prints examples of an older stage-2 formula; :data:`OLD` gives those.
@@ -32,7 +32,7 @@ def estimate_zero2(
     factor: float = HOST_FACTOR,
     version: str = CURRENT,
 ) -> PeerEstimate:
-    """DeepSpeed's figures for stage 2: 2P + 18P/N on the GPU, or 2P with the optimizer offloaded.
+    """Return DeepSpeed's figures for stage 2: 2P + 18P/N on the GPU, or 2P with the optimizer offloaded.
 
     Args:
         params: elements of the whole model.
@@ -60,7 +60,7 @@ def estimate_zero3(
     zero_init: bool = True,
     factor: float = HOST_FACTOR,
 ) -> PeerEstimate:
-    """DeepSpeed's figures for stage 3: the largest layer twice, and the shards.
+    """Return DeepSpeed's figures for stage 3: the largest layer twice, and the shards.
 
     Args:
         params: elements of the whole model.

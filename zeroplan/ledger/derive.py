@@ -70,7 +70,7 @@ def _product(a: int, b: int) -> Derived:
 
 
 def shard(total: int, parts: int) -> int:
-    """The elements of one of `parts` equal shards, padded up: ⌈total / parts⌉."""
+    """Return the elements of one of `parts` equal shards, padded up: ⌈total / parts⌉."""
     value = -(-int(total) // int(parts))
     if int(parts) == 1 and isinstance(total, Derived):
         return total
@@ -96,5 +96,5 @@ def fraction(count: int, numerator: int, denominator: int) -> int:
 
 
 def expression(value: int) -> str:
-    """The value's expression, or the value itself."""
+    """Return the value's expression, or the value itself."""
     return value.expr if isinstance(value, Derived) else f"{value:,}"

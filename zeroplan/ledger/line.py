@@ -54,7 +54,7 @@ class Line(Documented):
     state: bool
 
     def place_of(self, facts: Any) -> Place:
-        """Where the bytes are, given the facts."""
+        """Return the memory that holds the bytes, given the facts."""
         return self.place if isinstance(self.place, Place) else self.place(facts)
 
 
@@ -102,7 +102,7 @@ class LedgerBuilder:
         return register
 
     def ledger(self) -> Ledger:
-        """The lines registered so far, in that order."""
+        """Return the lines registered so far, in that order."""
         return Ledger(self._lines)
 
 
@@ -126,12 +126,14 @@ class _Symbols:
 
 
 def means(text: str, *, default: Any = MISSING) -> Any:
-    """A dataclass field of facts that a formula shows by its name. `text` says what it means; see :func:`glossary_of`."""
+    """Declare a dataclass field of facts that a formula shows by its name. `text` says what it means; see
+    :func:`glossary_of`.
+    """
     return field(default=default, metadata={_MEANING: text})
 
 
 def glossary_of(kind: type) -> dict[str, str]:
-    """What each name that formulas over objects of a class show means.
+    """Return the meaning of each name that formulas over objects of a class show.
 
     A dataclass field says it by :func:`means`, a cached property that returns an int by the first line of its docstring. A
     plain property is derived itself (:func:`symbols`), so no formula shows its name.
@@ -149,7 +151,7 @@ def glossary_of(kind: type) -> dict[str, str]:
 
 
 def symbols(facts: Any) -> Any:
-    """The facts with every integer replaced by one that remembers its name, to derive formulas with."""
+    """Return the facts with every integer replaced by one that remembers its name, to derive formulas with."""
     return _Symbols(facts)
 
 

@@ -41,7 +41,7 @@ STATE_DOCS = {
 
 
 def state_bytes(c: SteppedRank, buffer: Buffer, counts: Mapping[Domain, Count]) -> int:
-    """Bytes of one kind of state on this rank; `counts` tell the elements of each domain."""
+    """Return the bytes of one kind of state on this rank; `counts` are the elements of each domain."""
     total = 0
     for state in c.optimizer.states:
         count = counts.get(state.domain)

@@ -18,7 +18,7 @@ from zeroplan.ledger.line import Documented, Formula, symbols
 
 
 class Executor(StrEnum):
-    """What carries out a piece of work. Different executors can work at the same time, where the engine lets them."""
+    """Parts of a machine that carry out work. Different executors can work at the same time, where the engine lets them."""
 
     PYTHON = "python"  # the process that issues kernels
     GPU = "gpu"
@@ -30,7 +30,7 @@ class Executor(StrEnum):
 
 
 class Resource(StrEnum):
-    """What a piece of work uses. The comment names the unit of the amount."""
+    """Resources that a piece of work uses. The comment names the unit of the amount."""
 
     MATMUL = "matmul"  # operations
     FP32_MATMUL = "fp32 matmul"  # operations
@@ -101,12 +101,12 @@ _RATES: dict[Resource, tuple[Executor, str, float]] = {
 
 
 def executor_of(resource: Resource) -> Executor:
-    """The executor that the resource belongs to."""
+    """Return the executor that the resource belongs to."""
     return _RATES[resource][0]
 
 
 def rate_name(resource: Resource) -> str:
-    """The field of :class:`~zeroplan.core.rates.Rates` with the resource's rate."""
+    """Return the field of :class:`~zeroplan.core.rates.Rates` with the resource's rate."""
     return _RATES[resource][1]
 
 
@@ -130,11 +130,11 @@ class Work(Documented):
     ahead: bool | Callable[[Any], bool] = False
 
     def resource_of(self, facts: Any) -> Resource:
-        """The resource that it uses, given the facts."""
+        """Return the resource that the work uses, given the facts."""
         return self.resource if isinstance(self.resource, Resource) else self.resource(facts)
 
     def is_ahead(self, facts: Any) -> bool:
-        """Whether it is issued before the host first waits in the step, given the facts."""
+        """Return whether the work is issued before the host first waits in the step, given the facts."""
         return self.ahead if isinstance(self.ahead, bool) else self.ahead(facts)
 
 
@@ -154,7 +154,7 @@ class WorkItem:
 
     @property
     def executor(self) -> Executor:
-        """What carries it out."""
+        """The executor that carries the work out."""
         return executor_of(self.resource)
 
 
@@ -190,7 +190,7 @@ class WorkBuilder:
         return register
 
     def ledger(self) -> WorkLedger:
-        """The lines registered so far, in that order."""
+        """Return the lines registered so far, in that order."""
         return WorkLedger(self._lines)
 
 

@@ -76,7 +76,7 @@ class Counts:
 
 
 def matrices(spec: ModelSpec) -> Matrices:
-    """The matrix products of a model; of a mixture of experts, those that one token passes."""
+    """Return the matrix products of a model; of a mixture of experts, those that one token passes."""
     part = _active_experts(spec.config)
     whole = trained = blocks = count = outputs = 0
     for unit in spec.units:
@@ -170,7 +170,7 @@ def scale_counts(one: Counts, two: Counts, micro_batch: int) -> Counts:
 
 
 def guess_counts(model: Matrices, workload: Workload, tokens: int) -> Counts:
-    """An estimate of the counts from the model's matrices, for a model without a tape."""
+    """Estimate the counts from the model's matrices, for a model without a tape."""
     written = model.outputs * tokens * workload.dtype.bytes
     again = 1 if workload.gradient_checkpointing else 0
     kernels = KERNELS_FORWARD * model.count

@@ -1,4 +1,4 @@
-"""From a log's events to one cause, with the lines that show it and what to do first.
+"""Diagnosis of a log: one cause, with the lines that show it and what to do first.
 
 Note [Which event is the cause]
     When one rank dies, the others say so, too: their collectives time out, their connections close, the launcher ends them
@@ -20,7 +20,7 @@ from zeroplan.logs.reader import Log
 
 
 class Cause(StrEnum):
-    """What a run died of, or crawls for."""
+    """Causes for which a run fails or crawls."""
 
     GPU_MEMORY = "gpu_memory"
     GPU_FRAGMENTATION = "gpu_fragmentation"
@@ -42,7 +42,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What to do, and why it helps. `flags` is what it is called in zeroplan's commands, where it has a name there."""
+    """An action, and why it helps. `flags` is its name in zeroplan's commands, where it has one."""
 
     what: str
     why: str
@@ -51,7 +51,7 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What a log says went wrong.
+    """The cause that a log shows, its evidence and the advice.
 
     Attributes:
         cause: the cause.

@@ -1,4 +1,4 @@
-"""What a line of a log can say that bears on why a run failed or crawls."""
+"""Events: lines of a log that bear on why a run failed or crawls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """What a line reports."""
+    """Kinds of events."""
 
     GPU_OOM = "gpu_oom"  # torch's caching allocator, or a CUDA library, got no memory of the GPU
     PINNED_OOM = "pinned_oom"  # the driver gave no page-locked host memory
@@ -55,7 +55,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Stated:
-    """What the log says of its run: each is None where no line does.
+    """Settings of the run that its log states: each is None where no line does.
 
     `micro_batch` samples a GPU and pass, `grad_accum` passes a step, `world_size` ranks, `trainable` parameters.
     """

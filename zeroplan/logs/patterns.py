@@ -133,7 +133,7 @@ _FRAME = re.compile(r'File "([^"]{1,400})", line \d+, in ([\w<>.]+)')
 
 
 def kind_of(line: str) -> Kind | None:
-    """What a line reports; None where that has no bearing."""
+    """Return the kind of event that a line reports; None where it has no bearing."""
     low = line.lower()
     for pattern in PATTERNS:
         if any(word in low for word in pattern.words) and pattern.regex.search(line):
@@ -142,7 +142,7 @@ def kind_of(line: str) -> Kind | None:
 
 
 def sizes_in(text: str) -> dict[str, int]:
-    """The sizes that an out-of-memory message names, in bytes; ``others`` sums up those of other processes."""
+    """Read the sizes in an out-of-memory message, in bytes; ``others`` sums up those of other processes."""
     found = {}
     for name, forms in _SIZE_PATTERNS.items():
         match = next((m for form in forms if (m := form.search(text))), None)
@@ -166,18 +166,18 @@ def _bytes(number: str, unit: str) -> int:
 
 
 def rank_of(line: str) -> int | None:
-    """The rank that a line names; else None."""
+    """Return the rank that a line names; else None."""
     match = _RANK.search(line)
     return next((int(group) for group in match.groups() if group), None) if match else None
 
 
 def gpu_of(line: str) -> int | None:
-    """The GPU that torch's message names; else None."""
+    """Return the GPU that torch's message names; else None."""
     match = _GPU.search(line)
     return int(match[1]) if match else None
 
 
 def frames_in(line: str) -> Iterator[str]:
-    """The frames of a traceback that stand on a line, as ``file:function`` with the last two parts of the file's path."""
+    """Yield the frames of a traceback that stand on a line, as ``file:function`` with the last two parts of the file's path."""
     for path, function in _FRAME.findall(line):
         yield f"{'/'.join(path.replace(chr(92), '/').split('/')[-2:])}:{function}"

@@ -1,4 +1,6 @@
-"""In which phase of training a traceback ends, by the functions of torch, transformers, DeepSpeed and Lightning in it."""
+"""The phase of training in which a traceback ends, told by the functions of torch, transformers, DeepSpeed and Lightning in
+it.
+"""
 
 from __future__ import annotations
 
@@ -37,5 +39,5 @@ _RULES = tuple((phase, re.compile(rule)) for phase, rule in _PHASES)
 
 
 def phase_of(frames: tuple[str, ...]) -> str | None:
-    """The phase in which the frames stand, in words; None where they say none."""
+    """Return the phase in which the frames stand, in words; None where they say none."""
     return next((phase for phase, rule in _RULES if any(rule.search(frame) for frame in frames)), None)

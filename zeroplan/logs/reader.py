@@ -1,4 +1,4 @@
-"""From the text of a log to its events: one pass over the lines."""
+"""Reading of a log: its text becomes events in one pass over the lines."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _DTYPE = re.compile(r"bfloat16_enabled[ .]+(True)|(?:fp16|float16)_enabled[ .]+(
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """What a log says.
+    """The events of a log, and the settings that it states.
 
     Attributes:
         events: in the log's order.
@@ -52,7 +52,7 @@ class Log:
     skipped: int = 0
 
     def of(self, *kinds: Kind) -> list[Event]:
-        """The events of these kinds."""
+        """Return the events of these kinds."""
         return [event for event in self.events if event.kind in kinds]
 
     @property
@@ -80,7 +80,7 @@ class _Pass:
 
 
 def read_log(path: str) -> Log:
-    """The events of a log file.
+    """Read the events of a log file.
 
     Raises:
         BadInput: when it cannot be read, or is no text.
@@ -96,7 +96,7 @@ def read_log(path: str) -> Log:
 
 
 def parse_log(text: str, *, skipped: int = 0) -> Log:
-    """The events of a log's text; `skipped` bytes stand before it."""
+    """Read the events of a log's text; `skipped` bytes stand before it."""
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     state = _Pass()
     for number, line in enumerate(lines, 1):
@@ -133,7 +133,9 @@ def _line(state: _Pass, number: int, line: str) -> None:
 
 
 def _frames_above(frames: dict[str, list[str]], line: str) -> Iterable[str]:
-    """The frames of the traceback that this line ends: the one with the same prefix, as launchers put before a rank's lines."""
+    """Return the frames of the traceback that this line ends: the one with the same prefix, as launchers put before a rank's
+    lines.
+    """
     prefixes = sorted((prefix for prefix in frames if line.strip().startswith(prefix)), key=len)
     return frames.pop(prefixes[-1]) if prefixes else ()
 

@@ -24,7 +24,7 @@ _TORCH = ("torch/nn/modules/module.py", "torch/_ops.py", "torch/_tensor.py", "to
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What one device's allocator held.
+    """Memory that one device's allocator held.
 
     Attributes:
         device: index of the GPU that holds most.
@@ -50,12 +50,12 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def is_snapshot(path: str) -> bool:
-    """Whether the name is that of a snapshot."""
+    """Return whether the file's name is that of a memory snapshot."""
     return path.lower().endswith((".pickle", ".pkl"))
 
 
 def read_snapshot(path: str) -> Snapshot:
-    """The allocator's state that a snapshot file holds.
+    """Read the allocator's state from a snapshot file.
 
     Raises:
         BadInput: when it cannot be read, names code to run, or is no snapshot.
@@ -98,7 +98,7 @@ def _summary(segments: list[Mapping[str, Any]], traces: list[Any]) -> Snapshot:
 
 
 def _place(block: Mapping[str, Any]) -> str:
-    """The innermost line of the user's program, or of a library above torch, that allocated a block."""
+    """Return the innermost line of the user's program, or of a library above torch, that allocated a block."""
     frames = block.get("frames") or next((one.get("frames") for one in block.get("history") or () if one.get("frames")), None)
     python = [frame for frame in frames or () if str(frame.get("filename", "")).endswith(".py")]
     own = next((f for f in python if not any(part in str(f["filename"]) for part in _TORCH)), python[0] if python else None)

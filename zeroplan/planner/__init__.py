@@ -1,1 +1,1 @@
-"""From a model, a workload and a cluster to MemoryPlans: ties ledger, schedules and limits together."""
+"""The planner: a model, a workload and a cluster become MemoryPlans; it ties ledger, schedules and limits together."""

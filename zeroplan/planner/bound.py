@@ -1,4 +1,4 @@
-"""What activations take by an analytic formula, for runs that are not simulated."""
+"""Activations by an analytic formula, for runs that are not simulated."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def usual_activations(params: int, workload: Workload) -> int:
 
 
 def _estimate(hidden: int, layers: int, heads: int, vocabulary: int, workload: Workload) -> int:
-    """About the bytes of one micro batch's activations.
+    """Estimate the bytes of one micro batch's activations.
 
     Checkpointing of whole blocks keeps each layer's input and recomputes one layer at a time. Other policies keep more, so
     they get the figure without checkpointing. Flash and sdpa attention keep no scores.

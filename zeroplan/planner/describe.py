@@ -10,7 +10,7 @@ from zeroplan.interop.setups import Setup
 
 
 def describe_workload(workload: Workload) -> dict[str, Any]:
-    """The workload as the report's JSON shows it."""
+    """Return the workload as the report's JSON shows it."""
     return {name: _plain(getattr(workload, name)) for name in Workload.__dataclass_fields__}
 
 
@@ -31,7 +31,7 @@ def describe_cluster(cluster: Cluster) -> dict[str, Any]:
 
 
 def describe_setup(setup: Setup) -> dict[str, Any]:
-    """What files said of the run, as the report's JSON shows it."""
+    """Return the run that files describe, as the report's JSON shows it."""
     return {
         "program": setup.program,
         "title": setup.title,

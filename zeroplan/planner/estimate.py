@@ -37,7 +37,7 @@ def estimate_report(request: Request) -> Report:
 
 
 def estimate_runs(request: Request) -> Estimate:
-    """The report of :func:`estimate_report`, and the simulated run behind each plan.
+    """Return the report of :func:`estimate_report`, and the simulated run behind each plan.
 
     Raises:
         BadInput: a value that cannot be used; or ``--depth simulated`` where a model cannot be traced.

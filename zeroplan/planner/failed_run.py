@@ -15,7 +15,7 @@ from zeroplan.planner.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What zeroplan says of the run that a log is of.
+    """The plan of the run that a log is of.
 
     Attributes:
         request: what was planned: the user's request, with what the log states.
@@ -38,7 +38,7 @@ class Planned:
 
 
 def plan_of_log(request: Request, stated: Stated, *, card: int | None, allowed: int | None) -> Planned:
-    """The plan of a run, with what its log states in place of what the request leaves open.
+    """Plan a run, with what its log states in place of what the request leaves open.
 
     Args:
         request: the model and whatever else the user says.

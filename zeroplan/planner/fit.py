@@ -13,7 +13,9 @@ ACTIVATIONS = "activations"
 
 
 def left_out(engine: Engine, case: Case) -> tuple[Unmodelled, ...]:
-    """What of the run no figure of a plan holds, each key once: of the case's files, and of what the engine does not model."""
+    """Return the settings that no figure of a plan holds, each key once: of the case's files, and of what the engine does not
+    model.
+    """
     found = {one.key: one for one in (*case.unmodelled, *engine.unmodelled(case))}
     return tuple(found.values())
 
@@ -28,7 +30,7 @@ def misfits(case: Case, *, gpu: int, cpu: int, nvme: int) -> tuple[str, ...]:
 def judged(
     case: Case, unmodelled: Iterable[Unmodelled], *, gpu: int, cpu: int, nvme: int, simulate: str = ""
 ) -> dict[str, Any]:
-    """The fields of a plan that say whether it fits: `fits`, `misfits`, `unmodelled` and `settle`.
+    """Return the fields of a plan that say whether it fits: `fits`, `misfits`, `unmodelled` and `settle`.
 
     It fits if every figure is within its limit and nothing that is left out adds memory. It does not fit if a figure exceeds
     its limit and nothing that is left out saves memory. Else that is unknown.
@@ -55,7 +57,7 @@ def judged(
 
 
 def _settle(unmodelled: Iterable[Unmodelled], simulate: str) -> str:
-    """What would tell whether a plan fits that leaves this out."""
+    """Return the action that would tell whether a plan fits that leaves this out."""
     keys = [one.key for one in unmodelled if one.key != ACTIVATIONS]
     parts = [simulate] if simulate else []
     if keys:

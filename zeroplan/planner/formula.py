@@ -34,7 +34,7 @@ def plan_lines(items: Iterable[Item]) -> tuple[PlanLine, ...]:
 
 
 def total(items: Iterable[Item], *places: Place) -> int:
-    """Bytes of the items at these places."""
+    """Sum up the bytes of the items at these places."""
     return sum(item.bytes for item in items if item.place in places)
 
 
@@ -49,12 +49,12 @@ def phase_totals(items: Iterable[Item]) -> dict[str, int]:
 
 
 def lives_between_steps(item: Item) -> bool:
-    """Whether a buffer is alive between two optimizer steps."""
+    """Return whether a buffer is alive between two optimizer steps."""
     return Phase.FORWARD in item.phases and Phase.STEP in item.phases
 
 
 def formula_plan(engine: Engine, case: Case) -> MemoryPlan:
-    """The plan of one configuration from its ledger."""
+    """Plan one configuration from its ledger."""
     ledger, facts = engine.ledger(case)
     items = list(derived(ledger, facts))
     on_gpu = [item for item in items if item.place is Place.HBM]
@@ -92,14 +92,14 @@ def formula_plan(engine: Engine, case: Case) -> MemoryPlan:
 
 
 def how_to_simulate(case: Case) -> str:
-    """What a user does to get figures with activations."""
+    """Return what a user does to get figures with activations."""
     if case.spec.has_shapes:
         return "simulate the run: leave out --depth formula"
     return "give the model's id or config.json in place of --params"
 
 
 def _activations(case: Case) -> Unmodelled:
-    """What formulas leave out, with an estimate of it."""
+    """Return the activations that formulas leave out, with an estimate of them."""
     about = activation_estimate(case.spec, case.workload)
     if about is not None:
         says = f"formulas count none: roughly {format_bytes(about)}, and 19 of 20 models keep less than {SPREAD:g} times that"
@@ -112,7 +112,7 @@ def _activations(case: Case) -> Unmodelled:
 
 
 def _bound(engine: Engine, case: Case, needed: int, pinned: int) -> int | None:
-    """The total with the most that 19 of 20 models keep of activations, and the upper end of what lies outside torch."""
+    """Return the total with the most that 19 of 20 models keep of activations, and the upper end of what lies outside torch."""
     activations = activation_estimate(case.spec, case.workload)
     if activations is None:
         return None
@@ -121,7 +121,7 @@ def _bound(engine: Engine, case: Case, needed: int, pinned: int) -> int | None:
 
 
 def peer_figures(case: Case) -> PeerFigures | None:
-    """What DeepSpeed's own estimator says of this stage and offload; it knows stages 2 and 3, and no NVMe."""
+    """Return the figures of DeepSpeed's own estimator for this stage and offload; it knows stages 2 and 3, and no NVMe."""
     zero = case.zero
     offload, offload_param = zero.offloads_optimizer, zero.offloads_param
     gpus, nodes = case.cluster.gpus, case.cluster.nodes

@@ -36,7 +36,7 @@ class DsConfigRun:
 
 
 def read_run(request: Request, engine: Engine, cluster: Cluster, spec: ModelSpec) -> DsConfigRun:
-    """The run that ``request.ds_config`` and the flags describe.
+    """Read the run that ``request.ds_config`` and the flags describe.
 
     Raises:
         BadInput: what the engine refuses, a flag that contradicts the file, or an engine that takes no ds_config.

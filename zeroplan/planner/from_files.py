@@ -27,7 +27,7 @@ _FIELDS = {
 
 
 def with_files(request: Request) -> tuple[Request, Setup]:
-    """The request with what its files say, and what they say.
+    """Read the request's files; returns the request that they fill, and what they say.
 
     The model, the number of GPUs and of nodes on the command line win over the files': the question may be of another
     machine, or of a copy of the model.
@@ -40,7 +40,7 @@ def with_files(request: Request) -> tuple[Request, Setup]:
 
 
 def filled(request: Request, setup: Setup) -> Request:
-    """The request with what a setup says.
+    """Return the request filled with a setup's values.
 
     Raises:
         BadInput: a flag that contradicts the setup.
@@ -83,7 +83,7 @@ def filled(request: Request, setup: Setup) -> Request:
 
 
 def _precision(setup: Setup) -> Precision | None:
-    """How dtypes are divided where the engine reads no ds_config; None leaves it to the engine: an fp32 model.
+    """Return the division of dtypes where the engine reads no ds_config; None leaves it to the engine: an fp32 model.
 
     Under FSDP accelerate makes 16-bit parameters that are trained fp32 before it shards them; frozen ones stay as they are.
     Source: accelerate 1.15, utils/fsdp_utils.py (fsdp2_prepare_model), accelerator.py (prepare_model).
@@ -96,7 +96,7 @@ def _precision(setup: Setup) -> Precision | None:
 
 
 def _with_ds_config(setup: Setup, changes: dict[str, Any]) -> dict[str, Any]:
-    """The ds_config as its program completes it.
+    """Return the ds_config as its program completes it.
 
     Its optimizer wins over the program's own; without a precision block the program adds the one of its arithmetic.
     Source: transformers 5.17, integrations/deepspeed.py (deepspeed_optim_sched); accelerate 1.15, utils/dataclasses.py

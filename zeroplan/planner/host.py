@@ -13,7 +13,7 @@ _LOADED_BY = {Phase.SAVE: Phase.STEP, Phase.RESUME: Phase.INIT, Phase.WEIGHTS: P
 
 
 def host_memory(simulation: Simulation, rss: Mapping[Phase, int], *, ranks: int, pretrained: bool) -> CpuMemory:
-    """The host's part of a plan.
+    """Return the host's part of a plan.
 
     Args:
         simulation: the engine's buffers by phase, on one rank.

@@ -46,7 +46,7 @@ class RunOnCard:
 
 
 def run_on_card(case: Case, simulation: Simulation, outside: Outside, config: AllocatorConfig | None = None) -> RunOnCard:
-    """The run on the case's card. See Note [Under the limit].
+    """Simulate the run on the case's card. See Note [Under the limit].
 
     Args:
         case: names the card.

@@ -50,7 +50,7 @@ class MachineOptions(RunOptions, total=False):
 
 
 class StageOptions(MachineOptions, total=False):
-    """What ``estimate_zero1_mem`` and its siblings take, whose name says the stage."""
+    """Arguments of ``estimate_zero1_mem`` and its siblings, whose name says the stage."""
 
     gradient_checkpointing: bool
     checkpoint_policy: str
@@ -58,7 +58,7 @@ class StageOptions(MachineOptions, total=False):
 
 
 class EstimateOptions(StageOptions, total=False):
-    """What ``estimate`` takes."""
+    """Arguments of ``estimate``."""
 
     stage: int | None
     ds_config: str | Path | dict[str, Any] | None
@@ -67,7 +67,7 @@ class EstimateOptions(StageOptions, total=False):
 
 
 class VerifyOptions(RunOptions, total=False):
-    """What ``verify`` takes: `gpus` is the number of ranks, None for as many as there are (two on a CPU)."""
+    """Arguments of ``verify``: `gpus` is the number of ranks, None for as many as there are (two on a CPU)."""
 
     gpus: int | None
     stage: int | None

@@ -1,4 +1,4 @@
-"""What a GPU's memory holds at its peak, by family: gradients, activations, optimizer states and so on."""
+"""A GPU's memory at its peak, by family: gradients, activations, optimizer states and so on."""
 
 from __future__ import annotations
 

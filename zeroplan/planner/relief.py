@@ -34,7 +34,7 @@ class _Change:
 def find_reliefs(
     engine: Engine, case: Case, run: Simulated, config: AllocatorConfig | None, listed: Mapping[ZeroConfig, MemoryPlan]
 ) -> tuple[Relief, ...]:
-    """The options that lower a plan's total, in the order of their cost in speed, the cheapest first.
+    """Find the options that lower a plan's total, in the order of their cost in speed, the cheapest first.
 
     The order is: expandable segments, a higher stage, gradient checkpointing, a smaller micro batch, the optimizer in host
     memory. An option that needs a tape which is neither shipped nor cached is left out; nothing is traced for it.

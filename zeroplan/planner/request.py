@@ -14,7 +14,7 @@ from zeroplan.engines.registry import DEFAULT_ENGINE
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a user asks for. None leaves a field open: to the default, or to what the ds_config says."""
+    """A user's request. None leaves a field open: to the default, or to what the ds_config says."""
 
     model: Any = None
     params: int | None = None

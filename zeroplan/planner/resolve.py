@@ -112,7 +112,7 @@ def _cases(request: Request, engine: Engine, cases: list[Case]) -> tuple[Case, .
 
 
 def _zeros(request: Request, engine: Engine) -> list[ZeroConfig]:
-    """The configurations that the flags leave open: all options of the engine, one stage's, or exactly one."""
+    """Return the configurations that the flags leave open: all options of the engine, one stage's, or exactly one."""
     optimizer, param = request.offload_optimizer, request.offload_param
     if request.stage is not None and (optimizer is not None or param is not None):
         param = param or "none"

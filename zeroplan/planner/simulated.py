@@ -43,7 +43,7 @@ class Simulated:
 def simulated_plan(
     formula: MemoryPlan, engine: Engine, case: Case, tape: ExpandedTape, config: AllocatorConfig | None = None
 ) -> Simulated:
-    """The plan of one configuration with activations, peaks and totals.
+    """Plan one configuration with activations, peaks and totals.
 
     Args:
         formula: the same configuration's plan at formula depth.

@@ -38,7 +38,7 @@ def _traced(spec: ModelSpec, workload: Workload, zero3: bool) -> Tape:
 
 
 def expand_for(tape: Tape, case: Case) -> ExpandedTape:
-    """The tape's events for a case's micro batch, sequence length, LoRA rank and GPU.
+    """Expand a tape for a case's micro batch, sequence length, LoRA rank and GPU.
 
     Raises:
         BadInput: when the tape was traced for other numbers.
@@ -48,7 +48,7 @@ def expand_for(tape: Tape, case: Case) -> ExpandedTape:
 
 
 def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:
-    """The case's tape, expanded for its micro batch and sequence length.
+    """Return the case's tape, expanded for its micro batch and sequence length.
 
     Raises:
         NoTapeError: when the model cannot be traced here.
@@ -82,7 +82,7 @@ class ExpandedTapes:
         self._known: dict[str, ExpandedTape | NoTapeError] = {}
 
     def of(self, case: Case) -> ExpandedTape:
-        """The case's expanded tape.
+        """Return the case's expanded tape.
 
         Raises:
             NoTapeError: when the model cannot be traced here.

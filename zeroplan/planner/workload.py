@@ -20,7 +20,7 @@ _E = TypeVar("_E", DType, Attention)
 
 
 def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
-    """The workload that the request's flags describe.
+    """Return the workload that the request's flags describe.
 
     Raises:
         BadInput: a value out of range or of an unknown name.

@@ -92,7 +92,7 @@ def run_search(request: Request, options: SearchOptions | None = None) -> Search
 
 
 def _ranked(given: Sequence[Candidate], resolved: ResolvedSearch, memory: Memory, cost: CostModel) -> list[Recommendation]:
-    """The given candidates, best first, each under its own engine."""
+    """Rank the given candidates, best first, each under its own engine."""
     alike: dict[Engine, list[Candidate]] = {}
     for candidate in given:
         alike.setdefault(candidate.engine or resolved.engine, []).append(candidate)

@@ -84,7 +84,7 @@ def store(rates: dict[str, float], machine: Machine, path: str | os.PathLike[str
 
 
 def _best(run: Callable[[], object], repeats: int = _REPEATS) -> float:
-    """Seconds of the fastest run, after one that warms up."""
+    """Time a run; returns the seconds of the fastest, after one that warms up."""
     run()
     fastest = float("inf")
     for _ in range(repeats):
@@ -137,7 +137,7 @@ def _host_memory(torch: Any) -> dict[str, float]:
 
 
 def _cpu_adam(torch: Any) -> float:
-    """28 bytes an element: gradient, master and two moments read, all but the gradient written."""
+    """Measure the CPU's Adam: 28 bytes an element: gradient, master and two moments read, all but the gradient written."""
     count = 16 * MIB
     master, first, second = (torch.zeros(count) for _ in range(3))
     grad = torch.ones(count)
@@ -158,7 +158,7 @@ def _cpu_adam(torch: Any) -> float:
 
 
 def _disk(folder: str) -> dict[str, float]:
-    """A file written and synced, then read past the page cache where the system drops it on request."""
+    """Measure the disk: a file is written and synced, then read past the page cache where the system drops it on request."""
     blob = os.urandom(MIB) * (_FILE_BYTES // MIB)
     try:
         with tempfile.NamedTemporaryFile(dir=folder) as file:
@@ -215,7 +215,7 @@ def _gpu(torch: Any) -> dict[str, float]:
 
 
 def _links(torch: Any) -> dict[str, float]:
-    """All-gather and reduce-scatter at a few sizes: bandwidth from the largest, latency from the smallest."""
+    """Measure all-gather and reduce-scatter at a few sizes: bandwidth from the largest, latency from the smallest."""
     count = torch.cuda.device_count()
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_link_rank, args=(count, folder), nprocs=count)
@@ -232,7 +232,7 @@ def _links(torch: Any) -> dict[str, float]:
 
 
 def _link_rank(rank: int, count: int, folder: str) -> None:
-    """One rank: the slower of both collectives at each size; rank 0 writes them down."""
+    """Run one rank: it takes the slower of both collectives at each size; rank 0 writes them down."""
     import torch
     import torch.distributed as dist
 

@@ -20,7 +20,7 @@ _MOST_LINES = 100_000
 
 
 def read_candidates(path: str, resolved: ResolvedSearch, request: Request) -> list[Candidate]:
-    """The candidates of a file, `index` counted from 0 over its non-empty lines.
+    """Read the candidates of a file, `index` counted from 0 over its non-empty lines.
 
     Raises:
         BadInput: an unreadable file, a line that is no such object, or a ds_config that DeepSpeed refuses.
@@ -78,7 +78,7 @@ def candidate_of(
     index: int = 0,
     alloc_conf: str = "",
 ) -> Candidate:
-    """One ds_config as a candidate; flags fill what it leaves open, and its warnings join the search's.
+    """Make a candidate of one ds_config; flags fill what it leaves open, and its warnings join the search's.
 
     Raises:
         BadInput: what DeepSpeed refuses, or a flag that contradicts it.

@@ -1,4 +1,4 @@
-"""What a machine can train: the largest models of the catalog by method, and the fastest way to train the largest in full."""
+"""The largest models of the catalog that a machine can train, by method, and the fastest way to train the largest in full."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """What a machine can train. `best` answers for the largest full fine-tune, None when not even that fits."""
+    """The models that a machine can train. `best` answers for the largest full fine-tune, None when not even that fits."""
 
     rows: tuple[Row, ...]
     best: SearchResult | None
@@ -61,7 +61,7 @@ class Overview:
 
 
 def overview(request: Request, options: SearchOptions | None = None) -> Overview:
-    """The largest catalog models by method, at one sequence a GPU with checkpointing, and the answer for the largest.
+    """Find the largest catalog models by method, at one sequence a GPU with checkpointing, and the answer for the largest.
 
     Raises:
         BadInput: a value that cannot be used.
@@ -123,7 +123,7 @@ def _resolved(
 
 
 def _fits(resolved: ResolvedSearch, space: list[Candidate]) -> Recommendation | None:
-    """The first that fits of those that need the least."""
+    """Return the first that fits of those that need the least."""
     memory = Memory(resolved.engine, resolved.spec, resolved.cluster, trace=False)
     cost = CostModel(resolved.engine, resolved.spec, resolved.cluster, resolved.rates)
     space = [c for c in space if not memory.cannot_fit(c) and memory.runnable(c)]

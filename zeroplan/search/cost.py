@@ -63,7 +63,7 @@ class CostModel:
     def items(
         self, workload: Workload, zero: ZeroConfig, counts: Counts, *, plan: MemoryPlan | None = None, derive: bool = False
     ) -> list[WorkItem]:
-        """Every line of work of one configuration, with its formula if `derive`.
+        """List every line of work of one configuration, with its formula if `derive`.
 
         Without a `plan` the allocator is taken to have room, so the time is a lower bound.
         """
@@ -78,12 +78,12 @@ class CostModel:
     def step_time(
         self, workload: Workload, zero: ZeroConfig, counts: Counts, *, plan: MemoryPlan | None = None, marked: bool = False
     ) -> StepTime:
-        """The predicted time of one optimizer step; arguments as of :meth:`items` and :func:`compose`."""
+        """Predict the time of one optimizer step; arguments as of :meth:`items` and :func:`compose`."""
         items = self.items(workload, zero, counts, plan=plan)
         return compose(items, workload, self.traffic.overlaps(zero), self.cluster.layout, marked=marked)
 
     def facts(self, workload: Workload, zero: ZeroConfig, counts: Counts) -> tuple[Any, Any]:
-        """What the lines read: the computation's facts, and the engine's."""
+        """Return the facts that the lines read: the computation's, and the engine's."""
         compute = compute_facts(self.matrices, counts, workload)
         return compute, self.traffic.facts(compute, workload, zero)
 

@@ -1,4 +1,4 @@
-"""How a step's predicted time came about: every line of work with its formula, the values of its names, and its rate."""
+"""Derivation of a step's predicted time: every line of work with its formula, the values of its names, and its rate."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _WEIGHTS = (".safetensors", ".bin")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where files go, and how the program is started.
+    """Paths that files are written to, and the launcher that starts the program.
 
     Attributes:
         output: the path of the main file, or a folder; None puts it beside the new script.
@@ -61,7 +61,7 @@ class Files:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the files and commands as a plain dict for JSON."""
         return {
             "written": list(self.texts),
             "start": self.start.shell(),
@@ -71,7 +71,7 @@ class Files:
 
 
 def files_of(one: Recommendation, cluster: Cluster, target: Target, model: Model | None = None) -> Files:
-    """The files to write, and the command that starts the program.
+    """Return the files to write, and the command that starts the program.
 
     Args:
         one: the configuration.
@@ -132,7 +132,7 @@ def _swap_note(one: Recommendation) -> tuple[str, ...]:
 
 
 def model_of(place: object, spec: ModelSpec) -> Model:
-    """Where a script gets the model from, which the user named by `place`."""
+    """Return the source from which a script gets the model, which the user named by `place`."""
     if not isinstance(place, str | os.PathLike):
         return Model(spec.name if spec.source in ("catalog", "hub") else "", spec.auto_class)
     path = os.path.expanduser(os.fspath(place))

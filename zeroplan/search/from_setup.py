@@ -19,7 +19,7 @@ from zeroplan.search.space import Candidate
 
 
 def with_source(request: Request, options: SearchOptions) -> tuple[Request, SearchOptions, Recommendation]:
-    """The request and the options with what the source says, and the source's own configuration, predicted.
+    """Fill the request and the options from the source; returns them with the source's own configuration, predicted.
 
     The search keeps the source's model, sequence length, precision, optimizer, adapters and global batch, and is free in
     how the batch is split, sharded, offloaded and checkpointed.

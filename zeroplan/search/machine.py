@@ -1,4 +1,4 @@
-"""What this machine is: cores, memory, disk, GPUs and versions, read without torch."""
+"""This machine: cores, memory, disk, GPUs and versions, read without torch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Machine:
 
 
 def look(folder: str = ".") -> Machine:
-    """The machine that this runs on; `folder` says which disk."""
+    """Look at the machine that this runs on; `folder` says which disk."""
     cards, problem = _cards()
     return Machine(
         system=f"{platform.system()} {platform.machine()}",
@@ -98,7 +98,7 @@ def _cards() -> tuple[tuple[Card, ...], str]:
 
 
 def preset_of(name: str) -> str:
-    """The preset that a driver's name such as ``NVIDIA H100 80GB HBM3`` means, or nothing."""
+    """Return the preset that a driver's name such as ``NVIDIA H100 80GB HBM3`` means, or nothing."""
     words = (
         name.replace("NVIDIA", "")
         .replace("GeForce", "")

@@ -1,4 +1,4 @@
-"""What a candidate's memory is: a floor from formulas in microseconds, and the simulated plan of those that survive it.
+"""A candidate's memory: a floor from formulas in microseconds, and the simulated plan of those that survive it.
 
 Note [Floors]
     A floor is what must be allocated at once whatever the schedule does, beside what lies outside torch: either the engine's
@@ -84,11 +84,11 @@ class Memory:
         return plan.model_copy(update={"gpu": gpu.model_copy(update={"usable": usable}), **fit})
 
     def case(self, candidate: Candidate) -> Case:
-        """The candidate as the engines take it."""
+        """Return the candidate as a :class:`Case` for the engines."""
         return Case(self.spec, candidate.workload, self.cluster, candidate.zero, unmodelled=candidate.unmodelled)
 
     def runnable(self, candidate: Candidate) -> bool:
-        """Whether the engine trains this at all."""
+        """Return whether the engine trains this at all."""
         try:
             self.engine.require_workload(self.case(candidate))
         except BadInput:
@@ -96,7 +96,7 @@ class Memory:
         return True
 
     def counts(self, candidate: Candidate) -> Counts:
-        """Kernels, bytes and modules of one micro batch."""
+        """Count the kernels, bytes and modules of one micro batch."""
         workload = candidate.workload
         key = (self._tape_key(candidate), workload.micro_batch, workload.seq_len or 0)
         found = self._counts.get(key)
@@ -128,7 +128,9 @@ class Memory:
         return max(between + self._computation(candidate), stepping)
 
     def _state_floors(self, candidate: Candidate) -> tuple[int, int, int]:
-        """What no tape is needed for: the buffers beside the computation, those of the step, and the doubt of either."""
+        """Return the floors that need no tape: the buffers beside the computation, those of the step, and the doubt of
+        either.
+        """
         key = (candidate.zero, candidate.workload.grad_accum > 1)
         found = self._states.get(key)
         if found is None:
@@ -149,7 +151,7 @@ class Memory:
         return found
 
     def cannot_fit(self, candidate: Candidate) -> bool:
-        """Whether the floors alone exceed a limit."""
+        """Return whether the floors alone exceed a limit."""
         cluster, usable = self.cluster, self.cluster.usable_vram
         # The states alone first, then the host's: many a candidate falls before its tape has to be read.
         between, stepping, doubt = self._state_floors(candidate)
@@ -186,7 +188,7 @@ class Memory:
         )
 
     def may_fit(self, plan: MemoryPlan, candidate: Candidate) -> bool:
-        """Whether a plan fits, or where that is unknown, whether it does by the analytic estimate of activations."""
+        """Return whether a plan fits, or where that is unknown, whether it does by the analytic estimate of activations."""
         if not plan.undecided or plan.gpu.interval is not None:
             return plan.fits is not False
         bound, case = self._bound(candidate.workload), self.case(candidate)
@@ -214,7 +216,7 @@ class Memory:
         )
 
     def _computation(self, candidate: Candidate) -> int:
-        """The least of what the computation holds at once at its fullest.
+        """Return the least bytes that the computation holds at its fullest.
 
         That maximum is of sums that grow linearly, so it is convex in the micro batch, and the line through its values at
         one and two lies below it from there on.

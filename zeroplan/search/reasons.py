@@ -1,4 +1,4 @@
-"""Why the first is first: what stands beside it, what each of its choices costs, and what more hardware would buy."""
+"""Reasons for the first choice: what stands beside it, what each of its choices costs, and what more hardware would buy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _BOUND = {
 
 
 def name_of(zero: ZeroConfig, checkpointing: bool | None = None) -> str:
-    """``"stage 3, optimizer on cpu, checkpointing"``."""
+    """Name a configuration: ``"stage 3, optimizer on cpu, checkpointing"``."""
     text = f"stage {zero.stage}"
     if zero.offload_optimizer:
         text += f", optimizer on {zero.offload_optimizer.device}"
@@ -46,7 +46,7 @@ def name_of(zero: ZeroConfig, checkpointing: bool | None = None) -> str:
 
 
 def choice(ranking: Sequence[Ranked]) -> list[str]:
-    """Why the first was chosen: the room that it leaves on the card, and which faster ones are not as simple."""
+    """Say why the first was chosen: the room that it leaves on the card, and which faster ones are not as simple."""
     best, said = ranking[0], []
     spare = headroom(best.plan)
     if spare is not None and best.on_edge:
@@ -102,7 +102,7 @@ def _faster_that_do_not_fit(
 
 
 def _costs(best: Ranked, memory: Memory, cost: CostModel) -> list[str]:
-    """What each offload and checkpointing add to a step, all else alike."""
+    """Say what each offload and checkpointing add to a step, all else alike."""
     candidate, total = best.candidate, best.time.total
     zero, workload = candidate.zero, candidate.workload
 
@@ -139,7 +139,7 @@ def _bound(best: Ranked) -> str:
 
 
 def _full_card(best: Ranked) -> list[str]:
-    """What it means that the allocator has no room to spare."""
+    """Say what it means that the allocator has no room to spare."""
     gpu = best.plan.gpu
     if not gpu.at_limit:
         return []
@@ -157,7 +157,7 @@ def _seconds(value: float) -> str:
 def what_more_buys(
     resolved: ResolvedSearch, request: Request, options: SearchOptions, best: Ranked, memory: Memory
 ) -> list[str]:
-    """What 8 GiB more a GPU, and the next GPUs that the batch divides by, would make of it."""
+    """Say what 8 GiB more a GPU, and the next GPUs that the batch divides by, would make of the step."""
     cluster = resolved.cluster
     assert cluster.vram is not None
     said = []

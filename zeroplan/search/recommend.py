@@ -58,7 +58,7 @@ class Ranked:
 
     @property
     def complexity(self) -> tuple[int, int, bool, bool, int, int]:
-        """What orders equally fast configurations: offload, recomputation, settings beside the file, the stage, its knobs."""
+        """The order of equally fast configurations: offload, recomputation, settings beside the file, the stage, its knobs."""
         zero, devices = self.candidate.zero, list(OffloadDevice)
         return (
             devices.index(zero.offload_param.device) if zero.offloads_param else 0,
@@ -71,14 +71,14 @@ class Ranked:
 
 
 def headroom(plan: MemoryPlan) -> float | None:
-    """The part of the usable GPU memory above the interval's upper end; None without a limit or an interval."""
+    """Return the part of the usable GPU memory above the interval's upper end; None without a limit or an interval."""
     gpu = plan.gpu
     return (gpu.usable - gpu.interval[1]) / gpu.usable if gpu.usable and gpu.interval else None
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What a search found. `ranking` holds the best of each family that fits, fastest first; those on the edge come last.
+    """The result of a search. `ranking` holds the best of each family that fits, fastest first; those on the edge come last.
 
     `misses` are candidates that were simulated and do not fit; `considered`, `pruned` and `simulated` count candidates.
     """
@@ -184,13 +184,13 @@ def _bound(candidate: Candidate, memory: Memory, cost: CostModel) -> tuple[Candi
 
 
 def _planned(candidate: Candidate, memory: Memory, cost: CostModel) -> Ranked:
-    """The candidate with its plan, and the step time that follows from it."""
+    """Plan the candidate; returns it with its plan, and the step time that follows from it."""
     plan = memory.plan(candidate)
     return Ranked(candidate, cost.step_time(candidate.workload, candidate.zero, memory.counts(candidate), plan=plan), plan)
 
 
 def _hopeless(plan: MemoryPlan) -> bool:
-    """Whether it misses by more than buckets and the allocator's settings can change."""
+    """Return whether a candidate misses by more than buckets and the allocator's settings can change."""
     if plan.fits is not False:
         return plan.undecided
     gpu = plan.gpu
@@ -199,7 +199,7 @@ def _hopeless(plan: MemoryPlan) -> bool:
 
 
 def _group(candidate: Candidate) -> object:
-    """The key that candidates share which differ in bucket sizes and allocator settings alone."""
+    """Return the key that candidates share which differ in bucket sizes and allocator settings alone."""
     return candidate.family, candidate.workload.micro_batch
 
 

@@ -124,7 +124,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """What ``recommend`` answers. `ranking` is best first; `nearest` is the nearest miss when nothing fits.
+    """The answer of ``recommend``. `ranking` is best first; `nearest` is the nearest miss when nothing fits.
 
     `loaded` says where a training script gets the model from.
     """

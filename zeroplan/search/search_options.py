@@ -1,4 +1,4 @@
-"""What a search is asked beside the request, and both resolved: model, cluster, engine, rates and the candidates."""
+"""The search's own options beside the request, and both resolved: model, cluster, engine, rates and the candidates."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ASSUMED_HOST = 64 * GIB
 
 @dataclass(frozen=True, slots=True)
 class SearchOptions:
-    """What is asked of the search beside the :class:`~zeroplan.planner.request.Request`.
+    """Options of the search beside the :class:`~zeroplan.planner.request.Request`.
 
     Attributes:
         global_batch: sequences an optimizer step; None keeps accumulation at 1 and lets the batch follow.

@@ -1,4 +1,4 @@
-"""When nothing fits: the nearest miss, and the cheapest changes that would make it fit, in order."""
+"""Suggestions when nothing fits: the nearest miss, and the cheapest changes that would make it fit, in order."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class _Option:
 
 
 def _options(resolved: ResolvedSearch, request: Request, options: SearchOptions, nearest: Recommendation) -> Iterator[_Option]:
-    """Cheapest first: what costs a flag, then quality, then what costs money."""
+    """Yield the changes, the cheapest first: those that cost a flag, then quality, then money."""
     cluster, workload = resolved.cluster, resolved.workload
     eight_bit = find_optimizer(workload.optimizer).eight_bit
     if eight_bit and workload.lora_rank is None:
@@ -134,12 +134,12 @@ def cheapest_suggestions(
 
 
 def _same_model(one: Request, two: Request) -> bool:
-    """Whether two requests train the same parameters, so that tapes can be shared."""
+    """Return whether two requests train the same parameters, so that tapes can be shared."""
     return (one.lora_rank, one.lora_targets, one.gpu) == (two.lora_rank, two.lora_targets, two.gpu)
 
 
 def _least(option: _Option, base: Memory | None) -> Recommendation | None:
-    """A configuration that fits after the change, the lightest by its floor first; None when none of the lightest does."""
+    """Find a configuration that fits after the change, the lightest by its floor first; None when none of the lightest does."""
     try:
         changed = resolve_search(option.request, option.options)
         space = candidates_of(changed, option.request, option.options)

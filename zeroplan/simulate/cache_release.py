@@ -1,4 +1,4 @@
-"""What the allocator returns to a full device and allocates again, in every optimizer step.
+"""Memory that the allocator returns to a full device and allocates again in every optimizer step.
 
 Note [Emptying the cache]
     When the device has no memory left, the allocator waits for all streams, returns every cached segment that nothing lives in
@@ -20,7 +20,7 @@ from zeroplan.simulate.timeline import Timeline
 
 @dataclass(frozen=True, slots=True)
 class CacheRelease:
-    """What one optimizer step releases and allocates again.
+    """Calls and bytes that one optimizer step releases and allocates again.
 
     Attributes:
         emptied: how often the cache was emptied.
@@ -35,12 +35,12 @@ class CacheRelease:
     pages: int = 0
 
     def __bool__(self) -> bool:
-        """Whether anything was released."""
+        """Return whether anything was released."""
         return self.segments > 0
 
     @classmethod
     def of(cls, timeline: Timeline, micro_batches: int = 1, page: int = 0) -> CacheRelease:
-        """The release of a timeline's last step, which later steps repeat.
+        """Measure the release of a timeline's last step, which later steps repeat.
 
         Args:
             timeline: a run with the marks of :func:`zeroplan.engines.player.play`, which plays a few micro batches a step.
@@ -72,7 +72,7 @@ class CacheRelease:
         return cls(len(emptied), len(inside), sum(abs(change.size) for change in inside), pages)
 
     def __add__(self, other: CacheRelease) -> CacheRelease:
-        """The sum of both."""
+        """Return the sum of both."""
         return CacheRelease(
             self.emptied + other.emptied, self.segments + other.segments, self.bytes + other.bytes, self.pages + other.pages
         )

@@ -99,7 +99,7 @@ def write_out(
     *,
     compiled: bool | None = None,
 ) -> tuple[array[int], array[int]]:
-    """A recording's columns with each PLAY event replaced by its event block; see Note [Event columns].
+    """Replace each PLAY event of a recording's columns by its event block; see Note [Event columns].
 
     Args:
         code, value: the recording's columns.
@@ -119,7 +119,9 @@ def write_out(
 def _write_out(
     code: array[int], value: array[int], event_blocks: EventBlocks, sizes: Sequence[int]
 ) -> tuple[array[int], array[int]]:
-    """The readable twin of ``zeroplan_event_blocks_write_out`` in ``csrc/cpu/allocator_event_blocks.cpp``."""
+    """Write out in Python; the readable twin of ``zeroplan_event_blocks_write_out`` in
+    ``csrc/cpu/allocator_event_blocks.cpp``.
+    """
     whole_code, whole_value = array("q"), array("q")
     bases = [0] * len(event_blocks.begins)
     made = 0

@@ -77,7 +77,7 @@ class Recorder:
         self._bases = [0] * len(event_blocks.begins)  # by event block the first handle of when it was played last
 
     def __len__(self) -> int:
-        """The number of events; an event block counts with all of its own."""
+        """Return the number of events; an event block counts with all of its own."""
         return len(self._code) + self._beyond
 
     @property
@@ -86,7 +86,7 @@ class Recorder:
         return len(self._code)
 
     def columns(self) -> tuple[array[int], array[int]]:
-        """The code and the value of every event; see Note [Event columns]."""
+        """Return the code and the value of every event; see Note [Event columns]."""
         if not self.event_blocks.beyond:
             return self._code, self._value
         return write_out(self._code, self._value, self.event_blocks, self.sizes, len(self))
@@ -103,7 +103,7 @@ class Recorder:
 
     @property
     def buffers(self) -> list[Buffer]:
-        """What the bytes are, by handle."""
+        """The buffer of each handle."""
         known = self._by_handle
         if known.buffers_at != len(self._code):
             known.buffers, known.buffers_at = self._whole(self._buffers, self.event_blocks.buffers), len(self._code)
@@ -118,7 +118,7 @@ class Recorder:
         return known.notes
 
     def _whole(self, alone: list[_Label], within: list[list[_Label]]) -> list[_Label]:
-        """A label for each handle, from the labels of single allocations and of event blocks."""
+        """Return a label for each handle, from the labels of single allocations and of event blocks."""
         single = iter(alone)
         found: list[_Label] = []
         for word, operand in zip(self._code, self._value, strict=True):
@@ -164,7 +164,7 @@ class Recorder:
         return self._bases[event_block] + index
 
     def resized(self, sizes: Sequence[int]) -> Recorder:
-        """The same recording with other sizes of the event blocks' storages; everything else is shared, not copied.
+        """Return the recording with other sizes of the event blocks' storages; everything else is shared, not copied.
 
         Args:
             sizes: each storage's bytes.
@@ -176,7 +176,7 @@ class Recorder:
         return other
 
     def with_lag(self, back: Sequence[int]) -> Recorder:
-        """The same recording on a device that is further behind; see Note [Another lag].
+        """Return the recording on a device that is further behind; see Note [Another lag].
 
         Args:
             back: for each tick of a micro batch, the tick at which a free after it completes.
@@ -185,7 +185,7 @@ class Recorder:
         return self._completing(self.deferred_frees.completions_with_lag(back))
 
     def _completing(self, points: Sequence[tuple[int, int, Sequence[int]]]) -> Recorder:
-        """The same recording with completions of deferred frees at other events.
+        """Return the recording with completions of deferred frees at other events.
 
         Args:
             points: the result of :meth:`DeferredFrees.completions_with_lag`.

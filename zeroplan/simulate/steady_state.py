@@ -86,7 +86,7 @@ def _judged(timeline: Timeline) -> SteadyRun:
 
 
 def _step_ends(timeline: Timeline) -> list[int]:
-    """The event of each step's mark."""
+    """Return the events at which the steps end."""
     marks = zip(timeline.marks, timeline.result.marks, strict=True)
     return [totals.event for mark, totals in marks if mark.name.startswith("step")]
 
@@ -107,7 +107,7 @@ class _RepeatedLabels:
 
     @cached_property
     def buffers(self) -> Sequence[Buffer]:
-        """What the bytes are, by handle."""
+        """The buffer of each handle."""
         known = list(self._labels.buffers)
         return known + known[self._first :] * self._times
 
@@ -140,7 +140,7 @@ def repeat_last_step(timeline: Timeline, times: int) -> Timeline | None:
 
 
 def repeated(code: array[int], value: array[int], begin: int, end: int, times: int) -> tuple[array[int], array[int]]:
-    """The events from `begin` to `end` repeated `times` times, with handles and marks counted on.
+    """Repeat the events from `begin` to `end` `times` times, with handles and marks counted on.
 
     The readable twin of ``zeroplan_stream_repeat`` in ``csrc/cpu/allocator_event_blocks.cpp``.
     """

@@ -1,4 +1,4 @@
-"""What a simulated run used and which buffers were alive when: totals at each mark, the peak's contents, curves to draw."""
+"""A simulated run over time: totals at each mark, the buffers alive at the peak, curves to draw."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Labels(Protocol):
 
     @property
     def buffers(self) -> Sequence[Buffer]:
-        """What the bytes are, by handle."""
+        """The buffer of each handle."""
 
     @property
     def notes(self) -> Sequence[Note]:
@@ -114,14 +114,16 @@ class Timeline:
         return self._code, self._value, self._labels
 
     def under(self, limit: int, config: AllocatorConfig | None = None, *, device_memory: int | None = None) -> Timeline:
-        """The same events where the device gives the allocator `limit` bytes; arguments as of :func:`simulate`."""
+        """Return the timeline of the same events where the device gives the allocator `limit` bytes; arguments as of
+        :func:`simulate`.
+        """
         result = run_allocator(
             self._code, self._value, config or AllocatorConfig(), limit=limit, device_memory=device_memory or limit
         )
         return Timeline(self._code, self._value, self._labels, result)
 
     def peak_mark(self) -> str:
-        """The name of the first mark after the peak of allocated memory; empty if none follows."""
+        """Return the name of the first mark after the peak of allocated memory; empty if none follows."""
         for mark, totals in zip(self.marks, self.result.marks, strict=True):
             if totals.event > self.result.peak_event:
                 return mark.name
@@ -150,12 +152,12 @@ class Timeline:
         return flags
 
     def alive_by_buffer(self, event: int | None = None) -> dict[Buffer, int]:
-        """The bytes alive after an event, or at the peak if None, by buffer, largest first; they add up to allocated."""
+        """Return the bytes alive after an event, or at the peak if None, by buffer, largest first; they add up to allocated."""
         buffers = self._labels.buffers
         return self._grouped((buffers[handle], handle) for handle in self.alive(event))
 
     def alive_by_buffer_and_note(self, event: int | None = None) -> dict[tuple[Buffer, Note], int]:
-        """The same by buffer and by who asked for the block."""
+        """Return the bytes alive after an event by buffer and by the note of who asked for the block."""
         buffers, notes = self._labels.buffers, self._labels.notes
         return self._grouped(((buffers[handle], notes[handle]), handle) for handle in self.alive(event))
 
@@ -167,7 +169,7 @@ class Timeline:
         return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
     def curve(self, points: int = 600) -> Curve:
-        """The run in about `points` points, for drawing."""
+        """Sample the run at about `points` points, for drawing."""
         allocated = self.allocated_by_event()
         slices, positions, marks = self._slices(len(allocated), points)
         chosen = [max(range(start, end), key=allocated.__getitem__) for start, end in slices]
@@ -181,7 +183,9 @@ class Timeline:
         )
 
     def _slices(self, count: int, points: int) -> tuple[list[tuple[int, int]], list[float], list[tuple[float, str]]]:
-        """Slices of events, the position of each, and the marks' positions; see :class:`Curve`."""
+        """Divide the events into slices; returns them with the position of each, and the marks' positions. See
+        :class:`Curve`.
+        """
         names = {totals.event: mark.name for mark, totals in zip(self.marks, self.result.marks, strict=True)}
         bounds = sorted({0, count, *(event + 1 for event in names)})
         spans = [(start, end) for start, end in pairwise(bounds) if end > start]
@@ -202,7 +206,7 @@ class Timeline:
         return slices, positions, marks
 
     def allocated_by_event(self) -> list[int]:
-        """Bytes allocated after each event."""
+        """Return the bytes allocated after each event."""
         sizes, free, alloc = self.result.block_sizes, int(AllocatorOp.FREE), int(AllocatorOp.ALLOC)
         now = handle = 0
         totals = []
@@ -217,7 +221,9 @@ class Timeline:
         return totals
 
     def requested(self) -> list[tuple[int, int]]:
-        """For each mark, bytes as requested, not rounded: the most alive since the mark before, and those alive at it."""
+        """Return for each mark the bytes as requested, not rounded: the most alive since the mark before, and those alive at
+        it.
+        """
         sizes: list[int] = []
         ends = {mark.event for mark in self.result.marks}
         alloc, free = int(AllocatorOp.ALLOC), int(AllocatorOp.FREE)
@@ -237,7 +243,7 @@ class Timeline:
         return totals
 
     def _reserved(self, slices: Sequence[tuple[int, int]]) -> list[int]:
-        """The most bytes reserved within each slice of events."""
+        """Return the most bytes reserved within each slice of events."""
         changes = self.result.segments
         now = at = 0
         most = []
@@ -251,7 +257,7 @@ class Timeline:
         return most
 
     def _stacked(self, chosen: Sequence[int]) -> dict[Buffer, tuple[int, ...]]:
-        """For each buffer, its bytes after each of the chosen events (ascending)."""
+        """Return for each buffer its bytes after each of the chosen events (ascending)."""
         sizes, free, alloc = self.result.block_sizes, int(AllocatorOp.FREE), int(AllocatorOp.ALLOC)
         buffers = self._labels.buffers
         now: dict[Buffer, int] = {}

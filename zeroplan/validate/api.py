@@ -144,7 +144,7 @@ def _tapes(engine: Engine, model: Any, live: LiveModule | None) -> ExpandedTapes
 
 
 def _lacks_path(case: Case) -> bool:
-    """Whether a table's option goes to NVMe without saying where."""
+    """Return whether a table's option goes to NVMe without saying where."""
     parts = (case.zero.offload_optimizer, case.zero.offload_param)
     return any(part.device is OffloadDevice.NVME and part.nvme_path is None for part in parts)
 

@@ -31,7 +31,7 @@ CPU_WORKLOAD = {"micro_batch": 2, "seq_len": 128}
 
 
 def builtin_request(machine: VerifyMachine) -> dict[str, Any]:
-    """The request's fields for this machine."""
+    """Return the request's fields for this machine."""
     if machine.device == "cuda":
         return {"model": GPU_MODEL, **GPU_WORKLOAD}
     return {"model": dict(CPU_MODEL), **CPU_WORKLOAD}

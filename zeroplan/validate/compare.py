@@ -70,7 +70,7 @@ def _measured_keys(planned: Planned, measured: Measurement) -> dict[Key, int]:
 
 
 def _mismatches(planned: Planned, measured: Measurement) -> list[str]:
-    """Owned buffers that differ, unit by unit."""
+    """List the owned buffers that differ, unit by unit."""
     if planned.owned is None or not measured.owned:
         return []
     found = _measured_keys(planned, measured)
@@ -83,7 +83,7 @@ def _mismatches(planned: Planned, measured: Measurement) -> list[str]:
 
 
 def _buffer_rows(planned: Planned, measured: Measurement) -> list[DriftRow]:
-    """A row for each buffer of the engine: judged exactly where the engine accounts for it, else for information."""
+    """Return a row for each buffer of the engine: judged exactly where the engine accounts for it, else for information."""
     found = _by_buffer(_measured_keys(planned, measured).items(), measured.device)
     if planned.owned is not None:
         wanted, exact = _by_buffer(planned.owned.rows.items(), measured.device), measured.owned
@@ -125,7 +125,7 @@ def _training_peak(measured: Measurement) -> int | None:
 
 
 def _torch_rows(planned: Planned, measured: Measurement) -> list[DriftRow]:
-    """Rows of torch's other allocations, of its cache, and of memory outside torch."""
+    """Return the rows of torch's other allocations, of its cache, and of memory outside torch."""
     gpu = planned.plan.gpu
     want, have = _kept(_buffer_rows(planned, measured), measured.device)
     peak = measured.peak_allocated if measured.device == "cuda" else _training_peak(measured)
@@ -178,7 +178,7 @@ def _totals(planned: Planned, measured: Measurement, tolerance: float) -> list[D
 
 
 def _host_totals(planned: Planned, measured: Measurement) -> list[DriftRow]:
-    """Rows of a node's resident memory (the peak, and by phase), its pinned memory and its swap files.
+    """Return the rows of a node's resident memory (the peak, and by phase), its pinned memory and its swap files.
 
     The plan's resident memory is that of a process that uses CUDA, so on a CPU it is not compared.
     """
@@ -218,7 +218,7 @@ def _cpu_totals(planned: Planned, measured: Measurement, tolerance: float) -> li
 
 
 def _same_kernels(planned: Planned) -> bool:
-    """Whether a CPU's kernels keep the tensors that CUDA's keep: fused attention in 16 bits, no dropout."""
+    """Return whether a CPU's kernels keep the tensors that CUDA's keep: fused attention in 16 bits, no dropout."""
     work = planned.case.workload
     return work.dtype is not DType.FP32 and work.attn is Attention.SDPA and not planned.cpu_differs
 
@@ -238,7 +238,7 @@ def _judged(name: str, want: int | None, have: int | None, tolerance: float, not
 
 
 def _unattributed(rows: list[DriftRow], measured: Measurement) -> int | None:
-    """Bytes of the measured total (on a CPU: of resident memory) that no measured row explains."""
+    """Return the bytes of the measured total (on a CPU: of resident memory) that no measured row explains."""
     if measured.device == "cpu":
         per_rank = [row.measured or 0 for row in rows if row.name != "host.process" and row.stands]
         # Tensors are counted on the worst rank, resident memory over all of them.

@@ -61,12 +61,12 @@ class VerifyJob:
         return tuple(str(path) for path in paths if path)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, without the module."""
+        """Return the job as plain values, without the module."""
         return asdict(replace(self, live=None))
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> VerifyJob:
-        """The inverse of :meth:`to_json`."""
+        """Read a job from the plain values of :meth:`to_json`."""
         return cls(**{**values, "lora_targets": tuple(values["lora_targets"])})
 
 
@@ -79,7 +79,7 @@ def job_of(
     timeout: float = 300.0,
     live: LiveModule | None = None,
 ) -> VerifyJob:
-    """The job of a case.
+    """Return the job that runs a case.
 
     Args:
         case: the configuration.
@@ -122,5 +122,5 @@ def job_of(
 
 
 def ended_early(result: Mapping[str, Any]) -> bool:
-    """Whether a rank's result says that its run ended early, so that the other ranks wait for it in vain."""
+    """Return whether a rank's result says that its run ended early, so that the other ranks wait for it in vain."""
     return any(key in result for key in ("out_of_memory", "error", "bad_input"))

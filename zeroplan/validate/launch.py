@@ -131,7 +131,7 @@ class Launch:
         return str(beats[-1]["doing"]) if beats else "starting"
 
     def _why_ended(self) -> str:
-        """A line about the first failure, from the runtime's watchdog or torchrun's log."""
+        """Describe the first failure in a line, from the runtime's watchdog or torchrun's log."""
         message = self._watchdog_message()
         if message:
             return message
@@ -182,7 +182,7 @@ class Launch:
             process.wait()
 
     def _is_ours(self, pid: int) -> bool:
-        """Whether the process with that id is a rank of this launch."""
+        """Return whether the process with that id is a rank of this launch."""
         try:
             return str(self.folder).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:

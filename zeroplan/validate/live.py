@@ -57,7 +57,9 @@ class LiveModule:
     batch: dict[str, Any]
 
     def shape(self) -> tuple[int, int]:
-        """The batch's number of samples and of positions, for the report: the first tensors' first and second dimensions."""
+        """Return the batch's number of samples and of positions, for the report: the first tensors' first and second
+        dimensions.
+        """
         sizes = [tensor.shape for tensor in tensors_of(self.batch) if tensor.dim()]
         samples = sizes[0][0] if sizes else 1
         return max(1, samples), max(1, next((shape[1] for shape in sizes if len(shape) > 1), 1))
@@ -69,7 +71,7 @@ class LiveModule:
 
 
 def live_module(module: nn.Module, inputs: Any) -> LiveModule:
-    """The user's module and batch: a mapping of keyword arguments, a tuple of positional ones, or the first alone.
+    """Return the user's module and batch: a mapping of keyword arguments, a tuple of positional ones, or the first alone.
 
     Raises:
         BadInput: for a batch that the module's forward does not take, and a module on a GPU, whose memory the run needs.
@@ -108,7 +110,7 @@ class LiveTapes(ExpandedTapes):
         self.cpu_differs = any(_differs(part) for part in module.modules())
 
     def of(self, case: Case) -> ExpandedTape:
-        """The tape of the module as the engine casts it; see :meth:`ExpandedTapes.of`."""
+        """Return the tape of the module as the engine casts it; see :meth:`ExpandedTapes.of`."""
         options = self._engine_of.trace_options(case)
         if options.key not in self._traced:
             try:
@@ -129,7 +131,7 @@ class LiveTapes(ExpandedTapes):
 
 
 def _on_meta(module: nn.Module, dtype: DType) -> nn.Module:
-    """A copy on the meta device, as the engine casts it."""
+    """Return a copy on the meta device, as the engine casts it."""
     memo: dict[int, Any] = {}
     for param in module.parameters():
         target = DTYPES[dtype] if param.is_floating_point() else param.dtype

@@ -48,7 +48,7 @@ class VerifyMachine:
     ranks: int = 0
 
     def cluster(self, ranks: int) -> Cluster:
-        """The cluster of `ranks` ranks of this machine, to plan for."""
+        """Return the cluster of `ranks` ranks of this machine, to plan for."""
         if self.device == "cpu":
             host = {name: getattr(DEFAULT_GPU, name) for name in Gpu.__dataclass_fields__}
             return Cluster(gpus=ranks, gpu=_CpuAsGpu(**{**host, "name": "cpu", "capability": (0, 0)}))
@@ -57,7 +57,7 @@ class VerifyMachine:
         return Cluster(gpus=ranks // nodes, nodes=nodes, gpu=gpu, vram=self.memory)
 
     def describe(self) -> dict[str, Any]:
-        """The machine as the report's JSON shows it."""
+        """Return the machine as the report's JSON shows it."""
         backend = "nccl" if self.device == "cuda" else "gloo"
         return {"device": self.device, "name": self.name, "memory": self.memory, "count": self.count, "backend": backend}
 
@@ -72,7 +72,7 @@ def _preset(name: str) -> Gpu:
 
 
 def find_machine() -> VerifyMachine:
-    """This machine's devices.
+    """Look for this machine's devices.
 
     Raises:
         BadInput: when torch is not installed.
@@ -99,7 +99,7 @@ def find_machine() -> VerifyMachine:
 
 
 def ranks_to_use(machine: VerifyMachine, asked: int | None) -> int:
-    """The number of ranks to run.
+    """Return the number of ranks to run.
 
     Raises:
         BadInput: more than there are GPUs, or another number than the torchrun that started this process.

@@ -14,7 +14,7 @@ _FIGURES = ("live_after_step", "peak_allocated", "peak_reserved", "context", "to
 def measurement_of(
     results: Sequence[Mapping[str, Any]], *, device: str, ranks: int, nodes: int = 1, failure: str = ""
 ) -> Measurement:
-    """The measurement of one job.
+    """Merge the ranks' results into the measurement of one job.
 
     Args:
         results: the result of each rank that wrote one.

@@ -56,7 +56,7 @@ def predict(engine: Engine, case: Case, tapes: ExpandedTapes) -> Planned:
 
 
 def _has_dropout(case: Case) -> bool:
-    """Whether the model has dropout by its config and transformers' defaults."""
+    """Return whether the model has dropout by its config and transformers' defaults."""
     from zeroplan.trace.build import full_config
 
     values = full_config(case.spec.config).items()
@@ -64,7 +64,7 @@ def _has_dropout(case: Case) -> bool:
 
 
 def _training(timeline: Timeline) -> tuple[int, int]:
-    """Requested bytes: at the peak of training, and alive after the last step."""
+    """Return the requested bytes at the peak of training, and those alive after the last step."""
     marks = list(zip(timeline.marks, timeline.requested(), strict=True))
     peaks = [peak for mark, (peak, _) in marks if phase_of_mark(mark.name) not in (Phase.LOAD, Phase.INIT)]
     return max(peaks, default=0), marks[-1][1][1] if marks else 0

@@ -22,7 +22,7 @@ class MeasuredRow(Frozen):
 
 
 class RankOutOfMemory(Frozen):
-    """Where a rank ran out of memory: phase, buffer, bytes requested, and bytes allocated by then."""
+    """An out-of-memory error on a rank: phase, buffer, bytes requested, and bytes allocated by then."""
 
     rank: int
     phase: str
@@ -125,5 +125,5 @@ class Drift(Printable, Frozen):
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
     def to_json(self) -> str:
-        """One JSON object, indented."""
+        """Return the report as one JSON object, indented."""
         return self.model_dump_json(by_alias=True, indent=2)

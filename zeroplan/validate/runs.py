@@ -59,7 +59,7 @@ class Runs:
         return self._within_torchrun() if self.machine.launched else self._launched()
 
     def _launched(self) -> list[Comparison]:
-        """On GPUs start one torchrun for each job, so that each begins with free memory; on a CPU one for all jobs."""
+        """Start one torchrun for each job on GPUs, so that each begins with free memory; on a CPU one for all jobs."""
         comparisons: list[Comparison] = []
         one_by_one = self.machine.device == "cuda"
         waiting = list(range(len(self.jobs)))
@@ -124,7 +124,7 @@ class Runs:
         return predict(self.engine, self.cases[i], self.tapes)
 
     def _skips(self, i: int, planned: Planned) -> bool:
-        """Whether to leave out a configuration, with a warning."""
+        """Return whether to leave out a configuration, with a warning."""
         if not self.skip_misfits or planned.plan.fits is not False:
             return False
         self.skipped.append(f"{self.jobs[i].label} is left out: the plan does not fit this GPU")

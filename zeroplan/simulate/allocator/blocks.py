@@ -61,5 +61,5 @@ class Pool:
 
 
 def growable(block: Block) -> int:
-    """Bytes of the block and of the unmapped range behind it."""
+    """Return the bytes of the block and of the unmapped range behind it."""
     return block.size + (block.next.size if block.next is not None and not block.next.mapped else 0)

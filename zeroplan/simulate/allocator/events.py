@@ -97,7 +97,7 @@ class OutOfMemory:
 
 @dataclass(frozen=True, slots=True)
 class AllocatorResult:
-    """What a sequence of events did to the allocator. All sizes are bytes.
+    """Effects of a sequence of events on the allocator. All sizes are bytes.
 
     Attributes:
         events: events handled: all, or those before the one that ran out of memory.

@@ -43,7 +43,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def available() -> bool:
-    """Whether there is a compiled library."""
+    """Return whether there is a compiled library."""
     return _library() is not None
 
 
@@ -55,7 +55,7 @@ def run_allocator(
     device_memory: int,
     addresses: Sequence[int],
 ) -> AllocatorResult:
-    """:meth:`PythonAllocator.run` in the compiled library, with equal results.
+    """Run :meth:`PythonAllocator.run` in the compiled library, with equal results.
 
     Raises:
         BadStream: for events that no program could produce.
@@ -118,7 +118,7 @@ def _result(
 def write_out(
     code: array[int], value: array[int], event_blocks: Sequence[array[int]], sizes: array[int], events: int
 ) -> tuple[array[int], array[int]]:
-    """:func:`zeroplan.simulate.event_blocks.write_out` in the compiled library.
+    """Run :func:`zeroplan.simulate.event_blocks.write_out` in the compiled library.
 
     Args:
         code, value: a recording's columns.
@@ -138,7 +138,7 @@ def write_out(
 
 
 def repeated(code: array[int], value: array[int], begin: int, end: int, times: int) -> tuple[array[int], array[int]] | None:
-    """The events from `begin` to `end` repeated, with handles and marks counted on; None without the library."""
+    """Repeat the events from `begin` to `end`, with handles and marks counted on; None without the library."""
     loaded = _library()
     if loaded is None:
         return None

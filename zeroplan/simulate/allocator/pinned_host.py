@@ -32,7 +32,7 @@ class PinnedConfig:
 
     @staticmethod
     def parse(text: str, *, where: str = "PYTORCH_ALLOC_CONF") -> PinnedConfig:
-        """The settings for pinned memory in a PYTORCH_ALLOC_CONF; :meth:`AllocatorConfig.parse` reads the others.
+        """Read the settings for pinned memory in a PYTORCH_ALLOC_CONF; :meth:`AllocatorConfig.parse` reads the others.
 
         Raises:
             BadInput: on an unknown key, or a value that is no whole number of MiB.
@@ -49,7 +49,7 @@ class PinnedConfig:
         return config
 
     def block_size(self, nbytes: int) -> int:
-        """Bytes of the block that a request gets."""
+        """Return the bytes of the block that a request gets."""
         if nbytes > min(self.max_round_threshold, self.max_cached_size):
             return nbytes
         return 1 << (nbytes - 1).bit_length() if nbytes > 0 else 0

@@ -1,4 +1,4 @@
-"""How sizes are rounded, and where the device puts segments."""
+"""Rounding of sizes, and the addresses at which the device puts segments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zeroplan.simulate.allocator.config import (
 
 
 def round_size(size: int, divisions: Sequence[int] = ()) -> int:
-    """Bytes of the block for a request: the next multiple of 512, or the next division between two powers of two."""
+    """Return the bytes of the block for a request: the next multiple of 512, or the next division between two powers of two."""
     if size < MIN_BLOCK:
         return MIN_BLOCK
     if divisions:
@@ -34,7 +34,7 @@ def round_size(size: int, divisions: Sequence[int] = ()) -> int:
 
 
 def segment_size(size: int, large_segment: int) -> int:
-    """Bytes asked of the device for a block of `size` bytes."""
+    """Return the bytes asked of the device for a block of `size` bytes."""
     if size <= SMALL_SIZE:
         return SMALL_SEGMENT
     return large_segment if size < MIN_LARGE_ALLOC else -(-size // ROUND_LARGE) * ROUND_LARGE
@@ -47,7 +47,8 @@ REGIONS_END = 1 << 48
 
 
 class Addresses:
-    """Where the device puts segments. Of two free blocks of one size the allocator takes the lower one, so addresses matter.
+    """Addresses of the device's segments. Of two free blocks of one size the allocator takes the lower one, so addresses
+    matter.
 
     As recorded histories show, new regions of address space (whole multiples of 32 MiB) lie ever lower, and what is left of
     a region, or was given back, is filled first, from its lower end.
@@ -63,7 +64,7 @@ class Addresses:
         self.gaps: list[tuple[int, int]] = []  # (start, end), ordered
 
     def take(self, size: int) -> int:
-        """Address of a new segment of `size` bytes."""
+        """Return the address of a new segment of `size` bytes."""
         if self.given:
             return self.given.popleft()
         size = -(-size // ROUND_LARGE) * ROUND_LARGE

@@ -1,1 +1,1 @@
-"""What runs on a rank: builds the model under an engine, trains a few steps, measures. Imports torch."""
+"""The program of one rank: it builds the model under an engine, trains a few steps and measures. Imports torch."""

@@ -13,7 +13,7 @@ _T = TypeVar("_T")
 
 
 def gather_results(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """The results of all ranks, by rank."""
+    """Gather the results of all ranks, by rank."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, result)
     return gathered

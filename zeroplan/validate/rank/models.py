@@ -18,7 +18,7 @@ _PATTERN = 1 << 20
 
 
 def make_model(job: VerifyJob, dtype: torch.dtype, *, cheap: bool = False) -> Any:
-    """The transformers model of the job's config on the current device, in training mode.
+    """Build the transformers model of the job's config on the current device, in training mode.
 
     `cheap` skips transformers' initialisation and fills the weights with a repeated random pattern. A user's own module is
     as it was given, whatever the dtype.

@@ -20,7 +20,7 @@ _STATUS = "/proc/self/status"
 
 
 def resident() -> tuple[int, int]:
-    """Bytes of this process's resident memory: now, and the most since :func:`reset_resident`."""
+    """Return the bytes of this process's resident memory: now, and the most since :func:`reset_resident`."""
     try:
         with open(_STATUS) as lines:
             pairs = dict(line.split(":", 1) for line in lines)
@@ -46,7 +46,7 @@ def give_back_freed() -> None:
 
 
 def page_locked() -> int:
-    """Bytes of page-locked memory that torch holds, freed blocks in its cache included, and that ``mlock`` holds."""
+    """Return the bytes of page-locked memory that torch holds, freed blocks in its cache included, and that ``mlock`` holds."""
     locked = 0
     with contextlib.suppress(OSError), open(_STATUS) as lines:
         locked = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmLck:")), 0)
@@ -85,7 +85,7 @@ class Nvml:
             self._handle = None
 
     def used(self) -> int | None:
-        """Bytes in use on the device, by all processes."""
+        """Return the bytes in use on the device, by all processes."""
         return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used) if self._handle is not None else None
 
     def by_process(self) -> int | None:
@@ -157,7 +157,7 @@ class RankDevice:
 
     @classmethod
     def of(cls, device: str, local_rank: int) -> RankDevice:
-        """The device of a local rank. On a GPU this makes the process's first CUDA call and measures its context."""
+        """Return the device of a local rank. On a GPU this makes the process's first CUDA call and measures its context."""
         if device != "cuda":
             return cls(torch.device("cpu"), Nvml(None))
         nvml = Nvml(local_rank)
@@ -189,7 +189,7 @@ class Probe:
         self.host_before = resident()[0]
 
     def counting(self) -> AbstractContextManager[object]:
-        """A context that counts tensors, on a CPU."""
+        """Return a context that counts tensors, on a CPU."""
         return self.tensors if self.tensors is not None else nullcontext()
 
     def allocated(self) -> int | None:
@@ -217,7 +217,7 @@ class Probe:
         self.phases[phase] = max(self.phases.get(phase, 0), peak)
 
     def figures(self) -> dict[str, Any]:
-        """The figures of the run on this rank so far, by the names of :class:`zeroplan.validate.results.Measurement`."""
+        """Return the figures of the run on this rank so far, by the names of :class:`zeroplan.validate.results.Measurement`."""
         place = self.place
         used, total, source = place.nvml.used(), place.nvml.by_process(), "NVML, by process"
         if total is None and used is not None and place.used_before is not None:

@@ -94,7 +94,7 @@ def _train(job: VerifyJob, engine: Engine, place: RankDevice, probe: Probe, say:
 def _trainer(
     job: VerifyJob, engine: Engine, device: torch.device, mark: Callable[[str, str], None], count: Callable[[int], None] | None
 ) -> Trainer:
-    """The engine's trainer of the job's model."""
+    """Build the engine's trainer of the job's model."""
     module, _, name = engine.trainer.partition(":")
     build: Callable[[TrainingRun], Trainer] = getattr(import_module(module), name)
     return build(
@@ -115,7 +115,7 @@ def _trainer(
 
 
 def this_rank() -> int:
-    """This process's rank, which seeds its tokens."""
+    """Return this process's rank, which seeds its tokens."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 

@@ -1,4 +1,4 @@
-"""What a rank is doing, for its watchdog."""
+"""The present activity of a rank, for its watchdog."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Activity:
         self._pieces += 1
 
     def report(self) -> Report:
-        """What this rank does."""
+        """Returns the present activity of this rank."""
         outside = "" if self._inside else ", outside the engine since"
         waiting = self._inside or not self._last_event.query()
         where = f"{self._schedule.where}, step {self._step()}{outside}"

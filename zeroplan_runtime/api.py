@@ -93,7 +93,7 @@ def make_engine(
     group: dist.ProcessGroup | None = None,
     device: torch.device | str | None = None,
 ) -> tuple[AnyEngine, ZeroOptimizer | None, DataLoader[Any] | None, Any]:
-    """:func:`initialize` with an engine of class `kind`."""
+    """Makes an engine of class `kind`, as :func:`initialize` does."""
     _require_usable(model, training_data, policy)
     where = _device(device)
     _join(where)

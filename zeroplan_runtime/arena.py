@@ -123,7 +123,7 @@ class Arena:
     def empty(
         self, buffer: Buffer, numel: int, dtype: torch.dtype, *, unit: str = "", place: Place = Place.HBM
     ) -> torch.Tensor:
-        """An uninitialised 1-D tensor of `numel` elements, recorded under `buffer`, `unit` and `place`.
+        """Allocates an uninitialised 1-D tensor of `numel` elements, recorded under `buffer`, `unit` and `place`.
 
         Raises:
             BadInput: when host memory cannot be had.
@@ -163,7 +163,7 @@ class Arena:
         return made
 
     def resizable(self, wanted: Iterable[OwnedBuffer]) -> dict[tuple[Buffer, str], ResizableBuffer]:
-        """A :class:`ResizableBuffer`, not allocated yet, for each temporary buffer of a plan; by buffer and unit."""
+        """Makes a :class:`ResizableBuffer`, not allocated yet, for each temporary buffer of a plan; by buffer and unit."""
         return {
             (row.buffer, row.unit): ResizableBuffer(
                 self,
@@ -224,11 +224,11 @@ class Arena:
             self.on_resize(size)
 
     def live(self, place: Place = Place.HBM) -> int:
-        """The bytes alive in `place` now."""
+        """Returns the bytes alive in `place` now."""
         return self._live.get(place, 0)
 
     def peak(self, place: Place = Place.HBM) -> int:
-        """The peak of the bytes alive in `place`."""
+        """Returns the peak of the bytes alive in `place`."""
         return max((peak for (where, _), peak in self._peaks.items() if where is place), default=0)
 
     def rows(self) -> list[Row]:
@@ -236,7 +236,7 @@ class Arena:
         return list(self._rows.values())
 
     def measurement(self) -> list[dict[str, Any]]:
-        """The rows as JSON objects: buffer, unit, place, bytes alive, peak in bytes, and peak by phase in bytes."""
+        """Returns the rows as JSON objects: buffer, unit, place, bytes alive, peak in bytes, and peak by phase in bytes."""
         return [
             {
                 "buffer": str(row.buffer),
@@ -286,6 +286,8 @@ class Arena:
 
 
 def _limits_splits() -> bool:
-    """Whether the allocator is configured not to split large blocks, so that one segment cannot serve several buffers."""
+    """Returns whether the allocator is configured not to split large blocks, so that one segment cannot serve several
+    buffers.
+    """
     settings = (os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
     return any("max_split_size_mb" in text for text in settings)

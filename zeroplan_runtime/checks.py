@@ -71,7 +71,7 @@ def require_model(model: nn.Module, ranks: int = 1) -> None:
 
 
 def groups_of(model: nn.Module, optimizer: ZeroOptimizer | None) -> dict[int, int]:
-    """The index of each parameter's optimizer group, by the parameter's ``id``; empty without an optimizer.
+    """Returns the index of each parameter's optimizer group, by the parameter's ``id``; empty without an optimizer.
 
     Raises:
         BadInput: when the optimizer holds a tensor that is not the model's.
@@ -241,7 +241,7 @@ class EngineChecks:
 
     @contextmanager
     def during_backward(self, *, boundary: bool) -> Iterator[None]:
-        """A context for a backward; notes whether it failed.
+        """Enters the context of a backward; notes whether it failed.
 
         Args:
             boundary: the optimizer steps after it.
@@ -272,7 +272,7 @@ class EngineChecks:
 
     @contextmanager
     def during_step(self) -> Iterator[None]:
-        """A context for the optimizer's step; notes whether it failed."""
+        """Enters the context of the optimizer's step; notes whether it failed."""
         try:
             yield
         except BaseException as fault:

@@ -48,7 +48,7 @@ class Communicator:
 
     @contextmanager
     def naming_lost_ranks(self, what: str) -> Iterator[None]:
-        """A context in which a collective that fails raises an error that names the rank to blame.
+        """Enters a context in which a collective that fails raises an error that names the rank to blame.
 
         Args:
             what: what the collective does, as in "could not gather".
@@ -96,7 +96,7 @@ class Communicator:
         dist.broadcast(tensor, group_src=0, group=self.group)
 
     def broadcast_from_first(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The first rank's `tensor`, with the strides of this rank's; any dtype and layout."""
+        """Returns the first rank's `tensor`, with the strides of this rank's; any dtype and layout."""
         if self.world_size == 1 or not tensor.numel():
             return tensor
         values = tensor.contiguous()

@@ -22,7 +22,7 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 def may_compile() -> bool:
-    """Whether something of this process may have been compiled by dynamo."""
+    """Returns whether something of this process may have been compiled by dynamo."""
     return "torch._dynamo" in sys.modules
 
 

@@ -23,7 +23,7 @@ from zeroplan_runtime.optim.scaler import LossScaler
 
 @dataclass(frozen=True)
 class RuntimeConfig:
-    """What a ds_config asks of the runtime.
+    """A ds_config's settings for the runtime.
 
     Attributes:
         zero: stage, offload, dtypes of gradients, clipping.
@@ -61,7 +61,7 @@ class RuntimeConfig:
         return bool(self.fp16.get("auto_cast", False))
 
     def loss_scaler(self) -> LossScaler:
-        """The loss scaler that the ``fp16`` section describes; the constant 1 without it."""
+        """Returns the loss scaler that the ``fp16`` section describes; the constant 1 without it."""
         if self.dtype is not DType.FP16:
             return LossScaler()
         static = float(self.fp16.get("loss_scale", 0))
@@ -80,7 +80,7 @@ class RuntimeConfig:
 
 
 def read_config(source: object, ranks: int) -> RuntimeConfig:
-    """A :class:`RuntimeConfig` from a dict or the path of a JSON file, for this many data-parallel ranks.
+    """Reads a :class:`RuntimeConfig` from a dict or the path of a JSON file, for this many data-parallel ranks.
 
     Raises:
         BadInput: for a file that cannot be read, a key that is unknown or not supported, or batch sizes that do not agree.

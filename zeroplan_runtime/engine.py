@@ -218,7 +218,8 @@ class Engine(EngineGetters, EngineCheckpoints):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context in which backwards add up gradients without a step; the first backward after it completes their mean.
+        """Enters a context in which backwards add up gradients without a step; the first backward after it completes their
+        mean.
 
         At stage 0, and at stage 1 with several accumulation steps, nothing is reduced within it. Micro batches in it are not
         counted.
@@ -242,11 +243,13 @@ class Engine(EngineGetters, EngineCheckpoints):
             self._in_no_sync, self.progress.boundary = False, boundary
 
     def _reduces_once(self) -> bool:
-        """Whether reduced gradients cannot be added to, because updates on the host use them at once."""
+        """Returns whether reduced gradients cannot be added to, because updates on the host use them at once."""
         return self.host is not None and self.host.early_request is not None
 
     def _audited(self) -> AbstractContextManager[object]:
-        """A context that checks parameter reads in the first micro batches at stage 3, and aliases in the first of all."""
+        """Returns a context that checks parameter reads in the first micro batches at stage 3, and aliases in the first of
+        all.
+        """
         steps = self.config.knobs.audit_steps
         audits = self.micro_steps < steps and self.model_states.setup.shards_params
         self.schedule.keeps_guard = audits or self._watches_aliases

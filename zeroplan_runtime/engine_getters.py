@@ -53,7 +53,7 @@ class EngineGetters(EngineParts):
         return self.comm.world_size
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether this micro batch is the last before the parameters are updated."""
+        """Returns whether this micro batch is the last before the parameters are updated."""
         return self.progress.ends_accumulation()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
@@ -73,28 +73,30 @@ class EngineGetters(EngineParts):
         self.progress.boundary = is_boundary
 
     def get_global_grad_norm(self) -> float | None:
-        """The norm of the last step's gradients before clipping; None where neither clipping nor overflow checks need it."""
+        """Returns the norm of the last step's gradients before clipping; None where neither clipping nor overflow checks need
+        it.
+        """
         if self.last_step is None or not (self.config.zero.gradient_clipping or self.config.check_overflow):
             return None
         return self.last_step.norm
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each parameter group for the next step."""
+        """Returns the learning rate of each parameter group for the next step."""
         self.finish_step()
         return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer is not None else []
 
     def gradient_accumulation_steps(self) -> int:
-        """The number of micro batches in a step."""
+        """Returns the number of micro batches in a step."""
         return self.config.grad_accum
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """The number of samples in a micro batch of one rank."""
+        """Returns the number of samples in a micro batch of one rank."""
         return self.config.micro_batch
 
     def train_batch_size(self) -> int:
-        """The number of samples in a step, over all ranks."""
+        """Returns the number of samples in a step, over all ranks."""
         return self.config.micro_batch * self.config.grad_accum * self.comm.world_size
 
     def zero_optimization_stage(self) -> int:
-        """The ZeRO stage."""
+        """Returns the ZeRO stage."""
         return self.config.zero.stage

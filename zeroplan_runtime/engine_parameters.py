@@ -58,7 +58,8 @@ class EngineParameters(EngineParts):
         yield from persistent_buffers(self.module)
 
     def module_state_dict(self) -> dict[str, torch.Tensor] | None:
-        """The model's unsharded state dict in the model's dtype, in the first rank's host memory; None on the other ranks.
+        """Returns the model's unsharded state dict in the model's dtype, in the first rank's host memory; None on the other
+        ranks.
 
         Every rank must call it. Tied parameters appear under each of their names and share memory.
         """

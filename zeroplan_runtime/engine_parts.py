@@ -22,7 +22,7 @@ from zeroplan_runtime.schedule import Schedule
 
 
 class EngineParts(nn.Module):
-    """What :class:`zeroplan_runtime.engine.Engine` holds.
+    """The parts of an :class:`zeroplan_runtime.engine.Engine`.
 
     Attributes:
         module: the user's model.

@@ -10,7 +10,7 @@ from zeroplan_runtime.unit_state import ParamSlot, UnitState
 
 
 class ExecutionOrder:
-    """Which unit followed each unit in the last forward (`next_in_forward`) and in the last backward (`next_in_backward`).
+    """The unit that followed each unit in the last forward (`next_in_forward`) and in the last backward (`next_in_backward`).
 
     Both begin with the order in which the modules are defined.
     """

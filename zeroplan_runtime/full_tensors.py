@@ -30,7 +30,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def full_state_dict(model: nn.Module, schedule: Schedule) -> dict[str, torch.Tensor] | None:
-    """The unsharded state dict of `model` in host memory, on the first rank; None on the others."""
+    """Returns the unsharded state dict of `model` in host memory, on the first rank; None on the others."""
     keep = schedule.comm.rank == 0
     state, names = {}, {}
     for name, param, values in full_params(schedule):

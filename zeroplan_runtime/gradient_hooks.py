@@ -87,7 +87,7 @@ def _is_plain_linear(module: nn.Module) -> bool:
 
 
 class GradientTarget:
-    """Where one linear layer's gradients go: unit and position in its trainable flat, of the weight and of the bias."""
+    """The place of one linear layer's gradients: unit and position in its trainable flat, of the weight and of the bias."""
 
     __slots__ = ("bias", "schedule", "weight")
     __reduce_ex__ = refuse_copy
@@ -132,7 +132,7 @@ def _forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 def _has_no_other_hooks(weight: torch.Tensor) -> bool:
-    """Whether the weight is trained and has no hook of the user's, which would have to see the gradient."""
+    """Returns whether the weight is trained and has no hook of the user's, which would have to see the gradient."""
     after = weight._post_accumulate_grad_hooks  # one of them is ours
     return weight.requires_grad and not weight._backward_hooks and (after is None or len(after) <= 1)
 

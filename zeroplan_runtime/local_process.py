@@ -19,7 +19,7 @@ def identity() -> Identity | None:
 
 
 def is_gone(other: Identity) -> bool:
-    """Whether that process has ended. False for one of another machine or container, of which nothing is known."""
+    """Returns whether that process has ended. False for one of another machine or container, of which nothing is known."""
     own = identity()
     if own is None or own[:2] != tuple(other[:2]):
         return False
@@ -33,7 +33,7 @@ def is_gone(other: Identity) -> bool:
 
 
 def _state(pid: int) -> tuple[str, str]:
-    """The state (a letter) and the start time of a process: fields 3 and 22 of proc_pid_stat(5)."""
+    """Returns the state (a letter) and the start time of a process: fields 3 and 22 of proc_pid_stat(5)."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     if len(fields) < 20:
         raise ValueError("not what proc_pid_stat(5) describes")

@@ -51,7 +51,7 @@ def causal_lm_loss(
     shift_labels: torch.Tensor | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """The cross entropy of predicting each next token, averaged over the tokens.
+    """Computes the cross entropy of predicting each next token, averaged over the tokens.
 
     Args:
         logits: [batch, tokens, vocabulary].

@@ -37,7 +37,7 @@ _Carved = dict[tuple[Buffer, str], torch.Tensor]
 
 
 class ModelStates:
-    """All units of one model on one rank. The constructor moves the parameters into the Arena, one after another.
+    """The units of one model on one rank. The constructor moves the parameters into the Arena, one after another.
 
     Args:
         units: the model's units, the root first.
@@ -89,14 +89,14 @@ class ModelStates:
 
     @property
     def param_swapper(self) -> ParamSwapper:
-        """What reads and writes the parameters in files; only where there are any."""
+        """Reader and writer of the parameters in files; only where there are any."""
         assert self.nvme is not None
         assert self.nvme.param_swapper is not None
         return self.nvme.param_swapper
 
     @property
     def optimizer_swapper(self) -> OptimizerSwapper:
-        """What updates the optimizer states in files; only where there are any."""
+        """Updater of the optimizer states in files; only where there are any."""
         assert self.nvme is not None
         assert self.nvme.optimizer_swapper is not None
         return self.nvme.optimizer_swapper
@@ -212,11 +212,11 @@ class ModelStates:
         self.host_tensors.clear()
 
     def local_shard(self, full: torch.Tensor, flat: Flat) -> torch.Tensor:
-        """This rank's shard of `full`, an unsharded flat."""
+        """Returns this rank's shard of `full`, an unsharded flat."""
         return full[self.comm.rank * flat.shard : (self.comm.rank + 1) * flat.shard]
 
     def owned_range(self, flat: Flat) -> tuple[int, int]:
-        """``(start, end)``, in elements, of the part of a trainable flat that this rank's optimizer owns."""
+        """Returns ``(start, end)``, in elements, of the part of a trainable flat that this rank's optimizer owns."""
         if not self.setup.shards_states:
             return 0, flat.full
         return self.comm.rank * flat.shard, (self.comm.rank + 1) * flat.shard

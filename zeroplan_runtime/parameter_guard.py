@@ -30,7 +30,7 @@ from zeroplan_runtime.unit_state import UnitState
 
 
 class Owner(Protocol):
-    """What the guard asks of the engine."""
+    """The calls that the guard makes to the engine."""
 
     @property
     def hides_grads(self) -> bool:
@@ -44,7 +44,7 @@ class Owner(Protocol):
         """
 
     def keeps_values(self, unit: UnitState) -> bool:
-        """Whether `unit`'s parameters will have the same values in the backward of what is computed from them now."""
+        """Returns whether `unit`'s parameters will have the same values in the backward of what is computed from them now."""
 
 
 def not_gathered(name: str, unit: UnitState, *, in_backward: bool) -> BadInput:
@@ -202,7 +202,7 @@ def _as_plain(name: str) -> Callable[..., Any]:
 def _on_use(
     _cls: type, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
 ) -> Any:
-    """The ``__torch_function__`` of guarded parameters and of what shares their memory."""
+    """Returns the ``__torch_function__`` of guarded parameters and of what shares their memory."""
     kwargs = kwargs or {}
     used: list[tuple[torch.Tensor, Any]] = []
     if func in _GRAD:
@@ -270,7 +270,7 @@ def _casts_nothing(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 
 def _functions(names: str) -> frozenset[Any]:
-    """The methods, functions, and attribute getters and setters of these names in ``torch.Tensor`` and ``torch``."""
+    """Returns the methods, functions, and attribute getters and setters of these names in ``torch.Tensor`` and ``torch``."""
     found: set[Any] = set()
     for name in names.split():
         for owner in (torch.Tensor, torch):

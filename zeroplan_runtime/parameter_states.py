@@ -39,7 +39,7 @@ class ParameterStates:
         self._keys[MASTER] = Buffer.PARAM_MASTER
 
     def trains(self, param: nn.Parameter) -> bool:
-        """Whether the engine trains `param`."""
+        """Returns whether the engine trains `param`."""
         return id(param) in self._places
 
     def keys(self) -> list[str]:
@@ -49,7 +49,7 @@ class ParameterStates:
     # ------------------------------------------------------------------ masters and optimizer states
 
     def local(self, param: nn.Parameter, key: str = MASTER) -> torch.Tensor:
-        """This rank's part of a state of `param`, fp32, 1-D: a copy; empty where this rank holds none of it."""
+        """Returns this rank's part of a state of `param`, fp32, 1-D: a copy; empty where this rank holds none of it."""
         self._engine.drain()
         unit, _, begin, end, _ = self._part(param)
         return self._read(unit, self._buffer(key), begin, end).to(self._engine.device, copy=True)
@@ -68,7 +68,7 @@ class ParameterStates:
             write_value(self._engine, param, self.whole(param))
 
     def whole(self, param: nn.Parameter, key: str = MASTER) -> torch.Tensor:
-        """A state of `param`, whole: fp32, in its shape, on the device."""
+        """Returns a state of `param`, whole: fp32, in its shape, on the device."""
         return self._gather(param, self.local(param, key))
 
     def set_whole(self, param: nn.Parameter, value: torch.Tensor, key: str = MASTER) -> None:
@@ -186,7 +186,7 @@ class ParameterStates:
         return whole.view(param.shape)
 
     def _is_unreduced(self, unit: UnitState) -> bool:
-        """Whether the unit's gradients are this rank's own, unsharded (stages 0 and 1 within an accumulation)."""
+        """Returns whether the unit's gradients are this rank's own, unsharded (stages 0 and 1 within an accumulation)."""
         waits = unit.grad_slot is None and not self._engine.schedule.grads.boundary
         return waits and self._engine.schedule.grads.has_grads and unit.grad_full is not None
 

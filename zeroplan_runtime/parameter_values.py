@@ -15,7 +15,7 @@ from zeroplan_runtime.unit_state import FlatParam, UnitState
 
 
 def place_of(engine: EngineParts, param: nn.Parameter) -> tuple[UnitState, FlatParam, int]:
-    """The unit and flat of `param`, trained or frozen, and its position there.
+    """Returns the unit and flat of `param`, trained or frozen, and its position there.
 
     Raises:
         BadInput: when the engine does not have it.

@@ -12,7 +12,7 @@ from zeroplan_runtime.optim.skipped_steps import SkippedSteps
 
 
 class TrainingProgress:
-    """How far a training is.
+    """The counts of a training: micro batches, steps and samples so far.
 
     Attributes:
         scaler: the loss scale.
@@ -35,7 +35,7 @@ class TrainingProgress:
         return self._skipped.total
 
     def ends_accumulation(self) -> bool:
-        """Whether the present micro batch is the last before the parameters are updated."""
+        """Returns whether the present micro batch is the last before the parameters are updated."""
         if self.boundary is not None:
             return self.boundary
         return (self.micro_steps + 1) % self.grad_accum == 0
@@ -62,7 +62,7 @@ class TrainingProgress:
         self._skipped.skipped(self.global_steps, self.scaler.scale, rank, names(), squares, searching=searching)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for a checkpoint."""
+        """Returns the state for a checkpoint."""
         return {
             "global_steps": self.global_steps,
             "micro_steps": self.micro_steps,

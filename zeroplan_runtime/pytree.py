@@ -50,5 +50,5 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
-    """A copy of `value` with its floating-point tensors cast to `dtype`; see :func:`map_tensors`."""
+    """Casts the floating-point tensors of `value` to `dtype`, in a copy; see :func:`map_tensors`."""
     return map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)

@@ -1,4 +1,5 @@
-"""When each unit is unsharded and resharded, when its gradients are reduced, and which stream waits for which.
+"""The order of a step: when each unit is unsharded and resharded, when its gradients are reduced, and which stream waits for
+which.
 
 Note [Order of collectives]
     All ranks must issue the same collectives in the same order. So all-gathers and reductions are issued from the forward and
@@ -329,7 +330,9 @@ class Schedule:
         return self.grads.has_grads and not self.in_engine_backward
 
     def keeps_values(self, unit: UnitState) -> bool:
-        """Whether a graph that is built outside `unit`'s forward finds its parameters as they are now in its backward."""
+        """Returns whether a graph that is built outside `unit`'s forward finds its parameters as they are now in its
+        backward.
+        """
         return unit.is_root or not self.setup.shards_params or unit in self._in_forward
 
     # ------------------------------------------------------------------ backward
@@ -419,5 +422,5 @@ def _has_pending_update(unit: UnitState) -> bool:
 
 
 def _can_use_slot(unit: UnitState) -> bool:
-    """Whether no other unit computes in `unit`'s slot."""
+    """Returns whether no other unit computes in `unit`'s slot."""
     return not unit.param_slot.in_use or unit.param_slot.holder is unit

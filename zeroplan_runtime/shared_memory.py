@@ -73,7 +73,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of the same storage have a byte in common."""
+    """Returns whether two tensors of the same storage have a byte in common."""
     begin = max(one.data_ptr(), other.data_ptr())
     end = min(_end(one), _end(other))
     if begin >= end:

@@ -29,7 +29,7 @@ class Event:
             self._event.record(stream.cuda_stream())
 
     def query(self) -> bool:
-        """Whether the captured work is done; true for an event that was never recorded."""
+        """Returns whether the captured work is done; true for an event that was never recorded."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self, stream: Stream) -> None:
@@ -58,11 +58,11 @@ class Stream:
         return made
 
     def cuda_stream(self) -> torch.cuda.Stream:
-        """The CUDA stream. Call it for CUDA devices only."""
+        """Returns the CUDA stream. Call it for CUDA devices only."""
         return self._stream if self._stream is not None else torch.cuda.current_stream(self._device)
 
     def key(self) -> int:
-        """What tells one stream from another."""
+        """An id that tells one stream from another."""
         return 0 if self._device.type != "cuda" else self.cuda_stream().cuda_stream
 
     def as_current(self) -> AbstractContextManager[object]:

@@ -88,7 +88,7 @@ class FlatParam:
     shard: torch.Tensor
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Views of `flat`, a 1-D tensor as long as `full`, in the parameters' shapes."""
+        """Returns views of `flat`, a 1-D tensor as long as `full`, in the parameters' shapes."""
         return [
             flat[offset : offset + numel].view(param.shape)
             for offset, numel, param in zip(self.layout.offsets, self.layout.numels, self.params, strict=True)
@@ -156,7 +156,7 @@ class UnitState:
         return self.layout.shape.name
 
     def name_of(self, position: int) -> str:
-        """The full name of the trained parameter at `position` of its flat."""
+        """Returns the full name of the trained parameter at `position` of its flat."""
         assert self.trainable is not None
         return self.layout.shape.params[self.trainable.layout.params[position]].name
 
@@ -171,11 +171,11 @@ class UnitState:
         return self.layout.param_place is Place.NVME
 
     def flats(self) -> Iterator[FlatParam]:
-        """The trainable and the frozen flat parameter, where they exist."""
+        """Returns the trainable and the frozen flat parameter, where they exist."""
         return (flat for _, flat in self.flats_by_buffer())
 
     def flats_by_buffer(self) -> Iterator[tuple[Buffer, FlatParam]]:
-        """The same, each with the Buffer name of its shard."""
+        """Yields the trainable and the frozen flat parameter, where they exist, each with the Buffer name of its shard."""
         if self.trainable is not None:
             yield Buffer.PARAM_SHARD, self.trainable
         if self.frozen is not None:

@@ -24,7 +24,7 @@ class Unit:
 
 
 def find_blocks(model: nn.Module, policy: Policy | None = None) -> dict[str, nn.Module]:
-    """The modules that become block units, by full name, in the order of definition.
+    """Returns the modules that become block units, by full name, in the order of definition.
 
     Args:
         model: the whole model.
@@ -62,7 +62,7 @@ def find_blocks(model: nn.Module, policy: Policy | None = None) -> dict[str, nn.
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Whether the module has a forward; pure containers have none, so a forward hook on them would never run."""
+    """Returns whether the module has a forward; pure containers have none, so a forward hook on them would never run."""
     return not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
 
 
@@ -130,7 +130,7 @@ def _may_be_wide(module: nn.Module, wide_numel: int) -> bool:
 
 
 def reads_params_in_backward(module: nn.Module) -> bool:
-    """Whether the module's backward reads its parameters; that of a plain embedding reads only the indices."""
+    """Returns whether the module's backward reads its parameters; that of a plain embedding reads only the indices."""
     return not (type(module) is nn.Embedding and module.max_norm is None and not module.sparse)
 
 

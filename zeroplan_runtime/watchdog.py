@@ -38,7 +38,7 @@ _numbers = itertools.count()
 
 
 class Report(NamedTuple):
-    """What a rank is doing.
+    """The activity of a rank.
 
     Attributes:
         parts: rises with every part of the work that all ranks do alike, so that ranks can be compared.
@@ -133,7 +133,7 @@ class Watchdog:
         self._attempt(self._take_leave)
 
     def _why_end(self, waited: float) -> str:
-        """Why this rank, which has made no progress for `waited` seconds, must end; empty if it need not."""
+        """Returns why this rank, which has made no progress for `waited` seconds, must end; empty if it need not."""
         if waited > self._timeout:
             return self.diagnose(f"has waited {self._timeout:g} s")
         if waited > self._interval:
@@ -192,7 +192,7 @@ class Watchdog:
             self._set("fault", [self._rank, message])
 
     def _told(self) -> str:
-        """What another rank has found; empty if nothing."""
+        """Returns what another rank has found; empty if nothing."""
         found = self._get("fault")
         return str(found[1]) if found is not None and found[0] != self._rank else ""
 

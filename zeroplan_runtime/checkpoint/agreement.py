@@ -59,7 +59,7 @@ def on_all_ranks(engine: EngineParts, part: Callable[[], T], where: str) -> list
 
 
 def as_line(fault: BaseException, where: str) -> BadInput:
-    """`fault` as an error of one line: itself, or the system's words with the file and the remedy."""
+    """Returns `fault` as an error of one line: itself, or the system's words with the file and the remedy."""
     if isinstance(fault, BadInput):
         return fault
     if isinstance(fault, OSError):
@@ -69,7 +69,7 @@ def as_line(fault: BaseException, where: str) -> BadInput:
 
 
 def common_fault(failures: Mapping[int, BadInput], ranks: int) -> BadInput:
-    """The first rank's fault, with the numbers of all ranks that met it."""
+    """Returns the first rank's fault, with the numbers of all ranks that met it."""
     first = failures[min(failures)]
     same = [rank for rank, fault in sorted(failures.items()) if str(fault) == str(first)]
     if ranks == 1:

@@ -153,7 +153,9 @@ def _require_folder(folder: Path) -> None:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether there is anything, a dangling link included. A folder that may not be looked into is an error, not a no."""
+    """Returns whether there is anything, a dangling link included. A folder that may not be looked into is an error, not a
+    no.
+    """
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):

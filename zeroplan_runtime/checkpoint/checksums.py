@@ -67,7 +67,7 @@ class SummedStream:
 
 @contextmanager
 def without_torchs_checksums() -> Iterator[None]:
-    """A context in which ``torch.save`` forms none of its own: nothing reads them, and they take as long as ours."""
+    """Enters a context in which ``torch.save`` forms no checksums: nothing reads them, and they take as long as ours."""
     options = torch.serialization
     before = options.get_crc32_options()
     options.set_crc32_options(False)
@@ -78,7 +78,7 @@ def without_torchs_checksums() -> Iterator[None]:
 
 
 def checksum_of(file: int, begin: int, length: int, moved: Callable[[], None]) -> int:
-    """The checksum of `length` bytes of an open file from byte `begin`, or of those that there are.
+    """Forms the checksum of `length` bytes of an open file from byte `begin`, or of those that there are.
 
     Args:
         file: the file's descriptor.

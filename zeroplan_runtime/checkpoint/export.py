@@ -19,7 +19,7 @@ FILE_BYTES = 5 * 10**9
 def save_16bit_model(
     engine: EngineParameters, folder: str | Path, filename: str = "model.safetensors", *, file_bytes: int = FILE_BYTES
 ) -> None:
-    """The first rank writes the parameters, the persistent buffers and the configs of a transformers model.
+    """Writes the parameters, the persistent buffers and the configs of a transformers model, from the first rank.
 
     Every rank must call it. Units are unsharded one after another; the first rank holds one file's tensors in host memory at
     a time. Tied parameters are written once, under their first name, as transformers expects.

@@ -1,4 +1,4 @@
-"""What tells whether a checkpoint is whole and of one piece: its state, the checksums of all its files, and their names.
+"""The manifest of a checkpoint, which tells whether it is whole and of one piece: its state, its files' names and checksums.
 
 Note [Chain of checksums]
     ``state.json`` ends with the checksum of all else that it holds. It also holds that of ``checksums.json``, which holds those
@@ -38,7 +38,7 @@ class SaveId:
     step: int
 
     def header(self, rank: int) -> bytes:
-        """The first bytes of the rank's file."""
+        """Returns the first bytes of the rank's file."""
         text = json.dumps({"zeroplan_checkpoint": self.name, "step": self.step, "rank": rank})
         text = f"{text:<{HEADER_BYTES - 9}}"
         return f"{text}{zlib.crc32(text.encode()):08x}\n".encode()
@@ -72,7 +72,7 @@ class Manifest:
     files: Mapping[str, RankFile]
 
     def to_json(self) -> bytes:
-        """The file's contents."""
+        """Returns the file's contents."""
         files = {
             name: {"rank": one.rank, "bytes": one.bytes, "pieces": [[at, *rest] for at, rest in one.pieces.items()]}
             for name, one in self.files.items()
@@ -81,7 +81,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: Any) -> Manifest:
-        """What :meth:`to_json` was made of.
+        """Reads the manifest that :meth:`to_json` wrote.
 
         Raises:
             KeyError, TypeError, ValueError: for anything else.
@@ -102,7 +102,7 @@ def damaged(path: Path, what: str) -> BadInput:
 
 
 def read_whole(path: Path, size: int = _LIMITS.size) -> bytes:
-    """A file of a checkpoint, of at most `size` bytes.
+    """Reads a file of a checkpoint, of at most `size` bytes.
 
     Raises:
         BadInput: when it is no regular file, cannot be read, or is larger.
@@ -129,7 +129,7 @@ def write_manifest(folder: Path, manifest: Manifest, state: dict[str, Any]) -> N
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """What ``state.json`` holds.
+    """Reads ``state.json``.
 
     Raises:
         BadInput: when it is damaged, changed, of another format, or not of this runtime.
@@ -194,7 +194,7 @@ def require_rank_file(path: Path, file: RankFile, save: SaveId) -> None:
 
 
 def _origin(head: bytes) -> str:
-    """What a file's first bytes say of where it comes from."""
+    """Returns the origin that a file's first bytes state."""
     try:
         text = head[:-9]
         if int(head[-9:], 16) != zlib.crc32(text):

@@ -1,4 +1,4 @@
-"""Which part of each tensor a rank saves and loads, as planners for torch.distributed.checkpoint.
+"""The part of each tensor that a rank saves and loads, as planners for torch.distributed.checkpoint.
 
 A checkpoint holds every parameter and every optimizer state as one flat tensor named ``<kind>/<parameter's name>``,
 independent of the number of ranks, the stage and the padding of the run that saved it.
@@ -87,7 +87,7 @@ def state_shards(
 
 
 def states_in_files(unit: UnitState) -> bool:
-    """Whether the unit's optimizer states are in files."""
+    """Returns whether the unit's optimizer states are in files."""
     return unit.trainable is not None and unit.layout.place is Place.NVME
 
 
@@ -229,7 +229,7 @@ class ShardSavePlanner(DefaultSavePlanner):
         self._shards = {(shard.name, shard.offset): shard for shard in wanted}
 
     def create_local_plan(self) -> SavePlan:
-        """One write for each shard."""
+        """Plans one write for each shard."""
         items = [
             WriteItem(
                 index=MetadataIndex(shard.name, torch.Size([shard.offset])),
@@ -246,7 +246,7 @@ class ShardSavePlanner(DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """The tensor of a write."""
+        """Returns the tensor of a write."""
         assert index.offset is not None
         return self._shards[index.fqn, index.offset[0]].tensor().detach()
 
@@ -259,7 +259,7 @@ class ShardLoadPlanner(DefaultLoadPlanner):
         self._shards = {(shard.name, shard.offset): shard for shard in wanted}
 
     def create_local_plan(self) -> LoadPlan:
-        """The reads that cover every shard."""
+        """Plans the reads that cover every shard."""
         assert self.metadata is not None
         items: list[ReadItem] = []
         for shard in self._shards.values():
@@ -270,6 +270,6 @@ class ShardLoadPlanner(DefaultLoadPlanner):
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        """The tensor that a read fills."""
+        """Returns the tensor that a read fills."""
         assert index.offset is not None
         return self._shards[index.fqn, index.offset[0]].tensor().detach()

@@ -42,7 +42,7 @@ class VerifyingReader(FileSystemReader):
         self.metadata = _unpickled(folder / METADATA, read_metadata(folder, manifest))
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The checkpoint's metadata."""
+        """Reads the checkpoint's metadata."""
         if self.metadata.storage_meta is not None:
             self.metadata.storage_meta.load_id = self.load_id
         return self.metadata

@@ -61,7 +61,7 @@ def encode(value: Any, where: str) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """What :func:`encode` was given.
+    """Restores the value that :func:`encode` was given.
 
     Raises:
         ValueError, TypeError, KeyError: for what it did not make.

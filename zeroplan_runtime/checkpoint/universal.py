@@ -160,7 +160,7 @@ def _fitting(data: Any, param: torch.Tensor, file: Path) -> torch.Tensor:
 
 
 def _read(file: Path) -> Any:
-    """The object in a file of torch.save, of tensors and plain values alone.
+    """Reads the object in a file of torch.save, of tensors and plain values alone.
 
     Raises:
         BadInput: when it is missing, damaged, or holds anything else, which could run code.
@@ -173,7 +173,7 @@ def _read(file: Path) -> Any:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint_dir", help="the folder that save_checkpoint() was given")
     parser.add_argument("output_dir", help="the new folder")

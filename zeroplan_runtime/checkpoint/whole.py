@@ -91,7 +91,7 @@ class WholeCheckpoint:
         return whole.view(shape)
 
     def typed(self, key: str) -> Any:
-        """A part of the state that keeps its Python types: ``groups``, ``schedule`` or ``client_state``."""
+        """Returns a part of the state that keeps its Python types: ``groups``, ``schedule`` or ``client_state``."""
         return decode(self.state[key])
 
     def _is_empty(self, kind: str, name: str) -> bool:

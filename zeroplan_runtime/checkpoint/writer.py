@@ -26,7 +26,7 @@ from zeroplan_runtime.checkpoint.manifest import METADATA, Manifest, RankFile, S
 
 @dataclass(frozen=True)
 class _Piece:
-    """What a rank tells the first of a piece that it wrote: where it is, and its checksum."""
+    """A rank's message to the first rank about a piece that it wrote: where it is, and its checksum."""
 
     place: _StorageInfo
     rank: int
@@ -102,7 +102,7 @@ class ShardWriter(FileSystemWriter):
 
 
 def _alone(data: Any) -> torch.Tensor:
-    """A host tensor with its own storage, because ``torch.save`` writes whole storages."""
+    """Returns the host tensor with its own storage, because ``torch.save`` writes whole storages."""
     assert isinstance(data, torch.Tensor)
     shard = data.detach().cpu()
     return shard if shard.untyped_storage().nbytes() == shard.nbytes else shard.clone()

@@ -19,7 +19,7 @@ from zeroplan_runtime.checkpoint.whole import WholeCheckpoint
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | Path, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, torch.Tensor]:
-    """The state dict of the model, fp32, in host memory: masters, frozen parameters and persistent buffers.
+    """Reads the state dict of the model, fp32, into host memory: masters, frozen parameters and persistent buffers.
 
     Args:
         checkpoint_dir: the folder of all checkpoints.
@@ -89,7 +89,7 @@ def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str |
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint_dir", help="the folder that save_checkpoint() was given")
     parser.add_argument("output_dir", help="where the files go")

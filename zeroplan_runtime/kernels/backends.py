@@ -19,7 +19,7 @@ _log = logging.getLogger("zeroplan")
 
 
 def backend(device: torch.device) -> ModuleType:
-    """The module that implements the updates on `device`: one of the three backends."""
+    """Returns the module that implements the updates on `device`: one of the three backends."""
     if os.environ.get(ENVIRONMENT) == "torch":
         return torch_backend
     if device.type == "cuda":
@@ -32,7 +32,9 @@ def backend(device: torch.device) -> ModuleType:
 
 @cache
 def cuda_fault(index: int) -> str:
-    """Why the CUDA kernels cannot be used on GPU `index`, in words; empty if they can. Compiles and runs the cast once."""
+    """Returns in words why the CUDA kernels cannot be used on GPU `index`; empty if they can. Compiles and runs the cast
+    once.
+    """
     try:
         device = torch.device("cuda", index)
         source = torch.arange(8, dtype=torch.float32, device=device)
@@ -49,7 +51,9 @@ def cuda_fault(index: int) -> str:
 
 
 def backend_report() -> list[dict[str, Any]]:
-    """The backend of each device of this machine and why, as JSON objects with ``device``, ``backend`` and ``reason``."""
+    """Returns the backend of each device of this machine and why, as JSON objects with ``device``, ``backend`` and
+    ``reason``.
+    """
     rows = [{"device": "cpu", **_cpu_report()}]
     if torch.cuda.is_available():
         rows += [

@@ -144,14 +144,14 @@ def _update(file: str, args: UpdateArgs, pointers: tuple[int, ...], *coefficient
 
 
 def adam(args: UpdateArgs) -> None:
-    """Adam or AdamW; see :func:`.functional.adamw`."""
+    """Steps Adam or AdamW; see :func:`.functional.adamw`."""
     pointers = (_pointer(args.param), _pointer(args.grad), _pointer(args.first), _pointer(args.second), _pointer(args.out))
     numbers = (args.beta1, args.one_minus_beta1, args.beta2, args.one_minus_beta2)
     _update("adam", args, pointers, *map(_f, (*numbers, args.root2, args.eps, args.l2, args.keep, args.rate)))
 
 
 def lion(args: UpdateArgs) -> None:
-    """Lion; see :func:`.functional.lion`."""
+    """Steps Lion; see :func:`.functional.lion`."""
     pointers = (_pointer(args.param), _pointer(args.grad), _pointer(args.first), _pointer(args.out))
     numbers = (args.beta1, args.one_minus_beta1, args.beta2, args.one_minus_beta2, args.keep, args.rate)
     _update("lion", args, pointers, *map(_f, numbers))
@@ -165,7 +165,7 @@ def sgd(args: UpdateArgs) -> None:
 
 
 def lamb_moments(args: UpdateArgs, segments: Segments) -> None:
-    """LAMB's first pass: updates the moments and writes ``segments.norms``."""
+    """Runs LAMB's first pass: updates the moments and writes ``segments.norms``."""
     assert args.grad is not None
     device, config = args.param.device, KERNEL_CONFIGS["lamb"]
     if segments.count == 0:
@@ -194,7 +194,7 @@ def lamb_moments(args: UpdateArgs, segments: Segments) -> None:
 
 
 def lamb_apply(args: UpdateArgs, segments: Segments, min_trust: float, max_trust: float) -> None:
-    """LAMB's second pass: updates the parameters by the trust ratios from ``segments.norms``."""
+    """Runs LAMB's second pass: updates the parameters by the trust ratios from ``segments.norms``."""
     assert args.grad is not None
     device, config = args.param.device, KERNEL_CONFIGS["lamb"]
     if not len(segments.tiles):

@@ -29,7 +29,7 @@ Reduce = Callable[[torch.Tensor], object] | None
 
 
 def _checked(param: torch.Tensor, scalars: torch.Tensor | None, betas: Betas, **rest: Any) -> UpdateArgs:
-    """The update's arguments, checked, with the moments' coefficients from `betas`.
+    """Checks the update's arguments and returns them, with the moments' coefficients from `betas`.
 
     The scalars are copied to the parameters' device, which waits for the GPU where only the parameters are in host memory.
     """
@@ -59,7 +59,8 @@ def adamw(
     param_out: torch.Tensor | None = None,
     scalars: torch.Tensor | None = None,
 ) -> None:
-    """AdamW (Loshchilov & Hutter 2019, algorithm 2); with ``decoupled=False`` Adam (Kingma & Ba 2015, algorithm 1) with L2.
+    """Steps AdamW (Loshchilov & Hutter 2019, algorithm 2); with ``decoupled=False`` Adam (Kingma & Ba 2015, algorithm 1) with
+    L2.
 
     g ← factor·g (+ λp if not decoupled), m ← β₁m + (1−β₁)g, v ← β₂v + (1−β₂)g²,
     p ← (1 − ηλ)p − η/(1−β₁ᵗ) · m / (√v / √(1−β₂ᵗ) + ε), where t is `step`, counted from 1.
@@ -94,7 +95,7 @@ def lion(
     param_out: torch.Tensor | None = None,
     scalars: torch.Tensor | None = None,
 ) -> None:
-    """Lion (Chen et al. 2023, algorithm 2).
+    """Steps Lion (Chen et al. 2023, algorithm 2).
 
     p ← (1 − ηλ)p − η·sign(β₁m + (1−β₁)g), m ← β₂m + (1−β₂)g, with g scaled by the factor first.
     """
@@ -165,7 +166,7 @@ def lamb(
     param_out: torch.Tensor | None = None,
     scalars: torch.Tensor | None = None,
 ) -> None:
-    """LAMB (You et al. 2020, algorithm 2) in the form of DeepSpeed's FusedLamb, for each tensor of `segments`.
+    """Steps LAMB (You et al. 2020, algorithm 2) in the form of DeepSpeed's FusedLamb, for each tensor of `segments`.
 
     u = m / (√v + ε) + λp, p ← p − η √(1−β₂ᵗ)/(1−β₁ᵗ) · clamp(‖p‖/‖u‖, `min_trust`, `max_trust`) · u.
 
@@ -225,7 +226,7 @@ def grad_norm(
     reduce: Reduce = None,
     workspace: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The norm of the gradients, the clip factor and the overflow check, in one pass and without waiting for a GPU.
+    """Computes the norm of the gradients, the clip factor and the overflow check, in one pass and without waiting for a GPU.
 
     Args:
         grads: one or more gradients, fp32, bf16 or fp16.
@@ -275,7 +276,7 @@ def global_norm(
     may_skip: bool = False,
     reduce: Reduce = None,
 ) -> None:
-    """As :func:`grad_norm`, from the sums of squares that :func:`squares` left in `partials`, fp32.
+    """Computes what :func:`grad_norm` does from the sums of squares that :func:`squares` left in `partials`, fp32.
 
     They are added in fp64, in their order in `partials`, so the order in which the gradients arrived does not change the
     bits.

@@ -24,7 +24,7 @@ def _check(logits: torch.Tensor, labels: torch.Tensor) -> None:
 
 @torch.no_grad()
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, ignore: int = -100) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss of each row, as ``torch.nn.functional.cross_entropy`` with ``reduction="none"`` computes it in fp32.
+    """Computes the loss of each row, as ``torch.nn.functional.cross_entropy`` with ``reduction="none"`` does in fp32.
 
     Args:
         logits: [rows, vocabulary], contiguous, bf16, fp16 or fp32.
@@ -47,7 +47,7 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, ignore: int = -100
 def cross_entropy_grad(
     logits: torch.Tensor, labels: torch.Tensor, lse: torch.Tensor, scale: torch.Tensor, ignore: int = -100
 ) -> torch.Tensor:
-    """The gradient of `scale` × the sum of the rows' losses with respect to `logits`.
+    """Computes the gradient of `scale` × the sum of the rows' losses with respect to `logits`.
 
     (softmax(logits) − onehot(label)) · `scale`, computed in fp32 and rounded once; 0 in rows whose label is `ignore`.
 

@@ -75,7 +75,7 @@ def _loaded() -> ctypes.CDLL:
 
 
 def instructions() -> str:
-    """The instruction set in use: ``avx512``, ``avx2`` or ``plain``."""
+    """Returns the instruction set in use: ``avx512``, ``avx2`` or ``plain``."""
     name: bytes = _loaded().zeroplan_instructions()
     return name.decode()
 
@@ -131,12 +131,12 @@ def _update(name: str, args: UpdateArgs) -> None:
 
 
 def adam(args: UpdateArgs) -> None:
-    """Adam or AdamW; see :func:`.functional.adamw`."""
+    """Steps Adam or AdamW; see :func:`.functional.adamw`."""
     _update("zeroplan_adam", args)
 
 
 def lion(args: UpdateArgs) -> None:
-    """Lion; see :func:`.functional.lion`."""
+    """Steps Lion; see :func:`.functional.lion`."""
     _update("zeroplan_lion", args)
 
 
@@ -146,7 +146,7 @@ def sgd(args: UpdateArgs) -> None:
 
 
 def lamb_moments(args: UpdateArgs, segments: Segments) -> None:
-    """LAMB's first pass: updates the moments and writes ``segments.norms``."""
+    """Runs LAMB's first pass: updates the moments and writes ``segments.norms``."""
     arguments = _arguments(args)
     if arguments is not None:
         _loaded().zeroplan_lamb_moments(
@@ -160,7 +160,7 @@ def lamb_moments(args: UpdateArgs, segments: Segments) -> None:
 
 
 def lamb_apply(args: UpdateArgs, segments: Segments, min_trust: float, max_trust: float) -> None:
-    """LAMB's second pass: updates the parameters by the trust ratios from ``segments.norms``."""
+    """Runs LAMB's second pass: updates the parameters by the trust ratios from ``segments.norms``."""
     arguments = _arguments(args)
     if arguments is not None:
         _loaded().zeroplan_lamb_apply(

@@ -24,7 +24,7 @@ ENVIRONMENT = "ZEROPLAN_KERNEL_CACHE"
 
 @cache
 def core() -> ModuleType:
-    """The module ``cuda.core``, under the name that the installed version uses.
+    """Returns the module ``cuda.core``, under the name that the installed version uses.
 
     Raises:
         ImportError: when it is not installed or its libraries cannot be loaded.
@@ -43,7 +43,7 @@ def core() -> ModuleType:
 
 @cache
 def nvrtc_version() -> tuple[int, int]:
-    """NVRTC's major and minor version.
+    """Returns NVRTC's major and minor version.
 
     Raises:
         ImportError, RuntimeError: when NVRTC cannot be loaded.
@@ -54,7 +54,7 @@ def nvrtc_version() -> tuple[int, int]:
 
 @cache
 def sources() -> Path:
-    """The folder of the CUDA sources: beside this file in an installed package, ``csrc/cuda`` in a checkout.
+    """Returns the folder of the CUDA sources: beside this file in an installed package, ``csrc/cuda`` in a checkout.
 
     Raises:
         FileNotFoundError: when neither folder exists.
@@ -67,7 +67,9 @@ def sources() -> Path:
 
 
 def cache_folder() -> Path | None:
-    """The folder of cubins: that of the environment variable, else ``zeroplan/kernels`` in the user's cache; None for none."""
+    """Returns the folder of cubins: that of the environment variable, else ``zeroplan/kernels`` in the user's cache; None for
+    none.
+    """
     given = os.environ.get(ENVIRONMENT)
     if given is not None:
         return Path(given) if given else None
@@ -103,7 +105,7 @@ def kernel(file: str, name: str, macros: tuple[tuple[str, str], ...], arch: str)
 
 
 def cubin(path: Path | None, file: str, macros: tuple[tuple[str, str], ...], arch: str) -> bytes:
-    """The machine code of one source file: read from `path`, else compiled and, if possible, written there."""
+    """Returns the machine code of one source file: read from `path`, else compiled and, if possible, written there."""
     if path is None:
         return compile_source(file, macros, arch)
     with contextlib.suppress(OSError):

@@ -49,7 +49,7 @@ class SegmentWorkspace:
         self._tiles, self._first = tiles.view(torch.int64).view(-1, 3), first.view(torch.int64)
 
     def take(self, bounds: Sequence[int], tiles: Sequence[tuple[int, int, int]], first_tile: Sequence[int]) -> Segments:
-        """The segments of the next slice, whose tables it writes to the memory."""
+        """Returns the segments of the next slice, whose tables it writes to the memory."""
         count, used = len(bounds) - 1, len(tiles)
         made = Segments(tuple(bounds), self._tiles[:used], self._first[: count + 1], self._partial[:used], self._norms[:count])
         self._tiles, self._first = self._tiles[used:], self._first[count + 1 :]

@@ -39,7 +39,7 @@ def _emit(args: UpdateArgs, part: slice) -> None:
 
 
 def adam(args: UpdateArgs) -> None:
-    """Adam or AdamW; see ``csrc/cuda/adam.cu``."""
+    """Steps Adam or AdamW; see ``csrc/cuda/adam.cu``."""
     assert args.first is not None
     assert args.second is not None
     for part, scaled in _chunks(args):
@@ -52,7 +52,7 @@ def adam(args: UpdateArgs) -> None:
 
 
 def lion(args: UpdateArgs) -> None:
-    """Lion; see ``csrc/cuda/lion.cu``."""
+    """Steps Lion; see ``csrc/cuda/lion.cu``."""
     assert args.first is not None
     for part, grad in _chunks(args):
         p, m = args.param[part], args.first[part]
@@ -78,7 +78,7 @@ def sgd(args: UpdateArgs) -> None:
 
 
 def lamb_moments(args: UpdateArgs, segments: Segments) -> None:
-    """LAMB's first pass: updates the moments and writes ``segments.norms``; see ``csrc/cuda/lamb.cu``."""
+    """Runs LAMB's first pass: updates the moments and writes ``segments.norms``; see ``csrc/cuda/lamb.cu``."""
     assert args.first is not None
     assert args.second is not None
     for part, grad in _chunks(args):
@@ -93,7 +93,9 @@ def lamb_moments(args: UpdateArgs, segments: Segments) -> None:
 
 
 def lamb_apply(args: UpdateArgs, segments: Segments, min_trust: float, max_trust: float) -> None:
-    """LAMB's second pass: updates the parameters by the trust ratios from ``segments.norms``; see ``csrc/cuda/lamb.cu``."""
+    """Runs LAMB's second pass: updates the parameters by the trust ratios from ``segments.norms``; see
+    ``csrc/cuda/lamb.cu``.
+    """
     if args.scalars is not None and bool(args.scalars[SKIP]):
         return
     weight, update = segments.norms.sqrt().unbind(1)

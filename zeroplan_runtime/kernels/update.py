@@ -54,7 +54,7 @@ class UpdateArgs:
     nesterov: bool = False
 
     def buffers(self) -> list[torch.Tensor]:
-        """The flat buffers that exist, the parameter first."""
+        """Returns the flat buffers that exist, the parameter first."""
         return [t for t in (self.param, self.grad, self.first, self.second, self.out) if t is not None]
 
     def check(self) -> None:
@@ -87,7 +87,7 @@ _ELEMENTS = (torch.float32, *_HALVES)
 
 
 def bias_corrections(step: int, beta1: float, beta2: float, *, wanted: bool = True) -> tuple[float, float]:
-    """1 − β₁ᵗ and 1 − β₂ᵗ for step number t = `step`, from 1; 1 and 1 if not `wanted`.
+    """Returns 1 − β₁ᵗ and 1 − β₂ᵗ for step number t = `step`, from 1; 1 and 1 if not `wanted`.
 
     Raises:
         ValueError: for a step below 1.

@@ -47,7 +47,9 @@ class PinnedPool:
         self._made = 0
 
     def take(self, numel: int, dtype: torch.dtype) -> PinnedBuffer:
-        """A buffer for `numel` elements: the smallest free one that fits, else a new one that replaces the largest free one."""
+        """Returns a buffer for `numel` elements: the smallest free one that fits, else a new one that replaces the largest free
+        one.
+        """
         nbytes = numel * dtype.itemsize
         fitting = [one for one in self._free if one.memory.numel() >= nbytes]
         if fitting:
@@ -79,7 +81,7 @@ class PinnedBuffer:
         self.name, self.memory, self.read = name, memory, read
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The start of the buffer as a contiguous tensor of `tensor`'s shape and dtype."""
+        """Returns the start of the buffer as a contiguous tensor of `tensor`'s shape and dtype."""
         return self.memory[: tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
 
 

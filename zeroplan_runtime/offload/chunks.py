@@ -1,4 +1,4 @@
-"""How a unit's share is divided into chunks, each of which is a block of a swap file."""
+"""Division of a unit's share into chunks, each of which is a block of a swap file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Chunk:
         return self.end - self.begin
 
     def block(self, buffer: Buffer) -> str:
-        """The name of the file's block that holds the chunk of `buffer`, such as the masters or a moment."""
+        """Returns the name of the file's block that holds the chunk of `buffer`, such as the masters or a moment."""
         return f"{self.unit}/{self.begin}/{buffer.value}"
 
 
@@ -34,7 +34,9 @@ def split_into_chunks(unit: str, numel: int, step: int) -> list[Chunk]:
 
 
 def optimizer_chunks(layout: Layout) -> dict[str, list[Chunk]]:
-    """The chunks of each unit whose update reads or writes files, by unit. A chunk fits into a buffer of the pipeline."""
+    """Returns the chunks of each unit whose update reads or writes files, by unit. A chunk fits into a buffer of the
+    pipeline.
+    """
     return {
         unit.shape.name: split_into_chunks(unit.shape.name, layout.share(unit), layout.swap_numel)
         for unit in layout.units
@@ -59,5 +61,5 @@ def param_chunks(layout: Layout) -> dict[str, list[tuple[Buffer, Chunk]]]:
 
 
 def block_sizes(chunks: Sequence[tuple[Buffer, Chunk]], element_size: int) -> dict[str, int]:
-    """The bytes of the swap file's block of each chunk, by the block's name."""
+    """Returns the bytes of the swap file's block of each chunk, by the block's name."""
     return {chunk.block(buffer): chunk.numel * element_size for buffer, chunk in chunks}

@@ -64,7 +64,7 @@ class DiskProbe:
         return not self.why_buffered
 
     def warnings(self) -> list[str]:
-        """Warnings for the user, one line each."""
+        """Returns warnings for the user, one line each."""
         found = []
         if self.kind == "network":
             found.append(
@@ -112,7 +112,7 @@ def probe_folder(path: Path, *, allow_memory: bool = False) -> DiskProbe:
 
 
 def _file_system(path: Path) -> tuple[str, str]:
-    """The file system's name and kind."""
+    """Returns the file system's name and kind."""
     if not sys.platform.startswith("linux"):
         return "unknown", "unknown"
     buffer = (ctypes.c_long * 64)()  # struct statfs begins with the type, a long
@@ -126,7 +126,7 @@ def _file_system(path: Path) -> tuple[str, str]:
 
 
 def _try_direct(folder: Path) -> str:
-    """Why direct I/O of a page does not work here; empty if it does."""
+    """Returns why direct I/O of a page does not work here; empty if it does."""
     handle, name = tempfile.mkstemp(prefix=".zeroplan_probe_", dir=folder)
     try:
         os.ftruncate(handle, PAGE)

@@ -131,7 +131,9 @@ class HostOptimizer:
         return self.d2h_stream if slot is None else stream
 
     def _accumulate(self, host: OffloadedUnit, slot: AccumSlot, arrived: torch.Tensor, stream: Stream) -> torch.Tensor:
-        """The sum of `arrived` and this step's earlier gradients, on the device: see Note [Accumulation on the host]."""
+        """Returns the sum of `arrived` and this step's earlier gradients, on the device: see Note [Accumulation on the
+        host].
+        """
         total = slot.buffer.tensor[: arrived.numel()]
         if host.has_grads:
             buffers = host.current

@@ -83,7 +83,7 @@ def make_nvme_offload(zero: ZeroConfig, *, in_memory: bool) -> Callable[[ModelSt
 
 
 def _with_copies(update: Update) -> Update:
-    """`update`, which also refreshes fp32 parameters; the kernels refresh only 16-bit ones."""
+    """Returns `update`, which also refreshes fp32 parameters; the kernels refresh only 16-bit ones."""
 
     def with_copy(part: GroupSlice, hyper: dict[str, Any], step: int, scalars: torch.Tensor | None) -> None:
         if part.param is None or part.param.dtype is not torch.float32:

@@ -27,7 +27,7 @@ class Task:
         self._done = threading.Event()
 
     def done(self) -> bool:
-        """Whether :meth:`wait` would return at once."""
+        """Returns whether :meth:`wait` would return at once."""
         return self._done.is_set()
 
     def wait(self) -> None:
@@ -111,7 +111,7 @@ def _stop(jobs: queue.SimpleQueue[tuple[Callable[[], None], Task] | None], threa
 
 
 def host_threads(cores_share: float) -> int:
-    """The number of threads of one rank's updates, at least 1.
+    """Returns the number of threads of one rank's updates, at least 1.
 
     Args:
         cores_share: the fraction of the rank's cores to use. The ranks of a node (``LOCAL_WORLD_SIZE``, which torchrun sets)

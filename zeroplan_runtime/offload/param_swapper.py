@@ -234,7 +234,7 @@ class ParamSwapper:
             self.file.finish(transfer)
 
     def read(self, unit: str, buffer: Buffer, begin: int, end: int) -> torch.Tensor:
-        """Elements ``[begin, end)`` of this rank's shard, in new memory; arguments as in :meth:`write`.
+        """Reads elements ``[begin, end)`` of this rank's shard into new memory; arguments as in :meth:`write`.
 
         Raises:
             DiskFault: when the disk fails or a block is not what was written.

@@ -103,7 +103,7 @@ class _Block:
 
 
 def allocate(numel: int, dtype: torch.dtype, *, register: bool, threads: int | None = None) -> torch.Tensor:
-    """A zeroed 1-D tensor of `numel` elements on its own page-aligned block, with all pages in memory.
+    """Allocates a zeroed 1-D tensor of `numel` elements on its own page-aligned block, with all pages in memory.
 
     Args:
         numel: elements; the block has their bytes, rounded up to a page of 4096 bytes.
@@ -150,7 +150,7 @@ class Release:
         self._block = None if block is None else weakref.ref(block)
 
     def alive(self) -> bool:
-        """Whether the block still exists."""
+        """Returns whether the block still exists."""
         return self._block is not None and self._block() is not None
 
     def __call__(self) -> None:
@@ -161,7 +161,7 @@ class Release:
 
 
 def _default_threads(size: int) -> int:
-    """The number of threads that fault in a block of `size` bytes: one a core of this process, each at least 64 MiB."""
+    """Returns the number of threads that fault in a block of `size` bytes: one a core of this process, each at least 64 MiB."""
     return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)), math.ceil(size / (64 << 20))))
 
 

@@ -62,7 +62,7 @@ class SwapFile:
 
     @classmethod
     def create(cls, path: Path, blocks: Mapping[str, int], engine: IoEngine, *, direct: bool = True) -> SwapFile:
-        """A new file for `blocks` (bytes by name), with all of its space reserved on the disk.
+        """Creates a file for `blocks` (bytes by name), with all of its space reserved on the disk.
 
         Raises:
             BadInput: when the disk has too little free space.
@@ -157,7 +157,7 @@ class SwapFile:
             )
 
     def stored_bytes(self, block: str) -> int:
-        """The bytes written last to a block; 0 at first."""
+        """Returns the bytes written last to a block; 0 at first."""
         return self._blocks[block].written
 
     def close(self) -> None:

@@ -78,7 +78,7 @@ class SwapFolder:
         self._end = weakref.finalize(self, _remove, self.path, lock, os.getpid())
 
     def file(self, name: str, blocks: Mapping[str, int]) -> SwapFile:
-        """A new file of these blocks (bytes by name), with its space reserved on the disk.
+        """Creates a file of these blocks (bytes by name), with its space reserved on the disk.
 
         Raises:
             BadInput: when the disk has too little free space.
@@ -122,7 +122,7 @@ def _parent_lock(parent: Path) -> Iterator[None]:
 
 
 def _try_lock(folder: Path) -> int | None:
-    """A file descriptor that holds the folder's lock; None if another process holds it."""
+    """Locks the folder; returns the file descriptor that holds the lock, None if another process holds it."""
     handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""What the optimizer's step asks of the host."""
+"""Request of the optimizer's step to the host."""
 
 from __future__ import annotations
 

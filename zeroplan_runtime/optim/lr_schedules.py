@@ -21,7 +21,7 @@ PerGroup = float | Sequence[float]
 
 
 class Schedule:
-    """What all schedules share: they count steps and set the groups' ``lr``. A subclass gives :meth:`get_lr`.
+    """The base of all schedules: they count steps and set the groups' ``lr``. A subclass gives :meth:`get_lr`.
 
     Args:
         optimizer: its groups' ``lr`` is set at each step.
@@ -34,11 +34,11 @@ class Schedule:
         self._last_lr: list[Any] = [group["lr"] for group in optimizer.param_groups]
 
     def get_lr(self) -> list[Any]:
-        """The learning rate of each group for this step."""
+        """Returns the learning rate of each group for this step."""
         raise NotImplementedError
 
     def get_last_lr(self) -> list[Any]:
-        """The learning rate of each group as set last."""
+        """Returns the learning rate of each group as set last."""
         return self._last_lr
 
     def step(self, last_batch_iteration: int | None = None) -> None:
@@ -47,7 +47,7 @@ class Schedule:
         self._apply(self.get_lr())
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for a checkpoint."""
+        """Returns the state for a checkpoint."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -82,7 +82,7 @@ class _Warmup(Schedule):
         return self.last_batch_iteration < self.warmup_num_steps
 
     def _warmed_up(self) -> float:
-        """From 0 to 1: how far the warm-up is."""
+        """Returns the progress of the warm-up, from 0 to 1."""
         if self.warmup_type == "log":
             return self._inverse_log * math.log(self.last_batch_iteration + 1)
         return self.last_batch_iteration / self.warmup_num_steps
@@ -122,7 +122,7 @@ class WarmupLR(_Warmup):
             self._apply(self.get_lr())
 
     def get_lr(self) -> list[Any]:
-        """The learning rate of each group for this step."""
+        """Returns the learning rate of each group for this step."""
         if self.last_batch_iteration < 0:
             return list(self.min_lrs)
         gamma = self._gamma()
@@ -133,7 +133,7 @@ class WarmupLR(_Warmup):
 
 
 class WarmupDecayLR(WarmupLR):
-    """As :class:`WarmupLR`, then falls linearly to 0 at step `total_num_steps`."""
+    """A warm-up as :class:`WarmupLR`'s, then a linear fall to 0 at step `total_num_steps`."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class WarmupCosineLR(_Warmup):
             self._apply(self.get_lr())
 
     def get_lr_ratio(self) -> float:
-        """The factor on each group's own ``lr``."""
+        """Returns the factor on each group's own ``lr``."""
         if self.last_batch_iteration < 0:
             return 0.0
         if self._warms_up:
@@ -191,7 +191,7 @@ class WarmupCosineLR(_Warmup):
         return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * ratio)
 
     def get_lr(self) -> list[Any]:
-        """The learning rate of each group for this step."""
+        """Returns the learning rate of each group for this step."""
         ratio = self.get_lr_ratio()
         return [rate * ratio for rate in self.org_lrs] if self.last_batch_iteration >= 0 else [0.0] * len(self.org_lrs)
 
@@ -231,7 +231,7 @@ class LRRangeTest(Schedule):
             self._apply(list(self.min_lr))
 
     def get_lr(self) -> list[Any]:
-        """The learning rate of each group for this step."""
+        """Returns the learning rate of each group for this step."""
         rises = float(self.last_batch_iteration + 1) / self.step_size
         factor = 1 + self.step_rate * (math.floor(rises) if self.staircase else rises)
         return [rate * factor for rate in self.min_lr]

@@ -80,7 +80,7 @@ class OneCycle(Schedule):
                 self._set_betas(self.min_moms)
 
     def get_lr(self) -> list[Any]:
-        """The learning rate of each group for this step."""
+        """Returns the learning rate of each group for this step."""
         if self.last_batch_iteration < self.total_size:
             part = self._part_of_cycle()
             return [least + (most - least) * part for least, most in zip(self.min_lrs, self.max_lrs, strict=True)]
@@ -117,7 +117,7 @@ class OneCycle(Schedule):
         return (self.last_batch_iteration - self.total_size + 1) / self.decay_step_size
 
     def _part_of_cycle(self) -> float:
-        """From 0 at either end of the cycle to 1 at its peak."""
+        """Returns 0 at either end of the cycle, rising to 1 at its peak."""
         done = self.last_batch_iteration + 1
         cycle = math.floor(1 + done / self.total_size)
         x = 1.0 + done / self.total_size - cycle

@@ -74,7 +74,7 @@ class LossScaler:
         self.iteration += 1
 
     def state_dict(self) -> dict[str, float]:
-        """The state for a checkpoint."""
+        """Returns the state for a checkpoint."""
         return {"scale": self.scale, "iteration": self.iteration, "last_overflow": self.last_overflow, "left": self.left}
 
     def load_state_dict(self, state: dict[str, float]) -> None:

@@ -16,7 +16,7 @@ SCHEDULES: dict[str, type[Schedule]] = {
 
 
 def make_schedule(kind: str, params: dict[str, Any], optimizer: torch.optim.Optimizer) -> Schedule:
-    """The schedule of a config's ``scheduler`` section.
+    """Makes the schedule of a config's ``scheduler`` section.
 
     Args:
         kind: the section's ``type``.

@@ -41,7 +41,7 @@ class StepResult:
             self._host = scalars.clone()
 
     def scalars(self) -> torch.Tensor:
-        """The step's scalars in host memory. Waits for the copy."""
+        """Returns the step's scalars in host memory. Waits for the copy."""
         if self._event is not None:
             self._event.synchronize()
         return self._host
@@ -140,7 +140,7 @@ class OptimizerStep:
         return made
 
     def _tensors(self, flat: Flat, begin: int, end: int, part: slice, workspace: kernels.SegmentWorkspace) -> kernels.Segments:
-        """The bounds of the parameters of ``[begin, end)`` of a flat within this rank's `part`.
+        """Returns the bounds of the parameters of ``[begin, end)`` of a flat within this rank's `part`.
 
         Padding counts to the parameter before it; its zeros do not change the norm.
         """
@@ -237,7 +237,7 @@ class OptimizerStep:
         return [self.optimizer.hyper(i) for i in range(len(self.optimizer.param_groups))]
 
     def update(self, part: GroupSlice, hyper: dict[str, Any], number: int, scalars: torch.Tensor | None) -> None:
-        """The optimizer's arithmetic on one slice, on the device or the host.
+        """Steps one slice on the device or the host.
 
         Args:
             part: the slice; its gradients are the unit's if it has none.

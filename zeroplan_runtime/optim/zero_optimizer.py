@@ -101,7 +101,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self.row.with_momentum if momentum else self.row.name
 
     def hyper(self, group: int) -> dict[str, Any]:
-        """The current hyperparameters of group number `group`, by the names of the kernels' arguments.
+        """Returns the current hyperparameters of group number `group`, by the names of the kernels' arguments.
 
         Raises:
             BadInput: for momentum that comes too late.
@@ -158,7 +158,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's.
+        """Adds a group as torch's optimizers do.
 
         Raises:
             BadInput: when an engine has the optimizer.
@@ -167,7 +167,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's.
+        """Returns the state as torch's optimizers do.
 
         Raises:
             BadInput: when an engine has the optimizer, as its states are sharded.
@@ -176,7 +176,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's.
+        """Loads a state as torch's optimizers do.
 
         Raises:
             BadInput: when an engine has the optimizer, as its states are sharded.

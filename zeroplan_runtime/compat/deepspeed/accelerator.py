@@ -10,7 +10,9 @@ import torch
 
 
 class Accelerator:
-    """What scripts ask of DeepSpeed's accelerator; everything else is looked up in ``torch.cuda``, or ``torch.cpu``."""
+    """The calls of DeepSpeed's accelerator that scripts make; everything else is looked up in ``torch.cuda``, or
+    ``torch.cpu``.
+    """
 
     def __init__(self) -> None:
         self._name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -22,7 +24,7 @@ class Accelerator:
         return getattr(self._module, name)
 
     def device_name(self, device_index: int | None = None) -> str:
-        """``cuda``, ``cuda:N`` or ``cpu``."""
+        """Returns ``cuda``, ``cuda:N`` or ``cpu``."""
         return self._name if device_index is None or self._name == "cpu" else f"{self._name}:{device_index}"
 
     def device(self, device_index: int | None = None) -> Any:
@@ -30,15 +32,15 @@ class Accelerator:
         return torch.cuda.device(device_index) if self._name == "cuda" else None
 
     def current_device(self) -> int:
-        """The current device's number; on the CPU the local rank."""
+        """Returns the current device's number; on the CPU the local rank."""
         return torch.cuda.current_device() if self._name == "cuda" else int(os.environ.get("LOCAL_RANK", "0"))
 
     def current_device_name(self) -> str:
-        """The current device, as torch names it."""
+        """Returns the current device, as torch names it."""
         return self.device_name(self.current_device())
 
     def device_count(self) -> int:
-        """The GPUs of this host; on the CPU ``LOCAL_SIZE``, or the number of cores."""
+        """Returns the GPUs of this host; on the CPU ``LOCAL_SIZE``, or the number of cores."""
         if self._name == "cuda":
             return torch.cuda.device_count()
         return int(os.environ.get("LOCAL_SIZE", "0")) or len(os.sched_getaffinity(0))
@@ -53,32 +55,32 @@ class Accelerator:
         return True
 
     def is_synchronized_device(self) -> bool:
-        """Whether calls return when their work is done."""
+        """Returns whether calls return when their work is done."""
         return self._name == "cpu"
 
     def communication_backend_name(self) -> str:
-        """The backend of torch.distributed."""
+        """Returns the backend of torch.distributed."""
         return "nccl" if self._name == "cuda" else "gloo"
 
     def is_bf16_supported(self) -> bool:
-        """Whether models train in bf16: on GPUs that have it, and on the CPU."""
+        """Returns whether models train in bf16: on GPUs that have it, and on the CPU."""
         return self._name == "cpu" or torch.cuda.is_bf16_supported()
 
     def is_fp16_supported(self) -> bool:
-        """True: models train in fp16 on GPUs and on the CPU."""
+        """Returns true: models train in fp16 on GPUs and on the CPU."""
         return True
 
     def is_triton_supported(self) -> bool:
-        """Whether Triton compiles for this device."""
+        """Returns whether Triton compiles for this device."""
         return self._name == "cuda"
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """The dtypes that models train in."""
+        """Returns the dtypes that models train in."""
         half = [torch.half] if self.is_fp16_supported() else []
         return [torch.float, *half, *([torch.bfloat16] if self.is_bf16_supported() else [])]
 
     def default_generator(self, device_index: int = 0) -> torch.Generator:
-        """The device's generator of random numbers."""
+        """Returns the device's generator of random numbers."""
         return torch.cuda.default_generators[device_index] if self._name == "cuda" else torch.default_generator
 
     def manual_seed(self, seed: int) -> Any:
@@ -90,7 +92,7 @@ class Accelerator:
         return torch.cuda.manual_seed_all(seed) if self._name == "cuda" else torch.manual_seed(seed)
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
-        """The generator's state."""
+        """Returns the generator's state."""
         if self._name == "cuda":
             return torch.cuda.get_rng_state("cuda" if device_index is None else device_index)
         return torch.get_rng_state()
@@ -121,7 +123,7 @@ class Accelerator:
             torch.cuda.reset_peak_memory_stats(device_index)
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Bytes of the device's memory, or of this host's."""
+        """Returns the bytes of the device's memory, or of this host's."""
         if self._name == "cuda":
             return torch.cuda.get_device_properties(
                 self.current_device() if device_index is None else device_index
@@ -129,24 +131,24 @@ class Accelerator:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def pin_memory(self, tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """A copy in pinned memory; the tensor itself without a GPU."""
+        """Returns a copy in pinned memory; the tensor itself without a GPU."""
         return tensor.pin_memory() if self._name == "cuda" else tensor
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor is on the device."""
+        """Returns whether the tensor is on the device."""
         return tensor.device.type == self._name
 
     def FloatTensor(self, values: Any) -> torch.Tensor:
-        """An fp32 tensor on the device."""
+        """Returns an fp32 tensor on the device."""
         return torch.tensor(values, dtype=torch.float32, device=self._name)
 
 
 @functools.cache
 def get_accelerator() -> Accelerator:
-    """The device of this process."""
+    """Returns the device of this process."""
     return Accelerator()
 
 
 def is_current_accelerator_supported() -> bool:
-    """True: CUDA and the CPU are."""
+    """Returns true: CUDA and the CPU are."""
     return True

@@ -66,10 +66,10 @@ def init_distributed(
 
 
 def get_local_rank() -> int:
-    """This process's rank on its host, from the environment."""
+    """Returns this process's rank on its host, from the environment."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def get_world_group() -> Any:
-    """The group of all ranks."""
+    """Returns the group of all ranks."""
     return dist.group.WORLD

@@ -28,7 +28,7 @@ DeepSpeedConfigError = Refusal
 
 
 class OffloadDeviceEnum(StrEnum):
-    """Where states are offloaded to; DeepSpeed's members are in lower case."""
+    """Memories that states are offloaded to; DeepSpeed's members are in lower case."""
 
     none = "none"
     cpu = "cpu"
@@ -138,12 +138,12 @@ class DeepSpeedZeroConfig(Namespace):
 
 
 def get_bfloat16_config(param_dict: Mapping[str, Any]) -> Namespace:
-    """The ``bf16`` section, under either of its names."""
+    """Returns the ``bf16`` section, under either of its names."""
     return _precision(param_dict, "bf16", "bfloat16")
 
 
 def get_float16_config(param_dict: Mapping[str, Any]) -> Namespace:
-    """The ``fp16`` section."""
+    """Returns the ``fp16`` section."""
     return _precision(param_dict, "fp16")
 
 

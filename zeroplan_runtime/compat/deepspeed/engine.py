@@ -116,7 +116,7 @@ class DeepSpeedEngine(Engine):
     _step_applied = False
 
     def was_step_applied(self) -> bool:
-        """Whether the last ``step()`` updated the parameters."""
+        """Returns whether the last ``step()`` updated the parameters."""
         return self._step_applied
 
     def _take_gradients(self) -> None:
@@ -216,7 +216,7 @@ class DeepSpeedEngine(Engine):
         )
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Refused: gradients' memory follows the accumulation steps that the config has.
+        """Refuses: gradients' memory follows the accumulation steps that the config has.
 
         Raises:
             Refusal: for another number than the present one.
@@ -277,39 +277,39 @@ class DeepSpeedEngine(Engine):
     # ------------------------------------------------------------------ getters
 
     def gradient_clipping(self) -> float:
-        """The clipping norm; 0 for none."""
+        """Returns the clipping norm; 0 for none."""
         return self._config.gradient_clipping
 
     def fp16_enabled(self) -> bool:
-        """Whether the model is fp16."""
+        """Returns whether the model is fp16."""
         return self.config.dtype is DType.FP16
 
     def bfloat16_enabled(self) -> bool:
-        """Whether the model is bf16."""
+        """Returns whether the model is bf16."""
         return self.config.dtype is DType.BF16
 
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale changes."""
+        """Returns whether the loss scale changes."""
         return self.scaler.dynamic
 
     def managed_gradient_accumulation(self) -> bool:
-        """Whether the engine counts micro batches."""
+        """Returns whether the engine counts micro batches."""
         return self.config.counts_micro_batches
 
     def zero_optimization(self) -> bool:
-        """Whether a ZeRO stage is used."""
+        """Returns whether a ZeRO stage is used."""
         return self.config.zero.stage > 0
 
     def zero_optimization_partition_gradients(self) -> bool:
-        """Whether gradients are sharded."""
+        """Returns whether gradients are sharded."""
         return self.config.zero.stage >= 2
 
     def zero_optimization_partition_weights(self) -> bool:
-        """Whether parameters are sharded."""
+        """Returns whether parameters are sharded."""
         return self.config.zero.stage >= 3
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """True: :meth:`save_16bit_model` writes whole parameters at every stage."""
+        """Returns true: :meth:`save_16bit_model` writes whole parameters at every stage."""
         return True
 
     def optimizer_name(self) -> str | None:
@@ -317,7 +317,7 @@ class DeepSpeedEngine(Engine):
         return self._config.optimizer_name
 
     def steps_per_print(self) -> int | None:
-        """The config's ``steps_per_print``."""
+        """Returns the config's ``steps_per_print``."""
         return self._config.steps_per_print
 
     def get_batch_info(self) -> tuple[int, int, int]:
@@ -325,12 +325,12 @@ class DeepSpeedEngine(Engine):
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def get_mom(self) -> list[Any]:
-        """The momentum, or the betas, of each parameter group."""
+        """Returns the momentum, or the betas, of each parameter group."""
         groups = self.optimizer.param_groups if self.optimizer is not None else []
         return [group["betas"] if "betas" in group else group.get("momentum") for group in groups]
 
     def get_type(self) -> list[str]:
-        """The kind of each parameter group."""
+        """Returns the kind of each parameter group."""
         return [group.get("type", "") for group in self.optimizer.param_groups] if self.optimizer is not None else []
 
     @property

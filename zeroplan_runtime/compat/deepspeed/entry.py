@@ -40,7 +40,7 @@ def initialize(
     mesh_param: Any = None,
     config_params: Source | None = None,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
-    """``deepspeed.initialize`` with the included runtime; see :func:`zeroplan_runtime.initialize`.
+    """Runs ``deepspeed.initialize`` with the included runtime; see :func:`zeroplan_runtime.initialize`.
 
     Args:
         args: may hold the path of the config as ``deepspeed_config``.
@@ -131,7 +131,7 @@ def _named(config: DeepSpeedConfig, model: nn.Module, params: Params | None) -> 
 
 
 def _returned(engine: DeepSpeedEngine, ours: ZeroOptimizer | None, made: list[torch.optim.Optimizer]) -> Any:
-    """What DeepSpeed returns as the optimizer: the user's own where it wraps nothing (stage 0 in fp32), else ours."""
+    """Returns the optimizer that DeepSpeed returns: the user's own where it wraps nothing (stage 0 in fp32), else ours."""
     if ours is None:
         return None
     visible: Any = ours

@@ -124,6 +124,6 @@ class _Module(ModuleType):
 
 
 def _is_own(key: str, value: Any) -> bool:
-    """Whether an attribute belongs to the module that it comes from, as its name and its submodules do."""
+    """Returns whether an attribute belongs to the module that it comes from, as its name and its submodules do."""
     of_version = key.startswith(("__version", "__git"))
     return (key.startswith("__") and not of_version) or issubclass(type(value), ModuleType)

@@ -1,4 +1,4 @@
-"""What DeepSpeed ignores in a ds_config and the runtime would refuse: left out here, with a warning for each."""
+"""Settings of a ds_config that DeepSpeed ignores and the runtime would refuse: left out here, with a warning for each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger("zeroplan_runtime")
 
 
 def as_deepspeed_reads(source: Mapping[str, Any], *, trains: bool) -> dict[str, Any]:
-    """The config without what DeepSpeed ignores.
+    """Returns the config without what DeepSpeed ignores.
 
     Args:
         source: the config's object.

@@ -9,17 +9,17 @@ from torch import nn
 
 
 def is_moe_param(param: torch.Tensor) -> bool:
-    """Whether the parameter is an expert's: False."""
+    """Returns whether the parameter is an expert's: False."""
     return False
 
 
 def is_moe_param_group(param_group: dict[str, Any]) -> bool:
-    """Whether the group is of experts: False."""
+    """Returns whether the group is of experts: False."""
     return False
 
 
 def has_moe_layers(module: nn.Module) -> tuple[bool, int]:
-    """Whether the model has experts, and how many: False, 0."""
+    """Returns whether the model has experts, and how many: False, 0."""
     return False, 0
 
 

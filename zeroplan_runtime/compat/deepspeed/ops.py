@@ -29,7 +29,7 @@ class FusedAdam(_Named):
 
 
 class DeepSpeedCPUAdam(_Named):
-    """As :class:`FusedAdam`; with ``offload_optimizer`` the config moves it to the host."""
+    """The same optimizer as :class:`FusedAdam`; with ``offload_optimizer`` the config moves it to the host."""
 
     kind_of_class = "adamw"
 
@@ -51,7 +51,7 @@ class FusedLion(_Named):
 
 
 class DeepSpeedCPULion(FusedLion):
-    """As :class:`FusedLion`; with ``offload_optimizer`` the config moves it to the host."""
+    """The same optimizer as :class:`FusedLion`; with ``offload_optimizer`` the config moves it to the host."""
 
 
 #: DeepSpeed's classes by ``optimizer.type`` in lower case, on the device and on the host.
@@ -69,7 +69,7 @@ class _Builder:
     NAME = ""
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether the runtime has the kernel's arithmetic on this device."""
+        """Returns whether the runtime has the kernel's arithmetic on this device."""
         return compatible_ops[self.NAME]
 
 

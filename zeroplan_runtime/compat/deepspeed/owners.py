@@ -1,4 +1,4 @@
-"""Which engine has a parameter, so that DeepSpeed's functions of a parameter alone find it."""
+"""The engine that has each parameter, so that DeepSpeed's functions of a parameter alone find it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def owner(param: nn.Parameter) -> Engine | None:
 
 
 def states_of(param: nn.Parameter) -> ParameterStates | None:
-    """Where the states of `param` are; None for a parameter that no engine trains."""
+    """Returns the parameter states of `param`'s engine; None for a parameter that no engine trains."""
     engine = owner(param)
     if engine is None:
         return None

@@ -1,4 +1,4 @@
-"""What cannot be done is refused in the class that DeepSpeed raises, so that scripts which catch it still do."""
+"""Refusals in the class that DeepSpeed raises, so that scripts which catch it still do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Refusal(BadInput, AssertionError, NotImplementedError):
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """A context from which a BadInput comes out as a :class:`Refusal` with the same line."""
+    """Enters a context from which a BadInput comes out as a :class:`Refusal` with the same line."""
     try:
         yield
     except Refusal:

@@ -51,7 +51,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """This rank's part of the fp32 master of `param`, 1-D. At stage 3."""
+    """Returns this rank's part of the fp32 master of `param`, 1-D. At stage 3."""
     return safe_get_local_optimizer_state(param, MASTER)
 
 

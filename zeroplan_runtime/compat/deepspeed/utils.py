@@ -67,7 +67,7 @@ def see_memory_usage(message: str, force: bool = False, ranks: Iterable[int] | N
 
 
 def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
-    """Whether torch's version is within the bounds, which are included."""
+    """Returns whether torch's version is within the bounds, which are included."""
     version = Version(Version(torch.__version__).base_version)
     if min_version is not None and version < Version(str(min_version)):
         return False

@@ -126,7 +126,7 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 
 
 def is_zero_param(parameter: object) -> bool:
-    """Whether stage 3 shards the parameter."""
+    """Returns whether stage 3 shards the parameter."""
     return isinstance(parameter, torch.Tensor) and hasattr(parameter, "ds_id")
 
 

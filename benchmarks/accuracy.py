@@ -1,4 +1,4 @@
-"""How near the predictions are to the measured runs: every row, by phase, and the summary against the targets.
+"""The error of the predictions against the measured runs: every row, by phase, and the summary against the targets.
 
     python -m benchmarks.accuracy [--ids a1,D04] [--only measured|extra] [--json FILE]
 
@@ -61,7 +61,7 @@ class RowResult:
 
 
 def marks_of(request: Request, run: Simulated, row: dict[str, Any]) -> Sequence[TimelineMark]:
-    """The predicted marks of rank 0, which measured rows show, over as many steps as the row ran."""
+    """Return the predicted marks of rank 0, which measured rows show, over as many steps as the row ran."""
     if row["engine"] != "deepspeed":
         return run.simulation.timeline.marks
     case = resolve(request).cases[0]
@@ -72,7 +72,7 @@ def marks_of(request: Request, run: Simulated, row: dict[str, Any]) -> Sequence[
 
 
 def skipped_steps(row: dict[str, Any]) -> int:
-    """Leading steps that the loss scale discarded: those that end before the optimizer's states exist."""
+    """Count the leading steps that the loss scale discarded: those that end before the optimizer's states exist."""
     if row["dtype"] != "fp16":
         return 0
     after = [mark["alloc"] for mark in row["marks"] if mark["at"].startswith("step")]
@@ -90,7 +90,9 @@ def mark_errors(predicted: Sequence[TimelineMark], row: dict[str, Any]) -> list[
 
 
 def split_steps(marks: Iterable[tuple[str, int]]) -> list[dict[str, int]]:
-    """Allocated bytes by mark (``fwd``, ``bwd``, ``step``), one dict a step; marks within an accumulation window left out."""
+    """Return the allocated bytes by mark (``fwd``, ``bwd``, ``step``), one dict a step; marks within an accumulation window
+    left out.
+    """
     steps: list[dict[str, int]] = []
     current: dict[str, int] = {}
     windows = 0
@@ -136,7 +138,9 @@ def _error(predicted: int | None, measured: int) -> float:
 
 
 def summary(results: Sequence[RowResult]) -> dict[str, Any]:
-    """Median, 95th percentile and worst of each figure's absolute errors, and the share of marks within the tolerance."""
+    """Return the median, 95th percentile and worst of each figure's absolute errors, and the share of marks within the
+    tolerance.
+    """
     out: dict[str, Any] = {"rows": len(results)}
     for name in TARGETS:
         errors = sorted(abs(error) for r in results if (error := getattr(r, name)) is not None)
@@ -219,7 +223,7 @@ def _percent(error: float | None) -> str:
 
 
 def print_summary(found: dict[str, Any]) -> None:
-    """The summary as a table."""
+    """Print the summary as a table."""
     for name, (what, *_) in TARGETS.items():
         got = found.get(name)
         if got:

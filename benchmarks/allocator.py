@@ -1,4 +1,4 @@
-"""How fast the caching allocator's simulation is: the compiled twin beside the Python one, which it must equal first.
+"""The speed of the caching allocator's simulation: the compiled twin beside the Python one, which it must equal first.
 
 The stream is that of a training step, repeated: activations that pile up over the forward and fall over the backward,
 gathers and reductions on a second stream, small temporaries throughout. Target: a million events a second.
@@ -29,7 +29,7 @@ TARGET = 1_000_000
 
 
 def training_stream(events: int, seed: int = 0) -> Recorder:
-    """A repeated training step of 32 blocks, with about the given number of events."""
+    """Return a repeated training step of 32 blocks, with about the given number of events."""
     rng = random.Random(seed)
     recorder = Recorder()
     for _ in range(200):

@@ -1,4 +1,4 @@
-"""How fast ``save_checkpoint`` and ``load_checkpoint`` are, beside a plain copy of as many bytes to the same folder.
+"""The speed of ``save_checkpoint`` and ``load_checkpoint``, beside a plain copy of as many bytes to the same folder.
 
 ``python -m benchmarks.checkpoint FOLDER [--gib 1.5] [--runs 5] [--json FILE]``, or under ``torchrun``. Correctness first: what
 is loaded equals what was saved, to the bit. The copy is what a checkpoint costs at least: ``torch.save`` of one tensor after
@@ -27,7 +27,7 @@ _WIDTH = 2048
 
 
 def make(gib: float) -> zeroplan_runtime.Engine:
-    """An engine whose masters and two moments take about `gib` GiB over all ranks."""
+    """Make an engine whose masters and two moments take about `gib` GiB over all ranks."""
     layers = max(2, round(gib * 2**30 / (12 * _WIDTH * _WIDTH)))
     model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(layers)))
     config = {
@@ -45,13 +45,13 @@ def step(engine: zeroplan_runtime.Engine) -> None:
 
 
 def states(engine: zeroplan_runtime.Engine) -> list[torch.Tensor]:
-    """This rank's masters and moments."""
+    """Return this rank's masters and moments."""
     units = engine.model_states.units
     return [one for unit in units for one in (unit.master, *unit.optim_states.values()) if one is not None]
 
 
 def check(engine: zeroplan_runtime.Engine, folder: Path) -> None:
-    """What is loaded is what was saved."""
+    """Fail unless the loaded masters and moments are those that were saved."""
     engine.save_checkpoint(folder, tag="check")
     saved = [one.clone() for one in states(engine)]
     step(engine)
@@ -60,7 +60,7 @@ def check(engine: zeroplan_runtime.Engine, folder: Path) -> None:
 
 
 def copy(engine: zeroplan_runtime.Engine, folder: Path) -> None:
-    """The same tensors by ``torch.save``."""
+    """Write the same tensors by ``torch.save``."""
     with open(folder / f"copy{engine.global_rank}", "wb") as stream:
         for one in states(engine):
             torch.save(one.clone(), stream)  # without the rest of its storage

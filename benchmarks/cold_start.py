@@ -1,4 +1,4 @@
-"""How long a cold ``zeroplan estimate`` takes, beside what it must import and beside DeepSpeed's estimator on a live model.
+"""The time of a cold ``zeroplan estimate``, beside what it must import and beside DeepSpeed's estimator on a live model.
 
 ``python -m benchmarks.cold_start [--runs 11] [--live] [--json FILE]``. Correctness first: the answer holds the model's
 exact parameter count. Each command runs in a fresh process, in turn, so that a drift of the machine's speed touches all
@@ -50,7 +50,7 @@ def check() -> None:
 
 
 def timed(command: list[str]) -> float:
-    """Wall seconds of one fresh process."""
+    """Time one fresh process; returns wall seconds."""
     start = time.perf_counter()
     subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
     return time.perf_counter() - start

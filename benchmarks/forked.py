@@ -61,7 +61,9 @@ def failure(found: list[dict[str, Any]]) -> str | None:
 
 
 def _free_port() -> int:
-    """Below those that the system hands out by itself: collectives of the case before might take one of them meanwhile."""
+    """Return a port below those that the system hands out by itself: collectives of the case before might take one of them
+    meanwhile.
+    """
     for port in range(20000 + os.getpid() % 5000, 32768):
         with socket.socket() as probe:
             try:

@@ -244,7 +244,7 @@ _TOKENS = (
 
 
 def mutated(rng: random.Random, files: list[bytes]) -> bytes:
-    """One of `files` with a few of its values or bytes changed."""
+    """Return one of `files` with a few of its values or bytes changed."""
     data = rng.choice(files)
     if rng.random() < 0.6:
         changed = _with_other_values(rng, data, files)
@@ -277,7 +277,7 @@ def _with_other_bytes(rng: random.Random, data: bytes, files: list[bytes]) -> by
 
 
 def _with_other_values(rng: random.Random, data: bytes, files: list[bytes]) -> bytes | None:
-    """The same JSON or safetensors header with other values; None for a file of another kind."""
+    """Return the JSON or safetensors header with other values; None for a file of another kind."""
     head = len(data) > 8 and int.from_bytes(data[:8], "little") <= len(data) - 8
     end = 8 + int.from_bytes(data[:8], "little") if head else len(data)
     lines = (data[8:end] if head else data).split(b"\n{")

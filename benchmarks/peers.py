@@ -1,4 +1,4 @@
-"""What other estimators say of the measured runs, beside ours: error against the memory that NVML showed.
+"""Other estimators on the measured runs, beside ours: error against the memory that NVML showed.
 
 ``python -m benchmarks.peers [--json FILE] [--no-mem-tracker]``. Each peer is the installed package, called as its users
 call it; a row that it has no figure for is left out of its column. accelerate and llm-analysis count no sharding by
@@ -27,13 +27,13 @@ Row = dict[str, Any]
 
 
 def ours(row: Row) -> int | None:
-    """Our total."""
+    """Return zeroplan's total of a row."""
     (plan,) = estimate_report(request_of(row)).plans
     return plan.gpu.total
 
 
 def deepspeed_estimator(row: Row) -> int | None:
-    """DeepSpeed's own: stages 2 and 3."""
+    """Return the figure of DeepSpeed's own estimator: stages 2 and 3."""
     if row["engine"] != "deepspeed":
         return None
     (plan,) = estimate_report(request_of(row, depth="formula")).plans
@@ -41,7 +41,7 @@ def deepspeed_estimator(row: Row) -> int | None:
 
 
 def accelerate_estimate(row: Row) -> int | None:
-    """``accelerate estimate-memory``: training with Adam, whatever the sharding, at batch 1."""
+    """Return the figure of ``accelerate estimate-memory``: training with Adam, whatever the sharding, at batch 1."""
     from accelerate.commands.estimate import estimate_training_usage
 
     if (row["zero_overrides"] or {}).get("offload_optimizer") or row["lora_rank"]:
@@ -51,7 +51,7 @@ def accelerate_estimate(row: Row) -> int | None:
 
 
 def llm_analysis(row: Row) -> int | None:
-    """llm-analysis: states over DeepSpeed's stages, activations and gathers by its formulas."""
+    """Return the figure of llm-analysis: states over DeepSpeed's stages, activations and gathers by its formulas."""
     from llm_analysis.analysis import ActivationRecomputation, DSZeRO, LLMAnalysis
     from llm_analysis.config import DtypeConfig, GPUConfig, ModelConfig, ParallelismConfig
 
@@ -99,7 +99,7 @@ def llm_analysis(row: Row) -> int | None:
 
 
 def mem_tracker(row: Row) -> int | None:
-    """torch's MemTracker over two steps of plain training on fake tensors."""
+    """Return the figure of torch's MemTracker over two steps of plain training on fake tensors."""
     if row["world"] > 1 or row["stage"] or row["engine"] == "fsdp2":
         return None
     import torch

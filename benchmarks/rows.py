@@ -21,13 +21,13 @@ GPUS = {"NVIDIA H100 80GB HBM3": "H100", "NVIDIA H200": "H200"}
 
 
 def load_rows(*paths: Path) -> list[dict[str, Any]]:
-    """All rows of these files that ran."""
+    """Load all rows of these files that ran."""
     rows = [json.loads(line) for path in paths if path.exists() for line in path.read_text().splitlines() if line.strip()]
     return [row for row in rows if row.get("ok", True)]
 
 
 def ds_config_of(row: dict[str, Any]) -> dict[str, Any]:
-    """The ds_config that a DeepSpeed row ran with (README of the rows)."""
+    """Return the ds_config that a DeepSpeed row ran with (README of the rows)."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": row["micro_batch"],
         "gradient_accumulation_steps": row["gradient_accumulation_steps"],
@@ -45,7 +45,7 @@ def ds_config_of(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def request_of(row: dict[str, Any], *, depth: str | None = None) -> Request:
-    """The request whose one plan predicts this row."""
+    """Return the request whose one plan predicts this row."""
     common: dict[str, Any] = {
         "model": model_of(row),
         "micro_batch": row["micro_batch"],

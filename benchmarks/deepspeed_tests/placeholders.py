@@ -28,7 +28,7 @@ class _Absent(type):
 
 
 def placeholder(path: str) -> _Absent:
-    """A class that stands for DeepSpeed's name `path`."""
+    """Make a class that stands for DeepSpeed's name `path`."""
     return _Absent(path.rpartition(".")[2], (), {"__qualname__": path, "__module__": __name__})
 
 

@@ -17,7 +17,7 @@ from zeroplan_runtime.compat.deepspeed.ops import compatible_ops
 
 
 def _false(_: object) -> bool:
-    """What DeepSpeed's accelerator says of fp16 on most CPUs."""
+    """Answer as DeepSpeed's accelerator does about fp16 on most CPUs."""
     return False
 
 

@@ -21,7 +21,7 @@ from benchmarks.fuzz_training.pool import Pool
 
 
 def smaller(case: Case, outcome: Outcome, pool: Pool, *, tries: int = 60) -> tuple[Case, Outcome]:
-    """The plainest case found that still goes wrong in the same kind of way."""
+    """Return the plainest case found that still goes wrong in the same kind of way."""
     left = tries
     while left:
         for plainer in case.plainer():
@@ -38,7 +38,7 @@ def smaller(case: Case, outcome: Outcome, pool: Pool, *, tries: int = 60) -> tup
 
 
 def script(case: Case, outcome: Outcome) -> str:
-    """A program that runs `case` alone."""
+    """Return a program that runs `case` alone."""
     said = "\n# ".join(outcome.reason.splitlines())
     return (
         f"# {outcome.kind}: {said}\n"

@@ -105,7 +105,7 @@ class Case:
         return "bf16" if self.autocast else self.dtype
 
     def plainer(self) -> list[Case]:
-        """The cases with one thing less."""
+        """Yield the cases with one thing less."""
         made = []
         for field in fields(self):
             value = getattr(self, field.name)
@@ -120,7 +120,7 @@ class Case:
 
 
 def _often(common: Any, *others: Any, times: int) -> tuple[Any, ...]:
-    """`others` once each, after `common` `times` times."""
+    """Return `others` once each, after `common` `times` times."""
     return (common,) * times + others
 
 
@@ -201,7 +201,7 @@ _CHANCE = 0.12
 
 
 def draw(seed: int, ranks: tuple[int, int] = (1, 4)) -> Case:
-    """The case of `seed`, on a number of ranks within the bounds."""
+    """Draw the case of `seed`, on a number of ranks within the bounds."""
     dice = random.Random(seed)
     chosen = {name: dice.choice(values) for name, values in CHOICES.items()}
     chosen["after"] = tuple(one for one in AFTER if dice.random() < _CHANCE)
@@ -210,7 +210,9 @@ def draw(seed: int, ranks: tuple[int, int] = (1, 4)) -> Case:
 
 
 def from_choices(after: tuple[str, ...], **chosen: Any) -> Case:
-    """The case of a value for each field in :data:`CHOICES`; for hypothesis, which makes cases smaller by earlier choices."""
+    """Make the case of a value for each field in :data:`CHOICES`; for hypothesis, which makes cases smaller by earlier
+    choices.
+    """
     return legal(Case(**chosen, after=after))
 
 

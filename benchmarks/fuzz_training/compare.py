@@ -92,7 +92,7 @@ def _is_one_line(said: str) -> bool:
 
 
 def _different(case: Case, answers: list[Answer], reference: _Reference) -> str:
-    """What differs from plain torch; empty if nothing does."""
+    """Describe what differs from plain torch; empty if nothing does."""
     first: Trained = answers[0].value
     narrow = VALUE[case.precision]
     for rank, answer in enumerate(answers):
@@ -120,7 +120,7 @@ def _different(case: Case, answers: list[Answer], reference: _Reference) -> str:
 
 
 def _different_state(case: Case, first: Trained, reference: _Reference) -> str:
-    """The same of the parameters and buffers that a state dict holds."""
+    """Describe the parameters and buffers of a state dict that differ from plain torch's; empty if none does."""
     if set(first.state) != set(reference.own.state):
         return f"the state has other names: {sorted(set(first.state) ^ set(reference.own.state))}"
     for name, expected in reference.own.state.items():

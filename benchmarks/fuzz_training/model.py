@@ -164,7 +164,7 @@ class Net(nn.Module):
             weight.register_hook(_halve)  # type: ignore[no-untyped-call]
 
     def stack(self) -> list[Block]:
-        """The blocks."""
+        """Return the blocks."""
         if self.case.container == "none":
             return [cast(Block, getattr(self, f"block{i}")) for i in range(self.case.depth)]
         return [cast(Block, block) for block in self.blocks]
@@ -209,12 +209,12 @@ class Net(nn.Module):
 
 
 def make(case: Case) -> Net:
-    """The model of `case`, with the values of its seed."""
+    """Build the model of `case`, with the values of its seed."""
     torch.manual_seed(case.seed)
     return Net(case)
 
 
 def tokens(case: Case, step: int, micro: int, rank: int) -> torch.Tensor:
-    """[BATCH, LENGTH] tokens that `rank` sees."""
+    """Return the [BATCH, LENGTH] tokens that `rank` sees."""
     generator = torch.Generator().manual_seed(((case.seed * 31 + step) * 331 + micro) * 31 + rank)
     return torch.randint(0, VOCAB, (BATCH, LENGTH), generator=generator)

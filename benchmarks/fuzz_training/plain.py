@@ -20,7 +20,7 @@ SCALE = 256.0
 
 
 def groups_of(case: Case, params: list[nn.Parameter]) -> list[dict[str, Any]]:
-    """The optimizer's groups over `params` in the model's order: rates and decays that differ."""
+    """Return the optimizer's groups over `params` in the model's order: rates and decays that differ."""
     found: list[dict[str, Any]] = []
     for i in range(case.groups):
         chosen = params[i :: case.groups]
@@ -30,7 +30,7 @@ def groups_of(case: Case, params: list[nn.Parameter]) -> list[dict[str, Any]]:
 
 
 def optimizer_of(case: Case, params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The torch optimizer of `case`. Its eps keeps Adam from turning rounding into whole steps."""
+    """Return the torch optimizer of `case`. Its eps keeps Adam from turning rounding into whole steps."""
     groups: Any = groups_of(case, params)
     match case.optimizer:
         case "adamw":
@@ -46,7 +46,7 @@ EPS, BETAS = 0.05, (0.8, 0.95)
 
 
 def schedule_of(case: Case, optimizer: torch.optim.Optimizer) -> Any:
-    """torch's schedule of `case`; None where the script sets rates by hand, or nobody does."""
+    """Return torch's schedule of `case`; None where the script sets rates by hand, or nobody does."""
     if case.schedule == "step":
         return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
     if case.schedule == "cycle":
@@ -90,7 +90,7 @@ class Replica:
 
 @dataclass
 class Trained:
-    """What came of a training.
+    """The result of a training.
 
     Attributes:
         seen: by rank, what it saw; None for a rank that was not asked.
@@ -106,7 +106,7 @@ class Trained:
 
 
 class _Plain:
-    """What the replicas have in common: masters, optimizer, schedule."""
+    """The base of the replicas: masters, optimizer, schedule."""
 
     def __init__(self, case: Case, dtype: torch.dtype, precise: torch.dtype, nudge: float) -> None:
         self.case = case
@@ -135,7 +135,7 @@ class _Plain:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update by the mean of the replicas' gradients; a parameter without one counts as zeros.
+        """Update once by the mean of the replicas' gradients; a parameter without one counts as zeros.
 
         In 16 bits a step whose gradients are not finite is skipped.
         """
@@ -165,7 +165,7 @@ class _Plain:
 
     @torch.no_grad()
     def anew(self) -> None:
-        """A new optimizer on the values that the parameters have."""
+        """Make a new optimizer on the values that the parameters have."""
         self._keep_writes()
         for master, param in zip(self.masters, self.replicas[0].trained(), strict=True):
             master.copy_(param)

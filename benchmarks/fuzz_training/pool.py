@@ -32,7 +32,7 @@ _CONTEXT.set_forkserver_preload(["torch._inductor.config", "benchmarks.fuzz_trai
 
 @dataclass
 class Answer:
-    """What one rank says of a case: ``well``, ``refused`` or ``crash``; what it found, or why not."""
+    """A rank's answer to a case: ``well``, ``refused`` or ``crash``; what it found, or why not."""
 
     kind: str
     value: Any

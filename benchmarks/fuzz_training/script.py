@@ -1,4 +1,4 @@
-"""What a case does, written once for both sides: the engine, and plain torch."""
+"""The script of a case, written once for both sides: the engine, and plain torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Trainer(Protocol):
 
     @property
     def model(self) -> Callable[..., torch.Tensor]:
-        """What is called with a batch."""
+        """The callable that takes a batch: the engine or the wrapped model."""
 
     @property
     def module(self) -> nn.Module:
@@ -34,7 +34,7 @@ class Trainer(Protocol):
         """The optimizer's."""
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
-        """Gradients of the loss, divided by the micro batches of a step."""
+        """Add up the gradients of the loss, divided by the micro batches of a step."""
 
     def ends(self, accumulation: bool) -> None:
         """Sets whether the present micro batch ends an accumulation."""
@@ -79,7 +79,7 @@ def play(trainer: Trainer, case: Case, seen: Seen) -> Iterator[str]:
 
 
 def trained_of(trainer: Trainer) -> list[nn.Parameter]:
-    """The trained parameters with elements."""
+    """Return the trained parameters with elements."""
     return [p for p in trainer.module.parameters() if p.requires_grad and p.numel()]
 
 
@@ -100,7 +100,7 @@ def _set_rate(trainer: Trainer, number: int) -> None:
 
 
 def _lose(trainer: Trainer, case: Case, number: int, micro: int, seen: Seen) -> None:
-    """One micro batch's forward and backward."""
+    """Run one micro batch's forward and backward."""
     model, batch = trainer.model, tokens(case, number, micro, trainer.rank)
     more = tokens(case, number, 50 + micro, trainer.rank)
     trained = trained_of(trainer)
@@ -144,7 +144,7 @@ def _lose(trainer: Trainer, case: Case, number: int, micro: int, seen: Seen) -> 
 
 
 def _look(trainer: Trainer, case: Case, number: int, seen: Seen, held: list[torch.Tensor], ema: list[torch.Tensor]) -> None:
-    """What comes between two steps."""
+    """Do what the case's script does between two steps."""
     params = trained_of(trainer)
     with torch.no_grad():
         if "ema" in case.after:

@@ -21,7 +21,7 @@ from zeroplan_runtime.engine import Engine
 
 
 def ds_config(case: Case, folder: Path) -> dict[str, Any]:
-    """The config of `case`."""
+    """Return the config of `case`."""
     zero: dict[str, Any] = {"stage": case.stage}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,

@@ -50,7 +50,7 @@ def check(device: torch.device) -> None:
 
 
 def contenders(n: int, device: torch.device) -> dict[str, Contender]:
-    """All that run, by name."""
+    """Return the implementations that run here, by name."""
     p, m, v = torch.randn(n, device=device), torch.randn(n, device=device) * 0.01, torch.rand(n, device=device) * 0.01
     scalars = torch.tensor([0.0, 1.0, 0.999, 0.0], device=device)
     made: dict[str, Contender] = {}

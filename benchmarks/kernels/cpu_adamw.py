@@ -46,7 +46,7 @@ def check() -> None:
 
 
 def contenders(n: int) -> dict[str, Contender]:
-    """All that run, by name."""
+    """Return the implementations that run here, by name."""
     p, m, v = torch.randn(n), torch.randn(n) * 0.01, torch.rand(n) * 0.01
     half, out = torch.randn(n).bfloat16(), torch.zeros(n, dtype=torch.bfloat16)
     leaf = torch.nn.Parameter(torch.randn(n))

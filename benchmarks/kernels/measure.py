@@ -1,4 +1,4 @@
-"""What the kernel benchmarks share: timing, the machine's description, the report."""
+"""Timing, the machine's description and the report, for all kernel benchmarks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def use_path(path: Any) -> None:
 
 
 def seconds(call: Callable[[], object], device: torch.device, times: int) -> list[float]:
-    """The duration of each of `times` calls: by events on a GPU (one queue, no waits between), by the clock on a CPU."""
+    """Return the duration of each of `times` calls: by events on a GPU (one queue, no waits between), by the clock on a CPU."""
     if device.type != "cuda":
         spent = []
         for _ in range(times):
@@ -99,7 +99,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """The processor's model."""
+    """Return the processor's model."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

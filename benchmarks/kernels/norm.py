@@ -38,7 +38,7 @@ def check(device: torch.device) -> None:
 
 
 def contenders(n: int, device: torch.device) -> dict[str, Contender]:
-    """All that run, by name."""
+    """Return the implementations that run here, by name."""
     wide = torch.randn(n, device=device)
     half = wide.bfloat16()
     back = torch.empty_like(wide)

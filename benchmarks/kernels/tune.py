@@ -37,7 +37,7 @@ def best_of(name: str, configs: Iterable[KernelConfig], call: Callable[[], objec
 def tune(
     name: str, call: Callable[[], object], size: float, grid: Iterable[KernelConfig], hints: Iterable[tuple[int, int]]
 ) -> list[Row]:
-    """Both rounds for one kernel; leaves KERNEL_CONFIGS as it was."""
+    """Run both rounds for one kernel and return them; leaves KERNEL_CONFIGS as it was."""
     before = KERNEL_CONFIGS[name]
     first = best_of(name, grid, call, size)
     near = [

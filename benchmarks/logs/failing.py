@@ -147,7 +147,7 @@ def oom_fragmented() -> None:
 
 
 def oom_driver() -> None:
-    """A kernel library's own allocation fails."""
+    """Let a kernel library's own allocation fail."""
     free, _ = torch.cuda.mem_get_info()
     _ = torch.empty(free - (64 << 20), dtype=torch.uint8, device="cuda")
     a = torch.empty(64, 64, device="cuda")
@@ -155,7 +155,7 @@ def oom_driver() -> None:
 
 
 def oom_two_ranks() -> None:
-    """One rank of two dies, the other one waits."""
+    """Let one rank of two die while the other one waits."""
     import torch.distributed as dist
 
     rank = int(os.environ["RANK"])
@@ -168,7 +168,7 @@ def oom_two_ranks() -> None:
 
 
 def fp16_overflow() -> None:
-    """fp16 overflows in every step."""
+    """Let fp16 overflow in every step."""
     scaler = torch.amp.GradScaler("cuda")
     weight = torch.nn.Parameter(torch.ones(4, device="cuda"))
     optimizer = torch.optim.SGD([weight], lr=1.0)
@@ -184,7 +184,7 @@ def fp16_overflow() -> None:
 
 
 def fine_trainer() -> None:
-    """Nothing goes wrong."""
+    """Train by the Trainer to the end."""
     _trainer(_small(), seq=32, vocab=64, per_device_train_batch_size=2).train()
 
 
@@ -196,12 +196,12 @@ def nan_trainer() -> None:
 
 
 def nan_plain() -> None:
-    """A loop of one's own diverges."""
+    """Let a plain loop diverge."""
     _train(_small(), micro=2, seq=32, vocab=64, steps=30, lr=1e18)
 
 
 def killed_rank() -> None:
-    """The kernel kills one rank of two."""
+    """Let the kernel kill one rank of two."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -211,12 +211,12 @@ def killed_rank() -> None:
 
 
 def killed_plain() -> None:
-    """The kernel kills the one process."""
+    """Let the kernel kill the one process."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def stuck_gloo() -> None:
-    """One rank of two never comes to a collective."""
+    """Let one rank of two never come to a collective."""
     from datetime import timedelta
 
     import torch.distributed as dist
@@ -228,7 +228,7 @@ def stuck_gloo() -> None:
 
 
 def cpu_refused() -> None:
-    """The host refuses an allocation."""
+    """Let the host refuse an allocation."""
     torch.empty(1 << 50, dtype=torch.uint8)
 
 
@@ -239,7 +239,7 @@ def key_error() -> None:
 
 
 def fine_plain() -> None:
-    """Nothing goes wrong."""
+    """Train by a plain loop to the end."""
     _train(_small(), micro=2, seq=32, vocab=64)
     print("Training completed")
 

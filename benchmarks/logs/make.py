@@ -55,7 +55,7 @@ def main() -> int:
 
 
 def _without_paths(text: str) -> str:
-    """The text with this machine's folders cut down to what any machine has."""
+    """Return the text with this machine's folders cut down to what any machine has."""
     for folder in {str(HERE.parent.parent), str(Path.home()), os.getcwd()}:
         text = text.replace(folder, "/home/user")
     return text.replace(str(Path(sys.prefix)), "/venv")

@@ -38,7 +38,7 @@ class Trained:
 
 
 def build(spec: Spec, probe: Probe, device: torch.device) -> Trained:
-    """The engine's training step; marks ``model`` once built and ``init`` once wrapped."""
+    """Build the engine's training step; marks ``model`` once built and ``init`` once wrapped."""
     return {"deepspeed": _deepspeed, "fsdp2": _fsdp2, "ddp": _ddp}[spec.engine](spec, probe, device)
 
 
@@ -148,7 +148,7 @@ def _init_process_group(device: torch.device) -> None:
 
 
 def _torch_loop(spec: Spec, probe: Probe, device: torch.device, model: Any) -> Trained:
-    """AdamW with clipping around an FSDP2 or DDP model; autocast for DDP's fp32 parameters."""
+    """Return the step of AdamW with clipping around an FSDP2 or DDP model; autocast for DDP's fp32 parameters."""
     _prepare(spec, getattr(model, "module", model))
     probe.mark("model")
     optimizer = torch.optim.AdamW(model.parameters(), **{"lr": 1e-5, "fused": True, **spec.optimizer})

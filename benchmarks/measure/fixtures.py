@@ -19,7 +19,7 @@ _MARK_KEYS = ("at", "event", "alloc", "peak", "reserved", "reserved_peak", "requ
 
 
 def fixture(source: dict[str, Any]) -> dict[str, Any]:
-    """What the allocator was asked and what it did; ``meta`` keeps the device's size and the cap."""
+    """Return the allocator's requests and answers; ``meta`` keeps the device's size and the cap."""
     meta = source["meta"]
     kept = {key: meta[key] for key in ("gpu", "versions", "alloc_conf", "total_memory")}
     return {
@@ -34,7 +34,7 @@ def fixture(source: dict[str, Any]) -> dict[str, Any]:
 
 
 def emptied(source: dict[str, Any]) -> list[int]:
-    """Events that returned a segment because the program called ``empty_cache``.
+    """Return the events that returned a segment because the program called ``empty_cache``.
 
     The allocator returned the others itself: collecting garbage, or out of memory.
     """

@@ -129,8 +129,8 @@ class Grid:
 
 
 def _attribute_nvml(row: dict[str, Any]) -> None:
-    """On a GPU that runs shared, a difference of the device's figures means nothing: take what
-    NVML attributes to each rank's process, and nothing where it cannot tell.
+    """Take what NVML attributes to each rank's process, and nothing where it cannot tell: on a shared GPU a difference of the
+    device's figures means nothing.
     """
     for key, source in (("nvml_used", "nvml_process"), ("cuda_context", "context_process")):
         values = [rank[source] for rank in row["per_rank"]]
@@ -147,7 +147,7 @@ def _summary(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("specs", type=Path)
     parser.add_argument("--out", type=Path, default=Path("."))

@@ -63,7 +63,7 @@ def start(cpp_stacks: bool, free_stacks: bool = True) -> None:
 
 
 def collect(marks: list[dict[str, Any]], meta: dict[str, Any]) -> dict[str, Any]:
-    """The events recorded so far on this process' device, as the columns described above."""
+    """Return the events recorded so far on this process' device, as the columns described above."""
     import torch
 
     snapshot = torch.cuda.memory._snapshot()
@@ -108,7 +108,7 @@ def compact(trace: list[dict[str, Any]], marks: list[dict[str, Any]], meta: dict
 
 
 def reduce_stack(stack: tuple[tuple[str, int, str], ...]) -> list[str]:
-    """The innermost telling frames of one stack, each once in a row.
+    """Return the innermost telling frames of one stack, each once in a row.
 
     Python frames are "file:function:line", operators "aten:mm", autograd nodes "grad:MmBackward0".
     """
@@ -127,7 +127,7 @@ def reduce_stack(stack: tuple[tuple[str, int, str], ...]) -> list[str]:
 
 
 def _cpp_frame(symbol: str) -> str:
-    """A short name for a C++ frame worth keeping, else ""."""
+    """Return a short name for a C++ frame worth keeping, else ""."""
     symbol = symbol.split("(")[0]
     for prefix, short in _CPP_NAMES:
         if symbol.startswith(prefix):
@@ -137,7 +137,7 @@ def _cpp_frame(symbol: str) -> str:
 
 
 def check(history: dict[str, Any]) -> list[str]:
-    """What a replay of the events says against each mark's own figures; empty when all agree.
+    """Compare a replay of the events with each mark's own figures; empty when all agree.
 
     Reserved bytes and the requested bytes of blocks not yet free for reuse must agree exactly.
     """

@@ -34,7 +34,7 @@ AUTO_CLASS: dict[str, str] = {
 
 
 def build_config(name: str, overrides: dict[str, Any]) -> Any:
-    """The transformers config of ``name`` with single values replaced."""
+    """Return the transformers config of ``name`` with single values replaced."""
     from transformers import AutoConfig
 
     from zeroplan.models.catalog import find
@@ -48,7 +48,7 @@ def build_config(name: str, overrides: dict[str, Any]) -> Any:
 
 
 def auto_class(model_type: str) -> Any:
-    """The transformers auto class whose ``from_config`` builds this type with a loss."""
+    """Return the transformers auto class whose ``from_config`` builds this type with a loss."""
     import transformers
 
     return getattr(transformers, AUTO_CLASS.get(model_type, "AutoModelForCausalLM"))

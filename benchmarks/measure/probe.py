@@ -16,7 +16,7 @@ _PAUSE_SECONDS = 0.002
 
 
 def host_status() -> dict[str, int]:
-    """Memory of the calling process from ``/proc/self/status``, bytes."""
+    """Return the memory of the calling process from ``/proc/self/status``, in bytes."""
     with open("/proc/self/status") as lines:
         pairs = (line.split(":", 1) for line in lines)
         return {k: int(v.split()[0]) * 1024 for k, v in pairs if k in _STATUS_KEYS}
@@ -40,7 +40,7 @@ class Device:
             self._handle = pynvml.nvmlDeviceGetHandleByIndex(index)
 
     def used(self) -> int:
-        """Bytes in use on the device, by whomever."""
+        """Return the bytes in use on the device, by whomever."""
         return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used) if self._handle else 0
 
     def used_by_process(self) -> int | None:

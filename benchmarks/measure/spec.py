@@ -55,11 +55,11 @@ class Spec:
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        """The inverse of ``from_dict``."""
+        """Return the plain values that ``from_dict`` reads."""
         return asdict(self)
 
     def ds_config(self) -> dict[str, Any]:
-        """The DeepSpeed config of the run: what the spec says, else DeepSpeed's defaults."""
+        """Return the DeepSpeed config of the run: what the spec says, else DeepSpeed's defaults."""
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": self.micro_batch,
             "gradient_accumulation_steps": self.grad_accum,

@@ -88,7 +88,7 @@ def main(spec: Spec, row_file: Path, history_file: Path | None) -> None:
 
 
 def figures(probe: Probe, gpu: Device, nvml_before: int, context: int) -> dict[str, Any]:
-    """This rank's peaks over all marks, device memory since `nvml_before`, and peak host memory."""
+    """Return this rank's peaks over all marks, device memory since `nvml_before`, and peak host memory."""
     marks = probe.marks
     training = [m for m in marks if m["at"] not in ("model", "init")]
     return {
@@ -103,7 +103,7 @@ def figures(probe: Probe, gpu: Device, nvml_before: int, context: int) -> dict[s
 
 
 def row_of(spec: Spec, trained: Any, everyone: list[dict[str, Any]], probe: Probe) -> dict[str, Any]:
-    """The row of a run, from every rank's figures and rank 0's marks."""
+    """Return the row of a run, from every rank's figures and rank 0's marks."""
     import torch
 
     def most(key: str) -> int:
@@ -153,7 +153,7 @@ def row_of(spec: Spec, trained: Any, everyone: list[dict[str, Any]], probe: Prob
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of what the figures depend on."""
+    """Return installed versions of what the figures depend on."""
     found = {}
     for name in ("torch", "transformers", "deepspeed", "peft", "nvidia-nccl-cu13"):
         try:

@@ -66,7 +66,7 @@ def loop(path: Path, size: int, mode: str, *, block: int, depth: int, span: int)
 
 
 def fio(path: Path, size: int, mode: str, *, block: int, depth: int) -> float | None:
-    """As :func:`loop`, by fio (libaio); None where it is not installed or does not run here."""
+    """Measure as :func:`loop` does, by fio (libaio); None where it is not installed or does not run here."""
     if shutil.which("fio") is None:
         return None
     kind = {"read": "read", "write": "write", "read and write": "rw"}[mode]

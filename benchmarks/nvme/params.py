@@ -55,7 +55,7 @@ class Ours:
         return torch.rand(self.slots[0].numel(), generator=generator).to(torch.bfloat16)
 
     def read(self) -> float:
-        """Seconds of a forward's reads and a backward's."""
+        """Time a forward's reads and a backward's; returns seconds."""
         order = [*self.names, *reversed(self.names)]
         wants = [FetchRequest(name, frozen=False) for name in order]
         begin = time.perf_counter()
@@ -66,7 +66,7 @@ class Ours:
         return time.perf_counter() - begin
 
     def check(self) -> None:
-        """What was written comes."""
+        """Fail unless the parameters read are those that were written."""
         for i, name in enumerate(self.names):
             self.params.fetch(iter([FetchRequest(name, frozen=False)]), {Buffer.PARAM_SHARD: self.slots[0]}, self.stream)
             if self.slots[0].is_cuda:

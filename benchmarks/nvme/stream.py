@@ -46,7 +46,7 @@ class Ours:
         self.run("write", self._fill)
 
     def run(self, mode: str, work: Work = lambda *_: None) -> float:
-        """Seconds of one pass."""
+        """Time one pass; returns seconds."""
         reads, writes = mode != "write", mode != "read"
         groups = [
             [SwapTensor(self.file, f"{group}/{part}", self.numel, read=reads, write=writes) for part in range(TENSORS)]
@@ -63,7 +63,7 @@ class Ours:
             tensor.uniform_(generator=generator)
 
     def check(self) -> None:
-        """What was written comes back."""
+        """Fail unless the bytes read are those that were written."""
 
         def compare(index: int, tensors: tuple[torch.Tensor, ...]) -> None:
             generator = torch.Generator().manual_seed(index)
@@ -74,7 +74,7 @@ class Ours:
 
 
 def in_turns(contenders: Mapping[str, tuple[int, Callable[[], float | None]]], rounds: int) -> dict[str, list[float]]:
-    """Bytes a second of each contender, in rounds whose order alternates.
+    """Measure the bytes a second of each contender, in rounds whose order alternates.
 
     Args:
         contenders: by name, the bytes that each moves and its run, which returns seconds, or None where it cannot be had.
@@ -91,7 +91,7 @@ def in_turns(contenders: Mapping[str, tuple[int, Callable[[], float | None]]], r
 
 
 def measure(ours: Ours, peer_file: Path, aio: Aio, rounds: int) -> dict[str, Any]:
-    """Bytes a second by mode and contender: all rounds and their median."""
+    """Measure the bytes a second by mode and contender: all rounds and their median."""
     size, depth = ours.file.bytes, aio.queue_depth * aio.intra_op_parallelism
     made: dict[str, Any] = {}
     for mode in direct.MODES:
@@ -157,7 +157,7 @@ def main() -> int:
 
 
 def vars_of(aio: Aio) -> dict[str, object]:
-    """The knobs as plain values."""
+    """Return the knobs as plain values."""
     return {name: getattr(aio, name) for name in aio.__slots__}
 
 

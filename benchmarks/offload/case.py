@@ -1,4 +1,4 @@
-"""What one timed case is: an engine, a stage, what leaves the device and where to."""
+"""One timed case: an engine, a stage, what leaves the device and where to."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class OffloadCase(Case):
 
     @classmethod
     def parse(cls, text: str, nvme_path: str = "") -> OffloadCase:
-        """The case that `text` names."""
+        """Read the case that `text` names."""
         head, *options = text.split("+")
         engine, stage, what = head.split(":")
         flags = ("r32" in options, "ckpt" in options, "compile" in options)
@@ -56,7 +56,7 @@ class OffloadCase(Case):
         return not (self.free or self.delayed)
 
     def ds_config(self, micro: int, ranks: int) -> dict[str, Any]:
-        """The ds_config of this case, for DeepSpeed and the included runtime alike."""
+        """Return the ds_config of this case, for DeepSpeed and the included runtime alike."""
         # super() without arguments does not find the class that slots=True makes anew.
         config = Case.ds_config(self, micro, ranks)
         optimizer, param = PLACES[self.what]

@@ -30,7 +30,7 @@ DEFAULT_CASES = (
 
 
 def measure_limits(arguments: argparse.Namespace, rank: int) -> dict[str, Any]:
-    """The machine's rates, the least times of this model's transfers and update, and its forward and backward."""
+    """Measure the machine's rates, the least times of this model's transfers and update, and its forward and backward."""
     import torch
 
     from benchmarks.offload.limits import Limits, forward_and_backward
@@ -47,7 +47,7 @@ def measure_limits(arguments: argparse.Namespace, rank: int) -> dict[str, Any]:
 
 
 def run_case(case: OffloadCase, arguments: argparse.Namespace, rank: int) -> dict[str, Any]:
-    """One rank of one case: losses of the first steps, the median step, peaks on the device and the host."""
+    """Run one rank of one case; returns losses of the first steps, the median step, peaks on the device and the host."""
     from benchmarks.step.engines import build
 
     device = join(rank)
@@ -65,7 +65,7 @@ def _resident(key: str) -> int:
 
 
 def table(rows: list[dict[str, Any]], limits: dict[str, Any] | None) -> list[str]:
-    """A line a case: speed, memory on device and host, the step over its bound, and the ratios to DeepSpeed's."""
+    """Write a line a case: speed, memory on device and host, the step over its bound, and the ratios to DeepSpeed's."""
     from benchmarks.offload.limits import bound
 
     good = {row["case"]: row for row in rows if "fault" not in row}

@@ -1,4 +1,4 @@
-"""What the machine allows: memory bandwidth, the link's rates, and one forward and backward without any optimizer."""
+"""The machine's limits: memory bandwidth, the link's rates, and one forward and backward without any optimizer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Limits:
         return cls(memory, down, up)
 
     def seconds(self, params: int) -> dict[str, float]:
-        """The least time of the update of `params` elements, and of their way down and up."""
+        """Return the least time of the update of `params` elements, and of their way down and up."""
         link = LINK_BYTES * params
         return {"update": UPDATE_BYTES * params / self.memory, "down": link / self.down, "up": link / self.up}
 

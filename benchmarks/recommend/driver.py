@@ -96,7 +96,7 @@ class Driver:
         self._scratch = Path(tempfile.mkdtemp(prefix="trial-"))
 
     def run(self, job: Job, limit: float) -> dict[str, Any]:
-        """One job's row, also appended to the file; `limit` in seconds."""
+        """Run one job and return its row, also appended to the file; `limit` in seconds."""
         begin = time.monotonic()
         self._port += 1
         folder = self._scratch / job.spec.id
@@ -174,13 +174,13 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def read_jobs(paths: list[Path], threads: int) -> list[Job]:
-    """The jobs of these files, in order; a job that names no threads gets its share of `threads`."""
+    """Read the jobs of these files, in order; a job that names no threads gets its share of `threads`."""
     lines = [json.loads(line) for path in paths for line in path.read_text().splitlines() if line.strip()]
     return [Job.from_dict({"threads": max(1, threads // line.get("world", 1)), **line}) for line in lines]
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("jobs", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, required=True)

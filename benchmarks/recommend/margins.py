@@ -1,4 +1,4 @@
-"""How honest "fits" is: measured device memory against the interval's upper end. ``python -m benchmarks.recommend.margins``.
+"""The honesty of "fits": measured device memory against the interval's upper end. ``python -m benchmarks.recommend.margins``.
 
 A run is *false-safe* when it used more than the upper end said: a card of that size would have been called large enough.
 Only rows whose device memory NVML attributes to the run alone count. Writes ``benchmarks/results/margins.json``.
@@ -17,7 +17,7 @@ RESULT = Path(__file__).resolve().parent.parent / "results" / "margins.json"
 
 
 def margin(row: dict[str, Any]) -> float | None:
-    """What is left between the measured use and the interval's upper end, as a share of the use; None without a tape."""
+    """Return the room between the measured use and the interval's upper end, as a share of the use; None without a tape."""
     gpu = estimate_report(request_of(row)).plans[0].gpu
     return None if gpu.interval is None else gpu.interval[1] / row["nvml_used"] - 1
 

@@ -44,7 +44,7 @@ EMITTED_MODEL, EMITTED_VRAM, EMITTED_STEPS = "meta-llama/Llama-3.2-1B", 24, 10
 
 
 def ranked(name: str, setup: Setup, gpu: str = "H100", profile: Path | None = None) -> SearchResult:
-    """The same candidates as zeroplan ranks them on such a GPU, by its preset or by a profile of measured rates."""
+    """Rank the candidates as zeroplan does on such a GPU, by its preset or by a profile of measured rates."""
     request, options = request_of(setup, gpu), SearchOptions()
     problem = resolve_search(request, options)
     given: list[Candidate] = [
@@ -55,13 +55,13 @@ def ranked(name: str, setup: Setup, gpu: str = "H100", profile: Path | None = No
 
 
 def predict(setup: Setup, said: SearchResult) -> dict[str, Any]:
-    """What is said of a grid, the fastest first."""
+    """Predict the candidates of a grid, the fastest first."""
     first = next((one.index for one in said.ranking if one.fits), None)
     return {"recommended": first, "table": [_line(setup.grid[one.index], one, None) for one in said.ranking]}
 
 
 def compare(name: str, setup: Setup, rows: list[dict[str, Any]], profile: Path | None = None) -> dict[str, Any]:
-    """The figures for one setup. Only runs that ended by themselves count: through, or out of the GPU's memory."""
+    """Return the figures for one setup. Only runs that ended by themselves count: through, or out of the GPU's memory."""
     measured = {int(row["id"].rsplit("-", 1)[1]): row for row in rows if row["id"].startswith(f"{name}-")}
     measured = {i: row for i, row in measured.items() if row["ok"] or row["error"] == "out of memory"}
     gpu = GPUS[next(iter(measured.values()))["gpu"]]
@@ -112,7 +112,7 @@ def _line(choice: Choice, one: Recommendation, row: dict[str, Any] | None) -> di
 
 
 def overall(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """All setups together."""
+    """Return the figures over all setups together."""
     ran = [line for one in found for line in one["table"] if line["ran"]]
     said_not = sum(one["said_not_to_fit"] for one in found)
     return {
@@ -169,7 +169,7 @@ def _read(paths: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("verb", choices=("specs", "predict", "emit", "keep", "compare"))
     parser.add_argument("--setup", choices=sorted(SETUPS), action="append")

@@ -1,4 +1,4 @@
-"""How fast candidates are judged: ``python -m benchmarks.recommend.rate``. Writes ``benchmarks/results/rate.json``.
+"""The rate at which candidates are judged: ``python -m benchmarks.recommend.rate``. Writes ``benchmarks/results/rate.json``.
 
 For each problem: floors a second (what prunes), predicted step times a second (what orders), simulations a second over the
 candidates that survive the floors, and the seconds of a whole answer in a process that has nothing at hand but shipped tapes.
@@ -28,7 +28,7 @@ _SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is asked: a model, GPUs, and GiB of each."""
+    """A question to the search: a model, GPUs, and GiB of each."""
 
     model: str
     gpus: int
@@ -36,7 +36,7 @@ class Task:
 
     @property
     def request(self) -> Request:
-        """With sequences of 1024."""
+        """Return the request, with sequences of 1024."""
         return Request(model=self.model, gpus=self.gpus, gpu="H100", vram=f"{self.vram}G", seq_len=1024)
 
 
@@ -87,7 +87,7 @@ def rates(problem: ResolvedSearch, request: Request) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     gc.set_threshold(50_000, 20, 100)  # as the command line has it (zeroplan/cli/main.py)
     rows = []
     for task in TASKS:

@@ -181,7 +181,7 @@ SETUPS = {
 
 
 def request_of(setup: Setup, gpu: str = "H100") -> Request:
-    """What a user would ask for. The machine has 128 GiB of host memory for each GPU."""
+    """Return the request that a user would make. The machine has 128 GiB of host memory for each GPU."""
     return Request(
         model=setup.model,
         gpus=setup.gpus,
@@ -193,7 +193,7 @@ def request_of(setup: Setup, gpu: str = "H100") -> Request:
 
 
 def specs(name: str, setup: Setup) -> Iterator[Spec]:
-    """One measured run a candidate.
+    """Yield one measured run a candidate.
 
     A cap on torch's allocator stands for a smaller card: what its driver leaves, less what lies outside torch.
     """

@@ -68,7 +68,7 @@ class Sample:
 
     @property
     def tokens(self) -> int:
-        """That a step trains on."""
+        """Tokens that a step trains on."""
         work = self.case.workload
         return work.micro_batch * (work.seq_len or 0) * work.grad_accum * self.world
 
@@ -112,7 +112,7 @@ def samples(rows: Iterable[dict[str, Any]]) -> list[Sample]:
 
 
 def rates_for(sample: Sample, **rates: float) -> Rates:
-    """The rates of the sample's GPU on its host; `rates` take the place of the usual ones and of :data:`BUSY_HOST`."""
+    """Return the rates of the sample's GPU on its host; `rates` take the place of the usual ones and of :data:`BUSY_HOST`."""
     usual = rates_of(sample.case.cluster.gpu)
     base = usual.with_profile({name: rates[name] for name in rates if name not in BUSY_HOST}, usual.source)
     if not sample.marked:
@@ -122,7 +122,7 @@ def rates_for(sample: Sample, **rates: float) -> Rates:
 
 
 def predictions(rows: Sequence[Sample], **rates: float) -> list[tuple[float, float]]:
-    """(predicted, measured) seconds of each row's step; `rates` as of :func:`rates_for`."""
+    """Return (predicted, measured) seconds of each row's step; `rates` as of :func:`rates_for`."""
     pairs = []
     for one in rows:
         case = one.case
@@ -133,7 +133,7 @@ def predictions(rows: Sequence[Sample], **rates: float) -> list[tuple[float, flo
 
 
 def kendall(pairs: Sequence[tuple[float, float]]) -> float:
-    """τ: pairs ordered alike less pairs ordered otherwise, over both."""
+    """Return Kendall's τ: pairs ordered alike less pairs ordered otherwise, over both."""
     alike = other = 0
     for (a, b), (c, d) in itertools.combinations(pairs, 2):
         product = (a - c) * (b - d)
@@ -179,7 +179,7 @@ def fit(rows: Sequence[Sample], busy_rows: Sequence[Sample]) -> dict[str, float]
 
 
 def summary_of(rows: Sequence[Sample], **rates: float) -> dict[str, Any]:
-    """The figures of some rows."""
+    """Return the figures of some rows."""
     pairs = predictions(rows, **rates)
     return {
         "rows": len(pairs),
@@ -190,7 +190,7 @@ def summary_of(rows: Sequence[Sample], **rates: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fit", action="store_true")
     arguments = parser.parse_args()

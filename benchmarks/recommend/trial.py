@@ -29,7 +29,7 @@ _AFTER = {"": "load", "model": "init", "fwd": "backward", "bwd": "step"}
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to run: a spec; or, with `config`, that ds_config file as it is, under DeepSpeed or the included runtime.
+    """A run to make: a spec; or, with `config`, that ds_config file as it is, under DeepSpeed or the included runtime.
 
     `threads` is what each rank's operations on the host may use.
     """
@@ -41,7 +41,7 @@ class Job:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Job:
-        """A line of a file of jobs: a spec's fields, and those of this class beside them."""
+        """Read a line of a file of jobs: a spec's fields, and those of this class beside them."""
         own = {key: values[key] for key in ("config", "runtime", "threads") if key in values}
         return cls(Spec.from_dict({key: value for key, value in values.items() if key not in own}), **own)
 
@@ -61,7 +61,7 @@ class QuietProbe(Probe):
 
     @property
     def phase(self) -> str:
-        """What is under way."""
+        """The phase under way."""
         return _AFTER.get(self.last, "forward")
 
 
@@ -106,7 +106,7 @@ def _reason(error: Exception) -> str:
 
 
 def _device(job: Job, probe: QuietProbe) -> Any:
-    """This rank's device, its allocator capped as the spec asks."""
+    """Return this rank's device, its allocator capped as the spec asks."""
     import torch
 
     torch.set_num_threads(job.threads)
@@ -126,7 +126,7 @@ def _device(job: Job, probe: QuietProbe) -> Any:
 
 
 def _candidate(job: Job, probe: QuietProbe) -> dict[str, Any]:
-    """The spec's steps: this rank's figures, and on rank 0 the whole row."""
+    """Run the spec's steps; returns this rank's figures, and on rank 0 the whole row."""
     import torch
     import torch.distributed as dist
 
@@ -239,7 +239,7 @@ def _emitted(job: Job, probe: QuietProbe) -> dict[str, Any]:
 
 
 def _initialize(job: Job, model: Any, device: Any) -> Any:
-    """The engine that the file asks for."""
+    """Build the engine that the file asks for."""
     if job.runtime:
         import zeroplan_runtime
 

@@ -51,7 +51,7 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """The case that `text` names."""
+        """Return the case that `text` names."""
         head, *options = text.split("+")
         engine, _, stage = head.partition(":")
         return cls(engine, int(stage), "r32" in options, "ckpt" in options, "compile" in options)
@@ -70,11 +70,11 @@ class Case:
         return f"{self.engine}{', compiled' * self.compiled}"
 
     def is_beside(self, other: Case) -> bool:
-        """Whether `other` is another engine that does the same work."""
+        """Return whether `other` is another engine that does the same work."""
         return other.engine != self.engine and other.group == self.group
 
     def ds_config(self, micro: int, ranks: int) -> dict[str, Any]:
-        """The ds_config of this case, for DeepSpeed and the included runtime alike."""
+        """Return the ds_config of this case, for DeepSpeed and the included runtime alike."""
         return {
             "train_micro_batch_size_per_gpu": micro,
             "train_batch_size": micro * ranks,

@@ -33,7 +33,7 @@ DEFAULT_CASES = (
 
 
 def run_case(case: Case, arguments: argparse.Namespace, rank: int) -> dict[str, Any]:
-    """One rank of one case: losses of the first steps, the median step, peaks."""
+    """Run one rank of one case; returns losses of the first steps, the median step, peaks."""
     from benchmarks.step.engines import build
     from benchmarks.step.overlap import profile_step
 
@@ -48,7 +48,7 @@ def run_case(case: Case, arguments: argparse.Namespace, rank: int) -> dict[str, 
 
 
 def summary(case: Case, arguments: argparse.Namespace, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The row of one case: the slowest rank's step, the worst rank's peaks, the losses averaged over the ranks."""
+    """Return the row of one case: the slowest rank's step, the worst rank's peaks, the losses averaged over the ranks."""
     row: dict[str, Any] = {key: max(found[key] for found in ranks) for key in ranks[0] if key not in ("losses", "gpu")}
     row["tokens_per_s"] = round(arguments.micro * arguments.seq * len(ranks) / row["step_ms"] * 1e3)
     row["losses"] = [round(statistics.fmean(losses), 5) for losses in zip(*(found["losses"] for found in ranks), strict=True)]
@@ -57,7 +57,7 @@ def summary(case: Case, arguments: argparse.Namespace, ranks: list[dict[str, Any
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """A line a case: speed and memory, and the runtime's ratios to each peer of its group."""
+    """Write a line a case: speed and memory, and the runtime's ratios to each peer of its group."""
     lines = []
     good = {str(row["case"]): row for row in rows if "fault" not in row}
     for name, row in good.items():

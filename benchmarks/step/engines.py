@@ -19,7 +19,7 @@ Step = Callable[[torch.Tensor], torch.Tensor]
 
 
 def llama(shape: str, dtype: torch.dtype, device: torch.device, *, checkpointing: bool = False) -> Any:
-    """The model of `shape` with random weights, the same on every rank and for every engine."""
+    """Build the model of `shape` with random weights, the same on every rank and for every engine."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     config = LlamaConfig(**SHAPES[shape], use_cache=False)
@@ -32,7 +32,7 @@ def llama(shape: str, dtype: torch.dtype, device: torch.device, *, checkpointing
 
 
 def build(case: Case, shape: str, micro: int, device: torch.device) -> tuple[Step, Any]:
-    """One training step on this rank's token ids [micro, seq], giving the loss; and what keeps the engine alive."""
+    """Build one training step on this rank's token ids [micro, seq], giving the loss; and what keeps the engine alive."""
     dtype = torch.bfloat16 if case.engine in ("zeroplan", "deepspeed") else torch.float32
     model = llama(shape, dtype, device, checkpointing=case.checkpointing)
     if case.compiled:

@@ -1,4 +1,4 @@
-"""How much of a step's communication is hidden behind computation, from the profiler's kernel intervals."""
+"""The share of a step's communication that is hidden behind computation, from the profiler's kernel intervals."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def profile_step(step: Callable[[], Any], trace: Path | None) -> dict[str, float
 
 
 def union(intervals: list[Interval]) -> list[Interval]:
-    """The same points in time, as disjoint intervals in order."""
+    """Merge intervals into disjoint ones in order, over the same points in time."""
     joined: list[Interval] = []
     for begin, end in sorted(intervals):
         if joined and begin <= joined[-1][1]:
@@ -47,5 +47,5 @@ def union(intervals: list[Interval]) -> list[Interval]:
 
 
 def length(intervals: list[Interval]) -> float:
-    """The sum of the lengths."""
+    """Sum up the lengths."""
     return sum(end - begin for begin, end in intervals)

@@ -13,7 +13,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
 def runtime_speed() -> str:
-    """The runtime beside other engines: tokens a second and memory, in the same runs."""
+    """Write the runtime beside other engines: tokens a second and memory, in the same runs."""
     out = [
         "# The runtime beside others",
         "",
@@ -39,7 +39,9 @@ def runtime_speed() -> str:
 
 
 def _step_table(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """A row a case; beside a peer's stands what the faster form of the runtime, compiled or not, reached in the same run."""
+    """Return a row a case; beside a peer's stands what the faster form of the runtime, compiled or not, reached in the same
+    run.
+    """
     cases = [(Case.parse(row["case"]), row) for row in rows]
     cases.sort(key=lambda pair: (pair[0].group, pair[0].engine != "zeroplan", str(pair[0])))
     table = []
@@ -60,7 +62,7 @@ def _step_table(rows: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def _overlap(folder: Path) -> list[str]:
-    """What a profile of one step says of communication behind computation."""
+    """Write what a profile of one step shows of communication behind computation."""
     rows = [json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()]
     table = [
         [
@@ -78,7 +80,7 @@ def _overlap(folder: Path) -> list[str]:
 
 
 def _offload_speed(path: Path) -> list[str]:
-    """Offload to the host beside DeepSpeed's."""
+    """Write offload to the host beside DeepSpeed's."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     rows = [row for row in rows if "fault" not in row]
     peers = {row["case"].partition(":")[2]: row for row in rows if row["case"].startswith("deepspeed:")}

@@ -1,4 +1,4 @@
-"""What every timed case shares: how a rank joins, the batches, the timed steps, and what a row says of its making."""
+"""The shared part of timed cases: how a rank joins, the batches, the timed steps, and what a row says of its making."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def join(rank: int) -> Any:
 
 
 def batch(number: int, rank: int, arguments: Namespace) -> Any:
-    """Token ids [micro, seq], the same for every engine."""
+    """Return the token ids [micro, seq], the same for every engine."""
     import torch
 
     from benchmarks.step.case import SHAPES
@@ -60,7 +60,8 @@ def batch(number: int, rank: int, arguments: Namespace) -> Any:
 def timed(
     step: Callable[[Any], Any], arguments: Namespace, rank: int, device: Any, *, finish: Callable[[], object] | None = None
 ) -> dict[str, Any]:
-    """Losses of the warm steps, the median of the timed ones, and the peaks of torch's allocator over these.
+    """Time the steps; returns losses of the warm ones, the median of the timed ones, and the peaks of torch's allocator over
+    these.
 
     `finish` is called after the last step, outside the time.
     """

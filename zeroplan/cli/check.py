@@ -53,7 +53,7 @@ def check(
 
 
 def _is_ds_config(file: str, program: str | None) -> bool:
-    """Whether a file is DeepSpeed's: by its keys, or as JSON that no program owns; text in base64 is."""
+    """Return whether a file is DeepSpeed's: by its keys, or as JSON that no program owns; text in base64 is."""
     from zeroplan.interop.programs.document import load_document
     from zeroplan.interop.programs.registry import PROGRAMS, program_named
 
@@ -72,7 +72,7 @@ def _is_ds_config(file: str, program: str | None) -> bool:
 
 
 def _filled_config(setup: Setup, gpus: int | None) -> DsConfig | None:
-    """The setup's ds_config, with what its program fills in; None for a run without one."""
+    """Return the setup's ds_config, with what its program fills in; None for a run without one."""
     if setup.ds_config is None:
         return None
     from zeroplan.core.workload import DType

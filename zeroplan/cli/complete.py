@@ -1,4 +1,4 @@
-"""What shells complete: the known names of models, GPUs, engines and optimizers. Loaded and asked only by a shell."""
+"""Completions for shells: the known names of models, GPUs, engines and optimizers. Loaded and asked only by a shell."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def _parameter(field: Field[Any]) -> inspect.Parameter:
 
 
 def _is_argument(parameter: inspect.Parameter) -> bool:
-    """Whether it stands on the command line without a flag."""
+    """Return whether it stands on the command line without a flag."""
     return any(isinstance(one, typer.models.ArgumentInfo) for one in getattr(parameter.annotation, "__metadata__", ()))
 
 

@@ -39,7 +39,7 @@ def _flag(name: str) -> str:
 
 
 def right_name(word: str, known: list[str]) -> str:
-    """What to write in place of an option that does not exist: its name here, or the nearest names, or nothing."""
+    """Return the text to write in place of an option that does not exist: its name here, or the nearest names, or nothing."""
     flag = _flag(word).partition("=")[0]
     found = synonyms().get(flag)
     return f"write {found}" if found else did_you_mean(flag, known)
@@ -72,7 +72,7 @@ class Verb(TyperCommand):
 
 
 class Verbs(TyperGroup):
-    """All verbs, by what they are for."""
+    """The verbs, grouped by what they are for."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of all registered verbs in the order of :data:`VERBS`."""

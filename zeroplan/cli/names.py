@@ -40,7 +40,7 @@ def gpus(words: Search = None, style: flags.Style = "plain", as_json: flags.Json
 
 
 def _holds(names: list[str], words: list[str] | None) -> bool:
-    """Whether one of the names holds all words, whatever their case."""
+    """Return whether one of the names holds all words, whatever their case."""
     return any(all(word.lower() in name.lower() for word in words or ()) for name in names)
 
 

@@ -145,7 +145,9 @@ def _target(
     new_script: str | None,
     hosts: str | None,
 ) -> Target | None:
-    """Where files go; None without -o and --new-script. What cannot be written is refused before the search."""
+    """Return the target of the files; None without -o and --new-script. A path that cannot be written is refused before the
+    search.
+    """
     from zeroplan.engines.registry import find_engine
     from zeroplan.search.files import Target, form_of, require_folders, require_no_other_program
 

@@ -20,7 +20,7 @@ _LAUNCHERS_OWN = ("engine", "gpus", "nodes", "ds_config", "zero_init", "stage", 
 
 
 def read_setup(source: Any, program: str | None = None) -> Setup:
-    """What a file or an object says.
+    """Read what a file or an object says of a run.
 
     Args:
         source: a path, a mapping, or a ``transformers.TrainingArguments``.
@@ -41,7 +41,7 @@ def read_setup(source: Any, program: str | None = None) -> Setup:
 
 
 def read_setups(sources: Sequence[Any], program: str | None = None) -> Setup:
-    """What several files say together. `program` decides for those that no launcher owns.
+    """Read what several files say together. `program` decides for those that no launcher owns.
 
     Raises:
         BadInput: as :func:`read_setup`; or two files that decide the same.
@@ -59,14 +59,14 @@ def _launcher_owns(document: Document) -> bool:
 
 
 def _owner(document: Document, named: list[Path]) -> Any:
-    """The owner of a document; None for a command line that only names other files."""
+    """Return the owner of a document; None for a command line that only names other files."""
     if document.command is not None and named and not document.data:
         return None
     return owner_of(document)
 
 
 def _named_files(document: Document) -> Iterable[Path]:
-    """The recipe and the accelerate config that a command line names."""
+    """Yield the recipe and the accelerate config that a command line names."""
     command = document.command
     if command is None:
         return
@@ -81,7 +81,7 @@ def _named_files(document: Document) -> Iterable[Path]:
 
 
 def join(setups: Sequence[Setup]) -> Setup:
-    """One Setup of several files: the program's own, with the engine and machine of the launchers' files.
+    """Join the Setups of several files: the program's own, with the engine and machine of the launchers' files.
 
     Raises:
         BadInput: when two files describe a run by themselves, or two launchers disagree.
@@ -100,7 +100,7 @@ def join(setups: Sequence[Setup]) -> Setup:
 
 
 def _with_launcher(run: Setup, launcher: Setup) -> Setup:
-    """The run with what a launcher's file decides; what the run itself says of batches and precision stays."""
+    """Return the run with what a launcher's file decides; what the run itself says of batches and precision stays."""
     changes: dict[str, Any] = {}
     for name in (field.name for field in fields(Setup)):
         said = getattr(launcher, name)

@@ -84,7 +84,7 @@ class Setup:
 
     @property
     def line(self) -> str:
-        """What was read, by which program's rules, and what was assumed, in one line."""
+        """One line that says what was read, by which program's rules, and what was assumed."""
         head = f"{self.title} ({self.what})" if self.what else self.title
         parts = [f"{head}: {', '.join(self.files)}"]
         if self.assumed:

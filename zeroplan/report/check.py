@@ -1,4 +1,4 @@
-"""What ``check`` answers, as text and JSON: whether DeepSpeed runs a ds_config, what it does otherwise, and every key."""
+"""The answer of ``check`` as text and JSON: whether DeepSpeed runs a ds_config, what it does otherwise, and every key."""
 
 from __future__ import annotations
 

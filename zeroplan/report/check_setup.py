@@ -1,4 +1,4 @@
-"""What ``check`` answers of other programs' files: what each key decides, what is assumed, and what plans leave out."""
+"""The answer of ``check`` on other programs' files: what each key decides, what is assumed, and what plans leave out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``doctor LOG`` answers, as text and JSON: the cause, the lines that show it, the plan beside it, what to do."""
+"""The answer of ``doctor LOG`` as text and JSON: the cause, the lines that show it, the plan beside it, what to do."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def diagnosis_json(found: Diagnosis, planned: Planned | None) -> dict[str, Any]:
 
 
 def snapshot_text(found: Snapshot, terminal: Terminal = PLAIN) -> str:
-    """What a memory snapshot holds, in lines."""
+    """Write what a memory snapshot holds, in lines."""
     verdict = f"Out of GPU memory on GPU {found.device}" if found.oom else f"GPU {found.device}"
     tried = f", {format_bytes(found.oom[0])} more did not fit" if found.oom else ""
     held = f"{format_bytes(found.allocated)} allocated of {format_bytes(found.reserved)} reserved{tried}"

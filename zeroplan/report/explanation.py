@@ -1,4 +1,4 @@
-"""What ``explain`` answers, as text and JSON: every line of the ledger with its formula and the values in it."""
+"""The answer of ``explain`` as text and JSON: every line of the ledger with its formula and the values in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``doctor`` answers, as text and JSON: the machine, the kernels in use and why, and its measured rates."""
+"""The answer of ``doctor`` as text and JSON: the machine, the kernels in use and why, and its measured rates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zeroplan.search.machine import Machine
 
 @dataclass(frozen=True, slots=True)
 class MachineReport:
-    """What ``doctor`` answers.
+    """The answer of ``doctor``.
 
     `kernels` has a row for each device: ``device``, ``backend``, ``reason``; it is empty where `kernels_problem` says why.
     `rates` are the measured rates by name, in the units of their names, kept in the file `profile`; None if not measured.

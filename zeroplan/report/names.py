@@ -1,4 +1,4 @@
-"""What ``models`` and ``gpus`` answer, as tables and JSON: the names that are known, with the facts behind each."""
+"""The answers of ``models`` and ``gpus`` as tables and JSON: the names that are known, with the facts behind each."""
 
 from __future__ import annotations
 

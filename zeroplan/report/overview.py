@@ -1,4 +1,4 @@
-"""What ``recommend`` without a model answers, as text and JSON: the largest models that the machine can train."""
+"""The answer of ``recommend`` without a model, as text and JSON: the largest models that the machine can train."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which buffers are alive when a plan's GPU memory peaks, and which module or parameter each belongs to."""
+"""The buffers that are alive when a plan's GPU memory peaks, and the module or parameter that each belongs to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``estimate`` answers, as text: the verdict, a table of the plans that fits the terminal, and the details of one plan."""
+"""The answer of ``estimate`` as text: the verdict, a table of the plans that fits the terminal, and the details of one plan."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def report_text(
 
 
 def _judged(line: str, report: Report, terminal: Terminal) -> str:
-    """The verdict's first line with its first words in colour."""
+    """Return the verdict's first line with its first words in colour."""
     head, colon, rest = line.partition(":")
     plan = report.decisive
     paint = terminal.bold if plan is None or plan.fits is None else terminal.good if plan.fits else terminal.bad
@@ -96,7 +96,7 @@ def _heading(report: Report) -> str:
 
 
 def _table(plans: Sequence[MemoryPlan], style: str, terminal: Terminal) -> list[str]:
-    """The table's lines, the verdict of each row in colour."""
+    """Return the table's lines, the verdict of each row in colour."""
     if style != "plain" or terminal.width is None:
         return plans_table(plans, style).splitlines()
     lines = narrow_table(plans, terminal.width).splitlines()
@@ -127,7 +127,7 @@ def narrow_table(plans: Sequence[MemoryPlan], width: int = 80) -> str:
 
 
 def _most(plan: MemoryPlan) -> str:
-    """The largest family at the peak, or at formula depth the largest buffer."""
+    """Return the largest family at the peak, or at formula depth the largest buffer."""
     if plan.gpu.at_peak:
         top = plan.gpu.at_peak[0]
         return f"{top.what} {format_gib(top.bytes, digits=1)}"
@@ -183,7 +183,7 @@ def plans_table(plans: Sequence[MemoryPlan], style: str = "plain") -> str:
 
 
 def _legend(report: Report, style: str, terminal: Terminal) -> list[str]:
-    """What the columns are."""
+    """Say what the columns are."""
     simulated = any(plan.depth == "simulated" for plan in report.plans)
     if style == "plain" and terminal.width is not None:
         gpu = "what nvidia-smi would show" if simulated else "states and the engine's buffers, without activations"
@@ -217,7 +217,7 @@ def _details(plan: MemoryPlan, style: str, terminal: Terminal) -> list[str]:
 
 
 def _figures(plan: MemoryPlan, terminal: Terminal) -> list[str]:
-    """One line a figure, sizes in GiB, each with what it is."""
+    """Return one line a figure, sizes in GiB, each with what it is."""
     gpu, peer = plan.gpu, plan.deepspeed_estimator
     known = [
         ("model states", gpu.model_states, "parameters, gradients, optimizer"),
@@ -241,7 +241,7 @@ def _figures(plan: MemoryPlan, terminal: Terminal) -> list[str]:
 
 
 def _peak(plan: MemoryPlan, terminal: Terminal) -> list[str]:
-    """What is alive at the peak, largest first, sizes in GiB and shares of the peak."""
+    """List what is alive at the peak, largest first, sizes in GiB and shares of the peak."""
     whole = sum(one.bytes for one in plan.gpu.at_peak)
     if not whole:
         return []

@@ -26,7 +26,7 @@ _LEGEND = (
 
 
 def answer_text(answer: SearchResult, style: str = "plain", *, files: Files | None = None) -> str:
-    """The whole answer.
+    """Write the whole answer.
 
     Args:
         answer: what was found.
@@ -57,7 +57,7 @@ def answer_text(answer: SearchResult, style: str = "plain", *, files: Files | No
 
 
 def files_text(files: Files) -> list[str]:
-    """What was written, the command, what the user's own program must do, and what else to know."""
+    """Write what was written, the command, what the user's own program must do, and what else to know."""
     lines = [*wrap(f"Wrote {', '.join(files.texts)}. Start it:", _WIDTH, hang="  "), "", f"  {files.start.shell()}"]
     if files.program_must:
         lines += ["", "Your program must:"]
@@ -67,7 +67,7 @@ def files_text(files: Files) -> list[str]:
 
 
 def ranking_table(ranking: tuple[Recommendation, ...], style: str = "plain") -> str:
-    """One row a configuration, best first."""
+    """Return one row a configuration, best first."""
     headers = [
         "",
         "stage",
@@ -164,7 +164,7 @@ def _nothing(answer: SearchResult) -> list[str]:
 
 
 def _difference(current: Recommendation, best: Recommendation) -> list[str]:
-    """What to change to get from one to the other, as a diff of the ds_configs."""
+    """Return what to change to get from one to the other, as a diff of the ds_configs."""
     gain = best.tokens_per_second / current.tokens_per_second if current.tokens_per_second else 0.0
     if current.fits is not False and gain < 1.02:
         return ["What is in use is as good as anything that fits."]
@@ -178,7 +178,9 @@ def _difference(current: Recommendation, best: Recommendation) -> list[str]:
 
 
 def _lines(one: Recommendation) -> list[str]:
-    """What of a configuration decides memory and speed: the rate and the like of an optimizer stay the user's own."""
+    """Return the lines of a configuration that decide memory and speed: the rate and the like of an optimizer stay the user's
+    own.
+    """
     config, work = one.ds_config(), one.workload
     if config is None:
         lines = [f"engine: {one.plan.engine}", f"stage: {one.zero.stage}"]

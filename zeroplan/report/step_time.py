@@ -1,4 +1,4 @@
-"""What ``explain --time`` answers, as text and JSON: every line of work with its amount, its rate and its time."""
+"""The answer of ``explain --time`` as text and JSON: every line of work with its amount, its rate and its time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``trace`` answers, as text and JSON: the bytes that one micro batch keeps and needs, and its largest allocations."""
+"""The answer of ``trace`` as text and JSON: the bytes that one micro batch keeps and needs, and its largest allocations."""
 
 from __future__ import annotations
 

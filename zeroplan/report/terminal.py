@@ -1,4 +1,4 @@
-"""What a terminal can show: how long its lines are, and whether it shows colours."""
+"""The abilities of a terminal: how long its lines are, and whether it shows colours."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FEWEST_COLUMNS = 40
 
 @dataclass(frozen=True, slots=True)
 class Terminal:
-    """Where text goes. `width` is the most characters of a line, None for lines of any length."""
+    """The place that text goes to. `width` is the most characters of a line, None for lines of any length."""
 
     width: int | None = 80
     colour: bool = False
@@ -50,19 +50,19 @@ class Terminal:
         return [*lines, line]
 
     def good(self, text: str) -> str:
-        """The text in bold green."""
+        """Return the text in bold green."""
         return self._styled(text, fg="green", bold=True)
 
     def bad(self, text: str) -> str:
-        """The text in bold red."""
+        """Return the text in bold red."""
         return self._styled(text, fg="red", bold=True)
 
     def bold(self, text: str) -> str:
-        """The text in bold."""
+        """Return the text in bold."""
         return self._styled(text, bold=True)
 
     def dim(self, text: str) -> str:
-        """The text in a colour that steps back."""
+        """Return the text in a colour that steps back."""
         return self._styled(text, dim=True)
 
     def _styled(self, text: str, **style: object) -> str:
@@ -74,7 +74,7 @@ class Terminal:
 
 
 def _with_values(words: Sequence[str]) -> list[str]:
-    """The words after the first, each option together with its value."""
+    """Return the words after the first, each option together with its value."""
     parts: list[str] = []
     for word in words[1:]:
         if parts and parts[-1].startswith("-") and " " not in parts[-1] and not word.startswith("-"):

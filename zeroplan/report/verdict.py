@@ -48,7 +48,7 @@ def _bound(plan: MemoryPlan) -> str:
 
 
 def _without_limit(report: Report) -> str:
-    """What several plans need where no limit says which of them fit."""
+    """Say what several plans need where no limit says which of them fit."""
     if not report.plans:
         return "Nothing to plan: the engine runs none of these."
     small, large = (choose(report.plans, key=lambda plan: plan.gpu.needed) for choose in (min, max))
@@ -83,7 +83,7 @@ def _spare(plan: MemoryPlan) -> str:
 
 
 def _lacks(plan: MemoryPlan, report: Report) -> list[str]:
-    """What is short, each with what is needed and what there is."""
+    """List what is short, each with what is needed and what there is."""
     gpu, found = plan.gpu, []
     if "gpu" in plan.misfits and gpu.usable is not None:
         over = (gpu.interval[1] if gpu.interval else gpu.needed) - gpu.usable
@@ -130,5 +130,5 @@ def sizes_text(named: Sequence[tuple[str, int]], *, sign: str = "") -> str:
 
 
 def _size(count: int) -> str:
-    """Bytes with one digit: ``"52.7 GiB"``."""
+    """Return the bytes with one digit: ``"52.7 GiB"``."""
     return format_bytes(count, digits=1)

@@ -14,7 +14,7 @@ from zeroplan.core.zero_config import ZeroConfig
 
 
 def accelerate_deepspeed(zero: ZeroConfig, cluster: Cluster, config_file: str) -> dict[str, Any]:
-    """The object that runs the ds_config in `config_file`."""
+    """Return the object that runs the ds_config in `config_file`."""
     return {
         "compute_environment": "LOCAL_MACHINE",
         "debug": False,

@@ -18,7 +18,7 @@ DS_CONFIG = "ds_config.json"
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Where a training script gets its model from.
+    """The source from which a training script gets its model.
 
     Attributes:
         place: a hub id, a folder or a config.json, as the user wrote it; empty for a bare count or an object.
@@ -33,7 +33,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """What a form is written of.
+    """The configuration that a form writes.
 
     Attributes:
         zero: sharding and offload.
@@ -58,7 +58,7 @@ class Configuration:
     new_script: bool = False
 
     def beside(self, name: str) -> str:
-        """The path of a file in the main file's folder."""
+        """Return the path of a file in the main file's folder."""
         return os.path.join(os.path.dirname(self.output), name)
 
     @property
@@ -107,10 +107,10 @@ class Form:
 
 
 def json_text(data: object) -> str:
-    """The object as the text of a JSON file."""
+    """Write the object as the text of a JSON file."""
     return json.dumps(data, indent=2) + "\n"
 
 
 def document_text(path: str, data: Mapping[str, Any]) -> str:
-    """The object in the format that the path's ending names: JSON for ``.json``, else YAML."""
+    """Write the object in the format that the path's ending names: JSON for ``.json``, else YAML."""
     return json_text(data) if path.endswith(".json") else dump_yaml(data)

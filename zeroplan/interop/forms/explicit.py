@@ -63,7 +63,7 @@ def _accelerate(one: Configuration) -> FormFiles:
 
 
 def no_learning_rate(where: str) -> str:
-    """The note on the learning rate, which no form makes up."""
+    """Return the note on the learning rate, which no form makes up."""
     return f"no learning rate is written, so the program's default holds: set yours by {where}"
 
 

@@ -24,7 +24,7 @@ class Shell:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How a program is started: the command to type, files to write, variables to set, and what to know."""
+    """The start of a program: the command to type, files to write, variables to set, and what to know."""
 
     command: str
     files: Mapping[str, str] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class Launch:
     notes: tuple[str, ...] = ()
 
     def shell(self) -> str:
-        """The command with its variables, as one line."""
+        """Return the command with its variables, as one line."""
         return " ".join([*(f"{name}={_value(value)}" for name, value in self.environment.items()), self.command])
 
 
@@ -129,7 +129,7 @@ def _deepspeed(
 
 
 def _sbatch(gpus: int, nodes: int, tail: str, variables: Mapping[str, str | Shell], accelerate_config: str) -> str:
-    """One task a node, each of which starts its node's ranks and meets the others at the first node."""
+    """Write a Slurm script with one task a node; each starts its node's ranks and meets the others at the first node."""
     lines = [
         "#!/bin/bash",
         f"#SBATCH --nodes={nodes}",

@@ -1,4 +1,4 @@
-"""What forms share: adapters, and what no file can tell a program, so that the user's own has to do it."""
+"""The shared part of forms: adapters, and what no file can tell a program, so that the user's own has to do it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _ATTENTION = {Attention.SDPA: "sdpa", Attention.EAGER: "eager", Attention.FLASH:
 
 
 def attention(workload: Workload) -> str:
-    """The name of the attention implementation in transformers."""
+    """Return the name of the attention implementation in transformers."""
     return _ATTENTION[workload.attn]
 
 
 def lora_targets(workload: Workload) -> str | list[str]:
-    """The targets in peft's words."""
+    """Return the targets in peft's words."""
     return list(workload.lora_targets) or "all-linear"
 
 
 def adapter_files(one: Configuration) -> dict[str, str]:
-    """peft's ``adapter_config.json``, which ``LoraConfig.from_pretrained(folder)`` reads; nothing without LoRA.
+    """Return peft's ``adapter_config.json``, which ``LoraConfig.from_pretrained(folder)`` reads; nothing without LoRA.
 
     It says what decides memory and speed. ``lora_alpha`` and ``task_type`` stay at peft's defaults.
     """
@@ -58,14 +58,14 @@ def must_adapt(one: Configuration) -> tuple[str, ...]:
 
 
 def must_checkpoint(one: Configuration) -> tuple[str, ...]:
-    """A sentence on gradient checkpointing, for programs that no file tells of it."""
+    """Return a sentence on gradient checkpointing, for programs that no file tells of it."""
     if one.workload.gradient_checkpointing:
         return ('call model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})',)
     return ("leave gradient checkpointing off",)
 
 
 def must_bring_optimizer(one: Configuration) -> tuple[str, ...]:
-    """A sentence on the optimizer, where the ds_config names none."""
+    """Return a sentence on the optimizer, where the ds_config names none."""
     if "optimizer" in one.explicit:
         return ()
     return (f"bring the optimizer: {find_optimizer(one.workload.optimizer).name}",)

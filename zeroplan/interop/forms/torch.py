@@ -19,7 +19,7 @@ _ACCELERATE_DIFFERS = (
 
 
 def _script_alone(one: Configuration) -> FormFiles:
-    """Nothing but adapters: the script holds the batch's split."""
+    """Return the adapters' files alone: the script holds the batch's split."""
     return FormFiles(adapter_files(one), notes=(no_learning_rate("the optimizer's lr in the script"),))
 
 

@@ -32,7 +32,7 @@ _LAUNCHERS = ("deepspeed", "torchrun", "accelerate", "slurm")
 
 
 def training_arguments(one: Configuration) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The ds_config for the Trainer, and its TrainingArguments: all that decides memory and speed, and nothing else.
+    """Return the ds_config for the Trainer, and its TrainingArguments: all that decides memory and speed, and nothing else.
 
     Raises:
         BadInput: an optimizer that neither DeepSpeed nor the Trainer builds.
@@ -66,7 +66,7 @@ def _trainer(one: Configuration) -> FormFiles:
 
 
 def _trl(one: Configuration) -> FormFiles:
-    """SFTConfig's arguments; the user's program gets those of TRL's ModelConfig as well."""
+    """Return the arguments of SFTConfig; the user's program gets those of TRL's ModelConfig as well."""
     form, arguments = training_arguments(one)
     work = one.workload
     arguments |= {"max_length": work.seq_len, "packing": False, "loss_type": "nll"}

@@ -30,11 +30,11 @@ class Accelerate(Program):
     version = "1.15"
 
     def recognises(self, document: Document) -> tuple[str, ...]:
-        """Keys of its ClusterConfig."""
+        """Return the document's keys of accelerate's ClusterConfig."""
         return document.has(*_ONLY) if document.command is None else ()
 
     def read(self, document: Document) -> Setup:
-        """The run as far as the launcher decides it."""
+        """Read the run as far as the launcher decides it."""
         run = Builder(document, self.name, self.label)
         kind = (run.word("distributed_type") or "no").upper()
         if kind in ("MULTI_CPU",):
@@ -89,7 +89,7 @@ class Accelerate(Program):
         return run.setup()
 
     def _deepspeed(self, run: Builder) -> None:
-        """The named ds_config, or the one that accelerate makes of its own keys."""
+        """Set the named ds_config, or the one that accelerate makes of its own keys."""
         run.set("engine", "deepspeed", "distributed_type")
         block = run.block("deepspeed_config")
         inner = Builder(Document(block.data, block.name, run.document.folder), self.name, self.label)
@@ -126,7 +126,7 @@ class Accelerate(Program):
 
 
 def launch_document(command: Command, document: Document) -> Document | None:
-    """What ``accelerate launch`` is told by flags, as its YAML would say it; None without flags that decide the engine."""
+    """Return the flags of ``accelerate launch`` as its YAML would say them; None without flags that decide the engine."""
     flags = dict(command.launch_flags)
     kind = next((name for flag, name in _SWITCHES.items() if flags.get(flag)), None)
     if kind is None and "mixed_precision" not in flags:
@@ -146,7 +146,7 @@ _SWITCHES = {"use_deepspeed": "DEEPSPEED", "use_fsdp": "FSDP", "cpu": "MULTI_CPU
 
 
 def _plugin_config(block: Keys) -> dict[str, Any]:
-    """What accelerate makes of its own keys. Source: ``DeepSpeedPlugin.__post_init__``."""
+    """Return the ds_config that accelerate makes of its own keys. Source: ``DeepSpeedPlugin.__post_init__``."""
     zero: dict[str, Any] = {"stage": block.number("zero_stage", least=0)}
     if zero["stage"] is None:
         zero["stage"] = 2

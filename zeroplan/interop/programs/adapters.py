@@ -1,4 +1,4 @@
-"""What programs say alike of a model: adapters, quantised base weights, and the attention implementation."""
+"""Keys of a model that programs share: adapters, quantised base weights, and the attention implementation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def set_attention(run: Builder, key: str) -> None:
 
 
 def set_quantisation(run: Builder) -> bool:
-    """Whether bitsandbytes holds the base weights in 4 or 8 bits, which plans do not model."""
+    """Return whether bitsandbytes holds the base weights in 4 or 8 bits, which plans do not model."""
     for key, bits in (("load_in_4bit", 4), ("load_in_8bit", 8)):
         if run.flag(key):
             leave_out_quantisation(run, key, bits)
@@ -42,7 +42,7 @@ def leave_out_quantisation(run: Builder, key: str, bits: int | str) -> None:
 def set_adapters(
     run: Builder, *, rank: str, targets: str, default_rank: int, quantised: bool, method: str = "lora", everywhere: bool = True
 ) -> None:
-    """LoRA: its rank and targets.
+    """Set LoRA's rank and targets.
 
     Args:
         run: the builder.

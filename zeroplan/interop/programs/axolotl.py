@@ -87,7 +87,7 @@ class Axolotl(Program):
     version = "0.18"
 
     def recognises(self, document: Document) -> tuple[str, ...]:
-        """``base_model`` with keys of axolotl's own."""
+        """Return the document's keys of axolotl's own, where it has a ``base_model``."""
         if "base_model" not in document.data:
             return ()
         own = (
@@ -104,7 +104,7 @@ class Axolotl(Program):
         return ("base_model", *found) if found or document.has(*arguments_of(self.name)) else ()
 
     def read(self, document: Document) -> Setup:
-        """The run."""
+        """Read the run."""
         run = Builder(document, self.name, self.label)
         refuse_cpu(run, "use_cpu")
         run.take_model("base_model")
@@ -142,7 +142,7 @@ class Axolotl(Program):
         run.leave_out("rl", MORE, f"{method}: pairs of samples, a reference model or generation beside the trained model")
 
     def _precision(self, run: Builder) -> None:
-        """Base weights load in ``torch_dtype``, which bf16, fp16 or neither decides (``utils/config``)."""
+        """Set the dtypes: base weights load in ``torch_dtype``, which bf16, fp16 or neither decides (``utils/config``)."""
         bf16, fp16 = run.value("bf16"), run.flag("fp16")
         if isinstance(bf16, str) and bf16.lower() == "full":
             dtype, key = "bf16", "bf16"

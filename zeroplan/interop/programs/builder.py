@@ -46,7 +46,7 @@ class Keys:
         return value
 
     def amount(self, key: str) -> float | None:
-        """A number."""
+        """Read a number."""
         value = self.value(key)
         if isinstance(value, str):
             try:
@@ -58,7 +58,7 @@ class Keys:
         return value
 
     def flag(self, key: str) -> bool | None:
-        """True or false, also in YAML 1.1's other words."""
+        """Read true or false, also in YAML 1.1's other words."""
         value = self.value(key)
         if value is None or isinstance(value, bool):
             return value
@@ -76,7 +76,7 @@ class Keys:
         return value.strip()
 
     def word(self, key: str) -> str | None:
-        """A string in lower case; YAML 1.1 reads ``NO`` as false and ``1.0`` as a number."""
+        """Read a string in lower case; YAML 1.1 reads ``NO`` as false and ``1.0`` as a number."""
         value = self.value(key)
         if isinstance(value, bool):
             return "yes" if value else "no"
@@ -86,7 +86,7 @@ class Keys:
         return None if text is None else text.lower()
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """A list of strings, or one with commas."""
+        """Read a list of strings, or one with commas."""
         value = self.value(key)
         if value is None:
             return ()
@@ -107,7 +107,7 @@ class Keys:
         return Keys(value, f"{self.name}: {key}")
 
     def bad(self, key: str, what: str, remedy: str) -> BadInput:
-        """The error for a value of a wrong type."""
+        """Make the error for a value of a wrong type."""
         return BadInput(f"{str(self.data.get(key))[:40]!r} {what}", where=f"{self.name}: {key}", remedy=remedy)
 
 
@@ -178,7 +178,7 @@ class Builder(Keys):
                 self.leave_out(key, effect, says)
 
     def ds_config(self, key: str) -> Mapping[str, Any] | None:
-        """A ds_config: the object itself, its JSON, or the path of one beside this file or from the working folder."""
+        """Read a ds_config: the object itself, its JSON, or the path of one beside this file or from the working folder."""
         value = self.value(key)
         if value is None or value is False:
             return None
@@ -193,7 +193,7 @@ class Builder(Keys):
         return dict(self.set("ds_config", found, key))
 
     def setup(self, known: frozenset[str] = frozenset()) -> Setup:
-        """The Setup.
+        """Make the Setup.
 
         Args:
             known: every key of the program; those of the file that are neither among them nor read are listed as unknown.

@@ -34,18 +34,18 @@ class Document:
     command: Command | None = field(default=None)
 
     def has(self, *keys: str) -> tuple[str, ...]:
-        """Those of the keys that the file holds."""
+        """Return those of the keys that the file holds."""
         return tuple(key for key in keys if key in self.data)
 
     def starts(self, *words: str) -> tuple[str, ...]:
-        """The command's first words if they end in one of `words`, such as ``swift sft``; else nothing."""
+        """Return the command's first words if they end in one of `words`, such as ``swift sft``; else nothing."""
         if self.command is None:
             return ()
         return tuple(word for word in words if f" {self.command.program} ".find(f" {word} ") >= 0)
 
 
 def load_document(source: Any) -> Document:
-    """The document of a path, a mapping, or an object with ``to_dict`` such as ``transformers.TrainingArguments``.
+    """Load the document of a path, a mapping, or an object with ``to_dict`` such as ``transformers.TrainingArguments``.
 
     Raises:
         BadInput: when it cannot be read or holds no keys and values.
@@ -70,7 +70,7 @@ def _from_path(path: str) -> Document:
 
 
 def find_beside(value: str, document: Document, key: str) -> Path:
-    """The file that a key names: beside the document, or from the working folder.
+    """Find the file that a key names: beside the document, or from the working folder.
 
     Raises:
         BadInput: when neither is there; the message names both.

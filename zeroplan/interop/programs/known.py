@@ -11,14 +11,14 @@ LISTED = ("hf-trainer", "trl", "llama-factory", "axolotl", "ms-swift", "open-ins
 
 @cache
 def names_in(name: str) -> frozenset[str]:
-    """The names of one list."""
+    """Return the names of one list."""
     text = (files("zeroplan.interop.programs") / "keys" / f"{name}.txt").read_text(encoding="utf-8")
     return frozenset(line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#"))
 
 
 @cache
 def arguments_of(*programs: str) -> frozenset[str]:
-    """Every argument of these programs together, with those of older versions."""
+    """Return every argument of these programs together, with those of older versions."""
     return frozenset().union(*(names_in(name) for name in (*programs, "older")))
 
 

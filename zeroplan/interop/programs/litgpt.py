@@ -41,7 +41,7 @@ class LitGpt(Program):
     version = "0.5.13"
 
     def recognises(self, document: Document) -> tuple[str, ...]:
-        """A ``train`` block with LitGPT's sizes beside its checkpoint or model."""
+        """Return LitGPT's keys: a ``train`` block with its sizes beside its checkpoint or model."""
         train = document.data.get("train")
         sized = isinstance(train, dict) and "micro_batch_size" in train
         return document.has("checkpoint_dir", "model_name", "precision") if sized else ()

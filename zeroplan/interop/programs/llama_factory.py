@@ -73,7 +73,7 @@ class LlamaFactory(Program):
     base = "hf-trainer"
 
     def recognises(self, document: Document) -> tuple[str, ...]:
-        """Arguments of its own, or its command line."""
+        """Return the arguments that only LLaMA-Factory has, or its command."""
         if started := document.starts("llamafactory-cli train"):
             return started
         found = document.has(*_ONLY) if "base_model" not in document.data else ()
@@ -91,7 +91,7 @@ class LlamaFactory(Program):
         )
 
     def read(self, document: Document) -> Setup:
-        """The run.
+        """Read the run.
 
         Raises:
             BadInput: as :meth:`Program.read`; or a file of the trainer that has other keys, or of Megatron's engine.
@@ -129,7 +129,7 @@ class LlamaFactory(Program):
         return run.setup(arguments_of("hf-trainer", "llama-factory"))
 
     def _method(self, run: Builder) -> None:
-        """What is trained, and in which dtype the base weights are kept."""
+        """Set what is trained, and the dtype in which the base weights are kept."""
         method = run.word("finetuning_type")
         if method is None:
             run.assume("finetuning_type lora")

@@ -63,14 +63,14 @@ class MsSwift(Program):
     base = "hf-trainer"
 
     def recognises(self, document: Document) -> tuple[str, ...]:
-        """Its command line, or arguments of its own."""
+        """Return ms-swift's command, or the arguments that only it has."""
         if started := document.starts(*_COMMANDS):
             return started
         script = document.command is not None and document.command.program.endswith(("swift/cli/sft.py", "swift/cli/rlhf.py"))
         return document.has(*_ONLY) if script or "base_model" not in document.data else ()
 
     def read(self, document: Document) -> Setup:
-        """The run.
+        """Read the run.
 
         Raises:
             BadInput: as :meth:`Program.read`; or a run by Megatron-Core.
@@ -112,7 +112,7 @@ class MsSwift(Program):
             run.set("task", "sft")
 
     def _engine_files(self, run: Builder) -> None:
-        """ds_configs and FSDP configs that ms-swift brings by name."""
+        """Put in place the ds_configs and FSDP configs that ms-swift brings by name."""
         name = run.data.get("deepspeed")
         if isinstance(name, str) and name in _NAMED:
             run.data = {**run.data, "deepspeed": named_ds_config(name)}

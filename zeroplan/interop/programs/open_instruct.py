@@ -38,7 +38,7 @@ class OpenInstruct(Program):
     version = "of August 2026"
 
     def recognises(self, document: Document) -> tuple[str, ...]:
-        """Its scripts by name, or arguments of its own."""
+        """Return the name of one of open-instruct's scripts, or the arguments that only it has."""
         if document.command is not None:
             found = _SCRIPT.search(document.command.program)
             return (document.command.program,) if found else ()
@@ -47,7 +47,7 @@ class OpenInstruct(Program):
         return found_keys if "model_name_or_path" in document.data else ()
 
     def read(self, document: Document) -> Setup:
-        """The run."""
+        """Read the run."""
         run = Builder(document, self.name, self.label)
         refuse_cpu(run)
         program = document.command.program if document.command else ""

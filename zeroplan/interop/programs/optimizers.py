@@ -33,7 +33,7 @@ def set_optimizer(run: Builder, key: str, *, default: str, note: str = "") -> No
 
 
 def optimizer_of(run: Builder, key: str, name: str) -> tuple[str, str | None]:
-    """The row that stands for an optimizer of that name, and how it walks its tensors where the name says.
+    """Return the row that stands for an optimizer of that name, and how it walks its tensors where the name says.
 
     Raises:
         BadInput: a name that no program has.

@@ -34,12 +34,12 @@ class Program(ABC):
         """The document's keys that no other program has; empty where nothing shows that it is this program's."""
 
     def could_own(self, document: Document) -> bool:
-        """Whether the program would take the document, though nothing shows that it is its own."""
+        """Return whether the program would take the document, though nothing shows that it is its own."""
         return False
 
     @abstractmethod
     def read(self, document: Document) -> Setup:
-        """What the program does with the document.
+        """Read the run that the program makes of the document.
 
         Raises:
             BadInput: values of wrong types, files that are not there, or a run that no GPU has.

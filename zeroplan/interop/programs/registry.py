@@ -35,7 +35,7 @@ _LISTED = {
 
 
 def program_named(name: str) -> Program:
-    """The program of that name.
+    """Return the program of that name.
 
     Raises:
         BadInput: an unknown name.
@@ -71,7 +71,7 @@ def owner_of(document: Document) -> Program:
 
 
 def _knows_most(document: Document, programs: list[Program]) -> list[Program]:
-    """Those of the programs that know the most of the document's keys."""
+    """Return those of the programs that know the most of the document's keys."""
     counts = {
         one.name: len(document.has(*arguments_of(*_LISTED[one.name]))) if one.name in _LISTED else len(one.recognises(document))
         for one in programs

@@ -77,7 +77,7 @@ class Command:
 
 
 def training_command(text: str, name: str) -> Command:
-    """The one command of a script that trains.
+    """Return the one command of a script that trains.
 
     Raises:
         BadInput: when there is none, or when several differ.
@@ -124,7 +124,7 @@ def _commands(text: str, name: str) -> Iterator[Command]:
 
 
 def _parts(words: list[str]) -> Iterator[list[str]]:
-    """The commands of one line: between ``&&`` and the like, and behind the ``--`` of a job scheduler's command."""
+    """Yield the commands of one line: between ``&&`` and the like, and behind the ``--`` of a job scheduler's command."""
     part: list[str] = []
     for word in [*words, ";"]:
         if word in _ENDS[:6] or (word == "--" and part):
@@ -199,7 +199,7 @@ def _command(words: list[str], environment: Mapping[str, str]) -> Command | None
 
 
 def _launched(launcher: str, words: list[str], environment: Mapping[str, str]) -> Command | None:
-    """A launcher's own flags come before the program's name."""
+    """Return the program that a launcher starts; the launcher's own flags come before its name."""
     machine: dict[str, Any] = {}
     known = _LAUNCHERS[launcher]
     at = 0
@@ -270,7 +270,7 @@ def _ends(word: str) -> bool:
 
 
 def _value(text: str) -> Any:
-    """A flag's value: a number, true or false, null, or text."""
+    """Read a flag's value: a number, true or false, null, or text."""
     lowered = text.strip().lower()
     if lowered in ("true", "false"):
         return lowered == "true"

@@ -152,6 +152,6 @@ class Torchtune(Program):
 
 
 def _component(value: Any) -> str:
-    """The component that a block names."""
+    """Return the component that a block names."""
     found = value.get("_component_") if isinstance(value, Mapping) else None
     return found if isinstance(found, str) else ""

@@ -74,7 +74,7 @@ _NOT_MODELLED: dict[str, tuple[Effect, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class TrainerDefaults:
-    """Where a program's defaults differ from the Trainer's.
+    """A program's defaults where they differ from the Trainer's.
 
     Attributes:
         micro_batch: ``per_device_train_batch_size``.
@@ -152,7 +152,7 @@ def set_precision(run: Builder, *, default: str) -> None:
 
 
 def take_machine(run: Builder) -> None:
-    """What the launcher of a command line says of the machine."""
+    """Take the machine that a command line's launcher names."""
     command = run.document.command
     if command is None:
         return
@@ -173,7 +173,7 @@ def _evaluation(run: Builder) -> None:
 
 
 def _fsdp(run: Builder) -> None:
-    """FSDP by the arguments: version 2 unless ``fsdp_config`` says 1. Source: ``TrainingArguments._process_fsdp_args``."""
+    """Set FSDP by the arguments: version 2 unless ``fsdp_config`` says 1. Source: ``TrainingArguments._process_fsdp_args``."""
     value = run.value("fsdp_config")
     options: Mapping[str, Any]
     if isinstance(value, str) and not value.lstrip().startswith("{"):
@@ -237,7 +237,7 @@ class HfTrainer(Program):
     version = TRANSFORMERS
 
     def recognises(self, document: Document) -> tuple[str, ...]:
-        """A script's name, or arguments without the model: programs on the Trainer name theirs in the same file."""
+        """Return the script's name, or arguments without the model: programs on the Trainer name theirs in the same file."""
         known = document.has(*sorted(arguments_of(self.name) - _SHARED))
         if document.command is not None:
             return known if len(known) >= _ENOUGH else ()
@@ -247,13 +247,15 @@ class HfTrainer(Program):
         return known if mostly and "model_name_or_path" not in document.data else ()
 
     def could_own(self, document: Document) -> bool:
-        """A file of one of transformers' example scripts, which read their own arguments beside the Trainer's."""
+        """Return whether the file is of one of transformers' example scripts, which read their own arguments beside the
+        Trainer's.
+        """
         known = arguments_of(self.name) | _EXAMPLES
         shows = document.has("model_name_or_path", *arguments_of(self.name))
         return bool(shows) and all(key in known for key in document.data)
 
     def read(self, document: Document) -> Setup:
-        """The run: DeepSpeed with a ds_config, FSDP where asked for, else DDP."""
+        """Read the run: DeepSpeed with a ds_config, FSDP where asked for, else DDP."""
         run = Builder(document, self.name, self.label)
         read_trainer(run)
         if run.fields.get("engine") is None:

@@ -73,7 +73,7 @@ class Trl(Program):
     base = "hf-trainer"
 
     def recognises(self, document: Document) -> tuple[str, ...]:
-        """Arguments of its own, or its command line."""
+        """Return the arguments that only TRL has, or its command."""
         command = document.command
         if command is not None:
             started = document.starts(*_COMMANDS)
@@ -86,12 +86,12 @@ class Trl(Program):
         return document.has(*sorted(only_of(self.name) | set(_ONLY)))
 
     def could_own(self, document: Document) -> bool:
-        """A model and arguments of the Trainer, all of them TRL's."""
+        """Return whether the document holds a model and arguments of the Trainer, all of them TRL's."""
         known = arguments_of("hf-trainer", "trl")
         return "model_name_or_path" in document.data and all(key in known for key in document.data)
 
     def read(self, document: Document) -> Setup:
-        """The run: full fine-tuning unless ``use_peft``."""
+        """Read the run: full fine-tuning unless ``use_peft``."""
         run = Builder(document, self.name, self.label)
         task = _task(run)
         run.set("task", task)

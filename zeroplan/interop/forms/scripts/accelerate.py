@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def deepspeed_script(one: Configuration) -> str:
-    """The script for accelerate with a ds_config.
+    """Write the script for accelerate with a ds_config.
 
     Raises:
         BadInput: a model or an optimizer that no script can be written for.
@@ -74,7 +74,7 @@ def deepspeed_script(one: Configuration) -> str:
 
 
 def fsdp2_script(one: Configuration) -> str:
-    """The script for accelerate with FSDP2: fp32 parameters, gradients reduced in fp32, as planned.
+    """Write the script for accelerate with FSDP2: fp32 parameters, gradients reduced in fp32, as planned.
 
     Raises:
         BadInput: a model or an optimizer that no script can be written for.

@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def deepspeed_script(one: Configuration) -> str:
-    """The script for ``deepspeed.initialize``.
+    """Write the script for ``deepspeed.initialize``.
 
     Raises:
         BadInput: a model or an optimizer that no script can be written for.

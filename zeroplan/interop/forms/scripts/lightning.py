@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def lightning_script(one: Configuration) -> str:
-    """The script for ``lightning.Trainer``.
+    """Write the script for ``lightning.Trainer``.
 
     Raises:
         BadInput: a model that no script can be written for.

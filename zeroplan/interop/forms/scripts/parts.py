@@ -83,7 +83,7 @@ def script(
     dtype: DType | None = None,
     learning_rate: str = "the optimizer's default holds until you write optimizer.params.lr",
 ) -> str:
-    """The text of a script.
+    """Join the parts into the text of a script.
 
     Args:
         one: the configuration.
@@ -135,7 +135,7 @@ def _require_model(one: Configuration) -> None:
 
 
 def _import_order(line: str) -> tuple[bool, str]:
-    """Plain imports before those of names."""
+    """Return the sort key that puts plain imports before those of names."""
     return line.startswith("from"), line.split()[1]
 
 
@@ -168,7 +168,7 @@ def _build(one: Configuration, dtype: DType, *, checkpoints: bool, adapts: bool,
 
 
 def torch_optimizer(work: Workload, *, sharded: bool = False) -> str:
-    """The call that makes the workload's optimizer of ``trainable``, as its engine runs it.
+    """Return the call that makes the workload's optimizer of ``trainable``, as its engine runs it.
 
     Where parameters are `sharded` (DTensors), torch 2.13 has no fused step for a class whose loops hold nothing beside the
     parameters anyway; the loops run it then.
@@ -185,7 +185,7 @@ def torch_optimizer(work: Workload, *, sharded: bool = False) -> str:
 
 
 def arithmetic(work: Workload) -> str | None:
-    """torch's name of the dtype that 16-bit arithmetic runs in; None in full precision."""
+    """Return torch's name of the dtype that 16-bit arithmetic runs in; None in full precision."""
     return None if work.precision is Precision.FP32 or work.dtype is DType.FP32 else _DTYPES[work.dtype]
 
 

@@ -20,7 +20,7 @@ def main() -> None:
 
 
 def runtime_script(one: Configuration) -> str:
-    """The script for ``zeroplan_runtime.initialize``.
+    """Write the script for ``zeroplan_runtime.initialize``.
 
     Raises:
         BadInput: a model that no script can be written for.

@@ -87,7 +87,7 @@ _LEARNING_RATE = "the optimizer's default holds until you write lr=…"
 
 
 def fsdp2_script(one: Configuration) -> str:
-    """The script that shards blocks and root by ``fully_shard``.
+    """Write the script that shards blocks and root by ``fully_shard``.
 
     Raises:
         BadInput: a model or an optimizer that no script can be written for.
@@ -113,7 +113,7 @@ def fsdp2_script(one: Configuration) -> str:
 
 
 def ddp_script(one: Configuration) -> str:
-    """The script that replicates the model by DistributedDataParallel, with 16-bit arithmetic by autocast.
+    """Write the script that replicates the model by DistributedDataParallel, with 16-bit arithmetic by autocast.
 
     Raises:
         BadInput: a model or an optimizer that no script can be written for.

@@ -75,7 +75,7 @@ class Engine(EngineGetters, EngineCheckpoints):
     ) -> None:
         super().__init__()
         self.module = model
-        self.config = config
+        self.settings = config
         self.device = device
         self.comm = comm
         self.optimizer = optimizer
@@ -169,8 +169,8 @@ class Engine(EngineGetters, EngineCheckpoints):
         self.checks.require_usable("engine")
         self.checks.require_parameters()
         self.schedule.root_pre_forward()
-        if self.config.auto_cast:
-            args, kwargs = cast_tensors((args, kwargs), DTYPES[self.config.dtype])
+        if self.settings.auto_cast:
+            args, kwargs = cast_tensors((args, kwargs), DTYPES[self.settings.dtype])
         saving = self.activations.saving() if self.activations is not None else nullcontext()
         with self.activity.inside(), self._audited(), saving:
             output = self.module(*args, **kwargs)
@@ -199,7 +199,7 @@ class Engine(EngineGetters, EngineCheckpoints):
         require_loss(loss)
         self.writes.keep()  # updates on the host may begin in this backward
         self.finish_step()
-        parts = self.config.grad_accum if scale_wrt_gas and self.config.counts_micro_batches else 1
+        parts = self.settings.grad_accum if scale_wrt_gas and self.settings.counts_micro_batches else 1
         scaled = loss / parts if parts > 1 else loss
         self.schedule.grads.boundary = self.is_gradient_accumulation_boundary()
         if self.optimizer_step is not None:
@@ -227,7 +227,7 @@ class Engine(EngineGetters, EngineCheckpoints):
         Raises:
             BadInput: at stages 2 and 3, which reduce in every backward, and within another such context.
         """
-        if self.config.zero.stage >= 2:
+        if self.settings.zero.stage >= 2:
             raise BadInput(
                 "no_sync context manager is incompatible with stages 2 and 3, which shard gradients in every backward",
                 where="engine.no_sync",
@@ -250,7 +250,7 @@ class Engine(EngineGetters, EngineCheckpoints):
         """Returns a context that checks parameter reads in the first micro batches at stage 3, and aliases in the first of
         all.
         """
-        steps = self.config.knobs.audit_steps
+        steps = self.settings.knobs.audit_steps
         audits = self.micro_steps < steps and self.model_states.setup.shards_params
         self.schedule.keeps_guard = audits or self._watches_aliases
         if self._watches_aliases:
@@ -290,7 +290,7 @@ class Engine(EngineGetters, EngineCheckpoints):
             self.schedule.prefetch_forward()
         self.progress.global_steps += 1
         self.last_step = self._pending_result = result
-        if not self.config.check_overflow or self.device.type == "cpu":
+        if not self.settings.check_overflow or self.device.type == "cpu":
             self.finish_step()
 
     def _look_for_aliases(self) -> None:
@@ -321,7 +321,7 @@ class Engine(EngineGetters, EngineCheckpoints):
             return
         if self.comm.world_size > 1 and result.is_mixed:
             self.checks.refuse_mixed_collectives()
-        if self.config.check_overflow and result.skipped:
+        if self.settings.check_overflow and result.skipped:
             self.progress.step_was_skipped(self.comm.rank, self.unit_names, self.model_states.squares)
             return
         self.progress.step_was_applied()

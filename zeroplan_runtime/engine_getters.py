@@ -64,7 +64,7 @@ class EngineGetters(EngineParts):
         Raises:
             BadInput: where the config's ``managed_gradient_accumulation`` is false, as then every step ends one.
         """
-        if not self.config.counts_micro_batches:
+        if not self.settings.counts_micro_batches:
             raise BadInput(
                 "every step ends an accumulation, as managed_gradient_accumulation is false",
                 where="set_gradient_accumulation_boundary",
@@ -76,7 +76,7 @@ class EngineGetters(EngineParts):
         """Returns the norm of the last step's gradients before clipping; None where neither clipping nor overflow checks need
         it.
         """
-        if self.last_step is None or not (self.config.zero.gradient_clipping or self.config.check_overflow):
+        if self.last_step is None or not (self.settings.zero.gradient_clipping or self.settings.check_overflow):
             return None
         return self.last_step.norm
 
@@ -87,16 +87,16 @@ class EngineGetters(EngineParts):
 
     def gradient_accumulation_steps(self) -> int:
         """Returns the number of micro batches in a step."""
-        return self.config.grad_accum
+        return self.settings.grad_accum
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Returns the number of samples in a micro batch of one rank."""
-        return self.config.micro_batch
+        return self.settings.micro_batch
 
     def train_batch_size(self) -> int:
         """Returns the number of samples in a step, over all ranks."""
-        return self.config.micro_batch * self.config.grad_accum * self.comm.world_size
+        return self.settings.micro_batch * self.settings.grad_accum * self.comm.world_size
 
     def zero_optimization_stage(self) -> int:
         """Returns the ZeRO stage."""
-        return self.config.zero.stage
+        return self.settings.zero.stage

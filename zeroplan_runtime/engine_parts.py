@@ -26,7 +26,7 @@ class EngineParts(nn.Module):
 
     Attributes:
         module: the user's model.
-        config: the settings.
+        settings: what the config asks for.
         device: this rank's device.
         comm: the ranks that share the model.
         optimizer: the optimizer; None where nothing is trained.
@@ -44,7 +44,7 @@ class EngineParts(nn.Module):
     """
 
     module: nn.Module
-    config: RuntimeConfig
+    settings: RuntimeConfig
     device: torch.device
     comm: Communicator
     optimizer: ZeroOptimizer | None

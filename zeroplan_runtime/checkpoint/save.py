@@ -135,8 +135,8 @@ def _state(engine: EngineParts, client_state: dict[str, Any] | None, *, frozen: 
     groups = engine.optimizer.param_groups if engine.optimizer is not None else []
     return {
         "ranks": engine.comm.world_size,
-        "stage": engine.config.zero.stage,
-        "dtype": str(engine.config.dtype),
+        "stage": engine.settings.zero.stage,
+        "dtype": str(engine.settings.dtype),
         "optimizer": engine.optimizer.kind if engine.optimizer is not None else None,
         "groups": encode([{k: v for k, v in group.items() if k != "params"} for group in groups], "optimizer.param_groups"),
         "progress": engine.progress.state_dict(),

@@ -212,7 +212,7 @@ class DeepSpeedEngine(Engine):
             data_sampler=data_sampler,
             collate_fn=collate_fn or self.collate_fn,
             num_local_io_workers=num_local_io_workers or 0,
-            drop_last=self.config.drop_last,
+            drop_last=self.settings.drop_last,
         )
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
@@ -274,7 +274,23 @@ class DeepSpeedEngine(Engine):
         client = found.get("client_state")
         return str(folder / tag), client if client is not None else found
 
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
+        """Returns the unsharded state dict in the first rank's host memory, None on the others. Every rank must call it.
+
+        A private method of DeepSpeed's that accelerate and transformers call.
+        """
+        state = self.module_state_dict()
+        if state is None or not exclude_frozen_parameters:
+            return state
+        frozen = {name for name, param in self.module.named_parameters(remove_duplicate=False) if not param.requires_grad}
+        return {name: tensor for name, tensor in state.items() if name not in frozen}
+
     # ------------------------------------------------------------------ getters
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The ds_config as it was given."""
+        return self._config._param_dict
 
     def gradient_clipping(self) -> float:
         """Returns the clipping norm; 0 for none."""
@@ -282,11 +298,11 @@ class DeepSpeedEngine(Engine):
 
     def fp16_enabled(self) -> bool:
         """Returns whether the model is fp16."""
-        return self.config.dtype is DType.FP16
+        return self.settings.dtype is DType.FP16
 
     def bfloat16_enabled(self) -> bool:
         """Returns whether the model is bf16."""
-        return self.config.dtype is DType.BF16
+        return self.settings.dtype is DType.BF16
 
     def dynamic_loss_scale(self) -> bool:
         """Returns whether the loss scale changes."""
@@ -294,19 +310,19 @@ class DeepSpeedEngine(Engine):
 
     def managed_gradient_accumulation(self) -> bool:
         """Returns whether the engine counts micro batches."""
-        return self.config.counts_micro_batches
+        return self.settings.counts_micro_batches
 
     def zero_optimization(self) -> bool:
         """Returns whether a ZeRO stage is used."""
-        return self.config.zero.stage > 0
+        return self.settings.zero.stage > 0
 
     def zero_optimization_partition_gradients(self) -> bool:
         """Returns whether gradients are sharded."""
-        return self.config.zero.stage >= 2
+        return self.settings.zero.stage >= 2
 
     def zero_optimization_partition_weights(self) -> bool:
         """Returns whether parameters are sharded."""
-        return self.config.zero.stage >= 3
+        return self.settings.zero.stage >= 3
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Returns true: :meth:`save_16bit_model` writes whole parameters at every stage."""

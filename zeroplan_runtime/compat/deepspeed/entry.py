@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -109,6 +110,8 @@ def _config(args: Any, config: Source | None) -> dict[str, Any]:
     source = named if named is not None else config
     if source is None:
         raise Refusal("there is no ds_config", where="config", remedy="give config=, or --deepspeed_config")
+    if isinstance(source, dict) and source.get("steps_per_print") == math.inf:
+        source = {**source, "steps_per_print": None}  # accelerate's way to say never; JSON has no such number
     with refusing():
         return load_source(source)[0]
 

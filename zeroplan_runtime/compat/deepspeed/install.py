@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution, DistributionFinder
 from types import ModuleType
 from typing import Any
 
 from zeroplan_runtime.compat import deepspeed
 from zeroplan_runtime.compat.deepspeed import (
     accelerator,
+    checkpoint_utils,
     comm,
     config,
     dataloader,
@@ -30,6 +32,8 @@ _SOURCES: Mapping[str, Sequence[Any]] = {
     "deepspeed": (deepspeed,),
     "deepspeed.accelerator": (accelerator,),
     "deepspeed.accelerator.real_accelerator": (accelerator,),
+    "deepspeed.checkpoint": (),
+    "deepspeed.checkpoint.utils": (checkpoint_utils,),
     "deepspeed.comm": (comm,),
     "deepspeed.comm.comm": (comm,),
     "deepspeed.git_version_info": (deepspeed,),
@@ -62,8 +66,26 @@ _SOURCES: Mapping[str, Sequence[Any]] = {
 }
 
 
-class _Refusing(importlib.abc.MetaPathFinder):
+class _Version(Distribution):
+    """What an installed DeepSpeed of this version says of itself; accelerate and transformers ask for it."""
+
+    def read_text(self, filename: str) -> str | None:
+        """The metadata; None for the other files of a distribution."""
+        if filename not in ("METADATA", "PKG-INFO"):
+            return None
+        return f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {deepspeed.__version__}\n"
+
+    def locate_file(self, path: Any) -> Any:
+        """Refused: nothing is installed under this name."""
+        raise FileNotFoundError(path)
+
+
+class _Refusing(DistributionFinder):
     """Refuses modules of DeepSpeed that are not here, before a DeepSpeed that is installed is found."""
+
+    def find_distributions(self, context: Any = None) -> Iterable[Distribution]:
+        """The version of DeepSpeed whose ways are followed, where that package is asked for."""
+        return [_Version()] if context is not None and context.name == "deepspeed" else []
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name.partition(".")[0] != "deepspeed":

@@ -13,14 +13,15 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from zeroplan.api import Plans as Plans
+    from zeroplan.api import Recommendations as Recommendations
     from zeroplan.api import estimate as estimate
     from zeroplan.api import estimate_zero1_mem as estimate_zero1_mem
     from zeroplan.api import estimate_zero2_mem as estimate_zero2_mem
     from zeroplan.api import estimate_zero3_mem as estimate_zero3_mem
+    from zeroplan.api import recommend as recommend
     from zeroplan.core.display import Printable
     from zeroplan.core.errors import BadInput as BadInput
     from zeroplan.core.plan import MemoryPlan as MemoryPlan
-    from zeroplan.search.api import recommend as recommend
     from zeroplan.search.results import Recommendation as Recommendation
     from zeroplan.validate.api import verify as verify
     from zeroplan.validate.results import Drift as Drift
@@ -28,13 +29,14 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "estimate": "zeroplan.api",
-    "recommend": "zeroplan.search.api",
+    "recommend": "zeroplan.api",
     "verify": "zeroplan.validate.api",
     "estimate_zero1_mem": "zeroplan.api",
     "estimate_zero2_mem": "zeroplan.api",
     "estimate_zero3_mem": "zeroplan.api",
     "MemoryPlan": "zeroplan.core.plan",
     "Plans": "zeroplan.api",
+    "Recommendations": "zeroplan.api",
     "Recommendation": "zeroplan.search.results",
     "Drift": "zeroplan.validate.results",
     "Measurement": "zeroplan.validate.results",
@@ -48,6 +50,7 @@ __all__ = [
     "MemoryPlan",
     "Plans",
     "Recommendation",
+    "Recommendations",
     "estimate",
     "estimate_zero1_mem",
     "estimate_zero2_mem",

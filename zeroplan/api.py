@@ -1,15 +1,23 @@
-"""The Python API of planning: `estimate`, the `Plans` that it returns, and its short forms by stage."""
+"""The Python API of planning: `estimate` and `recommend`, the sequences that they return, and short forms by stage."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
-from typing import Any, Unpack, overload
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
+from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import MemoryPlan, Report
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.options import EstimateOptions, StageOptions, require_known
 from zeroplan.planner.request import Request
+
+if TYPE_CHECKING:
+    import pandas
+
+    from zeroplan.search.catalog import Overview
+    from zeroplan.search.results import Recommendation, SearchResult
+    from zeroplan.search.search_options import RecommendOptions
 
 
 class Plans(Sequence[MemoryPlan]):
@@ -77,10 +85,100 @@ class Plans(Sequence[MemoryPlan]):
         return report_text(self.report)
 
     def _repr_html_(self) -> str:
-        from zeroplan.report.plans import report_text
+        from zeroplan.report.notebook import plans_html
 
-        heading = report_text(self.report).partition("\n")[0]
-        return f"<p><b>{escape(heading)}</b></p>{self.table('html')}"
+        return plans_html(self.report)
+
+    def to_frame(self) -> pandas.DataFrame:
+        """Return one row a plan, with the fields of :func:`zeroplan.report.plans.plan_record`; sizes are bytes.
+
+        Raises:
+            BadInput: without pandas.
+        """
+        from zeroplan.report.plans import plan_record
+
+        return _frame([plan_record(plan) for plan in self])
+
+
+class Recommendations(Sequence["Recommendation"]):
+    """What ``recommend`` found, best first, with all that the answer holds (`answer`).
+
+    Of a request without a model `overview` says what the machine can train, and the sequence are the configurations for the
+    largest model that it can train in full. Printed, it is what ``zeroplan recommend`` prints.
+    """
+
+    __slots__ = ("answer", "overview")
+
+    def __init__(self, answer: SearchResult | None, overview: Overview | None = None) -> None:
+        self.answer, self.overview = answer, overview
+
+    @property
+    def best(self) -> Recommendation | None:
+        """The first that fits, else the first that may; None if none does."""
+        return None if self.answer is None else self.answer.best
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the best fits; False where nothing does."""
+        return False if self.best is None else self.best.fits
+
+    def table(self, style: str = "plain") -> str:
+        """Return one row a configuration, sizes in GiB; without a model one row for each method and model.
+
+        Args:
+            style: plain, github, html or csv.
+
+        Raises:
+            BadInput: an unknown style.
+        """
+        from zeroplan.report.overview import overview_table
+        from zeroplan.report.recommendation import ranking_table
+
+        return ranking_table(tuple(self), style) if self.overview is None else overview_table(self.overview, style)
+
+    def to_frame(self) -> pandas.DataFrame:
+        """Return one row a configuration, with the fields of :func:`zeroplan.report.recommendation.record`; sizes are bytes.
+
+        Raises:
+            BadInput: without pandas.
+        """
+        from zeroplan.report.recommendation import record
+
+        return _frame([record(one) for one in self])
+
+    def __len__(self) -> int:
+        return 0 if self.answer is None else len(self.answer.ranking)
+
+    @overload
+    def __getitem__(self, index: int) -> Recommendation: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Recommendation, ...]: ...
+    def __getitem__(self, index: int | slice) -> Recommendation | tuple[Recommendation, ...]:
+        return (self.answer.ranking if self.answer is not None else ())[index]
+
+    def __repr__(self) -> str:
+        return f"<Recommendations: {', '.join(map(repr, self)) or 'nothing fits'}>"
+
+    def __str__(self) -> str:
+        from zeroplan.report.overview import overview_text
+        from zeroplan.report.recommendation import answer_text
+
+        if self.overview is not None:
+            return overview_text(self.overview)
+        return "Nothing fits." if self.answer is None else answer_text(self.answer)
+
+    def _repr_html_(self) -> str:
+        from zeroplan.report.notebook import answer_html, text_html
+
+        return text_html(str(self)) if self.overview is not None or self.answer is None else answer_html(self.answer)
+
+
+def _frame(records: list[dict[str, Any]]) -> pandas.DataFrame:
+    try:
+        import pandas
+    except ImportError:
+        raise BadInput("needs pandas", where="to_frame()", remedy="pip install pandas") from None
+    return pandas.DataFrame(records)
 
 
 def estimate(model: Any = None, **options: Unpack[EstimateOptions]) -> Plans:
@@ -101,6 +199,37 @@ def estimate(model: Any = None, **options: Unpack[EstimateOptions]) -> Plans:
     """
     require_known(options, EstimateOptions.__annotations__, "estimate")
     return Plans(estimate_report(Request(model=model, **options)))
+
+
+def recommend(model: Any = None, **options: Unpack[RecommendOptions]) -> Recommendations:
+    """Find the fastest configurations that fit, best first.
+
+    Args:
+        model: as for :func:`estimate`. Without one (and without ``params`` and ``source``): what the machine can train.
+        options: :class:`~zeroplan.search.search_options.RecommendOptions`, which are the command line's flags with
+            underscores: ``vram="24G"``, ``gpus=4``, ``global_batch=128``, …
+
+    Returns:
+        One recommendation a stage, offload and checkpointing that fits, as a sequence; empty when nothing does.
+
+    Raises:
+        BadInput: a value that cannot be used, with the remedy.
+        TypeError: an argument that does not exist, with the nearest name.
+    """
+    from zeroplan.search.api import run_search
+    from zeroplan.search.search_options import RecommendOptions, SearchOptions
+
+    require_known(options, RecommendOptions.__annotations__, "recommend")
+    names = {f.name for f in fields(SearchOptions)}
+    given: dict[str, Any] = dict(options)
+    of_search = SearchOptions(**{name: value for name, value in given.items() if name in names})
+    request = Request(model=model, **{name: value for name, value in given.items() if name not in names})
+    if model is None and request.params is None and of_search.source is None:
+        from zeroplan.search.catalog import overview
+
+        found = overview(request, of_search)
+        return Recommendations(found.best, found)
+    return Recommendations(run_search(request, of_search))
 
 
 def estimate_zero1_mem(model: Any = None, **options: Unpack[StageOptions]) -> MemoryPlan:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.engines.toy import engine as toy
+from zeroplan.api import recommend
 from zeroplan.core.buffers import Phase
 from zeroplan.core.errors import BadInput
 from zeroplan.core.gpus import GPUS
@@ -21,7 +22,6 @@ from zeroplan.engines.registry import engine_names, engine_path, find_engine, re
 from zeroplan.ledger.line import Ledger
 from zeroplan.planner.estimate import estimate_runs
 from zeroplan.planner.request import Request
-from zeroplan.search.api import recommend
 
 Cli = Callable[..., tuple[int, str, str]]
 PATH = "tests.engines.toy.engine:Toy"

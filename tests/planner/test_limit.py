@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import pytest
 
+from zeroplan.api import recommend
 from zeroplan.core.units import GIB
 from zeroplan.planner.estimate import estimate_runs
 from zeroplan.planner.request import Request
 from zeroplan.planner.simulated import Simulated
-from zeroplan.search.api import recommend
 from zeroplan.simulate.allocator.config import AllocatorConfig
 from zeroplan.simulate.cache_release import CacheRelease
 

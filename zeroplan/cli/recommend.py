@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -84,6 +86,8 @@ def recommend(
     profile: Profile = None,
     nvme_path: NvmePath = "/local_nvme",
     style: flags.Style = "plain",
+    wide: flags.Wide = False,
+    quiet: flags.Quiet = False,
     as_json: flags.Json = False,
     output: Output = None,
     form: FormName = None,
@@ -98,6 +102,7 @@ def recommend(
     Says why it is the fastest. Without MODEL: what such GPUs can train.
     """
     from zeroplan.report.recommendation import answer_text
+    from zeroplan.report.terminal import Terminal
     from zeroplan.search.api import run_search
     from zeroplan.search.search_options import SearchOptions
 
@@ -117,7 +122,7 @@ def recommend(
     if request.model is None and request.params is None and not source:
         if html is not None:
             raise BadInput("draws the configurations of one model", where="--html", remedy="name the model")
-        _catalog(request, options, target, as_json=as_json, style=style)
+        _catalog(request, options, target, as_json=as_json, style=style, wide=wide, quiet=quiet)
         return
     if candidates is not None and source:
         raise BadInput("cannot stand beside --candidates", where="--from", remedy="use one of the two")
@@ -131,7 +136,9 @@ def recommend(
     if as_json:
         typer.echo(json.dumps(found.to_dict() | _files_json(written), indent=2))
     else:
-        typer.echo(answer_text(found, style, files=written))
+        following = _words_that_write(found)
+        terminal = Terminal.here(wide=wide)
+        typer.echo(answer_text(found, style, files=written, terminal=terminal, quiet=quiet, next_command=following))
     if found.best is None or found.best.plan.undecided:
         raise typer.Exit(EXIT_DOES_NOT_FIT)
 
@@ -179,18 +186,29 @@ def _write(found: SearchResult, target: Target | None) -> Files | None:
     from zeroplan.search.files import files_of
 
     files = files_of(best, found.cluster, target, found.loaded)
+    if target.output is not None and target.output.endswith(os.sep):
+        os.makedirs(target.output, exist_ok=True)
     for path, text in files.texts.items():
         write_atomic(path, text)
     return files
+
+
+def _words_that_write(found: SearchResult) -> list[str]:
+    """The command that was typed, with the folder into which it then writes files; nothing where there are none to write."""
+    best = found.best
+    return ["zeroplan", *sys.argv[1:], "-o", "run/"] if best is not None and best.engine.forms() else []
 
 
 def _files_json(files: Files | None) -> dict[str, Any]:
     return {} if files is None else {"files": files.to_dict()}
 
 
-def _catalog(request: Request, options: SearchOptions, target: Target | None, *, as_json: bool, style: str) -> None:
+def _catalog(
+    request: Request, options: SearchOptions, target: Target | None, *, as_json: bool, style: str, wide: bool, quiet: bool
+) -> None:
     """Print the largest models that the machine can train; with -o, write the config of the largest full fine-tune."""
     from zeroplan.report.overview import overview_json, overview_text
+    from zeroplan.report.terminal import Terminal
     from zeroplan.search.catalog import overview
 
     if options.candidates is not None:
@@ -200,6 +218,10 @@ def _catalog(request: Request, options: SearchOptions, target: Target | None, *,
     if as_json:
         typer.echo(json.dumps(overview_json(found) | _files_json(written), indent=2))
     else:
-        typer.echo(overview_text(found, style, files=written))
+        following: list[str] = []
+        if found.best is not None:
+            following = flags.recommend_words(replace(request, model=found.best.model["name"]))
+        terminal = Terminal.here(wide=wide)
+        typer.echo(overview_text(found, style, files=written, terminal=terminal, quiet=quiet, next_command=following))
     if found.best is None:
         raise typer.Exit(EXIT_DOES_NOT_FIT)

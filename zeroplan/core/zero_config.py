@@ -270,6 +270,16 @@ def sharding_label(stage: int, offload_optimizer: str, offload_param: str) -> st
     return ", ".join([f"stage {stage}", *(f"{what} {device}" for what, device in parts if device != OffloadDevice.NONE)])
 
 
+def sharding_text(stage: int, offload_optimizer: str, offload_param: str) -> str:
+    """Return ``"ZeRO-3, optimizer and parameters on cpu"``."""
+    away = {"optimizer": offload_optimizer, "parameters": offload_param}
+    places: dict[str, list[str]] = {}
+    for what, where in away.items():
+        if where != "none":
+            places.setdefault(where, []).append(what)
+    return ", ".join([f"ZeRO-{stage}", *(f"{' and '.join(names)} on {where}" for where, names in places.items())])
+
+
 def _device(text: str, where: str) -> OffloadDevice:
     try:
         return OffloadDevice(text)

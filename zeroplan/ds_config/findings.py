@@ -6,6 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+#: Keys that a line names; ``zeroplan check`` lists all.
+_MOST_NAMED = 3
+
 
 class Severity(StrEnum):
     """Severity of a finding."""
@@ -48,8 +51,8 @@ class Finding:
 
 
 def merged(findings: Iterable[Finding]) -> list[str]:
-    """Return one line for each finding, in order; keys of which the same is said share a line."""
+    """Return one line for each finding, in order; keys of which the same is said share a line, which counts many of them."""
     keys: dict[tuple[str, str], tuple[Finding, list[str]]] = {}
     for finding in findings:
         keys.setdefault((finding.what, finding.remedy), (finding, []))[1].append(finding.where)
-    return [first.at_keys(where) for first, where in keys.values()]
+    return [first.at_keys(where if len(where) <= _MOST_NAMED else [f"{len(where)} keys"]) for first, where in keys.values()]

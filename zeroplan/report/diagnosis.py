@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 
 def diagnosis_text(found: Diagnosis, planned: Planned | None, following: Sequence[str], terminal: Terminal = PLAIN) -> str:
     """The answer in lines; `following` is the command to go on with."""
-    colour = terminal.bad if found.failed else terminal.good
-    head, colon, rest = found.verdict.partition(":")
-    first, *others = terminal.wrap(f"{head}{colon}{rest}")
-    lines = [first.replace(head, colour(head), 1), *others]
+    lines = terminal.verdict(found.verdict, not found.failed)
     for event in found.evidence:
         lines += [terminal.dim(line) for line in terminal.wrap(f"line {event.line}: {event.text}", indent="  ", hang="    ")]
     if planned is not None:

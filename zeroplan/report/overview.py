@@ -2,42 +2,121 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from zeroplan.core.plan import MemoryPlan
 from zeroplan.core.units import format_count, format_gib
-from zeroplan.report.recommendation import answer_text
+from zeroplan.report.plans import notes, offload_text
+from zeroplan.report.recommendation import files_text
+from zeroplan.report.recommendation import verdict as best_verdict
 from zeroplan.report.table import render
+from zeroplan.report.terminal import PLAIN, Terminal
+from zeroplan.report.words import machine_text
 from zeroplan.search.catalog import Overview
 from zeroplan.search.files import Files
-from zeroplan.search.reasons import name_of
+from zeroplan.search.results import Recommendation
+
+_LEGEND = (
+    "The largest models of the catalog that fit, one sequence a GPU, with checkpointing. GPU: GiB that nvidia-smi would show."
+    " host: GiB of a node."
+)
 
 
-def overview_text(found: Overview, style: str = "plain", *, files: Files | None = None) -> str:
-    """Return one row for each method and model, largest first, and below them the answer for the largest full fine-tune.
+def overview_text(
+    found: Overview,
+    style: str = "plain",
+    *,
+    files: Files | None = None,
+    terminal: Terminal = PLAIN,
+    quiet: bool = False,
+    next_command: Sequence[str] = (),
+) -> str:
+    """Write the whole answer: the largest model by method, a row for each method and model, and the best for the largest in full.
 
     Args:
         found: what was found.
-        style: plain, github, html or csv.
+        style: plain, github, html or csv; html and csv are the table alone.
         files: what was written, and how to start it.
+        terminal: where it goes.
+        quiet: the verdict alone.
+        next_command: the words of the command that answers for the largest full fine-tune.
+
+    Raises:
+        BadInput: an unknown `style`.
     """
-    headers = ["method", "model", "parameters", "how", "total", "host", "tokens/s"]
-    rows = []
-    for row in found.rows:
-        for name, params, one in row.found:
-            how = name_of(one.zero)
-            figures = [format_gib(one.plan.gpu.total), format_gib(one.plan.cpu.per_node, digits=0)]
-            rows.append([row.method.name, name, format_count(params), how, *figures, f"{one.tokens_per_second:,.0f}"])
-        if not row.found:
-            rows.append([row.method.name, "nothing", "-", "-", "-", "-", "-"])
-    table = render(headers, rows, style)
     if style in ("csv", "html"):
-        return table
-    parts = ["The largest models of the catalog that fit, by method (one sequence a GPU, checkpointing):", "", table, ""]
-    if found.best is None:
-        parts += ["No model of the catalog can be trained in full here."]
-        return "\n".join([*parts, *(f"warning: {text}" for text in found.warnings)])
-    parts += ["The largest full fine-tune:", answer_text(found.best, style, files=files)]
-    return "\n".join(parts)
+        return overview_table(found, style)
+    if style != "plain":
+        terminal = Terminal(width=None)
+    lines = terminal.verdict(verdict(found), any(row.found for row in found.rows))
+    if quiet:
+        return "\n".join(lines)
+    lines += terminal.command("Next: ", next_command) if next_command and found.best is not None else []
+    lines += ["", *terminal.wrap(machine_text(found.cluster)), ""]
+    if any(row.found for row in found.rows):
+        wide = style != "plain" or terminal.width is None
+        table = overview_table(found, style).splitlines() if wide else _by_method(found, terminal)
+        lines += [*table, "", *map(terminal.dim, terminal.wrap(_LEGEND))]
+    if found.best is not None:
+        lines += ["", *terminal.wrap(f"{found.best.model['name']} in full. {best_verdict(found.best)}")]
+    if files is not None:
+        lines += ["", *files_text(files, terminal)]
+    return "\n".join([*lines, *notes((*found.warnings, *(files.notes if files is not None else ())), terminal)])
+
+
+def verdict(found: Overview) -> str:
+    """Return the largest model of each method in a sentence, and the methods by which nothing can be trained."""
+    largest = [(row.method.how, *row.found[0][:2]) for row in found.rows if row.found]
+    nothing = [row.method.how for row in found.rows if not row.found]
+    if not largest:
+        return "Nothing fits: no model of the catalog can be trained here, by any method."
+    parts = [f"{_short(name)} ({format_count(params)}) {how}" for how, name, params in largest]
+    without = f" Nothing of the catalog fits {' or '.join(nothing)}." if nothing else ""
+    return f"Trains at most: {', '.join(parts)}.{without}"
+
+
+def overview_table(found: Overview, style: str = "plain", *, width: int | None = None) -> str:
+    """Return one row for each method and model, largest first, sizes in GiB.
+
+    Raises:
+        BadInput: an unknown `style`.
+    """
+    rows = [[row.method.name, name, *_cells(params, one)] for row in found.rows for name, params, one in row.found]
+    return render(["method", "model", *_COLUMNS], rows, style, width=width)
+
+
+_COLUMNS = ("size", "ZeRO", "offload", "GPU", "host", "tokens/s")
+
+
+def _cells(params: int, one: Recommendation) -> list[str]:
+    plan = one.plan
+    sizes = [format_gib(plan.gpu.total, digits=1), format_gib(plan.cpu.per_node, digits=0)]
+    return [format_count(params).replace(" ", ""), str(plan.stage), _offload(plan), *sizes, f"{one.tokens_per_second:,.0f}"]
+
+
+def _offload(plan: MemoryPlan) -> str:
+    """Return ``"all cpu"`` where optimizer and parameters are offloaded to the same place: the rows are long."""
+    return f"all {plan.offload_param}" if plan.offload_param == plan.offload_optimizer != "none" else offload_text(plan)
+
+
+def _by_method(found: Overview, terminal: Terminal) -> list[str]:
+    """Return the table for a terminal: below a line for each method its models, by the last part of their ids."""
+    rows = [[_short(name), *_cells(params, one)] for row in found.rows for name, params, one in row.found]
+    head, _, *lines = render(["model", *_COLUMNS], rows, "plain", width=terminal.width).splitlines()
+    if len(lines) != len(rows):  # cells that go on below: the plain table says which method each row is of
+        return overview_table(found, width=terminal.width).splitlines()
+    shown = [terminal.bold(head)]
+    for row in found.rows:
+        if row.found:
+            shown += ["", terminal.bold(f"Trained {row.method.how}"), *lines[: len(row.found)]]
+            del lines[: len(row.found)]
+    return shown
+
+
+def _short(name: str) -> str:
+    """Return the last part of an id, by which the catalog knows it too."""
+    return name.rpartition("/")[2]
 
 
 def overview_json(found: Overview) -> dict[str, Any]:

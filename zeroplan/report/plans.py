@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from typing import Any
 
 from zeroplan.core.plan import MemoryPlan, Report
 from zeroplan.core.units import format_bytes, format_gib
@@ -38,11 +39,11 @@ def report_text(
         return plans_table(report.plans, style)
     if style != "plain":
         terminal = Terminal(width=None)
-    first = terminal.wrap(verdict(report))
+    decisive = report.decisive
+    lines = terminal.verdict(verdict(report), None if decisive is None else decisive.fits)
     if quiet:
-        return "\n".join(first)
-    lines = [_judged(first[0], report, terminal), *first[1:]]
-    plan = report.decisive or (report.plans[0] if report.plans else None)
+        return "\n".join(lines)
+    plan = decisive or (report.plans[0] if report.plans else None)
     for sentence in (peak_sentence(plan) if plan else "", relief_sentence(report.reliefs)):
         lines += terminal.wrap(sentence) if sentence else []
     lines += terminal.command("Next: ", next_command) if next_command else []
@@ -51,16 +52,8 @@ def report_text(
         lines += _details(report.plans[0], style, terminal)
     else:
         lines += [*_table(report.plans, style, terminal), "", *_legend(report, style, terminal)]
-    lines += notes((*unmodelled_notes(report.plans), *report.warnings), terminal)
+    lines += notes(report_notes(report), terminal)
     return "\n".join(lines)
-
-
-def _judged(line: str, report: Report, terminal: Terminal) -> str:
-    """Return the verdict's first line with its first words in colour."""
-    head, colon, rest = line.partition(":")
-    plan = report.decisive
-    paint = terminal.bold if plan is None or plan.fits is None else terminal.good if plan.fits else terminal.bad
-    return f"{paint(head + colon)}{rest}"
 
 
 def notes(warnings: Sequence[str], terminal: Terminal) -> list[str]:
@@ -68,6 +61,11 @@ def notes(warnings: Sequence[str], terminal: Terminal) -> list[str]:
     found = list(dict.fromkeys(warnings))
     lines = [line for text in found for line in terminal.wrap(text, indent="note: ", hang="      ")]
     return ["", *lines] if lines else []
+
+
+def report_notes(report: Report) -> list[str]:
+    """Return what else to know, the most severe first: what no figure holds, then the warnings."""
+    return [*unmodelled_notes(report.plans), *report.warnings]
 
 
 #: What a thing that the figures leave out does.
@@ -99,23 +97,22 @@ def _table(plans: Sequence[MemoryPlan], style: str, terminal: Terminal) -> list[
     """Return the table's lines, the verdict of each row in colour."""
     if style != "plain" or terminal.width is None:
         return plans_table(plans, style).splitlines()
-    lines = narrow_table(plans, terminal.width).splitlines()
-    for at, plan in enumerate(plans, len(lines) - len(plans)):
-        cell = fits_text(plan)
-        if plan.fits is not None and lines[at].endswith(cell):
-            paint = terminal.good if plan.fits else terminal.bad
-            lines[at] = lines[at].removesuffix(cell) + paint(cell)
-    return [terminal.bold(lines[0]), *lines[1:]]
+    return terminal.judged(narrow_table(plans, terminal.width), [(fits_text(plan), plan.fits) for plan in plans]).splitlines()
 
 
 def narrow_table(plans: Sequence[MemoryPlan], width: int = 80) -> str:
     """Return one row a plan in six columns, sizes in GiB."""
+    return render(*narrow_rows(plans), "plain", width=width)
+
+
+def narrow_rows(plans: Sequence[MemoryPlan]) -> tuple[list[str], list[list[str]]]:
+    """Return the headers and the rows of :func:`narrow_table`."""
     simulated = any(plan.gpu.at_peak for plan in plans)
     headers = ["ZeRO", "offload", "GPU", "host", "largest at the peak" if simulated else "largest", "fits"]
     rows = [
         [
             str(plan.stage),
-            _offload(plan),
+            offload_text(plan),
             format_gib(plan.gpu.needed, digits=1),
             format_gib(plan.cpu.per_node, digits=1),
             _most(plan),
@@ -123,7 +120,30 @@ def narrow_table(plans: Sequence[MemoryPlan], width: int = 80) -> str:
         ]
         for plan in plans
     ]
-    return render(headers, rows, "plain", width=width)
+    return headers, rows
+
+
+def plan_record(plan: MemoryPlan) -> dict[str, Any]:
+    """Return the plan's figures by name: one row of a data frame. Sizes are bytes, None where they are not known."""
+    gpu = plan.gpu
+    return {
+        "engine": plan.engine,
+        "stage": plan.stage,
+        "offload_optimizer": plan.offload_optimizer,
+        "offload_param": plan.offload_param,
+        "depth": plan.depth,
+        "fits": plan.fits,
+        "gpu_model_states": gpu.model_states,
+        "gpu_activations": gpu.activations,
+        "gpu_peak_allocated": gpu.peak_allocated,
+        "gpu_peak_reserved": gpu.peak_reserved,
+        "gpu_total": gpu.total,
+        "gpu_at_most": gpu.interval[1] if gpu.interval else None,
+        "peak_phase": gpu.peak_phase,
+        "cpu_per_node": plan.cpu.per_node,
+        "cpu_pinned": plan.cpu.pinned,
+        "nvme_per_node": plan.nvme.per_node,
+    }
 
 
 def _most(plan: MemoryPlan) -> str:
@@ -138,7 +158,8 @@ def _most(plan: MemoryPlan) -> str:
     return f"{largest.buffer} {format_gib(largest.bytes, digits=1)}"
 
 
-def _offload(plan: MemoryPlan) -> str:
+def offload_text(plan: MemoryPlan) -> str:
+    """Return what is offloaded and where to: ``"optimizer, params cpu"``."""
     optimizer, param = plan.offload_optimizer, plan.offload_param
     if optimizer == param == "none":
         return "none"
@@ -165,7 +186,7 @@ def plans_table(plans: Sequence[MemoryPlan], style: str = "plain") -> str:
     rows = []
     for plan in plans:
         gpu = plan.gpu
-        row = [str(plan.stage), _offload(plan), format_gib(gpu.model_states)]
+        row = [str(plan.stage), offload_text(plan), format_gib(gpu.model_states)]
         if simulated:
             row += [format_gib(v) for v in (gpu.activations, gpu.peak_allocated, gpu.peak_reserved, gpu.total)]
             row.append(gpu.peak_phase or "-")

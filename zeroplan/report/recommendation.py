@@ -3,67 +3,170 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
+from typing import Any
 
 from zeroplan.core.units import format_bytes, format_count, format_gib
 from zeroplan.ds_config.writer import dump_ds_config
-from zeroplan.report.plans import fits_text
+from zeroplan.planner.describe import describe_cluster
+from zeroplan.report.plans import fits_text, notes, offload_text, plan_record, unmodelled_notes
 from zeroplan.report.table import render
-from zeroplan.report.verdict import unknown_text
+from zeroplan.report.terminal import PLAIN, Terminal
+from zeroplan.report.verdict import fit_text, lacks_of, peak_sentence, unknown_text
+from zeroplan.report.verdict import name_of as plan_name
 from zeroplan.report.words import gpus_text, host_text, model_text
-from zeroplan.report.wrap import wrap
 from zeroplan.search.files import Files
 from zeroplan.search.reasons import name_of
 from zeroplan.search.recommend import HEADROOM
 from zeroplan.search.results import Recommendation, SearchResult
-from zeroplan.search.suggestions import shortfalls
 
-#: Columns of what is read; the command stays on one line, to be copied.
-_WIDTH = 80
 _LEGEND = (
     "GiB per GPU; host per node. up to: the upper end of the interval. The first keeps"
     f" {100 * HEADROOM:.0f} % of a GPU free beyond it, if any does."
 )
+_SHORT_LEGEND = "GPU: GiB that nvidia-smi would show, at most. host: GiB of a node. --wide shows all columns."
 
 
-def answer_text(answer: SearchResult, style: str = "plain", *, files: Files | None = None) -> str:
-    """Write the whole answer.
+def answer_text(
+    answer: SearchResult,
+    style: str = "plain",
+    *,
+    files: Files | None = None,
+    terminal: Terminal = PLAIN,
+    quiet: bool = False,
+    next_command: Sequence[str] = (),
+) -> str:
+    """Write the whole answer: verdict, table, reasons, files and notes.
 
     Args:
         answer: what was found.
-        style: plain, github, html or csv.
+        style: plain, github, html or csv; html and csv are the table alone.
         files: what was written, and how to start it.
+        terminal: where it goes. Without a width, the table has all columns.
+        quiet: the verdict alone.
+        next_command: the words of the command that writes the files, where they were not written.
+
+    Raises:
+        BadInput: an unknown `style`.
     """
     if style in ("csv", "html"):
         return ranking_table(answer.ranking, style)
-    parts = [_heading(answer), ""]
-    if answer.current is not None:
-        parts += [f"In use: {_sentence(answer.current)}", ""]
-    if answer.ranking:
-        parts += [ranking_table(answer.ranking, style), "", _LEGEND]
+    if style != "plain":
+        terminal = Terminal(width=None)
     best = answer.best
-    if best is not None and best.plan.undecided:
-        parts += ["", f"Nothing is known to fit. {unknown_text(best.plan)}"]
+    lines = terminal.verdict(verdict(answer), None if best is not None and best.fits is None else best is not None)
+    if quiet:
+        return "\n".join(lines)
+    if best is not None:
+        lines += terminal.wrap(peak) if (peak := peak_sentence(best.plan)) else []
+        lines += terminal.command("Next: ", next_command) if next_command and files is None else []
+    lines += ["", *terminal.wrap(_heading(answer)), ""]
+    if answer.ranking:
+        wide = style != "plain" or terminal.width is None
+        table = ranking_table(answer.ranking, style) if wide else narrow_ranking(answer.ranking, terminal)
+        lines += [table, "", *map(terminal.dim, terminal.wrap(_LEGEND if wide else _SHORT_LEGEND))]
     if best is not None and best.reasons:
-        parts += ["", f"Why {name_of(best.zero, best.workload.gradient_checkpointing)}:", *(f"- {r}" for r in best.reasons)]
+        name = name_of(best.zero, best.workload.gradient_checkpointing)
+        lines += ["", terminal.bold(f"Why {name}"), *terminal.items(best.reasons)]
     if best is None:
-        parts += _nothing(answer)
+        lines += _changes(answer, terminal)
     elif answer.current is not None:
-        parts += ["", *_difference(answer.current, best)]
+        lines += ["", *_difference(answer.current, best, terminal)]
     if files is not None:
-        parts += ["", *files_text(files)]
-    parts += [f"warning: {text}" for text in answer.warnings]
-    parts.append(f"({answer.considered} configurations, {answer.simulated} simulated)")
-    return "\n".join(parts)
+        lines += ["", *files_text(files, terminal)]
+    left_out = unmodelled_notes([one.plan for one in answer.ranking[:1]])
+    lines += notes((*left_out, *answer.warnings, *(files.notes if files is not None else ())), terminal)
+    lines.append(terminal.dim(f"({answer.considered} configurations, {answer.simulated} simulated)"))
+    return "\n".join(lines)
 
 
-def files_text(files: Files) -> list[str]:
-    """Write what was written, the command, what the user's own program must do, and what else to know."""
-    lines = [*wrap(f"Wrote {', '.join(files.texts)}. Start it:", _WIDTH, hang="  "), "", f"  {files.start.shell()}"]
+def verdict(answer: SearchResult) -> str:
+    """Return the answer in a sentence or two: the best configuration with its speed and memory, or what is nearest."""
+    best, current = answer.best, answer.current
+    if best is None:
+        if answer.nearest is None:
+            return "Nothing fits."
+        plan = answer.nearest.plan
+        lacks = " and ".join(lacks_of(plan, describe_cluster(answer.cluster))) or "which lacks memory"
+        cheapest = f" Cheapest change: {answer.changes[0].what}." if answer.changes else ""
+        return f"Nothing fits: nearest is {_named(answer.nearest)}, {lacks}.{cheapest}"
+    text = f"{_named(best)}, {best.tokens_per_second:,.0f} tokens/s, {fit_text(best.plan)}"
+    if best.plan.undecided:
+        return f"Unknown: nothing is known to fit; best may be {text}. {unknown_text(best.plan)}"
+    head = "Least memory" if answer.goal == "memory" else "Fastest" if best.fits is None else "Best"
+    compared = ""
+    if current is not None and current.fits is False:
+        compared = " What is in use does not fit."
+    elif current is not None and current.tokens_per_second:
+        compared = f" {best.tokens_per_second / current.tokens_per_second:.2f} × as fast as what is in use."
+    return f"{head}: {text}.{compared}"
+
+
+def _named(one: Recommendation) -> str:
+    """``"ZeRO-2, optimizer on cpu, checkpointing, micro batch 4 × 8 accumulated"``."""
+    work = one.workload
+    text = plan_name(one.plan) + (", checkpointing" if work.gradient_checkpointing else "")
+    return f"{text}, micro batch {work.micro_batch}" + (f" × {work.grad_accum} accumulated" if work.grad_accum > 1 else "")
+
+
+def files_text(files: Files, terminal: Terminal = PLAIN) -> list[str]:
+    """Say what was written, with the command, and what the user's own program must do."""
+    lines = [*terminal.wrap(f"Wrote {', '.join(files.texts)}. Start it:"), "", *terminal.shell("  ", files.start.shell())]
     if files.program_must:
-        lines += ["", "Your program must:"]
-        lines += [line for text in files.program_must for line in wrap(text, _WIDTH, indent="- ", hang="  ")]
-    notes = [line for text in files.notes for line in wrap(f"note: {text}", _WIDTH, hang="  ")]
-    return [*lines, *(["", *notes] if notes else [])]
+        lines += ["", terminal.bold("Your program must"), *terminal.items(files.program_must)]
+    return lines
+
+
+def narrow_ranking(ranking: tuple[Recommendation, ...], terminal: Terminal) -> str:
+    """Return one row a configuration, best first, in columns that fit the terminal."""
+    table = render(*ranking_rows(ranking), "plain", width=terminal.width)
+    return terminal.judged(table, [(fits_text(one.plan), one.fits) for one in ranking])
+
+
+def ranking_rows(ranking: Sequence[Recommendation]) -> tuple[list[str], list[list[str]]]:
+    """Return the headers and the rows of :func:`narrow_ranking`."""
+    rows = []
+    for place, one in enumerate(ranking, 1):
+        gpu, work = one.plan.gpu, one.workload
+        rows.append(
+            [
+                str(place),
+                str(one.zero.stage),
+                offload_text(one.plan),
+                f"{work.micro_batch} × {work.grad_accum}",
+                "yes" if work.gradient_checkpointing else "no",
+                f"{one.tokens_per_second:,.0f}",
+                format_gib(gpu.interval[1] if gpu.interval else gpu.needed, digits=1),
+                format_gib(one.plan.cpu.per_node, digits=0),
+                fits_text(one.plan),
+            ]
+        )
+    return ["", "ZeRO", "offload", "batch", "ckpt", "tokens/s", "GPU", "host", "fits"], rows
+
+
+def record(one: Recommendation) -> dict[str, Any]:
+    """Return a configuration's figures by name: one row of a data frame. Sizes are bytes, times seconds."""
+    work = one.workload
+    return {
+        "tokens_per_second": one.tokens_per_second,
+        "step_seconds": one.step_seconds,
+        "micro_batch": work.micro_batch,
+        "grad_accum": work.grad_accum,
+        "gradient_checkpointing": work.gradient_checkpointing,
+        "alloc_conf": one.alloc_conf,
+        **plan_record(one.plan),
+    }
+
+
+def recommendation_text(one: Recommendation, terminal: Terminal = PLAIN) -> str:
+    """Return one configuration in one screen: what it is, its peak, why, and its ds_config."""
+    lines = terminal.verdict(f"{_named(one)}: {one.tokens_per_second:,.0f} tokens/s, {fit_text(one.plan)}.", one.fits)
+    lines += terminal.wrap(peak) if (peak := peak_sentence(one.plan)) else []
+    if one.alloc_conf:
+        lines += [f"PYTORCH_ALLOC_CONF={one.alloc_conf}"]
+    lines += ["", *terminal.items(one.reasons)] if one.reasons else []
+    config = one.ds_config()
+    return "\n".join(lines if config is None else [*lines, "", dump_ds_config(config).rstrip()])
 
 
 def ranking_table(ranking: tuple[Recommendation, ...], style: str = "plain") -> str:
@@ -89,7 +192,7 @@ def ranking_table(ranking: tuple[Recommendation, ...], style: str = "plain") -> 
             [
                 str(place),
                 str(one.zero.stage),
-                _offload(one),
+                offload_text(one.plan),
                 f"{work.micro_batch} × {work.grad_accum}",
                 "yes" if work.gradient_checkpointing else "no",
                 f"{one.tokens_per_second:,.0f}",
@@ -103,15 +206,6 @@ def ranking_table(ranking: tuple[Recommendation, ...], style: str = "plain") -> 
             ]
         )
     return render(headers, rows, style)
-
-
-def _offload(one: Recommendation) -> str:
-    parts = []
-    if one.zero.offload_optimizer:
-        parts.append(f"optimizer {one.zero.offload_optimizer.device}")
-    if one.zero.offloads_param:
-        parts.append(f"parameters {one.zero.offload_param.device}")
-    return ", ".join(parts) or "none"
 
 
 def _knobs(one: Recommendation) -> str:
@@ -149,29 +243,25 @@ def _sentence(one: Recommendation) -> str:
     )
 
 
-def _nothing(answer: SearchResult) -> list[str]:
-    parts = ["Nothing fits."]
-    if answer.nearest is not None:
-        cluster = answer.cluster
-        lack = shortfalls(answer.nearest, cluster.usable_vram, cluster.usable_cpu_ram, cluster.nvme)
-        parts.append(f"Nearest: {_sentence(answer.nearest)}; it lacks {' and '.join(lack) or 'memory'}.")
+def _changes(answer: SearchResult, terminal: Terminal) -> list[str]:
+    """List what would make it fit, where nothing does."""
     if answer.changes:
-        parts += ["", "What would make it fit, cheapest first:"]
-        parts += [f"{i}. {change.what}: {_sentence(change.best)}" for i, change in enumerate(answer.changes, 1)]
-    elif answer.nearest is not None:
-        parts.append("No single change of sequence length, adapters, host memory, disk, GPUs or cards makes it fit.")
-    return parts
+        lines = [terminal.bold("What would make it fit, cheapest first")]
+        for i, change in enumerate(answer.changes, 1):
+            lines += terminal.items([f"{change.what}: {_sentence(change.best)}"], mark=f"{i}. ")
+        return lines
+    if answer.nearest is None:
+        return []
+    return terminal.wrap("No single change of sequence length, adapters, host memory, disk, GPUs or cards makes it fit.")
 
 
-def _difference(current: Recommendation, best: Recommendation) -> list[str]:
-    """Return what to change to get from one to the other, as a diff of the ds_configs."""
+def _difference(current: Recommendation, best: Recommendation, terminal: Terminal) -> list[str]:
+    """Say what is in use, and what to change to get from it to the best, as a diff of the ds_configs."""
+    lines = terminal.wrap(f"In use: {_sentence(current)}.")
     gain = best.tokens_per_second / current.tokens_per_second if current.tokens_per_second else 0.0
     if current.fits is not False and gain < 1.02:
-        return ["What is in use is as good as anything that fits."]
-    before, after = _lines(current), _lines(best)
-    head = "It would be" if current.fits is not False else "What is in use does not fit. The best that does is"
-    lines = [f"{head} {gain:.2f} × as fast with:"] if current.fits is not False else [f"{head}:"]
-    lines += list(difflib.unified_diff(before, after, "in use", "recommended", lineterm="", n=1))
+        return [*lines, "What is in use is as good as anything that fits."]
+    lines += difflib.unified_diff(_lines(current), _lines(best), "in use", "recommended", lineterm="", n=1)
     if current.alloc_conf != best.alloc_conf:
         lines.append(f"PYTORCH_ALLOC_CONF={best.alloc_conf}")
     return lines

@@ -23,6 +23,11 @@ _BETWEEN = "  "
 _NARROWEST = 8
 
 
+def is_figure(header: str) -> bool:
+    """Whether a column of this header holds figures."""
+    return header in _FIGURES
+
+
 def render(headers: list[str], rows: list[list[str]], style: str, *, width: int | None = None) -> str:
     """Return a table as text.
 

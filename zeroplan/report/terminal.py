@@ -39,15 +39,44 @@ class Terminal:
 
     def command(self, before: str, words: Sequence[str]) -> list[str]:
         """Return a shell command in lines that a shell reads as one: all but the last end with a backslash."""
-        quoted = [shlex.quote(word) for word in words]
-        pairs = _with_values(quoted)
+        return self._continued(before, [shlex.quote(word) for word in words])
+
+    def shell(self, before: str, command: str) -> list[str]:
+        """Return a command that is quoted already, as :meth:`command` does."""
+        return self._continued(before, shlex.split(command, posix=False))
+
+    def _continued(self, before: str, quoted: Sequence[str]) -> list[str]:
         lines, line = [], before + quoted[0]
-        for part in pairs:
+        for part in _with_values(quoted):
             if self.width is not None and len(line) + len(part) + 3 > self.width:
                 lines.append(line + " \\")
                 line = "   "
             line += f" {part}"
         return [*lines, line]
+
+    def items(self, texts: Sequence[str], mark: str = "- ") -> list[str]:
+        """Return one item for each text, in lines."""
+        return [line for text in texts for line in self.wrap(text, indent=mark, hang=" " * len(mark))]
+
+    def verdict(self, text: str, good: bool | None) -> list[str]:
+        """Return an answer's first sentence in lines, its words up to the colon in bold: green, red or, for None, neither."""
+        first, *others = self.wrap(text)
+        head, colon, rest = first.partition(":")
+        paint = self.bold if good is None else self.good if good else self.bad
+        return [f"{paint(head + colon)}{rest}", *others]
+
+    def judged(self, table: str, cells: Sequence[tuple[str, bool | None]]) -> str:
+        """Return a table with its headers in bold, and in colour the last cell of each row: its text, and whether that is good.
+
+        A row that goes on below stays as it is.
+        """
+        lines = table.splitlines()
+        if not self.colour:
+            return table
+        for at, (cell, good) in enumerate(cells, len(lines) - len(cells)):
+            if good is not None and lines[at].endswith(cell):
+                lines[at] = lines[at].removesuffix(cell) + (self.good(cell) if good else self.bad(cell))
+        return "\n".join([self.bold(lines[0]), *lines[1:]])
 
     def good(self, text: str) -> str:
         """Return the text in bold green."""

@@ -1,13 +1,14 @@
-"""The answer of ``estimate`` in sentences: whether it fits, what the peak is made of, and what would lower it."""
+"""Plans in sentences: whether one fits, what its peak is made of, and what would lower it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from zeroplan.core.plan import MemoryPlan, Relief, Report
 from zeroplan.core.units import GIB, MIB, format_bytes
 from zeroplan.core.unmodelled import Effect
-from zeroplan.report.words import sharding_text
+from zeroplan.core.zero_config import sharding_text
 
 #: Parts of the peak and knobs that a sentence names.
 _PARTS, _KNOBS = 3, 3
@@ -27,13 +28,14 @@ def verdict(report: Report) -> str:
         return _without_limit(report)
     name = name_of(plan)
     if plan.undecided:
-        return f"Unknown: {name}, {_of_usable(plan)}{_bound(plan)}. {unknown_text(plan)}"
+        return f"Unknown: {name}, {fit_text(plan)}. {unknown_text(plan)}"
     if plan.fits is None:
         return f"Needs {need(plan)} a GPU: {name}. No limit is given: add --gpu H100 or --vram 80G."
     if not plan.fits:
         says = "Does not fit" if len(report.plans) == 1 else "Nothing fits"
-        return f"{says}: {'' if len(report.plans) == 1 else 'nearest is '}{name}, {' and '.join(_lacks(plan, report))}."
-    return f"Fits: {name}, {_of_usable(plan)}{_spare(plan)}."
+        lacks = " and ".join(lacks_of(plan, report.cluster))
+        return f"{says}: {'' if len(report.plans) == 1 else 'nearest is '}{name}, {lacks}."
+    return f"Fits: {name}, {fit_text(plan)}."
 
 
 def unknown_text(plan: MemoryPlan) -> str:
@@ -66,6 +68,11 @@ def need(plan: MemoryPlan) -> str:
     return _size(gpu.total) + (f" ({gpu.interval[0] / GIB:.1f} to {gpu.interval[1] / GIB:.1f})" if gpu.interval else "")
 
 
+def fit_text(plan: MemoryPlan) -> str:
+    """Return ``"54.7 of 79.4 GiB a GPU (at most 56.4), 29 % spare"``; the bound in place of what is spare if nothing fits."""
+    return _of_usable(plan) + (_bound(plan) if plan.undecided else _spare(plan) if plan.fits else "")
+
+
 def _of_usable(plan: MemoryPlan) -> str:
     """Return ``"54.7 of 79.4 GiB a GPU (at most 56.4)"``."""
     gpu = plan.gpu
@@ -82,15 +89,15 @@ def _spare(plan: MemoryPlan) -> str:
     return f", {100 * (gpu.usable - gpu.interval[1]) / gpu.usable:.0f} % spare"
 
 
-def _lacks(plan: MemoryPlan, report: Report) -> list[str]:
-    """List what is short, each with what is needed and what there is."""
+def lacks_of(plan: MemoryPlan, cluster: Mapping[str, Any]) -> list[str]:
+    """Return what is short, each with what is needed and what there is, for a cluster as the report's JSON holds it."""
     gpu, found = plan.gpu, []
     if "gpu" in plan.misfits and gpu.usable is not None:
         over = (gpu.interval[1] if gpu.interval else gpu.needed) - gpu.usable
         found.append(f"{_of_usable(plan)}, {_size(over)} too much")
     for key, held, what in (("cpu", plan.cpu.per_node, "host memory"), ("nvme", plan.nvme.per_node, "disk")):
         if key in plan.misfits:
-            limit = report.cluster["usable_cpu_ram" if key == "cpu" else "nvme"]
+            limit = cluster["usable_cpu_ram" if key == "cpu" else "nvme"]
             found.append(f"{held / GIB:.1f} of {_size(limit)} of {what} a node")
     return found
 

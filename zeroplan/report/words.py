@@ -47,13 +47,3 @@ def work_text(work: Mapping[str, Any]) -> str:
     if work.get("lora_rank"):
         text += f" · LoRA rank {work['lora_rank']}"
     return text + (" · checkpointing" if work.get("gradient_checkpointing") else "")
-
-
-def sharding_text(stage: int, offload_optimizer: str, offload_param: str) -> str:
-    """Return ``"ZeRO-3, optimizer and parameters on cpu"``."""
-    away = {"optimizer": offload_optimizer, "parameters": offload_param}
-    places: dict[str, list[str]] = {}
-    for what, where in away.items():
-        if where != "none":
-            places.setdefault(where, []).append(what)
-    return ", ".join([f"ZeRO-{stage}", *(f"{' and '.join(names)} on {where}" for where, names in places.items())])

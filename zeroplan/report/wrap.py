@@ -16,8 +16,11 @@ def wrap(text: str, width: int, *, indent: str = "", hang: str = "", words: bool
         text: one paragraph.
         width: characters, the indentation included.
         indent, hang: what the first line and the others begin with.
-        words: whether a word that is longer than a line stays whole, so that its line is longer.
+        words: whether a word that is longer than a line stays whole, so that its line is longer. A call of a function may be
+            broken after its bracket.
     """
+    room = width - max(len(indent), len(hang))
+    text = " ".join(word if len(word) <= room else word.replace("(", "( ") for word in text.split(" "))
     lines = textwrap.wrap(
         _UNIT.sub(_GLUE, text),
         width,

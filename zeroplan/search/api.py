@@ -1,13 +1,11 @@
-"""The Python API of the search: :func:`recommend`, and :func:`answer`, which holds what the command line shows."""
+"""The search from request to answer: :func:`run_search`, whose result holds all that ``recommend`` shows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
-from typing import Any, Unpack
+from dataclasses import replace
 
 from zeroplan.engines.base import Engine
-from zeroplan.planner.options import require_known
 from zeroplan.planner.request import Request
 from zeroplan.search.candidates_file import read_candidates
 from zeroplan.search.cost import CostModel
@@ -17,32 +15,9 @@ from zeroplan.search.memory import Memory
 from zeroplan.search.reasons import choice, points, reasons_for, what_more_buys
 from zeroplan.search.recommend import SHOWN, least_memory, order_of, rank_all, search, simplest_first
 from zeroplan.search.results import Recommendation, SearchResult, Suggestion, recommendation
-from zeroplan.search.search_options import RecommendOptions, ResolvedSearch, SearchOptions, candidates_of, resolve_search
+from zeroplan.search.search_options import ResolvedSearch, SearchOptions, candidates_of, resolve_search
 from zeroplan.search.space import Candidate
 from zeroplan.search.suggestions import cheapest_suggestions, nearest_miss
-
-
-def recommend(model: Any = None, **options: Unpack[RecommendOptions]) -> list[Recommendation]:
-    """Find the fastest configurations that fit, best first.
-
-    Args:
-        model: as for :func:`zeroplan.estimate`.
-        options: :class:`~zeroplan.search.search_options.RecommendOptions`, which are the command line's flags with
-            underscores: ``vram="24G"``, ``gpus=4``, ``global_batch=128``, …
-
-    Returns:
-        One recommendation a stage, offload and checkpointing that fits; empty when nothing does.
-
-    Raises:
-        BadInput: a value that cannot be used, with the remedy.
-        TypeError: an argument that does not exist, with the nearest name.
-    """
-    require_known(options, RecommendOptions.__annotations__, "recommend")
-    names = {f.name for f in fields(SearchOptions)}
-    given: dict[str, Any] = dict(options)
-    of_search = SearchOptions(**{name: value for name, value in given.items() if name in names})
-    request = Request(model=model, **{name: value for name, value in given.items() if name not in names})
-    return list(run_search(request, of_search).ranking)
 
 
 def run_search(request: Request, options: SearchOptions | None = None) -> SearchResult:
@@ -132,9 +107,9 @@ def _answer(
     considered: int,
 ) -> SearchResult:
     warnings = [*options.notes, *resolved.warnings]
-    if memory.no_tape:
+    if memory.no_tape:  # the first, since it decides more than the others
         text = f"formula depth: {memory.no_tape}; what may fit is judged by {_judged_by(resolved)}, and nothing is known to fit"
-        warnings.append(text)
+        warnings.insert(0, text)
     spec = resolved.spec
     return SearchResult(
         model={"name": spec.name, "params": spec.params, "trainable": spec.trainable, "source": spec.source},

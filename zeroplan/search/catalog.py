@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.models import catalog
+from zeroplan.planner.describe import describe_cluster
 from zeroplan.planner.request import Request
 from zeroplan.search.api import run_search
 from zeroplan.search.cost import CostModel
@@ -25,9 +27,13 @@ _LORA_RANK = 16
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A way to train. `gpu_bytes` and `host_bytes` are the least bytes a parameter, over all ranks, that it takes there."""
+    """A way to train, by its name in JSON and as a sentence says it.
+
+    `gpu_bytes` and `host_bytes` are the least bytes a parameter, over all ranks, that it takes there.
+    """
 
     name: str
+    how: str
     offload: bool
     lora: bool
     gpu_bytes: int
@@ -36,10 +42,10 @@ class Method:
 
 #: Full: 16-bit parameters and gradients, fp32 master and two moments (K = 12). Offloaded: all of it on the host.
 METHODS = (
-    Method("full", False, False, 14, 0),
-    Method("full, offload", True, False, 0, 16),
-    Method("LoRA", False, True, 2, 0),
-    Method("LoRA, offload", True, True, 0, 2),
+    Method("full", "in full", False, False, 14, 0),
+    Method("full, offload", "in full with offload", True, False, 0, 16),
+    Method("LoRA", "by LoRA", False, True, 2, 0),
+    Method("LoRA, offload", "by LoRA with offload", True, True, 0, 2),
 )
 
 
@@ -53,9 +59,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """The models that a machine can train. `best` answers for the largest full fine-tune, None when not even that fits."""
+    """The models that a machine can train. `best` answers for the largest full fine-tune, None when not even that fits.
+
+    `cluster` is the machine as the report's JSON holds it.
+    """
 
     rows: tuple[Row, ...]
+    cluster: dict[str, Any]
     best: SearchResult | None
     warnings: tuple[str, ...]
 
@@ -76,7 +86,7 @@ def overview(request: Request, options: SearchOptions | None = None) -> Overview
     if full:
         name = max(full, key=lambda entry: entry[1])[0]
         best = run_search(replace(request, model=name), options)
-    return Overview(rows, best, tuple(smallest.warnings))
+    return Overview(rows, describe_cluster(smallest.cluster), best, tuple(smallest.warnings))
 
 
 def _largest(

@@ -182,13 +182,13 @@ def form_of(engine: Engine, target: Target) -> Form:
 
 
 def require_folders(*paths: str | None) -> None:
-    """Refuse, before any search, paths in folders that are not there.
+    """Refuse, before any search, paths in folders that are not there. A path that ends with a slash is a folder to be made.
 
     Raises:
         BadInput: naming the folder.
     """
     for path in paths:
-        folder = os.path.dirname(path or "")
+        folder = os.path.dirname((path or "").rstrip(os.sep))
         if folder and not os.path.isdir(folder):
             raise BadInput(f"there is no folder {folder}", where=path or "", remedy="make it, or name another")
 

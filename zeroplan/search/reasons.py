@@ -8,7 +8,7 @@ from dataclasses import replace
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.units import GIB, format_bytes
-from zeroplan.core.zero_config import OffloadOptimizer, OffloadParam, ZeroConfig
+from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer, OffloadParam, ZeroConfig, sharding_text
 from zeroplan.ledger.traffic import Executor
 from zeroplan.planner.request import Request
 from zeroplan.search.cost import CostModel
@@ -34,26 +34,21 @@ _BOUND = {
 
 
 def name_of(zero: ZeroConfig, checkpointing: bool | None = None) -> str:
-    """Name a configuration: ``"stage 3, optimizer on cpu, checkpointing"``."""
-    text = f"stage {zero.stage}"
-    if zero.offload_optimizer:
-        text += f", optimizer on {zero.offload_optimizer.device}"
-    if zero.offloads_param:
-        text += f", parameters on {zero.offload_param.device}"
+    """``"ZeRO-3, optimizer on cpu, checkpointing"``."""
+    device = zero.offload_param.device if zero.offloads_param else OffloadDevice.NONE
+    text = sharding_text(zero.stage, zero.offload_optimizer.device, device)
     if checkpointing is not None:
         text += ", checkpointing" if checkpointing else ", no checkpointing"
     return text
 
 
 def choice(ranking: Sequence[Ranked]) -> list[str]:
-    """Say why the first was chosen: the room that it leaves on the card, and which faster ones are not as simple."""
+    """Why the first was chosen: that it is on the edge of the card, if it is, and which faster ones are not as simple."""
     best, said = ranking[0], []
     spare = headroom(best.plan)
     if spare is not None and best.on_edge:
         left = f"{100 * spare:.1f} % of the card is left beyond the upper end"
         said.append(f"on the edge: {left}, and nothing that leaves {100 * HEADROOM:.0f} % fits")
-    elif spare is not None:
-        said.append(f"{100 * spare:.0f} % of the card is left beyond the upper end (at least {100 * HEADROOM:.0f} % is kept)")
     speed = best.time.tokens_per_second
     for one in ranking[1:]:
         gain = one.time.tokens_per_second / speed - 1

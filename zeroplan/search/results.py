@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zeroplan.core.cluster import Cluster
+from zeroplan.core.display import Printable
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.plan import MemoryPlan
 from zeroplan.core.workload import Workload
@@ -18,7 +19,7 @@ from zeroplan.search.recommend import HEADROOM, Ranked, headroom
 
 
 @dataclass(frozen=True, slots=True)
-class Recommendation:
+class Recommendation(Printable):
     """One configuration with its predicted step time, its memory and its reasons.
 
     Attributes:
@@ -57,6 +58,9 @@ class Recommendation:
     def step_seconds(self) -> float:
         """Seconds of one optimizer step."""
         return self.time.total
+
+    def __repr__(self) -> str:
+        return f"<Recommendation {self.plan.label}: {self.tokens_per_second:,.0f} tokens/s>"
 
     def ds_config(self) -> dict[str, Any] | None:
         """Return the explicit ds_config that runs this; None where the engine takes none."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import find_optimizer
-from zeroplan.core.units import GIB, TIB, format_bytes
+from zeroplan.core.units import GIB, TIB
 from zeroplan.planner.request import Request
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
@@ -55,20 +55,6 @@ def _lack_of_floors(candidate: Candidate, memory: Memory) -> float:
     over += [host / cluster.usable_cpu_ram] if cluster.usable_cpu_ram else []
     over += [disk / cluster.nvme] if cluster.nvme else []
     return max(1.0, max(over, default=0.0))
-
-
-def shortfalls(missed: Recommendation, usable_vram: int | None, cpu_ram: int | None, nvme: int | None) -> list[str]:
-    """Say what a configuration lacks: ``"3.2 GiB a GPU"``, ``"41 GiB of host memory a node"``."""
-    plan = missed.plan
-    high = plan.gpu.interval[1] if plan.gpu.interval else plan.gpu.needed
-    said = []
-    if "gpu" in plan.misfits and usable_vram is not None:
-        said.append(f"{format_bytes(max(0, high - usable_vram))} a GPU")
-    if "cpu" in plan.misfits and cpu_ram is not None:
-        said.append(f"{format_bytes(plan.cpu.per_node - cpu_ram)} of host memory a node")
-    if "nvme" in plan.misfits and nvme is not None:
-        said.append(f"{format_bytes(plan.nvme.per_node - nvme)} of disk a node")
-    return said
 
 
 @dataclass(frozen=True, slots=True)

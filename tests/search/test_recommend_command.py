@@ -455,7 +455,7 @@ def test_the_verdict_is_the_first_line_and_quiet_leaves_the_rest_out(cli: Cli) -
 
 
 def test_a_folder_that_ends_with_a_slash_is_made(cli: Cli, tmp_path: Path) -> None:
-    code, out, err = cli("recommend", LLAMA, "--vram", "40G", *FAST, "-o", f"{tmp_path / 'new'}/")
+    code, _, err = cli("recommend", LLAMA, "--vram", "40G", *FAST, "-o", f"{tmp_path / 'new'}/")
     assert (code, err) == (UNKNOWN, "")
     assert (tmp_path / "new" / "ds_config.json").is_file()
     assert cli("recommend", LLAMA, "--vram", "40G", *FAST, "-o", f"{tmp_path / 'no' / 'new'}/")[0] == 2

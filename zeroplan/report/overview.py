@@ -32,7 +32,7 @@ def overview_text(
     quiet: bool = False,
     next_command: Sequence[str] = (),
 ) -> str:
-    """Write the whole answer: the largest model by method, a row for each method and model, and the best for the largest in full.
+    """Write the whole answer: the largest model by method, a row for each model, and the best for the largest in full.
 
     Args:
         found: what was found.

@@ -34,7 +34,7 @@ _BOUND = {
 
 
 def name_of(zero: ZeroConfig, checkpointing: bool | None = None) -> str:
-    """``"ZeRO-3, optimizer on cpu, checkpointing"``."""
+    """Name a configuration: ``"ZeRO-3, optimizer on cpu, checkpointing"``."""
     device = zero.offload_param.device if zero.offloads_param else OffloadDevice.NONE
     text = sharding_text(zero.stage, zero.offload_optimizer.device, device)
     if checkpointing is not None:
@@ -43,7 +43,7 @@ def name_of(zero: ZeroConfig, checkpointing: bool | None = None) -> str:
 
 
 def choice(ranking: Sequence[Ranked]) -> list[str]:
-    """Why the first was chosen: that it is on the edge of the card, if it is, and which faster ones are not as simple."""
+    """Say why the first was chosen: that it is on the edge of the card, if it is, and which faster ones are not as simple."""
     best, said = ranking[0], []
     spare = headroom(best.plan)
     if spare is not None and best.on_edge:

@@ -43,6 +43,7 @@ from zeroplan_runtime.offload.activations import ActivationOffload
 from zeroplan_runtime.offload.host_setup import make_nvme_offload, offload_optimizer
 from zeroplan_runtime.optim.step import OptimizerStep, StepResult
 from zeroplan_runtime.optim.zero_optimizer import ZeroOptimizer
+from zeroplan_runtime.parameter_aliases import ParameterAliases
 from zeroplan_runtime.parameter_writes import ParameterWrites
 from zeroplan_runtime.progress import TrainingProgress
 from zeroplan_runtime.pytree import cast_tensors
@@ -153,6 +154,7 @@ class Engine(EngineGetters, EngineCheckpoints):
         self.arena.reserve_segment(unit.grad_buffer for unit in self.model_states.units if unit.grad_buffer is not None)
         self.checks.claim_parameters()
         self.schedule.guard.close_all()
+        self._aliases = ParameterAliases(self.model_states, self.schedule.guard, self._own_tensors())
 
     # ------------------------------------------------------------------ training
 
@@ -273,8 +275,7 @@ class Engine(EngineGetters, EngineCheckpoints):
             raise BadInput("there is no optimizer", where="engine.step", remedy=remedy)
         if boundary:
             self.checks.require_gradients()
-        if self._watches_aliases:
-            self._look_for_aliases()
+        self._look_for_aliases()
         self.progress.micro_steps += 1
         if not boundary or self.optimizer_step is None:
             return
@@ -288,17 +289,25 @@ class Engine(EngineGetters, EngineCheckpoints):
             self.writes.stepped()
             self.schedule.grads.has_grads = False
             self.schedule.prefetch_forward()
+        if self.schedule.has_aliases and self.host is not None:
+            self.host.early_request = None  # an update in the backward would change what an alias shows before the step
         self.progress.global_steps += 1
         self.last_step = self._pending_result = result
         if not self.settings.check_overflow or self.device.type == "cpu":
             self.finish_step()
 
     def _look_for_aliases(self) -> None:
-        """Ends the watch for aliases that the first forwards took. The ranks agree on what follows from them.
+        """Looks for aliases that forwards took. The ranks agree on what follows from those of the first.
 
         Raises:
-            BadInput: when one is kept on any rank, at stage 3.
+            BadInput: when one is kept on any rank, at stage 3, and for an array of numpy's whose values would get old.
         """
+        if self.host is not None or self.model_states.setup.shards_params:
+            self._aliases.require_no_arrays()
+        if not self._watches_aliases:
+            if self.schedule.hooked and not self.schedule.has_aliases:
+                self._aliases.check()
+            return
         name = self.schedule.guard.end_watch()
         found = torch.tensor(float(self.schedule.has_aliases or bool(name)), device=self.device)
         if self.comm.world_size > 1:
@@ -307,6 +316,19 @@ class Engine(EngineGetters, EngineCheckpoints):
         if self.schedule.has_aliases and self.model_states.setup.shards_params:
             raise kept_alias(name)
         self._watches_aliases = False
+
+    def _own_tensors(self) -> Iterator[torch.Tensor]:
+        """The engine's tensors that may lie in the parameters' memory."""
+        for unit in self.model_states.units:
+            yield unit.param_slot.tensor
+            for flat in unit.flats():
+                yield from (flat.full, flat.shard, flat.part)
+            yield from (one for one in (unit.master, unit.param_16bit) if one is not None)
+            hosts = unit.offloaded.buffers if unit.offloaded is not None else ()
+            slices = self.optimizer_step.slices[unit.index] if self.optimizer_step is not None else []
+            for part in [*slices, *(part for buffers in hosts for part in buffers.slices)]:
+                yield from (one for one in (part.master, part.param) if one is not None)
+            yield from (one for buffers in hosts if (one := buffers.param) is not None)
 
     def finish_step(self) -> None:
         """Updates loss scale, step count and learning rate from the last step's result. Does nothing if that was done.

@@ -120,7 +120,7 @@ class ModelStates:
             else:
                 full = carved[own, name]
                 shard = self.local_shard(full, flat) if setup.shards_states else full
-            flats.append(FlatParam(flat, [unit.params[i] for i in flat.params], full, shard))
+            flats.append(FlatParam(flat, [unit.params[i] for i in flat.params], full, shard, self.local_shard(full, flat)))
         trainable, frozen = flats
         if layout.param_slot is not None:
             slot = self.param_slots[layout.param_slot]
@@ -203,7 +203,7 @@ class ModelStates:
             unit.grad_views, unit.grad_gaps, unit.optim_states, unit.offloaded = [], [], {}, None
             unit.param_slot.tensor = nothing
             for flat in unit.flats():
-                flat.full = flat.shard = nothing
+                flat.full = flat.shard = flat.part = nothing
         for slot in self.param_slots.values():
             slot.tensor = nothing
         self.scalars = self.squares = self.norm_workspace = nothing

@@ -7,15 +7,17 @@ Note [Guarded parameters]
     ``nn.Parameter`` again, so these are not slowed down. The cost is to set ``__class__`` twice a micro batch and parameter
     (three times at stage 3), about 30 ns each.
 
-    Aliases of a guarded parameter (``param.data``, ``param.detach()``, ``param[0]``) are guarded with it from then on. An
-    alias that a forward takes while the parameter is not guarded is not. So parameters stay guarded in the first micro batch,
-    and in all that are audited; where an alias from there still exists at the step, later steps wait until all parameters are
-    current, and stage 3, where their memory holds others, refuses it.
+    Aliases of a guarded parameter (``param.data``, ``param.detach()``, ``param[0]``) are guarded with it from then on. While
+    a parameter is not guarded, those by ``data`` and ``detach()`` still are: its class is then another subclass, which
+    overrides these two and no more. Others are not. So parameters stay guarded in the first micro batch, and in all that are
+    audited; where an alias from there still exists at the step, later steps wait until all parameters are current, and stage
+    3, where their memory holds others, refuses it. :mod:`zeroplan_runtime.parameter_aliases` finds those of later forwards.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, Protocol
@@ -71,6 +73,9 @@ class ParameterGuard:
                     self._params[unit].append(param)
                     _guarded[param] = (weakref.ref(self), unit.index, unit.layout.shape.params[i].name)
         self._units = list(self._params)
+        #: Aliases that are guarded, and tensors whose memory an array of numpy's shares, with the parameters' names.
+        self.aliases: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
+        self.arrays: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
         self._watched: list[tuple[weakref.ref[torch.Tensor], str]] | None = None
 
     def open(self, unit: UnitState) -> None:
@@ -78,7 +83,7 @@ class ParameterGuard:
         if unit.guarded:
             unit.guarded = False
             for param in self._params[unit]:
-                param.__class__ = plain_class(type(param))
+                param.__class__ = _open_class(type(param))
 
     def close(self, unit: UnitState) -> None:
         """Starts guarding `unit`'s parameters."""
@@ -110,16 +115,33 @@ class ParameterGuard:
         watched, self._watched = self._watched or (), None
         return next((name for alias, name in watched if alias() is not None), "")
 
-    def alias_was_taken(self, alias: torch.Tensor, name: str) -> None:
-        """Notes `alias` of the parameter `name`, if they are watched."""
+    def guard_alias(self, alias: torch.Tensor, index: int, name: str) -> None:
+        """Guards `alias` of the parameter `name` of unit number `index` with it, and notes it if aliases are watched."""
+        alias.__class__ = _guarded_class(type(alias))
+        _guarded[alias] = (weakref.ref(self), index, name)
+        self.aliases[alias] = name
         if self._watched is not None:
             self._watched.append((weakref.ref(alias), name))
 
+    def guard_outputs(self, unit: UnitState, output: Any) -> None:
+        """Guards the tensors in `output`, of the forward of `unit`, that are aliases of a parameter in the unit's slot."""
+        begin = unit.param_slot.tensor.data_ptr()
+        end = begin + unit.param_slot.tensor.nbytes
+        for tensor in tensors_of(output):
+            if type(tensor) is torch.Tensor and tensor.layout is torch.strided and begin <= tensor.data_ptr() < end:
+                self.guard_alias(tensor, unit.index, self._name_at(unit, tensor.data_ptr()))
+
+    def _name_at(self, unit: UnitState, address: int) -> str:
+        """The parameter of `unit` whose memory `address` is in."""
+        holder = max((p for p in self._params[unit] if p.data_ptr() <= address), key=lambda p: p.data_ptr())
+        return _guarded[holder][2]
+
     def remove(self) -> None:
         """Stops guarding all parameters for good."""
-        self.open_all()
-        for params in self._params.values():
+        for unit, params in self._params.items():
+            unit.guarded = False
             for param in params:
+                param.__class__ = plain_class(type(param))
                 _guarded.pop(param, None)
 
     def before_use(self, index: int, name: str) -> None:
@@ -162,26 +184,58 @@ class ParameterGuard:
 
 #: Guarded parameters and aliases of them: who guards them, the index of their unit, their name.
 _guarded: MutableMapping[torch.Tensor, tuple[Callable[[], Any], int, str]] = WeakIdKeyDictionary()
-#: By class: the guarded one, and back.
+#: By class: the guarded one, and back; the one of parameters that are not guarded now, and back.
 _guarded_classes: dict[type, type] = {}
 _plain_classes: dict[type, type] = {}
+_open_classes: dict[type, type] = {}
+_opened_classes: dict[type, type] = {}
 
 
 def plain_class(kind: type) -> type:
-    """The class that a parameter of class `kind` has while it is not guarded."""
-    return _plain_classes.get(kind, kind)
+    """The class, which users know, of a parameter that is of class `kind` now."""
+    return _plain_classes.get(kind) or _opened_classes.get(kind, kind)
 
 
 def _guarded_class(kind: type) -> type:
+    if kind in _plain_classes:
+        return kind
+    kind = plain_class(kind)
     made = _guarded_classes.get(kind)
     if made is None:
-        if kind in _plain_classes:
-            return kind
-        members: dict[str, Any] = {"__module__": kind.__module__, "__torch_function__": classmethod(_on_use)}
-        members.update({name: _as_plain(name) for name in ("__reduce_ex__", "__deepcopy__")})
-        made = _guarded_classes[kind] = type(kind)(kind.__name__, (kind,), members)
+        made = _guarded_classes[kind] = _subclass(kind, {"__torch_function__": classmethod(_on_use)})
         _plain_classes[made] = kind
     return made
+
+
+def _open_class(kind: type) -> type:
+    kind = plain_class(kind)
+    made = _open_classes.get(kind)
+    if made is None:
+        data = property(_taken_data, torch.Tensor.data.__set__)  # type: ignore[attr-defined]
+        made = _open_classes[kind] = _subclass(kind, {"data": data, "detach": _taken_alias})
+        _opened_classes[made] = kind
+    return made
+
+
+def _subclass(kind: type, members: dict[str, Any]) -> type:
+    members |= {"__module__": kind.__module__, **{name: _as_plain(name) for name in ("__reduce_ex__", "__deepcopy__")}}
+    return type(kind)(kind.__name__, (kind,), members)
+
+
+def _taken_data(param: torch.Tensor) -> torch.Tensor:
+    """``param.data`` of a parameter that is not guarded now; it shares autograd's version counter, which tells of writes."""
+    if sys._getframe(1).f_globals["__name__"].startswith("torch._"):  # AOTAutograd takes no other class than torch.Tensor
+        return torch.Tensor.detach(param)
+    return _taken_alias(param)
+
+
+def _taken_alias(param: torch.Tensor) -> torch.Tensor:
+    """``param.detach()`` of a parameter that is not guarded now."""
+    alias = torch.Tensor.detach(param)
+    entry = _entry(param)
+    if entry is not None and alias.numel():
+        entry[0].guard_alias(alias, *entry[1:])
+    return alias
 
 
 def _as_plain(name: str) -> Callable[..., Any]:
@@ -258,9 +312,9 @@ def _guard_aliases(result: Any, tensor: torch.Tensor, entry: Any) -> None:
     for made in tensors_of(result):
         is_plain = type(made) is torch.Tensor and made.layout is torch.strided and made.numel()
         if is_plain and made.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
-            made.__class__ = _guarded_class(torch.Tensor)
-            _guarded[made] = (weakref.ref(entry[0]), *entry[1:])
-            entry[0].alias_was_taken(made, entry[2])
+            entry[0].guard_alias(made, *entry[1:])
+    if type(result).__module__ == "numpy" and isinstance(base := getattr(result, "base", None), torch.Tensor):
+        entry[0].arrays[base] = entry[2]
 
 
 def _casts_nothing(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

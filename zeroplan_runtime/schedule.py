@@ -60,6 +60,7 @@ class Schedule:
         reading: gives a context for a read of a parameter, which may have to wait for other ranks.
         keeps_guard: parameters stay guarded in the forward, so that aliases taken there are, too.
         has_aliases: the forward keeps aliases of parameters, so a step waits until these are current.
+        hooked: hooks are on the units, as parameters are not always current; else they are but for hand-written ones.
         keep_writes: called at stage 3 before a unit is resharded, to keep what its forward has written into parameters.
     """
 
@@ -88,8 +89,8 @@ class Schedule:
         self.keeps_guard = self.has_aliases = False
         self._in_forward: set[UnitState] = set()
         self._reads_on: int | None = None  # the stream that waits for all unshards since the last step
-        self._hooked = self.comm.world_size > 1 or any(u.layout.offloaded for u in units) or self.setup.shards_params
-        if self._hooked:
+        self.hooked = self.comm.world_size > 1 or any(u.layout.offloaded for u in units) or self.setup.shards_params
+        if self.hooked:
             for unit in units:
                 self._hook(unit)
 
@@ -119,7 +120,7 @@ class Schedule:
         self._in_forward.clear()
         for slot in self.model_states.param_slots.values():
             slot.in_use = False
-        if not self._hooked:
+        if not self.hooked:
             self.guard.open_all()
         self.grads.slots_are_due = any(slot.buffer.is_allocated for slot in self.model_states.grad_slots.values())
         self.in_engine_backward = False
@@ -147,8 +148,11 @@ class Schedule:
             self._watch_outputs(unit, (args, kwargs), output)
         if self._in_backward:
             return
-        if self.setup.shards_params and self.keep_writes is not None:
-            self.keep_writes(unit)
+        if self.setup.shards_params:
+            if self.keep_writes is not None:
+                self.keep_writes(unit)
+            if not unit.is_root:
+                self.guard.guard_outputs(unit, output)
         self._reshard(unit)
         if not unit.is_root:  # the root's forward ends after all others
             self._unshard_deferred(self._execution_order.next_in_forward.get(unit))
@@ -218,7 +222,7 @@ class Schedule:
         """Fills ``flat.full`` from the ranks' shards. The all-gather stream must be current."""
         shard = flat.shard
         if unit.layout.param_place is Place.PINNED:
-            shard = self.model_states.local_shard(flat.full, flat.layout)
+            shard = flat.part
             shard.copy_(flat.shard, non_blocking=True)
         if self.comm.world_size > 1:
             self.comm.all_gather(flat.full, shard)
@@ -260,7 +264,7 @@ class Schedule:
         """Unshards the units that the next forward needs first, one for each free slot."""
         self._reads_on = None
         self.guard.close_all()
-        if not self._hooked:
+        if not self.hooked:
             return
         if not self.setup.shards_params:
             for unit in self.model_states.units:

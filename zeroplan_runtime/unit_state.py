@@ -80,12 +80,14 @@ class FlatParam:
         full: the unsharded parameters, 1-D: permanent memory, or a part of the unit's :class:`ParamSlot`.
         shard: this rank's shard, 1-D. Separate memory (on the device or the host) where the unit shares its slot and the
             shard is kept; otherwise, and where the parameters rest in a file, a view of `full`.
+        part: this rank's part of `full`, 1-D.
     """
 
     layout: Flat
     params: list[nn.Parameter]
     full: torch.Tensor
     shard: torch.Tensor
+    part: torch.Tensor
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Returns views of `flat`, a 1-D tensor as long as `full`, in the parameters' shapes."""

@@ -1,8 +1,8 @@
 """A campaign of random trainings: ``python -m benchmarks.fuzz_training --cases 10000 --ranks 1-4 --seed 0 --out FILE``.
 
-Each line of FILE is a case's seed and outcome: ``equal``, ``refused`` with the reason, ``different``, ``crash``, ``hang``, or
-``undefined`` where plain torch itself raises. A campaign that was ended goes on where it was. A case that goes wrong is made
-as small as possible and printed as a script. Ends with 1 if any went wrong.
+Each line of FILE is a case's seed and outcome: ``equal``, ``refused`` with the reason, ``different``, ``crash``, ``hang``;
+where plain torch itself raises, ``both-refuse`` or, if the runtime trains, ``accepted``. A campaign that was ended goes on
+where it was. A case that goes wrong is made as small as possible and printed as a script. Ends with 1 if any went wrong.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 from benchmarks.fuzz_training.case import Case, draw
-from benchmarks.fuzz_training.compare import Outcome, judge
+from benchmarks.fuzz_training.compare import WELL, Outcome, judge
 from benchmarks.fuzz_training.pool import Pool
 
 
@@ -99,7 +99,7 @@ def main() -> int:
     pool.stop()
     took = time.monotonic() - begin
     print(f"{sum(counts.values())} cases in {took:.0f} s, ranks started {pool.starts} times: {dict(counts)}")
-    return 0 if set(counts) <= {"equal", "refused", "undefined"} else 1
+    return 0 if set(counts) <= set(WELL) else 1
 
 
 if __name__ == "__main__":

@@ -26,9 +26,11 @@ class Case:
         frozen: ``embed``, ``blocks`` (LoRA alone is trained), or ``first`` (block).
         lora: low-rank additions.
         reads: the root uses a weight of the last block ``before`` or ``after`` that block.
-        clamps: what changes a weight in its forward: ``each`` block, the ``root``, or an embedding with ``max-norm``.
+        clamps: what changes a weight in its forward: ``each`` block, each by its ``data``, the ``root``, or an embedding with
+            ``max-norm``.
         order: of the blocks: one runs ``twice``, ``alternating`` ones are left out, or ``backwards``.
         output: of a block: ``tuple`` or ``dict``.
+        compiled: ``torch.compile`` of ``each`` block.
         odd: an empty parameter, a scalar, a column-major one.
 
     Attributes of the use:
@@ -43,6 +45,8 @@ class Case:
         by_hand: the ends of accumulations are set, not counted.
         within: what is done between forward and backward: ``norm``, ``eval``, ``data-write``.
         after: what is done after each step.
+        alias: how the forward takes what ``caught`` in `after` looks at: ``detach``, ``data``, ``view``, ``parameter``.
+        late: aliases and writes in the forward begin with the second step.
 
     The others are the configuration's.
     """
@@ -64,6 +68,7 @@ class Case:
     odd: bool = False
     embedding: str = ""
     weights: str = ""
+    compiled: str = ""
     dropout: bool = False
     batch_norm: bool = False
 
@@ -77,6 +82,8 @@ class Case:
     by_hand: bool = False
     within: str = ""
     after: tuple[str, ...] = ()
+    alias: str = "detach"
+    late: bool = False
 
     ranks: int = 1
     stage: int = 0
@@ -87,6 +94,7 @@ class Case:
     groups: int = 1
     given: bool = False
     offload: str = ""
+    delayed: int = 0
     reduce_dtype: str = ""
     accum_dtype: str = ""
     wide_numel: int = 100
@@ -137,12 +145,13 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "frozen": _often("", "embed", "blocks", "first", times=8),
     "lora": _often(False, True, times=5),
     "reads": _often("", "before", "after", times=8),
-    "clamps": _often("", "each", "root", "max-norm", times=15),
+    "clamps": _often("", "each", "data", "root", "max-norm", times=15),
     "order": _often("", "twice", "alternating", "backwards", times=6),
     "output": _often("", "tuple", "dict", times=8),
     "odd": _often(False, True, times=4),
     "embedding": _often("", "sparse", times=9),
     "weights": _often("", "weight-norm", "spectral-norm", times=12),
+    "compiled": _often("", "each", times=39),
     "dropout": _often(False, True, times=7),
     "batch_norm": _often(False, True, times=7),
     "steps": (2, 3, 4),
@@ -164,15 +173,18 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "overflows": _often(0, 1, 2, times=10),
     "by_hand": _often(False, True, times=7),
     "within": _often("", "norm", "eval", "data-write", times=12),
+    "alias": ("detach", "data", "view", "parameter"),
+    "late": (False, True),
     "ranks": (2, 1, 2, 2, 3, 4),
     "stage": (0, 1, 2, 3),
     "dtype": _often("fp32", "bf16", "fp16", times=5),
     "accum": (1, 1, 2, 3),
     "clip": (0.0, 0.0, 0.05, 1e9),
-    "optimizer": _often("sgd", "momentum", "nesterov", "adamw", "adam", times=2),
+    "optimizer": _often("sgd", "momentum", "nesterov", "adamw", "adam", "lamb", "lion", times=2),
     "groups": (1, 1, 2, 3),
     "given": _often(False, True, times=2),
     "offload": _often("", "cpu", "cpu", "nvme", "half", "param-cpu", "param-nvme", times=9),
+    "delayed": (0, 0, 1, 2),
     "reduce_dtype": _often("", "fp32", "bf16", times=5),
     "accum_dtype": _often("", "fp32", times=2),
     "wide_numel": (100, 100, 10000),
@@ -218,6 +230,13 @@ def from_choices(after: tuple[str, ...], **chosen: Any) -> Case:
 
 def legal(case: Case) -> Case:
     """`case` without what a config's reader refuses for sure, plain torch refuses, or has no meaning."""
+    while (changed := _more_legal(case)) != case:
+        case = changed
+    return case
+
+
+def _more_legal(case: Case) -> Case:
+    """`case` after one look at each rule; what a rule takes out may be what another asks for."""
     change: dict[str, Any] = {}
     if case.offload.startswith("param") or case.offload == "half":
         change["stage"] = 3
@@ -239,19 +258,45 @@ def legal(case: Case) -> Case:
         change["checkpointing"] = "plain"  # the reentrant one asks for a tensor with a gradient, and for backward()
     if case.depth < 2:
         change |= {"order": "", "reads": ""}
-    if case.tied or case.frozen == "embed":
+    if case.tied or case.frozen == "embed" or case.dtype == "fp16":  # torch adds no sparse gradients in fp16
         change["embedding"] = ""
     if case.dtype != "fp32":
         change["autocast"] = False
     if case.dtype == "fp32" or case.overflows > case.steps:
         change["overflows"] = 0
-    if case.clamps == "each":
+    if case.clamps in ("each", "data"):
         change["weights"] = ""
     if case.weights == "spectral-norm" and (case.order == "twice" or case.loss or case.checkpointing or case.dtype != "fp32"):
         change["weights"] = ""  # each forward changes its vectors in place, which autograd refuses then
     if change.get("lora", case.lora) and case.blocks in ("mha", "lstm"):
         change["blocks"] = "mlp"
+    if case.optimizer in ("lamb", "lion"):
+        change["given"] = False  # torch has neither
+    offload = change.get("offload", case.offload)
+    if case.optimizer == "lamb" and offload:
+        change |= {"offload": "", "delayed": 0}  # its norms need all ranks
+    elif offload not in ("cpu", "half"):
+        change["delayed"] = 0
     after = set(case.after)
+    if "caught" not in after:
+        change["alias"] = "detach"
+        if not case.clamps:
+            change["late"] = False
+    if change.get("delayed", case.delayed):
+        after -= {
+            "write",
+            "data-write",
+            "load-state",
+            "state-dict",
+            "gathered",
+            "anew",
+        }  # a write is refused, a state dict ends it
+        change |= {"within": "" if case.within == "data-write" else case.within, "clamps": ""}
+    if case.compiled:
+        change |= {"weights": "", "hooks": "", "checkpointing": "", "clamps": "", "output": ""}
+        if case.blocks == "lstm":
+            change["blocks"] = "mlp"
+        after -= {"caught"}
     if change.get("stage", case.stage) == 3:
         after -= {"load-state", "state-dict", "write", "data-write"}
     if "nvme" in case.offload:

@@ -63,14 +63,19 @@ class Block(nn.Module):
             self.columns = nn.Parameter(torch.randn(width, 3).t() * 0.1)
         #: An alias of a parameter that the forward has taken.
         self.caught: torch.Tensor | None = None
+        #: The first step is over.
+        self.begun = False
 
     def forward(self, x: Any) -> Any:
         if self.case.output:
             x = x[0] if self.case.output == "tuple" else x["x"]
-        if self.case.clamps == "each":
-            clamp(self.down)
-        if "caught" in self.case.after:
-            self.caught = self.down.weight.detach()
+        if self.begun or not self.case.late:
+            if self.case.clamps == "each":
+                clamp(self.down)
+            elif self.case.clamps == "data":
+                self.down.weight.data.clamp_(-0.2, 0.2)
+            if "caught" in self.case.after:
+                self.caught = alias_of(self.down.weight, self.case.alias)
         y = self.norm(x)
         if self.case.buffers:
             if self.training and torch.is_grad_enabled():
@@ -113,6 +118,19 @@ def clamp(linear: nn.Linear) -> None:
     """Keeps weights within bounds, as some generative models do in their forward."""
     with torch.no_grad():
         linear.weight.clamp_(-0.2, 0.2)
+
+
+@torch.no_grad()
+def alias_of(weight: nn.Parameter, how: str) -> torch.Tensor:
+    """A tensor that shares memory with `weight`."""
+    match how:
+        case "data":
+            return weight.data
+        case "view":
+            return weight.view(-1)[1:]
+        case "parameter":
+            return nn.Parameter(weight.data, requires_grad=False)
+    return weight.detach()
 
 
 class Net(nn.Module):
@@ -163,6 +181,12 @@ class Net(nn.Module):
         if self.case.hooks == "weight" and weight.requires_grad:
             weight.register_hook(_halve)  # type: ignore[no-untyped-call]
 
+    def compile_blocks(self) -> None:
+        """Compiles the blocks of the ranks' side, without a compiler: it is the graphs that matter."""
+        if self.case.compiled:
+            for block in self.stack():
+                block.compile(backend="aot_eager")
+
     def stack(self) -> list[Block]:
         """Return the blocks."""
         if self.case.container == "none":
@@ -178,6 +202,8 @@ class Net(nn.Module):
         if extra is not None:
             x = x + extra
         blocks = self.stack()
+        for block in blocks:
+            block.begun = number > 0
         order = list(range(len(blocks)))
         if self.case.order == "twice":
             order.append(0)

@@ -12,6 +12,7 @@ from torch import nn
 
 from benchmarks.fuzz_training.case import Case
 from benchmarks.fuzz_training.model import Net, make
+from benchmarks.fuzz_training.optimizers import Lamb, Lion
 from benchmarks.fuzz_training.script import Seen, play
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -39,6 +40,10 @@ def optimizer_of(case: Case, params: list[nn.Parameter]) -> torch.optim.Optimize
             return torch.optim.Adam(groups, eps=EPS, betas=BETAS)
         case "momentum" | "nesterov":
             return torch.optim.SGD(groups, momentum=0.9, nesterov=case.optimizer == "nesterov")
+        case "lamb":
+            return Lamb(groups, eps=EPS, betas=BETAS)
+        case "lion":
+            return Lion(groups, betas=BETAS)
     return torch.optim.SGD(groups)
 
 
@@ -121,6 +126,7 @@ class _Plain:
         self.replicas = [Replica(case, copy.deepcopy(model), rank, self.optimizer, self._scale) for rank in range(case.ranks)]
         for replica in self.replicas:
             replica.module.add_weight_hook()
+        self._applied = 0
         self._note()
 
     def _note(self) -> None:
@@ -140,6 +146,8 @@ class _Plain:
         In 16 bits a step whose gradients are not finite is skipped.
         """
         self._keep_writes()
+        if self._is_delayed:  # the update before has come with this backward
+            self._spread()
         everybody = [replica.trained() for replica in self.replicas]
         for master, *params in zip(self.masters, *everybody, strict=True):
             grads = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in params]
@@ -153,8 +161,21 @@ class _Plain:
         if self.case.clip:
             nn.utils.clip_grad_norm_(self.masters, self.case.clip)
         self.optimizer.step()
+        self._applied += 1
         if self.schedule is not None:
             self.schedule.step()
+        if not self._is_delayed:
+            self._spread()
+
+    @property
+    def _is_delayed(self) -> bool:
+        """Whether the parameters get the last update with the next step's backward."""
+        return 0 < self.case.delayed <= self._applied
+
+    @torch.no_grad()
+    def drain(self) -> None:
+        """Gives the parameters all updates."""
+        self._keep_writes()
         self._spread()
 
     def _spread(self) -> None:
@@ -180,7 +201,7 @@ class _Plain:
     @torch.no_grad()
     def save(self) -> None:
         """Copies everything that a checkpoint holds."""
-        self._keep_writes()
+        self.drain()
         model = self.replicas[0].module
         buffers = dict(model.named_buffers())
         frozen = {name for name, param in model.named_parameters(remove_duplicate=False) if not param.requires_grad}
@@ -252,6 +273,6 @@ def train(case: Case, *, wider: bool = False, nudge: float = 1.0) -> Trained:
                 micro = 0
             case _:
                 break
-    plain._keep_writes()
+    plain.drain()
     masters = dict(zip(plain.names, (master.detach() for master in plain.masters), strict=True))
     return Trained(seen, masters, plain.replicas[0].module.state_dict(), dict(zip(plain.names, start, strict=True)))

@@ -1,4 +1,6 @@
-"""Gloo ranks that are started once and go from case to case; they are replaced when one has hung or crashed."""
+"""Gloo ranks that are started once and go from case to case; they are replaced when one has hung, crashed, or imported
+dynamo, beside which the runtime does some things otherwise.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,7 @@ class Pool:
         self._number += 1
         self._case_folder = self._folder / f"case{self._number}"
         self._case_folder.mkdir()
-        self._ranks = case.ranks
+        self._ranks, self._compiles = case.ranks, bool(case.compiled)
         for tasks in self._tasks[: case.ranks]:
             tasks.put((self._number, case, str(self._case_folder)))
 
@@ -123,7 +125,7 @@ class Pool:
         kinds = {answer.kind for answer in found.values()}
         answers = [found.get(rank, Answer("hang", "no answer")) for rank in range(self._ranks)]
         shutil.rmtree(self._case_folder, ignore_errors=True)
-        if not whole or len(kinds) > 1 or "crash" in kinds:
+        if not whole or len(kinds) > 1 or "crash" in kinds or self._compiles:
             self.stop()
         return answers
 

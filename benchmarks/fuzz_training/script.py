@@ -157,7 +157,7 @@ def _look(trainer: Trainer, case: Case, number: int, seen: Seen, held: list[torc
             seen.append((f"held {number}", torch.cat([p.double().flatten() for p in held])))
         if "caught" in case.after:
             caught = [one for module in trainer.module.modules() if (one := getattr(module, "caught", None)) is not None]
-            seen.append((f"caught {number}", torch.cat([p.double().flatten() for p in caught])))
+            seen.append((f"caught {number}", torch.cat([torch.empty(0), *(p.double().flatten() for p in caught)])))
         if "gathered" in case.after:
             _look_into_units(trainer, number, seen)
         if "write" in case.after:

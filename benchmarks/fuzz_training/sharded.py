@@ -34,6 +34,7 @@ def ds_config(case: Case, folder: Path) -> dict[str, Any]:
             "direct_linear": case.direct,
             "audit_steps": case.audit,
             "nvme_in_memory": True,
+            "delayed_update": case.delayed,
         },
     }
     nvme = {"device": "nvme", "nvme_path": str(folder)}
@@ -67,6 +68,10 @@ def _optimizer(case: Case) -> dict[str, Any]:
             return {"type": "Adam", "params": {"eps": EPS, "betas": list(BETAS), "adam_w_mode": False}}
         case "momentum" | "nesterov":
             return {"type": "SGD", "params": {"momentum": 0.9, "nesterov": case.optimizer == "nesterov"}}
+        case "lamb":
+            return {"type": "Lamb", "params": {"eps": EPS, "betas": list(BETAS)}}
+        case "lion":
+            return {"type": "Lion", "params": {"betas": list(BETAS)}}
     return {"type": "SGD", "params": {}}
 
 
@@ -79,6 +84,7 @@ class EngineTrainer:
         self.rank = dist.get_rank(group)
         model = make(case)
         model.add_weight_hook()
+        model.compile_blocks()
         self.start(model)
 
     def start(self, model: nn.Module) -> None:

@@ -20,7 +20,7 @@ _FIELDS = {name: st.sampled_from(values) for name, values in CHOICES.items()}
 CASES = st.builds(
     from_choices,
     after=st.lists(st.sampled_from(AFTER), max_size=2, unique=True).map(tuple),
-    **{**_FIELDS, "ranks": st.sampled_from((2, 1))},
+    **{**_FIELDS, "ranks": st.sampled_from((2, 1)), "compiled": st.just("")},  # graphs take seconds each
     seed=st.integers(0, 10**6),
 )
 
@@ -49,6 +49,13 @@ FOUND = [
     (Case(depth=4, after=("caught",), ranks=2, stage=3, audit=0, seed=130), "the forward has kept a tensor that shares"),
     (Case(depth=4, checkpointing="plain", after=("caught",), ranks=2, stage=3, seed=130), "has kept a tensor"),
     (Case(container="none", checkpointing="plain", after=("caught",), ranks=2, stage=3, offload="cpu"), "has kept a tensor"),
+    # The same of aliases that are taken later, and of values that are written by `.data` in later forwards.
+    (Case(steps=4, after=("caught",), alias="view", late=True, ranks=2, stage=2, offload="cpu"), ""),
+    (Case(steps=4, after=("caught",), alias="data", late=True, ranks=2, stage=1, offload="cpu"), ""),
+    (Case(depth=3, after=("caught",), alias="view", late=True, ranks=2, stage=3), "the forward has kept a tensor that shares"),
+    (Case(depth=3, after=("caught",), alias="parameter", late=True, ranks=2, stage=3), "is read while its unit"),
+    (Case(clamps="data", late=True, steps=3, ranks=2, stage=3, dtype="bf16"), ""),
+    (Case(clamps="data", steps=3, ranks=2, stage=2, dtype="bf16", offload="cpu"), ""),
     # A checkpoint ended its second forward early, so that reads after the step no longer waited for the update on the host.
     (Case(checkpointing="plain", after=("write",), stage=2, clip=0.05, offload="cpu", seed=1024459), ""),
     (Case(checkpointing="plain", frozen="embed", after=("norm",), stage=1, clip=1e9, offload="cpu", seed=1022368), ""),

@@ -1,0 +1,109 @@
+"""Finds aliases of parameters that a forward took while the parameters were not guarded, once the graphs are gone.
+
+A tensor that shares memory with parameters counts as one more use of their storage. So each step compares the number of uses
+with the one that the engine itself has, which costs a few microseconds. Where there are more, Python's garbage collector lists
+the tensors that exist (about a tenth of a second), and aliases among them are guarded from then on, or refused at stage 3.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from zeroplan.core.errors import BadInput
+from zeroplan_runtime.checks import kept_alias
+from zeroplan_runtime.model_states import ModelStates
+from zeroplan_runtime.parameter_guard import ParameterGuard
+from zeroplan_runtime.unit_state import UnitState
+
+_use_count = getattr(torch._C, "_storage_Use_Count", None)
+
+
+class ParameterAliases:
+    """Watches the memory of the parameters of `model_states`, guarded by `guard`. Make it when the engine is whole.
+
+    Args:
+        model_states: the units.
+        guard: guards the parameters.
+        own: the engine's own tensors; those in other memory do no harm.
+    """
+
+    def __init__(self, model_states: ModelStates, guard: ParameterGuard, own: Iterable[torch.Tensor]) -> None:
+        self._model_states, self._guard = model_states, guard
+        flats = [flat for unit in model_states.units for flat in unit.flats()]
+        blocks = [flat.full._base for flat in flats]  # of which each is a part
+        self._own = {id(tensor) for tensor in (*own, *blocks, *(param for flat in flats for param in flat.params))}
+        self._storages = {flat.full.untyped_storage().data_ptr(): flat.full.untyped_storage() for flat in flats}
+        self._ordinary = {self._uses()}  # numbers of uses without an alias that is not guarded
+
+    def check(self) -> None:
+        """Looks for new aliases. Call it when the graphs are gone, which save aliases, too.
+
+        Raises:
+            BadInput: for one of a parameter that is not the root's, at stage 3.
+        """
+        uses = self._uses()
+        if uses in self._ordinary:
+            return
+        if self._model_states.setup.shards_params and self._search():
+            gc.collect()  # it may be garbage in a cycle
+        found = self._search()
+        for alias in found:
+            unit, name = self._owner(alias)
+            if self._model_states.setup.shards_params and not unit.is_root:
+                raise kept_alias(name)
+            self._guard.guard_alias(alias, unit.index, name)
+        if not found:
+            self._ordinary.add(uses)
+
+    def require_no_arrays(self) -> None:
+        """Checks that no array of numpy's shares memory with a parameter.
+
+        Raises:
+            BadInput: with the parameter's name.
+        """
+        name = next(iter(self._guard.arrays.values()), None)
+        if name is not None:
+            raise BadInput(
+                f"an array of numpy's shares memory with parameter {name!r}, and would show other values after the step",
+                where="engine.step",
+                remedy="keep a copy of it",
+            )
+
+    def _uses(self) -> int:
+        if _use_count is None:
+            return 0
+        return sum(_use_count(storage._cdata) for storage in self._storages.values()) - len(self._guard.aliases)
+
+    def _search(self) -> list[torch.Tensor]:
+        """The aliases that are not guarded."""
+        found = []
+        with torch._C.DisableTorchFunctionSubclass():
+            for one in gc.get_objects():
+                kind = type(one)
+                if kind is not torch.Tensor and not issubclass(kind, nn.Parameter):
+                    continue
+                if (
+                    id(one) not in self._own
+                    and one not in self._guard.aliases
+                    and one.layout is torch.strided
+                    and one.numel()
+                    and one.untyped_storage().data_ptr() in self._storages
+                ):
+                    found.append(one)
+        return found
+
+    def _owner(self, alias: torch.Tensor) -> tuple[UnitState, str]:
+        """A unit and a parameter of it whose memory `alias` begins in; of several units in turn the first."""
+        begins = [
+            (param.data_ptr(), unit, unit.layout.shape.params[i].name)
+            for unit in self._model_states.units
+            for flat in unit.flats()
+            for i, param in zip(flat.layout.params, flat.params, strict=True)
+        ]
+        address = alias.data_ptr()
+        _, unit, name = max((one for one in begins if one[0] <= address), key=lambda one: one[0])
+        return unit, name

@@ -76,7 +76,8 @@ class ParameterAliases:
     def _uses(self) -> int:
         if _use_count is None:
             return 0
-        return sum(_use_count(storage._cdata) for storage in self._storages.values()) - len(self._guard.aliases)
+        uses: int = sum(_use_count(storage._cdata) for storage in self._storages.values())
+        return uses - len(self._guard.aliases)
 
     def _search(self) -> list[torch.Tensor]:
         """The aliases that are not guarded."""

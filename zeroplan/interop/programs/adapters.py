@@ -7,6 +7,7 @@ from zeroplan.interop.programs.builder import Builder
 from zeroplan.models.lora_targets import PEFT_DEFAULT, is_pattern
 
 _FLASH = ("flash", "fa2", "fa3", "kernels-community/flash", "kernels-community/vllm-flash")
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
 _ALL = ("all", "all-linear", "auto", ".*", "default")
 
 
@@ -23,6 +24,25 @@ def set_attention(run: Builder, key: str) -> None:
         run.set("attn", "eager", key)
     else:
         run.leave_out(key, Effect.UNKNOWN, f"attention {name[:40]!r} is not modelled; sdpa is counted")
+
+
+def set_weights_dtype(run: Builder, *, default: str) -> None:
+    """The dtype in which ``from_pretrained`` gives the weights, by ``dtype`` or its older name.
+
+    Args:
+        run: the builder, whose arithmetic is known.
+        default: the clause that says why weights are in fp32 where neither key is there.
+    """
+    key = next((name for name in ("dtype", "torch_dtype") if name in run.data), None)
+    said = run.word(key) if key is not None else None
+    if key is None:
+        run.assume(default, model_dtype="fp32")
+    elif said is None:
+        run.assume(f"{key} auto: weights in the arithmetic's dtype", model_dtype=run.fields["dtype"])
+    elif said.removeprefix("torch.") in _DTYPES:
+        run.set("model_dtype", _DTYPES[said.removeprefix("torch.")], key)
+    else:
+        raise run.bad(key, "is no dtype that weights are loaded in", "write bfloat16, float16, float32 or auto")
 
 
 def set_quantisation(run: Builder) -> bool:
@@ -55,16 +75,27 @@ def set_adapters(
     """
     run.set("method", f"q{method}" if quantised and method == "lora" else method)
     run.count("lora_rank", rank, default=default_rank)
-    value = run.value(targets)
+    set_targets(run, targets, everywhere=everywhere)
+
+
+def set_targets(run: Builder, key: str, *, everywhere: bool) -> None:
+    """LoRA's targets: names, one regular expression on full names, or all linear layers.
+
+    Args:
+        run: the builder.
+        key: the key of the targets.
+        everywhere: without targets all linear layers are adapted; else those that peft lists for the architecture.
+    """
+    value = run.value(key)
     if isinstance(value, str) and value.strip().lower() not in _ALL and is_pattern(value):
-        run.set("lora_targets", (value,), targets)  # one regular expression on full names
+        run.set("lora_targets", (value,), key)
         return
-    found = run.texts(targets)
+    found = run.texts(key)
     if not found and everywhere:
-        run.assume(f"{targets}: all linear layers")
+        run.assume(f"{key}: all linear layers")
     elif not found:
-        run.assume(f"{targets}: those of peft for the model", lora_targets=(PEFT_DEFAULT,))
+        run.assume(f"{key}: those of peft for the model", lora_targets=(PEFT_DEFAULT,))
     elif any(name.lower() in _ALL for name in found):
-        run.set("lora_targets", (), targets)
+        run.set("lora_targets", (), key)
     else:
-        run.set("lora_targets", found, targets)
+        run.set("lora_targets", found, key)

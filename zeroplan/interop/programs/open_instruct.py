@@ -44,7 +44,9 @@ class OpenInstruct(Program):
             return (document.command.program,) if found else ()
         own = only_of(self.name) | {"dataset_mixer_list", "with_tracking", "checkpointing_steps", "use_flash_attn"}
         found_keys = document.has(*sorted(own - {"beta"}))
-        return found_keys if "model_name_or_path" in document.data else ()
+        # Other scripts have a use_lora, too, beside arguments of the Trainer that open-instruct does not have.
+        strange = document.has(*sorted(arguments_of("hf-trainer") - arguments_of(self.name)))
+        return found_keys if "model_name_or_path" in document.data and len(found_keys) > len(strange) else ()
 
     def read(self, document: Document) -> Setup:
         """Read the run."""

@@ -13,6 +13,7 @@ from zeroplan.core.documents import read_document
 from zeroplan.core.errors import BadInput
 from zeroplan.core.unmodelled import Effect
 from zeroplan.core.versions import TRANSFORMERS
+from zeroplan.interop.programs.adapters import set_targets, set_weights_dtype
 from zeroplan.interop.programs.builder import Builder, Keys
 from zeroplan.interop.programs.document import Document, find_beside
 from zeroplan.interop.programs.known import arguments_of
@@ -247,12 +248,13 @@ class HfTrainer(Program):
         return known if mostly and "model_name_or_path" not in document.data else ()
 
     def could_own(self, document: Document) -> bool:
-        """Return whether the file is of one of transformers' example scripts, which read their own arguments beside the
-        Trainer's.
-        """
-        known = arguments_of(self.name) | _EXAMPLES
-        shows = document.has("model_name_or_path", *arguments_of(self.name))
-        return bool(shows) and all(key in known for key in document.data)
+        """Return whether it is a script's file: mostly arguments of the Trainer and of transformers' examples, the rest its own."""
+        trainers = document.has(*sorted(arguments_of(self.name) - _SHARED))
+        known = document.has(*sorted(arguments_of(self.name) | _EXAMPLES))
+        if len(known) == len(document.data):
+            return bool(document.has("model_name_or_path", *arguments_of(self.name)))
+        other = all(key in arguments_of(self.name, "trl") for key in document.data)
+        return len(trainers) >= _ENOUGH and 2 * len(known) >= len(document.data) and not other
 
     def read(self, document: Document) -> Setup:
         """Read the run: DeepSpeed with a ds_config, FSDP where asked for, else DDP."""
@@ -266,8 +268,8 @@ class HfTrainer(Program):
                 run.count("seq_len", key)
                 break
         _adapters(run)
-        if run.fields.get("engine") != "deepspeed":
-            run.assume("weights in fp32: the script's from_pretrained decides", model_dtype="fp32")
+        if run.fields.get("engine") != "deepspeed" or {"dtype", "torch_dtype"} & set(run.data):
+            set_weights_dtype(run, default="weights in fp32: the script's from_pretrained decides")
         return run.setup(arguments_of(self.name) | _EXAMPLES)
 
 
@@ -284,10 +286,9 @@ def _adapters(run: Builder) -> None:
         else:
             run.set("lora_rank", 8)
             run.leave_out(switches[0], UNKNOWN, "the script's own default of the rank is not known; 8 is counted")
-        for key in _SCRIPT_TARGETS:
-            if found := run.texts(key):
-                run.set("lora_targets", found, key)
-                break
+        targets = [key for key in _SCRIPT_TARGETS if run.value(key) not in (None, [], "")]
+        if targets:
+            set_targets(run, targets[0], everywhere=True)
         else:
             run.assume("adapters on all linear layers")
     elif any(key.startswith("lora_") for key in run.data) and not off:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from zeroplan.core.unmodelled import Effect
-from zeroplan.interop.programs.adapters import set_adapters, set_attention, set_quantisation
+from zeroplan.interop.programs.adapters import set_adapters, set_attention, set_quantisation, set_weights_dtype
 from zeroplan.interop.programs.builder import Builder
 from zeroplan.interop.programs.document import Document
 from zeroplan.interop.programs.known import arguments_of, only_of
@@ -51,7 +51,6 @@ _TASKS: dict[str, tuple[Effect, str]] = {
 }
 #: Tasks whose samples are bounded by ``max_length``, 1,024 by default since TRL 0.14; the rest add prompt and completion.
 _COMPLETION_TASKS = ("grpo", "rloo", "ppo")
-_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
 _NOT_MODELLED = {
     "activation_offloading": (Effect.LESS, "activations wait on the host between forward and backward"),
     "padding_free": (Effect.LESS, "samples are laid end to end without padding"),
@@ -101,14 +100,7 @@ class Trl(Program):
         run.take_model("model_name_or_path")
         _length(run, task)
         set_attention(run, "attn_implementation")
-        weights = run.word("dtype") or run.word("torch_dtype")
-        key = "dtype" if run.word("dtype") else "torch_dtype"
-        if weights in _DTYPES:
-            run.set("model_dtype", _DTYPES[weights], key)
-        elif weights is None and key in run.data:
-            run.assume(f"{key} auto: weights in the arithmetic's dtype", model_dtype=run.fields["dtype"])
-        else:
-            run.assume("dtype float32", model_dtype="fp32")
+        set_weights_dtype(run, default="dtype float32")
         quantised = set_quantisation(run)
         if run.flag("use_peft"):
             set_adapters(

@@ -41,7 +41,7 @@ class Case:
         return tuple(self.folder / name for name in names or ["run.sh"])
 
     def measured(self, worker: Path, result: Path) -> str:
-        """The command with the worker before the program, which runs it unchanged.
+        """Return the command with the worker before the program, which runs it unchanged.
 
         Raises:
             ValueError: when the command does not start exactly one program of the cases.
@@ -53,5 +53,5 @@ class Case:
 
 
 def all_cases() -> tuple[Case, ...]:
-    """Every case, by name."""
+    """List every case, by name."""
     return tuple(Case(path.parent.name, path.read_text()) for path in sorted(ROOT.glob("*/run.sh")))

@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> int:
 
 
 def predict(case: Case) -> dict[str, Any]:
-    """The figures of the one plan that the case's files and nothing else ask for, bytes of the fullest GPU."""
+    """Return the figures of the one plan that the case's files and nothing else ask for, bytes of the fullest GPU."""
     said = estimate(*(f"--from={path}" for path in case.files), "--gpu=H200", f"--gpus={case.gpus}")
     if len(said["plans"]) != 1:
         raise RuntimeError(f"{case.id}: {len(said['plans'])} plans")
@@ -45,7 +45,7 @@ def predict(case: Case) -> dict[str, Any]:
 
 
 def estimate(*flags: str) -> dict[str, Any]:
-    """The JSON that the command prints.
+    """Return the JSON that the command prints.
 
     Raises:
         RuntimeError: with the command's own line, when it refuses the files.
@@ -59,7 +59,7 @@ def estimate(*flags: str) -> dict[str, Any]:
 
 
 def read(results: Path) -> dict[str, dict[str, Any]]:
-    """Of each case, its ranks' largest figures; a case with an error keeps that alone."""
+    """Read each case's ranks' largest figures; a case with an error keeps that alone."""
     cases: dict[str, dict[str, Any]] = {}
     for line in results.read_text().splitlines():
         row = json.loads(line)
@@ -73,7 +73,7 @@ def read(results: Path) -> dict[str, dict[str, Any]]:
 
 
 def table(measured: dict[str, dict[str, Any]]) -> str:
-    """One line a case: peak allocated, reserved and device memory, measured and by how many percent the prediction is above."""
+    """Write one line a case: peak allocated, reserved and device memory, measured and by how many percent the prediction is above."""
     predicted = json.loads(FILE.read_text())["cases"]
     lines = [
         f"| {'case':24} | allocated GiB | predicted | reserved GiB | predicted | device GiB | predicted | fits |",

@@ -1,7 +1,7 @@
-"""Makes what the cases' files name: models with random weights under their hub ids, a tokenizer, and data sets of known lengths.
+"""Makes what the cases' files name: models with random weights under their hub ids, tokenizers, and data sets of known lengths.
 
-``python -m benchmarks.from_files.prepare FOLDER [--tiny]``: with ``--tiny`` the models keep their architecture and have two narrow
-layers, so that every case runs on a CPU.
+``python -m benchmarks.from_files.prepare FOLDER [--tiny]``: with ``--tiny`` the models keep their architecture and have two
+narrow layers, so that every case runs on a CPU.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ def main(folder: Path, tiny: bool) -> None:
 
 
 def pair(text: Callable[[int], str], long: Callable[[], str]) -> dict[str, str]:
-    """A prompt with a chosen and a rejected answer, both longer than any length that a case asks for."""
+    """Return a prompt with a chosen and a rejected answer, both longer than any length that a case asks for."""
     return {"prompt": text(100) + " ", "chosen": long(), "rejected": long()}
 
 
 def judged(text: Callable[[int], str], long: Callable[[], str], index: int) -> dict[str, Any]:
-    """A prompt with one answer and whether it is wanted."""
+    """Return a prompt with one answer and whether it is wanted."""
     return {"prompt": text(100) + " ", "completion": long(), "label": index % 2 == 0}
 
 
 def write_rows(folder: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """One JSON line a row, in the file that ``load_dataset(folder)`` takes as the training split."""
+    """Write one JSON line a row, in the file that ``load_dataset(folder)`` takes as the training split."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def bytes_tokenizer() -> Any:
-    """Qwen's tokenizer without merges, one token a byte: transformers reads no other with a config of Qwen's."""
+    """Make Qwen's tokenizer without merges, one token a byte: transformers reads no other with a config of Qwen's."""
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import Qwen2Tokenizer
 
@@ -75,7 +75,7 @@ def bytes_tokenizer() -> Any:
 
 
 def words_tokenizer() -> Any:
-    """A tokenizer of whole words, one token each."""
+    """Make a tokenizer of whole words, one token each."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -90,7 +90,7 @@ def words_tokenizer() -> Any:
 
 
 def make_model(name: str, folder: Path, tokenizer: Any, tiny: bool) -> None:
-    """Random bf16 weights, as published checkpoints have them, with the tokenizer beside them."""
+    """Save random bf16 weights, as published checkpoints have them, with the tokenizer beside them."""
     import torch
     from transformers import AutoModelForCausalLM
 

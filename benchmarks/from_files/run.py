@@ -1,8 +1,8 @@
 """Runs cases on the GPUs of this machine, each in fresh processes, and writes one JSON line a rank and case.
 
-``python -m benchmarks.from_files.run FOLDER OUT [--tiny] [--seconds N] [--limit N] [--jobs N] [--cases CASE …]``: FOLDER holds what
-``prepare`` made. Cases for one GPU share it, as many at a time as their predicted figures leave room for; cases for two
-run one after another. A case that is not started before `--seconds` are over is left out and named.
+``python -m benchmarks.from_files.run FOLDER OUT [--tiny] [--seconds N] [--limit N] [--jobs N] [--cases CASE …]``: FOLDER
+holds what ``prepare`` made. Cases for one GPU share it, as many at a time as their predicted figures leave room for; cases for
+two GPUs share both. A case that is not started before `--seconds` are over is left out and named.
 """
 
 from __future__ import annotations
@@ -92,12 +92,12 @@ def main() -> int:
             failed = [row["error"] for row in rows if row["error"]] or ([] if rows else ["no result"])
             print(f"{one.case.id}: {time.monotonic() - one.started:.0f} s {failed[0] if failed else 'ok'}", flush=True)
             bad += [f"{one.case.id}: {failed[0]}"] if failed else []
-    print("\n".join(["all ran"] if not bad else bad))
+    print("\n".join(bad if bad else ["all ran"]))
     return int(bool(bad))
 
 
 def needs(case: Case) -> float:
-    """GiB of each GPU that the case is given: its predicted figure with room beside it."""
+    """Return the GiB of each GPU that the case is given: its predicted figure with room beside it."""
     rows = json.loads(PREDICTED.read_text())["cases"] if PREDICTED.exists() else {}
     total = rows.get(case.id, {}).get("total")
     return total / _GIB * 1.1 + _ROOM if total else _UNKNOWN
@@ -152,7 +152,7 @@ def _on_cpu(place: Path) -> None:
 
 
 def collect(one: Running, out: Path, late: bool) -> list[dict[str, Any]]:
-    """The case's lines, appended to ``results.jsonl``; a run that left none gets one that says so."""
+    """Append the case's lines to ``results.jsonl`` and return them; a run that left none gets one that says so."""
     lines = one.result.read_text().splitlines() if one.result.exists() else []
     rows = [json.loads(line) for line in lines] or [{"error": "ran over its limit" if late else "no result"}]
     with (out / "results.jsonl").open("a") as results:

@@ -1,6 +1,6 @@
 """A user's script on the HF Trainer: causal language modelling on the texts of one JSON-lines file.
 
-``train.py ARGUMENTS.json`` or ``train.py --model_name_or_path … --bf16 …``; launched by python, torchrun, accelerate or deepspeed.
+``train.py ARGUMENTS.json`` or ``train.py --model_name_or_path … --bf16 …``, by any launcher.
 """
 
 import sys

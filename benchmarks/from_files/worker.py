@@ -1,7 +1,7 @@
 """Runs a program as its launcher would, and writes what torch's allocator and NVML counted on this rank.
 
-``worker.py RESULT PROGRAM ARGS…``: PROGRAM is a script's path or ``-m`` and a module. The program is not changed. RESULT gets one
-JSON line a rank: the peaks of the whole process and the marks before and after each optimizer step, whose peaks are those
+``worker.py RESULT PROGRAM ARGS…``: PROGRAM is a script's path or ``-m`` and a module. The program is not changed. RESULT gets
+one JSON line a rank: the peaks of the whole process and the marks before and after each optimizer step, whose peaks are those
 since the mark before. An error's last line stands in ``error``.
 """
 

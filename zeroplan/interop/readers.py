@@ -10,7 +10,8 @@ from typing import Any
 from zeroplan.core.errors import BadInput
 from zeroplan.interop.programs.accelerate import launch_document
 from zeroplan.interop.programs.document import Document, find_beside, load_document
-from zeroplan.interop.programs.registry import owner_of, program_named
+from zeroplan.interop.programs.registry import PROGRAMS, owner_of, program_named
+from zeroplan.interop.programs.shell import Command
 from zeroplan.interop.setups import Setup
 
 #: Programs that decide the engine and the machine, and leave the rest to another file.
@@ -30,9 +31,14 @@ def read_setup(source: Any, program: str | None = None) -> Setup:
         BadInput: when it cannot be read, holds values of wrong types, is nobody's, or could be several programs'.
     """
     document = load_document(source)
-    named = list(_named_files(document))
+    script, recipe = document.name, _recipe(document)
+    named = [path for path in _named_files(document) if recipe is None or str(path) != recipe.name]
+    if recipe is not None:
+        document = recipe
     owner = program_named(program) if program is not None else _owner(document, named)
     setups = [] if owner is None else [owner.read(document)]
+    if recipe is not None:
+        setups = [replace(one, files=(script, *one.files)) for one in setups]
     setups += [read_setup(path) for path in named]
     flags = None if document.command is None else launch_document(document.command, document)
     if flags is not None:
@@ -58,10 +64,25 @@ def _launcher_owns(document: Document) -> bool:
     return any(program_named(name).recognises(document) for name in _LAUNCHERS)
 
 
+def _recipe(document: Document) -> Document | None:
+    """Return the one file of arguments that a command line names, with its flags over it; None where it names none."""
+    command = document.command
+    if command is None or len(found := _argument_files(document, command)) != 1:
+        return None
+    named = load_document(str(found[0]))
+    flags = {key: value for key, value in command.flags.items() if key != "config"}
+    return Document({**named.data, **flags}, named.name, named.folder, command)
+
+
 def _owner(document: Document, named: list[Path]) -> Any:
     """Return the owner of a document; None for a command line that only names other files."""
-    if document.command is not None and named and not document.data:
+    command = document.command
+    if command is not None and named and not document.data:
         return None
+    if command is not None and document.data != command.flags:
+        # A recipe: the program that the command names, else by the recipe's keys.
+        started = [one for one in PROGRAMS.values() if one.recognises(replace(document, data={}))]
+        return started[0] if len(started) == 1 else owner_of(replace(document, command=None))
     return owner_of(document)
 
 
@@ -70,14 +91,22 @@ def _named_files(document: Document) -> Iterable[Path]:
     command = document.command
     if command is None:
         return
-    for word in command.files:
-        if word.lower().endswith((".yaml", ".yml", ".json")):
-            yield find_beside(word, document, command.program)
-    recipe = command.flags.get("config")
-    if isinstance(recipe, str) and recipe.lower().endswith((".yaml", ".yml")):
-        yield find_beside(recipe, document, "--config")
+    yield from _argument_files(document, command)
     if command.config_file is not None:
         yield find_beside(command.config_file, document, "--config_file")
+
+
+def _argument_files(document: Document, command: Command) -> list[Path]:
+    """List the files of arguments that stand behind the program's name or its ``--config``."""
+    found = [
+        find_beside(word, document, command.program)
+        for word in command.files
+        if word.lower().endswith((".yaml", ".yml", ".json"))
+    ]
+    recipe = command.flags.get("config")
+    if isinstance(recipe, str) and recipe.lower().endswith((".yaml", ".yml")):
+        found.append(find_beside(recipe, document, "--config"))
+    return found
 
 
 def join(setups: Sequence[Setup]) -> Setup:

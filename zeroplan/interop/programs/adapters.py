@@ -27,7 +27,7 @@ def set_attention(run: Builder, key: str) -> None:
 
 
 def set_weights_dtype(run: Builder, *, default: str) -> None:
-    """The dtype in which ``from_pretrained`` gives the weights, by ``dtype`` or its older name.
+    """Set the dtype in which ``from_pretrained`` gives the weights, by ``dtype`` or its older name.
 
     Args:
         run: the builder, whose arithmetic is known.
@@ -79,7 +79,7 @@ def set_adapters(
 
 
 def set_targets(run: Builder, key: str, *, everywhere: bool) -> None:
-    """LoRA's targets: names, one regular expression on full names, or all linear layers.
+    """Set LoRA's targets: names, one regular expression on full names, or all linear layers.
 
     Args:
         run: the builder.

@@ -25,6 +25,7 @@ _ONLY = (
     *("center_rewards_coefficient", "rpo_alpha", "num_ppo_epochs", "cast_lm_head_to_fp32"),
 )
 _SCRIPT = re.compile(r"(^|/)(run_)?(sft|dpo|grpo|kto|orpo|cpo|reward_modeling|reward|rloo|ppo|bco|gkd)(_\w+)?\.py$")
+_MODULE = re.compile(r"(^|/)trl[./]scripts[./](sft|dpo|grpo|kto|reward|rloo)(\.py)?$")
 _COMMANDS = tuple(f"trl {task}" for task in ("sft", "dpo", "grpo", "kto", "reward", "rloo"))
 #: Keys that only one kind of trainer has, in the order in which they decide.
 _TASK_KEYS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -75,7 +76,8 @@ class Trl(Program):
         """Return the arguments that only TRL has, or its command."""
         command = document.command
         if command is not None:
-            started = document.starts(*_COMMANDS)
+            module = _MODULE.search(command.program)
+            started = document.starts(*_COMMANDS) or ((command.program,) if module else ())
             return started or ((command.program,) if _SCRIPT.search(command.program) and self._own(document) else ())
         return self._own(document) if "base_model" not in document.data else ()
 

@@ -1,0 +1,55 @@
+"""Cases of benchmarks/from_files: their files say the same as the command that starts the run, and each has its prediction."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from benchmarks.from_files.cases import Case, all_cases
+from benchmarks.from_files.predict import FILE, read
+from zeroplan.interop.readers import read_setup, read_setups
+from zeroplan.interop.setups import Setup
+
+CASES = all_cases()
+#: What a command line says beside its files: the task by the script's name, the size of the machine by the launcher.
+SAID_BY_COMMAND = {"files", "assumed", "keys", "task", "gpus", "nodes", "unmodelled"}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_the_command_alone_says_what_its_files_say(case: Case) -> None:
+    command, files = read_setup(str(case.folder / "run.sh")), read_setups([str(path) for path in case.files])
+    assert command.gpus in (case.gpus, None)
+    for name in {field.name for field in fields(Setup)} - SAID_BY_COMMAND:
+        assert getattr(command, name) == getattr(files, name), name
+
+
+def test_the_script_of_a_recipe_names_the_task() -> None:
+    tasks = {case.id: read_setup(str(case.folder / "run.sh")).task for case in CASES if case.id.startswith("trl_")}
+    assert {tasks[name] for name in ("trl_reward", "trl_kto", "trl_dpo", "trl_sft")} == {"reward", "kto", "dpo", "sft"}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_the_worker_stands_before_the_program_once(case: Case) -> None:
+    text = case.measured(Path("/w.py"), Path("/r"))
+    assert text.replace("/w.py /r ", "") == case.command
+    assert text.count("/w.py /r ") == 1
+
+
+def test_every_case_has_its_prediction() -> None:
+    assert set(json.loads(FILE.read_text())["cases"]) == {case.id for case in CASES}
+
+
+def test_figures_are_the_fullest_ranks(tmp_path: Path) -> None:
+    rows = [
+        {"case": "a", "error": "", "peak_allocated": 2, "peak_reserved": 5, "nvml_process": None, "host_rss_peak": 1},
+        {"case": "a", "error": "", "peak_allocated": 3, "peak_reserved": 4, "nvml_process": 9, "host_rss_peak": 1},
+        {"case": "b", "error": "no result"},
+    ]
+    path = tmp_path / "results.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = read(path)
+    assert found["a"]["peak_allocated"] == 3
+    assert found["a"]["peak_reserved"] == 5
+    assert found["a"]["nvml_process"] == 9
+    assert found["b"]["error"] == "no result"

@@ -73,7 +73,7 @@ def read(results: Path) -> dict[str, dict[str, Any]]:
 
 
 def table(measured: dict[str, dict[str, Any]]) -> str:
-    """Write one line a case: peak allocated, reserved and device memory, measured and by how many percent the prediction is above."""
+    """Write one line a case: each figure as measured, and by how many percent the prediction is above it."""
     predicted = json.loads(FILE.read_text())["cases"]
     lines = [
         f"| {'case':24} | allocated GiB | predicted | reserved GiB | predicted | device GiB | predicted | fits |",

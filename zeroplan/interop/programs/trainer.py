@@ -248,7 +248,7 @@ class HfTrainer(Program):
         return known if mostly and "model_name_or_path" not in document.data else ()
 
     def could_own(self, document: Document) -> bool:
-        """Return whether it is a script's file: mostly arguments of the Trainer and of transformers' examples, the rest its own."""
+        """Return whether it is a script's file: mostly arguments of the Trainer and of transformers' examples."""
         trainers = document.has(*sorted(arguments_of(self.name) - _SHARED))
         known = document.has(*sorted(arguments_of(self.name) | _EXAMPLES))
         if len(known) == len(document.data):

@@ -41,7 +41,12 @@ def main(folder: Path, tiny: bool) -> None:
     def text(words: int) -> str:
         return " ".join(f"w{rng.randrange(_WORDS)}" for _ in range(words))
 
-    long, short = (lambda: text(_LONG)), (lambda: text(rng.randrange(100, 900)))
+    def long() -> str:
+        return text(_LONG)
+
+    def short() -> str:
+        return text(rng.randrange(100, 900))
+
     write_rows(folder / "data/sft", ({"text": long()} for _ in range(_ROWS)))
     write_rows(folder / "data/short", ({"text": short()} for _ in range(16 * _ROWS)))
     write_rows(folder / "data/dpo", (pair(text, long) for _ in range(_ROWS)))

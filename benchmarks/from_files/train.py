@@ -5,6 +5,7 @@
 
 import sys
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from datasets import load_dataset
@@ -59,7 +60,7 @@ def main() -> None:
         if training_args.gradient_checkpointing:
             model.enable_input_require_grads()
 
-    def tokenize(rows):
+    def tokenize(rows: dict[str, list[str]]) -> Any:
         tokens = tokenizer(rows["text"], truncation=True, max_length=data_args.block_size)
         return tokens | {"labels": [list(ids) for ids in tokens["input_ids"]]}
 

@@ -35,6 +35,7 @@ OF_THE_TAPE = {
     Buffer.ACTIVATION,
     Buffer.ACTIVATION_CHECKPOINT,
     Buffer.ACTIVATION_TEMP,
+    Buffer.COMM_ACTIVATION,
     Buffer.INPUT,
     Buffer.LOGITS,
     Buffer.MODEL_BUFFER,
@@ -69,7 +70,7 @@ def _left_alive(run: Timeline) -> Counter[Buffer]:
     return alive
 
 
-def _differences(case: Case, engine: Engine, tape: ExpandedTape) -> dict[str, tuple[int, int]]:
+def ledger_and_schedule_differ(case: Case, engine: Engine, tape: ExpandedTape) -> dict[str, tuple[int, int]]:
     """Ledger and schedule by buffer and place, where they differ by more than scalars."""
     found = engine.simulate(case, tape)
     kept = [item for item in evaluate(*engine.ledger(case)) if {Phase.FORWARD, Phase.STEP} <= set(item.phases)]
@@ -147,5 +148,7 @@ def test_what_the_ledger_keeps_the_schedule_leaves_alive(options: Options) -> No
                 except BadInput:
                     continue
                 ran += 1
-                assert _differences(case, engine, tape) == {}, f"{options} {dtype} {name} {'adapters' if adapters else ''}"
+                assert ledger_and_schedule_differ(case, engine, tape) == {}, (
+                    f"{options} {dtype} {name} {'adapters' if adapters else ''}"
+                )
     assert ran >= 3

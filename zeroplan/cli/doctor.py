@@ -24,7 +24,7 @@ Log = Annotated[
     "zeroplan doctor train.log meta-llama/Llama-3.1-8B --ds-config ds_config.json",
     "zeroplan doctor --calibrate --nvme-path /local_nvme",
 )
-@flags.takes_request("params", "token", "trust_remote_code")
+@flags.takes_request(*flags.DEGREES, "params", "token", "trust_remote_code")
 def doctor(
     request: Request,
     log: Log = None,

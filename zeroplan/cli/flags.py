@@ -38,7 +38,9 @@ Style = Annotated[str, typer.Option("--format", callback=_style, help="plain, gi
 Wide = Annotated[bool, typer.Option("--wide", help="Show all columns, in lines of any length.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the verdict alone.")]
 
-_WORK, _CLUSTER, _ZERO, _FROM = "Workload", "Cluster", "Sharding", "Files"
+_WORK, _CLUSTER, _MESH, _ZERO, _FROM = "Workload", "Cluster", "Parallelism", "Sharding", "Files"
+#: Fields of a layout, for verbs that take data parallelism alone.
+DEGREES = ("tp", "sp")
 
 
 def _option(
@@ -89,6 +91,8 @@ OPTIONS: dict[str, Any] = {
     "cpu_ram": _option(str | None, "--cpu-ram", "Memory of one node's host: 256G.", _CLUSTER),
     "nvme": _option(str | None, "--nvme", "Disk of one node: 2T.", _CLUSTER),
     "host": _option(str | None, "--host", "server or desktop: what its system keeps of --cpu-ram. [by the GPU]", _CLUSTER),
+    "tp": _option(int, "--tp", "GPUs that share each matrix (tensor parallelism). [1]", _MESH),
+    "sp": _option(bool, "--sp", "They share the tokens between matrices, too (sequence parallelism).", _MESH),
     "engine": _option(str, "--engine", f"{', '.join(BUILT_IN)}, or one of your own.", _ZERO, names=complete.engines),
     "stage": _option(int | None, "--stage", "0 to 3. [all]", _ZERO),
     "offload_optimizer": _option(str | None, "--offload-optimizer", "none, cpu or nvme. [all]", _ZERO),

@@ -28,6 +28,7 @@ Timeout = Annotated[
 
 @verb("zeroplan verify", "zeroplan verify gpt2 --gpus 2 --ds-config ds_config.json")
 @flags.takes_request(
+    *flags.DEGREES,
     "params",
     "nodes",
     "gpu",

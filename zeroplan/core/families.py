@@ -52,6 +52,7 @@ _FAMILIES: dict[Buffer, Family] = {
     Buffer.COMM_ALL_REDUCE: Family.COMMUNICATION,
     Buffer.COMM_BUCKET: Family.COMMUNICATION,
     Buffer.COMM_BROADCAST: Family.COMMUNICATION,
+    Buffer.COMM_ACTIVATION: Family.COMMUNICATION,
     Buffer.STAGE_H2D: Family.STAGING,
     Buffer.STAGE_D2H: Family.STAGING,
     Buffer.SWAP_BUFFER: Family.STAGING,

@@ -114,12 +114,19 @@ class ParallelLayout:
         """
         return min(size, self.shard_group)
 
-    def require_data_parallel_only(self, engine: str) -> None:
-        """Refuse every degree but data parallelism's, for an engine that has no other.
+    @property
+    def communicators(self) -> int:
+        """Process groups of more than one rank that one rank is in."""
+        sizes = (self.shard_group, self.dp_replicate, self.tp, self.cp, self.pp, self.ep, self.etp)
+        return sum(size > 1 for size in sizes)
+
+    def require_data_parallel_only(self, engine: str, *, but: tuple[str, ...] = ()) -> None:
+        """Refuse every degree but data parallelism's and those of `but`, which the engine has.
 
         Raises:
             BadInput: naming the first other degree above 1.
         """
+        has = " and ".join(["data parallelism", *but])
         for name in ("tp", "cp", "pp", "vpp", "ep", "etp", "dp_replicate"):
-            if getattr(self, name) > 1:
-                raise BadInput(f"{engine} has data parallelism only, and no {name}", where=name, remedy=f"leave {name} at 1")
+            if name not in but and getattr(self, name) > 1:
+                raise BadInput(f"{engine} has {has} only, and no {name}", where=name, remedy=f"leave {name} at 1")

@@ -60,6 +60,7 @@ class Kind(IntEnum):
     WORKSPACE = 7
     INPUT = 8
     ACT_GRAD = 9  # gradient of an activation
+    COMM = 10  # the output of a collective between tensor-parallel ranks
 
 
 @dataclass(frozen=True, slots=True)

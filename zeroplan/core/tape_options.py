@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import Attention, Precision, Workload
 
 
@@ -48,7 +49,7 @@ class TraceOptions:
 
     `zero3`: as ZeRO stage 3 changes the graph (identity nodes around modules, its own linear function). `lora` None means
     no LoRA, empty all linear layers of the blocks, else names of the layers. `every` is k where only each k-th block is
-    checkpointed: blocks k, 2k, … counted from 1.
+    checkpointed: blocks k, 2k, … counted from 1. `tp` ranks share each matrix, and with `sp` the tokens between matrices.
     """
 
     attn: Attention = Attention.SDPA
@@ -57,6 +58,13 @@ class TraceOptions:
     zero3: bool = False
     lora: tuple[str, ...] | None = None
     every: int = 1
+    tp: int = 1
+    sp: bool = False
+
+    @property
+    def split_tokens(self) -> int:
+        """Ranks that share the tokens of a sample. A tape's sequence length is what one of them has."""
+        return self.tp if self.sp else 1
 
     @property
     def key(self) -> str:
@@ -67,11 +75,13 @@ class TraceOptions:
             parts.append("zero3")
         if self.lora is not None:
             parts.append("lora" + "".join(f"+{name}" for name in sorted(self.lora)))
+        if self.tp > 1:
+            parts.append(f"tp{self.tp}" + ("+sp" if self.sp else ""))
         return "_".join(parts)
 
 
-def options_for(workload: Workload, *, zero3: bool = False) -> TraceOptions:
-    """Return the options that a workload runs with; `zero3` is for DeepSpeed's stage 3."""
+def options_for(workload: Workload, *, zero3: bool = False, layout: ParallelLayout | None = None) -> TraceOptions:
+    """Return the options that a workload runs with on the ranks of `layout`; `zero3` is for DeepSpeed's stage 3."""
     if workload.precision is Precision.AUTOCAST:
         arithmetic = Arithmetic.AUTOCAST
     elif workload.precision is Precision.HALF_AUTOCAST:
@@ -91,4 +101,6 @@ def options_for(workload: Workload, *, zero3: bool = False) -> TraceOptions:
         zero3=zero3,
         lora=None if workload.lora_rank is None else workload.lora_targets,
         every=policy.every if policy is not None else 1,
+        tp=layout.tp if layout is not None else 1,
+        sp=layout is not None and layout.sp,
     )

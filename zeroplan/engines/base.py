@@ -19,7 +19,9 @@ from zeroplan.core.buffers import Phase
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
+from zeroplan.core.parameters import Parameters
 from zeroplan.core.tape_options import TraceOptions, options_for
+from zeroplan.core.tensor_parallel import local_parameters
 from zeroplan.core.unmodelled import Unmodelled
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
@@ -59,6 +61,11 @@ class Case:
     def layout(self) -> ParallelLayout:
         """Division of the work among the ranks: `parallel`, or data parallelism over the whole cluster."""
         return self.parallel or self.cluster.layout
+
+    @property
+    def parameters(self) -> Parameters:
+        """What one rank has of the model's parameters before an engine shards them over data-parallel ranks."""
+        return local_parameters(self.spec.parameters, self.spec.model_type, self.layout.tp)
 
 
 class Engine(ABC):
@@ -163,7 +170,7 @@ class Engine(ABC):
 
     def trace_options(self, case: Case) -> TraceOptions:
         """Return how the model must be traced to run under this engine."""
-        return options_for(case.workload)
+        return options_for(case.workload, layout=case.layout)
 
     def computed_tape(self, case: Case, tape: ExpandedTape) -> ExpandedTape:
         """Return `tape` changed where the engine computes in another way than the model's own code. The default changes
@@ -189,14 +196,25 @@ class Engine(ABC):
         """Bytes of NCCL's buffers and kernels on one GPU. The default is one communicator of torch's."""
         from zeroplan.engines.process import ONE_COMMUNICATOR
 
-        return ONE_COMMUNICATOR if layout.world_size > 1 else 0
+        return ONE_COMMUNICATOR * layout.communicators
 
-    def outside_torch(self, workload: Workload, zero: ZeroConfig, cluster: Cluster, *, pinned: int = 0) -> Outside:
-        """Bytes of one GPU that lie outside torch's allocator; `pinned` are the bytes of host memory that the rank pins."""
+    def outside_torch(
+        self, workload: Workload, zero: ZeroConfig, cluster: Cluster, *, pinned: int = 0, layout: ParallelLayout | None = None
+    ) -> Outside:
+        """Bytes of one GPU that lie outside torch's allocator.
+
+        Args:
+            workload: decides, with `zero`, which kernels the process loads.
+            zero: the stage and the offload.
+            cluster: names the GPU.
+            pinned: bytes of host memory that the rank pins.
+            layout: None for data parallelism alone; with other degrees the engine's figures were not measured.
+        """
         from zeroplan.engines.process import outside_torch
 
-        nccl = self.nccl_bytes(workload, zero, cluster.layout)
-        return outside_torch(workload, nccl=nccl, capability=cluster.gpu.capability, pinned=pinned, measured=self.measured)
+        nccl = self.nccl_bytes(workload, zero, layout or cluster.layout)
+        measured = self.measured and layout is None
+        return outside_torch(workload, nccl=nccl, capability=cluster.gpu.capability, pinned=pinned, measured=measured)
 
     def host_rss(self, workload: Workload, zero: ZeroConfig, *, rotary: bool = True, experts: bool = False) -> dict[Phase, int]:
         """Return the resident bytes of one rank's process by the end of each phase, without the engine's own buffers.

@@ -50,7 +50,7 @@ class TorchEngine(Engine, Generic[R]):
         timeline = simulate(self.record(rank, tape), config, device_memory=case.cluster.vram)
         host = self.host(rank)
         beside = sum(sum(one.kept.values()) for one in host if one.phase is Phase.LOAD)
-        weights = CheckpointPhase(Phase.WEIGHTS, 0, beside + rank.original_bytes * rank.parameters.total)
+        weights = CheckpointPhase(Phase.WEIGHTS, 0, beside + rank.original_bytes * case.spec.params)
         return Simulation(timeline, host=host, checkpoint=(weights,))
 
     def traffic(self, spec: ModelSpec, cluster: Cluster) -> TorchTraffic:

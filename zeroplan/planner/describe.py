@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from zeroplan.core.cluster import Cluster
+from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import Workload
 from zeroplan.interop.setups import Setup
 
@@ -14,8 +15,8 @@ def describe_workload(workload: Workload) -> dict[str, Any]:
     return {name: _plain(getattr(workload, name)) for name in Workload.__dataclass_fields__}
 
 
-def describe_cluster(cluster: Cluster) -> dict[str, Any]:
-    """The cluster as the report's JSON shows it; sizes are bytes."""
+def describe_cluster(cluster: Cluster, layout: ParallelLayout | None = None) -> dict[str, Any]:
+    """The cluster as the report's JSON shows it; sizes are bytes. `layout` is None for data parallelism alone."""
     return {
         "nodes": cluster.nodes,
         "gpus": cluster.gpus,
@@ -27,7 +28,13 @@ def describe_cluster(cluster: Cluster) -> dict[str, Any]:
         "usable_cpu_ram": cluster.usable_cpu_ram,
         "host": cluster.host.name,
         "nvme": cluster.nvme,
+        **({} if layout is None else {"layout": describe_layout(layout)}),
     }
+
+
+def describe_layout(layout: ParallelLayout) -> dict[str, Any]:
+    """The degrees of a layout, and the groups that follow, as the report's JSON shows them."""
+    return {"dp": layout.dp, "tp": layout.tp, "sp": layout.sp, "shard_group": layout.shard_group}
 
 
 def describe_setup(setup: Setup) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def estimate_runs(request: Request) -> Estimate:
     report = Report(
         model=ModelInfo(name=spec.name, params=spec.params, trainable=spec.trainable, source=spec.source),
         workload=describe_workload(resolved.workload),
-        cluster=describe_cluster(resolved.cluster),
+        cluster=describe_cluster(resolved.cluster, resolved.cases[0].parallel if resolved.cases else None),
         setup=None if setup is None else describe_setup(setup),
         warnings=(*shallow, *resolved.warnings),
         plans=tuple(plans),

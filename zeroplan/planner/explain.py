@@ -82,6 +82,7 @@ _PURPOSES = {
     Buffer.ACTIVATION: "Tensors that autograd keeps for the backward.",
     Buffer.ACTIVATION_TEMP: "Temporaries and gradients of activations at that moment.",
     Buffer.ACTIVATION_CHECKPOINT: "Inputs of checkpointed blocks.",
+    Buffer.COMM_ACTIVATION: "Outputs of collectives between tensor-parallel ranks.",
     Buffer.LOGITS: "The logits.",
     Buffer.INPUT: "The batch.",
     Buffer.PARAM_FULL: "Parameters gathered for the modules that run, or fetched ahead.",

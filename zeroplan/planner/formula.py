@@ -101,7 +101,9 @@ def how_to_simulate(case: Case) -> str:
 def _activations(case: Case) -> Unmodelled:
     """Return the activations that formulas leave out, with an estimate of them."""
     about = activation_estimate(case.spec, case.workload)
-    if about is not None:
+    if case.parallel is not None:
+        says = "formulas count none, and know no estimate for ranks that share a model"
+    elif about is not None:
         says = f"formulas count none: roughly {format_bytes(about)}, and 19 of 20 models keep less than {SPREAD:g} times that"
     elif case.spec.has_shapes:
         says = "formulas count none, and the model's config does not tell its widths"
@@ -114,15 +116,17 @@ def _activations(case: Case) -> Unmodelled:
 def _bound(engine: Engine, case: Case, needed: int, pinned: int) -> int | None:
     """Return the total with the most that 19 of 20 models keep of activations, and the upper end of what lies outside torch."""
     activations = activation_estimate(case.spec, case.workload)
-    if activations is None:
+    if activations is None or case.parallel is not None:
         return None
-    outside = engine.outside_torch(case.workload, case.zero, case.cluster, pinned=pinned)
+    outside = engine.outside_torch(case.workload, case.zero, case.cluster, pinned=pinned, layout=case.parallel)
     return needed + round(SPREAD * activations) + outside.total + outside.spread
 
 
 def peer_figures(case: Case) -> PeerFigures | None:
     """Return the figures of DeepSpeed's own estimator for this stage and offload; it knows stages 2 and 3, and no NVMe."""
     zero = case.zero
+    if case.parallel is not None:
+        return None  # it knows data parallelism alone
     offload, offload_param = zero.offloads_optimizer, zero.offloads_param
     gpus, nodes = case.cluster.gpus, case.cluster.nodes
     if zero.stage == 2:

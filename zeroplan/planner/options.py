@@ -60,6 +60,8 @@ class StageOptions(MachineOptions, total=False):
 class EstimateOptions(StageOptions, total=False):
     """Arguments of ``estimate``."""
 
+    tp: int
+    sp: bool
     stage: int | None
     ds_config: str | Path | dict[str, Any] | None
     files: Sequence[Any]

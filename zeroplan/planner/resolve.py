@@ -15,6 +15,7 @@ from zeroplan.engines.registry import find_engine
 from zeroplan.models.attention import eager_only
 from zeroplan.models.load import bare_params, load_model
 from zeroplan.models.spec import ModelSpec
+from zeroplan.planner.layout import layout_of
 from zeroplan.planner.request import Request
 from zeroplan.planner.workload import workload_of
 
@@ -79,7 +80,8 @@ def resolve(request: Request) -> Resolved:
     if workload.attn is Attention.SDPA and (missing := eager_only(spec.model_type)):
         warnings.append(missing)
     zero_init = request.zero_init is not False
-    every = [Case(spec, workload, cluster, zero, zero_init=zero_init, unmodelled=unmodelled) for zero in zeros]
+    layout = layout_of(request, cluster, spec, workload)
+    every = [Case(spec, workload, cluster, zero, parallel=layout, zero_init=zero_init, unmodelled=unmodelled) for zero in zeros]
     cases = _cases(request, engine, every)
     warnings += sorted({said for case in cases if (said := engine.remark(case))})
     return Resolved(spec, workload, cluster, engine, cases, request.depth, tuple(warnings), unmodelled)

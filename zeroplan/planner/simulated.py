@@ -24,6 +24,7 @@ _COMPUTATION = frozenset(
         Buffer.ACTIVATION,
         Buffer.ACTIVATION_CHECKPOINT,
         Buffer.ACTIVATION_TEMP,
+        Buffer.COMM_ACTIVATION,
         Buffer.LOGITS,
         Buffer.INPUT,
     }
@@ -55,7 +56,7 @@ def simulated_plan(
     unlimited = engine.simulate(case, tape, config)
     local = case.cluster.gpus
     pinned = max((phase.pinned - phase.unmapped for phase in unlimited.host), default=0)
-    outside = engine.outside_torch(case.workload, case.zero, case.cluster, pinned=pinned)
+    outside = engine.outside_torch(case.workload, case.zero, case.cluster, pinned=pinned, layout=case.parallel)
     run = run_on_card(case, unlimited, outside, config)
     simulation, released = run.simulation, run.released
     timeline = simulation.timeline

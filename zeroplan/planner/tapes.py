@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.tape_format import Tape
+from zeroplan.core.tape_options import options_for
 from zeroplan.core.tape_sizes import KernelDevice
 from zeroplan.core.workload import Workload
 from zeroplan.engines.base import Case, Engine
@@ -27,9 +29,9 @@ class NoTapeError(Exception):
         self.remedy = remedy
 
 
-def _traced(spec: ModelSpec, workload: Workload, zero3: bool) -> Tape:
+def _traced(spec: ModelSpec, workload: Workload, zero3: bool, layout: ParallelLayout | None) -> Tape:
     try:
-        return get_tape(spec, workload, zero3=zero3)
+        return get_tape(spec, workload, zero3=zero3, layout=layout)
     except BadInput:
         raise
     except Exception as error:  # the model's own code runs here and may raise anything
@@ -44,7 +46,8 @@ def expand_for(tape: Tape, case: Case) -> ExpandedTape:
         BadInput: when the tape was traced for other numbers.
     """
     work = case.workload
-    return tape.expand(work.micro_batch, work.seq_len or 1, work.lora_rank, device=KernelDevice.of(case.cluster.gpu))
+    seq = (work.seq_len or 1) // options_for(work, layout=case.layout).split_tokens
+    return tape.expand(work.micro_batch, seq, work.lora_rank, device=KernelDevice.of(case.cluster.gpu))
 
 
 def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:
@@ -61,11 +64,11 @@ def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:
         )
     zero3 = engine.trace_options(case).zero3
     try:
-        tape = find_tape(spec, workload, zero3=zero3)
+        tape = find_tape(spec, workload, zero3=zero3, layout=case.parallel)
         if tape is None:
             if sys.stderr.isatty():
                 print(f"tracing {spec.name}, once …", file=sys.stderr)
-            tape = _traced(spec, workload, zero3)
+            tape = _traced(spec, workload, zero3, case.parallel)
         return expand_for(tape, case)
     except BadInput as error:
         raise NoTapeError(str(error), **({"remedy": error.remedy} if error.remedy else {})) from None

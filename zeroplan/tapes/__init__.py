@@ -11,13 +11,21 @@ from dataclasses import replace
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.model_config import auto_class_of
+from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.tape_format import Tape
 from zeroplan.core.tape_options import TraceOptions, options_for
 from zeroplan.core.workload import Workload
 from zeroplan.models.spec import ModelSpec
 
 
-def find_tape(spec: ModelSpec, workload: Workload, *, zero3: bool = False, plain: bool | None = None) -> Tape | None:
+def find_tape(
+    spec: ModelSpec,
+    workload: Workload,
+    *,
+    zero3: bool = False,
+    plain: bool | None = None,
+    layout: ParallelLayout | None = None,
+) -> Tape | None:
     """The tape at hand for a model, without torch: shipped, else cached; None when there is neither.
 
     Args:
@@ -26,8 +34,9 @@ def find_tape(spec: ModelSpec, workload: Workload, *, zero3: bool = False, plain
         zero3: as ZeRO stage 3 runs it.
         plain: whether the plain tape will do where stage 3's is not at hand: it differs in when some activations are freed.
             None: only where nothing can be traced.
+        layout: the ranks that run it; None for data parallelism alone.
     """
-    return lookup(spec, options_for(workload, zero3=zero3), plain=plain)
+    return lookup(spec, options_for(workload, zero3=zero3, layout=layout), plain=plain)
 
 
 def lookup(spec: ModelSpec, options: TraceOptions, *, plain: bool | None = None) -> Tape | None:
@@ -49,7 +58,7 @@ def can_trace() -> bool:
     return all(importlib.util.find_spec(name) is not None for name in ("torch", "transformers"))
 
 
-def get_tape(spec: ModelSpec, workload: Workload, *, zero3: bool = False) -> Tape:
+def get_tape(spec: ModelSpec, workload: Workload, *, zero3: bool = False, layout: ParallelLayout | None = None) -> Tape:
     """The tape for a model, traced now (and cached) if none is at hand.
 
     Raises:
@@ -58,7 +67,7 @@ def get_tape(spec: ModelSpec, workload: Workload, *, zero3: bool = False) -> Tap
     from zeroplan.tapes import shipped
     from zeroplan.tapes.cache import read, write
 
-    options = options_for(workload, zero3=zero3)
+    options = options_for(workload, zero3=zero3, layout=layout)
     tape = shipped.find(spec, options) or read(spec.config, options) if spec.config else None
     if tape is not None:
         return tape
@@ -71,7 +80,8 @@ def get_tape(spec: ModelSpec, workload: Workload, *, zero3: bool = False) -> Tap
         raise BadInput(f"no tape of {spec.name} is shipped", remedy="install zeroplan[torch] to trace it")
     from zeroplan.trace.api import traced
 
-    tape = traced(spec.config, auto_class_of(spec.config), options, workload.micro_batch, workload.seq_len, workload.lora_rank)
+    seq = (workload.seq_len or 1) // options.split_tokens
+    tape = traced(spec.config, auto_class_of(spec.config), options, workload.micro_batch, seq, workload.lora_rank)
     if tape.programs[-1].seqs[1] == 0:  # holds for all numbers, not for these alone
         write(spec.config, options, tape)
     return tape

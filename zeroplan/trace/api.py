@@ -8,6 +8,7 @@ Note [Ranges]
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,6 +22,7 @@ from zeroplan.trace.assemble import Assembler, find_blocks
 from zeroplan.trace.build import build_inputs, build_model, depths_of, full_config, shorten, thresholds, vocabulary_of
 from zeroplan.trace.fit import DoesNotFitError, Form, TracePoint, fit_size, form_of
 from zeroplan.trace.fold import DoesNotFoldError, UnlikeError
+from zeroplan.trace.ranks import ALONE, Ranks
 from zeroplan.trace.recorder import Recording
 from zeroplan.trace.run import record
 
@@ -89,9 +91,13 @@ class Donors:
 
     def trace(self, config: Mapping[str, Any], auto_class: str, options: TraceOptions) -> Tape:
         """The model's tape. Where its events are those of a model traced before, few points are traced."""
+        with _ranks_of(options) as ranks:
+            return self._trace(config, auto_class, options, ranks)
+
+    def _trace(self, config: Mapping[str, Any], auto_class: str, options: TraceOptions, ranks: Ranks) -> Tape:
         key = (str(config.get("model_type")), auto_class, options.key)
         known = self._known.setdefault(key, [])
-        for number, attempt in enumerate(_attempts(config, auto_class, options)):
+        for number, attempt in enumerate(_attempts(config, auto_class, options, ranks)):
             for donor in known:
                 if donor.attempt != number:
                     continue
@@ -113,11 +119,12 @@ class Donors:
 
 def trace_at(config: Mapping[str, Any], auto_class: str, options: TraceOptions, point: TracePoint) -> Tape:
     """Trace the tape for one micro batch, sequence length and LoRA rank, for a model whose sizes follow no expressions."""
-    for attempt in _attempts(config, auto_class, options, point.rank or None):
-        try:
-            return attempt.at(point)
-        except DoesNotFoldError:
-            continue
+    with _ranks_of(options) as ranks:
+        for attempt in _attempts(config, auto_class, options, ranks, point.rank or None):
+            try:
+                return attempt.at(point)
+            except DoesNotFoldError:
+                continue
     raise _no_period(config)
 
 
@@ -143,11 +150,13 @@ def trace_model(config: Mapping[str, Any], auto_class: str, options: TraceOption
         BadInput: when transformers does not know the model.
         UnlikeError, DoesNotFitError: when sizes follow no short expressions; see :func:`trace_at`.
     """
-    for attempt in _attempts(config, auto_class, options or TraceOptions()):
-        try:
-            return attempt.whole()[0]
-        except DoesNotFoldError:
-            continue
+    options = options or TraceOptions()
+    with _ranks_of(options) as ranks:
+        for attempt in _attempts(config, auto_class, options, ranks):
+            try:
+                return attempt.whole()[0]
+            except DoesNotFoldError:
+                continue
     raise _no_period(config)
 
 
@@ -175,7 +184,21 @@ def _no_period(config: Mapping[str, Any]) -> BadInput:
     return BadInput("its blocks show no order that can be traced", where=str(config.get("model_type")))
 
 
-def _attempts(config: Mapping[str, Any], auto_class: str, options: TraceOptions, rank: int | None = None) -> Iterator[_Attempt]:
+@contextlib.contextmanager
+def _ranks_of(options: TraceOptions) -> Iterator[Ranks]:
+    """Make the ranks that the options ask for, as long as the context lasts."""
+    if options.tp == 1:
+        yield ALONE
+        return
+    from zeroplan.trace.tensor_parallel import TensorRanks, fake_mesh
+
+    with fake_mesh(options.tp) as mesh:
+        yield TensorRanks(mesh, sequence=options.sp)
+
+
+def _attempts(
+    config: Mapping[str, Any], auto_class: str, options: TraceOptions, ranks: Ranks, rank: int | None = None
+) -> Iterator[_Attempt]:
     """Yield the attempts in order: with few blocks, with two periods more, and with all blocks."""
     whole = full_config(config)
     for extra in (0, 2, None):
@@ -183,8 +206,8 @@ def _attempts(config: Mapping[str, Any], auto_class: str, options: TraceOptions,
         if extra is None:
             depths = [replace(d, traced=d.real) for d in depths]
         short = shorten(whole, depths)
-        ranks = (rank,) if rank else _RANKS
-        yield _Attempt(short, [(d.traced, d.real) for d in depths], auto_class, options, ranks)
+        lora = (rank,) if rank else _RANKS
+        yield _Attempt(short, [(d.traced, d.real) for d in depths], auto_class, options, lora, ranks)
 
 
 class _Attempt:
@@ -196,25 +219,34 @@ class _Attempt:
         depths: list[tuple[int, int]],
         auto_class: str,
         options: TraceOptions,
-        ranks: tuple[int, ...],
+        lora: tuple[int, ...],
+        on: Ranks,
     ) -> None:
         self._config, self._auto_class, self._options = config, auto_class, options
-        self._ranks = ranks if options.lora is not None else (0,)
+        self._ranks = lora if options.lora is not None else (0,)
+        self._on = on
         self._models: dict[int, nn.Module] = {}
         self._traces: dict[TracePoint, Recording] = {}
         model = self._model(self._ranks[0])
         self._assembler = Assembler(model, find_blocks(model, depths), options, vocabulary_of(config))
         self._thresholds = thresholds(config)
+        if self._thresholds and options.split_tokens > 1:
+            raise BadInput(
+                "sequence parallelism of a model with windows is not modelled", where="--sp", remedy="leave --sp out"
+            )
 
     def _model(self, rank: int) -> nn.Module:
         if rank not in self._models:
-            self._models[rank] = build_model(self._config, self._auto_class, self._options, rank)
+            model = build_model(self._config, self._auto_class, self._options, rank)
+            self._on.lay_out(model)
+            self._models[rank] = model
         return self._models[rank]
 
     def _run(self, point: TracePoint) -> Recording:
         if point not in self._traces:
-            inputs = lambda: build_inputs(self._config, self._auto_class, self._options, point)  # noqa: E731
-            self._traces[point] = record(self._model(point.rank), inputs, self._options)
+            whole = point._replace(seq=point.seq * self._options.split_tokens)
+            inputs = lambda: build_inputs(self._config, self._auto_class, self._options, whole)  # noqa: E731
+            self._traces[point] = record(self._model(point.rank), inputs, self._options, self._on)
         return self._traces[point]
 
     # ---- ranges of sequence lengths ------------------------------------------------------------------------------------
@@ -295,7 +327,7 @@ class _Attempt:
             if program is None:
                 program, _ = self._assembler.program(points, traces, pattern.batches, piece, pattern.forms)
             programs.append(program)
-        own = [tuple(p.shape) for _, p in self._assembler.params]
+        own = [tuple(self._on.local(p).shape) for _, p in self._assembler.params]
         pairs, rank = zip(own, donor.shapes, strict=True), self._ranks[0]
         shapes = [tuple(-(x // rank) if d < 0 else x for x, d in zip(a, b, strict=True)) for a, b in pairs]
         return self._assembler.tape(programs, shapes)
@@ -309,7 +341,7 @@ class _Attempt:
 
     def _shapes(self) -> list[tuple[int, ...]]:
         """Return the shapes of the parameters; -k stands for k times the LoRA rank."""
-        each = [[tuple(p.shape) for p in self._model(rank).parameters()] for rank in self._ranks]
+        each = [[tuple(self._on.local(p).shape) for p in self._model(rank).parameters()] for rank in self._ranks]
         if len(each) == 1:
             return each[0]
         pairs = zip(each[0], each[1], strict=True)

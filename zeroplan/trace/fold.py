@@ -338,6 +338,8 @@ def _kind(
         return Kind.GRAD
     if alloc.cast_of_param:
         return Kind.CAST
+    if alloc.collective:
+        return Kind.COMM
     if vocab and alloc.last == vocab:
         return Kind.LOGITS if alloc.module in head else Kind.LOSS
     if ident in block_inputs:

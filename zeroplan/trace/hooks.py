@@ -11,6 +11,7 @@ Note [Backward positions]
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +25,16 @@ from zeroplan.trace.recorder import CallTree, StorageRecorder
 class ModuleHooks:
     """Hooks on every module and trainable parameter of `model` that record events; :meth:`detach` removes them."""
 
-    def __init__(self, model: nn.Module, recorder: StorageRecorder, *, zero3: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        recorder: StorageRecorder,
+        *,
+        zero3: bool = False,
+        local: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+    ) -> None:
+        """Attach the hooks; `local` returns this rank's part of a gradient."""
+        self._local = local
         self.recorder = recorder
         self.modules = list(model.named_modules())
         self.params = list(model.named_parameters())
@@ -48,7 +58,7 @@ class ModuleHooks:
     def _gradient(self, index: int) -> Any:
         def hook(param: torch.Tensor) -> None:
             assert param.grad is not None
-            self.recorder.gradient(index, param.grad)
+            self.recorder.gradient(index, self._local(param.grad))
             param.grad = None
 
         return hook

@@ -30,6 +30,8 @@ from zeroplan.trace.kernels import Size
 _aten = torch.ops.aten
 _PRIM_DEVICE = torch.ops.prim.device.default
 _ADD = _aten.add.Tensor
+#: The namespace of collectives that return new tensors.
+_COLLECTIVES = "_c10d_functional"
 _READ = _aten._local_scalar_dense.default
 #: The value of a number that is read back from the meta device. Models ask whether *all* tokens are unpadded or not packed
 #: (yes), and whether a random number is below a layer's drop probability (no).
@@ -54,6 +56,7 @@ class RawAlloc:
     recomputed: bool
     last: int
     cast_of_param: bool = False
+    collective: bool = False
 
 
 @dataclass(slots=True)
@@ -132,13 +135,20 @@ class CallTree:
 class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The dispatch mode. Use as a context manager around inputs, forward and backward."""
 
-    def __init__(self, outside: Sequence[torch.Tensor]) -> None:
-        """Start with `outside`: parameters and registered buffers, which are not the tape's."""
+    def __init__(self, outside: Sequence[torch.Tensor], *, unwrapped: tuple[type, ...] = ()) -> None:
+        """Start with `outside`: parameters and registered buffers, which are not the tape's.
+
+        Args:
+            outside: the tensors that are not followed.
+            unwrapped: classes of tensors that hold others, such as DTensor. What they run on those is recorded.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self.out = Recording()
         self.phase = 0
         self.modules: list[int] = []
         self._last: Any = None
+        self._unwrapped = unwrapped
+        self._wrapped_add = False
         self._ids: dict[int, int] = {}
         self._refs: dict[int, weakref.ref[Any]] = {}
         self._holders: list[int] = []
@@ -169,7 +179,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._holders[ident] == 0 and ident not in self._engine_owned:
             self.out.add(Op.FREE, ident)
 
-    def _new(self, size: Size, last: int = 0, *, cast: bool = False) -> int:
+    def _new(self, size: Size, last: int = 0, *, cast: bool = False, collective: bool = False) -> int:
         ident = len(self.out.allocs)
         self.out.allocs.append(
             RawAlloc(
@@ -179,6 +189,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.phase == 2 and torch.is_grad_enabled(),
                 last,
                 cast,
+                collective,
             )
         )
         self._holders.append(1)
@@ -205,6 +216,10 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # ---- operators -----------------------------------------------------------------------------------------------------
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._unwrapped and any(issubclass(kind, self._unwrapped) for kind in types):
+            # Its class runs the operator on the tensors inside, and those calls come here again.
+            self._wrapped_add = func is _ADD
+            return NotImplemented
         if func is _PRIM_DEVICE:
             return func(*args)
         if func is _READ and args[0].device.type == "meta":
@@ -214,7 +229,9 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         heir = -1
         if self.phase == 2 and self.calls is not None:
             self._locate(self.calls)
-        if self.phase == 2 and not torch.is_grad_enabled():
+        if self._wrapped_add and func is _ADD:
+            self._wrapped_add = False  # autograd adds no subclass of Tensor in place (input_buffer.cpp)
+        elif self.phase == 2 and not torch.is_grad_enabled():
             heir = self._heir(func, args, kwargs)
         elif kernels.in_math_attention and func is _ADD:
             heir = self.ident(args[0])
@@ -225,6 +242,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if out is None:
             out = func(*args, **kwargs)
         patch = kernels.OUTPUT_BYTES.get(func)
+        collective = func.namespace == _COLLECTIVES
         outputs = list(enumerate(out if isinstance(out, (tuple, list)) else (out,)))
         if func in kernels.REVERSED_OUTPUTS:
             outputs.reverse()
@@ -244,7 +262,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._follow(tensor, heir)
             else:
                 cast = func is _aten._to_copy.default and int(args[0].untyped_storage()._cdata) in self._param_storages
-                self._follow(tensor, self._new(size, tensor.shape[-1] if tensor.dim() else 0, cast=cast))
+                self._follow(tensor, self._new(size, tensor.shape[-1] if tensor.dim() else 0, cast=cast, collective=collective))
         after = kernels.AFTER.get(func)
         if after is not None:
             self._give_back(self._take(after(args, kwargs, out)))

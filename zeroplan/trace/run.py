@@ -14,11 +14,12 @@ from zeroplan.core.tape import Mark
 from zeroplan.core.tape_options import Checkpointing, TraceOptions
 from zeroplan.trace.functions import CudaFunctions
 from zeroplan.trace.hooks import ModuleHooks
+from zeroplan.trace.ranks import ALONE, Ranks
 from zeroplan.trace.recorder import Recording, StorageRecorder
 from zeroplan.trace.selective import checkpoint_every, contexts
 
 
-def record(model: nn.Module, inputs: Callable[[], Mapping[str, Any]], options: TraceOptions) -> Recording:
+def record(model: nn.Module, inputs: Callable[[], Mapping[str, Any]], options: TraceOptions, ranks: Ranks = ALONE) -> Recording:
     """Record the forward, the loss and the backward of one micro batch.
 
     The garbage collector is off meanwhile, so that storages are freed by reference counts alone, as on a GPU.
@@ -27,26 +28,28 @@ def record(model: nn.Module, inputs: Callable[[], Mapping[str, Any]], options: T
         model: the model, on the meta device.
         inputs: returns the keyword arguments of the model's forward.
         options: how the model runs.
+        ranks: the rank that runs it.
     """
     collecting = gc.isenabled()
     gc.disable()
     try:
-        return _record(model, inputs, options)
+        return _record(model, inputs, options, ranks)
     finally:
         if collecting:
             gc.enable()
 
 
-def _record(model: nn.Module, inputs: Callable[[], Mapping[str, Any]], options: TraceOptions) -> Recording:
-    recorder = StorageRecorder([*model.parameters(), *model.buffers()])
-    follower = ModuleHooks(model, recorder, zero3=options.zero3)
+def _record(model: nn.Module, inputs: Callable[[], Mapping[str, Any]], options: TraceOptions, ranks: Ranks) -> Recording:
+    outside = [ranks.local(tensor) for tensor in (*model.parameters(), *model.buffers())]
+    recorder = StorageRecorder(outside, unwrapped=ranks.unwrapped)
+    follower = ModuleHooks(model, recorder, zero3=options.zero3, local=ranks.local)
     autocast = torch.bfloat16 if options.arithmetic.autocasts else None
     code = {sys.modules[type(module).__module__] for module in model.modules()} if autocast else ()
     functions = CudaFunctions(autocast, zero3=options.zero3, switching=code)
     if options.checkpointing is not Checkpointing.NONE:
         checkpoint_blocks(model, options, functions)
     try:
-        with recorder, functions:
+        with ranks.running(), recorder, functions:
             batch = inputs()
             recorder.mark(Mark.FORWARD_BEGIN)
             loss = loss_of(model(**batch))

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.parameters import Parameters
 from zeroplan.core.tape_options import Arithmetic, TraceOptions
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
@@ -54,9 +55,17 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
                 remedy="use --offload-optimizer cpu --offload-param cpu, or --engine deepspeed",
             )
 
+    def require_layout(self, layout: ParallelLayout) -> None:
+        """Refuse what is not modelled beside tensor parallelism.
+
+        Raises:
+            BadInput: naming the degree.
+        """
+        layout.require_data_parallel_only(self.name, but=("tp",))
+
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
         """Return FSDP2's lines, and rank 0."""
-        return LEDGER, self.rank(case, case.spec.parameters)
+        return LEDGER, self.rank(case, case.parameters)
 
     def trace_options(self, case: Case) -> TraceOptions:
         """Return the options of a trace in which every parameter, adapters included, is gathered in the dtype of the

@@ -1,0 +1,128 @@
+"""Tensor parallelism: which parameters of which architectures the ranks share, and what one rank holds of them.
+
+Note [Tensor-parallel plan]
+    A column-wise linear layer computes part of its outputs, a row-wise one takes part of its inputs; a pair of them needs one
+    collective. The layers are those of transformers' ``base_model_tp_plan``. The embedding is split by rows of its table and
+    the head by columns of the logits, as torchtitan does (transformers' plan leaves both whole). What no list names is whole
+    on every rank.
+
+    Sources: Shoeybi et al. 2019, "Megatron-LM", section 3; transformers, ``models/*/configuration_*.py``
+    (``base_model_tp_plan``); torchtitan, ``models/llama3/infra/parallelize.py`` (``apply_non_moe_tp``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.parallel import ParallelLayout
+from zeroplan.core.parameters import Parameters
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """The layers of a block that tensor-parallel ranks share, by their names in the block.
+
+    Attributes:
+        columns: column-wise linear layers: weight (out / tp, in), bias (out / tp).
+        rows: row-wise linear layers: weight (out, in / tp), bias whole.
+        head_norms: norms of single heads. Their weights are whole, but a rank has the heads of its part alone.
+    """
+
+    columns: tuple[str, ...]
+    rows: tuple[str, ...]
+    head_norms: tuple[str, ...] = ()
+
+
+_LLAMA = TensorPlan(
+    columns=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"),
+    rows=("self_attn.o_proj", "mlp.down_proj"),
+)
+_HEAD_NORMS = replace(_LLAMA, head_norms=("self_attn.q_norm", "self_attn.k_norm"))
+#: By ``model_type``, the plan of the architectures whose tensor parallelism is modelled.
+PLANS: dict[str, TensorPlan] = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _HEAD_NORMS,
+    "gemma": _LLAMA,
+    "gemma2": _LLAMA,
+}
+EMBEDDING, HEAD = "embed_tokens", "lm_head"
+
+
+def tensor_plan(model_type: str) -> TensorPlan:
+    """Return the plan of an architecture.
+
+    Raises:
+        BadInput: none is known for it.
+    """
+    if model_type not in PLANS:
+        known = ", ".join(PLANS)
+        raise BadInput(
+            f"tensor parallelism of {model_type or 'this model'} is not modelled", where="--tp", remedy=f"of {known} it is"
+        )
+    return PLANS[model_type]
+
+
+def require_divides(config: Mapping[str, Any], layout: ParallelLayout, seq_len: int | None) -> None:
+    """Refuse degrees that do not divide the model's heads, widths or tokens.
+
+    Args:
+        config: the model's config.
+        layout: the degrees.
+        seq_len: tokens a sample; None where that is not known.
+
+    Raises:
+        BadInput: naming the first number that `tp` does not divide.
+    """
+    tp = layout.tp
+    heads = config.get("num_attention_heads")
+    numbers = {
+        "attention heads": heads,
+        "KV heads": config.get("num_key_value_heads") or heads,
+        "channels of the MLP": config.get("intermediate_size"),
+        "words of the vocabulary": config.get("vocab_size"),
+    }
+    if layout.sp:
+        numbers["tokens of a sample"] = seq_len
+    for what, number in numbers.items():
+        if isinstance(number, int) and number % tp:
+            raise BadInput(
+                f"tp {tp} does not divide the {number:,} {what}", where="--tp", remedy=f"use a divisor of {number:,}"
+            )
+
+
+def local_parameters(parameters: Parameters, model_type: str, tp: int) -> Parameters:
+    """Return what one of `tp` tensor-parallel ranks holds of a model's parameters: the same list with the shapes of its parts.
+
+    Raises:
+        BadInput: where the architecture's plan is not known, or only the number of parameters is.
+    """
+    if tp == 1:
+        return parameters
+    if parameters.stand_in:
+        raise BadInput(
+            "a count of parameters does not tell which ones are shared",
+            where="--tp",
+            remedy="give the model's id or config.json",
+        )
+    plan = tensor_plan(model_type)
+    shapes = zip(parameters.names, parameters.blocks, parameters.shapes, strict=True)
+    return replace(parameters, shapes=tuple(_local(_dimension(plan, name, block), shape, tp) for name, block, shape in shapes))
+
+
+def _dimension(plan: TensorPlan, name: str, block: str) -> int | None:
+    """The dimension in which a parameter is split; None for one that is whole on every rank."""
+    owner, _, leaf = (name[len(block) + 1 :] if block else name).rpartition(".")
+    if not block:
+        return 0 if owner.rpartition(".")[2] in (EMBEDDING, HEAD) else None
+    if owner in plan.columns:
+        return 0
+    return 1 if owner in plan.rows and leaf == "weight" else None
+
+
+def _local(dimension: int | None, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
+    return tuple(-(-size // tp) if d == dimension else size for d, size in enumerate(shape))

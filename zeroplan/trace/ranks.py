@@ -1,0 +1,34 @@
+"""The rank that is traced: what it holds of a model, and in which context it runs."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Ranks:
+    """A rank that shares no operator with others. A subclass is a rank of a mesh.
+
+    Attributes:
+        unwrapped: classes of tensors that hold this rank's parts; the recorder follows the parts.
+    """
+
+    unwrapped: tuple[type, ...] = ()
+
+    def lay_out(self, model: nn.Module) -> None:
+        """Give the model the parameters and hooks that it has on this rank."""
+
+    def local(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a tensor."""
+        return tensor
+
+    def running(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context of a forward and backward."""
+        return contextlib.nullcontext()
+
+
+#: The rank of every run without tensor parallelism.
+ALONE = Ranks()

@@ -49,6 +49,71 @@ def test_formula_depth_loads_no_schedule(engine: str, fresh_python: Run) -> None
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
+#: What `zeroplan estimate MODEL --depth formula` has no use for: other verbs, readers of files, libraries that they need, and
+#: whatever only some runs ask about. A module that needs one of them imports it in the function that does.
+UNUSED_AT_FORMULA_DEPTH = (
+    "zeroplan.api",
+    "zeroplan.core.documents",
+    "zeroplan.core.files",
+    "zeroplan.core.tape",
+    "zeroplan.core.tape_options",
+    "zeroplan.core.tensor_parallel",
+    "zeroplan.core.unmodelled_optimizers",
+    "zeroplan.ds_config.reader",
+    "zeroplan.ds_config.schema",
+    "zeroplan.engines.deepspeed.muon",
+    "zeroplan.engines.deepspeed.traffic",
+    "zeroplan.interop",
+    "zeroplan.logs",
+    "zeroplan.models.files",
+    "zeroplan.models.hub",
+    "zeroplan.models.lora",
+    "zeroplan.planner.relief",
+    "zeroplan.report.plans_html",
+    "zeroplan.search",
+    "zeroplan.simulate",
+    "zeroplan.tapes",
+    "zeroplan.trace",
+    "zeroplan.validate",
+    "html",
+    "huggingface_hub",
+    "rich",
+    "tabulate",
+    "yaml",
+)
+RUN_VERB = """
+import contextlib, io, sys
+sys.argv = ["zeroplan", *{words!r}]
+from zeroplan.cli.main import run
+with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+    run()
+print("\\n".join(sys.modules))
+"""
+
+
+def _loaded_by(fresh_python: Run, *words: str) -> set[str]:
+    done = fresh_python(RUN_VERB.format(words=list(words)))
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def _within(loaded: Collection[str], packages: Collection[str]) -> list[str]:
+    return sorted(name for name in loaded if any(name == one or name.startswith(f"{one}.") for one in packages))
+
+
+def test_a_cold_start_loads_what_its_answer_needs(fresh_python: Run) -> None:
+    loaded = _loaded_by(fresh_python, "estimate", "meta-llama/Llama-3.2-1B", "--gpus", "8", "--depth", "formula")
+    assert "zeroplan.engines.deepspeed.lines" in loaded
+    assert _within(loaded, UNUSED_AT_FORMULA_DEPTH) == []
+
+
+def test_a_search_loads_no_reader_of_files(fresh_python: Run) -> None:
+    loaded = _loaded_by(fresh_python, "recommend", "openai-community/gpt2", "--gpus", "2", "--vram", "24G")
+    assert "zeroplan.search.recommend" in loaded
+    readers = ("zeroplan.ds_config.reader", "zeroplan.interop.programs", "zeroplan.interop.readers", "yaml", "huggingface_hub")
+    assert _within(loaded, readers) == []
+
+
 def test_importing_the_package_loads_next_to_nothing(fresh_python: Run) -> None:
     done = fresh_python(
         "import sys, zeroplan\nprint(len([m for m in sys.modules if m.startswith('zeroplan')]), 'pydantic' in sys.modules)"

@@ -58,15 +58,16 @@ def _left_alive(run: Timeline) -> Counter[Buffer]:
     """Bytes alive after the last step by buffer, as requested."""
     code, value, labels = run.recorded
     last = [at for at, mark in zip(run.result.marks, run.marks, strict=True) if mark.name.startswith("step")][-1].event
+    buffers = [buffer for buffer, _ in labels.labels_of(range(len(run.result.block_sizes)))]
     alive: Counter[Buffer] = Counter()
     sizes: list[int] = []
     for word, number in zip(code[:last], value[:last], strict=True):
         op = word & ((1 << OP_BITS) - 1)
         if op == AllocatorOp.ALLOC:
-            alive[labels.buffers[len(sizes)]] += number
+            alive[buffers[len(sizes)]] += number
             sizes.append(number)
         elif op == AllocatorOp.FREE:
-            alive[labels.buffers[number]] -= sizes[number]
+            alive[buffers[number]] -= sizes[number]
     return alive
 
 

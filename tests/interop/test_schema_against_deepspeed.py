@@ -170,7 +170,7 @@ def test_optimizer_names_are_deepspeeds_and_torchs() -> None:
 
     assert set(DEEPSPEED_OPTIMIZERS) == optimizers.DEEPSPEED_OPTIMIZERS
     theirs = {n for n, c in vars(torch.optim).items() if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)}
-    assert theirs - {"Optimizer"} == optimizers.TORCH_OPTIMIZERS
+    assert theirs - {"Optimizer"} == optimizers.torch_optimizers()
 
 
 def test_trainer_fills_what_we_say_it_fills() -> None:

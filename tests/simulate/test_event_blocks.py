@@ -65,7 +65,7 @@ def test_event_blocks_equal_their_events(seed: int) -> None:
     plain, whole, live = recorded(programs, event_blocks, list(event_blocks.sizes))
     assert {storage: whole.handle_of(storage) for storage in live} == live
     assert (whole.code, whole.value) == (plain.code, plain.value)
-    assert (whole.buffers, whole.notes) == (plain.buffers, plain.notes)
+    assert whole.labels_of(whole.handles) == plain.labels_of(plain.handles)
     assert len(whole) == len(plain) > 3 * whole.stored / 2 > 200
 
     sizes = [rng.randrange(1 << 20) for _ in event_blocks.sizes]

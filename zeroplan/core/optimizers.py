@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput, did_you_mean
 from zeroplan.core.optimizer_row import DeepSpeedType, Domain, Optimizer, RuntimeKernel, State, TorchClass
-from zeroplan.core.unmodelled_optimizers import UNMODELLED, unmodelled_optimizer
 from zeroplan.core.zero_config import DEEPSPEED_VERSION
 
 _EXP_AVG, _EXP_AVG_SQ = State(Buffer.OPTIM_EXP_AVG, 1), State(Buffer.OPTIM_EXP_AVG_SQ, 1)
@@ -201,6 +200,8 @@ def find_optimizer(name: str, *, where: str = "--optimizer") -> Optimizer:
     key = name.strip().lower()
     found = _BY_NAME.get(key)
     if found is None:
+        from zeroplan.core.unmodelled_optimizers import unmodelled_optimizer
+
         if other := unmodelled_optimizer(key):
             raise BadInput(f"{key!r} is not modelled: {other.why}", where=where, remedy=f"use one of {', '.join(OPTIMIZERS)}")
         near = did_you_mean(key, OPTIMIZERS)
@@ -220,10 +221,14 @@ def _types() -> Iterable[tuple[Optimizer, DeepSpeedType]]:
 
 #: Names of ``optimizer.type`` that DeepSpeed matches itself, in lower case.
 DEEPSPEED_OPTIMIZERS = frozenset(one.type.lower() for _, one in _types() if one.own)
-#: The classes of ``torch.optim``, which DeepSpeed takes by their exact names.
-TORCH_OPTIMIZERS = frozenset(
-    [row.torch.name for row in _ROWS if row.torch is not None] + [group.torch for group in UNMODELLED if group.torch]
-)
+
+
+def torch_optimizers() -> frozenset[str]:
+    """The classes of ``torch.optim``, which DeepSpeed takes by their exact names."""
+    from zeroplan.core.unmodelled_optimizers import UNMODELLED
+
+    modelled = (row.torch.name for row in _ROWS if row.torch is not None)
+    return frozenset([*modelled, *(group.torch for group in UNMODELLED if group.torch)])
 
 
 def deepspeed_type(type_: str) -> DeepSpeedType | None:

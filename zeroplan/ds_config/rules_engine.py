@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeroplan.core.optimizers import DEEPSPEED_OPTIMIZERS, TORCH_OPTIMIZERS
+from zeroplan.core.optimizers import DEEPSPEED_OPTIMIZERS, torch_optimizers
 from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.ds_config.findings import At, Severity
 from zeroplan.ds_config.rules import BOTH, Rule, View
@@ -20,7 +20,7 @@ _ZERO, _OFF, _OPT = "zero_optimization", "zero_optimization.offload_optimizer", 
 
 def _unsupported(v: View) -> bool:
     name = v.training.optimizer or ""
-    known = name.lower() in DEEPSPEED_OPTIMIZERS or name in TORCH_OPTIMIZERS or _removed(v)
+    known = name.lower() in DEEPSPEED_OPTIMIZERS or name in torch_optimizers() or _removed(v)
     return bool(name) and not known
 
 

@@ -19,9 +19,6 @@ from zeroplan.core.buffers import Phase
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.parameters import Parameters
-from zeroplan.core.tape_options import TraceOptions, options_for
-from zeroplan.core.tensor_parallel import local_parameters
 from zeroplan.core.unmodelled import Unmodelled
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
@@ -30,7 +27,9 @@ from zeroplan.ledger.line import Ledger
 from zeroplan.models.spec import ModelSpec
 
 if TYPE_CHECKING:  # a plan from the ledger alone needs no simulator
+    from zeroplan.core.parameters import Parameters
     from zeroplan.core.tape import ExpandedTape
+    from zeroplan.core.tape_options import TraceOptions
     from zeroplan.ds_config.reader import DsConfig
     from zeroplan.engines.process import Outside
     from zeroplan.engines.simulation import Simulation
@@ -65,6 +64,10 @@ class Case:
     @property
     def parameters(self) -> Parameters:
         """What one rank has of the model's parameters before an engine shards them over data-parallel ranks."""
+        if self.layout.tp == 1:
+            return self.spec.parameters
+        from zeroplan.core.tensor_parallel import local_parameters
+
         return local_parameters(self.spec.parameters, self.spec.model_type, self.layout.tp)
 
 
@@ -170,6 +173,8 @@ class Engine(ABC):
 
     def trace_options(self, case: Case) -> TraceOptions:
         """Return how the model must be traced to run under this engine."""
+        from zeroplan.core.tape_options import options_for
+
         return options_for(case.workload, layout=case.layout)
 
     def computed_tape(self, case: Case, tape: ExpandedTape) -> ExpandedTape:

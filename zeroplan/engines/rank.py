@@ -44,7 +44,7 @@ class Rank:
         """Micro batches a step."""
         return self.workload.grad_accum
 
-    @property
+    @cached_property
     def numel(self) -> tuple[int, ...]:
         """Elements of each parameter."""
         return self.parameters.numel

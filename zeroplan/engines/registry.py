@@ -6,10 +6,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from zeroplan.core.errors import BadInput, did_you_mean
-from zeroplan.engines.base import Engine
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the command line reads the names alone
     from importlib.metadata import EntryPoints
+
+    from zeroplan.engines.base import Engine
 
 #: The entry-point group by which an installed package adds engines: ``name = "package.module:Class"``.
 ENTRY_POINTS = "zeroplan.engines"

@@ -109,13 +109,17 @@ class LedgerBuilder:
 class _Symbols:
     """Facts whose integers remember their names: each one is returned as a :class:`Derived`.
 
-    A property of the facts is a small formula itself, so it is evaluated on these facts, too.
+    A property of the facts is a small formula itself, so it is evaluated on these facts, too. Each is looked up once.
     """
 
     def __init__(self, facts: Any) -> None:
         self._facts = facts
 
     def __getattr__(self, name: str) -> Any:
+        value = self.__dict__[name] = self._value(name)
+        return value
+
+    def _value(self, name: str) -> Any:
         maker = getattr(type(self._facts), name, None)
         if isinstance(maker, property) and maker.fget is not None:
             return maker.fget(self)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import Workload
-from zeroplan.interop.setups import Setup
+
+if TYPE_CHECKING:
+    from zeroplan.interop.setups import Setup
 
 
 def describe_workload(workload: Workload) -> dict[str, Any]:

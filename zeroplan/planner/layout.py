@@ -5,7 +5,6 @@ from __future__ import annotations
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.tensor_parallel import require_divides, tensor_plan
 from zeroplan.core.workload import Workload
 from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.request import Request
@@ -26,6 +25,8 @@ def layout_of(request: Request, cluster: Cluster, spec: ModelSpec, workload: Wor
 
 
 def _require_tensor_parallel(layout: ParallelLayout, spec: ModelSpec, workload: Workload) -> None:
+    from zeroplan.core.tensor_parallel import require_divides, tensor_plan
+
     if not spec.has_shapes:
         raise BadInput(
             "a count of parameters does not tell what is shared", where="--tp", remedy="give the model's id or config.json"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from typing import Any
 
 from zeroplan.core.plan import MemoryPlan, Report
@@ -296,6 +295,8 @@ def plan_text(plan: MemoryPlan, terminal: Terminal = PLAIN) -> str:
 
 def plan_html(plan: MemoryPlan) -> str:
     """Return one plan for a notebook."""
+    from html import escape
+
     heading = f"<p><b>{plan.engine} {plan.engine_version}, {name_of(plan)}</b></p>"
     left_out = "".join(f"<p>{escape(text)}</p>" for text in unmodelled_notes([plan]))
     return heading + plans_table([plan], "html") + host_table(plan, "html") + lines_table(plan, "html") + left_out

@@ -7,10 +7,8 @@ from dataclasses import replace
 
 from zeroplan.engines.base import Engine
 from zeroplan.planner.request import Request
-from zeroplan.search.candidates_file import read_candidates
 from zeroplan.search.cost import CostModel
 from zeroplan.search.files import model_of
-from zeroplan.search.from_setup import with_source
 from zeroplan.search.memory import Memory
 from zeroplan.search.reasons import choice, points, reasons_for, what_more_buys
 from zeroplan.search.recommend import SHOWN, least_memory, order_of, rank_all, search, simplest_first
@@ -29,6 +27,8 @@ def run_search(request: Request, options: SearchOptions | None = None) -> Search
     options = options or SearchOptions()
     current = None
     if options.source is not None:
+        from zeroplan.search.from_setup import with_source
+
         request, options, current = with_source(request, options)
     resolved = resolve_search(request, options)
     if current is not None and current.engine.name == resolved.engine.name:
@@ -88,6 +88,8 @@ def _ranked(given: Sequence[Candidate], resolved: ResolvedSearch, memory: Memory
 def _listed(given: Sequence[Candidate] | str, resolved: ResolvedSearch, request: Request) -> Sequence[Candidate]:
     if not isinstance(given, str):
         return given
+    from zeroplan.search.candidates_file import read_candidates
+
     return read_candidates(given, resolved, request)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.units import GIB
@@ -14,23 +14,9 @@ from zeroplan.simulate.allocator.events import OP_BITS, AllocatorOp
 from zeroplan.simulate.allocator.run import run_allocator
 from zeroplan.simulate.deferred_frees import DeferredFrees
 from zeroplan.simulate.event_blocks import PLAY, EventBlocks, write_out
-from zeroplan.simulate.timeline import Note, Timeline
+from zeroplan.simulate.timeline import Label, Note, Timeline
 
-_ALLOC, _OP_MASK = int(AllocatorOp.ALLOC), (1 << OP_BITS) - 1
 _FREE, _RECORD, _SYNC, _COMPLETE, _EMPTY, _MARK = (int(op) for op in list(AllocatorOp)[1:])
-
-
-_Label = TypeVar("_Label")
-
-
-@dataclass(slots=True)
-class _Known:
-    """Labels of all handles, valid for so many stored events. Recordings that differ only in sizes share them."""
-
-    buffers_at: int = -1
-    buffers: list[Buffer] = field(default_factory=list)
-    notes_at: int = -1
-    notes: list[Note] = field(default_factory=list)
 
 
 class Recorder:
@@ -47,10 +33,11 @@ class Recorder:
         "_bases",
         "_beyond",
         "_buffers",
-        "_by_handle",
         "_code",
+        "_firsts",
         "_made",
         "_notes",
+        "_played",
         "_value",
         "deferred_frees",
         "event_blocks",
@@ -66,7 +53,7 @@ class Recorder:
         self._notes: list[Note] = []
         self._made = 0  # handles so far
         self._beyond = 0  # events of event blocks that were played, beyond the one that plays each
-        self._by_handle = _Known()
+        self._played, self._firsts = array("q"), array("q")  # each event block that was played, and its first handle
         self.deferred_frees: DeferredFrees | None = None  # the schedule's, where a device's pace decides
         self.follow(event_blocks or EventBlocks())
 
@@ -85,6 +72,11 @@ class Recorder:
         """The number of events; an event block counts as one."""
         return len(self._code)
 
+    @property
+    def handles(self) -> range:
+        """Every handle, in the order of allocation."""
+        return range(self._made)
+
     def columns(self) -> tuple[array[int], array[int]]:
         """Return the code and the value of every event; see Note [Event columns]."""
         if not self.event_blocks.beyond:
@@ -101,31 +93,19 @@ class Recorder:
         """The column of values."""
         return self.columns()[1]
 
-    @property
-    def buffers(self) -> list[Buffer]:
-        """The buffer of each handle."""
-        known = self._by_handle
-        if known.buffers_at != len(self._code):
-            known.buffers, known.buffers_at = self._whole(self._buffers, self.event_blocks.buffers), len(self._code)
-        return known.buffers
-
-    @property
-    def notes(self) -> list[Note]:
-        """Who asked for the bytes, by handle."""
-        known = self._by_handle
-        if known.notes_at != len(self._code):
-            known.notes, known.notes_at = self._whole(self._notes, self.event_blocks.notes), len(self._code)
-        return known.notes
-
-    def _whole(self, alone: list[_Label], within: list[list[_Label]]) -> list[_Label]:
-        """Return a label for each handle, from the labels of single allocations and of event blocks."""
-        single = iter(alone)
-        found: list[_Label] = []
-        for word, operand in zip(self._code, self._value, strict=True):
-            if word == PLAY:
-                found += within[operand]
-            elif word & _OP_MASK == _ALLOC:
-                found.append(next(single))
+    def labels_of(self, handles: Iterable[int]) -> list[Label]:
+        """Return what the bytes of each handle are, and who asked for them."""
+        blocks, played, firsts = self.event_blocks, self._played, self._firsts
+        within = [0, *accumulate(blocks.allocations[block] for block in played)]  # handles of the event blocks before each
+        found: list[Label] = []
+        for handle in handles:
+            begun = bisect_right(firsts, handle)
+            block, at = (played[begun - 1], handle - firsts[begun - 1]) if begun else (-1, handle)
+            if begun and at < blocks.allocations[block]:
+                found.append((blocks.buffers[block][at], blocks.notes[block][at]))
+            else:
+                alone = handle - within[begun]
+                found.append((self._buffers[alone], self._notes[alone]))
         return found
 
     def alloc(self, nbytes: int, buffer: Buffer, *, stream: int = 0, note: Note = -1) -> int:
@@ -154,6 +134,8 @@ class Recorder:
         """Record an event block by its number."""
         self._code.append(PLAY)
         self._value.append(event_block)
+        self._played.append(event_block)
+        self._firsts.append(self._made)
         self._bases[event_block] = self._made
         self._made += self.event_blocks.allocations[event_block]
         self._beyond += self.event_blocks.beyond[event_block]
@@ -191,7 +173,7 @@ class Recorder:
             points: the result of :meth:`DeferredFrees.completions_with_lag`.
         """
         other = self.resized(self.sizes)
-        other._code, other._value, other._by_handle = array("q"), array("q"), _Known()
+        other._code, other._value = array("q"), array("q")
         begin = 0
         for event, there, handles in points:
             other._code += self._code[begin:event]

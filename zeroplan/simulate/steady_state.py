@@ -11,15 +11,14 @@ Note [Steady state]
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from zeroplan.core.buffers import Buffer
 from zeroplan.simulate.allocator import native
 from zeroplan.simulate.allocator.config import AllocatorConfig
 from zeroplan.simulate.allocator.events import OP_BITS, AllocatorOp
-from zeroplan.simulate.timeline import Labels, Note, Timeline
+from zeroplan.simulate.timeline import Label, Labels, Timeline
 
 #: How often the last step is repeated, at first and at most. Of the runs tried, the slowest was steady after sixteen.
 FIRST_STEPS, MOST_STEPS = 4, 24
@@ -92,10 +91,10 @@ def _step_ends(timeline: Timeline) -> list[int]:
 
 
 class _RepeatedLabels:
-    """The labels of a run whose last step is repeated `times` times. `first` is that step's first handle."""
+    """The labels of a run of `made` handles whose last step is repeated `times` times. `first` is that step's first handle."""
 
-    def __init__(self, labels: Labels, first: int, times: int) -> None:
-        self._labels, self._first, self._times = labels, first, times
+    def __init__(self, labels: Labels, first: int, made: int, times: int) -> None:
+        self._labels, self._first, self._made, self._times = labels, first, made, times
 
     @cached_property
     def marks(self) -> Sequence[str]:
@@ -105,17 +104,10 @@ class _RepeatedLabels:
         step = names[at[-2] + 1 : at[-1]]
         return names + [name for k in range(self._times) for name in (*step, f"step{len(at) + k}")]
 
-    @cached_property
-    def buffers(self) -> Sequence[Buffer]:
-        """The buffer of each handle."""
-        known = list(self._labels.buffers)
-        return known + known[self._first :] * self._times
-
-    @cached_property
-    def notes(self) -> Sequence[Note]:
-        """Who asked for the bytes, by handle."""
-        known = list(self._labels.notes)
-        return known + known[self._first :] * self._times
+    def labels_of(self, handles: Iterable[int]) -> list[Label]:
+        """Return the label of each handle; a repeated step's are those of the step."""
+        step = range(self._first, self._made)
+        return self._labels.labels_of(h if h < self._made else step[(h - self._made) % len(step)] for h in handles)
 
 
 def repeat_last_step(timeline: Timeline, times: int) -> Timeline | None:
@@ -135,7 +127,7 @@ def repeat_last_step(timeline: Timeline, times: int) -> Timeline | None:
     if {handle + count for handle in found - left} != left - found:
         return None
     more_code, more_value = native.repeated(code, value, begin, end, times) or repeated(code, value, begin, end, times)
-    labels = _RepeatedLabels(labels, made - count, times)
+    labels = _RepeatedLabels(labels, made - count, made, times)
     return Timeline(code[:end] + more_code, value[:end] + more_value, labels, timeline.result)
 
 

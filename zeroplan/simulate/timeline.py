@@ -6,6 +6,7 @@ import math
 from array import array
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import compress, pairwise
 from typing import Protocol, TypeVar
 
@@ -17,6 +18,8 @@ from zeroplan.simulate.allocator.run import run_allocator
 
 #: Who asked for a block: a module's index or name.
 Note = int | str
+#: What the bytes of an allocation are, and who asked for them.
+Label = tuple[Buffer, Note]
 
 _OP_MASK = (1 << OP_BITS) - 1
 _Key = TypeVar("_Key", bound=Hashable)
@@ -73,13 +76,8 @@ class Labels(Protocol):
     def marks(self) -> Sequence[str]:
         """The marks' names, in order."""
 
-    @property
-    def buffers(self) -> Sequence[Buffer]:
-        """The buffer of each handle."""
-
-    @property
-    def notes(self) -> Sequence[Note]:
-        """Who asked for the bytes, by handle."""
+    def labels_of(self, handles: Iterable[int]) -> list[Label]:
+        """Return the label of each handle."""
 
 
 class Timeline:
@@ -153,18 +151,29 @@ class Timeline:
 
     def alive_by_buffer(self, event: int | None = None) -> dict[Buffer, int]:
         """Return the bytes alive after an event, or at the peak if None, by buffer, largest first; they add up to allocated."""
-        buffers = self._labels.buffers
-        return self._grouped((buffers[handle], handle) for handle in self.alive(event))
+        handles, labels = self._alive_with_labels(event)
+        return self._grouped([buffer for buffer, _ in labels], handles)
 
-    def alive_by_buffer_and_note(self, event: int | None = None) -> dict[tuple[Buffer, Note], int]:
+    def alive_by_buffer_and_note(self, event: int | None = None) -> dict[Label, int]:
         """Return the bytes alive after an event by buffer and by the note of who asked for the block."""
-        buffers, notes = self._labels.buffers, self._labels.notes
-        return self._grouped(((buffers[handle], notes[handle]), handle) for handle in self.alive(event))
+        handles, labels = self._alive_with_labels(event)
+        return self._grouped(labels, handles)
 
-    def _grouped(self, pairs: Iterable[tuple[_Key, int]]) -> dict[_Key, int]:
+    def _alive_with_labels(self, event: int | None) -> tuple[list[int], list[Label]]:
+        if event is None:
+            return self._at_peak
+        handles = self.alive(event)
+        return handles, self._labels.labels_of(handles)
+
+    @cached_property
+    def _at_peak(self) -> tuple[list[int], list[Label]]:
+        handles = self.alive()
+        return handles, self._labels.labels_of(handles)
+
+    def _grouped(self, keys: Sequence[_Key], handles: Sequence[int]) -> dict[_Key, int]:
         sizes = self.result.block_sizes
         totals: dict[_Key, int] = {}
-        for key, handle in pairs:
+        for key, handle in zip(keys, handles, strict=True):
             totals[key] = totals.get(key, 0) + sizes[handle]
         return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
@@ -259,7 +268,7 @@ class Timeline:
     def _stacked(self, chosen: Sequence[int]) -> dict[Buffer, tuple[int, ...]]:
         """Return for each buffer its bytes after each of the chosen events (ascending)."""
         sizes, free, alloc = self.result.block_sizes, int(AllocatorOp.FREE), int(AllocatorOp.ALLOC)
-        buffers = self._labels.buffers
+        buffers = [buffer for buffer, _ in self._labels.labels_of(range(len(sizes)))]
         now: dict[Buffer, int] = {}
         rows: list[dict[Buffer, int]] = []
         handle = start = 0

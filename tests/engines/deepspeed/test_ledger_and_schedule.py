@@ -77,16 +77,17 @@ class Replay:
         self.at: dict[str, Counter[Buffer]] = {}
         self.most: Counter[Buffer] = Counter()
         now: Counter[Buffer] = Counter()
+        buffers = [buffer for buffer, _ in recorder.labels_of(recorder.handles)]
         sizes: list[int] = []
         for word, value in zip(recorder.code, recorder.value, strict=True):
             op = word & ((1 << OP_BITS) - 1)
             if op == AllocatorOp.ALLOC:
-                buffer = recorder.buffers[len(sizes)]
+                buffer = buffers[len(sizes)]
                 sizes.append(value)
                 now[buffer] += value
                 self.most[buffer] = max(self.most[buffer], now[buffer])
             elif op == AllocatorOp.FREE:
-                now[recorder.buffers[value]] -= sizes[value]
+                now[buffers[value]] -= sizes[value]
             elif op == AllocatorOp.MARK:
                 self.at[recorder.marks[value]] = Counter({buffer: count for buffer, count in now.items() if count})
 

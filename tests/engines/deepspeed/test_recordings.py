@@ -47,7 +47,8 @@ def test_other_micro_batches_are_put_in(stage: int, monkeypatch: pytest.MonkeyPa
         rank = rank_of(case, stream).at(1)
         found, fresh = kept.of(case, stream, rank, 0), record_deepspeed(rank, stream)
         assert found.value == fresh.value
-        assert (found.code, found.buffers, found.notes, found.marks) == (fresh.code, fresh.buffers, fresh.notes, fresh.marks)
+        assert (found.code, found.marks) == (fresh.code, fresh.marks)
+        assert found.labels_of(found.handles) == fresh.labels_of(fresh.handles)
     assert len(played) == 1
 
 

@@ -86,6 +86,7 @@ def planned(config: dict[str, Any], ranks: int, monkeypatch: pytest.MonkeyPatch)
     changes: list[Change] = []
     sizes: list[int] = []
     steps = 0
+    labels = recorder.labels_of(recorder.handles)
     for word, value in zip(recorder.code, recorder.value, strict=True):
         op = AllocatorOp(word & ((1 << OP_BITS) - 1))
         if op is AllocatorOp.MARK:
@@ -95,9 +96,9 @@ def planned(config: dict[str, Any], ranks: int, monkeypatch: pytest.MonkeyPatch)
         if op is AllocatorOp.ALLOC:
             sizes.append(value)
         handle, sign = (len(sizes) - 1, 1) if op is AllocatorOp.ALLOC else (value, -1)
-        note = recorder.notes[handle]
-        if steps == 1 and isinstance(note, str) and recorder.buffers[handle] in passing:
-            changes.append((str(recorder.buffers[handle]), note, sign * sizes[handle]))
+        buffer, note = labels[handle]
+        if steps == 1 and isinstance(note, str) and buffer in passing:
+            changes.append((str(buffer), note, sign * sizes[handle]))
     return changes
 
 

@@ -29,6 +29,7 @@ def _tape(shapes: dict[str, tuple[int, ...]]) -> ExpandedTape:
 
 def _played(recorder: Recorder) -> tuple[Counter[Buffer], int]:
     """Bytes alive at the end by buffer, and the most that the events' temporaries take at once."""
+    buffers = [buffer for buffer, _ in recorder.labels_of(recorder.handles)]
     alive: Counter[Buffer] = Counter()
     sizes: list[int] = []
     most = 0
@@ -36,9 +37,9 @@ def _played(recorder: Recorder) -> tuple[Counter[Buffer], int]:
         op = word & ((1 << OP_BITS) - 1)
         if op == AllocatorOp.ALLOC:
             sizes.append(value)
-            alive[recorder.buffers[len(sizes) - 1]] += value
+            alive[buffers[len(sizes) - 1]] += value
         elif op == AllocatorOp.FREE:
-            alive[recorder.buffers[value]] -= sizes[value]
+            alive[buffers[value]] -= sizes[value]
         most = max(most, alive[Buffer.OPTIM_TEMP])
     return alive, most
 

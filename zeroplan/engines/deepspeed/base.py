@@ -95,6 +95,8 @@ class Schedule(EngineSchedule):
 
     def gather_matrices(self) -> None:
         """Gather Muon's matrices and update them (muon.py). The first call allocates the buffers that stay."""
+        if not self.rank.optimizer.rest:
+            return
         gathers = self.rank.matrix_gathers
         if not self.has_gathers and gathers.kept:
             self.alloc(gathers.kept, Buffer.COMM_ALL_GATHER)

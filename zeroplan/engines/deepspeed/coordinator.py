@@ -96,6 +96,7 @@ class Coordinator:
         self.module_params = [sorted(set(ps)) for ps in module_params]
         self.persistent = frozenset(rank.persistent_params)
         self.on_host = zero.offloads_param  # whether shards are in host memory
+        self.copies_shards = self.on_host or any(travel != rank.param_bytes for travel in rank.gather_of)
         self.stream = GATHER if zero.overlaps_comm else COMPUTE
         self.deferred_frees = DeferredFrees(recorder, FETCHES_BEHIND if rank.device_lags else 0)
         recorder.deferred_frees = self.deferred_frees if rank.device_lags else None
@@ -166,7 +167,7 @@ class Coordinator:
 
     def _prefetch(self, params: Sequence[int], trace: _Trace) -> None:
         uses, fetched_at, step = trace.uses, self.fetched_at, self.step
-        wanted = sum(1 for p in params if fetched_at[p] < step)
+        wanted = sum([fetched_at[p] < step for p in params])
         seen: set[int] = set()
         while self.queue < len(uses) and len(seen) < wanted:
             p, at = uses[self.queue]
@@ -257,8 +258,8 @@ class Coordinator:
         """Gather parameters: those with hpZ's secondary shard first, from within the group, then the others
         (``__all_gather_params_``).
         """
-        second = [p for p in params if p in self.secondary]
-        for group in (second, [p for p in params if p not in self.secondary]):
+        second = [p for p in params if p in self.secondary] if self.secondary else []
+        for group in (second, [p for p in params if p not in self.secondary] if second else params):
             if group:
                 self._gather_together(group)
 
@@ -267,7 +268,7 @@ class Coordinator:
         self.deferred_frees.poll()
         rank, alloc, stream = self.rank, self.alloc, self.stream
         w, ranks, numel = rank.param_bytes, rank.ranks, rank.numel
-        self.live += sum(numel[p] for p in params)
+        self.live += sum([numel[p] for p in params])
         flats: list[int] = []
         temps: list[int] = []
         cut = len(params) > 1 and not rank.zero.allgather_sequential
@@ -283,14 +284,17 @@ class Coordinator:
                     self.blocks[p] = (whole, stream)
                 else:
                     flats.append(whole)
-                temps += self._shard_copies(p)
+                if self.copies_shards:
+                    temps += self._shard_copies(p)
         else:
-            for travel in sorted({rank.gather_of[p] for p in params}):
-                alike = [p for p in params if rank.gather_of[p] == travel]
-                parts = sum(rank.shards[p] for p in alike)
+            widths = {rank.gather_of[p] for p in params}
+            for travel in sorted(widths):
+                alike = params if len(widths) == 1 else [p for p in params if rank.gather_of[p] == travel]
+                parts = sum([rank.shards[p] for p in alike])
                 flats.append(alloc(travel * parts * ranks, Buffer.COMM_ALL_GATHER, stream=stream, note=alike[0]))
-                for handle in [copy for p in alike for copy in self._shard_copies(p)]:
-                    self.recorder.free(handle)
+                if self.copies_shards:
+                    for handle in [copy for p in alike for copy in self._shard_copies(p)]:
+                        self.recorder.free(handle)
         gather = _Gather(params, flats, temps, cut=cut)
         for p in params:
             self.status[p] = _IN_FLIGHT

@@ -11,7 +11,6 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.tape_options import TraceOptions, options_for
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import DEEPSPEED_VERSION, ZeroConfig
@@ -25,6 +24,7 @@ from zeroplan.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from zeroplan.core.tape import ExpandedTape
+    from zeroplan.core.tape_options import TraceOptions
     from zeroplan.engines.deepspeed.simulation import Simulator
     from zeroplan.engines.deepspeed.traffic import DeepSpeedTraffic
     from zeroplan.engines.simulation import Simulation
@@ -138,6 +138,8 @@ class DeepSpeed(Engine):
 
     def trace_options(self, case: Case) -> TraceOptions:
         """Return how to trace the model: stage 3 runs it through its own hooks and linear function."""
+        from zeroplan.core.tape_options import options_for
+
         return options_for(case.workload, zero3=case.zero.stage == 3)
 
     def simulate(self, case: Case, tape: ExpandedTape, config: AllocatorConfig | None = None) -> Simulation:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.gpus import Gpu
@@ -16,11 +17,13 @@ from zeroplan.core.parameters import Parameters
 from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.engines.deepspeed.groups import padded, persistent
-from zeroplan.engines.deepspeed.muon import MatrixGathers, matrix_gathers
 from zeroplan.engines.deepspeed.resolved_config import resolve_config
 from zeroplan.engines.deepspeed.stepped_groups import SteppedGroups
 from zeroplan.ledger.derive import pow2, shard
 from zeroplan.ledger.line import means
+
+if TYPE_CHECKING:
+    from zeroplan.engines.deepspeed.muon import MatrixGathers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +133,8 @@ class DeepSpeedRank(SteppedGroups):
     @cached_property
     def matrix_gathers(self) -> MatrixGathers:
         """Memory that Muon's updates of whole matrices take on the GPU."""
+        from zeroplan.engines.deepspeed.muon import matrix_gathers
+
         return matrix_gathers(self)
 
     # --- the names in the ledger's formulas -------------------------------------------------------------------------------
@@ -192,12 +197,12 @@ class DeepSpeedRank(SteppedGroups):
     @cached_property
     def muon_gathers(self) -> int:
         """Bytes of the buffers through which whole matrices are gathered, the most recently used 256 MiB of them."""
-        return self.matrix_gathers.kept
+        return self.matrix_gathers.kept if self.optimizer.rest else 0
 
     @cached_property
     def muon_together(self) -> int:
         """Bytes of whole gradients, momentum and updates of the matrices that Muon updates together."""
-        return max(self.matrix_gathers.passing, default=0)
+        return max(self.matrix_gathers.passing, default=0) if self.optimizer.rest else 0
 
     @cached_property
     def bucket_bytes(self) -> int:

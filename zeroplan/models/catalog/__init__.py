@@ -85,6 +85,8 @@ def find(name: str) -> Entry | None:
     Case does not matter, and the organisation may be left out.
     """
     wanted = name.strip().strip("/").lower()
+    if wanted in _entries():
+        return _entries()[wanted]
     index = _index()
     organisation, _, bare = wanted.rpartition("/")
     if organisation in _MIRRORS:

@@ -50,6 +50,7 @@ class ModelStates:
         scalars: fp32, the step's scalars (see ``kernels.SQUARES`` and the following names).
         squares: fp32 [units], the sum of squares of each unit's gradients.
         norm_workspace: scratch of the norm's kernel.
+        update_workspaces: where an update without a kernel works, on the ``device`` and, for offloaded units, on the ``host``.
         staging: memory in which parts of large gradients are cast before their reduction.
         host_tensors: the pinned buffers of offload, by Buffer and unit.
 
@@ -74,6 +75,7 @@ class ModelStates:
         self.accum_slots: dict[str, AccumSlot] = {}
         self.host_tensors = {key: tensor for key, tensor in carved.items() if key[0] in _PINNED_BUFFERS}
         self.staging = resizable.get((Buffer.COMM_REDUCE_SCATTER, "staging"))
+        self.update_workspaces = {where: carved[buffer, where] for buffer, where in carved if buffer is Buffer.OPTIM_TEMP}
         self.norm_workspace = carved[Buffer.OPTIM_NORM, "workspace"]
         norms = carved[Buffer.OPTIM_NORM, "step"]
         self.scalars, self.squares = norms[:STEP_SCALARS], norms[STEP_SCALARS:]
@@ -140,7 +142,9 @@ class ModelStates:
         beside = self.setup.has_masters and not self.setup.casts_masters and not state.in_files
         state.param_16bit = trainable.shard if beside else None
         state.lamb_workspace = carved.get((Buffer.OPTIM_TRUST, name))
-        state.optim_states = {buffer: tensor for (buffer, unit), tensor in carved.items() if unit == name and _is_state(buffer)}
+        state.optim_states = {
+            buffer: tensor for (buffer, unit), tensor in carved.items() if unit == name and buffer in self.setup.states
+        }
 
     def alloc_grad(self, unit: UnitState) -> None:
         """Allocates the gradients of `unit` that live until the step."""
@@ -207,6 +211,7 @@ class ModelStates:
         for slot in self.param_slots.values():
             slot.tensor = nothing
         self.scalars = self.squares = self.norm_workspace = nothing
+        self.update_workspaces.clear()
         if self.nvme is not None:
             self.nvme.close()
         self.host_tensors.clear()
@@ -289,7 +294,3 @@ _PINNED_BUFFERS = (Buffer.GRAD_SHARD, Buffer.STAGE_D2H, Buffer.STAGE_H2D, Buffer
 
 def _own_buffer(setup: Setup) -> Buffer:
     return Buffer.PARAM_SHARD if setup.stage >= 3 else Buffer.PARAM_FULL
-
-
-def _is_state(buffer: Buffer) -> bool:
-    return buffer in (Buffer.OPTIM_EXP_AVG, Buffer.OPTIM_EXP_AVG_SQ, Buffer.OPTIM_MOMENTUM)

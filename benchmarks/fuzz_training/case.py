@@ -132,6 +132,8 @@ def _often(common: Any, *others: Any, times: int) -> tuple[Any, ...]:
     return (common,) * times + others
 
 
+#: Optimizers of torch's that run without a kernel.
+ELEMENTWISE = ("rmsprop", "adagrad", "adadelta", "adamax", "nadam", "radam")
 #: The values of each field, the plainest first; what stands there several times is drawn as often.
 CHOICES: dict[str, tuple[Any, ...]] = {
     "depth": (2, 1, 3, 4),
@@ -180,7 +182,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "dtype": _often("fp32", "bf16", "fp16", times=5),
     "accum": (1, 1, 2, 3),
     "clip": (0.0, 0.0, 0.05, 1e9),
-    "optimizer": _often("sgd", "momentum", "nesterov", "adamw", "adam", "lamb", "lion", times=2),
+    "optimizer": _often("sgd", "momentum", "nesterov", "adamw", "adam", "lamb", "lion", *ELEMENTWISE, times=3),
     "groups": (1, 1, 2, 3),
     "given": _often(False, True, times=2),
     "offload": _often("", "cpu", "cpu", "nvme", "half", "param-cpu", "param-nvme", times=9),
@@ -275,7 +277,7 @@ def _more_legal(case: Case) -> Case:
     offload = change.get("offload", case.offload)
     if case.optimizer == "lamb" and offload:
         change |= {"offload": "", "delayed": 0}  # its norms need all ranks
-    elif offload not in ("cpu", "half"):
+    elif offload != "cpu":
         change["delayed"] = 0
     after = set(case.after)
     if "caught" not in after:
@@ -292,6 +294,8 @@ def _more_legal(case: Case) -> Case:
             "anew",
         }  # a write is refused, a state dict ends it
         change |= {"within": "" if case.within == "data-write" else case.within, "clamps": ""}
+        if case.drops == "between":
+            change["drops"] = ""  # a backward brings the update before, even if its gradients are dropped
     if case.compiled:
         change |= {"weights": "", "hooks": "", "checkpointing": "", "clamps": "", "output": ""}
         if case.blocks == "lstm":
@@ -306,7 +310,7 @@ def _more_legal(case: Case) -> Case:
     if case.optimizer not in ("momentum", "nesterov"):
         after -= {"momentum"}
     change["after"] = tuple(one for one in case.after if one in after)
-    if case.schedule == "cycle" and case.optimizer == "sgd":
+    if case.schedule == "cycle" and case.optimizer in ("sgd", *ELEMENTWISE):
         change["schedule"] = "step"
     if case.clamps and (case.loss in ("two-forwards", "input-gradient", "gradient-penalty", "retained") or case.checkpointing):
         change["clamps"] = ""  # autograd refuses a weight that was changed after it was used

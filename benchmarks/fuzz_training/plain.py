@@ -40,6 +40,15 @@ def optimizer_of(case: Case, params: list[nn.Parameter]) -> torch.optim.Optimize
             return torch.optim.Adam(groups, eps=EPS, betas=BETAS)
         case "momentum" | "nesterov":
             return torch.optim.SGD(groups, momentum=0.9, nesterov=case.optimizer == "nesterov")
+        case "rmsprop":
+            return torch.optim.RMSprop(groups, eps=EPS, alpha=BETAS[1])
+        case "adagrad":
+            return torch.optim.Adagrad(groups, eps=EPS, lr_decay=0.1)
+        case "adadelta":
+            return torch.optim.Adadelta(groups, eps=EPS, rho=BETAS[0])
+        case "adamax" | "nadam" | "radam":
+            kind = {"adamax": torch.optim.Adamax, "nadam": torch.optim.NAdam, "radam": torch.optim.RAdam}[case.optimizer]
+            return kind(groups, eps=EPS, betas=BETAS)
         case "lamb":
             return Lamb(groups, eps=EPS, betas=BETAS)
         case "lion":

@@ -19,6 +19,8 @@ from benchmarks.fuzz_training.plain import BETAS, EPS, SCALE, Trained, groups_of
 from benchmarks.fuzz_training.script import Seen, play
 from zeroplan_runtime.engine import Engine
 
+TYPES = {"adamax": "Adamax", "nadam": "NAdam", "radam": "RAdam"}
+
 
 def ds_config(case: Case, folder: Path) -> dict[str, Any]:
     """Return the config of `case`."""
@@ -68,6 +70,14 @@ def _optimizer(case: Case) -> dict[str, Any]:
             return {"type": "Adam", "params": {"eps": EPS, "betas": list(BETAS), "adam_w_mode": False}}
         case "momentum" | "nesterov":
             return {"type": "SGD", "params": {"momentum": 0.9, "nesterov": case.optimizer == "nesterov"}}
+        case "rmsprop":
+            return {"type": "RMSprop", "params": {"eps": EPS, "alpha": BETAS[1]}}
+        case "adagrad":
+            return {"type": "Adagrad", "params": {"eps": EPS, "lr_decay": 0.1}}
+        case "adadelta":
+            return {"type": "Adadelta", "params": {"eps": EPS, "rho": BETAS[0]}}
+        case "adamax" | "nadam" | "radam":
+            return {"type": TYPES[case.optimizer], "params": {"eps": EPS, "betas": list(BETAS)}}
         case "lamb":
             return {"type": "Lamb", "params": {"eps": EPS, "betas": list(BETAS)}}
         case "lion":

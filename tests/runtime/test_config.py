@@ -162,7 +162,7 @@ def test_offload_is_read_as_deepspeed_reads_it() -> None:
     ("optimizer", "said"),
     [
         ({"type": "AdamW", "params": {"lr": 1, "amsgrad": True}}, "'amsgrad' is not supported"),
-        ({"type": "AdamV"}, "did you mean 'adam' or 'adamw'"),
+        ({"type": "AdamV"}, "did you mean 'adam' or"),
         ({"type": "AdamW", "params": {"beta": 1}}, "unknown key 'beta' for adamw; did you mean 'betas'"),
         ({"type": "AdamW", "params": {"max_grad_norm": 1}}, "use gradient_clipping"),
         ({"type": "AdamW", "params": {"lr": "1e-5"}}, "optimizer.params.lr: '1e-5' is not a number"),
@@ -178,6 +178,24 @@ def test_which_optimizers_are_refused(optimizer: dict[str, Any], said: str) -> N
     assert said in str(fault.value)
 
 
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (torch.optim.Adafactor, "an optimizer of type Adafactor is not supported"),
+        (lambda params: torch.optim.Muon([p for p in params if p.dim() == 2]), "an optimizer of type Muon is not supported"),
+        (torch.optim.LBFGS, "an optimizer of type LBFGS is not supported"),
+        (lambda params: torch.optim.AdamW(params, amsgrad=True), "torch.optim.AdamW: 'amsgrad' is not supported"),
+        (lambda params: torch.optim.Adagrad(params, maximize=True), "torch.optim.Adagrad: 'maximize' is not supported"),
+        (lambda params: torch.optim.RMSprop(params, momentum=0.9), "torch.optim.RMSprop: 'momentum' is not supported"),
+        (lambda params: torch.optim.RMSprop(params, centered=True), "torch.optim.RMSprop: 'centered' is not supported"),
+    ],
+)
+def test_which_optimizers_of_torchs_are_refused(make: Any, said: str) -> None:
+    with pytest.raises(BadInput) as fault:
+        zeroplan_runtime.initialize(model=torch.nn.Linear(2, 2), config={}, optimizer=make, device="cpu")
+    assert said in str(fault.value)
+
+
 def test_other_inputs_are_refused(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     with pytest.raises(BadInput, match="no such file"):
@@ -185,8 +203,6 @@ def test_other_inputs_are_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(BadInput, match="not JSON"):
         zeroplan_runtime.initialize(model=model, config=tmp_path / "bad.json", device="cpu")
-    with pytest.raises(BadInput, match="Adagrad is not supported"):
-        zeroplan_runtime.initialize(model=model, config={}, optimizer=torch.optim.Adagrad(model.parameters()), device="cpu")
     with pytest.raises(BadInput, match="a str is no optimizer"):
         zeroplan_runtime.initialize(model=model, config={}, optimizer="adamw", device="cpu")  # type: ignore[arg-type]
     with pytest.raises(BadInput, match="'weight' has no values"):

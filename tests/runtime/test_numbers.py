@@ -387,6 +387,16 @@ def test_what_an_optimizer_cannot_take_over() -> None:
     assert "no dampened sum can follow" in said_by(dampened.step)
 
 
+def test_nadam_keeps_its_betas() -> None:
+    """Its kernel takes the product of all earlier momenta from the present beta."""
+    config = sgd(0, optimizer={"type": "NAdam", "params": {"lr": 0.1}})
+    engine = start(None, config)
+    take_steps(engine, 1)
+    engine.optimizer.param_groups[0]["betas"] = (0.8, 0.999)
+    engine.backward(engine(data(0, 0)))
+    assert "'betas' of nadam was changed to (0.8, 0.999)" in said_by(engine.step)
+
+
 def test_what_comes_too_late_for_updates_that_have_begun() -> None:
     """Where nothing clips or checks gradients, offloaded updates begin in the backward."""
     early = sgd(2, gradient_clipping=0.0, zero_optimization=CPU)

@@ -92,6 +92,12 @@ OPTIMIZERS = {
     "Lamb": {},
     "Lion": {},
     "SGD": {"momentum": 0.9},
+    "Adagrad": {},
+    "Adadelta": {},
+    "Adamax": {},
+    "NAdam": {},
+    "RAdam": {},
+    "RMSprop": {},
 }
 CONFIGS = [
     *(ds_config(2, "bf16", optimizer={"type": k, "params": v}, gradient_clipping=1.0) for k, v in OPTIMIZERS.items()),

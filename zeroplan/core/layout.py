@@ -61,6 +61,8 @@ ALIGN = 64
 WIDE_NUMEL = 1 << 20
 
 #: Scalars of one step on the device: sum of squares, norm, factor, skip flag; the rest keeps the line whole. Each unit's sum
+#: Elements that an update without a kernel works on at once, at most.
+UPDATE_CHUNK = 1 << 20
 #: of squares follows.
 STEP_SCALARS = 16
 
@@ -379,6 +381,11 @@ def runtime_buffers(layout: Layout) -> list[OwnedBuffer]:
     if setup.takes_norms:
         tables = ((u.shape.name, layout.segments(u).words) for u in layout.units if u.trainable)
         rows += [OwnedBuffer(Buffer.OPTIM_TRUST, name, words, DType.FP32) for name, words in tables]
+    for where, place in (("device", Place.HBM), ("host", Place.DRAM)):
+        longest = max((numel for _, numel, rests in trained if (rests is Place.HBM) == (place is Place.HBM)), default=0)
+        if setup.update_temporaries and longest:
+            numel = setup.update_temporaries * min(UPDATE_CHUNK, longest)
+            rows.append(OwnedBuffer(Buffer.OPTIM_TEMP, where, numel, DType.FP32, place))
     rows.append(OwnedBuffer(Buffer.OPTIM_NORM, "step", STEP_SCALARS + len(layout.units), DType.FP32))
     rows.append(OwnedBuffer(Buffer.OPTIM_NORM, "workspace", NORM_WORKSPACE, DType.FP32))
     return rows

@@ -59,6 +59,12 @@ class RuntimeSetup:
         return kernel is not None and kernel.takes_norms
 
     @property
+    def update_temporaries(self) -> int:
+        """Tensors, each as long as the part of the masters that is updated at once, in which the update works."""
+        kernel = OPTIMIZERS[self.optimizer].runtime
+        return kernel.temporaries if kernel is not None else 0
+
+    @property
     def shards_states(self) -> bool:
         """Each rank updates its shard only."""
         return self.stage >= 1 and self.ranks > 1

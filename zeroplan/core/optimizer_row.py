@@ -120,6 +120,8 @@ class RuntimeKernel:
         kernel_names: the kernel's argument for a hyperparameter of another name.
         decoupled: the row whose weight decay is decoupled, if that and L2 regularisation are both this kernel's: it takes the
             argument ``decoupled`` then.
+        fixed: hyperparameters that must not change between steps, as what they were in earlier steps is not kept.
+        temporaries: fp32 tensors, as long as the part of the masters that is updated at once, that the update works in.
         takes_norms: the kernel needs the norm of each whole tensor, which the ranks add up between two passes. So the
             optimizer cannot run on the host, where each rank steps alone.
     """
@@ -128,6 +130,8 @@ class RuntimeKernel:
     defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
     kernel_names: Mapping[str, str] = field(default_factory=dict, hash=False)
     decoupled: str = ""
+    fixed: tuple[str, ...] = ()
+    temporaries: int = 0
     takes_norms: bool = False
 
 

@@ -15,7 +15,8 @@ from zeroplan.core.zero_config import DEEPSPEED_VERSION
 
 _EXP_AVG, _EXP_AVG_SQ = State(Buffer.OPTIM_EXP_AVG, 1), State(Buffer.OPTIM_EXP_AVG_SQ, 1)
 _ADAM = (_EXP_AVG, _EXP_AVG_SQ)
-_ADAM_DEFAULTS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True}
+_ADAM_LIKE = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+_ADAM_DEFAULTS = {**_ADAM_LIKE, "bias_correction": True}
 _ADAM_KERNEL = RuntimeKernel("adamw", _ADAM_DEFAULTS, decoupled="adamw")
 _SGD_KERNEL = RuntimeKernel("sgd", {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False})
 
@@ -110,6 +111,11 @@ _ROWS = (
         "Duchi et al. 2011",
         deepspeed=(DeepSpeedType("Adagrad", own=True, tested=True),),
         torch=TorchClass("Adagrad", states_when_built=True, foreach_lists=2),
+        runtime=RuntimeKernel(
+            "adagrad",
+            {"lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10},
+            temporaries=2,
+        ),
     ),
     Optimizer(
         "adafactor",
@@ -136,6 +142,12 @@ _ROWS = (
         "Dozat 2016; torch/optim/nadam.py",
         deepspeed=(DeepSpeedType("NAdam"),),
         torch=TorchClass("NAdam"),
+        runtime=RuntimeKernel(
+            "nadam",
+            {**_ADAM_LIKE, "lr": 2e-3, "momentum_decay": 4e-3, "decoupled_weight_decay": False},
+            fixed=("betas", "momentum_decay"),
+            temporaries=2,
+        ),
     ),
     Optimizer(
         "radam",
@@ -143,6 +155,7 @@ _ROWS = (
         "Liu et al. 2020; torch/optim/radam.py",
         deepspeed=(DeepSpeedType("RAdam"),),
         torch=TorchClass("RAdam"),
+        runtime=RuntimeKernel("radam", {**_ADAM_LIKE, "decoupled_weight_decay": False}, temporaries=2),
     ),
     Optimizer(
         "adamax",
@@ -150,6 +163,7 @@ _ROWS = (
         "Kingma & Ba 2015, algorithm 2; torch/optim/adamax.py",
         deepspeed=(DeepSpeedType("Adamax"),),
         torch=TorchClass("Adamax"),
+        runtime=RuntimeKernel("adamax", {**_ADAM_LIKE, "lr": 2e-3}, temporaries=2),
     ),
     Optimizer(
         "rmsprop",
@@ -157,6 +171,7 @@ _ROWS = (
         "Hinton 2012, lecture 6e; torch/optim/rmsprop.py",
         deepspeed=(DeepSpeedType("RMSprop"),),
         torch=TorchClass("RMSprop"),
+        runtime=RuntimeKernel("rmsprop", {"lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0}, temporaries=2),
     ),
     Optimizer(
         "adadelta",
@@ -164,6 +179,7 @@ _ROWS = (
         "Zeiler 2012; torch/optim/adadelta.py",
         deepspeed=(DeepSpeedType("Adadelta"),),
         torch=TorchClass("Adadelta", foreach_lists=2),
+        runtime=RuntimeKernel("adadelta", {"lr": 1.0, "rho": 0.9, "eps": 1e-6, "weight_decay": 0.0}, temporaries=2),
     ),
     Optimizer(
         "sgd",

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 
+from zeroplan_runtime.kernels.elementwise import adadelta, adagrad, adamax, nadam, radam, rmsprop
 from zeroplan_runtime.kernels.functional import adamw, lamb, lion, sgd
 from zeroplan_runtime.kernels.segments import Segments
-
-#: Adds up the ranks' parts of a tensor in place.
-Reduce = Callable[[torch.Tensor], None]
+from zeroplan_runtime.kernels.update import Reduce
 
 
 class Update(Protocol):
@@ -24,7 +23,7 @@ class Update(Protocol):
         segments: the bounds of the tensors in `master`, for a kernel that needs their norms; None for others.
         reduce: adds the other ranks' norms in place; None for one rank.
         step: the number of the applied step, from 1.
-        keywords: the hyperparameters, ``param_out`` and ``scalars``.
+        keywords: the hyperparameters, ``param_out`` and ``scalars``; ``workspace``, fp32, for one that needs temporaries.
     """
 
     def __call__(
@@ -99,4 +98,15 @@ def _lamb(
 
 
 #: The updates by the kernel's name.
-UPDATES: dict[str, Update] = {"adamw": _adamw, "lamb": _lamb, "lion": _lion, "sgd": _sgd}
+UPDATES: dict[str, Update] = {
+    "adadelta": adadelta,
+    "adagrad": adagrad,
+    "adamax": adamax,
+    "adamw": _adamw,
+    "lamb": _lamb,
+    "lion": _lion,
+    "nadam": nadam,
+    "radam": radam,
+    "rmsprop": rmsprop,
+    "sgd": _sgd,
+}

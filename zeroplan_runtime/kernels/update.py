@@ -9,9 +9,13 @@ Note [Arithmetic]
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
+#: Adds up the ranks' parts of a tensor in place.
+Reduce = Callable[[torch.Tensor], None]
 
 #: Indices into the step's scalars, an fp32 tensor on the gradients' device. SQUARES: the sum of the squares of the gradients,
 #: which include the loss scale. NORM: the norm of the gradients without the loss scale, before clipping. FACTOR: clip factor

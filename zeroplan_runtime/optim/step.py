@@ -251,6 +251,9 @@ class OptimizerStep:
         master, grad = part.master, part.grad
         states = part.states if hyper.get("momentum", 1.0) else []  # SGD's momentum may come and go
         common: dict[str, Any] = {"param_out": part.param, "scalars": scalars}
+        if self.optimizer.kernel.temporaries:
+            where = "device" if part.unit.offloaded is None else "host"
+            common["workspace"] = self.model_states.update_workspaces[where]
         shared = self.model_states.setup.shards_states
         reduce = self.model_states.comm.all_reduce_sum if shared else None
         kernels.UPDATES[self.optimizer.kernel.kernel](

@@ -55,6 +55,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._keeps_momentum = False
         self._had_momentum: set[int] = set()  # SGD's groups of which a step had momentum, and those of which none had
         self._had_none: set[int] = set()
+        self._fixed: list[dict[str, Any]] = []  # each group's hyperparameters that must stay as they are
         self._scheduled: torch.optim.Optimizer = self  # what schedules were made on
         try:
             super().__init__(params, {**known, **{k: v for k, v in hyper.items() if k in known}})
@@ -66,7 +67,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Makes one from a torch optimizer and shares its group dicts, so that its learning-rate schedules still work.
 
         Raises:
-            BadInput: when it is not AdamW, Adam or SGD, or uses AMSGrad or maximises.
+            BadInput: when its class has no row with a kernel, or an option that the kernel has not.
         """
         rows = {row.torch.name: row for row in RUNTIME_OPTIMIZERS.values() if row.torch is not None}
         row = next((row for name, row in rows.items() if type(optimizer) is getattr(torch.optim, name)), None)
@@ -77,21 +78,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 where="optimizer",
                 remedy=f"give torch.optim.{', '.join(others)} or {last}, or name the optimizer in the config",
             )
-        if any(optimizer.state.values()):
+        if any(_has_stepped(state) for state in optimizer.state.values()):
             raise BadInput(
                 "the optimizer has states of earlier steps, which the engine's do not take over",
                 where="optimizer",
                 remedy="give a new optimizer; to go on from an earlier run, use engine.load_checkpoint()",
             )
-        for key in ("amsgrad", "maximize"):
-            if any(group.get(key) for group in optimizer.param_groups):
-                raise BadInput(f"{key!r} is not supported", where="optimizer")
-        decoupled = row.runtime.decoupled if row.runtime is not None else ""
+        kernel = row.runtime
+        assert kernel is not None
+        decoupled = kernel.decoupled
+        known = {*kernel.defaults, *_IGNORED, *(["decoupled_weight_decay"] if decoupled else [])}
+        for key in optimizer.defaults:
+            if key not in known and any(group.get(key) for group in optimizer.param_groups):
+                raise BadInput(f"{key!r} is not supported", where=f"torch.optim.{type(optimizer).__name__}")
         if decoupled and any(group.get("decoupled_weight_decay") for group in optimizer.param_groups):
             row = OPTIMIZERS[decoupled]
         made = cls(optimizer.param_groups, row.name, {}, decoupled=row.name == decoupled)
         made.param_groups = optimizer.param_groups
         made._scheduled = optimizer
+        optimizer.state.clear()  # Adagrad makes its states at once
         return made
 
     @property
@@ -104,11 +109,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Returns the current hyperparameters of group number `group`, by the names of the kernels' arguments.
 
         Raises:
-            BadInput: for momentum that comes too late.
+            BadInput: for momentum that comes too late, and for what must stay as it was.
         """
         values = self.param_groups[group]
         if self.row.with_momentum and values["momentum"]:
             self._require_momentum(group, values)
+        for key, first in self._fixed[group].items() if self._fixed else ():
+            if values[key] != first:
+                raise BadInput(
+                    f"{key!r} of {self.kind} was changed to {values[key]!r}, which its kernel cannot follow",
+                    where=f"optimizer.param_groups[{group}]",
+                    remedy=f"leave it at {first!r}, as by cycle_momentum=False in OneCycleLR",
+                )
         names = self.kernel.kernel_names
         hyper = {names.get(key, key): values[key] for key in self.kernel.defaults if key in values}
         hyper["lr"] = float(hyper["lr"])
@@ -145,6 +157,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Gives :meth:`step` and :meth:`zero_grad` to an engine."""
         self._take_step, self._drop_grads = take_step, drop_grads
         self._keeps_momentum = self.layout_kind == self.row.with_momentum
+        self._fixed = [{key: group[key] for key in self.kernel.fixed} for group in self.param_groups]
 
     def was_stepped(self) -> None:
         """Tells torch's learning-rate schedules that the optimizer has stepped; otherwise they warn."""
@@ -192,6 +205,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Drops the gradients that no step has used. After a step there are none."""
         if self._drop_grads is not None:
             self._drop_grads()
+
+
+def _has_stepped(state: dict[str, Any]) -> bool:
+    return bool(state) and float(state.get("step", 1)) > 0
 
 
 def _check(key: str, value: Any, default: Any) -> None:

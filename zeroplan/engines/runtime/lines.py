@@ -62,6 +62,8 @@ class RuntimeRank:
     seq_len: int = means("tokens a sample")
     hidden: int = means("elements of one token's hidden state")
     trust_words: int = means("words of LAMB's tables: two sums a tensor and a tile, and where each tile begins and ends")
+    update_temp: int = means("elements of the temporaries of an update without a kernel: two of up to 1 Mi")
+    update_temp_away: int = means("the same on the host")
     param_bytes: int = means("bytes of one parameter")
     grad_bytes: int = means("bytes of one element of a kept gradient")
     reduce_bytes: int = means("bytes of one element of a gradient as it is reduced")
@@ -124,6 +126,8 @@ def runtime_rank(layout: Layout, *, cublas_workspace: int, inputs: LeavingInputs
         seq_len=inputs.seq_len,
         hidden=inputs.hidden,
         trust_words=_count(rows, Buffer.OPTIM_TRUST),
+        update_temp=_count(here, Buffer.OPTIM_TEMP),
+        update_temp_away=_count(rows, Buffer.OPTIM_TEMP) - _count(here, Buffer.OPTIM_TEMP),
         param_bytes=setup.param_dtype.bytes,
         grad_bytes=(setup.accum_dtype if setup.shards_grads else setup.whole_grad_dtype).bytes,
         exchange_bytes=setup.accum_dtype.bytes,
@@ -300,6 +304,30 @@ def checkpointed_inputs(c: RuntimeRank) -> int:
 def optim_norm(c: RuntimeRank) -> int:
     """The step's scalars, which the update kernels read on the device, and the norm's partial sums."""
     return c.step_scalars * c.master_bytes
+
+
+@_add(Buffer.OPTIM_SUM, Place.HBM, ALWAYS, state=True)
+def optim_sum(c: RuntimeRank) -> int:
+    """Adagrad's sum of squared gradients, or Adadelta's running mean of squared changes."""
+    return c.stepped * c.master_bytes if Buffer.OPTIM_SUM in c.states else 0
+
+
+@_add(Buffer.OPTIM_SUM, lambda c: c.away, ALWAYS, state=True)
+def sum_away(c: RuntimeRank) -> int:
+    """The same, offloaded."""
+    return c.stepped_away * c.master_bytes if Buffer.OPTIM_SUM in c.states else 0
+
+
+@_add(Buffer.OPTIM_TEMP, Place.HBM, ALWAYS)
+def update_temp(c: RuntimeRank) -> int:
+    """Where an update without a kernel works: a part of the gradients, scaled, and a scratch tensor."""
+    return c.update_temp * c.master_bytes
+
+
+@_add(Buffer.OPTIM_TEMP, Place.DRAM, ALWAYS)
+def update_temp_away(c: RuntimeRank) -> int:
+    """The same on the host, for offloaded units."""
+    return c.update_temp_away * c.master_bytes
 
 
 @_add(Buffer.OPTIM_TRUST, Place.HBM, ALWAYS)

@@ -47,8 +47,9 @@ def optimizer_of(case: Case, params: list[nn.Parameter]) -> torch.optim.Optimize
         case "adadelta":
             return torch.optim.Adadelta(groups, eps=EPS, rho=BETAS[0])
         case "adamax" | "nadam" | "radam":
-            kind = {"adamax": torch.optim.Adamax, "nadam": torch.optim.NAdam, "radam": torch.optim.RAdam}[case.optimizer]
-            return kind(groups, eps=EPS, betas=BETAS)
+            kinds: dict[str, Any] = {"adamax": torch.optim.Adamax, "nadam": torch.optim.NAdam, "radam": torch.optim.RAdam}
+            made: torch.optim.Optimizer = kinds[case.optimizer](groups, eps=EPS, betas=BETAS)
+            return made
         case "lamb":
             return Lamb(groups, eps=EPS, betas=BETAS)
         case "lion":

@@ -381,11 +381,11 @@ def runtime_buffers(layout: Layout) -> list[OwnedBuffer]:
     if setup.takes_norms:
         tables = ((u.shape.name, layout.segments(u).words) for u in layout.units if u.trainable)
         rows += [OwnedBuffer(Buffer.OPTIM_TRUST, name, words, DType.FP32) for name, words in tables]
-    for where, place in (("device", Place.HBM), ("host", Place.DRAM)):
+    for owner, place in (("device", Place.HBM), ("host", Place.DRAM)):
         longest = max((numel for _, numel, rests in trained if (rests is Place.HBM) == (place is Place.HBM)), default=0)
         if setup.update_temporaries and longest:
             numel = setup.update_temporaries * min(UPDATE_CHUNK, longest)
-            rows.append(OwnedBuffer(Buffer.OPTIM_TEMP, where, numel, DType.FP32, place))
+            rows.append(OwnedBuffer(Buffer.OPTIM_TEMP, owner, numel, DType.FP32, place))
     rows.append(OwnedBuffer(Buffer.OPTIM_NORM, "step", STEP_SCALARS + len(layout.units), DType.FP32))
     rows.append(OwnedBuffer(Buffer.OPTIM_NORM, "workspace", NORM_WORKSPACE, DType.FP32))
     return rows

@@ -19,6 +19,11 @@ from zeroplan.core.units import GIB, MIB
         ("A100", "A100-80G"),
         ("4090", "RTX4090"),
         ("t4", "T4"),
+        ("RTX A6000", "A6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX6000Ada"),
+        ("TITAN RTX", "TitanRTX"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80G"),
+        ("A800", "A800-80G"),
     ],
 )
 def test_names_as_people_write_them(name: str, expected: str) -> None:
@@ -26,10 +31,11 @@ def test_names_as_people_write_them(name: str, expected: str) -> None:
 
 
 def test_every_preset_is_plausible_and_sourced() -> None:
-    wanted = "T4 V100-16G V100-32G A10G L4 L40S RTX3090 RTX4090 RTX5090 A100-40G A100-80G H100 H200 B200 MI300X"
+    wanted = "T4 TitanRTX V100-16G V100-32G A10G A40 A6000 L4 L40S RTX3090 RTX4090 RTX5090 RTX6000Ada RTXPro6000"
+    wanted += " A100-40G A100-80G A800-80G H20 H100 H200 GH200 B200 MI300X MI325X"
     assert {gpu.name for gpu in GPUS.values()} == set(wanted.split())
     for gpu in GPUS.values():
-        assert 15 * GIB <= gpu.usable < gpu.memory <= 200 * GIB or gpu.name == "T4"
+        assert 15 * GIB <= gpu.usable < gpu.memory <= 256 * GIB or gpu.name == "T4"
         assert 60 <= gpu.bf16_tflops <= 2500
         assert 300 <= gpu.bandwidth_gbs <= 8000
         assert len(gpu.source) > 10
@@ -46,6 +52,18 @@ def test_vram_overrides_the_presets_memory() -> None:
     assert cluster.gpu.name == "H100"
     assert cluster.usable_vram is not None
     assert cluster.usable_vram < 24 * GIB
+
+
+@pytest.mark.parametrize(
+    ("name", "least_that_torch_reports"),
+    [("A100-80G", 79.15), ("A100-40G", 39.38), ("H100", 79.10), ("A10G", 22.04), ("L4", 22.03), ("RTX4090", 23.52),
+     ("A6000", 47.41), ("T4", 14.56), ("RTXPro6000", 94.97)],
+)  # fmt: skip
+def test_no_card_has_more_to_use_than_torch_reports(name: str, least_that_torch_reports: float) -> None:
+    """The total that torch names in public out-of-memory errors, by which nobody can be beyond."""
+    usable = Cluster.of(gpu=name).usable_vram
+    assert usable is not None
+    assert usable / GIB <= least_that_torch_reports
 
 
 def test_without_a_card_nothing_is_limited() -> None:

@@ -8,12 +8,15 @@ import pytest
 
 from tests.models.reference import assert_same_rows, build_on_meta, rows_of_module, rows_of_spec
 from zeroplan.core.errors import BadInput
+from zeroplan.core.tasks import parse_task
 from zeroplan.models.families import FAMILIES, units_of
 from zeroplan.models.families.config import NULLABLE, Config
+from zeroplan.models.families.heads import GENERIC
 from zeroplan.models.load import load_model
 
 pytestmark = pytest.mark.torch
 
+CLASSES = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 #: Small configs that take every branch of a description.
 VARIANTS: list[dict[str, Any]] = [
     {"model_type": "llama"},
@@ -133,6 +136,34 @@ def test_description_equals_transformers(config: dict[str, Any]) -> None:
     module = build_on_meta(config, spec.auto_class)
     assert_same_rows(rows_of_spec(spec), rows_of_module(module))
     assert spec.params == sum(p.numel() for p in module.parameters())
+
+
+#: Architectures whose head is no language model's, with the labels that the config names.
+HEADS = [
+    *(
+        {"model_type": m, "architectures": [f"Any{end}"]}
+        for m in ("bert", "roberta", "deberta", "deberta-v2")
+        for end in CLASSES
+    ),
+    *({"model_type": m, "architectures": [f"Any{end}"], "num_labels": 7} for m in sorted(GENERIC) for end in CLASSES[:2]),
+]
+
+
+@pytest.mark.parametrize("config", HEADS, ids=lambda c: " ".join((c["model_type"], *c["architectures"])))
+def test_architectures_decide_the_head(config: dict[str, Any]) -> None:
+    config = _with_depth({**config, "id2label": {str(i): str(i) for i in range(config.get("num_labels", 3))}})
+    spec = load_model(config)
+    assert spec.auto_class.endswith(config["architectures"][0].removeprefix("Any"))
+    assert_same_rows(rows_of_spec(spec), rows_of_module(build_on_meta(config, spec.auto_class)))
+
+
+def test_a_task_takes_the_place_of_the_configs_head() -> None:
+    config = _with_depth({"model_type": "bert", "architectures": ["BertForMaskedLM"]})
+    spec = load_model(config, task=parse_task("sequence_classification"))
+    assert [unit.name for unit in spec.units][-2:] == ["bert.pooler", "classifier"]
+    assert load_model(config).units[-1].name == "cls.predictions"
+    with pytest.raises(BadInput, match=r"unknown task 'sequence-clasification'.*sequence-classification"):
+        parse_task("sequence-clasification")
 
 
 def test_every_family_is_tested() -> None:

@@ -67,6 +67,9 @@ OPTIONS: dict[str, Any] = {
         ),
     ],
     "params": _option(str | None, "--params", "A bare count instead of MODEL: 7.5B.", metavar="COUNT"),
+    "task": _option(
+        str | None, "--task", "causal-lm, sequence-classification, token-classification, … [by the config]", metavar="TASK"
+    ),
     "micro_batch": _option(int | None, "--micro-batch", "Samples a GPU and pass. [1]", _WORK),
     "seq_len": _option(
         str | None, "--seq-len", "Tokens a sample: 4096 or 4k. [2048, or the model's most]", _WORK, metavar="TOKENS"
@@ -81,6 +84,7 @@ OPTIONS: dict[str, Any] = {
     "attn": _option(str, "--attn", "sdpa, flash or eager.", _WORK),
     "lora_rank": _option(int | None, "--lora-rank", "Train LoRA adapters of this rank only.", _WORK),
     "lora_targets": _option(str | None, "--lora-targets", "Layers to adapt, by comma. [all linear layers]", _WORK),
+    "quantize": _option(str | None, "--quantize", "Keep the frozen base in 4 bits: nf4 or fp4.", _WORK),
     "from_scratch": _option(bool, "--from-scratch", "Weights are initialised: no host reads pretrained ones.", _WORK),
     "gpus": _option(int, "--gpus", "GPUs a node.", _CLUSTER),
     "nodes": _option(int, "--nodes", "Nodes.", _CLUSTER),
@@ -151,7 +155,19 @@ def takes_request(*without: str) -> Callable[[Callable[..., None]], Callable[...
 
 #: What ``recommend`` is asked about what ``estimate`` has answered: all but what it finds out itself.
 _FOR_RECOMMEND = (
-    *("model", "params", "seq_len", "dtype", "optimizer", "attn", "lora_rank", "lora_targets", "from_scratch"),
+    *(
+        "model",
+        "params",
+        "task",
+        "seq_len",
+        "dtype",
+        "optimizer",
+        "attn",
+        "lora_rank",
+        "lora_targets",
+        "quantize",
+        "from_scratch",
+    ),
     *("gpus", "nodes", "gpu", "vram", "cpu_ram", "nvme", "host", "engine", "trust_remote_code"),
 )
 

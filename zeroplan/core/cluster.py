@@ -47,7 +47,7 @@ def find_host(name: str | None, gpu: Gpu) -> Host:
     Raises:
         BadInput: an unknown name.
     """
-    key = ("desktop" if gpu.name.startswith("RTX") else "server") if name is None else name.strip().lower()
+    key = ("desktop" if gpu.name.startswith(("RTX3", "RTX4", "RTX5")) else "server") if name is None else name.strip().lower()
     if key not in HOSTS:
         remedy = did_you_mean(key, HOSTS) or f"use {' or '.join(HOSTS)}"
         raise BadInput(f"unknown kind of host {key[:40]!r}", where="--host", remedy=remedy)
@@ -77,7 +77,10 @@ class Cluster:
     @property
     def usable_vram(self) -> int | None:
         """Bytes of a card that a process can have: its memory without what the driver keeps for itself."""
-        return None if self.vram is None else max(0, self.vram - min(DRIVER_RESERVE, self.vram // 16))
+        if self.vram is None:
+            return None
+        kept = self.gpu.reserve if self.vram == self.gpu.memory else DRIVER_RESERVE
+        return max(0, self.vram - min(kept, self.vram // 16))
 
     @property
     def usable_cpu_ram(self) -> int | None:

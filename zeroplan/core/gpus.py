@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from zeroplan.core.errors import BadInput, did_you_mean
 from zeroplan.core.units import GIB, MIB
 
-#: What the driver keeps of every card before a process starts. It shows as used with no process running.
+#: What the driver keeps of a card before a process starts. It shows as used with no process running.
 DRIVER_RESERVE = 600 * MIB
 _OLD_WORKSPACE = 8_519_680
 _HOPPER_WORKSPACE = 32 * MIB
@@ -19,7 +19,11 @@ _HOPPER_WORKSPACE = 32 * MIB
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU model. `workspace` is cuBLAS's default workspace for one handle and stream, in bytes."""
+    """One GPU model. `workspace` is cuBLAS's default workspace for one handle and stream, in bytes.
+
+    `reserve` is what the driver keeps of `memory`; a row that has its own is held to the least total that torch reports in
+    public errors of that card, since drivers differ.
+    """
 
     name: str
     memory: int
@@ -30,6 +34,7 @@ class Gpu:
     capability: tuple[int, int]
     source: str
     bf16: bool = True
+    reserve: int = DRIVER_RESERVE
 
     @property
     def workspace(self) -> int:
@@ -39,7 +44,7 @@ class Gpu:
     @property
     def usable(self) -> int:
         """Bytes that processes can have: all but the driver's reserve."""
-        return self.memory - DRIVER_RESERVE
+        return self.memory - self.reserve
 
 
 def _mib(count: int) -> int:
@@ -58,12 +63,23 @@ GPUS: dict[str, Gpu] = {
         Gpu("RTX3090", _mib(24576), 71, 936, 56, 25, (8, 6), "NVIDIA GA102 white paper, fp32 accumulation; NVLink bridge"),
         Gpu("RTX4090", _mib(24564), 165, 1008, 25, 25, (8, 9), "NVIDIA Ada white paper, fp32 accumulation"),
         Gpu("RTX5090", _mib(32607), 210, 1792, 50, 50, (12, 0), "NVIDIA Blackwell RTX white paper, fp32 accumulation"),
-        Gpu("A100-40G", _mib(40960), 312, 1555, 300, 25, (8, 0), "NVIDIA A100 data sheet, SXM4 40 GB"),
-        Gpu("A100-80G", _mib(81920), 312, 2039, 300, 25, (8, 0), "NVIDIA A100 data sheet, SXM4 80 GB"),
+        Gpu(
+            "RTXPro6000", _mib(97887), 503, 1792, 50, 50, (12, 0), "NVIDIA RTX PRO 6000 Blackwell data sheet", reserve=_mib(650)
+        ),
+        Gpu("RTX6000Ada", _mib(49140), 364, 960, 25, 25, (8, 9), "NVIDIA RTX 6000 Ada data sheet, without ECC"),
+        Gpu("TitanRTX", _mib(24220), 130, 672, 50, 12, (7, 5), "NVIDIA Turing white paper (fp16; no bf16)", bf16=False),
+        Gpu("A40", _mib(46068), 150, 696, 56, 25, (8, 6), "NVIDIA A40 data sheet, with ECC; NVLink bridge"),
+        Gpu("A6000", _mib(49140), 155, 768, 56, 25, (8, 6), "NVIDIA RTX A6000 data sheet, without ECC; NVLink bridge"),
+        Gpu("A100-40G", _mib(40960), 312, 1555, 300, 25, (8, 0), "NVIDIA A100 data sheet, SXM4 40 GB", reserve=_mib(640)),
+        Gpu("A100-80G", _mib(81920), 312, 2039, 300, 25, (8, 0), "NVIDIA A100 data sheet, SXM4 80 GB", reserve=_mib(871)),
+        Gpu("A800-80G", _mib(81920), 312, 2039, 200, 25, (8, 0), "NVIDIA A800 data sheet, SXM4 80 GB", reserve=_mib(871)),
         Gpu("H100", _mib(81559), 989, 3352, 450, 55, (9, 0), "NVIDIA H100 data sheet, SXM5; total as the driver reports it"),
         Gpu("H200", _mib(143771), 989, 4800, 450, 55, (9, 0), "NVIDIA H200 data sheet, SXM; total as the driver reports it"),
+        Gpu("H20", _mib(97871), 148, 4000, 450, 55, (9, 0), "NVIDIA H20 data sheet, 96 GB; total as the driver reports it"),
+        Gpu("GH200", _mib(97871), 989, 4000, 450, 450, (9, 0), "NVIDIA GH200 data sheet, 96 GB; its host by NVLink-C2C"),
         Gpu("B200", _mib(183359), 2250, 8000, 900, 55, (10, 0), "NVIDIA DGX B200 data sheet (180 GB a GPU)"),
         Gpu("MI300X", 192 * GIB, 1307, 5300, 448, 55, (0, 0), "AMD Instinct MI300X data sheet"),
+        Gpu("MI325X", 256 * GIB, 1307, 6000, 448, 55, (0, 0), "AMD Instinct MI325X data sheet"),
     )
 }
 
@@ -76,6 +92,13 @@ _ALIASES = {
     "a100-40gb": "a100-40g",
     "a100-80": "a100-80g",
     "a100-80gb": "a100-80g",
+    "a800": "a800-80g",
+    "a800-80gb": "a800-80g",
+    "rtxa6000": "a6000",
+    "rtx6000-ada": "rtx6000ada",
+    "6000-ada": "rtx6000ada",
+    "rtxpro-6000": "rtxpro6000",
+    "titan-rtx": "titanrtx",
     "3090": "rtx3090",
     "4090": "rtx4090",
     "5090": "rtx5090",
@@ -95,6 +118,8 @@ def find_gpu(name: str, *, where: str = "--gpu") -> Gpu:
         BadInput: with the nearest names.
     """
     key = name.strip().lower().replace("nvidia", "").replace("geforce", "").replace("amd", "").replace("instinct", "")
+    for other in ("generation", "tesla", "sxm4-", "sxm5-", "pcie-", "blackwell"):
+        key = key.replace(other, "")
     key = key.strip().replace("rtx ", "rtx").replace(" ", "-").replace("_", "-")
     found = GPUS.get(_ALIASES.get(key, key))
     if found is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 
@@ -12,16 +12,26 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return text if isinstance(text, Mapping) else config
 
 
+SEQUENCE_CLASSIFICATION = "AutoModelForSequenceClassification"
+TOKEN_CLASSIFICATION = "AutoModelForTokenClassification"
+QUESTION_ANSWERING = "AutoModelForQuestionAnswering"
+#: Auto classes whose head takes the place of the language model's.
+CLASSIFIERS = (SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION, QUESTION_ANSWERING)
+
 #: transformers' auto classes by how an architecture's name ends; the first that matches.
 _AUTO_CLASSES = (
     ("ForCausalLM", "AutoModelForCausalLM"),
     ("LMHeadModel", "AutoModelForCausalLM"),
     ("ForMaskedLM", "AutoModelForMaskedLM"),
     ("ForImageClassification", "AutoModelForImageClassification"),
-    ("ForSequenceClassification", "AutoModelForSequenceClassification"),
+    ("ForSequenceClassification", SEQUENCE_CLASSIFICATION),
+    ("ForTokenClassification", TOKEN_CLASSIFICATION),
+    ("ForQuestionAnswering", QUESTION_ANSWERING),
     ("WhisperForConditionalGeneration", "AutoModelForSpeechSeq2Seq"),
     ("Gemma3ForConditionalGeneration", "AutoModelForImageTextToText"),
     ("ForConditionalGeneration", "AutoModelForSeq2SeqLM"),
+    ("ForConditionalGeneration", "AutoModelForImageTextToText"),
+    ("ForConditionalGeneration", "AutoModelForSpeechSeq2Seq"),
 )
 _AUTO_CLASS_OF_TYPE = {
     **dict.fromkeys(
@@ -36,10 +46,28 @@ _AUTO_CLASS_OF_TYPE = {
 
 def auto_class_of(config: Mapping[str, Any]) -> str:
     """The auto class that trains a config's architecture; causal language modelling where it does not say."""
+    return next(iter(auto_classes_of(config)), "AutoModelForCausalLM")
+
+
+def auto_classes_of(config: Mapping[str, Any]) -> Iterator[str]:
+    """The auto classes that may train a config's architecture, likeliest first: by its architectures, then by its type."""
     architectures = config.get("architectures")
     if isinstance(architectures, (list, tuple)):
         for name in architectures:
             for suffix, auto in _AUTO_CLASSES:
                 if isinstance(name, str) and name.endswith(suffix):
-                    return auto
-    return _AUTO_CLASS_OF_TYPE.get(str(config.get("model_type")), "AutoModelForCausalLM")
+                    yield auto
+    of_type = _AUTO_CLASS_OF_TYPE.get(str(config.get("model_type")))
+    if of_type is not None:
+        yield of_type
+
+
+def labels_of(config: Mapping[str, Any]) -> int:
+    """The number of labels that a classifier's head tells apart; transformers' default is 2."""
+    for key in ("id2label", "num_labels"):
+        value = config.get(key)
+        if isinstance(value, Mapping):
+            return len(value) or 2
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return 2

@@ -21,7 +21,9 @@ from functools import cached_property
 from zeroplan.core.parameters import Parameters
 
 #: Layers that autocast runs in 16 bits. Source: DeepSpeed 0.19.8, runtime/torch_autocast.py, LOWER_PRECISION_SAFE_MODULES.
-AUTOCAST_LAYERS = frozenset({"Linear", "Conv1d", "Conv2d", "Conv3d"})
+AUTOCAST_LAYERS = frozenset({"Linear", "Linear4bit", "Conv1d", "Conv2d", "Conv3d"})
+#: The class of layers whose weight is kept in 4 bits.
+QUANTIZED_LAYER = "Linear4bit"
 _BLOCK = re.compile(r"^(?:[a-zA-Z_]\w*\.)+\d+$")
 
 
@@ -108,6 +110,7 @@ class ExpandedTape:
         """The parameters of the traced model."""
         products = {p for module in self.modules if module.type in AUTOCAST_LAYERS for p in module.params}
         homes = block_of_each(self.modules, len(self.params))
+        packed = {p for module in self.modules if module.type == QUANTIZED_LAYER for p in module.params}
         return Parameters(
             names=tuple(param.name for param in self.params),
             shapes=tuple(param.shape for param in self.params),
@@ -115,6 +118,7 @@ class ExpandedTape:
             autocast=tuple(p in products for p in range(len(self.params))),
             blocks=tuple(self.modules[home].name if home >= 0 else "" for home in homes),
             modules=tuple(module.params for module in self.modules),
+            quantized=tuple(p in packed and len(param.shape) == 2 for p, param in enumerate(self.params)),
         )
 
     @cached_property

@@ -50,6 +50,7 @@ class TraceOptions:
     `zero3`: as ZeRO stage 3 changes the graph (identity nodes around modules, its own linear function). `lora` None means
     no LoRA, empty all linear layers of the blocks, else names of the layers. `every` is k where only each k-th block is
     checkpointed: blocks k, 2k, … counted from 1. `tp` ranks share each matrix, and with `sp` the tokens between matrices.
+    `quantized`: linear layers are kept in 4 bits (:mod:`zeroplan.trace.quantized`).
     """
 
     attn: Attention = Attention.SDPA
@@ -60,6 +61,7 @@ class TraceOptions:
     every: int = 1
     tp: int = 1
     sp: bool = False
+    quantized: bool = False
 
     @property
     def split_tokens(self) -> int:
@@ -73,6 +75,8 @@ class TraceOptions:
         parts = [self.attn.value, checkpointing, self.arithmetic.value]
         if self.zero3:
             parts.append("zero3")
+        if self.quantized:
+            parts.append("4bit")
         if self.lora is not None:
             parts.append("lora" + "".join(f"+{name}" for name in sorted(self.lora)))
         if self.tp > 1:
@@ -103,4 +107,5 @@ def options_for(workload: Workload, *, zero3: bool = False, layout: ParallelLayo
         every=policy.every if policy is not None else 1,
         tp=layout.tp if layout is not None else 1,
         sp=layout is not None and layout.sp,
+        quantized=workload.quantize is not None,
     )

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizer_row import DEFAULT_OPTIMIZER
+from zeroplan.core.quantization import Quantization
 
 _Named = TypeVar("_Named", bound=StrEnum)
 
@@ -108,7 +109,8 @@ class Workload:
     `optimizer` is a row's name in :data:`zeroplan.core.optimizers.OPTIMIZERS`. `checkpoint_policy` is ``full``, ``selective``
     or ``every:K`` (:class:`CheckpointPolicy`) and takes effect with `gradient_checkpointing`. `lora_targets` empty means all
     linear layers of the blocks. `seq_len` None means 2048, or the model's maximum if that is less. `from_scratch` means that
-    weights are initialised and not read from pretrained ones, which pass through host memory.
+    weights are initialised and not read from pretrained ones, which pass through host memory. `quantize` is how the linear
+    layers of a frozen base are kept.
     """
 
     micro_batch: int = 1
@@ -124,6 +126,7 @@ class Workload:
     lora_targets: tuple[str, ...] = ()
     checkpoint_policy: str = "full"
     from_scratch: bool = False
+    quantize: Quantization | None = None
 
     @property
     def recomputation(self) -> CheckpointPolicy | None:

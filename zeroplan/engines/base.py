@@ -90,6 +90,7 @@ class Engine(ABC):
             count them on a CPU.
         binds_device: whether ranks join NCCL bound to their GPU, which makes the communicator at once.
         takes_modules: whether ``verify`` may hand the engine a user's own module.
+        quantized_bases: whether adapters beside a quantised base are modelled.
         casts_modules: whether the engine casts such a module and its batch to the dtype of the arithmetic.
     """
 
@@ -104,6 +105,7 @@ class Engine(ABC):
     binds_device: ClassVar[bool] = True
     takes_modules: ClassVar[bool] = False
     casts_modules: ClassVar[bool] = False
+    quantized_bases: ClassVar[bool] = False
 
     # --- what it runs -----------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from functools import cached_property
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.optimizer_row import Domain
+from zeroplan.core.quantization import SCALE_LEVELS, blocks_of_weight
 from zeroplan.core.workload import DType, Precision
 from zeroplan.engines.rank import Rank
 from zeroplan.engines.torch_optimizer import muon_takes
@@ -34,8 +35,30 @@ class TorchRank(Rank, ABC):
         return self.workload.dtype.bytes if half else DType.FP32.bytes
 
     def width(self, param: int) -> int:
-        """Bytes an element of one parameter where it is kept."""
+        """Bytes an element of one parameter where it is kept, unless it is quantised."""
         return self.original_bytes if self.parameters.trainable[param] else self.frozen_bytes
+
+    def kept(self, param: int) -> tuple[int, ...]:
+        """Bytes of the blocks in which one whole parameter is kept: one, or a quantised weight's values and scales."""
+        if self.parameters.quantized and self.parameters.quantized[param]:
+            return blocks_of_weight(self.numel[param])
+        return (self.width(param) * self.numel[param],)
+
+    @cached_property
+    def quantized(self) -> int:
+        """Elements of the base that are kept in 4 bits."""
+        return sum(self.numel[p] for p in self.parameters.packed)
+
+    @cached_property
+    def quantized_bytes(self) -> int:
+        """Bytes of those, with their scales and the table that all scales share."""
+        packed = self.parameters.packed
+        return sum(sum(blocks_of_weight(self.numel[p])) for p in packed) + (SCALE_LEVELS if packed else 0)
+
+    @cached_property
+    def frozen_whole(self) -> int:
+        """Elements without gradient that are not quantised."""
+        return self.frozen - self.quantized
 
     @cached_property
     @abstractmethod

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from zeroplan.core.errors import BadInput, did_you_mean
+from zeroplan.core.model_config import CLASSIFIERS, auto_class_of
 from zeroplan.models.families import FAMILIES, units_of
 from zeroplan.models.families.config import Config, NotDescribedError
 from zeroplan.models.spec import ModelSpec
@@ -54,9 +55,11 @@ def spec_from_config(
     if not model_type:
         raise BadInput("has no model_type", where=where, remedy="give the config.json that transformers writes")
     if model_type in FAMILIES:
+        named = auto_class_of(config)
+        auto_class = named if named in CLASSIFIERS else FAMILIES[model_type][1]
         try:
-            units = units_of(reader, model_type)
-            return ModelSpec(name, units, source, model_type, dict(config), auto_class=FAMILIES[model_type][1])
+            units = units_of(reader, model_type, auto_class)
+            return ModelSpec(name, units, source, model_type, dict(config), auto_class=auto_class)
         except NotDescribedError:
             pass  # a rare variant: transformers describes it below, where it is installed
     if not _transformers_installed():

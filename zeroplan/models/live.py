@@ -6,20 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.model_config import auto_classes_of
 from zeroplan.models.families import FAMILIES
 from zeroplan.models.grouping import units_of_tensors
 from zeroplan.models.spec import ModelSpec, Tensor, Unit
 
-#: How a transformers class name ends, and the auto class that builds it.
-_AUTO_CLASSES = {
-    "ForCausalLM": "AutoModelForCausalLM",
-    "LMHeadModel": "AutoModelForCausalLM",
-    "ForMaskedLM": "AutoModelForMaskedLM",
-    "ForSequenceClassification": "AutoModelForSequenceClassification",
-    "ForTokenClassification": "AutoModelForTokenClassification",
-    "ForQuestionAnswering": "AutoModelForQuestionAnswering",
-    "ForImageClassification": "AutoModelForImageClassification",
-}
 _KINDS = {"Linear": "linear", "Conv1D": "conv1d", "Embedding": "embedding"}
 
 
@@ -52,7 +43,7 @@ def _auto_class(kind: str, model_type: str) -> str:
         return ""
     if kind.endswith("ForConditionalGeneration") and model_type in FAMILIES:
         return FAMILIES[model_type][1]
-    return next((auto for end, auto in _AUTO_CLASSES.items() if kind.endswith(end)), "")
+    return next(auto_classes_of({"architectures": [kind]}), "")
 
 
 def units_from_module(module: Any) -> tuple[Unit, ...]:
@@ -110,4 +101,8 @@ def _config_of(module: Any) -> dict[str, Any]:
         return dict(config)
     to_dict = getattr(config, "to_dict", None)
     found = to_dict() if callable(to_dict) else None
-    return dict(found) if isinstance(found, Mapping) else {}
+    if not isinstance(found, Mapping):
+        return {}
+    kind = type(module).__name__
+    # The class is what runs, whatever the config was published with.
+    return {**found, "architectures": [kind]} if next(auto_classes_of({"architectures": [kind]}), None) else dict(found)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.tasks import Task, with_task
 from zeroplan.models import catalog
 from zeroplan.models.from_config import spec_from_config
 from zeroplan.models.spec import ModelSpec, Tensor, Unit
@@ -20,6 +21,7 @@ def load_model(
     trust_remote_code: bool = False,
     offline: bool | None = None,
     where: str = "MODEL",
+    task: Task | None = None,
 ) -> ModelSpec:
     """Load the model's parameters, from whatever names or holds it.
 
@@ -31,10 +33,15 @@ def load_model(
         trust_remote_code: whether code that comes with an unknown architecture may be run.
         offline: True asks only the local cache of the hub; None follows ``HF_HUB_OFFLINE``.
         where: the flag or argument to name in messages.
+        task: what it is trained for, where that is not what its config says.
 
     Raises:
-        BadInput: when there is no such model, it cannot be read, or it is not understood.
+        BadInput: when there is no such model, it cannot be read, it is not understood, or has no head for the task.
     """
+    if task is not None:
+        return _for_task(
+            load_model(source, token=token, revision=revision, trust_remote_code=trust_remote_code, offline=offline), task
+        )
     if isinstance(source, ModelSpec):
         return source
     if isinstance(source, Mapping):
@@ -53,6 +60,17 @@ def load_model(
     if isinstance(text, bytes):
         text = os.fsdecode(text)
     return _from_text(text, token, revision, trust_remote_code, offline, where)
+
+
+def _for_task(spec: ModelSpec, task: Task) -> ModelSpec:
+    """The same model with the task's head."""
+    if not spec.config or spec.source == "module":
+        raise BadInput(
+            f"{spec.name} has no config that could take another head",
+            where="--task",
+            remedy="give its id or config.json, or a module with that head",
+        )
+    return spec_from_config(with_task(spec.config, task), name=spec.name, source=spec.source, where="--task")
 
 
 def _from_text(

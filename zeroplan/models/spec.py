@@ -22,7 +22,8 @@ class Tensor:
     """One parameter. `name` is relative to its unit; `tied_to` names in full the parameter that owns the storage, if not this.
 
     `kind` says what the parameter is to its module, where known: ``"linear"`` (weight of shape ``(out, in)``), ``"conv1d"``
-    (GPT-2's weight of shape ``(in, out)``), ``"head"`` (the output projection), ``"embedding"``, or empty.
+    (GPT-2's weight of shape ``(in, out)``), ``"head"`` (the output projection), ``"embedding"``, or empty. `quantized` says
+    that it is kept in 4 bits.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Tensor:
     trainable: bool = True
     tied_to: str | None = None
     kind: str = ""
+    quantized: bool = False
 
     @property
     def numel(self) -> int:
@@ -135,6 +137,7 @@ class ModelSpec:
             autocast=tuple(p in in_products for p in range(len(tensors))),
             blocks=tuple(blocks),
             modules=tuple(map(tuple, modules)),
+            quantized=tuple(tensor.quantized for tensor in tensors),
             stand_in=not self.has_shapes,
             largest_layer=self.largest_module,
         )

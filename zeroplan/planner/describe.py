@@ -11,10 +11,13 @@ from zeroplan.core.workload import Workload
 if TYPE_CHECKING:
     from zeroplan.interop.setups import Setup
 
+_ASKED_FOR = ("quantize",)
+
 
 def describe_workload(workload: Workload) -> dict[str, Any]:
-    """Return the workload as the report's JSON shows it."""
-    return {name: _plain(getattr(workload, name)) for name in Workload.__dataclass_fields__}
+    """Return the workload as the report's JSON shows it; what no run has unless it asks for it stands only where it does."""
+    shown = [name for name in Workload.__dataclass_fields__ if name not in _ASKED_FOR or getattr(workload, name) is not None]
+    return {name: _plain(getattr(workload, name)) for name in shown}
 
 
 def describe_cluster(cluster: Cluster, layout: ParallelLayout | None = None) -> dict[str, Any]:

@@ -22,6 +22,7 @@ class Request:
     token: str | None = None
     trust_remote_code: bool = False
     offline: bool | None = None
+    task: str | None = None
     # workload
     micro_batch: int | None = None
     seq_len: int | None = None
@@ -33,6 +34,7 @@ class Request:
     attn: str = "sdpa"
     lora_rank: int | None = None
     lora_targets: Sequence[str] = ()
+    quantize: str | None = None
     from_scratch: bool = False
     # cluster
     gpus: int = 1

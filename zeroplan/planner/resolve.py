@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import find_optimizer
+from zeroplan.core.tasks import parse_task
 from zeroplan.core.unmodelled import Unmodelled
 from zeroplan.core.workload import Attention, Workload
 from zeroplan.core.zero_config import ZeroConfig
@@ -67,6 +68,14 @@ def resolve(request: Request) -> Resolved:
         engine, workload, zeros = run.engine, run.workload, [run.zero]
         warnings += run.warnings
         unmodelled += run.unmodelled
+    if workload.quantize is not None:
+        if not engine.quantized_bases:
+            raise BadInput(
+                f"a quantised base is not modelled under {engine.name}", where="--quantize", remedy="use --engine ddp"
+            )
+        from zeroplan.models.quantized import with_quantized_base
+
+        spec = with_quantized_base(spec)
     rank = workload.lora_rank
     if rank is not None:
         from zeroplan.models.lora import with_lora
@@ -91,9 +100,17 @@ def _model(request: Request) -> ModelSpec:
     if (request.model is None) == (request.params is None):
         given = "both a model and --params" if request.model is not None else "no model"
         raise BadInput(given, where="MODEL", remedy="give one id, path or config, or --params 7.5B")
+    if request.params is not None and request.task is not None:
+        raise BadInput("a bare count has no head", where="--task", remedy="give a model")
     if request.params is not None:
         return bare_params(request.params, largest_layer=request.largest_layer_params)
-    return load_model(request.model, token=request.token, trust_remote_code=request.trust_remote_code, offline=request.offline)
+    return load_model(
+        request.model,
+        token=request.token,
+        trust_remote_code=request.trust_remote_code,
+        offline=request.offline,
+        task=None if request.task is None else parse_task(request.task),
+    )
 
 
 def _cases(request: Request, engine: Engine, cases: list[Case]) -> tuple[Case, ...]:

@@ -7,6 +7,7 @@ from typing import TypeVar
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizer_row import DEFAULT_OPTIMIZER
 from zeroplan.core.optimizers import find_optimizer
+from zeroplan.core.quantization import parse_quantization
 from zeroplan.core.workload import Attention, CheckpointPolicy, DType, OptimizerKind, Workload
 from zeroplan.engines.base import Engine
 from zeroplan.models.facts import max_seq_len
@@ -37,6 +38,11 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
     optimizer = find_optimizer(request.optimizer or DEFAULT_OPTIMIZER)
     if request.lora_targets and request.lora_rank is None:
         raise BadInput("targets without a rank", where="--lora-targets", remedy="give --lora-rank 16 as well")
+    quantization = None if request.quantize is None else parse_quantization(request.quantize)
+    if quantization is not None and request.lora_rank is None:
+        raise BadInput(
+            "a quantised base is frozen", where="--quantize", remedy="give --lora-rank 16 to train adapters beside it"
+        )
     policy = CheckpointPolicy.parse(request.checkpoint_policy)
     if policy != CheckpointPolicy() and not request.gradient_checkpointing:
         raise BadInput(
@@ -56,6 +62,7 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         lora_rank=request.lora_rank,
         lora_targets=tuple(request.lora_targets),
         from_scratch=request.from_scratch,
+        quantize=quantization,
     )
 
 

@@ -46,4 +46,6 @@ def work_text(work: Mapping[str, Any]) -> str:
     text = f"{work['dtype']} {work['optimizer']} · {batch}"
     if work.get("lora_rank"):
         text += f" · LoRA rank {work['lora_rank']}"
+    if work.get("quantize"):
+        text += f" · {work['quantize']} base"
     return text + (" · checkpointing" if work.get("gradient_checkpointing") else "")

@@ -15,6 +15,7 @@ from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.tape_format import Tape
 from zeroplan.core.tape_options import TraceOptions, options_for
 from zeroplan.core.workload import Workload
+from zeroplan.models.families import FAMILIES
 from zeroplan.models.spec import ModelSpec
 
 
@@ -81,7 +82,8 @@ def get_tape(spec: ModelSpec, workload: Workload, *, zero3: bool = False, layout
     from zeroplan.trace.api import traced
 
     seq = (workload.seq_len or 1) // options.split_tokens
-    tape = traced(spec.config, auto_class_of(spec.config), options, workload.micro_batch, seq, workload.lora_rank)
+    auto_class = auto_class_of(spec.config) if spec.model_type in FAMILIES else spec.auto_class or auto_class_of(spec.config)
+    tape = traced(spec.config, auto_class, options, workload.micro_batch, seq, workload.lora_rank)
     if tape.programs[-1].seqs[1] == 0:  # holds for all numbers, not for these alone
         write(spec.config, options, tape)
     return tape

@@ -15,12 +15,13 @@ from typing import Any
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.files import read_bytes
+from zeroplan.core.model_config import labels_of
 from zeroplan.core.tape_codec import from_json, to_json
 from zeroplan.core.tape_format import FORMAT, Tape
 from zeroplan.core.tape_options import TraceOptions
 
 #: Bumped when a trace of the same model comes out otherwise, so that older ones are not read.
-_REVISION = 3
+_REVISION = 4
 #: Config keys that change no allocation and differ between copies of one model.
 _NOISE = frozenset(
     {"_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype", "auto_map", "bos_token_id",
@@ -41,6 +42,7 @@ def folder() -> str:
 def path_of(config: Mapping[str, Any], options: TraceOptions) -> str:
     """The file for a config and options, under the versions that are installed."""
     facts = {key: value for key, value in config.items() if key not in _NOISE}
+    facts["num_labels"] = labels_of(config)
     key = json.dumps([FORMAT, _REVISION, versions(), options.key, facts], sort_keys=True, default=str)
     return os.path.join(folder(), hashlib.sha256(key.encode()).hexdigest()[:32] + ".json.xz")
 

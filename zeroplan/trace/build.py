@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.model_config import text_config
+from zeroplan.core.model_config import QUESTION_ANSWERING, SEQUENCE_CLASSIFICATION, labels_of, text_config
 from zeroplan.core.tape_options import Arithmetic, Checkpointing, TraceOptions
 from zeroplan.core.workload import Attention
 from zeroplan.trace.attention import FLASH, register_flash
 from zeroplan.trace.fit import TracePoint
+from zeroplan.trace.quantized import adapt, quantize
 
 #: Config keys that hold a number of blocks.
 _DEPTHS = (
@@ -170,6 +171,8 @@ def build_model(config: Mapping[str, Any], auto_class: str, options: TraceOption
     built = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
     if built.is_encoder_decoder and getattr(built, "decoder_start_token_id", None) is None:
         built.decoder_start_token_id = 0  # labels are shifted by one; the token itself changes no shape
+    if auto_class == SEQUENCE_CLASSIFICATION and getattr(built, "pad_token_id", None) is None:
+        built.pad_token_id = 0  # a decoder's classifier asks for one to find the last token of each sequence
     dtype = torch.bfloat16 if options.arithmetic.half_model else torch.float32
     attention = _ATTENTION[options.attn]
     made = getattr(transformers, auto_class)
@@ -191,8 +194,12 @@ def build_model(config: Mapping[str, Any], auto_class: str, options: TraceOption
     model.tie_weights()
     if config.get("tie_word_embeddings") is False:
         _untie(model)
+    if options.quantized:
+        quantize(model)
     if options.lora is not None:
         model = with_adapters(model, rank, options.lora, fp32=options.arithmetic is Arithmetic.HALF_AUTOCAST)
+    if options.quantized:
+        adapt(model, autocast=options.arithmetic.autocasts)
     model.train()
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     base.config.use_cache = False
@@ -248,6 +255,9 @@ def build_inputs(config: Mapping[str, Any], auto_class: str, options: TraceOptio
     ids = tokens(point.batch, point.seq)
     if auto_class == "AutoModelForImageTextToText" and config.get("model_type") == "gemma3":
         return {"input_ids": ids, "token_type_ids": tokens(point.batch, point.seq), "labels": ids}
-    if auto_class == "AutoModelForSequenceClassification":
-        return {"input_ids": ids, "labels": tokens(point.batch)}
+    if auto_class == SEQUENCE_CLASSIFICATION:
+        labels = torch.empty(point.batch, dtype=dtype, device="meta") if labels_of(config) == 1 else tokens(point.batch)
+        return {"input_ids": ids, "labels": labels}
+    if auto_class == QUESTION_ANSWERING:
+        return {"input_ids": ids, "start_positions": tokens(point.batch), "end_positions": tokens(point.batch)}
     return {"input_ids": ids, "labels": ids}

@@ -29,7 +29,7 @@ _FP32 = frozenset(
      "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss",
      "multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss",
      "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm", "logsumexp", "prod", "softmax", "log_softmax",
-     "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm", "norm", "sum", "cross_entropy", "cross_entropy_loss")
+     "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm", "norm", "sum")
 )  # fmt: skip
 
 
@@ -83,6 +83,8 @@ class CudaFunctions(TorchFunctionMode):
                 args, kwargs = self._cast_all(args, kwargs, self._lower)
             elif name in _FP32 and kwargs.get("dtype") is None:
                 args, kwargs = self._cast_all(args, kwargs, _upper)
+            elif func is torch.nn.functional.cross_entropy:
+                return _cross_entropy(*args, **kwargs)
         if self._zero3 and func is torch.nn.functional.linear:
             return _Zero3Linear.apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         redirect = _REDIRECTS.get(name)
@@ -143,6 +145,27 @@ class _Region:
 
 def _upper(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def _cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """``F.cross_entropy`` under autocast, which knows its parts alone: log-softmax in the logits' dtype, ``nll_loss`` in fp32.
+
+    Source: aten/src/ATen/native/LossNLL.cpp, cross_entropy_loss, which names the dtype to ``log_softmax``.
+    """
+    if target.is_floating_point() or label_smoothing:  # no operator of these is cast
+        smooth = {"weight": weight, "reduction": reduction, "label_smoothing": label_smoothing}
+        return torch.nn.functional.cross_entropy(logits, target, ignore_index=ignore_index, **smooth)  # type: ignore[arg-type]
+    logs = torch.log_softmax(logits, 1 if logits.dim() > 1 else 0)
+    return torch.nn.functional.nll_loss(_upper(logs), target, weight, ignore_index=ignore_index, reduction=reduction)
 
 
 class _Zero3Linear(torch.autograd.Function):

@@ -126,6 +126,14 @@ for _op in (_aten.all.default, _aten.any.default):
 #: True while attention runs as separate operators, which add the mask in place.
 in_math_attention = False
 
+
+def _dropout_mask(output: int, size: Size, args: Any) -> Size:
+    """Within attention the empty copy is dropout's noise, of which CUDA keeps one byte an element (``Dropout.cu``)."""
+    return int(args[0].numel()) if in_math_attention else size
+
+
+OUTPUT_BYTES[_aten.empty_like.default] = _dropout_mask
+
 #: Sizes that the next allocations are recorded with in place of their own.
 pending: list[Size] = []
 

@@ -6,21 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.model_config import auto_classes_of
 
-#: Auto classes by how an architecture's class name ends; what people train comes first.
-_AUTO_BY_SUFFIX = (
-    ("ForCausalLM", "AutoModelForCausalLM"),
-    ("LMHeadModel", "AutoModelForCausalLM"),
-    ("ForConditionalGeneration", "AutoModelForImageTextToText"),
-    ("ForConditionalGeneration", "AutoModelForSeq2SeqLM"),
-    ("ForConditionalGeneration", "AutoModelForSpeechSeq2Seq"),
-    ("ForMaskedLM", "AutoModelForMaskedLM"),
-    ("ForSequenceClassification", "AutoModelForSequenceClassification"),
-    ("ForTokenClassification", "AutoModelForTokenClassification"),
-    ("ForQuestionAnswering", "AutoModelForQuestionAnswering"),
-    ("ForImageClassification", "AutoModelForImageClassification"),
-    ("Model", "AutoModel"),
-)
 #: Asked in this order when the config names no architecture.
 _AUTO_BY_USE = (
     "AutoModelForCausalLM",
@@ -101,13 +88,10 @@ def _unknown(model_type: str, remote: bool, where: str, version: str) -> BadInpu
 
 
 def _auto_class(built: Any, config: Mapping[Any, Any]) -> str:
-    """Return the auto class for the config's first architecture, or the first that knows the config."""
+    """Return the auto class for the config's architectures or its type, or the first that knows the config."""
     import transformers
 
-    listed = config.get("architectures")
-    architecture = listed[0] if isinstance(listed, list) and listed and isinstance(listed[0], str) else ""
-    candidates = [auto for suffix, auto in _AUTO_BY_SUFFIX if architecture.endswith(suffix)] if architecture else []
-    for auto in (*candidates, *_AUTO_BY_USE):
+    for auto in (*auto_classes_of(config), *_AUTO_BY_USE):
         mapping = getattr(transformers, auto)._model_mapping
         remote = isinstance(config.get("auto_map"), Mapping) and auto in config["auto_map"]
         if type(built) in mapping or remote:

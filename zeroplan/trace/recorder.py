@@ -24,7 +24,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroplan.core.tape import Mark, Op
-from zeroplan.trace import kernels, pointwise
+from zeroplan.trace import kernels, pointwise, selection
 from zeroplan.trace.kernels import Size
 
 _aten = torch.ops.aten
@@ -240,7 +240,9 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             held = self._take(before(args, kwargs))
         out = pointwise.result(func, args, kwargs)
         if out is None:
-            out = func(*args, **kwargs)
+            out = selection.result(func, args)
+        if out is None:
+            out = func(*selection.arguments(func, args), **kwargs)
         patch = kernels.OUTPUT_BYTES.get(func)
         collective = func.namespace == _COLLECTIVES
         outputs = list(enumerate(out if isinstance(out, (tuple, list)) else (out,)))

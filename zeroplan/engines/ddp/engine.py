@@ -35,6 +35,7 @@ class Ddp(TorchEngine[DdpRank]):
     name = "ddp"
     trainer = "zeroplan.engines.ddp.trainer:build"
     takes_modules = True
+    quantized_bases = True
 
     def options(self) -> list[ZeroConfig]:
         """Return stage 0, the only configuration."""

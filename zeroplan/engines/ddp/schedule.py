@@ -9,6 +9,7 @@ compute_bucket_assignment_by_size, of torch 2.11.
 from __future__ import annotations
 
 from zeroplan.core.buffers import Buffer
+from zeroplan.core.quantization import SCALE_LEVELS
 from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.units import MIB
 from zeroplan.engines.ddp.rank import DdpRank
@@ -35,11 +36,14 @@ class DdpSchedule(EngineSchedule):
     def build(self) -> None:
         """Allocate the whole model. The second owner of a tied parameter has its own copy until the tie is made."""
         made: set[int] = set()
+        if self.rank.parameters.packed:
+            self.alloc(SCALE_LEVELS, Buffer.PARAM_FULL)
         for owned in self.rank.parameters.modules:
             for p in owned:
-                block = self.alloc(self.rank.width(p) * self.rank.numel[p], Buffer.PARAM_FULL, note=p)
+                blocks = [self.alloc(nbytes, Buffer.PARAM_FULL, note=p) for nbytes in self.rank.kept(p)]
                 if p in made:
-                    self.free(block)
+                    for block in blocks:
+                        self.free(block)
                 made.add(p)
         if self.rank.ranks > 1:
             self.buckets = [self.alloc(self.rank.original_bytes * self.rank.trainable, Buffer.COMM_ALL_REDUCE)]

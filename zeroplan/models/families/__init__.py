@@ -12,6 +12,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import cast
 
+from zeroplan.core.model_config import CLASSIFIERS
 from zeroplan.core.units import LARGEST
 from zeroplan.models.families.config import Config
 from zeroplan.models.spec import Unit
@@ -59,21 +60,27 @@ FAMILIES: dict[str, tuple[str, str]] = {
 }
 
 
-def units_of(config: Config, model_type: str) -> tuple[Unit, ...]:
+def units_of(config: Config, model_type: str, auto_class: str = "") -> tuple[Unit, ...]:
     """The units of a known architecture.
 
     Args:
         config: its config, checked as it is read.
         model_type: a key of :data:`FAMILIES`.
+        auto_class: the class whose head it has; empty for the family's own.
 
     Raises:
         BadInput: when the config lacks a key, or a value has the wrong type or is out of range.
+        NotDescribedError: when the family is not described with that head.
     """
     module, function = FAMILIES[model_type][0].split(".")
     describe = cast(
         "Callable[[Config], tuple[Unit, ...]]", getattr(import_module(f"zeroplan.models.families.{module}"), function)
     )
     found = describe(config)
+    if auto_class in CLASSIFIERS:
+        from zeroplan.models.families.heads import with_classifier
+
+        found = with_classifier(config, model_type, auto_class, found)
     if sum(unit.numel * unit.count for unit in found) > LARGEST:
         raise config.bad("describes more parameters than any machine could hold")
     return found

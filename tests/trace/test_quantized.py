@@ -1,0 +1,81 @@
+"""A base in 4 bits: what is kept, what the products take, and what stays as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zeroplan.core.buffers import Buffer
+from zeroplan.core.errors import BadInput
+from zeroplan.core.quantization import blocks_of_weight
+from zeroplan.core.tape_options import options_for
+from zeroplan.ledger.line import evaluate
+from zeroplan.planner.estimate import estimate_report, estimate_runs
+from zeroplan.planner.request import Request
+from zeroplan.planner.resolve import resolve
+
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "num_hidden_layers": 6,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 512, "vocab_size": 1000}  # fmt: skip
+ASKED: dict[str, Any] = {
+    "model": LLAMA,
+    "engine": "ddp",
+    "gpu": "H200",
+    "lora_rank": 8,
+    "quantize": "nf4",
+    "seq_len": 600,
+    "micro_batch": 2,
+}
+
+
+def test_blocks_of_one_weight() -> None:
+    """4,096 × 4,096 values: half a byte each, 2^18 scales of a byte, 1,024 scales of those in fp32."""
+    assert blocks_of_weight(4096 * 4096) == (8_388_608, 262_144, 4_096, 64, 4)
+    assert blocks_of_weight(65) == (33, 2, 4, 64, 4)
+
+
+def test_what_is_kept() -> None:
+    """By hand: seven matrices a block in 4 bits, embedding, head and norms in fp32, adapters in fp32."""
+    q = o = 256 * 256
+    k = v = 128 * 256
+    matrices = [q, k, v, o, *[512 * 256] * 3]
+    packed = 6 * sum(sum(blocks_of_weight(n)) for n in matrices) + 1024
+    whole = 4 * (2 * 1000 * 256 + 6 * 2 * 256 + 256)
+    adapters = 4 * 6 * 8 * (2 * (256 + 256) + 2 * (256 + 128) + 3 * (256 + 512))
+    resolved = resolve(Request(**ASKED))
+    (kept,) = (i for i in evaluate(*resolved.engine.ledger(resolved.cases[0])) if i.buffer == Buffer.PARAM_FULL)
+    assert kept.bytes == packed + whole + adapters
+
+
+@pytest.mark.torch
+def test_each_product_takes_the_whole_weight_for_a_while() -> None:
+    """The weight in 16 bits comes twice for each layer and goes again, and the layer's input is not kept for its gradient."""
+    (run,) = estimate_runs(Request(**ASKED, depth="simulated")).runs
+    assert run is not None
+    tape = run.tape
+    assert sum(tape.parameters.quantized) == 6 * 7
+    resolved = resolve(Request(**ASKED))
+    case = resolved.cases[0]
+    assert options_for(case.workload).key == "sdpa_none_autocast_4bit_lora"
+    whole = 2 * 512 * 256
+    times = tape.storage_bytes.count(whole)
+    assert times >= 6 * 3 * 2
+    ledger = {item.buffer: item.bytes for item in evaluate(*resolved.engine.ledger(case))}
+    held = sum(ledger[b] for b in (Buffer.PARAM_FULL, Buffer.OPTIM_EXP_AVG, Buffer.OPTIM_EXP_AVG_SQ, Buffer.WORKSPACE))
+    after = run.simulation.timeline.marks[-1].allocated
+    assert after == pytest.approx(held, abs=512 * 6 * 7 * 10)  # blocks are rounded up to 512 bytes
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"engine": "deepspeed"}, "not modelled under deepspeed"),
+        ({"lora_rank": None}, "a quantised base is frozen"),
+        ({"quantize": "nf3"}, "'nf3' is not modelled"),
+        ({"model": "openai-community/gpt2"}, "transposed linear layers"),
+        ({"model": "google-t5/t5-small", "seq_len": 512}, "causal language models"),
+    ],
+)
+def test_what_is_not_modelled_is_refused(changes: dict[str, object], says: str) -> None:
+    with pytest.raises(BadInput, match=says):
+        estimate_report(Request(**{**ASKED, **changes}))  # type: ignore[arg-type]

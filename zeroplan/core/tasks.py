@@ -1,0 +1,51 @@
+"""What a model is trained for, which decides its head: by the names that transformers' pipelines use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+from zeroplan.core.errors import BadInput, did_you_mean
+
+
+class Task(StrEnum):
+    """A head and its loss."""
+
+    CAUSAL_LM = "causal-lm"
+    MASKED_LM = "masked-lm"
+    SEQ2SEQ = "seq2seq"
+    SEQUENCE_CLASSIFICATION = "sequence-classification"
+    TOKEN_CLASSIFICATION = "token-classification"
+    QUESTION_ANSWERING = "question-answering"
+    IMAGE_CLASSIFICATION = "image-classification"
+
+
+#: How the names of architectures with a task's head end.
+_ENDINGS = {
+    Task.CAUSAL_LM: "ForCausalLM",
+    Task.MASKED_LM: "ForMaskedLM",
+    Task.SEQ2SEQ: "ForConditionalGeneration",
+    Task.SEQUENCE_CLASSIFICATION: "ForSequenceClassification",
+    Task.TOKEN_CLASSIFICATION: "ForTokenClassification",
+    Task.QUESTION_ANSWERING: "ForQuestionAnswering",
+    Task.IMAGE_CLASSIFICATION: "ForImageClassification",
+}
+
+
+def parse_task(text: str, where: str = "--task") -> Task:
+    """The task of that name, with ``-`` or ``_``.
+
+    Raises:
+        BadInput: an unknown name.
+    """
+    try:
+        return Task(text.strip().lower().replace("_", "-"))
+    except ValueError:
+        remedy = did_you_mean(text, list(Task)) or f"use one of {', '.join(Task)}"
+        raise BadInput(f"unknown task {text[:60]!r}", where=where, remedy=remedy) from None
+
+
+def with_task(config: Mapping[str, Any], task: Task) -> dict[str, Any]:
+    """The config of the same model with the task's head."""
+    return {**config, "architectures": [_ENDINGS[task]]}

@@ -1,0 +1,36 @@
+"""A model over a quantised base: the weights of its linear layers in 4 bits, all else as it was."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from zeroplan.core.errors import BadInput
+from zeroplan.models.spec import ModelSpec
+
+_DECODERS = ("", "AutoModelForCausalLM")
+
+
+def with_quantized_base(spec: ModelSpec) -> ModelSpec:
+    """The model with its linear layers quantised, but for the output projection, as transformers' bitsandbytes does.
+
+    Experts that lie in one parameter are no linear layers and stay in 16 bits.
+
+    Raises:
+        BadInput: a model without shapes, no language model, or one whose linear layers are transposed (GPT-2).
+    """
+    if not spec.has_shapes:
+        raise BadInput("a bare count has no layers to quantise", where="--quantize", remedy="give a model")
+    if spec.auto_class not in _DECODERS:
+        raise BadInput(
+            f"quantised bases are modelled for causal language models, not {spec.auto_class}",
+            where="--quantize",
+            remedy="leave it out",
+        )
+    if any(tensor.kind == "conv1d" for tensor, _ in spec.tensor_groups()):
+        raise BadInput(
+            f"{spec.name} has transposed linear layers, which are not modelled", where="--quantize", remedy="leave it out"
+        )
+    units = [
+        replace(unit, tensors=tuple(replace(t, quantized=t.kind == "linear") for t in unit.tensors)) for unit in spec.units
+    ]
+    return replace(spec, units=tuple(units))

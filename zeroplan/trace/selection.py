@@ -1,0 +1,43 @@
+"""Operators whose result has as many elements as a mask selects, which the meta device cannot know.
+
+All are taken to be selected: labels are valid, tokens are unpadded, images stand where they may. That is what a full batch of
+real data gives, and it is the most that any data can take.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_aten = torch.ops.aten
+_INDEXING = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
+
+
+def _places(mask: torch.Tensor) -> torch.Tensor:
+    """As ``nonzero``: [numel, dimensions], int64."""
+    return torch.empty((mask.numel(), max(mask.dim(), 1)), dtype=torch.int64, device=mask.device)
+
+
+def result(func: Any, args: Any) -> torch.Tensor | None:
+    """The operator's result where a mask decides its shape, else None."""
+    if func is _aten.nonzero.default and args[0].device.type == "meta":
+        return _places(args[0])
+    if func is _aten.masked_select.default and args[0].device.type == "meta":
+        both: torch.Size = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
+        chosen: torch.Tensor = args[0].new_empty(both.numel())
+        return chosen
+    return None
+
+
+def arguments(func: Any, args: Any) -> Any:
+    """The operator's arguments, with the places that a mask selects in its stead (``TensorAdvancedIndexing``)."""
+    if func not in _INDEXING:
+        return args
+    indices: list[torch.Tensor | None] = []
+    for index in args[1]:
+        if isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) and index.device.type == "meta":
+            indices += _places(index).unbind(1)
+        else:
+            indices.append(index)
+    return (args[0], indices, *args[2:])

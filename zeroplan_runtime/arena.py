@@ -144,7 +144,7 @@ class Arena:
             BadInput: when host memory cannot be had.
         """
         made: dict[tuple[Buffer, str], torch.Tensor] = {}
-        standing = (row for row in wanted if row.stands)
+        standing = (row for row in wanted if row.persistent)
         for (buffer, dtype, place), group in groupby(standing, key=lambda row: (row.buffer, row.dtype, row.place)):
             rows: Sequence[OwnedBuffer] = list(group)
             if place is Place.NVME:  # offload.nvme makes the files
@@ -172,7 +172,7 @@ class Arena:
                 row.numel,
             )
             for row in wanted
-            if not row.stands
+            if not row.persistent
         }
 
     def empty_cache(self) -> None:

@@ -16,8 +16,8 @@ from zeroplan.core.workload import DType
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ds_config.dialect import Dialect
 from zeroplan.ds_config.findings import Severity
-from zeroplan.ds_config.knobs import Knobs
 from zeroplan.ds_config.reader import DsConfig, inspect_ds_config
+from zeroplan.ds_config.runtime_options import RuntimeOptions
 from zeroplan_runtime.optim.scaler import LossScaler
 
 
@@ -31,7 +31,7 @@ class RuntimeConfig:
         dtype: of the model.
         fp16: the keys given in the ``fp16`` section.
         optimizer, scheduler: ``{"type": …, "params": {…}}`` without ``auto`` values; None where the file has none.
-        knobs: the ``zeroplan`` section.
+        runtime_options: the ``zeroplan`` section.
         drop_last: leave out a loader's last batch where it is smaller.
         counts_micro_batches: the engine counts micro batches and divides the loss by their number; otherwise every step
             updates the parameters, with the sum of the gradients since the last.
@@ -45,7 +45,7 @@ class RuntimeConfig:
     fp16: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Mapping[str, Any] | None = None
     scheduler: Mapping[str, Any] | None = None
-    knobs: Knobs = field(default_factory=Knobs)
+    runtime_options: RuntimeOptions = field(default_factory=RuntimeOptions)
     drop_last: bool = False
     counts_micro_batches: bool = True
     without_effect: tuple[str, ...] = ()
@@ -100,7 +100,7 @@ def read_config(source: object, ranks: int) -> RuntimeConfig:
         fp16=_given(config, "fp16"),
         optimizer=None if job.optimizer is None else {"type": job.optimizer, "params": dict(job.optimizer_params)},
         scheduler=None if job.scheduler is None else {"type": job.scheduler, "params": _given(config, "scheduler.params")},
-        knobs=config.knobs,
+        runtime_options=config.runtime_options,
         drop_last=bool(config.values.get("dataloader_drop_last", False)),
         counts_micro_batches=bool(config.values.get("managed_gradient_accumulation", True)),
         without_effect=config.ignored,

@@ -100,7 +100,7 @@ class Engine(EngineGetters, EngineCheckpoints):
             require_offloadable(optimizer.kind)
         setup = runtime_setup(
             zero,
-            config.knobs,
+            config.runtime_options,
             ranks=comm.world_size,
             dtype=config.dtype,
             optimizer=optimizer.layout_kind if optimizer is not None else STATELESS,
@@ -110,16 +110,16 @@ class Engine(EngineGetters, EngineCheckpoints):
         dtype = DTYPES[config.dtype]
         if any(p.is_floating_point() and p.dtype != dtype for p in model.parameters()):
             cast_floating(model, dtype)
-        units = find_units(model, groups, policy=policy, wide_numel=config.knobs.wide_numel)
-        files = make_nvme_offload(zero, in_memory=config.knobs.nvme_in_memory)
+        units = find_units(model, groups, policy=policy, wide_numel=config.runtime_options.wide_numel)
+        files = make_nvme_offload(zero, in_memory=config.runtime_options.nvme_in_memory)
         self.model_states = ModelStates(units, setup, comm, self.arena, files)
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = comm.broadcast_from_first(buffer.to(device))
         self.schedule = Schedule(self.model_states)
-        self._undo = [attach_gradient_hooks(self.schedule, direct=config.knobs.direct_linear)]
-        if config.knobs.fused_loss:
+        self._undo = [attach_gradient_hooks(self.schedule, direct=config.runtime_options.direct_linear)]
+        if config.runtime_options.fused_loss:
             self._undo.append(attach_fused_loss(model))
         self.activations: ActivationOffload | None = None
         if zero.activation_checkpointing.cpu_checkpointing:
@@ -136,7 +136,7 @@ class Engine(EngineGetters, EngineCheckpoints):
         self.activity = Activity(self.schedule, device, lambda: progress.global_steps)
         self.schedule.reading = self.activity.alone
         self.watchdog = (
-            watch(comm.rank, comm.world_size, weakly(self.activity.report), config.knobs.timeout)
+            watch(comm.rank, comm.world_size, weakly(self.activity.report), config.runtime_options.timeout)
             if comm.group is None
             else None
         )
@@ -147,7 +147,7 @@ class Engine(EngineGetters, EngineCheckpoints):
         if optimizer is not None:
             clip, may_skip = zero.gradient_clipping, config.check_overflow
             self.optimizer_step = OptimizerStep(self.schedule, optimizer, clip=clip, may_skip=may_skip)
-            self.host = offload_optimizer(self.optimizer_step, zero, delayed_from=config.knobs.delayed_update)
+            self.host = offload_optimizer(self.optimizer_step, zero, delayed_from=config.runtime_options.delayed_update)
             optimizer.attach(take_step=self.step, drop_grads=self.zero_grad)
         self.arena.empty_cache()
         self.arena.allocate_workspaces(dtype)
@@ -252,7 +252,7 @@ class Engine(EngineGetters, EngineCheckpoints):
         """Returns a context that checks parameter reads in the first micro batches at stage 3, and aliases in the first of
         all.
         """
-        steps = self.settings.knobs.audit_steps
+        steps = self.settings.runtime_options.audit_steps
         audits = self.micro_steps < steps and self.model_states.setup.shards_params
         self.schedule.keeps_guard = audits or self._watches_aliases
         if self._watches_aliases:

@@ -137,7 +137,7 @@ class ModelStates:
     def _add_training(self, state: UnitState, trainable: FlatParam, carved: _Carved) -> None:
         name = state.name
         state.grad_received = bytearray(len(trainable.layout.params))
-        in_files = state.layout.place is Place.NVME and self.setup.masters_apart
+        in_files = state.layout.place is Place.NVME and self.setup.separate_masters
         state.master = None if in_files else carved.get((Buffer.PARAM_MASTER, name), trainable.shard)
         beside = self.setup.has_masters and not self.setup.casts_masters and not state.in_files
         state.param_16bit = trainable.shard if beside else None

@@ -75,10 +75,10 @@ def test_each_ignores_the_others_keys() -> None:
     config = {"train_batch_size": 8, "zeroplan": {"ring": 3}, "aio": {"thread_count": 3}, "wandb": {"enabled": True}}
     theirs = read_ds_config(config)
     assert [f.where for f in theirs.warnings if f.id == "key.ignored"] == ["zeroplan", "aio.thread_count"]
-    assert (theirs.knobs.ring, theirs.zero.aio.intra_op_parallelism) == (2, 1)
+    assert (theirs.runtime_options.ring, theirs.zero.aio.intra_op_parallelism) == (2, 1)
     ours = read_ds_config(config, dialect=Dialect.RUNTIME)
     assert ours.ignored == ("wandb",)
-    assert (ours.knobs.ring, ours.zero.aio.intra_op_parallelism) == (3, 3)
+    assert (ours.runtime_options.ring, ours.zero.aio.intra_op_parallelism) == (3, 3)
 
 
 def test_coercion_is_the_same() -> None:

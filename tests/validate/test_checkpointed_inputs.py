@@ -69,7 +69,7 @@ def test_plan_and_measurement_are_equal(model: dict[str, Any], options: dict[str
     assert (row.judged, row.planned, row.measured) == ("exact", *2 * (leaving * BATCH * LENGTH * WIDTH * 2,))
     line = next(line for line in found.plan.lines if line.buffer == "activation.checkpoint")
     assert (line.place, line.bytes, line.phases) == ("pinned", row.planned, ("forward", "backward", "step"))
-    assert "inputs_away × micro_batch × seq_len × hidden × param_bytes" in line.formula
+    assert "inputs_offloaded × micro_batch × seq_len × hidden × param_bytes" in line.formula
     pinned = next(row for row in found.totals if row.name == "pinned memory")
     assert pinned.planned == pinned.measured == row.planned
     assert found.plan.cpu.phases["step"] - found.plan.cpu.phases["init"] > 0

@@ -195,8 +195,8 @@ class OwnedBuffer:
         return self.numel * self.dtype.bytes
 
     @property
-    def stands(self) -> bool:
-        """Whether it is there from the initialisation to the end of the run; what does not stand comes and goes."""
+    def persistent(self) -> bool:
+        """Whether the buffer is there from the initialisation to the end of the run; others come and go."""
         return Phase.INIT in self.phases
 
 
@@ -239,16 +239,16 @@ class Layout:
 
     @cached_property
     def sum_slot_sizes(self) -> dict[str, int]:
-        """Return the elements of each slot of :meth:`sum_slots`, whether this run needs it or not."""
+        """Elements of each slot of :attr:`sum_slots`, whether this run needs it or not."""
         return _slot_sizes((u.grad_slot, self.share(u)) for u in self.units if u.trainable and u.offloaded)
 
     @cached_property
-    def swap_lanes(self) -> int:
-        """Tensors that are streamed for each run of elements in the update: of an optimizer in files its states, and masters
-        but where parameters on the host are their own; of parameters in files what the update makes of them.
+    def swapped_tensors(self) -> int:
+        """Tensors that the update streams for each run of elements: the states and separate masters of an optimizer in files,
+        and the updated parameters of parameters in files.
         """
         streamed = [unit for unit in self.units if unit.streamed]
-        states = len(self.setup.states) + self.setup.masters_apart if self.states_in_files else 0
+        states = len(self.setup.states) + self.setup.separate_masters if self.states_in_files else 0
         return states + any(unit.param_place is Place.NVME for unit in streamed)
 
     @property
@@ -263,13 +263,13 @@ class Layout:
 
     @cached_property
     def swap_numel(self) -> int:
-        """Elements of one lane: of a run that is streamed at once. The buffers that were asked for are cut into equal lanes."""
-        if not self.swap_lanes:
+        """Elements of one swapped tensor that are streamed at once: the buffers asked for, cut into equal pieces."""
+        if not self.swapped_tensors:
             return 0
         largest = max(self.share(unit) for unit in self.units if unit.streamed)
         told = self.setup.swap_buffers * min(largest, SWAP_NUMEL)
-        lane = max(1, told // (SWAP_SLOTS * self.swap_lanes * PAGE_NUMEL)) * PAGE_NUMEL
-        return min(lane, align(largest, PAGE_NUMEL), self.param_buffer or lane)
+        piece = max(1, told // (SWAP_SLOTS * self.swapped_tensors * PAGE_NUMEL)) * PAGE_NUMEL
+        return min(piece, align(largest, PAGE_NUMEL), self.param_buffer or piece)
 
     @cached_property
     def param_buffer(self) -> int:
@@ -372,7 +372,7 @@ def runtime_buffers(layout: Layout) -> list[OwnedBuffer]:
     rows = [*_param_rows(layout), *_grad_rows(layout), *_exchange_rows(layout)]
     trained = [(u.shape.name, layout.share(u), u.place) for u in layout.units if u.trainable]
     for name, numel, place in trained:
-        if setup.has_masters or (place is not Place.HBM and setup.masters_apart):
+        if setup.has_masters or (place is not Place.HBM and setup.separate_masters):
             pinned = place is Place.DRAM and not setup.has_masters  # what goes up is the master itself
             where = Place.PINNED if pinned else place
             rows.append(OwnedBuffer(Buffer.PARAM_MASTER, name, numel, DType.FP32, where))
@@ -442,11 +442,11 @@ def _exchange_rows(layout: Layout) -> list[OwnedBuffer]:
     rows = [OwnedBuffer(Buffer.GRAD_SHARD, name, numel, setup.accum_dtype, Place.PINNED) for name, numel in away]
     if setup.delayed_update:  # a second one, to take turns with
         rows += [OwnedBuffer(Buffer.STAGE_D2H, name, numel, setup.accum_dtype, Place.PINNED) for name, numel in away]
-    if setup.sends_apart:
+    if setup.separate_upload:
         turns = 2 if setup.delayed_update else 1
         rows += [OwnedBuffer(Buffer.STAGE_H2D, name, turns * numel, setup.param_dtype, Place.PINNED) for name, numel in away]
-    if layout.swap_lanes:
-        numel = SWAP_SLOTS * layout.swap_lanes * layout.swap_numel
+    if layout.swapped_tensors:
+        numel = SWAP_SLOTS * layout.swapped_tensors * layout.swap_numel
         rows.append(OwnedBuffer(Buffer.SWAP_BUFFER, "optimizer", numel, layout.swap_dtype, Place.PINNED))
     if layout.param_buffer:
         numel = setup.param_buffers * layout.param_buffer

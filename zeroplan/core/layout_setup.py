@@ -103,12 +103,12 @@ class RuntimeSetup:
         return self.param_dtype is not DType.FP32 or self.params_in_files
 
     @property
-    def masters_apart(self) -> bool:
+    def separate_masters(self) -> bool:
         """An offloaded unit has masters of its own: all but fp32 parameters that are themselves on the host."""
         return self.has_masters or not self.offloads_params
 
     @property
-    def sends_apart(self) -> bool:
+    def separate_upload(self) -> bool:
         """Updated 16-bit parameters go up from memory of their own: gradients on the host have another width."""
         return self.has_masters and not self.offloads_params and self.accum_dtype.bytes != self.param_dtype.bytes
 

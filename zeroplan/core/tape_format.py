@@ -153,7 +153,7 @@ class Tape:
             self._layout = TapeLayout(self)
         layout = self._layout
         sizes = [s.bytes(device or KernelDevice(), micro_batch, seq_len, lora_rank or 0) for s in program.sizes]
-        return _Expansion(self, layout, program, sizes, lora_rank or 0).stream
+        return _Expansion(self, layout, program, sizes, lora_rank or 0).expanded
 
 
 class TapeLayout:
@@ -206,7 +206,7 @@ class _Expansion:
         self.tape, self.layout, self.program, self.sizes = tape, layout, program, sizes
         self._counts = [[_storage_sizes(s, sizes) for s in piece.segments] for piece in program.pieces]
         self._bases: list[list[int]] = []
-        self.stream = ExpandedTape(_with_rank(layout.modules), _ranked(layout.params, rank))
+        self.expanded = ExpandedTape(layout.modules, _with_lora_rank(layout.params, rank))
         self._place()
         self._lay()
 
@@ -229,7 +229,7 @@ class _Expansion:
             self._bases.append(bases)
 
     def _lay(self) -> None:
-        stream = self.stream
+        expanded = self.expanded
         for number, piece in enumerate(self.program.pieces):
             compiled: dict[int, _Compiled] = {}
             for block, traced in self._runs(piece):
@@ -240,14 +240,14 @@ class _Expansion:
                 for i, anchor in code.used:
                     bases[i] = self._base(anchor, block)
                 bases[-1] = self._bases[number][block]
-                stream.op += code.op
-                stream.kind += code.kind
-                stream.arg += [bases[a] + x for a, x in code.arg]
-                stream.module += [bases[a] + x for a, x in code.module]
-                at = len(stream.aux)
-                stream.aux += code.aux
+                expanded.op += code.op
+                expanded.kind += code.kind
+                expanded.arg += [bases[a] + x for a, x in code.arg]
+                expanded.module += [bases[a] + x for a, x in code.module]
+                at = len(expanded.aux)
+                expanded.aux += code.aux
                 for i, a, x in code.grads:
-                    stream.aux[at + i] = bases[a] + x
+                    expanded.aux[at + i] = bases[a] + x
 
     def _base(self, anchor: Anchor, block: int) -> int:
         if anchor.space == "s":
@@ -328,11 +328,7 @@ def _size_at(run: _Expansion, anchor: Anchor, local: int, piece: Piece, traced: 
     return target[block][local]
 
 
-def _with_rank(modules: tuple[TapeModule, ...]) -> tuple[TapeModule, ...]:
-    return modules
-
-
-def _ranked(params: tuple[TapeParam, ...], rank: int) -> tuple[TapeParam, ...]:
+def _with_lora_rank(params: tuple[TapeParam, ...], rank: int) -> tuple[TapeParam, ...]:
     """Return the parameters with the LoRA rank filled in; -k in a stored shape stands for k times the rank."""
     if not any(min(p.shape, default=0) < 0 for p in params):
         return params

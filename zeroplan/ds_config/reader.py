@@ -24,10 +24,10 @@ from zeroplan.core.zero_config import (
 from zeroplan.ds_config.batch import Batch, resolve_batch
 from zeroplan.ds_config.dialect import Dialect
 from zeroplan.ds_config.findings import At, Finding, Severity
-from zeroplan.ds_config.knobs import Knobs
 from zeroplan.ds_config.reading import KeyReport, Reading
 from zeroplan.ds_config.rulebook import run_rules
 from zeroplan.ds_config.rules import View
+from zeroplan.ds_config.runtime_options import RuntimeOptions
 from zeroplan.ds_config.schema import Effect
 from zeroplan.ds_config.sections import SECTIONS
 from zeroplan.ds_config.source import load_source
@@ -47,7 +47,7 @@ class DsConfig:
     """A ds_config as DeepSpeed 0.19.8 or zeroplan's runtime takes it.
 
     Attributes:
-        zero, training, knobs: what the file fixes, with defaults for the rest.
+        zero, training, runtime_options: what the file fixes, with defaults for the rest.
         raw: the file's object, untouched.
         source: its name, for messages.
         keys: what is known of each of its keys.
@@ -66,7 +66,7 @@ class DsConfig:
     unresolved_auto: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     values: Mapping[str, Any] = field(default_factory=dict)
-    knobs: Knobs = field(default_factory=Knobs)
+    runtime_options: RuntimeOptions = field(default_factory=RuntimeOptions)
 
     def of_severity(self, *severities: Severity) -> list[Finding]:
         """Return the findings of these severities."""
@@ -159,10 +159,10 @@ def inspect_ds_config(
     micro, accum, train = _batch(reading, world_size)
     zero = _zero(older_defaults(engine_version) | reading.values)
     training = _training(reading, micro, accum, train)
-    knobs = Knobs(**_attrs(reading.values, "zeroplan"))
+    runtime_options = RuntimeOptions(**_attrs(reading.values, "zeroplan"))
     if reading.for_runtime:
         _impossible(reading, zero)
-    reading.findings += run_rules(View(zero, training, reading.values, tuple(reading.autos), knobs), dialect)
+    reading.findings += run_rules(View(zero, training, reading.values, tuple(reading.autos), runtime_options), dialect)
     _unmodelled(reading)
     return DsConfig(
         zero=zero,
@@ -174,7 +174,7 @@ def inspect_ds_config(
         unresolved_auto=tuple(reading.autos),
         ignored=(*reading.ignored, *_without_files(reading, zero)),
         values=reading.values,
-        knobs=knobs,
+        runtime_options=runtime_options,
     )
 
 

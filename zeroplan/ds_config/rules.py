@@ -13,7 +13,7 @@ from zeroplan.core.workload import DType
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.ds_config.dialect import Dialect
 from zeroplan.ds_config.findings import At, Finding, Severity
-from zeroplan.ds_config.knobs import Knobs
+from zeroplan.ds_config.runtime_options import RuntimeOptions
 from zeroplan.ds_config.training import TrainingSettings
 from zeroplan.ds_config.wrappers import bf16_optimizer_takes_stage_1
 
@@ -27,14 +27,14 @@ class View:
         training: batches, precision and optimizer; None for what the file leaves open.
         values: the file's coerced values by canonical path.
         autos: canonical paths that stand at ``auto``.
-        knobs: the ``zeroplan`` section.
+        runtime_options: the ``zeroplan`` section.
     """
 
     zero: ZeroConfig
     training: TrainingSettings
     values: Mapping[str, Any]
     autos: tuple[str, ...] = ()
-    knobs: Knobs = field(default_factory=Knobs)
+    runtime_options: RuntimeOptions = field(default_factory=RuntimeOptions)
 
     def says(self, path: str, default: Any = None) -> Any:
         """Return the coerced value of a path, or `default` where the file is silent."""

@@ -14,8 +14,8 @@ from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.zero_config import Aio, OffloadDevice, OffloadOptimizer, OffloadParam, ZeroConfig
 from zeroplan.ds_config.dialect import Dialect
 from zeroplan.ds_config.findings import At, Severity
-from zeroplan.ds_config.knobs import Knobs
 from zeroplan.ds_config.rules import Rule, View
+from zeroplan.ds_config.runtime_options import RuntimeOptions
 from zeroplan.ds_config.training import TrainingSettings
 
 #: The most bytes of one read or write, blocks in flight for a queue, and queues.
@@ -190,7 +190,7 @@ OFFLOAD_REFUSALS: tuple[Rule, ...] = (
         At.ENGINE,
         "zeroplan.delayed_update",
         "",
-        lambda v: v.knobs.delayed_update > 0 and (v.offload is not OffloadDevice.CPU or bool(v.zero.offload_param)),
+        lambda v: v.runtime_options.delayed_update > 0 and (v.offload is not OffloadDevice.CPU or bool(v.zero.offload_param)),
         "the delayed update is for an optimizer in host memory and parameters on the device",
         'use offload_optimizer.device "cpu" without offload_param',
         _OF_RUNTIME,
@@ -265,14 +265,14 @@ def _require(rules: Iterable[Rule], view: View) -> None:
             raise BadInput(found.what, where=found.where, remedy=found.remedy)
 
 
-def require_runnable(zero: ZeroConfig, knobs: Knobs) -> None:
+def require_runnable(zero: ZeroConfig, runtime_options: RuntimeOptions) -> None:
     """Refuse offload that the runtime does not do.
 
     Raises:
         BadInput: with the remedy.
     """
     zero.require_possible()
-    _require(OFFLOAD_REFUSALS, View(zero, TrainingSettings(), {}, knobs=knobs))
+    _require(OFFLOAD_REFUSALS, View(zero, TrainingSettings(), {}, runtime_options=runtime_options))
 
 
 def require_io(aio: Aio) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from zeroplan.core.layout_setup import RuntimeSetup
 from zeroplan.core.workload import DType
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.ds_config.knobs import Knobs
+from zeroplan.ds_config.runtime_options import RuntimeOptions
 
 
-def runtime_setup(zero: ZeroConfig, knobs: Knobs, *, ranks: int, dtype: DType, optimizer: str, grad_accum: int) -> RuntimeSetup:
+def runtime_setup(
+    zero: ZeroConfig, runtime_options: RuntimeOptions, *, ranks: int, dtype: DType, optimizer: str, grad_accum: int
+) -> RuntimeSetup:
     """Return what decides the runtime's own buffers beside the shapes.
 
     Gradients are reduced in ``communication_data_type``, by default the model's dtype, and accumulated in
@@ -16,7 +18,7 @@ def runtime_setup(zero: ZeroConfig, knobs: Knobs, *, ranks: int, dtype: DType, o
 
     Args:
         zero: stage, offload and dtypes of gradients.
-        knobs: the runtime's own keys.
+        runtime_options: the runtime's own keys.
         ranks: data-parallel ranks.
         dtype: of the model's parameters.
         optimizer: by the name of its row of states.
@@ -35,7 +37,7 @@ def runtime_setup(zero: ZeroConfig, knobs: Knobs, *, ranks: int, dtype: DType, o
         accum_dtype=zero.grad_accum_dtype or reduce,
         optimizer=optimizer,
         grad_accum=grad_accum,
-        block_slots=knobs.ring,
+        block_slots=runtime_options.ring,
         offload_optimizer=states.device,
         offload_ratio=states.ratio,
         swap_buffers=states.buffer_count,
@@ -43,5 +45,5 @@ def runtime_setup(zero: ZeroConfig, knobs: Knobs, *, ranks: int, dtype: DType, o
         param_buffers=params.buffer_count,
         param_buffer_numel=params.buffer_size,
         params_in_host=params.max_in_cpu,
-        delayed_update=knobs.delayed_update > 0,
+        delayed_update=runtime_options.delayed_update > 0,
     )

@@ -1,8 +1,8 @@
-"""``zeroplan``: the section of the included runtime's own keys, which DeepSpeed ignores. See :class:`.knobs.Knobs`."""
+"""``zeroplan``: the section of the included runtime's own keys, which DeepSpeed ignores. See :class:`RuntimeOptions`."""
 
 from __future__ import annotations
 
-from zeroplan.ds_config.knobs import Knobs
+from zeroplan.ds_config.runtime_options import RuntimeOptions
 from zeroplan.ds_config.schema import HONOURED, IGNORED, B, F, I, Mode, free, mem, section
 
 ZEROPLAN = section(
@@ -17,5 +17,5 @@ ZEROPLAN = section(
     free("timeout", F, attr="timeout", lo=1, deepspeed=IGNORED, runtime=HONOURED),
     mem("delayed_update", I, lo=0, deepspeed=IGNORED, runtime=HONOURED),
     free("nvme_in_memory", B, attr="nvme_in_memory", deepspeed=IGNORED, runtime=HONOURED),
-    holder=Knobs,
+    holder=RuntimeOptions,
 )

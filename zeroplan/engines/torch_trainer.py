@@ -95,13 +95,13 @@ def make_optimizers(name: str, parameters: Iterable[tuple[str, Any]]) -> list[to
     """
     row, named = find_optimizer(name), list(parameters)
     if not row.rest:
-        return [_made(row.name, [p for _, p in named])]
+        return [_make_optimizer(row.name, [p for _, p in named])]
     matrices = [p for full, p in named if muon_takes(full, p.dim())]
     others = [p for full, p in named if not muon_takes(full, p.dim())]
-    return [_made(kind, params) for kind, params in ((row.name, matrices), (row.rest, others)) if params]
+    return [_make_optimizer(kind, params) for kind, params in ((row.name, matrices), (row.rest, others)) if params]
 
 
-def _made(name: str, parameters: list[Any]) -> torch.optim.Optimizer:
+def _make_optimizer(name: str, parameters: list[Any]) -> torch.optim.Optimizer:
     kind = OPTIMIZERS[name].torch
     if kind is None or not hasattr(torch.optim, kind.name):
         raise BadInput(f"torch has no optimizer {name!r}", where="--optimizer", remedy="verify runs torch.optim's")

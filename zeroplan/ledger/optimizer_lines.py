@@ -33,7 +33,7 @@ STATE_DOCS = {
     Buffer.OPTIM_EXP_AVG: "Running mean of the gradients (Adam's and Lion's first moment).",
     Buffer.OPTIM_EXP_AVG_SQ: "Running mean of the squared gradients (Adam's second moment).",
     Buffer.OPTIM_MOMENTUM: "Momentum (SGD, Muon).",
-    Buffer.OPTIM_SUM: "Sum of the squared gradients (Adagrad).",
+    Buffer.OPTIM_SUM: "Sum of the squared gradients (Adagrad), or running mean of the squared changes (Adadelta).",
     Buffer.OPTIM_FACTORED: "Adafactor's second moment; on flat one-dimensional parts it cannot be factored.",
     Buffer.OPTIM_SCALE: "One fp32 scale for every 256 elements of each 8-bit state.",
     Buffer.OPTIM_ERROR_FEEDBACK: "What compression left out, kept for the next step (1-bit optimizers).",

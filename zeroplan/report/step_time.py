@@ -43,7 +43,7 @@ def time_json(explanations: Iterable[TimeExplanation]) -> list[dict[str, Any]]:
                 {
                     "line": line.item.name,
                     "phase": line.item.phase.value,
-                    "lane": line.item.executor.value,
+                    "executor": line.item.executor.value,
                     "resource": line.item.resource.value,
                     "amount": line.item.amount,
                     "seconds": line.item.seconds,

@@ -232,7 +232,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._wrapped_add and func is _ADD:
             self._wrapped_add = False  # autograd adds no subclass of Tensor in place (input_buffer.cpp)
         elif self.phase == 2 and not torch.is_grad_enabled():
-            heir = self._heir(func, args, kwargs)
+            heir = self._accumulated_into(func, args, kwargs)
         elif kernels.in_math_attention and func is _ADD:
             heir = self.ident(args[0])
         before = kernels.BEFORE.get(func)
@@ -272,7 +272,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._give_back(held)
         return out
 
-    def _heir(self, func: Any, args: Any, kwargs: Any) -> int:
+    def _accumulated_into(self, func: Any, args: Any, kwargs: Any) -> int:
         """The storage that eager would have written into, or -1. See Note [Accumulating in place]."""
         if func is _ADD:
             old, new = args[0], args[1]

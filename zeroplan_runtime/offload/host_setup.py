@@ -73,7 +73,7 @@ def make_nvme_offload(zero: ZeroConfig, *, in_memory: bool) -> Callable[[ModelSt
         layout = model_states.layout
         if said := remark(layout):
             logger.warning(said)
-        if not (layout.swap_lanes or layout.param_buffer):
+        if not (layout.swapped_tensors or layout.param_buffer):
             return None
         memory = {unit: tensor for (buffer, unit), tensor in model_states.host_tensors.items() if buffer is Buffer.SWAP_BUFFER}
         rank, device = model_states.comm.rank, model_states.arena.device
@@ -109,7 +109,7 @@ def _pinned_buffers(unit: UnitState, model_states: ModelStates, optimizer_step: 
             refreshed, sent = unit.trainable.shard if setup.has_masters and in_memory else None, None
         elif not setup.has_masters:
             refreshed, sent = None, unit.master  # None if in files
-        elif setup.sends_apart:
+        elif setup.separate_upload:
             refreshed = sent = model_states.host_tensors[Buffer.STAGE_H2D, unit.name].view(len(buffers), -1)[turn]
         else:
             refreshed = sent = grad.view(DTYPES[setup.param_dtype])

@@ -67,7 +67,7 @@ class NvmeOffload:
             if layout.param_buffer:
                 file = self._params_file(layout, buffers["parameters"].dtype)
                 self.param_swapper = ParamSwapper(layout, buffers["parameters"], file, device)
-            if layout.swap_lanes:
+            if layout.swapped_tensors:
                 states = self._states_file(layout) if layout.states_in_files else None
                 self.optimizer_swapper = OptimizerSwapper(layout, buffers["optimizer"], states, self.param_swapper)
         except BaseException:

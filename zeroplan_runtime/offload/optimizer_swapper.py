@@ -31,7 +31,7 @@ _FP32_BYTES = 4
 
 def states_in_files(layout: Layout) -> tuple[Buffer, ...]:
     """The buffers of an optimizer in files, in the order of a group's tensors; empty if it is in host memory."""
-    masters = (Buffer.PARAM_MASTER,) if layout.setup.masters_apart else ()
+    masters = (Buffer.PARAM_MASTER,) if layout.setup.separate_masters else ()
     return (*masters, *layout.setup.states) if layout.states_in_files else ()
 
 
@@ -59,7 +59,7 @@ class OptimizerSwapper:
         self._chunks = optimizer_chunks(layout)
         self._order = [chunk for chunks in self._chunks.values() for chunk in chunks]
         self.pipeline = SwapPipeline(
-            PipelineBuffers(SWAP_SLOTS, layout.swap_lanes, layout.swap_numel * layout.swap_dtype.bytes),
+            PipelineBuffers(SWAP_SLOTS, layout.swapped_tensors, layout.swap_numel * layout.swap_dtype.bytes),
             memory.view(torch.uint8),
         )
         self._scratch = memory[: layout.swap_numel]

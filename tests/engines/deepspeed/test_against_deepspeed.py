@@ -1,6 +1,6 @@
 """The schedules against DeepSpeed itself, run on the CPU: the same allocations, of the same sizes, in the same order.
 
-Knobs that no measured run of a GPU turned: dtypes of accumulation and communication, wrappers, buckets. One rank, because
+Options that no measured run of a GPU turned: dtypes of accumulation and communication, wrappers, buckets. One rank, because
 the copies that gloo makes would stand between DeepSpeed's; frees are left out, because gloo's threads make some of them.
 """
 

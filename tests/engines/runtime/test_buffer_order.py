@@ -82,7 +82,7 @@ def planned(config: dict[str, Any], ranks: int, monkeypatch: pytest.MonkeyPatch)
     case = Case(load_model(CONFIG), workload, Cluster(gpus=ranks), zero)
     engine.simulate(case, expanded_tape_of(engine, case))
     (recorder,) = recorders
-    passing = {row.buffer for row in runtime_buffers(engine.layout(case)) if not row.stands}
+    passing = {row.buffer for row in runtime_buffers(engine.layout(case)) if not row.persistent}
     changes: list[Change] = []
     sizes: list[int] = []
     steps = 0

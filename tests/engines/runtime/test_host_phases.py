@@ -46,7 +46,7 @@ def test_states_in_memory() -> None:
 
 
 def test_states_in_files() -> None:
-    """Gradients and the ring stand: its slots have a lane of one page for each of three tensors.
+    """Gradients and the ring stand: its slots have one page for each of three tensors.
 
     b's masters are put together in memory while it is the last unit of the model that is left; all three of its tensors when
     a checkpoint is read.

@@ -14,21 +14,22 @@ import pytest
 from tests.runtime import models
 from tests.runtime.ranks import RankPool
 from tests.runtime.train import ADAMW, ds_config, train_all
+from zeroplan.core.buffers import Buffer
 from zeroplan.core.cluster import Cluster
-from zeroplan.core.layout import runtime_buffers
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer, OffloadParam, ZeroConfig
 from zeroplan.ds_config.dialect import Dialect
 from zeroplan.ds_config.reader import read_ds_config
 from zeroplan.engines.base import Case
 from zeroplan.engines.runtime.engine import Runtime
-from zeroplan.engines.runtime.lines import OWNED
 from zeroplan.ledger.line import evaluate
 from zeroplan.models.live import spec_from_module
 
 pytestmark = pytest.mark.torch
 
 STAGES = (0, 1, 2, 3)
+#: Buffers of the ledger that are not the Arena's: torch makes them, or the pages of files.
+NOT_OF_THE_ARENA = (Buffer.INIT_TEMP, Buffer.WORKSPACE, Buffer.FRAGMENTATION)
 
 
 Rows = dict[tuple[str, str, str], int]
@@ -58,10 +59,10 @@ def plan_rows(config: dict[str, Any], model: dict[str, Any], ranks: int) -> tupl
         optimizer=config["optimizer"]["type"].lower(),
     )
     case = Case(spec_from_module(models.make(**model)), workload, Cluster(gpus=ranks), zero)
-    rows = {(row.buffer.value, row.unit, row.place.value): row.bytes for row in runtime_buffers(engine.layout(case))}
+    rows = dict(engine.owned_buffers(case, None).rows)
     totals: Counter[tuple[str, str]] = Counter()
     for item in evaluate(*engine.ledger(case)):
-        if item.name in OWNED:
+        if item.buffer not in NOT_OF_THE_ARENA:
             totals[item.buffer.value, item.place.value] += item.bytes
     return rows, dict(totals)
 

@@ -327,9 +327,9 @@ class Coordinator:
             for handle in gather.temps:
                 free(handle)
         if not (gather.flats and in_place):
-            self._unwant(gather)
+            self._drop_reference(gather)
 
-    def _unwant(self, gather: _Gather) -> None:
+    def _drop_reference(self, gather: _Gather) -> None:
         gather.wanted -= 1
         if gather.wanted == 0:
             for handle in gather.flats:
@@ -343,7 +343,7 @@ class Coordinator:
         self.status[param] = _ABSENT
         self.live -= self.rank.numel[param]
         if param in self.shared:
-            self._unwant(self.shared.pop(param))
+            self._drop_reference(self.shared.pop(param))
         block = self.blocks[param]
         if block is not None:
             self.blocks[param] = None

@@ -205,7 +205,7 @@ def grad_full_stage1(c: DeepSpeedRank) -> int:
 
     Source: stage_1_and_2.py keeps .grad until the boundary when gradients are not partitioned
     """
-    return c.param_bytes * c.trainable if c.stage == 1 and not c.accumulates_apart else 0
+    return c.param_bytes * c.trainable if c.stage == 1 and not c.uses_grad_accum_attribute else 0
 
 
 @_add(Buffer.GRAD_ACCUM, Place.HBM, (Phase.BACKWARD,), state=True)
@@ -214,7 +214,7 @@ def grad_accum_stage1(c: DeepSpeedRank) -> int:
 
     Source: stage_1_and_2.py, fill_grad_accum_attribute
     """
-    return c.accum_bytes * c.trainable if c.accumulates_apart else 0
+    return c.accum_bytes * c.trainable if c.uses_grad_accum_attribute else 0
 
 
 @_add(Buffer.GRAD_SHARD, Place.HBM, (Phase.STEP,))

@@ -212,7 +212,7 @@ class DeepSpeedRank(SteppedGroups):
         """
         if self.stage == 3:
             return sum(self.comm_widths)
-        return len(self.comm_widths) * (self.accum_bytes if self.accumulates_apart else self.param_bytes)
+        return len(self.comm_widths) * (self.accum_bytes if self.uses_grad_accum_attribute else self.param_bytes)
 
     @cached_property
     def reduce_bucket(self) -> int:

@@ -29,7 +29,7 @@ class ResolvedConfig:
         state_bytes: of an element of an optimizer state.
         own_masters: whether the optimizer steps copies of its own; stage 0 in fp32 steps the model's parameters.
         full_fp32_grads: whether DeepSpeed wraps the optimizer in BF16_Optimizer, whose gradients are never sharded.
-        accumulates_apart: whether gradients are added up in an attribute of their own, beside ``.grad``.
+        uses_grad_accum_attribute: whether gradients are added up in an attribute of their own, beside ``.grad``.
         compact: whether stages 1 and 2 reduce into one fp32 partition, slice by slice.
         contiguous_gradients: whether gradients are copied into a bucket before they are reduced.
         optimizer_device: where optimizer states are.
@@ -46,7 +46,7 @@ class ResolvedConfig:
     state_bytes: int = means("bytes of one element of an optimizer state")
     own_masters: bool
     full_fp32_grads: bool
-    accumulates_apart: bool
+    uses_grad_accum_attribute: bool
     compact: bool
     contiguous_gradients: bool
     optimizer_device: OffloadDevice
@@ -100,7 +100,7 @@ def resolve_config(workload: Workload, zero: ZeroConfig) -> ResolvedConfig:
         state_bytes=master if states_follow else 4,
         own_masters=stage > 0 or width == 2,
         full_fp32_grads=full_fp32_grads,
-        accumulates_apart=stage == 1 and not full_fp32_grads and accum != width,
+        uses_grad_accum_attribute=stage == 1 and not full_fp32_grads and accum != width,
         compact=stage in (1, 2) and not full_fp32_grads and accum == 4 and width == 2,
         contiguous_gradients=zero.contiguous_gradients or (stage in (1, 2) and offload is not OffloadDevice.NONE),
         optimizer_device=offload,

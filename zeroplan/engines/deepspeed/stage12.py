@@ -44,8 +44,8 @@ class Stage12(Schedule):
         self.overlap = zero.overlaps_comm
         self.stream = REDUCE if self.overlap else 0
         self.bucket_size = zero.reduce_bucket_size
-        self.accumulates_apart = rank.accumulates_apart  # stage_1_and_2.py, use_grad_accum_attribute
-        self.bucket_bytes = rank.accum_bytes if self.accumulates_apart else rank.param_bytes
+        self.uses_grad_accum_attribute = rank.uses_grad_accum_attribute  # stage_1_and_2.py, use_grad_accum_attribute
+        self.bucket_bytes = rank.accum_bytes if self.uses_grad_accum_attribute else rank.param_bytes
         self.compact = rank.compact
         self.numel, self.comm_of = rank.numel, rank.comm_of
         self.group = rank.flat
@@ -111,7 +111,7 @@ class Stage12(Schedule):
         """Put a complete gradient into its bucket (process_gradients)."""
         if not self.ready:
             self._open_buckets()
-        if self.accumulates_apart:
+        if self.uses_grad_accum_attribute:
             if param in self.own:
                 self.temporary(self.rank.accum_bytes * self.rank.numel[param], Buffer.GRAD_ACCUM)
             else:
@@ -308,7 +308,7 @@ class Stage12(Schedule):
                     self.free(self.own.pop(param))
             return
         if self.compact:
-            if self.accumulates_apart and param in self.own:
+            if self.uses_grad_accum_attribute and param in self.own:
                 self.free(self.own.pop(param))
             return
         if not self.partition_grads:

@@ -226,7 +226,7 @@ class SteppedGroups(ResolvedConfig, Rank):
         if self.stage == 3:
             return self.comm_bytes
         if self.stages_momentum:
-            return self.accum_bytes if self.accumulates_apart else self.param_bytes
+            return self.accum_bytes if self.uses_grad_accum_attribute else self.param_bytes
         return self.master_bytes
 
     @cached_property

@@ -21,7 +21,7 @@ _Event = tuple[int, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class LeavingInputs:
+class OffloadedInputSizes:
     """Number and size of the inputs that leave the GPU, as far as a config tells without a tape."""
 
     count: int = 0
@@ -30,14 +30,14 @@ class LeavingInputs:
     hidden: int = 0
 
 
-def leaving_inputs(case: Case, layout: Layout) -> LeavingInputs:
+def offloaded_input_sizes(case: Case, layout: Layout) -> OffloadedInputSizes:
     """Derive the formula's factors. Where a model's stacks read sequences of other lengths, the tape knows better.
 
     With adapters the first block's input is a leaf, which autograd keeps.
     """
     policy, hidden = case.workload.recomputation, spec_facts(case.spec).hidden_size
     if policy is None or hidden is None or not case.zero.activation_checkpointing.cpu_checkpointing:
-        return LeavingInputs()
+        return OffloadedInputSizes()
     stacks: dict[str, int] = {}
     for unit in layout.units:
         if unit.shape.kind is UnitKind.BLOCK:
@@ -47,11 +47,11 @@ def leaving_inputs(case: Case, layout: Layout) -> LeavingInputs:
     if case.workload.lora_rank is not None and policy.every == 1:
         count -= 1
     work = case.workload
-    return LeavingInputs(max(0, count), work.micro_batch, work.seq_len or 0, hidden)
+    return OffloadedInputSizes(max(0, count), work.micro_batch, work.seq_len or 0, hidden)
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class OffloadedInput:
     """A checkpointed input that leaves: its storage and bytes, and the events (by index) before which it goes and returns."""
 
     storage: int
@@ -60,7 +60,7 @@ class Moved:
     returns: int
 
 
-def moved_inputs(tape: ExpandedTape, blocks: Collection[str]) -> tuple[Moved, ...]:
+def offloaded_inputs(tape: ExpandedTape, blocks: Collection[str]) -> tuple[OffloadedInput, ...]:
     """Return the bytes of each input that leaves in one micro batch, in the order of the forward: a pinned buffer for each.
 
     Args:
@@ -68,7 +68,7 @@ def moved_inputs(tape: ExpandedTape, blocks: Collection[str]) -> tuple[Moved, ..
         blocks: full names of the modules that are units of kind block.
     """
     found, forward_end = _checkpointed(tape, blocks)
-    lives = _Lives(tape)
+    lives = _Lifetimes(tape)
     inputs: list[int | None] = []
     for before, block in zip([None, *found], found, strict=False):
         inside = before is not None and before.stack == block.stack
@@ -86,11 +86,11 @@ def moved_inputs(tape: ExpandedTape, blocks: Collection[str]) -> tuple[Moved, ..
     moved = []
     for index, (_, storage) in enumerate(claimed[:-1]):
         goes = claimed[index + 2][0].forward if index + 2 < len(claimed) else forward_end
-        moved.append(Moved(storage, lives.bytes[storage], goes, claimed[index + 1][0].again))
+        moved.append(OffloadedInput(storage, lives.bytes[storage], goes, claimed[index + 1][0].again))
     return tuple(moved)
 
 
-def with_moved_inputs(tape: ExpandedTape, moved: Collection[Moved]) -> ExpandedTape:
+def with_offloaded_inputs(tape: ExpandedTape, moved: Collection[OffloadedInput]) -> ExpandedTape:
     """The tape in which these inputs are freed in the forward, and others made in their place in the backward."""
     first = max(arg for op, arg in zip(tape.op, tape.arg, strict=True) if op == Op.ALLOC) + 1
     returned = {one.storage: first + index for index, one in enumerate(moved)}
@@ -107,7 +107,7 @@ def with_moved_inputs(tape: ExpandedTape, moved: Collection[Moved]) -> ExpandedT
     return ExpandedTape(tape.modules, tape.params, *columns)
 
 
-def host_buffers(moved: Collection[Moved]) -> dict[str, int]:
+def host_buffers(moved: Collection[OffloadedInput]) -> dict[str, int]:
     """Bytes of the pinned buffers by the name that the Arena's row has for the unit (zeroplan_runtime's HostPool)."""
     return {f"checkpoint.{index}": one.bytes for index, one in enumerate(moved)}
 
@@ -146,7 +146,7 @@ def _checkpointed(tape: ExpandedTape, blocks: Collection[str]) -> tuple[list[_Bl
     ], forward_end
 
 
-class _Lives:
+class _Lifetimes:
     """Birth and death of each storage of a tape."""
 
     def __init__(self, tape: ExpandedTape) -> None:

@@ -14,11 +14,11 @@ from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.ds_config.dialect import Dialect
-from zeroplan.ds_config.knobs import Knobs
 from zeroplan.ds_config.rules_runtime import remark, require_offloadable, require_runnable
+from zeroplan.ds_config.runtime_options import RuntimeOptions
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.runtime import lines
-from zeroplan.engines.runtime.checkpoints import Moved, host_buffers, leaving_inputs, moved_inputs
+from zeroplan.engines.runtime.checkpoints import OffloadedInput, host_buffers, offloaded_input_sizes, offloaded_inputs
 from zeroplan.engines.runtime.layouts import layout_of, require_trainable
 from zeroplan.engines.verification import OwnedBuffers
 from zeroplan.ledger.line import Ledger
@@ -64,12 +64,12 @@ class Runtime(Engine):
     takes_modules = True
     casts_modules = True
 
-    def __init__(self, knobs: Knobs | None = None) -> None:
-        self.knobs = knobs or Knobs()
+    def __init__(self, runtime_options: RuntimeOptions | None = None) -> None:
+        self.runtime_options = runtime_options or RuntimeOptions()
 
     def with_ds_config(self, ds_config: DsConfig) -> Runtime:
         """Return the runtime with the keys of the file's ``zeroplan`` section; the same object for the same keys."""
-        return self if ds_config.knobs == self.knobs else _with_keys(ds_config.knobs)
+        return self if ds_config.runtime_options == self.runtime_options else _with_keys(ds_config.runtime_options)
 
     def options(self) -> list[ZeroConfig]:
         """Return the four stages, each with the offloads that it allows."""
@@ -81,7 +81,7 @@ class Runtime(Engine):
         Raises:
             BadInput: with the remedy.
         """
-        require_runnable(zero, self.knobs)
+        require_runnable(zero, self.runtime_options)
 
     def require_workload(self, case: Case) -> None:
         """Refuse what the runtime does not train.
@@ -96,7 +96,7 @@ class Runtime(Engine):
 
     def layout(self, case: Case) -> Layout:
         """Return the layout by which the Arena will allocate."""
-        return layout_of(case.spec, case.workload, case.zero, case.layout, self.knobs)
+        return layout_of(case.spec, case.workload, case.zero, case.layout, self.runtime_options)
 
     def optimizer_device(self, offload_param: str) -> str:
         """Return the host where parameters are offloaded: they leave the device only with their optimizer."""
@@ -110,38 +110,38 @@ class Runtime(Engine):
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
         """Return the runtime's lines and a rank; all ranks are alike."""
         layout = self.layout(case)
-        inputs = leaving_inputs(case, layout)
+        inputs = offloaded_input_sizes(case, layout)
         return lines.LEDGER, lines.runtime_rank(layout, cublas_workspace=case.cluster.gpu.workspace, inputs=inputs)
 
-    def moved_inputs(self, case: Case, tape: ExpandedTape) -> tuple[Moved, ...]:
+    def offloaded_inputs(self, case: Case, tape: ExpandedTape) -> tuple[OffloadedInput, ...]:
         """Return the checkpointed inputs that leave for pinned memory in one micro batch (``cpu_checkpointing``)."""
         if not case.zero.activation_checkpointing.cpu_checkpointing:
             return ()
         units = self.layout(case).units
-        return moved_inputs(tape, {unit.shape.name for unit in units if unit.shape.kind is UnitKind.BLOCK})
+        return offloaded_inputs(tape, {unit.shape.name for unit in units if unit.shape.kind is UnitKind.BLOCK})
 
     def computed_tape(self, case: Case, tape: ExpandedTape) -> ExpandedTape:
         """See :func:`zeroplan.engines.runtime.simulation.computed_tape`."""
         from zeroplan.engines.runtime.simulation import computed_tape
 
-        return computed_tape(case.workload, self.layout(case).setup, self.knobs, tape)
+        return computed_tape(case.workload, self.layout(case).setup, self.runtime_options, tape)
 
     def simulate(self, case: Case, tape: ExpandedTape, config: AllocatorConfig | None = None) -> Simulation:
         """Simulate one rank; all ranks own and do the same."""
         from zeroplan.engines.runtime.simulation import simulate_rank
 
-        return simulate_rank(case, self.layout(case), self.knobs, self.moved_inputs(case, tape), tape, config)
+        return simulate_rank(case, self.layout(case), self.runtime_options, self.offloaded_inputs(case, tape), tape, config)
 
     def traffic(self, spec: ModelSpec, cluster: Cluster) -> RuntimeTraffic:
         """See ``zeroplan/engines/runtime/traffic.py``."""
         from zeroplan.engines.runtime.traffic import RuntimeTraffic
 
-        return RuntimeTraffic(spec, cluster, self.knobs)
+        return RuntimeTraffic(spec, cluster, self.runtime_options)
 
     def ds_config(self, zero: ZeroConfig, workload: Workload, layout: ParallelLayout) -> dict[str, Any] | None:
         """Return the explicit ds_config, with a ``zeroplan`` section of the keys that differ from their defaults."""
         found = super().ds_config(zero, workload, layout)
-        defaults, own = asdict(Knobs()), asdict(self.knobs)
+        defaults, own = asdict(RuntimeOptions()), asdict(self.runtime_options)
         changed = {name: value for name, value in own.items() if value != defaults[name]}
         return found if found is None or not changed else {**found, "zeroplan": changed}
 
@@ -179,11 +179,11 @@ class Runtime(Engine):
         rows = {(row.buffer.value, row.unit, row.place.value): row.bytes for row in found}
         if tape is not None:
             buffer, place = Buffer.ACTIVATION_CHECKPOINT.value, Place.PINNED.value
-            rows |= {(buffer, unit, place): count for unit, count in host_buffers(self.moved_inputs(case, tape)).items()}
-        standing = {row.buffer for row in found if row.stands}
+            rows |= {(buffer, unit, place): count for unit, count in host_buffers(self.offloaded_inputs(case, tape)).items()}
+        standing = {row.buffer for row in found if row.persistent}
         return OwnedBuffers(rows, frozenset(row.buffer.value for row in found if row.buffer not in standing))
 
 
 @lru_cache(maxsize=64)
-def _with_keys(knobs: Knobs) -> Runtime:
-    return Runtime(knobs)
+def _with_keys(runtime_options: RuntimeOptions) -> Runtime:
+    return Runtime(runtime_options)

@@ -82,18 +82,18 @@ def checkpoint_phases(
 def _kept(layout: Layout) -> dict[tuple[Buffer, Place], int]:
     found: dict[tuple[Buffer, Place], int] = {}
     for row in runtime_buffers(layout):
-        if row.stands and row.place in (Place.PINNED, Place.DRAM):
+        if row.persistent and row.place in (Place.PINNED, Place.DRAM):
             found[row.buffer, row.place] = found.get((row.buffer, row.place), 0) + row.bytes
     return found
 
 
 def _master_in_file(layout: Layout, unit: UnitLayout) -> bool:
-    return unit.place is Place.NVME and layout.setup.masters_apart
+    return unit.place is Place.NVME and layout.setup.separate_masters
 
 
 def _streamed(layout: Layout) -> list[Buffer]:
     """The buffers of a unit whose states are in a file that lie in that file."""
-    masters = [Buffer.PARAM_MASTER] if layout.setup.masters_apart else []
+    masters = [Buffer.PARAM_MASTER] if layout.setup.separate_masters else []
     return [*masters, *layout.setup.states]
 
 

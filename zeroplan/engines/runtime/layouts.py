@@ -11,17 +11,17 @@ from zeroplan.core.optimizers import RUNTIME_NAMES
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.ds_config.knobs import Knobs
 from zeroplan.ds_config.runtime import runtime_setup
+from zeroplan.ds_config.runtime_options import RuntimeOptions
 from zeroplan.engines.runtime.units import unit_shapes
 from zeroplan.models.spec import ModelSpec, Unit
 
 
-def setup_of(workload: Workload, zero: ZeroConfig, parallel: ParallelLayout, knobs: Knobs) -> RuntimeSetup:
+def setup_of(workload: Workload, zero: ZeroConfig, parallel: ParallelLayout, runtime_options: RuntimeOptions) -> RuntimeSetup:
     """Return the runtime's setup for a plan."""
     return runtime_setup(
         zero,
-        knobs,
+        runtime_options,
         ranks=parallel.shard_group,
         dtype=workload.dtype,
         optimizer=workload.optimizer,
@@ -34,9 +34,13 @@ def _shapes(units: tuple[Unit, ...], model_type: str, wide_numel: int) -> tuple[
     return tuple(unit_shapes(ModelSpec("", units, "units", model_type), wide_numel=wide_numel))
 
 
-def layout_of(spec: ModelSpec, workload: Workload, zero: ZeroConfig, parallel: ParallelLayout, knobs: Knobs) -> Layout:
+def layout_of(
+    spec: ModelSpec, workload: Workload, zero: ZeroConfig, parallel: ParallelLayout, runtime_options: RuntimeOptions
+) -> Layout:
     """Return the layout of one rank; all ranks have the same."""
-    return plan_layout(_shapes(spec.units, spec.model_type, knobs.wide_numel), setup_of(workload, zero, parallel, knobs))
+    return plan_layout(
+        _shapes(spec.units, spec.model_type, runtime_options.wide_numel), setup_of(workload, zero, parallel, runtime_options)
+    )
 
 
 def require_trainable(workload: Workload) -> None:

@@ -5,18 +5,20 @@ Counts are elements of one rank and hold all padding, so that the items of owned
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from zeroplan.core.buffers import ALWAYS, FROM_FIRST_STEP, Buffer, Phase, Place
 from zeroplan.core.layout import PAGE, Layout, OwnedBuffer, UnitKind, runtime_buffers
-from zeroplan.engines.runtime.checkpoints import LeavingInputs
+from zeroplan.engines.runtime.checkpoints import OffloadedInputSizes
 from zeroplan.ledger.line import LedgerBuilder, means
+from zeroplan.ledger.optimizer_lines import STATE_DOCS
 
 _lines = LedgerBuilder()
 _add = _lines.add
 
 _FP32_BYTES = 4
-_NO_INPUTS = LeavingInputs()
+_NO_INPUTS = OffloadedInputSizes()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +46,10 @@ class RuntimeRank:
     grads_in_slots: int = means("elements of the slots for those of embeddings, heads and the root")
     grads_staged: int = means("elements of gradients that are cast and reduced at once")
     stepped: int = means("elements that this rank's optimizer steps: whole flats at stage 0, else its shards of them")
-    stepped_away: int = means("elements that this rank's optimizer steps on the host")
+    stepped_offloaded: int = means("elements that this rank's optimizer steps on the host")
     exchanged: int = means("elements of gradients that come down to pinned memory: this rank's shards, alone whole flats")
     exchanges: int = means("pinned places of each: two with the delayed update")
-    sent_apart: int = means("elements of 16-bit parameters that go up from memory of their own, as gradients there are wider")
+    uploaded: int = means("elements of 16-bit parameters that go up from memory of their own, as gradients there are wider")
     summed: int = means("elements of the slots in which offloaded gradients are summed over micro batches, or cast")
     swapped: int = means("elements of the pinned buffers between files and the update")
     largest_param: int = means("elements of the largest parameter")
@@ -55,7 +57,7 @@ class RuntimeRank:
     file_padding: int = means(
         "bytes that fill the last page of 4,096 of each unit's share of masters, moments and parameters in files"
     )
-    inputs_away: int = means(
+    inputs_offloaded: int = means(
         "inputs of checkpointed blocks that leave for the host: all but the last block's (cpu_checkpointing)"
     )
     micro_batch: int = means("samples a rank and pass")
@@ -63,7 +65,7 @@ class RuntimeRank:
     hidden: int = means("elements of one token's hidden state")
     trust_words: int = means("words of LAMB's tables: two sums a tensor and a tile, and where each tile begins and ends")
     update_temp: int = means("elements of the temporaries of an update without a kernel: two of up to 1 Mi")
-    update_temp_away: int = means("the same on the host")
+    update_temp_offloaded: int = means("elements of the temporaries of an update on the host without a kernel")
     param_bytes: int = means("bytes of one parameter")
     grad_bytes: int = means("bytes of one element of a kept gradient")
     reduce_bytes: int = means("bytes of one element of a gradient as it is reduced")
@@ -75,15 +77,15 @@ class RuntimeRank:
     master_bytes: int = means("bytes of one master, moment, scalar or word")
     cublas_workspace: int = means("bytes of one cuBLAS workspace on this GPU")
     masters: bool
-    masters_away: bool
+    masters_offloaded: bool
     keeps_shards: bool
     states: tuple[Buffer, ...]
-    away: Place
+    offload_place: Place
     master_place: Place
     param_place: Place
 
 
-def runtime_rank(layout: Layout, *, cublas_workspace: int, inputs: LeavingInputs = _NO_INPUTS) -> RuntimeRank:
+def runtime_rank(layout: Layout, *, cublas_workspace: int, inputs: OffloadedInputSizes = _NO_INPUTS) -> RuntimeRank:
     """Sum up the rows that the Arena allocates on one rank."""
     setup, rows = layout.setup, runtime_buffers(layout)
     kept = [unit for unit in layout.units if not unit.offloaded]
@@ -95,7 +97,7 @@ def runtime_rank(layout: Layout, *, cublas_workspace: int, inputs: LeavingInputs
     stepping = [
         (unit, getattr(unit.trainable, "shard" if setup.shards_states else "full")) for unit in layout.units if unit.trainable
     ]
-    master_away = next((row for row in rows if row.buffer is Buffer.PARAM_MASTER and row.place is not Place.HBM), None)
+    master_offloaded = next((row for row in rows if row.buffer is Buffer.PARAM_MASTER and row.place is not Place.HBM), None)
     states = setup.states
     own_param = Buffer.PARAM_SHARD if setup.stage >= 3 else Buffer.PARAM_FULL
     return RuntimeRank(
@@ -112,22 +114,22 @@ def runtime_rank(layout: Layout, *, cublas_workspace: int, inputs: LeavingInputs
         grads_in_slots=sum(numel for slot, numel in layout.grad_slots.items() if slot not in ring),
         grads_staged=_count(rows, Buffer.COMM_REDUCE_SCATTER),
         stepped=sum(numel for unit, numel in stepping if not unit.offloaded),
-        stepped_away=sum(numel for unit, numel in stepping if unit.offloaded),
+        stepped_offloaded=sum(numel for unit, numel in stepping if unit.offloaded),
         exchanged=sum(numel for unit, numel in stepping if unit.offloaded),
         exchanges=2 if setup.delayed_update else 1,
-        sent_apart=_count(rows, Buffer.STAGE_H2D),
+        uploaded=_count(rows, Buffer.STAGE_H2D),
         summed=_count(here, Buffer.STAGE_D2H),
         swapped=_count([row for row in rows if row.unit == "optimizer"], Buffer.SWAP_BUFFER),
         largest_param=max((p.numel for unit in layout.units for p in unit.shape.params), default=0),
         step_scalars=_count(rows, Buffer.OPTIM_NORM),
         file_padding=sum(-row.bytes % PAGE for row in rows if row.place is Place.NVME),
-        inputs_away=inputs.count,
+        inputs_offloaded=inputs.count,
         micro_batch=inputs.micro_batch,
         seq_len=inputs.seq_len,
         hidden=inputs.hidden,
         trust_words=_count(rows, Buffer.OPTIM_TRUST),
         update_temp=_count(here, Buffer.OPTIM_TEMP),
-        update_temp_away=_count(rows, Buffer.OPTIM_TEMP) - _count(here, Buffer.OPTIM_TEMP),
+        update_temp_offloaded=_count(rows, Buffer.OPTIM_TEMP) - _count(here, Buffer.OPTIM_TEMP),
         param_bytes=setup.param_dtype.bytes,
         grad_bytes=(setup.accum_dtype if setup.shards_grads else setup.whole_grad_dtype).bytes,
         exchange_bytes=setup.accum_dtype.bytes,
@@ -137,11 +139,11 @@ def runtime_rank(layout: Layout, *, cublas_workspace: int, inputs: LeavingInputs
         master_bytes=_FP32_BYTES,
         cublas_workspace=cublas_workspace,
         masters=bool(masters),
-        masters_away=master_away is not None,
+        masters_offloaded=master_offloaded is not None,
         keeps_shards=setup.kept_grad is Buffer.GRAD_SHARD,
         states=states,
-        away=next((unit.place for unit, _ in stepping if unit.offloaded), Place.DRAM),
-        master_place=master_away.place if master_away is not None else Place.DRAM,
+        offload_place=next((unit.place for unit, _ in stepping if unit.offloaded), Place.DRAM),
+        master_place=master_offloaded.place if master_offloaded is not None else Place.DRAM,
         param_place=Place.PINNED if setup.offloads_params else Place.HBM,
     )
 
@@ -216,22 +218,18 @@ def param_master(c: RuntimeRank) -> int:
     return c.stepped * c.master_bytes if c.masters else 0
 
 
-@_add(Buffer.OPTIM_EXP_AVG, Place.HBM, ALWAYS, state=True)
-def optim_exp_avg(c: RuntimeRank) -> int:
-    """Running mean of the gradients (Adam's and Lion's first moment)."""
-    return c.stepped * c.master_bytes if Buffer.OPTIM_EXP_AVG in c.states else 0
+def _add_state_lines(place: Place | Callable[[RuntimeRank], Place], count: Callable[[RuntimeRank], int], suffix: str) -> None:
+    for buffer in (Buffer.OPTIM_EXP_AVG, Buffer.OPTIM_EXP_AVG_SQ, Buffer.OPTIM_MOMENTUM, Buffer.OPTIM_SUM):
+
+        def formula(c: RuntimeRank, buffer: Buffer = buffer) -> int:
+            return count(c) * c.master_bytes if buffer in c.states else 0
+
+        formula.__name__ = buffer.value.replace(".", "_") + suffix
+        formula.__doc__ = STATE_DOCS[buffer]
+        _add(buffer, place, ALWAYS, state=True)(formula)
 
 
-@_add(Buffer.OPTIM_EXP_AVG_SQ, Place.HBM, ALWAYS, state=True)
-def optim_exp_avg_sq(c: RuntimeRank) -> int:
-    """Running mean of the squared gradients (Adam's second moment)."""
-    return c.stepped * c.master_bytes if Buffer.OPTIM_EXP_AVG_SQ in c.states else 0
-
-
-@_add(Buffer.OPTIM_MOMENTUM, Place.HBM, ALWAYS, state=True)
-def optim_momentum(c: RuntimeRank) -> int:
-    """SGD's momentum."""
-    return c.stepped * c.master_bytes if Buffer.OPTIM_MOMENTUM in c.states else 0
+_add_state_lines(Place.HBM, lambda c: c.stepped, "")
 
 
 @_add(Buffer.STAGE_D2H, Place.HBM, (Phase.BACKWARD,))
@@ -253,33 +251,18 @@ def second_exchange(c: RuntimeRank) -> int:
 
 
 @_add(Buffer.STAGE_H2D, Place.PINNED, ALWAYS)
-def outgoing(c: RuntimeRank) -> int:
+def updated_params(c: RuntimeRank) -> int:
     """16-bit parameters on their way up, where gradients on the host are wider than they."""
-    return c.sent_apart * c.param_bytes
+    return c.uploaded * c.param_bytes
 
 
 @_add(Buffer.PARAM_MASTER, lambda c: c.master_place, ALWAYS, state=True)
-def master_away(c: RuntimeRank) -> int:
+def param_master_offloaded(c: RuntimeRank) -> int:
     """The fp32 parameters of offloaded units; fp32 parameters that are themselves on the host are their own masters."""
-    return c.stepped_away * c.master_bytes if c.masters_away else 0
+    return c.stepped_offloaded * c.master_bytes if c.masters_offloaded else 0
 
 
-@_add(Buffer.OPTIM_EXP_AVG, lambda c: c.away, ALWAYS, state=True)
-def exp_avg_away(c: RuntimeRank) -> int:
-    """Offloaded running mean of the gradients."""
-    return c.stepped_away * c.master_bytes if Buffer.OPTIM_EXP_AVG in c.states else 0
-
-
-@_add(Buffer.OPTIM_EXP_AVG_SQ, lambda c: c.away, ALWAYS, state=True)
-def exp_avg_sq_away(c: RuntimeRank) -> int:
-    """Offloaded running mean of the squared gradients."""
-    return c.stepped_away * c.master_bytes if Buffer.OPTIM_EXP_AVG_SQ in c.states else 0
-
-
-@_add(Buffer.OPTIM_MOMENTUM, lambda c: c.away, ALWAYS, state=True)
-def momentum_away(c: RuntimeRank) -> int:
-    """Offloaded momentum."""
-    return c.stepped_away * c.master_bytes if Buffer.OPTIM_MOMENTUM in c.states else 0
+_add_state_lines(lambda c: c.offload_place, lambda c: c.stepped_offloaded, "_offloaded")
 
 
 @_add(Buffer.SWAP_BUFFER, Place.PINNED, ALWAYS)
@@ -297,25 +280,13 @@ def param_ring(c: RuntimeRank) -> int:
 @_add(Buffer.ACTIVATION_CHECKPOINT, Place.PINNED, FROM_FIRST_STEP)
 def checkpointed_inputs(c: RuntimeRank) -> int:
     """Inputs of checkpointed blocks, on the host from the forward to the backward; two are on the GPU at a time."""
-    return c.inputs_away * c.micro_batch * c.seq_len * c.hidden * c.param_bytes
+    return c.inputs_offloaded * c.micro_batch * c.seq_len * c.hidden * c.param_bytes
 
 
 @_add(Buffer.OPTIM_NORM, Place.HBM, ALWAYS)
 def optim_norm(c: RuntimeRank) -> int:
     """The step's scalars, which the update kernels read on the device, and the norm's partial sums."""
     return c.step_scalars * c.master_bytes
-
-
-@_add(Buffer.OPTIM_SUM, Place.HBM, ALWAYS, state=True)
-def optim_sum(c: RuntimeRank) -> int:
-    """Adagrad's sum of squared gradients, or Adadelta's running mean of squared changes."""
-    return c.stepped * c.master_bytes if Buffer.OPTIM_SUM in c.states else 0
-
-
-@_add(Buffer.OPTIM_SUM, lambda c: c.away, ALWAYS, state=True)
-def sum_away(c: RuntimeRank) -> int:
-    """The same, offloaded."""
-    return c.stepped_away * c.master_bytes if Buffer.OPTIM_SUM in c.states else 0
 
 
 @_add(Buffer.OPTIM_TEMP, Place.HBM, ALWAYS)
@@ -325,9 +296,9 @@ def update_temp(c: RuntimeRank) -> int:
 
 
 @_add(Buffer.OPTIM_TEMP, Place.DRAM, ALWAYS)
-def update_temp_away(c: RuntimeRank) -> int:
-    """The same on the host, for offloaded units."""
-    return c.update_temp_away * c.master_bytes
+def update_temp_offloaded(c: RuntimeRank) -> int:
+    """Where the update of offloaded units works on the host, without a kernel."""
+    return c.update_temp_offloaded * c.master_bytes
 
 
 @_add(Buffer.OPTIM_TRUST, Place.HBM, ALWAYS)
@@ -361,6 +332,3 @@ def cublas_workspace(c: RuntimeRank) -> int:
 
 
 LEDGER = _lines.ledger()
-#: Names of the lines that the Arena's rows are held against.
-_BESIDE = ("file_padding", "init_copy", "init_room", "cublas_workspace")
-OWNED = frozenset(line.name for line in LEDGER if line.name not in _BESIDE)

@@ -69,7 +69,7 @@ class RuntimeSchedule(EngineSchedule):
         self.layout, self.setup, self.recorder = layout, layout.setup, recorder
         self.cublas_workspace, self.makes_room = cublas_workspace, makes_room
         self.rows = runtime_buffers(layout)
-        transient = {(row.buffer, row.unit): ResizableBuffer(row) for row in self.rows if not row.stands}
+        transient = {(row.buffer, row.unit): ResizableBuffer(row) for row in self.rows if not row.persistent}
         self.staging = transient.get((Buffer.COMM_REDUCE_SCATTER, "staging"))
         self.slots = {name: SlotRun(transient[Buffer.GRAD_FULL, name]) for name in layout.grad_slots}
         self.sums = {name: transient[Buffer.STAGE_D2H, name] for name in layout.sum_slots}
@@ -104,7 +104,7 @@ class RuntimeSchedule(EngineSchedule):
         what they leave in the cache is given back. cuBLAS takes its workspaces, and the allocator is left a segment in which
         the kept gradients fit.
         """
-        standing = (row for row in self.rows if row.stands and row.place is Place.HBM)
+        standing = (row for row in self.rows if row.persistent and row.place is Place.HBM)
         for (buffer, _, _), group in groupby(standing, key=lambda row: (row.buffer, row.dtype, row.place)):
             self.recorder.alloc(sum(row.bytes for row in group), buffer)
         width = self.setup.param_dtype.bytes

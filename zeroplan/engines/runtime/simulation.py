@@ -10,10 +10,10 @@ from zeroplan.core.layout import Layout
 from zeroplan.core.layout_setup import RuntimeSetup
 from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.workload import DType, Workload
-from zeroplan.ds_config.knobs import Knobs
+from zeroplan.ds_config.runtime_options import RuntimeOptions
 from zeroplan.engines.base import Case
 from zeroplan.engines.player import Run, play
-from zeroplan.engines.runtime.checkpoints import Moved, host_buffers, with_moved_inputs
+from zeroplan.engines.runtime.checkpoints import OffloadedInput, host_buffers, with_offloaded_inputs
 from zeroplan.engines.runtime.fused_loss import with_fused_loss
 from zeroplan.engines.runtime.host import checkpoint_phases, host_phases
 from zeroplan.engines.runtime.schedule import STEPS_UNTIL_STEADY, RuntimeSchedule, with_direct_gradients
@@ -22,13 +22,13 @@ from zeroplan.simulate.allocator.config import UNLIMITED, AllocatorConfig
 from zeroplan.simulate.recorder import Recorder, simulate
 
 
-def computed_tape(workload: Workload, setup: RuntimeSetup, knobs: Knobs, tape: ExpandedTape) -> ExpandedTape:
+def computed_tape(workload: Workload, setup: RuntimeSetup, runtime_options: RuntimeOptions, tape: ExpandedTape) -> ExpandedTape:
     """Return `tape` with the runtime's loss, and with the weight gradients of linear layers written in place."""
     whole = setup.reduce_dtype if setup.shards_grads else setup.whole_grad_dtype
     # On a GPU a product of 16-bit factors may be written in fp32, but not the other way round.
-    if knobs.direct_linear and whole in (setup.param_dtype, DType.FP32):
+    if runtime_options.direct_linear and whole in (setup.param_dtype, DType.FP32):
         tape = with_direct_gradients(tape)
-    if knobs.fused_loss:
+    if runtime_options.fused_loss:
         rows = workload.micro_batch * (workload.seq_len or 0)
         tape = with_fused_loss(tape, rows=rows, itemsize=setup.param_dtype.bytes)
     return tape
@@ -37,8 +37,8 @@ def computed_tape(workload: Workload, setup: RuntimeSetup, knobs: Knobs, tape: E
 def simulate_rank(
     case: Case,
     layout: Layout,
-    knobs: Knobs,
-    moved: Collection[Moved],
+    runtime_options: RuntimeOptions,
+    moved: Collection[OffloadedInput],
     expanded: ExpandedTape,
     config: AllocatorConfig | None = None,
 ) -> Simulation:
@@ -47,7 +47,7 @@ def simulate_rank(
     Args:
         case: the configuration.
         layout: what the Arena allocates by.
-        knobs: the ``zeroplan`` section of the ds_config.
+        runtime_options: the ``zeroplan`` section of the ds_config.
         moved: the checkpointed inputs that leave for pinned memory.
         expanded: the model's expanded tape.
         config: settings of the caching allocator; None for its defaults.
@@ -55,7 +55,9 @@ def simulate_rank(
     skipped = 1 if case.workload.dtype is DType.FP16 else 0
     room = config is None or config.max_split_size == UNLIMITED
     recorder = Recorder()
-    tape = computed_tape(case.workload, layout.setup, knobs, with_moved_inputs(expanded, moved) if moved else expanded)
+    tape = computed_tape(
+        case.workload, layout.setup, runtime_options, with_offloaded_inputs(expanded, moved) if moved else expanded
+    )
     workspace = case.cluster.gpu.workspace
     schedule = RuntimeSchedule(layout, tape, recorder, cublas_workspace=workspace, makes_room=room)
     run = Run(case.workload.grad_accum, STEPS_UNTIL_STEADY, skipped, workspace)

@@ -15,7 +15,7 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.layout import Layout, runtime_buffers
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.ds_config.knobs import Knobs
+from zeroplan.ds_config.runtime_options import RuntimeOptions
 from zeroplan.engines.compute_traffic import ComputeFacts
 from zeroplan.engines.contention import MEMORY_PER_BYTE
 from zeroplan.engines.runtime.layouts import layout_of
@@ -248,8 +248,8 @@ class RuntimeTraffic(Traffic):
 
     ledger = TRAFFIC
 
-    def __init__(self, spec: ModelSpec, cluster: Cluster, knobs: Knobs) -> None:
-        self._spec, self._cluster, self._knobs = spec, cluster, knobs
+    def __init__(self, spec: ModelSpec, cluster: Cluster, runtime_options: RuntimeOptions) -> None:
+        self._spec, self._cluster, self._runtime_options = spec, cluster, runtime_options
         self._known: dict[object, RuntimeFacts] = {}
 
     def facts(self, compute: ComputeFacts, workload: Workload, zero: ZeroConfig) -> RuntimeFacts:
@@ -258,7 +258,7 @@ class RuntimeTraffic(Traffic):
         found = self._known.get(key)
         if found is None:
             parallel = self._cluster.layout
-            layout = layout_of(self._spec, workload, zero, parallel, self._knobs)
+            layout = layout_of(self._spec, workload, zero, parallel, self._runtime_options)
             found = runtime_facts(layout, local_ranks=parallel.gpus, one_node=parallel.shards_on_one_node)
             self._known[key] = found
         return found

@@ -8,7 +8,7 @@ from zeroplan.core.layout import WIDE_NUMEL
 
 
 @dataclass(frozen=True, slots=True)
-class Knobs:
+class RuntimeOptions:
     """The ``zeroplan`` section. Types and bounds of its keys stand in :mod:`.sections_runtime`.
 
     Attributes:

@@ -13,8 +13,9 @@ import pytest
 
 import zeroplan_runtime
 from tests.runtime import models
+from tests.runtime.forked_jobs import Job, run_job
 from tests.runtime.ranks import CONTEXT
-from tests.runtime.test_faults import KILL, run_job
+from tests.runtime.test_faults import KILL
 from tests.runtime.train import ds_config
 from zeroplan_runtime.offload.swap_file import SwapFile
 
@@ -86,7 +87,7 @@ def test_killed_in_the_middle_of_a_step_on_files_and_resumed(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_a_rank_that_dies_is_named_under_offload(tmp_path: Path) -> None:
     cpu = {"device": "cpu"}
-    job = run_job(tmp_path, KILL, 6, offload_optimizer=cpu, offload_param=cpu)
+    job = run_job(tmp_path, Job(KILL, 6, zero={"offload_optimizer": cpu, "offload_param": cpu}))
     assert job.code != 0
     assert all("rank 1 is dead: its process" in job.logs[rank] for rank in (0, 2))
     assert job.took < 30

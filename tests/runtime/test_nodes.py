@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 import zeroplan_runtime
 from tests.runtime import models
+from tests.runtime.forked_jobs import free_port
 from tests.runtime.ranks import RankPool
-from tests.runtime.test_faults import free_port
 from tests.validate.small import CONFIG
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,0 +1,167 @@
+"""Jobs of three ranks without a launcher that would end them: one process imports torch, and forks the ranks of each job.
+
+``python -m tests.runtime.forked_jobs`` is that process: it reads one job a line. A rank ends as a script does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from importlib import import_module
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RANKS = 3
+_MOST_SECONDS = 90
+
+
+@dataclass(frozen=True)
+class Job:
+    """What three ranks do.
+
+    Attributes:
+        fault: code that the victim runs in the sixth step.
+        timeout: the runtime's, in seconds.
+        victim: a rank.
+        act: code that all ranks run then; if any, they have saved a checkpoint two steps before.
+        zero: more of the section ``zero_optimization``.
+    """
+
+    fault: str
+    timeout: float
+    victim: int = 1
+    act: str = ""
+    zero: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job ended.
+
+    Attributes:
+        folder: where it ran.
+        code: the smallest of the surviving ranks' exit codes, 0 if they did not end.
+        logs: what each rank wrote.
+        took: seconds from the fault to the survivors' last word.
+    """
+
+    folder: Path
+    code: int
+    logs: list[str]
+    took: float
+
+
+_ports = count(20000 + os.getpid() % 10000)
+
+
+def free_port() -> int:
+    """A free one, below those that the system hands out by itself meanwhile, and another with each call."""
+    for port in _ports:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port
+    raise AssertionError
+
+
+def run_job(folder: Path, job: Job) -> Ended:
+    """Run the job in an empty folder, and leave nothing of it running."""
+    folder.mkdir(exist_ok=True)
+    words = json.dumps({"folder": str(folder), "port": free_port(), "job": asdict(job)})
+    server = _server()
+    assert server.stdin is not None
+    server.stdin.write(f"{words}\n")
+    server.stdin.flush()
+    end, codes = time.monotonic() + _MOST_SECONDS, folder / "codes"
+    while not codes.exists() and time.monotonic() < end and server.poll() is None:
+        time.sleep(0.05)
+    ended = [int(code) for code in codes.read_text().split()] if codes.exists() else [0]
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(int((folder / "group").read_text()), signal.SIGKILL)
+    logs = [folder / f"log{rank}" for rank in range(RANKS)]
+    said = max(log.stat().st_mtime for rank, log in enumerate(logs) if rank != job.victim)
+    return Ended(folder, min(map(abs, ended)), [log.read_text() for log in logs], said - (folder / "begun").stat().st_mtime)
+
+
+@cache
+def _server() -> subprocess.Popen[str]:
+    """The process that forks, started for the first job; it ends when its standard input does."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.runtime.forked_jobs"]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
+
+
+def _serve() -> None:
+    import torch
+
+    for name in ("torch._dynamo", "tests.runtime.train"):  # else each rank would, the first for its optimizer
+        import_module(name)
+    torch.set_num_threads(1)
+    gc.freeze()  # else each rank goes through all that is imported when it ends
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no job waits to be asked how it ended
+    for line in sys.stdin:
+        if not os.fork():
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            words = json.loads(line)
+            os.chdir(words["folder"])
+            os.setsid()
+            Path("group").write_text(str(os.getpid()))
+            _run_ranks(Job(**words["job"]), words["port"])
+            sys.exit()
+
+
+def _run_ranks(job: Job, port: int) -> None:
+    """Fork the ranks; write how the ranks but the victim ended, then end the victim."""
+    os.environ |= {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks: list[int] = []
+    for rank in range(RANKS):
+        ranks.append(os.fork())
+        if not ranks[-1]:
+            log = os.open(f"log{rank}", os.O_CREAT | os.O_WRONLY)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.environ["RANK"] = str(rank)
+            _train(job)
+            sys.exit()
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for rank, pid in enumerate(ranks) if rank != job.victim]
+    Path("codes.part").write_text(" ".join(map(str, codes)))
+    Path("codes.part").rename("codes")
+    os.kill(ranks[job.victim], signal.SIGKILL)
+
+
+def _train(job: Job) -> None:
+    import torch
+
+    import zeroplan_runtime
+    from tests.runtime import models
+    from tests.runtime.train import ds_config
+
+    config = ds_config(3, zeroplan={"timeout": job.timeout}, zero_optimization=job.zero)
+    engine, *_ = zeroplan_runtime.initialize(model=models.make(), config=config)
+    names = {"engine": engine, "torch": torch, "os": os, "signal": signal, "time": time}
+    for number in range(1000):
+        if number == 3 and job.act:
+            engine.save_checkpoint("checkpoints")
+        if number == 5:
+            if engine.global_rank == job.victim:
+                time.sleep(1.5)  # long enough to have been seen alive
+                Path("begun").touch()
+                exec(job.fault, names)
+            exec(job.act, names)
+        loss = engine(models.batch(number, 0, engine.global_rank))
+        engine.backward(loss)
+        engine.step()
+
+
+if __name__ == "__main__":
+    _serve()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 Cli = Callable[..., tuple[int, str, str]]
+LLAMA = "meta-llama/Llama-3.2-1B"
 RECIPE = (
     "model_name_or_path: meta-llama/Llama-3.2-1B\ndataset_text_field: text\nper_device_train_batch_size: 2\n"
     "use_peft: true\nload_in_4bit: true\nmax_length: 512\n"
@@ -26,8 +27,8 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
 def test_a_recipe_with_its_launchers_file(cli: Cli, files: tuple[Path, Path]) -> None:
     code, out, _ = cli("check", *map(str, files))
     assert code == 0
-    assert out.startswith("TRL 1.16 (sft, qlora): ")
-    assert "once what is open is filled, it runs: stage 2, bf16" in out
+    assert out.startswith("DeepSpeed 0.19.8 alone refuses this file; once what is open is filled, it runs:\n  stage 2, bf16")
+    assert "\n\nTRL 1.16 (sft, qlora):" in out
     for part in ("micro_batch", "per_device_train_batch_size", "load_in_4bit (unknown): ", "gpus"):
         assert part in out
 
@@ -60,3 +61,37 @@ def test_a_file_of_nobody_is_one_line(cli: Cli, tmp_path: Path) -> None:
     path.write_text("colour: green\n")
     code, out, err = cli("check", str(path))
     assert (code, out, err.count("\n")) == (2, "", 1)
+
+
+def test_with_a_model_it_says_what_the_run_will_use_and_which_knob_helps(cli: Cli, files: tuple[Path, Path]) -> None:
+    """The plan is that of estimate --from, its knobs with their flags; what the keys' part says is not said again."""
+    ds = files[0].with_name("ds.json")
+    ds.write_text('{"train_micro_batch_size_per_gpu": 4, "zero_optimization": true, "bf16": {"enabled": true}}')
+    code, out, err = cli("check", str(ds), LLAMA, "--gpus", "8", "--gpu", "A100-40G")
+    assert (code, err) == (0, "")
+    keys, _, plan = out.partition("\n\nFits: ZeRO-1, ")
+    assert keys.startswith("DeepSpeed 0.19.8 ")
+    assert "true means stage 1" in keys
+    assert "true means stage 1" not in plan
+    assert "--micro-batch 2\n" in plan
+    asked = ("--from", str(ds), "--gpus", "8", "--gpu", "A100-40G")
+    estimated = cli("estimate", LLAMA, *asked, "--quiet")[1].splitlines()[-1]
+    assert estimated in out
+    assert cli("check", str(ds), LLAMA, "--gpus", "8", "--gpu", "A100-40G", "--quiet")[1].strip() == estimated
+    answer = json.loads(cli("check", str(ds), LLAMA, "--gpus", "8", "--gpu", "A100-40G", "--json")[1])
+    assert answer["stage"] == answer["estimate"]["plans"][0]["stage"] == 1
+    code, out, err = cli("check", str(ds), "--gpu", "A100-40G")
+    assert (code, out) == (2, "")
+    assert "name the model after the files" in err
+
+
+def test_a_misspelt_file_is_no_model(cli: Cli, files: tuple[Path, Path]) -> None:
+    code, out, err = cli("check", str(files[0]), "acelerate.yaml", "--gpu", "H100")
+    assert (code, out) == (2, "")
+    assert "acelerate.yaml" in err
+
+
+def test_a_recipe_that_names_its_model_needs_a_machine_alone(cli: Cli, files: tuple[Path, Path]) -> None:
+    code, out, _ = cli("check", *map(str, files), "--gpu", "H100", "--quiet")
+    assert code == 0
+    assert out.startswith(("Fits: ZeRO-2", "Unknown: ZeRO-2"))

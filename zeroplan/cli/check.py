@@ -1,55 +1,148 @@
-"""``zeroplan check``: what a program makes of its files, key by key, without a model."""
+"""``zeroplan check``: what a program makes of its files, key by key; with a model also what the run will use."""
 
 from __future__ import annotations
 
 import json
 import os
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from zeroplan.cli import flags
 from zeroplan.cli.main import verb
 from zeroplan.core.errors import EXIT_BAD_INPUT, EXIT_OK, BadInput
+from zeroplan.planner.request import Request
 
 if TYPE_CHECKING:
+    from zeroplan.core.plan import Report
     from zeroplan.ds_config.reader import DsConfig
     from zeroplan.interop.setups import Setup
-
 Program = Annotated[str | None, typer.Option("--program", help="The program that owns the file, where two could.")]
 
 
-@verb("zeroplan check ds_config.json --gpus 8", "zeroplan check recipe.yaml accelerate.yaml")
+@verb(
+    "zeroplan check ds_config.json --gpus 8",
+    "zeroplan check recipe.yaml accelerate.yaml meta-llama/Llama-3.1-8B --gpu H100",
+)
+@flags.takes_request("model", "stage", "offload_optimizer", "offload_param", "zero_init", "ds_config")
 def check(
-    files: Annotated[list[str], typer.Argument(metavar="FILE", help="A ds_config.json, or files that run together.")],
-    gpus: Annotated[int | None, typer.Option("--gpus", help="Ranks, for the batch arithmetic. [any]")] = None,
+    request: Request,
+    files: Annotated[
+        list[str],
+        typer.Argument(metavar="FILES [MODEL]", help="A ds_config.json, or files that run together; then a model."),
+    ],
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", rich_help_panel="Cluster", help="GPUs a node, also for the batch arithmetic. [any]")
+    ] = None,
     program: Program = None,
+    quiet: flags.Quiet = False,
     as_json: flags.Json = False,
 ) -> None:
     """Say what a program does with its files, key by key.
 
-    The exit code is 0 when the run starts (once filled), 2 when DeepSpeed refuses it.
+    With MODEL: also what the run will use, and which knobs would help. The exit code is 0 when the run starts (once filled),
+    2 when DeepSpeed refuses it.
     """
-    from zeroplan.ds_config.reader import inspect_ds_config
-    from zeroplan.report.check import check_json, check_text
-
     if gpus is not None and gpus < 1:
         raise BadInput(f"{gpus} is out of range", where="--gpus", remedy="use 1 or more")
+    files, model = _with_model(files)
+    setup = None
     if len(files) == 1 and _is_ds_config(files[0], program):
-        config = inspect_ds_config(files[0], world_size=gpus)
-        print(json.dumps(check_json(config), indent=2) if as_json else check_text(config))
-        raise typer.Exit(EXIT_OK if config.runs_filled else EXIT_BAD_INPUT)
-    from zeroplan.interop.readers import read_setups
-    from zeroplan.report.check_setup import setup_json, setup_text
+        from zeroplan.ds_config.reader import inspect_ds_config
 
-    setup = read_setups(files, program)
-    found = _filled_config(setup, gpus)
-    if as_json:
-        answer = {"schema": 1, "setup": setup_json(setup), "ds_config": None if found is None else check_json(found)}
-        print(json.dumps(answer, indent=2))
+        found: DsConfig | None = inspect_ds_config(files[0], world_size=None if gpus is None else gpus * request.nodes)
     else:
-        print(setup_text(setup) + ("" if found is None else f"\n\n{check_text(found)}"))
-    raise typer.Exit(EXIT_OK if found is None or found.runs_filled else EXIT_BAD_INPUT)
+        from zeroplan.interop.readers import read_setups
+
+        setup = read_setups(files, program)
+        found = _filled_config(setup, None if gpus is None else gpus * request.nodes)
+    starts = found is None or found.runs_filled
+    request = replace(request, model=model, files=tuple(files), program=program, gpus=gpus or request.gpus)
+    report = _planned(request, setup) if starts else None
+    if as_json:
+        typer.echo(json.dumps(_json(setup, found, report), indent=2))
+    else:
+        following: list[str] = []
+        if report is not None:
+            following = flags.recommend_words(request)
+        elif starts and all(map(os.path.exists, files)):
+            following = ["zeroplan", "check", *files, "MODEL", "--gpu", "8xH100"]
+        typer.echo(_quiet(setup, found, report) if quiet else _text(setup, found, report, following))
+    raise typer.Exit(EXIT_OK if starts else EXIT_BAD_INPUT)
+
+
+#: How files end that are not there, so that a misspelt one is no model.
+_FILES = (".json", ".yaml", ".yml", ".toml", ".sh", ".slurm", ".hjson")
+
+
+def _with_model(words: list[str]) -> tuple[list[str], str | None]:
+    """Return the files, and the model after them if there is one: a name that is no file, a folder, or a model's config."""
+    last = words[-1].replace("\0", "")
+    if len(words) == 1 or (os.path.isfile(last) and os.path.basename(last) != "config.json"):
+        return words, None
+    if not os.path.lexists(last) and last.lower().endswith(_FILES):
+        return words, None
+    return words[:-1], words[-1]
+
+
+def _planned(request: Request, setup: Setup | None) -> Report | None:
+    """Return the plan of the files' run; None where neither a model nor a machine is named.
+
+    Raises:
+        BadInput: a machine without a model.
+    """
+    named = request.model is not None or request.params is not None
+    machine = [name for name in ("gpu", "vram", "cpu_ram", "nvme") if getattr(request, name) is not None]
+    if not named and not machine:
+        return None
+    if not named and (setup is None or setup.model is None):
+        what = "there is no model whose run would use it"
+        raise BadInput(what, where=f"--{machine[0].replace('_', '-')}", remedy="name the model after the files")
+    from zeroplan.planner.estimate import estimate_report
+
+    return estimate_report(request)
+
+
+def _json(setup: Setup | None, found: DsConfig | None, report: Report | None) -> dict[str, Any]:
+    from zeroplan.report.check import check_json
+    from zeroplan.report.check_setup import setup_json
+
+    checked = None if found is None else check_json(found)
+    answer = {"schema": 1, "setup": setup_json(setup), "ds_config": checked} if setup is not None else checked or {}
+    return answer if report is None else {**answer, "estimate": json.loads(report.to_json())}
+
+
+def _quiet(setup: Setup | None, found: DsConfig | None, report: Report | None) -> str:
+    """Return the verdict alone: of the plan where there is one, else of the files."""
+    from zeroplan.report.check import verdict_text
+    from zeroplan.report.plans import brief_text
+    from zeroplan.report.terminal import Terminal
+
+    if report is not None:
+        return brief_text(report, Terminal.here(), quiet=True)
+    return setup.line if found is None and setup is not None else verdict_text(found, Terminal.here()) if found else ""
+
+
+def _text(setup: Setup | None, found: DsConfig | None, report: Report | None, following: list[str]) -> str:
+    """Return the verdict on the files, what they say, and what the run will use."""
+    from zeroplan.ds_config.findings import merged
+    from zeroplan.report.check import findings_text, verdict_text
+    from zeroplan.report.check_setup import setup_text
+    from zeroplan.report.plans import brief_text
+    from zeroplan.report.terminal import Terminal
+
+    terminal = Terminal.here()
+    parts = [] if found is None else [verdict_text(found, terminal)]
+    parts += [] if setup is None else [setup_text(setup, terminal)]
+    parts += [] if found is None else [findings_text(found, terminal)]
+    if report is not None:
+        said = set() if found is None else set(merged(found.warnings))
+        unsaid = report.model_copy(update={"warnings": tuple(one for one in report.warnings if one not in said)})
+        parts.append(brief_text(unsaid, terminal, next_command=following))
+    elif following:
+        parts.append("\n".join(terminal.command("Next: ", following)))
+    return "\n\n".join(part for part in parts if part)
 
 
 def _is_ds_config(file: str, program: str | None) -> bool:

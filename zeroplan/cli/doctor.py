@@ -31,6 +31,7 @@ def doctor(
     calibrate: Annotated[bool, typer.Option("--calibrate", help="Measure this machine's rates and keep them.")] = False,
     output: Annotated[str | None, typer.Option("-o", "--output", help="Where to keep them. [the user's config folder]")] = None,
     folder: Annotated[str, typer.Option("--nvme-path", help="The folder whose disk is measured.")] = ".",
+    quiet: flags.Quiet = False,
     as_json: flags.Json = False,
 ) -> None:
     """Say what went wrong in a run by its LOG; or show this machine.
@@ -41,16 +42,16 @@ def doctor(
     if log is not None:
         if calibrate or output is not None:
             raise BadInput("a log is read, and nothing measured", where="--calibrate", remedy="leave LOG out, or this")
-        _of_log(log, request, as_json=as_json)
+        _of_log(log, request, as_json=as_json, quiet=quiet)
     elif flags.chosen(request):
         raise BadInput(
             "there is no log to hold the plan against", where="LOG", remedy="give the file, or use zeroplan estimate"
         )
     else:
-        _of_machine(calibrate=calibrate, output=output, folder=folder, as_json=as_json)
+        _of_machine(calibrate=calibrate, output=output, folder=folder, as_json=as_json, quiet=quiet)
 
 
-def _of_log(path: str, request: Request, *, as_json: bool) -> None:
+def _of_log(path: str, request: Request, *, as_json: bool, quiet: bool) -> None:
     from zeroplan.logs.snapshot import is_snapshot
     from zeroplan.report.terminal import Terminal
 
@@ -60,13 +61,17 @@ def _of_log(path: str, request: Request, *, as_json: bool) -> None:
         from zeroplan.report.diagnosis import snapshot_json, snapshot_text
 
         snapshot = read_snapshot(path)
-        typer.echo(json.dumps(snapshot_json(snapshot), indent=2) if as_json else snapshot_text(snapshot, terminal))
+        text = snapshot_text(snapshot, terminal)
+        typer.echo(json.dumps(snapshot_json(snapshot), indent=2) if as_json else text.partition("\n\n")[0] if quiet else text)
         return
     from zeroplan.logs.diagnose import diagnose
     from zeroplan.logs.reader import read_log
     from zeroplan.report.diagnosis import diagnosis_json, diagnosis_text
 
     found = diagnose(read_log(path))
+    if quiet and not as_json:
+        typer.echo("\n".join(terminal.verdict(found.verdict, not found.failed)))
+        return
     planned, following = None, list[str]()
     if request.model is not None:
         from zeroplan.planner.failed_run import plan_of_log
@@ -80,12 +85,13 @@ def _of_log(path: str, request: Request, *, as_json: bool) -> None:
     )
 
 
-def _of_machine(*, calibrate: bool, output: str | None, folder: str, as_json: bool) -> None:
+def _of_machine(*, calibrate: bool, output: str | None, folder: str, as_json: bool, quiet: bool) -> None:
     if output is not None and not calibrate:
         raise BadInput("nothing is measured that could be kept", where="--output", remedy="give --calibrate as well")
     if not os.path.isdir(folder):
         raise BadInput(f"{folder} is no folder", where="--nvme-path", remedy="give a folder on the disk to measure")
     from zeroplan.report.machine import MachineReport, machine_json, machine_text
+    from zeroplan.report.terminal import Terminal
     from zeroplan.search.calibrate import calibrate as measure
     from zeroplan.search.calibrate import store
     from zeroplan.search.machine import look
@@ -97,7 +103,7 @@ def _of_machine(*, calibrate: bool, output: str | None, folder: str, as_json: bo
         found = MachineReport(machine, kernels, problem, rates, store(rates, machine, output))
     else:
         found = MachineReport(machine, kernels, problem)
-    typer.echo(json.dumps(machine_json(found), indent=2) if as_json else machine_text(found))
+    typer.echo(json.dumps(machine_json(found), indent=2) if as_json else machine_text(found, Terminal.here(), quiet=quiet))
 
 
 def _kernels() -> tuple[tuple[dict[str, Any], ...], str]:

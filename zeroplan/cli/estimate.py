@@ -96,7 +96,7 @@ def _peaks(answer: Estimate, style: str, width: int | None) -> str:
             parts.append(f"{plan.label}: no peak at formula depth")
         else:
             parts.append(f"{plan.label}: alive at the peak, in {plan.gpu.peak_phase}")
-            parts.append(peak_tables(run.simulation.timeline, run.tape, style=style, width=width))
+            parts.append(peak_tables(run.simulation.timeline, run.tape, sharded=plan.stage == 3, style=style, width=width))
             parts += [host_table(plan, style, width=width)] if several else []
     return "\n\n".join(parts)
 

@@ -19,6 +19,7 @@ def explain(
     request: Request,
     line: Annotated[str | None, typer.Option("--line", help="One buffer or line only: optim.exp_avg.")] = None,
     time: Annotated[bool, typer.Option("--time", help="Derive the step time in place of the memory.")] = False,
+    quiet: flags.Quiet = False,
     as_json: flags.Json = False,
 ) -> None:
     """Derive every byte of a plan with your numbers.
@@ -28,7 +29,7 @@ def explain(
     if time and line is not None:
         raise BadInput("names a line of memory", where="--line", remedy="leave out --time or --line")
     if time:
-        typer.echo(_time(request, as_json=as_json))
+        typer.echo(_time(request, as_json=as_json, quiet=quiet))
         return
     from zeroplan.planner.explain import explain as derive
 
@@ -39,13 +40,17 @@ def explain(
         typer.echo(json.dumps({"schema": 1, "plans": explanation_json(explanations)}, indent=2))
     else:
         from zeroplan.report.explanation import explanation_text
+        from zeroplan.report.terminal import Terminal
 
-        typer.echo(explanation_text(explanations))
+        typer.echo(explanation_text(explanations, Terminal.here(), quiet=quiet))
 
 
-def _time(request: Request, *, as_json: bool) -> str:
+def _time(request: Request, *, as_json: bool, quiet: bool) -> str:
     from zeroplan.report.step_time import time_json, time_text
+    from zeroplan.report.terminal import Terminal
     from zeroplan.search.explain_time import explain_time
 
     found = explain_time(request)
-    return json.dumps({"schema": 1, "plans": time_json(found)}, indent=2) if as_json else time_text(found)
+    if as_json:
+        return json.dumps({"schema": 1, "plans": time_json(found)}, indent=2)
+    return time_text(found, Terminal.here(), quiet=quiet)

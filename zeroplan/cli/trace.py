@@ -46,6 +46,7 @@ def trace_command(
     request: Request,
     stage: Stage = None,
     output: Annotated[str | None, typer.Option("-o", "--output", metavar="FILE", help="Write the tape there as JSON.")] = None,
+    quiet: flags.Quiet = False,
     as_json: flags.Json = False,
 ) -> None:
     """Show what one micro batch of MODEL allocates.
@@ -55,6 +56,7 @@ def trace_command(
     from zeroplan.core.tape_summary import summarise
     from zeroplan.planner.tapes import expand_for
     from zeroplan.report.tape import TracedBatch, tape_json, tape_text
+    from zeroplan.report.terminal import Terminal
     from zeroplan.tapes import find_tape, get_tape
 
     if request.model is None:
@@ -74,7 +76,7 @@ def trace_command(
     traced = TracedBatch(spec.name, source, seconds, workload.micro_batch, workload.seq_len, summary)
     if output is not None:
         _write(output, tape)
-    typer.echo(json.dumps(tape_json(traced), indent=2) if as_json else tape_text(traced))
+    typer.echo(json.dumps(tape_json(traced), indent=2) if as_json else tape_text(traced, Terminal.here(), quiet=quiet))
 
 
 def _write(path: str, tape: Any) -> None:

@@ -52,6 +52,8 @@ def verify(
     steps: Steps = 3,
     timeout: Timeout = 300.0,
     style: flags.Style = "plain",
+    wide: flags.Wide = False,
+    quiet: flags.Quiet = False,
     as_json: flags.Json = False,
 ) -> None:
     """Train a few steps here; print plan beside measurement.
@@ -68,8 +70,9 @@ def verify(
             typer.echo(drift.to_json())
         else:
             from zeroplan.report.drift import drift_text
+            from zeroplan.report.terminal import Terminal
 
-            typer.echo(drift_text(drift, style))
+            typer.echo(drift_text(drift, style, terminal=Terminal.here(wide=wide), quiet=quiet))
     if not drift.within:
         raise typer.Exit(EXIT_OUT_OF_TOLERANCE)
 

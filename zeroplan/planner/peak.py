@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.families import Family, family_of
@@ -21,13 +21,22 @@ def peak_shares(alive: Mapping[tuple[Buffer, Note], int], tape: ExpandedTape, *,
         tape: the model's tape that the run was laid over, whose modules the notes count.
         sharded: whether parameters are sharded (stage 3); whole parameters are then gathered ones.
     """
-    loss = _loss_modules(tape)
     found: dict[Family, int] = {}
+    family = family_at_peak(tape, sharded=sharded)
     for (buffer, note), count in alive.items():
-        at_loss = buffer in _COMPUTED and note in loss
-        family = Family.LOSS if at_loss else family_of(buffer, sharded=sharded)
-        found[family] = found.get(family, 0) + count
+        name = family(buffer, note)
+        found[name] = found.get(name, 0) + count
     return tuple(PeakShare(what=what.value, bytes=count) for what, count in sorted(found.items(), key=lambda one: -one[1]))
+
+
+def family_at_peak(tape: ExpandedTape, *, sharded: bool) -> Callable[[Buffer, Note], Family]:
+    """Return a function that tells the family of a buffer by its note; what the loss's own modules compute is the loss's."""
+    loss = _loss_modules(tape)
+
+    def family(buffer: Buffer, note: Note) -> Family:
+        return Family.LOSS if buffer in _COMPUTED and note in loss else family_of(buffer, sharded=sharded)
+
+    return family
 
 
 def _loss_modules(tape: ExpandedTape) -> frozenset[int]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from zeroplan.core.zero_config import DEEPSPEED_VERSION
-from zeroplan.ds_config.findings import Severity
+from zeroplan.ds_config.findings import Finding, Severity
 from zeroplan.ds_config.reader import DsConfig
 from zeroplan.ds_config.schema import Effect
+from zeroplan.report.terminal import PLAIN, Terminal
 
 _TITLES = {
     Severity.ERROR: "DeepSpeed refuses",
@@ -70,32 +72,60 @@ def check_json(config: DsConfig) -> dict[str, Any]:
     }
 
 
-def check_text(config: DsConfig) -> str:
+def check_text(config: DsConfig, terminal: Terminal = PLAIN) -> str:
     """Return the verdict, the findings by severity, and the keys grouped by their effect on memory."""
-    lines = [_one_line(f"{config.source}: {verdict(config)}")]
+    return "\n".join([verdict_text(config, terminal), *_findings(config, terminal)])
+
+
+def verdict_text(config: DsConfig, terminal: Terminal = PLAIN) -> str:
+    """Return the verdict in lines: red where DeepSpeed refuses the file, green where it runs it as it is."""
+    good = None if config.runs_filled and not config.runs_alone else config.runs_alone
+    return "\n".join(terminal.verdict(verdict(config), good))
+
+
+def findings_text(config: DsConfig, terminal: Terminal = PLAIN) -> str:
+    """Return the findings by severity, and the keys grouped by their effect on memory."""
+    return "\n".join(_findings(config, terminal)).lstrip("\n")
+
+
+def _findings(config: DsConfig, terminal: Terminal) -> list[str]:
+    """Return the lines of :func:`findings_text`, an empty one before each group."""
+    lines: list[str] = []
     for severity, title in _TITLES.items():
         found = config.of_severity(severity)
         if found:
-            lines += ["", f"{title} ({len(found)})", *(f"  {_one_line(finding)}" for finding in found)]
+            lines += ["", terminal.bold(f"{title} ({len(found)})"), *terminal.items(_said(found))]
     for effect in Effect:
         paths = [key.path for key in config.keys if key.effect is effect]
         if paths:
-            lines += ["", f"Keys: {effect.value} ({len(paths):,})", *_wrapped(paths[:_MOST_KEYS])]
-            lines += [f"  and {len(paths) - _MOST_KEYS:,} more"] if len(paths) > _MOST_KEYS else []
-    return "\n".join(lines)
+            more = [f"and {len(paths) - _MOST_KEYS:,} more"] if len(paths) > _MOST_KEYS else []
+            shown = [*_grouped([_printable(path, _LONGEST_KEY) for path in paths[:_MOST_KEYS]]), *more]
+            lines += ["", terminal.bold(f"Keys: {effect.value} ({len(paths):,})"), *terminal.items(shown, mark="  ")]
+    return lines
 
 
-def _one_line(finding: object) -> str:
-    text = "".join(ch if ch.isprintable() else " " for ch in str(finding))
-    return text if len(text) <= _LONGEST_LINE else text[: _LONGEST_LINE - 3] + "..."
+def _said(findings: Sequence[Finding]) -> list[str]:
+    """Return one text for each finding; keys of which the same is said share one."""
+    keys: dict[tuple[str, str], tuple[Finding, list[str]]] = {}
+    for one in findings:
+        keys.setdefault((one.what, one.remedy), (one, []))[1].append(one.where)
+    return [_printable(one.at_keys(where if len(where) == 1 else ["; ".join(_grouped(where))])) for one, where in keys.values()]
 
 
-def _wrapped(paths: list[str], width: int = 100) -> list[str]:
-    lines, line = [], " "
+def _grouped(paths: Sequence[str]) -> list[str]:
+    """Return the paths with those of one section together: ``"optimizer.params: lr, betas"``."""
+    sections: dict[str, list[str]] = {}
     for path in paths:
-        shown = "".join(ch if ch.isprintable() else " " for ch in path)[:_LONGEST_KEY]
-        if len(line) + len(shown) + 2 > width and line.strip():
-            lines.append(line.rstrip())
-            line = " "
-        line += f" {shown},"
-    return [*lines, line.rstrip(",")] if line.strip() else lines
+        section, _, key = path.rpartition(".")
+        sections.setdefault(section, []).append(key)
+    return [
+        f"{section}: {', '.join(keys)}"
+        if section and len(keys) > 1
+        else ", ".join(f"{section}.{key}".strip(".") for key in keys)
+        for section, keys in sections.items()
+    ]
+
+
+def _printable(text: object, most: int = _LONGEST_LINE) -> str:
+    shown = "".join(ch if ch.isprintable() else " " for ch in str(text))
+    return shown if len(shown) <= most else shown[: most - 3] + "..."

@@ -7,6 +7,7 @@ from typing import Any
 from zeroplan.interop.setups import Setup
 from zeroplan.planner.describe import describe_setup
 from zeroplan.report.table import render
+from zeroplan.report.terminal import PLAIN, Terminal
 
 #: Fields of a Setup that are shown, in this order; the rest describes the file itself.
 _FIELDS = (
@@ -23,16 +24,18 @@ def setup_json(setup: Setup) -> dict[str, Any]:
     return {**describe_setup(setup), "fields": fields, "unmodelled": left_out}
 
 
-def setup_text(setup: Setup) -> str:
-    """The setup's line, a table of what was read with the keys that said it, and what plans leave out."""
+def setup_text(setup: Setup, terminal: Terminal = PLAIN) -> str:
+    """Return the setup's line, a table of what was read with the keys that said it, and what plans leave out."""
+    lines = terminal.verdict(setup.line, None)
     rows = [
         [name, ", ".join(value) if isinstance(value, list) else str(value), setup.keys.get(name, "follows from the program")]
         for name, value in _said(setup)
     ]
-    lines = [setup.line, "", render(["what", "value", "key"], rows, "plain")]
+    table = render(["what", "value", "key"], rows, "plain", width=terminal.width).splitlines()
+    lines += ["", terminal.bold(table[0]), *table[1:]]
     if setup.unmodelled:
-        lines += ["", f"Left out of plans ({len(setup.unmodelled)}), with what that does to the memory"]
-        lines += [f"  {one.key} ({one.effect.value}): {one.says}" for one in setup.unmodelled]
+        lines += ["", terminal.bold(f"Left out of plans ({len(setup.unmodelled)}), with what that does to the memory")]
+        lines += terminal.items([f"{one.key} ({one.effect.value}): {one.says}" for one in setup.unmodelled])
     return "\n".join(lines)
 
 

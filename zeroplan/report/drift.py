@@ -3,43 +3,63 @@
 from __future__ import annotations
 
 from zeroplan.core.units import format_bytes
+from zeroplan.report.plans import notes
 from zeroplan.report.table import render
+from zeroplan.report.terminal import PLAIN, Terminal
 from zeroplan.report.words import work_text
 from zeroplan.validate.results import Comparison, Drift, DriftRow
 
 _HEADERS = ["buffer", "place", "planned", "measured", "difference", "drift", ""]
+_NARROW = ["buffer", "place", "planned", "measured", "off by", "verdict"]
 _MOST_MISMATCHES = 10
 
 
-def drift_text(drift: Drift, style: str = "plain") -> str:
-    """Return a heading, a table and a verdict for each configuration, the warnings and the conclusion.
+def drift_text(drift: Drift, style: str = "plain", *, terminal: Terminal = PLAIN, quiet: bool = False) -> str:
+    """Return the conclusion, a table and a verdict for each configuration, and the notes.
+
+    Args:
+        drift: plans and measurements.
+        style: plain, github, html or csv. But for plain, tables have all columns.
+        terminal: where it goes. Without a width, tables have all columns as well.
+        quiet: the conclusion alone.
 
     Raises:
         BadInput: `style` is not one of :data:`zeroplan.report.table.FORMATS`.
     """
-    parts = [_heading(drift)]
+    if style != "plain":
+        terminal = Terminal(width=None)
+    lines = terminal.verdict(_conclusion(drift), drift.within)
+    if quiet:
+        return "\n".join(lines)
+    lines += ["", *_heading(drift, terminal)]
     for comparison in drift.comparisons:
-        parts += ["", comparison_text(comparison, style)]
-    parts += ["", *(f"warning: {text}" for text in drift.warnings), _conclusion(drift)]
-    return "\n".join(parts)
+        lines += ["", comparison_text(comparison, style, terminal)]
+    return "\n".join([*lines, *notes(drift.warnings, terminal)])
 
 
-def comparison_text(comparison: Comparison, style: str = "plain") -> str:
-    """Return the table and the verdict of one configuration, or only the verdict where its run failed."""
+def comparison_text(comparison: Comparison, style: str = "plain", terminal: Terminal = PLAIN) -> str:
+    """Return the verdict and the table of one configuration, or only the verdict where its run failed."""
     plan, measured = comparison.plan, comparison.measurement
     title = f"{plan.engine} {plan.engine_version}, {plan.label} ({plan.depth} plan)"
     if measured.failure or measured.out_of_memory is not None:
-        return f"{title}\n{comparison.verdict}"
-    rows = [_row(row) for row in comparison.rows]
-    rows.append(
-        ["unattributed", _place(measured.device), "-", format_bytes(comparison.unattributed), "", "", _rest(comparison)]
-    )
-    rows += [_row(row) for row in comparison.totals]
-    lines = [title, render(_HEADERS, rows, style)]
-    lines += [f"differs: {text}" for text in comparison.mismatches[:_MOST_MISMATCHES]]
-    mark = "within" if comparison.within else "OUTSIDE"
+        return "\n".join([*map(terminal.bold, terminal.wrap(title)), *terminal.wrap(comparison.verdict)])
+    mark = "Within" if comparison.within else "OUTSIDE"
     speed = f"; {measured.step_seconds:.2f} s a step" if measured.step_seconds is not None else ""
-    return "\n".join([*lines, f"{mark}: {comparison.verdict}{speed}"])
+    lines = [
+        *map(terminal.bold, terminal.wrap(title)),
+        *terminal.verdict(f"{mark}: {comparison.verdict}{speed}", comparison.within),
+    ]
+    lines += [line for text in comparison.mismatches[:_MOST_MISMATCHES] for line in terminal.wrap(f"differs: {text}")]
+    wide = terminal.width is None
+    row = _row if wide else _narrow_row
+    rest = ["unattributed", _place(measured.device), "-", format_bytes(comparison.unattributed), ""]
+    rows = [row(one) for one in comparison.rows]
+    rows.append([*rest, "", _rest(comparison)] if wide else [*rest, ""])
+    rows += [row(one) for one in comparison.totals]
+    lines.append(render(_HEADERS if wide else _NARROW, rows, style, width=terminal.width))
+    if not wide and comparison.unattributed:
+        lines += map(terminal.dim, terminal.wrap(f"unattributed: {_rest(comparison)}"))
+    return "\n".join(lines)
 
 
 def _place(device: str) -> str:
@@ -57,29 +77,46 @@ def _rest(comparison: Comparison) -> str:
     return "resident beyond the tensors at their peak: libraries, gloo; pages never touched count against it"
 
 
+_JUDGED = {"exact": {True: "exact", False: "DIFFERS"}, "tolerance": {True: "within", False: "OUTSIDE"}}
+
+
+def _judged(row: DriftRow) -> str:
+    return _JUDGED.get(row.judged, {}).get(row.within, "") if row.within is not None else ""
+
+
 def _row(row: DriftRow) -> list[str]:
-    judged = {"exact": {True: "exact", False: "DIFFERS"}, "tolerance": {True: "within", False: "OUTSIDE"}}
-    said = judged.get(row.judged, {}).get(row.within, "") if row.within is not None else ""
     difference = row.difference
-    share = f"{difference / row.planned:+.2%}" if difference is not None and row.planned else ""
     return [
         row.name,
         row.place,
         format_bytes(row.planned),
         format_bytes(row.measured),
         "" if difference is None else f"{difference:+,}",
-        share,
-        "; ".join(part for part in (said, row.note) if part),
+        _share(row),
+        "; ".join(part for part in (_judged(row), row.note) if part),
     ]
 
 
-def _heading(drift: Drift) -> str:
+def _narrow_row(row: DriftRow) -> list[str]:
+    """Return a row that fits a terminal: how far it is off as a share, or in bytes where that is next to nothing."""
+    off = "" if row.difference is None else "0" if not row.difference else _share(row) or f"{row.difference:+,} B"
+    return [row.name, row.place, format_bytes(row.planned), format_bytes(row.measured), off, _judged(row)]
+
+
+def _share(row: DriftRow) -> str:
+    """Return what the difference is of the plan: ``"+1.23%"``; nothing where nothing is planned."""
+    return f"{row.difference / row.planned:+.2%}" if row.difference is not None and row.planned else ""
+
+
+def _heading(drift: Drift, terminal: Terminal) -> list[str]:
     work, machine, params = drift.workload, drift.machine, drift.model.params
     count = f"{params:,} parameter" if params == 1 else f"{params:,} parameters"
-    return (
-        f"{drift.model.name}: {count} · {machine['ranks']} × {machine['name']} ({machine['backend']}) · {work_text(work)}\n"
-        "Bytes of the worst rank; differences are measured less planned."
-    )
+    return [
+        *terminal.wrap(
+            f"{drift.model.name}: {count} · {machine['ranks']} × {machine['name']} ({machine['backend']}) · {work_text(work)}"
+        ),
+        terminal.dim("Bytes of the worst rank; differences are measured less planned."),
+    ]
 
 
 def _conclusion(drift: Drift) -> str:

@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from zeroplan.core.buffers import Place
 from zeroplan.core.units import format_bytes
+from zeroplan.report.terminal import PLAIN, Terminal
 
 if TYPE_CHECKING:
     from zeroplan.planner.explain import Explanation
 
 
-def explanation_text(explanations: Iterable[Explanation]) -> str:
-    """Return for every line its bytes, formula and purpose, the value of each name in the formula, and the source."""
-    out: list[str] = []
+def verdict(explanations: Sequence[Explanation]) -> str:
+    """Return what there is most of on the GPU, with its formula, and how many lines there are."""
+    lines = [one.item for explanation in explanations for one in explanation.derivations]
+    count = f"{len(lines)} line" if len(lines) == 1 else f"{len(lines)} lines"
+    plans = f" in {len(explanations)} configurations" if len(explanations) > 1 else ""
+    top = max(lines, key=lambda item: (item.place is Place.HBM, item.bytes))
+    return f"Largest of {count}{plans}: {top.buffer.value}, {format_bytes(top.bytes)} = {top.formula}."
+
+
+def explanation_text(explanations: Sequence[Explanation], terminal: Terminal = PLAIN, *, quiet: bool = False) -> str:
+    """Return for every line its bytes, formula, purpose and source, and below them the values of the names, each once."""
+    out = terminal.verdict(verdict(explanations), None)
+    if quiet:
+        return "\n".join(out)
     for explanation in explanations:
-        out += [f"{explanation.engine}, {explanation.label} (bytes of one rank)", ""]
+        out += ["", *map(terminal.bold, terminal.wrap(f"{explanation.engine}, {explanation.label}: bytes of one rank"))]
+        values: dict[str, str] = {}
         for derivation in explanation.derivations:
             item = derivation.item
             where = f"{item.buffer.value} in {item.place.value}"
-            out.append(f"  {where:<28} {format_bytes(item.bytes):>11} = {item.formula}   # {item.doc}")
-            for name, value, meaning in derivation.values:
-                out.append(f"      {name} = {value:,}" + (f"   {meaning}" if meaning else ""))
-            if item.source:
-                out.append(f"      source: {item.source}")
-        out.append("")
-    return "\n".join(out).rstrip()
+            out += ["", *terminal.wrap(f"{where:<28} {format_bytes(item.bytes):>11} = {item.formula}", hang=" " * 42)]
+            out += terminal.wrap(item.doc, indent="  ")
+            out += map(terminal.dim, terminal.wrap(f"source: {item.source}", indent="  ", hang="    ") if item.source else [])
+            values |= {name: f"{name} = {value:,}" + (f": {text}" if text else "") for name, value, text in derivation.values}
+        out += ["", terminal.bold("With"), *terminal.items(list(values.values()), mark="  ")] if values else []
+    return "\n".join(out)
 
 
 def explanation_json(explanations: Iterable[Explanation]) -> list[dict[str, object]]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from zeroplan.core.units import format_bytes
+from zeroplan.report.terminal import PLAIN, Terminal
+from zeroplan.report.words import gpus_text
 from zeroplan.search.machine import Machine
 
 
@@ -44,23 +46,34 @@ def machine_json(found: MachineReport) -> dict[str, Any]:
     return answer if found.rates is None else {**answer, "rates": dict(found.rates), "profile": found.profile}
 
 
-def machine_text(found: MachineReport) -> str:
-    """Return one line for each fact."""
+def machine_text(found: MachineReport, terminal: Terminal = PLAIN, *, quiet: bool = False) -> str:
+    """Return what the machine is in a sentence, and one line for each fact."""
     machine = found.machine
-    lines = [
-        f"{machine.system}, Python {machine.python}, {machine.cores} cores, {format_bytes(machine.memory)} of memory, "
-        f"{format_bytes(machine.disk_free)} free on disk",
+    lines = terminal.verdict(_verdict(machine), None)
+    if quiet:
+        return "\n".join(lines)
+    facts = [
+        f"{machine.system}, Python {machine.python}, {format_bytes(machine.disk_free)} free on disk",
         "packages: " + ", ".join(f"{name} {version}" for name, version in machine.packages.items()),
     ]
     for card in machine.cards:
         preset = f"rates of preset {card.preset}" if card.preset else "no preset: name one by --gpu"
-        lines.append(f"GPU: {card.name}, {format_bytes(card.memory)} ({preset})")
-    if not machine.cards:
-        lines.append(f"no GPU: {machine.problem or 'the driver reports none'}")
-    lines += [f"kernels on {row['device']}: {row['backend']} ({row['reason']})" for row in found.kernels]
+        facts.append(f"GPU: {card.name}, {format_bytes(card.memory)} ({preset})")
+    facts += [f"kernels on {row['device']}: {row['backend']} ({row['reason']})" for row in found.kernels]
     if found.kernels_problem:
-        lines.append(f"kernels: {found.kernels_problem}")
+        facts.append(f"kernels: {found.kernels_problem}")
+    lines += ["", *terminal.items(facts)]
     if found.rates is not None:
-        lines += ["", *(f"{name:18} {value:12,.2f}" for name, value in found.rates.items())]
-        lines.append(f"kept in {found.profile}; recommend uses it for this GPU")
+        lines += ["", *(f"{name:<20}{value:>14,.2f}" for name, value in found.rates.items())]
+        lines += terminal.wrap(f"Kept in {found.profile}; recommend uses it for this GPU.")
     return "\n".join(lines)
+
+
+def _verdict(machine: Machine) -> str:
+    """Return ``"4 GPUs: NVIDIA H200, 139.8 GiB each; 64 cores and 512 GiB of memory."``, or why there is no GPU."""
+    host = f"{machine.cores} cores and {format_bytes(machine.memory, digits=1)} of memory"
+    if not machine.cards:
+        return f"No GPU: {machine.problem or 'the driver reports none'}; {host}."
+    first = machine.cards[0]
+    names = ", ".join(dict.fromkeys(card.name for card in machine.cards))
+    return f"{gpus_text(1, len(machine.cards))}: {names}, {format_bytes(first.memory, digits=1)} each; {host}."

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import TypeVar
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.units import format_bytes
+from zeroplan.planner.peak import family_at_peak
 from zeroplan.report.table import render
 from zeroplan.simulate.timeline import Note, Timeline
+
+_Key = TypeVar("_Key")
 
 #: The number of a transformer block in a module's name: ``.11`` in ``transformer.h.11.mlp``.
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
@@ -43,23 +47,38 @@ def origin_in(tape: ExpandedTape) -> Callable[[Buffer, Note], str]:
 
 
 def peak_tables(
-    timeline: Timeline, tape: ExpandedTape, *, most: int = 20, style: str = "plain", width: int | None = None
+    timeline: Timeline, tape: ExpandedTape, *, sharded: bool, most: int = 20, style: str = "plain", width: int | None = None
 ) -> str:
-    """Return two tables: the buffers, and the `most` largest origins. Modules of other blocks share a row."""
-    origin = origin_in(tape)
-    by_buffer = [[buffer.value, format_bytes(count)] for buffer, count in timeline.alive_by_buffer().items()]
-    totals: dict[tuple[str, str], int] = {}
+    """Return two tables: bytes by family, and the `most` largest origins. Modules of other blocks share a row.
+
+    Args:
+        timeline: the simulated run.
+        tape: the model's tape that the run was laid over.
+        sharded: whether parameters are sharded (stage 3).
+        most: rows of the second table.
+        style: plain, github, html or csv.
+        width: the most characters of a line of plain text.
+    """
+    origin, family = origin_in(tape), family_at_peak(tape, sharded=sharded)
+    families: dict[str, int] = {}
+    origins: dict[tuple[str, str], int] = {}
     for (buffer, note), count in timeline.alive_by_buffer_and_note().items():
-        where = (buffer.value, _NUMBER.sub(".*", origin(buffer, note)))
-        totals[where] = totals.get(where, 0) + count
-    largest = sorted(totals.items(), key=lambda item: -item[1])[:most]
-    by_origin = [[buffer, where or "-", format_bytes(count)] for (buffer, where), count in largest]
+        what = family(buffer, note).value
+        families[what] = families.get(what, 0) + count
+        where = (what, _NUMBER.sub(".*", origin(buffer, note)))
+        origins[where] = origins.get(where, 0) + count
+    by_family = [[what, format_bytes(count)] for what, count in _largest(families)]
+    by_origin = [[what, where or "-", format_bytes(count)] for (what, where), count in _largest(origins)[:most]]
     return "\n\n".join(
         [
-            render(["buffer", "bytes"], by_buffer, style, width=width),
-            render(["buffer", "module or parameter", "bytes"], by_origin, style, width=width),
+            render(["what", "bytes"], by_family, style, width=width),
+            render(["what", "module or parameter", "bytes"], by_origin, style, width=width),
         ]
     )
+
+
+def _largest(found: dict[_Key, int]) -> list[tuple[_Key, int]]:
+    return sorted(found.items(), key=lambda item: -item[1])
 
 
 def peak_json(timeline: Timeline, tape: ExpandedTape) -> dict[str, object]:

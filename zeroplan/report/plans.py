@@ -38,21 +38,47 @@ def report_text(
         return plans_table(report.plans, style)
     if style != "plain":
         terminal = Terminal(width=None)
-    decisive = report.decisive
-    lines = terminal.verdict(verdict(report), None if decisive is None else decisive.fits)
+    lines = _sentences(report, terminal, quiet=quiet, next_command=next_command)
     if quiet:
         return "\n".join(lines)
-    plan = decisive or (report.plans[0] if report.plans else None)
-    for sentence in (peak_sentence(plan) if plan else "", relief_sentence(report.reliefs)):
-        lines += terminal.wrap(sentence) if sentence else []
-    lines += terminal.command("Next: ", next_command) if next_command else []
-    lines += ["", *terminal.wrap(_heading(report)), ""]
+    lines.append("")
     if len(report.plans) == 1:
-        lines += _details(report.plans[0], style, terminal)
+        lines += _details(report.plans[0], style, terminal, knobs(report, terminal))
     else:
         lines += [*_table(report.plans, style, terminal), "", *_legend(report, style, terminal)]
     lines += notes(report_notes(report), terminal)
     return "\n".join(lines)
+
+
+def brief_text(report: Report, terminal: Terminal = PLAIN, *, quiet: bool = False, next_command: Sequence[str] = ()) -> str:
+    """Return the answer without its tables of memory: verdict, peak, knobs and notes."""
+    lines = _sentences(report, terminal, quiet=quiet, next_command=next_command)
+    return "\n".join(lines if quiet else [*lines, *knobs(report, terminal), *notes(report_notes(report), terminal)])
+
+
+def _sentences(report: Report, terminal: Terminal, *, quiet: bool, next_command: Sequence[str]) -> list[str]:
+    """Return what comes before any table: verdict, peak, knobs, the command to go on with, and what was asked for."""
+    decisive = report.decisive
+    lines = terminal.verdict(verdict(report), None if decisive is None else decisive.fits)
+    if quiet:
+        return lines
+    plan = decisive or (report.plans[0] if report.plans else None)
+    for sentence in (peak_sentence(plan) if plan else "", relief_sentence(report.reliefs)):
+        lines += terminal.wrap(sentence) if sentence else []
+    lines += terminal.command("Next: ", next_command) if next_command else []
+    return [*lines, "", *terminal.wrap(_heading(report))]
+
+
+def knobs(report: Report, terminal: Terminal) -> list[str]:
+    """Return a table of the options that lower the plan's memory, the cheapest in speed first; nothing if there is none."""
+    if not report.reliefs:
+        return []
+    rows = [
+        [one.what, format_gib(one.saves, digits=1), format_gib(one.total, digits=1), _FITS[one.fits], one.flags]
+        for one in report.reliefs
+    ]
+    head, *others = render(["knob", "saves", "then GPU", "fits", "flags"], rows, "plain", width=terminal.width).splitlines()
+    return ["", terminal.bold(head), *others]
 
 
 def notes(warnings: Sequence[str], terminal: Terminal) -> list[str]:
@@ -224,12 +250,13 @@ _HOST_LEGEND = (
 )
 
 
-def _details(plan: MemoryPlan, style: str, terminal: Terminal) -> list[str]:
-    """One plan's figures, what is alive at its peak, and its host by phase."""
+def _details(plan: MemoryPlan, style: str, terminal: Terminal, more: Sequence[str] = ()) -> list[str]:
+    """One plan's figures, what is alive at its peak, `more`, and its host by phase."""
     if style != "plain" or terminal.width is None:
         lines = [*plans_table([plan], style).splitlines(), ""]
     else:
         lines = [*_figures(plan, terminal), *_peak(plan, terminal)]
+    lines += [*more[1:], ""] if more else []
     table = host_table(plan, style, width=terminal.width)
     if table:
         lines += [*map(terminal.dim, terminal.wrap(_HOST_LEGEND)), table]

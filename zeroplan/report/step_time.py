@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from zeroplan.report.terminal import PLAIN, Terminal
 from zeroplan.search.explain_time import TimeExplanation
 
 
-def time_text(explanations: Iterable[TimeExplanation]) -> str:
-    """Return for every line of work its phase, milliseconds and purpose, and below it the amount, its formula and the rate."""
+def verdict(one: TimeExplanation) -> str:
+    """Return the time of a step by phase, and what there is most of in it."""
+    time = one.time
+    top = max(one.derivations, key=lambda line: line.item.seconds, default=None)
+    most = f" Most: {top.item.name}, {1000 * top.item.seconds:.0f} ms." if top is not None else ""
+    return (
+        f"{time.total:.3f} s a step: {1000 * time.forward:.0f} ms forward, {1000 * time.backward:.0f} backward,"
+        f" {1000 * time.step:.0f} step.{most}"
+    )
+
+
+def time_text(explanations: Sequence[TimeExplanation], terminal: Terminal = PLAIN, *, quiet: bool = False) -> str:
+    """Return for every line of work its phase, milliseconds, purpose, amount and rate, and the values of the names once."""
+    if quiet:
+        return "\n".join(line for one in explanations for line in terminal.verdict(verdict(one), None))
     out: list[str] = []
     for one in explanations:
-        time = one.time
-        out += [
-            f"{one.engine}, {one.label}: {time.total:.3f} s a step "
-            f"({1000 * time.forward:.0f} ms forward, {1000 * time.backward:.0f} backward, {1000 * time.step:.0f} step)",
-            "",
-        ]
+        out += ["", *terminal.verdict(verdict(one), None), *terminal.wrap(f"{one.engine}, {one.label}"), ""]
+        values: dict[str, str] = {}
         for line in one.derivations:
             item = line.item
             rate = f"{line.rate[0]} = {line.rate[1]:g}"
-            out.append(
-                f"  {item.phase.value:<8} {item.executor.value:<6} {1000 * item.seconds:9.2f} ms  {item.name}   # {item.doc}"
+            head = f"{item.phase.value:<8} {item.executor.value:<6} {1000 * item.seconds:9.2f} ms  {item.name}"
+            out += terminal.wrap(f"{head}: {item.doc}", hang=" " * 30)
+            out += map(terminal.dim, terminal.wrap(f"{item.amount:,} = {item.formula}; {rate}", indent="    ", hang="      "))
+            out += map(
+                terminal.dim, terminal.wrap(f"source: {item.source}", indent="    ", hang="      ") if item.source else []
             )
-            out.append(f"      {item.amount:,} = {item.formula}; {rate}")
-            out += [f"      {name} = {value:,}" + (f"   {what}" if what else "") for name, value, what in line.values]
-            if item.source:
-                out.append(f"      source: {item.source}")
-        out.append("")
-    return "\n".join(out).rstrip()
+            values |= {name: f"{name} = {value:,}" + (f": {text}" if text else "") for name, value, text in line.values}
+        out += ["", terminal.bold("With"), *terminal.items(list(values.values()), mark="  ")] if values else []
+    return "\n".join(out[1:])
 
 
 def time_json(explanations: Iterable[TimeExplanation]) -> list[dict[str, Any]]:

@@ -5,8 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from zeroplan.core.tape import Kind
 from zeroplan.core.tape_summary import Summary
 from zeroplan.core.units import format_bytes
+from zeroplan.report.terminal import PLAIN, Terminal
+
+_WORDS = {
+    Kind.SAVED: "activations",
+    Kind.TEMP: "temporaries",
+    Kind.GRAD: "gradients",
+    Kind.LOGITS: "logits",
+    Kind.LOSS: "logits and loss",
+    Kind.CHECKPOINT: "checkpointed inputs",
+    Kind.CAST: "16-bit copies of weights",
+    Kind.WORKSPACE: "workspaces",
+    Kind.INPUT: "the batch",
+    Kind.ACT_GRAD: "activations' gradients",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +60,30 @@ def tape_json(traced: TracedBatch) -> dict[str, Any]:
     }
 
 
-def tape_text(traced: TracedBatch) -> str:
-    """Return the peaks by phase, what is alive at the highest of them, and the largest allocations there."""
+def tape_text(traced: TracedBatch, terminal: Terminal = PLAIN, *, quiet: bool = False) -> str:
+    """Return the highest peak with its phase, the peaks, what is alive at the highest, and the largest allocations there."""
     summary = traced.summary
-    lines = [
-        f"{traced.model}: micro batch {traced.micro_batch}, {traced.seq_len} tokens; {traced.source}, "
-        f"{round(traced.seconds, 3)} s, {summary.events:,} events",
-        f"  live after the forward  {format_bytes(summary.live_after_forward):>12}",
-        f"  peak of the forward     {format_bytes(summary.peak_forward):>12}",
-        f"  peak of the backward    {format_bytes(summary.peak_backward):>12}   with all gradients kept "
+    phase, peak = max(("backward", summary.peak_backward), ("forward", summary.peak_forward), key=lambda one: one[1])
+    lines = terminal.verdict(
+        f"{format_bytes(peak)} at the peak, in the {phase}: {traced.model}, micro batch {traced.micro_batch},"
+        f" {traced.seq_len} tokens.",
+        None,
+    )
+    if quiet:
+        return "\n".join(lines)
+    lines += terminal.wrap(f"Tape {traced.source}, {round(traced.seconds, 3)} s, {summary.events:,} events.")
+    lines += [
+        "",
+        f"live after the forward  {format_bytes(summary.live_after_forward):>12}",
+        f"peak of the forward     {format_bytes(summary.peak_forward):>12}",
+        f"peak of the backward    {format_bytes(summary.peak_backward):>12}  with all gradients kept "
         f"({format_bytes(summary.gradients)})",
-        "at the highest point:",
-        *(f"  {kind.name.lower():<12}{format_bytes(size):>12}" for kind, size in summary.at_peak.items()),
-        "largest blocks there:",
-        *(f"  {format_bytes(size):>12}  {kind.name.lower():<10} {name or '-'}" for name, kind, size in summary.largest),
+        "",
+        terminal.bold("At the highest point"),
+        *(f"{_WORDS[kind]:<24}{format_bytes(size):>12}" for kind, size in summary.at_peak.items()),
+        "",
+        terminal.bold("Largest blocks there"),
     ]
+    for name, kind, size in summary.largest:
+        lines += terminal.wrap(f"{_WORDS[kind]:<24}{format_bytes(size):>12}  {name}".rstrip(), hang=" " * 38)
     return "\n".join(lines)

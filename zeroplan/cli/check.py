@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from zeroplan.cli import flags
-from zeroplan.cli.main import verb
+from zeroplan.cli.main import show, verb
 from zeroplan.core.errors import EXIT_BAD_INPUT, EXIT_OK, BadInput
 from zeroplan.planner.request import Request
 
@@ -61,14 +61,14 @@ def check(
     request = replace(request, model=model, files=tuple(files), program=program, gpus=gpus or request.gpus)
     report = _planned(request, setup) if starts else None
     if as_json:
-        typer.echo(json.dumps(_json(setup, found, report), indent=2))
+        show(json.dumps(_json(setup, found, report), indent=2))
     else:
         following: list[str] = []
         if report is not None:
             following = flags.recommend_words(request)
         elif starts and all(map(os.path.exists, files)):
             following = ["zeroplan", "check", *files, "MODEL", "--gpu", "8xH100"]
-        typer.echo(_quiet(setup, found, report) if quiet else _text(setup, found, report, following))
+        show(_quiet(setup, found, report) if quiet else _text(setup, found, report, following))
     raise typer.Exit(EXIT_OK if starts else EXIT_BAD_INPUT)
 
 

@@ -10,8 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from zeroplan.cli import flags
-from zeroplan.cli.main import verb
+from zeroplan.cli.main import show, verb
 from zeroplan.core.errors import BadInput
+from zeroplan.core.progress import watched, working
 from zeroplan.planner.request import Request
 
 Log = Annotated[
@@ -62,7 +63,7 @@ def _of_log(path: str, request: Request, *, as_json: bool, quiet: bool) -> None:
 
         snapshot = read_snapshot(path)
         text = snapshot_text(snapshot, terminal)
-        typer.echo(json.dumps(snapshot_json(snapshot), indent=2) if as_json else text.partition("\n\n")[0] if quiet else text)
+        show(json.dumps(snapshot_json(snapshot), indent=2) if as_json else text.partition("\n\n")[0] if quiet else text)
         return
     from zeroplan.logs.diagnose import diagnose
     from zeroplan.logs.reader import read_log
@@ -70,7 +71,7 @@ def _of_log(path: str, request: Request, *, as_json: bool, quiet: bool) -> None:
 
     found = diagnose(read_log(path))
     if quiet and not as_json:
-        typer.echo("\n".join(terminal.verdict(found.verdict, not found.failed)))
+        show("\n".join(terminal.verdict(found.verdict, not found.failed)))
         return
     planned, following = None, list[str]()
     if request.model is not None:
@@ -80,7 +81,7 @@ def _of_log(path: str, request: Request, *, as_json: bool, quiet: bool) -> None:
         following = flags.recommend_words(planned.request) if found.failed else []
     elif found.about_gpu_memory:
         following = ["zeroplan", "doctor", path, "MODEL"]
-    typer.echo(
+    show(
         json.dumps(diagnosis_json(found, planned), indent=2) if as_json else diagnosis_text(found, planned, following, terminal)
     )
 
@@ -99,11 +100,22 @@ def _of_machine(*, calibrate: bool, output: str | None, folder: str, as_json: bo
     machine = look(folder)
     kernels, problem = _kernels()
     if calibrate:
-        rates = measure(machine, folder, lambda text: print(f"measuring {text} …", file=sys.stderr))
+        rates = measure(machine, folder, _silent if quiet else _say)
         found = MachineReport(machine, kernels, problem, rates, store(rates, machine, output))
     else:
         found = MachineReport(machine, kernels, problem)
-    typer.echo(json.dumps(machine_json(found), indent=2) if as_json else machine_text(found, Terminal.here(), quiet=quiet))
+    show(json.dumps(machine_json(found), indent=2) if as_json else machine_text(found, Terminal.here(), quiet=quiet))
+
+
+def _say(text: str) -> None:
+    if watched():
+        working(f"measuring {text}")
+    else:
+        print(f"measuring {text} …", file=sys.stderr)
+
+
+def _silent(_: str) -> None:
+    """Say nothing."""
 
 
 def _kernels() -> tuple[tuple[dict[str, Any], ...], str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zeroplan.cli import flags
-from zeroplan.cli.main import verb
+from zeroplan.cli.main import show, verb
 from zeroplan.core.errors import EXIT_DOES_NOT_FIT, BadInput
 from zeroplan.planner.request import Request
 
@@ -58,7 +58,7 @@ def estimate(
     if timeline is not None:
         _write_timeline(answer, timeline)
     if as_json:
-        typer.echo(_json(answer, peak=peak))
+        show(_json(answer, peak=peak))
     else:
         from zeroplan.report.plans import report_text
         from zeroplan.report.terminal import Terminal
@@ -66,10 +66,10 @@ def estimate(
         terminal = Terminal.here(wide=wide)
         following = flags.recommend_words(request)
         if report.setup is not None and style not in ("csv", "html"):
-            typer.echo("\n".join(terminal.wrap(report.setup["says"])))
-        typer.echo(report_text(report, style, terminal=terminal, quiet=quiet, next_command=following))
+            show("\n".join(terminal.wrap(report.setup["says"])))
+        show(report_text(report, style, terminal=terminal, quiet=quiet, next_command=following))
         if peak and not quiet:
-            typer.echo("\n" + _peaks(answer, style, terminal.width))
+            show("\n" + _peaks(answer, style, terminal.width))
     if check and not any(plan.fits for plan in report.plans):
         raise typer.Exit(EXIT_DOES_NOT_FIT)
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from zeroplan.cli import flags
-from zeroplan.cli.main import verb
+from zeroplan.cli.main import show, verb
 from zeroplan.core.errors import BadInput
 from zeroplan.planner.request import Request
 
@@ -29,7 +29,7 @@ def explain(
     if time and line is not None:
         raise BadInput("names a line of memory", where="--line", remedy="leave out --time or --line")
     if time:
-        typer.echo(_time(request, as_json=as_json, quiet=quiet))
+        show(_time(request, as_json=as_json, quiet=quiet))
         return
     from zeroplan.planner.explain import explain as derive
 
@@ -37,12 +37,12 @@ def explain(
     if as_json:
         from zeroplan.report.explanation import explanation_json
 
-        typer.echo(json.dumps({"schema": 1, "plans": explanation_json(explanations)}, indent=2))
+        show(json.dumps({"schema": 1, "plans": explanation_json(explanations)}, indent=2))
     else:
         from zeroplan.report.explanation import explanation_text
         from zeroplan.report.terminal import Terminal
 
-        typer.echo(explanation_text(explanations, Terminal.here(), quiet=quiet))
+        show(explanation_text(explanations, Terminal.here(), quiet=quiet))
 
 
 def _time(request: Request, *, as_json: bool, quiet: bool) -> str:

@@ -36,7 +36,18 @@ def _style(style: str) -> str:
 Style = Annotated[str, typer.Option("--format", callback=_style, help="plain, github, html or csv.")]
 
 Wide = Annotated[bool, typer.Option("--wide", help="Show all columns, in lines of any length.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the verdict alone.")]
+
+
+def _quiet(quiet: bool) -> bool:
+    """Show no progress either."""
+    if quiet:
+        from zeroplan.core.progress import watch
+
+        watch(None)
+    return quiet
+
+
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", callback=_quiet, help="Print the verdict alone, and no progress.")]
 
 _WORK, _CLUSTER, _MESH, _ZERO, _FROM = "Workload", "Cluster", "Parallelism", "Sharding", "Files"
 #: Fields of a layout, for verbs that take data parallelism alone.

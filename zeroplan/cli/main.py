@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from zeroplan.cli import progress
 from zeroplan.cli.help import VERBS, Verb, Verbs, right_name
 from zeroplan.core.errors import EXIT_BAD_INPUT, EXIT_OK, BadInput, did_you_mean
 
@@ -30,6 +31,12 @@ app = typer.Typer(
 def verb(*examples: str, name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a verb, by its function's name unless `name` is given; its help ends with the examples."""
     return app.command(name, cls=Verb, epilog="\n".join(examples))
+
+
+def show(text: str) -> None:
+    """Print an answer, or part of one; the line of progress makes way."""
+    progress.pause()
+    typer.echo(text)
 
 
 def _version(asked: bool) -> None:
@@ -68,8 +75,10 @@ def run() -> None:
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     gc.set_threshold(50_000, 20, 100)  # collecting cycles among a tape's events would take a tenth of the run time
     _register()
+    progress.begin()
     try:
         code = app(prog_name="zeroplan", standalone_mode=False)
+        progress.end()
         if sys.stdout:  # None where the caller has closed it
             sys.stdout.flush()
     except BadInput as error:
@@ -113,6 +122,7 @@ def _usage(error: Any) -> None:
 
 
 def _refuse(line: str) -> None:
+    progress.end()
     print(f"zeroplan: {line}", file=sys.stderr)
     sys.exit(EXIT_BAD_INPUT)
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from zeroplan.cli import flags
-from zeroplan.cli.main import verb
+from zeroplan.cli.main import show, verb
 
 Search = Annotated[list[str] | None, typer.Argument(metavar="WORDS", help="Only names that hold all of these words.")]
 
@@ -46,7 +46,7 @@ def _holds(names: list[str], words: list[str] | None) -> bool:
 
 def _show(text: str, found: bool, words: list[str] | None) -> None:
     """Print the list; where nothing was found, say so and exit with 1."""
-    typer.echo(text)
+    show(text)
     if not found:
         typer.echo(f"zeroplan: no name holds {' and '.join(map(repr, words or ()))}", err=True)
         raise typer.Exit(1)

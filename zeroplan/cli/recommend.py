@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from zeroplan.cli import flags
-from zeroplan.cli.main import verb
+from zeroplan.cli.main import show, verb
 from zeroplan.core.errors import EXIT_DOES_NOT_FIT, BadInput
 from zeroplan.planner.request import Request
 
@@ -134,11 +134,11 @@ def recommend(
 
         write_atomic(html, answer_html(found))
     if as_json:
-        typer.echo(json.dumps(found.to_dict() | _files_json(written), indent=2))
+        show(json.dumps(found.to_dict() | _files_json(written), indent=2))
     else:
         following = _words_that_write(found)
         terminal = Terminal.here(wide=wide)
-        typer.echo(answer_text(found, style, files=written, terminal=terminal, quiet=quiet, next_command=following))
+        show(answer_text(found, style, files=written, terminal=terminal, quiet=quiet, next_command=following))
     if found.best is None or found.best.plan.undecided:
         raise typer.Exit(EXIT_DOES_NOT_FIT)
 
@@ -216,12 +216,12 @@ def _catalog(
     found = overview(request, options)
     written = None if found.best is None else _write(found.best, target)
     if as_json:
-        typer.echo(json.dumps(overview_json(found) | _files_json(written), indent=2))
+        show(json.dumps(overview_json(found) | _files_json(written), indent=2))
     else:
         following: list[str] = []
         if found.best is not None:
             following = flags.recommend_words(replace(request, model=found.best.model["name"]))
         terminal = Terminal.here(wide=wide)
-        typer.echo(overview_text(found, style, files=written, terminal=terminal, quiet=quiet, next_command=following))
+        show(overview_text(found, style, files=written, terminal=terminal, quiet=quiet, next_command=following))
     if found.best is None:
         raise typer.Exit(EXIT_DOES_NOT_FIT)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from zeroplan.cli import flags
-from zeroplan.cli.main import verb
+from zeroplan.cli.main import show, verb
 from zeroplan.core.errors import BadInput
 from zeroplan.core.files import write_atomic
 from zeroplan.engines.registry import find_engine
@@ -76,7 +76,7 @@ def trace_command(
     traced = TracedBatch(spec.name, source, seconds, workload.micro_batch, workload.seq_len, summary)
     if output is not None:
         _write(output, tape)
-    typer.echo(json.dumps(tape_json(traced), indent=2) if as_json else tape_text(traced, Terminal.here(), quiet=quiet))
+    show(json.dumps(tape_json(traced), indent=2) if as_json else tape_text(traced, Terminal.here(), quiet=quiet))
 
 
 def _write(path: str, tape: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from zeroplan.cli import flags
-from zeroplan.cli.main import verb
+from zeroplan.cli.main import show, verb
 from zeroplan.core.errors import EXIT_OUT_OF_TOLERANCE
 from zeroplan.planner.request import Request
 
@@ -64,15 +64,16 @@ def verify(
     from zeroplan.validate.api import verify as run
 
     options = {**flags.chosen(request), "engine": engine, "gpus": gpus}
-    drift = run(tolerance=tolerance, steps=steps, timeout=timeout, **options)
+    silent = (lambda _: None) if quiet else None
+    drift = run(tolerance=tolerance, steps=steps, timeout=timeout, progress=silent, **options)
     if _first_rank():
         if as_json:
-            typer.echo(drift.to_json())
+            show(drift.to_json())
         else:
             from zeroplan.report.drift import drift_text
             from zeroplan.report.terminal import Terminal
 
-            typer.echo(drift_text(drift, style, terminal=Terminal.here(wide=wide), quiet=quiet))
+            show(drift_text(drift, style, terminal=Terminal.here(wide=wide), quiet=quiet))
     if not drift.within:
         raise typer.Exit(EXIT_OUT_OF_TOLERANCE)
 

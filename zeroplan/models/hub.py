@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.progress import working
 from zeroplan.models import catalog
 from zeroplan.models.files import read_json
 from zeroplan.models.from_config import describable, spec_from_config
@@ -117,6 +118,7 @@ class _Look:
         from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
         from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
+        working(f"asking the hub for {self.repository}")
         url = hf_hub_url(self.repository, "config.json", revision=self.revision, endpoint=self.endpoint)
         get_hf_file_metadata(url, token=self.token, timeout=PATIENCE - 1)
         shown = not are_progress_bars_disabled()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import MemoryPlan, ModelInfo, Report
+from zeroplan.core.progress import working
 from zeroplan.engines.base import Case, Engine
 from zeroplan.planner.describe import describe_cluster, describe_setup, describe_workload
 from zeroplan.planner.formula import FORMULA, formula_plan, how_to_simulate
@@ -54,7 +55,8 @@ def estimate_runs(request: Request) -> Estimate:
     shallow: list[str] = []  # why a plan is at formula depth: the first of the warnings
     plans: list[MemoryPlan] = []
     runs: list[Simulated | None] = []
-    for case in resolved.cases:
+    for done, case in enumerate(resolved.cases):
+        working(f"planning {case.zero.label}", done, len(resolved.cases))
         plan, run = _planned(case, resolved, tapes, config, shallow)
         plans.append(plan)
         runs.append(run)
@@ -78,6 +80,7 @@ def _with_reliefs(report: Report, resolved: Resolved, runs: list[Simulated | Non
         return report
     from zeroplan.planner.relief import find_reliefs
 
+    working("what would lower it")
     listed = {case.zero: one for case, one in zip(resolved.cases, report.plans, strict=True)}
     found = find_reliefs(resolved.engine, resolved.cases[at], run, config, listed)
     return report.model_copy(update={"reliefs": found})

@@ -270,9 +270,9 @@ def _figures(plan: MemoryPlan, terminal: Terminal) -> list[str]:
         ("model states", gpu.model_states, "parameters, gradients, optimizer"),
         ("engine's buffers", gpu.fixed_buffers, "buckets and the like, at their largest"),
         ("activations", gpu.activations, "the most of one micro batch's own computation"),
-        ("allocated", gpu.peak_allocated, f"at its peak, in the {gpu.peak_phase}: max_memory_allocated"),
-        ("reserved", gpu.peak_reserved, "with the allocator's cache: max_memory_reserved"),
-        ("total", gpu.total, "with CUDA context, kernels and NCCL: nvidia-smi"),
+        ("allocated", gpu.peak_allocated, f"max_memory_allocated, reached in the {gpu.peak_phase}"),
+        ("reserved", gpu.peak_reserved, "max_memory_reserved: with the allocator's cache"),
+        ("total", gpu.total, "nvidia-smi: with CUDA context, kernels and NCCL"),
         (
             "host",
             plan.cpu.per_node,

@@ -17,6 +17,7 @@ from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import MemoryPlan
+from zeroplan.core.progress import working
 from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
@@ -170,6 +171,7 @@ class Memory:
         found = self._plans.get(candidate)
         if found is None:
             case = self.case(candidate)
+            working(f"simulating {candidate.zero.label}, micro batch {candidate.workload.micro_batch}")
             stream = self._stream(candidate, candidate.workload.micro_batch) if self.depth != FORMULA else None
             if stream is None:
                 found = self._analytic(case)

@@ -79,8 +79,10 @@ def get_tape(spec: ModelSpec, workload: Workload, *, zero3: bool = False, layout
         if plain is not None:
             return plain
         raise BadInput(f"no tape of {spec.name} is shipped", remedy="install zeroplan[torch] to trace it")
+    from zeroplan.core.progress import working
     from zeroplan.trace.api import traced
 
+    working(f"tracing {spec.name}")
     seq = (workload.seq_len or 1) // options.split_tokens
     auto_class = auto_class_of(spec.config) if spec.model_type in FAMILIES else spec.auto_class or auto_class_of(spec.config)
     tape = traced(spec.config, auto_class, options, workload.micro_batch, seq, workload.lora_rank)

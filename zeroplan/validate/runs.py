@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from zeroplan.core.progress import watched, working
 from zeroplan.engines.base import Case, Engine
 from zeroplan.planner.tapes import ExpandedTapes
 from zeroplan.validate.compare import compare
@@ -23,7 +24,10 @@ Say = Callable[[str], None]
 
 
 def to_stderr(text: str) -> None:
-    """Print a line of progress."""
+    """Say what is being done: to whoever watches this process's work, else in a line of its own."""
+    if watched():
+        working(text)
+        return
     print(f"zeroplan verify: {text}", file=sys.stderr, flush=True)
 
 

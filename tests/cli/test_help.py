@@ -53,7 +53,7 @@ def test_help_has_groups_and_examples_that_parse(
 def test_options_come_in_groups(cli: Cli) -> None:
     out = cli("estimate", "-h")[1]
     headings = re.findall(r"^(\w[\w ]*):$", out, re.MULTILINE)
-    assert headings == ["Arguments", "Workload", "Cluster", "Sharding", "Files", "Options", "Examples"]
+    assert headings == ["Arguments", "Workload", "Cluster", "Parallelism", "Sharding", "Files", "Options", "Examples"]
     assert "--no-gradient-checkpointing" in out
 
 

@@ -37,6 +37,7 @@ CASES: list[tuple[list[str], str]] = [
     (["recommend", LLAMA, "--vram", "80G", "--engine", "zeroplan", "--form", "trainer", "-o", "ds.json"], "explicit"),
     (["recommend", LLAMA, "--vram", "80G", "--engine", "zeroplan", "--launcher", "deepspeed", "-o", "ds.json"], "torchrun"),
     (["recommend", "--vram", "24G", "--html", "page.html"], "--html"),
+    (["recommend", "--vram", "24G", "--quantize", "nf4"], "name the model"),
     (["verify", "--format", "xml"], "--format"),
     (["verify", "--timeout", "0"], "--timeout"),
     (["estimate", LLAMA, "--engine", "zeroplan", "--stage", "2", "--offload-optimizer", "cpu", "--optimizer", "lamb"], "LAMB"),

@@ -23,7 +23,7 @@ _OF_FILES = {"precision", "optimizer_kind", "unmodelled"}
         (
             RecommendOptions,
             [Request, SearchOptions],
-            {"model", "ds_config", "files", "checkpoint_policy", "zero_init", *_OF_FILES},
+            {"model", "ds_config", "files", "checkpoint_policy", "zero_init", "tp", "sp", *_OF_FILES},
         ),
     ],
 )

@@ -19,6 +19,7 @@ class RunOptions(TypedDict, total=False):
     token: str | None
     trust_remote_code: bool
     offline: bool | None
+    task: str | None
     micro_batch: int | None
     seq_len: int | None
     grad_accum: int | None
@@ -27,6 +28,7 @@ class RunOptions(TypedDict, total=False):
     attn: str
     lora_rank: int | None
     lora_targets: Sequence[str]
+    quantize: str | None
     engine: str
     offload_optimizer: str | None
     offload_param: str | None
@@ -55,6 +57,8 @@ class StageOptions(MachineOptions, total=False):
     gradient_checkpointing: bool
     checkpoint_policy: str
     zero_init: bool | None
+    tp: int
+    sp: bool
 
 
 class EstimateOptions(StageOptions, total=False):

@@ -76,6 +76,8 @@ def overview(request: Request, options: SearchOptions | None = None) -> Overview
     Raises:
         BadInput: a value that cannot be used.
     """
+    if request.quantize is not None:
+        raise BadInput("is the base of one model", where="--quantize", remedy="name the model")
     options = options or SearchOptions()
     entries = sorted(catalog.entries(), key=lambda e: -e.params)
     smallest = resolve_search(replace(request, model=entries[-1].id), options)

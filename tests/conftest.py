@@ -21,6 +21,9 @@ ROWS = ROOT / "benchmarks" / "ground_truth" / "measured.jsonl"
 
 # Sums in several threads round otherwise than the ranks, which have one thread each; torch reads it when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Tests start interpreters by the hundred: each would compile every module anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test of ours asks a hub that is not on this machine
 
 

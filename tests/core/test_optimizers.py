@@ -11,7 +11,8 @@ import pytest
 import zeroplan
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizer_row import Domain, Optimizer
-from zeroplan.core.optimizers import OPTIMIZERS, UNMODELLED, find_optimizer, known_optimizer, optimizer_of_type
+from zeroplan.core.optimizers import OPTIMIZERS, find_optimizer, known_optimizer, optimizer_of_type
+from zeroplan.core.unmodelled_optimizers import UNMODELLED
 
 _PACKAGES = [Path(zeroplan.__file__).parent, Path(zeroplan.__file__).parent.parent / "zeroplan_runtime"]
 #: The table itself, and the kernels, which are named by what they compute.

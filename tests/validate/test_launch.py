@@ -41,7 +41,8 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("blow", ["SIGKILL", "SIGSTOP"])
-def test_a_rank_that_dies_or_stops_is_named(blow: str) -> None:
+def test_a_rank_that_dies_or_stops_is_named(blow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zeroplan.validate.launch._GRACE_SECONDS", 1.0)
     struck: list[dict[int, int]] = []
 
     def strike(job: int, doing: str) -> None:
@@ -49,7 +50,7 @@ def test_a_rank_that_dies_or_stops_is_named(blow: str) -> None:
             struck.append(launch.pids())
             os.kill(struck[0][1], getattr(signal, blow))
 
-    launch = Launch([endless(6.0)], 2, "cpu", strike, timeout=6.0)
+    launch = Launch([endless(4.0)], 2, "cpu", strike, timeout=4.0)
     begin = time.monotonic()
     try:
         launch.start()

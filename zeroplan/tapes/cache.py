@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import lzma
 import os
-import tempfile
 from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
 from typing import Any
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.files import read_bytes
+from zeroplan.core.files import read_bytes, replace_file
 from zeroplan.core.model_config import labels_of
 from zeroplan.core.tape_codec import from_json, to_json
 from zeroplan.core.tape_format import FORMAT, Tape
@@ -71,20 +69,12 @@ def read(config: Mapping[str, Any], options: TraceOptions) -> Tape | None:
 
 
 def write(config: Mapping[str, Any], options: TraceOptions, tape: Tape) -> str | None:
-    """Keep a tape, atomically; returns the path, or None where the folder cannot be written."""
+    """Keep a tape; returns the path, or None where the folder cannot be written."""
     path = path_of(config, options)
+    text = json.dumps(to_json(tape), separators=(",", ":"))
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path), suffix=".part")
+        replace_file(path, lzma.compress(text.encode(), preset=1))
     except OSError:
-        return None
-    try:
-        text = json.dumps(to_json(tape), separators=(",", ":"))
-        with os.fdopen(handle, "wb") as raw:
-            raw.write(lzma.compress(text.encode(), preset=1))
-        os.replace(temporary, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
         return None
     return path

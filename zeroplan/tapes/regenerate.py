@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any
 
+from zeroplan.core.files import replace_file
 from zeroplan.core.model_config import auto_class_of
 from zeroplan.core.tape_options import TraceOptions
 from zeroplan.models import catalog
@@ -105,9 +106,7 @@ def trace_unit(unit: TraceTask, folder: TapeFolder, deadline: float) -> list[tup
             failed.append((model, content))
         path = folder.part(model, unit.options.key, ending)
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path + ".tmp", "w", encoding="utf-8") as stream:
-            json.dump(content, stream, separators=(",", ":"))
-        os.replace(path + ".tmp", path)
+        replace_file(path, json.dumps(content, separators=(",", ":")).encode())
     return failed
 
 

@@ -41,11 +41,10 @@ def read_file(path: str) -> dict[str, Any]:
 
 
 def write_file(path: str, content: dict[str, Any]) -> None:
-    """Replace a file, atomically."""
-    temporary = path + ".part"
-    with lzma.open(temporary, "wt", encoding="utf-8", preset=6) as stream:
-        json.dump(content, stream, separators=(",", ":"))
-    os.replace(temporary, path)
+    """Write or replace a file of tapes."""
+    from zeroplan.core.files import replace_file
+
+    replace_file(path, lzma.compress(json.dumps(content, separators=(",", ":")).encode(), preset=6))
 
 
 @lru_cache(maxsize=4)

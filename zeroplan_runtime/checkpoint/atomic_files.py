@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.files import read_bytes
+from zeroplan.core.files import read_bytes, replace_file
 
 LATEST = "latest"
 STATE = "state.json"
@@ -46,17 +46,7 @@ def sync_folder(folder: Path) -> None:
 
 def write_durably(path: Path, data: bytes) -> None:
     """Writes or replaces a file atomically and durably."""
-    temporary = path.with_name(f".{path.name}.writing")
-    try:
-        with open(temporary, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
+    replace_file(path, data)
     sync_folder(path.parent)
 
 

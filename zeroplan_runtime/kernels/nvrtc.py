@@ -11,12 +11,13 @@ import contextlib
 import hashlib
 import importlib
 import os
-import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from zeroplan.core.files import replace_file
 
 #: The environment variable that names the folder of compiled kernels; an empty value keeps none on disk.
 ENVIRONMENT = "ZEROPLAN_KERNEL_CACHE"
@@ -116,7 +117,7 @@ def cubin(path: Path | None, file: str, macros: tuple[tuple[str, str], ...], arc
             with contextlib.suppress(OSError):
                 return path.read_bytes()  # another rank has compiled it meanwhile
             code = compile_source(file, macros, arch)
-            _write(path, code)
+            replace_file(path, code)
             return code
     except OSError:  # the folder is not writable
         return compile_source(file, macros, arch)
@@ -147,18 +148,6 @@ def _key(file: str, macros: tuple[tuple[str, str], ...], arch: str) -> str:
     for path in [*sorted(sources().glob("*.cuh")), sources() / file]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
-
-
-def _write(path: Path, content: bytes) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from zeroplan.core.workload import OptimizerKind
 from zeroplan.models.catalog import find
 from zeroplan.planner.request import Request
 
@@ -62,11 +63,22 @@ def request_of(row: dict[str, Any], *, depth: str | None = None) -> Request:
         "depth": depth,
         "alloc_conf": row.get("alloc_conf") or "",
         "from_scratch": True,  # the runs built their models with random weights
+        "task": row.get("task"),
+        "quantize": row.get("quantize"),
+        "set_to_none": row.get("set_to_none", True),
+        "optimizer_kind": _kind(row.get("opt_params") or {}) if row["engine"] != "deepspeed" else None,
     }
     if row["engine"] == "deepspeed":
         return Request(**common, ds_config=ds_config_of(row))
     offload = "cpu" if row.get("offload") else None
     return Request(**common, stage=row["stage"], offload_optimizer=offload, offload_param=offload)
+
+
+def _kind(params: dict[str, Any]) -> OptimizerKind:
+    """How torch's optimizer walked its tensors; the runs ask for the fused step unless a row says otherwise."""
+    if params.get("fused", True):
+        return OptimizerKind.FUSED
+    return OptimizerKind.FOREACH if params.get("foreach", True) else OptimizerKind.LOOP
 
 
 def model_of(row: dict[str, Any]) -> str | dict[str, Any]:

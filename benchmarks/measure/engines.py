@@ -39,12 +39,14 @@ class Trained:
 
 def build(spec: Spec, probe: Probe, device: torch.device) -> Trained:
     """Build the engine's training step; marks ``model`` once built and ``init`` once wrapped."""
-    return {"deepspeed": _deepspeed, "fsdp2": _fsdp2, "ddp": _ddp}[spec.engine](spec, probe, device)
+    return {"deepspeed": _deepspeed, "fsdp": _fsdp, "fsdp2": _fsdp2, "ddp": _ddp}[spec.engine](spec, probe, device)
 
 
 def _from_config(spec: Spec, dtype: torch.dtype) -> Any:
     config = build_config(spec.model, spec.model_overrides)
-    model = auto_class(config.model_type).from_config(config, dtype=dtype, attn_implementation=spec.attn)
+    if spec.task == "sequence-classification" and getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = 0
+    model = auto_class(config.model_type, spec.task).from_config(config, dtype=dtype, attn_implementation=spec.attn)
     return model.train()
 
 
@@ -60,6 +62,11 @@ def _prepare(spec: Spec, model: Any) -> Any:
         from peft import LoraConfig, get_peft_model
 
         lora = LoraConfig(r=spec.lora_rank, lora_alpha=32, target_modules=LORA_TARGETS, task_type="CAUSAL_LM")
+        if spec.quantize is not None:
+            from peft import prepare_model_for_kbit_training
+
+            how = {"use_gradient_checkpointing": spec.checkpointing, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+            model = prepare_model_for_kbit_training(model, **how)
         model = get_peft_model(model, lora, autocast_adapter_dtype=False)
         if spec.checkpointing:
             model.enable_input_require_grads()
@@ -130,8 +137,58 @@ def _fsdp2(spec: Spec, probe: Probe, device: torch.device) -> Trained:
     return _torch_loop(spec, probe, device, model)
 
 
+def _fsdp(spec: Spec, probe: Probe, device: torch.device) -> Trained:
+    """FSDP 1 as accelerate wraps a model: fp32 flat parameters, block by block, gathered and reduced in the run's dtype."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    _init_process_group(device)
+    model = _prepare(spec, _from_config(spec, torch.float32))
+    blocks = {type(module) for module in model.modules() if type(module).__name__.endswith(_BLOCKS)}
+    dtype = DTYPES[spec.dtype]
+    wrapped = FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy(blocks),
+        sharding_strategy=ShardingStrategy[spec.strategy],
+        mixed_precision=MixedPrecision(param_dtype=dtype, reduce_dtype=dtype, buffer_dtype=dtype),
+        device_id=device if device.type == "cuda" else None,
+        use_orig_params=spec.orig_params,
+        limit_all_gathers=True,
+    )
+    return _torch_loop(spec, probe, device, wrapped)
+
+
+def _quantized(spec: Spec, device: torch.device) -> Any:
+    """A bf16 model whose linear layers, but for the head, are kept in 4 bits, as transformers loads one."""
+    import bitsandbytes
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        model = _from_config(spec, DTYPES[spec.dtype])
+    head = model.get_output_embeddings()
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is not torch.nn.Linear or child is head:
+                continue
+            bias = child.bias is not None
+            made = bitsandbytes.nn.Linear4bit(
+                child.in_features, child.out_features, bias, DTYPES[spec.dtype], quant_type=spec.quantize, device="meta"
+            )
+            weight = torch.empty(child.weight.shape, dtype=child.weight.dtype, device=device).normal_(0, 0.02)
+            made.weight = bitsandbytes.nn.Params4bit(
+                weight, requires_grad=False, quant_type=spec.quantize, compress_statistics=True
+            ).to(device)
+            made.bias = child.bias
+            setattr(module, name, made)
+            del weight
+    model.is_loaded_in_4bit = True
+    return model.to(device)
+
+
 def _ddp(spec: Spec, probe: Probe, device: torch.device) -> Trained:
     _init_process_group(device)
+    if spec.quantize is not None:
+        return _torch_loop(spec, probe, device, _quantized(spec, device))
     with torch.device(device):
         model = _from_config(spec, torch.float32)
     if spec.world > 1:
@@ -149,9 +206,12 @@ def _init_process_group(device: torch.device) -> None:
 
 def _torch_loop(spec: Spec, probe: Probe, device: torch.device, model: Any) -> Trained:
     """Return the step of AdamW with clipping around an FSDP2 or DDP model; autocast for DDP's fp32 parameters."""
-    _prepare(spec, getattr(model, "module", model))
+    if spec.engine != "fsdp":
+        prepared = _prepare(spec, getattr(model, "module", model))
+        model = prepared if spec.quantize is not None else model
     probe.mark("model")
-    optimizer = torch.optim.AdamW(model.parameters(), **{"lr": 1e-5, "fused": True, **spec.optimizer})
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, **{"lr": 1e-5, "fused": True, **spec.optimizer})
     probe.mark("init")
     dtype = DTYPES[spec.dtype]
     mixed = spec.engine == "ddp" and dtype != torch.float32
@@ -165,9 +225,12 @@ def _torch_loop(spec: Spec, probe: Probe, device: torch.device, model: Any) -> T
             probe.mark("fwd")
             torch.autograd.backward(loss)
             probe.mark("bwd")
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if hasattr(model, "clip_grad_norm_"):
+            model.clip_grad_norm_(1.0)
+        else:
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=spec.set_to_none)
         return loss
 
     return Trained(step, model, type(optimizer).__name__)

@@ -47,8 +47,28 @@ def build_config(name: str, overrides: dict[str, Any]) -> Any:
     return AutoConfig.for_model(values["model_type"], **{k: v for k, v in values.items() if k != "model_type"})
 
 
-def auto_class(model_type: str) -> Any:
+#: A task's auto class, by the names of ``--task``.
+TASKS = {
+    "sequence-classification": "AutoModelForSequenceClassification",
+    "token-classification": "AutoModelForTokenClassification",
+    "question-answering": "AutoModelForQuestionAnswering",
+}
+
+
+def auto_class(model_type: str, task: str | None = None) -> Any:
     """Return the transformers auto class whose ``from_config`` builds this type with a loss."""
     import transformers
 
-    return getattr(transformers, AUTO_CLASS.get(model_type, "AutoModelForCausalLM"))
+    return getattr(transformers, TASKS[task] if task else AUTO_CLASS.get(model_type, "AutoModelForCausalLM"))
+
+
+def batch(task: str | None, micro_batch: int, seq_len: int, device: Any) -> dict[str, Any]:
+    """Return one micro batch of random tokens with the task's labels."""
+    import torch
+
+    tokens = torch.randint(3, 30000, (micro_batch, seq_len), device=device)
+    one = torch.zeros(micro_batch, dtype=torch.int64, device=device)
+    if task == "question-answering":
+        return {"input_ids": tokens, "start_positions": one, "end_positions": one.clone()}
+    labels = {"sequence-classification": one, "token-classification": torch.zeros_like(tokens)}
+    return {"input_ids": tokens, "labels": labels.get(str(task), tokens)}

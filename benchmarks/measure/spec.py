@@ -12,7 +12,7 @@ class Spec:
 
     id: str
     model: str
-    engine: str = "deepspeed"  # deepspeed | fsdp2 | ddp
+    engine: str = "deepspeed"  # deepspeed | fsdp | fsdp2 | ddp
     stage: int = 0
     world: int = 1
     dtype: str = "bf16"  # bf16 | fp16 | fp32
@@ -27,6 +27,11 @@ class Spec:
     ds: dict[str, Any] = field(default_factory=dict)  # overrides at the config's top level
     optimizer: dict[str, Any] = field(default_factory=dict)  # overrides of optimizer.params
     optimizer_type: str = "AdamW"
+    task: str | None = None  # another head than the config's
+    quantize: str | None = None  # ddp: a 4-bit base, nf4 or fp4
+    set_to_none: bool = True  # fsdp, fsdp2, ddp: of zero_grad
+    strategy: str = "FULL_SHARD"  # fsdp: its sharding strategy
+    orig_params: bool = True  # fsdp: use_orig_params
     reshard: bool = True  # fsdp2: reshard_after_forward
     offload: bool = False  # fsdp2: CPUOffloadPolicy
     cap: int | None = None  # upper limit of this process on its GPU
@@ -39,8 +44,8 @@ class Spec:
     limit: float = 180.0  # seconds until the launcher gives the run up
 
     def __post_init__(self) -> None:
-        if self.engine not in ("deepspeed", "fsdp2", "ddp"):
-            raise ValueError(f"{self.id}: engine must be deepspeed, fsdp2 or ddp, not {self.engine}")
+        if self.engine not in ("deepspeed", "fsdp", "fsdp2", "ddp"):
+            raise ValueError(f"{self.id}: engine must be deepspeed, fsdp, fsdp2 or ddp, not {self.engine}")
         if self.dtype not in ("bf16", "fp16", "fp32"):
             raise ValueError(f"{self.id}: dtype must be bf16, fp16 or fp32, not {self.dtype}")
         if self.stage not in range(4):

@@ -48,16 +48,17 @@ def main(spec: Spec, row_file: Path, history_file: Path | None) -> None:
     import transformers
 
     from benchmarks.measure.engines import build
+    from benchmarks.measure.models import batch
 
     transformers.utils.logging.set_verbosity_error()
     torch.manual_seed(0)
     probe = Probe(gpu)
     trained = build(spec, probe, device)
-    tokens = torch.randint(3, 30000, (spec.micro_batch, spec.seq_len), device=device)
+    inputs = batch(spec.task, spec.micro_batch, spec.seq_len, device)
     seconds: list[float] = []
     for index in range(spec.steps):
         begin = time.perf_counter()
-        loss = trained.step({"input_ids": tokens, "labels": tokens})
+        loss = trained.step(inputs)
         probe.mark(f"step{index}")
         seconds.append(time.perf_counter() - begin)
 
@@ -138,7 +139,8 @@ def row_of(spec: Spec, trained: Any, everyone: list[dict[str, Any]], probe: Prob
         row[key] = most(key)
     row["cuda_context"] = most("cuda_context")
     defaults = Spec(id=spec.id, model=spec.model)
-    for key in ("model_overrides", "optimizer_type", "reshard", "offload", "cap", "env"):
+    changes = ("task", "quantize", "set_to_none", "strategy", "orig_params")
+    for key in ("model_overrides", "optimizer_type", "reshard", "offload", "cap", "env", *changes):
         if getattr(spec, key) != getattr(defaults, key):
             row[key] = getattr(spec, key)
     if spec.ds:

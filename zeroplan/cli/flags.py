@@ -88,6 +88,9 @@ OPTIONS: dict[str, Any] = {
     "grad_accum": _option(int | None, "--grad-accum", "Passes a step. [1]", _WORK),
     "dtype": _option(str | None, "--dtype", "bf16, fp16 or fp32. [bf16]", _WORK),
     "optimizer": _option(str | None, "--optimizer", "adamw, lion, sgd, … [adamw]", _WORK, names=complete.optimizers),
+    "set_to_none": _option(
+        bool, "--set-to-none/--no-set-to-none", "zero_grad frees gradients, or keeps them as zeros (--engine ddp).", _WORK
+    ),
     "gradient_checkpointing": _option(bool, "--gradient-checkpointing/--no-gradient-checkpointing", "Recompute blocks.", _WORK),
     "checkpoint_policy": _option(
         str, "--checkpoint-policy", "What that recomputes: full, selective (not products, attention) or every:K blocks.", _WORK

@@ -110,7 +110,8 @@ class Workload:
     or ``every:K`` (:class:`CheckpointPolicy`) and takes effect with `gradient_checkpointing`. `lora_targets` empty means all
     linear layers of the blocks. `seq_len` None means 2048, or the model's maximum if that is less. `from_scratch` means that
     weights are initialised and not read from pretrained ones, which pass through host memory. `quantize` is how the linear
-    layers of a frozen base are kept.
+    layers of a frozen base are kept. `set_to_none` is what ``zero_grad`` does: without it gradients stay between steps (torch's
+    default before 2.0).
     """
 
     micro_batch: int = 1
@@ -127,6 +128,7 @@ class Workload:
     checkpoint_policy: str = "full"
     from_scratch: bool = False
     quantize: Quantization | None = None
+    set_to_none: bool = True
 
     @property
     def recomputation(self) -> CheckpointPolicy | None:

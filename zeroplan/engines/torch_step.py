@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.optimizer_row import Domain, Optimizer
 from zeroplan.core.optimizers import OPTIMIZERS
+from zeroplan.core.workload import OptimizerKind
 from zeroplan.engines.torch_rank import TorchRank
 from zeroplan.simulate.recorder import Recorder
 
@@ -43,7 +44,7 @@ def _norms(recorder: Recorder, tensors: int) -> None:
 
 def _make_states(recorder: Recorder, rank: TorchRank, stepped: Sequence[tuple[Domain, int]]) -> None:
     """Allocate the states of one tensor after another. A fused step keeps each tensor's step count on the GPU as well."""
-    counts = {domain: _counts_on_gpu(rank.optimizer, domain) for domain in Domain}
+    counts = {domain: not _unfused(rank) and _counts_on_gpu(rank.optimizer, domain) for domain in Domain}
     for domain, p in stepped:
         if counts[domain]:
             recorder.alloc(_SCALAR, Buffer.OPTIM_TEMP)
@@ -56,12 +57,20 @@ def _counts_on_gpu(optimizer: Optimizer, domain: Domain) -> bool:
     return kind is None or (kind.fused and kind.counts_steps)
 
 
+def _unfused(rank: TorchRank) -> bool:
+    """Whether a fused step was to be had and was not asked for."""
+    kind = rank.optimizer.torch
+    return kind is not None and kind.fused and rank.workload.optimizer_kind is not OptimizerKind.FUSED
+
+
 def _temporaries(recorder: Recorder, rank: TorchRank, stepped: Sequence[tuple[Domain, int]]) -> None:
     """Allocate and free the step's temporaries: none if fused, lists of tensors in multi-tensor loops, and Muon's
     iterations.
     """
     kind = rank.optimizer.torch
-    if kind is not None and not kind.fused:
+    if _unfused(rank) and rank.workload.optimizer_kind is OptimizerKind.LOOP:
+        _one_by_one(recorder, rank, stepped)
+    elif kind is not None and (not kind.fused or _unfused(rank)):
         lists = [
             recorder.alloc(rank.original_bytes * rank.chunks[p], Buffer.OPTIM_TEMP)
             for _ in range(kind.foreach_lists)
@@ -75,6 +84,23 @@ def _temporaries(recorder: Recorder, rank: TorchRank, stepped: Sequence[tuple[Do
             update = _orthogonalize(recorder, rank, p, update)
     if update >= 0:
         recorder.free(update)
+
+
+def _one_by_one(recorder: Recorder, rank: TorchRank, stepped: Sequence[tuple[Domain, int]]) -> None:
+    """A loop over single tensors: the root of each second moment and its quotient (torch/optim/adam.py, _single_tensor_adam)."""
+    if not rank.optimizer.torch or not rank.optimizer.torch.foreach_lists:
+        return  # SGD updates in place
+    previous = -1
+    for _, p in stepped:
+        nbytes = rank.original_bytes * rank.chunks[p]
+        root = recorder.alloc(nbytes, Buffer.OPTIM_TEMP)
+        quotient = recorder.alloc(nbytes, Buffer.OPTIM_TEMP)
+        recorder.free(root)
+        if previous >= 0:
+            recorder.free(previous)  # the loop's variable, until it is assigned again
+        previous = quotient
+    if previous >= 0:
+        recorder.free(previous)
 
 
 def _orthogonalize(recorder: Recorder, rank: TorchRank, param: int, previous: int) -> int:

@@ -11,12 +11,14 @@ from zeroplan.core.workload import Workload
 if TYPE_CHECKING:
     from zeroplan.interop.setups import Setup
 
-_ASKED_FOR = ("quantize",)
+_ASKED_FOR = {"quantize": None, "set_to_none": True}
 
 
 def describe_workload(workload: Workload) -> dict[str, Any]:
     """Return the workload as the report's JSON shows it; what no run has unless it asks for it stands only where it does."""
-    shown = [name for name in Workload.__dataclass_fields__ if name not in _ASKED_FOR or getattr(workload, name) is not None]
+    shown = [
+        name for name in Workload.__dataclass_fields__ if name not in _ASKED_FOR or getattr(workload, name) != _ASKED_FOR[name]
+    ]
     return {name: _plain(getattr(workload, name)) for name in shown}
 
 

@@ -35,6 +35,7 @@ class Request:
     lora_rank: int | None = None
     lora_targets: Sequence[str] = ()
     quantize: str | None = None
+    set_to_none: bool = True
     from_scratch: bool = False
     # cluster
     gpus: int = 1

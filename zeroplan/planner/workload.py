@@ -63,6 +63,7 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         lora_targets=tuple(request.lora_targets),
         from_scratch=request.from_scratch,
         quantize=quantization,
+        set_to_none=request.set_to_none,
     )
 
 

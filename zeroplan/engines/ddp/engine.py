@@ -36,6 +36,7 @@ class Ddp(TorchEngine[DdpRank]):
     trainer = "zeroplan.engines.ddp.trainer:build"
     takes_modules = True
     quantized_bases = True
+    keeps_gradients = True
 
     def options(self) -> list[ZeroConfig]:
         """Return stage 0, the only configuration."""

@@ -28,6 +28,12 @@ def grad_full(c: DdpRank) -> int:
     return c.original_bytes * c.trainable
 
 
+@_add(Buffer.GRAD_FULL, Place.HBM, (Phase.FORWARD,), state=True)
+def grad_between_steps(c: DdpRank) -> int:
+    """Gradients that the last step left, where ``zero_grad`` does not free them."""
+    return c.original_bytes * c.kept_gradients
+
+
 @_add(Buffer.COMM_ALL_REDUCE, Place.HBM, ALWAYS)
 def buckets(c: DdpRank) -> int:
     """The reducer's buckets: a second copy of all gradients, where there is more than one rank."""

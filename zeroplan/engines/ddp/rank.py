@@ -13,6 +13,11 @@ class DdpRank(TorchRank):
     """One rank under DDP. All ranks hold the same."""
 
     @cached_property
+    def kept_gradients(self) -> int:
+        """Elements of gradients that stay between steps: all, where ``zero_grad`` only fills them with zeros."""
+        return 0 if self.workload.set_to_none else self.trainable
+
+    @cached_property
     def chunks(self) -> tuple[int, ...]:
         """This rank's elements of each parameter: all of them, since DDP shards nothing."""
         return self.numel

@@ -78,6 +78,8 @@ class DdpSchedule(EngineSchedule):
         """Clip the gradients, step the optimizer and free the gradients (``zero_grad``)."""
         optimizer_step(self.recorder, self.rank, applied=applied, first=not self.stepped)
         self.stepped |= applied
+        if not self.rank.workload.set_to_none:
+            return
         for handle in self.grads.values():
             self.free(handle)
         self.grads.clear()

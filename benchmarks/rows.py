@@ -70,6 +70,9 @@ def request_of(row: dict[str, Any], *, depth: str | None = None) -> Request:
     }
     if row["engine"] == "deepspeed":
         return Request(**common, ds_config=ds_config_of(row))
+    if row["engine"] == "fsdp":
+        stage = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}[row.get("strategy", "FULL_SHARD")]
+        return Request(**common, stage=stage)
     offload = "cpu" if row.get("offload") else None
     return Request(**common, stage=row["stage"], offload_optimizer=offload, offload_param=offload)
 

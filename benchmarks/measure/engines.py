@@ -7,6 +7,7 @@ in the run's dtype (under ``zero.Init`` at stage 3); FSDP2 and DDP hold fp32 par
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -220,10 +221,12 @@ def _torch_loop(spec: Spec, probe: Probe, device: torch.device, model: Any) -> T
     def step(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         for micro in range(spec.grad_accum):
             _sync_gradients(model, micro + 1 == spec.grad_accum)
-            with autocast:
-                loss: torch.Tensor = model(**inputs).loss
-            probe.mark("fwd")
-            torch.autograd.backward(loss)
+            last = micro + 1 == spec.grad_accum
+            with model.no_sync() if spec.engine == "fsdp" and not last else nullcontext():
+                with autocast:
+                    loss: torch.Tensor = model(**inputs).loss
+                probe.mark("fwd")
+                torch.autograd.backward(loss)
             probe.mark("bwd")
         if hasattr(model, "clip_grad_norm_"):
             model.clip_grad_norm_(1.0)

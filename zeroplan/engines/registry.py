@@ -20,6 +20,7 @@ DEFAULT_ENGINE, DEFAULT_VERIFIED = "deepspeed", "zeroplan"
 
 _PATHS = {
     "deepspeed": "zeroplan.engines.deepspeed.engine:DeepSpeed",
+    "fsdp": "zeroplan.engines.fsdp.engine:Fsdp",
     "fsdp2": "zeroplan.engines.fsdp2.engine:Fsdp2",
     "ddp": "zeroplan.engines.ddp.engine:Ddp",
     "zeroplan": "zeroplan.engines.runtime.engine:Runtime",

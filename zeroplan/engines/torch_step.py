@@ -87,7 +87,7 @@ def _temporaries(recorder: Recorder, rank: TorchRank, stepped: Sequence[tuple[Do
 
 
 def _one_by_one(recorder: Recorder, rank: TorchRank, stepped: Sequence[tuple[Domain, int]]) -> None:
-    """A loop over single tensors: the root of each second moment and its quotient (torch/optim/adam.py, _single_tensor_adam)."""
+    """A loop over single tensors: the root of each second moment and its quotient (``_single_tensor_adam``)."""
     if not rank.optimizer.torch or not rank.optimizer.torch.foreach_lists:
         return  # SGD updates in place
     previous = -1

@@ -1,0 +1,96 @@
+"""FSDP 1 as an Engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.optimizers import find_optimizer
+from zeroplan.core.parameters import Parameters
+from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.engines.base import Case
+from zeroplan.engines.fsdp.lines import LEDGER
+from zeroplan.engines.fsdp.rank import FsdpRank
+from zeroplan.engines.torch_engine import TorchEngine
+from zeroplan.ledger.line import Ledger
+
+if TYPE_CHECKING:
+    from zeroplan.core.tape import ExpandedTape
+    from zeroplan.interop.forms.configuration import Form
+    from zeroplan.simulate.recorder import Recorder
+
+
+class Fsdp(TorchEngine[FsdpRank]):
+    """``FullyShardedDataParallel``: stage 3 is FULL_SHARD, 2 SHARD_GRAD_OP, 0 NO_SHARD; each block is a unit."""
+
+    name = "fsdp"
+    measured = False
+
+    def options(self) -> list[ZeroConfig]:
+        """Return NO_SHARD, SHARD_GRAD_OP and FULL_SHARD."""
+        return [ZeroConfig.of(0), ZeroConfig.of(2), ZeroConfig.of(3)]
+
+    def default(self) -> ZeroConfig:
+        """Return FULL_SHARD."""
+        return ZeroConfig.of(3)
+
+    def require_runnable(self, zero: ZeroConfig) -> None:
+        """Refuse what FSDP 1 has not, and its CPU offload, which is not modelled.
+
+        Raises:
+            BadInput: another stage, or offload.
+        """
+        if zero.stage == 1:
+            raise BadInput(
+                "fsdp has no stage 1", where="--stage", remedy="use 3 (FULL_SHARD), 2 (SHARD_GRAD_OP) or 0 (NO_SHARD)"
+            )
+        if zero.offload_optimizer or zero.offload_param:
+            raise BadInput(
+                "FSDP 1's CPUOffload is not modelled", where="--offload-param", remedy="use --engine fsdp2, or leave it out"
+            )
+
+    def require_workload(self, case: Case) -> None:
+        """Refuse adapters, since FSDP 1 computes gradients of every parameter of a flat parameter that holds one, and
+        optimizers that need whole matrices.
+
+        Raises:
+            BadInput: LoRA, Muon.
+        """
+        if find_optimizer(case.workload.optimizer).rest:
+            raise BadInput(
+                f"{case.workload.optimizer} steps matrices, of which FSDP 1's ranks hold parts in flat form",
+                where="--optimizer",
+                remedy="use --engine fsdp2",
+            )
+        if case.workload.lora_rank is not None:
+            raise BadInput(
+                "LoRA under FSDP 1 is not modelled: a flat parameter has a gradient whole or not at all",
+                where="--lora-rank",
+                remedy="use --engine fsdp2",
+            )
+
+    def ledger(self, case: Case) -> tuple[Ledger, Any]:
+        """Return FSDP 1's lines, and rank 0."""
+        return LEDGER, self.rank(case, case.parameters)
+
+    def rank(self, case: Case, parameters: Parameters) -> FsdpRank:
+        """Return rank 0; one rank alone is not sharded, whatever the strategy."""
+        return FsdpRank(
+            workload=case.workload,
+            parameters=parameters,
+            layout=case.layout,
+            cublas_workspace=case.cluster.gpu.workspace,
+            sharded=case.zero.stage > 0 and case.layout.shard_group > 1,
+            reshard=case.zero.stage == 3,
+        )
+
+    def record(self, rank: FsdpRank, tape: ExpandedTape) -> Recorder:
+        """See :func:`zeroplan.engines.fsdp.schedule.record_fsdp`."""
+        from zeroplan.engines.fsdp.schedule import record_fsdp
+
+        return record_fsdp(rank, tape)
+
+    def forms(self) -> Mapping[str, Form]:
+        """Return no form: programs write FSDP 2."""
+        return {}

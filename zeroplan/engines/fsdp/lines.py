@@ -1,0 +1,74 @@
+"""FSDP 1's ledger: flat parameters, mixed precision, torch's optimizers on this rank's parts.
+
+Source: torch/distributed/fsdp/_flat_param.py and _runtime_utils.py of torch 2.11.
+"""
+
+from __future__ import annotations
+
+from zeroplan.core.buffers import ALWAYS, FROM_FIRST_STEP, Buffer, Phase, Place
+from zeroplan.engines.fsdp.rank import FsdpRank
+from zeroplan.ledger.line import LedgerBuilder
+from zeroplan.ledger.optimizer_lines import add_state_lines
+
+_lines = LedgerBuilder()
+_add = _lines.add
+_COMPUTING = (Phase.FORWARD, Phase.BACKWARD)
+
+
+@_add(Buffer.PARAM_SHARD, Place.HBM, ALWAYS, state=True)
+def param_shard(c: FsdpRank) -> int:
+    """This rank's parts, the masters themselves."""
+    return c.original_bytes * c.part
+
+
+@_add(Buffer.GRAD_SHARD, Place.HBM, (Phase.BACKWARD, Phase.STEP), state=True)
+def grad_shard(c: FsdpRank) -> int:
+    """Reduced gradients in the parameters' own dtype, until zero_grad.
+
+    Source: _runtime_utils.py, _cast_grad_to_param_dtype
+    """
+    return c.original_bytes * c.part
+
+
+@_add(Buffer.GRAD_FULL, Place.HBM, _COMPUTING)
+def grad_accumulated(c: FsdpRank) -> int:
+    """Whole gradients of the micro batches before the last, which ``no_sync`` leaves unreduced."""
+    return c.param_bytes * (c.root_unit + c.gathered_blocks) if c.grad_accum > 1 else 0
+
+
+add_state_lines(_lines, Place.HBM, lambda c: c.stepped_part)
+
+
+@_add(Buffer.PARAM_FULL, Place.HBM, _COMPUTING)
+def root_full(c: FsdpRank) -> int:
+    """The root's flat parameter, which stays from the forward's begin to the end of its backward.
+
+    Source: _runtime_utils.py, _post_forward_reshard
+    """
+    return c.param_bytes * c.root_unit if c.sharded or c.casts else 0
+
+
+@_add(Buffer.PARAM_FULL, Place.HBM, _COMPUTING)
+def blocks_full(c: FsdpRank) -> int:
+    """Two blocks in flight, the one that runs and the one that is gathered ahead; without resharding, all."""
+    if not c.sharded:
+        return c.param_bytes * c.largest_unit if c.casts else 0
+    return 2 * c.param_bytes * c.largest_unit if c.reshard else c.param_bytes * c.gathered_blocks
+
+
+@_add(Buffer.COMM_REDUCE_SCATTER, Place.HBM, (Phase.BACKWARD,))
+def flat_gradient(c: FsdpRank) -> int:
+    """The largest block's gradient: one tensor a parameter, and the flat one that they are joined into.
+
+    Source: the backward of torch.split over the flat parameter, SplitWithSizesBackward
+    """
+    return 2 * c.param_bytes * c.largest_unit
+
+
+@_add(Buffer.WORKSPACE, Place.HBM, FROM_FIRST_STEP)
+def cublas_workspace(c: FsdpRank) -> int:
+    """cuBLAS's workspaces: one for the forward's thread, one for the backward's."""
+    return 2 * c.cublas_workspace
+
+
+LEDGER = _lines.ledger()

@@ -1,0 +1,106 @@
+"""One rank under FSDP 1: an even part of each unit's flat parameter, whole units gathered for a while.
+
+A unit is what the wrapping policy wraps: a block, or the root, which holds all that no block does.
+Source: torch/distributed/fsdp/_flat_param.py of torch 2.11, _init_flat_param_and_metadata and shard
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from zeroplan.core.optimizer_row import Domain
+from zeroplan.engines.torch_rank import TorchRank
+
+#: With ``use_orig_params`` each parameter begins at a multiple of so many bytes of the flat parameter.
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class FsdpRank(TorchRank):
+    """Rank 0.
+
+    Attributes:
+        sharded: parameters, gradients and states are sharded; not so under NO_SHARD, nor with one rank.
+        reshard: blocks are freed after their forward (FULL_SHARD).
+    """
+
+    sharded: bool = True
+    reshard: bool = True
+
+    @cached_property
+    def param_bytes(self) -> int:
+        """Bytes of one gathered parameter."""
+        return self.workload.dtype.bytes
+
+    @cached_property
+    def casts(self) -> bool:
+        """Whether parameters are gathered in another dtype than they are kept in."""
+        return self.param_bytes != self.original_bytes
+
+    @cached_property
+    def units(self) -> dict[str, list[int]]:
+        """The parameters of each block, and of the root under an empty name."""
+        found: dict[str, list[int]] = {}
+        for p, block in enumerate(self.parameters.blocks):
+            found.setdefault(block, []).append(p)
+        return found
+
+    def flat(self, unit: str) -> int:
+        """Return the elements of a unit's flat parameter, alignment included and the ranks' padding not."""
+        step = max(1, _ALIGNMENT // self.param_bytes)
+        *first, last = (self.numel[p] for p in self.units[unit])
+        return sum(-(-count // step) * step for count in first) + last
+
+    def shard(self, unit: str) -> int:
+        """Return the elements of one rank's part of a unit."""
+        return -(-self.flat(unit) // self.ranks) if self.sharded else self.flat(unit)
+
+    def padded(self, unit: str) -> int:
+        """Return the elements of a gathered unit, the ranks' padding included."""
+        return self.shard(unit) * self.ranks if self.sharded else self.flat(unit)
+
+    @cached_property
+    def chunks(self) -> tuple[int, ...]:
+        """This rank's elements of each parameter: what of it lies in the first part of its unit's flat parameter.
+
+        Source: torch/distributed/fsdp/_flat_param.py, _get_shard_metadata
+        """
+        found = [0] * len(self.numel)
+        step = max(1, _ALIGNMENT // self.param_bytes)
+        for unit, params in self.units.items():
+            ends = accumulate(-(-self.numel[p] // step) * step for p in params)
+            end = self.shard(unit)
+            for p, begin in zip(params, (0, *ends), strict=False):
+                found[p] = max(0, min(self.numel[p], end - begin))
+        return tuple(found)
+
+    def stepped(self) -> list[tuple[Domain, int]]:
+        """Return the parameters of which this rank holds a part, in the order in which they are stepped."""
+        return [(domain, p) for domain, p in super().stepped() if self.chunks[p]]
+
+    @cached_property
+    def part(self) -> int:
+        """Elements of this rank's parts of all flat parameters, padding included."""
+        return sum(self.shard(unit) for unit in self.units)
+
+    @cached_property
+    def stepped_part(self) -> int:
+        """Elements that this rank's optimizer steps: its parts without padding."""
+        return sum(self.chunks[p] for p in self.trained)
+
+    @cached_property
+    def root_unit(self) -> int:
+        """Elements of the root's flat parameter: embedding, final norm, head."""
+        return self.padded("") if "" in self.units else 0
+
+    @cached_property
+    def largest_unit(self) -> int:
+        """Elements of the largest block's flat parameter."""
+        return max((self.padded(unit) for unit in self.units if unit), default=0)
+
+    @cached_property
+    def gathered_blocks(self) -> int:
+        """Elements of all blocks' flat parameters."""
+        return sum(self.padded(unit) for unit in self.units if unit)

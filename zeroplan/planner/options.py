@@ -56,6 +56,7 @@ class StageOptions(MachineOptions, total=False):
 
     gradient_checkpointing: bool
     checkpoint_policy: str
+    set_to_none: bool
     zero_init: bool | None
     tp: int
     sp: bool

@@ -48,10 +48,14 @@ def estimate_runs(request: Request) -> Estimate:
         from zeroplan.planner.from_files import with_files
 
         request, setup = with_files(request)
+    if request.inputs is not None:
+        from zeroplan.planner.live_module import with_shape
+
+        request = with_shape(request)
     resolved = resolve(request)
     engine, spec = resolved.engine, resolved.spec
     config = allocator_config(request.alloc_conf)
-    tapes = None if resolved.depth == FORMULA else _tapes(engine)
+    tapes = None if resolved.depth == FORMULA else _tapes(engine, request)
     shallow: list[str] = []  # why a plan is at formula depth: the first of the warnings
     plans: list[MemoryPlan] = []
     runs: list[Simulated | None] = []
@@ -99,7 +103,11 @@ def allocator_config(alloc_conf: str) -> AllocatorConfig | None:
     return AllocatorConfig.parse(alloc_conf, where="--alloc-conf")
 
 
-def _tapes(engine: Engine) -> ExpandedTapes:
+def _tapes(engine: Engine, request: Request) -> ExpandedTapes:
+    if request.inputs is not None:
+        from zeroplan.planner.live_module import ModuleTapes
+
+        return ModuleTapes(engine, request.model, request.inputs)
     from zeroplan.planner.tapes import ExpandedTapes
 
     return ExpandedTapes(engine)

@@ -63,8 +63,9 @@ class StageOptions(MachineOptions, total=False):
 
 
 class EstimateOptions(StageOptions, total=False):
-    """Arguments of ``estimate``."""
+    """Arguments of ``estimate``; `inputs` is an example batch for a live module: its forward's keyword arguments."""
 
+    inputs: Any
     tp: int
     sp: bool
     stage: int | None

@@ -23,6 +23,7 @@ class Request:
     trust_remote_code: bool = False
     offline: bool | None = None
     task: str | None = None
+    inputs: Any = None
     # workload
     micro_batch: int | None = None
     seq_len: int | None = None

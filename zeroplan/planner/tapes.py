@@ -60,7 +60,7 @@ def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:
     if not spec.config or not spec.has_shapes:
         raise NoTapeError(
             f"{spec.name}: {spec.source} gives parameters but no architecture to trace",
-            remedy="give the model's id or config.json",
+            remedy="give inputs=, one micro batch" if spec.source == "module" else "give the model's id or config.json",
         )
     zero3 = engine.trace_options(case).zero3
     try:

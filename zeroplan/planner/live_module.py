@@ -1,0 +1,64 @@
+"""Plans of a live module with an example batch, which decides the micro batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.tape import ExpandedTape
+from zeroplan.core.tape_sizes import KernelDevice
+from zeroplan.engines.base import Case, Engine
+from zeroplan.planner.request import Request
+from zeroplan.planner.tapes import ExpandedTapes, NoTapeError
+
+
+def with_shape(request: Request) -> Request:
+    """The request with the micro batch and the length of its example batch.
+
+    Raises:
+        BadInput: inputs without a module, that its forward does not take, or of another size than the request asks for.
+    """
+    if not hasattr(request.model, "named_parameters"):
+        raise BadInput("inputs are an example batch for a live module", where="inputs", remedy="give the module as the model")
+    if request.lora_rank is not None or request.quantize is not None:
+        raise BadInput(
+            "an example batch is traced through the module as it is", where="inputs", remedy="give the module with its adapters"
+        )
+    from zeroplan.trace.example import shape_of
+
+    samples, positions = shape_of(request.model, request.inputs)
+    for name, value, own in (("micro_batch", request.micro_batch, samples), ("seq_len", request.seq_len, positions)):
+        if value is not None and value != own:
+            raise BadInput(f"{value} differs from the inputs' {own}", where=name, remedy=f"leave {name} out")
+    return replace(request, micro_batch=samples, seq_len=positions)
+
+
+class ModuleTapes(ExpandedTapes):
+    """Tapes of one module for one batch, in the dtypes that each case asks for."""
+
+    def __init__(self, engine: Engine, module: Any, inputs: Any) -> None:
+        super().__init__(engine)
+        self._asked, self._module, self._inputs = engine, module, inputs
+        self._made: dict[str, ExpandedTape | NoTapeError] = {}
+
+    def of(self, case: Case) -> ExpandedTape:
+        """Return the tape; see :meth:`ExpandedTapes.of`."""
+        options = self._asked.trace_options(case)
+        if options.key not in self._made:
+            self._made[options.key] = self._traced(case)
+        found = self._made[options.key]
+        if isinstance(found, NoTapeError):
+            raise found
+        return found
+
+    def _traced(self, case: Case) -> ExpandedTape | NoTapeError:
+        from zeroplan.trace.example import trace_example
+
+        work = case.workload
+        try:
+            tape = trace_example(self._module, self._inputs, self._asked.trace_options(case))
+            return tape.expand(work.micro_batch, work.seq_len or 1, None, device=KernelDevice.of(case.cluster.gpu))
+        except Exception as fault:  # the user's own code runs here
+            text = " ".join(str(fault).split())[:160]
+            return NoTapeError(f"the module cannot be traced ({type(fault).__name__}: {text})")

@@ -1,0 +1,81 @@
+"""A live module with an example batch, as a trace needs both: on the meta device, in the dtypes of the run."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.tape_format import Tape
+from zeroplan.core.tape_options import TraceOptions
+from zeroplan.trace.api import trace_module
+
+_WHERE = "inputs"
+
+
+def arguments(module: nn.Module, inputs: Any) -> dict[str, Any]:
+    """Return the keyword arguments of one forward: from a mapping, a tuple of positional ones, or the first alone.
+
+    Raises:
+        BadInput: inputs that the module's forward does not take, or without a tensor.
+    """
+    if isinstance(inputs, Mapping):
+        batch = {str(name): value for name, value in inputs.items()}
+    else:
+        given = inputs if isinstance(inputs, tuple | list) else (inputs,)
+        try:
+            batch = dict(inspect.signature(module.forward).bind(*given).arguments)
+        except TypeError as fault:
+            raise BadInput(str(fault), where=_WHERE, remedy="give the keyword arguments of one forward as a dict") from None
+    if not _tensors(batch):
+        raise BadInput("there is no tensor in the batch", where=_WHERE, remedy="give one micro batch")
+    return batch
+
+
+def shape_of(module: nn.Module, inputs: Any) -> tuple[int, int]:
+    """Return the batch's samples and positions: the first tensors' first and second dimensions."""
+    sizes = [tensor.shape for tensor in _tensors(arguments(module, inputs)) if tensor.dim()]
+    samples = sizes[0][0] if sizes else 1
+    return max(1, samples), max(1, next((shape[1] for shape in sizes if len(shape) > 1), 1))
+
+
+def trace_example(module: nn.Module, inputs: Any, options: TraceOptions) -> Tape:
+    """Return the tape of the module for this batch. The module itself is left as it is.
+
+    Raises:
+        BadInput: inputs that the module's forward does not take.
+    """
+    batch = arguments(module, inputs)
+    half = torch.bfloat16 if options.arithmetic.half_model else None
+
+    def empty(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        dtype = half if half is not None and value.is_floating_point() else value.dtype
+        return torch.empty(value.shape, dtype=dtype, device="meta", requires_grad=value.requires_grad)
+
+    return trace_module(_on_meta(module, half), lambda: tree_map(empty, batch), options)
+
+
+def _on_meta(module: nn.Module, half: torch.dtype | None) -> nn.Module:
+    """Return a copy in training mode without weights, floating parameters and buffers in `half` where that is given."""
+    memo: dict[int, Any] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        dtype = half if half is not None and tensor.is_floating_point() else tensor.dtype
+        empty = torch.empty(tensor.shape, dtype=dtype, device="meta")
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    made = copy.deepcopy(module, memo)
+    config: Any = getattr(made, "config", None)
+    if hasattr(config, "use_cache"):
+        config.use_cache = False
+    return made.train()
+
+
+def _tensors(batch: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]

@@ -2,4 +2,5 @@
 
 from zeroplan.cli.main import run
 
-run()
+if __name__ == "__main__":  # a process that it spawns imports this file again
+    run()

@@ -478,3 +478,59 @@ def test_what_a_card_can_train_is_the_same_from_python(cli: Cli) -> None:
     assert " - " not in out
     assert max(map(len, out.splitlines())) <= 80
     assert found.best is found[0]
+
+
+def test_rates_of_several_processes_count_where_several_ranks_run(cli: Cli, tmp_path: Path) -> None:
+    """A profile's rates with all ranks active replace those of one process, but for a run on one GPU."""
+    profile = tmp_path / "profile.json"
+    profile.write_text(
+        json.dumps(
+            {
+                "schema": 1,
+                "gpu": "H100",
+                "rates": {"launch_us": 20.0, "dram_gbs": 50.0},
+                "together": {"ranks": 4, "rates": {"launch_us": 35.0}},
+            }
+        )
+    )
+    found = {}
+    for gpus in ("1", "4"):
+        words = (LLAMA, "--gpu", "H100", "--gpus", gpus, "--profile", str(profile), "--micro-batch", "1", *FAST, "--json")
+        found[gpus] = json.loads(cli("recommend", *words)[1])
+    assert (found["1"]["rates"]["launch_us"], found["4"]["rates"]["launch_us"]) == (20.0, 35.0)
+    assert found["1"]["rates"]["dram_gbs"] == found["4"]["rates"]["dram_gbs"] == 50.0
+    assert any(text.endswith("the host's with 4 processes at once") for text in found["4"]["warnings"])
+    assert f"rates from {profile}" in found["1"]["warnings"]
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_processes_are_measured_at_the_same_time() -> None:
+    """Each waits for the other before a part begins, and the slower one counts."""
+    pytest.importorskip("transformers")
+    from zeroplan.search.calibrate_host import measure_host
+
+    found = measure_host(2, "cpu")
+    assert found.keys() == {"launch_us", "autograd_us", "fresh_gbs"}
+    assert all(value > 0 for value in found.values())
+
+
+def test_the_slowest_process_counts() -> None:
+    from zeroplan.search.calibrate_host import _combined
+
+    one, other = (
+        {"launch_us": 20.0, "autograd_us": 6.0, "fresh_gbs": 4.0},
+        {"launch_us": 31.0, "autograd_us": 5.0, "fresh_gbs": 3.0},
+    )
+    assert _combined([one, other]) == {"launch_us": 31.0, "autograd_us": 6.0, "fresh_gbs": 3.0}
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_a_process_that_dies_ends_the_measurement() -> None:
+    from zeroplan.search import calibrate_host
+
+    begin = time.monotonic()
+    with pytest.raises(BadInput, match=r"rank \d of 2 ended early"):
+        calibrate_host.measure_host(2, "no such device")
+    assert time.monotonic() - begin < 120

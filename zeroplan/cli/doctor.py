@@ -101,7 +101,8 @@ def _of_machine(*, calibrate: bool, output: str | None, folder: str, as_json: bo
     kernels, problem = _kernels()
     if calibrate:
         rates = measure(machine, folder, _silent if quiet else _say)
-        found = MachineReport(machine, kernels, problem, rates, store(rates, machine, output))
+        kept = store(rates, machine, output)
+        found = MachineReport(machine, kernels, problem, rates.rates, kept, rates.ranks, rates.together, rates.note)
     else:
         found = MachineReport(machine, kernels, problem)
     show(json.dumps(machine_json(found), indent=2) if as_json else machine_text(found, Terminal.here(), quiet=quiet))

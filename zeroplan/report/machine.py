@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from zeroplan.core.units import format_bytes
@@ -18,6 +18,7 @@ class MachineReport:
 
     `kernels` has a row for each device: ``device``, ``backend``, ``reason``; it is empty where `kernels_problem` says why.
     `rates` are the measured rates by name, in the units of their names, kept in the file `profile`; None if not measured.
+    `together` are the host's with `ranks` processes at once; where there are none, `note` says why.
     """
 
     machine: Machine
@@ -25,6 +26,9 @@ class MachineReport:
     kernels_problem: str = ""
     rates: Mapping[str, float] | None = None
     profile: str = ""
+    ranks: int = 1
+    together: Mapping[str, float] = field(default_factory=dict)
+    note: str = ""
 
 
 def machine_json(found: MachineReport) -> dict[str, Any]:
@@ -43,7 +47,10 @@ def machine_json(found: MachineReport) -> dict[str, Any]:
         "kernels": list(found.kernels),
         "kernels_problem": found.kernels_problem or None,
     }
-    return answer if found.rates is None else {**answer, "rates": dict(found.rates), "profile": found.profile}
+    if found.rates is None:
+        return answer
+    together = {"ranks": found.ranks, "rates": dict(found.together)} if found.together else None
+    return {**answer, "rates": dict(found.rates), "together": together, "profile": found.profile}
 
 
 def machine_text(found: MachineReport, terminal: Terminal = PLAIN, *, quiet: bool = False) -> str:
@@ -64,7 +71,12 @@ def machine_text(found: MachineReport, terminal: Terminal = PLAIN, *, quiet: boo
         facts.append(f"kernels: {found.kernels_problem}")
     lines += ["", *terminal.items(facts)]
     if found.rates is not None:
-        lines += ["", *(f"{name:<20}{value:>14,.2f}" for name, value in found.rates.items())]
+        heads = f"{'':<20}{'one process':>14}" + (f"{f'{found.ranks} at once':>14}" if found.together else "")
+        lines += ["", terminal.bold(heads)]
+        for name, value in found.rates.items():
+            also = f"{found.together[name]:>14,.2f}" if name in found.together else ""
+            lines.append(f"{name:<20}{value:>14,.2f}{also}")
+        lines += terminal.wrap(found.note) if found.note else []
         lines += terminal.wrap(f"Kept in {found.profile}; recommend uses it for this GPU.")
     return "\n".join(lines)
 

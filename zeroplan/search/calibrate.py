@@ -11,6 +11,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from zeroplan.core.errors import BadInput
@@ -18,6 +19,7 @@ from zeroplan.core.files import write_atomic
 from zeroplan.core.gpus import DEFAULT_GPU
 from zeroplan.core.rates import profile_path, rates_of
 from zeroplan.core.units import MIB
+from zeroplan.search.calibrate_host import measure_host
 from zeroplan.search.machine import Machine
 
 _REPEATS = 5
@@ -29,7 +31,20 @@ _FILE_BYTES = 256 * MIB
 _LINK_SIZES = (1 << 20, 1 << 23, 1 << 26)
 
 
-def calibrate(machine: Machine, folder: str, report: Callable[[str], None] = lambda _: None) -> dict[str, float]:
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What was measured: `rates` with one process, and the host's rates with `ranks` at the same time (`together`).
+
+    `together` is empty where there are fewer than two GPUs, and `note` says so.
+    """
+
+    rates: dict[str, float]
+    ranks: int = 1
+    together: dict[str, float] = field(default_factory=dict)
+    note: str = ""
+
+
+def calibrate(machine: Machine, folder: str, report: Callable[[str], None] = lambda _: None) -> Calibration:
     """Measure the rates that this machine allows to measure.
 
     Args:
@@ -44,29 +59,41 @@ def calibrate(machine: Machine, folder: str, report: Callable[[str], None] = lam
         import torch
     except ImportError:
         raise BadInput("needs torch", where="--calibrate", remedy="pip install zeroplan[torch]") from None
-    found: dict[str, float] = {}
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    together: dict[str, float] = {}
     report("host: memory")
-    found |= _host_memory(torch)
+    found = _host_memory(torch)
     report("host: Adam")
     found["cpu_adam_gbs"] = _cpu_adam(torch)
     report("disk")
     found |= _disk(folder)
-    if torch.cuda.is_available():
+    if count:
         report("host: issuing kernels")
-        found["launch_us"], found["autograd_us"] = _launch(torch)
-        usual = rates_of(DEFAULT_GPU)
-        slower = found["launch_us"] / usual.launch_us
-        # Hooks are Python like the rest of the step, so they are as much slower or faster.
-        found |= {name: getattr(usual, name) * slower for name in _HOOKS}
+        found |= measure_host(1, "cuda")
+        found |= _hooks(found["launch_us"])
         report("GPU: products, copies, transfers")
         found |= _gpu(torch)
-        if torch.cuda.device_count() > 1:
-            report("links between GPUs")
-            found |= _links(torch)
-    return {name: round(value, 4) for name, value in found.items()}
+    if count > 1:
+        report("links between GPUs")
+        found |= _links(torch)
+        report(f"host with {count} processes at once, one a GPU")
+        together = measure_host(count, "cuda")
+        together = _rounded(together | _hooks(together["launch_us"]))
+    note = "" if count > 1 else f"{'one GPU' if count else 'no GPU'}: nothing is measured with several processes at once"
+    return Calibration(_rounded(found), max(count, 1), together, note)
 
 
-def store(rates: dict[str, float], machine: Machine, path: str | os.PathLike[str] | None = None) -> str:
+def _hooks(launch_us: float) -> dict[str, float]:
+    """Return the rates of hooks: they are Python like the rest of the step, so they are as much slower or faster."""
+    usual = rates_of(DEFAULT_GPU)
+    return {name: getattr(usual, name) * launch_us / usual.launch_us for name in _HOOKS}
+
+
+def _rounded(rates: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 4) for name, value in rates.items()}
+
+
+def store(found: Calibration, machine: Machine, path: str | os.PathLike[str] | None = None) -> str:
     """Write the profile, by default where the search looks for it; returns the path.
 
     Raises:
@@ -78,7 +105,9 @@ def store(rates: dict[str, float], machine: Machine, path: str | os.PathLike[str
     except OSError as error:
         raise BadInput(f"cannot be made ({error.strerror})", where=os.path.dirname(target)) from None
     gpu = machine.cards[0].preset if machine.cards else ""
-    profile = {"schema": 1, "gpu": gpu, "cores": machine.cores, "packages": machine.packages, "rates": rates}
+    profile = {"schema": 1, "gpu": gpu, "cores": machine.cores, "packages": machine.packages, "rates": found.rates}
+    if found.together:
+        profile["together"] = {"ranks": found.ranks, "rates": found.together}
     write_atomic(target, json.dumps(profile, indent=2) + "\n")
     return target
 
@@ -94,40 +123,6 @@ def _best(run: Callable[[], object], repeats: int = _REPEATS) -> float:
     return fastest
 
 
-def _launch(torch: Any) -> tuple[float, float]:
-    """µs of host time a kernel of the forward and of the backward, in a Llama so small that computing it takes no time.
-
-    Kernels are counted by the dispatcher as tapes count them: every operation that makes a new storage.
-    """
-    import transformers
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        kernels: int = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            known = {t.untyped_storage()._cdata for t in args if isinstance(t, torch.Tensor)}
-            self.kernels += isinstance(out, torch.Tensor) and out.untyped_storage()._cdata not in known
-            return out
-
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 128}
-    config = transformers.LlamaConfig(**shape, num_key_value_heads=2, use_cache=False)
-    model = transformers.LlamaForCausalLM(config).cuda().bfloat16().train()
-    tokens = torch.randint(0, 128, (1, 16), device="cuda")
-
-    def forward() -> Any:
-        return model(input_ids=tokens, labels=tokens).loss
-
-    with Count() as first:  # type: ignore[no-untyped-call]
-        loss = forward()
-    with Count() as second:  # type: ignore[no-untyped-call]
-        loss.backward()
-    alone = _best(forward, repeats=20)
-    both = _best(lambda: forward().backward(), repeats=20)
-    return alone / int(first.kernels) * 1e6, max(0.0, both - alone) / int(second.kernels) * 1e6
-
-
 def _host_memory(torch: Any) -> dict[str, float]:
     size = 32 * MIB
     values = torch.ones(size, dtype=torch.float32)
@@ -137,7 +132,7 @@ def _host_memory(torch: Any) -> dict[str, float]:
 
 
 def _cpu_adam(torch: Any) -> float:
-    """Measure the CPU's Adam: 28 bytes an element: gradient, master and two moments read, all but the gradient written."""
+    """Return the rate of 28 bytes an element: gradient, master and two moments read, all but the gradient written."""
     count = 16 * MIB
     master, first, second = (torch.zeros(count) for _ in range(3))
     grad = torch.ones(count)

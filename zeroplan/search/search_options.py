@@ -118,8 +118,15 @@ def _rates(cluster: Cluster, options: SearchOptions, warnings: list[str]) -> Rat
     profile = read_profile(path)
     if options.profile is None and profile.get("gpu") != cluster.gpu.name:
         return rates
-    warnings.append(f"rates from {path}")
-    return rates.with_profile(profile["rates"], str(path))
+    measured, source = dict(profile["rates"]), f"rates from {path}"
+    together = profile.get("together")
+    if cluster.gpus > 1 and isinstance(together, dict) and isinstance(together.get("rates"), dict):
+        measured |= together["rates"]
+        source += f", the host's with {together.get('ranks')} processes at once"
+    elif cluster.gpus > 1:
+        source += ", the host's with one process: with more it is slower, calibrate where they run"
+    warnings.append(source)
+    return rates.with_profile(measured, str(path))
 
 
 def candidates_of(resolved: ResolvedSearch, request: Request, options: SearchOptions) -> list[Candidate]:

@@ -1,0 +1,144 @@
+"""Measures the host's rates with one process, and with one process a GPU at the same time, which share cores and memory.
+
+A process alone issues kernels faster than one of four on the same host: clocks fall, caches and memory are shared, and threads
+of NCCL, of autograd and of other ranks want the cores. Steps that the host bounds take as long as the slowest rank.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.synchronize import Barrier
+from typing import Any
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.units import MIB
+
+#: Passes of the small model that are timed; the median counts, since all processes are active in the middle.
+_PASSES = 40
+_REPEATS = 5
+#: Elements that each process casts into new memory.
+_CAST = 32 * MIB
+#: Seconds that the slowest process may take: it imports torch and transformers.
+_PATIENCE = 300.0
+
+
+def measure_host(ranks: int, device: str) -> dict[str, float]:
+    """Measure the host's rates with `ranks` processes at the same time, each bound to its GPU.
+
+    Args:
+        ranks: processes.
+        device: cuda, or cpu, where the time to issue kernels holds their computation too.
+
+    Returns:
+        ``launch_us``, ``autograd_us`` and ``fresh_gbs`` of the slowest process: fields of :class:`zeroplan.core.rates.Rates`.
+
+    Raises:
+        BadInput: a process that ends early or takes too long.
+    """
+    if ranks == 1:
+        return _combined([_measure(0, 1, device, lambda: None)])
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        started = [context.Process(target=_rank, args=(rank, ranks, device, folder, barrier)) for rank in range(ranks)]
+        for process in started:
+            process.start()
+        deadline = time.monotonic() + _PATIENCE
+        while any(process.is_alive() for process in started) and time.monotonic() < deadline:
+            if any(process.exitcode for process in started):
+                break  # the others would wait for it in vain
+            time.sleep(0.05)
+        failed = [rank for rank, process in enumerate(started) if process.exitcode]
+        failed = failed or [rank for rank, process in enumerate(started) if process.is_alive()]
+        for process in started:
+            if process.is_alive():
+                process.kill()
+            process.join()
+        if failed:
+            raise BadInput(f"rank {failed[0]} of {ranks} ended early or hung", where="--calibrate", remedy="run it once more")
+        found = []
+        for rank in range(ranks):
+            with open(os.path.join(folder, f"{rank}.json"), encoding="utf-8") as file:
+                found.append(json.load(file))
+    return _combined(found)
+
+
+def _combined(found: list[dict[str, float]]) -> dict[str, float]:
+    """Return the slowest process's rates: times are the longest, bandwidths the least."""
+    worst = {"launch_us": max, "autograd_us": max, "fresh_gbs": min}
+    return {name: choose(one[name] for one in found) for name, choose in worst.items()}
+
+
+def _rank(rank: int, ranks: int, device: str, folder: str, barrier: Barrier) -> None:
+    """Measure one process; all begin each part together."""
+    found = _measure(rank, ranks, device, lambda: barrier.wait(_PATIENCE))
+    with open(os.path.join(folder, f"{rank}.json"), "w", encoding="utf-8") as file:
+        json.dump(found, file)
+
+
+def _measure(rank: int, ranks: int, device: str, meet: Callable[[], object]) -> dict[str, float]:
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // ranks))
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    launch, autograd = _launch(torch, device, meet)
+    values = torch.ones(_CAST, dtype=torch.float32)
+    meet()
+    cast = _median(lambda: values.to(torch.bfloat16))
+    meet()
+    return {"launch_us": launch, "autograd_us": autograd, "fresh_gbs": 2 * _CAST / cast / 1e9}
+
+
+def _median(run: Callable[[], object], repeats: int = _REPEATS) -> float:
+    """Return the seconds of the middle one of several runs, after one that warms up."""
+    run()
+    seconds = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds)
+
+
+def _launch(torch: Any, device: str, meet: Callable[[], object]) -> tuple[float, float]:
+    """Return the µs of host time a kernel of the forward and of the backward, in a Llama that takes no time to compute.
+
+    Kernels are counted by the dispatcher as tapes count them: every operation that makes a new storage.
+    """
+    import transformers
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        kernels: int = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            known = {t.untyped_storage()._cdata for t in args if isinstance(t, torch.Tensor)}
+            self.kernels += isinstance(out, torch.Tensor) and out.untyped_storage()._cdata not in known
+            return out
+
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 128}
+    config = transformers.LlamaConfig(**shape, num_key_value_heads=2, use_cache=False)
+    model = transformers.LlamaForCausalLM(config).to(device).bfloat16().train()
+    tokens = torch.randint(0, 128, (1, 16), device=device)
+
+    def forward() -> Any:
+        return model(input_ids=tokens, labels=tokens).loss
+
+    with Count() as first:  # type: ignore[no-untyped-call]
+        loss = forward()
+    with Count() as second:  # type: ignore[no-untyped-call]
+        loss.backward()
+    meet()
+    alone = _median(forward, _PASSES)
+    meet()
+    both = _median(lambda: forward().backward(), _PASSES)
+    return alone / int(first.kernels) * 1e6, max(0.0, both - alone) / int(second.kernels) * 1e6

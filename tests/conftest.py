@@ -65,6 +65,16 @@ def pool() -> Iterator[RankPool]:
     made.stop()
 
 
+@pytest.fixture(scope="session")
+def pair() -> Iterator[RankPool]:
+    """Two gloo ranks whose default process group is theirs alone, for tools that train on all ranks there are."""
+    from tests.runtime.ranks import RankPool
+
+    made = RankPool(2)
+    yield made
+    made.stop()
+
+
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
     """Run the command line in this process: (exit code, stdout, stderr)."""

@@ -1,9 +1,14 @@
 """The included training runtime: ZeRO stages 0 to 3 over units of parameters.
 
 ``engine, optimizer, dataloader, scheduler = zeroplan_runtime.initialize(model=model, config=ds_config)``
+
+Where Lightning is used, importing this registers its strategies, such as ``Trainer(strategy="zeroplan_stage_2")``.
 """
 
 from zeroplan_runtime.api import initialize
 from zeroplan_runtime.engine import Engine
+from zeroplan_runtime.integrations.lightning.registration import register_strategies
 
 __all__ = ["Engine", "initialize"]
+
+register_strategies()

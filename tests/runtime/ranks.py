@@ -21,12 +21,12 @@ CONTEXT = mp.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch._inductor.config", "tests.runtime.train"])
 
 
-def _work(rank: int, store: str, tasks: Any, results: Any) -> None:
+def _work(rank: int, most: int, store: str, tasks: Any, results: Any) -> None:
     gc.freeze()  # what is imported stays; else the tests that collect would go through all of it
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=MOST, timeout=timedelta(seconds=60))
-    groups = {n: dist.new_group(list(range(n))) for n in range(1, MOST + 1)}
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=most, timeout=timedelta(seconds=60))
+    groups = {n: dist.new_group(list(range(n))) for n in range(1, most + 1)}
     while (task := tasks.get()) is not None:
         count, function, args = task
         if rank >= count:
@@ -39,18 +39,25 @@ def _work(rank: int, store: str, tasks: Any, results: Any) -> None:
 
 
 class RankPool:
-    """Four worker processes, started once. After a failure the pool is replaced, since ranks may wait for each other."""
+    """Worker processes, started once. After a failure the pool is replaced, since ranks may wait for each other.
 
-    def __init__(self) -> None:
+    Args:
+        most: their number, and that of the ranks in the default process group, which tools of others use.
+    """
+
+    def __init__(self, most: int = MOST) -> None:
+        self._most = most
         self._processes: list[Any] = []
 
     def _start(self) -> None:
         self._results = CONTEXT.Queue()
-        self._tasks = [CONTEXT.Queue() for _ in range(MOST)]
+        self._tasks = [CONTEXT.Queue() for _ in range(self._most)]
         store = os.path.join(tempfile.mkdtemp(), "store")
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        for rank in range(MOST):
-            process = CONTEXT.Process(target=_work, args=(rank, store, self._tasks[rank], self._results), daemon=True)
+        for rank in range(self._most):
+            process = CONTEXT.Process(
+                target=_work, args=(rank, self._most, store, self._tasks[rank], self._results), daemon=True
+            )
             process.start()
             self._processes.append(process)
 

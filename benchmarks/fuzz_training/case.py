@@ -297,7 +297,7 @@ def _more_legal(case: Case) -> Case:
         if case.drops == "between":
             change["drops"] = ""  # a backward brings the update before, even if its gradients are dropped
     if case.compiled:
-        change |= {"weights": "", "hooks": "", "checkpointing": "", "clamps": "", "output": ""}
+        change |= {"weights": "", "hooks": "", "checkpointing": "", "clamps": "", "output": "", "batch_norm": False}
         if case.blocks == "lstm":
             change["blocks"] = "mlp"
         after -= {"caught"}

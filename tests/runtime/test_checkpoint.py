@@ -222,3 +222,24 @@ def test_saving_holds_one_piece_at_a_time(tmp_path: Path, monkeypatch: pytest.Mo
     trained = sum(1 for _ in engine.module.parameters())
     assert len(held) == 3 * trained  # masters and two moments
     assert max(most) == 1
+
+
+def test_loading_holds_one_piece_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank needs the memory of the largest piece beside its states, not that of the states once more."""
+    engine, *_ = zeroplan_runtime.initialize(model=models.make(), config=ds_config(2, "bf16"), device="cpu")
+    go_on(engine, 0, 1)
+    engine.save_checkpoint(tmp_path)
+    held: list[Any] = []
+    most: list[int] = []
+    plain = torch.load
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        piece = plain(*args, **kwargs)
+        held.append(weakref.ref(piece.untyped_storage()))
+        most.append(sum(one() is not None for one in held))
+        return piece
+
+    monkeypatch.setattr(torch, "load", note)
+    engine.load_checkpoint(tmp_path)
+    assert len(held) == 3 * sum(1 for _ in engine.module.parameters())
+    assert max(most) == 1

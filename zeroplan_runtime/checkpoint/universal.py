@@ -8,7 +8,9 @@ that of deepspeed/checkpoint/ds_to_universal.py of 0.19.8.
 from __future__ import annotations
 
 import argparse
+import os
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,9 @@ from zeroplan_runtime.parameter_values import write_value
 
 LATEST = "latest_universal"
 _MODEL = "mp_rank_00_model_states.pt"
+#: The same where DeepSpeed's stage 3 has written it, and where it looks for it: a file a rank.
+_MODELS = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
+_OPTIMIZER = "optimizer_state.pt"
 _STATES = "zero"
 _FP32 = "fp32"
 
@@ -65,7 +70,7 @@ def to_universal(checkpoint_dir: str | Path, output_dir: str | Path, tag: str | 
             "param_groups": groups,
             "optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": groups},
         },
-        folder / _STATES / "optimizer_state.pt",
+        folder / _STATES / _OPTIMIZER,
     )
     torch.save(
         {
@@ -74,10 +79,13 @@ def to_universal(checkpoint_dir: str | Path, output_dir: str | Path, tag: str | 
             "global_steps": progress["global_steps"],
             "skipped_steps": progress["skipped"],
             "ds_version": DEEPSPEED_VERSION,
+            "dp_world_size": checkpoint.state["ranks"],  # DeepSpeed's engine asks for both
+            "mp_world_size": 1,
             "client_state": checkpoint.typed("client_state"),
         },
         folder / _MODEL,
     )
+    _link(folder / _MODEL, folder / _MODELS.format(0))
     (folder.parent / LATEST).write_text(folder.name)
     return folder
 
@@ -105,28 +113,25 @@ def load_universal_checkpoint(
     folder = Path(folder)
     states, wanted = ParameterStates(engine), dict(engine.module.named_parameters())
     trained = {name: param for name, param in wanted.items() if states.trains(param)}
-    _require_names(folder / _STATES, set(trained))
-    model = _read(folder / _MODEL)
-    step: float | None = None
+    _require_names(folder / _STATES, set(trained), known=set(wanted))
+    files = _model_files(folder)
+    model = _read(files[0])
     for name, param in trained.items():
         place = folder / _STATES / name
         for key in [MASTER, *(states.keys() if load_optimizer_states else ())]:
             file = place / f"{_FP32 if key == MASTER else key}.pt"
             states.set_whole(param, _fitting(_read(file), param, file), key)
-        if (place / "step.pt").exists():
-            step = float(_read(place / "step.pt"))
     module = model.get("module") or {}
     frozen = {name: param for name, param in wanted.items() if name not in trained and param.numel()}
     for name, param in frozen.items():
         if name not in module:
-            raise BadInput(f"holds no frozen parameter {name!r}", where=str(folder / _MODEL), remedy="train what was trained")
-        write_value(engine, param, _fitting({"param": module[name]}, param, folder / _MODEL))
+            raise BadInput(f"holds no frozen parameter {name!r}", where=str(files[0]), remedy="train what was trained")
+        write_value(engine, param, _fitting({"param": _frozen(files, model, name)}, param, files[0]))
     with torch.no_grad():
         for name, buffer in engine.module.named_buffers():
             if name in module:
                 buffer.copy_(module[name])
-    applied = int(step if step is not None else model.get("global_steps", 0))
-    engine.progress.applied = applied
+    applied = engine.progress.applied = _steps(folder / _STATES, model)
     engine.progress.global_steps = int(model.get("global_steps", applied))
     engine.progress.micro_steps = engine.progress.global_steps * engine.progress.grad_accum
     if load_lr_scheduler_states and engine.lr_scheduler is not None and model.get("lr_scheduler") is not None:
@@ -139,21 +144,68 @@ def load_universal_checkpoint(
     return {key: value for key, value in model.items() if key != "module"}
 
 
-def _require_names(folder: Path, wanted: set[str]) -> None:
+def _link(file: Path, other: Path) -> None:
+    """Makes `other` the same file, or a copy where the file system knows no links."""
+    other.unlink(missing_ok=True)
+    try:
+        os.link(file, other)
+    except OSError:
+        shutil.copyfile(file, other)
+
+
+def _model_files(folder: Path) -> list[Path]:
+    """The file with what is not a trained parameter, or of DeepSpeed's stage 3 every rank's."""
+    found = [folder / _MODELS.format(rank) for rank in range(len(list(folder.glob(_MODELS.format("*")))))]
+    return [folder / _MODEL] if (folder / _MODEL).exists() or not found else found
+
+
+def _frozen(files: list[Path], model: dict[str, Any], name: str) -> torch.Tensor:
+    """A frozen parameter, whole; of several files each holds a part, and the last one's is padded."""
+    whole: torch.Tensor = model["module"][name]
+    shape = (model.get("frozen_param_shapes") or {}).get(name)
+    if len(files) == 1 or shape is None:
+        return whole
+    parts = [_read(file)["frozen_param_fragments"][name] for file in files]
+    return torch.cat(parts)[: shape.numel()].view(shape)
+
+
+def _steps(states: Path, model: dict[str, Any]) -> int:
+    """The number of steps that the optimizer has taken. DeepSpeed writes it beside the parameters, at stage 3 once for all."""
+    file = next(iter(sorted(states.glob("*/step.pt"))), None)
+    if file is not None:
+        return int(_read(file))
+    try:
+        return int(_read(states / _OPTIMIZER)["optimizer_state_dict"]["state"][0]["step"])
+    except (BadInput, LookupError, TypeError):  # it may hold DeepSpeed's own objects
+        return int(model.get("global_steps", 0)) - int(model.get("skipped_steps", 0))
+
+
+def _require_names(folder: Path, wanted: set[str], *, known: set[str]) -> None:
+    """Checks that the trained parameters `wanted` are there, and others only if `known` and without states.
+
+    DeepSpeed writes frozen parameters there, too, at stages 1 and 2.
+
+    Raises:
+        BadInput: for the first that is missing or too many.
+    """
     if not folder.is_dir():
         raise BadInput("is no universal checkpoint", where=str(folder.parent), remedy="make one by ds_to_universal")
     found = {path.name for path in folder.iterdir() if path.is_dir()}
     remedy = "build the model that was saved"
     if missing := sorted(wanted - found):
         raise BadInput(f"holds no parameter {missing[0]!r}", where=str(folder), remedy=remedy)
-    if more := sorted(found - wanted):
+    frozen = {name for name in found & known if [file.name for file in (folder / name).iterdir()] == [f"{_FP32}.pt"]}
+    if more := sorted(found - wanted - frozen):
         raise BadInput(f"holds {more[0]!r}, which this model does not train", where=str(folder), remedy=remedy)
 
 
 def _fitting(data: Any, param: torch.Tensor, file: Path) -> torch.Tensor:
-    value = data.get("param") if isinstance(data, dict) else None
+    """The tensor in `data`; of DeepSpeed's stage 3 it is not in a dict, and flat."""
+    value = data.get("param") if isinstance(data, dict) else data
     if not isinstance(value, torch.Tensor):
         raise BadInput("holds no tensor 'param'", where=str(file))
+    if value is data and value.shape == (param.numel(),):
+        value = value.view(param.shape)
     if value.shape != param.shape:
         raise BadInput(f"holds the shape {list(value.shape)}, not {list(param.shape)}", where=str(file))
     return value.detach()

@@ -1,0 +1,91 @@
+"""Checkpoints between DeepSpeed and the runtime, both ways: universal ones with their optimizer's states, and fp32 weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zeroplan_runtime
+from tests.runtime import deepspeed_ranks as peer
+from tests.runtime.ranks import RankPool
+from zeroplan_runtime.checkpoint.universal import load_universal_checkpoint, to_universal
+from zeroplan_runtime.checkpoint.zero_to_fp32 import (
+    convert_zero_checkpoint_to_fp32_state_dict,
+    get_fp32_state_dict_from_zero_checkpoint,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
+
+def start(group: dist.ProcessGroup, stage: int, model: Any) -> Any:
+    config = peer.ds_config(stage)
+    return zeroplan_runtime.initialize(model=model, config=config, group=group, device="cpu")[0]
+
+
+def save(group: dist.ProcessGroup, folder: str) -> list[float]:
+    """Trains as DeepSpeed does, saves, and goes on."""
+    engine = start(group, 3, peer.make(0))
+    peer.take_steps(engine, 0, peer.SAVED, engine.comm.rank)
+    engine.save_checkpoint(folder, "saved")
+    losses = peer.take_steps(engine, peer.SAVED, peer.END, engine.comm.rank)
+    engine.destroy()
+    return losses
+
+
+def resume(group: dist.ProcessGroup, stage: int, folder: str) -> list[float]:
+    """Goes on from a universal checkpoint."""
+    engine = start(group, stage, peer.make(1))
+    load_universal_checkpoint(engine, folder)
+    losses = peer.take_steps(engine, peer.SAVED, peer.END, engine.comm.rank)
+    engine.destroy()
+    return losses
+
+
+def begin(group: dist.ProcessGroup, stage: int, file: str) -> list[float]:
+    """Begins from a state dict."""
+    model = peer.make(2)
+    model.load_state_dict(torch.load(file, weights_only=True), strict=False)
+    engine = start(group, stage, model)
+    losses = peer.take_steps(engine, peer.SAVED, peer.END, engine.comm.rank)
+    engine.destroy()
+    return losses
+
+
+def test_checkpoints_pass_between_deepspeed_and_the_runtime(pool: RankPool, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    kept = pool.run(peer.RANKS, save, str(tmp_path / "ours"))[0]
+    to_universal(tmp_path / "ours", tmp_path / "universal")
+    convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "ours", tmp_path / "fp32")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(peer.RANKS)]
+    command += [peer.__file__, str(tmp_path), "universal", "fp32/pytorch_model.bin"]
+    root = Path(__file__).parents[2]
+    ran = subprocess.run(
+        command, cwd=root, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    theirs = json.loads((tmp_path / "losses.json").read_text())
+    ours = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "ours")
+    for stage in peer.STAGES:
+        assert theirs[f"own{stage}"] == pytest.approx(kept, rel=1e-5)  # the same training
+        assert theirs[f"resumed{stage}"] == pytest.approx(kept, rel=1e-5)  # of our universal checkpoint
+        values = torch.load(tmp_path / f"deepspeed{stage}.pt", weights_only=True)
+        assert set(ours) - set(values) in (set(), {"3.weight"})  # DeepSpeed's own tool leaves out what is frozen at stage 1
+        for name, value in values.items():
+            torch.testing.assert_close(value, ours[name], rtol=1e-5, atol=1e-6)
+        universal = str(tmp_path / f"deepspeed{stage}" / "universal")
+        for ranks, other in ((2, 0), (1, 1), (3, 3)):
+            losses = pool.run(ranks, resume, other, universal)[0]
+            assert len(losses) == len(kept)
+            if ranks == peer.RANKS:  # the mean is over other data else
+                assert losses == pytest.approx(kept, rel=1e-5)
+            assert losses[0] == pytest.approx(kept[0], rel=1e-5)
+        begun = pool.run(peer.RANKS, begin, stage, str(tmp_path / f"deepspeed{stage}.pt"))[0]
+        assert begun == pytest.approx(theirs[f"begun{stage}"], rel=1e-5)

@@ -51,7 +51,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", callback=_quiet, help="Pri
 
 _WORK, _CLUSTER, _MESH, _ZERO, _FROM = "Workload", "Cluster", "Parallelism", "Sharding", "Files"
 #: Fields of a layout, for verbs that take data parallelism alone.
-DEGREES = ("tp", "sp")
+DEGREES = ("tp", "sp", "pp", "schedule")
 
 
 def _option(
@@ -111,6 +111,10 @@ OPTIONS: dict[str, Any] = {
     "host": _option(str | None, "--host", "server or desktop: what its system keeps of --cpu-ram. [by the GPU]", _CLUSTER),
     "tp": _option(int, "--tp", "GPUs that share each matrix (tensor parallelism). [1]", _MESH),
     "sp": _option(bool, "--sp", "They share the tokens between matrices, too (sequence parallelism).", _MESH),
+    "pp": _option(
+        int, "--pp", "Stages of consecutive blocks (pipeline parallelism); --grad-accum micro batches pass. [1]", _MESH
+    ),
+    "schedule": _option(str, "--schedule", "The order of a stage's micro batches: 1f1b or gpipe.", _MESH),
     "engine": _option(str, "--engine", f"{', '.join(BUILT_IN)}, or one of your own.", _ZERO, names=complete.engines),
     "stage": _option(int | None, "--stage", "0 to 3. [all]", _ZERO),
     "offload_optimizer": _option(str | None, "--offload-optimizer", "none, cpu or nvme. [all]", _ZERO),

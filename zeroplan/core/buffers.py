@@ -44,6 +44,7 @@ class Buffer(StrEnum):
     COMM_ALL_REDUCE = "comm.all_reduce"
     COMM_BUCKET = "comm.bucket"  # gradients collected before a reduction
     COMM_BROADCAST = "comm.broadcast"
+    COMM_PIPELINE = "comm.pipeline"  # what a pipeline stage receives: inputs, and gradients of its outputs
     COMM_ACTIVATION = "comm.activation"  # outputs of the model's own collectives, between tensor-parallel ranks
     STAGE_H2D = "stage.h2d"
     STAGE_D2H = "stage.d2h"

@@ -53,6 +53,7 @@ _FAMILIES: dict[Buffer, Family] = {
     Buffer.COMM_BUCKET: Family.COMMUNICATION,
     Buffer.COMM_BROADCAST: Family.COMMUNICATION,
     Buffer.COMM_ACTIVATION: Family.COMMUNICATION,
+    Buffer.COMM_PIPELINE: Family.COMMUNICATION,
     Buffer.STAGE_H2D: Family.STAGING,
     Buffer.STAGE_D2H: Family.STAGING,
     Buffer.SWAP_BUFFER: Family.STAGING,

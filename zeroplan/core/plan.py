@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 from zeroplan.core.display import Printable
 from zeroplan.core.units import format_bytes
@@ -128,11 +128,25 @@ class PeerFigures(Frozen):
     cpu: int
 
 
+class StageMemory(Frozen):
+    """One pipeline stage's rank: the range of its blocks, and bytes on its GPU. Peaks and total are None at formula depth."""
+
+    stage: int
+    blocks: tuple[int, int]
+    model_states: int
+    peak_allocated: int | None = None
+    peak_reserved: int | None = None
+    total: int | None = None
+    fits: bool | None = None
+
+
 class MemoryPlan(Printable, Frozen):
     """The memory of one configuration.
 
     `fits` is None when no limit was given, and when something that decides is in no figure: `settle` then says what would
     tell. `misfits` names the limits that are exceeded: ``gpu``, ``cpu``, ``nvme``. `unmodelled` lists what no figure holds.
+    `stages` are the pipeline stages, the one that needs the most first; the plan's figures are that one's. Without pipeline
+    parallelism there are none, and JSON has no such key.
     """
 
     engine: str
@@ -151,6 +165,14 @@ class MemoryPlan(Printable, Frozen):
     deepspeed_estimator: PeerFigures | None = None
     lines: tuple[PlanLine, ...] = ()
     warnings: tuple[str, ...] = ()
+    stages: tuple[StageMemory, ...] = ()
+
+    @model_serializer(mode="wrap")
+    def _without_empty_stages(self, whole: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        data: dict[str, Any] = whole(self)
+        if not self.stages:
+            data.pop("stages", None)
+        return data
 
     @property
     def undecided(self) -> bool:

@@ -28,6 +28,7 @@ from zeroplan.models.spec import ModelSpec
 
 if TYPE_CHECKING:  # a plan from the ledger alone needs no simulator
     from zeroplan.core.parameters import Parameters
+    from zeroplan.core.pipeline import Stage
     from zeroplan.core.tape import ExpandedTape
     from zeroplan.core.tape_options import TraceOptions
     from zeroplan.ds_config.reader import DsConfig
@@ -45,6 +46,8 @@ class Case:
 
     `parallel` None means data parallelism over the whole cluster. `zero_init` says whether DeepSpeed's stage 3 gets a model
     that was built under ``deepspeed.zero.Init``; without it the whole model passes over each GPU.
+    With pipeline parallelism, `pipeline` is the order of micro batches
+    (:class:`~zeroplan.core.pipeline.PipelineSchedule`), and `pp_rank` the stage that is looked at.
     `unmodelled` are keys of files that no field here holds; an engine adds its own (:meth:`Engine.unmodelled`).
     """
 
@@ -55,6 +58,18 @@ class Case:
     parallel: ParallelLayout | None = None
     zero_init: bool = True
     unmodelled: tuple[Unmodelled, ...] = ()
+    pipeline: str = "1f1b"
+    pp_rank: int = 0
+
+    @property
+    def pipeline_stage(self) -> Stage | None:
+        """The pipeline stage that is looked at; None without pipeline parallelism."""
+        if self.layout.pp == 1:
+            return None
+        from zeroplan.core.pipeline import stages_of
+
+        blocks = len({block for block in self.spec.parameters.blocks if block})
+        return stages_of(blocks, self.layout.pp)[self.pp_rank]
 
     @property
     def layout(self) -> ParallelLayout:

@@ -101,13 +101,11 @@ def script_of(tape: ExpandedTape, *, modules: bool, own_linear: bool) -> Script:
     alloc, free, mark = int(Op.ALLOC), int(Op.FREE), int(Op.MARK)
     marks = {tape.arg[at]: at for at, op in enumerate(tape.op) if op == mark}
     ends = (0, marks[Mark.BACKWARD_BEGIN], marks[Mark.BACKWARD_END])
-    products = [_multiplies(m.type) for m in tape.modules]
-    biased = [_adds_bias(m, tape, own_linear=own_linear) for m in tape.modules]
     event_blocks = EventBlocks()
     played = []
     for half, (begin, end) in enumerate(pairwise(ends)):
-        workspaces = _workspaces(tape, range(begin, end), half, products, biased)
-        played.append(_cues(tape, range(begin, end), workspaces, modules, event_blocks))
+        workspaces = workspaces_of(tape, range(begin, end), half, own_linear=own_linear)
+        played.append(cues_of(tape, range(begin, end), workspaces, modules, event_blocks))
     allocated = {arg: kind for op, arg, kind in zip(tape.op, tape.arg, tape.kind, strict=True) if op == alloc}
     last = [arg for op, arg in zip(tape.op[ends[2] :], tape.arg[ends[2] :], strict=True) if op == free]
     return Script(
@@ -119,10 +117,10 @@ def script_of(tape: ExpandedTape, *, modules: bool, own_linear: bool) -> Script:
     )
 
 
-def _workspaces(
-    tape: ExpandedTape, half: range, number: int, products: list[bool], biased: list[bool]
-) -> list[tuple[int, int, int]]:
-    """Before which event of the half a workspace is taken, its index, and the module that calls."""
+def workspaces_of(tape: ExpandedTape, half: range, number: int, *, own_linear: bool = False) -> list[tuple[int, int, int]]:
+    """Before which event of the half a workspace is taken, its index, and the module that calls. See :func:`script_of`."""
+    products = [_multiplies(m.type) for m in tape.modules]
+    biased = [_adds_bias(m, tape, own_linear=own_linear) for m in tape.modules]
     enters = (int(Op.ENTER), int(Op.BWD_ENTER))
     entries = [at for at in half if tape.op[at] in enters]
     first = next((at for at in entries if products[tape.arg[at]]), None)
@@ -157,9 +155,10 @@ def _adds_bias(module: TapeModule, tape: ExpandedTape, *, own_linear: bool) -> b
 _HOOKS = frozenset({Op.ENTER, Op.EXIT, Op.BWD_ENTER, Op.BWD_EXIT, Op.MARK})
 
 
-def _cues(
+def cues_of(
     tape: ExpandedTape, half: range, workspaces: list[tuple[int, int, int]], modules: bool, event_blocks: EventBlocks
 ) -> tuple[Cue, ...]:
+    """The cues of one half of a tape, with module hooks only if `modules`; its event blocks are added to `event_blocks`."""
     buffers = [BUFFER_OF_KIND[Kind(kind)] for kind in range(len(Kind))]
     alloc, free, silent = int(Op.ALLOC), int(Op.FREE), frozenset({Op.MARK}) if modules else _HOOKS
     cues: list[Cue] = []

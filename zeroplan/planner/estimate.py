@@ -80,7 +80,7 @@ def _with_reliefs(report: Report, resolved: Resolved, runs: list[Simulated | Non
     plan = report.decisive
     at = next((index for index, one in enumerate(report.plans) if one is plan), None)
     run = None if at is None else runs[at]
-    if at is None or run is None:
+    if at is None or run is None or plan is None or plan.stages:
         return report
     from zeroplan.planner.relief import find_reliefs
 
@@ -114,6 +114,17 @@ def _tapes(engine: Engine, request: Request) -> ExpandedTapes:
 
 
 def _planned(
+    case: Case, resolved: Resolved, tapes: ExpandedTapes | None, config: AllocatorConfig | None, shallow: list[str]
+) -> tuple[MemoryPlan, Simulated | None]:
+    """The case's plan, with its run; of a pipeline, that of the stage that needs the most."""
+    if case.layout.pp == 1:
+        return _planned_rank(case, resolved, tapes, config, shallow)
+    from zeroplan.planner.stages import plan_stages
+
+    return plan_stages(case, lambda stage: _planned_rank(stage, resolved, tapes, config, shallow))
+
+
+def _planned_rank(
     case: Case, resolved: Resolved, tapes: ExpandedTapes | None, config: AllocatorConfig | None, shallow: list[str]
 ) -> tuple[MemoryPlan, Simulated | None]:
     """The case's plan, with its run; at formula depth without one, and with a warning where the model cannot be traced.

@@ -9,6 +9,9 @@ from zeroplan.core.workload import Workload
 from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.request import Request
 
+#: The order of micro batches that needs no flag.
+DEFAULT_SCHEDULE = "1f1b"
+
 
 def layout_of(request: Request, cluster: Cluster, spec: ModelSpec, workload: Workload) -> ParallelLayout | None:
     """The layout that the request's degrees give on the cluster; None for data parallelism alone.
@@ -16,11 +19,15 @@ def layout_of(request: Request, cluster: Cluster, spec: ModelSpec, workload: Wor
     Raises:
         BadInput: degrees that do not divide the ranks or the model, or a model that cannot be divided so.
     """
-    if request.tp == 1 and not request.sp:
+    if request.schedule != DEFAULT_SCHEDULE and request.pp == 1:
+        raise BadInput("a schedule without pipeline stages", where="--schedule", remedy="give --pp as well")
+    if request.tp == 1 and not request.sp and request.pp == 1:
         return None
-    layout = ParallelLayout(cluster.gpus, cluster.nodes, tp=request.tp, sp=request.sp)
+    layout = ParallelLayout(cluster.gpus, cluster.nodes, tp=request.tp, sp=request.sp, pp=request.pp)
     if layout.tp > 1:
         _require_tensor_parallel(layout, spec, workload)
+    if layout.pp > 1:
+        _require_pipeline(layout, spec, workload, request.schedule)
     return layout
 
 
@@ -35,3 +42,26 @@ def _require_tensor_parallel(layout: ParallelLayout, spec: ModelSpec, workload: 
     require_divides(spec.config, layout, workload.seq_len)
     if workload.lora_rank is not None:
         raise BadInput("tensor parallelism with LoRA is not modelled", where="--tp", remedy="leave --lora-rank out")
+
+
+def _require_pipeline(layout: ParallelLayout, spec: ModelSpec, workload: Workload, schedule: str) -> None:
+    from zeroplan.core.pipeline import schedule_of, stages_of
+    from zeroplan.core.tensor_parallel import PLANS
+
+    schedule_of(schedule)
+    if not spec.has_shapes:
+        raise BadInput(
+            "a count of parameters does not tell the blocks", where="--pp", remedy="give the model's id or config.json"
+        )
+    if spec.model_type not in PLANS:
+        what = f"pipeline stages of {spec.model_type or 'this model'} are not modelled"
+        raise BadInput(what, where="--pp", remedy=f"of {', '.join(PLANS)} they are")
+    if any(tensor.tied_to is not None for unit in spec.units for tensor in unit.tensors):
+        raise BadInput(
+            "the head is tied to the embedding, which is on another pipeline stage", where="--pp", remedy="use --pp 1"
+        )
+    if layout.sp:
+        raise BadInput("sequence parallelism on pipeline stages is not modelled", where="--sp", remedy="leave --sp or --pp out")
+    if workload.lora_rank is not None:
+        raise BadInput("pipeline stages with LoRA are not modelled", where="--pp", remedy="leave --lora-rank out")
+    stages_of(len({block for block in spec.parameters.blocks if block}), layout.pp)

@@ -68,6 +68,8 @@ class EstimateOptions(StageOptions, total=False):
     inputs: Any
     tp: int
     sp: bool
+    pp: int
+    schedule: str
     stage: int | None
     ds_config: str | Path | dict[str, Any] | None
     files: Sequence[Any]

@@ -49,6 +49,8 @@ class Request:
     # parallelism beside data's, which is what these leave of the ranks
     tp: int = 1
     sp: bool = False
+    pp: int = 1
+    schedule: str = "1f1b"
     # sharding
     engine: str = DEFAULT_ENGINE
     stage: int | None = None

@@ -92,7 +92,10 @@ def resolve(request: Request) -> Resolved:
         warnings.append(missing)
     zero_init = request.zero_init is not False
     layout = layout_of(request, cluster, spec, workload)
-    every = [Case(spec, workload, cluster, zero, parallel=layout, zero_init=zero_init, unmodelled=unmodelled) for zero in zeros]
+    every = [
+        Case(spec, workload, cluster, zero, parallel=layout, zero_init=zero_init, unmodelled=unmodelled, pipeline=request.schedule)
+        for zero in zeros
+    ]
     cases = _cases(request, engine, every)
     warnings += sorted({said for case in cases if (said := engine.remark(case))})
     return Resolved(spec, workload, cluster, engine, cases, request.depth, tuple(warnings), unmodelled)

@@ -37,6 +37,7 @@ COLORS: dict[Buffer, str] = {
     Buffer.COMM_ALL_REDUCE: "#8dd7dd",
     Buffer.COMM_BROADCAST: "#b5e6ea",
     Buffer.COMM_ACTIVATION: "#0b5f66",
+    Buffer.COMM_PIPELINE: "#063f44",
     Buffer.STAGE_H2D: "#8a6d3b",
     Buffer.STAGE_D2H: "#b08d57",
     Buffer.SWAP_BUFFER: "#cdb38b",

@@ -56,12 +56,27 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
             )
 
     def require_layout(self, layout: ParallelLayout) -> None:
-        """Refuse what is not modelled beside tensor parallelism.
+        """Refuse what is not modelled beside tensor and pipeline parallelism.
 
         Raises:
             BadInput: naming the degree.
         """
-        layout.require_data_parallel_only(self.name, but=("tp",))
+        layout.require_data_parallel_only(self.name, but=("tp", "pp"))
+
+    def require_workload(self, case: Case) -> None:
+        """Refuse what does not run, or is not modelled, on pipeline stages.
+
+        Raises:
+            BadInput: resharding after the forward, or offload.
+        """
+        if case.layout.pp > 1 and case.zero.stage == 3:
+            raise BadInput(
+                "on a pipeline stage fsdp2 keeps parameters gathered for all micro batches of a step",
+                where="--stage",
+                remedy="use --stage 2",
+            )
+        if case.layout.pp > 1 and (case.zero.offload_param or case.zero.offload_optimizer):
+            raise BadInput("fsdp2's offload on pipeline stages is not modelled", where="--pp", remedy="leave offload out")
 
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
         """Return FSDP2's lines, and rank 0."""
@@ -75,7 +90,12 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
         return replace(options, arithmetic=Arithmetic.HALF) if options.arithmetic is Arithmetic.HALF_AUTOCAST else options
 
     def rank(self, case: Case, parameters: Parameters) -> Fsdp2Rank:
-        """Return rank 0, which holds the largest chunks."""
+        """Return rank 0 of the pipeline stage, which holds the stage's largest chunks."""
+        stage = case.pipeline_stage
+        if stage is not None:
+            from zeroplan.core.pipeline import stage_parameters
+
+            parameters = stage_parameters(parameters, stage)
         return Fsdp2Rank(
             workload=case.workload,
             parameters=parameters,
@@ -83,10 +103,17 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
             cublas_workspace=case.cluster.gpu.workspace,
             reshard=case.zero.stage == 3,
             offload=case.zero.offloads_param,
+            stage=stage,
+            pipeline=case.pipeline,
+            hidden_size=int(case.spec.config.get("hidden_size") or 0) if stage else 0,
         )
 
     def record(self, rank: Fsdp2Rank, tape: ExpandedTape) -> Recorder:
         """See :func:`zeroplan.engines.fsdp2.schedule.record_fsdp2`."""
+        if rank.stage is not None:
+            from zeroplan.engines.fsdp2.pipeline import record_fsdp2_stage
+
+            return record_fsdp2_stage(rank, tape, rank.stage)
         from zeroplan.engines.fsdp2.schedule import record_fsdp2
 
         return record_fsdp2(rank, tape)

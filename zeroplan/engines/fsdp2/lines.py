@@ -42,7 +42,7 @@ def grad_accumulated(c: Fsdp2Rank) -> int:
 
     Source: _fsdp_param.py, to_accumulated_grad_if_needed (unsharded_accumulated_grad)
     """
-    return c.reduce_bytes * c.trainable if c.grad_accum > 1 else 0
+    return c.reduce_bytes * c.trainable if c.accumulates else 0
 
 
 @_add(Buffer.GRAD_SHARD, Place.PINNED, (Phase.BACKWARD, Phase.STEP), state=True)
@@ -102,6 +102,15 @@ def gathers(c: Fsdp2Rank) -> int:
 def reduce_input(c: Fsdp2Rank) -> int:
     """The reduce-scatter's input for one block, in the reduction's dtype."""
     return c.reduce_bytes * c.largest_unit
+
+
+@_add(Buffer.COMM_PIPELINE, Place.HBM, FROM_FIRST_STEP)
+def pipeline_buffers(c: Fsdp2Rank) -> int:
+    """A pipeline stage's buffers for inputs and for gradients of outputs, of every micro batch of a step.
+
+    Source: torch/distributed/pipelining/stage.py, _RecvInfo
+    """
+    return c.hidden_bytes * c.received * c.grad_accum
 
 
 @_add(Buffer.WORKSPACE, Place.HBM, FROM_FIRST_STEP)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from zeroplan.engines.torch_rank import TorchRank
 from zeroplan.ledger.derive import pow2
+
+if TYPE_CHECKING:
+    from zeroplan.core.pipeline import Stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,10 +20,32 @@ class Fsdp2Rank(TorchRank):
     Attributes:
         reshard: blocks are resharded after their forward (``reshard_after_forward``).
         offload: chunks, gradients and optimizer states are on the host (``CPUOffloadPolicy``).
+        stage: the pipeline stage; None without pipeline parallelism.
+        pipeline: the order of its micro batches (:class:`~zeroplan.core.pipeline.PipelineSchedule`).
+        hidden_size: elements of one token's hidden state.
     """
 
     reshard: bool = True
     offload: bool = False
+    stage: Stage | None = None
+    pipeline: str = "1f1b"
+    hidden_size: int = 0
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes of one micro batch's hidden states, which pipeline stages send each other."""
+        work = self.workload
+        return work.micro_batch * (work.seq_len or 1) * self.hidden_size * work.dtype.bytes
+
+    @property
+    def received(self) -> int:
+        """What a pipeline stage receives of each micro batch: an input unless it is the first, a gradient unless the last."""
+        return 0 if self.stage is None else (not self.stage.is_first) + (not self.stage.is_last)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether whole gradients add up before they are reduced: with several micro batches a step, and on every stage."""
+        return self.grad_accum > 1 or self.stage is not None
 
     @cached_property
     def chunks(self) -> tuple[int, ...]:

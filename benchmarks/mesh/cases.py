@@ -1,0 +1,80 @@
+"""The measured layouts: small models of real proportions under FSDP2 × TP (+ SP) × PP."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "max_position_embeddings": 8192,
+}
+QWEN2: dict[str, Any] = LLAMA | {"model_type": "qwen2", "vocab_size": 151936, "num_hidden_layers": 8}
+QWEN3: dict[str, Any] = QWEN2 | {"model_type": "qwen3", "head_dim": 128, "tie_word_embeddings": True}
+GEMMA: dict[str, Any] = LLAMA | {
+    "model_type": "gemma",
+    "head_dim": 128,
+    "vocab_size": 64000,
+    "num_hidden_layers": 8,
+    "tie_word_embeddings": True,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout of one model. Ranks are dp × pp × tp; `stage` 2 leaves parameters gathered after the forward.
+
+    `pp_rank` is the pipeline stage that is measured, and `schedule` a name of ``--schedule``.
+    """
+
+    id: str
+    model: dict[str, Any] = field(default_factory=lambda: LLAMA)
+    dp: int = 1
+    tp: int = 1
+    sp: bool = False
+    pp: int = 1
+    pp_rank: int = 0
+    schedule: str = "1f1b"
+    stage: int = 3
+    micro_batch: int = 2
+    seq_len: int = 2048
+    grad_accum: int = 1
+    checkpointing: bool = False
+    alloc_conf: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the case as plain values."""
+        return asdict(self)
+
+
+CASES = (
+    Case("T00", dp=8),
+    Case("T01", dp=4, tp=2),
+    Case("T02", dp=4, tp=2, sp=True),
+    Case("T03", dp=2, tp=4),
+    Case("T04", dp=2, tp=4, sp=True),
+    Case("T05", dp=1, tp=8, sp=True),
+    Case("T06", dp=8, tp=8, sp=True, seq_len=8192),
+    Case("T07", dp=8, tp=8, micro_batch=4),
+    Case("T08", dp=4, tp=2, sp=True, stage=2),
+    Case("T09", QWEN3, dp=4, tp=2),
+    Case("T10", QWEN3, dp=2, tp=4, sp=True),
+    Case("T11", QWEN2, dp=2, tp=4, sp=True, checkpointing=True),
+    Case("T12", dp=4, tp=2, sp=True, grad_accum=3, micro_batch=1),
+    Case("T13", GEMMA, dp=4, tp=2, micro_batch=1),
+    Case("T14", QWEN2, dp=32, tp=2, sp=True, micro_batch=1, seq_len=4096, checkpointing=True),
+    Case("T15", dp=2, tp=4, sp=True, alloc_conf="expandable_segments:True"),
+    *(Case(f"P0{i}", dp=2, pp=4, pp_rank=i, stage=2, grad_accum=8, micro_batch=1) for i in range(4)),
+    Case("P04", dp=2, pp=4, pp_rank=0, stage=2, grad_accum=8, micro_batch=1, schedule="gpipe"),
+    Case("P05", dp=2, pp=4, pp_rank=3, stage=2, grad_accum=8, micro_batch=1, schedule="gpipe"),
+    Case("P06", dp=4, tp=2, pp=2, pp_rank=0, stage=2, grad_accum=4),
+    Case("P07", dp=4, tp=2, pp=2, pp_rank=1, stage=2, grad_accum=4),
+    Case("P08", dp=8, tp=4, pp=4, pp_rank=1, stage=2, grad_accum=8, seq_len=4096, checkpointing=True),
+    Case("P09", QWEN2, dp=4, pp=2, pp_rank=1, stage=2, grad_accum=4, micro_batch=1),
+)

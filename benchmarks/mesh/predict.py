@@ -1,0 +1,74 @@
+"""What zeroplan predicts of the cases: ``python -m benchmarks.mesh.predict [--only RE]``. Kept before they are measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from benchmarks.mesh.cases import CASES, Case
+from zeroplan.core.plan import MemoryPlan
+from zeroplan.planner.estimate import estimate_report
+from zeroplan.planner.request import Request
+
+PREDICTED = Path(__file__).parent.parent / "results" / "mesh_predicted.json"
+#: GPUs of a node; a case with more ranks has several nodes.
+NODE = 8
+
+
+def main() -> None:
+    """Predict the cases and keep the figures, those of other cases as they are."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="")
+    only = parser.parse_args().only
+    kept = json.loads(PREDICTED.read_text())["predictions"] if PREDICTED.exists() else {}
+    for case in CASES:
+        if re.search(only, case.id):
+            kept[case.id] = figures(plan_of(case), case)
+            print(case.id, *(f"{kept[case.id][name] / 2**20:.1f}" for name in ("allocated", "reserved")), flush=True)
+    content = {"made_by": "python -m benchmarks.mesh.predict, before any of the cases was measured", "predictions": kept}
+    PREDICTED.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def plan_of(case: Case) -> MemoryPlan:
+    """The plan of one case."""
+    return estimate_report(request_of(case)).plans[0]  # of a pipeline, `stages` has the others
+
+
+def request_of(case: Case) -> Request:
+    """The request that describes a case, on H200 GPUs."""
+    ranks = case.dp * case.tp * case.pp
+    gpus = min(ranks, NODE)
+    return Request(
+        model=case.model,
+        engine="fsdp2",
+        stage=case.stage,
+        gpu="H200",
+        gpus=gpus,
+        nodes=ranks // gpus,
+        tp=case.tp,
+        sp=case.sp,
+        pp=case.pp,
+        schedule=case.schedule,
+        micro_batch=case.micro_batch,
+        seq_len=case.seq_len,
+        grad_accum=case.grad_accum,
+        gradient_checkpointing=case.checkpointing,
+        alloc_conf=case.alloc_conf,
+        depth="simulated",
+    )
+
+
+def figures(plan: MemoryPlan, case: Case) -> dict[str, Any]:
+    """The figures that a run is held against, in bytes; of a pipeline those of the measured stage."""
+    for stage in plan.stages:
+        if stage.stage == case.pp_rank:
+            return {"allocated": stage.peak_allocated, "reserved": stage.peak_reserved}
+    gpu = plan.gpu
+    return {"allocated": gpu.peak_allocated, "reserved": gpu.peak_reserved, "phases": gpu.phases}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,280 @@
+"""Pipeline stages: a tape cut at block boundaries, and its micro batches played in a schedule's order.
+
+Note [Cutting a tape]
+    A stage runs the events of its own blocks, and what the model does before its first block (masks, positions): every stage
+    does that for itself. The embedding is the first stage's, what follows the blocks is the last's. A storage that the whole
+    model frees elsewhere lives until the end of the stage's forward or backward, in whichever half that is. What a stage
+    receives lies in buffers of its own, so frees of storages that other stages make are left out.
+
+    torch keeps a micro batch's output until its backward (``fwd_cache``), logits included, and makes buffers for the inputs
+    and gradients of all micro batches of a step at once, for the whole run.
+    Source: torch/distributed/pipelining/stage.py (``_RecvInfo``, ``forward_one_chunk``, ``backward_one_chunk``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from zeroplan.core.buffers import Buffer
+from zeroplan.core.pipeline import PipelineSchedule, Stage, block_number, holds
+from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op, blocks_of
+from zeroplan.core.tensor_parallel import EMBEDDING
+from zeroplan.engines.player import EngineSchedule
+from zeroplan.engines.script import WORKSPACE, Cue, cues_of, workspaces_of
+from zeroplan.simulate.event_blocks import EventBlocks
+from zeroplan.simulate.recorder import Recorder
+
+#: Micro batches beyond those in flight that are played: each is like the one before it.
+_FURTHER = 3
+
+
+@dataclass(frozen=True, slots=True)
+class StageTape:
+    """One stage's part of a tape.
+
+    Attributes:
+        tape: its modules and parameters, and the events of one micro batch: the forward, then the backward.
+        split: where the backward begins.
+        inputs: bytes of the batch's tensors for one micro batch.
+        sent: storages of the gradient of the stage's input, which is sent to the stage before.
+        hidden: bytes of the hidden states that stages send each other.
+    """
+
+    tape: ExpandedTape
+    split: int
+    inputs: int
+    sent: tuple[int, ...]
+    hidden: int
+
+
+class _Cut:
+    """The walk over a whole tape that keeps one stage's events."""
+
+    def __init__(self, tape: ExpandedTape, stage: Stage) -> None:
+        self.tape, self.stage = tape, stage
+        self.blocks = {index: block_number(tape.modules[index].name) for index in blocks_of(tape.modules)}
+        self.inside = self._members()
+        self.embedding = {i for i, module in enumerate(tape.modules) if module.name.rpartition(".")[2] == EMBEDDING}
+        names = [param.name for param in tape.params]
+        homes = tape.parameters.blocks
+        self.params = [p for p in range(len(names)) if holds(stage, names[p], homes[p])]
+        self.place = {p: at for at, p in enumerate(self.params)}
+        self.out = ExpandedTape(self._modules(), tuple(tape.params[p] for p in self.params))
+        self.made: dict[int, int] = {}  # kept storages, by their kind
+        self.late: list[list[int]] = [[], []]  # freed at the end of the forward, of the backward
+
+    def _members(self) -> dict[int, int]:
+        """The block's number of each module that lies in one."""
+        found = dict(self.blocks)
+        for index, module in enumerate(self.tape.modules):
+            if module.parent in found and index not in found:
+                found[index] = found[module.parent]
+        return found
+
+    def _modules(self) -> tuple:  # type: ignore[type-arg]
+        return tuple(
+            replace(module, params=tuple(self.place[p] for p in module.params if p in self.place))
+            for module in self.tape.modules
+        )
+
+    def add(self, op: int, arg: int, aux: int = 0, kind: int = 0, module: int = -1) -> None:
+        """Append one event."""
+        out = self.out
+        for column, value in zip((out.op, out.arg, out.aux, out.kind, out.module), (op, arg, aux, kind, module), strict=True):
+            column.append(value)
+
+
+def cut(tape: ExpandedTape, stage: Stage) -> StageTape:
+    """Cut one stage's micro batch out of a tape. See Note [Cutting a tape]."""
+    walk = _Cut(tape, stage)
+    backward = running = False
+    last, place, inputs, split = max(walk.blocks.values()), -1, 0, 0  # -1: before the blocks, last + 1: behind them
+    in_embedding = False
+    sizes: dict[int, int] = {}
+    first_made: list[int] = []
+    for op, arg, aux, kind, module in zip(tape.op, tape.arg, tape.aux, tape.kind, tape.module, strict=True):
+        if op == Op.MARK:
+            running = running or arg == Mark.FORWARD_BEGIN
+            if arg == Mark.BACKWARD_BEGIN:
+                _free_late(walk, 0)
+                split, backward, place = len(walk.out), True, last + 1
+            continue
+        if op == (Op.BWD_ENTER if backward else Op.ENTER) and arg in walk.blocks:
+            place = walk.blocks[arg]
+        elif not backward and op == Op.ENTER and arg in walk.embedding:
+            in_embedding = True
+        kept = _is_kept(stage, place, last, in_embedding or backward)
+        if op == Op.ALLOC:
+            if not running:
+                inputs += aux if stage.is_first or stage.is_last else 0
+            elif kept:
+                walk.made[arg] = kind
+                sizes[arg] = aux
+                walk.add(op, arg, aux, kind, module)
+                if backward and place == stage.first:
+                    first_made.append(arg)
+        elif op == Op.FREE:
+            if arg in walk.made:
+                logits = walk.made[arg] == Kind.LOGITS and not backward
+                if kept and not logits:
+                    walk.add(op, arg)
+                else:
+                    walk.late[1 if backward or logits else 0].append(arg)
+        elif op == Op.GRAD:
+            if arg in walk.place and aux in walk.made:
+                walk.add(op, walk.place[arg], aux)
+        elif arg not in walk.inside or stage.first <= walk.inside[arg] < stage.end:
+            walk.add(op, arg)
+        if not backward and op == Op.EXIT:
+            if arg in walk.blocks and walk.blocks[arg] == last:
+                place = last + 1
+            in_embedding = in_embedding and arg not in walk.embedding
+        elif backward and op == Op.BWD_EXIT and arg in walk.blocks and walk.blocks[arg] == 0:
+            place = -1
+    hidden = _hidden_bytes(tape, walk)
+    late = set(walk.late[1])
+    sent = () if stage.is_first else tuple(s for s in reversed(first_made) if s in late and sizes[s] == hidden)[:1]
+    walk.late[1] = [s for s in walk.late[1] if s not in sent]
+    _free_late(walk, 1)
+    return StageTape(walk.out, split, inputs, sent, hidden)
+
+
+def _is_kept(stage: Stage, place: int, last: int, first_only: bool) -> bool:
+    if place < 0:
+        return stage.is_first or not first_only
+    return stage.is_last if place > last else stage.first <= place < stage.end
+
+
+def _free_late(walk: _Cut, half: int) -> None:
+    for storage in walk.late[half]:
+        walk.add(Op.FREE, storage)
+
+
+def _hidden_bytes(tape: ExpandedTape, walk: _Cut) -> int:
+    """Bytes of the hidden states: the first output of the embedding."""
+    alloc = int(Op.ALLOC)
+    return next(
+        aux for op, aux, module in zip(tape.op, tape.aux, tape.module, strict=True) if op == alloc and module in walk.embedding
+    )
+
+
+class PipelineEngineSchedule(EngineSchedule):
+    """What an engine allocates and frees where micro batches of one step overlap."""
+
+    def reduce(self) -> None:
+        """The last backward of a step has returned, and gradients are reduced."""
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineRun:
+    """How much of a job is played: `micro_batches` a step, in the order of `schedule`, for so many `steps`."""
+
+    stage: Stage
+    schedule: PipelineSchedule
+    micro_batches: int
+    steps: int
+    cublas_workspace: int = 0
+
+
+def play_pipeline(run: PipelineRun, part: StageTape, recorder: Recorder, schedule: PipelineEngineSchedule) -> None:
+    """Record a stage's run: build, initialisation, and `run.steps` steps.
+
+    Marks are ``model``, ``init``, then ``fwd`` and ``bwd`` for the micro batches, ``bwd`` for the reductions, and ``step0``, …
+    """
+    schedule.build()
+    recorder.mark("model")
+    schedule.initialize()
+    recorder.mark("init")
+    stage, count = run.stage, run.micro_batches
+    ahead = stage.in_flight(run.schedule, count)
+    played = min(count, ahead + _FURTHER)
+    player = _Player(run, part, recorder, schedule, slots=ahead)
+    for step in range(run.steps):
+        batch = recorder.alloc(part.inputs * count, Buffer.INPUT) if part.inputs else -1
+        if not step:  # static buffers, for the whole run
+            for needed in (not stage.is_first, not stage.is_last):
+                for _ in range(count if needed else 0):
+                    recorder.alloc(part.hidden, Buffer.COMM_PIPELINE)
+        for forward, number in stage.order(run.schedule, played):
+            player.forward(number) if forward else player.backward(number)
+            recorder.mark("fwd" if forward else "bwd")
+        player.drop_sent()
+        schedule.reduce()
+        recorder.mark("bwd")
+        schedule.step(True)
+        if batch >= 0:
+            recorder.free(batch)
+        recorder.mark(f"step{step}")
+
+
+class _Player:
+    """Plays forwards and backwards of micro batches, each in a slot of storages of its own while it is in flight."""
+
+    def __init__(
+        self, run: PipelineRun, part: StageTape, recorder: Recorder, schedule: PipelineEngineSchedule, slots: int
+    ) -> None:
+        self.part, self.recorder, self.schedule, self.slots = part, recorder, schedule, slots
+        self.workspace = run.cublas_workspace
+        self.taken: set[int] = set()
+        self.width = 1 + max(part.tape.arg, default=0)
+        blocks = EventBlocks()
+        self.forwards: list[tuple[Cue, ...]] = []
+        self.backwards: list[tuple[Cue, ...]] = []
+        for slot in range(slots):
+            tape = _shifted(part.tape, slot * self.width)
+            for half, (begin, end) in enumerate(((0, part.split), (part.split, len(tape)))):
+                taken = workspaces_of(tape, range(begin, end), half) if not slot else []
+                (self.backwards if half else self.forwards).append(cues_of(tape, range(begin, end), taken, True, blocks))
+        recorder.follow(blocks)
+        self.sent: list[int] = []
+        self.hooks: dict[int, Callable[[int], None]] = {
+            Op.ENTER: schedule.enter,
+            Op.EXIT: schedule.exit,
+            Op.BWD_ENTER: schedule.backward_enter,
+            Op.BWD_EXIT: schedule.backward_exit,
+        }
+
+    def forward(self, number: int) -> None:
+        """Run a micro batch's forward."""
+        self.schedule.forward_begin()
+        self._run(self.forwards[number % self.slots])
+
+    def backward(self, number: int) -> None:
+        """Run its backward. The gradient of its input is sent, and kept until the next one's is."""
+        slot = number % self.slots
+        self.schedule.backward_begin(False)
+        self._run(self.backwards[slot])
+        self.schedule.backward_end(False)
+        self.drop_sent()
+        self.sent = [self.recorder.handle_of(storage + slot * self.width) for storage in self.part.sent]
+
+    def drop_sent(self) -> None:
+        """Free the gradient that was sent last."""
+        for handle in self.sent:
+            self.recorder.free(handle)
+        self.sent = []
+
+    def _run(self, cues: tuple[Cue, ...]) -> None:
+        for event_block, op, arg, aux in cues:
+            if event_block is not None:
+                self.recorder.play(event_block)
+            if op == Op.GRAD:
+                self.schedule.grad(arg, self.recorder.handle_of(aux))
+            elif op == WORKSPACE:
+                if self.workspace and arg not in self.taken:
+                    self.recorder.alloc(self.workspace, Buffer.WORKSPACE, note=aux)
+                    self.taken.add(arg)
+            elif op is not None:
+                self.hooks[op](arg)
+
+
+def _shifted(tape: ExpandedTape, by: int) -> ExpandedTape:
+    """The tape with other numbers of its storages."""
+    if not by:
+        return tape
+    stored = (int(Op.ALLOC), int(Op.FREE))
+    grad = int(Op.GRAD)
+    arg = [value + by if op in stored else value for op, value in zip(tape.op, tape.arg, strict=True)]
+    aux = [value + by if op == grad else value for op, value in zip(tape.op, tape.aux, strict=True)]
+    return ExpandedTape(tape.modules, tape.params, tape.op, arg, aux, tape.kind, tape.module)

@@ -1,0 +1,46 @@
+"""The plan of a pipeline: every stage is planned, and the plan is that of the stage that needs the most."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from zeroplan.core.plan import MemoryPlan, StageMemory
+from zeroplan.engines.base import Case
+
+if TYPE_CHECKING:
+    from zeroplan.planner.simulated import Simulated
+
+Planned = tuple[MemoryPlan, "Simulated | None"]
+
+
+def plan_stages(case: Case, plan_one: Callable[[Case], Planned]) -> Planned:
+    """Plan each pipeline stage; return the plan of the one that needs the most, with what all of them need.
+
+    Args:
+        case: the run; its `pp_rank` does not matter.
+        plan_one: plans one stage.
+    """
+    planned: list[tuple[Planned, StageMemory]] = []
+    for index in range(case.layout.pp):
+        one = replace(case, pp_rank=index)
+        plan, run = plan_one(one)
+        planned.append(((plan, run), _memory(one, plan)))
+    planned.sort(key=lambda item: item[0][0].gpu.needed, reverse=True)
+    (worst, run), _ = planned[0]
+    return worst.model_copy(update={"stages": tuple(memory for _, memory in planned)}), run
+
+
+def _memory(case: Case, plan: MemoryPlan) -> StageMemory:
+    stage, gpu = case.pipeline_stage, plan.gpu
+    assert stage is not None
+    return StageMemory(
+        stage=stage.index,
+        blocks=(stage.first, stage.end),
+        model_states=gpu.model_states,
+        peak_allocated=gpu.peak_allocated,
+        peak_reserved=gpu.peak_reserved,
+        total=gpu.total,
+        fits=plan.fits,
+    )

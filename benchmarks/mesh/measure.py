@@ -109,10 +109,12 @@ def measure(case: Case) -> dict[str, Any]:
         if pipeline is not None:
             with loss_parallel() if case.tp > 1 else nullcontext():
                 pipeline(ids)
+            marks.append(_state(f"bwd{step}"))
         for micro in range(case.grad_accum if pipeline is None else 0):
             model.set_requires_gradient_sync(micro + 1 == case.grad_accum)
             with loss_parallel():
                 loss = model(input_ids=ids, labels=ids).loss
+                marks.append(_state(f"fwd{step}.{micro}"))
                 loss.backward()
             marks.append(_state(f"bwd{step}.{micro}"))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -121,8 +123,8 @@ def measure(case: Case) -> dict[str, Any]:
         marks.append(_state(f"step{step}"))
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     return {
-        "allocated": torch.cuda.max_memory_allocated() if cuda else 0,
-        "reserved": torch.cuda.max_memory_reserved() if cuda else 0,
+        "allocated": max(mark.get("peak", 0) for mark in marks),
+        "reserved": max(mark.get("peak_reserved", 0) for mark in marks),
         "marks": marks,
         "gpu": torch.cuda.get_device_name() if cuda else "cpu",
         "versions": versions,
@@ -143,15 +145,18 @@ def _model(case: Case) -> Any:
 
 
 def _state(name: str) -> dict[str, Any]:
-    """Allocated, reserved and their peaks so far."""
+    """Allocated and reserved bytes, and their peaks since the last mark."""
     if not torch.cuda.is_available():
         return {"mark": name}
-    return {
+    found = {
         "mark": name,
         "allocated": torch.cuda.memory_allocated(),
         "reserved": torch.cuda.memory_reserved(),
         "peak": torch.cuda.max_memory_allocated(),
+        "peak_reserved": torch.cuda.max_memory_reserved(),
     }
+    torch.cuda.reset_peak_memory_stats()
+    return found
 
 
 if __name__ == "__main__":

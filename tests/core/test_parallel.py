@@ -96,7 +96,7 @@ def test_every_degree_is_tried() -> None:
 
 
 #: The degrees that engines have beside data parallelism's.
-HAS = {"fsdp2": {"tp", "sp"}}
+HAS = {"fsdp2": {"tp", "sp", "pp"}}
 
 
 @pytest.mark.parametrize("degree", DEGREES)

@@ -13,6 +13,8 @@ from zeroplan.search.search_options import RecommendOptions, SearchOptions
 
 #: What files fill in a request, and no user.
 _OF_FILES = {"precision", "optimizer_kind", "unmodelled"}
+#: Degrees of parallelism that a search does not take.
+_DEGREES = {"tp", "sp", "pp", "schedule"}
 
 
 @pytest.mark.parametrize(
@@ -23,7 +25,7 @@ _OF_FILES = {"precision", "optimizer_kind", "unmodelled"}
         (
             RecommendOptions,
             [Request, SearchOptions],
-            {"model", "ds_config", "files", "checkpoint_policy", "zero_init", "tp", "sp", *_OF_FILES},
+            {"model", "ds_config", "files", "checkpoint_policy", "zero_init", *_DEGREES, *_OF_FILES},
         ),
     ],
 )

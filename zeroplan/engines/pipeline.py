@@ -6,6 +6,9 @@ Note [Cutting a tape]
     model frees elsewhere lives until the end of the stage's forward or backward, in whichever half that is. What a stage
     receives lies in buffers of its own, so frees of storages that other stages make are left out.
 
+    Autograd adds up the residual stream's gradient in place, in the block of memory in which it arrived. On a stage that is a
+    buffer for what it receives, to which nothing may be added, so the first sum is a new tensor. It is what the stage sends.
+
     torch keeps a micro batch's output until its backward (``fwd_cache``), logits included, and makes buffers for the inputs
     and gradients of all micro batches of a step at once, for the whole run.
     Source: torch/distributed/pipelining/stage.py (``_RecvInfo``, ``forward_one_chunk``, ``backward_one_chunk``).
@@ -17,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from zeroplan.core.buffers import Buffer
+from zeroplan.core.errors import BadInput
 from zeroplan.core.pipeline import PipelineSchedule, Stage, block_number, holds
 from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op, blocks_of
 from zeroplan.core.tensor_parallel import EMBEDDING
@@ -25,6 +29,8 @@ from zeroplan.engines.script import WORKSPACE, Cue, cues_of, workspaces_of
 from zeroplan.simulate.event_blocks import EventBlocks
 from zeroplan.simulate.recorder import Recorder
 
+#: The norm in front of the MLP, whose input is the residual stream, in the architectures of which stages are modelled.
+_SECOND_NORM = "post_attention_layernorm"
 #: Micro batches beyond those in flight that are played: each is like the one before it.
 _FURTHER = 3
 
@@ -37,14 +43,14 @@ class StageTape:
         tape: its modules and parameters, and the events of one micro batch: the forward, then the backward.
         split: where the backward begins.
         inputs: bytes of the batch's tensors for one micro batch.
-        sent: storages of the gradient of the stage's input, which is sent to the stage before.
+        sent: the storage of the gradient of the stage's input, which is sent to the stage before; -1 on the first.
         hidden: bytes of the hidden states that stages send each other.
     """
 
     tape: ExpandedTape
     split: int
     inputs: int
-    sent: tuple[int, ...]
+    sent: int
     hidden: int
 
 
@@ -92,8 +98,11 @@ def cut(tape: ExpandedTape, stage: Stage) -> StageTape:
     last, place, inputs, split = max(walk.blocks.values()), -1, 0, 0  # -1: before the blocks, last + 1: behind them
     in_embedding = False
     sizes: dict[int, int] = {}
-    first_made: list[int] = []
-    for op, arg, aux, kind, module in zip(tape.op, tape.arg, tape.aux, tape.kind, tape.module, strict=True):
+    hidden = _hidden_bytes(tape, walk)
+    residual, summed = -1, -1 if stage.is_last else _first_sum(tape, walk, hidden)
+    made_backward: list[int] = []
+    events = zip(tape.op, tape.arg, tape.aux, tape.kind, tape.module, strict=True)
+    for at, (op, arg, aux, kind, module) in enumerate(events):
         if op == Op.MARK:
             running = running or arg == Mark.FORWARD_BEGIN
             if arg == Mark.BACKWARD_BEGIN:
@@ -112,10 +121,15 @@ def cut(tape: ExpandedTape, stage: Stage) -> StageTape:
                 walk.made[arg] = kind
                 sizes[arg] = aux
                 walk.add(op, arg, aux, kind, module)
-                if backward and place == stage.first:
-                    first_made.append(arg)
+                if backward and aux == hidden:
+                    made_backward.append(arg)
         elif op == Op.FREE:
             if arg in walk.made:
+                if at == summed:
+                    residual = 1 + max(*tape.arg, *walk.made)
+                    walk.made[residual] = int(Kind.ACT_GRAD)
+                    walk.add(Op.ALLOC, residual, hidden, Kind.ACT_GRAD, module)
+                    walk.late[1].append(residual)
                 logits = walk.made[arg] == Kind.LOGITS and not backward
                 if kept and not logits:
                     walk.add(op, arg)
@@ -132,12 +146,15 @@ def cut(tape: ExpandedTape, stage: Stage) -> StageTape:
             in_embedding = in_embedding and arg not in walk.embedding
         elif backward and op == Op.BWD_EXIT and arg in walk.blocks and walk.blocks[arg] == 0:
             place = -1
-    hidden = _hidden_bytes(tape, walk)
-    late = set(walk.late[1])
-    sent = () if stage.is_first else tuple(s for s in reversed(first_made) if s in late and sizes[s] == hidden)[:1]
-    walk.late[1] = [s for s in walk.late[1] if s not in sent]
+    sent = residual if not stage.is_last else next((s for s in made_backward if s in set(walk.late[1])), -1)
+    if sent < 0:
+        raise BadInput(
+            "the gradient between its blocks is not found, so its tape cannot be cut", where="--pp", remedy="use --pp 1"
+        )
+    if not stage.is_first:
+        walk.late[1].remove(sent)
     _free_late(walk, 1)
-    return StageTape(walk.out, split, inputs, sent, hidden)
+    return StageTape(walk.out, split, inputs, -1 if stage.is_first else sent, hidden)
 
 
 def _is_kept(stage: Stage, place: int, last: int, first_only: bool) -> bool:
@@ -151,12 +168,34 @@ def _free_late(walk: _Cut, half: int) -> None:
         walk.add(Op.FREE, storage)
 
 
+def _first_sum(tape: ExpandedTape, walk: _Cut, hidden: int) -> int:
+    """The event at which the residual stream's gradient is first added to in the stage's last block; -1 if it is not found.
+
+    It is the free of what was added: the last tensor of the hidden states' size that the backward of the block's second norm
+    makes.
+    """
+    block = next(index for index, number in walk.blocks.items() if number == walk.stage.end - 1)
+    norms = {i for i, module in enumerate(tape.modules) if module.parent == block and module.name.endswith(_SECOND_NORM)}
+    added, free, backward = -1, -1, False
+    for at, (op, arg, aux, module) in enumerate(zip(tape.op, tape.arg, tape.aux, tape.module, strict=True)):
+        if op == Op.MARK:
+            backward = backward or arg == Mark.BACKWARD_BEGIN
+        elif backward and op == Op.ALLOC and aux == hidden and module in norms:
+            added = arg
+        elif op == Op.FREE and arg == added:
+            free = at
+    return free
+
+
 def _hidden_bytes(tape: ExpandedTape, walk: _Cut) -> int:
-    """Bytes of the hidden states: the first output of the embedding."""
-    alloc = int(Op.ALLOC)
-    return next(
-        aux for op, aux, module in zip(tape.op, tape.aux, tape.module, strict=True) if op == alloc and module in walk.embedding
-    )
+    """Bytes of the hidden states: the largest tensor that the embedding's forward makes."""
+    largest = 0
+    for op, arg, aux, module in zip(tape.op, tape.arg, tape.aux, tape.module, strict=True):
+        if op == Op.MARK and arg == Mark.BACKWARD_BEGIN:
+            break
+        if op == Op.ALLOC and module in walk.embedding:
+            largest = max(largest, aux)
+    return largest
 
 
 class PipelineEngineSchedule(EngineSchedule):
@@ -227,7 +266,7 @@ class _Player:
                 taken = workspaces_of(tape, range(begin, end), half) if not slot else []
                 (self.backwards if half else self.forwards).append(cues_of(tape, range(begin, end), taken, True, blocks))
         recorder.follow(blocks)
-        self.sent: list[int] = []
+        self.sent = -1
         self.hooks: dict[int, Callable[[int], None]] = {
             Op.ENTER: schedule.enter,
             Op.EXIT: schedule.exit,
@@ -247,13 +286,14 @@ class _Player:
         self._run(self.backwards[slot])
         self.schedule.backward_end(False)
         self.drop_sent()
-        self.sent = [self.recorder.handle_of(storage + slot * self.width) for storage in self.part.sent]
+        if self.part.sent >= 0:
+            self.sent = self.recorder.handle_of(self.part.sent + slot * self.width)
 
     def drop_sent(self) -> None:
         """Free the gradient that was sent last."""
-        for handle in self.sent:
-            self.recorder.free(handle)
-        self.sent = []
+        if self.sent >= 0:
+            self.recorder.free(self.sent)
+        self.sent = -1
 
     def _run(self, cues: tuple[Cue, ...]) -> None:
         for event_block, op, arg, aux in cues:

@@ -60,16 +60,14 @@ class StageOptions(MachineOptions, total=False):
     zero_init: bool | None
     tp: int
     sp: bool
+    pp: int
+    schedule: str
 
 
 class EstimateOptions(StageOptions, total=False):
     """Arguments of ``estimate``; `inputs` is an example batch for a live module: its forward's keyword arguments."""
 
     inputs: Any
-    tp: int
-    sp: bool
-    pp: int
-    schedule: str
     stage: int | None
     ds_config: str | Path | dict[str, Any] | None
     files: Sequence[Any]

@@ -67,7 +67,7 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
         """Refuse what does not run, or is not modelled, on pipeline stages.
 
         Raises:
-            BadInput: resharding after the forward, or offload.
+            BadInput: resharding after the forward.
         """
         if case.layout.pp > 1 and case.zero.stage == 3:
             raise BadInput(
@@ -75,8 +75,6 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
                 where="--stage",
                 remedy="use --stage 2",
             )
-        if case.layout.pp > 1 and (case.zero.offload_param or case.zero.offload_optimizer):
-            raise BadInput("fsdp2's offload on pipeline stages is not modelled", where="--pp", remedy="leave offload out")
 
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
         """Return FSDP2's lines, and rank 0."""

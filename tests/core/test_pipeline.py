@@ -1,0 +1,104 @@
+"""Pipeline stages: who has which block, in which order micro batches run, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.core.test_tensor_parallel import CONFIG
+from zeroplan.core.errors import BadInput
+from zeroplan.core.pipeline import PipelineSchedule, Stage, stage_parameters, stages_of
+from zeroplan.models.load import load_model
+from zeroplan.planner.estimate import estimate_report
+from zeroplan.planner.request import Request
+
+DEEP = CONFIG | {"num_hidden_layers": 8}
+
+
+@given(st.integers(1, 200), st.integers(2, 16))
+def test_stages_have_every_block_once_and_equal_weight(blocks: int, count: int) -> None:
+    try:
+        found = stages_of(blocks, count)
+    except BadInput:
+        assert blocks + 2 < 2 * count  # a first or last stage of one unit has no block beside embedding or head
+        return
+    assert [s.first for s in found[1:]] == [s.end for s in found[:-1]]
+    assert (found[0].first, found[-1].end) == (0, blocks)
+    weights = [s.end - s.first + s.is_first + s.is_last for s in found]
+    assert max(weights) - min(weights) <= 1
+
+
+def test_torchtitans_split_of_llama_8b() -> None:
+    """32 blocks on 4 stages: 34 / 4 = 8 and two heavier ones, less the embedding and the head."""
+    assert [(s.first, s.end) for s in stages_of(32, 4)] == [(0, 8), (8, 17), (17, 25), (25, 32)]
+
+
+def test_the_order_of_one_f_one_b() -> None:
+    second = Stage(1, 4, 0, 1)
+    order = "".join(f"{'F' if forward else 'B'}{number} " for forward, number in second.order(PipelineSchedule.ONE_F_ONE_B, 5))
+    assert order == "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4 "
+    assert second.in_flight(PipelineSchedule.GPIPE, 5) == 5
+
+
+@given(st.integers(1, 8), st.integers(1, 20), st.sampled_from(PipelineSchedule), st.data())
+def test_a_micro_batch_goes_forward_then_backward(
+    stages: int, count: int, schedule: PipelineSchedule, data: st.DataObject
+) -> None:
+    stage = Stage(data.draw(st.integers(0, stages - 1)), stages, 0, 1)
+    flying: set[int] = set()
+    done, most = 0, 0
+    for forward, number in stage.order(schedule, count):
+        if forward:
+            flying.add(number)
+        else:
+            flying.remove(number)
+            done += 1
+        most = max(most, len(flying))
+    assert done == count
+    assert not flying
+    assert most == stage.in_flight(schedule, count)
+
+
+def test_stages_share_the_parameters() -> None:
+    whole = load_model(DEEP).parameters
+    parts = [stage_parameters(whole, stage) for stage in stages_of(8, 3)]
+    assert sum(part.total for part in parts) == whole.total
+    assert "model.embed_tokens.weight" in parts[0].names
+    assert parts[-1].names[-2:] == ("model.norm.weight", "lm_head.weight")
+    for part in parts:  # modules name parameters by their place in the stage's own list
+        assert {p for owned in part.modules for p in owned} == set(range(len(part)))
+
+
+@pytest.mark.parametrize(
+    ("changed", "asked", "said"),
+    [
+        ({}, {"pp": 3}, "pp 3 does not divide 1 × 8 = 8 ranks"),
+        ({}, {"pp": 2, "tp": 8}, "tp 8 × pp 2 = 16 does not divide 1 × 8 = 8 ranks"),
+        ({"num_hidden_layers": 2}, {"pp": 4}, "pp 4 leaves a stage without any of the 2 blocks"),
+        ({"tie_word_embeddings": True}, {"pp": 2}, "the head is tied to the embedding, which is on another pipeline stage"),
+        ({}, {"pp": 2, "stage": 3}, "on a pipeline stage fsdp2 keeps parameters gathered"),
+        ({}, {"pp": 2, "lora_rank": 4}, "pipeline stages with LoRA are not modelled"),
+        ({}, {"pp": 2, "tp": 2, "sp": True}, "sequence parallelism on pipeline stages is not modelled"),
+        ({}, {"pp": 2, "schedule": "zero-bubble"}, "the zero-bubble schedule is not modelled"),
+        ({}, {"pp": 2, "schedule": "1b1f"}, "unknown schedule '1b1f'"),
+        ({"model_type": "gpt2", "n_head": 8}, {"pp": 2}, "pipeline stages of gpt2 are not modelled"),
+        ({}, {"pp": 2, "engine": "deepspeed"}, "deepspeed has data parallelism only, and no pp"),
+    ],
+)
+def test_what_cannot_be_is_one_line(changed: dict[str, object], asked: dict[str, object], said: str) -> None:
+    request = {"model": DEEP | changed, "gpus": 8, "engine": "fsdp2", "stage": 2, "depth": "formula"} | asked
+    with pytest.raises(BadInput) as refused:
+        estimate_report(Request(**request))  # type: ignore[arg-type]
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_formulas_tell_every_stage_the_worst_first() -> None:
+    asked = Request(model=DEEP, gpus=8, pp=4, engine="fsdp2", depth="formula", vram="80G", grad_accum=4)
+    plan = estimate_report(asked).plans[0]
+    assert (plan.stage, plan.fits) == (2, None)
+    assert sorted(stage.stage for stage in plan.stages) == [0, 1, 2, 3]
+    assert plan.gpu.model_states == plan.stages[0].model_states
+    # Masters, gradients and two moments in fp32, over two data-parallel ranks.
+    assert sum(stage.model_states for stage in plan.stages) == 16 * load_model(DEEP).params // 2

@@ -1,0 +1,89 @@
+"""A tape cut into pipeline stages, and FSDP2's run on each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.engines.test_contract import ledger_and_schedule_differ
+from zeroplan.core.cluster import Cluster
+from zeroplan.core.parallel import ParallelLayout
+from zeroplan.core.pipeline import PipelineSchedule, stages_of
+from zeroplan.core.tape import ExpandedTape, Kind, Op
+from zeroplan.core.workload import Workload
+from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.engines.base import Case
+from zeroplan.engines.pipeline import cut
+from zeroplan.engines.registry import find_engine
+from zeroplan.models.load import load_model
+from zeroplan.tapes import find_tape
+
+MODEL = "meta-llama/Llama-3.1-8B"
+WORK = Workload(micro_batch=1, seq_len=512, grad_accum=8)
+
+
+@pytest.fixture(scope="module")
+def tape() -> ExpandedTape:
+    found = find_tape(load_model(MODEL), WORK)
+    assert found is not None
+    return found.expand(WORK.micro_batch, WORK.seq_len or 1)
+
+
+def _allocated(tape: ExpandedTape) -> dict[int, int]:
+    alloc = int(Op.ALLOC)
+    made = zip(tape.op, tape.arg, tape.aux, tape.kind, strict=True)
+    return {arg: aux for op, arg, aux, kind in made if op == alloc and kind != Kind.INPUT}
+
+
+def test_stages_allocate_what_the_model_does(tape: ExpandedTape) -> None:
+    """Every storage is some stage's; those of several are what the model makes before its first block, for every stage. The
+    gradient of the hidden states is a new tensor on every stage but the last.
+    """
+    whole = _allocated(tape)
+    parts = [_allocated(cut(tape, stage).tape) for stage in stages_of(32, 4)]
+    new = [set(part) - set(whole) for part in parts]
+    assert [len(more) for more in new] == [1, 1, 1, 0]
+    assert set().union(*parts) - set().union(*new) == set(whole)
+    parts = [{storage: size for storage, size in part.items() if storage in whole} for part in parts]
+    shared = set(parts[0]) & set(parts[1])
+    assert shared
+    assert all(set(a) & set(b) == shared for i, a in enumerate(parts) for b in parts[i + 1 :])
+    assert sum(whole[storage] for storage in shared) < 0.01 * sum(whole.values())
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_stage_frees_what_it_allocates(tape: ExpandedTape, number: int) -> None:
+    part = cut(tape, stages_of(32, 4)[number])
+    alive: set[int] = set()
+    graded = {aux for op, aux in zip(part.tape.op, part.tape.aux, strict=True) if op == Op.GRAD}
+    for op, arg in zip(part.tape.op, part.tape.arg, strict=True):
+        if op == Op.ALLOC:
+            alive.add(arg)
+        elif op == Op.FREE:
+            alive.remove(arg)
+    assert alive == graded | ({part.sent} if number else set())
+    assert (part.sent >= 0) == (number > 0)
+    assert part.hidden == 2 * 512 * 4096
+    assert len(graded) == len(part.tape.params)
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+@pytest.mark.parametrize("schedule", PipelineSchedule)
+def test_what_the_ledger_keeps_the_schedule_leaves_alive(tape: ExpandedTape, schedule: PipelineSchedule, number: int) -> None:
+    layout = ParallelLayout(gpus=8, pp=4)
+    case = Case(load_model(MODEL), WORK, Cluster(gpus=8), ZeroConfig.of(2), parallel=layout, pipeline=schedule, pp_rank=number)
+    assert not ledger_and_schedule_differ(case, find_engine("fsdp2"), tape)
+
+
+def test_gpipe_holds_every_micro_batch_and_1f1b_those_in_flight(tape: ExpandedTape) -> None:
+    layout, engine = ParallelLayout(gpus=8, pp=4), find_engine("fsdp2")
+    case = Case(load_model(MODEL), WORK, Cluster(gpus=8), ZeroConfig.of(2), parallel=layout)
+    peaks = {
+        (schedule, number): engine.simulate(replace(case, pipeline=schedule, pp_rank=number), tape).peak_allocated
+        for schedule in PipelineSchedule
+        for number in (0, 2)
+    }
+    assert peaks[PipelineSchedule.ONE_F_ONE_B, 2] < peaks[PipelineSchedule.ONE_F_ONE_B, 0]
+    for number in (0, 2):
+        assert peaks[PipelineSchedule.GPIPE, number] > peaks[PipelineSchedule.ONE_F_ONE_B, number]

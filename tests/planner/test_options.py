@@ -21,11 +21,11 @@ _DEGREES = {"tp", "sp", "pp", "schedule"}
     "options, homes, without",
     [
         (EstimateOptions, [Request], {"model", *_OF_FILES}),
-        (StageOptions, [Request], {"model", "stage", "ds_config", "files", "program", *_OF_FILES}),
+        (StageOptions, [Request], {"model", "inputs", "stage", "ds_config", "files", "program", *_OF_FILES}),
         (
             RecommendOptions,
             [Request, SearchOptions],
-            {"model", "ds_config", "files", "checkpoint_policy", "zero_init", *_DEGREES, *_OF_FILES},
+            {"model", "inputs", "ds_config", "files", "checkpoint_policy", "set_to_none", "zero_init", *_DEGREES, *_OF_FILES},
         ),
     ],
 )

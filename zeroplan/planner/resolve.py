@@ -93,7 +93,16 @@ def resolve(request: Request) -> Resolved:
     zero_init = request.zero_init is not False
     layout = layout_of(request, cluster, spec, workload)
     every = [
-        Case(spec, workload, cluster, zero, parallel=layout, zero_init=zero_init, unmodelled=unmodelled, pipeline=request.schedule)
+        Case(
+            spec,
+            workload,
+            cluster,
+            zero,
+            parallel=layout,
+            zero_init=zero_init,
+            unmodelled=unmodelled,
+            pipeline=request.schedule,
+        )
         for zero in zeros
     ]
     cases = _cases(request, engine, every)

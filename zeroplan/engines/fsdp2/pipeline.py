@@ -40,6 +40,8 @@ def record_fsdp2_stage(rank: Fsdp2Rank, tape: ExpandedTape, stage: Stage) -> Rec
     """Every allocation and free of one rank's run on a pipeline stage, in order."""
     part = cut(tape, stage)
     recorder = Recorder()
-    run = PipelineRun(stage, schedule_of(rank.pipeline), rank.workload.grad_accum, STEPS_UNTIL_STEADY, cublas_workspace=rank.cublas_workspace)
+    run = PipelineRun(
+        stage, schedule_of(rank.pipeline), rank.workload.grad_accum, STEPS_UNTIL_STEADY, cublas_workspace=rank.cublas_workspace
+    )
     play_pipeline(run, part, recorder, Fsdp2StageSchedule(rank, part.tape, recorder))
     return recorder

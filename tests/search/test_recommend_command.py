@@ -285,6 +285,8 @@ def test_a_whole_answer_within_two_seconds(cli: Cli) -> None:
         begin = time.process_time()  # one thread's work; the machine may be busy with something else
         code, _, _ = cli("recommend", *words)
         fastest = min(fastest, time.process_time() - begin)
+        if fastest < 2:
+            break
     assert code == 0
     assert fastest < 2
 

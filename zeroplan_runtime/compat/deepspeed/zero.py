@@ -93,7 +93,7 @@ class GatheredParameters:
             if self._modifier_rank is not None and dist.is_initialized():
                 for param in self._params:
                     engine = owner(param)
-                    dist.broadcast(param.data, src=self._modifier_rank, group=engine.comm.group if engine is not None else None)
+                    _broadcast(param.data, self._modifier_rank, engine.comm.group if engine is not None else None)
             written = {id(param): param.data for param in self._params} if self._modifier_rank is not None else {}
             for param, engine, place, kind in self._gathered:
                 param.data = place
@@ -104,6 +104,16 @@ class GatheredParameters:
                     if id(param) in written:
                         write_value(engine, param, written[id(param)])
         self._gathered.clear()
+
+
+def _broadcast(values: torch.Tensor, source: int, group: dist.ProcessGroup | None) -> None:
+    """Replaces `values` by those of the rank `source`, by way of the GPU where the group's backend reaches no host memory."""
+    if values.device.type == "cpu" and dist.get_backend(group) == "nccl":
+        passing = values.cuda()
+        dist.broadcast(passing, src=source, group=group)
+        values.copy_(passing)
+    else:
+        dist.broadcast(values, src=source, group=group)
 
 
 def _by_engine(params: list[nn.Parameter]) -> list[tuple[Engine, list[nn.Parameter]]]:

@@ -20,6 +20,9 @@ from zeroplan.ds_config.reader import DsConfig, inspect_ds_config
 from zeroplan.ds_config.runtime_options import RuntimeOptions
 from zeroplan_runtime.optim.scaler import LossScaler
 
+#: The sections that have a writer.
+MONITORS = ("tensorboard", "wandb", "csv_monitor")
+
 
 @dataclass(frozen=True)
 class RuntimeConfig:
@@ -35,6 +38,7 @@ class RuntimeConfig:
         drop_last: leave out a loader's last batch where it is smaller.
         counts_micro_batches: the engine counts micro batches and divides the loss by their number; otherwise every step
             updates the parameters, with the sum of the gradients since the last.
+        monitors: the given keys of ``tensorboard``, ``wandb`` and ``csv_monitor``, where they are enabled.
         without_effect: paths of keys that change nothing here.
     """
 
@@ -48,6 +52,7 @@ class RuntimeConfig:
     runtime_options: RuntimeOptions = field(default_factory=RuntimeOptions)
     drop_last: bool = False
     counts_micro_batches: bool = True
+    monitors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     without_effect: tuple[str, ...] = ()
 
     @property
@@ -103,6 +108,7 @@ def read_config(source: object, ranks: int) -> RuntimeConfig:
         runtime_options=config.runtime_options,
         drop_last=bool(config.values.get("dataloader_drop_last", False)),
         counts_micro_batches=bool(config.values.get("managed_gradient_accumulation", True)),
+        monitors={name: _given(config, name) for name in MONITORS if config.values.get(f"{name}.enabled")},
         without_effect=config.ignored,
     )
 

@@ -173,6 +173,8 @@ class Engine(EngineGetters, EngineCheckpoints):
         self.schedule.root_pre_forward()
         if self.settings.auto_cast:
             args, kwargs = cast_tensors((args, kwargs), DTYPES[self.settings.dtype])
+        if self.monitor is not None and torch.is_grad_enabled():
+            self.monitor.saw_inputs(args, kwargs)
         saving = self.activations.saving() if self.activations is not None else nullcontext()
         with self.activity.inside(), self._audited(), saving:
             output = self.module(*args, **kwargs)
@@ -212,6 +214,8 @@ class Engine(EngineGetters, EngineCheckpoints):
             whole = scaled * self.scaler.scale if self.scaler.scale != 1.0 else scaled
             whole.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             self.schedule.root_post_backward()
+        if self.monitor is not None:
+            self.monitor.saw_loss(scaled)
         return scaled
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -293,6 +297,9 @@ class Engine(EngineGetters, EngineCheckpoints):
             self.host.early_request = None  # an update in the backward would change what an alias shows before the step
         self.progress.global_steps += 1
         self.last_step = self._pending_result = result
+        if self.monitor is not None:
+            rates = [float(group["lr"]) for group in self.optimizer_step.optimizer.param_groups]
+            self.monitor.stepped(self.progress.global_steps * self.train_batch_size(), rates, self.scaler.scale)
         if not self.settings.check_overflow or self.device.type == "cpu":
             self.finish_step()
 
@@ -392,6 +399,8 @@ class Engine(EngineGetters, EngineCheckpoints):
             self.finish_step()
         if self.host is not None:
             self.host.close()
+        if self.monitor is not None:
+            self.monitor.close()
         if self.watchdog is not None:
             self.watchdog.stop()
             self.comm.explain = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zeroplan.ds_config.coercion import Kind
-from zeroplan.ds_config.schema import B, F, I, Mode, S, free, section
+from zeroplan.ds_config.schema import HONOURED, B, F, I, Mode, S, free, section
 
 _SEC = Kind.SECTION
 
@@ -23,9 +23,9 @@ TENSORBOARD, CSV_MONITOR = (
         path,
         Mode.MODEL,
         "monitor/config.py",
-        free("enabled", B, False),
-        free("output_path", S, ""),
-        free("job_name", S, "DeepSpeedJobName"),
+        free("enabled", B, False, runtime=HONOURED),
+        free("output_path", S, "", runtime=HONOURED),
+        free("job_name", S, "DeepSpeedJobName", runtime=HONOURED),
     )
     for path in ("tensorboard", "csv_monitor")
 )
@@ -34,10 +34,10 @@ WANDB = section(
     "wandb",
     Mode.MODEL,
     "monitor/config.py",
-    free("enabled", B, False),
-    free("group", S, optional=True),
-    free("team", S, optional=True),
-    free("project", S, "deepspeed"),
+    free("enabled", B, False, runtime=HONOURED),
+    free("group", S, optional=True, runtime=HONOURED),
+    free("team", S, optional=True, runtime=HONOURED),
+    free("project", S, "deepspeed", runtime=HONOURED),
 )
 
 COMET = section(

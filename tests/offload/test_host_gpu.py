@@ -45,7 +45,6 @@ def losses(config: dict[str, Any], remat: str = "") -> tuple[list[float], dict[s
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("stage", "optimizer", "changes"), CASES)
 @pytest.mark.parametrize("param", [False, True])
 def test_bits_of_the_device(stage: int, optimizer: dict[str, Any], changes: dict[str, Any], param: bool) -> None:
@@ -61,7 +60,6 @@ def test_bits_of_the_device(stage: int, optimizer: dict[str, Any], changes: dict
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("optimizer", ["cpu", "nvme"])
 @pytest.mark.parametrize("keys", [{}, {"buffer_count": 1, "buffer_size": 2048}, {"max_in_cpu": 4000}], ids=str)
 def test_parameters_in_files(tmp_path: Path, optimizer: str, keys: dict[str, int]) -> None:
@@ -78,7 +76,6 @@ def test_parameters_in_files(tmp_path: Path, optimizer: str, keys: dict[str, int
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_updates_in_the_backward_and_checkpoints_on_the_host() -> None:
     plain = {"bf16": {"enabled": True, "check_grad_overflow": False}, "gradient_clipping": 0.0}
     resident = {**ds_config(2, "bf16"), **plain}

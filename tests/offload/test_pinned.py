@@ -93,7 +93,6 @@ def test_children_do_not_inherit() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_registered_for_the_gpu() -> None:
     before = block_bytes()
     tensor = pinned.allocate(5 * MIB + 3, torch.uint8, register=True)

@@ -12,8 +12,8 @@ from zeroplan.interop.readers import read_setup, read_setups
 from zeroplan.interop.setups import Setup
 
 CASES = all_cases()
-#: What a command line says beside its files: the task by the script's name, the size of the machine by the launcher.
-SAID_BY_COMMAND = {"files", "assumed", "keys", "task", "gpus", "nodes", "unmodelled"}
+#: What a command line says beside its files: the task by the script's name, and with it the head; the machine's size.
+SAID_BY_COMMAND = {"files", "assumed", "keys", "task", "chunked_head", "gpus", "nodes", "unmodelled"}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)

@@ -12,7 +12,7 @@ from zeroplan.planner.request import Request
 from zeroplan.search.search_options import RecommendOptions, SearchOptions
 
 #: What files fill in a request, and no user.
-_OF_FILES = {"precision", "optimizer_kind", "unmodelled"}
+_OF_FILES = {"precision", "optimizer_kind", "unmodelled", "chunked_head", "lora_dropout", "detached_loss"}
 #: Degrees of parallelism that a search does not take.
 _DEGREES = {"tp", "sp", "pp", "schedule"}
 

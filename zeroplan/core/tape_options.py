@@ -50,7 +50,8 @@ class TraceOptions:
     `zero3`: as ZeRO stage 3 changes the graph (identity nodes around modules, its own linear function). `lora` None means
     no LoRA, empty all linear layers of the blocks, else names of the layers. `every` is k where only each k-th block is
     checkpointed: blocks k, 2k, … counted from 1. `tp` ranks share each matrix, and with `sp` the tokens between matrices.
-    `quantized`: linear layers are kept in 4 bits (:mod:`zeroplan.trace.quantized`).
+    `lora_dropout`: adapters drop some of their input. `quantized`: linear layers are kept in 4 bits
+    (:mod:`zeroplan.trace.quantized`).
     """
 
     attn: Attention = Attention.SDPA
@@ -62,6 +63,7 @@ class TraceOptions:
     tp: int = 1
     sp: bool = False
     quantized: bool = False
+    lora_dropout: bool = False
 
     @property
     def split_tokens(self) -> int:
@@ -79,6 +81,8 @@ class TraceOptions:
             parts.append("4bit")
         if self.lora is not None:
             parts.append("lora" + "".join(f"+{name}" for name in sorted(self.lora)))
+        if self.lora_dropout:
+            parts.append("dropout")
         if self.tp > 1:
             parts.append(f"tp{self.tp}" + ("+sp" if self.sp else ""))
         return "_".join(parts)
@@ -108,4 +112,5 @@ def options_for(workload: Workload, *, zero3: bool = False, layout: ParallelLayo
         tp=layout.tp if layout is not None else 1,
         sp=layout is not None and layout.sp,
         quantized=workload.quantize is not None,
+        lora_dropout=workload.lora_dropout and workload.lora_rank is not None,
     )

@@ -111,7 +111,9 @@ class Workload:
     linear layers of the blocks. `seq_len` None means 2048, or the model's maximum if that is less. `from_scratch` means that
     weights are initialised and not read from pretrained ones, which pass through host memory. `quantize` is how the linear
     layers of a frozen base are kept. `set_to_none` is what ``zero_grad`` does: without it gradients stay between steps (torch's
-    default before 2.0).
+    default before 2.0). `chunked_head` means that TRL computes head and loss together in tiles
+    (:mod:`zeroplan.core.chunked_head`), `lora_dropout` that adapters drop some of their input, `detached_loss` that the loop
+    keeps the loss without its graph, as the HF Trainer does.
     """
 
     micro_batch: int = 1
@@ -129,6 +131,9 @@ class Workload:
     from_scratch: bool = False
     quantize: Quantization | None = None
     set_to_none: bool = True
+    chunked_head: bool = False
+    lora_dropout: bool = False
+    detached_loss: bool = False
 
     @property
     def recomputation(self) -> CheckpointPolicy | None:

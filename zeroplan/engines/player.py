@@ -4,7 +4,8 @@ Note [The kept loss]
     A training loop keeps its last loss until the next one takes its place, and with it what hangs on the loss's graph: the
     scalar itself, and leaves that are no parameters with their gradients, such as the embeddings that LoRA with gradient
     checkpointing makes require one. A tape frees them after BACKWARD_END; here they go when the loop's variable is
-    assigned again: after the next micro batch's forward, or after the step that follows it for the last of a window.
+    assigned again: after the next micro batch's forward, or after the step that follows it for the last of a window. The HF
+    Trainer keeps the detached loss, so that all of it goes with the backward (transformers 5.17, trainer.py, training_step).
 """
 
 from __future__ import annotations
@@ -80,12 +81,14 @@ class Run:
         steps: optimizer steps to play.
         skipped_steps: leading steps that the loss scaler discards.
         cublas_workspace: bytes of one cuBLAS workspace; 0 leaves cuBLASLt's out, too.
+        detached_loss: the loop keeps the loss without its graph.
     """
 
     grad_accum: int
     steps: int
     skipped_steps: int = 0
     cublas_workspace: int = 0
+    detached_loss: bool = False
 
 
 def play(
@@ -134,6 +137,8 @@ def play(
             player.run(script.backward)
             schedule.backward_end(boundary)
             kept = player.end()
+            if run.detached_loss:
+                player.drop(kept)
             recorder.mark("bwd")
         schedule.step(step >= run.skipped_steps)
         player.drop(previous)

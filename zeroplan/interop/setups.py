@@ -32,6 +32,7 @@ class Setup:
         attn: the attention implementation.
         gradient_checkpointing: whether blocks are recomputed.
         lora_rank: of the adapters; None trains the model itself.
+        lora_dropout: whether adapters drop some of their input.
         lora_targets: layers to adapt, one regular expression among them; empty for all linear layers.
         stage: of the engine; None for what the ds_config or the engine says.
         offload_optimizer: where optimizer states go, for engines without a ds_config.
@@ -39,6 +40,9 @@ class Setup:
         gpus: a node.
         nodes: nodes.
         ds_config: what DeepSpeed is given.
+        quantize: how a frozen base is kept: ``nf4``, or None for 16 or 32 bits.
+        chunked_head: whether TRL computes head and loss together in tiles.
+        detached_loss: whether the loop keeps the loss without its graph, as the Trainer's does.
         zero_init: whether the model is built under ``deepspeed.zero.Init``; None where nothing says.
         keys: the key that said each field.
         assumed: what the program's defaults decide, one clause each.
@@ -64,6 +68,7 @@ class Setup:
     attn: str | None = None
     gradient_checkpointing: bool | None = None
     lora_rank: int | None = None
+    lora_dropout: bool = False
     lora_targets: tuple[str, ...] = ()
     stage: int | None = None
     offload_optimizer: str | None = None
@@ -71,6 +76,9 @@ class Setup:
     gpus: int | None = None
     nodes: int | None = None
     ds_config: Mapping[str, Any] | None = None
+    quantize: str | None = None
+    chunked_head: bool = False
+    detached_loss: bool = False
     zero_init: bool | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()

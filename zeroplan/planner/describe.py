@@ -11,7 +11,7 @@ from zeroplan.core.workload import Workload
 if TYPE_CHECKING:
     from zeroplan.interop.setups import Setup
 
-_ASKED_FOR = {"quantize": None, "set_to_none": True}
+_ASKED_FOR = {"quantize": None, "set_to_none": True, "chunked_head": False, "lora_dropout": False, "detached_loss": False}
 
 
 def describe_workload(workload: Workload) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import Attention, DType, OptimizerKind, Precision
 from zeroplan.engines.registry import find_engine
 from zeroplan.interop.readers import read_setups
@@ -75,11 +76,24 @@ def filled(request: Request, setup: Setup) -> Request:
     if setup.optimizer_kind is not None:
         changes["optimizer_kind"] = OptimizerKind(setup.optimizer_kind)
     changes["precision"] = _precision(setup)
+    changes["chunked_head"] = setup.chunked_head
+    changes |= {"lora_dropout": setup.lora_dropout, "detached_loss": setup.detached_loss}
+    if setup.quantize is not None:
+        changes |= _quantized(setup, changes.get("engine", request.engine), changes["unmodelled"])
     if setup.zero_init is not None and request.zero_init is None:
         changes["zero_init"] = setup.zero_init
     if setup.ds_config is not None:
         changes |= _with_ds_config(setup, changes)
     return replace(request, files=(), **changes)
+
+
+def _quantized(setup: Setup, engine: str, left_out: tuple[Unmodelled, ...]) -> dict[str, Any]:
+    """The quantised base under an engine that plans it; under another it stands among what is left out."""
+    if find_engine(engine).quantized_bases and setup.lora_rank is not None:
+        return {"quantize": setup.quantize}
+    key = setup.keys.get("quantize", "quantize")
+    says = "base weights in 4 bits are counted in 16, and their dequantised copies are not"
+    return {"unmodelled": (*left_out, Unmodelled(key, Effect.UNKNOWN, says))}
 
 
 def _precision(setup: Setup) -> Precision | None:

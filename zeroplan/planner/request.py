@@ -65,4 +65,7 @@ class Request:
     program: str | None = None
     precision: Precision | None = None
     optimizer_kind: OptimizerKind | None = None
+    chunked_head: bool = False
+    lora_dropout: bool = False
+    detached_loss: bool = False
     unmodelled: tuple[Unmodelled, ...] = ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from zeroplan.core.chunked_head import with_chunked_head
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.tape import ExpandedTape
@@ -47,7 +48,8 @@ def expand_for(tape: Tape, case: Case) -> ExpandedTape:
     """
     work = case.workload
     seq = (work.seq_len or 1) // options_for(work, layout=case.layout).split_tokens
-    return tape.expand(work.micro_batch, seq, work.lora_rank, device=KernelDevice.of(case.cluster.gpu))
+    expanded = tape.expand(work.micro_batch, seq, work.lora_rank, device=KernelDevice.of(case.cluster.gpu))
+    return with_chunked_head(expanded, batch=work.micro_batch, seq_len=seq) if work.chunked_head else expanded
 
 
 def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:

@@ -64,6 +64,9 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         from_scratch=request.from_scratch,
         quantize=quantization,
         set_to_none=request.set_to_none,
+        chunked_head=request.chunked_head,
+        lora_dropout=request.lora_dropout,
+        detached_loss=request.detached_loss,
     )
 
 

@@ -197,7 +197,8 @@ def build_model(config: Mapping[str, Any], auto_class: str, options: TraceOption
     if options.quantized:
         quantize(model)
     if options.lora is not None:
-        model = with_adapters(model, rank, options.lora, fp32=options.arithmetic is Arithmetic.HALF_AUTOCAST)
+        fp32 = options.arithmetic is Arithmetic.HALF_AUTOCAST
+        model = with_adapters(model, rank, options.lora, fp32=fp32, dropout=options.lora_dropout)
     if options.quantized:
         adapt(model, autocast=options.arithmetic.autocasts)
     model.train()
@@ -219,12 +220,15 @@ def _untie(model: Any) -> None:
         head.weight = nn.Parameter(torch.empty_like(embedding.weight))
 
 
-def with_adapters(model: Any, rank: int, targets: Sequence[str], *, fp32: bool = False) -> Any:
-    """Add peft's LoRA adapters to the model, in its own dtype or in `fp32`; no `targets`: all linear layers of the blocks."""
+def with_adapters(model: Any, rank: int, targets: Sequence[str], *, fp32: bool = False, dropout: bool = False) -> Any:
+    """Add peft's LoRA adapters to the model, in its own dtype or in `fp32`; no `targets`: all linear layers of the blocks.
+
+    With `dropout` they drop some of their input; how much changes no size.
+    """
     from peft import LoraConfig, get_peft_model
 
     wanted: Any = list(targets) or "all-linear"
-    lora = LoraConfig(r=rank, lora_alpha=32, target_modules=wanted)
+    lora = LoraConfig(r=rank, lora_alpha=32, target_modules=wanted, lora_dropout=0.05 if dropout else 0.0)
     with warnings.catch_warnings():
         # peft warns about merging and saving adapters, which nobody does with these.
         warnings.simplefilter("ignore", UserWarning)

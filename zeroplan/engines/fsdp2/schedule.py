@@ -297,6 +297,8 @@ class Fsdp2Schedule(EngineSchedule):
 def record_fsdp2(rank: Fsdp2Rank, tape: ExpandedTape) -> Recorder:
     """Record every allocation and free of one rank's run, in order. See :func:`zeroplan.engines.player.play`."""
     recorder = Recorder()
-    run = Run(rank.workload.grad_accum, STEPS_UNTIL_STEADY, cublas_workspace=rank.cublas_workspace)
+    work = rank.workload
+    workspace = rank.cublas_workspace
+    run = Run(work.grad_accum, STEPS_UNTIL_STEADY, cublas_workspace=workspace, detached_loss=work.detached_loss)
     play(run, tape, recorder, Fsdp2Schedule(rank, tape, recorder))
     return recorder

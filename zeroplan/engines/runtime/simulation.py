@@ -60,7 +60,7 @@ def simulate_rank(
     )
     workspace = case.cluster.gpu.workspace
     schedule = RuntimeSchedule(layout, tape, recorder, cublas_workspace=workspace, makes_room=room)
-    run = Run(case.workload.grad_accum, STEPS_UNTIL_STEADY, skipped, workspace)
+    run = Run(case.workload.grad_accum, STEPS_UNTIL_STEADY, skipped, workspace, case.workload.detached_loss)
     play(run, tape, recorder, schedule, warm=True)
     host = host_phases(layout, case.spec.params * case.workload.param_bytes, host_buffers(moved))
     timeline = simulate(recorder, config, device_memory=case.cluster.vram)

@@ -45,22 +45,36 @@ def set_weights_dtype(run: Builder, *, default: str) -> None:
         raise run.bad(key, "is no dtype that weights are loaded in", "write bfloat16, float16, float32 or auto")
 
 
-def set_quantisation(run: Builder) -> bool:
-    """Return whether bitsandbytes holds the base weights in 4 or 8 bits, which plans do not model."""
-    for key, bits in (("load_in_4bit", 4), ("load_in_8bit", 8)):
-        if run.flag(key):
-            leave_out_quantisation(run, key, bits)
-            return True
-    return False
+def set_quantisation(run: Builder, key: str, bits: int | str, *, nested: bool, by: str = "bitsandbytes") -> None:
+    """Set how the base weights are kept: NF4 with nested scales is planned, under engines that can; the rest is left out.
+
+    Args:
+        run: the builder.
+        key: the key that asks for it.
+        bits: as the file says it.
+        nested: whether the scales are quantised in turn.
+        by: who quantises.
+    """
+    if str(bits) == "4" and nested and by in ("bitsandbytes", "bnb"):
+        run.set("quantize", "nf4", key)
+        return
+    kept = "; their scales are in fp32" if str(bits) == "4" and not nested else ""
+    run.leave_out(
+        key, Effect.UNKNOWN, f"base weights in {bits} bits are counted in 16, and their dequantised copies are not{kept}"
+    )
 
 
-def leave_out_quantisation(run: Builder, key: str, bits: int | str) -> None:
-    """List quantised base weights: fewer bytes in the weights, and layers that are dequantised for each product."""
-    run.leave_out(key, Effect.UNKNOWN, f"base weights in {bits} bits are counted in 16, and their dequantised copies are not")
+def set_dropout(run: Builder, default: float, key: str = "lora_dropout") -> None:
+    """Set whether adapters drop some of their input: they then keep a copy of it and a mask; `default` is the program's."""
+    share = run.amount(key)
+    if share is None and default:
+        run.assume(f"{key} {default}", lora_dropout=True)
+    elif share:
+        run.set("lora_dropout", True, key)
 
 
 def set_adapters(
-    run: Builder, *, rank: str, targets: str, default_rank: int, quantised: bool, method: str = "lora", everywhere: bool = True
+    run: Builder, *, rank: str, targets: str, default_rank: int, quantised: bool, everywhere: bool = True, dropout: float = 0.0
 ) -> None:
     """Set LoRA's rank and targets.
 
@@ -70,11 +84,12 @@ def set_adapters(
         targets: the key of the targets.
         default_rank: the program's.
         quantised: whether the base weights are.
-        method: LoRA, or another name for the same matrices.
         everywhere: without targets all linear layers are adapted; else those that peft lists for the architecture.
+        dropout: the program's default of ``lora_dropout``.
     """
-    run.set("method", f"q{method}" if quantised and method == "lora" else method)
+    run.set("method", "qlora" if quantised else "lora")
     run.count("lora_rank", rank, default=default_rank)
+    set_dropout(run, dropout)
     set_targets(run, targets, everywhere=everywhere)
 
 

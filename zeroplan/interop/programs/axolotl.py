@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zeroplan.core.unmodelled import Effect
-from zeroplan.interop.programs.adapters import leave_out_quantisation, set_adapters, set_attention
+from zeroplan.interop.programs.adapters import set_adapters, set_attention, set_quantisation
 from zeroplan.interop.programs.builder import Builder
 from zeroplan.interop.programs.document import Document
 from zeroplan.interop.programs.known import arguments_of
@@ -114,6 +114,7 @@ class Axolotl(Program):
         run.count("seq_len", "sequence_len", default=512)
         self._precision(run)
         self._attention(run)
+        run.set("detached_loss", True)
         set_optimizer(run, "optimizer", default="adamw_torch_fused")
         again = run.value("gradient_checkpointing")
         if again is None:
@@ -202,7 +203,8 @@ class Axolotl(Program):
         bits = 4 if run.flag("load_in_4bit") else 8 if run.flag("load_in_8bit") else 0
         if adapter in ("lora", "qlora", "dora"):
             if bits or adapter == "qlora":
-                leave_out_quantisation(run, "load_in_8bit" if bits == 8 else "load_in_4bit", bits or 4)
+                nested = "bnb_config_kwargs" not in run.data
+                set_quantisation(run, "load_in_8bit" if bits == 8 else "load_in_4bit", bits or 4, nested=nested)
             if run.flag("lora_target_linear"):
                 run.data = {**run.data, "lora_target_modules": "all-linear"}
             set_adapters(

@@ -6,6 +6,7 @@ Source: LitGPT 0.5.13, ``litgpt/finetune/lora.py``, ``full.py``, ``litgpt/pretra
 from __future__ import annotations
 
 from zeroplan.core.unmodelled import Effect
+from zeroplan.interop.programs.adapters import set_dropout
 from zeroplan.interop.programs.builder import Builder, Keys
 from zeroplan.interop.programs.document import Document
 from zeroplan.interop.programs.optimizers import optimizer_of
@@ -125,6 +126,7 @@ class LitGpt(Program):
             return
         run.set("method", "qlora" if run.text("quantize") else "lora")
         run.count("lora_rank", "lora_r", default=8)
+        set_dropout(run, 0.05)
         names: list[str] = []
         for key, layers in _TARGETS.items():
             on = run.flag(key)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.unmodelled import Effect
-from zeroplan.interop.programs.adapters import leave_out_quantisation, set_adapters, set_attention
+from zeroplan.interop.programs.adapters import set_adapters, set_attention, set_quantisation
 from zeroplan.interop.programs.builder import Builder
 from zeroplan.interop.programs.document import Document
 from zeroplan.interop.programs.known import arguments_of
@@ -136,7 +136,8 @@ class LlamaFactory(Program):
             method = "lora"
         bits = run.value("quantization_bit")
         if bits:
-            leave_out_quantisation(run, "quantization_bit", str(bits))
+            by = run.word("quantization_method") or "bnb"
+            set_quantisation(run, "quantization_bit", str(bits), nested=run.flag("double_quantization") is not False, by=by)
         pure = run.flag("pure_bf16")
         if pure:
             run.set("dtype", "bf16", "pure_bf16")

@@ -10,7 +10,7 @@ from typing import Any
 from zeroplan.core.documents import read_document
 from zeroplan.core.errors import BadInput
 from zeroplan.core.unmodelled import Effect
-from zeroplan.interop.programs.adapters import leave_out_quantisation, set_adapters, set_attention
+from zeroplan.interop.programs.adapters import set_adapters, set_attention, set_quantisation
 from zeroplan.interop.programs.builder import Builder
 from zeroplan.interop.programs.document import Document, find_beside
 from zeroplan.interop.programs.known import arguments_of
@@ -136,14 +136,16 @@ class MsSwift(Program):
             method = "lora"
         bits = run.value("quant_bits") or run.value("quantization_bit")
         if bits:
-            leave_out_quantisation(run, "quant_bits" if "quant_bits" in run.data else "quantization_bit", str(bits))
+            key = "quant_bits" if "quant_bits" in run.data else "quantization_bit"
+            nested = run.flag("bnb_4bit_use_double_quant") is not False
+            set_quantisation(run, key, str(bits), nested=nested, by=run.word("quant_method") or "bnb")
         if method in ("lora", "longlora", "adalora"):
             regex = run.text("target_regex")
             if regex:
                 run.data = {**run.data, "target_modules": regex}
             elif "target_modules" not in run.data:
                 run.data = {**run.data, "target_modules": "all-linear"}
-            set_adapters(run, rank="lora_rank", targets="target_modules", default_rank=8, quantised=bool(bits))
+            set_adapters(run, rank="lora_rank", targets="target_modules", default_rank=8, quantised=bool(bits), dropout=0.05)
             return
         run.set("method", method)
         if method != "full":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 from zeroplan.core.unmodelled import Effect
+from zeroplan.interop.programs.adapters import set_dropout
 from zeroplan.interop.programs.builder import Builder
 from zeroplan.interop.programs.document import Document
 from zeroplan.interop.programs.known import arguments_of, only_of
@@ -88,6 +89,7 @@ class OpenInstruct(Program):
             quantised = bool(run.flag("use_qlora"))
             run.set("method", "qlora" if quantised else "lora", "use_lora")
             run.count("lora_rank", "lora_rank", default=64)
+            set_dropout(run, 0.1)
             run.set("lora_targets", ("q_proj", "o_proj", "v_proj", "k_proj", "gate_proj", "up_proj", "down_proj"))
             if quantised:
                 run.leave_out("use_qlora", UNKNOWN, "base weights in NF4 are counted in 16 bits")

@@ -142,6 +142,8 @@ class Torchtune(Program):
             rank = 8
             run.assume("model.lora_rank 8")
         run.set("lora_rank", rank, "model.lora_rank")
+        if model.amount("lora_dropout"):
+            run.set("lora_dropout", True, "model.lora_dropout")
         attention = ["o_proj" if layer == "output_proj" else layer for layer in model.texts("lora_attn_modules")]
         mlp = ["gate_proj", "up_proj", "down_proj"] if model.flag("apply_lora_to_mlp") else []
         run.set("lora_targets", (*attention, *mlp), "model.lora_attn_modules")

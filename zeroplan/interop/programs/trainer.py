@@ -13,7 +13,7 @@ from zeroplan.core.documents import read_document
 from zeroplan.core.errors import BadInput
 from zeroplan.core.unmodelled import Effect
 from zeroplan.core.versions import TRANSFORMERS
-from zeroplan.interop.programs.adapters import set_targets, set_weights_dtype
+from zeroplan.interop.programs.adapters import set_dropout, set_targets, set_weights_dtype
 from zeroplan.interop.programs.builder import Builder, Keys
 from zeroplan.interop.programs.document import Document, find_beside
 from zeroplan.interop.programs.known import arguments_of
@@ -101,6 +101,7 @@ def read_trainer(run: Builder, defaults: TrainerDefaults = TRAINER) -> None:
         BadInput: a run on the CPU, both 16-bit dtypes, values of wrong types, or a file that is not there.
     """
     refuse_cpu(run, "use_cpu", "no_cuda")
+    run.set("detached_loss", True)
     run.count("micro_batch", "per_device_train_batch_size", "per_gpu_train_batch_size", default=defaults.micro_batch)
     run.count("grad_accum", "gradient_accumulation_steps", default=1)
     set_precision(run, default="bf16" if defaults.bf16 else "fp32")
@@ -286,6 +287,7 @@ def _adapters(run: Builder) -> None:
         else:
             run.set("lora_rank", 8)
             run.leave_out(switches[0], UNKNOWN, "the script's own default of the rank is not known; 8 is counted")
+        set_dropout(run, 0.0)
         targets = [key for key in _SCRIPT_TARGETS if run.value(key) not in (None, [], "")]
         if targets:
             set_targets(run, targets[0], everywhere=True)

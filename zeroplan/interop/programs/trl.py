@@ -103,24 +103,33 @@ class Trl(Program):
         _length(run, task)
         set_attention(run, "attn_implementation")
         set_weights_dtype(run, default="dtype float32")
-        quantised = set_quantisation(run)
+        quantised = next((key for key in ("load_in_4bit", "load_in_8bit") if run.flag(key)), None)
         if run.flag("use_peft"):
             set_adapters(
-                run, rank="lora_r", targets="lora_target_modules", default_rank=16, quantised=quantised, everywhere=False
+                run,
+                rank="lora_r",
+                targets="lora_target_modules",
+                default_rank=16,
+                quantised=quantised is not None,
+                everywhere=False,
+                dropout=0.05,
             )
+            if quantised is not None:
+                bits = 4 if quantised == "load_in_4bit" else 8
+                set_quantisation(run, quantised, bits, nested=bool(run.flag("use_bnb_nested_quant")))
         else:
             if quantised:
-                run.leave_out(
-                    "load_in_4bit" if run.flag("load_in_4bit") else "load_in_8bit", Effect.UNKNOWN, "quantised without adapters"
-                )
+                run.leave_out(quantised, Effect.UNKNOWN, "quantised without adapters")
             run.set("method", "full")
             if "use_peft" not in run.data:
                 run.assume("full fine-tuning, since use_peft is not set")
         run.leave_out_flags(_NOT_MODELLED)
         if task in _TASKS:
             run.leave_out(f"task {task}", *_TASKS[task])
-        elif run.word("loss_type") in (None, "nll", "chunked_nll") and not run.flag("use_liger_kernel"):
-            run.leave_out("loss_type", Effect.LESS, "TRL's own loss never holds all logits; the model's is counted")
+        elif not run.amount("label_smoothing_factor"):
+            run.set("chunked_head", True)  # of every loss_type; label smoothing takes all logits
+            if run.fields["engine"] == "fsdp2":
+                run.leave_out("fsdp", Effect.UNKNOWN, "TRL's head gathers its sharded weight by itself")
         return run.setup(arguments_of("hf-trainer", "trl"))
 
 

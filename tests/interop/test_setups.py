@@ -72,7 +72,7 @@ def test_llama_factory(write: Callable[[str, str], str]) -> None:
     lora = read_setup(write("m.yml", LLAMA_FACTORY.replace("full", "lora") + "lora_target: q_proj,v_proj\n"))
     assert (lora.lora_rank, lora.lora_targets) == (8, ("q_proj", "v_proj"))
     quantised = read_setup(write("n.yml", LLAMA_FACTORY.replace("full", "lora") + "quantization_bit: 4\n"))
-    assert (quantised.method, [one.key for one in quantised.unmodelled]) == ("qlora", ["quantization_bit"])
+    assert (quantised.method, quantised.quantize, quantised.unmodelled) == ("qlora", "nf4", ())
 
 
 def test_training_arguments_as_yaml_and_json(write: Callable[[str, str], str]) -> None:

@@ -46,8 +46,6 @@ def optimizer_of(run: Builder, key: str, name: str) -> tuple[str, str | None]:
     row = find_optimizer(plain, where=f"{run.name}: {key}")
     if row.rest:
         run.leave_out(key, Effect.UNKNOWN, f"{plain}: which parameters the program gives to it is its own choice")
-    if row.name == "adamw8bit" and key in ("optim", "optimizer"):  # of the Trainer and axolotl, which hands it on
-        run.leave_out(key, Effect.MORE, "the Trainer has bitsandbytes keep the embeddings' states in 32 bits")
     if plain.startswith("paged"):
         run.leave_out(key, Effect.LESS, "paged states may move to the host; they are counted on the GPU")
     kind = OptimizerKind.FUSED if plain in _FUSED else OptimizerKind.FOREACH if plain in _FOREACH else None

@@ -124,6 +124,8 @@ class Trl(Program):
             if "use_peft" not in run.data:
                 run.assume("full fine-tuning, since use_peft is not set")
         run.leave_out_flags(_NOT_MODELLED)
+        if run.flag("packing") and run.word("packing_strategy") != "wrapped" and run.fields.get("attn") != "flash":
+            run.leave_out("packing", Effect.MORE, "packed samples are one row, whose mask grows with the square of its length")
         if task in _TASKS:
             run.leave_out(f"task {task}", *_TASKS[task])
         elif not run.amount("label_smoothing_factor"):

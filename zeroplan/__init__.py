@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from zeroplan.core.errors import BadInput as BadInput
     from zeroplan.core.plan import MemoryPlan as MemoryPlan
     from zeroplan.search.results import Recommendation as Recommendation
+    from zeroplan.tuning.api import tune as tune
     from zeroplan.validate.api import verify as verify
     from zeroplan.validate.results import Drift as Drift
     from zeroplan.validate.results import Measurement as Measurement
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "estimate": "zeroplan.api",
     "recommend": "zeroplan.api",
+    "tune": "zeroplan.tuning.api",
     "verify": "zeroplan.validate.api",
     "estimate_zero1_mem": "zeroplan.api",
     "estimate_zero2_mem": "zeroplan.api",
@@ -56,6 +58,7 @@ __all__ = [
     "estimate_zero2_mem",
     "estimate_zero3_mem",
     "recommend",
+    "tune",
     "verify",
 ]
 

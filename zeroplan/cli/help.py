@@ -11,7 +11,7 @@ from zeroplan.core.errors import did_you_mean
 #: Every verb, by what it is for, in the order of the help.
 VERBS = {
     "Plan": ("estimate", "recommend", "explain"),
-    "Check": ("check", "verify", "doctor"),
+    "Check": ("check", "verify", "tune", "doctor"),
     "Look up": ("trace", "models", "gpus"),
 }
 

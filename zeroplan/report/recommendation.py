@@ -89,8 +89,8 @@ def verdict(answer: SearchResult) -> str:
         plan = answer.nearest.plan
         lacks = " and ".join(lacks_of(plan, describe_cluster(answer.cluster))) or "which lacks memory"
         cheapest = f" Cheapest change: {answer.changes[0].what}." if answer.changes else ""
-        return f"Nothing fits: nearest is {_named(answer.nearest)}, {lacks}.{cheapest}"
-    text = f"{_named(best)}, {best.tokens_per_second:,.0f} tokens/s, {fit_text(best.plan)}"
+        return f"Nothing fits: nearest is {described(answer.nearest)}, {lacks}.{cheapest}"
+    text = f"{described(best)}, {best.tokens_per_second:,.0f} tokens/s, {fit_text(best.plan)}"
     if best.plan.undecided:
         return f"Unknown: nothing is known to fit; best may be {text}. {unknown_text(best.plan)}"
     head = "Least memory" if answer.goal == "memory" else "Fastest" if best.fits is None else "Best"
@@ -102,8 +102,8 @@ def verdict(answer: SearchResult) -> str:
     return f"{head}: {text}.{compared}"
 
 
-def _named(one: Recommendation) -> str:
-    """``"ZeRO-2, optimizer on cpu, checkpointing, micro batch 4 × 8 accumulated"``."""
+def described(one: Recommendation) -> str:
+    """Name a configuration: ``"ZeRO-2, optimizer on cpu, checkpointing, micro batch 4 × 8 accumulated"``."""
     work = one.workload
     text = plan_name(one.plan) + (", checkpointing" if work.gradient_checkpointing else "")
     return f"{text}, micro batch {work.micro_batch}" + (f" × {work.grad_accum} accumulated" if work.grad_accum > 1 else "")
@@ -160,7 +160,7 @@ def record(one: Recommendation) -> dict[str, Any]:
 
 def recommendation_text(one: Recommendation, terminal: Terminal = PLAIN) -> str:
     """Return one configuration in one screen: what it is, its peak, why, and its ds_config."""
-    lines = terminal.verdict(f"{_named(one)}: {one.tokens_per_second:,.0f} tokens/s, {fit_text(one.plan)}.", one.fits)
+    lines = terminal.verdict(f"{described(one)}: {one.tokens_per_second:,.0f} tokens/s, {fit_text(one.plan)}.", one.fits)
     lines += terminal.wrap(peak) if (peak := peak_sentence(one.plan)) else []
     if one.alloc_conf:
         lines += [f"PYTORCH_ALLOC_CONF={one.alloc_conf}"]

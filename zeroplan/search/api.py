@@ -11,7 +11,7 @@ from zeroplan.search.cost import CostModel
 from zeroplan.search.files import model_of
 from zeroplan.search.memory import Memory
 from zeroplan.search.reasons import choice, points, reasons_for, what_more_buys
-from zeroplan.search.recommend import SHOWN, least_memory, order_of, rank_all, search, simplest_first
+from zeroplan.search.recommend import least_memory, order_of, rank_all, search, simplest_first
 from zeroplan.search.results import Recommendation, SearchResult, Suggestion, recommendation
 from zeroplan.search.search_options import ResolvedSearch, SearchOptions, candidates_of, resolve_search
 from zeroplan.search.space import Candidate
@@ -41,9 +41,9 @@ def run_search(request: Request, options: SearchOptions | None = None) -> Search
         return _answer(resolved, request, options, tuple(found), memory, considered=len(found))
     space = candidates_of(resolved, request, options)
     if options.goal == "memory":
-        outcome = least_memory(space, memory, cost, shown=SHOWN)
+        outcome = least_memory(space, memory, cost, shown=options.shown)
     else:
-        outcome = search(space, memory, cost, shown=SHOWN)
+        outcome = search(space, memory, cost, shown=options.shown)
         outcome.ranking = simplest_first(outcome.ranking)
     ranking = [recommendation(resolved.engine, r, i, layout) for i, r in enumerate(outcome.ranking)]
     nearest: Recommendation | None = None

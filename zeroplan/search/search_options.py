@@ -19,6 +19,7 @@ from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.options import MachineOptions
 from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
+from zeroplan.search.recommend import SHOWN
 from zeroplan.search.space import NVME_PATH, Candidate, all_candidates, batch_splits
 
 GOALS = ("throughput", "memory")
@@ -40,6 +41,7 @@ class SearchOptions:
         program: the program that owns `source`; None finds it out.
         profile: the path of measured rates; None takes the user's own profile where it is of this GPU.
         nvme_path: the folder for swap files.
+        shown: configurations that the answer holds at most, one of each stage, offload and checkpointing.
         explain: whether the answer gives reasons.
         notes: warnings that the answer repeats.
     """
@@ -52,6 +54,7 @@ class SearchOptions:
     program: str | None = None
     profile: str | os.PathLike[str] | None = None
     nvme_path: str = NVME_PATH
+    shown: int = SHOWN
     explain: bool = True
     notes: tuple[str, ...] = ()
 
@@ -68,6 +71,7 @@ class RecommendOptions(MachineOptions, total=False):
     program: str | None
     profile: str | os.PathLike[str] | None
     nvme_path: str
+    shown: int
     explain: bool
     notes: tuple[str, ...]
 

@@ -1,0 +1,86 @@
+"""``zeroplan tune``: the fastest configuration on this machine, by running the few that are predicted to be fast."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from zeroplan.cli import flags
+from zeroplan.cli.main import show, verb
+from zeroplan.core.errors import EXIT_DOES_NOT_FIT, BadInput
+from zeroplan.planner.request import Request
+
+_RUN = "Run"
+Ranks = Annotated[int | None, typer.Option("--gpus", rich_help_panel=_RUN, help="Ranks to run. [every GPU; 2 on a CPU]")]
+EngineName = Annotated[str, typer.Option("--engine", rich_help_panel="Sharding", help="As for verify. [zeroplan]")]
+Checkpointing = Annotated[
+    bool | None,
+    typer.Option(
+        "--gradient-checkpointing/--no-gradient-checkpointing", rich_help_panel="Workload", help="Recompute blocks. [both]"
+    ),
+]
+Runs = Annotated[int, typer.Option("--runs", rich_help_panel=_RUN, help="Configurations to run at most.")]
+Steps = Annotated[int, typer.Option("--steps", rich_help_panel=_RUN, help="Optimizer steps of each.")]
+Folder = Annotated[str | None, typer.Option("--folder", rich_help_panel=_RUN, help="Keep results there; go on from them.")]
+Candidates = Annotated[int, typer.Option("--candidates", rich_help_panel=_RUN, help="Configurations to choose from.")]
+GlobalBatch = Annotated[int | None, typer.Option("--global-batch", rich_help_panel=_RUN, help="Sequences a step.")]
+Output = Annotated[str | None, typer.Option("-o", "--output", help="Write the fastest one's ds_config there.")]
+
+
+@verb("zeroplan tune meta-llama/Llama-3.2-1B --folder tuned", "zeroplan tune gpt2 --engine deepspeed -o ds_config.json")
+@flags.takes_request(
+    *flags.DEGREES,
+    *("params", "nodes", "gpu", "vram", "cpu_ram", "nvme", "host", "from_scratch", "depth", "alloc_conf"),
+    *("checkpoint_policy", "files", "program", "zero_init", "ds_config"),
+)
+def tune(
+    request: Request,
+    engine: EngineName = "zeroplan",
+    gradient_checkpointing: Checkpointing = None,
+    gpus: Ranks = None,
+    runs: Runs = 5,
+    steps: Steps = 6,
+    candidates: Candidates = 10,
+    global_batch: GlobalBatch = None,
+    folder: Folder = None,
+    output: Output = None,
+    quiet: flags.Quiet = False,
+    as_json: flags.Json = False,
+) -> None:
+    """Run what is predicted to be fast, and rank by measurement.
+
+    Weights are random. With --folder a tuning that was cut off goes on; what ran out of memory or died is left out.
+    """
+    from zeroplan.core.files import write_atomic
+    from zeroplan.ds_config.writer import dump_ds_config
+    from zeroplan.report.terminal import Terminal
+    from zeroplan.report.tuning import tuning_text
+    from zeroplan.tuning.api import tune as run
+
+    if request.model is None:
+        raise BadInput("no model", where="MODEL", remedy="give one id, path or config")
+    given = flags.chosen(request)
+    model = given.pop("model")
+    found = run(
+        model,
+        runs=runs,
+        steps=steps,
+        folder=folder,
+        candidates=candidates,
+        global_batch=global_batch,
+        progress=(lambda _: None) if quiet else None,
+        engine=engine,
+        gpus=gpus,
+        gradient_checkpointing=gradient_checkpointing,
+        **given,
+    )
+    config = None if found.best is None else found.best.recommendation.ds_config()
+    if output is not None and found.best is not None:
+        if config is None:
+            raise BadInput(f"{engine} reads no ds_config", where="--output", remedy="leave it out")
+        write_atomic(output, dump_ds_config(config))
+    show(json.dumps(found.to_dict(), indent=2) if as_json else tuning_text(found, Terminal.here(), quiet=quiet))
+    if found.best is None:
+        raise typer.Exit(EXIT_DOES_NOT_FIT)

@@ -1,0 +1,1 @@
+"""tune(): runs the configurations that recommend puts first on this machine, and ranks them by what they measure."""

@@ -11,25 +11,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.recommend.page import measured
+from benchmarks.step.page import runtime_speed
+from benchmarks.verified import verify_measured
+from zeroplan.core.cluster import Cluster
+from zeroplan.core.gpus import GPUS
+from zeroplan.core.units import format_bytes, format_count
+from zeroplan.core.workload import DType, Workload
+from zeroplan.core.zero_config import DEEPSPEED_VERSION
+from zeroplan.ds_config.sections import SECTIONS
+from zeroplan.engines.base import Case, Engine
+from zeroplan.engines.registry import engine_names, find_engine
+from zeroplan.ledger.line import derived, glossary_of
+from zeroplan.models.catalog import catalog_table
+from zeroplan.models.load import load_model
+from zeroplan.report.table import render
+
 ROOT = Path(__file__).resolve().parent
-sys.path.insert(0, str(ROOT.parent))
-
-from benchmarks.recommend.page import measured  # noqa: E402
-from benchmarks.step.page import runtime_speed  # noqa: E402
-from benchmarks.verified import verify_measured  # noqa: E402
-from zeroplan.core.cluster import Cluster  # noqa: E402
-from zeroplan.core.gpus import GPUS  # noqa: E402
-from zeroplan.core.units import format_bytes, format_count  # noqa: E402
-from zeroplan.core.workload import DType, Workload  # noqa: E402
-from zeroplan.core.zero_config import DEEPSPEED_VERSION  # noqa: E402
-from zeroplan.ds_config.sections import SECTIONS  # noqa: E402
-from zeroplan.engines.base import Case, Engine  # noqa: E402
-from zeroplan.engines.registry import engine_names, find_engine  # noqa: E402
-from zeroplan.ledger.line import derived, glossary_of  # noqa: E402
-from zeroplan.models.catalog import catalog_table  # noqa: E402
-from zeroplan.models.load import load_model  # noqa: E402
-from zeroplan.report.table import render  # noqa: E402
-
 MODEL = "meta-llama/Llama-3.2-1B"
 _NOTE = "<!-- Made by docs/generate.py; edit the code, not this page. -->\n\n"
 

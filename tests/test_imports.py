@@ -129,7 +129,7 @@ def test_no_submodule_shares_a_public_functions_name() -> None:
 
 def test_unknown_attributes_fail_as_usual() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
-        zeroplan.nonsense  # noqa: B018
+        _ = zeroplan.nonsense
 
 
 def _modules(root: Path) -> dict[str, Path]:

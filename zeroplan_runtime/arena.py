@@ -193,7 +193,7 @@ class Arena:
         if self.device.type == "cuda":
             x = torch.zeros(16, 16, dtype=dtype, device=self.device, requires_grad=True)
             with torch.enable_grad():
-                (x @ x).sum().backward()  # type: ignore[no-untyped-call]
+                (x @ x).sum().backward()
 
     def reserve_segment(self, buffers: Iterable[ResizableBuffer]) -> None:
         """Makes torch's allocator cache one segment in which all of `buffers`, which live at the same time, fit.

@@ -21,7 +21,7 @@ from zeroplan_runtime.pytree import tensors_of
 from zeroplan_runtime.unit_state import UnitState
 
 
-class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Audit(TorchDispatchMode):
     """A context in which every operation that is given a parameter, or a view of one, must find its unit unsharded.
 
     Raises:
@@ -29,7 +29,7 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, model_states: ModelStates) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._arena = model_states.arena
         self._owners: dict[int, tuple[UnitState, str]] = {}
         self._views: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()

@@ -31,7 +31,7 @@ def keep_out_of_graphs(handles: Iterable[RemovableHandle]) -> None:
     for handle in handles:
         hooks = handle.hooks_dict_ref()
         if hooks is not None and handle.id in hooks:
-            hooks[handle.id] = torch.compiler.disable(hooks[handle.id], reason="zeroplan_runtime runs outside graphs")  # type: ignore[no-untyped-call]
+            hooks[handle.id] = torch.compiler.disable(hooks[handle.id], reason="zeroplan_runtime runs outside graphs")
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def outside_graphs(function: _Call) -> _Call:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return torch.compiler.disable(function)(*args, **kwargs)  # type: ignore[no-untyped-call]
+            return torch.compiler.disable(function)(*args, **kwargs)
         return function(*args, **kwargs)
 
     return cast(_Call, call)

@@ -212,7 +212,7 @@ class Engine(EngineGetters, EngineCheckpoints):
         self.schedule.root_pre_backward()
         with self.checks.during_backward(boundary=self.schedule.grads.boundary), self.activity.inside(), self._audited():
             whole = scaled * self.scaler.scale if self.scaler.scale != 1.0 else scaled
-            whole.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            whole.backward(retain_graph=retain_graph)
             self.schedule.root_post_backward()
         if self.monitor is not None:
             self.monitor.saw_loss(scaled)

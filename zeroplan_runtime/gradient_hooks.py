@@ -45,7 +45,7 @@ def attach_gradient_hooks(schedule: Schedule, *, direct: bool = True) -> Callabl
                 places[id(param)] = (unit, i)
                 # C++ holds the hook, where the garbage collector does not look: a strong reference would leak the engine.
                 hook = partial(_take_grad, weakref.ref(schedule), unit.index, i)
-                handles.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                handles.append(param.register_post_accumulate_grad_hook(hook))
     changed: list[nn.Module] = []
     if direct:
         for unit in schedule.model_states.units:
@@ -128,7 +128,7 @@ def _forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         or not _has_no_other_hooks(weight)
     ):
         return functional.linear(x, weight, bias)
-    return DirectLinear.apply(x, weight, bias, module._gradient_target)  # type: ignore[no-any-return, no-untyped-call]
+    return DirectLinear.apply(x, weight, bias, module._gradient_target)  # type: ignore[no-any-return]
 
 
 def _has_no_other_hooks(weight: torch.Tensor) -> bool:

@@ -25,9 +25,9 @@ def attach_fused_loss(model: nn.Module) -> Callable[[], None]:
     Returns:
         A function that restores the loss.
     """
-    changed = [module for module in model.modules() if _has_own_loss(module)]
+    changed: list[Any] = [module for module in model.modules() if _has_own_loss(module)]
     for module in changed:
-        setattr(module, "loss_function", causal_lm_loss)  # noqa: B010 - a property of transformers' models
+        module.loss_function = causal_lm_loss
 
     def detach() -> None:
         for module in changed:
@@ -69,7 +69,7 @@ def causal_lm_loss(
     if shift_labels is None:
         shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
     flat = logits.view(-1, vocab_size)
-    return _CrossEntropy.apply(flat, shift_labels.view(-1).to(logits.device), num_items_in_batch, ignore_index)  # type: ignore[no-any-return, no-untyped-call]
+    return _CrossEntropy.apply(flat, shift_labels.view(-1).to(logits.device), num_items_in_batch, ignore_index)  # type: ignore[no-any-return]
 
 
 class _CrossEntropy(torch.autograd.Function):

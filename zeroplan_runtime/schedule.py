@@ -168,7 +168,7 @@ class Schedule:
         passed_through = {id(tensor) for tensor in tensors_of(inputs)}
         for tensor in tensors_of(output):
             if tensor.requires_grad and id(tensor) not in passed_through:
-                tensor.register_hook(partial(self._output_grad_hook, unit))  # type: ignore[no-untyped-call]
+                tensor.register_hook(partial(self._output_grad_hook, unit))
 
     def _reshard(self, unit: UnitState) -> None:
         slot = unit.param_slot

@@ -21,7 +21,7 @@ class Event:
     __slots__ = ("_event",)
 
     def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
 
     def record(self, stream: Stream) -> None:
         """Captures all work that `stream` has been given so far."""
@@ -30,7 +30,7 @@ class Event:
 
     def query(self) -> bool:
         """Returns whether the captured work is done; true for an event that was never recorded."""
-        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+        return self._event is None or bool(self._event.query())
 
     def wait(self, stream: Stream) -> None:
         """Makes `stream` wait for the captured work; does nothing for an event that was never recorded."""
@@ -48,7 +48,7 @@ class Stream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     @classmethod
     def current(cls, device: torch.device) -> Stream:

@@ -179,7 +179,7 @@ class Net(nn.Module):
         """Adds the hook on a weight, which copies of the model do not have."""
         weight = self.stack()[-1].norm.weight
         if self.case.hooks == "weight" and weight.requires_grad:
-            weight.register_hook(_halve)  # type: ignore[no-untyped-call]
+            weight.register_hook(_halve)
 
     def compile_blocks(self) -> None:
         """Compiles the blocks of the ranks' side, without a compiler: it is the graphs that matter."""

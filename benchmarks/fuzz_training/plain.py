@@ -83,7 +83,7 @@ class Replica:
         return self._optimizer.param_groups
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
-        (loss / self._case.accum * self._scale).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        (loss / self._case.accum * self._scale).backward(retain_graph=retain_graph)
 
     def model(self, *args: Any) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=self._autocast):

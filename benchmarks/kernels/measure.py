@@ -28,7 +28,7 @@ Contender = tuple[Callable[[], object], float]
 def use_path(path: Any) -> None:
     """Lets the kernels.functional functions call this backend, whatever the device; None: the device's own again."""
     chosen = backends.backend if path is None else lambda _device: path
-    setattr(functional, "backend", chosen)  # noqa: B010 - a name that the module imported and does not export
+    vars(functional)["backend"] = chosen  # a name that the module imported and does not export
 
 
 def seconds(call: Callable[[], object], device: torch.device, times: int) -> list[float]:
@@ -40,7 +40,7 @@ def seconds(call: Callable[[], object], device: torch.device, times: int) -> lis
             call()
             spent.append(time.perf_counter() - begin)
         return spent
-    marks: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]  # type: ignore[no-untyped-call]
+    marks: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
     marks[0].record()
     for mark in marks[1:]:
         call()

@@ -7,6 +7,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,12 @@ WARM_STEPS = 6
 
 def warm(cases: str) -> None:
     """Imports what the cases need, once, without touching CUDA."""
-    import torch.distributed.fsdp  # noqa: F401
-    import transformers.models.llama.modeling_llama
-
-    import zeroplan_runtime  # noqa: F401
+    import transformers
 
     transformers.utils.logging.set_verbosity_error()
-    if "deepspeed" in cases:
-        import deepspeed  # noqa: F401
+    needed = ["torch.distributed.fsdp", "transformers.models.llama.modeling_llama", "zeroplan_runtime"]
+    for module in needed + ["deepspeed"] * ("deepspeed" in cases):
+        import_module(module)
 
 
 def command(module: str) -> str:
@@ -99,6 +98,6 @@ def _mark(cuda: bool) -> Any:
         return time.perf_counter()
     import torch
 
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

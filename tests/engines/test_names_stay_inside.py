@@ -32,7 +32,13 @@ def named(node: ast.AST) -> bool:
 
 
 def about_an_engine(node: ast.AST) -> bool:
-    """``engine``, ``x.engine`` or ``engine.name``."""
+    """``engine``, ``x.engine``, ``engine.name``, ``x["engine"]`` or ``x.get("engine")``."""
+    if isinstance(node, ast.Call) and node.args:
+        node = node.args[0]
+    elif isinstance(node, ast.Subscript):
+        node = node.slice
+    if isinstance(node, ast.Constant):
+        return node.value == "engine"
     if isinstance(node, ast.Attribute):
         return node.attr == "engine" or (node.attr == "name" and about_an_engine(node.value))
     return isinstance(node, ast.Name) and node.id == "engine"
@@ -78,6 +84,8 @@ def test_no_file_outside_branches_on_an_engine() -> None:
     [
         ("if engine.name == 'ddp': pass", False, True),
         ("x = zero if setup.engine in ('fsdp2',) else 0", True, True),
+        ("if run.fields.get('engine') != 'deepspeed': pass", True, True),
+        ("if row['engine'] == 'ddp': pass", True, True),
         ("x = {'deepspeed': 1}[name]", False, True),
         ("x = {'ddp': 1, None: 0}[name]", False, True),
         ("ARGUMENTS = {'deepspeed': 'ds_config', 'ram': 'cpu_ram', 'nnodes': 'nodes'}", False, False),

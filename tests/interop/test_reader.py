@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -66,7 +66,7 @@ class TestDefaults:
 
 
 class TestAuto:
-    CONFIG = {  # noqa: RUF012
+    CONFIG: ClassVar[dict[str, Any]] = {
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
         "bf16": {"enabled": "auto"},

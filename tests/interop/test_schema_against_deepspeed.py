@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import logging
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -106,7 +106,7 @@ def test_optional_fields_are_those_that_admit_null() -> None:
 class Recorder(dict[str, Any]):
     """A dict that remembers which keys were asked for."""
 
-    asked: set[str] = set()  # noqa: RUF012  (shared on purpose: DeepSpeed copies the dict)
+    asked: ClassVar[set[str]] = set()  # shared on purpose: DeepSpeed copies the dict
 
     def get(self, key: str, default: Any = None) -> Any:
         self.asked.add(key)

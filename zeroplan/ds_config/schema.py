@@ -141,5 +141,5 @@ def other(name: str, kind: Kind, default: Any = None, **more: Any) -> Key:
 
 
 #: Short names for the ``sections_*`` modules.
-I, F, B, S = Kind.INT, Kind.FLOAT, Kind.BOOL, Kind.STR  # noqa: E741
+INT, FLOAT, BOOL, STR = Kind.INT, Kind.FLOAT, Kind.BOOL, Kind.STR
 HONOURED, IGNORED, REFUSED = Support.HONOURED, Support.IGNORED, Support.REFUSED

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zeroplan.ds_config.coercion import Kind
-from zeroplan.ds_config.schema import B, I, Mode, S, other, section
+from zeroplan.ds_config.schema import BOOL, INT, STR, Mode, other, section
 
 _SEC = Kind.SECTION
 
@@ -11,28 +11,28 @@ HYBRID_ENGINE = section(
     "hybrid_engine",
     Mode.MODEL,
     "runtime/config.py",
-    other("enabled", B, False),
-    other("max_out_tokens", I, 512, above=0),
-    other("inference_tp_size", I, 1),
-    other("release_inference_cache", B, False),
-    other("pin_parameters", B, True),
-    other("tp_gather_partition_size", I, 8),
-    other("enable_cuda_graph", B, False),
+    other("enabled", BOOL, False),
+    other("max_out_tokens", INT, 512, above=0),
+    other("inference_tp_size", INT, 1),
+    other("release_inference_cache", BOOL, False),
+    other("pin_parameters", BOOL, True),
+    other("tp_gather_partition_size", INT, 8),
+    other("enable_cuda_graph", BOOL, False),
 )
 
 COMPILE = section(
     "compile",
     Mode.MODEL,
     "compile/config.py",
-    *(other(name, B, False) for name in ("deepcompile", "autoep_non_moe", "free_activation", "offload_activation")),
-    other("free_activation_threshold", I, 10 << 20),
-    other("offload_activation_pin_memory", B, True),
-    *(other(name, B, False) for name in ("offload_opt_states", "symmetric_memory", "debug_log", "offload_parameters")),
-    other("double_buffer", B, True),
-    *(other(name, B, False) for name in ("sync_before_reduce", "sync_after_reduce")),
-    *(other(name, B, False) for name in ("sync_before_allgather", "sync_after_allgather")),
-    other("keep_int_input_tensors", B, True),
-    other("keep_all_input_tensors", B, False),
+    *(other(name, BOOL, False) for name in ("deepcompile", "autoep_non_moe", "free_activation", "offload_activation")),
+    other("free_activation_threshold", INT, 10 << 20),
+    other("offload_activation_pin_memory", BOOL, True),
+    *(other(name, BOOL, False) for name in ("offload_opt_states", "symmetric_memory", "debug_log", "offload_parameters")),
+    other("double_buffer", BOOL, True),
+    *(other(name, BOOL, False) for name in ("sync_before_reduce", "sync_after_reduce")),
+    *(other(name, BOOL, False) for name in ("sync_before_allgather", "sync_after_allgather")),
+    other("keep_int_input_tensors", BOOL, True),
+    other("keep_all_input_tensors", BOOL, False),
     other("passes", Kind.LIST, optional=True, note="z1, z3, autosp, autotp"),
 )
 
@@ -41,16 +41,16 @@ TENSOR_PARALLEL = section(
     Mode.MODEL,
     "runtime/tensor_parallel/config.py",
     other("dtype", Kind.ANY),
-    other("autotp_size", I, 0),
-    other("tp_overlap_comm", B, False),
-    other("vocab_parallel_lm_head", B, optional=True),
-    other("vocab_parallel_ce_backend", S, "torch"),
+    other("autotp_size", INT, 0),
+    other("tp_overlap_comm", BOOL, False),
+    other("vocab_parallel_lm_head", BOOL, optional=True),
+    other("vocab_parallel_ce_backend", STR, "torch"),
     other("tensor_parallel", _SEC, alias="tp"),
     other("injection_policy_tuple", Kind.ANY, optional=True),
     other("partition_config", _SEC, optional=True),
-    other("preset_model", S, optional=True),
-    other("keep_module_on_host", B, False),
-    other("replace_with_kernel_inject", B, False, alias="kernel_inject"),
+    other("preset_model", STR, optional=True),
+    other("keep_module_on_host", BOOL, False),
+    other("replace_with_kernel_inject", BOOL, False, alias="kernel_inject"),
 )
 
 EXPERT_PARALLEL = section("expert_parallel", Mode.OPEN, "module_inject/auto_ep_config.py")
@@ -59,10 +59,10 @@ WEIGHT_QUANTIZATION = section(
     "weight_quantization",
     Mode.MODEL,
     "inference/config.py",
-    other("enabled", B, True),
-    other("num_bits", I, 8),
-    other("q_type", S, "symmetric"),
-    other("q_groups", I, 1),
+    other("enabled", BOOL, True),
+    other("num_bits", INT, 8),
+    other("q_type", STR, "symmetric"),
+    other("q_groups", INT, 1),
     other("quantized_initialization", _SEC),
     other("post_init_quant", _SEC),
 )

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from zeroplan.ds_config.runtime_options import RuntimeOptions
-from zeroplan.ds_config.schema import HONOURED, IGNORED, B, F, I, Mode, free, mem, section
+from zeroplan.ds_config.schema import BOOL, FLOAT, HONOURED, IGNORED, INT, Mode, free, mem, section
 
 ZEROPLAN = section(
     "zeroplan",
     Mode.EXACT,
     "",
-    mem("ring", I, lo=2, deepspeed=IGNORED, runtime=HONOURED),
-    mem("wide_numel", I, lo=1, deepspeed=IGNORED, runtime=HONOURED),
-    mem("direct_linear", B, deepspeed=IGNORED, runtime=HONOURED),
-    mem("fused_loss", B, deepspeed=IGNORED, runtime=HONOURED),
-    free("audit_steps", I, attr="audit_steps", lo=0, deepspeed=IGNORED, runtime=HONOURED),
-    free("timeout", F, attr="timeout", lo=1, deepspeed=IGNORED, runtime=HONOURED),
-    mem("delayed_update", I, lo=0, deepspeed=IGNORED, runtime=HONOURED),
-    free("nvme_in_memory", B, attr="nvme_in_memory", deepspeed=IGNORED, runtime=HONOURED),
+    mem("ring", INT, lo=2, deepspeed=IGNORED, runtime=HONOURED),
+    mem("wide_numel", INT, lo=1, deepspeed=IGNORED, runtime=HONOURED),
+    mem("direct_linear", BOOL, deepspeed=IGNORED, runtime=HONOURED),
+    mem("fused_loss", BOOL, deepspeed=IGNORED, runtime=HONOURED),
+    free("audit_steps", INT, attr="audit_steps", lo=0, deepspeed=IGNORED, runtime=HONOURED),
+    free("timeout", FLOAT, attr="timeout", lo=1, deepspeed=IGNORED, runtime=HONOURED),
+    mem("delayed_update", INT, lo=0, deepspeed=IGNORED, runtime=HONOURED),
+    free("nvme_in_memory", BOOL, attr="nvme_in_memory", deepspeed=IGNORED, runtime=HONOURED),
     holder=RuntimeOptions,
 )

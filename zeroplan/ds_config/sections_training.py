@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from zeroplan.core.zero_config import ActivationCheckpointing, Aio, ZeroConfig
 from zeroplan.ds_config.coercion import Kind
-from zeroplan.ds_config.schema import HONOURED, IGNORED, REFUSED, B, I, Mode, S, free, mem, other, section
+from zeroplan.ds_config.schema import BOOL, HONOURED, IGNORED, INT, REFUSED, STR, Mode, free, mem, other, section
 
 FP16 = section(
     "fp16",
     Mode.MODEL,
     "runtime/precision_config.py",
-    mem("enabled", B, "", default=False, runtime=HONOURED),
-    free("auto_cast", B, False, runtime=HONOURED),
+    mem("enabled", BOOL, "", default=False, runtime=HONOURED),
+    free("auto_cast", BOOL, False, runtime=HONOURED),
     free("loss_scale", Kind.LOSS_SCALE, 0, runtime=HONOURED),
-    free("initial_scale_power", I, 16, runtime=HONOURED),
+    free("initial_scale_power", INT, 16, runtime=HONOURED),
     free("loss_scale_window", Kind.SCALE_INT, 1000, runtime=HONOURED),
-    free("hysteresis", I, 2, runtime=HONOURED),
-    free("consecutive_hysteresis", B, False, runtime=HONOURED),
+    free("hysteresis", INT, 2, runtime=HONOURED),
+    free("consecutive_hysteresis", BOOL, False, runtime=HONOURED),
     free("min_loss_scale", Kind.SCALE_INT, 1, runtime=HONOURED),
-    mem("fp16_master_weights_and_grads", B, runtime=REFUSED),
+    mem("fp16_master_weights_and_grads", BOOL, runtime=REFUSED),
     holder=ZeroConfig,
 )
 
@@ -26,11 +26,11 @@ BF16 = section(
     "bf16",
     Mode.MODEL,
     "runtime/precision_config.py",
-    mem("enabled", B, "", default=False, runtime=HONOURED),
-    mem("immediate_grad_update", B, runtime=REFUSED),
-    mem("check_grad_overflow", B, runtime=HONOURED),
-    mem("bf16_master_weights_and_grads", B, runtime=REFUSED),
-    mem("bf16_optimizer_states", B, runtime=REFUSED),
+    mem("enabled", BOOL, "", default=False, runtime=HONOURED),
+    mem("immediate_grad_update", BOOL, runtime=REFUSED),
+    mem("check_grad_overflow", BOOL, runtime=HONOURED),
+    mem("bf16_master_weights_and_grads", BOOL, runtime=REFUSED),
+    mem("bf16_optimizer_states", BOOL, runtime=REFUSED),
     holder=ZeroConfig,
 )
 
@@ -49,7 +49,7 @@ TORCH_AUTOCAST = section(
     "torch_autocast",
     Mode.PLAIN,
     "runtime/config.py",
-    mem("enabled", B, "", default=False, runtime=REFUSED),
+    mem("enabled", BOOL, "", default=False, runtime=REFUSED),
     mem("dtype", Kind.DTYPE, "", optional=True, runtime=REFUSED),
     other("lower_precision_safe_modules", Kind.STRINGS, optional=True),
 )
@@ -58,16 +58,16 @@ OPTIMIZER = section(
     "optimizer",
     Mode.PLAIN,
     "runtime/config.py",
-    mem("type", S, "", optional=True, runtime=HONOURED),
+    mem("type", STR, "", optional=True, runtime=HONOURED),
     mem("params", Kind.SECTION, "", optional=True, runtime=HONOURED),
-    free("legacy_fusion", B, False),
+    free("legacy_fusion", BOOL, False),
 )
 
 SCHEDULER = section(
     "scheduler",
     Mode.PLAIN,
     "runtime/config.py",
-    free("type", S, optional=True, runtime=HONOURED),
+    free("type", STR, optional=True, runtime=HONOURED),
     free("params", Kind.SECTION, optional=True, runtime=HONOURED),
 )
 
@@ -78,12 +78,12 @@ ACTIVATION_CHECKPOINTING = section(
     "activation_checkpointing",
     Mode.PLAIN,
     "runtime/activation_checkpointing/config.py",
-    mem("partition_activations", B),
-    mem("cpu_checkpointing", B, runtime=HONOURED),
-    mem("contiguous_memory_optimization", B),
-    mem("number_checkpoints", I, optional=True, lo=1),
-    mem("synchronize_checkpoint_boundary", B),
-    mem("profile", B),
+    mem("partition_activations", BOOL),
+    mem("cpu_checkpointing", BOOL, runtime=HONOURED),
+    mem("contiguous_memory_optimization", BOOL),
+    mem("number_checkpoints", INT, optional=True, lo=1),
+    mem("synchronize_checkpoint_boundary", BOOL),
+    mem("profile", BOOL),
     holder=ActivationCheckpointing,
 )
 
@@ -91,14 +91,14 @@ AIO = section(
     "aio",
     Mode.PLAIN,
     "runtime/swap_tensor/aio_config.py",
-    mem("block_size", I, runtime=HONOURED),
-    mem("queue_depth", I, runtime=HONOURED),
+    mem("block_size", INT, runtime=HONOURED),
+    mem("queue_depth", INT, runtime=HONOURED),
     # The older name comes first, so that the newer one decides where a file holds both.
-    mem("thread_count", I, "intra_op_parallelism", replaced_by="intra_op_parallelism", deepspeed=IGNORED, runtime=HONOURED),
-    mem("intra_op_parallelism", I, runtime=HONOURED),
-    mem("single_submit", B, runtime=HONOURED),
-    mem("overlap_events", B, runtime=HONOURED),
-    mem("use_gds", B, runtime=HONOURED),
+    mem("thread_count", INT, "intra_op_parallelism", replaced_by="intra_op_parallelism", deepspeed=IGNORED, runtime=HONOURED),
+    mem("intra_op_parallelism", INT, runtime=HONOURED),
+    mem("single_submit", BOOL, runtime=HONOURED),
+    mem("overlap_events", BOOL, runtime=HONOURED),
+    mem("use_gds", BOOL, runtime=HONOURED),
     holder=Aio,
 )
 

@@ -150,12 +150,13 @@ class Engine(ABC):
         """
         layout.require_data_parallel_only(self.name)
 
-    def require_workload(self, case: Case) -> None:  # noqa: B027  (most engines train every workload)
-        """Refuse a workload that the engine cannot train in this configuration.
+    def require_workload(self, case: Case) -> None:
+        """Refuse a workload that the engine cannot train in this configuration. The default accepts every workload.
 
         Raises:
             BadInput: naming the conflict.
         """
+        del case
 
     def precision(self, dtype: DType) -> Precision:
         """Return which dtypes the model, its masters and the arithmetic have when ``--dtype`` asks for `dtype`."""

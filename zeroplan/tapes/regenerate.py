@@ -142,7 +142,7 @@ def _begin_worker() -> None:
     import torch
 
     torch.set_num_threads(1)
-    sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # transformers' advice, once a model
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # transformers' advice, once a model
 
 
 def run(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -245,7 +246,7 @@ class _Attempt:
     def _run(self, point: TracePoint) -> Recording:
         if point not in self._traces:
             whole = point._replace(seq=point.seq * self._options.split_tokens)
-            inputs = lambda: build_inputs(self._config, self._auto_class, self._options, whole)  # noqa: E731
+            inputs = partial(build_inputs, self._config, self._auto_class, self._options, whole)
             self._traces[point] = record(self._model(point.rank), inputs, self._options, self._on)
         return self._traces[point]
 

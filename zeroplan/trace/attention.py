@@ -58,9 +58,10 @@ class FusedAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # noqa: D102
+    def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
+        """Allocate what the forward kernel allocates; returns the output, laid out as the query."""
         batch, heads, seq, dim = query.shape
         ctx.cudnn = _cudnn_takes(query, value)
         seed, offset = (block(("cudnn", 8)), block(("cudnn", 8))) if ctx.cudnn else (None, None)
@@ -77,7 +78,8 @@ class FusedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:  # noqa: D102
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Allocate what the backward kernel allocates; returns the gradients of the inputs."""
         saved = ctx.saved_tensors  # kept whole: recomputed tensors have no other holder
         bias, key, query, value = saved[:4]
         batch, heads, seq, dim = query.shape
@@ -109,9 +111,10 @@ class EfficientAttention(torch.autograd.Function):
     """``_scaled_dot_product_efficient_attention``: takes fp32 and masks; lse is padded to a multiple of 32 rows."""
 
     @staticmethod
-    def forward(  # noqa: D102
+    def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
+        """Allocate what the forward kernel allocates; returns the output, laid out as the query."""
         batch, heads, seq, _ = query.shape
         out = _like_transposed(query, dim=value.shape[-1])
         lse = block(("rows", seq, 32, 4 * batch * heads))
@@ -122,7 +125,8 @@ class EfficientAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:  # noqa: D102
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Allocate what the backward kernel allocates; returns the gradients of the inputs."""
         query, key, value, bias, _out, _lse, _seed, _offset = ctx.saved_tensors
         batch, heads, seq, _ = query.shape
         grad_q, grad_k, grad_v = _like_transposed(query), _like_transposed(key), _like_transposed(value)
@@ -144,7 +148,7 @@ def _additive(mask: torch.Tensor, query: torch.Tensor, *, padded: bool) -> torch
 
 def _run(kernel: type[torch.autograd.Function], *args: torch.Tensor | None) -> torch.Tensor:
     with _kernel():
-        return kernel.apply(*args)  # type: ignore[no-any-return,no-untyped-call]
+        return kernel.apply(*args)  # type: ignore[no-any-return]
 
 
 def scaled_dot_product_attention(
@@ -193,7 +197,8 @@ class FlashAttention2(torch.autograd.Function):
     """The package ``flash-attn``: FlashAttention-2 on any device. Shapes [B, S, H, D]; KV heads are not repeated."""
 
     @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:  # noqa: D102
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Allocate what the forward kernel allocates; returns the output, shaped as the query."""
         batch, seq, heads, _ = query.shape
         out = torch.empty_like(query)
         lse = query.new_empty((batch, heads, seq), dtype=torch.float32)
@@ -202,7 +207,8 @@ class FlashAttention2(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:  # noqa: D102
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Allocate what the backward kernel allocates; returns the gradients of the inputs."""
         saved = ctx.saved_tensors
         query, key, value = saved[:3]
         batch, seq, heads, dim = query.shape

@@ -51,15 +51,17 @@ class CudaFunctions(TorchFunctionMode):
         self._casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __enter__(self) -> Any:
-        nested = lambda *args, **kwargs: _Nested(self, kwargs.get("enabled", True))  # noqa: E731
+        def nested(*args: Any, **kwargs: Any) -> _Nested:
+            return _Nested(self, kwargs.get("enabled", True))
+
         self._replace(torch, "autocast", nested)
         if self.autocast is not None:
             for module in self._switching:  # transformers' own switch ignores the meta device
                 self._replace(module, "maybe_autocast", nested)
-        return super().__enter__()  # type: ignore[no-untyped-call]
+        return super().__enter__()
 
     def __exit__(self, *exc: Any) -> None:
-        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        super().__exit__(*exc)
         while self._replaced:
             setattr(*self._replaced.pop())
 
@@ -86,7 +88,7 @@ class CudaFunctions(TorchFunctionMode):
             elif func is torch.nn.functional.cross_entropy:
                 return _cross_entropy(*args, **kwargs)
         if self._zero3 and func is torch.nn.functional.linear:
-            return _Zero3Linear.apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+            return _Zero3Linear.apply(*args, **kwargs)
         redirect = _REDIRECTS.get(name)
         if redirect is not None:
             return redirect(func, args, kwargs)
@@ -212,7 +214,7 @@ class _GroupedProduct(torch.autograd.Function):
 def _grouped(func: Any, args: Any, kwargs: Any) -> Any:
     if args[0].dtype is torch.bfloat16:
         return func(*args, **kwargs)
-    return _GroupedProduct.apply(args[0], args[1])  # type: ignore[no-untyped-call]
+    return _GroupedProduct.apply(args[0], args[1])
 
 
 def _attention(func: Any, args: Any, kwargs: Any) -> Any:

@@ -47,7 +47,7 @@ class ModuleHooks:
             self._attach(index, module, zero3)
         for index, (_, param) in enumerate(self.params):
             if param.requires_grad:
-                handle = param.register_post_accumulate_grad_hook(self._gradient(index))  # type: ignore[no-untyped-call]
+                handle = param.register_post_accumulate_grad_hook(self._gradient(index))
                 self._handles.append(handle)
 
     def detach(self) -> None:

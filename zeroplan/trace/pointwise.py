@@ -51,5 +51,5 @@ def result(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
         if tensor.device.type != "meta" or tensor.dtype is not dtype or not tensor.is_contiguous():
             return None
         if tensor.shape != shape:
-            shape = torch.broadcast_shapes(shape, tensor.shape)  # type: ignore[no-untyped-call]
+            shape = torch.broadcast_shapes(shape, tensor.shape)
     return torch.empty(shape, dtype=dtype, device="meta")

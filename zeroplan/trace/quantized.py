@@ -55,7 +55,7 @@ class Linear4bit(nn.Linear):
         """x: [..., in]; returns [..., out]."""
         dtype = x.dtype
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
-        out: torch.Tensor = _Product.apply(x.to(self.compute_dtype), self.weight, bias)  # type: ignore[no-untyped-call]
+        out: torch.Tensor = _Product.apply(x.to(self.compute_dtype), self.weight, bias)
         return out.to(dtype)
 
 

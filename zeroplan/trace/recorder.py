@@ -132,7 +132,7 @@ class CallTree:
         self._inside = chain
 
 
-class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StorageRecorder(TorchDispatchMode):
     """The dispatch mode. Use as a context manager around inputs, forward and backward."""
 
     def __init__(self, outside: Sequence[torch.Tensor], *, unwrapped: tuple[type, ...] = ()) -> None:
@@ -142,7 +142,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             outside: the tensors that are not followed.
             unwrapped: classes of tensors that hold others, such as DTensor. What they run on those is recorded.
         """
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.out = Recording()
         self.phase = 0
         self.modules: list[int] = []
@@ -323,7 +323,7 @@ def _uncontended_counts() -> tuple[int, int]:
     """Measure the reference counts that a dispatch mode sees of a gradient that only autograd's buffer holds."""
     seen: list[tuple[int, int]] = []
 
-    class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    class Probe(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is _ADD and not torch.is_grad_enabled():
                 seen.append((args[0]._use_count(), torch._C._storage_Use_Count(args[0].untyped_storage()._cdata)))
@@ -332,8 +332,6 @@ def _uncontended_counts() -> tuple[int, int]:
     x = torch.empty(2, device="meta", requires_grad=True)
     y = x * 2.0
     z = (y * 2.0) * (y * 3.0)
-    with Probe():  # type: ignore[no-untyped-call]
-        z.backward(  # type: ignore[no-untyped-call]
-            torch.empty(2, device="meta")
-        )
+    with Probe():
+        z.backward(torch.empty(2, device="meta"))
     return seen[0]

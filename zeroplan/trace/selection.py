@@ -24,7 +24,7 @@ def result(func: Any, args: Any) -> torch.Tensor | None:
     if func is _aten.nonzero.default and args[0].device.type == "meta":
         return _places(args[0])
     if func is _aten.masked_select.default and args[0].device.type == "meta":
-        both: torch.Size = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
+        both: torch.Size = torch.broadcast_shapes(args[0].shape, args[1].shape)
         chosen: torch.Tensor = args[0].new_empty(both.numel())
         return chosen
     return None

@@ -48,7 +48,7 @@ def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoint
 def contexts(functions: CudaFunctions) -> tuple[Any, Any]:
     """Contexts for a checkpointed block's forward and its recomputation, as ``checkpoint(context_fn=…)`` takes them."""
     first, again = functions.recomputation()
-    caching, cached = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+    caching, cached = create_selective_checkpoint_contexts(policy)
     return _Both(first, caching), _Both(again, cached)
 
 

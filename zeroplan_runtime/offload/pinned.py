@@ -170,7 +170,7 @@ def _drop(address: int) -> None:
 
 
 def _cuda_runtime() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return torch.cuda.cudart()
 
 
 def _no_memory(size: int, reason: str) -> BadInput:

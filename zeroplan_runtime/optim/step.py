@@ -35,7 +35,7 @@ class StepResult:
         if scalars.is_cuda:
             self._host = torch.empty(scalars.shape, dtype=scalars.dtype, pin_memory=True)
             self._host.copy_(scalars, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event = torch.cuda.Event()
             self._event.record()
         else:
             self._host = scalars.clone()

@@ -269,7 +269,7 @@ class HfTrainer(Program):
                 run.count("seq_len", key)
                 break
         _adapters(run)
-        if run.fields.get("engine") != "deepspeed" or {"dtype", "torch_dtype"} & set(run.data):
+        if "ds_config" not in run.fields or {"dtype", "torch_dtype"} & set(run.data):
             set_weights_dtype(run, default="weights in fp32: the script's from_pretrained decides")
         return run.setup(arguments_of(self.name) | _EXAMPLES)
 

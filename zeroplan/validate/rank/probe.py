@@ -100,14 +100,14 @@ class Nvml:
         return int(mine[0]) if mine and mine[0] else None
 
 
-class TensorCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class TensorCount(TorchDispatchMode):
     """Counts the bytes of the CPU tensors that operators return, by storage, while they live.
 
     Allocations within an operator are not seen, and autograd does not add gradients in place while a dispatch mode is on.
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.now = self.peak = 0
         self._alive: dict[int, tuple[int, Any]] = {}
 

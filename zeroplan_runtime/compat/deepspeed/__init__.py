@@ -41,7 +41,7 @@ __version__ = version = DEEPSPEED_VERSION
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in __version__.split("."))
 __git_hash__ = __git_branch__ = None
 
-_nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else ()  # type: ignore[no-untyped-call]
+_nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else ()
 #: What DeepSpeed says of the torch that it was built with.
 torch_info = {
     "version": ".".join(torch.__version__.split(".")[:2]),

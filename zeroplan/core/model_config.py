@@ -12,6 +12,13 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return text if isinstance(text, Mapping) else config
 
 
+#: transformers' auto classes by what they train.
+CAUSAL_LM = "AutoModelForCausalLM"
+MASKED_LM = "AutoModelForMaskedLM"
+SEQ2SEQ_LM = "AutoModelForSeq2SeqLM"
+SPEECH_SEQ2SEQ = "AutoModelForSpeechSeq2Seq"
+IMAGE_CLASSIFICATION = "AutoModelForImageClassification"
+IMAGE_TEXT_TO_TEXT = "AutoModelForImageTextToText"
 SEQUENCE_CLASSIFICATION = "AutoModelForSequenceClassification"
 TOKEN_CLASSIFICATION = "AutoModelForTokenClassification"
 QUESTION_ANSWERING = "AutoModelForQuestionAnswering"
@@ -20,33 +27,33 @@ CLASSIFIERS = (SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION, QUESTION_ANSWERING
 
 #: transformers' auto classes by how an architecture's name ends; the first that matches.
 _AUTO_CLASSES = (
-    ("ForCausalLM", "AutoModelForCausalLM"),
-    ("LMHeadModel", "AutoModelForCausalLM"),
-    ("ForMaskedLM", "AutoModelForMaskedLM"),
-    ("ForImageClassification", "AutoModelForImageClassification"),
+    ("ForCausalLM", CAUSAL_LM),
+    ("LMHeadModel", CAUSAL_LM),
+    ("ForMaskedLM", MASKED_LM),
+    ("ForImageClassification", IMAGE_CLASSIFICATION),
     ("ForSequenceClassification", SEQUENCE_CLASSIFICATION),
     ("ForTokenClassification", TOKEN_CLASSIFICATION),
     ("ForQuestionAnswering", QUESTION_ANSWERING),
-    ("WhisperForConditionalGeneration", "AutoModelForSpeechSeq2Seq"),
-    ("Gemma3ForConditionalGeneration", "AutoModelForImageTextToText"),
-    ("ForConditionalGeneration", "AutoModelForSeq2SeqLM"),
-    ("ForConditionalGeneration", "AutoModelForImageTextToText"),
-    ("ForConditionalGeneration", "AutoModelForSpeechSeq2Seq"),
+    ("WhisperForConditionalGeneration", SPEECH_SEQ2SEQ),
+    ("Gemma3ForConditionalGeneration", IMAGE_TEXT_TO_TEXT),
+    ("ForConditionalGeneration", SEQ2SEQ_LM),
+    ("ForConditionalGeneration", IMAGE_TEXT_TO_TEXT),
+    ("ForConditionalGeneration", SPEECH_SEQ2SEQ),
 )
 _AUTO_CLASS_OF_TYPE = {
     **dict.fromkeys(
         ("bert", "roberta", "xlm-roberta", "distilbert", "electra", "deberta", "deberta-v2", "modernbert", "albert"),
-        "AutoModelForMaskedLM",
+        MASKED_LM,
     ),
-    **dict.fromkeys(("t5", "mt5", "umt5", "bart", "mbart", "pegasus", "longt5"), "AutoModelForSeq2SeqLM"),
-    "whisper": "AutoModelForSpeechSeq2Seq",
-    **dict.fromkeys(("vit", "deit", "beit", "swin", "convnext", "dinov2"), "AutoModelForImageClassification"),
+    **dict.fromkeys(("t5", "mt5", "umt5", "bart", "mbart", "pegasus", "longt5"), SEQ2SEQ_LM),
+    "whisper": SPEECH_SEQ2SEQ,
+    **dict.fromkeys(("vit", "deit", "beit", "swin", "convnext", "dinov2"), IMAGE_CLASSIFICATION),
 }
 
 
 def auto_class_of(config: Mapping[str, Any]) -> str:
     """The auto class that trains a config's architecture; causal language modelling where it does not say."""
-    return next(iter(auto_classes_of(config)), "AutoModelForCausalLM")
+    return next(iter(auto_classes_of(config)), CAUSAL_LM)
 
 
 def auto_classes_of(config: Mapping[str, Any]) -> Iterator[str]:

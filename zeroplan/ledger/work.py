@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zeroplan.core.model_config import text_config
+from zeroplan.core.model_config import CAUSAL_LM, text_config
 from zeroplan.core.tape import ExpandedTape, Mark, Op
 from zeroplan.core.workload import Workload
 from zeroplan.models.facts import spec_facts
@@ -97,7 +97,7 @@ def matrices(spec: ModelSpec) -> Matrices:
         whole = trained = blocks = spec.params
     facts = spec_facts(spec)
     width = (facts.heads or 0) * (facts.head_dim or 0) * (facts.layers or 0)
-    return Matrices(whole, trained, blocks, count, outputs, width, spec.auto_class in ("", "AutoModelForCausalLM"))
+    return Matrices(whole, trained, blocks, count, outputs, width, spec.auto_class in ("", CAUSAL_LM))
 
 
 def _multiplies(tensor: Tensor, unit: str) -> bool:

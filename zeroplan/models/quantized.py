@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.model_config import CAUSAL_LM
 from zeroplan.models.spec import ModelSpec
 
-_DECODERS = ("", "AutoModelForCausalLM")
+_DECODERS = ("", CAUSAL_LM)
 
 
 def with_quantized_base(spec: ModelSpec) -> ModelSpec:

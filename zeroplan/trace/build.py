@@ -13,7 +13,15 @@ import torch
 from torch import nn
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.model_config import QUESTION_ANSWERING, SEQUENCE_CLASSIFICATION, labels_of, text_config
+from zeroplan.core.model_config import (
+    IMAGE_CLASSIFICATION,
+    IMAGE_TEXT_TO_TEXT,
+    QUESTION_ANSWERING,
+    SEQUENCE_CLASSIFICATION,
+    SPEECH_SEQ2SEQ,
+    labels_of,
+    text_config,
+)
 from zeroplan.core.tape_options import Arithmetic, Checkpointing, TraceOptions
 from zeroplan.core.workload import Attention
 from zeroplan.trace.attention import FLASH, register_flash
@@ -247,17 +255,17 @@ def build_inputs(config: Mapping[str, Any], auto_class: str, options: TraceOptio
     def tokens(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int64, device="meta")
 
-    if auto_class == "AutoModelForImageClassification":
+    if auto_class == IMAGE_CLASSIFICATION:
         size = config.get("image_size", 224)
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
         pixels = torch.empty(point.batch, config.get("num_channels", 3), height, width, dtype=dtype, device="meta")
         return {"pixel_values": pixels, "labels": tokens(point.batch)}
-    if auto_class == "AutoModelForSpeechSeq2Seq":
+    if auto_class == SPEECH_SEQ2SEQ:
         frames = 2 * int(config.get("max_source_positions", 1500))
         features = torch.empty(point.batch, config.get("num_mel_bins", 80), frames, dtype=dtype, device="meta")
         return {"input_features": features, "labels": tokens(point.batch, point.seq)}
     ids = tokens(point.batch, point.seq)
-    if auto_class == "AutoModelForImageTextToText" and config.get("model_type") == "gemma3":
+    if auto_class == IMAGE_TEXT_TO_TEXT and config.get("model_type") == "gemma3":
         return {"input_ids": ids, "token_type_ids": tokens(point.batch, point.seq), "labels": ids}
     if auto_class == SEQUENCE_CLASSIFICATION:
         labels = torch.empty(point.batch, dtype=dtype, device="meta") if labels_of(config) == 1 else tokens(point.batch)

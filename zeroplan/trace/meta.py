@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.model_config import auto_classes_of
+from zeroplan.core.model_config import CAUSAL_LM, IMAGE_CLASSIFICATION, MASKED_LM, SEQ2SEQ_LM, auto_classes_of
 
 #: Asked in this order when the config names no architecture.
 _AUTO_BY_USE = (
-    "AutoModelForCausalLM",
-    "AutoModelForSeq2SeqLM",
-    "AutoModelForMaskedLM",
-    "AutoModelForImageClassification",
+    CAUSAL_LM,
+    SEQ2SEQ_LM,
+    MASKED_LM,
+    IMAGE_CLASSIFICATION,
     "AutoModel",
 )
 #: Building each module costs about a tenth of a millisecond, so depth is bounded to bound the time.

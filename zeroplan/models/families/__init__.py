@@ -12,51 +12,48 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import cast
 
-from zeroplan.core.model_config import CLASSIFIERS
+from zeroplan.core.model_config import CAUSAL_LM, CLASSIFIERS, IMAGE_CLASSIFICATION, MASKED_LM, SEQ2SEQ_LM, SPEECH_SEQ2SEQ
 from zeroplan.core.units import LARGEST
 from zeroplan.models.families.config import Config
 from zeroplan.models.spec import Unit
 
-CAUSAL, MASKED = "AutoModelForCausalLM", "AutoModelForMaskedLM"
-SEQ2SEQ, SPEECH, IMAGE = "AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq", "AutoModelForImageClassification"
-
 #: model_type -> (module and function, auto class)
 FAMILIES: dict[str, tuple[str, str]] = {
-    "llama": ("llama.llama", CAUSAL),
-    "mistral": ("llama.mistral", CAUSAL),
-    "qwen2": ("qwen.qwen2", CAUSAL),
-    "qwen3": ("qwen.qwen3", CAUSAL),
-    "mixtral": ("moe.mixtral", CAUSAL),
-    "qwen2_moe": ("moe.qwen2_moe", CAUSAL),
-    "qwen3_moe": ("moe.qwen3_moe", CAUSAL),
-    "olmoe": ("moe.olmoe", CAUSAL),
-    "phimoe": ("moe.phimoe", CAUSAL),
-    "deepseek_v2": ("deepseek.deepseek_v2", CAUSAL),
-    "deepseek_v3": ("deepseek.deepseek_v3", CAUSAL),
-    "gemma": ("gemma.gemma", CAUSAL),
-    "gemma2": ("gemma.gemma2", CAUSAL),
-    "gemma3_text": ("gemma.gemma3_text", CAUSAL),
-    "gemma3": ("gemma.gemma3", CAUSAL),
-    "phi": ("phi.phi", CAUSAL),
-    "phi3": ("phi.phi3", CAUSAL),
-    "olmo": ("olmo.olmo", CAUSAL),
-    "olmo2": ("olmo.olmo2", CAUSAL),
-    "olmo3": ("olmo.olmo2", CAUSAL),
-    "gpt2": ("gpt.gpt2", CAUSAL),
-    "gptj": ("gpt.gptj", CAUSAL),
-    "gpt_neox": ("gpt.gpt_neox", CAUSAL),
+    "llama": ("llama.llama", CAUSAL_LM),
+    "mistral": ("llama.mistral", CAUSAL_LM),
+    "qwen2": ("qwen.qwen2", CAUSAL_LM),
+    "qwen3": ("qwen.qwen3", CAUSAL_LM),
+    "mixtral": ("moe.mixtral", CAUSAL_LM),
+    "qwen2_moe": ("moe.qwen2_moe", CAUSAL_LM),
+    "qwen3_moe": ("moe.qwen3_moe", CAUSAL_LM),
+    "olmoe": ("moe.olmoe", CAUSAL_LM),
+    "phimoe": ("moe.phimoe", CAUSAL_LM),
+    "deepseek_v2": ("deepseek.deepseek_v2", CAUSAL_LM),
+    "deepseek_v3": ("deepseek.deepseek_v3", CAUSAL_LM),
+    "gemma": ("gemma.gemma", CAUSAL_LM),
+    "gemma2": ("gemma.gemma2", CAUSAL_LM),
+    "gemma3_text": ("gemma.gemma3_text", CAUSAL_LM),
+    "gemma3": ("gemma.gemma3", CAUSAL_LM),
+    "phi": ("phi.phi", CAUSAL_LM),
+    "phi3": ("phi.phi3", CAUSAL_LM),
+    "olmo": ("olmo.olmo", CAUSAL_LM),
+    "olmo2": ("olmo.olmo2", CAUSAL_LM),
+    "olmo3": ("olmo.olmo2", CAUSAL_LM),
+    "gpt2": ("gpt.gpt2", CAUSAL_LM),
+    "gptj": ("gpt.gptj", CAUSAL_LM),
+    "gpt_neox": ("gpt.gpt_neox", CAUSAL_LM),
     "mingpt": ("gpt.mingpt", ""),
-    "opt": ("opt.opt", CAUSAL),
-    "bloom": ("falcon.bloom", CAUSAL),
-    "falcon": ("falcon.falcon", CAUSAL),
-    "bert": ("bert.bert", MASKED),
-    "roberta": ("bert.roberta", MASKED),
-    "modernbert": ("bert.modernbert", MASKED),
-    "deberta": ("deberta.deberta", MASKED),
-    "deberta-v2": ("deberta.deberta_v2", MASKED),
-    "t5": ("t5.t5", SEQ2SEQ),
-    "vit": ("vit.vit", IMAGE),
-    "whisper": ("whisper.whisper", SPEECH),
+    "opt": ("opt.opt", CAUSAL_LM),
+    "bloom": ("falcon.bloom", CAUSAL_LM),
+    "falcon": ("falcon.falcon", CAUSAL_LM),
+    "bert": ("bert.bert", MASKED_LM),
+    "roberta": ("bert.roberta", MASKED_LM),
+    "modernbert": ("bert.modernbert", MASKED_LM),
+    "deberta": ("deberta.deberta", MASKED_LM),
+    "deberta-v2": ("deberta.deberta_v2", MASKED_LM),
+    "t5": ("t5.t5", SEQ2SEQ_LM),
+    "vit": ("vit.vit", IMAGE_CLASSIFICATION),
+    "whisper": ("whisper.whisper", SPEECH_SEQ2SEQ),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from string import Template
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.model_config import CAUSAL_LM, MASKED_LM, SEQ2SEQ_LM
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.interop.forms.configuration import Configuration
@@ -15,7 +16,7 @@ MARK = '"""Trains '
 #: Optimizer steps on random tokens, until the user names a text: memory and speed no longer change after a few.
 _TRIAL_STEPS = 10
 #: Classes whose models take tokens and labels of one shape, and the name that the script gives to the first.
-_CLASSES = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
+_CLASSES = (CAUSAL_LM, SEQ2SEQ_LM, MASKED_LM)
 
 _DTYPES = {DType.BF16: "torch.bfloat16", DType.FP16: "torch.float16", DType.FP32: "torch.float32"}
 

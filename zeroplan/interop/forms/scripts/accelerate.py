@@ -14,19 +14,6 @@ def main() -> None:
     data = Tokens(STEPS * config["train_batch_size"], model.config.get_text_config().vocab_size)
     loader = DataLoader(data, batch_size=config["train_micro_batch_size_per_gpu"], drop_last=True)
     optimizer = DummyOptim([parameter for parameter in model.parameters() if parameter.requires_grad])  # the file names it
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    step = 0
-    for batch in loader:
-        with accelerator.accumulate(model):
-            loss = model(**batch).loss
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        if accelerator.sync_gradients:
-            step += 1
-            accelerator.print(f"step {step}: loss {loss.item():.4f}", flush=True)
-    print_peak()
-    accelerator.end_training()
 """
 
 _FSDP2 = """
@@ -40,21 +27,28 @@ def main() -> None:
     loader = DataLoader(Tokens(count, model.config.get_text_config().vocab_size), batch_size=MICRO_BATCH, drop_last=True)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = @optimizer
+"""
+
+_LOOP = """\
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     step = 0
     for batch in loader:
         with accelerator.accumulate(model):
             loss = model(**batch).loss
             accelerator.backward(loss)
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
+@clip            optimizer.step()
             optimizer.zero_grad()
         if accelerator.sync_gradients:
             step += 1
             accelerator.print(f"step {step}: loss {loss.item():.4f}", flush=True)
     print_peak()
     accelerator.end_training()
+"""
+
+#: DeepSpeed's engine clips by its config.
+_CLIP = """\
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
 """
 
 
@@ -70,7 +64,7 @@ def deepspeed_script(one: Configuration) -> str:
         "from accelerate.utils import DummyOptim",
         "from torch.utils.data import DataLoader",
     )
-    return script(one, _DEEPSPEED, others=others)
+    return script(one, _DEEPSPEED + _LOOP.replace("@clip", ""), others=others)
 
 
 def fsdp2_script(one: Configuration) -> str:
@@ -88,10 +82,10 @@ def fsdp2_script(one: Configuration) -> str:
         ]
         policy = f"MixedPrecisionPolicy(param_dtype={compute}, reduce_dtype=torch.float32)"
         plugin = f"fsdp_plugin=FullyShardedDataParallelPlugin(mixed_precision_policy={policy})"
-    loop = _FSDP2.replace("@micro", str(one.workload.micro_batch)).replace("@plugin", plugin)
+    begin = _FSDP2.replace("@micro", str(one.workload.micro_batch)).replace("@plugin", plugin)
     return script(
         one,
-        loop.replace("@optimizer", torch_optimizer(one.workload, sharded=True)),
+        begin.replace("@optimizer", torch_optimizer(one.workload, sharded=True)) + _LOOP.replace("@clip", _CLIP),
         others=tuple(others),
         checkpoints=False,  # accelerate's file does
         dtype=DType.FP32,

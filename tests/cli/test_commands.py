@@ -7,9 +7,12 @@ import io
 import json
 import shlex
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+
+import zeroplan
 
 Cli = Callable[..., tuple[int, str, str]]
 LLAMA = "meta-llama/Llama-3.2-1B"
@@ -99,7 +102,10 @@ def test_explain_json(cli: Cli) -> None:
 
 
 def test_version_and_help(cli: Cli) -> None:
-    assert cli("--version")[1].startswith("zeroplan ")
+    lines = cli("--version")[1].splitlines()
+    assert lines[0] == f"zeroplan {zeroplan.__version__}"
+    assert f"torch {metadata.version('torch')}" in lines[2]
+    assert lines[3].startswith("CPU kernels: ")
     help_text = cli("--help")[1]
     for verb in ("estimate", "explain", "check"):
         assert verb in help_text

@@ -6,6 +6,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -154,15 +155,40 @@ def test_names_are_registered_once() -> None:
         find_engine("toy")
 
 
+def calls() -> list[str]:
+    """Every function of zeroplan and of the toy that is running, below the command line's entry."""
+    stack = [frame for frame in inspect.stack() if "/zeroplan/" in frame.filename or "toy/engine" in frame.filename]
+    names = [f"{Path(frame.filename).stem}.{frame.function}" for frame in reversed(stack)]
+    return names[names.index("main.run") + 1 :]
+
+
+@pytest.mark.parametrize(
+    "rank",
+    ["deepspeed.rank.DeepSpeedRank", "fsdp2.rank.Fsdp2Rank", "ddp.rank.DdpRank", "runtime.lines.RuntimeRank"],
+)
+def test_a_parameter_reaches_the_rank_of_every_engine_within_six_calls(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, rank: str
+) -> None:
+    """``--gpus 8`` on its way from the command line to the object that the ledger's lines read."""
+    folder, module, name = rank.split(".")
+    kind = getattr(import_module(f"zeroplan.engines.{folder}.{module}"), name)
+    make = kind.__init__
+    paths: list[list[str]] = []
+
+    def made(self: Any, *args: Any, **rest: Any) -> None:
+        paths.append(calls())
+        make(self, *args, **rest)
+
+    monkeypatch.setattr(kind, "__init__", made)
+    engine = {"runtime": "zeroplan"}.get(folder, folder)
+    assert cli("estimate", GPT2, "--gpus", "8", "--engine", engine, "--depth", "formula")[0] == 0
+    assert len(paths[0]) <= 6, paths[0]
+
+
 def test_a_parameter_reaches_a_line_within_six_calls(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """``--gpus 8`` on its way: every function of zeroplan between the command line's entry and the rank, and the line."""
     seen: dict[str, list[str]] = {}
     rank, line = toy.ToyRank, toy.LEDGER[0].fn
-
-    def calls() -> list[str]:
-        stack = [frame for frame in inspect.stack() if "/zeroplan/" in frame.filename or "toy/engine" in frame.filename]
-        names = [f"{Path(frame.filename).stem}.{frame.function}" for frame in reversed(stack)]
-        return names[names.index("main.run") + 1 :]
 
     def made(layout: ParallelLayout, **rest: Any) -> toy.ToyRank:
         assert layout.gpus == 8

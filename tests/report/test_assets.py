@@ -32,14 +32,18 @@ def test_both_reports_are_pages(cli: Cli, tmp_path: Path) -> None:
         assert asset("page.css") in one.read_text()
 
 
-def test_the_wheel_carries_every_file_of_the_packages(tmp_path: Path) -> None:
-    """Built without its native part, which needs a compiler; files that only this machine made (bytecode) stay out."""
+def test_the_wheel_without_compiled_code(tmp_path: Path) -> None:
+    """It carries every file of the packages and the kernels' sources, nothing else, and is small."""
     build = "import sys; from scikit_build_core.build import build_wheel; build_wheel(sys.argv[1], {'wheel.cmake': 'false'})"
     done = subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = tmp_path.glob("*.whl")
-    held = set(zipfile.ZipFile(wheel).namelist())
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert wheel.stat().st_size < 15_000_000
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     files = [path for package in ("zeroplan", "zeroplan_runtime") for path in (ROOT / package).rglob("*") if path.is_file()]
     names = {str(path.relative_to(ROOT)) for path in files if path.suffix not in (".pyc", ".so")}
     assert {"zeroplan/report/assets/page.css", "zeroplan/report/assets/timeline.js", "zeroplan/py.typed"} <= names
-    assert names <= held, names - held
+    kernels = {f"zeroplan_runtime/kernels/cuda/{path.name}" for path in (ROOT / "csrc" / "cuda").iterdir()}
+    assert "zeroplan_runtime/kernels/cuda/common.cuh" in kernels
+    assert held == names | kernels, held ^ (names | kernels)

@@ -321,6 +321,19 @@ def test_doctor_says_what_is_there(cli: Cli) -> None:
     assert cli("doctor")[0] == 0
 
 
+def test_doctor_shows_the_machine_for_an_issue(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", f"expandable_segments:True,{Path.home()}/x")
+    code, out, _ = cli("doctor", "--report")
+    assert code == 0
+    assert out.startswith("```text\n")
+    assert "packages: zeroplan " in out
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True,~/x" in out
+    assert "hf_secret" not in out
+    assert str(Path.home()) not in out
+    assert cli("doctor", "train.log", "--report")[0] == 2
+
+
 @pytest.mark.torch
 @pytest.mark.slow
 def test_calibration_is_kept_and_used(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

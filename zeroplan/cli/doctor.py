@@ -31,6 +31,7 @@ def doctor(
     log: Log = None,
     calibrate: Annotated[bool, typer.Option("--calibrate", help="Measure this machine's rates and keep them.")] = False,
     output: Annotated[str | None, typer.Option("-o", "--output", help="Where to keep them. [the user's config folder]")] = None,
+    report: Annotated[bool, typer.Option("--report", help="Show this machine as Markdown for an issue.")] = False,
     folder: Annotated[str, typer.Option("--nvme-path", help="The folder whose disk is measured.")] = ".",
     quiet: flags.Quiet = False,
     as_json: flags.Json = False,
@@ -41,15 +42,16 @@ def doctor(
     recommend then uses.
     """
     if log is not None:
-        if calibrate or output is not None:
-            raise BadInput("a log is read, and nothing measured", where="--calibrate", remedy="leave LOG out, or this")
+        if calibrate or output is not None or report:
+            flag = "--report" if report else "--calibrate"
+            raise BadInput("a log is read, and nothing measured", where=flag, remedy="leave LOG out, or this")
         _of_log(log, request, as_json=as_json, quiet=quiet)
     elif flags.chosen(request):
         raise BadInput(
             "there is no log to hold the plan against", where="LOG", remedy="give the file, or use zeroplan estimate"
         )
     else:
-        _of_machine(calibrate=calibrate, output=output, folder=folder, as_json=as_json, quiet=quiet)
+        _of_machine(calibrate=calibrate, output=output, folder=folder, as_json=as_json, quiet=quiet, report=report)
 
 
 def _of_log(path: str, request: Request, *, as_json: bool, quiet: bool) -> None:
@@ -86,12 +88,12 @@ def _of_log(path: str, request: Request, *, as_json: bool, quiet: bool) -> None:
     )
 
 
-def _of_machine(*, calibrate: bool, output: str | None, folder: str, as_json: bool, quiet: bool) -> None:
+def _of_machine(*, calibrate: bool, output: str | None, folder: str, as_json: bool, quiet: bool, report: bool) -> None:
     if output is not None and not calibrate:
         raise BadInput("nothing is measured that could be kept", where="--output", remedy="give --calibrate as well")
     if not os.path.isdir(folder):
         raise BadInput(f"{folder} is no folder", where="--nvme-path", remedy="give a folder on the disk to measure")
-    from zeroplan.report.machine import MachineReport, machine_json, machine_text
+    from zeroplan.report.machine import MachineReport, issue_text, machine_json, machine_text
     from zeroplan.report.terminal import Terminal
     from zeroplan.search.calibrate import calibrate as measure
     from zeroplan.search.calibrate import store
@@ -105,7 +107,10 @@ def _of_machine(*, calibrate: bool, output: str | None, folder: str, as_json: bo
         found = MachineReport(machine, kernels, problem, rates.rates, kept, rates.ranks, rates.together, rates.note)
     else:
         found = MachineReport(machine, kernels, problem)
-    show(json.dumps(machine_json(found), indent=2) if as_json else machine_text(found, Terminal.here(), quiet=quiet))
+    if report:
+        show(issue_text(found, os.environ, os.path.expanduser("~")))
+    else:
+        show(json.dumps(machine_json(found), indent=2) if as_json else machine_text(found, Terminal.here(), quiet=quiet))
 
 
 def _say(text: str) -> None:

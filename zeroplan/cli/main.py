@@ -43,14 +43,16 @@ def show(text: str) -> None:
 def _version(asked: bool) -> None:
     if asked:
         from zeroplan import __version__
+        from zeroplan.report.machine import version_text
+        from zeroplan.search.machine import compiled_routines, packages
 
-        typer.echo(f"zeroplan {__version__}")
+        typer.echo(version_text(__version__, packages(), compiled_routines()))
         raise typer.Exit
 
 
 @app.callback()
 def _main(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the versions.")] = False,
 ) -> None:
     """Predict the memory of a ZeRO training run, per GPU, host and disk."""
 

@@ -61,7 +61,10 @@ def estimate_runs(request: Request) -> Estimate:
     runs: list[Simulated | None] = []
     for done, case in enumerate(resolved.cases):
         working(f"planning {case.zero.label}", done, len(resolved.cases))
-        plan, run = _planned(case, resolved, tapes, config, shallow)
+        if case.layout.pp == 1:
+            plan, run = _simulated(formula_plan(resolved.engine, case), case, resolved, tapes, config, shallow)
+        else:
+            plan, run = _pipeline(case, resolved, tapes, config, shallow)
         plans.append(plan)
         runs.append(run)
     report = Report(
@@ -113,26 +116,32 @@ def _tapes(engine: Engine, request: Request) -> ExpandedTapes:
     return ExpandedTapes(engine)
 
 
-def _planned(
+def _pipeline(
     case: Case, resolved: Resolved, tapes: ExpandedTapes | None, config: AllocatorConfig | None, shallow: list[str]
 ) -> tuple[MemoryPlan, Simulated | None]:
-    """The case's plan, with its run; of a pipeline, that of the stage that needs the most."""
-    if case.layout.pp == 1:
-        return _planned_rank(case, resolved, tapes, config, shallow)
+    """Return the plan of the pipeline's stage that needs the most, with its run; arguments as of :func:`_simulated`."""
     from zeroplan.planner.stages import plan_stages
 
-    return plan_stages(case, lambda stage: _planned_rank(stage, resolved, tapes, config, shallow))
+    def planned(stage: Case) -> tuple[MemoryPlan, Simulated | None]:
+        return _simulated(formula_plan(resolved.engine, stage), stage, resolved, tapes, config, shallow)
+
+    return plan_stages(case, planned)
 
 
-def _planned_rank(
-    case: Case, resolved: Resolved, tapes: ExpandedTapes | None, config: AllocatorConfig | None, shallow: list[str]
+def _simulated(
+    plan: MemoryPlan,
+    case: Case,
+    resolved: Resolved,
+    tapes: ExpandedTapes | None,
+    config: AllocatorConfig | None,
+    shallow: list[str],
 ) -> tuple[MemoryPlan, Simulated | None]:
-    """The case's plan, with its run; at formula depth without one, and with a warning where the model cannot be traced.
+    """Return the formula's `plan` with its simulated run; at formula depth as it is, and so, with a warning in `shallow`,
+    where the model cannot be traced.
 
     Raises:
         BadInput: when the model cannot be traced and the user asked for simulated depth by name.
     """
-    plan = formula_plan(resolved.engine, case)
     if tapes is None:
         return plan, None
     from zeroplan.planner.simulated import SIMULATED, simulated_plan

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from zeroplan.core.units import format_bytes
+from zeroplan.core.zero_config import DEEPSPEED_VERSION
 from zeroplan.report.terminal import PLAIN, Terminal
 from zeroplan.report.words import gpus_text
 from zeroplan.search.machine import Machine
@@ -89,3 +91,36 @@ def _verdict(machine: Machine) -> str:
     first = machine.cards[0]
     names = ", ".join(dict.fromkeys(card.name for card in machine.cards))
     return f"{gpus_text(1, len(machine.cards))}: {names}, {format_bytes(first.memory, digits=1)} each; {host}."
+
+
+def version_text(version: str, packages: Mapping[str, str], routines: str) -> str:
+    """Return what ``zeroplan --version`` prints: the version, those it stands on, and the kernels.
+
+    Args:
+        version: zeroplan's.
+        packages: versions of the installed packages by name.
+        routines: the instruction set of the compiled routines; empty without them.
+    """
+    others = {"Python": sys.version.split()[0], **packages}
+    others.pop("zeroplan", None)
+    host = f"compiled, {routines}" if routines else "Python and torch (no compiled library)"
+    gpu = "compiled at run time" if "cuda-core" in packages else "torch (zeroplan[cuda] is not installed)"
+    return "\n".join(
+        [
+            f"zeroplan {version}",
+            f"plans for DeepSpeed {DEEPSPEED_VERSION}, transformers 5 and torch 2",
+            "with " + ", ".join(f"{name} {version}" for name, version in others.items()),
+            f"CPU kernels: {host}; CUDA kernels: {gpu}",
+        ]
+    )
+
+
+#: Variables that change what a run allocates; no other variable is shown, so that no secret is.
+SHOWN_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+
+
+def issue_text(found: MachineReport, environment: Mapping[str, str], home: str) -> str:
+    """Return the machine as Markdown for an issue: no user's name, no token, no path under `home`."""
+    shown = [f"{name}={environment[name]}" for name in SHOWN_VARIABLES if name in environment]
+    text = "\n".join([machine_text(found), *shown])
+    return f"```text\n{text.replace(home, '~') if len(home) > 1 else text}\n```"

@@ -116,7 +116,7 @@ def _launch(torch: Any, device: str, meet: Callable[[], object]) -> tuple[float,
     import transformers
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    class Count(TorchDispatchMode):
         kernels: int = 0
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -133,9 +133,9 @@ def _launch(torch: Any, device: str, meet: Callable[[], object]) -> tuple[float,
     def forward() -> Any:
         return model(input_ids=tokens, labels=tokens).loss
 
-    with Count() as first:  # type: ignore[no-untyped-call]
+    with Count() as first:
         loss = forward()
-    with Count() as second:  # type: ignore[no-untyped-call]
+    with Count() as second:
         loss.backward()
     meet()
     alone = _median(forward, _PASSES)

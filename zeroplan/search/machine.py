@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import shutil
@@ -11,6 +12,7 @@ from importlib import metadata
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.gpus import find_gpu
+from zeroplan.core.native import library
 
 _PACKAGES = ("zeroplan", "torch", "transformers", "deepspeed", "accelerate", "peft", "lightning", "cuda-core", "pyyaml")
 
@@ -49,7 +51,7 @@ def look(folder: str = ".") -> Machine:
         disk_free=shutil.disk_usage(folder).free,
         cards=cards,
         problem=problem,
-        packages=_packages(),
+        packages=packages(),
     )
 
 
@@ -64,7 +66,8 @@ def _memory() -> int:
     return min(total, int(limit)) if limit.isdigit() else total
 
 
-def _packages() -> dict[str, str]:
+def packages() -> dict[str, str]:
+    """Return the versions of the installed packages that plans and runs depend on."""
     found = {}
     for name in _PACKAGES:
         try:
@@ -114,3 +117,13 @@ def preset_of(name: str) -> str:
             except BadInput:
                 continue
     return ""
+
+
+def compiled_routines() -> str:
+    """Return the instruction set that the compiled library uses on this processor; empty without the library."""
+    loaded = library()
+    if loaded is None:
+        return ""
+    loaded.zeroplan_instructions.restype = ctypes.c_char_p
+    name: bytes = loaded.zeroplan_instructions()
+    return name.decode()

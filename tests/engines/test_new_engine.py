@@ -104,7 +104,8 @@ def test_recommend_and_its_files(cli: Cli, tmp_path: Path) -> None:
     assert json.loads(target.read_text()) == {"micro_batch": best["micro_batch"], "grad_accum": best["grad_accum"]}
     code, out, _ = cli("recommend", GPT2, *words, "--html", str(tmp_path / "page.html"))
     assert code == 0
-    assert f"torchrun --standalone --nproc-per-node 2 train.py --config {target}" in out
+    unwrapped = " ".join(out.replace("\\\n", " ").split())
+    assert f"torchrun --standalone --nproc-per-node 2 train.py --config {target}" in unwrapped
     assert (tmp_path / "page.html").exists()
     assert cli("recommend", GPT2, *words[:-4], "-o", str(target))[0] == 0
     code, out, err = cli("recommend", GPT2, *words[:-4], "--form", "explicit", "-o", str(target))

@@ -326,8 +326,8 @@ def test_doctor_shows_the_machine_for_an_issue(cli: Cli, monkeypatch: pytest.Mon
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", f"expandable_segments:True,{Path.home()}/x")
     code, out, _ = cli("doctor", "--report")
     assert code == 0
-    assert out.startswith("```text\n")
-    assert "packages: zeroplan " in out
+    assert out.startswith(f"```text\nzeroplan {zeroplan.__version__}\n")
+    assert "packages: " in out
     assert "PYTORCH_ALLOC_CONF=expandable_segments:True,~/x" in out
     assert "hf_secret" not in out
     assert str(Path.home()) not in out

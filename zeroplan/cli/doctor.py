@@ -108,7 +108,9 @@ def _of_machine(*, calibrate: bool, output: str | None, folder: str, as_json: bo
     else:
         found = MachineReport(machine, kernels, problem)
     if report:
-        show(issue_text(found, os.environ, os.path.expanduser("~")))
+        from zeroplan import __version__
+
+        show(issue_text(found, __version__, os.environ, os.path.expanduser("~")))
     else:
         show(json.dumps(machine_json(found), indent=2) if as_json else machine_text(found, Terminal.here(), quiet=quiet))
 

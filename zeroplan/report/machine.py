@@ -119,8 +119,8 @@ def version_text(version: str, packages: Mapping[str, str], routines: str) -> st
 SHOWN_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 
 
-def issue_text(found: MachineReport, environment: Mapping[str, str], home: str) -> str:
+def issue_text(found: MachineReport, version: str, environment: Mapping[str, str], home: str) -> str:
     """Return the machine as Markdown for an issue: no user's name, no token, no path under `home`."""
     shown = [f"{name}={environment[name]}" for name in SHOWN_VARIABLES if name in environment]
-    text = "\n".join([machine_text(found), *shown])
+    text = "\n".join([f"zeroplan {version}", machine_text(found), *shown])
     return f"```text\n{text.replace(home, '~') if len(home) > 1 else text}\n```"

@@ -74,7 +74,7 @@ def test_reports_in_every_dress(cli: Cli, tmp_path: Path) -> None:
     page, drawing = tmp_path / "report.html", tmp_path / "line.svg"
     code, out, err = cli("estimate", GPT2, "--engine", "toy", "--html", str(page), "--timeline", str(drawing), "--peak")
     assert (code, err) == (0, "")
-    assert "param.full" in out
+    assert "parameters" in out
     assert "toy" in page.read_text()
     assert drawing.read_text().lstrip().startswith("<svg")
 

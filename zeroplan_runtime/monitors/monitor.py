@@ -98,14 +98,14 @@ class Monitor:
         if self._device.type == "cuda":
             loss = torch.empty(1, pin_memory=True)
             loss.copy_(self._loss, non_blocking=True)
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event = torch.cuda.Event(enable_timing=True)
             event.record()
             values[f"{_TAG}memory_allocated_peak"] = float(torch.cuda.max_memory_allocated(self._device))
             if self.planned_bytes is not None:
                 values[f"{_TAG}memory_planned"] = float(self.planned_bytes)
         self._waiting.append(_Step(samples, values, self._tokens, loss, event, time.perf_counter()))
         self._loss, self._tokens = None, 0
-        while len(self._waiting) > 1 and (self._waiting[0].event is None or self._waiting[0].event.query()):  # type: ignore[no-untyped-call]
+        while len(self._waiting) > 1 and (self._waiting[0].event is None or self._waiting[0].event.query()):
             self._write(self._waiting.popleft())
 
     def _write(self, step: _Step) -> None:

@@ -15,6 +15,7 @@ Note [Accumulating in place]
 from __future__ import annotations
 
 import bisect
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ from zeroplan.trace.kernels import Size
 _aten = torch.ops.aten
 _PRIM_DEVICE = torch.ops.prim.device.default
 _ADD = _aten.add.Tensor
+#: Files of Python code between an operator and the mode.
+_MACHINERY = (__file__, torch.utils._python_dispatch.__file__)
 #: The namespace of collectives that return new tensors.
 _COLLECTIVES = "_c10d_functional"
 _READ = _aten._local_scalar_dense.default
@@ -229,7 +232,7 @@ class StorageRecorder(TorchDispatchMode):
         heir = -1
         if self.phase == 2 and self.calls is not None:
             self._locate(self.calls)
-        if self._wrapped_add and func is _ADD:
+        if self._unwrapped and func is _ADD and (self._wrapped_add or _called_by_python()):
             self._wrapped_add = False  # autograd adds no subclass of Tensor in place (input_buffer.cpp)
         elif self.phase == 2 and not torch.is_grad_enabled():
             heir = self._accumulated_into(func, args, kwargs)
@@ -317,6 +320,17 @@ class StorageRecorder(TorchDispatchMode):
         ident = self.ident(tensor)
         self._engine_owned.add(ident)
         self.out.add(Op.GRAD, param, ident)
+
+
+def _called_by_python() -> bool:
+    """Whether the operator that the mode sees is called by Python code within a backward, and not by autograd itself.
+
+    DTensor runs some backwards in Python. What autograd adds up comes from the frame that has started the backward.
+    """
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename in _MACHINERY:
+        frame = frame.f_back
+    return frame.f_code.co_name != "_backward"
 
 
 def _uncontended_counts() -> tuple[int, int]:

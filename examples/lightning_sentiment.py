@@ -82,8 +82,9 @@ def main() -> None:
 
     width, layers, heads, length, batch = (64, 2, 4, 64, 16) if arguments.small else (256, 6, 8, 1024, 32)
     pl.seed_everything(0)
-    data = Reviews(64 * batch, length)
-    train, test = torch.utils.data.random_split(data, [56 * batch, 8 * batch])
+    batches = 32 if arguments.small else 64
+    data = Reviews(batches * batch, length)
+    train, test = torch.utils.data.random_split(data, [(batches - 4) * batch, 4 * batch])
     best = ModelCheckpoint(arguments.save, monitor="val_loss")
     trainer = pl.Trainer(
         strategy=arguments.strategy,

@@ -66,15 +66,15 @@ def test_states_of_more_than_four_times_the_allowance(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.torch
 def test_lightning_by_an_import_and_a_name(tmp_path: Path) -> None:
-    words = ["examples/lightning_sentiment.py", "--small", "--epochs", "1", "--strategy", "zeroplan_stage_3"]
+    words = ["examples/lightning_sentiment.py", "--small", "--epochs", "2", "--strategy", "zeroplan_stage_3"]
     said = output(*words, "--save", str(tmp_path))
-    assert losses_in(said)[-1] < 0.6
-    assert [file.name for file in tmp_path.iterdir()] == ["epoch=0-step=56.ckpt"]
+    assert losses_in(said)[-1] < 0.66
+    assert [file.name for file in tmp_path.iterdir()] == ["epoch=1-step=56.ckpt"]
 
 
 @pytest.mark.slow
 @pytest.mark.torch
 def test_transformers_trainer(tmp_path: Path) -> None:
-    said = output("examples/hf_trainer.py", "--stage", "3", "--offload", "--output", str(tmp_path))
+    said = output("examples/hf_trainer.py", "--stage", "3", "--offload", "--steps", "30", "--output", str(tmp_path))
     assert losses_in(said)[-1] < 4
     assert (tmp_path / "model.safetensors").is_file()

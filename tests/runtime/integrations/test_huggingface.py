@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from tests.runtime.integrations import huggingface_runs as runs
 from tests.runtime.ranks import RankPool
+from zeroplan.core.zero_config import DEEPSPEED_VERSION
 from zeroplan_runtime.integrations.huggingface import zeroplan_config
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -89,21 +91,18 @@ def test_accelerates_own_loop(pair: RankPool, tmp_path: Path) -> None:
                 assert max((mine["state"][name] - theirs["state"][name]).abs().max().item() for name in theirs["state"]) < 1e-5
 
 
-def test_deepspeed_need_not_be_installed(fresh_python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+def ask_for_deepspeed(group: dist.ProcessGroup) -> tuple[str, str, str]:
+    config = zeroplan_config(3, offload_optimizer=True)
+    assert config["zero_optimization"] == {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    found = metadata.distribution("deepspeed")
+    spec = importlib.util.find_spec("deepspeed")
+    return type(found).__module__, found.version, spec.name if spec is not None else ""
+
+
+def test_deepspeed_need_not_be_installed(pair: RankPool) -> None:
     """What asks for the distribution finds the version whose ways are followed."""
-    code = (
-        "from zeroplan_runtime.integrations.huggingface import zeroplan_config\n"
-        "assert zeroplan_config(3, offload_optimizer=True)['zero_optimization']['offload_optimizer'] == {'device': 'cpu'}\n"
-        "import importlib.metadata as metadata, importlib.util\n"
-        "found = metadata.distribution('deepspeed')\n"
-        "print(type(found).__module__, found.version, importlib.util.find_spec('deepspeed').name)\n"
-    )
-    done = fresh_python(code)
-    assert done.returncode == 0, done.stderr
-    module, version, name = done.stdout.split()
-    assert module == "zeroplan_runtime.compat.deepspeed.install"
-    assert version.count(".") == 2
-    assert name == "deepspeed"
+    for module, version, name in pair.run(2, ask_for_deepspeed):
+        assert (module, version, name) == ("zeroplan_runtime.compat.deepspeed.install", DEEPSPEED_VERSION, "deepspeed")
 
 
 def test_trl_equals_itself_without_the_runtime(tmp_path: Path) -> None:

@@ -235,7 +235,8 @@ def test_on_a_gpu_lightning_equals_the_engine_itself() -> None:
     with runs.ended():
         for stage in (2, 3):
             model = without_dropout(runs.make(pl))  # whose masks follow what else the Trainer draws on a GPU
-            trainer = runs.trainer(pl, f"zeroplan_stage_{stage}", accelerator="gpu", precision="bf16-mixed", max_epochs=1)
+            options: dict[str, Any] = {"precision": "bf16-mixed", "max_epochs": 1, "use_distributed_sampler": False}
+            trainer = runs.trainer(pl, f"zeroplan_stage_{stage}", accelerator="gpu", **options)
             torch.manual_seed(1)
             trainer.fit(model, runs.data(), runs.data())
             config = {

@@ -158,11 +158,10 @@ class Memory:
         between, stepping, doubt = self._state_floors(candidate)
         if usable is not None and max(between, stepping) + doubt > usable:
             return True
-        if cluster.cpu_ram is not None or cluster.nvme is not None:
+        ram, nvme = cluster.usable_cpu_ram, cluster.nvme
+        if ram is not None or nvme is not None:
             host, disk = self.host_floor(candidate)
-            if (cluster.usable_cpu_ram is not None and host > cluster.usable_cpu_ram) or (
-                cluster.nvme is not None and disk > cluster.nvme
-            ):
+            if (ram is not None and host > ram) or (nvme is not None and disk > nvme):
                 return True
         return usable is not None and self.floor(candidate) + doubt > usable
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from zeroplan.api import estimate_zero2_mem as estimate_zero2_mem
     from zeroplan.api import estimate_zero3_mem as estimate_zero3_mem
     from zeroplan.api import recommend as recommend
+    from zeroplan.callback import ZeroplanCallback as ZeroplanCallback
     from zeroplan.core.display import Printable
     from zeroplan.core.errors import BadInput as BadInput
     from zeroplan.core.plan import MemoryPlan as MemoryPlan
@@ -43,6 +44,7 @@ _HOMES = {
     "Drift": "zeroplan.validate.results",
     "Measurement": "zeroplan.validate.results",
     "BadInput": "zeroplan.core.errors",
+    "ZeroplanCallback": "zeroplan.callback",
 }
 
 __all__ = [
@@ -53,6 +55,7 @@ __all__ = [
     "Plans",
     "Recommendation",
     "Recommendations",
+    "ZeroplanCallback",
     "estimate",
     "estimate_zero1_mem",
     "estimate_zero2_mem",

@@ -1,7 +1,7 @@
 """What ``zeroplan estimate --from`` says of every case, and how far from it the measured runs are.
 
-``python -m benchmarks.from_files.predict [RESULTS.jsonl]`` writes ``results/from_files/predicted.json``; with the rows that
-``run`` wrote it leaves that file alone and prints a table.
+``python -m benchmarks.from_files.predict`` writes ``results/from_files/now.json``; with the rows that ``run`` wrote it prints
+the table. ``predicted.json`` beside it is what was said before any case had run, and stays.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Any
 
 from benchmarks.from_files.cases import Case, all_cases
 
-FILE = Path(__file__).resolve().parents[1] / "results" / "from_files" / "predicted.json"
+FOLDER = Path(__file__).resolve().parents[1] / "results" / "from_files"
+#: What was said before any case had run, and what is said now.
+BLIND, NOW = FOLDER / "predicted.json", FOLDER / "now.json"
 _GIB = 1 << 30
 
 
@@ -23,14 +25,13 @@ def main(arguments: list[str]) -> int:
     if arguments:
         print(table(read(Path(arguments[0]))))
         return 0
-    FILE.parent.mkdir(parents=True, exist_ok=True)
-    FILE.write_text(json.dumps({"cases": {case.id: predict(case) for case in all_cases()}}, indent=1) + "\n")
+    NOW.write_text(json.dumps({"cases": {case.id: predict(case) for case in all_cases()}}, indent=1) + "\n")
     return 0
 
 
 def predict(case: Case) -> dict[str, Any]:
-    """Return the figures of the one plan that the case's files and nothing else ask for, bytes of the fullest GPU."""
-    said = estimate(*(f"--from={path}" for path in case.files), "--gpu=H200", f"--gpus={case.gpus}")
+    """Return the figures of the one plan that the case's command and its files ask for, bytes of the fullest GPU."""
+    said = estimate(f"--from={case.folder / 'run.sh'}", "--gpu=H200", f"--gpus={case.gpus}")
     if len(said["plans"]) != 1:
         raise RuntimeError(f"{case.id}: {len(said['plans'])} plans")
     (plan,) = said["plans"]
@@ -73,22 +74,22 @@ def read(results: Path) -> dict[str, dict[str, Any]]:
 
 
 def table(measured: dict[str, dict[str, Any]]) -> str:
-    """Write one line a case: each figure as measured, and by how many percent the prediction is above it."""
-    predicted = json.loads(FILE.read_text())["cases"]
+    """Write one line a case: what was measured, and by how many percent predictions are above it, before the runs and now."""
+    blind, now = (json.loads(path.read_text())["cases"] for path in (BLIND, NOW))
     lines = [
-        f"| {'case':24} | allocated GiB | predicted | reserved GiB | predicted | device GiB | predicted | fits |",
+        "| case | allocated GiB | predicted | now | reserved GiB | predicted | now | fits now |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, row in sorted(measured.items()):
-        plan = predicted[name]
         if "error" in row:
-            lines.append(f"| {name:24} | {row['error'][:60]} |")
+            lines.append(f"| {name} | {row['error'][:60]} |")
             continue
-        pairs = (("peak_allocated", "peak_allocated"), ("peak_reserved", "peak_reserved"), ("nvml_process", "total"))
-        cells = [
-            f"{row[ours] / _GIB:.3f} | {100 * (plan[theirs] / row[ours] - 1):+.2f} %" for ours, theirs in pairs if row[ours]
-        ]
-        lines.append(f"| {name:24} | {' | '.join(cells)} | {plan['fits']} |")
+        cells = [name]
+        for key in ("peak_allocated", "peak_reserved"):
+            cells.append(f"{row[key] / _GIB:.3f}")
+            cells += [f"{100 * (said[name][key] / row[key] - 1):+.2f} %" for said in (blind, now)]
+        fits = {True: "yes", False: "no", None: "unknown"}[now[name]["fits"]]
+        lines.append(f"| {' | '.join(cells)} | {fits} |")
     return "\n".join(lines)
 
 

@@ -24,7 +24,7 @@ import psutil
 from benchmarks.from_files.cases import Case, all_cases
 
 HERE = Path(__file__).resolve().parent
-PREDICTED = HERE.parent / "results" / "from_files" / "predicted.json"
+PREDICTED = HERE.parent / "results" / "from_files" / "now.json"
 _GIB = 1 << 30
 #: What a case without a figure may take, and the room beside every figure, GiB.
 _UNKNOWN, _ROOM = 50.0, 6.0

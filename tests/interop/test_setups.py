@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from zeroplan.core.documents import MOST_ALIASES, dump_yaml, read_document
 from zeroplan.core.errors import BadInput
 from zeroplan.interop.readers import read_setup
+from zeroplan.planner.from_files import with_files
+from zeroplan.planner.request import Request
 
 Cli = Callable[..., tuple[int, str, str]]
 ZERO2 = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}, "train_micro_batch_size_per_gpu": "auto"}
@@ -82,6 +84,12 @@ def test_training_arguments_as_yaml_and_json(write: Callable[[str, str], str]) -
     alone = read_setup({"output_dir": "out", "fp16": True})
     assert (alone.engine, alone.micro_batch, alone.dtype, alone.gradient_checkpointing) == ("ddp", 8, "fp16", False)
     assert read_setup({"output_dir": "out", "fsdp": "full_shard"}).engine == "fsdp2"
+    older = {"output_dir": "out", "fsdp": "full_shard", "fsdp_config": {"version": 1}}
+    request, setup = with_files(Request(files=(older,)))
+    assert (request.engine, request.unmodelled, [one.key for one in setup.unmodelled]) == ("fsdp", (), ["fsdp"])
+    adapters = older | {"use_lora": True, "lora_r": 8}
+    request, _ = with_files(Request(files=(adapters,), program="hf-trainer"))
+    assert (request.engine, [one.key for one in request.unmodelled]) == ("fsdp2", ["fsdp"])
 
 
 @pytest.mark.torch

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.from_files.cases import Case, all_cases
-from benchmarks.from_files.predict import FILE, read
+from benchmarks.from_files.predict import BLIND, NOW, read, table
 from zeroplan.interop.readers import read_setup, read_setups
 from zeroplan.interop.setups import Setup
 
@@ -37,7 +37,13 @@ def test_the_worker_stands_before_the_program_once(case: Case) -> None:
 
 
 def test_every_case_has_its_prediction() -> None:
-    assert set(json.loads(FILE.read_text())["cases"]) == {case.id for case in CASES}
+    for path in (BLIND, NOW):
+        assert set(json.loads(path.read_text())["cases"]) == {case.id for case in CASES}
+
+
+def test_the_page_shows_the_table_of_the_kept_rows() -> None:
+    page = Path(__file__).parents[2] / "docs" / "programs" / "measured.md"
+    assert table(read(BLIND.parent / "measured.jsonl")) in page.read_text(encoding="utf-8")
 
 
 def test_figures_are_the_fullest_ranks(tmp_path: Path) -> None:

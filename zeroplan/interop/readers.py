@@ -17,7 +17,17 @@ from zeroplan.interop.setups import Setup
 #: Programs that decide the engine and the machine, and leave the rest to another file.
 _LAUNCHERS = ("accelerate", "ds_config")
 #: Fields that a launcher's file decides where both say them.
-_LAUNCHERS_OWN = ("engine", "gpus", "nodes", "ds_config", "zero_init", "stage", "offload_optimizer", "offload_param")
+_LAUNCHERS_OWN = (
+    "engine",
+    "fsdp_version",
+    "gpus",
+    "nodes",
+    "ds_config",
+    "zero_init",
+    "stage",
+    "offload_optimizer",
+    "offload_param",
+)
 
 
 def read_setup(source: Any, program: str | None = None) -> Setup:

@@ -43,6 +43,7 @@ class Setup:
         quantize: how a frozen base is kept: ``nf4``, or None for 16 or 32 bits.
         chunked_head: whether TRL computes head and loss together in tiles.
         detached_loss: whether the loop keeps the loss without its graph, as the Trainer's does.
+        fsdp_version: 1 where FSDP is the older one, whose `engine` is ``fsdp`` if that plans the run.
         zero_init: whether the model is built under ``deepspeed.zero.Init``; None where nothing says.
         keys: the key that said each field.
         assumed: what the program's defaults decide, one clause each.
@@ -79,6 +80,7 @@ class Setup:
     quantize: str | None = None
     chunked_head: bool = False
     detached_loss: bool = False
+    fsdp_version: int | None = None
     zero_init: bool | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()

@@ -64,6 +64,10 @@ def filled(request: Request, setup: Setup) -> Request:
     # A ds_config by itself names no program: an engine that was asked for and takes one reads it in its own way.
     if setup.engine is not None and (setup.program != "ds_config" or find_engine(request.engine).dialect is None):
         changes["engine"] = setup.engine
+    if setup.fsdp_version == 1 and setup.lora_rank is None and setup.offload_param is None:
+        mine = setup.keys.get("engine")
+        left_out = [one for one in setup.unmodelled if one.key != mine or one.effect is not Effect.UNKNOWN]
+        changes |= {"engine": "fsdp", "unmodelled": (*request.unmodelled, *left_out)}
     if setup.attn is not None and request.attn == Attention.SDPA:
         changes["attn"] = setup.attn
     if setup.lora_targets and not request.lora_targets:

@@ -60,6 +60,8 @@ _EXAMPLES = frozenset(
     )
 )
 
+#: What is said where FSDP 2 stands in.
+FSDP_1 = "FSDP 1 is not modelled here; the figures are those of FSDP 2"
 MORE, LESS, UNKNOWN = Effect.MORE, Effect.LESS, Effect.UNKNOWN
 #: Arguments that move memory and that no field of a Setup holds.
 _NOT_MODELLED: dict[str, tuple[Effect, str]] = {
@@ -203,7 +205,7 @@ def _fsdp(run: Builder) -> None:
 def set_fsdp(
     run: Builder, key: str, *, version: int, reshard: str, offload: bool, hybrid: bool, checkpointing: bool | None
 ) -> None:
-    """FSDP as an engine of the plan. FSDP 1 is not modelled: FSDP 2's figures stand in, and say so.
+    """Set FSDP as the engine. Where FSDP 1 is not modelled (adapters, offload), FSDP 2's figures stand in, and say so.
 
     Args:
         run: the builder.
@@ -221,7 +223,8 @@ def set_fsdp(
         run.set("offload_optimizer", "cpu", key)
         run.set("offload_param", "cpu", key)
     if version == 1:
-        run.leave_out(key, UNKNOWN, "FSDP 1 is not modelled; the figures are those of FSDP 2")
+        run.set("fsdp_version", 1)
+        run.leave_out(key, UNKNOWN, FSDP_1)
     if hybrid or "hybrid" in reshard:
         run.leave_out(f"{key}: hybrid", MORE, "shards within a node and replicas between nodes are not planned")
     if reshard == "no_shard":

@@ -20,7 +20,7 @@ from zeroplan.planner.estimate import estimate_runs
 
 
 def row_to_be(spec: Spec, gpu: str) -> dict[str, Any]:
-    """The fields of the spec's row that say what runs."""
+    """Return the fields of the spec's row that say what runs."""
     own = asdict(spec)
     unset = {f.name: f.default for f in fields(Spec)}
     changed = (

@@ -78,7 +78,7 @@ def request_of(row: dict[str, Any], *, depth: str | None = None) -> Request:
 
 
 def _kind(params: dict[str, Any]) -> OptimizerKind:
-    """How torch's optimizer walked its tensors; the runs ask for the fused step unless a row says otherwise."""
+    """Return how torch's optimizer walked its tensors; the runs ask for the fused step unless a row says otherwise."""
     if params.get("fused", True):
         return OptimizerKind.FUSED
     return OptimizerKind.FOREACH if params.get("foreach", True) else OptimizerKind.LOOP

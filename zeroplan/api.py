@@ -101,7 +101,7 @@ class Plans(Sequence[MemoryPlan]):
 
 
 class Recommendations(Sequence["Recommendation"]):
-    """What ``recommend`` found, best first, with all that the answer holds (`answer`).
+    """The configurations that ``recommend`` found, best first, with all that the answer holds (`answer`).
 
     Of a request without a model `overview` says what the machine can train, and the sequence are the configurations for the
     largest model that it can train in full. Printed, it is what ``zeroplan recommend`` prints.

@@ -98,7 +98,7 @@ class ParameterAliases:
         return found
 
     def _owner(self, alias: torch.Tensor) -> tuple[UnitState, str]:
-        """A unit and a parameter of it whose memory `alias` begins in; of several units in turn the first."""
+        """Returns a unit and a parameter of it whose memory `alias` begins in; of several units in turn the first."""
         begins = [
             (param.data_ptr(), unit, unit.layout.shape.params[i].name)
             for unit in self._model_states.units

@@ -26,7 +26,7 @@ class Case:
 
     @property
     def folder(self) -> Path:
-        """Where its files are."""
+        """The folder of its files."""
         return ROOT / self.id
 
     @property
@@ -36,7 +36,7 @@ class Case:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """What ``--from`` is given: the run's own arguments, and the launcher's file if there is one."""
+        """The files that ``--from`` is given: the run's own arguments, and the launcher's file if there is one."""
         names = [name for name in ("args.json", "recipe.yaml", "accelerate.yaml") if (self.folder / name).exists()]
         return tuple(self.folder / name for name in names or ["run.sh"])
 

@@ -1,4 +1,4 @@
-"""What ``zeroplan estimate --from`` says of every case, and how far from it the measured runs are.
+"""Predictions of ``zeroplan estimate --from`` for every case, and how far from them the measured runs are.
 
 ``python -m benchmarks.from_files.predict`` writes ``results/from_files/now.json``; with the rows that ``run`` wrote it prints
 the table. ``predicted.json`` beside it is what was said before any case had run, and stays.

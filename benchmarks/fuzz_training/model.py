@@ -122,7 +122,7 @@ def clamp(linear: nn.Linear) -> None:
 
 @torch.no_grad()
 def alias_of(weight: torch.Tensor, how: str) -> torch.Tensor:
-    """A tensor that shares memory with `weight`."""
+    """Return a tensor that shares memory with `weight`."""
     match how:
         case "data":
             return weight.data

@@ -139,7 +139,9 @@ def _fsdp2(spec: Spec, probe: Probe, device: torch.device) -> Trained:
 
 
 def _fsdp(spec: Spec, probe: Probe, device: torch.device) -> Trained:
-    """FSDP 1 as accelerate wraps a model: fp32 flat parameters, block by block, gathered and reduced in the run's dtype."""
+    """Return FSDP 1 as accelerate wraps a model: fp32 flat parameters, block by block, gathered and reduced in the run's
+    dtype.
+    """
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 

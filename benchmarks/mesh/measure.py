@@ -132,7 +132,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def _model(case: Case) -> Any:
-    """The fp32 model on the meta device, ready to train."""
+    """Return the fp32 model on the meta device, ready to train."""
     values = dict(case.model)
     config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
     with torch.device("meta"):
@@ -145,7 +145,7 @@ def _model(case: Case) -> Any:
 
 
 def _state(name: str) -> dict[str, Any]:
-    """Allocated and reserved bytes, and their peaks since the last mark."""
+    """Return the allocated and reserved bytes, and their peaks since the last mark."""
     if not torch.cuda.is_available():
         return {"mark": name}
     found = {

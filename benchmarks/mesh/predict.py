@@ -1,4 +1,4 @@
-"""What zeroplan predicts of the cases: ``python -m benchmarks.mesh.predict [--only RE]``. Kept before they are measured."""
+"""Predictions of the cases: ``python -m benchmarks.mesh.predict [--only RE]``. Kept before they are measured."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def main() -> None:
 
 
 def plan_of(case: Case) -> MemoryPlan:
-    """The plan of one case."""
+    """Return the plan of one case."""
     return estimate_report(request_of(case)).plans[0]  # of a pipeline, `stages` has the others
 
 
 def request_of(case: Case) -> Request:
-    """The request that describes a case, on H200 GPUs."""
+    """Return the request that describes a case, on H200 GPUs."""
     ranks = case.dp * case.tp * case.pp
     gpus = min(ranks, NODE)
     return Request(

@@ -19,7 +19,7 @@ SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
 
 class StageModel(nn.Module):
-    """What one stage has of a causal language model. The first takes tokens, the last returns logits."""
+    """The part of a causal language model that one stage has. The first takes tokens, the last returns logits."""
 
     def __init__(self, model: Any, case: Case) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class StageModel(nn.Module):
         self.model, self.lm_head = model.model, model.lm_head
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
-        """Tokens [B, S] or hidden states [B, S, H] to hidden states or logits."""
+        """Map tokens [B, S] or hidden states [B, S, H] to hidden states or logits."""
         hidden = self.model(**{"input_ids" if self.first else "inputs_embeds": given}).last_hidden_state
         found: torch.Tensor = self.lm_head(hidden) if self.last else hidden
         return found

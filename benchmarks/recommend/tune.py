@@ -1,4 +1,4 @@
-"""How near ``zeroplan tune`` comes to the exhaustive best, on this machine.
+"""The distance of ``zeroplan tune`` from the exhaustive best, on this machine.
 
     python -m benchmarks.recommend.tune OUT [--model meta-llama/Llama-3.2-1B] [--engine zeroplan] [--seq-len 1024] [--runs 5]
 

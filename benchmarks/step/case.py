@@ -1,4 +1,4 @@
-"""What one timed case is: an engine, a stage and how gradients are reduced, on a model shape."""
+"""One timed case: an engine, a stage and how gradients are reduced, on a model shape."""
 
 from __future__ import annotations
 

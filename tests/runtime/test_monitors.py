@@ -44,7 +44,7 @@ def train(device: str = "cpu", planned: int | None = None, **sections: Any) -> l
 
 
 def columns(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """What the CSV files hold, by tag."""
+    """Read the values of the CSV files, by tag."""
     found = {}
     for file in folder.iterdir():
         with open(file, newline="") as stream:

@@ -108,7 +108,7 @@ _HOOKS = (Op.ENTER, Op.EXIT, Op.BWD_ENTER, Op.BWD_EXIT)
 
 
 def _left(tape: ExpandedTape, span: range) -> Iterator[tuple[int, int]]:
-    """Storages that the events of a span allocate and leave, with their bytes."""
+    """Yield the storages that the events of a span allocate and leave, with their bytes."""
     freed = {tape.arg[i] for i in span if tape.op[i] == Op.FREE}
     for i in span:
         if tape.op[i] == Op.ALLOC and tape.arg[i] not in freed:

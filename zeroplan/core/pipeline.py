@@ -116,7 +116,7 @@ def block_number(name: str) -> int:
 
 
 def holds(stage: Stage, name: str, block: str) -> bool:
-    """Whether a stage has a parameter, by its full name and the name of its block (empty outside the blocks)."""
+    """Return whether a stage has a parameter, by its full name and the name of its block (empty outside the blocks)."""
     if block:
         return stage.first <= block_number(block) < stage.end
     embedding = name.rpartition(".")[0].rpartition(".")[2] == EMBEDDING

@@ -1,4 +1,4 @@
-"""What a long piece of work says of itself while it runs, and whoever watches it.
+"""Progress of a long piece of work, and the hook of whoever watches it.
 
 Low layers call :func:`working`; nothing happens unless the command line, or a program of the user's, watches.
 """

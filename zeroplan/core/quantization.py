@@ -16,14 +16,16 @@ _LEVELS = 16
 
 
 class Quantization(StrEnum):
-    """How the base's linear layers are kept: 4 bits with scales that are quantised again. Either takes the same bytes."""
+    """Formats in which the base's linear layers are kept: 4 bits with scales that are quantised again. Either takes the same
+    bytes.
+    """
 
     NF4 = "nf4"
     FP4 = "fp4"
 
 
 def parse_quantization(text: str, where: str = "--quantize") -> Quantization:
-    """The quantisation of that name.
+    """Return the quantisation called `name`.
 
     Raises:
         BadInput: an unknown name, or a kind whose memory is not modelled.

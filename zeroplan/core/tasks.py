@@ -1,4 +1,4 @@
-"""What a model is trained for, which decides its head: by the names that transformers' pipelines use."""
+"""Tasks that a model is trained for, which decide its head: by the names that transformers' pipelines use."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ENDINGS = {
 
 
 def parse_task(text: str, where: str = "--task") -> Task:
-    """The task of that name, with ``-`` or ``_``.
+    """Return the task of a name, with ``-`` or ``_``.
 
     Raises:
         BadInput: an unknown name.
@@ -47,5 +47,5 @@ def parse_task(text: str, where: str = "--task") -> Task:
 
 
 def with_task(config: Mapping[str, Any], task: Task) -> dict[str, Any]:
-    """The config of the same model with the task's head."""
+    """Return the config of the same model with the task's head."""
     return {**config, "architectures": [_ENDINGS[task]]}

@@ -78,7 +78,7 @@ class Case:
 
     @property
     def parameters(self) -> Parameters:
-        """What one rank has of the model's parameters before an engine shards them over data-parallel ranks."""
+        """The model's parameters that one rank has before an engine shards them over data-parallel ranks."""
         if self.layout.tp == 1:
             return self.spec.parameters
         from zeroplan.core.tensor_parallel import local_parameters
@@ -226,7 +226,7 @@ class Engine(ABC):
     def outside_torch(
         self, workload: Workload, zero: ZeroConfig, cluster: Cluster, *, pinned: int = 0, layout: ParallelLayout | None = None
     ) -> Outside:
-        """Bytes of one GPU that lie outside torch's allocator.
+        """Return the bytes of one GPU that lie outside torch's allocator.
 
         Args:
             workload: decides, with `zero`, which kernels the process loads.

@@ -71,7 +71,7 @@ class _Cut:
         self.late: list[list[int]] = [[], []]  # freed at the end of the forward, of the backward
 
     def _members(self) -> dict[int, int]:
-        """The block's number of each module that lies in one."""
+        """Return the block's number of each module that lies in one."""
         found = dict(self.blocks)
         for index, module in enumerate(self.tape.modules):
             if module.parent in found and index not in found:
@@ -188,7 +188,7 @@ def _first_sum(tape: ExpandedTape, walk: _Cut, hidden: int) -> int:
 
 
 def _hidden_bytes(tape: ExpandedTape, walk: _Cut) -> int:
-    """Bytes of the hidden states: the largest tensor that the embedding's forward makes."""
+    """Return the bytes of the hidden states: the largest tensor that the embedding's forward makes."""
     largest = 0
     for op, arg, aux, module in zip(tape.op, tape.arg, tape.aux, tape.module, strict=True):
         if op == Op.MARK and arg == Mark.BACKWARD_BEGIN:
@@ -199,7 +199,7 @@ def _hidden_bytes(tape: ExpandedTape, walk: _Cut) -> int:
 
 
 class PipelineEngineSchedule(EngineSchedule):
-    """What an engine allocates and frees where micro batches of one step overlap."""
+    """Hooks in which an engine allocates and frees where micro batches of one step overlap."""
 
     def reduce(self) -> None:
         """The last backward of a step has returned, and gradients are reduced."""
@@ -207,7 +207,7 @@ class PipelineEngineSchedule(EngineSchedule):
 
 @dataclass(frozen=True, slots=True)
 class PipelineRun:
-    """How much of a job is played: `micro_batches` a step, in the order of `schedule`, for so many `steps`."""
+    """The part of a job that is played: `micro_batches` a step, in the order of `schedule`, for so many `steps`."""
 
     stage: Stage
     schedule: PipelineSchedule
@@ -310,7 +310,7 @@ class _Player:
 
 
 def _shifted(tape: ExpandedTape, by: int) -> ExpandedTape:
-    """The tape with other numbers of its storages."""
+    """Return the tape with other numbers of its storages."""
     if not by:
         return tape
     stored = (int(Op.ALLOC), int(Op.FREE))

@@ -58,7 +58,7 @@ def _counts_on_gpu(optimizer: Optimizer, domain: Domain) -> bool:
 
 
 def _unfused(rank: TorchRank) -> bool:
-    """Whether a fused step was to be had and was not asked for."""
+    """Return whether a fused step was to be had and was not asked for."""
     kind = rank.optimizer.torch
     return kind is not None and kind.fused and rank.workload.optimizer_kind is not OptimizerKind.FUSED
 
@@ -87,7 +87,9 @@ def _temporaries(recorder: Recorder, rank: TorchRank, stepped: Sequence[tuple[Do
 
 
 def _one_by_one(recorder: Recorder, rank: TorchRank, stepped: Sequence[tuple[Domain, int]]) -> None:
-    """A loop over single tensors: the root of each second moment and its quotient (``_single_tensor_adam``)."""
+    """Allocate and free what a loop over single tensors makes: the root of each second moment and its quotient
+    (``_single_tensor_adam``).
+    """
     if not rank.optimizer.torch or not rank.optimizer.torch.foreach_lists:
         return  # SGD updates in place
     previous = -1

@@ -63,7 +63,7 @@ def load_model(
 
 
 def _for_task(spec: ModelSpec, task: Task) -> ModelSpec:
-    """The same model with the task's head."""
+    """Return the same model with the task's head."""
     if not spec.config or spec.source == "module":
         raise BadInput(
             f"{spec.name} has no config that could take another head",

@@ -12,7 +12,7 @@ _DECODERS = ("", CAUSAL_LM)
 
 
 def with_quantized_base(spec: ModelSpec) -> ModelSpec:
-    """The model with its linear layers quantised, but for the output projection, as transformers' bitsandbytes does.
+    """Return the model with its linear layers quantised, but for the output projection, as transformers' bitsandbytes does.
 
     Experts that lie in one parameter are no linear layers and stay in 16 bits.
 

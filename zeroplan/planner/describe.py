@@ -40,7 +40,7 @@ def describe_cluster(cluster: Cluster, layout: ParallelLayout | None = None) -> 
 
 
 def describe_layout(layout: ParallelLayout) -> dict[str, Any]:
-    """The degrees of a layout, and the groups that follow, as the report's JSON shows them."""
+    """Return the degrees of a layout, and the groups that follow, as the report's JSON shows them."""
     return {"dp": layout.dp, "tp": layout.tp, "sp": layout.sp, "pp": layout.pp, "shard_group": layout.shard_group}
 
 

@@ -14,7 +14,7 @@ DEFAULT_SCHEDULE = "1f1b"
 
 
 def layout_of(request: Request, cluster: Cluster, spec: ModelSpec, workload: Workload) -> ParallelLayout | None:
-    """The layout that the request's degrees give on the cluster; None for data parallelism alone.
+    """Return the layout that the request's degrees give on the cluster; None for data parallelism alone.
 
     Raises:
         BadInput: degrees that do not divide the ranks or the model, or a model that cannot be divided so.

@@ -14,7 +14,7 @@ from zeroplan.planner.tapes import ExpandedTapes, NoTapeError
 
 
 def with_shape(request: Request) -> Request:
-    """The request with the micro batch and the length of its example batch.
+    """Return the request with the micro batch and the length of its example batch.
 
     Raises:
         BadInput: inputs without a module, that its forward does not take, or of another size than the request asks for.

@@ -24,7 +24,7 @@ _NARROWEST = 8
 
 
 def is_figure(header: str) -> bool:
-    """Whether a column of this header holds figures."""
+    """Return whether a column of this header holds figures."""
     return header in _FIGURES
 
 

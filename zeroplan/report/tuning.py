@@ -1,4 +1,4 @@
-"""What ``tune`` answers, as text: the fastest measured, a table of candidates, and what died."""
+"""The answer of ``tune`` as text: the fastest measured, a table of candidates, and what died."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _LINK_SIZES = (1 << 20, 1 << 23, 1 << 26)
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What was measured: `rates` with one process, and the host's rates with `ranks` at the same time (`together`).
+    """Measured rates: `rates` with one process, and the host's rates with `ranks` at the same time (`together`).
 
     `together` is empty where there are fewer than two GPUs, and `note` says so.
     """

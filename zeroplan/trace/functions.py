@@ -159,7 +159,8 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """``F.cross_entropy`` under autocast, which knows its parts alone: log-softmax in the logits' dtype, ``nll_loss`` in fp32.
+    """Compute ``F.cross_entropy`` as autocast does, which knows its parts alone: log-softmax in the logits' dtype, ``nll_loss``
+    in fp32.
 
     Source: aten/src/ATen/native/LossNLL.cpp, cross_entropy_loss, which names the dtype to ``log_softmax``.
     """

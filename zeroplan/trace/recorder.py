@@ -323,7 +323,7 @@ class StorageRecorder(TorchDispatchMode):
 
 
 def _called_by_python() -> bool:
-    """Whether the operator that the mode sees is called by Python code within a backward, and not by autograd itself.
+    """Return whether the operator that the mode sees is called by Python code within a backward, and not by autograd itself.
 
     DTensor runs some backwards in Python. What autograd adds up comes from the frame that has started the backward.
     """

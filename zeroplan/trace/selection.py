@@ -15,12 +15,12 @@ _INDEXING = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.defau
 
 
 def _places(mask: torch.Tensor) -> torch.Tensor:
-    """As ``nonzero``: [numel, dimensions], int64."""
+    """Allocate the places as ``nonzero`` does: [numel, dimensions], int64."""
     return torch.empty((mask.numel(), max(mask.dim(), 1)), dtype=torch.int64, device=mask.device)
 
 
 def result(func: Any, args: Any) -> torch.Tensor | None:
-    """The operator's result where a mask decides its shape, else None."""
+    """Return the operator's result where a mask decides its shape, else None."""
     if func is _aten.nonzero.default and args[0].device.type == "meta":
         return _places(args[0])
     if func is _aten.masked_select.default and args[0].device.type == "meta":
@@ -31,7 +31,7 @@ def result(func: Any, args: Any) -> torch.Tensor | None:
 
 
 def arguments(func: Any, args: Any) -> Any:
-    """The operator's arguments, with the places that a mask selects in its stead (``TensorAdvancedIndexing``)."""
+    """Return the operator's arguments, with the places that a mask selects in its stead (``TensorAdvancedIndexing``)."""
     if func not in _INDEXING:
         return args
     indices: list[torch.Tensor | None] = []

@@ -1,4 +1,4 @@
-"""What a tuning has measured so far: one file that every run adds to, and that the next start goes on from."""
+"""Results of a tuning so far: one file that every run adds to, and that the next start goes on from."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FILE = "tune.json"
 
 
 class Outcome(StrEnum):
-    """How a candidate's run ended."""
+    """Ways in which a candidate's run ends."""
 
     MEASURED = "measured"
     OUT_OF_MEMORY = "out of memory"
@@ -132,7 +132,7 @@ class Tuned:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """What was measured."""
+        """The measured tokens a second."""
         seconds = None if self.trial is None else self.trial.step_seconds
         return self.tokens / seconds if seconds else None
 

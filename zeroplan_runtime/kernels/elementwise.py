@@ -81,7 +81,7 @@ _COMMON = ("weight_decay", "decoupled_weight_decay", "workspace", "param_out", "
 
 @_update
 def rmsprop(parts: Iterator[_Part], step: int, *, lr: float, alpha: float, eps: float) -> None:
-    """Hinton 2012, lecture 6e, as ``torch.optim.RMSprop``: v ← αv + (1−α)g², p ← p − ηg / (√v + ε)."""
+    """Steps RMSprop (Hinton 2012, lecture 6e) as ``torch.optim.RMSprop``: v ← αv + (1−α)g², p ← p − ηg / (√v + ε)."""
     for p, g, scratch, (v,) in parts:
         v.mul_(alpha).addcmul_(g, g, value=1 - alpha)
         p.addcdiv_(g, torch.sqrt(v, out=scratch).add_(eps), value=-lr)
@@ -91,7 +91,7 @@ def rmsprop(parts: Iterator[_Part], step: int, *, lr: float, alpha: float, eps: 
 def adagrad(
     parts: Iterator[_Part], step: int, *, lr: float, lr_decay: float, initial_accumulator_value: float, eps: float
 ) -> None:
-    """Duchi et al. 2011, as ``torch.optim.Adagrad``: s ← s + g², p ← p − η/(1 + (t−1)δ) · g / (√s + ε)."""
+    """Steps Adagrad (Duchi et al. 2011) as ``torch.optim.Adagrad``: s ← s + g², p ← p − η/(1 + (t−1)δ) · g / (√s + ε)."""
     for p, g, scratch, (s,) in parts:
         if step == 1:
             s.fill_(initial_accumulator_value)
@@ -101,7 +101,7 @@ def adagrad(
 
 @_update
 def adadelta(parts: Iterator[_Part], step: int, *, lr: float, rho: float, eps: float) -> None:
-    """Zeiler 2012: v ← ρv + (1−ρ)g², d = g √(u + ε) / √(v + ε), u ← ρu + (1−ρ)d², p ← p − ηd."""
+    """Steps Adadelta (Zeiler 2012): v ← ρv + (1−ρ)g², d = g √(u + ε) / √(v + ε), u ← ρu + (1−ρ)d², p ← p − ηd."""
     for p, g, scratch, (v, u) in parts:
         v.mul_(rho).addcmul_(g, g, value=1 - rho)
         g.mul_(torch.add(u, eps, out=scratch).sqrt_()).div_(torch.add(v, eps, out=scratch).sqrt_())
@@ -111,7 +111,7 @@ def adadelta(parts: Iterator[_Part], step: int, *, lr: float, rho: float, eps: f
 
 @_update
 def adamax(parts: Iterator[_Part], step: int, *, lr: float, betas: tuple[float, float], eps: float) -> None:
-    """Kingma & Ba 2015, algorithm 2: m ← β₁m + (1−β₁)g, u ← max(β₂u, |g| + ε), p ← p − η/(1−β₁ᵗ) · m / u."""
+    """Steps Adamax (Kingma & Ba 2015, algorithm 2): m ← β₁m + (1−β₁)g, u ← max(β₂u, |g| + ε), p ← p − η/(1−β₁ᵗ) · m / u."""
     for p, g, _, (m, u) in parts:
         m.lerp_(g, 1 - betas[0])
         torch.maximum(u.mul_(betas[1]), g.abs_().add_(eps), out=u)
@@ -122,7 +122,8 @@ def adamax(parts: Iterator[_Part], step: int, *, lr: float, betas: tuple[float, 
 def nadam(
     parts: Iterator[_Part], step: int, *, lr: float, betas: tuple[float, float], eps: float, momentum_decay: float
 ) -> None:
-    """Dozat 2016, as ``torch.optim.NAdam``: Adam with p ← p − η[(1−μₜ)/(1−Πμ) · g + μₜ₊₁/(1−Πμ·μₜ₊₁) · m] / (√(v/(1−β₂ᵗ)) + ε).
+    """Steps NAdam (Dozat 2016) as ``torch.optim.NAdam``: Adam with p ← p − η[(1−μₜ)/(1−Πμ) · g + μₜ₊₁/(1−Πμ·μₜ₊₁) · m] /
+    (√(v/(1−β₂ᵗ)) + ε).
 
     μₜ = β₁(1 − 0.96^(tψ)/2), and Πμ is the product of μ₁ to μₜ.
     """
@@ -138,7 +139,9 @@ def nadam(
 
 @_update
 def radam(parts: Iterator[_Part], step: int, *, lr: float, betas: tuple[float, float], eps: float) -> None:
-    """Liu et al. 2020, algorithm 2, as ``torch.optim.RAdam``: Adam with the rate r while ρₜ > 5, before that momentum alone."""
+    """Steps RAdam (Liu et al. 2020, algorithm 2) as ``torch.optim.RAdam``: Adam with the rate r while ρₜ > 5, before that
+    momentum alone.
+    """
     correction1, correction2 = 1 - betas[0] ** step, 1 - betas[1] ** step
     longest = 2 / (1 - betas[1]) - 1
     length = longest - 2 * step * betas[1] ** step / correction2

@@ -1,1 +1,1 @@
-"""What a training shows while it runs: the ds_config's sections ``tensorboard``, ``wandb`` and ``csv_monitor``."""
+"""Monitors of a training: the ds_config's sections ``tensorboard``, ``wandb`` and ``csv_monitor``."""

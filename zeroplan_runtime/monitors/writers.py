@@ -1,4 +1,6 @@
-"""Where values go: each writer is the vendor's own, with the options and the folders that DeepSpeed gives it (monitor/)."""
+"""Writers of monitored values: each is the vendor's own, with the options and the folders that DeepSpeed gives it
+(monitor/).
+"""
 
 from __future__ import annotations
 

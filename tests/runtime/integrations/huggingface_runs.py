@@ -17,7 +17,7 @@ LORA = {"r": 4, "lora_alpha": 64, "target_modules": ["q_proj", "v_proj"], "init_
 
 
 class Tokens(Dataset[Any]):
-    """The same tokens each time."""
+    """Return the token ids of a batch, the same at each call."""
 
     def __init__(self, count: int) -> None:
         self.rows = torch.randint(3, WORDS, (count, LENGTH), generator=torch.Generator().manual_seed(0))

@@ -176,7 +176,7 @@ class FsdpSchedule(EngineSchedule):
         unit.flat_grad, unit.reduced = _NONE, part
 
     def _in_own_dtype(self, gradient: int, count: int) -> int:
-        """The gradient cast to the parameters' dtype."""
+        """Return the gradient cast to the parameters' dtype."""
         if not self.rank.casts:
             return gradient
         cast = self.alloc(self.rank.original_bytes * count, Buffer.GRAD_SHARD, stream=REDUCE)

@@ -29,7 +29,7 @@ class Fsdp2StageSchedule(Fsdp2Schedule, PipelineEngineSchedule):
         self._keep_unsharded(group)
 
     def reduce(self) -> None:
-        """FSDPParamGroup.post_backward of every group, the root's first."""
+        """Run every group's post-backward, the root's first (FSDPParamGroup.post_backward)."""
         self.reduces = True
         for module in sorted(self.groups):
             self._post_backward(self.groups[module])
@@ -37,7 +37,7 @@ class Fsdp2StageSchedule(Fsdp2Schedule, PipelineEngineSchedule):
 
 
 def record_fsdp2_stage(rank: Fsdp2Rank, tape: ExpandedTape, stage: Stage) -> Recorder:
-    """Every allocation and free of one rank's run on a pipeline stage, in order."""
+    """Record every allocation and free of one rank's run on a pipeline stage, in order."""
     part = cut(tape, stage)
     recorder = Recorder()
     run = PipelineRun(

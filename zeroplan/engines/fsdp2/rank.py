@@ -39,7 +39,9 @@ class Fsdp2Rank(TorchRank):
 
     @property
     def received(self) -> int:
-        """What a pipeline stage receives of each micro batch: an input unless it is the first, a gradient unless the last."""
+        """Tensors that a pipeline stage receives for each micro batch: an input unless it is the first, a gradient unless the
+        last.
+        """
         return 0 if self.stage is None else (not self.stage.is_first) + (not self.stage.is_last)
 
     @property

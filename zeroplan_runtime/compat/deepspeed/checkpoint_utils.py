@@ -10,7 +10,8 @@ from zeroplan_runtime.pytree import map_tensors
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """A copy of a tree of tensors on `device`, each in memory of its own size: ``torch.save`` writes a view's whole storage.
+    """Returns a copy of a tree of tensors on `device`, each in memory of its own size: ``torch.save`` writes a view's whole
+    storage.
 
     Args:
         item: tensors, or lists, tuples and dicts of them.

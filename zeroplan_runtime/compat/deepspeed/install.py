@@ -67,10 +67,10 @@ _SOURCES: Mapping[str, Sequence[Any]] = {
 
 
 class _Version(Distribution):
-    """What an installed DeepSpeed of this version says of itself; accelerate and transformers ask for it."""
+    """The metadata of an installed DeepSpeed of this version; accelerate and transformers ask for it."""
 
     def read_text(self, filename: str) -> str | None:
-        """The metadata; None for the other files of a distribution."""
+        """Returns the metadata; None for the other files of a distribution."""
         if filename not in ("METADATA", "PKG-INFO"):
             return None
         return f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {deepspeed.__version__}\n"

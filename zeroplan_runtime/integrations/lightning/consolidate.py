@@ -30,7 +30,7 @@ def consolidate(folder: str | Path, output: str | Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", help="what ModelCheckpoint or trainer.save_checkpoint() wrote")
     parser.add_argument("output", help="the file")

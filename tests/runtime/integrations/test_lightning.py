@@ -163,6 +163,14 @@ def odd_uses(group: dist.ProcessGroup, folder: Path) -> dict[str, Any]:
     found["bf16"] = fit(ZeroplanStrategy(2, config=adam | warmup), none, precision="bf16-mixed")
     found["bf16"] = (found["bf16"].losses, found["bf16"].classify.weight.dtype)
 
+    def failing(self: Any, batch: Any, index: int) -> None:
+        raise ValueError("of the user's own")
+
+    broken, trainer = runs.make(pl, training_step=failing), runs.trainer(pl, "zeroplan_stage_3")
+    with pytest.raises(ValueError, match="of the user's own"):
+        trainer.fit(broken, runs.data())
+    found["after a failure"] = broken.classify.weight.numel()
+
     def refused(strategy: Any = "zeroplan_stage_2", changes: dict[str, Any] | None = None, **options: Any) -> str:
         with pytest.raises(BadInput) as fault:
             fit(strategy, changes or {}, **options)
@@ -195,6 +203,7 @@ def odd_uses(group: dist.ProcessGroup, folder: Path) -> dict[str, Any]:
 def test_manual_steps_16_bits_and_refusals(pair: RankPool, found: list[dict[str, Any]], folder: Path) -> None:
     for rank in pair.run(2, odd_uses, folder):
         assert torch.tensor(rank["manual"]).allclose(torch.tensor(rank["manual, ddp"]), atol=1e-6)
+        assert rank["after a failure"] == 0  # the ranks are no longer at the same place, so nothing is gathered
         losses, dtype = rank["bf16"]
         assert dtype is torch.bfloat16
         assert torch.tensor(losses).isfinite().all()

@@ -155,7 +155,12 @@ class _EngineStrategy:
         if engine is not None:
             self.precision_plugin.attach(None, torch.float32)
             self.model = self.lightning_module
-            engine.destroy(keep_parameters=not self._failed or engine.world_size == 1)
+            try:
+                engine.destroy(keep_parameters=not self._failed or engine.world_size == 1)
+            except BadInput:
+                if not self._failed:
+                    raise
+                engine.destroy()  # a step failed half-way: what is raised already says why
         base.teardown()
 
     # ------------------------------------------------------------------ training

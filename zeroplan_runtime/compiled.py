@@ -26,12 +26,26 @@ def may_compile() -> bool:
     return "torch._dynamo" in sys.modules
 
 
+class _Opaque:
+    """A hook that dynamo does not look into."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+        self._call = torch.compiler.disable(hook, reason="zeroplan_runtime runs outside graphs")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._hook.__reduce_ex__(protocol)
+
+
 def keep_out_of_graphs(handles: Iterable[RemovableHandle]) -> None:
     """Makes the hooks of `handles` opaque to dynamo. Each keeps its place among its module's hooks."""
     for handle in handles:
         hooks = handle.hooks_dict_ref()
         if hooks is not None and handle.id in hooks:
-            hooks[handle.id] = torch.compiler.disable(hooks[handle.id], reason="zeroplan_runtime runs outside graphs")
+            hooks[handle.id] = _Opaque(hooks[handle.id])
 
 
 @contextmanager

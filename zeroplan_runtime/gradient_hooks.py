@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -51,9 +51,10 @@ def attach_gradient_hooks(schedule: Schedule, *, direct: bool = True) -> Callabl
         for unit in schedule.model_states.units:
             for module in unit.module.modules():
                 if _is_plain_linear(module) and id(module.weight) in places and "forward" not in vars(module):
-                    target = GradientTarget(schedule, places[id(module.weight)], places.get(id(module.bias)))
+                    target = GradientTarget(schedule, places[id(module.weight)], module.weight, module.bias)
                     vars(module)["_gradient_target"] = target
-                    module.forward = MethodType(_forward, module)  # one function, or graphs could not serve several blocks
+                    # One function, or graphs could not serve several blocks.
+                    module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
                     changed.append(module)
 
     def detach() -> None:
@@ -69,6 +70,14 @@ def _take_grad(engine: weakref.ref[Schedule], unit: int, position: int, param: t
     schedule = engine()
     if schedule is None:
         return
+    after = param._post_accumulate_grad_hooks
+    if after is not None and len(after) > 1 and getattr(next(reversed(after.values())), "func", None) is not _take_grad:
+        raise BadInput(
+            f"{schedule.model_states.units[unit].name_of(position)!r} has a hook by register_post_accumulate_grad_hook(), "
+            "which finds no gradient, as they are taken to flat buffers",
+            where="backward",
+            remedy="use register_hook(), which is given the gradient, or register it before initialize()",
+        )
     grad, param.grad = param.grad, None
     if grad is None:
         return
@@ -82,18 +91,18 @@ def _take_grad(engine: weakref.ref[Schedule], unit: int, position: int, param: t
     schedule.grads.accumulate(schedule.model_states.units[unit], position, grad)
 
 
-def _is_plain_linear(module: nn.Module) -> bool:
+def _is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     return type(module) is nn.Linear and not hasattr(module, "parametrizations")
 
 
 class GradientTarget:
-    """The place of one linear layer's gradients: unit and position in its trainable flat, of the weight and of the bias."""
+    """Where one linear layer's weight gradient goes: unit and position in its trainable flat; and the layer's parameters."""
 
-    __slots__ = ("bias", "schedule", "weight")
+    __slots__ = ("bias", "place", "schedule", "weight")
     __reduce_ex__ = refuse_copy
 
-    def __init__(self, schedule: Schedule, weight: _Place, bias: _Place | None) -> None:
-        self.schedule, self.weight, self.bias = schedule, weight, bias
+    def __init__(self, schedule: Schedule, place: _Place, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.schedule, self.place, self.weight, self.bias = schedule, place, weight, bias
 
     def accumulate_weight_grad(self, grad: torch.Tensor, x: torch.Tensor) -> None:
         """Adds gradᵀ · x to the weight's gradient in the flat buffer, or writes it there if it is the first.
@@ -102,7 +111,7 @@ class GradientTarget:
             grad: [tokens, out], the gradient of the layer's output.
             x: [tokens, in], the layer's input.
         """
-        unit, position = self.weight
+        unit, position = self.place
         self.schedule.grads.acquire(unit)
         view = unit.grad_views[position]
         if view.dtype != grad.dtype and not (grad.is_cuda and view.dtype == torch.float32):
@@ -118,9 +127,12 @@ class GradientTarget:
 
 
 def _forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    target: GradientTarget = vars(module)["_gradient_target"]
     weight, bias = module.weight, module.bias
     if (
-        torch.compiler.is_compiling()  # a graph's own backward gives whole gradients
+        weight is not target.weight  # tied, replaced or parametrized since
+        or bias is not target.bias
+        or torch.compiler.is_compiling()  # a graph's own backward gives whole gradients
         or not torch.is_grad_enabled()
         or torch.is_autocast_enabled(x.device.type)
         or x.dtype != weight.dtype
@@ -128,7 +140,7 @@ def _forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         or not _has_no_other_hooks(weight)
     ):
         return functional.linear(x, weight, bias)
-    return DirectLinear.apply(x, weight, bias, module._gradient_target)  # type: ignore[no-any-return]
+    return DirectLinear.apply(x, weight, bias, target)  # type: ignore[no-any-return]
 
 
 def _has_no_other_hooks(weight: torch.Tensor) -> bool:

@@ -19,7 +19,7 @@ from zeroplan.engines.registry import find_engine
 from zeroplan.models.load import load_model
 from zeroplan.tapes import can_trace
 
-pytestmark = pytest.mark.skipif(not can_trace(), reason="tracing needs torch and transformers")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not can_trace(), reason="tracing needs torch and transformers")]
 CONFIG = {
     "model_type": "qwen3",
     "hidden_size": 64,

@@ -7,7 +7,7 @@ Note [Cutting a tape]
     receives lies in buffers of its own, so frees of storages that other stages make are left out.
 
     Autograd adds up the residual stream's gradient in place, in the block of memory in which it arrived. On a stage that is a
-    buffer for what it receives, to which nothing may be added, so the first sum is a new tensor. It is what the stage sends.
+    buffer for what it receives, to which nothing may be added, so the first sum is a new tensor.
 
     torch keeps a micro batch's output until its backward (``fwd_cache``), logits included, and makes buffers for the inputs
     and gradients of all micro batches of a step at once, for the whole run.
@@ -24,7 +24,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.pipeline import PipelineSchedule, Stage, block_number, holds
 from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op, blocks_of
 from zeroplan.core.tensor_parallel import EMBEDDING
-from zeroplan.engines.player import EngineSchedule
+from zeroplan.engines.player import CUBLASLT_WORKSPACE, EngineSchedule
 from zeroplan.engines.script import WORKSPACE, Cue, cues_of, workspaces_of
 from zeroplan.simulate.event_blocks import EventBlocks
 from zeroplan.simulate.recorder import Recorder
@@ -101,6 +101,8 @@ def cut(tape: ExpandedTape, stage: Stage) -> StageTape:
     hidden = _hidden_bytes(tape, walk)
     residual, summed = -1, -1 if stage.is_last else _first_sum(tape, walk, hidden)
     made_backward: list[int] = []
+    output = -1
+    received: set[int] = set()  # gradients of that size that other stages make
     events = zip(tape.op, tape.arg, tape.aux, tape.kind, tape.module, strict=True)
     for at, (op, arg, aux, kind, module) in enumerate(events):
         if op == Op.MARK:
@@ -123,6 +125,10 @@ def cut(tape: ExpandedTape, stage: Stage) -> StageTape:
                 walk.add(op, arg, aux, kind, module)
                 if backward and aux == hidden:
                     made_backward.append(arg)
+                elif aux == hidden and walk.blocks.get(module) == stage.end - 1:
+                    output = arg
+            elif backward and aux == hidden:
+                received.add(arg)
         elif op == Op.FREE:
             if arg in walk.made:
                 if at == summed:
@@ -130,11 +136,14 @@ def cut(tape: ExpandedTape, stage: Stage) -> StageTape:
                     walk.made[residual] = int(Kind.ACT_GRAD)
                     walk.add(Op.ALLOC, residual, hidden, Kind.ACT_GRAD, module)
                     walk.late[1].append(residual)
-                logits = walk.made[arg] == Kind.LOGITS and not backward
-                if kept and not logits:
+                returned = not backward and (walk.made[arg] == Kind.LOGITS or (arg == output and not stage.is_last))
+                if kept and not returned:
                     walk.add(op, arg)
                 else:
-                    walk.late[1 if backward or logits else 0].append(arg)
+                    walk.late[1 if backward or returned else 0].append(arg)
+            elif kept and arg in received and residual in walk.late[1]:  # what stands for it on this stage
+                walk.late[1].remove(residual)
+                walk.add(op, residual)
         elif op == Op.GRAD:
             if arg in walk.place and aux in walk.made:
                 walk.add(op, walk.place[arg], aux)
@@ -146,11 +155,10 @@ def cut(tape: ExpandedTape, stage: Stage) -> StageTape:
             in_embedding = in_embedding and arg not in walk.embedding
         elif backward and op == Op.BWD_EXIT and arg in walk.blocks and walk.blocks[arg] == 0:
             place = -1
-    sent = residual if not stage.is_last else next((s for s in made_backward if s in set(walk.late[1])), -1)
-    if sent < 0:
-        raise BadInput(
-            "the gradient between its blocks is not found, so its tape cannot be cut", where="--pp", remedy="use --pp 1"
-        )
+    made = [s for s in (residual, *made_backward) if s in walk.late[1]]
+    sent = made[-1] if made else -1
+    if sent < 0 and not stage.is_first:
+        raise BadInput("the gradient that a stage sends is not found", where="--pp", remedy="use --pp 1")
     if not stage.is_first:
         walk.late[1].remove(sent)
     _free_late(walk, 1)
@@ -169,22 +177,29 @@ def _free_late(walk: _Cut, half: int) -> None:
 
 
 def _first_sum(tape: ExpandedTape, walk: _Cut, hidden: int) -> int:
-    """The event at which the residual stream's gradient is first added to in the stage's last block; -1 if it is not found.
+    """The event at which the residual stream's gradient is first added to in the stage's last block.
 
-    It is the free of what was added: the last tensor of the hidden states' size that the backward of the block's second norm
-    makes.
+    It is the free of what is added: the last tensor of the hidden states' size that the backward of the block's second norm
+    makes. -1 where the tape has a new tensor for that sum anyway, as with checkpointing.
+
+    Raises:
+        BadInput: when there is no such tensor.
     """
     block = next(index for index, number in walk.blocks.items() if number == walk.stage.end - 1)
     norms = {i for i, module in enumerate(tape.modules) if module.parent == block and module.name.endswith(_SECOND_NORM)}
-    added, free, backward = -1, -1, False
+    added, free, new, backward = -1, -1, False, False
     for at, (op, arg, aux, module) in enumerate(zip(tape.op, tape.arg, tape.aux, tape.module, strict=True)):
         if op == Op.MARK:
             backward = backward or arg == Mark.BACKWARD_BEGIN
         elif backward and op == Op.ALLOC and aux == hidden and module in norms:
-            added = arg
+            added, free, new = arg, -1, False
+        elif added >= 0 and free < 0 and op == Op.ALLOC and aux == hidden and module == block:
+            new = True
         elif op == Op.FREE and arg == added:
             free = at
-    return free
+    if free < 0:
+        raise BadInput("its blocks have another form than those that are modelled", where="--pp", remedy="use --pp 1")
+    return -1 if new else free
 
 
 def _hidden_bytes(tape: ExpandedTape, walk: _Cut) -> int:
@@ -254,8 +269,8 @@ class _Player:
         self, run: PipelineRun, part: StageTape, recorder: Recorder, schedule: PipelineEngineSchedule, slots: int
     ) -> None:
         self.part, self.recorder, self.schedule, self.slots = part, recorder, schedule, slots
-        self.workspace = run.cublas_workspace
-        self.taken: set[int] = set()
+        work = run.cublas_workspace
+        self.workspaces = [work, work, CUBLASLT_WORKSPACE, CUBLASLT_WORKSPACE] if work else [0] * 4
         self.width = 1 + max(part.tape.arg, default=0)
         blocks = EventBlocks()
         self.forwards: list[tuple[Cue, ...]] = []
@@ -302,9 +317,9 @@ class _Player:
             if op == Op.GRAD:
                 self.schedule.grad(arg, self.recorder.handle_of(aux))
             elif op == WORKSPACE:
-                if self.workspace and arg not in self.taken:
-                    self.recorder.alloc(self.workspace, Buffer.WORKSPACE, note=aux)
-                    self.taken.add(arg)
+                if self.workspaces[arg]:
+                    self.recorder.alloc(self.workspaces[arg], Buffer.WORKSPACE, note=aux)
+                    self.workspaces[arg] = 0
             elif op is not None:
                 self.hooks[op](arg)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from zeroplan.core.tensor_parallel import EMBEDDING
 from zeroplan.engines.torch_rank import TorchRank
 from zeroplan.ledger.derive import pow2
 
@@ -48,6 +49,14 @@ class Fsdp2Rank(TorchRank):
     def accumulates(self) -> bool:
         """Whether whole gradients add up before they are reduced: with several micro batches a step, and on every stage."""
         return self.grad_accum > 1 or self.stage is not None
+
+    @cached_property
+    def accumulated(self) -> int:
+        """Elements of whole gradients that add up; a tensor-parallel rank has the embedding's over all words."""
+        table = next((p for p in self.trained if self.parameters.names[p].endswith(f"{EMBEDDING}.weight")), None)
+        if self.layout.tp == 1 or table is None:
+            return self.trainable
+        return self.trainable + (self.layout.tp - 1) * self.numel[table]
 
     @cached_property
     def chunks(self) -> tuple[int, ...]:

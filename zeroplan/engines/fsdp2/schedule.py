@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.tape import ExpandedTape, block_of_each
+from zeroplan.core.tape import ExpandedTape, Op, block_of_each
 from zeroplan.engines.fsdp2.rank import Fsdp2Rank
 from zeroplan.engines.player import EngineSchedule, Run, play
 from zeroplan.engines.torch_step import STEPS_UNTIL_STEADY, optimizer_step
@@ -72,6 +72,7 @@ class Fsdp2Schedule(EngineSchedule):
         self.stepped = False
         self.kept_output: int = -1  # the forward's last all-gather output
         self.reduce_input = -1
+        self.made_numel = _gradients(tape) if rank.layout.tp > 1 else {}
         self.root_module = next((i for i, m in enumerate(tape.modules) if m.parent < 0), -1)
         self._group(tape)
 
@@ -262,7 +263,7 @@ class Fsdp2Schedule(EngineSchedule):
         """FSDPParam.to_accumulated_grad_if_needed: gradients of another dtype are cast to the reduction's."""
         for p, handle in group.grads.items():
             if self.casts_grads:
-                cast = self.alloc(self.rank.reduce_bytes * self.rank.numel[p], Buffer.GRAD_FULL, note=p)
+                cast = self.alloc(self.rank.reduce_bytes * self.made_numel.get(p, self.rank.numel[p]), Buffer.GRAD_FULL, note=p)
                 self.free(handle)
                 handle = cast
             group.accumulated[p] = handle
@@ -292,6 +293,17 @@ class Fsdp2Schedule(EngineSchedule):
             if group.reduced >= 0:
                 self.free(group.reduced)
                 group.reduced = -1
+
+
+def _gradients(tape: ExpandedTape) -> dict[int, int]:
+    """Elements of each parameter's gradient as autograd makes it.
+
+    DTensor makes the gradient of an embedding that is split by rows whole on every tensor-parallel rank, and it adds up so;
+    its part is taken when it is reduced.
+    """
+    size, grad = tape.storage_bytes, int(Op.GRAD)
+    made = ((arg, size[aux]) for op, arg, aux in zip(tape.op, tape.arg, tape.aux, strict=True) if op == grad)
+    return {param: nbytes // tape.params[param].itemsize for param, nbytes in made}
 
 
 def record_fsdp2(rank: Fsdp2Rank, tape: ExpandedTape) -> Recorder:

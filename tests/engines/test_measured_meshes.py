@@ -1,0 +1,39 @@
+"""Rank 0 of meshes of fake ranks on an H200 (benchmarks/mesh), held against what zeroplan says today."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.mesh.cases import CASES
+from benchmarks.mesh.compare import MEASURED
+from benchmarks.mesh.predict import figures, plan_of
+from zeroplan.tapes import can_trace
+
+#: One trace serves all pipelines without tensor parallelism, another the split tokens.
+HELD = ("P00", "P01", "P02", "P03", "P04", "P05", "T04")
+
+
+@pytest.fixture(scope="module")
+def traced_here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_trace(), reason="tracing needs torch and transformers")
+@pytest.mark.parametrize("number", HELD)
+def test_allocated_and_reserved(number: str, traced_here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(traced_here))
+    rows = {row["id"]: row for row in map(json.loads, MEASURED.read_text().splitlines())}
+    case = next(case for case in CASES if case.id == number)
+    told, row = figures(plan_of(case), case), rows[number]
+    assert told["allocated"] == pytest.approx(row["allocated"], rel=0.002)
+    assert told["reserved"] == pytest.approx(row["reserved"], rel=0.03)
+
+
+def test_every_case_ran() -> None:
+    rows = [json.loads(line) for line in MEASURED.read_text().splitlines()]
+    assert [row["id"] for row in rows] == [case.id for case in CASES]
+    assert all(row["ok"] for row in rows)

@@ -8,6 +8,7 @@ import pytest
 
 from tests.logs.cases import CASES, LogCase
 from zeroplan.logs.diagnose import Cause, diagnose
+from zeroplan.logs.patterns import sizes_in
 from zeroplan.logs.reader import parse_log
 
 
@@ -89,3 +90,27 @@ LOGS = sorted((Path(__file__).parent / "real").glob("*.log"))
 @pytest.mark.parametrize("path", LOGS, ids=lambda path: path.stem)
 def test_the_cause_of_a_real_log(path: Path) -> None:
     assert diagnose(parse_log(path.read_text())).cause is REAL[path.stem]
+
+
+@pytest.mark.parametrize(
+    "processes, own, others",
+    [
+        ("Process 12 has 22.44 GiB memory in use. ", 22.44, None),  # in a container: its own, by a number it does not know
+        ("Process 12 has 1.00 GiB memory in use. Process 13 has 22.44 GiB memory in use. ", 22.44, 1.0),
+        (
+            "Process 12 has 1.00 GiB memory in use. This process has 22.44 GiB memory in use. ",
+            22.44,
+            1.0,
+        ),
+        ("Process 12 has 3.00 GiB memory in use. ", None, 3.0),
+    ],
+)
+def test_a_process_that_holds_what_torch_does_is_this_one(processes: str, own: float | None, others: float | None) -> None:
+    text = (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.96 GiB. GPU 0 has a total capacity of 23.65 GiB of"
+        f" which 0.21 GiB is free. {processes}Of the allocated memory 20.89 GiB is allocated by PyTorch, and 1.02 GiB is"
+        " reserved by PyTorch but unallocated."
+    )
+    found = sizes_in(text)
+    for name, size in (("in_use", own), ("others", others)):
+        assert found.get(name) == (None if size is None else int(size * 2**30))

@@ -81,3 +81,11 @@ def test_the_width_is_the_terminals_within_reason(columns: str, width: int, monk
     monkeypatch.setenv("COLUMNS", columns)
     assert Terminal.here().width == width
     assert Terminal.here(wide=True).width is None
+
+
+def test_what_a_shell_computes_is_not_broken() -> None:
+    start = "A=expandable:True OMP_NUM_THREADS=$(( ($(nproc) + 3) / 4 )) deepspeed --num_gpus 4 train.py --config run/x.json"
+    lines = PLAIN.shell("  ", start)
+    assert max(map(len, lines)) <= 80
+    assert any("$(( ($(nproc) + 3) / 4 ))" in line for line in lines)
+    assert " ".join("\n".join(lines).replace("\\\n", " ").split()) == start

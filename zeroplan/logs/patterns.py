@@ -150,11 +150,17 @@ def sizes_in(text: str) -> dict[str, int]:
             found[name] = _bytes(match[1], match[2])
     if match := _CPU_TRIED.search(text):
         found["tried"] = int(match[1])
-    others = sum(_bytes(number, unit) for number, unit in _OTHERS.findall(text))
-    if others:
-        found["others"] = others
     if "reserved" in found and "allocated" in found:
         found.setdefault("cached", max(0, found["reserved"] - found["allocated"]))
+    processes = sorted(_bytes(number, unit) for number, unit in _OTHERS.findall(text))
+    if "in_use" not in found and "allocated" in found:
+        # In a container torch does not know its own number there: the process that holds what torch does is this one.
+        held = found["allocated"] + found.get("cached", 0)
+        if own := next((size for size in processes if size >= held), 0):
+            processes.remove(own)
+            found["in_use"] = own
+    if others := sum(processes):
+        found["others"] = others
     return found
 
 

@@ -43,7 +43,13 @@ class Terminal:
 
     def shell(self, before: str, command: str) -> list[str]:
         """Return a command that is quoted already, as :meth:`command` does."""
-        return self._continued(before, shlex.split(command, posix=False))
+        words: list[str] = []
+        for word in shlex.split(command, posix=False):
+            if words and words[-1].count("(") > words[-1].count(")"):  # what the shell computes stays in one piece
+                words[-1] += f" {word}"
+            else:
+                words.append(word)
+        return self._continued(before, words)
 
     def _continued(self, before: str, quoted: Sequence[str]) -> list[str]:
         lines, line = [], before + quoted[0]

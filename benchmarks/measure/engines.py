@@ -149,9 +149,14 @@ def _fsdp(spec: Spec, probe: Probe, device: torch.device) -> Trained:
     model = _prepare(spec, _from_config(spec, torch.float32))
     blocks = {type(module) for module in model.modules() if type(module).__name__.endswith(_BLOCKS)}
     dtype = DTYPES[spec.dtype]
+    policy: Any = ModuleWrapPolicy(blocks)
+    if spec.lora_rank is not None:  # as the HF Trainer sets it for adapters
+        from peft.utils.other import fsdp_auto_wrap_policy
+
+        policy = fsdp_auto_wrap_policy(model)
     wrapped = FullyShardedDataParallel(
         model,
-        auto_wrap_policy=ModuleWrapPolicy(blocks),
+        auto_wrap_policy=policy,
         sharding_strategy=ShardingStrategy[spec.strategy],
         mixed_precision=MixedPrecision(param_dtype=dtype, reduce_dtype=dtype, buffer_dtype=dtype),
         device_id=device if device.type == "cuda" else None,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.parameters import Parameters
+from zeroplan.core.tape_options import Arithmetic, TraceOptions
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.fsdp.lines import LEDGER
@@ -51,11 +53,10 @@ class Fsdp(TorchEngine[FsdpRank]):
             )
 
     def require_workload(self, case: Case) -> None:
-        """Refuse adapters, since FSDP 1 computes gradients of every parameter of a flat parameter that holds one, and
-        optimizers that need whole matrices.
+        """Refuse optimizers that need whole matrices.
 
         Raises:
-            BadInput: LoRA, Muon.
+            BadInput: Muon.
         """
         if find_optimizer(case.workload.optimizer).rest:
             raise BadInput(
@@ -63,16 +64,15 @@ class Fsdp(TorchEngine[FsdpRank]):
                 where="--optimizer",
                 remedy="use --engine fsdp2",
             )
-        if case.workload.lora_rank is not None:
-            raise BadInput(
-                "LoRA under FSDP 1 is not modelled: a flat parameter has a gradient whole or not at all",
-                where="--lora-rank",
-                remedy="use --engine fsdp2",
-            )
 
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
         """Return FSDP 1's lines, and rank 0."""
         return LEDGER, self.rank(case, case.parameters)
+
+    def trace_options(self, case: Case) -> TraceOptions:
+        """Return the options of a trace in which adapters, too, are gathered in the dtype of the arithmetic."""
+        options = super().trace_options(case)
+        return replace(options, arithmetic=Arithmetic.HALF) if options.arithmetic is Arithmetic.HALF_AUTOCAST else options
 
     def rank(self, case: Case, parameters: Parameters) -> FsdpRank:
         """Return rank 0; one rank alone is not sharded, whatever the strategy."""

@@ -18,7 +18,7 @@ _COMPUTING = (Phase.FORWARD, Phase.BACKWARD)
 @_add(Buffer.PARAM_SHARD, Place.HBM, ALWAYS, state=True)
 def param_shard(c: FsdpRank) -> int:
     """This rank's parts, the masters themselves."""
-    return c.original_bytes * c.part
+    return c.original_bytes * c.part_trained + c.frozen_bytes * c.part_frozen
 
 
 @_add(Buffer.GRAD_SHARD, Place.HBM, (Phase.BACKWARD, Phase.STEP), state=True)
@@ -27,13 +27,13 @@ def grad_shard(c: FsdpRank) -> int:
 
     Source: _runtime_utils.py, _cast_grad_to_param_dtype
     """
-    return c.original_bytes * c.part
+    return c.original_bytes * c.part_trained
 
 
 @_add(Buffer.GRAD_FULL, Place.HBM, _COMPUTING)
 def grad_accumulated(c: FsdpRank) -> int:
     """Whole gradients of the micro batches before the last, which ``no_sync`` leaves unreduced."""
-    return c.param_bytes * (c.root_unit + c.gathered_blocks) if c.grad_accum > 1 else 0
+    return c.param_bytes * c.trained_whole if c.grad_accum > 1 else 0
 
 
 add_state_lines(_lines, Place.HBM, lambda c: c.stepped_part)
@@ -62,7 +62,7 @@ def flat_gradient(c: FsdpRank) -> int:
 
     Source: the backward of torch.split over the flat parameter, SplitWithSizesBackward
     """
-    return 2 * c.param_bytes * c.largest_unit
+    return 2 * c.param_bytes * c.largest_trained_unit
 
 
 @_add(Buffer.WORKSPACE, Place.HBM, FROM_FIRST_STEP)

@@ -1,6 +1,7 @@
 """One rank under FSDP 1: an even part of each unit's flat parameter, whole units gathered for a while.
 
-A unit is what the wrapping policy wraps: a block, or the root, which holds all that no block does.
+A unit is what the wrapping policy wraps: a block, or the root, which holds all that no block does. Adapters' matrices are units of
+their own (peft's ``fsdp_auto_wrap_policy``, which the HF Trainer sets), so that no flat parameter mixes them with frozen weights.
 Source: torch/distributed/fsdp/_flat_param.py of torch 2.11, _init_flat_param_and_metadata and shard
 """
 
@@ -41,11 +42,18 @@ class FsdpRank(TorchRank):
 
     @cached_property
     def units(self) -> dict[str, list[int]]:
-        """The parameters of each block, and of the root under an empty name."""
+        """The parameters of each block, of each adapter's matrix, and of the root under an empty name."""
         found: dict[str, list[int]] = {}
         for p, block in enumerate(self.parameters.blocks):
-            found.setdefault(block, []).append(p)
+            own = self.parameters.adapters[p]
+            found.setdefault(self.parameters.names[p].rpartition(".")[0] if own else block, []).append(p)
         return found
+
+    @cached_property
+    def trained_units(self) -> tuple[str, ...]:
+        """The units that hold a trained parameter; none mixes trained and frozen ones."""
+        trained = self.parameters.trainable
+        return tuple(unit for unit, params in self.units.items() if any(trained[p] for p in params))
 
     def flat(self, unit: str) -> int:
         """Return the elements of a unit's flat parameter, alignment included and the ranks' padding not."""
@@ -80,10 +88,24 @@ class FsdpRank(TorchRank):
         """Return the parameters of which this rank holds a part, in the order in which they are stepped."""
         return [(domain, p) for domain, p in super().stepped() if self.chunks[p]]
 
+    def bytes_of(self, unit: str) -> int:
+        """Return the bytes an element of a unit's part as it is kept."""
+        return self.width(self.units[unit][0])
+
     @cached_property
-    def part(self) -> int:
-        """Elements of this rank's parts of all flat parameters, padding included."""
-        return sum(self.shard(unit) for unit in self.units)
+    def part_trained(self) -> int:
+        """Elements of this rank's parts of trained flat parameters, padding included."""
+        return sum(self.shard(unit) for unit in self.trained_units)
+
+    @cached_property
+    def part_frozen(self) -> int:
+        """Elements of this rank's parts of frozen flat parameters, padding included."""
+        return sum(self.shard(unit) for unit in self.units) - self.part_trained
+
+    @cached_property
+    def trained_whole(self) -> int:
+        """Elements of the trained flat parameters of all ranks."""
+        return sum(self.flat(unit) for unit in self.trained_units)
 
     @cached_property
     def stepped_part(self) -> int:
@@ -99,6 +121,11 @@ class FsdpRank(TorchRank):
     def largest_unit(self) -> int:
         """Elements of the largest block's flat parameter."""
         return max((self.padded(unit) for unit in self.units if unit), default=0)
+
+    @cached_property
+    def largest_trained_unit(self) -> int:
+        """Elements of the largest trained flat parameter but the root's."""
+        return max((self.padded(unit) for unit in self.trained_units if unit), default=0)
 
     @cached_property
     def gathered_blocks(self) -> int:

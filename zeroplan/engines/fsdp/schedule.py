@@ -58,21 +58,33 @@ class FsdpSchedule(EngineSchedule):
     def __init__(self, rank: FsdpRank, tape: ExpandedTape, recorder: Recorder) -> None:
         self.rank, self.recorder = rank, recorder
         self.alloc, self.free = recorder.alloc, recorder.free
-        self.home = block_of_each(tape.modules, len(tape.params))
+        self.home = self._homes(tape)
         names = {home: tape.modules[home].name if home >= 0 else "" for home in self.home}
         self.units = {home: Unit(name, set()) for home, name in names.items()}
         for p in rank.trained:
             self.units[self.home[p]].params.add(p)
-        self.order: list[int] = []  # blocks, as the forward met them
+        trained = rank.parameters.adapters
+        self.adapters = {name for name, params in rank.units.items() if trained[params[0]]}
+        self.order: list[int] = []  # units but the root, as their forwards ended
         self.position: dict[int, int] = {}
         self.in_backward = False
         self.reduces = True
         self.stepped = False
 
+    def _homes(self, tape: ExpandedTape) -> list[int]:
+        """The module of each parameter's unit: its block, an adapter's own module, or -1 for the root."""
+        homes = block_of_each(tape.modules, len(tape.params))
+        adapters = self.rank.parameters.adapters
+        for index, module in enumerate(tape.modules):
+            for p in module.params:
+                if adapters[p]:
+                    homes[p] = index
+        return homes
+
     def build(self) -> None:
         """Allocate this rank's part of each flat parameter: units are moved to the GPU, flattened and sharded one by one."""
         for unit in self.units.values():
-            self.alloc(self.rank.original_bytes * self.rank.shard(unit.name), Buffer.PARAM_SHARD)
+            self.alloc(self.rank.bytes_of(unit.name) * self.rank.shard(unit.name), Buffer.PARAM_SHARD)
 
     # --- unshard, reshard -------------------------------------------------------------------------------------------------
 
@@ -103,18 +115,22 @@ class FsdpSchedule(EngineSchedule):
             self._unshard(self.units[-1])
 
     def enter(self, module: int) -> None:
-        """Unshard a block before its forward; a recomputation finds it unsharded."""
+        """Unshard a unit before its forward. A recomputation finds its block unsharded, and the adapters in it not."""
         unit = self.units.get(module)
-        if unit is None or self.in_backward or module < 0:
-            return
-        self.position[module] = len(self.order)
-        self.order.append(module)
-        self._unshard(unit)
+        if unit is not None and module >= 0:
+            self._unshard(unit)
 
     def exit(self, module: int) -> None:
-        """Free a block after its forward, under FULL_SHARD and where nothing is sharded."""
+        """Free a unit after its forward, under FULL_SHARD and where nothing is sharded; a recomputed block stays."""
         unit = self.units.get(module)
-        if unit is not None and module >= 0 and not self.in_backward and (self.rank.reshard or not self.rank.sharded):
+        if unit is None or module < 0:
+            return
+        if not self.in_backward:
+            self.position[module] = len(self.order)
+            self.order.append(module)
+        elif unit.name not in self.adapters:
+            return
+        if self.rank.reshard or not self.rank.sharded:
             self._reshard(unit)
 
     def backward_begin(self, boundary: bool) -> None:
@@ -129,12 +145,18 @@ class FsdpSchedule(EngineSchedule):
             self._unshard(self.units[self.order[position]])
 
     def backward_enter(self, module: int) -> None:
-        """Unshard a block before its backward, and ahead of its use the one that comes before it in the forward."""
+        """Unshard a unit before its backward, and ahead of its use the one whose forward ended before its own."""
         unit = self.units.get(module)
         if unit is None or module < 0:
             return
         self._unshard(unit)
         self._prefetch(self.position.get(module, 0) - 1)
+
+    def backward_exit(self, module: int) -> None:
+        """Free a frozen block when the gradients of its inputs have been made (_post_backward_reshard_only_hook)."""
+        unit = self.units.get(module)
+        if unit is not None and module >= 0 and not unit.params:
+            self._reshard(unit)
 
     # --- gradients --------------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,8 @@ from zeroplan.planner.request import Request
 HERE = Path(__file__).resolve().parent
 MEASURED = HERE / "ground_truth" / "measured.jsonl"
 EXTRA = HERE / "ground_truth" / "extra.jsonl"
+#: Heads, quantised bases, FSDP 1, T5, fp16 autocast, steps that are not fused, kept gradients; predicted before they ran.
+TASKS = HERE / "ground_truth" / "tasks.jsonl"
 #: The recommendation's grids: each candidate alone on its host, timed without marks. Failures are rows, too.
 GRID = HERE / "ground_truth" / "grid.jsonl"
 #: The linear layers that the measured LoRA runs adapt.
@@ -65,6 +67,7 @@ def request_of(row: dict[str, Any], *, depth: str | None = None) -> Request:
         "from_scratch": True,  # the runs built their models with random weights
         "task": row.get("task"),
         "quantize": row.get("quantize"),
+        "adapter_dtype": row.get("adapter_dtype"),
         "set_to_none": row.get("set_to_none", True),
         "optimizer_kind": _kind(row.get("opt_params") or {}) if row["engine"] != "deepspeed" else None,
     }

@@ -2,8 +2,8 @@
 
     python -m benchmarks.sweep_models [--only TEXT] [--task causal-lm] [--seconds 60] [--json FILE]
 
-A class is *traced*, or *refused*: its plans are of formula depth, and one line says why. One micro batch is traced, with as many
-blocks as show the pattern of the depth; nothing has weights. Anything else, an exception out of the planner or no line, is a fault.
+A class is *traced*, or *refused*: its plans are of formula depth, and one line says why. One micro batch is traced, with as
+many blocks as show the pattern of the depth; nothing has weights. A refusal without a line is a fault.
 """
 
 from __future__ import annotations

@@ -26,18 +26,37 @@ DEBERTA = {"model_type": "deberta-v2", "architectures": ["DebertaV2ForSequenceCl
            "type_vocab_size": 0}  # fmt: skip
 
 
+BERT_LARGE = {"model_type": "bert", "architectures": ["BertForMaskedLM"], "hidden_size": 1024, "num_hidden_layers": 24,
+              "num_attention_heads": 16, "intermediate_size": 4096, "vocab_size": 30522}  # fmt: skip
+T5 = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_model": 768, "d_ff": 3072, "d_kv": 64,
+      "num_layers": 12, "num_heads": 12, "vocab_size": 32128, "decoder_start_token_id": 0, "pad_token_id": 0}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("model", "how", "measured"),
     [
         (BERT, {"stage": 2, "dtype": "fp16", "micro_batch": 32, "seq_len": 512}, 8_004_961_792),
         (DEBERTA, {"stage": 1, "dtype": "bf16", "micro_batch": 16, "seq_len": 256, "attn": "eager"}, 7_416_909_824),
+        (BERT_LARGE, {"engine": "ddp", "dtype": "bf16", "micro_batch": 16, "seq_len": 384}, 13_087_040_000),
+        (T5, {"stage": 2, "dtype": "bf16", "micro_batch": 8, "seq_len": 256}, 8_158_862_848),
     ],
-    ids=["sequence classification", "disentangled attention"],
+    ids=["sequence classification", "disentangled attention", "loss by autocast", "biased attention"],
 )
 def test_measured_peaks(model: dict[str, Any], how: dict[str, Any], measured: int) -> None:
     none = {} if how.get("engine") == "ddp" else {"offload_optimizer": "none", "offload_param": "none"}
     (plan,) = estimate_report(Request(model=model, gpu="H200", from_scratch=True, depth="simulated", **none, **how)).plans
     assert plan.gpu.peak_allocated == pytest.approx(measured, abs=10_000)
+
+
+def test_blocks_that_were_not_traced_free_what_the_traced_ones_free() -> None:
+    """DeBERTa under autocast once folded into blocks that each left their last norm's output behind."""
+    from zeroplan.core.workload import Attention
+    from zeroplan.trace.api import _left_behind, trace_at
+    from zeroplan.trace.fit import TracePoint
+
+    options = TraceOptions(attn=Attention.EAGER, arithmetic=Arithmetic.AUTOCAST)
+    tape = trace_at(DEBERTA, "AutoModelForSequenceClassification", options, TracePoint(2, 64, 0))
+    assert _left_behind(tape.expand(2, 64, None)) == 0
 
 
 def test_places_that_a_mask_selects_are_all() -> None:

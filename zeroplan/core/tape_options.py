@@ -51,7 +51,7 @@ class TraceOptions:
     no LoRA, empty all linear layers of the blocks, else names of the layers. `every` is k where only each k-th block is
     checkpointed: blocks k, 2k, … counted from 1. `tp` ranks share each matrix, and with `sp` the tokens between matrices.
     `lora_dropout`: adapters drop some of their input. `quantized`: linear layers are kept in 4 bits
-    (:mod:`zeroplan.trace.quantized`).
+    (:mod:`zeroplan.trace.quantized`), and with `half_adapters` the adapters beside them in 16 bits.
     """
 
     attn: Attention = Attention.SDPA
@@ -64,6 +64,7 @@ class TraceOptions:
     sp: bool = False
     quantized: bool = False
     lora_dropout: bool = False
+    half_adapters: bool = False
 
     @property
     def split_tokens(self) -> int:
@@ -78,7 +79,7 @@ class TraceOptions:
         if self.zero3:
             parts.append("zero3")
         if self.quantized:
-            parts.append("4bit")
+            parts.append("4bit" + ("-half" if self.half_adapters else ""))
         if self.lora is not None:
             parts.append("lora" + "".join(f"+{name}" for name in sorted(self.lora)))
         if self.lora_dropout:
@@ -113,4 +114,5 @@ def options_for(workload: Workload, *, zero3: bool = False, layout: ParallelLayo
         sp=layout is not None and layout.sp,
         quantized=workload.quantize is not None,
         lora_dropout=workload.lora_dropout and workload.lora_rank is not None,
+        half_adapters=workload.quantize is not None and workload.adapter_bytes == 2,
     )

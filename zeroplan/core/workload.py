@@ -113,7 +113,8 @@ class Workload:
     layers of a frozen base are kept. `set_to_none` is what ``zero_grad`` does: without it gradients stay between steps (torch's
     default before 2.0). `chunked_head` means that TRL computes head and loss together in tiles
     (:mod:`zeroplan.core.chunked_head`), `lora_dropout` that adapters drop some of their input, `detached_loss` that the loop
-    keeps the loss without its graph, as the HF Trainer does.
+    keeps the loss without its graph, as the HF Trainer does. `adapter_dtype` is that of adapters beside a quantised base; None
+    for what the precision says, which is fp32 under autocast, as peft makes them.
     """
 
     micro_batch: int = 1
@@ -134,6 +135,7 @@ class Workload:
     chunked_head: bool = False
     lora_dropout: bool = False
     detached_loss: bool = False
+    adapter_dtype: DType | None = None
 
     @property
     def recomputation(self) -> CheckpointPolicy | None:
@@ -144,6 +146,11 @@ class Workload:
     def param_bytes(self) -> int:
         """Bytes of one model parameter."""
         return 4 if self.precision in (Precision.FP32, Precision.AUTOCAST) else self.dtype.bytes
+
+    @property
+    def adapter_bytes(self) -> int | None:
+        """Bytes of one adapter's element, where the workload names their dtype."""
+        return None if self.adapter_dtype is None else self.adapter_dtype.bytes
 
     @property
     def master_bytes(self) -> int:

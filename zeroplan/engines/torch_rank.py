@@ -25,6 +25,8 @@ class TorchRank(Rank, ABC):
     def original_bytes(self) -> int:
         """Bytes of one trained parameter, as the optimizer sees it."""
         work = self.workload
+        if work.quantize is not None and work.adapter_bytes is not None:
+            return work.adapter_bytes
         half = work.precision is Precision.PURE or (work.precision is Precision.HALF_AUTOCAST and work.lora_rank is None)
         return work.dtype.bytes if half else DType.FP32.bytes
 

@@ -11,7 +11,14 @@ from zeroplan.core.workload import Workload
 if TYPE_CHECKING:
     from zeroplan.interop.setups import Setup
 
-_ASKED_FOR = {"quantize": None, "set_to_none": True, "chunked_head": False, "lora_dropout": False, "detached_loss": False}
+_ASKED_FOR = {
+    "quantize": None,
+    "set_to_none": True,
+    "chunked_head": False,
+    "lora_dropout": False,
+    "detached_loss": False,
+    "adapter_dtype": None,
+}
 
 
 def describe_workload(workload: Workload) -> dict[str, Any]:

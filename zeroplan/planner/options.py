@@ -57,6 +57,7 @@ class StageOptions(MachineOptions, total=False):
     gradient_checkpointing: bool
     checkpoint_policy: str
     set_to_none: bool
+    adapter_dtype: str | None
     zero_init: bool | None
     tp: int
     sp: bool

@@ -37,6 +37,7 @@ class Request:
     lora_targets: Sequence[str] = ()
     quantize: str | None = None
     set_to_none: bool = True
+    adapter_dtype: str | None = None
     from_scratch: bool = False
     # cluster
     gpus: int = 1

@@ -43,6 +43,8 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         raise BadInput(
             "a quantised base is frozen", where="--quantize", remedy="give --lora-rank 16 to train adapters beside it"
         )
+    if request.adapter_dtype is not None and quantization is None:
+        raise BadInput("adapters without a quantised base", where="adapter_dtype", remedy="give quantize as well")
     policy = CheckpointPolicy.parse(request.checkpoint_policy)
     if policy != CheckpointPolicy() and not request.gradient_checkpointing:
         raise BadInput(
@@ -67,6 +69,7 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         chunked_head=request.chunked_head,
         lora_dropout=request.lora_dropout,
         detached_loss=request.detached_loss,
+        adapter_dtype=None if request.adapter_dtype is None else _one_of(DType, request.adapter_dtype, "adapter_dtype"),
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.tape import ExpandedTape, Op
 from zeroplan.core.tape_format import Program, Size, Tape
 from zeroplan.core.tape_options import TraceOptions
 from zeroplan.trace.assemble import Assembler, find_blocks
@@ -282,7 +283,20 @@ class _Attempt:
                 forms = [form_of(program.sizes[i]) for i in size_of]
                 patterns.append(Pattern(batches, piece, _events(traces[0]), program, size_of, forms))
         shapes = self._shapes()
-        return self._assembler.tape(programs, shapes), Donor(0, cuts, patterns, shapes)
+        tape = self._balanced(self._assembler.tape(programs, shapes), points[-1])
+        return tape, Donor(0, cuts, patterns, shapes)
+
+    def _balanced(self, tape: Tape, point: TracePoint) -> Tape:
+        """Return the tape, if at its whole depth it frees all that the traced blocks free.
+
+        Raises:
+            DoesNotFoldError: when blocks that were not traced leave storages behind.
+        """
+        left = _left_behind(self._run(point))
+        whole = tape.expand(point.batch, point.seq, point.rank or None)
+        if not left and _left_behind(whole):
+            raise DoesNotFoldError("blocks that were not traced free less than those that were")
+        return tape
 
     def _groups(self, seqs: tuple[int, int, int]) -> list[tuple[tuple[int, int], list[TracePoint]]]:
         """Ranges of micro batches with the points to trace: one range where all points fit together, else 1 and above."""
@@ -338,7 +352,7 @@ class _Attempt:
         traces = [self._run(point)]
         batches, seqs = (point.batch, point.batch), (point.seq, point.seq)
         program, _ = self._assembler.program([point], traces, batches, seqs)
-        return self._assembler.tape([program], self._shapes())
+        return self._balanced(self._assembler.tape([program], self._shapes()), point)
 
     def _shapes(self) -> list[tuple[int, ...]]:
         """Return the shapes of the parameters; -k stands for k times the LoRA rank."""
@@ -348,6 +362,19 @@ class _Attempt:
         pairs = zip(each[0], each[1], strict=True)
         rank = self._ranks[0]
         return [tuple(-(a // rank) if a != b else a for a, b in zip(one, two, strict=True)) for one, two in pairs]
+
+
+def _left_behind(events: Recording | ExpandedTape) -> int:
+    """Count the storages that are neither freed nor handed over as a gradient."""
+    alive: set[int] = set()
+    for op, arg, aux in zip(events.op, events.arg, events.aux, strict=True):
+        if op == Op.ALLOC:
+            alive.add(arg)
+        elif op == Op.FREE:
+            alive.discard(arg)
+        elif op == Op.GRAD:
+            alive.discard(aux)
+    return len(alive)
 
 
 def _lengths(seqs: tuple[int, int]) -> tuple[int, int, int]:

@@ -208,7 +208,7 @@ def build_model(config: Mapping[str, Any], auto_class: str, options: TraceOption
         fp32 = options.arithmetic is Arithmetic.HALF_AUTOCAST
         model = with_adapters(model, rank, options.lora, fp32=fp32, dropout=options.lora_dropout)
     if options.quantized:
-        adapt(model, autocast=options.arithmetic.autocasts)
+        adapt(model, autocast=options.arithmetic.autocasts, half=options.half_adapters)
     model.train()
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     base.config.use_cache = False

@@ -68,8 +68,11 @@ def quantize(model: Any) -> None:
             module.requires_grad_(False)
 
 
-def adapt(model: Any, *, autocast: bool) -> None:
-    """Let peft's adapters run as they do beside a 4-bit layer."""
+def adapt(model: Any, *, autocast: bool, half: bool = False) -> None:
+    """Let peft's adapters run as they do beside a 4-bit layer; in 16 bits where `half`."""
+    for name, parameter in model.named_parameters():
+        if half and ".lora_" in name:
+            parameter.data = parameter.data.to(torch.bfloat16)
     for module in model.modules():
         if isinstance(getattr(module, "base_layer", None), Linear4bit):
             module.forward = MethodType(_with_autocast if autocast else _without_autocast, module)

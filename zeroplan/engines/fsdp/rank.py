@@ -1,7 +1,8 @@
 """One rank under FSDP 1: an even part of each unit's flat parameter, whole units gathered for a while.
 
-A unit is what the wrapping policy wraps: a block, or the root, which holds all that no block does. Adapters' matrices are units of
-their own (peft's ``fsdp_auto_wrap_policy``, which the HF Trainer sets), so that no flat parameter mixes them with frozen weights.
+A unit is what the wrapping policy wraps: a block, or the root, which holds all that no block does. Adapters' matrices are units
+of their own (peft's ``fsdp_auto_wrap_policy``, which the HF Trainer sets), so that no flat parameter mixes them with frozen
+weights.
 Source: torch/distributed/fsdp/_flat_param.py of torch 2.11, _init_flat_param_and_metadata and shard
 """
 

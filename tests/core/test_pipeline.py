@@ -12,6 +12,7 @@ from zeroplan.core.pipeline import PipelineSchedule, Stage, stage_parameters, st
 from zeroplan.models.load import load_model
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.request import Request
+from zeroplan.report.plans import report_text
 
 DEEP = CONFIG | {"num_hidden_layers": 8}
 
@@ -81,6 +82,7 @@ def test_stages_share_the_parameters() -> None:
         ({}, {"pp": 2, "lora_rank": 4}, "pipeline stages with LoRA are not modelled"),
         ({}, {"pp": 2, "tp": 2, "sp": True}, "sequence parallelism on pipeline stages is not modelled"),
         ({}, {"pp": 2, "schedule": "zero-bubble"}, "the zero-bubble schedule is not modelled"),
+        ({}, {"schedule": "gpipe"}, "a schedule without pipeline stages"),
         ({}, {"pp": 2, "schedule": "1b1f"}, "unknown schedule '1b1f'"),
         ({"model_type": "gpt2", "n_head": 8}, {"pp": 2}, "pipeline stages of gpt2 are not modelled"),
         ({}, {"pp": 2, "engine": "deepspeed"}, "deepspeed has data parallelism only, and no pp"),
@@ -96,9 +98,20 @@ def test_what_cannot_be_is_one_line(changed: dict[str, object], asked: dict[str,
 
 def test_formulas_tell_every_stage_the_worst_first() -> None:
     asked = Request(model=DEEP, gpus=8, pp=4, engine="fsdp2", depth="formula", vram="80G", grad_accum=4)
-    plan = estimate_report(asked).plans[0]
+    report = estimate_report(asked)
+    plan = report.plans[0]
     assert (plan.stage, plan.fits) == (2, None)
     assert sorted(stage.stage for stage in plan.stages) == [0, 1, 2, 3]
     assert plan.gpu.model_states == plan.stages[0].model_states
+    text = report_text(report)
+    assert "8 GPUs as dp 2 × pp 4" in text
+    assert f"Stages: {plan.stages[0].stage} needs " in text
     # Masters, gradients and two moments in fp32, over two data-parallel ranks.
     assert sum(stage.model_states for stage in plan.stages) == 16 * load_model(DEEP).params // 2
+
+
+def test_no_step_time_of_shared_models() -> None:
+    from zeroplan.search.explain_time import explain_time
+
+    with pytest.raises(BadInput, match="step times are modelled for data parallelism alone"):
+        explain_time(Request(model=DEEP, gpus=8, tp=2, engine="fsdp2", stage=3))

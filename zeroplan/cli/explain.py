@@ -14,7 +14,7 @@ from zeroplan.planner.request import Request
 
 
 @verb("zeroplan explain meta-llama/Llama-3.1-8B --gpus 8 --stage 2", "zeroplan explain gpt2 --stage 3 --line optim.exp_avg")
-@flags.takes_request("cpu_ram", "nvme", "host", "from_scratch", "alloc_conf", "files", "program")
+@flags.takes_request("pp", "schedule", "cpu_ram", "nvme", "host", "from_scratch", "alloc_conf", "files", "program")
 def explain(
     request: Request,
     line: Annotated[str | None, typer.Option("--line", help="One buffer or line only: optim.exp_avg.")] = None,

@@ -136,5 +136,6 @@ def stage_parameters(parameters: Parameters, stage: Stage) -> Parameters:
         trainable=tuple(parameters.trainable[p] for p in kept),
         autocast=tuple(parameters.autocast[p] for p in kept),
         blocks=tuple(parameters.blocks[p] for p in kept),
+        quantized=tuple(parameters.quantized[p] for p in kept) if parameters.quantized else (),
         modules=tuple(tuple(place[p] for p in owned if p in place) for owned in parameters.modules),
     )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from zeroplan.core.buffers import Buffer
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
+from zeroplan.core.model_config import auto_class_of
+from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import Workload
 from zeroplan.models.spec import ModelSpec
@@ -24,11 +27,22 @@ def layout_of(request: Request, cluster: Cluster, spec: ModelSpec, workload: Wor
     if request.tp == 1 and not request.sp and request.pp == 1:
         return None
     layout = ParallelLayout(cluster.gpus, cluster.nodes, tp=request.tp, sp=request.sp, pp=request.pp)
+    _require_language_model(request, spec, workload)
     if layout.tp > 1:
         _require_tensor_parallel(layout, spec, workload)
     if layout.pp > 1:
         _require_pipeline(layout, spec, workload, request.schedule)
     return layout
+
+
+def _require_language_model(request: Request, spec: ModelSpec, workload: Workload) -> None:
+    where = "--tp" if request.tp > 1 else "--pp"
+    if request.task is not None or (spec.config and auto_class_of(spec.config) != "AutoModelForCausalLM"):
+        raise BadInput("is modelled for causal language models alone", where=where, remedy="leave it at 1, and --task out")
+    if Buffer.OPTIM_FACTORED in (row := find_optimizer(workload.optimizer)).buffers or row.rest:
+        raise BadInput(
+            f"{row.name} steps whole matrices, and is not modelled on their parts", where="--optimizer", remedy="use adamw"
+        )
 
 
 def _require_tensor_parallel(layout: ParallelLayout, spec: ModelSpec, workload: Workload) -> None:

@@ -11,7 +11,7 @@ from zeroplan.core.unmodelled import Effect
 from zeroplan.report.host import host_table
 from zeroplan.report.table import render
 from zeroplan.report.terminal import PLAIN, Terminal
-from zeroplan.report.verdict import name_of, peak_sentence, relief_sentence, verdict
+from zeroplan.report.verdict import name_of, peak_sentence, relief_sentence, stages_sentence, verdict
 from zeroplan.report.words import machine_text, model_text, work_text
 
 _FITS = {True: "yes", False: "no", None: "-"}
@@ -63,7 +63,11 @@ def _sentences(report: Report, terminal: Terminal, *, quiet: bool, next_command:
     if quiet:
         return lines
     plan = decisive or (report.plans[0] if report.plans else None)
-    for sentence in (peak_sentence(plan) if plan else "", relief_sentence(report.reliefs)):
+    for sentence in (
+        peak_sentence(plan) if plan else "",
+        stages_sentence(plan) if plan else "",
+        relief_sentence(report.reliefs),
+    ):
         lines += terminal.wrap(sentence) if sentence else []
     lines += terminal.command("Next: ", next_command) if next_command else []
     return [*lines, "", *terminal.wrap(_heading(report))]

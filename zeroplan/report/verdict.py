@@ -139,3 +139,12 @@ def sizes_text(named: Sequence[tuple[str, int]], *, sign: str = "") -> str:
 def _size(count: int) -> str:
     """Return the bytes with one digit: ``"52.7 GiB"``."""
     return format_bytes(count, digits=1)
+
+
+def stages_sentence(plan: MemoryPlan) -> str:
+    """Return what each pipeline stage needs, the worst first: ``"Stages: 0 needs 7.7 GiB, 1 7.2, …"``; empty without stages."""
+    if not plan.stages:
+        return ""
+    needs = [(one.stage, one.model_states if one.total is None else one.total) for one in plan.stages]
+    of = "of model states" if plan.stages[0].total is None else "a GPU"
+    return f"Stages: {', '.join(f'{stage} needs {format_bytes(size, digits=1)}' for stage, size in needs)} {of}."

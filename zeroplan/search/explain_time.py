@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from zeroplan.core.errors import BadInput
 from zeroplan.core.rates import Rates, rates_of
 from zeroplan.ledger.line import glossary_of
 from zeroplan.ledger.traffic import WorkItem, rate_name
@@ -45,6 +46,10 @@ def explain_time(request: Request) -> list[TimeExplanation]:
         BadInput: a value that cannot be used.
     """
     resolved = resolve(request)
+    if any(case.parallel is not None for case in resolved.cases):
+        raise BadInput(
+            "step times are modelled for data parallelism alone", where="--time", remedy="leave --tp and --pp out, or --time"
+        )
     memory = Memory(resolved.engine, resolved.spec, resolved.cluster, trace=False)
     rates = rates_of(resolved.cluster.gpu)
     cost = CostModel(resolved.engine, resolved.spec, resolved.cluster, rates)

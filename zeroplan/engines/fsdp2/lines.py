@@ -42,7 +42,9 @@ def grad_accumulated(c: Fsdp2Rank) -> int:
 
     Source: _fsdp_param.py, to_accumulated_grad_if_needed (unsharded_accumulated_grad)
     """
-    return c.reduce_bytes * c.accumulated if c.accumulates else 0
+    if not c.accumulates:
+        return 0
+    return c.reduce_bytes * (c.accumulated if c.shares_matrices else c.trainable)
 
 
 @_add(Buffer.GRAD_SHARD, Place.PINNED, (Phase.BACKWARD, Phase.STEP), state=True)

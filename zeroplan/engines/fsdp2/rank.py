@@ -50,11 +50,16 @@ class Fsdp2Rank(TorchRank):
         """Whether whole gradients add up before they are reduced: with several micro batches a step, and on every stage."""
         return self.grad_accum > 1 or self.stage is not None
 
+    @property
+    def shares_matrices(self) -> bool:
+        """Whether tensor-parallel ranks share each matrix."""
+        return self.layout.tp > 1
+
     @cached_property
     def accumulated(self) -> int:
         """Elements of whole gradients that add up; a tensor-parallel rank has the embedding's over all words."""
         table = next((p for p in self.trained if self.parameters.names[p].endswith(f"{EMBEDDING}.weight")), None)
-        if self.layout.tp == 1 or table is None:
+        if table is None:
             return self.trainable
         return self.trainable + (self.layout.tp - 1) * self.numel[table]
 

@@ -21,6 +21,7 @@ from zeroplan.core.workload import Attention
 from zeroplan.trace import pointwise
 from zeroplan.trace.api import Donors, trace_at, trace_model, trace_module
 from zeroplan.trace.fit import DoesNotFitError, TracePoint, fit_poly
+from zeroplan.trace.ranks import ALONE
 
 pytestmark = pytest.mark.torch
 
@@ -117,7 +118,8 @@ def _whole(config: dict[str, Any], options: TraceOptions, point: TracePoint) -> 
 
     whole = api.full_config(config)
     depths = [(d.real, d.real) for d in api.depths_of(whole)]
-    attempt = api._Attempt(whole, depths, auto_class_of(config), options, (point.rank,) if point.rank else (6,))
+    lora = (point.rank,) if point.rank else (6,)
+    attempt = api._Attempt(whole, depths, auto_class_of(config), options, lora, ALONE)
     return attempt.at(point).expand(point.batch, point.seq, point.rank)
 
 

@@ -274,6 +274,8 @@ def _more_legal(case: Case) -> Case:
         change["blocks"] = "mlp"
     if case.optimizer in ("lamb", "lion"):
         change["given"] = False  # torch has neither
+    if case.optimizer == "lion":
+        change |= {"dtype": "fp32", "autocast": False}  # it takes a sign, which the rounding of 16 bits turns around
     offload = change.get("offload", case.offload)
     if case.optimizer == "lamb" and offload:
         change |= {"offload": "", "delayed": 0}  # its norms need all ranks

@@ -199,7 +199,7 @@ class Builder(Keys):
             known: every key of the program; those of the file that are neither among them nor read are listed as unknown.
         """
         trains_embeddings = self.fields.get("detached_loss") and self.fields.get("lora_rank") is None
-        if self.fields.get("optimizer") == "adamw8bit" and trains_embeddings and self.fields.get("engine") != "deepspeed":
+        if self.fields.get("optimizer") == "adamw8bit" and trains_embeddings and not self.data.get("deepspeed"):
             key = self.keys.get("optimizer", "optim")
             self.leave_out(key, Effect.MORE, "the Trainer has bitsandbytes keep the embeddings' states in 32 bits")
         strange = [key for key in self.data if key not in self.read and known and key not in known]

@@ -130,7 +130,7 @@ class Trl(Program):
             run.leave_out(f"task {task}", *_TASKS[task])
         elif not run.amount("label_smoothing_factor"):
             run.set("chunked_head", True)  # of every loss_type; label smoothing takes all logits
-            if run.fields["engine"] == "fsdp2":
+            if run.data.get("fsdp"):
                 run.leave_out("fsdp", Effect.UNKNOWN, "TRL's head gathers its sharded weight by itself")
         return run.setup(arguments_of("hf-trainer", "trl"))
 

@@ -36,6 +36,7 @@ def main() -> None:
             if dist.get_rank() == 0:
                 print(f"step {index // GRAD_ACCUM}: loss {loss.item():.4f}", flush=True)
     print_peak()
+    del model, loss  # DDP holds the process group, which must not end with what Python frees last
     dist.destroy_process_group()
 """
 

@@ -239,6 +239,21 @@ class EngineChecks:
                 remedy="save after the step that ends an accumulation, or call engine.zero_grad() first",
             )
 
+    @staticmethod
+    def require_no_new_parameters(model: nn.Module) -> None:
+        """Checks, before a checkpoint is saved, that the model has no parameter that it got after ``initialize``.
+
+        Raises:
+            BadInput: with its name and the remedy.
+        """
+        for name, param in model.named_parameters():
+            if param not in _claimed:
+                raise BadInput(
+                    f"{name!r} became a parameter after initialize, so no checkpoint holds it",
+                    where="engine.save_checkpoint",
+                    remedy="register it before initialize, or keep it as a plain tensor",
+                )
+
     @contextmanager
     def during_backward(self, *, boundary: bool) -> Iterator[None]:
         """Enters the context of a backward; notes whether it failed.

@@ -28,6 +28,7 @@ class EngineCheckpoints(EngineParameters):
         if not isinstance(save_dir, str | os.PathLike) or not str(save_dir):
             raise BadInput(f"{save_dir!r} is no folder", where="engine.save_checkpoint", remedy="give the path of one")
         self.checks.require_no_gradients(self.schedule.grads.has_grads)
+        self.checks.require_no_new_parameters(self.module)
         return save_checkpoint(
             self,
             save_dir,

@@ -302,8 +302,8 @@ def _more_legal(case: Case) -> Case:
         change |= {"weights": "", "hooks": "", "checkpointing": "", "clamps": "", "output": "", "batch_norm": False}
         if case.blocks == "lstm":
             change["blocks"] = "mlp"
-        if case.loss == "gradient-penalty":
-            change["loss"] = ""  # torch's graphs have no second derivative, and none for a batch norm on views
+        if case.loss in ("gradient-penalty", "retained"):
+            change["loss"] = ""  # torch's compiled graphs have no second derivative and are not kept
         after -= {"caught"}
     if change.get("stage", case.stage) == 3:
         after -= {"load-state", "state-dict", "write", "data-write"}

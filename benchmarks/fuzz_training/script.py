@@ -70,10 +70,11 @@ def play(trainer: Trainer, case: Case, seen: Seen) -> Iterator[str]:
             yield "step"
         _look(trainer, case, number, seen, held, ema)
         if "anew" in case.after and number == 0:
+            for module in trainer.module.modules():
+                if getattr(module, "caught", None) is not None:
+                    del module.caught  # parameters get other memory, and an alias that is one of the module's would be trained
             yield "anew"
             held = [p.detach() for p in trained_of(trainer)] if held else []
-            for module in trainer.module.modules():
-                vars(module).pop("caught", None)  # parameters get other memory
         if "save" in case.after and number < 2:
             yield ("save", "load")[number]
 

@@ -479,6 +479,9 @@ def test_a_checkpoint_keeps_types_and_no_half_accumulations(tmp_path: Path) -> N
     assert "gradients that no step has used" in said_by(lambda: engine.save_checkpoint(tmp_path))
     engine.backward(engine(data(1, 0)))
     engine.step()
+    engine.module.late = nn.Parameter(torch.ones(2), requires_grad=False)
+    assert "'late' became a parameter after initialize" in said_by(lambda: engine.save_checkpoint(tmp_path))
+    del engine.module.late
     state = {
         "tuple": (1, [2.5, None], "x"),
         3: {"inner": {(1, 2): {4, 5}}},

@@ -10,6 +10,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.parameters import Parameters
 from zeroplan.core.tape_options import Arithmetic, TraceOptions
+from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.fsdp.lines import LEDGER
@@ -64,6 +65,17 @@ class Fsdp(TorchEngine[FsdpRank]):
                 where="--optimizer",
                 remedy="use --engine fsdp2",
             )
+
+    def unmodelled(self, case: Case) -> tuple[Unmodelled, ...]:
+        """Return what the allocator reserves beside the figure, which is exact for allocated memory alone.
+
+        Nine measured runs reserved 4 to 20 % more than the plan (``benchmarks/ground_truth/tasks.jsonl`` and
+        ``benchmarks/results/from_files``); the cause is not known.
+        """
+        if not self.rank(case, case.parameters).sharded:
+            return ()
+        says = "FSDP 1's pieces come and go in an order that reserves up to a fifth more than the figure"
+        return (Unmodelled("--engine fsdp", Effect.MORE, says),)
 
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
         """Return FSDP 1's lines, and rank 0."""

@@ -36,7 +36,10 @@ class ParameterAliases:
         flats = [flat for unit in model_states.units for flat in unit.flats()]
         blocks = [flat.full._base for flat in flats]  # of which each is a part
         self._own = {id(tensor) for tensor in (*own, *blocks, *(param for flat in flats for param in flat.params))}
-        self._storages = {flat.full.untyped_storage().data_ptr(): flat.full.untyped_storage() for flat in flats}
+        storages = [flat.full.untyped_storage() for flat in flats]
+        #: Addresses of storages by those of their memory: the storages themselves end with the engine's tensors.
+        self._storages = {storage.data_ptr(): storage._cdata for storage in storages}
+        del storages
         self._ordinary = {self._uses()}  # numbers of uses without an alias that is not guarded
 
     def check(self) -> None:
@@ -76,7 +79,7 @@ class ParameterAliases:
     def _uses(self) -> int:
         if _use_count is None:
             return 0
-        uses: int = sum(_use_count(storage._cdata) for storage in self._storages.values())
+        uses: int = sum(_use_count(storage) for storage in self._storages.values())
         return uses - len(self._guard.aliases)
 
     def _search(self) -> list[torch.Tensor]:

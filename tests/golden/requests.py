@@ -65,6 +65,8 @@ LAYOUTS: tuple[Words, ...] = (
     ("--engine", "zeroplan", "--stage", "2", "--offload-optimizer", "cpu"),
     ("--engine", "zeroplan", "--stage", "3", "--offload-optimizer", "cpu"),
     ("--engine", "zeroplan", "--stage", "3", "--offload-optimizer", "nvme"),
+    ("--engine", "fsdp", "--stage", "2"),
+    ("--engine", "fsdp", "--stage", "3"),
 )  # fmt: skip
 
 #: Layouts that every model is asked for.

@@ -72,12 +72,12 @@ def test_a_refused_key_may_stand_at_its_default() -> None:
 
 
 def test_each_ignores_the_others_keys() -> None:
-    config = {"train_batch_size": 8, "zeroplan": {"ring": 3}, "aio": {"thread_count": 3}, "wandb": {"enabled": True}}
+    config = {"train_batch_size": 8, "zeroplan": {"ring": 3}, "aio": {"thread_count": 3}, "comms_logger": {"enabled": True}}
     theirs = read_ds_config(config)
     assert [f.where for f in theirs.warnings if f.id == "key.ignored"] == ["zeroplan", "aio.thread_count"]
     assert (theirs.runtime_options.ring, theirs.zero.aio.intra_op_parallelism) == (2, 1)
     ours = read_ds_config(config, dialect=Dialect.RUNTIME)
-    assert ours.ignored == ("wandb",)
+    assert ours.ignored == ("comms_logger",)
     assert (ours.runtime_options.ring, ours.zero.aio.intra_op_parallelism) == (3, 3)
 
 

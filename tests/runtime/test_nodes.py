@@ -54,7 +54,7 @@ for number in range(1000):
 
 def command_of(said: str) -> list[str]:
     """The printed command; the nodes meet on this machine."""
-    found = re.search(r"Start it:\s+(torchrun .*)", said)
+    found = re.search(r"Start it:\s+(torchrun .*)", said.replace("\\\n", " "))
     assert found is not None, said
     words = shlex.split(found[1].replace("node0:29500", f"localhost:{free_port()}"))
     return [sys.executable, "-m", "torch.distributed.run", *words[1:]]

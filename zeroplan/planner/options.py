@@ -37,6 +37,7 @@ class RunOptions(TypedDict, total=False):
 class MachineOptions(RunOptions, total=False):
     """A run on a machine that is described: as above, and its cluster."""
 
+    adapter_dtype: str | None
     params: int | None
     largest_layer_params: int | None
     from_scratch: bool
@@ -57,7 +58,6 @@ class StageOptions(MachineOptions, total=False):
     gradient_checkpointing: bool
     checkpoint_policy: str
     set_to_none: bool
-    adapter_dtype: str | None
     zero_init: bool | None
     tp: int
     sp: bool

@@ -36,10 +36,8 @@ class ParameterAliases:
         flats = [flat for unit in model_states.units for flat in unit.flats()]
         blocks = [flat.full._base for flat in flats]  # of which each is a part
         self._own = {id(tensor) for tensor in (*own, *blocks, *(param for flat in flats for param in flat.params))}
-        storages = [flat.full.untyped_storage() for flat in flats]
         #: Addresses of storages by those of their memory: the storages themselves end with the engine's tensors.
-        self._storages = {storage.data_ptr(): storage._cdata for storage in storages}
-        del storages
+        self._storages = {one.data_ptr(): one._cdata for one in (flat.full.untyped_storage() for flat in flats)}
         self._ordinary = {self._uses()}  # numbers of uses without an alias that is not guarded
 
     def check(self) -> None:

@@ -20,7 +20,7 @@ from zeroplan.engines.compute_traffic import COMPUTE
 from zeroplan.engines.deepspeed import traffic
 from zeroplan.engines.registry import find_engine
 from zeroplan.engines.runtime import traffic as runtime_traffic
-from zeroplan.ledger.traffic import Executor, Resource, WorkItem, seconds_for
+from zeroplan.ledger.traffic import Executor, Resource, WorkItem
 from zeroplan.ledger.work import Counts, count_tape, guess_counts, matrices, scale_counts
 from zeroplan.models.load import load_model
 from zeroplan.search.cost import CostModel, compose
@@ -87,7 +87,7 @@ def test_rings_carry_what_the_textbook_says(ranks: int) -> None:
 
 def test_one_rank_sends_nothing() -> None:
     for stage in (0, 1, 2, 3):
-        assert not [i for i in items(stage, gpus=1).values() if i.executor is Executor.LINK]
+        assert not [i for i in items(stage, gpus=1).values() if i.resource.executor is Executor.LINK]
 
 
 def test_several_nodes_use_the_slower_link() -> None:
@@ -156,7 +156,7 @@ def test_every_line_says_what_it_is_and_derives_its_number() -> None:
         for item in items(stage, gpus=4, offload_optimizer=offload).values():
             assert item.formula, item.name
             assert item.formula != f"{item.amount:,}", item.name
-            assert item.seconds == pytest.approx(seconds_for(item.resource, item.amount, rates_of(GPUS["h100"])))
+            assert item.seconds == pytest.approx(item.resource.seconds(item.amount, rates_of(GPUS["h100"])))
 
 
 def test_python_and_device_overlap_and_the_step_does_not() -> None:
@@ -196,7 +196,7 @@ def test_what_is_issued_before_the_first_wait_hides_behind_the_backward() -> Non
     assert compose(lines, work, overlap=False, layout=ParallelLayout(2)).total == 6.0 + 0.5 + 0.25
     longer = [*lines, item(Resource.GRADIENT_HOOK, Phase.STEP, 2.0, ahead=True)]  # 5 to issue, 4.5 of the device to hide them
     assert compose(longer, work, overlap=False, layout=ParallelLayout(2)).total == 2.0 + 5.0 + 0.25
-    waiting = [replace(one, ahead=False) for one in lines]
+    waiting = [one._replace(ahead=False) for one in lines]
     assert compose(waiting, work, overlap=False, layout=ParallelLayout(2)).total == 6.0 + 3.0 + 0.5 + 0.25
 
 

@@ -180,6 +180,11 @@ class ZeroConfig:
     activation_checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
     aio: Aio = field(default_factory=Aio)
 
+    def __hash__(self) -> int:
+        """Hash the fields in which the candidates of a search differ. To hash all of them takes most of a floor's time."""
+        devices = self.offload_optimizer.device, self.offload_param.device
+        return hash((self.stage, *devices, self.overlap_comm, self.reduce_bucket_size, self.sub_group_size))
+
     @classmethod
     def of(
         cls,

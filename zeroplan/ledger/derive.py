@@ -87,12 +87,12 @@ def pow2(count: int) -> int:
 
 def fraction(count: int, numerator: int, denominator: int) -> int:
     """⌈count × numerator / denominator⌉, for bytes an element that are no whole number."""
-    value = -(-int(count) * numerator // denominator)
     if denominator == 1:
         return count * numerator
-    if isinstance(count, Derived):
-        return Derived(value, f"⌈{_wrap(count, _PRODUCT)} × {expression(numerator)} / {expression(denominator)}⌉")
-    return value
+    if not isinstance(count, Derived):
+        return -(-count * numerator // denominator)
+    value = -(-int(count) * numerator // denominator)
+    return Derived(value, f"⌈{_wrap(count, _PRODUCT)} × {expression(numerator)} / {expression(denominator)}⌉")
 
 
 def expression(value: int) -> str:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any
+from enum import Enum, StrEnum
+from typing import Any, NamedTuple
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.rates import Rates
@@ -29,92 +29,61 @@ class Executor(StrEnum):
     STALL = "stall"  # the host waits for the driver, which waits for the GPU: nothing else goes on
 
 
-class Resource(StrEnum):
-    """Resources that a piece of work uses. The comment names the unit of the amount."""
-
-    MATMUL = "matmul"  # operations
-    FP32_MATMUL = "fp32 matmul"  # operations
-    ATTENTION = "attention"  # operations
-    HBM = "hbm"  # bytes
-    KERNEL = "kernel"  # calls, on the GPU
-    LAUNCH = "launch"  # calls, on the host, from Python
-    AUTOGRAD = "autograd"  # calls, on the host, from the backward's thread
-    CHECKPOINT = "checkpoint"  # segments recomputed
-    OPERATION = "operation"  # calls, on the host, of single operations in a loop
-    AWAITED = "awaited result"  # calls, small results that the host waits for one by one
-    GRADIENT_HOOK = "gradient hook"
-    GATHER_HOOK = "gather hook"
-    RELEASE_HOOK = "release hook"
-    UPLOAD_HOOK = "upload hook"
-    UNIT_HOOK = "unit hook"
-    LINK = "link"  # bytes
-    NODE_LINK = "node link"  # bytes
-    COLLECTIVE = "collective"  # calls × ranks
-    PINNED = "pinned"  # bytes
-    PAGEABLE = "pageable"  # bytes
-    AWAITED_PINNED = "pinned, awaited"  # bytes, copied while the host waits
-    AWAITED_PAGEABLE = "pageable, awaited"  # bytes, likewise
-    CPU_ADAM = "cpu adam"  # bytes
-    DRAM = "dram"  # bytes
-    FRESH = "fresh host memory"  # bytes
-    READ = "disk read"  # bytes
-    WRITE = "disk write"  # bytes
-    SEGMENT = "segment"  # calls of cudaFree and cudaMalloc
-    MAPPING = "mapping"  # bytes that they unmap and map
-    PAGE = "page"  # pages of expandable segments that they unmap and map
+_TERA, _GIGA = 1e12, 1e9
 
 
-_TERA, _GIGA, _MICRO = 1e12, 1e9, 1e6
-#: The executor, the field of Rates, and its unit. Seconds are amount ÷ (rate × unit), or for unit 0 amount × rate ÷ 10^6.
-_RATES: dict[Resource, tuple[Executor, str, float]] = {
-    Resource.MATMUL: (Executor.GPU, "matmul_tflops", _TERA),
-    Resource.FP32_MATMUL: (Executor.GPU, "fp32_tflops", _TERA),
-    Resource.ATTENTION: (Executor.GPU, "attention_tflops", _TERA),
-    Resource.HBM: (Executor.GPU, "hbm_gbs", _GIGA),
-    Resource.KERNEL: (Executor.GPU, "kernel_us", 0),
-    Resource.LAUNCH: (Executor.PYTHON, "launch_us", 0),
-    Resource.AUTOGRAD: (Executor.PYTHON, "autograd_us", 0),
-    Resource.CHECKPOINT: (Executor.PYTHON, "checkpoint_us", 0),
-    Resource.OPERATION: (Executor.PYTHON, "operation_us", 0),
-    Resource.AWAITED: (Executor.PYTHON, "await_us", 0),
-    Resource.GRADIENT_HOOK: (Executor.PYTHON, "gradient_hook_us", 0),
-    Resource.GATHER_HOOK: (Executor.PYTHON, "gather_hook_us", 0),
-    Resource.RELEASE_HOOK: (Executor.PYTHON, "release_hook_us", 0),
-    Resource.UPLOAD_HOOK: (Executor.PYTHON, "upload_hook_us", 0),
-    Resource.UNIT_HOOK: (Executor.PYTHON, "unit_hook_us", 0),
-    Resource.LINK: (Executor.LINK, "link_gbs", _GIGA),
-    Resource.NODE_LINK: (Executor.LINK, "node_gbs", _GIGA),
-    Resource.COLLECTIVE: (Executor.LINK, "collective_us", 0),
-    Resource.PINNED: (Executor.PCIE, "pinned_gbs", _GIGA),
-    Resource.PAGEABLE: (Executor.PCIE, "pageable_gbs", _GIGA),
-    Resource.AWAITED_PINNED: (Executor.PYTHON, "pinned_gbs", _GIGA),
-    Resource.AWAITED_PAGEABLE: (Executor.PYTHON, "pageable_gbs", _GIGA),
-    Resource.CPU_ADAM: (Executor.HOST, "cpu_adam_gbs", _GIGA),
-    Resource.DRAM: (Executor.HOST, "dram_gbs", _GIGA),
-    Resource.FRESH: (Executor.HOST, "fresh_gbs", _GIGA),
-    Resource.READ: (Executor.DISK, "read_gbs", _GIGA),
-    Resource.WRITE: (Executor.DISK, "write_gbs", _GIGA),
-    Resource.SEGMENT: (Executor.STALL, "segment_us", 0),
-    Resource.MAPPING: (Executor.STALL, "mapping_gbs", _GIGA),
-    Resource.PAGE: (Executor.STALL, "page_us", 0),
-}
+class Resource(Enum):
+    """Resources that a piece of work uses: name, executor, field of Rates, and the unit of that rate.
 
+    Seconds are amount ÷ (rate × unit). Without a unit the rate is µs a call, and seconds are amount × rate ÷ 10^6. The comment
+    names the unit of the amount; calls, where there is none.
+    """
 
-def executor_of(resource: Resource) -> Executor:
-    """Return the executor that the resource belongs to."""
-    return _RATES[resource][0]
+    executor: Executor
+    rate_name: str
+    unit: float
 
+    def __new__(cls, name: str, executor: Executor, rate_name: str, unit: float = 0.0) -> Resource:
+        """Make a member whose value is its name."""
+        member = object.__new__(cls)
+        member._value_, member.executor, member.rate_name, member.unit = name, executor, rate_name, unit
+        return member
 
-def rate_name(resource: Resource) -> str:
-    """Return the field of :class:`~zeroplan.core.rates.Rates` with the resource's rate."""
-    return _RATES[resource][1]
+    MATMUL = "matmul", Executor.GPU, "matmul_tflops", _TERA  # operations
+    FP32_MATMUL = "fp32 matmul", Executor.GPU, "fp32_tflops", _TERA  # operations
+    ATTENTION = "attention", Executor.GPU, "attention_tflops", _TERA  # operations
+    HBM = "hbm", Executor.GPU, "hbm_gbs", _GIGA  # bytes
+    KERNEL = "kernel", Executor.GPU, "kernel_us"  # calls, on the GPU
+    LAUNCH = "launch", Executor.PYTHON, "launch_us"  # calls, on the host, from Python
+    AUTOGRAD = "autograd", Executor.PYTHON, "autograd_us"  # calls, on the host, from the backward's thread
+    CHECKPOINT = "checkpoint", Executor.PYTHON, "checkpoint_us"  # segments recomputed
+    OPERATION = "operation", Executor.PYTHON, "operation_us"  # calls, on the host, of single operations in a loop
+    AWAITED = "awaited result", Executor.PYTHON, "await_us"  # calls, small results that the host waits for one by one
+    GRADIENT_HOOK = "gradient hook", Executor.PYTHON, "gradient_hook_us"
+    GATHER_HOOK = "gather hook", Executor.PYTHON, "gather_hook_us"
+    RELEASE_HOOK = "release hook", Executor.PYTHON, "release_hook_us"
+    UPLOAD_HOOK = "upload hook", Executor.PYTHON, "upload_hook_us"
+    UNIT_HOOK = "unit hook", Executor.PYTHON, "unit_hook_us"
+    LINK = "link", Executor.LINK, "link_gbs", _GIGA  # bytes
+    NODE_LINK = "node link", Executor.LINK, "node_gbs", _GIGA  # bytes
+    COLLECTIVE = "collective", Executor.LINK, "collective_us"  # calls × ranks
+    PINNED = "pinned", Executor.PCIE, "pinned_gbs", _GIGA  # bytes
+    PAGEABLE = "pageable", Executor.PCIE, "pageable_gbs", _GIGA  # bytes
+    AWAITED_PINNED = "pinned, awaited", Executor.PYTHON, "pinned_gbs", _GIGA  # bytes, copied while the host waits
+    AWAITED_PAGEABLE = "pageable, awaited", Executor.PYTHON, "pageable_gbs", _GIGA  # bytes, likewise
+    CPU_ADAM = "cpu adam", Executor.HOST, "cpu_adam_gbs", _GIGA  # bytes
+    DRAM = "dram", Executor.HOST, "dram_gbs", _GIGA  # bytes
+    FRESH = "fresh host memory", Executor.HOST, "fresh_gbs", _GIGA  # bytes
+    READ = "disk read", Executor.DISK, "read_gbs", _GIGA  # bytes
+    WRITE = "disk write", Executor.DISK, "write_gbs", _GIGA  # bytes
+    SEGMENT = "segment", Executor.STALL, "segment_us"  # calls of cudaFree and cudaMalloc
+    MAPPING = "mapping", Executor.STALL, "mapping_gbs", _GIGA  # bytes that they unmap and map
+    PAGE = "page", Executor.STALL, "page_us"  # pages of expandable segments that they unmap and map
 
-
-def seconds_for(resource: Resource, amount: int, rates: Rates) -> float:
-    """Seconds that `amount` of a resource takes, in the resource's unit."""
-    _, name, unit = _RATES[resource]
-    rate: float = getattr(rates, name)
-    return amount / (rate * unit) if unit else amount * rate / _MICRO
+    def seconds(self, amount: int, rates: Rates) -> float:
+        """Return the seconds that `amount` takes."""
+        rate: float = getattr(rates, self.rate_name)
+        return amount / (rate * self.unit) if self.unit else amount * rate / 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +107,11 @@ class Work(Documented):
         return self.ahead if isinstance(self.ahead, bool) else self.ahead(facts)
 
 
-@dataclass(frozen=True, slots=True)
-class WorkItem:
-    """An evaluated line: the amount of a resource, and seconds. Forward and backward are those of one micro batch."""
+class WorkItem(NamedTuple):
+    """An evaluated line: the amount of a resource, and seconds. Forward and backward are those of one micro batch.
+
+    A tuple, because a search makes some twenty for each of its candidates.
+    """
 
     name: str
     resource: Resource
@@ -151,11 +122,6 @@ class WorkItem:
     doc: str = ""
     source: str = ""
     ahead: bool = False
-
-    @property
-    def executor(self) -> Executor:
-        """The executor that carries the work out."""
-        return executor_of(self.resource)
 
 
 class WorkLedger(tuple[Work, ...]):
@@ -202,8 +168,7 @@ def work_items(ledger: Iterable[Work], facts: Any, rates: Rates) -> list[WorkIte
         if amount:
             resource = line.resource if type(line.resource) is Resource else line.resource_of(facts)
             ahead = line.ahead if type(line.ahead) is bool else line.is_ahead(facts)
-            seconds = seconds_for(resource, amount, rates)
-            items.append(WorkItem(line.name, resource, line.phase, int(amount), seconds, ahead=ahead))
+            items.append(WorkItem(line.name, resource, line.phase, int(amount), resource.seconds(amount, rates), ahead=ahead))
     return items
 
 
@@ -214,6 +179,6 @@ def derived_work(ledger: Iterable[Work], facts: Any, rates: Rates) -> Iterator[W
         amount = line.fn(named)
         if amount:
             resource = line.resource_of(facts)
-            seconds = seconds_for(resource, int(amount), rates)
+            seconds = resource.seconds(int(amount), rates)
             text, ahead = expression(amount), line.is_ahead(facts)
             yield WorkItem(line.name, resource, line.phase, int(amount), seconds, text, line.doc, line.source, ahead)

@@ -31,7 +31,7 @@ def time_text(explanations: Sequence[TimeExplanation], terminal: Terminal = PLAI
         for line in one.derivations:
             item = line.item
             rate = f"{line.rate[0]} = {line.rate[1]:g}"
-            head = f"{item.phase.value:<8} {item.executor.value:<6} {1000 * item.seconds:9.2f} ms  {item.name}"
+            head = f"{item.phase.value:<8} {item.resource.executor.value:<6} {1000 * item.seconds:9.2f} ms  {item.name}"
             out += terminal.wrap(f"{head}: {item.doc}", hang=" " * 30)
             out += map(terminal.dim, terminal.wrap(f"{item.amount:,} = {item.formula}; {rate}", indent="    ", hang="      "))
             out += map(
@@ -53,7 +53,7 @@ def time_json(explanations: Iterable[TimeExplanation]) -> list[dict[str, Any]]:
                 {
                     "line": line.item.name,
                     "phase": line.item.phase.value,
-                    "executor": line.item.executor.value,
+                    "executor": line.item.resource.executor.value,
                     "resource": line.item.resource.value,
                     "amount": line.item.amount,
                     "seconds": line.item.seconds,

@@ -104,12 +104,13 @@ def compose(
         layout: for the samples of a step.
         marked: whether the host waits for the device after each forward and backward.
     """
-    busy = {phase: _IDLE.copy() for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)}
+    busy = {Phase.FORWARD: _IDLE.copy(), Phase.BACKWARD: _IDLE.copy(), Phase.STEP: _IDLE.copy()}
     ahead = _IDLE.copy()
     for item in items:
-        busy[item.phase][item.executor] += item.seconds
+        executor = item.resource.executor
+        busy[item.phase][executor] += item.seconds
         if item.ahead:
-            ahead[item.executor] += item.seconds
+            ahead[executor] += item.seconds
 
     def device(work: dict[Executor, float]) -> float:
         side = (work[Executor.LINK], work[Executor.PCIE], work[Executor.DISK])
@@ -134,7 +135,7 @@ def compose(
     step += last[Executor.STALL] - min(ahead[Executor.PYTHON], lag + ahead[Executor.GPU] + ahead[Executor.LINK])
     count = workload.grad_accum
     total = count * (forward + backward) + step
-    whole = {executor: count * (first[executor] + second[executor]) + last[executor] for executor in Executor}
+    whole = {executor: count * (first[executor] + second[executor]) + last[executor] for executor in _IDLE}
     tokens = workload.micro_batch * (workload.seq_len or 0) * count * layout.dp
-    bound = max(whole, key=lambda executor: whole[executor])
+    bound = max(whole, key=whole.__getitem__)
     return StepTime(forward, backward, step, total, tokens / total if total else 0.0, whole, bound)

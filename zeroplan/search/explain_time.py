@@ -9,7 +9,7 @@ from typing import Any
 from zeroplan.core.errors import BadInput
 from zeroplan.core.rates import Rates, rates_of
 from zeroplan.ledger.line import glossary_of
-from zeroplan.ledger.traffic import WorkItem, rate_name
+from zeroplan.ledger.traffic import WorkItem
 from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
 from zeroplan.search.cost import CostModel, StepTime, compose
@@ -70,5 +70,5 @@ def _derivation(item: WorkItem, facts: tuple[Any, ...], rates: Rates) -> WorkDer
         holder = next((f for f in facts if hasattr(f, name)), None)
         if holder is not None:
             values.append((name, int(getattr(holder, name)), glossary_of(type(holder)).get(name, "")))
-    rate = rate_name(item.resource)
+    rate = item.resource.rate_name
     return WorkDerivation(item, tuple(values), (rate, float(getattr(rates, rate))))

@@ -53,6 +53,7 @@ class Memory:
         self.no_tape = ""  # why there is no tape, once that is known
         self.remedy = ""  # and what to do about it
         self.simulated = 0
+        self._usable = cluster.usable_vram
         self._matrices: Matrices = matrices(spec)
         self._streams: dict[tuple[str, int, int], ExpandedTape | None] = {}
         self._counts: dict[tuple[str, int, int], Counts] = {}
@@ -75,7 +76,7 @@ class Memory:
 
     def _judged(self, candidate: Candidate, plan: MemoryPlan) -> MemoryPlan | None:
         """A plan held against this cluster's limits; None where only a simulation under them can tell."""
-        gpu, usable = plan.gpu, self.cluster.usable_vram
+        gpu, usable = plan.gpu, self._usable
         if gpu.interval is None or gpu.at_limit:
             return None
         case = self.case(candidate)
@@ -153,7 +154,7 @@ class Memory:
 
     def cannot_fit(self, candidate: Candidate) -> bool:
         """Return whether the floors alone exceed a limit."""
-        cluster, usable = self.cluster, self.cluster.usable_vram
+        cluster, usable = self.cluster, self._usable
         # The states alone first, then the host's: many a candidate falls before its tape has to be read.
         between, stepping, doubt = self._state_floors(candidate)
         if usable is not None and max(between, stepping) + doubt > usable:
@@ -194,7 +195,7 @@ class Memory:
             return plan.fits is not False
         bound, case = self._bound(candidate.workload), self.case(candidate)
         need = max(plan.gpu.phases.values()) + round(bound * (1 + ANALYTIC_SPREAD)) + self._outside(case).total
-        return self.cluster.usable_vram is None or need <= self.cluster.usable_vram
+        return self._usable is None or need <= self._usable
 
     def _bound(self, workload: Workload) -> int:
         bound = activation_estimate(self.spec, workload)

@@ -86,7 +86,7 @@ def main() -> int:
             if one.process.poll() is None and not late:
                 continue
             if one.process.poll() is None:
-                _end(one.process)
+                end(one.process)
             running.remove(one)
             rows = collect(one, asked.out, late)
             failed = [row["error"] for row in rows if row["error"]] or ([] if rows else ["no result"])
@@ -129,7 +129,7 @@ def start(case: Case, folder: Path, out: Path, port: int, tiny: bool) -> Running
     return Running(case, process, result, time.monotonic(), needs(case))
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def end(process: subprocess.Popen[bytes]) -> None:
     """Kill a case's processes: launchers start their ranks in sessions of their own."""
     started = psutil.Process(process.pid)
     for one in (started, *started.children(recursive=True)):

@@ -176,6 +176,16 @@ def test_the_folder_may_be_named_alone_and_slurm_finds_it(cli: Cli, tmp_path: Pa
     assert {Path(name).name for name in started.files["written"]} == {p.name for p in (tmp_path / "runs").iterdir()}
 
 
+def test_a_new_script_may_lie_in_the_folder_that_is_made(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    started = Started(cli, "-o", "run/", "--new-script", "run/train.py")
+    assert "run/train.py" in started.files["written"]
+    assert (tmp_path / "run" / "train.py").exists()
+    code, _, err = cli("recommend", LLAMA, *ASKED, "-o", "run/", "--new-script", "other/train.py")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "there is no folder other" in err
+
+
 def test_an_optimizer_on_the_host_gets_its_threads(cli: Cli, tmp_path: Path) -> None:
     words = ("--offload-optimizer", "cpu", "--stage", "2", "--launcher", "torchrun", "-o", str(tmp_path / "ds.json"))
     assert "OMP_NUM_THREADS=$(( ($(nproc) + 1) / 2 )) torchrun " in Started(cli, *words).files["start"]

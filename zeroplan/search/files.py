@@ -182,14 +182,16 @@ def form_of(engine: Engine, target: Target) -> Form:
 
 
 def require_folders(*paths: str | None) -> None:
-    """Refuse, before any search, paths in folders that are not there. A path that ends with a slash is a folder to be made.
+    """Refuse, before any search, paths in folders that are not there. A path that ends with a slash is a folder to be made,
+    in which the others may lie.
 
     Raises:
         BadInput: naming the folder.
     """
+    made = {os.path.normpath(path) for path in paths if path and path.endswith(os.sep)}
     for path in paths:
         folder = os.path.dirname((path or "").rstrip(os.sep))
-        if folder and not os.path.isdir(folder):
+        if folder and not os.path.isdir(folder) and os.path.normpath(folder) not in made:
             raise BadInput(f"there is no folder {folder}", where=path or "", remedy="make it, or name another")
 
 

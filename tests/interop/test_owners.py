@@ -129,3 +129,37 @@ def test_stage_3_without_zero_init_holds_the_whole_model_first(tmp_path: Path, c
         assert plan["gpu"]["phases"]["load"] == flags["plans"][0]["gpu"]["phases"]["load"]
         whole = 2 * 1_235_814_400
         assert (plan["gpu"]["phases"]["load"] >= whole) is (expected == "whole")
+
+
+@pytest.mark.parametrize(
+    ("keys", "task"),
+    [
+        ({"desirable_weight": 1.0}, "kto"),
+        ({"center_rewards_coefficient": 0.01}, "reward"),
+        ({"loss_type": "kto"}, "kto"),
+        ({"loss_type": "ipo"}, "dpo"),
+        ({"lora_task_type": "SEQ_CLS", "use_peft": True}, "reward"),
+        ({"beta": 0.1}, "dpo"),
+        ({"packing": True, "hub_model_id": "my-kto-run"}, "sft"),
+        ({"dataset_num_proc": 4}, "sft"),
+    ],
+)
+def test_the_task_of_a_recipe_follows_from_what_only_its_trainer_has(keys: dict[str, object], task: str) -> None:
+    recipe = {key: value for key, value in RECIPE.items() if key != "dataset_text_field"}
+    assert read_setup({**recipe, **keys}, "trl").task == task
+
+
+def test_a_recipe_whose_task_only_its_names_tell_needs_the_flag(tmp_path: Path, cli: Cli) -> None:
+    recipe = {key: value for key, value in RECIPE.items() if key != "dataset_text_field"}
+    path = tmp_path / "kto" / "config.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps({**recipe, "dataset_name": "trl-lib/kto-mix-14k", "dataset_num_proc": 4}))
+    code, _, error = cli("estimate", "--from", str(path), "--depth", "formula")
+    assert (code, error.count("\n")) == (2, 1)
+    assert "--task sft or --task kto" in error
+    assert read_setups([str(path)], None, "kto").task == "kto"
+    assert cli("estimate", "--from", str(path), "--task", "kto", "--depth", "formula")[0] == 0
+    said = tmp_path / "run.json"
+    said.write_text(json.dumps({**recipe, "desirable_weight": 1.0, "model_name_or_path": "m"}))
+    with pytest.raises(BadInput, match="change one of the two"):
+        read_setups([str(said), {"zero_optimization": {}, "steps_per_print": 1}], None, "pretrain")

@@ -234,3 +234,13 @@ def test_a_local_folder_beats_the_catalog(tmp_path: Path, monkeypatch: pytest.Mo
     assert load_model("gpt2").model_type == "gpt2"
     monkeypatch.chdir(tmp_path)
     assert load_model("gpt2").model_type == "llama"
+
+
+def test_a_header_of_too_many_tensors_is_refused(tmp_path: Path) -> None:
+    """140,000 tensors: more than any published model has in one file. Time and memory grow with their number."""
+    path = tmp_path / "many.safetensors"
+    entry = '{"dtype":"U8","shape":[1],"data_offsets":[0,1]}'
+    text = ("{" + ",".join(f'"t{i}":{entry}' for i in range(140_000)) + "}").encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"\0")
+    with pytest.raises(BadInput, match="more than 1,500,000 values"):
+        read_header(str(path))

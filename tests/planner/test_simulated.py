@@ -10,6 +10,7 @@ import pytest
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.cluster import Cluster
+from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import MemoryPlan
 from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op, TapeModule, TapeParam
 from zeroplan.core.units import MIB
@@ -19,8 +20,11 @@ from zeroplan.engines.base import Case
 from zeroplan.engines.deepspeed.engine import DeepSpeed
 from zeroplan.engines.registry import find_engine
 from zeroplan.models.spec import ModelSpec, Tensor, Unit
+from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.formula import formula_plan
+from zeroplan.planner.request import Request
 from zeroplan.planner.simulated import Simulated, simulated_plan
+from zeroplan.planner.tapes import MOST_LAYERS
 
 #: Elements of each layer's weight; the second is the largest.
 SHAPES = ((1024, 4096), (2048, 8192), (1024, 2048), (1024, 4096))
@@ -195,3 +199,12 @@ def test_host_rss_of_the_process_on_measured_runs(measured_rows: list[dict[str, 
     assert len(errors) >= 30
     assert statistics.median(errors.values()) <= 0.01
     assert max(errors.values()) <= 0.08, errors
+
+
+def test_a_model_of_more_layers_than_are_simulated_is_refused_before_any_work() -> None:
+    deep = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": MOST_LAYERS + 1, "num_attention_heads": 4}
+    deep |= {"intermediate_size": 128, "vocab_size": 100}
+    with pytest.raises(BadInput, match=r"513 layers; at most 512 are simulated; use --depth formula"):
+        estimate_report(Request(model=deep, stage=3))
+    report = estimate_report(Request(model=deep, stage=3, depth="formula", vram="80G"))
+    assert report.plans[0].fits is None

@@ -53,9 +53,10 @@ def check(
 
         found: DsConfig | None = inspect_ds_config(files[0], world_size=None if gpus is None else gpus * request.nodes)
     else:
+        from zeroplan.core.tasks import training_of
         from zeroplan.interop.readers import read_setups
 
-        setup = read_setups(files, program)
+        setup = read_setups(files, program, training_of(request.task))
         found = _filled_config(setup, None if gpus is None else gpus * request.nodes)
     starts = found is None or found.runs_filled
     request = replace(request, model=model, files=tuple(files), program=program, gpus=gpus or request.gpus)

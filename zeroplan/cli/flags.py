@@ -79,7 +79,10 @@ OPTIONS: dict[str, Any] = {
     ],
     "params": _option(str | None, "--params", "A bare count instead of MODEL: 7.5B.", metavar="COUNT"),
     "task": _option(
-        str | None, "--task", "causal-lm, sequence-classification, token-classification, … [by the config]", metavar="TASK"
+        str | None,
+        "--task",
+        "The head: causal-lm, sequence-classification, …; or the run of --from: sft, dpo, kto, … [by the config, or the file]",
+        metavar="TASK",
     ),
     "micro_batch": _option(int | None, "--micro-batch", "Samples a GPU and pass. [1]", _WORK),
     "seq_len": _option(

@@ -33,6 +33,18 @@ _ENDINGS = {
 }
 
 
+#: What a run does with a language model, by the names that programs' files have for it.
+TRAININGS = frozenset(
+    ("pretrain", "sft", "dpo", "kto", "reward", "grpo", "rloo", "ppo", "orpo", "cpo", "bco", "gkd", "distillation")
+)
+
+
+def training_of(task: str | None) -> str | None:
+    """Return what a run does by ``--task``; None where the flag names a head, or nothing."""
+    plain = (task or "").strip().lower()
+    return plain if plain in TRAININGS else None
+
+
 def parse_task(text: str, where: str = "--task") -> Task:
     """Return the task of a name, with ``-`` or ``_``.
 

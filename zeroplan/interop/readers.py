@@ -30,17 +30,18 @@ _LAUNCHERS_OWN = (
 )
 
 
-def read_setup(source: Any, program: str | None = None) -> Setup:
+def read_setup(source: Any, program: str | None = None, task: str | None = None) -> Setup:
     """Read what a file or an object says of a run.
 
     Args:
         source: a path, a mapping, or a ``transformers.TrainingArguments``.
         program: the name of the program that owns it; None to find out.
+        task: what the run does, such as ``kto``; None to find out.
 
     Raises:
         BadInput: when it cannot be read, holds values of wrong types, is nobody's, or could be several programs'.
     """
-    document = load_document(source)
+    document = replace(load_document(source), task=task or "")
     script, recipe = document.name, _recipe(document)
     named = [path for path in _named_files(document) if recipe is None or str(path) != recipe.name]
     if recipe is not None:
@@ -56,18 +57,22 @@ def read_setup(source: Any, program: str | None = None) -> Setup:
     return join(setups)
 
 
-def read_setups(sources: Sequence[Any], program: str | None = None) -> Setup:
-    """Read what several files say together. `program` decides for those that no launcher owns.
+def read_setups(sources: Sequence[Any], program: str | None = None, task: str | None = None) -> Setup:
+    """Read what several files say together. `program` decides for those that no launcher owns; `task` is what the run does.
 
     Raises:
-        BadInput: as :func:`read_setup`; or two files that decide the same.
+        BadInput: as :func:`read_setup`; two files that decide the same; or files of another task.
     """
     setups: list[Setup] = []
     for source in sources:
         document = load_document(source)
         launcher = program is not None and _launcher_owns(document)
-        setups.append(read_setup(source, None if launcher else program))
-    return join(setups)
+        setups.append(read_setup(source, None if launcher else program, task))
+    setup = join(setups)
+    if task is not None and setup.task != task:
+        said = f"says {setup.task}" if setup.task else f"is a file of {setup.title}, which does not know of tasks"
+        raise BadInput(f"{setup.files[0]} {said}", where="--task", remedy="change one of the two")
+    return setup
 
 
 def _launcher_owns(document: Document) -> bool:
@@ -81,7 +86,7 @@ def _recipe(document: Document) -> Document | None:
         return None
     named = load_document(str(found[0]))
     flags = {key: value for key, value in command.flags.items() if key != "config"}
-    return Document({**named.data, **flags}, named.name, named.folder, command)
+    return Document({**named.data, **flags}, named.name, named.folder, command, document.task)
 
 
 def _owner(document: Document, named: list[Path]) -> Any:

@@ -18,11 +18,11 @@ from zeroplan.core.files import read_head
 
 #: The format's own limit on a header.
 _LARGEST_HEADER = 100_000_000
-#: What is read of one: some 250,000 tensors, three times those of the largest published model.
-HEADER = Limits(size=40 << 20, depth=8, nodes=3_000_000)
+#: What is read of one: some 120,000 tensors, more than any published model has in all of its files.
+HEADER = Limits(size=20 << 20, depth=8, nodes=1_500_000)
 _LARGEST_NUMEL = 1 << 50
-#: Tensors of one model; the largest published one has some 150,000.
-MOST_TENSORS = 400_000
+#: Tensors of one model, in all of its files; those of one trillion parameters in 8 bits with their scales have some 140,000.
+MOST_TENSORS = 200_000
 
 #: Bits an element, by the format's names.
 _BITS = {

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.tasks import training_of
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import Attention, DType, OptimizerKind, Precision
 from zeroplan.engines.registry import find_engine
@@ -36,7 +37,7 @@ def with_files(request: Request) -> tuple[Request, Setup]:
     Raises:
         BadInput: files that cannot be read or that a flag contradicts.
     """
-    setup = read_setups(request.files, request.program)
+    setup = read_setups(request.files, request.program, training_of(request.task))
     return filled(request, setup), setup
 
 
@@ -47,6 +48,8 @@ def filled(request: Request, setup: Setup) -> Request:
         BadInput: a flag that contradicts the setup.
     """
     name = setup.files[0] if setup.files else setup.program
+    if training_of(request.task) is not None:
+        request = replace(request, task=None)  # it has named the run, not the head
     changes: dict[str, Any] = {"unmodelled": (*request.unmodelled, *setup.unmodelled)}
     for field, flag in _FIELDS.items():
         said, asked = getattr(setup, field), getattr(request, field)

@@ -16,6 +16,10 @@ from zeroplan.engines.base import Case, Engine
 from zeroplan.models.spec import ModelSpec
 from zeroplan.tapes import find_tape, get_tape
 
+#: Layers that are simulated at most, several stacks' together: each is played, so time and memory grow with them. Published
+#: models have some 300; at this bound a table of every stage takes about 10 s of one core and 700 MB.
+MOST_LAYERS = 512
+
 
 class NoTapeError(Exception):
     """No tape can be had for a model; the text says why.
@@ -57,8 +61,10 @@ def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:
 
     Raises:
         NoTapeError: when the model cannot be traced here.
+        BadInput: when it has more layers than are simulated.
     """
     spec, workload = case.spec, case.workload
+    _require_layers(spec)
     if not spec.config or not spec.has_shapes:
         raise NoTapeError(
             f"{spec.name}: {spec.source} gives parameters but no architecture to trace",
@@ -74,6 +80,16 @@ def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:
         return expand_for(tape, case)
     except BadInput as error:
         raise NoTapeError(str(error), **({"remedy": error.remedy} if error.remedy else {})) from None
+
+
+def _require_layers(spec: ModelSpec) -> None:
+    layers = sum(unit.count for unit in spec.units if unit.block)
+    if layers > MOST_LAYERS:
+        raise BadInput(
+            f"{spec.name} has {layers:,} layers; at most {MOST_LAYERS} are simulated",
+            where="MODEL",
+            remedy="use --depth formula",
+        )
 
 
 class ExpandedTapes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.tasks import training_of
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.interop.readers import read_setups
 from zeroplan.interop.setups import Setup
@@ -28,7 +29,7 @@ def with_source(request: Request, options: SearchOptions) -> tuple[Request, Sear
         BadInput: a source that cannot be read, lacks a model, or contradicts a flag.
     """
     sources = list(options.source) if isinstance(options.source, list | tuple) else [options.source]
-    setup = read_setups(sources, options.program)
+    setup = read_setups(sources, options.program, training_of(request.task))
     # The split of the batch is the search's, so flags of it bind the search and not the run in use.
     unbound = replace(request, micro_batch=None, grad_accum=None)
     asked = filled(unbound, setup)

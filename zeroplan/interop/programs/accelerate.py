@@ -84,8 +84,11 @@ class Accelerate(Program):
             degree = parallel.value(key)
             if key.endswith("_size") and isinstance(degree, int) and degree > 1 and "dp_shard" not in key:
                 run.leave_out(f"parallelism_config.{key}", UNKNOWN, "degrees beside data parallelism are not planned")
-        if run.value("dynamo_config") or run.block("dynamo_config").data:
+        dynamo = run.block("dynamo_config")
+        if any(dynamo.on(key) for key in dynamo.data):
             run.leave_out("dynamo_config", UNKNOWN, "compiled graphs keep other tensors than eager ones")
+        if run.block("fp8_config").data and mode != "fp8":
+            run.assume("fp8_config is not used, since mixed_precision is not fp8")
         return run.setup()
 
     def _deepspeed(self, run: Builder) -> None:
@@ -120,28 +123,34 @@ class Accelerate(Program):
             offload=bool(plain.flag("offload_params")),
             hybrid="hybrid" in (strategy or ""),
             checkpointing=plain.flag("activation_checkpointing"),
+            options=plain,
+            wraps="NO_WRAP",
         )
-        if plain.flag("activation_checkpointing_offload"):
-            run.leave_out("fsdp_config.fsdp_activation_checkpointing_offload", Effect.LESS, "checkpoints wait on the host")
 
 
 def launch_document(command: Command, document: Document) -> Document | None:
     """Return the flags of ``accelerate launch`` as its YAML would say them; None without flags that decide the engine."""
     flags = dict(command.launch_flags)
     kind = next((name for flag, name in _SWITCHES.items() if flags.get(flag)), None)
-    if kind is None and "mixed_precision" not in flags:
+    if kind is None and not any(key.startswith(_DECIDING) for key in flags):
         return None
     said: dict[str, Any] = {"distributed_type": kind or "MULTI_GPU", "compute_environment": "LOCAL_MACHINE"}
     said |= {key: flags[key] for key in ("mixed_precision", "use_cpu") if key in flags}
     processes = command.processes or (command.gpus * (command.nodes or 1) if command.gpus else None)
     if processes is not None:
         said |= {"num_processes": processes, "num_machines": command.nodes or 1}
+    for block, prefix in (("parallelism_config", "parallelism_config_"), ("dynamo_config", "dynamo_"), ("fp8_config", "fp8_")):
+        inside = {key: value for key, value in flags.items() if key.startswith(prefix)}
+        if inside:
+            said[block] = inside
     sections = {"DEEPSPEED": "deepspeed_config", "FSDP": "fsdp_config"}
     if kind in sections:
         said[sections[kind]] = flags
     return Document(said, document.name, document.folder)
 
 
+#: Beginnings of the flags that decide more than the size of the machine.
+_DECIDING = ("mixed_precision", "parallelism_config_", "dynamo_backend", "fp8_")
 _SWITCHES = {"use_deepspeed": "DEEPSPEED", "use_fsdp": "FSDP", "cpu": "MULTI_CPU", "use_megatron_lm": "MEGATRON_LM"}
 
 

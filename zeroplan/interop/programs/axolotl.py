@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.programs.adapters import set_adapters, set_attention, set_quantisation
-from zeroplan.interop.programs.builder import Builder
+from zeroplan.interop.programs.builder import Builder, Keys
 from zeroplan.interop.programs.document import Document
 from zeroplan.interop.programs.known import arguments_of
 from zeroplan.interop.programs.optimizers import set_optimizer
@@ -110,7 +110,11 @@ class Axolotl(Program):
         run.take_model("base_model")
         self._task(run)
         run.count("micro_batch", "micro_batch_size", default=1)
-        run.count("grad_accum", "gradient_accumulation_steps", default=1)
+        whole, micro = run.number("batch_size"), run.fields["micro_batch"]
+        if whole and run.number("gradient_accumulation_steps") is None:
+            run.set("grad_accum", max(1, whole // micro), "batch_size")
+        else:
+            run.count("grad_accum", "gradient_accumulation_steps", default=1)
         run.count("seq_len", "sequence_len", default=512)
         self._precision(run)
         self._attention(run)
@@ -132,7 +136,7 @@ class Axolotl(Program):
             if word is not None:
                 run.leave_out("plugins", *_PLUGINS[word])
         self._evaluation(run)
-        return run.setup(arguments_of(self.name))
+        return run.setup(self.name)
 
     def _task(self, run: Builder) -> None:
         method = run.word("rl")
@@ -184,8 +188,6 @@ class Axolotl(Program):
         if not words and not plain:
             run.set("engine", "ddp")
             return
-        from zeroplan.interop.programs.builder import Keys
-
         options = Keys(plain, block.name)
         version = run.number("fsdp_version") or options.number("version") or 1
         set_fsdp(
@@ -196,6 +198,8 @@ class Axolotl(Program):
             offload="offload" in words or bool(options.flag("offload_params")),
             hybrid=any("hybrid" in word for word in words),
             checkpointing=options.flag("activation_checkpointing"),
+            options=options,
+            wraps="TRANSFORMER_BASED_WRAP" if "auto_wrap" in words else "",
         )
 
     def _adapter(self, run: Builder) -> None:

@@ -11,6 +11,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.ds_config.source import load_source
 from zeroplan.interop.programs.document import Document, find_beside
+from zeroplan.interop.programs.known import arguments_of, moving_of
 from zeroplan.interop.setups import Setup
 
 _YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
@@ -106,6 +107,11 @@ class Keys:
             raise self.bad(key, "is no mapping", "write keys and values below it")
         return Keys(value, f"{self.name}: {key}")
 
+    def on(self, key: str) -> bool:
+        """Whether the file switches a key on: any value but null, false, 0, an empty text or list."""
+        value = self.value(key)
+        return value not in (None, False, 0, [], {}) and str(value).lower() not in _NO
+
     def bad(self, key: str, what: str, remedy: str) -> BadInput:
         """Make the error for a value of a wrong type."""
         return BadInput(f"{str(self.data.get(key))[:40]!r} {what}", where=f"{self.name}: {key}", remedy=remedy)
@@ -171,10 +177,9 @@ class Builder(Keys):
         self.left_out.append(Unmodelled(key, effect, says))
 
     def leave_out_flags(self, table: Mapping[str, tuple[Effect, str]]) -> None:
-        """List each key of the table that the file switches on: any value but null, false, 0, an empty text or list."""
+        """List each key of the table that the file switches on."""
         for key, (effect, says) in table.items():
-            value = self.value(key)
-            if value not in (None, False, 0, [], {}) and str(value).lower() not in _NO:
+            if self.on(key):
                 self.leave_out(key, effect, says)
 
     def ds_config(self, key: str) -> Mapping[str, Any] | None:
@@ -192,12 +197,19 @@ class Builder(Keys):
             raise self.bad(key, "is neither a path nor an object", "write a ds_config's path")
         return dict(self.set("ds_config", found, key))
 
-    def setup(self, known: frozenset[str] = frozenset()) -> Setup:
-        """Make the Setup.
+    def setup(self, *programs: str, known: frozenset[str] = frozenset()) -> Setup:
+        """Make the Setup. What the file switches on, moves memory, and was not read is listed among what is left out.
 
         Args:
-            known: every key of the program; those of the file that are neither among them nor read are listed as unknown.
+            programs: the lists that have the program's arguments; none for a program whose keys are nested.
+            known: further keys of the program. Those of the file that are neither among all these nor read are listed as
+                unknown.
         """
+        for key in sorted(moving_of(*programs) & self.data.keys() - self.read) if programs else ():
+            if self.on(key):
+                self.leave_out(key, Effect.UNKNOWN, "what it does to memory is not in the figures")
+        if programs:
+            known |= arguments_of(*programs)
         trains_embeddings = self.fields.get("detached_loss") and self.fields.get("lora_rank") is None
         if self.fields.get("optimizer") == "adamw8bit" and trains_embeddings and not self.data.get("deepspeed"):
             key = self.keys.get("optimizer", "optim")

@@ -26,12 +26,14 @@ class Document:
         name: for messages: the path, or what the object is.
         folder: where the file is; None for an object.
         command: the command line that the file holds, if it is a script.
+        task: what a flag says that the run does; empty where none does.
     """
 
     data: Mapping[str, Any]
     name: str
     folder: Path | None = None
     command: Command | None = field(default=None)
+    task: str = ""
 
     def has(self, *keys: str) -> tuple[str, ...]:
         """Return those of the keys that the file holds."""

@@ -1,4 +1,8 @@
-"""The argument names of each program, from the lists in ``keys/``, which ``tests/corpus/argument_names.py`` makes."""
+"""The arguments of each program, from the lists in ``keys/``, which ``tests/corpus/argument_names.py`` makes.
+
+A star behind a name says that the argument moves memory and that only some readers know it: where a file switches it on and
+its reader does not ask for it, the plan lists it (:meth:`.builder.Builder.setup`). Names without a star are read, or move none.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,32 @@ from importlib.resources import files
 LISTED = ("hf-trainer", "trl", "llama-factory", "axolotl", "ms-swift", "open-instruct")
 
 
+#: What marks an argument that moves memory.
+_STAR = "*"
+
+
+@cache
+def _lines(name: str) -> tuple[str, ...]:
+    text = (files("zeroplan.interop.programs") / "keys" / f"{name}.txt").read_text(encoding="utf-8")
+    return tuple(line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#"))
+
+
 @cache
 def names_in(name: str) -> frozenset[str]:
     """Return the names of one list."""
-    text = (files("zeroplan.interop.programs") / "keys" / f"{name}.txt").read_text(encoding="utf-8")
-    return frozenset(line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#"))
+    return frozenset(line.removesuffix(_STAR).strip() for line in _lines(name))
+
+
+@cache
+def moving_in(name: str) -> frozenset[str]:
+    """Return the names of one list that move memory."""
+    return frozenset(line.removesuffix(_STAR).strip() for line in _lines(name) if line.endswith(_STAR))
+
+
+@cache
+def moving_of(*programs: str) -> frozenset[str]:
+    """Return the arguments of these programs together that move memory."""
+    return frozenset().union(*(moving_in(name) for name in (*programs, "older")))
 
 
 @cache

@@ -120,13 +120,15 @@ class LlamaFactory(Program):
         run.set("gradient_checkpointing", again, "" if off is None else "disable_gradient_checkpointing")
         self._method(run)
         run.leave_out_flags(_NOT_MODELLED)
+        if run.flag("neat_packing") and run.fields.get("attn") != "flash":
+            run.leave_out("neat_packing", MORE, "packed samples are one row, whose mask grows with the square of its length")
         if run.value("use_muon") and run.flag("use_muon"):
             run.set("optimizer", "muon", "use_muon")
             run.set("optimizer_kind", None)
         task = run.fields["task"]
         if task in _TASKS:
             run.leave_out("stage", *_TASKS[task])
-        return run.setup(arguments_of("hf-trainer", "llama-factory"))
+        return run.setup("hf-trainer", "llama-factory")
 
     def _method(self, run: Builder) -> None:
         """Set what is trained, and the dtype in which the base weights are kept."""

@@ -13,7 +13,6 @@ from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.programs.adapters import set_adapters, set_attention, set_quantisation
 from zeroplan.interop.programs.builder import Builder
 from zeroplan.interop.programs.document import Document, find_beside
-from zeroplan.interop.programs.known import arguments_of
 from zeroplan.interop.programs.program import Program
 from zeroplan.interop.programs.trainer import TrainerDefaults, read_trainer, set_fsdp
 from zeroplan.interop.setups import Setup
@@ -92,14 +91,16 @@ class MsSwift(Program):
                 run.set("dtype", _DTYPES[weights], "torch_dtype")
         else:
             run.assume("torch_dtype of the checkpoint", model_dtype=run.fields["dtype"])
-        if run.number("max_length") is not None:
+        if run.flag("packing") and run.number("packing_length") is not None:
+            run.count("seq_len", "packing_length")
+        elif run.number("max_length") is not None:
             run.count("seq_len", "max_length")
         else:
             run.leave_out("max_length", UNKNOWN, "samples are as long as the model's window; give --seq-len")
         set_attention(run, "attn_impl")
         self._method(run)
         run.leave_out_flags(_NOT_MODELLED)
-        return run.setup(arguments_of("hf-trainer", "ms-swift") | set(_ONLY))
+        return run.setup("hf-trainer", "ms-swift", known=frozenset(_ONLY))
 
     def _task(self, run: Builder, started: str) -> None:
         if started.endswith(" pt"):
@@ -146,6 +147,10 @@ class MsSwift(Program):
             elif "target_modules" not in run.data:
                 run.data = {**run.data, "target_modules": "all-linear"}
             set_adapters(run, rank="lora_rank", targets="target_modules", default_rank=8, quantised=bool(bits), dropout=0.05)
+            if method != "lora":
+                run.leave_out(key, UNKNOWN, f"{method} is planned as LoRA")
+            if run.word("tuner_backend") == "unsloth":
+                run.leave_out("tuner_backend", LESS, "Unsloth's kernels keep fewer tensors")
             return
         run.set("method", method)
         if method != "full":

@@ -6,9 +6,10 @@ Source: open-instruct of August 2026, ``open_instruct/finetune.py`` (FlatArgumen
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from zeroplan.core.unmodelled import Effect
-from zeroplan.interop.programs.adapters import set_dropout
+from zeroplan.interop.programs.adapters import set_attention, set_dropout
 from zeroplan.interop.programs.builder import Builder
 from zeroplan.interop.programs.document import Document
 from zeroplan.interop.programs.known import arguments_of, only_of
@@ -96,13 +97,14 @@ class OpenInstruct(Program):
         else:
             run.set("method", "full")
         run.leave_out_flags(_NOT_MODELLED)
+        set_attention(run, "attn_implementation")
         stage = run.number("deepspeed_stage", least=0)
         if stage is not None or task == "grpo":
             run.set("engine", "deepspeed", "deepspeed_stage" if stage is not None else "")
             run.set(
                 "ds_config",
                 {
-                    "zero_optimization": {"stage": stage or 0},
+                    "zero_optimization": {"stage": stage or 0, **_offloads(run)},
                     "train_micro_batch_size_per_gpu": "auto",
                     "bf16": {"enabled": True},
                 },
@@ -110,4 +112,10 @@ class OpenInstruct(Program):
         if run.fields.get("engine") is None and document.command is None:
             run.assume("no engine: the launcher decides it, so give its file as well")
         take_machine(run)
-        return run.setup(arguments_of("open-instruct"))
+        return run.setup("open-instruct")
+
+
+def _offloads(run: Builder) -> dict[str, Any]:
+    """Return what the switches put on the host. Source: open_instruct/utils.py (``get_train_ds_config``)."""
+    sections = ("offload_optimizer", "offload_param")
+    return {section: {"device": "cpu", "pin_memory": True} for section in sections if run.flag(f"deepspeed_{section}")}

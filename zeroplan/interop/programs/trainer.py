@@ -60,6 +60,8 @@ _EXAMPLES = frozenset(
     )
 )
 
+#: The wrap policy whose units are blocks: the Trainer's default, where accelerate's own is none.
+_WRAPS = "TRANSFORMER_BASED_WRAP"
 #: What is said where FSDP 2 stands in.
 FSDP_1 = "FSDP 1 is not modelled here; the figures are those of FSDP 2"
 MORE, LESS, UNKNOWN = Effect.MORE, Effect.LESS, Effect.UNKNOWN
@@ -72,6 +74,19 @@ _NOT_MODELLED: dict[str, tuple[Effect, str]] = {
     "neftune_noise_alpha": (MORE, "noise as large as the embedded batch"),
     "parallelism_config": (UNKNOWN, "tensor and context parallelism are not planned"),
     "optim_target_modules": (UNKNOWN, "which layers a low-rank optimizer projects"),
+    "torch_compile_backend": (UNKNOWN, "switches torch_compile on, whose graphs keep other tensors than eager ones"),
+    "torch_compile_mode": (UNKNOWN, "switches torch_compile on, whose graphs keep other tensors than eager ones"),
+    "torch_empty_cache_steps": (LESS, "cached blocks are given back every so many steps"),
+    "use_cache": (MORE, "keys and values of every layer are cached in the forward, too"),
+    "ddp_bucket_cap_mb": (UNKNOWN, "gradients' buckets of another size; DDP's own are counted"),
+}
+#: FSDP's options that change which parameters are gathered together, or how early; names without ``fsdp_``.
+_FSDP_OPTIONS: dict[str, tuple[Effect, str]] = {
+    "forward_prefetch": (MORE, "the next unit is gathered before it is needed in the forward"),
+    "activation_checkpointing_offload": (LESS, "checkpoints wait on the host"),
+    "cpu_offload_pin_memory": (Effect.NONE, "where the host's shards are"),
+    "mixed_precision_policy": (UNKNOWN, "dtypes of parameters and reductions by the file's own policy"),
+    "ignored_modules": (MORE, "modules that are not sharded"),
 }
 
 
@@ -199,11 +214,22 @@ def _fsdp(run: Builder) -> None:
         offload="offload" in said or bool(plain.flag("cpu_offload") or plain.flag("offload_params")),
         hybrid=any("hybrid" in word for word in said),
         checkpointing=plain.flag("activation_checkpointing"),
+        options=plain,
+        wraps=_WRAPS,
     )
 
 
 def set_fsdp(
-    run: Builder, key: str, *, version: int, reshard: str, offload: bool, hybrid: bool, checkpointing: bool | None
+    run: Builder,
+    key: str,
+    *,
+    version: int,
+    reshard: str,
+    offload: bool,
+    hybrid: bool,
+    checkpointing: bool | None,
+    options: Keys | None = None,
+    wraps: str = "",
 ) -> None:
     """Set FSDP as the engine. Where FSDP 1 is not modelled (adapters, offload), FSDP 2's figures stand in, and say so.
 
@@ -215,7 +241,11 @@ def set_fsdp(
         offload: parameters, gradients and states are on the host.
         hybrid: shards stay within a node.
         checkpointing: of FSDP's own options.
+        options: FSDP's further options, by names without ``fsdp_``; None where the program has none.
+        wraps: the wrap policy where the options name none.
     """
+    if options is not None:
+        _fsdp_options(run, key, options, wraps)
     run.set("engine", "fsdp2", key)
     keeps = reshard in ("false", "no", "shard_grad_op", "_hybrid_shard_zero2", "hybrid_shard_zero2")
     run.set("stage", 2 if keeps else 3, key)
@@ -232,6 +262,22 @@ def set_fsdp(
     if checkpointing:
         run.set("gradient_checkpointing", True, key)
         run.assumed = [clause for clause in run.assumed if not clause.startswith("gradient_checkpointing ")]
+
+
+def _fsdp_options(run: Builder, key: str, options: Keys, wraps: str) -> None:
+    """List the options that no plan holds. Source: accelerate 1.15, ``utils/dataclasses.py`` (``set_auto_wrap_policy``)."""
+    policy = (options.word("auto_wrap_policy") or wraps).upper()
+    if policy == "SIZE_BASED_WRAP" and options.amount("min_num_params"):
+        run.leave_out(f"{key}: auto_wrap_policy", UNKNOWN, "units by their number of parameters; blocks are counted as units")
+    elif policy and policy != _WRAPS:
+        run.leave_out(
+            f"{key}: auto_wrap_policy", MORE, "without a wrap policy all parameters are one unit, gathered as a whole"
+        )
+    if (prefetch := options.word("backward_prefetch")) and "no_prefetch" in prefetch:
+        run.leave_out(f"{key}: backward_prefetch", LESS, "units are not gathered ahead in the backward")
+    for option, (effect, says) in _FSDP_OPTIONS.items():
+        if options.on(option):
+            run.leave_out(f"{key}: {option}", effect, says)
 
 
 class HfTrainer(Program):
@@ -274,7 +320,7 @@ class HfTrainer(Program):
         _adapters(run)
         if "ds_config" not in run.fields or {"dtype", "torch_dtype"} & set(run.data):
             set_weights_dtype(run, default="weights in fp32: the script's from_pretrained decides")
-        return run.setup(arguments_of(self.name) | _EXAMPLES)
+        return run.setup(self.name, known=_EXAMPLES)
 
 
 def _adapters(run: Builder) -> None:

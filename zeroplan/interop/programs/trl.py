@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 
+from zeroplan.core.errors import BadInput
 from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.programs.adapters import set_adapters, set_attention, set_quantisation, set_weights_dtype
 from zeroplan.interop.programs.builder import Builder
@@ -35,8 +36,24 @@ _TASK_KEYS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("orpo", ("disable_prompt_truncation",)),
     ("reward", ("center_rewards_coefficient",)),
     ("gkd", ("teacher_model_name_or_path", "lmbda", "seq_kd")),
-    ("dpo", ("beta", "precompute_ref_log_probs", "rpo_alpha", "ld_alpha", "f_divergence_type", "max_prompt_length")),
+    ("dpo", ("rpo_alpha", "ld_alpha", "f_divergence_type", "use_weighting", "discopop_tau", "loss_weights")),
 )
+#: Keys of SFT alone.
+_SFT_KEYS = ("packing", "packing_strategy", "completion_only_loss", "assistant_only_loss", "dataset_text_field")
+#: Keys of the trainers with a reference model, of which DPO is the commonest.
+_REFERENCE_KEYS = ("beta", "precompute_ref_log_probs", "max_prompt_length", "disable_dropout", "sync_ref_model")
+#: Losses by the one trainer that has them.
+_LOSSES = {
+    "dpo": ("sigmoid", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_pair", "discopop"),
+    "kto": ("kto", "apo_zero_unpaired"),
+    "cpo": ("simpo",),
+    "grpo": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo"),
+    "sft": ("nll", "dft", "chunked_nll"),
+}
+#: Values whose words name a task: of a folder's or a run's name nothing is certain, so they only raise the question.
+_NAMES = ("output_dir", "hub_model_id", "run_name", "dataset_name", "dataset_mixer", "dataset_mixture")
+_WORDS = re.compile(r"(?<![a-z])(sft|dpo|grpo|kto|orpo|cpo|simpo|reward|rm|rloo|ppo|bco|gkd)(?![a-z])")
+_SAME = {"rm": "reward", "simpo": "cpo"}
 #: What each task holds beside one forward and backward of one model on micro batch × length.
 _TASKS: dict[str, tuple[Effect, str]] = {
     "dpo": (Effect.MORE, "chosen and rejected samples pass together, and a reference model beside the trained one"),
@@ -132,11 +149,15 @@ class Trl(Program):
             run.set("chunked_head", True)  # of every loss_type; label smoothing takes all logits
             if run.data.get("fsdp"):
                 run.leave_out("fsdp", Effect.UNKNOWN, "TRL's head gathers its sharded weight by itself")
-        return run.setup(arguments_of("hf-trainer", "trl"))
+        return run.setup("hf-trainer", "trl")
 
 
 def _task(run: Builder) -> str:
-    """The trainer: by the command, else by the arguments that only it has, else SFT."""
+    """The trainer: by the command or ``--task``, else by the arguments that only it has, else the commonest.
+
+    Raises:
+        BadInput: nothing decides, and the names of the file, its data or its output speak of another one.
+    """
     command = run.document.command
     if command is not None:
         said = re.search(r"(sft|dpo|grpo|kto|orpo|cpo|reward|rloo|ppo|bco|gkd)", command.program.rpartition("/")[2])
@@ -147,8 +168,37 @@ def _task(run: Builder) -> str:
         if found:
             run.assume(f"{task.upper()}, since {found[0]} is set")
             return task
-    run.assume("SFT, since no key of another trainer is set")
-    return "sft"
+    loss = run.data.get("loss_type")
+    for task, losses in _LOSSES.items():
+        if isinstance(loss, str) and loss in losses:
+            run.assume(f"{task.upper()}, since loss_type is {loss}")
+            return task
+    if run.word("lora_task_type") == "seq_cls":
+        run.assume("REWARD, since lora_task_type is SEQ_CLS")
+        return "reward"
+    if run.document.task:
+        return run.document.task
+    found = [key for key in _REFERENCE_KEYS if key in run.data]
+    task = "dpo" if found else "sft"
+    if not found and (sure := [key for key in _SFT_KEYS if key in run.data]):
+        run.assume(f"SFT, since {sure[0]} is set")
+        return task
+    other = sorted(_named_tasks(run) - {task})
+    if other:
+        raise BadInput(
+            f"could be a recipe of {task.upper()} or of {' or '.join(one.upper() for one in other)}: no key decides",
+            where=run.name,
+            remedy=f"say which: --task {task} or --task {other[0]}",
+        )
+    run.assume(f"DPO, since {found[0]} is set" if found else "SFT, since no key of another trainer is set")
+    return task
+
+
+def _named_tasks(run: Builder) -> set[str]:
+    """Tasks of which the names of the file, its folder, its data and its output speak."""
+    path = [] if run.document.folder is None else run.document.name.lower().split("/")[-2:]
+    said = " ".join([*path, *(str(run.data.get(key, ""))[:500] for key in _NAMES)]).lower()
+    return {_SAME.get(word, word) for word in _WORDS.findall(said)}
 
 
 def _length(run: Builder, task: str) -> None:
@@ -172,5 +222,8 @@ def _length(run: Builder, task: str) -> None:
             return
     else:
         run.assume("max_length 1024", seq_len=1024)
+    multiple, length = run.number("pad_to_multiple_of"), run.fields.get("seq_len")
+    if multiple and length and length % multiple:
+        run.set("seq_len", -(-length // multiple) * multiple, "pad_to_multiple_of")
     if run.flag("packing"):
         run.keys["seq_len"] += " (packed)" if "seq_len" in run.keys else ""

@@ -18,6 +18,7 @@ from zeroplan.core.optimizers import RUNTIME_OPTIMIZERS
 from zeroplan_runtime.comm import Communicator
 from zeroplan_runtime.config import RuntimeConfig, read_config
 from zeroplan_runtime.engine import Engine
+from zeroplan_runtime.monitors.flops import make_flops_profiler
 from zeroplan_runtime.monitors.monitor import make_monitor
 from zeroplan_runtime.optim.schedules import make_schedule
 from zeroplan_runtime.optim.zero_optimizer import Params, ZeroOptimizer
@@ -107,6 +108,7 @@ def make_engine(
     engine = kind(model, settings, chosen, comm=comm, device=where, policy=policy)
     engine.lr_scheduler = schedule
     engine.monitor = make_monitor(settings, where, rank=comm.rank, ranks=comm.world_size)
+    engine.flops_profiler = make_flops_profiler(settings, where, rank=comm.rank)
     return engine, chosen, _loader(training_data, settings, comm, collate_fn), engine.lr_scheduler
 
 

@@ -38,6 +38,7 @@ class RuntimeConfig:
         drop_last: leave out a loader's last batch where it is smaller.
         counts_micro_batches: the engine counts micro batches and divides the loss by their number; otherwise every step
             updates the parameters, with the sum of the gradients since the last.
+        flops_profiler: the given keys of the section of that name, where it is enabled; else None.
         monitors: the given keys of ``tensorboard``, ``wandb`` and ``csv_monitor``, where they are enabled.
         without_effect: paths of keys that change nothing here.
     """
@@ -53,6 +54,7 @@ class RuntimeConfig:
     drop_last: bool = False
     counts_micro_batches: bool = True
     monitors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    flops_profiler: Mapping[str, Any] | None = None
     without_effect: tuple[str, ...] = ()
 
     @property
@@ -109,6 +111,7 @@ def read_config(source: object, ranks: int) -> RuntimeConfig:
         drop_last=bool(config.values.get("dataloader_drop_last", False)),
         counts_micro_batches=bool(config.values.get("managed_gradient_accumulation", True)),
         monitors={name: _given(config, name) for name in MONITORS if config.values.get(f"{name}.enabled")},
+        flops_profiler=_given(config, "flops_profiler") if config.values.get("flops_profiler.enabled") else None,
         without_effect=config.ignored,
     )
 

@@ -176,7 +176,7 @@ class Engine(EngineGetters, EngineCheckpoints):
         if self.monitor is not None and torch.is_grad_enabled():
             self.monitor.saw_inputs(args, kwargs)
         saving = self.activations.saving() if self.activations is not None else nullcontext()
-        with self.activity.inside(), self._audited(), saving:
+        with self.activity.inside(), self._audited(), self._counted(backward=False), saving:
             output = self.module(*args, **kwargs)
         self.schedule.guard.close_all()
         return output
@@ -210,7 +210,8 @@ class Engine(EngineGetters, EngineCheckpoints):
             self.optimizer_step.next_step = self.progress.applied + 1
         self.arena.phase = Phase.BACKWARD
         self.schedule.root_pre_backward()
-        with self.checks.during_backward(boundary=self.schedule.grads.boundary), self.activity.inside(), self._audited():
+        during = self.checks.during_backward(boundary=self.schedule.grads.boundary)
+        with during, self.activity.inside(), self._audited(), self._counted(backward=True):
             whole = scaled * self.scaler.scale if self.scaler.scale != 1.0 else scaled
             whole.backward(retain_graph=retain_graph)
             self.schedule.root_post_backward()
@@ -251,6 +252,13 @@ class Engine(EngineGetters, EngineCheckpoints):
     def _reduces_once(self) -> bool:
         """Returns whether reduced gradients cannot be added to, because updates on the host use them at once."""
         return self.host is not None and self.host.early_request is not None
+
+    def _counted(self, *, backward: bool) -> AbstractContextManager[object]:
+        """Returns a context that counts the FLOPs of the step that the config profiles."""
+        if self.flops_profiler is None or self.flops_profiler.done or not torch.is_grad_enabled():
+            return nullcontext()
+        count = self.flops_profiler.backward if backward else self.flops_profiler.forward
+        return count(self.progress.global_steps)
 
     def _audited(self) -> AbstractContextManager[object]:
         """Returns a context that checks parameter reads in the first micro batches at stage 3, and aliases in the first of
@@ -300,6 +308,8 @@ class Engine(EngineGetters, EngineCheckpoints):
         if self.monitor is not None:
             rates = [float(group["lr"]) for group in self.optimizer_step.optimizer.param_groups]
             self.monitor.stepped(self.progress.global_steps * self.train_batch_size(), rates, self.scaler.scale)
+        if self.flops_profiler is not None:
+            self.flops_profiler.stepped(self.progress.global_steps)
         if not self.settings.check_overflow or self.device.type == "cpu":
             self.finish_step()
 

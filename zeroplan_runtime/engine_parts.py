@@ -13,6 +13,7 @@ from zeroplan_runtime.checks import EngineChecks
 from zeroplan_runtime.comm import Communicator
 from zeroplan_runtime.config import RuntimeConfig
 from zeroplan_runtime.model_states import ModelStates
+from zeroplan_runtime.monitors.flops import FlopsProfiler
 from zeroplan_runtime.monitors.monitor import Monitor
 from zeroplan_runtime.offload.host_optimizer import HostOptimizer
 from zeroplan_runtime.optim.step import OptimizerStep, StepResult
@@ -42,6 +43,7 @@ class EngineParts(nn.Module):
         optimizer_step: updates the parameters; None without an optimizer.
         host: updates on the host; None where the device updates.
         monitor: writes what a step shows; None where the config asks for none, and on all ranks but the first.
+        flops_profiler: counts a step's FLOPs; None where the config asks for none, and on all ranks but the first.
         last_step: the result of the last step; None before it.
     """
 
@@ -61,6 +63,7 @@ class EngineParts(nn.Module):
     optimizer_step: OptimizerStep | None
     host: HostOptimizer | None
     monitor: Monitor | None = None
+    flops_profiler: FlopsProfiler | None = None
     last_step: StepResult | None
 
     def finish_step(self) -> None:

@@ -60,13 +60,13 @@ FLOPS_PROFILER = section(
     "flops_profiler",
     Mode.PLAIN,
     "profiling/config.py",
-    free("enabled", BOOL, False),
+    free("enabled", BOOL, False, runtime=HONOURED),
     free("recompute_fwd_factor", FLOAT, 0.0),
-    free("profile_step", INT, 1),
+    free("profile_step", INT, 1, runtime=HONOURED),
     free("module_depth", INT, -1),
     free("top_modules", INT, 1),
     free("detailed", BOOL, True),
-    free("output_file", STR, optional=True),
+    free("output_file", STR, optional=True, runtime=HONOURED),
 )
 
 CHECKPOINT = section(

@@ -241,13 +241,13 @@ class EngineChecks:
 
     @staticmethod
     def require_no_new_parameters(model: nn.Module) -> None:
-        """Checks, before a checkpoint is saved, that the model has no parameter that it got after ``initialize``.
+        """Checks, before a checkpoint is saved, that the model has no parameter with values that it got after ``initialize``.
 
         Raises:
             BadInput: with its name and the remedy.
         """
         for name, param in model.named_parameters():
-            if param not in _claimed:
+            if param not in _claimed and param.numel():
                 raise BadInput(
                     f"{name!r} became a parameter after initialize, so no checkpoint holds it",
                     where="engine.save_checkpoint",

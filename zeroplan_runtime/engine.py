@@ -103,7 +103,7 @@ class Engine(EngineGetters, EngineCheckpoints):
             config.runtime_options,
             ranks=comm.world_size,
             dtype=config.dtype,
-            optimizer=optimizer.layout_kind if optimizer is not None else STATELESS,
+            optimizer=optimizer.row_with_states.name if optimizer is not None else STATELESS,
             grad_accum=config.grad_accum,
         )
         self.arena = Arena(device)
@@ -365,7 +365,7 @@ class Engine(EngineGetters, EngineCheckpoints):
             return
         self.progress.step_was_applied()
         if self.optimizer is not None:
-            self.optimizer.was_stepped()
+            self.optimizer.was_stepped(self.progress.applied)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
 

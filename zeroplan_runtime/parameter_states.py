@@ -32,10 +32,8 @@ class ParameterStates:
             if unit.trainable is not None:
                 for position, param in enumerate(unit.trainable.params):
                     self._places[id(param)] = (unit, unit.trainable, position)
-        row = engine.optimizer.row if engine.optimizer is not None else None
+        row = engine.optimizer.row_with_states if engine.optimizer is not None else None
         self._keys = {state.state_key: state.buffer for state in row.states} if row else {}
-        if row is not None and row.with_momentum and engine.model_states.setup.states:
-            self._keys = {"momentum_buffer": Buffer.OPTIM_MOMENTUM}
         self._keys[MASTER] = Buffer.PARAM_MASTER
 
     def trains(self, param: nn.Parameter) -> bool:

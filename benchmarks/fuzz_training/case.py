@@ -91,6 +91,7 @@ class Case:
     accum: int = 1
     clip: float = 0.0
     optimizer: str = "sgd"
+    maximize: bool = False
     groups: int = 1
     given: bool = False
     offload: str = ""
@@ -133,7 +134,20 @@ def _often(common: Any, *others: Any, times: int) -> tuple[Any, ...]:
 
 
 #: Optimizers of torch's that run without a kernel.
-ELEMENTWISE = ("rmsprop", "adagrad", "adadelta", "adamax", "nadam", "radam")
+ELEMENTWISE = (
+    "amsgrad",
+    "adamw-amsgrad",
+    "rmsprop",
+    "rmsprop-momentum",
+    "rmsprop-centered",
+    "adagrad",
+    "adadelta",
+    "adamax",
+    "nadam",
+    "radam",
+    "asgd",
+    "rprop",
+)
 #: The values of each field, the plainest first; what stands there several times is drawn as often.
 CHOICES: dict[str, tuple[Any, ...]] = {
     "depth": (2, 1, 3, 4),
@@ -183,6 +197,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "accum": (1, 1, 2, 3),
     "clip": (0.0, 0.0, 0.05, 1e9),
     "optimizer": _often("sgd", "momentum", "nesterov", "adamw", "adam", "lamb", "lion", *ELEMENTWISE, times=3),
+    "maximize": _often(False, True, times=6),
     "groups": (1, 1, 2, 3),
     "given": _often(False, True, times=2),
     "offload": _often("", "cpu", "cpu", "nvme", "half", "param-cpu", "param-nvme", times=9),
@@ -273,9 +288,9 @@ def _more_legal(case: Case) -> Case:
     if change.get("lora", case.lora) and case.blocks in ("mha", "lstm"):
         change["blocks"] = "mlp"
     if case.optimizer in ("lamb", "lion"):
-        change["given"] = False  # torch has neither
-    if case.optimizer == "lion":
-        change |= {"dtype": "fp32", "autocast": False}  # it takes a sign, which the rounding of 16 bits turns around
+        change |= {"given": False, "maximize": False}  # torch has neither
+    if case.optimizer in ("lion", "rprop"):
+        change |= {"dtype": "fp32", "autocast": False}  # they take a sign, which the rounding of 16 bits turns around
     offload = change.get("offload", case.offload)
     if case.optimizer == "lamb" and offload:
         change |= {"offload": "", "delayed": 0}  # its norms need all ranks
@@ -314,8 +329,8 @@ def _more_legal(case: Case) -> Case:
     if case.optimizer not in ("momentum", "nesterov"):
         after -= {"momentum"}
     change["after"] = tuple(one for one in case.after if one in after)
-    if case.schedule == "cycle" and case.optimizer in ("sgd", *ELEMENTWISE):
-        change["schedule"] = "step"
+    if case.schedule == "cycle" and case.optimizer in ("sgd", "rmsprop", "adagrad", "adadelta", "asgd", "rprop"):
+        change["schedule"] = "step"  # they have no momentum to cycle
     if case.clamps and (case.loss in ("two-forwards", "input-gradient", "gradient-penalty", "retained") or case.checkpointing):
         change["clamps"] = ""  # autograd refuses a weight that was changed after it was used
     return replace(case, **change)

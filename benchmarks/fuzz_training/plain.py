@@ -26,7 +26,8 @@ def groups_of(case: Case, params: list[nn.Parameter]) -> list[dict[str, Any]]:
     for i in range(case.groups):
         chosen = params[i :: case.groups]
         if chosen:
-            found.append({"params": chosen, "lr": 0.1 / (i + 1), "weight_decay": 0.02 * i})
+            decay = {} if case.optimizer == "rprop" else {"weight_decay": 0.02 * i}  # which Rprop has not
+            found.append({"params": chosen, "lr": 0.1 / (i + 1), **decay})
     return found
 
 
@@ -34,30 +35,39 @@ def optimizer_of(case: Case, params: list[nn.Parameter]) -> torch.optim.Optimize
     """Return the torch optimizer of `case`. Its eps keeps Adam from turning rounding into whole steps."""
     groups: Any = groups_of(case, params)
     match case.optimizer:
-        case "adamw":
-            return torch.optim.AdamW(groups, eps=EPS, betas=BETAS)
-        case "adam":
-            return torch.optim.Adam(groups, eps=EPS, betas=BETAS)
-        case "momentum" | "nesterov":
-            return torch.optim.SGD(groups, momentum=0.9, nesterov=case.optimizer == "nesterov")
-        case "rmsprop":
-            return torch.optim.RMSprop(groups, eps=EPS, alpha=BETAS[1])
-        case "adagrad":
-            return torch.optim.Adagrad(groups, eps=EPS, lr_decay=0.1)
-        case "adadelta":
-            return torch.optim.Adadelta(groups, eps=EPS, rho=BETAS[0])
-        case "adamax" | "nadam" | "radam":
-            kinds: dict[str, Any] = {"adamax": torch.optim.Adamax, "nadam": torch.optim.NAdam, "radam": torch.optim.RAdam}
-            made: torch.optim.Optimizer = kinds[case.optimizer](groups, eps=EPS, betas=BETAS)
-            return made
         case "lamb":
             return Lamb(groups, eps=EPS, betas=BETAS)
         case "lion":
             return Lion(groups, betas=BETAS)
-    return torch.optim.SGD(groups)
+    name, options = TORCHS[case.optimizer]
+    kind: Any = getattr(torch.optim, name)
+    made: torch.optim.Optimizer = kind(groups, **options, maximize=case.maximize)
+    return made
 
 
 EPS, BETAS = 0.05, (0.8, 0.95)
+_ADAM: dict[str, Any] = {"eps": EPS, "betas": BETAS}
+_RMSPROP: dict[str, Any] = {"eps": EPS, "alpha": BETAS[1]}
+#: A case's optimizers that torch has: the class, and its arguments.
+TORCHS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sgd": ("SGD", {}),
+    "momentum": ("SGD", {"momentum": 0.9}),
+    "nesterov": ("SGD", {"momentum": 0.9, "nesterov": True}),
+    "adamw": ("AdamW", _ADAM),
+    "adam": ("Adam", _ADAM),
+    "amsgrad": ("Adam", {**_ADAM, "amsgrad": True}),
+    "adamw-amsgrad": ("AdamW", {**_ADAM, "amsgrad": True}),
+    "rmsprop": ("RMSprop", _RMSPROP),
+    "rmsprop-momentum": ("RMSprop", {**_RMSPROP, "momentum": 0.5}),
+    "rmsprop-centered": ("RMSprop", {**_RMSPROP, "momentum": 0.5, "centered": True}),
+    "adagrad": ("Adagrad", {"eps": EPS, "lr_decay": 0.1}),
+    "adadelta": ("Adadelta", {"eps": EPS, "rho": BETAS[0]}),
+    "adamax": ("Adamax", _ADAM),
+    "nadam": ("NAdam", _ADAM),
+    "radam": ("RAdam", _ADAM),
+    "asgd": ("ASGD", {"lambd": 0.1, "t0": 1.0}),
+    "rprop": ("Rprop", {"step_sizes": (1e-3, 0.2)}),
+}
 
 
 def schedule_of(case: Case, optimizer: torch.optim.Optimizer) -> Any:

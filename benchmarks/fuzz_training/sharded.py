@@ -15,11 +15,9 @@ from torch import nn
 import zeroplan_runtime
 from benchmarks.fuzz_training.case import Case
 from benchmarks.fuzz_training.model import make
-from benchmarks.fuzz_training.plain import BETAS, EPS, SCALE, Trained, groups_of, optimizer_of, schedule_of
+from benchmarks.fuzz_training.plain import BETAS, EPS, SCALE, TORCHS, Trained, groups_of, optimizer_of, schedule_of
 from benchmarks.fuzz_training.script import Seen, play
 from zeroplan_runtime.engine import Engine
-
-TYPES = {"adamax": "Adamax", "nadam": "NAdam", "radam": "RAdam"}
 
 
 def ds_config(case: Case, folder: Path) -> dict[str, Any]:
@@ -64,25 +62,17 @@ def ds_config(case: Case, folder: Path) -> dict[str, Any]:
 
 def _optimizer(case: Case) -> dict[str, Any]:
     match case.optimizer:
-        case "adamw":
-            return {"type": "AdamW", "params": {"eps": EPS, "betas": list(BETAS)}}
-        case "adam":
-            return {"type": "Adam", "params": {"eps": EPS, "betas": list(BETAS), "adam_w_mode": False}}
-        case "momentum" | "nesterov":
-            return {"type": "SGD", "params": {"momentum": 0.9, "nesterov": case.optimizer == "nesterov"}}
-        case "rmsprop":
-            return {"type": "RMSprop", "params": {"eps": EPS, "alpha": BETAS[1]}}
-        case "adagrad":
-            return {"type": "Adagrad", "params": {"eps": EPS, "lr_decay": 0.1}}
-        case "adadelta":
-            return {"type": "Adadelta", "params": {"eps": EPS, "rho": BETAS[0]}}
-        case "adamax" | "nadam" | "radam":
-            return {"type": TYPES[case.optimizer], "params": {"eps": EPS, "betas": list(BETAS)}}
         case "lamb":
             return {"type": "Lamb", "params": {"eps": EPS, "betas": list(BETAS)}}
         case "lion":
             return {"type": "Lion", "params": {"betas": list(BETAS)}}
-    return {"type": "SGD", "params": {}}
+    kind, options = TORCHS[case.optimizer]
+    params = {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
+    if case.maximize:
+        params["maximize"] = True
+    if kind == "Adam":
+        params["adam_w_mode"] = False
+    return {"type": kind, "params": params}
 
 
 class EngineTrainer:

@@ -26,6 +26,8 @@ CASES = st.builds(
 
 #: Cases that once went wrong, with the words of the refusal where one is right; empty where the numbers are to be equal.
 FOUND = [
+    # A checkpoint of a model with an empty parameter was refused.
+    (Case(odd=True, after=("save",), optimizer="asgd", steps=3, schedule="step", ranks=2, stage=3), ""),
     # An empty parameter kept its precision.
     (Case(odd=True, dtype="fp16", seed=188), ""),
     # `.data` was written to between forward and backward, and the master did not follow.

@@ -388,14 +388,45 @@ def test_what_an_optimizer_cannot_take_over() -> None:
     assert "no dampened sum can follow" in said_by(dampened.step)
 
 
-def test_nadam_keeps_its_betas() -> None:
-    """Its kernel takes the product of all earlier momenta from the present beta."""
-    config = sgd(0, optimizer={"type": "NAdam", "params": {"lr": 0.1}})
-    engine = start(None, config)
-    take_steps(engine, 1)
-    engine.optimizer.param_groups[0]["betas"] = (0.8, 0.999)
-    engine.backward(engine(data(0, 0)))
-    assert "'betas' of nadam was changed to (0.8, 0.999)" in said_by(engine.step)
+CHANGES: dict[str, Callable[[dict[str, Any], int], None]] = {
+    "NAdam": lambda group, i: group.update(betas=(0.6 + 0.08 * i, 0.9)),
+    "ASGD": lambda group, i: group.update(lr=0.1 / i, lambd=0.3),
+    "RMSprop": lambda group, i: group.update(momentum=0.5 + 0.1 * i),
+    "Adamax": lambda group, i: group.update(betas=(0.9, 0.9 + 0.02 * i), maximize=i > 2),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_hyperparameters_that_change_in_every_step(name: str, tmp_path: Path) -> None:
+    """Some follow from those of earlier steps; a checkpoint in the middle keeps these."""
+    options = {"lr": 0.1, **({"momentum": 0.5} if name == "RMSprop" else {})}
+    plain = Net()
+    engine = start(None, sgd(0, optimizer={"type": name, "params": options}))
+    plain.load_state_dict(engine.module_state_dict())
+    optimizer = getattr(torch.optim, name)(plain.parameters(), **options)
+    for i in range(1, 6):
+        optimizer.zero_grad()
+        plain(data(i, 0)).backward()
+        engine.backward(engine(data(i, 0)))
+        for one in (optimizer, engine.optimizer):
+            CHANGES[name](one.param_groups[0], i)
+        optimizer.step()
+        engine.step()
+        if i == 3:
+            engine.save_checkpoint(tmp_path)
+            engine.destroy()
+            engine = start(None, sgd(0, optimizer={"type": name, "params": options}))
+            engine.load_checkpoint(tmp_path)
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(engine.module_state_dict()[key], value, rtol=1e-5, atol=1e-6, msg=key)
+
+
+def test_options_that_add_states_come_with_the_optimizer() -> None:
+    for name, option in (("AdamW", "amsgrad"), ("RMSprop", "centered")):
+        engine = start(None, sgd(0, optimizer={"type": name, "params": {}}))
+        engine.backward(engine(data(0, 0)))
+        engine.optimizer.param_groups[0][option] = True
+        assert f"{option} is True but was false when the engine was made" in said_by(engine.step)
 
 
 def test_what_comes_too_late_for_updates_that_have_begun() -> None:

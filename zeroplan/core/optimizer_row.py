@@ -98,6 +98,8 @@ class TorchClass:
         states_when_built: its constructor makes the states; all others make them at the first step.
         foreach_lists: temporaries as large as all parameters together that its multi-tensor loops, torch's choice on a GPU
             where nothing is fused, hold at once.
+        selects: beside those lists it chooses between two values by a mask, one tensor at a time: a temporary as large as that
+            tensor, and one byte for each of its elements.
         params: arguments that make the class keep the row's states.
     """
 
@@ -106,6 +108,7 @@ class TorchClass:
     counts_steps: bool = True
     states_when_built: bool = False
     foreach_lists: int = 1
+    selects: bool = False
     params: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
@@ -120,7 +123,8 @@ class RuntimeKernel:
         kernel_names: the kernel's argument for a hyperparameter of another name.
         decoupled: the row whose weight decay is decoupled, if that and L2 regularisation are both this kernel's: it takes the
             argument ``decoupled`` then.
-        fixed: hyperparameters that must not change between steps, as what they were in earlier steps is not kept.
+        carried: a number that follows from the hyperparameters of earlier steps, which the kernel takes by this name. It is
+            kept in the parameter group.
         temporaries: fp32 tensors, as long as the part of the masters that is updated at once, that the update works in.
         takes_norms: the kernel needs the norm of each whole tensor, which the ranks add up between two passes. So the
             optimizer cannot run on the host, where each rank steps alone.
@@ -130,7 +134,7 @@ class RuntimeKernel:
     defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
     kernel_names: Mapping[str, str] = field(default_factory=dict, hash=False)
     decoupled: str = ""
-    fixed: tuple[str, ...] = ()
+    carried: str = ""
     temporaries: int = 0
     takes_norms: bool = False
 
@@ -149,7 +153,7 @@ class Optimizer:
         torch: its class in ``torch.optim``; None where torch has none.
         runtime: how the included runtime steps it; None where it cannot.
         rest: the row that steps the elements of :attr:`Domain.REST`, for an optimizer that takes matrices alone.
-        with_momentum: the row that holds if ``momentum`` is above 0.
+        variants: by hyperparameter, the row that holds where it is neither 0 nor false.
         eight_bit: the row with the same update and 8-bit states.
         optim: TrainingArguments' name for it, if DeepSpeed builds it from no config and the Trainer does.
         warning: what whoever plans with it should know.
@@ -163,7 +167,7 @@ class Optimizer:
     torch: TorchClass | None = None
     runtime: RuntimeKernel | None = None
     rest: str = ""
-    with_momentum: str = ""
+    variants: Mapping[str, str] = field(default_factory=dict, hash=False)
     eight_bit: str = ""
     optim: str = ""
     warning: str = ""
@@ -198,6 +202,11 @@ class Optimizer:
     def foreach_lists(self) -> int:
         """Temporaries as large as all parameters together that multi-tensor loops hold at once."""
         return 1 if self.torch is None else self.torch.foreach_lists
+
+    @property
+    def selects(self) -> bool:
+        """Whether multi-tensor loops choose by a mask, one tensor at a time (:attr:`TorchClass.selects`)."""
+        return self.torch is not None and self.torch.selects
 
     @property
     def zero(self) -> bool:

@@ -6,7 +6,8 @@ Planner, readers of config files, engines and the included runtime all read a ro
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput, did_you_mean
@@ -17,8 +18,22 @@ _EXP_AVG, _EXP_AVG_SQ = State(Buffer.OPTIM_EXP_AVG, 1), State(Buffer.OPTIM_EXP_A
 _ADAM = (_EXP_AVG, _EXP_AVG_SQ)
 _ADAM_LIKE = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 _ADAM_DEFAULTS = {**_ADAM_LIKE, "bias_correction": True}
-_ADAM_KERNEL = RuntimeKernel("adamw", _ADAM_DEFAULTS, decoupled="adamw")
-_SGD_KERNEL = RuntimeKernel("sgd", {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False})
+_MAXIMIZE = {"maximize": False}  # which all of torch's own have
+_TORCHS_ADAM = {**_ADAM_DEFAULTS, **_MAXIMIZE, "amsgrad": False}
+_ADAM_KERNEL = RuntimeKernel("adamw", _TORCHS_ADAM, decoupled="adamw")
+_AMSGRAD = (*_ADAM, State(Buffer.OPTIM_MAX_EXP_AVG_SQ, 1))
+_AMSGRAD_KERNEL = RuntimeKernel("amsgrad", _TORCHS_ADAM, decoupled="adamw", temporaries=2)
+_SGD_KERNEL = RuntimeKernel(
+    "sgd", {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, **_MAXIMIZE}
+)
+_SQUARE_AVG = State(Buffer.OPTIM_EXP_AVG_SQ, 1, key="square_avg")
+_GRAD_AVG = State(Buffer.OPTIM_EXP_AVG, 1, key="grad_avg")
+_MOMENTUM = State(Buffer.OPTIM_MOMENTUM, 1, key="momentum_buffer")
+_RMSPROP_KERNEL = RuntimeKernel(
+    "rmsprop",
+    {"lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0, "centered": False, **_MAXIMIZE},
+    temporaries=2,
+)
 
 _ROWS = (
     Optimizer(
@@ -47,6 +62,7 @@ _ROWS = (
         torch=TorchClass("AdamW", fused=True),
         runtime=_ADAM_KERNEL,
         eight_bit="adamw8bit",
+        variants={"amsgrad": "adamw_amsgrad"},
     ),
     Optimizer(
         "adam",
@@ -56,6 +72,21 @@ _ROWS = (
         deepspeed=(DeepSpeedType("Adam", own=True, becomes="adamw", fused=True, adam=True, torch_adam=True, tested=True),),
         torch=TorchClass("Adam", fused=True),
         runtime=_ADAM_KERNEL,
+        variants={"amsgrad": "adam_amsgrad"},
+    ),
+    Optimizer(
+        "adamw_amsgrad",
+        _AMSGRAD,
+        "Reddi et al. 2018, algorithm 2; torch/optim/adamw.py",
+        torch=TorchClass("AdamW", fused=True, params={"amsgrad": True}),
+        runtime=_AMSGRAD_KERNEL,
+    ),
+    Optimizer(
+        "adam_amsgrad",
+        _AMSGRAD,
+        "Reddi et al. 2018, algorithm 2; torch/optim/adam.py",
+        torch=TorchClass("Adam", fused=True, params={"amsgrad": True}),
+        runtime=_AMSGRAD_KERNEL,
     ),
     Optimizer(
         "adamw8bit",
@@ -113,7 +144,7 @@ _ROWS = (
         torch=TorchClass("Adagrad", states_when_built=True, foreach_lists=2),
         runtime=RuntimeKernel(
             "adagrad",
-            {"lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10},
+            {"lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10, **_MAXIMIZE},
             temporaries=2,
         ),
     ),
@@ -144,8 +175,8 @@ _ROWS = (
         torch=TorchClass("NAdam"),
         runtime=RuntimeKernel(
             "nadam",
-            {**_ADAM_LIKE, "lr": 2e-3, "momentum_decay": 4e-3, "decoupled_weight_decay": False},
-            fixed=("betas", "momentum_decay"),
+            {**_ADAM_LIKE, "lr": 2e-3, "momentum_decay": 4e-3, "decoupled_weight_decay": False, **_MAXIMIZE},
+            carried="mu_product",
             temporaries=2,
         ),
     ),
@@ -155,7 +186,7 @@ _ROWS = (
         "Liu et al. 2020; torch/optim/radam.py",
         deepspeed=(DeepSpeedType("RAdam"),),
         torch=TorchClass("RAdam"),
-        runtime=RuntimeKernel("radam", {**_ADAM_LIKE, "decoupled_weight_decay": False}, temporaries=2),
+        runtime=RuntimeKernel("radam", {**_ADAM_LIKE, "decoupled_weight_decay": False, **_MAXIMIZE}, temporaries=2),
     ),
     Optimizer(
         "adamax",
@@ -163,23 +194,75 @@ _ROWS = (
         "Kingma & Ba 2015, algorithm 2; torch/optim/adamax.py",
         deepspeed=(DeepSpeedType("Adamax"),),
         torch=TorchClass("Adamax"),
-        runtime=RuntimeKernel("adamax", {**_ADAM_LIKE, "lr": 2e-3}, temporaries=2),
+        runtime=RuntimeKernel("adamax", {**_ADAM_LIKE, "lr": 2e-3, **_MAXIMIZE}, temporaries=2),
     ),
     Optimizer(
         "rmsprop",
-        (State(Buffer.OPTIM_EXP_AVG_SQ, 1, key="square_avg"),),
+        (_SQUARE_AVG,),
         "Hinton 2012, lecture 6e; torch/optim/rmsprop.py",
         deepspeed=(DeepSpeedType("RMSprop"),),
         torch=TorchClass("RMSprop"),
-        runtime=RuntimeKernel("rmsprop", {"lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0}, temporaries=2),
+        runtime=_RMSPROP_KERNEL,
+        variants={"momentum": "rmsprop_momentum", "centered": "rmsprop_centered"},
+    ),
+    Optimizer(
+        "rmsprop_momentum",
+        (_SQUARE_AVG, _MOMENTUM),
+        "torch/optim/rmsprop.py",
+        deepspeed=(DeepSpeedType("RMSprop", params={"momentum": 0.9}),),
+        torch=TorchClass("RMSprop", params={"momentum": 0.9}),
+        runtime=_RMSPROP_KERNEL,
+        variants={"centered": "rmsprop_centered_momentum"},
+    ),
+    Optimizer(
+        "rmsprop_centered",
+        (_SQUARE_AVG, _GRAD_AVG),
+        "Graves 2013, equations 38 to 45; torch/optim/rmsprop.py",
+        deepspeed=(DeepSpeedType("RMSprop", params={"centered": True}),),
+        torch=TorchClass("RMSprop", params={"centered": True}),
+        runtime=_RMSPROP_KERNEL,
+        variants={"momentum": "rmsprop_centered_momentum"},
+    ),
+    Optimizer(
+        "rmsprop_centered_momentum",
+        (_SQUARE_AVG, _MOMENTUM, _GRAD_AVG),
+        "Graves 2013, equations 38 to 45; torch/optim/rmsprop.py",
+        deepspeed=(DeepSpeedType("RMSprop", params={"momentum": 0.9, "centered": True}),),
+        torch=TorchClass("RMSprop", params={"momentum": 0.9, "centered": True}),
+        runtime=_RMSPROP_KERNEL,
     ),
     Optimizer(
         "adadelta",
-        (State(Buffer.OPTIM_EXP_AVG_SQ, 1, key="square_avg"), State(Buffer.OPTIM_SUM, 1, key="acc_delta")),
+        (_SQUARE_AVG, State(Buffer.OPTIM_SUM, 1, key="acc_delta")),
         "Zeiler 2012; torch/optim/adadelta.py",
         deepspeed=(DeepSpeedType("Adadelta"),),
         torch=TorchClass("Adadelta", foreach_lists=2),
-        runtime=RuntimeKernel("adadelta", {"lr": 1.0, "rho": 0.9, "eps": 1e-6, "weight_decay": 0.0}, temporaries=2),
+        runtime=RuntimeKernel(
+            "adadelta", {"lr": 1.0, "rho": 0.9, "eps": 1e-6, "weight_decay": 0.0, **_MAXIMIZE}, temporaries=2
+        ),
+    ),
+    Optimizer(
+        "asgd",
+        (State(Buffer.OPTIM_AVERAGE, 1, key="ax"),),
+        "Polyak & Juditsky 1992; torch/optim/asgd.py",
+        deepspeed=(DeepSpeedType("ASGD"),),
+        torch=TorchClass("ASGD"),
+        runtime=RuntimeKernel(
+            "asgd",
+            {"lr": 1e-2, "lambd": 1e-4, "alpha": 0.75, "t0": 1e6, "weight_decay": 0.0, **_MAXIMIZE},
+            carried="eta",
+            temporaries=2,
+        ),
+    ),
+    Optimizer(
+        "rprop",
+        (State(Buffer.OPTIM_PREVIOUS_GRAD, 1, key="prev"), State(Buffer.OPTIM_STEP_SIZE, 1)),
+        "Riedmiller & Braun 1993; torch/optim/rprop.py",
+        deepspeed=(DeepSpeedType("Rprop"),),
+        torch=TorchClass("Rprop", selects=True),
+        runtime=RuntimeKernel(
+            "rprop", {"lr": 1e-2, "etas": (0.5, 1.2), "step_sizes": (1e-6, 50.0), **_MAXIMIZE}, temporaries=2
+        ),
     ),
     Optimizer(
         "sgd",
@@ -188,11 +271,11 @@ _ROWS = (
         deepspeed=(DeepSpeedType("SGD"), DeepSpeedType("MuSGD", own=True)),
         torch=TorchClass("SGD", fused=True, counts_steps=False, foreach_lists=0),
         runtime=_SGD_KERNEL,
-        with_momentum="sgd_momentum",
+        variants={"momentum": "sgd_momentum"},
     ),
     Optimizer(
         "sgd_momentum",
-        (State(Buffer.OPTIM_MOMENTUM, 1, key="momentum_buffer"),),
+        (_MOMENTUM,),
         "Polyak 1964",
         aliases=("sgdm",),
         deepspeed=(DeepSpeedType("SGD", params={"momentum": 0.9}),),
@@ -247,20 +330,40 @@ def torch_optimizers() -> frozenset[str]:
     return frozenset([*modelled, *(group.torch for group in UNMODELLED if group.torch)])
 
 
+def torch_row(name: str) -> Optimizer | None:
+    """The first row of a class of ``torch.optim``; None where no row has it."""
+    return next((row for row in _ROWS if row.torch is not None and row.torch.name == name), None)
+
+
+def why_no_kernel(name: str) -> str:
+    """Why the included runtime cannot step a class of ``torch.optim``, as one clause."""
+    from zeroplan.core.unmodelled_optimizers import UNMODELLED
+
+    whole = "its update of one element depends on others of the same tensor, of which a rank has a part"
+    return next((group.why for group in UNMODELLED if group.torch == name), whole)
+
+
 def deepspeed_type(type_: str) -> DeepSpeedType | None:
     """Return the optimizer that DeepSpeed builds for a value of ``optimizer.type``; None where no row has it."""
     return next((one for _, one in _types() if one.matches(type_)), None)
 
 
-def optimizer_of_type(type_: str, *, momentum: bool = False) -> Optimizer | None:
-    """The row that a value of ``optimizer.type`` means, `momentum` telling whether that parameter is above 0.
+def variant_of(row: Optimizer, hyper: Mapping[str, Any]) -> Optimizer:
+    """The row that holds for `row` with these hyperparameters, some of which add states."""
+    for key, name in row.variants.items():
+        if hyper.get(key):
+            return variant_of(OPTIMIZERS[name], hyper)
+    return row
+
+
+def optimizer_of_type(type_: str, hyper: Mapping[str, Any] | None = None) -> Optimizer | None:
+    """The row that a value of ``optimizer.type`` means with these ``optimizer.params``.
 
     None where no row has it.
     """
     for row, one in _types():
         if one.matches(type_):
-            found = OPTIMIZERS[one.becomes or row.name]
-            return OPTIMIZERS[found.with_momentum] if momentum and found.with_momentum else found
+            return variant_of(OPTIMIZERS[one.becomes or row.name], hyper or {})
     return None
 
 

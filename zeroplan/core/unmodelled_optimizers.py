@@ -36,9 +36,7 @@ _IN_BACKWARD = "it steps within the backward, so gradients never stand together"
 _AVERAGED = "its averaged iterate is not in the table"
 _COMPRESSED = "its states are compressed"
 UNMODELLED = (
-    UnmodelledOptimizer(("asgd",), "its averaged copy and step sizes are not in the table", torch="ASGD"),
     UnmodelledOptimizer(("lbfgs",), "its history of past steps is as long as the user says", torch="LBFGS"),
-    UnmodelledOptimizer(("rprop",), "its step sizes are not in the table", torch="Rprop"),
     UnmodelledOptimizer(("sparseadam",), "it takes sparse gradients, which no plan here has", torch="SparseAdam"),
     _of("adamw_torch_8bit ao_adamw_8bit ao_adamw_fp8", _LOW_BIT, "adamw8bit"),
     _of("adamw_torch_4bit ao_adamw_4bit", _LOW_BIT, "adamw8bit", Effect.LESS),

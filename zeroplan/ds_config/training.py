@@ -81,7 +81,7 @@ class TrainingSettings:
     def _optimizer(self) -> str:
         """The table's name; the type in lower case where the table has none, which its reader refuses."""
         name = self.optimizer or ""
-        row = optimizer_of_type(name, momentum=bool(self.optimizer_params.get("momentum")))
+        row = optimizer_of_type(name, self.optimizer_params)
         return known_optimizer(name) if row is None else row.name
 
     def _kind(self) -> OptimizerKind:

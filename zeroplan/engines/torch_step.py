@@ -76,6 +76,10 @@ def _temporaries(recorder: Recorder, rank: TorchRank, stepped: Sequence[tuple[Do
             for _ in range(kind.foreach_lists)
             for _, p in stepped
         ]
+        for _, p in stepped if kind.selects else ():
+            chosen = [recorder.alloc(width * rank.chunks[p], Buffer.OPTIM_TEMP) for width in (1, rank.original_bytes)]
+            for handle in chosen:
+                recorder.free(handle)
         for handle in lists:
             recorder.free(handle)
     update = -1

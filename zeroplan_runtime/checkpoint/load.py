@@ -191,8 +191,7 @@ def _take_over(engine: EngineParts, state: dict[str, Any], *, optimizer: bool, s
     """Continues from the checkpoint's counts, hyperparameters and schedule."""
     engine.progress.load_state_dict(state["progress"])
     if optimizer and engine.optimizer is not None:
-        for group, values in zip(engine.optimizer.param_groups, state["groups"], strict=True):
-            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        engine.optimizer.take_hyperparameters(state["groups"])
     if schedule and engine.lr_scheduler is not None and state["schedule"] is not None:
         try:
             engine.lr_scheduler.load_state_dict(state["schedule"])

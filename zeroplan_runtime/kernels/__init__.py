@@ -1,10 +1,12 @@
 """Optimizer updates, gradient norms and casts of flat buffers, and a cross entropy: by CUDA kernels, CPU routines or torch.
 
 Public: :func:`adamw`, :func:`lamb`, :func:`lion`, :func:`sgd`, :func:`grad_norm`, :func:`squares`,
-:func:`global_norm`, :func:`cast`, :data:`UPDATES`, :func:`cross_entropy`, :func:`cross_entropy_grad`, :func:`backend_report`.
+:func:`global_norm`, :func:`cast`, :data:`UPDATES`, :data:`CARRIED`, :func:`cross_entropy`, :func:`cross_entropy_grad`,
+:func:`backend_report`.
 """
 
 from zeroplan_runtime.kernels.backends import backend_report
+from zeroplan_runtime.kernels.elementwise import CARRIED
 from zeroplan_runtime.kernels.functional import adamw, cast, global_norm, grad_norm, lamb, lion, sgd, squares
 from zeroplan_runtime.kernels.loss import cross_entropy, cross_entropy_grad
 from zeroplan_runtime.kernels.optimizers import UPDATES
@@ -12,6 +14,7 @@ from zeroplan_runtime.kernels.segments import Segments, SegmentWorkspace, make_s
 from zeroplan_runtime.kernels.update import FACTOR, NORM, ORDER, SKIP, SQUARES
 
 __all__ = [
+    "CARRIED",
     "FACTOR",
     "NORM",
     "ORDER",

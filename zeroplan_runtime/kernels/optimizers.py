@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zeroplan_runtime.kernels.elementwise import adadelta, adagrad, adamax, nadam, radam, rmsprop
+from zeroplan_runtime.kernels.elementwise import adadelta, adagrad, adamax, amsgrad, asgd, nadam, radam, rmsprop, rprop
 from zeroplan_runtime.kernels.functional import adamw, lamb, lion, sgd
 from zeroplan_runtime.kernels.segments import Segments
 from zeroplan_runtime.kernels.update import Reduce
@@ -48,9 +48,10 @@ def _sgd(
     reduce: Reduce | None,
     *,
     step: int,
+    momentum: float = 0.0,
     **keywords: Any,
 ) -> None:
-    sgd(master, grad, states[0] if states else None, step=step, **keywords)
+    sgd(master, grad, states[0] if momentum else None, step=step, momentum=momentum, **keywords)  # it may come and go
 
 
 def _lamb(
@@ -76,10 +77,13 @@ UPDATES: dict[str, Update] = {
     "adagrad": adagrad,
     "adamax": adamax,
     "adamw": _adamw,
+    "amsgrad": amsgrad,
+    "asgd": asgd,
     "lamb": _lamb,
     "lion": _lion,
     "nadam": nadam,
     "radam": radam,
     "rmsprop": rmsprop,
+    "rprop": rprop,
     "sgd": _sgd,
 }

@@ -249,7 +249,9 @@ class OptimizerStep:
             assert part.unit.grad is not None
             part.grad = part.unit.grad[part.part]
         master, grad = part.master, part.grad
-        states = part.states if hyper.get("momentum", 1.0) else []  # SGD's momentum may come and go
+        hyper = dict(hyper)
+        if hyper.pop("maximize", False):
+            grad.neg_()  # nothing reads it after the update
         common: dict[str, Any] = {"param_out": part.param, "scalars": scalars}
         if self.optimizer.kernel.temporaries:
             where = "device" if part.unit.offloaded is None else "host"
@@ -257,7 +259,7 @@ class OptimizerStep:
         shared = self.model_states.setup.shards_states
         reduce = self.model_states.comm.all_reduce_sum if shared else None
         kernels.UPDATES[self.optimizer.kernel.kernel](
-            master, grad, states, part.tensors, reduce, step=number, **hyper, **common
+            master, grad, part.states, part.tensors, reduce, step=number, **hyper, **common
         )
 
 

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from zeroplan.core.errors import BadInput, did_you_mean
-from zeroplan.core.optimizers import OPTIMIZERS, RUNTIME_OPTIMIZERS
+from zeroplan.core.optimizer_row import Optimizer, RuntimeKernel
+from zeroplan.core.optimizers import OPTIMIZERS, RUNTIME_OPTIMIZERS, torch_row, variant_of, why_no_kernel
+from zeroplan_runtime import kernels
 
 #: Keys of torch's and DeepSpeed's optimizers that only choose an implementation.
 _IGNORED = frozenset({"torch_adam", "foreach", "fused", "capturable", "differentiable", "fp32_optimizer_states"})
@@ -40,10 +42,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if row is None or row.runtime is None:
             remedy = did_you_mean(kind, RUNTIME_OPTIMIZERS) or f"use one of {', '.join(RUNTIME_OPTIMIZERS)}"
             raise BadInput(f"optimizer {kind!r} is not supported", where="optimizer.type", remedy=remedy)
-        self.row, self.kernel = row, row.runtime
+        self.row = row
         known = row.runtime.defaults
         for key, value in hyper.items():
-            if key in _MUST_BE_FALSE and value:
+            if key in _MUST_BE_FALSE and key not in known and value:
                 raise BadInput(f"{key!r} is not supported", where="optimizer.params")
             if key not in known and key not in _IGNORED and key not in _MUST_BE_FALSE:
                 raise BadInput(f"unknown key {key!r} for {kind}", where="optimizer.params", remedy=did_you_mean(key, known))
@@ -52,10 +54,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.kind, self.decoupled = kind, decoupled
         self._take_step: Callable[[], None] | None = None
         self._drop_grads: Callable[[], None] | None = None
-        self._keeps_momentum = False
+        self._row_with_states: Optimizer | None = None  # what the engine has made room for
+        self._options: dict[str, bool] = {}  # hyperparameters that add states: whether the engine has made those
+        self._taken: list[dict[str, Any]] = []  # each group's hyperparameters of the last step
         self._had_momentum: set[int] = set()  # SGD's groups of which a step had momentum, and those of which none had
         self._had_none: set[int] = set()
-        self._fixed: list[dict[str, Any]] = []  # each group's hyperparameters that must stay as they are
         self._scheduled: torch.optim.Optimizer = self  # what schedules were made on
         try:
             super().__init__(params, {**known, **{k: v for k, v in hyper.items() if k in known}})
@@ -69,15 +72,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             BadInput: when its class has no row with a kernel, or an option that the kernel has not.
         """
-        rows = {row.torch.name: row for row in RUNTIME_OPTIMIZERS.values() if row.torch is not None}
-        row = next((row for name, row in rows.items() if type(optimizer) is getattr(torch.optim, name)), None)
-        if row is None:
-            *others, last = rows
-            raise BadInput(
-                f"an optimizer of type {type(optimizer).__name__} is not supported",
-                where="optimizer",
-                remedy=f"give torch.optim.{', '.join(others)} or {last}, or name the optimizer in the config",
-            )
+        row = _row_of(optimizer)
         if any(_has_stepped(state) for state in optimizer.state.values()):
             raise BadInput(
                 "the optimizer has states of earlier steps, which the engine's do not take over",
@@ -100,47 +95,54 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return made
 
     @property
-    def layout_kind(self) -> str:
-        """The name of the row in the optimizer table that has its states; SGD with momentum has a row of its own."""
-        momentum = self.row.with_momentum and any(group["momentum"] for group in self.param_groups)
-        return self.row.with_momentum if momentum else self.row.name
+    def row_with_states(self) -> Optimizer:
+        """The row in the optimizer table that has its states, some of which hyperparameters such as momentum add."""
+        return self._row_with_states or variant_of(self.row, self._wanted())
+
+    def _wanted(self) -> dict[str, bool]:
+        """Each hyperparameter that adds states: whether a group has it."""
+        return {key: any(group.get(key) for group in self.param_groups) for key in _options_of(self.row)}
+
+    @property
+    def kernel(self) -> RuntimeKernel:
+        """How it is stepped."""
+        kernel = self.row_with_states.runtime
+        assert kernel is not None
+        return kernel
 
     def hyper(self, group: int) -> dict[str, Any]:
         """Returns the current hyperparameters of group number `group`, by the names of the kernels' arguments.
 
         Raises:
-            BadInput: for momentum that comes too late, and for what must stay as it was.
+            BadInput: for momentum and other options that come too late.
         """
-        values = self.param_groups[group]
-        if self.row.with_momentum and values["momentum"]:
-            self._require_momentum(group, values)
-        for key, first in self._fixed[group].items() if self._fixed else ():
-            if values[key] != first:
-                raise BadInput(
-                    f"{key!r} of {self.kind} was changed to {values[key]!r}, which its kernel cannot follow",
-                    where=f"optimizer.param_groups[{group}]",
-                    remedy=f"leave it at {first!r}, as by cycle_momentum=False in OneCycleLR",
-                )
-        names = self.kernel.kernel_names
-        hyper = {names.get(key, key): values[key] for key in self.kernel.defaults if key in values}
+        values, kernel = self.param_groups[group], self.kernel
+        for key, kept in self._options.items():
+            if values.get(key):
+                self._require_states(group, values, key, kept=kept)
+        given = (key for key in kernel.defaults if key in values and self._options.get(key, True))
+        hyper = {kernel.kernel_names.get(key, key): values[key] for key in given}
         hyper["lr"] = float(hyper["lr"])
-        if self.kernel.decoupled:
+        if kernel.decoupled:
             hyper["decoupled"] = self.decoupled
+        if kernel.carried:
+            hyper[kernel.carried] = values.get(kernel.carried)
+        self._taken[group] = hyper
         return hyper
 
-    def _require_momentum(self, group: int, values: dict[str, Any]) -> None:
-        if not self._keeps_momentum:
-            what, remedy = "was 0 when the engine was made", "give it to the optimizer, or its schedule to initialize()"
-        elif values["dampening"] and group in self._had_none - self._had_momentum:
+    def _require_states(self, group: int, values: dict[str, Any], key: str, *, kept: bool) -> None:
+        if not kept:
+            was = "false" if values[key] is True else "0"
+            what = f"was {was} when the engine was made"
+            remedy = "give it to the optimizer, or its schedule to initialize()"
+        elif values.get("dampening") and group in self._had_none - self._had_momentum:
             what, remedy = (
                 "was 0 in earlier steps, which no dampened sum can follow",
                 "begin with momentum, or set dampening 0",
             )
         else:
             return
-        raise BadInput(
-            f"momentum is {values['momentum']:g} but {what}", where=f"optimizer.param_groups[{group}]", remedy=remedy
-        )
+        raise BadInput(f"{key} is {values[key]} but {what}", where=f"optimizer.param_groups[{group}]", remedy=remedy)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Calls the engine's ``step()``, if an engine has the optimizer.
@@ -156,17 +158,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def attach(self, *, take_step: Callable[[], None], drop_grads: Callable[[], None]) -> None:
         """Gives :meth:`step` and :meth:`zero_grad` to an engine."""
         self._take_step, self._drop_grads = take_step, drop_grads
-        self._keeps_momentum = self.layout_kind == self.row.with_momentum
-        self._fixed = [{key: group[key] for key in self.kernel.fixed} for group in self.param_groups]
+        self._options = self._wanted()
+        self._row_with_states = variant_of(self.row, self._options)
+        self._taken = [{} for _ in self.param_groups]
+        for group in self.param_groups:
+            group.pop(self.kernel.carried, None)  # of an engine before
 
-    def was_stepped(self) -> None:
-        """Tells torch's learning-rate schedules that the optimizer has stepped; otherwise they warn."""
-        if self.row.with_momentum:
-            for i, group in enumerate(self.param_groups):
-                if group["momentum"]:
-                    self._had_momentum.add(i)
-                elif i not in self._had_momentum:
-                    self._had_none.add(i)
+    def was_stepped(self, number: int) -> None:
+        """Notes that applied step `number`, from 1, is done. Torch's learning-rate schedules are told, which else warn."""
+        kernel = self.kernel
+        for i, taken in enumerate(self._taken):
+            if taken.get("momentum"):
+                self._had_momentum.add(i)
+            elif i not in self._had_momentum:
+                self._had_none.add(i)
+            if kernel.carried and taken:
+                self.param_groups[i][kernel.carried] = kernels.CARRIED[kernel.carried](number, taken)
         for optimizer in (self, self._scheduled):
             optimizer._opt_called = True  # type: ignore[attr-defined]
 
@@ -197,6 +204,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._require_free("its states are the engine's", "use engine.load_checkpoint()")
         super().load_state_dict(state_dict)
 
+    def take_hyperparameters(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Goes on with the hyperparameters that a checkpoint holds, one dict a group."""
+        for group, values in zip(self.param_groups, groups, strict=True):
+            group.pop(self.kernel.carried, None)
+            group.update({key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+
     def _require_free(self, what: str, remedy: str) -> None:
         if getattr(self, "_take_step", None) is not None:
             raise BadInput(what, where="optimizer", remedy=remedy)
@@ -205,6 +218,32 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Drops the gradients that no step has used. After a step there are none."""
         if self._drop_grads is not None:
             self._drop_grads()
+
+
+def _row_of(optimizer: torch.optim.Optimizer) -> Optimizer:
+    """The row of a torch optimizer.
+
+    Raises:
+        BadInput: for one that no kernel steps, with the reason.
+    """
+    kind = type(optimizer)
+    own = kind is getattr(torch.optim, kind.__name__, None)
+    row = torch_row(kind.__name__) if own else None
+    if row is not None and row.runtime is not None:
+        return row
+    names = [name for name in dir(torch.optim) if (one := torch_row(name)) is not None and one.runtime is not None]
+    *others, last = names
+    why = why_no_kernel(kind.__name__) if own else "only torch's own classes are known, and a class's step may do anything"
+    raise BadInput(
+        f"an optimizer of type {kind.__name__} is not supported: {why}",
+        where="optimizer",
+        remedy=f"give torch.optim.{', '.join(others)} or {last}, or name the optimizer in the config",
+    )
+
+
+def _options_of(row: Optimizer) -> set[str]:
+    """The hyperparameters that add states to those of `row`."""
+    return set(row.variants).union(*(_options_of(OPTIMIZERS[name]) for name in row.variants.values()))
 
 
 def _has_stepped(state: dict[str, Any]) -> bool:
@@ -220,7 +259,7 @@ def _check(key: str, value: Any, default: Any) -> None:
     elif isinstance(default, tuple):
         if not isinstance(value, list | tuple) or len(value) != len(default) or not all(_number(one) for one in value):
             raise BadInput(f"{value!r} is not {len(default)} numbers", where=where, remedy=f"such as {list(default)}")
-        if not all(0 <= one < 1 for one in value):
+        if key == "betas" and not all(0 <= one < 1 for one in value):
             raise BadInput(f"{value!r} is not from 0 to below 1", where=where)
     elif not _number(value) or value < 0:
         raise BadInput(f"{value!r} is not a number of zero or more", where=where, remedy=f"such as {default}")

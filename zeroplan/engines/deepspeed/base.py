@@ -82,7 +82,10 @@ class Schedule(EngineSchedule):
         width = rank.master_bytes
         if kind is OptimizerKind.FOREACH:
             lists = rank.optimizer.foreach_lists
-            self.free_all([self.alloc(width * count, Buffer.OPTIM_TEMP) for _ in range(lists) for count in counts])
+            held = [self.alloc(width * count, Buffer.OPTIM_TEMP) for _ in range(lists) for count in counts]
+            for count in counts if rank.optimizer.selects else ():
+                self.free_all([self.alloc(nbytes * count, Buffer.OPTIM_TEMP) for nbytes in (1, width)])
+            self.free_all(held)
         elif kind is OptimizerKind.LOOP:
             before: list[int] = []  # a quotient keeps its name until the next tensor's is made
             for count in counts:

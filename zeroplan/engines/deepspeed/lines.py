@@ -470,9 +470,11 @@ def optimizer_temporaries(c: DeepSpeedRank) -> int:
         return c.master_bytes * c.sub_group
     if c.optimizer_device is not OffloadDevice.NONE or c.optimizer_kind is OptimizerKind.FUSED:
         return 0
+    largest = c.sub_group if c.stage == 3 else c.stepped if c.stage else c.largest_param
     if c.optimizer_kind is OptimizerKind.FOREACH:
-        return c.optimizer.foreach_lists * c.master_bytes * (c.sub_group if c.stage == 3 else c.stepped)
-    return 2 * c.master_bytes * (c.sub_group if c.stage == 3 else c.stepped if c.stage else c.largest_param)
+        lists = c.optimizer.foreach_lists * c.master_bytes * (c.sub_group if c.stage == 3 else c.stepped)
+        return lists + (c.master_bytes + 1) * largest if c.optimizer.selects else lists
+    return 2 * c.master_bytes * largest
 
 
 @_add(Buffer.OPTIM_TEMP, Place.DRAM, (Phase.STEP,))

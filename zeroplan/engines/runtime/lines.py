@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from zeroplan.core.buffers import ALWAYS, FROM_FIRST_STEP, Buffer, Phase, Place
 from zeroplan.core.layout import PAGE, Layout, OwnedBuffer, UnitKind, runtime_buffers
+from zeroplan.core.optimizers import OPTIMIZERS, RUNTIME_NAMES
 from zeroplan.engines.runtime.checkpoints import OffloadedInputSizes
 from zeroplan.ledger.line import LedgerBuilder, means
 from zeroplan.ledger.optimizer_lines import STATE_DOCS
@@ -218,8 +219,12 @@ def param_master(c: RuntimeRank) -> int:
     return c.stepped * c.master_bytes if c.masters else 0
 
 
+#: Every state of an optimizer that the runtime steps.
+_STATES = tuple(one for one in STATE_DOCS if any(one in OPTIMIZERS[name].buffers for name in RUNTIME_NAMES))
+
+
 def _add_state_lines(place: Place | Callable[[RuntimeRank], Place], count: Callable[[RuntimeRank], int], suffix: str) -> None:
-    for buffer in (Buffer.OPTIM_EXP_AVG, Buffer.OPTIM_EXP_AVG_SQ, Buffer.OPTIM_MOMENTUM, Buffer.OPTIM_SUM):
+    for buffer in _STATES:
 
         def formula(c: RuntimeRank, buffer: Buffer = buffer) -> int:
             return count(c) * c.master_bytes if buffer in c.states else 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -88,4 +89,4 @@ def _agree_statically() -> None:
         for stage in all_stages:
             stage._inference_mode = modes[0].STATIC
 
-    setattr(schedules._PipelineSchedule, "_warmup_p2p", static)  # noqa: B010  (a method of newer torch alone)
+    mock.patch.object(schedules._PipelineSchedule, "_warmup_p2p", static, create=True).start()  # a method of newer torch alone

@@ -281,11 +281,13 @@ from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_gr
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 import deepspeed.comm as dist
+from deepspeed.comm import all_reduce
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 torch.manual_seed(0)
 model = torch.nn.Linear(3, 1)
 data = torch.utils.data.TensorDataset(torch.randn(11, 3), torch.randn(11, 1))
 assert OffloadDeviceEnum.cpu == "cpu"
+assert all_reduce is torch.distributed.all_reduce and dist.ReduceOp is torch.distributed.ReduceOp
 engine, optimizer, loader, schedule = deepspeed.initialize(
     model=model, config=sys.argv[1], training_data=data,
     model_parameters=split_params_into_different_moe_groups_for_optimizer({"params": [*model.parameters()]}))

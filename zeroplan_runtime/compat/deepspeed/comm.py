@@ -7,30 +7,15 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import *  # noqa: F403
-from torch.distributed import (
-    ProcessGroup,
-    ReduceOp,
-    all_gather_into_tensor,
-    get_rank,
-    get_world_size,
-    is_available,
-    is_initialized,
-    reduce_scatter_tensor,
-)
 
 from zeroplan_runtime.compat.deepspeed.accelerator import get_accelerator
 
-__all__ = [
-    "ProcessGroup",
-    "ReduceOp",
-    "all_gather_into_tensor",
-    "get_rank",
-    "get_world_size",
-    "is_available",
-    "is_initialized",
-    "reduce_scatter_tensor",
-]
+
+def __getattr__(name: str) -> Any:
+    """Return torch.distributed's public name: a function, a class, a group."""
+    if name.startswith("_"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(dist, name)
 
 
 def init_distributed(

@@ -11,6 +11,8 @@ from importlib.metadata import Distribution, DistributionFinder
 from types import ModuleType
 from typing import Any
 
+from torch import distributed
+
 from zeroplan_runtime.compat import deepspeed
 from zeroplan_runtime.compat.deepspeed import (
     accelerator,
@@ -34,8 +36,8 @@ _SOURCES: Mapping[str, Sequence[Any]] = {
     "deepspeed.accelerator.real_accelerator": (accelerator,),
     "deepspeed.checkpoint": (),
     "deepspeed.checkpoint.utils": (checkpoint_utils,),
-    "deepspeed.comm": (comm,),
-    "deepspeed.comm.comm": (comm,),
+    "deepspeed.comm": (comm, distributed),
+    "deepspeed.comm.comm": (comm, distributed),
     "deepspeed.git_version_info": (deepspeed,),
     "deepspeed.moe": (),
     "deepspeed.moe.utils": (moe,),

@@ -13,8 +13,12 @@ from zeroplan.core.errors import BadInput
 from zeroplan.planner.request import Request
 
 
-@verb("zeroplan explain meta-llama/Llama-3.1-8B --gpus 8 --stage 2", "zeroplan explain gpt2 --stage 3 --line optim.exp_avg")
-@flags.takes_request("pp", "schedule", "cpu_ram", "nvme", "host", "from_scratch", "alloc_conf", "files", "program")
+@verb(
+    "zeroplan explain meta-llama/Llama-3.1-8B --gpus 8 --stage 2",
+    "zeroplan explain gpt2 --stage 3 --line optim.exp_avg",
+    "zeroplan explain --from train.yaml",
+)
+@flags.takes_request("pp", "schedule", "cpu_ram", "nvme", "host", "from_scratch", "alloc_conf")
 def explain(
     request: Request,
     line: Annotated[str | None, typer.Option("--line", help="One buffer or line only: optim.exp_avg.")] = None,
@@ -28,6 +32,12 @@ def explain(
     """
     if time and line is not None:
         raise BadInput("names a line of memory", where="--line", remedy="leave out --time or --line")
+    if request.files:
+        from zeroplan.planner.from_files import with_files
+
+        request, setup = with_files(request)
+        if not (as_json or quiet):
+            show(setup.line)
     if time:
         show(_time(request, as_json=as_json, quiet=quiet))
         return

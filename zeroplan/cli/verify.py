@@ -26,7 +26,7 @@ Timeout = Annotated[
 ]
 
 
-@verb("zeroplan verify", "zeroplan verify gpt2 --gpus 2 --ds-config ds_config.json")
+@verb("zeroplan verify", "zeroplan verify gpt2 --gpus 2 --ds-config ds_config.json", "zeroplan verify --from train.yaml")
 @flags.takes_request(
     *flags.DEGREES,
     "params",
@@ -40,8 +40,6 @@ Timeout = Annotated[
     "depth",
     "alloc_conf",
     "checkpoint_policy",
-    "files",
-    "program",
     "zero_init",
 )
 def verify(
@@ -58,8 +56,8 @@ def verify(
 ) -> None:
     """Train a few steps here; print plan beside measurement.
 
-    Exits with 3 outside the tolerance. Weights are random. Without MODEL a built-in set runs, which ends within five
-    minutes.
+    Exits with 3 outside the tolerance. Weights are random, the loop is verify's own: a file that asks for more is refused.
+    Without MODEL and --from a built-in set runs, which ends within five minutes.
     """
     from zeroplan.validate.api import verify as run
 

@@ -82,6 +82,8 @@ class VerifyOptions(RunOptions, total=False):
     stage: int | None
     ds_config: str | Path | dict[str, Any] | None
     gradient_checkpointing: bool
+    files: Sequence[Any]
+    program: str | None
 
 
 #: Arguments and options by the names that other programs give them: our name, and what else to say of it.

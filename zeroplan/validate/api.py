@@ -73,21 +73,31 @@ def verify(
         raise BadInput(f"{steps} is too few", where="--steps", remedy="use 2 or more: peaks repeat from the second on")
     live = _live(model, inputs, options)
     machine = find_machine()
-    ranks = ranks_to_use(machine, options.pop("gpus", None))
-    given: dict[str, Any] = {"model": model} if model is not None else builtin_request(machine)
-    if options.get("ds_config") is not None and model is None:
+    asked = options.pop("gpus", None)
+    built_in = model is None and not options.get("files")
+    given: dict[str, Any] = builtin_request(machine) if built_in else {"model": model}
+    if options.get("ds_config") is not None and built_in:
         given.pop("micro_batch")  # the file's to say
     if live is not None:
         given["micro_batch"], given["seq_len"] = live.shape()
     # Models are built with random weights.
     fields: dict[str, Any] = {"engine": DEFAULT_VERIFIED, "from_scratch": True, **given}
     fields |= {name: value for name, value in options.items() if value is not None}
+    request = Request(**fields)
+    if request.files:
+        from zeroplan.validate.from_files import with_runnable_files
+
+        request, setup = with_runnable_files(request)
+        say(setup.line)
+        if asked is None and setup.gpus is not None:
+            asked = setup.gpus * (setup.nodes or 1)
+    ranks = ranks_to_use(machine, asked)
     cluster = machine.cluster(ranks)
-    resolved = resolve(Request(**fields, gpus=cluster.gpus, nodes=cluster.nodes))
+    resolved = resolve(replace(request, gpus=cluster.gpus, nodes=cluster.nodes))
     cases = [replace(case, cluster=cluster) for case in resolved.cases if not _lacks_path(case)]
     if not cases:
         raise BadInput("NVMe without a folder", where="--offload-optimizer", remedy="give nvme_path in a --ds-config")
-    engine, raw = resolved.engine.for_verify(_raw(options.get("ds_config")), device=machine.device, own_module=live is not None)
+    engine, raw = resolved.engine.for_verify(_raw(request.ds_config), device=machine.device, own_module=live is not None)
     runs = Runs(
         engine=engine,
         tapes=_tapes(engine, model, live),
@@ -97,7 +107,7 @@ def verify(
         ranks=ranks,
         tolerance=tolerance,
         say=say,
-        skip_misfits=model is None,
+        skip_misfits=built_in,
     )
     comparisons = runs.run()
     spec = resolved.spec

@@ -1,0 +1,49 @@
+"""``verify --from``: what a file says of a run, as far as verify's own training loop can run it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.unmodelled import Effect
+from zeroplan.interop.setups import Setup
+from zeroplan.planner.from_files import with_files
+from zeroplan.planner.request import Request
+
+#: Tasks whose step is one forward and backward of one model.
+_PLAIN_TASKS = ("", "sft", "pretrain")
+
+
+def with_runnable_files(request: Request) -> tuple[Request, Setup]:
+    """Fill a request from its files, and leave to verify's loop what does not change the model or its sharding.
+
+    The loop loads no pretrained weights, and its optimizer walks its tensors in the engine's own way.
+
+    Raises:
+        BadInput: files that cannot be read, or that ask for what the loop does not do.
+    """
+    filled, setup = with_files(request)
+    missing = list(_not_run(filled, setup))
+    if missing:
+        raise BadInput(
+            f"verify trains by a loop of its own, which has no {', no '.join(missing[:3])}",
+            where=setup.files[0],
+            remedy="put zeroplan.callback.ZeroplanCallback into the program's own run, or give flags in place of --from",
+        )
+    plain = replace(filled, optimizer_kind=None, detached_loss=False, zero_init=None, unmodelled=(), task=None)
+    return plain, setup
+
+
+def _not_run(filled: Request, setup: Setup) -> Iterator[str]:
+    if setup.task not in _PLAIN_TASKS:
+        yield f"step of {setup.task}"
+    if filled.quantize is not None or setup.quantize is not None:
+        yield f"quantised base ({setup.keys.get('quantize', 'quantize')})"
+    if setup.chunked_head and filled.ds_config is None:
+        yield "tiled head of TRL"
+    if setup.lora_dropout:
+        yield f"dropout of adapters ({setup.keys.get('lora_dropout', 'by default')})"
+    if filled.precision is not None:
+        yield f"weights in {setup.model_dtype} ({setup.keys.get('model_dtype', 'by default')})"
+    yield from (one.key for one in setup.unmodelled if one.effect is not Effect.NONE)

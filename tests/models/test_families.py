@@ -157,6 +157,36 @@ def test_architectures_decide_the_head(config: dict[str, Any]) -> None:
     assert_same_rows(rows_of_spec(spec), rows_of_module(build_on_meta(config, spec.auto_class)))
 
 
+@pytest.mark.parametrize(
+    ("model_type", "name", "auto_class"),
+    [
+        ("bert", "BertLMHeadModel", "AutoModelForCausalLM"),
+        ("bert", "BertForPreTraining", "AutoModelForPreTraining"),
+        ("llama", "LlamaModel", "AutoModel"),
+        ("roberta", "RobertaForCausalLM", "AutoModelForCausalLM"),
+    ],
+)
+def test_heads_beside_the_familys_own_are_those_of_transformers(model_type: str, name: str, auto_class: str) -> None:
+    config = _with_depth({"model_type": model_type, "architectures": [name]})
+    spec = load_model(config)
+    assert spec.auto_class == auto_class
+    assert_same_rows(rows_of_spec(spec), rows_of_module(build_on_meta(config, auto_class)))
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "LlamaForCausalLMEagle3"),
+        ({"architectures": ["Eagle3LlamaForCausalLM"]}, "Eagle3LlamaForCausalLM"),
+        ({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 32000}, "draft_vocab_size"),
+        ({"architectures": ["LlamaForRewardModel"]}, "LlamaForRewardModel"),
+    ],
+)
+def test_heads_that_no_config_describes_are_refused_by_name(extra: dict[str, Any], named: str) -> None:
+    with pytest.raises(BadInput, match=named):
+        load_model(_with_depth({"model_type": "llama", **extra}))
+
+
 def test_a_task_takes_the_place_of_the_configs_head() -> None:
     config = _with_depth({"model_type": "bert", "architectures": ["BertForMaskedLM"]})
     spec = load_model(config, task=parse_task("sequence_classification"))

@@ -76,6 +76,18 @@ def test_what_is_traced_is_packed_and_not_asked_for_again(tmp_path: Path) -> Non
     assert {"one", "two"} <= folder.done(MODEL)
 
 
+def test_known_failures_are_traced_again_by_their_reason(tmp_path: Path) -> None:
+    folder = TapeFolder(str(tmp_path))
+    _part(folder, "one", _tape(3))
+    _part(folder, "two", "not traced again since", "failed")
+    _part(folder, "three", "ValueError: no", "failed")
+    pack(MODEL, folder, "torch 9")
+    assert {"one", "two", "three"} <= folder.done(MODEL)
+    again = folder.done(MODEL, again="not traced again")
+    assert "two" not in again
+    assert {"one", "three"} <= again
+
+
 def test_status_tells_missing_from_impossible(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = TapeFolder(str(tmp_path))
     arguments = ["--into", str(tmp_path), "--only", MODEL, "--variants", "sdpa_none_half_zero3"]

@@ -134,6 +134,18 @@ def test_models_of_a_family_share_patterns_and_come_out_the_same() -> None:
         assert columns(borrowed.expand(batch, seq)) == columns(own.expand(batch, seq))
 
 
+def test_a_second_t5_needs_no_points_but_those_of_its_sizes() -> None:
+    """Its casts under autocast end in runs of frees that the folder puts into order: the traces themselves keep theirs."""
+    donors, options = Donors(), TraceOptions(arithmetic=Arithmetic.AUTOCAST)
+    donors.trace(T5, auto_class_of(T5), options)
+    wider = {**T5, "d_model": 2 * T5["d_model"], "vocab_size": 777}
+    borrowed = donors.trace(wider, auto_class_of(T5), options)
+    assert sum(map(len, donors._known.values())) == 1
+    own = trace_model(wider, auto_class_of(T5), options)
+    for batch, seq in ((1, 50), (4, 999)):
+        assert columns(borrowed.expand(batch, seq)) == columns(own.expand(batch, seq))
+
+
 def test_a_tape_survives_its_stored_form() -> None:
     tape = trace_model(LLAMA, "AutoModelForCausalLM", TraceOptions())
     again = from_json(to_json(tape))

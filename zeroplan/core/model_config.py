@@ -51,6 +51,12 @@ _AUTO_CLASS_OF_TYPE = {
 }
 
 
+def architectures_of(config: Mapping[Any, Any]) -> tuple[str, ...]:
+    """The class names that a config's ``architectures`` hold."""
+    names = config.get("architectures")
+    return tuple(name for name in names if isinstance(name, str)) if isinstance(names, list | tuple) else ()
+
+
 def auto_class_of(config: Mapping[str, Any]) -> str:
     """The auto class that trains a config's architecture; causal language modelling where it does not say."""
     return next(iter(auto_classes_of(config)), CAUSAL_LM)
@@ -58,12 +64,8 @@ def auto_class_of(config: Mapping[str, Any]) -> str:
 
 def auto_classes_of(config: Mapping[str, Any]) -> Iterator[str]:
     """The auto classes that may train a config's architecture, likeliest first: by its architectures, then by its type."""
-    architectures = config.get("architectures")
-    if isinstance(architectures, (list, tuple)):
-        for name in architectures:
-            for suffix, auto in _AUTO_CLASSES:
-                if isinstance(name, str) and name.endswith(suffix):
-                    yield auto
+    for name in architectures_of(config):
+        yield from (auto for suffix, auto in _AUTO_CLASSES if name.endswith(suffix))
     of_type = _AUTO_CLASS_OF_TYPE.get(str(config.get("model_type")))
     if of_type is not None:
         yield of_type

@@ -7,7 +7,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from zeroplan.core.errors import BadInput, did_you_mean
-from zeroplan.core.model_config import CLASSIFIERS, auto_class_of
+from zeroplan.core.model_config import architectures_of
+from zeroplan.models.architecture import described_head, refuse_drafters
 from zeroplan.models.families import FAMILIES, units_of
 from zeroplan.models.families.config import Config, NotDescribedError
 from zeroplan.models.spec import ModelSpec
@@ -54,17 +55,23 @@ def spec_from_config(
     model_type = reader.text("model_type")
     if not model_type:
         raise BadInput("has no model_type", where=where, remedy="give the config.json that transformers writes")
+    refuse_drafters(config, where)
     if model_type in FAMILIES:
-        named = auto_class_of(config)
-        auto_class = named if named in CLASSIFIERS else FAMILIES[model_type][1]
         try:
+            auto_class = described_head(config, model_type)
             units = units_of(reader, model_type, auto_class)
             return ModelSpec(name, units, source, model_type, dict(config), auto_class=auto_class)
         except NotDescribedError:
-            pass  # a rare variant: transformers describes it below, where it is installed
+            pass  # a rare variant or another head: transformers describes it below, where it is installed
     if not _transformers_installed():
         near = did_you_mean(model_type, FAMILIES)
         install = "pip install 'zeroplan[torch]' to let transformers describe it"
+        if model_type in FAMILIES and architectures_of(config):
+            raise BadInput(
+                f"zeroplan itself describes no {architectures_of(config)[0][:60]!r} of model_type {model_type!r}",
+                where=where,
+                remedy=install,
+            )
         raise BadInput(
             f"model_type {model_type!r} with this config is not of the families that zeroplan describes itself",
             where=where,

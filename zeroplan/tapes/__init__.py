@@ -84,7 +84,9 @@ def get_tape(spec: ModelSpec, workload: Workload, *, zero3: bool = False, layout
 
     working(f"tracing {spec.name}")
     seq = (workload.seq_len or 1) // options.split_tokens
-    auto_class = auto_class_of(spec.config) if spec.model_type in FAMILIES else spec.auto_class or auto_class_of(spec.config)
+    # A described family's own head is traced as its config names it: Gemma 3's as text with images.
+    own = spec.auto_class == FAMILIES[spec.model_type][1] if spec.model_type in FAMILIES else not spec.auto_class
+    auto_class = auto_class_of(spec.config) if own else spec.auto_class
     tape = traced(spec.config, auto_class, options, workload.micro_batch, seq, workload.lora_rank)
     if tape.programs[-1].seqs[1] == 0:  # holds for all numbers, not for these alone
         write(spec.config, options, tape)

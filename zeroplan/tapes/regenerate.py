@@ -54,10 +54,11 @@ class TapeFolder:
         """The file of one tape (``json``), or of why there is none (``failed``)."""
         return os.path.join(self.path, ".parts", model.replace("/", "--"), f"{key}.{ending}")
 
-    def done(self, model: str) -> set[str]:
-        """Options keys whose tapes, or failures, are at hand."""
+    def done(self, model: str, *, again: str | None = None) -> set[str]:
+        """Options keys whose tapes, or failures, are at hand; `again`: but for packed failures whose reason contains it."""
         packed = shipped.read_file(shipped.path_of(model, self.path))
-        keys = set(packed) | set(packed.get(shipped.FAILED, {}))
+        failed = packed.get(shipped.FAILED, {})
+        keys = set(packed) | {key for key, reason in failed.items() if again is None or again not in reason}
         with contextlib.suppress(FileNotFoundError):
             keys |= {name.rpartition(".")[0] for name in os.listdir(os.path.dirname(self.part(model, ""))) if "." in name}
         return keys

@@ -1,8 +1,9 @@
 """Makes the shipped tapes, and says what state they are in.
 
-``python -m zeroplan.tapes.ship`` traces every catalog model under every variant anew, ``--missing`` only what is not there.
-``--status`` says what a folder holds and exits 1 unless it is complete; ``--compare DIR`` says which tapes of another
-folder differ. Tracing needs torch, transformers and peft, and no GPU.
+``python -m zeroplan.tapes.ship`` traces every catalog model under every variant anew, ``--missing`` only what is not there,
+``--again TEXT`` also what failed for a reason that contains this. ``--status`` says what a folder holds and exits 1 unless it
+is complete; ``--compare DIR`` says which tapes of another folder differ. Tracing needs torch, transformers and peft, and no
+GPU.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="models whose id contains this")
     parser.add_argument("--variants", default="", metavar="TEXT", help="variants whose key contains this")
     parser.add_argument("--missing", action="store_true", help="keep the tapes, and the known failures, that are there")
+    parser.add_argument("--again", metavar="TEXT", help="--missing, and known failures whose reason contains this")
     parser.add_argument("--status", action="store_true", help="trace nothing: say what is there")
     parser.add_argument("--compare", metavar="DIR", help="trace nothing: say how another folder's tapes differ")
     options = parser.parse_args(arguments)
@@ -44,9 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # read when the processes import torch: a trace is the same with and without
     os.makedirs(options.into, exist_ok=True)
     folder = TapeFolder(options.into)
-    if not options.missing:
+    missing = options.missing or options.again is not None
+    if not missing:
         shutil.rmtree(os.path.join(options.into, ".parts"), ignore_errors=True)
-    done = {e.id: folder.done(e.id) if options.missing else set() for e in entries}
+    done = {e.id: folder.done(e.id, again=options.again) if missing else set() for e in entries}
     work = units(entries, wanted, lambda model, key: key not in done[model])
     software = ", ".join(versions())
     failures = run(work, [e.id for e in entries], folder, jobs=options.jobs, seconds=options.seconds, software=software)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from zeroplan.core.model_config import auto_class_of
 from zeroplan.core.tape_codec import from_json
 from zeroplan.core.tape_format import Tape
 from zeroplan.core.tape_options import TraceOptions
@@ -94,6 +95,8 @@ def _alike(entry: catalog.Entry, spec: ModelSpec) -> bool:
     """Return whether every fact that the catalog knows is the same in the model's config, where that says it at all."""
     config = spec.config
     if config.get("model_type") != entry.config.get("model_type"):
+        return False
+    if config.get("architectures") and auto_class_of(config) != auto_class_of(entry.config):
         return False
     if any(config.get(key, value) != value for key, value in entry.config.items() if key not in _NOT_MEMORY):
         return False

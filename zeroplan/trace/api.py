@@ -272,6 +272,7 @@ class _Attempt:
         Raises:
             DoesNotFoldError: when the traced blocks show no period.
         """
+        self.at(TracePoint(1, _STEPS[0], self._ranks[0]))  # where the blocks show no period, one point tells
         cuts = self._cuts()
         programs: list[Program] = []
         patterns: list[Pattern] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zeroplan.core.tape import Kind, Mark, Op
 from zeroplan.core.tape_format import Anchor, Piece, Program, Segment, Size
@@ -75,11 +75,13 @@ class TraceFolder:
     ) -> None:
         self.points, self.traces, self.stacks = points, traces, stacks
         self.outside_modules, self.outside_params, self.kinds = outside_modules, outside_params, kinds
-        self.trace = traces[0]
-        self.forms = forms
+        first = traces[0]
         for other in traces[1:]:
-            if other.op != self.trace.op or other.arg != self.trace.arg or other.aux != self.trace.aux:
+            if other.op != first.op or other.arg != first.arg or other.aux != first.aux:
                 raise UnlikeError("events differ")
+        # A copy: the folder puts frees into order (_group_frees), while the traces are compared with others later.
+        self.trace = replace(first, arg=list(first.arg))
+        self.forms = forms
         self.anchors: dict[Anchor, int] = {}
         self.sizes: dict[Size, int] = {}
         self._fitted: dict[tuple[object, object], int] = {}

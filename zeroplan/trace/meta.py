@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.model_config import CAUSAL_LM, IMAGE_CLASSIFICATION, MASKED_LM, SEQ2SEQ_LM, auto_classes_of
+from zeroplan.core.model_config import (
+    CAUSAL_LM,
+    IMAGE_CLASSIFICATION,
+    MASKED_LM,
+    SEQ2SEQ_LM,
+    architectures_of,
+    auto_classes_of,
+)
 
 #: Asked in this order when the config names no architecture.
 _AUTO_BY_USE = (
@@ -58,7 +65,7 @@ def build_on_meta(
             built = transformers.AutoConfig.from_pretrained(repository, revision=revision, token=token, trust_remote_code=True)
         else:
             raise _unknown(str(model_type), remote, where, transformers.__version__)
-        auto_class = _auto_class(built, config)
+        auto_class = _auto_class(built, config, where)
         options = {"trust_remote_code": True} if trust_remote_code and repository and remote else {}
         with torch.device("meta"):
             return getattr(transformers, auto_class).from_config(built, **options), auto_class
@@ -87,16 +94,49 @@ def _unknown(model_type: str, remote: bool, where: str, version: str) -> BadInpu
     )
 
 
-def _auto_class(built: Any, config: Mapping[Any, Any]) -> str:
-    """Return the auto class for the config's architectures or its type, or the first that knows the config."""
+def _auto_class(built: Any, config: Mapping[Any, Any], where: str) -> str:
+    """Return the auto class that builds the config's architecture; without one, the first that knows the config.
+
+    Raises:
+        BadInput: when transformers has no class of that name for the config's type.
+    """
     import transformers
 
-    for auto in (*auto_classes_of(config), *_AUTO_BY_USE):
-        mapping = getattr(transformers, auto)._model_mapping
-        remote = isinstance(config.get("auto_map"), Mapping) and auto in config["auto_map"]
-        if type(built) in mapping or remote:
+    own = config.get("auto_map")
+    remote = own if isinstance(own, Mapping) else {}
+    names = architectures_of(config)
+    for name in names:
+        exact = _auto_class_of(name, built)
+        if exact is not None:
+            return exact
+    heads = list(auto_classes_of({**config, "architectures": names}))
+    for auto in (*heads, *_AUTO_BY_USE):
+        known = type(built) in getattr(transformers, auto)._model_mapping
+        if auto in remote or (known and (not names or auto in heads)):
             return auto
+    if names:
+        raise BadInput(
+            f"transformers {transformers.__version__} has no {names[0][:60]} for model_type {str(built.model_type)[:60]!r}",
+            where=where,
+            remedy="name one of its classes in architectures",
+        )
     return "AutoModel"
+
+
+def _auto_class_of(name: str, built: Any) -> str | None:
+    """Return the auto class that builds the class of that name from the config, heads before the bare model."""
+    import transformers
+
+    autos = [auto for auto in dir(transformers) if auto.startswith("AutoModel")]
+    for auto in sorted(autos, key=lambda auto: (auto == "AutoModel", _place(auto), auto)):
+        found = getattr(getattr(transformers, auto), "_model_mapping", {}).get(type(built), ())
+        if name in (made.__name__ for made in (found if isinstance(found, tuple) else (found,))):
+            return auto
+    return None
+
+
+def _place(auto: str) -> int:
+    return _AUTO_BY_USE.index(auto) if auto in _AUTO_BY_USE else len(_AUTO_BY_USE)
 
 
 def _check_bounds(value: Any, where: str, key: str = "", depth: int = 0) -> None:

@@ -19,7 +19,7 @@ from zeroplan.models.load import bare_params
 
 def test_a_cluster_is_data_parallel_over_all_its_gpus() -> None:
     layout = Cluster(gpus=8, nodes=4).layout
-    assert (layout.world_size, layout.dp, layout.shard_group, layout.expert_dp) == (32, 32, 32, 32)
+    assert (layout.world_size, layout.dp, layout.shard_group) == (32, 32, 32)
     assert not layout.shards_on_one_node
     assert Cluster(gpus=8).layout.shards_on_one_node
 
@@ -28,13 +28,11 @@ def test_deepseek_v3_on_2048_gpus() -> None:
     """Its report, section 3.1: 16-way pipeline parallelism, 64-way expert parallelism across 8 nodes, ZeRO-1, no TP."""
     layout = ParallelLayout(gpus=8, nodes=256, pp=16, ep=64)
     assert (layout.world_size, layout.dp, layout.shard_group) == (2048, 128, 128)
-    assert (layout.expert_dp, layout.expert_shard_group) == (2, 2)
 
 
 def test_groups_of_five_dimensions() -> None:
     layout = ParallelLayout(gpus=8, nodes=8, tp=2, sp=True, cp=2, pp=2, vpp=2, ep=4, etp=2, dp_replicate=2)
     assert (layout.dp, layout.shard_group) == (8, 8)  # 64 / (2 · 2 · 2); (8 / 2) shards × 2 context-parallel ranks
-    assert (layout.expert_dp, layout.expert_shard_group) == (4, 2)  # 64 / (2 · 4 · 2)
     assert not layout.shards_on_one_node  # 8 shards × 2 tensor-parallel ranks
     assert replace(layout, gpus=16, nodes=4).shards_on_one_node
     assert layout.secondary_group(4) == 4
@@ -55,7 +53,6 @@ def test_the_groups_hold_every_rank_once(gpus: int, nodes: int, tp: int, cp: int
         return
     assert layout.dp * tp * cp * pp == gpus * nodes
     assert layout.shard_group * tp * pp == gpus * nodes
-    assert layout.expert_dp * ep * pp == gpus * nodes
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ Note [Parallel layout]
     of the model, context-parallel ranks included, since those differ in tokens and not in parameters.
 
     Experts divide the ranks of a pipeline stage a second time, into ep × etp for the experts and their matrices. What
-    remains is the experts' own data parallelism, so an expert's parameters have another shard group than the dense ones.
+    remains is the experts' own data parallelism, so an expert's parameters would have another shard group than the dense ones.
 
     Sources: torchtitan/distributed/parallel_dims.py (ParallelDims); Megatron-LM, megatron/core/parallel_state.py
     (RankGenerator, initialize_model_parallel).
@@ -91,16 +91,6 @@ class ParallelLayout:
     def shard_group(self) -> int:
         """Ranks over which ZeRO and FSDP shard the dense parameters' states: (dp / dp_replicate) × cp."""
         return self.dp // self.dp_replicate * self.cp
-
-    @property
-    def expert_dp(self) -> int:
-        """Data-parallel ranks of one expert."""
-        return self.world_size // (self.pp * self.ep * self.etp)
-
-    @property
-    def expert_shard_group(self) -> int:
-        """Ranks over which ZeRO and FSDP shard an expert's states."""
-        return self.expert_dp // self.dp_replicate
 
     @property
     def shards_on_one_node(self) -> bool:

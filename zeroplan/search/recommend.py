@@ -80,13 +80,12 @@ def headroom(plan: MemoryPlan) -> float | None:
 class Outcome:
     """The result of a search. `ranking` holds the best of each family that fits, fastest first; those on the edge come last.
 
-    `misses` are candidates that were simulated and do not fit; `considered`, `pruned` and `simulated` count candidates.
+    `misses` are candidates that were simulated and do not fit; `considered` and `simulated` count candidates.
     """
 
     ranking: list[Ranked] = field(default_factory=list)
     misses: list[Ranked] = field(default_factory=list)
     considered: int = 0
-    pruned: int = 0
     simulated: int = 0
 
 
@@ -116,10 +115,8 @@ def search(
     timed = []
     for candidate in space:
         outcome.considered += 1
-        if memory.cannot_fit(candidate):
-            outcome.pruned += 1
-            continue
-        timed.append(_bound(candidate, memory, cost))
+        if not memory.cannot_fit(candidate):
+            timed.append(_bound(candidate, memory, cost))
     queue = [(*rank_key(candidate, time), at) for at, (candidate, time) in enumerate(timed)]
     heapify(queue)
     groups: dict[object, list[Candidate]] = {}
@@ -232,7 +229,6 @@ def least_memory(space: Iterable[Candidate], memory: Memory, cost: CostModel, *,
         if best is None or memory.floor(candidate) < memory.floor(best):
             smallest[candidate.family] = candidate
     chosen = sorted(smallest.values(), key=memory.floor)[: 2 * shown]
-    outcome.pruned = outcome.considered - len(chosen)
     for candidate in chosen:
         if memory.runnable(candidate):
             found = _planned(candidate, memory, cost)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from zeroplan.core.losses import leaves_loss_to_function
-from zeroplan.core.tape import ExpandedTape, Kind, Op
+from zeroplan.core.tape import ExpandedTape, Kind, Op, TapeEvent
 
 #: Tokens and words of one tile.
 _TOKENS, _WORDS = 4096, 32_768
@@ -20,8 +20,6 @@ _WIDE, _INDEX = 4, 8  # bytes of an fp32 number and of an index
 _SUMS, _LEFT = 7, 5
 #: Words a token in the sort by which the gradient of the picked rows is put back: the rows' indices and two pairs to sort.
 _SORTED = 6
-
-_Event = tuple[int, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +56,7 @@ def with_chunked_head(tape: ExpandedTape, *, batch: int, seq_len: int) -> Expand
     head = _find(tape, batch * seq_len)
     if head is None:
         return tape
-    columns: tuple[list[int], ...] = ([], [], [], [], [])
-    for event in _events(tape, head, batch * (seq_len - 1), batch * seq_len):
-        for column, value in zip(columns, event, strict=True):
-            column.append(value)
-    return ExpandedTape(tape.modules, tape.params, *columns)
+    return tape.with_events(_events(tape, head, batch * (seq_len - 1), batch * seq_len))
 
 
 def _find(tape: ExpandedTape, tokens: int) -> _Head | None:
@@ -121,7 +115,7 @@ class _Writer:
 
     next: int
     module: int
-    events: list[_Event] = field(default_factory=list)
+    events: list[TapeEvent] = field(default_factory=list)
 
     def alloc(self, size: int, kind: Kind = Kind.TEMP) -> int:
         """Allocate a new storage and return its id."""
@@ -133,20 +127,20 @@ class _Writer:
         """Free storages in the order given."""
         self.events += [(Op.FREE, storage, 0, 0, -1) for storage in storages]
 
-    def taken(self) -> list[_Event]:
+    def taken(self) -> list[TapeEvent]:
         """Hand over what was written so far."""
         events, self.events = self.events, []
         return events
 
 
-def _events(tape: ExpandedTape, head: _Head, rows: int, tokens: int) -> Iterator[_Event]:
+def _events(tape: ExpandedTape, head: _Head, rows: int, tokens: int) -> Iterator[TapeEvent]:
     dropped = {tape.arg[i] for span in (head.forward, head.backward) for i in span if tape.op[i] == Op.ALLOC}
     handed = {head.hidden_grad, head.weight_grad}
     spans = (*head.forward, *head.backward)
     outer = [tape.arg[i] for i in spans if tape.op[i] == Op.FREE and tape.arg[i] not in dropped]
     write = _Writer(max(arg for op, arg in zip(tape.op, tape.arg, strict=True) if op == Op.ALLOC), head.module)
     saved: list[int] = []
-    for i, event in enumerate(zip(tape.op, tape.arg, tape.aux, tape.kind, tape.module, strict=True)):
+    for i, event in enumerate(tape.events()):
         if i == head.forward.start:
             saved = _forward(write, head, rows)
             write.free(*outer)  # the hidden states themselves: the picked rows are kept

@@ -13,7 +13,7 @@ Note [Tape]
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
@@ -25,6 +25,10 @@ AUTOCAST_LAYERS = frozenset({"Linear", "Linear4bit", "Conv1d", "Conv2d", "Conv3d
 #: The class of layers whose weight is kept in 4 bits.
 QUANTIZED_LAYER = "Linear4bit"
 _BLOCK = re.compile(r"^(?:[a-zA-Z_]\w*\.)+\d+$")
+
+
+#: A row of an expanded tape: op, arg, aux, kind, module.
+TapeEvent = tuple[int, int, int, int, int]
 
 
 class Op(IntEnum):
@@ -104,6 +108,19 @@ class ExpandedTape:
 
     def __len__(self) -> int:
         return len(self.op)
+
+    def events(self) -> Iterator[TapeEvent]:
+        """Yield every event as a row of the five columns."""
+        return zip(self.op, self.arg, self.aux, self.kind, self.module, strict=True)
+
+    def with_events(self, events: Iterable[TapeEvent]) -> ExpandedTape:
+        """Return a tape of the same modules and parameters with other events."""
+        tape = ExpandedTape(self.modules, self.params)
+        columns = (tape.op, tape.arg, tape.aux, tape.kind, tape.module)
+        for event in events:
+            for column, value in zip(columns, event, strict=True):
+                column.append(value)
+        return tape
 
     @cached_property
     def parameters(self) -> Parameters:

@@ -16,7 +16,6 @@ Note [Cutting a tape]
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from zeroplan.core.buffers import Buffer
@@ -24,8 +23,8 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.pipeline import PipelineSchedule, Stage, block_number, holds
 from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op, blocks_of
 from zeroplan.core.tensor_parallel import EMBEDDING
-from zeroplan.engines.player import CUBLASLT_WORKSPACE, EngineSchedule
-from zeroplan.engines.script import WORKSPACE, Cue, cues_of, workspaces_of
+from zeroplan.engines.player import CuePlayer, EngineSchedule
+from zeroplan.engines.script import Cue, cues_of, workspaces_of
 from zeroplan.simulate.event_blocks import EventBlocks
 from zeroplan.simulate.recorder import Recorder
 
@@ -103,7 +102,7 @@ def cut(tape: ExpandedTape, stage: Stage) -> StageTape:
     made_backward: list[int] = []
     output = -1
     received: set[int] = set()  # gradients of that size that other stages make
-    events = zip(tape.op, tape.arg, tape.aux, tape.kind, tape.module, strict=True)
+    events = tape.events()
     for at, (op, arg, aux, kind, module) in enumerate(events):
         if op == Op.MARK:
             running = running or arg == Mark.FORWARD_BEGIN
@@ -243,7 +242,7 @@ def play_pipeline(run: PipelineRun, part: StageTape, recorder: Recorder, schedul
     stage, count = run.stage, run.micro_batches
     ahead = stage.in_flight(run.schedule, count)
     played = min(count, ahead + _FURTHER)
-    player = _Player(run, part, recorder, schedule, slots=ahead)
+    player = _StagePlayer(run, part, recorder, schedule, slots=ahead)
     for step in range(run.steps):
         batch = recorder.alloc(part.inputs * count, Buffer.INPUT) if part.inputs else -1
         if not step:  # static buffers, for the whole run
@@ -262,15 +261,13 @@ def play_pipeline(run: PipelineRun, part: StageTape, recorder: Recorder, schedul
         recorder.mark(f"step{step}")
 
 
-class _Player:
+class _StagePlayer(CuePlayer):
     """Plays forwards and backwards of micro batches, each in a slot of storages of its own while it is in flight."""
 
     def __init__(
         self, run: PipelineRun, part: StageTape, recorder: Recorder, schedule: PipelineEngineSchedule, slots: int
     ) -> None:
-        self.part, self.recorder, self.schedule, self.slots = part, recorder, schedule, slots
-        work = run.cublas_workspace
-        self.workspaces = [work, work, CUBLASLT_WORKSPACE, CUBLASLT_WORKSPACE] if work else [0] * 4
+        self.part, self.schedule, self.slots = part, schedule, slots
         self.width = 1 + max(part.tape.arg, default=0)
         blocks = EventBlocks()
         self.forwards: list[tuple[Cue, ...]] = []
@@ -280,25 +277,19 @@ class _Player:
             for half, (begin, end) in enumerate(((0, part.split), (part.split, len(tape)))):
                 taken = workspaces_of(tape, range(begin, end), half) if not slot else []
                 (self.backwards if half else self.forwards).append(cues_of(tape, range(begin, end), taken, True, blocks))
-        recorder.follow(blocks)
+        super().__init__(recorder, schedule, blocks, run.cublas_workspace)
         self.sent = -1
-        self.hooks: dict[int, Callable[[int], None]] = {
-            Op.ENTER: schedule.enter,
-            Op.EXIT: schedule.exit,
-            Op.BWD_ENTER: schedule.backward_enter,
-            Op.BWD_EXIT: schedule.backward_exit,
-        }
 
     def forward(self, number: int) -> None:
         """Run a micro batch's forward."""
         self.schedule.forward_begin()
-        self._run(self.forwards[number % self.slots])
+        self.run(self.forwards[number % self.slots])
 
     def backward(self, number: int) -> None:
         """Run its backward. The gradient of its input is sent, and kept until the next one's is."""
         slot = number % self.slots
         self.schedule.backward_begin(False)
-        self._run(self.backwards[slot])
+        self.run(self.backwards[slot])
         self.schedule.backward_end(False)
         self.drop_sent()
         if self.part.sent >= 0:
@@ -309,19 +300,6 @@ class _Player:
         if self.sent >= 0:
             self.recorder.free(self.sent)
         self.sent = -1
-
-    def _run(self, cues: tuple[Cue, ...]) -> None:
-        for event_block, op, arg, aux in cues:
-            if event_block is not None:
-                self.recorder.play(event_block)
-            if op == Op.GRAD:
-                self.schedule.grad(arg, self.recorder.handle_of(aux))
-            elif op == WORKSPACE:
-                if self.workspaces[arg]:
-                    self.recorder.alloc(self.workspaces[arg], Buffer.WORKSPACE, note=aux)
-                    self.workspaces[arg] = 0
-            elif op is not None:
-                self.hooks[op](arg)
 
 
 def _shifted(tape: ExpandedTape, by: int) -> ExpandedTape:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.tape import ExpandedTape, Op
 from zeroplan.engines.script import WORKSPACE, Cue, Script, Scripts
+from zeroplan.simulate.event_blocks import EventBlocks
 from zeroplan.simulate.recorder import Recorder
 
 #: Micro batches of an accumulation window that differ from each other: the first, a later one, and the last.
@@ -70,6 +71,41 @@ class EngineSchedule:
 
     def step(self, applied: bool) -> None:
         """The optimizer steps; `applied` is False when the loss scaler discards the step."""
+
+
+class CuePlayer:
+    """Records event blocks, and calls a schedule's hooks between them."""
+
+    def __init__(self, recorder: Recorder, schedule: EngineSchedule, event_blocks: EventBlocks, workspace: int) -> None:
+        """`workspace`: bytes of one cuBLAS workspace; 0 leaves cuBLASLt's out, too."""
+        self.recorder, self.grad = recorder, schedule.grad
+        self.workspaces = [workspace, workspace, CUBLASLT_WORKSPACE, CUBLASLT_WORKSPACE] if workspace else [0] * 4
+        self.hooks: dict[int, Callable[[int], None]] = {
+            Op.ENTER: schedule.enter,
+            Op.EXIT: schedule.exit,
+            Op.BWD_ENTER: schedule.backward_enter,
+            Op.BWD_EXIT: schedule.backward_exit,
+        }
+        recorder.follow(event_blocks)
+
+    def run(self, cues: Sequence[Cue]) -> None:
+        """Record the cues' event blocks, each followed by its hook."""
+        played, handle_of, hooks, grad = self.recorder.play, self.recorder.handle_of, self.hooks, int(Op.GRAD)
+        for event_block, op, arg, aux in cues:
+            if event_block is not None:  # hooks mostly follow one another
+                played(event_block)
+            if op == grad:
+                self.grad(arg, handle_of(aux))
+            elif op == WORKSPACE:
+                self._workspace(arg, aux)
+            elif op is not None:
+                hooks[op](arg)
+
+    def _workspace(self, index: int, module: int) -> None:
+        """A workspace is allocated by the first call and never freed."""
+        if self.workspaces[index]:
+            self.recorder.alloc(self.workspaces[index], Buffer.WORKSPACE, note=module)
+            self.workspaces[index] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,18 +181,12 @@ def play(
         recorder.mark(f"step{step}")
 
 
-class _Player:
+class _Player(CuePlayer):
+    """Plays one script again and again."""
+
     def __init__(self, script: Script, recorder: Recorder, schedule: EngineSchedule, workspace: int) -> None:
-        self.script, self.recorder = script, recorder
-        self.workspaces = [workspace, workspace, CUBLASLT_WORKSPACE, CUBLASLT_WORKSPACE] if workspace else [0] * 4
-        self.grad = schedule.grad
-        self.hooks: dict[int, Callable[[int], None]] = {
-            Op.ENTER: schedule.enter,
-            Op.EXIT: schedule.exit,
-            Op.BWD_ENTER: schedule.backward_enter,
-            Op.BWD_EXIT: schedule.backward_exit,
-        }
-        recorder.follow(script.event_blocks)
+        super().__init__(recorder, schedule, script.event_blocks, workspace)
+        self.script = script
 
     def end(self) -> list[int]:
         """Frees the inputs; returns the blocks that the loss keeps."""
@@ -169,21 +199,3 @@ class _Player:
         for handle in kept:
             self.recorder.free(handle)
         kept.clear()
-
-    def run(self, cues: Sequence[Cue]) -> None:
-        played, handle_of, hooks, grad = self.recorder.play, self.recorder.handle_of, self.hooks, int(Op.GRAD)
-        for event_block, op, arg, aux in cues:
-            if event_block is not None:  # hooks mostly follow one another
-                played(event_block)
-            if op == grad:
-                self.grad(arg, handle_of(aux))
-            elif op == WORKSPACE:
-                self._workspace(arg, aux)
-            elif op is not None:
-                hooks[op](arg)
-
-    def _workspace(self, index: int, module: int) -> None:
-        """A workspace is allocated by the first call and never freed."""
-        if self.workspaces[index]:
-            self.recorder.alloc(self.workspaces[index], Buffer.WORKSPACE, note=module)
-            self.workspaces[index] = 0

@@ -1,13 +1,15 @@
-"""The base of FSDP2 and DDP as engines: every optimizer of torch runs, and one rank stands for all."""
+"""The base of FSDP 1, FSDP2 and DDP as engines: every optimizer of torch runs, and one rank stands for all."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.parameters import Parameters
+from zeroplan.core.tape_options import Arithmetic, TraceOptions
 from zeroplan.core.versions import TORCH_GPU
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.torch_rank import TorchRank
@@ -24,10 +26,23 @@ R = TypeVar("R", bound=TorchRank)
 
 
 class TorchEngine(Engine, Generic[R]):
-    """An engine that is part of torch."""
+    """An engine that is part of torch.
+
+    Attributes:
+        gathers_in_half: whether every parameter, adapters included, is gathered in the dtype of the arithmetic.
+
+    """
 
     version = TORCH_GPU
     measured = True
+    gathers_in_half = False
+
+    def trace_options(self, case: Case) -> TraceOptions:
+        """Return the options of a trace, with parameters in the dtype in which they are gathered."""
+        options = super().trace_options(case)
+        if self.gathers_in_half and options.arithmetic is Arithmetic.HALF_AUTOCAST:
+            return replace(options, arithmetic=Arithmetic.HALF)
+        return options
 
     @abstractmethod
     def rank(self, case: Case, parameters: Parameters) -> R:

@@ -25,9 +25,9 @@ def with_shape(request: Request) -> Request:
         raise BadInput(
             "an example batch is traced through the module as it is", where="inputs", remedy="give the module with its adapters"
         )
-    from zeroplan.trace.example import shape_of
+    from zeroplan.trace.example import arguments, shape_of
 
-    samples, positions = shape_of(request.model, request.inputs)
+    samples, positions = shape_of(arguments(request.model, request.inputs))
     for name, value, own in (("micro_batch", request.micro_batch, samples), ("seq_len", request.seq_len, positions)):
         if value is not None and value != own:
             raise BadInput(f"{value} differs from the inputs' {own}", where=name, remedy=f"leave {name} out")

@@ -38,9 +38,9 @@ def arguments(module: nn.Module, inputs: Any) -> dict[str, Any]:
     return batch
 
 
-def shape_of(module: nn.Module, inputs: Any) -> tuple[int, int]:
-    """Return the batch's samples and positions: the first tensors' first and second dimensions."""
-    sizes = [tensor.shape for tensor in _tensors(arguments(module, inputs)) if tensor.dim()]
+def shape_of(batch: Mapping[str, Any]) -> tuple[int, int]:
+    """Return a batch's samples and positions: the first tensors' first and second dimensions."""
+    sizes = [tensor.shape for tensor in _tensors(batch) if tensor.dim()]
     samples = sizes[0][0] if sizes else 1
     return max(1, samples), max(1, next((shape[1] for shape in sizes if len(shape) > 1), 1))
 

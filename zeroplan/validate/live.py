@@ -11,12 +11,11 @@ Note [How ranks get a module]
 from __future__ import annotations
 
 import copy
-import inspect
 import multiprocessing.spawn
 import os
 import pickle
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,9 +31,10 @@ from zeroplan.core.workload import DType
 from zeroplan.engines.base import Case, Engine
 from zeroplan.planner.tapes import ExpandedTapes, NoTapeError
 from zeroplan.trace.api import trace_module
+from zeroplan.trace.example import arguments, shape_of
 from zeroplan.validate.run_folder import MAIN, MODULE
 from zeroplan_runtime.arena import DTYPES
-from zeroplan_runtime.pytree import cast_tensors, map_tensors, tensors_of
+from zeroplan_runtime.pytree import cast_tensors, map_tensors
 from zeroplan_runtime.units import cast_floating
 
 #: In a rank's environment.
@@ -57,12 +57,8 @@ class LiveModule:
     batch: dict[str, Any]
 
     def shape(self) -> tuple[int, int]:
-        """Return the batch's number of samples and of positions, for the report: the first tensors' first and second
-        dimensions.
-        """
-        sizes = [tensor.shape for tensor in tensors_of(self.batch) if tensor.dim()]
-        samples = sizes[0][0] if sizes else 1
-        return max(1, samples), max(1, next((shape[1] for shape in sizes if len(shape) > 1), 1))
+        """Return the batch's number of samples and of positions, for the report."""
+        return shape_of(self.batch)
 
     def batch_on(self, device: torch.device, dtype: torch.dtype | None) -> dict[str, Any]:
         """A copy of the batch on `device`, floating tensors in `dtype` unless that is None."""
@@ -78,16 +74,7 @@ def live_module(module: nn.Module, inputs: Any) -> LiveModule:
     """
     if any(tensor.is_cuda for tensor in (*module.parameters(), *module.buffers())):
         raise BadInput("the module is on a GPU, and takes memory from the run", where="model", remedy="give module.cpu()")
-    if isinstance(inputs, Mapping):
-        batch = dict(inputs)
-    else:
-        given = inputs if isinstance(inputs, tuple | list) else (inputs,)
-        try:
-            batch = dict(inspect.signature(module.forward).bind(*given).arguments)
-        except TypeError as fault:
-            raise BadInput(str(fault), where="inputs", remedy="give the keyword arguments of one forward as a dict") from None
-    if next(tensors_of(batch), None) is None:
-        raise BadInput("there is no tensor in the batch", where="inputs", remedy="give one micro batch")
+    batch = arguments(module, inputs)
 
     def make() -> nn.Module:
         with _disable_current_modes():  # the user's own copy is not part of the run's memory

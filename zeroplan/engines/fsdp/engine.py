@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.parameters import Parameters
-from zeroplan.core.tape_options import Arithmetic, TraceOptions
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
@@ -29,6 +27,7 @@ class Fsdp(TorchEngine[FsdpRank]):
 
     name = "fsdp"
     measured = False
+    gathers_in_half = True
 
     def options(self) -> list[ZeroConfig]:
         """Return NO_SHARD, SHARD_GRAD_OP and FULL_SHARD."""
@@ -80,11 +79,6 @@ class Fsdp(TorchEngine[FsdpRank]):
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
         """Return FSDP 1's lines, and rank 0."""
         return LEDGER, self.rank(case, case.parameters)
-
-    def trace_options(self, case: Case) -> TraceOptions:
-        """Return the options of a trace in which adapters, too, are gathered in the dtype of the arithmetic."""
-        options = super().trace_options(case)
-        return replace(options, arithmetic=Arithmetic.HALF) if options.arithmetic is Arithmetic.HALF_AUTOCAST else options
 
     def rank(self, case: Case, parameters: Parameters) -> FsdpRank:
         """Return rank 0; one rank alone is not sharded, whatever the strategy."""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.parameters import Parameters
-from zeroplan.core.tape_options import Arithmetic, TraceOptions
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.fsdp2.lines import LEDGER
@@ -29,6 +27,7 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
 
     name = "fsdp2"
     trainer = "zeroplan.engines.fsdp2.trainer:build"
+    gathers_in_half = True
     tensors_from_operators = False  # FSDP2 resizes storages, which no operator returns
 
     def options(self) -> list[ZeroConfig]:
@@ -79,13 +78,6 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
         """Return FSDP2's lines, and rank 0."""
         return LEDGER, self.rank(case, case.parameters)
-
-    def trace_options(self, case: Case) -> TraceOptions:
-        """Return the options of a trace in which every parameter, adapters included, is gathered in the dtype of the
-        arithmetic.
-        """
-        options = super().trace_options(case)
-        return replace(options, arithmetic=Arithmetic.HALF) if options.arithmetic is Arithmetic.HALF_AUTOCAST else options
 
     def rank(self, case: Case, parameters: Parameters) -> Fsdp2Rank:
         """Return rank 0 of the pipeline stage, which holds the stage's largest chunks."""

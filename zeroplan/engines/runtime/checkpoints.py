@@ -8,16 +8,14 @@ last block's never leaves. The pinned buffers stay and are used again.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from zeroplan.core.layout import LEAST_MOVED_BYTES, Layout, UnitKind
-from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op
+from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op, TapeEvent
 from zeroplan.engines.base import Case
 from zeroplan.engines.runtime.units import PEFT_PREFIX
 from zeroplan.models.facts import spec_facts
-
-_Event = tuple[int, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +92,15 @@ def with_offloaded_inputs(tape: ExpandedTape, moved: Collection[OffloadedInput])
     """The tape in which these inputs are freed in the forward, and others made in their place in the backward."""
     first = max(arg for op, arg in zip(tape.op, tape.arg, strict=True) if op == Op.ALLOC) + 1
     returned = {one.storage: first + index for index, one in enumerate(moved)}
-    added: dict[int, list[_Event]] = {}
+    added: dict[int, list[TapeEvent]] = {}
     for one in moved:
         added.setdefault(one.goes, []).append((Op.FREE, one.storage, 0, 0, -1))
         added.setdefault(one.returns, []).append((Op.ALLOC, returned[one.storage], one.bytes, Kind.CHECKPOINT, -1))
-    columns: tuple[list[int], ...] = ([], [], [], [], [])
-    for at, (op, arg, *rest) in enumerate(_events(tape)):
+    events: list[TapeEvent] = []
+    for at, (op, arg, aux, kind, module) in enumerate(tape.events()):
         storage = returned.get(arg, arg) if op == Op.FREE else arg
-        for each in (*added.get(at, ()), (op, storage, *rest)):
-            for column, value in zip(columns, each, strict=True):
-                column.append(value)
-    return ExpandedTape(tape.modules, tape.params, *columns)
+        events += (*added.get(at, ()), (op, storage, aux, kind, module))
+    return tape.with_events(events)
 
 
 def host_buffers(moved: Collection[OffloadedInput]) -> dict[str, int]:
@@ -120,10 +116,6 @@ class _Block:
     forward: int
     again: int
     until: int
-
-
-def _events(tape: ExpandedTape) -> Iterator[_Event]:
-    return zip(tape.op, tape.arg, tape.aux, tape.kind, tape.module, strict=True)
 
 
 def _checkpointed(tape: ExpandedTape, blocks: Collection[str]) -> tuple[list[_Block], int]:
@@ -153,7 +145,7 @@ class _Lifetimes:
         self.made: dict[int, int] = {}
         self.gone: dict[int, int] = {}
         self.bytes: dict[int, int] = {}
-        for at, (op, arg, aux, _, _) in enumerate(_events(tape)):
+        for at, (op, arg, aux, _, _) in enumerate(tape.events()):
             if op == Op.ALLOC:
                 self.made[arg], self.bytes[arg] = at, aux
             elif op == Op.FREE:

@@ -11,11 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zeroplan.core.losses import leaves_loss_to_function
-from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op
+from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op, TapeEvent
 
 _WIDE = 4  # bytes of an fp32 number
-
-_Event = tuple[int, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +37,7 @@ def with_fused_loss(tape: ExpandedTape, *, rows: int, itemsize: int) -> Expanded
     loss = _find(tape, itemsize)
     if loss is None:
         return tape
-    columns: tuple[list[int], ...] = ([], [], [], [], [])
-    for event in _events(tape, loss, rows):
-        for column, value in zip(columns, event, strict=True):
-            column.append(value)
-    return ExpandedTape(tape.modules, tape.params, *columns)
+    return tape.with_events(_events(tape, loss, rows))
 
 
 def _find(tape: ExpandedTape, itemsize: int) -> _Loss | None:
@@ -51,7 +45,7 @@ def _find(tape: ExpandedTape, itemsize: int) -> _Loss | None:
     forward: list[tuple[int, int]] = []  # storages and bytes of logits and loss, in order
     backward: list[tuple[int, int]] = []
     chosen, head = forward, 0
-    for op, arg, aux, kind, module in zip(tape.op, tape.arg, tape.aux, tape.kind, tape.module, strict=True):
+    for op, arg, aux, kind, module in tape.events():
         if op == Op.MARK and arg == Mark.BACKWARD_BEGIN:
             chosen = backward
         elif op == Op.ALLOC and kind == Kind.LOGITS and chosen is forward:
@@ -74,9 +68,9 @@ def _find(tape: ExpandedTape, itemsize: int) -> _Loss | None:
     return _Loss(forward[copies[0] - 1][0], frozenset((*dropped, *after)), dropped[0], narrow[0])
 
 
-def _events(tape: ExpandedTape, loss: _Loss, rows: int) -> Iterator[_Event]:
+def _events(tape: ExpandedTape, loss: _Loss, rows: int) -> Iterator[TapeEvent]:
     sums = max(arg for op, arg in zip(tape.op, tape.arg, strict=True) if op == Op.ALLOC) + 1
-    for event in zip(tape.op, tape.arg, tape.aux, tape.kind, tape.module, strict=True):
+    for event in tape.events():
         op, arg, _, _, module = event
         if op == Op.ALLOC and arg == loss.first_dropped:
             yield (Op.ALLOC, sums, rows * _WIDE, Kind.SAVED, module)

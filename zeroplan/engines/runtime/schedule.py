@@ -14,7 +14,7 @@ from itertools import groupby
 
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.layout import Layout, OwnedBuffer, UnitKind, runtime_buffers
-from zeroplan.core.tape import ExpandedTape, Mark, Op
+from zeroplan.core.tape import ExpandedTape, Mark, Op, TapeEvent
 from zeroplan.engines.player import EngineSchedule
 from zeroplan.engines.runtime.units import PEFT_PREFIX
 from zeroplan.simulate.recorder import Recorder
@@ -286,19 +286,13 @@ def _written(alive: dict[int, tuple[int, int]], nbytes: int, layers: frozenset[i
 
 def _without(tape: ExpandedTape, written: dict[int, int], summed: set[int]) -> ExpandedTape:
     """Return the tape without the sums, and with a GRAD of no bytes in place of each written storage's allocation."""
-    columns: tuple[list[int], ...] = ([], [], [], [], [])
-
-    def emit(*event: int) -> None:
-        for column, value in zip(columns, event, strict=True):
-            column.append(value)
-
-    for event in zip(tape.op, tape.arg, tape.aux, tape.kind, tape.module, strict=True):
+    kept: list[TapeEvent] = []
+    for event in tape.events():
         op, arg, aux, kind, module = event
         storage = aux if op == Op.GRAD else arg if op in (Op.ALLOC, Op.FREE) else -1
         if storage in written:
             if op == Op.ALLOC:
-                emit(op, arg, 0, kind, module)
-                emit(Op.GRAD, written[storage], storage, 0, -1)
+                kept += [(op, arg, 0, kind, module), (Op.GRAD, written[storage], storage, 0, -1)]
         elif storage not in summed:
-            emit(*event)
-    return ExpandedTape(tape.modules, tape.params, *columns)
+            kept.append(event)
+    return tape.with_events(kept)

@@ -47,15 +47,34 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def folders_of_our_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Neither tapes that were traced before nor a calibration's profile count; all workers share what they trace."""
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All workers' folder of this session."""
     base = tmp_path_factory.getbasetemp()
-    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session", autouse=True)
+def folders_of_our_own(shared_folder: Path) -> Iterator[None]:
+    """Neither tapes that were traced before nor a calibration's profile count; all workers share what they trace."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(base / "cache"))
-        patch.setenv("XDG_CONFIG_HOME", str(base / "config"))
+        patch.setenv("XDG_CACHE_HOME", str(shared_folder / "cache"))
+        patch.setenv("XDG_CONFIG_HOME", str(shared_folder / "config"))
         yield
+
+
+@pytest.fixture(scope="session")
+def warm_python(shared_folder: Path) -> Path:
+    """An interpreter for scripts and launchers that has imported torch and transformers. ``torchrun`` lies beside it."""
+    from tests.warm.server import start
+
+    return start(shared_folder / "warm", os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid())
+
+
+@pytest.fixture
+def warm_ranks(warm_python: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that this process launches are such interpreters."""
+    monkeypatch.setattr(sys, "executable", str(warm_python))
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -55,7 +54,7 @@ if "LOCAL_RANK" in os.environ:
 
 
 @pytest.fixture(scope="module")
-def outputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[tuple[int, str]]]]:
+def outputs(tmp_path_factory: pytest.TempPathFactory, warm_python: Path) -> Iterator[dict[str, Future[tuple[int, str]]]]:
     """What the commands of all runs print, two at a time."""
     for package in ("deepspeed", "accelerate", "lightning", "peft"):
         pytest.importorskip(package)
@@ -64,8 +63,8 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Futu
     (folder / "site" / "sitecustomize.py").write_text(_SITE)
     (folder / "config.json").write_text(json.dumps(MODEL))
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PYTHONPATH": path, "PATH": programs, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    programs = os.pathsep.join([str(warm_python.parent), os.environ["PATH"]])
+    environment = {**os.environ, "PYTHONPATH": path, "PATH": programs, "DS_ACCELERATOR": "cpu"}
     with ThreadPoolExecutor(2) as pool:
         yield {name: pool.submit(started, name, folder, environment) for name in RUNS}
 
@@ -78,7 +77,7 @@ def started(name: str, folder: Path, environment: dict[str, str]) -> tuple[int, 
         form += ("--launcher", "torchrun")
     words = ["config.json", *ASKED, *RUNS[name], *form, "--new-script", f"{name}/train.py", "--json"]
     asked = subprocess.run(
-        [sys.executable, "-m", "zeroplan", "recommend", *words],
+        ["python", "-m", "zeroplan", "recommend", *words],
         cwd=folder,
         env=environment,
         capture_output=True,

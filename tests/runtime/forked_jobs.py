@@ -1,12 +1,11 @@
-"""Jobs of three ranks without a launcher that would end them: one process imports torch, and forks the ranks of each job.
+"""Jobs of three ranks without a launcher that would end them: ``python -m tests.runtime.forked_jobs JOB PORT`` forks the ranks.
 
-``python -m tests.runtime.forked_jobs`` is that process: it reads one job a line. A rank ends as a script does.
+A rank ends as a script does.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
 import signal
@@ -15,8 +14,6 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, field
-from functools import cache
-from importlib import import_module
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -62,7 +59,7 @@ class Ended:
     took: float
 
 
-_ports = count(20000 + os.getpid() % 10000)
+_ports = count(20000 + 37 * os.getpid() % 10000)  # two workers have neighbouring ids
 
 
 def free_port() -> int:
@@ -74,17 +71,13 @@ def free_port() -> int:
     raise AssertionError
 
 
-def run_job(folder: Path, job: Job) -> Ended:
+def run_job(python: Path, folder: Path, job: Job) -> Ended:
     """Run the job in an empty folder, and leave nothing of it running."""
     folder.mkdir(exist_ok=True)
-    words = json.dumps({"folder": str(folder), "port": free_port(), "job": asdict(job)})
-    server = _server()
-    assert server.stdin is not None
-    server.stdin.write(f"{words}\n")
-    server.stdin.flush()
-    end, codes = time.monotonic() + _MOST_SECONDS, folder / "codes"
-    while not codes.exists() and time.monotonic() < end and server.poll() is None:
-        time.sleep(0.05)
+    command = [python, "-m", "tests.runtime.forked_jobs", json.dumps(asdict(job)), str(free_port())]
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        subprocess.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=_MOST_SECONDS, check=False)
+    codes = folder / "codes"
     ended = [int(code) for code in codes.read_text().split()] if codes.exists() else [0]
     with contextlib.suppress(ProcessLookupError):
         os.killpg(int((folder / "group").read_text()), signal.SIGKILL)
@@ -93,36 +86,11 @@ def run_job(folder: Path, job: Job) -> Ended:
     return Ended(folder, min(map(abs, ended)), [log.read_text() for log in logs], said - (folder / "begun").stat().st_mtime)
 
 
-@cache
-def _server() -> subprocess.Popen[str]:
-    """The process that forks, started for the first job; it ends when its standard input does."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.runtime.forked_jobs"]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
-
-
-def _serve() -> None:
-    import torch
-
-    for name in ("torch._dynamo", "tests.runtime.train"):  # else each rank would, the first for its optimizer
-        import_module(name)
-    torch.set_num_threads(1)
-    gc.freeze()  # else each rank goes through all that is imported when it ends
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no job waits to be asked how it ended
-    for line in sys.stdin:
-        if not os.fork():
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            words = json.loads(line)
-            os.chdir(words["folder"])
-            os.setsid()
-            Path("group").write_text(str(os.getpid()))
-            _run_ranks(Job(**words["job"]), words["port"])
-            sys.exit()
-
-
-def _run_ranks(job: Job, port: int) -> None:
+def _run_ranks(job: Job, port: str) -> None:
     """Fork the ranks; write how the ranks but the victim ended, then end the victim."""
-    os.environ |= {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.setsid()
+    Path("group").write_text(str(os.getpid()))
+    os.environ |= {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks: list[int] = []
     for rank in range(RANKS):
         ranks.append(os.fork())
@@ -164,4 +132,4 @@ def _train(job: Job) -> None:
 
 
 if __name__ == "__main__":
-    _serve()
+    _run_ranks(Job(**json.loads(sys.argv[1])), sys.argv[2])

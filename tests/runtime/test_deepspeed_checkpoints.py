@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -59,17 +57,14 @@ def begin(group: dist.ProcessGroup, stage: int, file: str) -> list[float]:
     return losses
 
 
-def test_checkpoints_pass_between_deepspeed_and_the_runtime(pool: RankPool, tmp_path: Path) -> None:
+def test_checkpoints_pass_between_deepspeed_and_the_runtime(pool: RankPool, tmp_path: Path, warm_python: Path) -> None:
     pytest.importorskip("deepspeed")
     kept = pool.run(peer.RANKS, save, str(tmp_path / "ours"))[0]
     to_universal(tmp_path / "ours", tmp_path / "universal")
     convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "ours", tmp_path / "fp32")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(peer.RANKS)]
+    command = [warm_python.with_name("torchrun"), "--standalone", "--nproc-per-node", str(peer.RANKS)]
     command += [peer.__file__, str(tmp_path), "universal", "fp32/pytorch_model.bin"]
-    root = Path(__file__).parents[2]
-    ran = subprocess.run(
-        command, cwd=root, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240
-    )
+    ran = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=240)
     assert ran.returncode == 0, ran.stderr[-4000:]
     theirs = json.loads((tmp_path / "losses.json").read_text())
     ours = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "ours")

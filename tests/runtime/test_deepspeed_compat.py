@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -331,10 +330,12 @@ HJSON = """
 
 
 @pytest.mark.parametrize(("drop", "sizes"), [("true", [4, 4]), ("false", [4, 4, 3])])
-def test_a_program_that_imports_deepspeed_runs_unchanged(tmp_path: Path, drop: str, sizes: list[int]) -> None:
+def test_a_program_that_imports_deepspeed_runs_unchanged(
+    tmp_path: Path, drop: str, sizes: list[int], warm_python: Path
+) -> None:
     (tmp_path / "train.py").write_text(PROGRAM)
     (tmp_path / "ds_config.hjson").write_text(HJSON % drop)
-    command = [sys.executable, "-m", "zeroplan_runtime.compat.deepspeed", str(tmp_path / "train.py")]
+    command = [str(warm_python), "-m", "zeroplan_runtime.compat.deepspeed", str(tmp_path / "train.py")]
     done = subprocess.run(
         [*command, str(tmp_path / "ds_config.hjson"), str(tmp_path / "saved")], capture_output=True, text=True
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,27 +13,33 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(*words: str, ranks: int = 1) -> list[float]:
-    """The losses that an example prints."""
-    return losses_in(output(*words, ranks=ranks))
+Output = Callable[..., str]
 
 
 def losses_in(text: str) -> list[float]:
     return [float(found) for found in re.findall(r"loss ([0-9.]+)", text)]
 
 
-def output(*words: str, ranks: int = 1) -> str:
-    start = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*start, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def output(warm_python: Path) -> Output:
+    """What an example prints, run by ``python`` or ``torchrun``."""
+
+    def run(*words: str, ranks: int = 1) -> str:
+        start = [warm_python] if ranks == 1 else [warm_python.with_name("torchrun"), f"--nproc-per-node={ranks}"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [*start, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
 
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_causal_lm_on_two_ranks(tmp_path: Path) -> None:
-    losses = run("examples/causal_lm.py", "--stage", "3", "--steps", "50", "--save", str(tmp_path), ranks=2)
+def test_causal_lm_on_two_ranks(output: Output, tmp_path: Path) -> None:
+    losses = losses_in(output("examples/causal_lm.py", "--stage", "3", "--steps", "50", "--save", str(tmp_path), ranks=2))
     assert losses[0] > 4.7  # ln 128 is 4.85
     assert losses[-1] < 3
     assert (tmp_path / "checkpoint" / "latest").read_text() == "global_step50"
@@ -41,14 +47,14 @@ def test_causal_lm_on_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sentiment() -> None:
-    losses = run("examples/sentiment.py", "--small", "--stage", "1", "--steps", "60", "--dtype", "fp32")
+def test_sentiment(output: Output) -> None:
+    losses = losses_in(output("examples/sentiment.py", "--small", "--stage", "1", "--steps", "60", "--dtype", "fp32"))
     assert losses[-1] < 0.4 < losses[0]
 
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_states_of_more_than_four_times_the_allowance(tmp_path: Path) -> None:
+def test_states_of_more_than_four_times_the_allowance(output: Output, tmp_path: Path) -> None:
     """The example itself ends with an error when more was taken than allowed. Its last lines are as planned."""
     words = ["examples/larger_than_gpu.py", "--steps", "16"]
     runs = [words, [*words, "--nvme", str(tmp_path), "--nvme-params", "--checkpointing"]]
@@ -65,7 +71,7 @@ def test_states_of_more_than_four_times_the_allowance(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_lightning_by_an_import_and_a_name(tmp_path: Path) -> None:
+def test_lightning_by_an_import_and_a_name(output: Output, tmp_path: Path) -> None:
     words = ["examples/lightning_sentiment.py", "--small", "--epochs", "2", "--strategy", "zeroplan_stage_3"]
     said = output(*words, "--save", str(tmp_path))
     assert losses_in(said)[-1] < 0.66
@@ -74,7 +80,7 @@ def test_lightning_by_an_import_and_a_name(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_transformers_trainer(tmp_path: Path) -> None:
+def test_transformers_trainer(output: Output, tmp_path: Path) -> None:
     said = output("examples/hf_trainer.py", "--stage", "3", "--offload", "--steps", "30", "--output", str(tmp_path))
     assert losses_in(said)[-1] < 4
     assert (tmp_path / "model.safetensors").is_file()

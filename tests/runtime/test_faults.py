@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -33,10 +34,10 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Ended]]]:
+def ended(tmp_path_factory: pytest.TempPathFactory, warm_python: Path) -> Iterator[dict[str, Future[Ended]]]:
     """All jobs, three at a time: they wait most of their time."""
     with ThreadPoolExecutor(3) as threads:
-        yield {name: threads.submit(run_job, tmp_path_factory.mktemp("job"), job) for name, job in JOBS.items()}
+        yield {name: threads.submit(run_job, warm_python, tmp_path_factory.mktemp("job"), job) for name, job in JOBS.items()}
 
 
 def test_a_rank_that_dies_is_named(ended: dict[str, Future[Ended]]) -> None:

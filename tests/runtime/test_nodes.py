@@ -10,7 +10,6 @@ import shlex
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +38,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--deepspeed_config")
 engine, *_ = zeroplan_runtime.initialize(model=models.make(), config=parser.parse_args().deepspeed_config, device="cpu")
 with open(f"rank{engine.global_rank}", "w") as file:
-    print(os.getpid(), os.getppid(), file=file)
+    print(os.getpid(), os.environ["NODE"], file=file)
 for number in range(1000):
     engine.backward(engine(models.batch(number % 10, 0, 0)))
     engine.step()
@@ -52,21 +51,22 @@ for number in range(1000):
 )
 
 
-def command_of(said: str) -> list[str]:
+def command_of(said: str, torchrun: Path) -> list[str]:
     """The printed command; the nodes meet on this machine."""
     found = re.search(r"Start it:\s+(torchrun .*)", said.replace("\\\n", " "))
     assert found is not None, said
     words = shlex.split(found[1].replace("node0:29500", f"localhost:{free_port()}"))
-    return [sys.executable, "-m", "torch.distributed.run", *words[1:]]
+    return [str(torchrun), *words[1:]]
 
 
 def start_nodes(command: list[str], folder: Path) -> list[subprocess.Popen[bytes]]:
     """Both nodes; the ranks meet at the first one, which is started before the other."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     meeting = int(re.findall(r"localhost:(\d+)", shlex.join(command))[0])
     started = []
     for node in range(2):
         with (folder / f"log{node}").open("wb") as log:
+            environment["NODE"] = str(node)
             started.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log))
         wait_for(lambda: answers(meeting), 60, "the first node's rendezvous")
     return started
@@ -98,7 +98,9 @@ def go_on(group: dist.ProcessGroup, config: dict[str, Any], folder: str | None) 
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_two_nodes_train_and_save_one_dies_and_another_size_and_stage_resume(tmp_path: Path, pool: RankPool, cli: Any) -> None:
+def test_two_nodes_train_and_save_one_dies_and_another_size_and_stage_resume(
+    tmp_path: Path, pool: RankPool, cli: Any, warm_python: Path
+) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(CONFIG))
@@ -106,13 +108,13 @@ def test_two_nodes_train_and_save_one_dies_and_another_size_and_stage_resume(tmp
     written = tmp_path / "ds_config.json"
     words = "--engine zeroplan --gpu H100 --gpus 2 --nodes 2 --micro-batch 1 --seq-len 32 --cpu-ram 512GiB"
     _, said, _ = cli("recommend", str(model), *words.split(), "-o", str(written))
-    command = command_of(said)
+    command = command_of(said, warm_python.with_name("torchrun"))
     assert "--nnodes 2 --nproc-per-node 2" in shlex.join(command)
     nodes = start_nodes(command, tmp_path)
     try:
         wait_for((tmp_path / "checkpoints" / "latest").exists, 120, "the checkpoint")
         ranks = [tuple(map(int, (tmp_path / f"rank{rank}").read_text().split())) for rank in range(4)]
-        lost = [(rank, pid) for rank, (pid, agent) in enumerate(ranks) if agent == nodes[1].pid]
+        lost = [(rank, pid) for rank, (pid, node) in enumerate(ranks) if node == 1]
         assert len(lost) == 2
         time.sleep(2)  # the ranks know each other
         for pid in (nodes[1].pid, *(pid for _, pid in lost)):
@@ -140,7 +142,7 @@ def test_two_nodes_train_and_save_one_dies_and_another_size_and_stage_resume(tmp
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_verify_on_two_nodes(tmp_path: Path) -> None:
+def test_verify_on_two_nodes(tmp_path: Path, warm_python: Path) -> None:
     """The command of docs/verify.md: one measurement of ranks on two nodes, printed once."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     # On a busy machine gloo's thread may hold the copy of a reduced gradient into the next allocation (seen once: +2.6 % of
@@ -149,7 +151,7 @@ def test_verify_on_two_nodes(tmp_path: Path) -> None:
         (folder := tmp_path / attempt).mkdir()
         start = f"--nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint localhost:{free_port()} --rdzv-id zeroplan"
         verify = f"-m zeroplan verify {tmp_path} --stage 3 --seq-len 32 --steps 2"
-        nodes = start_nodes([sys.executable, "-m", "torch.distributed.run", *start.split(), *verify.split()], folder)
+        nodes = start_nodes([str(warm_python.with_name("torchrun")), *start.split(), *verify.split()], folder)
         try:
             ended = [node.wait(180) for node in nodes]
         finally:

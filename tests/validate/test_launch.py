@@ -40,6 +40,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("blow", ["SIGKILL", "SIGSTOP"])
 def test_a_rank_that_dies_or_stops_is_named(blow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zeroplan.validate.launch._GRACE_SECONDS", 1.0)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,14 +28,8 @@ pytestmark = [pytest.mark.torch]
 Cli = Callable[..., tuple[int, str, str]]
 
 
-def run(*words: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", *launcher, "zeroplan", "verify", *words]
-    return subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, timeout=200, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-
-
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_ranks")
 def test_the_built_in_set_is_exact_at_every_stage(cli: Cli) -> None:
     begin = time.monotonic()
     code, out, err = cli("verify", "--steps", "2", "--json")
@@ -86,11 +78,12 @@ def test_outside_the_tolerance_exits_with_3(cli: Cli, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_inside_a_torchrun_every_rank_takes_part_and_the_first_prints(tmp_path_factory: pytest.TempPathFactory) -> None:
-    config = tmp_path_factory.mktemp("model") / "config.json"
+def test_inside_a_torchrun_every_rank_takes_part_and_the_first_prints(tmp_path: Path, warm_python: Path) -> None:
+    config = tmp_path / "config.json"
     config.write_text(json.dumps(CONFIG))
-    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
-    done = run(str(config), "--stage", "3", "--seq-len", "64", "--json", launcher=launcher)
+    start = [warm_python.with_name("torchrun"), "--standalone", "--nproc-per-node=2", "-m", "zeroplan", "verify"]
+    words = [str(config), "--stage", "3", "--seq-len", "64", "--json"]
+    done = subprocess.run([*start, *words], capture_output=True, text=True, cwd=ROOT, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     drift = Drift.model_validate_json(done.stdout[done.stdout.index("{") :])
     assert drift.machine["ranks"] == 2

@@ -105,14 +105,14 @@ def test_deepspeed_need_not_be_installed(pair: RankPool) -> None:
         assert (module, version, name) == ("zeroplan_runtime.compat.deepspeed.install", DEEPSPEED_VERSION, "deepspeed")
 
 
-def test_trl_equals_itself_without_the_runtime(tmp_path: Path) -> None:
+def test_trl_equals_itself_without_the_runtime(tmp_path: Path, warm_python: Path) -> None:
     """In one process: what TRL adds to the Trainer is its own loss and its data's form."""
     pytest.importorskip("trl", reason="TRL is no dependency of the suite")
     script = Path(__file__).with_name("trl_run.py")
     said = []
     for stage in ("plain", "3"):
         done = subprocess.run(
-            [sys.executable, str(script), stage, str(tmp_path / stage)],
+            [warm_python, str(script), stage, str(tmp_path / stage)],
             capture_output=True,
             text=True,
             check=False,

@@ -1,0 +1,200 @@
+"""Forks interpreters that have already imported what most scripts of the tests import.
+
+An interpreter of its own takes five seconds to import torch and transformers; one that is forked here takes none. A client
+(:mod:`tests.warm.client`) hands over its words, environment, folder and standard streams; the child takes them and goes on as
+``python WORDS`` would, with its ``PYTHONPATH`` and ``sitecustomize``, and starts further interpreters in the same way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import site
+import socket
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+#: What takes long to import. Neither DeepSpeed nor Lightning: the runtime looks whether they are there.
+PRELOADED = (
+    "torch._dynamo",
+    "torch._inductor.config",
+    "torch.distributed.run",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "transformers.trainer",
+    "zeroplan.cli.main",
+    "zeroplan_runtime",
+)
+#: Programs beside ``python``, by the module that each one runs.
+PROGRAMS = {
+    "torchrun": "torch.distributed.run",
+    "accelerate": "accelerate.commands.accelerate_cli",
+    "deepspeed": "deepspeed.launcher.runner",
+}
+#: A child's words take the place of the server's where other processes look them up, so the server's are longer.
+_PADDING = "." * 4000
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def start(folder: Path, session: int) -> Path:
+    """The program that stands for an interpreter; several processes may ask for the same one.
+
+    Args:
+        folder: an empty folder, or one that was given before; the programs are made in it.
+        session: a process. The server ends with it.
+    """
+    folder.mkdir(exist_ok=True)
+    program, address = folder / "python", folder / "address"
+    with (folder / "lock").open("w") as lock, (folder / "said").open("a") as said:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not program.exists():
+            command = [sys.executable, "-m", "tests.warm.server", str(address), str(session), _PADDING]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+            while not address.exists():
+                time.sleep(0.02)
+            client = Path(__file__).with_name("client.py").read_text()
+            program.write_text(f"#!{sys.executable} -SE\n{client}\n\nmain({str(address)!r})\n")
+            program.chmod(0o755)
+            for name in PROGRAMS:
+                (folder / name).symlink_to(program)
+    return program
+
+
+class _Server:
+    """Clients' connections and their children. A child of its own process leaves :meth:`serve` with what it is to run."""
+
+    def __init__(self, address: str, session: int) -> None:
+        self.session = os.pidfd_open(session)
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind(address)
+        self.listener.listen(64)
+        self.woken, self.waker = socket.socketpair()
+        self.selector = selectors.DefaultSelector()
+        for readable in (self.session, self.listener, self.woken):
+            self.selector.register(readable, selectors.EVENT_READ)
+        self.children: dict[socket.socket, int | None] = {}
+
+    def serve(self) -> dict[str, Any] | None:
+        self.waker.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self.waker.fileno())
+        while True:
+            for key, _ in self.selector.select():
+                if key.fileobj == self.session:
+                    for pid in filter(None, self.children.values()):
+                        os.kill(pid, signal.SIGKILL)
+                    return None
+                if key.fileobj is self.listener:
+                    connection = self.listener.accept()[0]
+                    self.selector.register(connection, selectors.EVENT_READ)
+                    self.children[connection] = None
+                elif key.fileobj is self.woken:
+                    self.woken.recv(4096)
+                    self._report_ends()
+                elif (asked := self._hear(key.fileobj)) is not None:
+                    return asked
+
+    def _hear(self, connection: Any) -> dict[str, Any] | None:
+        head, streams, *_ = socket.recv_fds(connection, 4, 3)
+        if not head:  # the client has ended, and so does its interpreter
+            self.selector.unregister(connection)
+            connection.close()
+            if (pid := self.children.pop(connection)) is not None:
+                os.kill(pid, signal.SIGKILL)
+            return None
+        text, size = b"", int.from_bytes(head, "big")
+        while len(text) < size:
+            text += connection.recv(size - len(text))
+        pid = os.fork()
+        if pid:
+            self.children[connection] = pid
+            connection.sendall(pid.to_bytes(4, "big"))
+        else:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for number, stream in enumerate(streams):
+                os.dup2(stream, number)
+            for ours in (self.selector, self.listener, self.woken, self.waker, *self.children):
+                ours.close()
+            os.close(self.session)
+        for stream in streams:
+            os.close(stream)
+        return None if pid else json.loads(text)
+
+    def _report_ends(self) -> None:
+        for connection, pid in self.children.items():
+            if pid is not None and (ended := os.waitpid(pid, os.WNOHANG))[0]:
+                self.children[connection] = None
+                with contextlib.suppress(OSError):
+                    connection.sendall(ended[1].to_bytes(4, "big"))
+
+
+def _become(asked: dict[str, Any], libraries: list[str]) -> None:
+    """Run what an interpreter with those words would run."""
+    folder, environment, words = asked["folder"], asked["environment"], list(asked["words"])
+    program = Path(asked["program"])
+    if program.name in PROGRAMS:
+        words = ["-m", PROGRAMS[program.name], *words]
+    _show(" ".join((str(program.with_name("python")), *words)).encode())
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.executable = str(program.with_name("python"))
+    sys.path[:] = [*filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *libraries]
+    sys.path_importer_cache.clear()
+    importlib.invalidate_caches()
+    sys.modules.pop("sitecustomize", None)
+    site.execsitecustomize()
+    while words and words[0] in ("-u", "-B"):
+        words.pop(0)
+    main = words.pop(0)
+    if main == "-c":
+        code, sys.argv[:] = words[0], ["-c", *words[1:]]
+        sys.path.insert(0, "")
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(code, "<string>", "exec"), vars(sys.modules["__main__"]))
+    elif main == "-m":
+        sys.argv[:] = words
+        sys.path.insert(0, folder)
+        sys.modules.pop(words[0], None)
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv[:] = [main, *words]
+        sys.path.insert(0, str(Path(main).resolve().parent))
+        runpy.run_path(main, run_name="__main__")
+
+
+def _show(words: bytes) -> None:
+    """Make these the words of this process that ``ps`` shows."""
+    first, end = map(int, Path("/proc/self/stat").read_text().rpartition(") ")[2].split()[45:47])
+    ctypes.memmove(first, words.replace(b" ", b"\0")[: end - first].ljust(end - first, b"\0"), end - first)
+
+
+def _main(address: str, session: str) -> None:
+    given = [str(Path(entry).absolute()) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    libraries = [entry for entry in sys.path[1:] if entry not in given]
+    server = _Server(address, int(session))
+    for name in PRELOADED:
+        importlib.import_module(name)
+    gc.freeze()  # else each child goes through all that is imported when it ends
+    asked = server.serve()
+    if asked is not None:
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        _become(asked, libraries)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:3])

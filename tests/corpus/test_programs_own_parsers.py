@@ -39,6 +39,8 @@ def test_the_trainers_own_parser_reads_the_same(program: str, tmp_path: Path) ->
     own = {"trl": {"gradient_checkpointing": True}, "llama-factory": {}}[program]
     compared = 0
     for row in rows(program):
+        if "refused" in row["expected"]:
+            continue
         said = {key: value for key, value in row["keys"].items() if key in TrainingArguments.__dataclass_fields__}
         for key in (
             "deepspeed",

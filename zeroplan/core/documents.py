@@ -245,6 +245,16 @@ def parse_yaml(text: str, name: str, limits: Limits = YAML, *, where: str = "") 
     Loader.add_constructor("tag:yaml.org,2002:float", bounded(yaml.SafeLoader.construct_yaml_float))
     try:
         data = yaml.load(text, Loader)
+    except yaml.composer.ComposerError as error:
+        if getattr(error, "problem", None) == "but found another document":
+            refuse("holds several documents", "give the one that is meant by itself")
+        refuse(f"is not YAML ({error.problem})", "mend the syntax")
+    except yaml.constructor.ConstructorError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark is not None else 1
+        if "could not determine a constructor for the tag" in str(error.problem):
+            tag = str(error.problem).rpartition("tag ")[2].strip("'")[:60]
+            refuse(f"is not YAML (line {line}: the tag {tag} is not read)", "write the value out")
+        refuse(f"is not YAML (line {line}): {error.problem}", "mend the syntax")
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark is not None else ""

@@ -46,6 +46,12 @@ def _from_folder(path: str, where: str, trust_remote_code: bool) -> ModelSpec:
         return _from_shards(shards, name, where)
     if has_config:
         return _from_object(config, config_path, name, where, trust_remote_code)
+    adapter = os.path.join(path, "adapter_config.json")
+    if os.path.isfile(adapter):
+        said = read_json(adapter, where=where)
+        base = said.get("base_model_name_or_path") if isinstance(said, dict) else None
+        what = f"{path} holds an adapter on {str(base)[:120]}"
+        raise BadInput(what, where=where, remedy="give that model, with --lora-rank and --lora-targets")
     what = f"{path} holds neither a config.json nor safetensors files"
     raise BadInput(what, where=where, remedy="give the folder of a saved model")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from zeroplan.core.documents import parse_json
@@ -114,7 +115,10 @@ class Keys:
 
     def bad(self, key: str, what: str, remedy: str) -> BadInput:
         """Make the error for a value of a wrong type."""
-        return BadInput(f"{str(self.data.get(key))[:40]!r} {what}", where=f"{self.name}: {key}", remedy=remedy)
+        said = str(self.data.get(key))
+        if "$" in said:
+            what, remedy = "is a variable", "put its value in"
+        return BadInput(f"{said[:40]!r} {what}", where=f"{self.name}: {key}", remedy=remedy)
 
 
 class Builder(Keys):
@@ -153,7 +157,10 @@ class Builder(Keys):
             found = self.text(key)
             if found is None:
                 continue
-            if "$" in found or "{" in found or "<" in found:
+            beside = None if self.document.folder is None else self.document.folder / found
+            if found.startswith(".") and beside is not None and not Path(found).exists() and beside.exists():
+                self.set("model", str(beside), key)
+            elif "$" in found or "{" in found or "<" in found:
                 self.assume(f"no model: {key} is {found[:40]}")
             else:
                 self.set("model", found, key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,12 +64,52 @@ def load_document(source: Any) -> Document:
 
 def _from_path(path: str) -> Document:
     folder = Path(path).parent
-    file_kind(path)
+    if path == "-":
+        raise BadInput("standard input is not read", where="--from", remedy="give the path of a file")
+    if file_kind(path) == "folder":
+        inside = sorted(one.name for one in Path(path).iterdir() if one.suffix in (".json", ".yaml", ".yml", ".sh"))
+        some = f": {', '.join(inside[:4])[:160]}" if inside else ""
+        raise BadInput("is a folder, not a file", where=path, remedy=f"give the file of the run's arguments{some}")
     if path.lower().rpartition(".")[2] in _SCRIPTS:
         text = text_of(read_bytes(path, CONFIG.size), path)
         command = training_command(text, path)
         return Document(command.flags, path, folder, command)
-    return Document(read_document(path), path, folder)
+    return Document(interpolated(read_document(path)), path, folder)
+
+
+_INTERPOLATION = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
+_MOST_INTERPOLATED = 1 << 12
+
+
+def interpolated(data: dict[str, Any]) -> dict[str, Any]:
+    """Put in the values that OmegaConf's ``${a.b}`` names in the same file; what the file does not have stays as it is."""
+
+    def named(path: str) -> Any:
+        value: Any = data
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return value
+
+    def filled(value: Any, rounds: int = 4) -> Any:
+        if isinstance(value, dict):
+            return {key: filled(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [filled(item) for item in value]
+        if not isinstance(value, str) or "${" not in value or rounds == 0:
+            return value
+        whole = _INTERPOLATION.fullmatch(value)
+        if whole is not None:
+            found = named(whole[1])
+            return value if found is None or isinstance(found, dict | list) else filled(found, rounds - 1)
+
+        def text(match: re.Match[str]) -> str:
+            found = named(match[1])
+            return match[0] if found is None or isinstance(found, dict | list) else str(found)
+
+        after = _INTERPOLATION.sub(text, value)
+        return value if after == value or len(after) > _MOST_INTERPOLATED else filled(after, rounds - 1)
+
+    return dict(filled(data))
 
 
 def find_beside(value: str, document: Document, key: str) -> Path:

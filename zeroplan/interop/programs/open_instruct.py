@@ -13,8 +13,9 @@ from zeroplan.interop.programs.adapters import set_attention, set_dropout
 from zeroplan.interop.programs.builder import Builder
 from zeroplan.interop.programs.document import Document
 from zeroplan.interop.programs.known import arguments_of, only_of
+from zeroplan.interop.programs.machine import take_machine
 from zeroplan.interop.programs.program import Program
-from zeroplan.interop.programs.trainer import refuse_cpu, take_machine
+from zeroplan.interop.programs.trainer import refuse_cpu
 from zeroplan.interop.setups import Setup
 
 MORE, LESS, UNKNOWN = Effect.MORE, Effect.LESS, Effect.UNKNOWN

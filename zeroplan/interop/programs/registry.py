@@ -13,6 +13,7 @@ from zeroplan.interop.programs.llama_factory import LlamaFactory
 from zeroplan.interop.programs.ms_swift import MsSwift
 from zeroplan.interop.programs.open_instruct import OpenInstruct
 from zeroplan.interop.programs.program import Program
+from zeroplan.interop.programs.strangers import refuse_stranger
 from zeroplan.interop.programs.torchtune import Torchtune
 from zeroplan.interop.programs.trainer import HfTrainer
 from zeroplan.interop.programs.trl import Trl
@@ -32,6 +33,9 @@ _LISTED = {
     "open-instruct": ("open-instruct",),
     "ms-swift": ("hf-trainer", "ms-swift"),
 }
+
+#: So many of a program's arguments make a file one that it could read.
+_ENOUGH = 2
 
 
 def program_named(name: str) -> Program:
@@ -53,6 +57,8 @@ def owner_of(document: Document) -> Program:
     Raises:
         BadInput: when no program would take it, or several would.
     """
+    if document.command is None:
+        refuse_stranger(document.data, document.name)
     showing = [one for one in PROGRAMS.values() if one.recognises(document)]
     bases = {one.base for one in showing}
     claiming = [one for one in showing if one.name not in bases]
@@ -66,6 +72,10 @@ def owner_of(document: Document) -> Program:
         names = " or ".join(one.title for one in claiming)
         flags = " or ".join(f"--program {one.name}" for one in claiming)
         raise BadInput(f"could be a file of {names}", where=document.name, remedy=f"say which: {flags}")
+    near = [name for name, lists in _LISTED.items() if len(document.has(*arguments_of(*lists))) >= _ENOUGH]
+    if near:
+        flags = " or ".join(f"--program {name}" for name in near[:4])
+        raise BadInput("has keys of several programs, and none shows whose it is", where=document.name, remedy=f"say: {flags}")
     titles = ", ".join(one.title for one in PROGRAMS.values())
     raise BadInput("is no configuration that is known", where=document.name, remedy=f"give a file of {titles}")
 

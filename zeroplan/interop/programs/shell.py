@@ -14,8 +14,14 @@ from typing import Any
 
 from zeroplan.core.errors import BadInput
 
-_ASSIGNMENT = re.compile(r"^(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)=(.*)$", re.DOTALL)
-_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
+_ASSIGNMENT = re.compile(r"^(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)(\+?)=(.*)$", re.DOTALL)
+_VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}|(\w+))")
+#: Continued lines: a shell's backslash, and the caret of Windows.
+_CONTINUED = re.compile(r"(?:\\|[ \t]\^)[ \t]*\r?\n")
+#: An array over several lines; its words become the text of a variable.
+_ARRAY = re.compile(r"^[ \t]*((?:export|local|declare|readonly)[ \t]+(?:-a[ \t]+)?)?(\w+\+?)=\(([^()]*)\)", re.MULTILINE)
+_QUOTED_ARRAY = re.compile(r'"\$\{(\w+)\[[@*]\]\}"')
+_COMMENT = re.compile(r"(^|\s)#[^\n]*")
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 #: Launchers, and which of their flags say the size of the machine.
 _LAUNCHERS: dict[str, dict[str, str]] = {
@@ -62,6 +68,7 @@ class Command:
         config_file: what ``accelerate launch --config_file`` names.
         launch_flags: the launcher's own flags, by name with underscores.
         environment: variables set on the command line or exported before it.
+        open_machine: what the launcher says of GPUs or nodes that is no number, such as ``$1``.
     """
 
     program: str
@@ -74,6 +81,7 @@ class Command:
     config_file: str | None = None
     launch_flags: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+    open_machine: str = ""
 
 
 def training_command(text: str, name: str) -> Command:
@@ -100,14 +108,14 @@ def training_command(text: str, name: str) -> Command:
 
 def _commands(text: str, name: str) -> Iterator[Command]:
     variables: dict[str, str] = {}
-    lines = re.sub(r"\\[ \t]*\r?\n", " ", text).splitlines()
+    lines = _QUOTED_ARRAY.sub(r"${\1}", _ARRAY.sub(_as_text, _CONTINUED.sub(" ", text))).splitlines()
     if len(lines) > _MOST_LINES:
         raise BadInput(f"holds more than {_MOST_LINES:,} lines", where=name, remedy="give the command alone")
     for line in lines:
         words = _words(line, variables)
         own = dict(variables)
         while words and (said := _ASSIGNMENT.match(words[0])):
-            own[said[1]] = said[2]
+            own[said[1]] = _assigned(said, own)
             words = words[1:]
         if not words:
             variables = own
@@ -115,12 +123,23 @@ def _commands(text: str, name: str) -> Iterator[Command]:
         if words[0] in ("export", "local", "readonly"):
             for word in words[1:]:
                 if said := _ASSIGNMENT.match(word):
-                    variables[said[1]] = said[2]
+                    variables[said[1]] = _assigned(said, variables)
             continue
         for part in _parts(words):
             command = _command(part, own)
             if command is not None:
                 yield command
+
+
+def _assigned(said: re.Match[str], variables: Mapping[str, str]) -> str:
+    """The value that an assignment gives: after ``+=`` it stands behind the one before."""
+    return variables.get(said[1], "") + said[3] if said[2] else said[3]
+
+
+def _as_text(array: re.Match[str]) -> str:
+    """Write an array as the assignment of its words; one behind ``+=`` is set off from those before."""
+    words = " ".join(_COMMENT.sub(" ", array[3]).split()).replace('"', '\\"')
+    return f'{array[2]}=" {words}"'
 
 
 def _parts(words: list[str]) -> Iterator[list[str]]:
@@ -233,7 +252,9 @@ def _program(launcher: str, machine: Mapping[str, Any], words: list[str], enviro
     gpus, nodes, processes = (_whole(machine.get(key)) for key in ("gpus", "nodes", "processes"))
     own = {key.removeprefix("--"): _value(str(value)) for key, value in machine.items() if key.startswith("--")}
     config_file = machine.get("config_file")
-    return Command(program, launcher, flags, files, gpus, processes, nodes, config_file, own, dict(environment))
+    said = [str(machine[key]) for key in ("gpus", "processes", "nodes") if key in machine and _whole(machine[key]) is None]
+    unclear = said[0] if said else ""
+    return Command(program, launcher, flags, files, gpus, processes, nodes, config_file, own, dict(environment), unclear)
 
 
 def _flags(words: list[str]) -> tuple[dict[str, Any], tuple[str, ...]]:

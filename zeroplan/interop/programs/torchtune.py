@@ -12,9 +12,9 @@ from typing import Any
 from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.programs.builder import Builder, Keys
 from zeroplan.interop.programs.document import Document
+from zeroplan.interop.programs.machine import take_machine
 from zeroplan.interop.programs.optimizers import optimizer_of
 from zeroplan.interop.programs.program import Program
-from zeroplan.interop.programs.trainer import take_machine
 from zeroplan.interop.setups import Setup
 
 MORE, LESS, UNKNOWN = Effect.MORE, Effect.LESS, Effect.UNKNOWN

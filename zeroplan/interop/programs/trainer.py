@@ -16,7 +16,8 @@ from zeroplan.core.versions import TRANSFORMERS
 from zeroplan.interop.programs.adapters import set_dropout, set_targets, set_weights_dtype
 from zeroplan.interop.programs.builder import Builder, Keys
 from zeroplan.interop.programs.document import Document, find_beside
-from zeroplan.interop.programs.known import arguments_of
+from zeroplan.interop.programs.known import arguments_of, names_in
+from zeroplan.interop.programs.machine import take_machine
 from zeroplan.interop.programs.optimizers import set_optimizer
 from zeroplan.interop.programs.program import Program
 from zeroplan.interop.setups import Setup
@@ -170,18 +171,6 @@ def set_precision(run: Builder, *, default: str) -> None:
         run.assume(f"{default} arithmetic" if default == "fp32" else f"{default} true", dtype=default)
 
 
-def take_machine(run: Builder) -> None:
-    """Take the machine that a command line's launcher names."""
-    command = run.document.command
-    if command is None:
-        return
-    nodes = command.nodes or 1
-    gpus = command.gpus or (command.processes // nodes if command.processes and command.processes % nodes == 0 else None)
-    if gpus is not None:
-        run.set("gpus", gpus, command.launcher)
-        run.set("nodes", nodes, command.launcher)
-
-
 def _evaluation(run: Builder) -> None:
     """Batches of the evaluation that are larger than the training's."""
     strategy = run.word("eval_strategy") or run.word("evaluation_strategy") or "no"
@@ -303,7 +292,8 @@ class HfTrainer(Program):
         known = document.has(*sorted(arguments_of(self.name) | _EXAMPLES))
         if len(known) == len(document.data):
             return bool(document.has("model_name_or_path", *arguments_of(self.name)))
-        other = all(key in arguments_of(self.name, "trl") for key in document.data)
+        other = bool(document.has(*sorted(names_in("trl") - arguments_of(self.name) - _EXAMPLES)))
+        other |= all(key in arguments_of(self.name, "trl") for key in document.data)
         return len(trainers) >= _ENOUGH and 2 * len(known) >= len(document.data) and not other
 
     def read(self, document: Document) -> Setup:

@@ -12,7 +12,7 @@ from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.programs.adapters import set_adapters, set_attention, set_quantisation, set_weights_dtype
 from zeroplan.interop.programs.builder import Builder
 from zeroplan.interop.programs.document import Document
-from zeroplan.interop.programs.known import arguments_of, only_of
+from zeroplan.interop.programs.known import arguments_of, names_in, only_of
 from zeroplan.interop.programs.program import Program
 from zeroplan.interop.programs.trainer import TrainerDefaults, read_trainer
 from zeroplan.interop.setups import Setup
@@ -105,8 +105,10 @@ class Trl(Program):
 
     def could_own(self, document: Document) -> bool:
         """Return whether the document holds a model and arguments of the Trainer, all of them TRL's."""
-        known = arguments_of("hf-trainer", "trl")
-        return "model_name_or_path" in document.data and all(key in known for key in document.data)
+        known = document.has(*arguments_of("hf-trainer", "trl"))
+        own = document.has(*(names_in("trl") - arguments_of("hf-trainer")))
+        mostly = len(known) == len(document.data) or (len(own) > 1 and 2 * len(known) >= len(document.data))
+        return "model_name_or_path" in document.data and mostly
 
     def read(self, document: Document) -> Setup:
         """Read the run: full fine-tuning unless ``use_peft``."""

@@ -1,0 +1,66 @@
+"""Files that lie beside a run's own and describe no run: each is refused with what to give in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from zeroplan.core.errors import BadInput
+
+_AS_MODEL = "give it as MODEL, before --from"
+_ARGUMENTS = "give the program's own file: its recipe, its arguments, or the command line"
+#: Keys that only such a file has, what it is, and what to give.
+_KINDS: tuple[tuple[frozenset[str], str, str], ...] = (
+    (frozenset(("log_history", "global_step")), "is the Trainer's log of a checkpoint", _ARGUMENTS),
+    (frozenset(("weight_map",)), "is the index of a checkpoint", _AS_MODEL),
+    (frozenset(("model_type", "architectures")), "is a model's config", _AS_MODEL),
+    (frozenset(("model_type", "hidden_size")), "is a model's config", _AS_MODEL),
+    (frozenset(("tokenizer_class",)), "is a tokenizer's config", _ARGUMENTS),
+    (frozenset(("added_tokens", "model")), "is a tokenizer", _ARGUMENTS),
+    (frozenset(("model", "pre_tokenizer")), "is a tokenizer", _ARGUMENTS),
+    (frozenset(("bos_token",)), "is a tokenizer's map", _ARGUMENTS),
+    (frozenset(("max_length", "transformers_version")), "is a model's settings for generation", _ARGUMENTS),
+    (frozenset(("eos_token_id", "transformers_version")), "is a model's settings for generation", _ARGUMENTS),
+    (frozenset(("cells", "nbformat")), "is a notebook", "give the arguments that it makes, as JSON or YAML"),
+    (frozenset(("apiVersion", "kind")), "is a manifest of Kubernetes", "give the command line that it starts, in a .sh file"),
+)
+#: Keys of a run: a file with one of them is judged by its programs, whatever else it holds.
+_OF_A_RUN = (
+    "learning_rate",
+    "per_device_train_batch_size",
+    "micro_batch_size",
+    "output_dir",
+    "zero_optimization",
+    "batch_size",
+)
+
+
+def refuse_stranger(data: Mapping[str, Any], name: str) -> None:
+    """Refuse a file that describes no run.
+
+    Raises:
+        BadInput: saying what it is and what to give.
+    """
+    if isinstance(data.get("defaults"), list):
+        what = "is composed of other files by Hydra (defaults)"
+        raise BadInput(what, where=name, remedy="give what Hydra makes of it: the program with --cfg job > run.yaml")
+    if any(key in data for key in _OF_A_RUN):
+        return
+    if "peft_type" in data:
+        raise BadInput(f"is the config of an adapter on {_base(data)}", where=name, remedy=adapter_flags(data))
+    for keys, what, remedy in _KINDS:
+        if keys <= data.keys():
+            raise BadInput(what, where=name, remedy=remedy)
+
+
+def _base(data: Mapping[str, Any]) -> str:
+    return str(data.get("base_model_name_or_path") or "a model that it does not name")[:120]
+
+
+def adapter_flags(data: Mapping[str, Any]) -> str:
+    """Return the flags that ask for the adapter of peft's adapter_config.json."""
+    rank, targets = data.get("r"), data.get("target_modules")
+    words = [f"--lora-rank {rank}"] if isinstance(rank, int) else []
+    if isinstance(targets, list) and all(isinstance(one, str) for one in targets):
+        words.append(f"--lora-targets {','.join(sorted(targets))[:200]}")
+    return f"give that model with {' '.join(words)}" if words else "give that model"

@@ -80,6 +80,54 @@ def test_a_lightning_run_is_planned_and_warned_before_it_runs_out(tmp_path: Path
     assert said[-1].startswith("zeroplan: plan beside measurement")
 
 
+class _Trainer:
+    """As much of Lightning's trainer as the callback asks."""
+
+    is_global_zero, num_devices, num_nodes, accumulate_grad_batches = True, 4, 1, 1
+
+    def __init__(self, strategy: Any, precision: str) -> None:
+        self.strategy, self.precision = strategy, precision
+
+
+@pytest.mark.torch
+def test_lightnings_fsdp_is_planned_as_fsdp_1_and_nothing_else_as_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    strategies = pytest.importorskip("lightning.pytorch.strategies")
+    import torch
+
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**TINY))
+    module = torch.nn.ModuleDict({"model": model})
+    unit = type("FullyShardedDataParallel", (torch.nn.Module,), {})  # its own refuses to be made without ranks
+    blocks = torch.nn.ModuleList([unit(), unit()])
+
+    def told(strategy: Any, precision: str = "bf16-mixed", **options: Any) -> tuple[zeroplan.ZeroplanCallback, str]:
+        said: list[str] = []
+        callback = zeroplan.ZeroplanCallback(say=said.append, seq_len=16, **options)
+        callback.on_train_start(_Trainer(strategy, precision), module)
+        return callback, "\n".join(said)
+
+    for sharding, stage in (("FULL_SHARD", 3), ("SHARD_GRAD_OP", 2), ("NO_SHARD", 0)):
+        strategy = strategies.FSDPStrategy(sharding_strategy=sharding)
+        strategy.model = blocks
+        report = told(strategy)[0].report
+        assert report is not None
+        assert (report.plans[0].engine, report.plans[0].stage) == ("fsdp", stage)
+        assert (report.cluster["gpus"], report.workload["dtype"]) == (4, "bf16")
+    strategy.model = torch.nn.ModuleList([unit()])
+    assert "no plan: FSDPStrategy: the whole model is one unit" in told(strategy)[1]
+    strategy.sharding_strategy = torch.distributed.fsdp.ShardingStrategy.HYBRID_SHARD
+    assert "no plan: FSDPStrategy: HYBRID_SHARD is not modelled" in told(strategy)[1]
+    assert "no plan: strategy: object is not modelled" in told(object())[1]
+    plans = {precision: told(strategies.DDPStrategy(), precision)[0].report for precision in ("bf16-mixed", "bf16-true")}
+    states = {precision: report.plans[0].gpu.model_states for precision, report in plans.items() if report is not None}
+    assert states["bf16-mixed"] == 2 * states["bf16-true"]
+    model.gradient_checkpointing_enable()
+    report = told(object(), engine="ddp")[0].report
+    assert report is not None
+    assert report.workload["gradient_checkpointing"] is True
+
+
 def test_a_run_that_cannot_be_planned_goes_on() -> None:
     said: list[str] = []
     callback = zeroplan.ZeroplanCallback(say=said.append, stage=9)

@@ -14,6 +14,7 @@ from typing import Any
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import MemoryPlan, Report
 from zeroplan.core.units import format_bytes
+from zeroplan.core.workload import Precision
 from zeroplan.planner.options import EstimateOptions, require_known
 from zeroplan.planner.request import Request
 
@@ -21,11 +22,9 @@ from zeroplan.planner.request import Request
 _NEARLY_FULL = 0.95
 _BASES = (("transformers", "TrainerCallback"), ("lightning.pytorch", "Callback"), ("pytorch_lightning", "Callback"))
 #: The engine that a strategy of Lightning is; those of DeepSpeed hand over their ds_config.
-_STRATEGIES = {
-    "SingleDeviceStrategy": {"engine": "ddp"},
-    "DDPStrategy": {"engine": "ddp"},
-    "ModelParallelStrategy": {"engine": "fsdp2"},
-}
+_STRATEGIES = {"SingleDeviceStrategy": "ddp", "DDPStrategy": "ddp", "ModelParallelStrategy": "fsdp2", "FSDPStrategy": "fsdp"}
+#: The stage that a strategy of FSDP 1 is. HYBRID_SHARD's two groups are not modelled.
+_FSDP_STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}
 
 Say = Callable[[str], None]
 
@@ -79,7 +78,12 @@ class ZeroplanCallback:
     def on_train_start(self, trainer: Any, module: Any) -> None:
         """Plan a Lightning run."""
         self._first = bool(trainer.is_global_zero)
-        self._plan(_inner(module), _of_lightning(trainer))
+        try:
+            found = _of_lightning(trainer, _inner(module), engine="engine" in self._options)
+        except BadInput as error:
+            self._tell(f"zeroplan: no plan: {error}")
+            return
+        self._plan(_inner(module), found)
 
     def on_train_batch_end(self, *_: Any, **__: Any) -> None:
         """Look at the memory of a Lightning run after each micro batch."""
@@ -168,17 +172,60 @@ def _inner(module: Any) -> Any:
     return children[0] if len(children) == 1 else module
 
 
-def _of_lightning(trainer: Any) -> dict[str, Any]:
-    """Return what a Lightning trainer says of its run."""
+def _of_lightning(trainer: Any, model: Any, *, engine: bool) -> dict[str, Any]:
+    """Return what a Lightning trainer says of its run.
+
+    Args:
+        trainer: the trainer.
+        model: what it trains.
+        engine: whether the user names the engine.
+
+    Raises:
+        BadInput: a strategy that is no engine of ours.
+    """
     strategy = trainer.strategy
     found: dict[str, Any] = {"gpus": int(trainer.num_devices), "nodes": int(trainer.num_nodes)}
-    found |= _STRATEGIES.get(type(strategy).__name__, {})
     config = getattr(strategy, "config", None)
     if isinstance(config, dict) and "zero_optimization" in config:
         return {**found, "ds_config": config}
+    name = type(strategy).__name__
+    if name in _STRATEGIES:
+        found["engine"] = _STRATEGIES[name]
+    elif not engine:
+        raise BadInput(f"{name} is not modelled", where="strategy", remedy="name an engine that is alike: engine='ddp'")
+    if name == "FSDPStrategy":
+        found |= _of_fsdp(strategy)
     found["grad_accum"] = int(trainer.accumulate_grad_batches)
     precision = str(trainer.precision)
     found["dtype"] = next((name for name, part in (("bf16", "bf16"), ("fp16", "16")) if part in precision), "fp32")
+    if precision in ("bf16-true", "16-true"):
+        found["precision"] = Precision.PURE
+    if getattr(model, "is_gradient_checkpointing", False):
+        found["gradient_checkpointing"] = True
+    return found
+
+
+def _of_fsdp(strategy: Any) -> dict[str, Any]:
+    """Return what Lightning's strategy of FSDP 1 says.
+
+    Raises:
+        BadInput: a sharding that is not modelled, or a model that is one unit: it is gathered whole.
+    """
+    sharding = strategy.sharding_strategy.name
+    if sharding not in _FSDP_STAGES:
+        raise BadInput(f"{sharding} is not modelled", where="FSDPStrategy", remedy=f"use one of {', '.join(_FSDP_STAGES)}")
+    wrapped = [type(module).__name__ for module in strategy.model.modules()].count("FullyShardedDataParallel")
+    if wrapped < 2:
+        raise BadInput(
+            "the whole model is one unit, which each pass gathers at once; plans are of blocks",
+            where="FSDPStrategy",
+            remedy="give an auto_wrap_policy with the class of the blocks",
+        )
+    found: dict[str, Any] = {"stage": _FSDP_STAGES[sharding]}
+    if strategy.cpu_offload is not None and strategy.cpu_offload.offload_params:
+        found["offload_param"] = "cpu"
+    if strategy._activation_checkpointing_kwargs:
+        found["gradient_checkpointing"] = True
     return found
 
 

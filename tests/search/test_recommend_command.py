@@ -16,6 +16,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.rates import read_profile
 from zeroplan.ds_config.reader import read_ds_config
 from zeroplan.report.recommendation_html import pareto_front
+from zeroplan.search.catalog import fits_by_bound
 from zeroplan.search.machine import preset_of
 from zeroplan.search.results import Point
 
@@ -489,7 +490,11 @@ def test_what_a_card_can_train_is_the_same_from_python(cli: Cli) -> None:
     for row in found.overview.rows:
         name, _, best = row.found[0]
         assert f"Trained {row.method.how}\n{name.rpartition('/')[2]} " in out
-        assert best.fits
+        assert best.fits or fits_by_bound(best.plan)
+        assert f"or larger {row.method.how}" in " ".join(before.split()) or best.fits
+    quantized = found.overview.rows[-1].found[0][2]
+    assert (quantized.workload.quantize, quantized.engine.name) == ("nf4", "ddp")
+    assert "QLoRA: --quantize nf4 --engine ddp" in " ".join(out.split())
     assert " - " not in out
     assert max(map(len, out.splitlines())) <= 80
     assert found.best is found[0]

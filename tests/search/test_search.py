@@ -14,9 +14,11 @@ from zeroplan.core.units import GIB
 from zeroplan.core.workload import Workload
 from zeroplan.engines.registry import find_engine
 from zeroplan.models.load import load_model
+from zeroplan.planner.request import Request
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
 from zeroplan.search.recommend import least_memory, rank_all, rank_key, search
+from zeroplan.search.search_options import SearchOptions, candidates_of, resolve_search
 from zeroplan.search.space import NVME_PATH, Candidate, all_candidates, batch_splits
 
 pytestmark = pytest.mark.torch
@@ -123,3 +125,24 @@ def test_fifty_thousand_floors_a_second(problem: tuple[Memory, list[Candidate]])
                 memory.floor(candidate)
         fastest = min(fastest, time.process_time() - begin)
     assert rounds * len(space) / fastest > 50_000
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "ddp", "fsdp2"])
+def test_the_host_alone_is_the_plans_own_host(engine: str) -> None:
+    """So a search may pass over what the host cannot hold before the GPU is simulated; a little less for a model's kernels."""
+    pytest.importorskip("transformers")
+    request = Request(model=SMALL, engine=engine, lora_rank=8, gpu="H100", gpus=2, cpu_ram="64G", seq_len=SEQ, micro_batch=1)
+    options = SearchOptions(gradient_checkpointing=True)
+    resolved = resolve_search(request, options)
+    memory = Memory(resolved.engine, resolved.spec, resolved.cluster)
+    seen = set()
+    for candidate in candidates_of(resolved, request, options):
+        if candidate.family in seen or not memory.runnable(candidate):
+            continue
+        seen.add(candidate.family)
+        host = memory.host(candidate)
+        assert host is not None
+        planned = memory.plan(candidate).cpu
+        assert 0 <= planned.per_node - host.per_node < 2 * 128 << 20, candidate
+        assert (planned.peak_phase, planned.pinned) == (host.peak_phase, host.pinned)
+    assert seen

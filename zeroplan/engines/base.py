@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # a plan from the ledger alone needs no simulator
     from zeroplan.core.tape_options import TraceOptions
     from zeroplan.ds_config.reader import DsConfig
     from zeroplan.engines.process import Outside
-    from zeroplan.engines.simulation import Simulation
+    from zeroplan.engines.simulation import HostRun, Simulation
     from zeroplan.engines.traffic import Traffic
     from zeroplan.engines.verification import OwnedBuffers
     from zeroplan.interop.forms.configuration import Form
@@ -216,6 +216,10 @@ class Engine(ABC):
             tape: the model's tape, expanded for the workload's micro batch and sequence length.
             config: settings of the caching allocator; None for its defaults.
         """
+
+    def simulate_host(self, case: Case) -> HostRun | None:
+        """Return the host's part of :meth:`simulate`, which takes no tape; None where the engine cannot tell it alone."""
+        return None
 
     def nccl_bytes(self, workload: Workload, zero: ZeroConfig, layout: ParallelLayout) -> int:
         """Bytes of NCCL's buffers and kernels on one GPU. The default is one communicator of torch's."""

@@ -65,6 +65,14 @@ class CheckpointPhase:
 
 
 @dataclass(frozen=True, slots=True)
+class HostRun:
+    """The host's part of a simulation: `host` and `checkpoint` as of :class:`Simulation`, bytes on the GPU not told."""
+
+    host: tuple[HostPhase, ...]
+    checkpoint: tuple[CheckpointPhase, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Simulation:
     """A run as it may go: on the rank that allocates the most, and wherever else it can come out otherwise.
 

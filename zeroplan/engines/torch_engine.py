@@ -17,7 +17,7 @@ from zeroplan.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from zeroplan.core.tape import ExpandedTape
-    from zeroplan.engines.simulation import HostPhase, Simulation
+    from zeroplan.engines.simulation import HostPhase, HostRun, Simulation
     from zeroplan.engines.torch_traffic import TorchTraffic
     from zeroplan.simulate.allocator.config import AllocatorConfig
     from zeroplan.simulate.recorder import Recorder
@@ -57,16 +57,28 @@ class TorchEngine(Engine, Generic[R]):
         return ()
 
     def simulate(self, case: Case, tape: ExpandedTape, config: AllocatorConfig | None = None) -> Simulation:
-        """Simulate the rank that holds the most. ``from_pretrained`` reads the whole model on every rank's host first."""
-        from zeroplan.engines.simulation import CheckpointPhase, Simulation
+        """Simulate the rank that holds the most."""
+        from zeroplan.engines.simulation import Simulation
         from zeroplan.simulate.recorder import simulate
 
         rank = self.rank(case, tape.parameters)
         timeline = simulate(self.record(rank, tape), config, device_memory=case.cluster.vram)
+        run = self._host_run(case, rank)
+        return Simulation(timeline, host=run.host, checkpoint=run.checkpoint)
+
+    def simulate_host(self, case: Case) -> HostRun:
+        """Return the host's buffers by phase, which no event on the GPU decides."""
+        return self._host_run(case, self.rank(case, case.spec.parameters))
+
+    def _host_run(self, case: Case, rank: R) -> HostRun:
+        """Return the host's phases. ``from_pretrained`` reads the whole model on every rank's host first."""
+        from zeroplan.engines.simulation import CheckpointPhase, HostRun
+
         host = self.host(rank)
         beside = sum(sum(one.kept.values()) for one in host if one.phase is Phase.LOAD)
-        weights = CheckpointPhase(Phase.WEIGHTS, 0, beside + rank.original_bytes * case.spec.params)
-        return Simulation(timeline, host=host, checkpoint=(weights,))
+        read = rank.original_bytes * rank.trainable + rank.frozen_bytes * rank.frozen
+        weights = CheckpointPhase(Phase.WEIGHTS, 0, beside + read)
+        return HostRun(host, (weights,))
 
     def traffic(self, spec: ModelSpec, cluster: Cluster) -> TorchTraffic:
         """See ``zeroplan/engines/torch_traffic.py``."""

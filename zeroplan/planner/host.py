@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.plan import CpuMemory, HostBuffer, HostPeak
-from zeroplan.engines.simulation import CheckpointPhase, HostBytes, HostPhase, Simulation
+from zeroplan.engines.simulation import CheckpointPhase, HostBytes, HostPhase, HostRun, Simulation
 
 #: For saving, resuming and reading weights: the phase whose process and standing buffers are there meanwhile.
 _LOADED_BY = {Phase.SAVE: Phase.STEP, Phase.RESUME: Phase.INIT, Phase.WEIGHTS: Phase.LOAD}
 
 
-def host_memory(simulation: Simulation, rss: Mapping[Phase, int], *, ranks: int, pretrained: bool) -> CpuMemory:
+def host_memory(simulation: Simulation | HostRun, rss: Mapping[Phase, int], *, ranks: int, pretrained: bool) -> CpuMemory:
     """Return the host's part of a plan.
 
     Args:

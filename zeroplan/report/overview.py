@@ -13,7 +13,7 @@ from zeroplan.report.recommendation import verdict as best_verdict
 from zeroplan.report.table import render
 from zeroplan.report.terminal import PLAIN, Terminal
 from zeroplan.report.words import machine_text
-from zeroplan.search.catalog import Overview
+from zeroplan.search.catalog import Overview, fits_by_bound
 from zeroplan.search.files import Files
 from zeroplan.search.results import Recommendation
 
@@ -57,7 +57,7 @@ def overview_text(
     if any(row.found for row in found.rows):
         wide = style != "plain" or terminal.width is None
         table = overview_table(found, style).splitlines() if wide else _by_method(found, terminal)
-        lines += [*table, "", *map(terminal.dim, terminal.wrap(_LEGEND))]
+        lines += [*table, "", *map(terminal.dim, terminal.wrap(_legend(found)))]
     if found.best is not None:
         lines += ["", *terminal.wrap(f"{found.best.model['name']} in full. {best_verdict(found.best)}")]
     if files is not None:
@@ -65,13 +65,25 @@ def overview_text(
     return "\n".join([*lines, *notes((*found.warnings, *(files.notes if files is not None else ())), terminal)])
 
 
+def _legend(found: Overview) -> str:
+    """Return what the columns mean, and what the command of an unusual row needs."""
+    rows = [(row.method, one) for row in found.rows for _, _, one in row.found]
+    bound = " ≤: not simulated, 19 of 20 models need no more." if any(fits_by_bound(one.plan) for _, one in rows) else ""
+    quantized = {f"--quantize {m.quantize} --engine {one.engine.name}" for m, one in rows if m.quantize is not None}
+    how = "".join(f" QLoRA: {words}." for words in quantized)
+    return f"{_LEGEND}{bound}{how}"
+
+
 def verdict(found: Overview) -> str:
     """Return the largest model of each method in a sentence, and the methods by which nothing can be trained."""
-    largest = [(row.method.how, *row.found[0][:2]) for row in found.rows if row.found]
+    largest = [(row.method.how, *row.found[0]) for row in found.rows if row.found]
     nothing = [row.method.how for row in found.rows if not row.found]
     if not largest:
         return "Nothing fits: no model of the catalog can be trained here, by any method."
-    parts = [f"{_short(name)} ({format_count(params)}) {how}" for how, name, params in largest]
+    parts = [
+        f"{_short(name)} ({format_count(params)}){' or larger' if fits_by_bound(one.plan) else ''} {how}"
+        for how, name, params, one in largest
+    ]
     without = f" Nothing of the catalog fits {' or '.join(nothing)}." if nothing else ""
     return f"Trains at most: {', '.join(parts)}.{without}"
 
@@ -91,7 +103,8 @@ _COLUMNS = ("size", "ZeRO", "offload", "GPU", "host", "tokens/s")
 
 def _cells(params: int, one: Recommendation) -> list[str]:
     plan = one.plan
-    sizes = [format_gib(plan.gpu.total, digits=1), format_gib(plan.cpu.per_node, digits=0)]
+    gpu = format_gib(plan.gpu.total, digits=1) if plan.gpu.total is not None else f"≤{format_gib(plan.gpu.bound, digits=1)}"
+    sizes = [gpu, format_gib(plan.cpu.per_node, digits=0)]
     return [format_count(params).replace(" ", ""), str(plan.stage), _offload(plan), *sizes, f"{one.tokens_per_second:,.0f}"]
 
 
@@ -103,6 +116,9 @@ def _offload(plan: MemoryPlan) -> str:
 def _by_method(found: Overview, terminal: Terminal) -> list[str]:
     """Return the table for a terminal: below a line for each method its models, by the last part of their ids."""
     rows = [[_short(name), *_cells(params, one)] for row in found.rows for name, params, one in row.found]
+    if terminal.width is not None:
+        others = sum(2 + max(map(len, cells)) for cells in zip(_COLUMNS, *(row[1:] for row in rows), strict=True))
+        rows = [[_cut(name, terminal.width - others), *cells] for name, *cells in rows]
     head, _, *lines = render(["model", *_COLUMNS], rows, "plain", width=terminal.width).splitlines()
     if len(lines) != len(rows):  # cells that go on below: the plain table says which method each row is of
         return overview_table(found, width=terminal.width).splitlines()
@@ -112,6 +128,12 @@ def _by_method(found: Overview, terminal: Terminal) -> list[str]:
             shown += ["", terminal.bold(f"Trained {row.method.how}"), *lines[: len(row.found)]]
             del lines[: len(row.found)]
     return shown
+
+
+def _cut(name: str, most: int) -> str:
+    """Return a name with its middle left out, where it is longer than `most` characters."""
+    keep = max(most - 1, 8)
+    return name if len(name) <= most else f"{name[: keep - keep // 2]}…{name[len(name) - keep // 2 :]}"
 
 
 def _short(name: str) -> str:

@@ -8,8 +8,11 @@ from typing import Any
 
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
+from zeroplan.core.plan import MemoryPlan
+from zeroplan.engines.registry import find_engine
 from zeroplan.models import catalog
 from zeroplan.planner.describe import describe_cluster
+from zeroplan.planner.fit import ACTIVATIONS
 from zeroplan.planner.request import Request
 from zeroplan.search.api import run_search
 from zeroplan.search.cost import CostModel
@@ -29,15 +32,17 @@ _LORA_RANK = 16
 class Method:
     """A way to train, by its name in JSON and as a sentence says it.
 
-    `gpu_bytes` and `host_bytes` are the least bytes a parameter, over all ranks, that it takes there.
+    `gpu_bytes` and `host_bytes` are the least bytes a parameter, over all ranks, that it takes there; `quantize` is the format
+    of the frozen base, in place of the model's dtype.
     """
 
     name: str
     how: str
     offload: bool
     lora: bool
-    gpu_bytes: int
+    gpu_bytes: float
     host_bytes: int
+    quantize: str | None = None
 
 
 #: Full: 16-bit parameters and gradients, fp32 master and two moments (K = 12). Offloaded: all of it on the host.
@@ -46,7 +51,10 @@ METHODS = (
     Method("full, offload", "in full with offload", True, False, 0, 16),
     Method("LoRA", "by LoRA", False, True, 2, 0),
     Method("LoRA, offload", "by LoRA with offload", True, True, 0, 2),
+    Method("QLoRA", "by QLoRA", False, True, 0.5, 0, "nf4"),
 )
+#: The engine of a quantised base, where the asked one models none.
+_QUANTIZED_ENGINE = "ddp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +119,12 @@ def _largest(
             yield entry.id, entry.params, one
 
 
+def engine_of(method: Method, request: Request) -> str:
+    """Return the engine that trains by the method: the one asked for, unless it models no quantised base."""
+    fits = method.quantize is None or find_engine(request.engine).quantized_bases
+    return request.engine if fits else _QUANTIZED_ENGINE
+
+
 def _resolved(
     method: Method, entry: catalog.Entry, request: Request, options: SearchOptions, limits: Cluster
 ) -> tuple[ResolvedSearch, list[Candidate]] | None:
@@ -120,9 +134,12 @@ def _resolved(
         model=entry.id,
         micro_batch=request.micro_batch or 1,
         lora_rank=(request.lora_rank or _LORA_RANK) if method.lora else None,
+        quantize=method.quantize,
+        engine=engine_of(method, request),
     )
     free = replace(options, global_batch=None, gradient_checkpointing=True)
-    if method.gpu_bytes * entry.params > (limits.usable_vram or 0) * limits.layout.world_size:
+    ranks = 1 if method.quantize is not None else limits.layout.world_size  # each rank holds the whole quantised base
+    if method.gpu_bytes * entry.params > (limits.usable_vram or 0) * ranks:
         return None
     if method.host_bytes * entry.params > (limits.usable_cpu_ram or 0) * limits.nodes:
         return None
@@ -135,13 +152,28 @@ def _resolved(
 
 
 def _fits(resolved: ResolvedSearch, space: list[Candidate]) -> Recommendation | None:
-    """Return the first that fits of those that need the least."""
+    """Return the first that fits of those that need the least. Where no tape is at hand, the bound of a formula decides."""
     memory = Memory(resolved.engine, resolved.spec, resolved.cluster, trace=False)
     cost = CostModel(resolved.engine, resolved.spec, resolved.cluster, resolved.rates)
     space = [c for c in space if not memory.cannot_fit(c) and memory.runnable(c)]
     for candidate in sorted(space, key=lambda c: (memory.floor(c), not c.alloc_conf, c.effort))[:_TRIES]:
+        host = memory.host(candidate)
+        if host is not None and host.per_node > (resolved.cluster.usable_cpu_ram or host.per_node):
+            continue
         plan = memory.plan(candidate)
-        if plan.fits:
+        if plan.gpu.interval is None and host is not None:  # at formula depth, which leaves processes out
+            plan = plan.model_copy(update={"cpu": host})
+        if plan.fits or fits_by_bound(plan):
             time = cost.step_time(candidate.workload, candidate.zero, memory.counts(candidate))
             return recommendation(resolved.engine, Ranked(candidate, time, plan), 0, resolved.cluster.layout)
     return None
+
+
+def fits_by_bound(plan: MemoryPlan) -> bool:
+    """Return whether a plan that was not simulated fits with the most activations that 19 of 20 models keep.
+
+    Stage 3 also holds gathered parameters, which only a simulation counts.
+    """
+    gpu = plan.gpu
+    known = plan.stage < 3 and {one.key for one in plan.unmodelled} <= {ACTIVATIONS}
+    return known and plan.undecided and None not in (gpu.bound, gpu.usable) and (gpu.bound or 0) <= (gpu.usable or 0)

@@ -16,7 +16,7 @@ from dataclasses import replace
 from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
-from zeroplan.core.plan import MemoryPlan
+from zeroplan.core.plan import CpuMemory, MemoryPlan
 from zeroplan.core.progress import working
 from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.workload import Workload
@@ -29,6 +29,7 @@ from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.bound import activation_estimate, usual_activations
 from zeroplan.planner.fit import judged
 from zeroplan.planner.formula import FORMULA, formula_plan, how_to_simulate, lives_between_steps
+from zeroplan.planner.host import host_memory
 from zeroplan.planner.simulated import simulated_plan
 from zeroplan.planner.tapes import NoTapeError, expand_for, expanded_tape_of
 from zeroplan.search.space import Candidate
@@ -165,6 +166,17 @@ class Memory:
             if (ram is not None and host > ram) or (nvme is not None and disk > nvme):
                 return True
         return usable is not None and self.floor(candidate) + doubt > usable
+
+    def host(self, candidate: Candidate) -> CpuMemory | None:
+        """Return the host's part of the candidate's plan, at the least that a process takes; None where only a simulation can
+        tell.
+        """
+        case = self.case(candidate)
+        run = self.engine.simulate_host(case)
+        if run is None:
+            return None
+        rss = self.engine.host_rss(case.workload, case.zero, rotary=False)
+        return host_memory(run, rss, ranks=self.cluster.gpus, pretrained=not case.workload.from_scratch)
 
     def plan(self, candidate: Candidate) -> MemoryPlan:
         """The candidate's plan at the deepest depth there is; kept, because several questions ask for it."""

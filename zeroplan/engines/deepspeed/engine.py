@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from zeroplan.core.tape_options import TraceOptions
     from zeroplan.engines.deepspeed.simulation import Simulator
     from zeroplan.engines.deepspeed.traffic import DeepSpeedTraffic
-    from zeroplan.engines.simulation import Simulation
+    from zeroplan.engines.simulation import HostRun, Simulation
     from zeroplan.interop.forms.configuration import Form
     from zeroplan.simulate.allocator.config import AllocatorConfig
 
@@ -149,6 +149,12 @@ class DeepSpeed(Engine):
         if self._simulator is None:
             self._simulator = Simulator()
         return self._simulator.simulate(case, tape, config)
+
+    def simulate_host(self, case: Case) -> HostRun:
+        """Return the host's buffers by phase, which no event on the GPU decides."""
+        from zeroplan.engines.deepspeed.simulation import host_of, rank_of
+
+        return host_of(rank_of(case, case.spec.parameters))
 
     def nccl_bytes(self, workload: Workload, zero: ZeroConfig, layout: ParallelLayout) -> int:
         """See :func:`zeroplan.engines.deepspeed.process.nccl_bytes`."""

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from dataclasses import replace
 
 from zeroplan.core.buffers import Phase
+from zeroplan.core.parameters import Parameters
 from zeroplan.core.rates import rates_of
 from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.workload import DType, Precision
@@ -18,7 +19,7 @@ from zeroplan.engines.deepspeed.rank import DeepSpeedRank, deepspeed_rank
 from zeroplan.engines.deepspeed.recordings import MOST_TAPES, Recordings
 from zeroplan.engines.deepspeed.schedule import distinct_ranks
 from zeroplan.engines.deepspeed.schedule_host import record_host
-from zeroplan.engines.simulation import Simulation
+from zeroplan.engines.simulation import HostRun, Simulation
 from zeroplan.simulate.allocator.config import AllocatorConfig
 from zeroplan.simulate.recorder import simulate
 from zeroplan.simulate.timeline import Timeline
@@ -52,7 +53,7 @@ class Simulator:
         is simulated with and without.
         """
         usual = _skipped(case)
-        first = rank_of(case, tape)
+        first = rank_of(case, tape.parameters)
 
         def run(rank: int, skipped: int) -> Timeline:
             recorder = self._recordings.of(case, tape, first.at(rank), skipped)
@@ -104,27 +105,32 @@ class Simulator:
 
 def _with_host(rank: DeepSpeedRank, found: Simulation) -> Simulation:
     """The runs on the GPU with the host's phases, and with what saving and resuming would add to both."""
+    run = host_of(rank, after_init=found.held_after(Phase.INIT) or 0, after_step=found.held_after(Phase.STEP) or 0)
+    return replace(found, host=run.host, checkpoint=run.checkpoint)
+
+
+def host_of(rank: DeepSpeedRank, *, after_init: int = 0, after_step: int = 0) -> HostRun:
+    """Return the host's phases, given the bytes on the GPU after initialisation and between steps, where they are known."""
     marks = record_host(rank).marks
     step = marks[-1]
     repeated = (Phase.FORWARD, Phase.BACKWARD)
     host = tuple(mark.repeated(step) if mark.phase in repeated else mark.host_phase() for mark in marks)
-    found = replace(found, host=host)
     on_host = {mark.phase: mark.pageable + mark.pinned for mark in marks}
     checkpoint = checkpoint_phases(
         rank,
-        after_init=found.held_after(Phase.INIT) or 0,
-        after_step=found.held_after(Phase.STEP) or 0,
+        after_init=after_init,
+        after_step=after_step,
         host_init=on_host[Phase.INIT],
         host_step=on_host[Phase.STEP],
         host_load=on_host[Phase.LOAD],
     )
-    return replace(found, checkpoint=checkpoint)
+    return HostRun(host, checkpoint)
 
 
-def rank_of(case: Case, tape: ExpandedTape) -> DeepSpeedRank:
-    """Return rank 0 of the case, with the tape's parameters."""
+def rank_of(case: Case, parameters: Parameters) -> DeepSpeedRank:
+    """Return rank 0 of the case, with these parameters."""
     return deepspeed_rank(
-        tape.parameters,
+        parameters,
         case.workload,
         case.zero,
         case.layout,

@@ -66,7 +66,7 @@ def marks_of(request: Request, run: Simulated, row: dict[str, Any]) -> Sequence[
         return run.simulation.timeline.marks
     case = resolve(request).cases[0]
     steps = sum(mark["at"].startswith("step") for mark in row["marks"])
-    rank = rank_of(case, run.tape)
+    rank = rank_of(case, run.tape.parameters)
     recorder = record_deepspeed(rank, run.tape, steps=steps, skipped_steps=skipped_steps(row))
     return simulate(recorder, AllocatorConfig.parse(request.alloc_conf), device_memory=rank.device_memory).marks
 

@@ -42,7 +42,9 @@ def test_playing_on_equals_a_longer_recording(options: dict[str, object]) -> Non
     case = resolve(request).cases[0]
 
     def played(steps: int) -> Timeline:
-        return simulate(record_deepspeed(rank_of(case, run.tape), run.tape, steps=steps), device_memory=case.cluster.vram)
+        return simulate(
+            record_deepspeed(rank_of(case, run.tape.parameters), run.tape, steps=steps), device_memory=case.cluster.vram
+        )
 
     longer, short = played(5), repeat_last_step(played(3), 2)
     assert short is not None

@@ -44,7 +44,7 @@ def test_other_micro_batches_are_put_in(stage: int, monkeypatch: pytest.MonkeyPa
     kept = Recordings()
     for micro_batch in (8, 16, 24, 16):
         case, stream = _case(stage, micro_batch)
-        rank = rank_of(case, stream).at(1)
+        rank = rank_of(case, stream.parameters).at(1)
         found, fresh = kept.of(case, stream, rank, 0), record_deepspeed(rank, stream)
         assert found.value == fresh.value
         assert (found.code, found.marks) == (fresh.code, fresh.marks)
@@ -55,8 +55,8 @@ def test_other_micro_batches_are_put_in(stage: int, monkeypatch: pytest.MonkeyPa
 def test_another_layout_is_played() -> None:
     case, stream = _case(2, 8)
     kept = Recordings()
-    rank = rank_of(case, stream)
+    rank = rank_of(case, stream.parameters)
     first = kept.of(case, stream, rank, 0)
     assert kept.of(case, stream, rank, 0) is first
     small = replace(case, zero=replace(case.zero, reduce_bucket_size=1 << 20))
-    assert kept.of(small, stream, rank_of(small, stream), 0).value != first.value
+    assert kept.of(small, stream, rank_of(small, stream.parameters), 0).value != first.value

@@ -9,7 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent / "cases"
 #: What the programs of the cases are called in a command line.
 _PROGRAM = re.compile(r"(?<!\S)(train\.py|-m trl\.scripts\.\w+)(?= )")
-_TWO_GPUS = re.compile(r"--nproc_per_node 2|accelerate launch")
+_TWO_GPUS = re.compile(r"--nproc_per_node 2")
+_PROCESSES = re.compile(r"^num_processes: (\d+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,10 @@ class Case:
 
     @property
     def gpus(self) -> int:
-        """Ranks, on one node: every launcher of the cases starts two."""
+        """Ranks, on one node."""
+        launcher = self.folder / "accelerate.yaml"
+        if launcher.exists():
+            return int(_PROCESSES.findall(launcher.read_text())[0])
         return 2 if _TWO_GPUS.search(self.command) else 1
 
     @property

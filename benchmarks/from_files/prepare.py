@@ -30,6 +30,8 @@ _PAD, _BEGIN, _END = "<pad>", "<s>", "</s>"
 #: Words of a long text: above every length that a case asks for, so that all samples are cut to that length.
 _LONG = 2600
 _ROWS = 64
+#: Tokens of a text to be scored, to which the reward trainer adds an end; it drops what is longer than ``max_length``.
+_SCORED = 1023
 
 
 def main(folder: Path, tiny: bool) -> None:
@@ -49,13 +51,17 @@ def main(folder: Path, tiny: bool) -> None:
 
     write_rows(folder / "data/sft", ({"text": long()} for _ in range(_ROWS)))
     write_rows(folder / "data/short", ({"text": short()} for _ in range(16 * _ROWS)))
-    write_rows(folder / "data/dpo", (pair(text, long) for _ in range(_ROWS)))
+    write_rows(folder / "data/dpo", (pair(text(100), long) for _ in range(_ROWS)))
+    write_rows(folder / "data/pairs", (pair(text(2), long) for _ in range(_ROWS)))
+    write_rows(folder / "data/reward", ({"chosen": text(_SCORED), "rejected": text(_SCORED)} for _ in range(_ROWS)))
+    cut = ({"chosen": long()[:_SCORED], "rejected": long()[:_SCORED]} for _ in range(_ROWS))
+    write_rows(folder / "data/reward_bytes", cut)
     write_rows(folder / "data/kto", (judged(text, long, index) for index in range(_ROWS)))
 
 
-def pair(text: Callable[[int], str], long: Callable[[], str]) -> dict[str, str]:
+def pair(prompt: str, long: Callable[[], str]) -> dict[str, str]:
     """Return a prompt with a chosen and a rejected answer, both longer than any length that a case asks for."""
-    return {"prompt": text(100) + " ", "chosen": long(), "rejected": long()}
+    return {"prompt": prompt + " ", "chosen": long(), "rejected": long()}
 
 
 def judged(text: Callable[[int], str], long: Callable[[], str], index: int) -> dict[str, Any]:

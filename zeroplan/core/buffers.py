@@ -13,6 +13,7 @@ class Buffer(StrEnum):
     """Kinds of bytes in GPU, host or disk memory. The value is the name shown to users."""
 
     # Parameters
+    PARAM_REFERENCE = "param.reference"  # a frozen model that preference training asks beside the trained one
     PARAM_FULL = "param.full"  # whole, in the model's dtype, on every rank (stages 0-2), or gathered (stage 3)
     PARAM_SHARD = "param.shard"  # this rank's part, in the model's dtype (stage 3)
     PARAM_PERSISTENT = "param.persistent"  # small parameters that stage 3 keeps gathered

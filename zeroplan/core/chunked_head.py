@@ -140,6 +140,7 @@ def _events(tape: ExpandedTape, head: _Head, rows: int, tokens: int) -> Iterator
     outer = [tape.arg[i] for i in spans if tape.op[i] == Op.FREE and tape.arg[i] not in dropped]
     write = _Writer(max(arg for op, arg in zip(tape.op, tape.arg, strict=True) if op == Op.ALLOC), head.module)
     saved: list[int] = []
+    total = _sum_of_tied(tape, head)
     for i, event in enumerate(tape.events()):
         if i == head.forward.start:
             saved = _forward(write, head, rows)
@@ -150,9 +151,29 @@ def _events(tape: ExpandedTape, head: _Head, rows: int, tokens: int) -> Iterator
             yield from write.taken()
         if i in head.forward or i in head.backward:
             continue
+        if total is not None and event[0] in (Op.ALLOC, Op.FREE, Op.GRAD):
+            if event[:2] in ((Op.ALLOC, total), (Op.FREE, head.weight_grad)):
+                continue
+            if event[0] == Op.GRAD and event[2] == total:
+                event = (Op.GRAD, event[1], head.weight_grad or 0, *event[3:])
         if event[0] in (Op.ALLOC, Op.FREE) and event[1] in dropped - handed:
             continue
         yield event
+
+
+def _sum_of_tied(tape: ExpandedTape, head: _Head) -> int | None:
+    """Return the storage in which autograd adds up the gradients of a weight that the embedding shares; None without one.
+
+    The gradient of the model's own head is a transposed view, so autograd adds out of place. TRL's is a tensor that nothing
+    else holds: the embedding's is added to it in place, and no third one is made.
+    Source: torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace
+    """
+    if head.weight_grad is None:
+        return None
+    weight = tape.modules[head.module].params[0]
+    grads = (aux for op, arg, aux in zip(tape.op, tape.arg, tape.aux, strict=True) if op == Op.GRAD and arg == weight)
+    total = next(grads, head.weight_grad)
+    return None if total == head.weight_grad else total
 
 
 def _forward(write: _Writer, head: _Head, rows: int) -> list[int]:

@@ -27,6 +27,7 @@ class Family(StrEnum):
 
 _FAMILIES: dict[Buffer, Family] = {
     Buffer.PARAM_FULL: Family.PARAMETERS,
+    Buffer.PARAM_REFERENCE: Family.PARAMETERS,
     Buffer.PARAM_SHARD: Family.PARAMETERS,
     Buffer.PARAM_PERSISTENT: Family.PARAMETERS,
     Buffer.PARAM_FROZEN: Family.PARAMETERS,

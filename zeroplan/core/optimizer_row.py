@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -26,6 +27,8 @@ class State:
     """One optimizer state: `per_master` elements as wide as the master, or ``numerator / denominator`` bytes, a parameter.
 
     `key` is its name in the ``state`` of torch's and DeepSpeed's classes; empty where that is the buffer's last word.
+    `factored` says that of a matrix only one number a row and one a column are kept, `element` how many bytes an element has,
+    0 for the master's width.
     """
 
     buffer: Buffer
@@ -34,6 +37,8 @@ class State:
     denominator: int = 1
     domain: Domain = Domain.ALL
     key: str = ""
+    factored: bool = False
+    element: int = 0
 
     @property
     def state_key(self) -> str:
@@ -41,8 +46,35 @@ class State:
         return self.key or self.buffer.value.rpartition(".")[2]
 
     def bytes_of(self, count: int, width: int) -> int:
-        """Bytes of the state for `count` elements, where one element of the state has `width` bytes."""
-        return self.per_master * width * count + self.numerator * count // self.denominator
+        """Bytes of the state for `count` elements, where one element of the master has `width` bytes."""
+        return self.per_master * (self.element or width) * count + self.numerator * count // self.denominator
+
+    def tensors_of(self, shape: Sequence[int], width: int) -> tuple[int, ...]:
+        """Bytes of each tensor in which the state of one parameter is kept.
+
+        Args:
+            shape: of the parameter as the optimizer sees it.
+            width: bytes of one of its elements.
+        """
+        if self.factored:
+            return tuple((self.element or width) * count for count in factors_of(shape))
+        count = math.prod(shape)
+        if self.buffer is Buffer.OPTIM_SCALE:  # a tensor for each of the two moments, one scale for every begun block
+            return (4 * -(-count // SCALED_BLOCK),) * 2
+        return (self.bytes_of(count, width),)
+
+
+#: Bytes of the table of the fp32 values that 8-bit numbers stand for.
+LEVELS = 256 * 4
+#: Elements that share one scale of an 8-bit state.
+SCALED_BLOCK = 256
+
+
+def factors_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """Elements of a factored second moment: of its rows and its columns, or all of a vector's."""
+    if len(shape) < 2:
+        return (math.prod(shape),)
+    return (math.prod(shape[:-1]), math.prod(shape[:-2]) * shape[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +187,8 @@ class Optimizer:
         rest: the row that steps the elements of :attr:`Domain.REST`, for an optimizer that takes matrices alone.
         variants: by hyperparameter, the row that holds where it is neither 0 nor false.
         eight_bit: the row with the same update and 8-bit states.
+        least_8bit: elements from which on a parameter has 8-bit states; one of fewer has them in fp32. 0 where none has.
+        steps_one_by_one: it updates one parameter after another in fp32, with temporaries as long as the parameter.
         optim: TrainingArguments' name for it, if DeepSpeed builds it from no config and the Trainer does.
         warning: what whoever plans with it should know.
     """
@@ -169,6 +203,8 @@ class Optimizer:
     rest: str = ""
     variants: Mapping[str, str] = field(default_factory=dict, hash=False)
     eight_bit: str = ""
+    least_8bit: int = 0
+    steps_one_by_one: bool = False
     optim: str = ""
     warning: str = ""
 

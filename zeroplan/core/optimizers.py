@@ -11,7 +11,7 @@ from typing import Any
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput, did_you_mean
-from zeroplan.core.optimizer_row import DeepSpeedType, Domain, Optimizer, RuntimeKernel, State, TorchClass
+from zeroplan.core.optimizer_row import SCALED_BLOCK, DeepSpeedType, Domain, Optimizer, RuntimeKernel, State, TorchClass
 from zeroplan.core.zero_config import DEEPSPEED_VERSION
 
 _EXP_AVG, _EXP_AVG_SQ = State(Buffer.OPTIM_EXP_AVG, 1), State(Buffer.OPTIM_EXP_AVG_SQ, 1)
@@ -93,10 +93,11 @@ _ROWS = (
         (  # bitsandbytes keeps one fp32 scale for every 256 elements of each 8-bit state
             State(Buffer.OPTIM_EXP_AVG, numerator=1),
             State(Buffer.OPTIM_EXP_AVG_SQ, numerator=1),
-            State(Buffer.OPTIM_SCALE, numerator=8, denominator=256),
+            State(Buffer.OPTIM_SCALE, numerator=8, denominator=SCALED_BLOCK),
         ),
         "Dettmers et al. 2022, section 2; bitsandbytes blocksize 256",
         aliases=("adam8bit", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "pagedadamw8bit", "8bit-adam"),
+        least_8bit=4096,
         optim="adamw_bnb_8bit",
     ),
     Optimizer(
@@ -150,10 +151,17 @@ _ROWS = (
     ),
     Optimizer(
         "adafactor",
-        (State(Buffer.OPTIM_FACTORED, 1, key="variance"),),
-        "Shazeer & Stern 2018, algorithm 4",
+        (State(Buffer.OPTIM_FACTORED, 1, key="variance", factored=True),),
+        "Shazeer & Stern 2018, algorithm 4; torch/optim/_adafactor.py",
         deepspeed=(DeepSpeedType("Adafactor"),),
         torch=TorchClass("Adafactor"),
+    ),
+    Optimizer(
+        "adafactor_transformers",
+        (State(Buffer.OPTIM_FACTORED, 1, factored=True, element=4),),
+        "Shazeer & Stern 2018, algorithm 4; transformers/optimization.py, with the arguments that the Trainer gives it",
+        steps_one_by_one=True,
+        optim="adafactor",
     ),
     Optimizer(
         "muon",

@@ -22,6 +22,7 @@ class Parameters:
         autocast: which ones belong to a layer that autocast runs in 16 bits: linear layers and convolutions.
         blocks: the full name of the block that each lies in; empty outside the blocks.
         modules: indices of the parameters that each module owns, module by module. A tied parameter is in every owner.
+        embeddings: which ones are the table of an embedding.
         quantized: which ones are kept in 4 bits where the workload quantises the base.
         stand_in: the list is one stand-in of a model of which only the number of parameters is known.
         largest_layer: elements of the largest layer, where that is known of such a model.
@@ -33,6 +34,7 @@ class Parameters:
     autocast: tuple[bool, ...]
     blocks: tuple[str, ...]
     modules: tuple[tuple[int, ...], ...]
+    embeddings: tuple[bool, ...] = ()
     quantized: tuple[bool, ...] = ()
     stand_in: bool = False
     largest_layer: int | None = None

@@ -24,6 +24,8 @@ from zeroplan.core.parameters import Parameters
 AUTOCAST_LAYERS = frozenset({"Linear", "Linear4bit", "Conv1d", "Conv2d", "Conv3d"})
 #: The class of layers whose weight is kept in 4 bits.
 QUANTIZED_LAYER = "Linear4bit"
+#: How the classes of embeddings are called: ``torch.nn.Embedding`` and what transformers derives from it.
+_TABLE = "Embedding"
 _BLOCK = re.compile(r"^(?:[a-zA-Z_]\w*\.)+\d+$")
 
 
@@ -127,6 +129,7 @@ class ExpandedTape:
         """The parameters of the traced model."""
         products = {p for module in self.modules if module.type in AUTOCAST_LAYERS for p in module.params}
         homes = block_of_each(self.modules, len(self.params))
+        tables = {p for module in self.modules if module.type.endswith(_TABLE) for p in module.params}
         packed = {p for module in self.modules if module.type == QUANTIZED_LAYER for p in module.params}
         return Parameters(
             names=tuple(param.name for param in self.params),
@@ -135,6 +138,7 @@ class ExpandedTape:
             autocast=tuple(p in products for p in range(len(self.params))),
             blocks=tuple(self.modules[home].name if home >= 0 else "" for home in homes),
             modules=tuple(module.params for module in self.modules),
+            embeddings=tuple(p in tables for p in range(len(self.params))),
             quantized=tuple(p in packed and len(param.shape) == 2 for p, param in enumerate(self.params)),
         )
 

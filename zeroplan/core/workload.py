@@ -102,6 +102,13 @@ class OptimizerKind(StrEnum):
     LOOP = "loop"  # one tensor after another
 
 
+class Reference(StrEnum):
+    """What answers beside the trained model in each pass, without gradients."""
+
+    MODEL = "model"  # a second, frozen model of the same size
+    BASE = "base"  # the trained model without its adapters
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """One training job's computation on one rank.
@@ -114,7 +121,11 @@ class Workload:
     default before 2.0). `chunked_head` means that TRL computes head and loss together in tiles
     (:mod:`zeroplan.core.chunked_head`), `lora_dropout` that adapters drop some of their input, `detached_loss` that the loop
     keeps the loss without its graph, as the HF Trainer does. `adapter_dtype` is that of adapters beside a quantised base; None
-    for what the precision says, which is fp32 under autocast, as peft makes them.
+    for what the precision says, which is fp32 under autocast, as peft makes them. `whole_embedding_states` means that an 8-bit
+    optimizer keeps the states of embeddings in fp32, which the HF Trainer asks of it. `accelerate_units` means that accelerate
+    applies ``fully_shard``: to the embedding, and to the final norm with the head, too. `one_unit` means that FSDP 1 wraps the
+    model as a whole, without units in it. `pairs` means that a sample is a chosen and a rejected one, which pass together;
+    `reference` what is asked beside the trained model.
     """
 
     micro_batch: int = 1
@@ -136,6 +147,16 @@ class Workload:
     lora_dropout: bool = False
     detached_loss: bool = False
     adapter_dtype: DType | None = None
+    whole_embedding_states: bool = False
+    accelerate_units: bool = False
+    one_unit: bool = False
+    pairs: bool = False
+    reference: Reference | None = None
+
+    @property
+    def rows(self) -> int:
+        """Sequences of one pass."""
+        return self.micro_batch * (2 if self.pairs else 1)
 
     @property
     def recomputation(self) -> CheckpointPolicy | None:

@@ -106,6 +106,7 @@ class Engine(ABC):
         binds_device: whether ranks join NCCL bound to their GPU, which makes the communicator at once.
         takes_modules: whether ``verify`` may hand the engine a user's own module.
         quantized_bases: whether adapters beside a quantised base are modelled.
+        references: whether a reference model beside the trained one is modelled.
         keeps_gradients: whether gradients that stay between steps (``zero_grad(set_to_none=False)``) are modelled.
         casts_modules: whether the engine casts such a module and its batch to the dtype of the arithmetic.
     """
@@ -123,6 +124,7 @@ class Engine(ABC):
     casts_modules: ClassVar[bool] = False
     quantized_bases: ClassVar[bool] = False
     keeps_gradients: ClassVar[bool] = False
+    references: ClassVar[bool] = False
 
     # --- what it runs -----------------------------------------------------------------------------------------------------
 

@@ -34,6 +34,21 @@ class Rank:
         """The row of the optimizer table."""
         return find_optimizer(self.workload.optimizer)
 
+    @property
+    def factored(self) -> int | None:
+        """Elements of factored second moments; None where flat parts leave nothing to factor."""
+        return None
+
+    @property
+    def state_scales(self) -> int | None:
+        """Bytes of the scales of 8-bit states; None where they follow from the elements."""
+        return None
+
+    @property
+    def whole_states(self) -> int:
+        """Elements whose states an 8-bit optimizer keeps in fp32."""
+        return 0
+
     @cached_property
     def ranks(self) -> int:
         """Data-parallel ranks."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.optimizer_row import Domain
+from zeroplan.core.optimizer_row import LEVELS, Domain, factors_of
 from zeroplan.core.quantization import SCALE_LEVELS, blocks_of_weight
 from zeroplan.core.workload import DType, Precision
 from zeroplan.engines.rank import Rank
@@ -102,10 +102,45 @@ class TorchRank(Rank, ABC):
         updated = [(Domain.MATRIX, p) for p in self.trained if p in self.matrices]
         return updated + [(Domain.REST, p) for p in self.trained if p not in self.matrices]
 
+    @cached_property
+    def factored(self) -> int:
+        """Elements of this rank's factored second moments: of a matrix its rows and its columns."""
+        return sum(sum(factors_of(self.stepped_shape(p))) for p in self.trained)
+
+    @cached_property
+    def state_scales(self) -> int:
+        """Bytes of the scales of 8-bit states, a whole one for each begun block, and of the two maps of 8-bit numbers."""
+        if not self.optimizer.least_8bit:
+            return 0
+        narrow = [p for p in self.trained if not self.keeps_whole_states(p)]
+        scales = sum(nbytes for p in narrow for kind, nbytes in self.states(Domain.ALL, p) if kind is Buffer.OPTIM_SCALE)
+        return scales + (2 * LEVELS if narrow else 0)
+
+    @cached_property
+    def whole_states(self) -> int:
+        """Elements whose states an 8-bit optimizer keeps in fp32: small parameters, and registered embeddings."""
+        return sum(self.chunks[p] for p in self.trained if self.keeps_whole_states(p))
+
+    def stepped_shape(self, param: int) -> tuple[int, ...]:
+        """Return the shape in which the optimizer sees this rank's part of a parameter."""
+        whole = self.parameters.shapes[param]
+        return whole if self.chunks[param] == self.numel[param] else (self.chunks[param],)
+
+    def keeps_whole_states(self, param: int) -> bool:
+        """Return whether an 8-bit optimizer keeps the parameter's states in fp32.
+
+        Source: bitsandbytes 0.50, optim/optimizer.py (Optimizer2State.init_state); transformers 5.17, trainer.py
+        (create_optimizer), which registers each ``nn.Embedding``
+        """
+        least, embeddings = self.optimizer.least_8bit, self.parameters.embeddings
+        registered = self.workload.whole_embedding_states and bool(embeddings) and embeddings[param]
+        return bool(least) and (self.chunks[param] < least or registered)
+
     def states(self, domain: Domain, param: int) -> list[tuple[Buffer, int]]:
-        """Return the buffers and bytes of one parameter's optimizer states on this rank."""
-        return [
-            (state.buffer, state.bytes_of(self.chunks[param], self.original_bytes))
-            for state in self.optimizer.states
-            if state.domain is domain
-        ]
+        """Return the buffers and bytes of the tensors of one parameter's optimizer states on this rank."""
+        own = [state for state in self.optimizer.states if state.domain is domain]
+        if self.keeps_whole_states(param):
+            whole = DType.FP32.bytes * self.chunks[param]
+            return [(state.buffer, whole) for state in own if state.buffer is not Buffer.OPTIM_SCALE]
+        shape, width = self.stepped_shape(param), self.original_bytes
+        return [(state.buffer, nbytes) for state in own for nbytes in state.tensors_of(shape, width)]

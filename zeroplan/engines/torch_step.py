@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.optimizer_row import Domain, Optimizer
+from zeroplan.core.optimizer_row import LEVELS, Domain, Optimizer
 from zeroplan.core.optimizers import OPTIMIZERS
 from zeroplan.core.workload import OptimizerKind
 from zeroplan.engines.torch_rank import TorchRank
@@ -17,6 +17,7 @@ STEPS_UNTIL_STEADY = 3
 #: An optimizer's step count, or a norm: an fp32 scalar.
 _SCALAR = 4
 _BF16 = 2
+_FP32 = 4
 
 
 def optimizer_step(recorder: Recorder, rank: TorchRank, *, applied: bool, first: bool) -> None:
@@ -27,6 +28,9 @@ def optimizer_step(recorder: Recorder, rank: TorchRank, *, applied: bool, first:
     stepped = rank.stepped()
     _norms(recorder, len(stepped))
     if not applied:
+        return
+    if rank.optimizer.steps_one_by_one:
+        _adafactor(recorder, rank, stepped, first=first)
         return
     if first:
         _make_states(recorder, rank, stepped)
@@ -44,6 +48,9 @@ def _norms(recorder: Recorder, tensors: int) -> None:
 
 def _make_states(recorder: Recorder, rank: TorchRank, stepped: Sequence[tuple[Domain, int]]) -> None:
     """Allocate the states of one tensor after another. A fused step keeps each tensor's step count on the GPU as well."""
+    if any(not rank.keeps_whole_states(p) for _, p in stepped) and rank.optimizer.least_8bit:
+        for _ in range(2):
+            recorder.alloc(LEVELS, Buffer.OPTIM_SCALE)  # the maps of signed and of unsigned 8-bit numbers
     counts = {domain: not _unfused(rank) and _counts_on_gpu(rank.optimizer, domain) for domain in Domain}
     for domain, p in stepped:
         if counts[domain]:
@@ -53,6 +60,8 @@ def _make_states(recorder: Recorder, rank: TorchRank, stepped: Sequence[tuple[Do
 
 
 def _counts_on_gpu(optimizer: Optimizer, domain: Domain) -> bool:
+    if optimizer.least_8bit:
+        return False  # bitsandbytes counts in Python
     kind = OPTIMIZERS[optimizer.rest].torch if domain is Domain.REST and optimizer.rest else optimizer.torch
     return kind is None or (kind.fused and kind.counts_steps)
 
@@ -107,6 +116,46 @@ def _one_by_one(recorder: Recorder, rank: TorchRank, stepped: Sequence[tuple[Dom
         previous = quotient
     if previous >= 0:
         recorder.free(previous)
+
+
+def _adafactor(recorder: Recorder, rank: TorchRank, stepped: Sequence[tuple[Domain, int]], *, first: bool) -> None:
+    """Play transformers' Adafactor, one parameter after another; its names keep their tensors until they are bound again.
+
+    Of a 16-bit parameter the gradient and the parameter itself are cast to fp32 first. The squared gradient is made twice, the
+    second time with epsilon added; then come the update from rows and columns and, beside it, its negative.
+
+    Source: transformers 5.17, optimization.py, Adafactor.step
+    """
+    alloc, free = recorder.alloc, recorder.free
+    casts = rank.original_bytes != _FP32
+    bound: dict[str, int] = {}
+
+    def bind(name: str, handle: int = -1) -> None:
+        if name in bound:
+            free(bound.pop(name))
+        if handle >= 0:
+            bound[name] = handle
+
+    for domain, p in stepped:
+        nbytes = _FP32 * rank.chunks[p]
+        bind("grad")
+        if casts:
+            bind("grad", alloc(nbytes, Buffer.OPTIM_TEMP))
+        if first:
+            for buffer, kept in rank.states(domain, p):
+                alloc(kept, buffer)
+            alloc(_SCALAR, Buffer.OPTIM_TEMP)  # the parameter's root mean square, which the state keeps
+        bind("param")
+        if casts:
+            bind("param", alloc(nbytes, Buffer.OPTIM_TEMP))
+        square = alloc(nbytes, Buffer.OPTIM_TEMP)
+        raised = alloc(nbytes, Buffer.OPTIM_TEMP)
+        free(square)
+        bind("update", raised)
+        bind("update", alloc(nbytes, Buffer.OPTIM_TEMP))
+        free(alloc(nbytes, Buffer.OPTIM_TEMP))
+    for name in tuple(bound):
+        bind(name)
 
 
 def _orthogonalize(recorder: Recorder, rank: TorchRank, param: int, previous: int) -> int:

@@ -20,6 +20,8 @@ _LAUNCHERS = ("accelerate", "ds_config")
 _LAUNCHERS_OWN = (
     "engine",
     "fsdp_version",
+    "accelerate_units",
+    "one_unit",
     "gpus",
     "nodes",
     "ds_config",

@@ -41,6 +41,13 @@ class Setup:
         nodes: nodes.
         ds_config: what DeepSpeed is given.
         quantize: how a frozen base is kept: ``nf4``, or None for 16 or 32 bits.
+        adapter_dtype: of adapters beside a quantised base, where the program casts them.
+        whole_embedding_states: whether an 8-bit optimizer keeps the embeddings' states in fp32.
+        accelerate_units: whether accelerate applies ``fully_shard``, with units of its own for embedding, norm and head.
+        one_unit: whether FSDP 1 wraps the model as a whole.
+        pairs: whether a chosen and a rejected sample pass together.
+        head: the task whose head the model has, where it is not the one of its own checkpoint.
+        reference: ``model`` or ``base``: what is asked beside the trained model; None for nothing.
         chunked_head: whether TRL computes head and loss together in tiles.
         detached_loss: whether the loop keeps the loss without its graph, as the Trainer's does.
         fsdp_version: 1 where FSDP is the older one, whose `engine` is ``fsdp`` if that plans the run.
@@ -78,6 +85,13 @@ class Setup:
     nodes: int | None = None
     ds_config: Mapping[str, Any] | None = None
     quantize: str | None = None
+    adapter_dtype: str | None = None
+    whole_embedding_states: bool = False
+    accelerate_units: bool = False
+    one_unit: bool = False
+    pairs: bool = False
+    head: str | None = None
+    reference: str | None = None
     chunked_head: bool = False
     detached_loss: bool = False
     fsdp_version: int | None = None

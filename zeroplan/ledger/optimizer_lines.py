@@ -24,7 +24,24 @@ class SteppedRank(Protocol):
         """Bytes of one element of a state."""
         ...
 
+    @property
+    def factored(self) -> int | None:
+        """Elements of factored second moments; None where flat parts leave nothing to factor."""
+        ...
 
+    @property
+    def state_scales(self) -> int | None:
+        """Bytes of the scales of 8-bit states; None where they follow from the elements."""
+        ...
+
+    @property
+    def whole_states(self) -> int:
+        """Elements whose states an 8-bit optimizer keeps in fp32."""
+        ...
+
+
+#: Bytes of an fp32 element.
+_WIDE = 4
 #: Returns a number of elements, given an engine's rank.
 Count = Callable[[Any], int]
 
@@ -38,7 +55,7 @@ STATE_DOCS = {
     Buffer.OPTIM_AVERAGE: "Mean of the parameters over the steps (ASGD).",
     Buffer.OPTIM_PREVIOUS_GRAD: "The step's gradients, for the next step (Rprop).",
     Buffer.OPTIM_STEP_SIZE: "A step size for each element (Rprop).",
-    Buffer.OPTIM_FACTORED: "Adafactor's second moment; on flat one-dimensional parts it cannot be factored.",
+    Buffer.OPTIM_FACTORED: "Adafactor's second moment: of a matrix its rows and columns, of a flat part all.",
     Buffer.OPTIM_SCALE: "One fp32 scale for every 256 elements of each 8-bit state.",
     Buffer.OPTIM_ERROR_FEEDBACK: "What compression left out, kept for the next step (1-bit optimizers).",
 }
@@ -51,10 +68,21 @@ def state_bytes(c: SteppedRank, buffer: Buffer, counts: Mapping[Domain, Count]) 
         count = counts.get(state.domain)
         if state.buffer is not buffer or count is None:
             continue
-        if state.per_master:
+        if state.domain is Domain.ALL and not count(c):
+            continue
+        whole = c.whole_states if state.domain is Domain.ALL else 0
+        if buffer is Buffer.OPTIM_SCALE and c.state_scales is not None:
+            total = total + c.state_scales
+        elif state.factored and c.factored is not None:
+            total = total + c.factored * (state.element or c.state_bytes)
+        elif state.element:
+            total = total + count(c) * state.element * state.per_master
+        elif state.per_master:
             total = total + count(c) * c.state_bytes * state.per_master
         else:
-            total = total + fraction(count(c), state.numerator, state.denominator)
+            total = total + fraction(count(c) - whole, state.numerator, state.denominator)
+            if buffer is not Buffer.OPTIM_SCALE:
+                total = total + _WIDE * whole
     return total
 
 

@@ -137,6 +137,7 @@ class ModelSpec:
             autocast=tuple(p in in_products for p in range(len(tensors))),
             blocks=tuple(blocks),
             modules=tuple(map(tuple, modules)),
+            embeddings=tuple(tensor.kind == "embedding" for tensor in tensors),
             quantized=tuple(tensor.quantized for tensor in tensors),
             stand_in=not self.has_shapes,
             largest_layer=self.largest_module,

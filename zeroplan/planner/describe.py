@@ -18,6 +18,11 @@ _ASKED_FOR = {
     "lora_dropout": False,
     "detached_loss": False,
     "adapter_dtype": None,
+    "whole_embedding_states": False,
+    "accelerate_units": False,
+    "one_unit": False,
+    "pairs": False,
+    "reference": None,
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from zeroplan.core.errors import BadInput
 from zeroplan.core.tasks import training_of
 from zeroplan.core.unmodelled import Effect, Unmodelled
-from zeroplan.core.workload import Attention, DType, OptimizerKind, Precision
+from zeroplan.core.workload import Attention, DType, OptimizerKind, Precision, Reference
 from zeroplan.engines.registry import find_engine
 from zeroplan.interop.readers import read_setups
 from zeroplan.interop.setups import Setup
@@ -84,7 +84,13 @@ def filled(request: Request, setup: Setup) -> Request:
         changes["optimizer_kind"] = OptimizerKind(setup.optimizer_kind)
     changes["precision"] = _precision(setup)
     changes["chunked_head"] = setup.chunked_head
+    for field in ("whole_embedding_states", "accelerate_units", "one_unit"):
+        changes[field] = getattr(setup, field)
     changes |= {"lora_dropout": setup.lora_dropout, "detached_loss": setup.detached_loss}
+    if setup.head is not None and request.task is None and request.params is None:
+        changes["task"] = setup.head
+    if setup.pairs:
+        changes |= _pairs(setup, changes.get("engine", request.engine), changes["unmodelled"])
     if setup.quantize is not None:
         changes |= _quantized(setup, changes.get("engine", request.engine), changes["unmodelled"])
     if setup.zero_init is not None and request.zero_init is None:
@@ -94,10 +100,21 @@ def filled(request: Request, setup: Setup) -> Request:
     return replace(request, files=(), **changes)
 
 
+def _pairs(setup: Setup, engine: str, left_out: tuple[Unmodelled, ...]) -> dict[str, Any]:
+    """Pairs, and a reference beside the model under an engine that plans one; else it stands among what is left out."""
+    changes: dict[str, Any] = {"pairs": True}
+    if setup.reference is None:
+        return changes
+    if find_engine(engine).references and setup.quantize is None:
+        return changes | {"reference": Reference(setup.reference)}
+    says = "the reference model, and its forward, under this engine"
+    return changes | {"unmodelled": (*left_out, Unmodelled(f"task {setup.task}", Effect.MORE, says))}
+
+
 def _quantized(setup: Setup, engine: str, left_out: tuple[Unmodelled, ...]) -> dict[str, Any]:
     """The quantised base under an engine that plans it; under another it stands among what is left out."""
     if find_engine(engine).quantized_bases and setup.lora_rank is not None:
-        return {"quantize": setup.quantize}
+        return {"quantize": setup.quantize, "adapter_dtype": setup.adapter_dtype}
     key = setup.keys.get("quantize", "quantize")
     says = "base weights in 4 bits are counted in 16, and their dequantised copies are not"
     return {"unmodelled": (*left_out, Unmodelled(key, Effect.UNKNOWN, says))}

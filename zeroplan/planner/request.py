@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroplan.core.unmodelled import Unmodelled
-from zeroplan.core.workload import OptimizerKind, Precision
+from zeroplan.core.workload import OptimizerKind, Precision, Reference
 from zeroplan.engines.registry import DEFAULT_ENGINE
 
 
@@ -69,4 +69,9 @@ class Request:
     chunked_head: bool = False
     lora_dropout: bool = False
     detached_loss: bool = False
+    whole_embedding_states: bool = False
+    accelerate_units: bool = False
+    one_unit: bool = False
+    pairs: bool = False
+    reference: Reference | None = None
     unmodelled: tuple[Unmodelled, ...] = ()

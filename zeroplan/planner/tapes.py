@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 from zeroplan.core.chunked_head import with_chunked_head
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
+from zeroplan.core.reference_forward import with_reference
 from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.tape_format import Tape
 from zeroplan.core.tape_options import options_for
@@ -52,8 +54,17 @@ def expand_for(tape: Tape, case: Case) -> ExpandedTape:
     """
     work = case.workload
     seq = (work.seq_len or 1) // options_for(work, layout=case.layout).split_tokens
-    expanded = tape.expand(work.micro_batch, seq, work.lora_rank, device=KernelDevice.of(case.cluster.gpu))
-    return with_chunked_head(expanded, batch=work.micro_batch, seq_len=seq) if work.chunked_head else expanded
+    expanded = tape.expand(work.rows, seq, work.lora_rank, device=KernelDevice.of(case.cluster.gpu))
+    expanded = with_chunked_head(expanded, batch=work.rows, seq_len=seq) if work.chunked_head else expanded
+    return with_reference(expanded, _reference(case)) if work.reference is not None else expanded
+
+
+def _reference(case: Case) -> ExpandedTape:
+    """Return the tape of the reference's forward: the model without adapters, checkpointed."""
+    plain = {"lora_rank": None, "lora_targets": (), "lora_dropout": False, "reference": None}
+    work = replace(case.workload, **plain, gradient_checkpointing=True, checkpoint_policy="full")
+    tape = find_tape(case.spec, work) or _traced(case.spec, work, False, None)
+    return expand_for(tape, replace(case, workload=work))
 
 
 def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:

@@ -69,6 +69,11 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         chunked_head=request.chunked_head,
         lora_dropout=request.lora_dropout,
         detached_loss=request.detached_loss,
+        whole_embedding_states=request.whole_embedding_states,
+        accelerate_units=request.accelerate_units,
+        one_unit=request.one_unit,
+        pairs=request.pairs,
+        reference=request.reference,
         adapter_dtype=None if request.adapter_dtype is None else _one_of(DType, request.adapter_dtype, "adapter_dtype"),
     )
 

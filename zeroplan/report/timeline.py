@@ -19,6 +19,7 @@ COLORS: dict[Buffer, str] = {
     Buffer.PARAM_SECONDARY: "#7fb2e5",
     Buffer.PARAM_MASTER: "#0b2f5c",
     Buffer.PARAM_FULL: "#8ec1f0",
+    Buffer.PARAM_REFERENCE: "#b8d9f6",
     Buffer.MODEL_BUFFER: "#b7d7f5",
     Buffer.OPTIM_EXP_AVG: "#5e3a87",
     Buffer.OPTIM_EXP_AVG_SQ: "#8259b3",

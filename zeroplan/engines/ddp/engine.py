@@ -37,6 +37,7 @@ class Ddp(TorchEngine[DdpRank]):
     takes_modules = True
     quantized_bases = True
     keeps_gradients = True
+    references = True
 
     def options(self) -> list[ZeroConfig]:
         """Return stage 0, the only configuration."""

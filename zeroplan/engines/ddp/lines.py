@@ -22,6 +22,12 @@ def param_full(c: DdpRank) -> int:
     return c.original_bytes * c.trainable + c.frozen_bytes * c.frozen_whole + c.quantized_bytes
 
 
+@_add(Buffer.PARAM_REFERENCE, Place.HBM, ALWAYS, state=True)
+def param_reference(c: DdpRank) -> int:
+    """A frozen reference model of the same size, in the dtype in which the trained one was loaded."""
+    return c.original_bytes * c.reference
+
+
 @_add(Buffer.GRAD_FULL, Place.HBM, (Phase.BACKWARD, Phase.STEP), state=True)
 def grad_full(c: DdpRank) -> int:
     """Gradients, until zero_grad."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from zeroplan.core.workload import Reference
 from zeroplan.engines.torch_rank import TorchRank
 
 
@@ -16,6 +17,11 @@ class DdpRank(TorchRank):
     def kept_gradients(self) -> int:
         """Elements of gradients that stay between steps: all, where ``zero_grad`` only fills them with zeros."""
         return 0 if self.workload.set_to_none else self.trainable
+
+    @cached_property
+    def reference(self) -> int:
+        """Elements of a reference model beside the trained one."""
+        return self.params if self.workload.reference is Reference.MODEL else 0
 
     @cached_property
     def chunks(self) -> tuple[int, ...]:

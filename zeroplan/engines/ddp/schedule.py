@@ -45,6 +45,9 @@ class DdpSchedule(EngineSchedule):
                     for block in blocks:
                         self.free(block)
                 made.add(p)
+        if self.rank.reference:
+            for count in self.rank.numel:
+                self.alloc(self.rank.original_bytes * count, Buffer.PARAM_REFERENCE)
         if self.rank.ranks > 1:
             self.buckets = [self.alloc(self.rank.original_bytes * self.rank.trainable, Buffer.COMM_ALL_REDUCE)]
 

@@ -46,6 +46,8 @@ class FsdpRank(TorchRank):
         """The parameters of each block, of each adapter's matrix, and of the root under an empty name."""
         found: dict[str, list[int]] = {}
         for p, block in enumerate(self.parameters.blocks):
+            if self.workload.one_unit:
+                block = ""
             own = self.parameters.adapters[p]
             found.setdefault(self.parameters.names[p].rpartition(".")[0] if own else block, []).append(p)
         return found

@@ -15,10 +15,12 @@ Note [FSDP 1's buffers]
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.tape import ExpandedTape, block_of_each
+from zeroplan.core.tape import ExpandedTape, Op, block_of_each
+from zeroplan.core.tied_gradients import with_gradients_apart
 from zeroplan.engines.fsdp.rank import FsdpRank
 from zeroplan.engines.player import EngineSchedule, Run, play
 from zeroplan.engines.torch_step import STEPS_UNTIL_STEADY, optimizer_step
@@ -38,6 +40,7 @@ class Unit:
         params: its trained parameters.
         whole: the gathered flat parameter.
         grads: by parameter, gradients that wait for the unit's others.
+        arrived: how many have come.
         flat_grad: the flat gradient of micro batches that were not reduced.
         reduced: this rank's part of the reduced gradient.
     """
@@ -46,6 +49,7 @@ class Unit:
     params: set[int]
     whole: int = _NONE
     grads: dict[int, int] = field(default_factory=dict)
+    arrived: int = 0
     flat_grad: int = _NONE
     reduced: int = _NONE
 
@@ -58,6 +62,8 @@ class FsdpSchedule(EngineSchedule):
     def __init__(self, rank: FsdpRank, tape: ExpandedTape, recorder: Recorder) -> None:
         self.rank, self.recorder = rank, recorder
         self.alloc, self.free = recorder.alloc, recorder.free
+        self.parts = Counter(arg for op, arg in zip(tape.op, tape.arg, strict=True) if op == Op.GRAD)
+        self.in_reduction = _NONE  # the flat gradient that the reductions' stream reads
         self.home = self._homes(tape)
         names = {home: tape.modules[home].name if home >= 0 else "" for home in self.home}
         self.units = {home: Unit(name, set()) for home, name in names.items()}
@@ -69,11 +75,13 @@ class FsdpSchedule(EngineSchedule):
         self.position: dict[int, int] = {}
         self.in_backward = False
         self.reduces = True
-        self.stepped = False
+        self.stepped = self.begun = False
 
     def _homes(self, tape: ExpandedTape) -> list[int]:
         """The module of each parameter's unit: its block, an adapter's own module, or -1 for the root."""
         homes = block_of_each(tape.modules, len(tape.params))
+        if self.rank.workload.one_unit:
+            homes = [-1] * len(homes)
         adapters = self.rank.parameters.adapters
         for index, module in enumerate(tape.modules):
             for p in module.params:
@@ -82,9 +90,36 @@ class FsdpSchedule(EngineSchedule):
         return homes
 
     def build(self) -> None:
-        """Allocate this rank's part of each flat parameter: units are moved to the GPU, flattened and sharded one by one."""
-        for unit in self.units.values():
-            self.alloc(self.rank.bytes_of(unit.name) * self.rank.shard(unit.name), Buffer.PARAM_SHARD)
+        """Move the units to the GPU, flatten and shard them one by one, the blocks before the root that holds them.
+
+        Source: _init_utils.py, _init_param_handle_from_module; _flat_param.py, FlatParamHandle.shard
+        """
+        rank = self.rank
+        for unit in sorted(self.units.values(), key=lambda unit: not unit.name):
+            width = rank.bytes_of(unit.name)
+            moved = [self.alloc(width * rank.numel[p], Buffer.PARAM_FULL) for p in rank.units[unit.name]]
+            flat = self.alloc(width * rank.flat(unit.name), Buffer.PARAM_SHARD)
+            if rank.sharded:
+                self.alloc(width * rank.shard(unit.name), Buffer.PARAM_SHARD)
+                self.free(flat)
+            for handle in moved:
+                self.free(handle)
+
+    def _make_attributes(self) -> None:
+        """Make and free, at the first forward, what each flat parameter is to be cast and gathered into: storages of those
+        sizes stay in the cache.
+
+        Source: _flat_param.py, init_flat_param_attributes
+        """
+        rank = self.rank
+        for unit in sorted(self.units.values(), key=lambda unit: bool(unit.name)):
+            shard, whole = rank.shard(unit.name), rank.padded(unit.name)
+            sizes = [rank.param_bytes * shard] if rank.casts else []
+            if rank.sharded:
+                sizes.append(rank.param_bytes * whole)
+                sizes += [rank.bytes_of(unit.name) * whole] if rank.casts else []
+            for nbytes in sizes:
+                self.free(self.alloc(nbytes, Buffer.PARAM_FULL))
 
     # --- unshard, reshard -------------------------------------------------------------------------------------------------
 
@@ -111,6 +146,9 @@ class FsdpSchedule(EngineSchedule):
         """Unshard the root."""
         self.in_backward = False
         self.order.clear()
+        if not self.begun:
+            self.begun = True
+            self._make_attributes()
         if -1 in self.units:
             self._unshard(self.units[-1])
 
@@ -161,18 +199,26 @@ class FsdpSchedule(EngineSchedule):
     # --- gradients --------------------------------------------------------------------------------------------------------
 
     def grad(self, param: int, handle: int) -> None:
-        """Hold a parameter's gradient until its unit's others are there."""
+        """Hold a parameter's gradient until its unit's others are there; two of a shared matrix are added up."""
         unit = self.units[self.home[param]]
+        first = unit.grads.get(param, _NONE)
+        if first >= 0:
+            total = self.alloc(self.rank.param_bytes * self.rank.numel[param], Buffer.GRAD_FULL, stream=GATHER)
+            self.free(first)
+            self.free(handle)
+            handle = total
         unit.grads[param] = handle
-        if len(unit.grads) == len(unit.params):
+        unit.arrived += 1
+        if unit.arrived == sum(self.parts[p] for p in unit.params):
             self._post_backward(unit)
 
     def _post_backward(self, unit: Unit) -> None:
         rank = self.rank
-        joined = self.alloc(rank.param_bytes * rank.flat(unit.name), Buffer.GRAD_FULL)
+        joined = self.alloc(rank.param_bytes * rank.flat(unit.name), Buffer.GRAD_FULL, stream=GATHER)
         for handle in unit.grads.values():
             self.free(handle)
         unit.grads.clear()
+        unit.arrived = 0
         if unit.flat_grad >= 0:  # AccumulateGrad adds in place
             self.free(joined)
         else:
@@ -190,11 +236,14 @@ class FsdpSchedule(EngineSchedule):
                 padded = self.alloc(rank.param_bytes * rank.padded(unit.name), Buffer.COMM_REDUCE_SCATTER, stream=REDUCE)
             received = self.alloc(rank.param_bytes * rank.shard(unit.name), Buffer.GRAD_SHARD, stream=REDUCE)
             part = self._in_own_dtype(received, rank.shard(unit.name))
-            for handle in (padded, unit.flat_grad):
-                if handle >= 0:
-                    self.free(handle)
+            if padded >= 0:
+                self.free(padded)
+            self._free_reduced(unit.flat_grad)
+        elif rank.casts:
+            part = self._in_own_dtype(_NONE, rank.flat(unit.name))
+            self._free_reduced(unit.flat_grad)
         else:
-            part = self._in_own_dtype(unit.flat_grad, rank.flat(unit.name))
+            part = unit.flat_grad  # reduced in place
         unit.flat_grad, unit.reduced = _NONE, part
 
     def _in_own_dtype(self, gradient: int, count: int) -> int:
@@ -202,8 +251,21 @@ class FsdpSchedule(EngineSchedule):
         if not self.rank.casts:
             return gradient
         cast = self.alloc(self.rank.original_bytes * count, Buffer.GRAD_SHARD, stream=REDUCE)
-        self.free(gradient)
+        if gradient >= 0:
+            self.free(gradient)
         return cast
+
+    def _free_reduced(self, gradient: int) -> None:
+        """Free a flat gradient that the reductions' stream reads: it is back when the reduction is done, one unit later."""
+        self.recorder.record_stream(gradient, REDUCE)
+        self.free(gradient)
+        self._complete_reduction()
+        self.in_reduction = gradient
+
+    def _complete_reduction(self) -> None:
+        if self.in_reduction >= 0:
+            self.recorder.complete(self.in_reduction)
+            self.in_reduction = _NONE
 
     def backward_end(self, boundary: bool) -> None:
         """Finish units of which not every parameter had a gradient; free what is still unsharded."""
@@ -215,6 +277,7 @@ class FsdpSchedule(EngineSchedule):
 
     def step(self, applied: bool) -> None:
         """Clip, step this rank's parts and free their gradients (``zero_grad``)."""
+        self._complete_reduction()
         optimizer_step(self.recorder, self.rank, applied=applied, first=not self.stepped)
         self.stepped |= applied
         for unit in self.units.values():
@@ -226,6 +289,9 @@ class FsdpSchedule(EngineSchedule):
 def record_fsdp(rank: FsdpRank, tape: ExpandedTape) -> Recorder:
     """Record every allocation and free of one rank's run, in order. See :func:`zeroplan.engines.player.play`."""
     recorder = Recorder()
-    run = Run(rank.workload.grad_accum, STEPS_UNTIL_STEADY, cublas_workspace=rank.cublas_workspace)
+    tape = with_gradients_apart(tape)
+    work = rank.workload
+    workspace = rank.cublas_workspace
+    run = Run(work.grad_accum, STEPS_UNTIL_STEADY, cublas_workspace=workspace, detached_loss=work.detached_loss)
     play(run, tape, recorder, FsdpSchedule(rank, tape, recorder))
     return recorder

@@ -74,6 +74,8 @@ class Fsdp2Schedule(EngineSchedule):
         self.reduce_input = -1
         self.made_numel = _gradients(tape) if rank.layout.tp > 1 else {}
         self.root_module = next((i for i, m in enumerate(tape.modules) if m.parent < 0), -1)
+        self.tail: set[int] = set()  # the modules that accelerate makes one unit: final norm, head, and an embedding tied to it
+        self.tail_entered = False
         self._group(tape)
 
     def _group(self, tape: ExpandedTape) -> None:
@@ -83,6 +85,9 @@ class Fsdp2Schedule(EngineSchedule):
         for group in self.groups.values():
             group.input_numel = sum(self.rank.chunks[p] for p in group.params)
         self.root = self.groups.get(-1)
+        if self.root is not None and self.rank.workload.accelerate_units:
+            held = set(self.root.params)
+            self.tail = {index for index, module in enumerate(tape.modules) if held.intersection(module.params)}
 
     # --- building ---------------------------------------------------------------------------------------------------------
 
@@ -194,16 +199,17 @@ class Fsdp2Schedule(EngineSchedule):
         if self.kept_output >= 0:
             self.free(self.kept_output)
             self.kept_output = -1
-        if self.root is not None and self.rank.reshard:
+        if self.root is not None and self.rank.reshard and not self.tail:
             self._reshard(self.root)
 
     def backward_begin(self, boundary: bool) -> None:
         """Unshard the root again, and the last block ahead of its use."""
-        self.in_backward, self.reduces = True, boundary
+        self.in_backward, self.reduces, self.tail_entered = True, boundary, False
         if self.root is not None:
             self._unshard(self.root)
             self._wait_for_unshard(self.root)
-        self._prefetch_unshard(len(self.order) - 1)
+        if not self.tail:
+            self._prefetch_unshard(len(self.order) - 1)
 
     def _prefetch_unshard(self, position: int) -> None:
         """FSDPParamGroup._backward_prefetch: unshards the group at this position of the forward's order, if there is one."""
@@ -212,6 +218,10 @@ class Fsdp2Schedule(EngineSchedule):
 
     def backward_enter(self, module: int) -> None:
         """Unshard a block before its backward, and ahead of its use the one that comes before it in the forward."""
+        if module in self.tail and not self.tail_entered:
+            self.tail_entered = True
+            if not self.rank.workload.chunked_head:  # TRL's head never calls the module, so that no hook waits for its gradient
+                self._prefetch_unshard(len(self.order) - 1)
         group = self.groups.get(module)
         if group is None or module < 0:
             return

@@ -217,10 +217,8 @@ class Builder(Keys):
                 self.leave_out(key, Effect.UNKNOWN, "what it does to memory is not in the figures")
         if programs:
             known |= arguments_of(*programs)
-        trains_embeddings = self.fields.get("detached_loss") and self.fields.get("lora_rank") is None
-        if self.fields.get("optimizer") == "adamw8bit" and trains_embeddings and not self.data.get("deepspeed"):
-            key = self.keys.get("optimizer", "optim")
-            self.leave_out(key, Effect.MORE, "the Trainer has bitsandbytes keep the embeddings' states in 32 bits")
+        if self.fields.get("optimizer") == "adamw8bit" and self.fields.get("detached_loss"):
+            self.set("whole_embedding_states", True)
         strange = [key for key in self.data if key not in self.read and known and key not in known]
         return Setup(
             program=self.program,

@@ -8,6 +8,8 @@ from zeroplan.core.unmodelled_optimizers import unmodelled_optimizer
 from zeroplan.core.workload import OptimizerKind
 from zeroplan.interop.programs.builder import Builder
 
+#: Names for which the Trainer, and programs on it, have a class of their own.
+_TRAINERS = {"adafactor": "adafactor_transformers"}
 #: transformers' and others' names that ask for torch's multi-tensor loops and for its fused kernel.
 _FOREACH, _FUSED = ("adamw_torch", "adamw"), ("adamw_torch_fused",)
 
@@ -43,7 +45,7 @@ def optimizer_of(run: Builder, key: str, name: str) -> tuple[str, str | None]:
     if other is not None and other.stands_in:
         run.leave_out(key, other.effect, f"{plain} is planned as {other.stands_in}: {other.why}")
         return other.stands_in, None
-    row = find_optimizer(plain, where=f"{run.name}: {key}")
+    row = find_optimizer(_TRAINERS.get(plain, plain), where=f"{run.name}: {key}")
     if row.rest:
         run.leave_out(key, Effect.UNKNOWN, f"{plain}: which parameters the program gives to it is its own choice")
     if plain.startswith("paged"):

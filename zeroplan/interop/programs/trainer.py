@@ -234,13 +234,15 @@ def set_fsdp(
         wraps: the wrap policy where the options name none.
     """
     if options is not None:
-        _fsdp_options(run, key, options, wraps)
+        _fsdp_options(run, key, options, wraps, version)
     run.set("engine", "fsdp2", key)
     keeps = reshard in ("false", "no", "shard_grad_op", "_hybrid_shard_zero2", "hybrid_shard_zero2")
     run.set("stage", 2 if keeps else 3, key)
     if offload:
         run.set("offload_optimizer", "cpu", key)
         run.set("offload_param", "cpu", key)
+    if version == 2:
+        run.set("accelerate_units", True)
     if version == 1:
         run.set("fsdp_version", 1)
         run.leave_out(key, UNKNOWN, FSDP_1)
@@ -253,11 +255,13 @@ def set_fsdp(
         run.assumed = [clause for clause in run.assumed if not clause.startswith("gradient_checkpointing ")]
 
 
-def _fsdp_options(run: Builder, key: str, options: Keys, wraps: str) -> None:
+def _fsdp_options(run: Builder, key: str, options: Keys, wraps: str, version: int) -> None:
     """List the options that no plan holds. Source: accelerate 1.15, ``utils/dataclasses.py`` (``set_auto_wrap_policy``)."""
     policy = (options.word("auto_wrap_policy") or wraps).upper()
     if policy == "SIZE_BASED_WRAP" and options.amount("min_num_params"):
         run.leave_out(f"{key}: auto_wrap_policy", UNKNOWN, "units by their number of parameters; blocks are counted as units")
+    elif policy == "NO_WRAP" and version == 1:
+        run.set("one_unit", True)
     elif policy and policy != _WRAPS:
         run.leave_out(
             f"{key}: auto_wrap_policy", MORE, "without a wrap policy all parameters are one unit, gathered as a whole"

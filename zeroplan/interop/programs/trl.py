@@ -56,7 +56,6 @@ _WORDS = re.compile(r"(?<![a-z])(sft|dpo|grpo|kto|orpo|cpo|simpo|reward|rm|rloo|
 _SAME = {"rm": "reward", "simpo": "cpo"}
 #: What each task holds beside one forward and backward of one model on micro batch × length.
 _TASKS: dict[str, tuple[Effect, str]] = {
-    "dpo": (Effect.MORE, "chosen and rejected samples pass together, and a reference model beside the trained one"),
     "kto": (Effect.MORE, "completions pass a second time for the KL term, and a reference model is held"),
     "grpo": (Effect.MORE, "generation, its cache, and the log-probabilities of a group of completions"),
     "rloo": (Effect.MORE, "generation, its cache, and the log-probabilities of a group of completions"),
@@ -65,7 +64,6 @@ _TASKS: dict[str, tuple[Effect, str]] = {
     "cpo": (Effect.MORE, "chosen and rejected samples pass together"),
     "bco": (Effect.MORE, "a reference model beside the trained one"),
     "gkd": (Effect.MORE, "a teacher beside the trained model, and generation"),
-    "reward": (Effect.MORE, "chosen and rejected samples pass together, under a head for scores"),
 }
 #: Tasks whose samples are bounded by ``max_length``, 1,024 by default since TRL 0.14; the rest add prompt and completion.
 _COMPLETION_TASKS = ("grpo", "rloo", "ppo")
@@ -136,6 +134,7 @@ class Trl(Program):
             if quantised is not None:
                 bits = 4 if quantised == "load_in_4bit" else 8
                 set_quantisation(run, quantised, bits, nested=bool(run.flag("use_bnb_nested_quant")))
+                run.set("adapter_dtype", "bf16")  # as the paper on QLoRA has it; in every trainer's __init__
         else:
             if quantised:
                 run.leave_out(quantised, Effect.UNKNOWN, "quantised without adapters")
@@ -145,13 +144,46 @@ class Trl(Program):
         run.leave_out_flags(_NOT_MODELLED)
         if run.flag("packing") and run.word("packing_strategy") != "wrapped" and run.fields.get("attn") != "flash":
             run.leave_out("packing", Effect.MORE, "packed samples are one row, whose mask grows with the square of its length")
-        if task in _TASKS:
+        if task == "dpo":
+            _preference(run)
+        elif task == "reward":
+            _reward(run)
+        elif task in _TASKS:
             run.leave_out(f"task {task}", *_TASKS[task])
         elif not run.amount("label_smoothing_factor"):
             run.set("chunked_head", True)  # of every loss_type; label smoothing takes all logits
             if run.data.get("fsdp"):
                 run.leave_out("fsdp", Effect.UNKNOWN, "TRL's head gathers its sharded weight by itself")
         return run.setup("hf-trainer", "trl")
+
+
+def _preference(run: Builder) -> None:
+    """Set DPO: pairs through TRL's head, beside a second model, the model without adapters, or log-probabilities of before."""
+    run.set("pairs", True)
+    run.set("chunked_head", True)
+    _without_dropout(run)
+    run.assume("all tokens of a pair count, its prompt's too")
+    if run.data.get("fsdp"):
+        run.leave_out("fsdp", Effect.UNKNOWN, "TRL's head gathers its sharded weight by itself")
+    if run.flag("precompute_ref_log_probs"):
+        return
+    run.set("reference", "base" if run.fields.get("lora_rank") is not None else "model")
+
+
+def _reward(run: Builder) -> None:
+    """Set the reward trainer: pairs through a head with one score for each sample."""
+    run.set("pairs", True)
+    run.set("head", "sequence-classification")
+    _without_dropout(run)
+    if run.fields.get("lora_rank") is not None:
+        run.leave_out("task reward", Effect.MORE, "the head for scores is trained whole beside the adapters")
+
+
+def _without_dropout(run: Builder) -> None:
+    """Switch the adapters' dropout off, as ``disable_dropout`` does by default."""
+    if run.flag("disable_dropout") is not False:
+        run.set("lora_dropout", False)
+        run.assumed = [clause for clause in run.assumed if not clause.startswith("lora_dropout ")]
 
 
 def _task(run: Builder) -> str:

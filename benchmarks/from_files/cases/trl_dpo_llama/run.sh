@@ -1,0 +1,1 @@
+python -m trl.scripts.dpo --config recipe.yaml

@@ -1,0 +1,1 @@
+python -m trl.scripts.reward --config recipe.yaml

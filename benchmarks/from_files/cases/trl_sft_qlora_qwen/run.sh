@@ -1,0 +1,1 @@
+python -m trl.scripts.sft --config recipe.yaml

@@ -1,0 +1,55 @@
+"""The tape of preference training: after the model's forward, a reference model's forward without gradients.
+
+Without gradients nothing waits for a backward: a block's input dies when the block has returned, and the rest when the model
+has. The tape of a checkpointed forward shows the same, but for those inputs and for what lies outside the blocks; so it is
+the reference's tape here, whether the model itself is checkpointed or not.
+Source: TRL 1.16, ``trainer/dpo_trainer.py`` (``_compute_loss``); transformers 5.17, the loop over the layers in each model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op, blocks_of
+
+_Event = tuple[int, int, int, int, int]
+
+
+def with_reference(tape: ExpandedTape, reference: ExpandedTape) -> ExpandedTape:
+    """Return `tape` with the forward of `reference`, the tape of a checkpointed forward over the same batch, after its own.
+
+    The events of the reference's modules are left out: they are another model's.
+    """
+    end = _mark(tape, Mark.FORWARD_END)
+    taken = 1 + max(arg for op, arg in zip(tape.op, tape.arg, strict=True) if op == Op.ALLOC)
+    added = list(_forward(reference, taken))
+    columns = [list(column) for column in (tape.op, tape.arg, tape.aux, tape.kind, tape.module)]
+    for column, values in zip(columns, zip(*added, strict=True), strict=True):
+        column[end:end] = values
+    return ExpandedTape(tape.modules, tape.params, *columns)
+
+
+def _mark(tape: ExpandedTape, mark: Mark) -> int:
+    return next(i for i, (op, arg) in enumerate(zip(tape.op, tape.arg, strict=True)) if op == Op.MARK and arg == mark)
+
+
+def _forward(tape: ExpandedTape, taken: int) -> Iterator[_Event]:
+    """Yield the forward's events with storages from `taken` on, and frees where a forward without gradients has them."""
+    span = range(_mark(tape, Mark.FORWARD_BEGIN) + 1, _mark(tape, Mark.FORWARD_END))
+    blocks = set(blocks_of(tape.modules))
+    alive: dict[int, int] = {}  # storages and their kinds
+    for i in span:
+        op, arg = tape.op[i], tape.arg[i]
+        if op == Op.ALLOC:
+            alive[arg] = tape.kind[i]
+            yield (Op.ALLOC, taken + arg, tape.aux[i], Kind.TEMP, -1)
+        elif op == Op.FREE and arg in alive:
+            del alive[arg]
+            yield (Op.FREE, taken + arg, 0, 0, -1)
+        elif op == Op.EXIT and arg in blocks:
+            # Of two inputs of blocks that are alive now, the later one is this block's output.
+            for storage in [one for one, kind in alive.items() if kind == Kind.CHECKPOINT][:-1]:
+                del alive[storage]
+                yield (Op.FREE, taken + storage, 0, 0, -1)
+    for storage in alive:
+        yield (Op.FREE, taken + storage, 0, 0, -1)

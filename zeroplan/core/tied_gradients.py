@@ -1,0 +1,52 @@
+"""The gradients of a parameter that two modules share, handed over one by one and not as autograd's sum.
+
+For engines in which the sum is made elsewhere than where the model computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from zeroplan.core.tape import ExpandedTape, Op
+
+_Event = tuple[int, int, int, int, int]
+
+
+def with_gradients_apart(tape: ExpandedTape) -> ExpandedTape:
+    """Return `tape` with one ``GRAD`` for each gradient of a shared parameter, in place of the sum; as it is without any.
+
+    A sum is a gradient right after whose allocation other gradients of its size are freed, and nothing else happens before it
+    is handed over.
+    """
+    sums = dict(_sums(tape))
+    if not sums:
+        return tape
+    dropped = {place for places in sums.values() for place in places}
+    columns: tuple[list[int], ...] = ([], [], [], [], [])
+    for i, event in enumerate(zip(tape.op, tape.arg, tape.aux, tape.kind, tape.module, strict=True)):
+        if i in dropped:
+            continue
+        parts = [event]
+        if i in sums:
+            parts = [(event[0], event[1], tape.arg[place], *event[3:]) for place in sums[i] if tape.op[place] == Op.FREE]
+        for part in parts:
+            for column, value in zip(columns, part, strict=True):
+                column.append(value)
+    return ExpandedTape(tape.modules, tape.params, *columns)
+
+
+def _sums(tape: ExpandedTape) -> Iterator[tuple[int, list[int]]]:
+    """Yield the place of each ``GRAD`` of a sum, with the places of the sum's allocation and of its parts' frees."""
+    size = tape.storage_bytes
+    for at, op in enumerate(tape.op):
+        if op != Op.GRAD:
+            continue
+        total, begin = tape.aux[at], at - 1
+        while begin >= 0 and tape.op[begin] == Op.FREE:
+            begin -= 1
+        frees = list(range(begin + 1, at))
+        if begin < 0 or (tape.op[begin], tape.arg[begin]) != (Op.ALLOC, total):
+            continue
+        parts = [place for place in frees if size[tape.arg[place]] == size[total]]
+        if len(parts) > 1 and len(parts) == len(frees):
+            yield at, [begin, *parts]

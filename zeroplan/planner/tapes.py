@@ -61,8 +61,8 @@ def expand_for(tape: Tape, case: Case) -> ExpandedTape:
 
 def _reference(case: Case) -> ExpandedTape:
     """Return the tape of the reference's forward: the model without adapters, checkpointed."""
-    plain = {"lora_rank": None, "lora_targets": (), "lora_dropout": False, "reference": None}
-    work = replace(case.workload, **plain, gradient_checkpointing=True, checkpoint_policy="full")
+    work = replace(case.workload, lora_rank=None, lora_targets=(), lora_dropout=False, reference=None)
+    work = replace(work, gradient_checkpointing=True, checkpoint_policy="full")
     tape = find_tape(case.spec, work) or _traced(case.spec, work, False, None)
     return expand_for(tape, replace(case, workload=work))
 

@@ -80,8 +80,9 @@ def state_bytes(c: SteppedRank, buffer: Buffer, counts: Mapping[Domain, Count]) 
         elif state.per_master:
             total = total + count(c) * c.state_bytes * state.per_master
         else:
-            total = total + fraction(count(c) - whole, state.numerator, state.denominator)
-            if buffer is not Buffer.OPTIM_SCALE:
+            narrow = count(c) - whole if whole else count(c)
+            total = total + fraction(narrow, state.numerator, state.denominator)
+            if whole:
                 total = total + _WIDE * whole
     return total
 

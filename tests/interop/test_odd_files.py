@@ -121,6 +121,8 @@ SCRIPTS = {
     "an array": f'ARGS=(\n  {FLAGS} # a comment\n)\ntorchrun --nproc_per_node=8 t.py "${{ARGS[@]}}"\n',
     "two arrays": f"A=({FLAGS[:25]})\nA+=({FLAGS[25:]})\ntorchrun --nproc_per_node 8 t.py ${{A[@]}}\n",
     "a caret": f"torchrun --nproc_per_node=8 t.py ^\r\n {FLAGS}\r\n",
+    "a text over lines": f'D="\n  --nproc_per_node 8\n"\ntorchrun $D t.py {FLAGS}\n',
+    "arguments with defaults": f"M=gpt3\nM=${{1}}\nB=$2\nB=${{B:-2}}\ntorchrun --nproc_per_node=8 t.py {FLAGS[:-1]}$B\n",
     "GPUs by number": f"deepspeed --include localhost:0,1,2,3,4,5,6,7 t.py {FLAGS}\n",
     "visible GPUs": f"CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 deepspeed t.py {FLAGS}\n",
 }
@@ -136,6 +138,7 @@ def test_a_scripts_ways_of_saying_the_same(kind: str, tmp_path: Path) -> None:
     ("line", "said"),
     [
         (f"torchrun --nproc_per_node $1 t.py {FLAGS}", "torchrun gets '$1', so give --gpus"),
+        (f"torchrun $MORE t.py {FLAGS}", "torchrun gets '$MORE'"),
         (f"deepspeed t.py {FLAGS}", "deepspeed takes all of the machine"),
         (f"accelerate launch t.py {FLAGS}", "accelerate takes all of the machine"),
         ("llamafactory-cli train --stage sft --model_name_or_path m --finetuning_type full", "llamafactory-cli takes all"),
@@ -157,6 +160,38 @@ def test_several_gpus_without_a_launcher_are_no_plan_of_one(tmp_path: Path) -> N
         assert said in one.says
     line = "NPROC_PER_NODE=2 CUDA_VISIBLE_DEVICES=0,1 swift sft --model m --max_length 512\n"
     assert read_setup(put(tmp_path, "run.sh", line)).gpus == 2
+
+
+def test_a_path_from_the_root_of_a_repository_is_found(tmp_path: Path) -> None:
+    put(tmp_path, "configs/ds.json", '{"zero_optimization": {"stage": 3}}')
+    script = put(tmp_path, "scripts/train/run.sh", f"torchrun t.py {FLAGS} --deepspeed configs/ds.json\n")
+    assert (read_setup(script).ds_config or {})["zero_optimization"] == {"stage": 3}
+    with pytest.raises(BadInput, match=r"there is no .*scripts/train/configs/no.json or configs/no.json"):
+        read_setup(put(tmp_path, "scripts/train/run.sh", f"torchrun t.py {FLAGS} --deepspeed configs/no.json\n"))
+
+
+SCRIPTS_OF_THEIR_OWN = {
+    "another word for the rank": ({"lora_rank": 64, "lora_alpha": 16, "max_seq_length": 1024}, ("lora", 64), set()),
+    "a mode": ({"train_mode": "qlora", "lora_rank": 64}, ("lora", 64), {"train_mode"}),
+    "a switch for a task": ({"use_dpo": True, "max_seq_length": 64}, ("full", None), {"use_dpo"}),
+    "an attention": ({"flash_attn": True, "use_peft": True, "lora_rank": 8}, ("lora", 8), {"flash_attn"}),
+}
+
+
+@pytest.mark.parametrize("kind", SCRIPTS_OF_THEIR_OWN)
+def test_a_script_of_its_own_is_read_as_one_on_the_trainer(kind: str) -> None:
+    keys, expected, left_out = SCRIPTS_OF_THEIR_OWN[kind]
+    plain = {"model_name_or_path": "gpt2", "output_dir": "o", "per_device_train_batch_size": 1, "bf16": True}
+    setup = read_setup({**plain, **keys})
+    assert (setup.program, setup.method, setup.lora_rank) == ("hf-trainer", *expected)
+    assert left_out <= {one.key for one in setup.unmodelled}
+
+
+@pytest.mark.parametrize(("script", "task"), [("dpo_training.py", "dpo"), ("run_rm.py", "reward"), ("train.py", "")])
+def test_the_name_of_a_script_tells_its_task(script: str, task: str, tmp_path: Path) -> None:
+    setup = read_setup(put(tmp_path, "run.sh", f"torchrun --nproc_per_node 2 {script} {FLAGS} --lora_rank 8 --use_peft True\n"))
+    assert (setup.program, setup.task) == ("hf-trainer", task)
+    assert (f"task {task}" in {one.key for one in setup.unmodelled}) is bool(task)
 
 
 def test_a_models_path_is_found_beside_the_file(tmp_path: Path) -> None:

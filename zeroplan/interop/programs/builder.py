@@ -17,6 +17,13 @@ from zeroplan.interop.setups import Setup
 
 _YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 _QUANTISED = re.compile(r"(?i)(^|[-_./])(awq|gptq|aqlm|bnb|[248][-_]?bit|int[48]|fp8|nf4|mxfp4|gguf|hqq|eetq)($|[-_./])")
+#: Words in names of unknown keys that speak of memory; a file has them from another program, version or script.
+_SPEAKING = re.compile(
+    r"dpo|orpo|kto|simpo|grpo|ppo|reward_model|teacher|ref_model|reference|distill|quant|[48]_?bit|nf4|int[48]|fp8|offload|paral"
+    r"|unsloth|liger|galore|freeze|frozen|spectrum|_degree|(tp|sp|cp|pp|ep)_size|packing|lora|adapter|peft|flash|attn|attention"
+    r"|checkpointing|compile|max_(seq|source|target|model)?_?len|seq_len|block_size|memory|budget|vision|image|moe|expert"
+)
+_SPEAKING_VALUE = re.compile(r"q?lora|dora|[48]_?bit|int[48]|nf4|fp8|dpo|kto|orpo|grpo|ppo|rm|reward")
 #: Keys that are not the program's are listed up to this number.
 _MOST_UNKNOWN = 20
 
@@ -220,6 +227,11 @@ class Builder(Keys):
         if self.fields.get("optimizer") == "adamw8bit" and self.fields.get("detached_loss"):
             self.set("whole_embedding_states", True)
         strange = [key for key in self.data if key not in self.read and known and key not in known]
+        for key in strange:
+            if self.on(key) and (
+                _SPEAKING.search(key.lower()) or _SPEAKING_VALUE.fullmatch(str(self.data[key]).strip().lower())
+            ):
+                self.leave_out(key, Effect.UNKNOWN, f"is no key of {self.title.rpartition(' ')[0]}, and it speaks of memory")
         return Setup(
             program=self.program,
             title=self.title,

@@ -16,6 +16,8 @@ from zeroplan.interop.programs.shell import Command, training_command
 
 #: Names that end so hold a command line.
 _SCRIPTS = ("sh", "bash", "zsh", "slurm", "sbatch", "txt", "job", "pbs")
+#: Folders above a file's own in which a path of it is looked for.
+_FOLDERS_ABOVE = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +115,20 @@ def interpolated(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_beside(value: str, document: Document, key: str) -> Path:
-    """Find the file that a key names: beside the document, or from the working folder.
+    """Find the file that a key names: beside the document, from the working folder, or from a folder above the document's.
+
+    The last is where people start scripts of a repository: at its root.
 
     Raises:
-        BadInput: when neither is there; the message names both.
+        BadInput: when none is there; the message names the first two.
     """
-    places = [Path(value)] if document.folder is None or Path(value).is_absolute() else [document.folder / value, Path(value)]
-    for place in places:
+    if "$" in value:
+        raise BadInput(f"{value[:60]!r} is a variable", where=f"{document.name}: {key}", remedy="put its value in")
+    places, above = [Path(value)], []
+    if document.folder is not None and not Path(value).is_absolute():
+        places.insert(0, document.folder / value)
+        above = [folder / value for folder in list(document.folder.absolute().parents)[:_FOLDERS_ABOVE]]
+    for place in (*places, *above):
         if place.is_file():
             return place
     tried = " or ".join(dict.fromkeys(str(place)[:200] for place in places))

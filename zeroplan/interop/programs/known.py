@@ -6,6 +6,7 @@ its reader does not ask for it, the plan lists it (:meth:`.builder.Builder.setup
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from importlib.resources import files
 
@@ -45,6 +46,24 @@ def moving_of(*programs: str) -> frozenset[str]:
 def arguments_of(*programs: str) -> frozenset[str]:
     """Return every argument of these programs together, with those of older versions."""
     return frozenset().union(*(names_in(name) for name in (*programs, "older")))
+
+
+#: Names that programs and scripts have for adapters, their base, and the length of a sample.
+_TELLING = frozenset(
+    (
+        *("lora_rank", "lora_r", "lora_dim", "lora_target", "lora_targets", "lora_target_modules", "target_modules"),
+        *("use_lora", "lora_enable", "use_peft", "use_qlora", "q_lora", "train_mode", "train_type", "tuner_type", "sft_type"),
+        *("finetuning_type", "quantization_bit", "bits", "cutoff_len", "adapter"),
+    )
+)
+
+
+def telling_of_others(keys: Iterable[str], *programs: str) -> frozenset[str]:
+    """Return those keys that tell of adapters or lengths and that none of these programs has.
+
+    Their parsers refuse such a file, so it belongs to another program or to a script of its own.
+    """
+    return (_TELLING & set(keys)) - arguments_of(*programs)
 
 
 @cache

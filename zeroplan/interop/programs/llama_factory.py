@@ -10,7 +10,7 @@ from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.programs.adapters import set_adapters, set_attention, set_quantisation
 from zeroplan.interop.programs.builder import Builder
 from zeroplan.interop.programs.document import Document
-from zeroplan.interop.programs.known import arguments_of
+from zeroplan.interop.programs.known import arguments_of, telling_of_others
 from zeroplan.interop.programs.program import Program
 from zeroplan.interop.programs.trainer import read_trainer
 from zeroplan.interop.setups import Setup
@@ -76,7 +76,8 @@ class LlamaFactory(Program):
         """Return the arguments that only LLaMA-Factory has, or its command."""
         if started := document.starts("llamafactory-cli train"):
             return started
-        found = document.has(*_ONLY) if "base_model" not in document.data else ()
+        strange = "base_model" in document.data or telling_of_others(document.data, "hf-trainer", "llama-factory")
+        found = () if strange else document.has(*_ONLY)
         if document.has(*_NEW_FORMAT) and not found:
             return document.has(*_NEW_FORMAT)
         if "model_name_or_path" not in document.data:

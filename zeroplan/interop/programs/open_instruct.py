@@ -12,7 +12,7 @@ from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.programs.adapters import set_attention, set_dropout
 from zeroplan.interop.programs.builder import Builder
 from zeroplan.interop.programs.document import Document
-from zeroplan.interop.programs.known import arguments_of, only_of
+from zeroplan.interop.programs.known import arguments_of, only_of, telling_of_others
 from zeroplan.interop.programs.machine import take_machine
 from zeroplan.interop.programs.program import Program
 from zeroplan.interop.programs.trainer import refuse_cpu
@@ -45,6 +45,8 @@ class OpenInstruct(Program):
         if document.command is not None:
             found = _SCRIPT.search(document.command.program)
             return (document.command.program,) if found else ()
+        if telling_of_others(document.data, self.name):
+            return ()
         own = only_of(self.name) | {"dataset_mixer_list", "with_tracking", "checkpointing_steps", "use_flash_attn"}
         found_keys = document.has(*sorted(own - {"beta"}))
         # Other scripts have a use_lora, too, beside arguments of the Trainer that open-instruct does not have.

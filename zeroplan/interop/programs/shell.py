@@ -20,6 +20,7 @@ _VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}|(\w+))")
 _CONTINUED = re.compile(r"(?:\\|[ \t]\^)[ \t]*\r?\n")
 #: An array over several lines; its words become the text of a variable.
 _ARRAY = re.compile(r"^[ \t]*((?:export|local|declare|readonly)[ \t]+(?:-a[ \t]+)?)?(\w+\+?)=\(([^()]*)\)", re.MULTILINE)
+_POSITIONAL = re.compile(r"\$\{?\d+\}?")
 _QUOTED_ARRAY = re.compile(r'"\$\{(\w+)\[[@*]\]\}"')
 _COMMENT = re.compile(r"(^|\s)#[^\n]*")
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
@@ -51,6 +52,8 @@ _WRAPPERS = {"nohup", "srun", "time", "exec", "env", "sudo", "uv", "run", "bash"
 #: Words that end a command; from the seventh on those of redirections.
 _ENDS = ("|", "||", "&&", "&", ";", r"\&\&", ">", ">>", "2>&1", "2>", "&>")
 _MOST_LINES = 5_000
+#: Lines of one text in quotes.
+_MOST_QUOTED = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +114,11 @@ def _commands(text: str, name: str) -> Iterator[Command]:
     lines = _QUOTED_ARRAY.sub(r"${\1}", _ARRAY.sub(_as_text, _CONTINUED.sub(" ", text))).splitlines()
     if len(lines) > _MOST_LINES:
         raise BadInput(f"holds more than {_MOST_LINES:,} lines", where=name, remedy="give the command alone")
-    for line in lines:
+    for line in _with_closed_quotes(lines):
         words = _words(line, variables)
         own = dict(variables)
         while words and (said := _ASSIGNMENT.match(words[0])):
-            own[said[1]] = _assigned(said, own)
+            _assign(said, own)
             words = words[1:]
         if not words:
             variables = own
@@ -123,7 +126,7 @@ def _commands(text: str, name: str) -> Iterator[Command]:
         if words[0] in ("export", "local", "readonly"):
             for word in words[1:]:
                 if said := _ASSIGNMENT.match(word):
-                    variables[said[1]] = _assigned(said, variables)
+                    _assign(said, variables)
             continue
         for part in _parts(words):
             command = _command(part, own)
@@ -131,9 +134,28 @@ def _commands(text: str, name: str) -> Iterator[Command]:
                 yield command
 
 
-def _assigned(said: re.Match[str], variables: Mapping[str, str]) -> str:
-    """The value that an assignment gives: after ``+=`` it stands behind the one before."""
-    return variables.get(said[1], "") + said[3] if said[2] else said[3]
+def _with_closed_quotes(lines: list[str]) -> Iterator[str]:
+    """Yield the lines, each joined with those after it up to the double quote that closes one that it opens."""
+    at = 0
+    while at < len(lines):
+        end = at + 1
+        if _open_quote(lines[at]):
+            closing = (next_ for next_ in range(at + 1, min(at + _MOST_QUOTED, len(lines))) if _open_quote(lines[next_]))
+            end = next(closing, at) + 1
+        yield " ".join(lines[at:end])
+        at = end
+
+
+def _open_quote(line: str) -> bool:
+    return not line.lstrip().startswith("#") and line.replace('\\"', "").count('"') % 2 == 1
+
+
+def _assign(said: re.Match[str], variables: dict[str, str]) -> None:
+    """Give a variable its value; after ``+=`` it stands behind the one before. The script is started without arguments, so
+    ``$1`` gives none.
+    """
+    if not _POSITIONAL.fullmatch(said[3]):
+        variables[said[1]] = variables.get(said[1], "") + said[3] if said[2] else said[3]
 
 
 def _as_text(array: re.Match[str]) -> str:
@@ -222,7 +244,11 @@ def _launched(launcher: str, words: list[str], environment: Mapping[str, str]) -
     machine: dict[str, Any] = {}
     known = _LAUNCHERS[launcher]
     at = 0
-    while at < len(words) and words[at].startswith("-"):
+    while at < len(words) and words[at].startswith(("-", "$")):
+        if words[at].startswith("$"):  # its arguments are a variable that the script does not set
+            machine["gpus"] = words[at]
+            at += 1
+            continue
         name, has_value, value = words[at].lstrip("-").partition("=")
         name = name.replace("-", "_")
         at += 1

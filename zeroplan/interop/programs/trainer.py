@@ -5,6 +5,7 @@ Source: transformers 5.17, ``training_args.py`` (defaults, ``_process_fsdp_args`
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from zeroplan.core.versions import TRANSFORMERS
 from zeroplan.interop.programs.adapters import set_dropout, set_targets, set_weights_dtype
 from zeroplan.interop.programs.builder import Builder, Keys
 from zeroplan.interop.programs.document import Document, find_beside
-from zeroplan.interop.programs.known import arguments_of, names_in
+from zeroplan.interop.programs.known import arguments_of, names_in, telling_of_others
 from zeroplan.interop.programs.machine import take_machine
 from zeroplan.interop.programs.optimizers import set_optimizer
 from zeroplan.interop.programs.program import Program
@@ -47,9 +48,15 @@ _CORE = (
 _ENOUGH = 2
 #: Where scripts that extend TrainingArguments keep the length of a sample, in the order in which they are asked.
 _LENGTHS = ("max_seq_length", "model_max_length", "max_length", "block_size", "cutoff_len", "seq_length", "max_source_length")
+#: Where they name the model.
+_MODELS = ("model_name_or_path", "model_name", "model_id", "model_path", "base_model")
+#: Tasks by the names of scripts.
+_SCRIPT_TASK = re.compile(r"(?<![a-z])(dpo|orpo|kto|ppo|grpo|rloo|cpo|simpo|reward|rm|gkd|distill\w*)(?![a-z])")
+_TASK_NAMES = {"rm": "reward", "simpo": "cpo", "distill": "distillation"}
 _SCRIPT_TARGETS = ("lora_target_modules", "lora_targets", "target_modules")
 
-#: Arguments of transformers' example scripts (``examples/pytorch``, ModelArguments and DataTrainingArguments).
+#: Arguments of transformers' example scripts (``examples/pytorch``, ModelArguments and DataTrainingArguments), and names that
+#: scripts give to data and to the scale of adapters: none moves memory.
 _EXAMPLES = frozenset(
     (
         *("model_name_or_path", "model_type", "config_name", "config_overrides", "tokenizer_name", "cache_dir", "token"),
@@ -58,6 +65,7 @@ _EXAMPLES = frozenset(
         *("max_eval_samples", "max_predict_samples", "streaming", "block_size", "max_seq_length", "overwrite_cache"),
         *("validation_split_percentage", "preprocessing_num_workers", "keep_linebreaks", "task_name", "line_by_line"),
         *("pad_to_max_length", "max_source_length", "max_target_length", "source_prefix", "source_lang", "target_lang"),
+        *("lora_alpha", "data_path", "train_file_dir", "validation_file_dir", "train_data_path", "eval_data_path"),
     )
 )
 
@@ -297,6 +305,7 @@ class HfTrainer(Program):
         if len(known) == len(document.data):
             return bool(document.has("model_name_or_path", *arguments_of(self.name)))
         other = bool(document.has(*sorted(names_in("trl") - arguments_of(self.name) - _EXAMPLES)))
+        other &= not telling_of_others(document.data, self.name, "trl")
         other |= all(key in arguments_of(self.name, "trl") for key in document.data)
         return len(trainers) >= _ENOUGH and 2 * len(known) >= len(document.data) and not other
 
@@ -306,7 +315,8 @@ class HfTrainer(Program):
         read_trainer(run)
         if run.fields.get("engine") is None:
             run.set("engine", "ddp")
-        run.take_model("model_name_or_path")
+        run.take_model(*_MODELS)
+        _script_task(run)
         for key in _LENGTHS:
             if run.number(key) is not None:
                 run.count("seq_len", key)
@@ -315,6 +325,16 @@ class HfTrainer(Program):
         if "ds_config" not in run.fields or {"dtype", "torch_dtype"} & set(run.data):
             set_weights_dtype(run, default="weights in fp32: the script's from_pretrained decides")
         return run.setup(self.name, known=_EXAMPLES)
+
+
+def _script_task(run: Builder) -> None:
+    """Set the task that the script's name tells, beyond one forward and backward of one model."""
+    program = run.document.command.program.rpartition("/")[2].lower() if run.document.command else ""
+    said = _SCRIPT_TASK.search(program)
+    if said is not None:
+        task = _TASK_NAMES.get(said[1], said[1])
+        run.set("task", task)
+        run.leave_out(f"task {task}", MORE, "pairs of samples, further models or generation beside the trained model")
 
 
 def _adapters(run: Builder) -> None:

@@ -12,7 +12,7 @@ from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.programs.adapters import set_adapters, set_attention, set_quantisation, set_weights_dtype
 from zeroplan.interop.programs.builder import Builder
 from zeroplan.interop.programs.document import Document
-from zeroplan.interop.programs.known import arguments_of, names_in, only_of
+from zeroplan.interop.programs.known import arguments_of, names_in, only_of, telling_of_others
 from zeroplan.interop.programs.program import Program
 from zeroplan.interop.programs.trainer import TrainerDefaults, read_trainer
 from zeroplan.interop.setups import Setup
@@ -34,6 +34,7 @@ _TASK_KEYS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("ppo", ("num_ppo_epochs", "reward_model_path", "missing_eos_penalty", "response_length")),
     ("kto", ("desirable_weight", "undesirable_weight")),
     ("orpo", ("disable_prompt_truncation",)),
+    ("cpo", ("simpo_gamma", "cpo_alpha", "gamma_beta_ratio")),
     ("reward", ("center_rewards_coefficient",)),
     ("gkd", ("teacher_model_name_or_path", "lmbda", "seq_kd")),
     ("dpo", ("rpo_alpha", "ld_alpha", "f_divergence_type", "use_weighting", "discopop_tau", "loss_weights")),
@@ -97,12 +98,16 @@ class Trl(Program):
         return self._own(document) if "base_model" not in document.data else ()
 
     def _own(self, document: Document) -> tuple[str, ...]:
+        if telling_of_others(document.data, "hf-trainer", "trl"):
+            return ()
         if "model_name_or_path" not in document.data:
             return document.has(*_ONLY)
         return document.has(*sorted(only_of(self.name) | set(_ONLY)))
 
     def could_own(self, document: Document) -> bool:
         """Return whether the document holds a model and arguments of the Trainer, all of them TRL's."""
+        if telling_of_others(document.data, "hf-trainer", "trl"):
+            return False
         known = document.has(*arguments_of("hf-trainer", "trl"))
         own = document.has(*(names_in("trl") - arguments_of("hf-trainer")))
         mostly = len(known) == len(document.data) or (len(own) > 1 and 2 * len(known) >= len(document.data))

@@ -1,8 +1,20 @@
-"""A Llama small enough for runs that end before they are done."""
+"""A Llama small enough for runs that end before they are done, and a run in this process."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from zeroplan.engines.registry import find_engine
+from zeroplan.planner.request import Request
+from zeroplan.planner.resolve import resolve
+from zeroplan.planner.tapes import ExpandedTapes
+from zeroplan.validate.compare import compare
+from zeroplan.validate.job import job_of
+from zeroplan.validate.measured import measurement_of
+from zeroplan.validate.planned import predict
+
+if TYPE_CHECKING:
+    from zeroplan.validate.results import Comparison
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -16,3 +28,15 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": True,
 }
+
+
+def compared_here(config: dict[str, Any], **fields: Any) -> Comparison:
+    """Plan a job of the included runtime, run it as one rank in this process, and compare the two."""
+    from zeroplan.validate.rank.probe import RankDevice
+    from zeroplan.validate.rank.run import run_job
+
+    resolved = resolve(Request(engine="zeroplan", ds_config=config, **fields))
+    (case,) = resolved.cases
+    planned = predict(resolved.engine, case, ExpandedTapes(resolved.engine))
+    result = run_job(job_of(case, find_engine("zeroplan"), raw=config, steps=2), RankDevice.of("cpu", 0), lambda _: None)
+    return compare(planned, measurement_of([result], device="cpu", ranks=1), 0.02)

@@ -6,14 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.validate.small import CONFIG
-from zeroplan.engines.registry import find_engine
+from tests.validate.small import CONFIG, compared_here
 from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
 from zeroplan.planner.tapes import ExpandedTapes
-from zeroplan.validate.compare import compare
-from zeroplan.validate.job import job_of
-from zeroplan.validate.measured import measurement_of
 from zeroplan.validate.planned import predict
 
 pytestmark = pytest.mark.torch
@@ -45,25 +41,8 @@ T5: dict[str, Any] = {
     ids=["llama", "lora", "t5"],
 )
 def test_plan_and_measurement_are_equal(model: dict[str, Any], options: dict[str, Any], leaving: int) -> None:
-    from zeroplan.validate.rank.probe import RankDevice
-    from zeroplan.validate.rank.run import run_job
-
     config = {**MOVES, "zero_optimization": {"stage": 2}}
-    resolved = resolve(
-        Request(
-            model=model,
-            engine="zeroplan",
-            ds_config=config,
-            micro_batch=BATCH,
-            seq_len=LENGTH,
-            gradient_checkpointing=True,
-            **options,
-        )
-    )
-    (case,) = resolved.cases
-    planned = predict(resolved.engine, case, ExpandedTapes(resolved.engine))
-    result = run_job(job_of(case, find_engine("zeroplan"), raw=config, steps=2), RankDevice.of("cpu", 0), lambda _: None)
-    found = compare(planned, measurement_of([result], device="cpu", ranks=1), 0.02)
+    found = compared_here(config, model=model, micro_batch=BATCH, seq_len=LENGTH, gradient_checkpointing=True, **options)
     assert not found.mismatches
     row = next(row for row in found.rows if row.name == "activation.checkpoint")
     assert (row.judged, row.planned, row.measured) == ("exact", *2 * (leaving * BATCH * LENGTH * WIDTH * 2,))

@@ -7,15 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.validate.small import CONFIG
-from zeroplan.engines.registry import find_engine
-from zeroplan.planner.request import Request
-from zeroplan.planner.resolve import resolve
-from zeroplan.planner.tapes import ExpandedTapes
-from zeroplan.validate.compare import compare
-from zeroplan.validate.job import job_of
-from zeroplan.validate.measured import measurement_of
-from zeroplan.validate.planned import predict
+from tests.validate.small import CONFIG, compared_here
 
 pytestmark = pytest.mark.torch
 
@@ -23,9 +15,6 @@ pytestmark = pytest.mark.torch
 @pytest.mark.parametrize("folders", [("states", "params"), ("states", "states"), ("states", "states/params")], ids=str)
 def test_states_and_parameters_in_folders_of_their_own(folders: tuple[str, str], tmp_path: Path) -> None:
     """Each file is counted once, wherever the two folders are; locks are not counted."""
-    from zeroplan.validate.rank.probe import RankDevice
-    from zeroplan.validate.rank.run import run_job
-
     for name in folders:
         (tmp_path / name).mkdir(exist_ok=True)
     states, params = ({"device": "nvme", "nvme_path": str(tmp_path / name)} for name in folders)
@@ -34,12 +23,8 @@ def test_states_and_parameters_in_folders_of_their_own(folders: tuple[str, str],
         "zero_optimization": {"stage": 3, "offload_optimizer": states, "offload_param": {**params, "max_in_cpu": 0}},
         "zeroplan": {"nvme_in_memory": True},
     }
-    resolved = resolve(Request(model=CONFIG, engine="zeroplan", ds_config=config, seq_len=16))
-    (case,) = resolved.cases
-    planned = predict(resolved.engine, case, ExpandedTapes(resolved.engine))
-    result = run_job(job_of(case, find_engine("zeroplan"), raw=config, steps=2), RankDevice.of("cpu", 0), lambda _: None)
-    found = compare(planned, measurement_of([result], device="cpu", ranks=1), 0.02)
+    found = compared_here(config, model=CONFIG, seq_len=16)
     files = next(row for row in found.totals if row.name == "swap files")
-    assert files.planned == files.measured == planned.plan.nvme.per_node
+    assert files.planned == files.measured == found.plan.nvme.per_node
     assert files.planned
     assert not found.mismatches

@@ -17,6 +17,7 @@ from zeroplan.engines.deepspeed.rank import deepspeed_rank
 from zeroplan.engines.deepspeed.schedule import record_deepspeed
 from zeroplan.engines.deepspeed.schedule_host import record_host
 from zeroplan.simulate.recorder import simulate
+from zeroplan.simulate.timeline import Timeline
 
 ROWS = json.loads((Path(__file__).parent / "measured_marks.json").read_text())
 
@@ -34,12 +35,16 @@ def _config(row: dict[str, Any]) -> tuple[ZeroConfig, Workload]:
     return ZeroConfig.of(row["stage"], *offloads, **knobs), workload
 
 
+def _timeline(row: dict[str, Any]) -> Timeline:
+    zero, workload = _config(row)
+    tape = llama_tape(row["layers"], 4 if row["dtype"] == "fp32" else 2)
+    rank = deepspeed_rank(tape.parameters, workload, zero, ParallelLayout(row["ranks"]), gpu=GPUS["h100"])
+    return simulate(record_deepspeed(rank, tape))
+
+
 @pytest.mark.parametrize("row", ROWS, ids=[row["id"] for row in ROWS])
 def test_marks(row: dict[str, Any]) -> None:
-    zero, workload = _config(row)
-    stream = llama_tape(row["layers"], 4 if row["dtype"] == "fp32" else 2)
-    rank = deepspeed_rank(stream.parameters, workload, zero, ParallelLayout(row["ranks"]), gpu=GPUS["h100"])
-    line = simulate(record_deepspeed(rank, stream))
+    line = _timeline(row)
     predicted = {mark.name: mark for mark in line.marks}
     for name, allocated, peak, reserved, _ in row["marks"]:
         mark = predicted[name]
@@ -65,9 +70,6 @@ def test_pinned(row: dict[str, Any]) -> None:
 @pytest.mark.parametrize("row", [r for r in ROWS if r["forward_growth"] is not None], ids=lambda row: row["id"])
 def test_forward_growth(row: dict[str, Any]) -> None:
     """What the second forward holds beyond the first: states and, at stage 3, parameters gathered ahead or kept."""
-    zero, workload = _config(row)
-    stream = llama_tape(row["layers"], 4 if row["dtype"] == "fp32" else 2)
-    rank = deepspeed_rank(stream.parameters, workload, zero, ParallelLayout(row["ranks"]), gpu=GPUS["h100"])
-    line = simulate(record_deepspeed(rank, stream))
+    line = _timeline(row)
     first, second, *_ = [mark.allocated for mark in line.marks if mark.name == "fwd"]
     assert abs(second - first - row["forward_growth"]) <= UNSPLIT

@@ -1,6 +1,6 @@
 """Builds a model under each engine and gives one training step of it.
 
-Every engine follows ``benchmarks/ground_truth/README.md``: DeepSpeed builds the model on the GPU
+Every engine follows ``benchmarks/measure/README.md``: DeepSpeed builds the model on the GPU
 in the run's dtype (under ``zero.Init`` at stage 3); FSDP2 and DDP hold fp32 parameters.
 """
 

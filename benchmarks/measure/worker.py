@@ -1,7 +1,7 @@
 """Measures one configuration on this rank; rank 0 writes the row.
 
 ``torchrun --nproc_per_node=N -m benchmarks.measure.worker SPEC_JSON ROW_FILE [HISTORY_FILE]``; the
-row is one JSON object with the fields of ``benchmarks/ground_truth/README.md``, and the history is
+row is one JSON object with the fields of ``benchmarks/measure/README.md``, and the history is
 written when the spec asks for one.
 """
 

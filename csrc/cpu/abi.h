@@ -1,4 +1,4 @@
-// What every exported function is declared with.
+// The declaration that every exported function starts with.
 #pragma once
 
 #if defined(_WIN32)

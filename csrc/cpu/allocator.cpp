@@ -4,7 +4,7 @@
 
 using namespace zeroplan::allocator;
 
-// Counts what zeroplan_allocator_run will fill: counts[0] handles, counts[1] marks.
+// Counts the handles (counts[0]) and marks (counts[1]) for which zeroplan_allocator_run needs room.
 ZEROPLAN_API void zeroplan_allocator_count(const i64* code, i64 events, i64* counts) {
   i64 allocs = 0, marks = 0;
   for (i64 at = 0; at < events; ++at) {
@@ -16,8 +16,8 @@ ZEROPLAN_API void zeroplan_allocator_count(const i64* code, i64 events, i64* cou
   counts[1] = marks;
 }
 
-// Runs a stream of events. Returns how many changes of segments there were, of which the first `segment_capacity` are in
-// `segments`, or -1 if this machine's own memory did not suffice.
+// Runs a stream of events. Returns the number of changes of segments, and writes the first `segment_capacity` of them to
+// `segments`. Returns -1 if this machine runs out of memory itself.
 ZEROPLAN_API i64 zeroplan_allocator_run(const i64* config, const i64* code, const i64* value, i64 events,
                                         const i64* addresses, i64 address_count, i64* block_sizes, i64* marks,
                                         i64* segments, i64 segment_capacity, i64* summary) {

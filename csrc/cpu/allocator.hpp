@@ -1,5 +1,6 @@
-// The CUDA caching allocator, simulated: the compiled twin of zeroplan/simulate/allocator_python.py, equal to it event by
-// event. The notes in allocator_segments.py say what the rules are; the columns are those of zeroplan/simulate/allocator_events.py.
+// Simulates the CUDA caching allocator: the compiled twin of zeroplan/simulate/allocator/python_twin.py, equal to it event by
+// event. Note [Caching allocator] in segments.py of that folder states the rules, Note [Event columns] in its events.py the
+// columns.
 #pragma once
 #include <algorithm>
 #include <deque>
@@ -18,19 +19,19 @@ class Allocator {
       : config_(config), addresses_(addresses, address_count), block_sizes_(block_sizes), marks_(marks),
         segments_(segments), segment_capacity_(segment_capacity) {}
 
-  // Runs the events of both columns; stops at the first that cannot be.
+  // Runs the events of both columns. Stops at the first impossible one.
   void run(const i64* code, const i64* value, i64 count, Summary& summary);
 
   i64 changes() const { return changes_; }
 
  private:
-  // Events, in allocator_events.cpp.
+  // Events: allocator_events.cpp.
   Status handle(int op, i64 stream, i64 operand);
   bool known(i64 handle) const { return handle >= 0 && handle < made_; }
   Totals totals() const;
   void process_events(bool everything);
 
-  // Blocks found, split, merged, in allocator_pools.hpp.
+  // Finding, splitting and merging blocks: allocator_pools.hpp.
   Status alloc(i64 requested, i64 stream);
   Pool& pool_of(bool small, i64 stream);
   Block* best_fit(Pool& pool, i64 size);
@@ -40,20 +41,20 @@ class Allocator {
   void reclaim(Block* block);
   void merge(Block* block, Block* other);
 
-  // Segments, in allocator_segments.cpp.
+  // Segments: allocator_segments.cpp.
   Block* grow(Pool& pool, i64 size, i64 segment);
   void release(Block* block);
   void release_all();
   bool release_oversize(Pool& pool, i64 size);
   void collect_garbage();
 
-  // Expandable segments, in allocator_ranges.cpp.
+  // Expandable segments: allocator_ranges.cpp.
   Block* grow_range(Pool& pool, i64 size);
   Block* find_range(Pool& pool, i64 size);
   bool map(Block* block, i64 size);
   void unmap(Block* block);
 
-  // Blocks live in `arena_` and are used again.
+  // `arena_` owns the blocks, which are reused.
   Block* make(i64 address, i64 size, Pool* pool, Block* prev, Block* next, i64 range_base) {
     Block* block;
     if (spare_.empty()) {
@@ -73,13 +74,13 @@ class Allocator {
     return block;
   }
 
-  // A free block joins its pool; it ages by the searches from here on.
+  // Puts a free block into its pool. From here on each search makes it one older.
   void cache(Block* block) {
     block->age_base = searches_[block->pool->small];
     block->pool->cached.insert(block);
   }
 
-  // A change of what the device gives: of a segment, or of a range's mapped part.
+  // Notes that the device gave or took memory: a segment, or a mapped part of a range.
   void note(i64 size, i64 address) {
     reserved_ += size;
     if (changes_ < segment_capacity_) segments_[changes_] = {event_, size, address};

@@ -1,4 +1,4 @@
-// Where the simulated device puts segments: at the addresses that a recorded run had, else at the highest that are free.
+// Chooses the addresses of segments: those of a recorded run while there are any, then the highest free ones.
 #pragma once
 #include <algorithm>
 #include <iterator>

@@ -1,4 +1,4 @@
-// Blocks and pools of the simulated allocator, and how sizes are rounded: the twin of zeroplan/simulate/allocator_blocks.py.
+// Blocks, pools and the rounding of sizes: the twin of zeroplan/simulate/allocator/blocks.py.
 #pragma once
 #include <algorithm>
 #include <set>
@@ -28,15 +28,15 @@ struct Block {
   bool is_split() const { return prev != nullptr || next != nullptr; }
 };
 
-// The free blocks of a pool by size, then address: in bins of like sizes, eight to a power of two, each of them sorted. A pool
-// caches a few hundred blocks, of which a bin holds so few that moving them costs less than a tree's nodes do.
+// The free blocks of a pool in order of size, then address. They lie in sorted bins, eight to a power of two. A pool caches a
+// few hundred blocks, so a bin holds few, and moving them costs less than the nodes of a tree would.
 class FreeBlocks {
  public:
   struct Row {
     i64 size, address;
     Block* block;
   };
-  // A place among the blocks, in order; `bin` is kBins at the end.
+  // A position in that order. `bin` is kBins at the end.
   struct Place {
     int bin;
     std::size_t row;
@@ -60,7 +60,7 @@ class FreeBlocks {
     return found;
   }
 
-  // The smallest block of at least so many bytes; of those the one with the lowest address.
+  // Finds the smallest block of at least so many bytes; among equals the one with the lowest address.
   Place lower_bound(i64 size) const {
     const int bin = bin_of(size);
     const std::size_t row = place_in(bins_[bin], size, INT64_MIN);

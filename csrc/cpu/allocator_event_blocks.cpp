@@ -1,5 +1,5 @@
-// What is done with a recording's columns beside running them: event blocks written out, a step repeated, and what is alive
-// found. The twins are in zeroplan/simulate/event_blocks.py, steady_state.py and timeline.py.
+// Work on a recording's columns: writes event blocks out, repeats a step, and finds the live handles. The twins are in
+// zeroplan/simulate/event_blocks.py, steady_state.py and timeline.py.
 #include "abi.h"
 #include "allocator_types.hpp"
 
@@ -11,8 +11,8 @@ constexpr i64 kPlay = 8;
 constexpr i64 kOpMask = (1 << kOpBits) - 1;
 }  // namespace
 
-// Writes `code` and `value`, of `count` events, to `whole_code` and `whole_value`, with every kPlay replaced by its block.
-// `bases` is room for a handle a block. The other columns are those of EventBlocks.
+// Copies the `count` events of `code` and `value` to `whole_code` and `whole_value`, and replaces every kPlay by its block.
+// `bases` has room for one handle a block. The other columns are those of EventBlocks.
 ZEROPLAN_API void zeroplan_event_blocks_write_out(const i64* code, const i64* value, i64 count, const i64* begins,
                                                   const i64* allocations, const i64* op, const i64* home,
                                                   const i64* index, const i64* sizes, i64* bases, i64* whole_code,
@@ -35,8 +35,8 @@ ZEROPLAN_API void zeroplan_event_blocks_write_out(const i64* code, const i64* va
   }
 }
 
-// Writes events `begin` to `end` so many times more behind `whole_code` and `whole_value`, each time with handles and marks
-// counted on, as if the program had gone on alike.
+// Appends events `begin` to `end` to `whole_code` and `whole_value`, `times` times. Handles and marks count on, as if the
+// program had repeated the step.
 ZEROPLAN_API void zeroplan_stream_repeat(const i64* code, const i64* value, i64 begin, i64 end, i64 times, i64* whole_code,
                                          i64* whole_value) {
   i64 handles = 0, marks = 0;

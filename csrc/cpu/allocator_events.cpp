@@ -1,4 +1,4 @@
-// The simulated allocator's events: a stream of requests, frees and marks, run one by one.
+// Runs the simulated allocator's events one by one: requests, frees and marks.
 #include <algorithm>
 
 #include "allocator_pools.hpp"

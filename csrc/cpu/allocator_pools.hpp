@@ -1,5 +1,6 @@
-// The simulated allocator's pools: the best fit for a request, blocks split and merged. Rules: allocator_rules.py and
-// allocator_segments.py of zeroplan/simulate. In a header because the event loop must inline it: calls cost it 5 % of its speed.
+// The simulated allocator's pools: finds the best fit for a request, splits blocks and merges them. The rules are those of
+// zeroplan/simulate/allocator/rules.py and segments.py. A header, so that the compiler inlines it into the event loop: calls
+// would cost 5 % of the loop's speed.
 #pragma once
 #include <algorithm>
 #include <iterator>
@@ -41,7 +42,7 @@ inline Status Allocator::alloc(i64 requested, i64 stream) {
 }
 
 inline Pool& Allocator::pool_of(bool small, i64 stream) {
-  // A map's nodes stay where they are, so the pools of the first streams are remembered.
+  // A map never moves its nodes, so pointers to the pools of the first streams are kept.
   const bool near = stream >= 0 && stream < kNearStreams;
   if (near && near_[small][stream] != nullptr) return *near_[small][stream];
   const auto key = std::make_pair(small, stream);

@@ -1,4 +1,4 @@
-// The simulated allocator's expandable segments: ranges of addresses that are mapped page by page.
+// Expandable segments of the simulated allocator: ranges of addresses that it maps page by page.
 #include <algorithm>
 
 #include "allocator_pools.hpp"

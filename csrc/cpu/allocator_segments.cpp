@@ -1,4 +1,4 @@
-// The simulated allocator's segments: taken from the device, given back when it runs out, and collected when there are many.
+// Segments of the simulated allocator: takes them from the device, returns them when it runs out, and collects old ones.
 #include <algorithm>
 #include <utility>
 #include <vector>

@@ -1,4 +1,4 @@
-// What the simulated allocator shares with zeroplan/simulate/allocator/native.py: events, settings and results, all of 64-bit
+// Events, settings and results that the simulated allocator shares with zeroplan/simulate/allocator/native.py, all as 64-bit
 // integers.
 #pragma once
 #include <cstdint>
@@ -21,7 +21,7 @@ constexpr i64 kFirstRange = i64(1) << 50;
 
 enum Op { kAlloc, kFree, kRecordStream, kSync, kComplete, kEmptyCache, kMark };
 enum Status { kDone, kOutOfMemory, kUnknownOp, kBadRequest, kNotLive, kNotDeferred };
-// kSettled: reclaimed because the device was waited for, ahead of its own completion.
+// kSettled: the allocator waited for the device, and so reclaimed the block before its own completion.
 enum State : std::uint8_t { kNoBlock, kLive, kDeferred, kSettled, kGone };
 
 // Mirrors _settings() in zeroplan/simulate/allocator/native.py.

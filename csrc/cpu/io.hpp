@@ -2,7 +2,7 @@
 //
 // An Engine owns the queue and the workers. A worker is a thread that either drives a ring of io_uring with several blocks
 // in flight (io_uring.cpp) or moves one block at a time by pread and pwrite (io_threads.cpp). Memory, offsets and lengths
-// must be aligned as the file's flags demand (O_DIRECT: 4096); what is not is the caller's to send through another handle.
+// must be aligned as the file's flags demand (O_DIRECT: 4096); the caller sends unaligned parts through another handle.
 #pragma once
 
 #include <condition_variable>
@@ -28,7 +28,7 @@ struct ZeroplanIoOptions {
     std::int32_t overlap_events; // new blocks are submitted while others are in flight
 };
 
-// after: a request that must be done first, or 0. A request that fails cancels those that wait for it (ECANCELED).
+// after: the request that must be done before this one, or 0. A failing request cancels those that wait for it (ECANCELED).
 struct ZeroplanIoRequest {
     void* memory;
     std::int64_t offset;
@@ -39,7 +39,7 @@ struct ZeroplanIoRequest {
 };
 
 struct ZeroplanIoResult {
-    std::int64_t offset;    // where in the file the first failing block stopped
+    std::int64_t offset;    // position in the file at which the first failing block stopped
     std::int32_t error;     // errno, 0 when all bytes were moved; ENODATA where the file ended early
     std::uint32_t checksum; // CRC-32C of the whole request, where asked for
 };
@@ -47,9 +47,9 @@ struct ZeroplanIoResult {
 
 namespace zeroplan {
 
-// CRC-32C (Castagnoli) of the bytes, continuing from the checksum of those before; 0 for none.
+// Returns the CRC-32C (Castagnoli) of the bytes, continued from the checksum of the bytes before them (0 for none).
 std::uint32_t crc32c(std::uint32_t before, const void* bytes, std::size_t size);
-// The checksum of two neighbouring ranges from theirs and the second's size.
+// Joins the checksums of two neighbouring ranges; needs the size of the second.
 std::uint32_t crc32c_join(std::uint32_t first, std::uint32_t second, std::uint64_t second_size);
 
 struct Request {
@@ -63,7 +63,7 @@ struct Request {
     std::vector<Request*> waiting;   // those with after == handle
 };
 
-// A worker's piece of a request.
+// The part of a request that one worker moves.
 struct Block {
     Request* request = nullptr;
     std::int64_t begin = 0, size = 0, moved = 0;
@@ -78,21 +78,21 @@ class Engine {
 public:
     explicit Engine(const ZeroplanIoOptions& options) : options(options) {}
     ~Engine();
-    // 0, or the errno of what could not be had.
+    // Starts the workers. Returns 0 or an errno.
     int start();
     std::int64_t submit(const ZeroplanIoRequest& asked);
-    // Waits up to `milliseconds` (0: not at all). False when the request is not done; once true, the handle is gone.
+    // Waits up to `milliseconds` (0: not at all). Returns false if the request is not done. After true the handle is invalid.
     bool wait(std::int64_t handle, int milliseconds, ZeroplanIoResult* result);
 
-    // For workers. Takes the next block; false where there is none, after waiting for one if `wait` and not stopping.
+    // For workers. Takes the next block. Returns false if there is none; with `wait` it first waits for one, or for the stop.
     bool take(Block& block, bool wait);
     bool stopping();
-    // Before a write and after a read of a whole block.
+    // Computes a block's checksum: before a write, after a read.
     void sum(const Block& block);
-    // A transfer returned `count` (-errno on failure). True when the block's transfers are over, well or with *error; else it
-    // goes on from `moved`.
+    // Handles a transfer that returned `count` (-errno on failure). Returns true when the block is over, well or with *error.
+    // Otherwise the next transfer continues from `moved`.
     bool advance(Block& block, std::int64_t count, int* error);
-    // Sums a block that was read, and counts it as done.
+    // Sums a block that was read, and counts it as finished.
     void end(const Block& block, int error);
 
     const ZeroplanIoOptions options;
@@ -111,7 +111,7 @@ private:
     bool stopping_ = false;
 };
 
-// One thread's loop until the engine stops and its queue is empty.
+// The loop of one thread. It ends when the engine stops and its queue is empty.
 void serve_by_calls(Engine& engine);
 
 // A ring of io_uring; `wake` becomes readable when there is work or the engine stops.

@@ -1,7 +1,7 @@
 // CRC-32C (Castagnoli, reflected polynomial 0x82f63b78), by the processor's instruction where it has one.
 //
-// The instruction takes three cycles and one can begin each cycle, so three neighbouring stretches are summed side by side
-// and joined: a checksum is a polynomial over GF(2), and n zero bytes behind it multiply it by x^(8n).
+// The instruction takes three cycles and one can begin each cycle, so three neighbouring blocks are summed side by side and
+// joined. A checksum is a polynomial over GF(2); n zero bytes behind it multiply it by x^(8n), which is how two are joined.
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -43,7 +43,7 @@ uint32_t power(uint64_t bytes) {
 
 using Table = std::array<std::array<uint32_t, 256>, 8>;
 
-// table[k][b]: what byte b does with k more bytes behind it.
+// table[k][b]: the checksum of byte b with k zero bytes behind it.
 const Table& byte_table() {
     static const Table table = [] {
         Table made{};
@@ -60,7 +60,7 @@ const Table& byte_table() {
     return table;
 }
 
-// Eight bytes a turn by tables.
+// Sums eight bytes a turn, by tables.
 uint32_t plain(uint32_t sum, const unsigned char* p, size_t size) {
     const Table& t = byte_table();
     for (; size >= 8; p += 8, size -= 8) {
@@ -73,14 +73,14 @@ uint32_t plain(uint32_t sum, const unsigned char* p, size_t size) {
 }
 
 #if defined(__x86_64__)
-constexpr size_t stretch = 4096; // bytes of each of the three
+constexpr size_t block = 4096; // bytes of each of the three
 
-// shift[k][b]: byte k of a checksum, having the value b, with one stretch of zeros behind it.
+// shift[k][b]: the checksum whose byte k is b, with one block of zero bytes behind it.
 using Shift = std::array<std::array<uint32_t, 256>, 4>;
 const Shift& shift_table() {
     static const Shift table = [] {
         Shift made{};
-        const uint32_t factor = power(stretch);
+        const uint32_t factor = power(block);
         for (uint32_t k = 0; k < 4; ++k) {
             for (uint32_t b = 0; b < 256; ++b) made[k][b] = times(b << (8 * k), factor);
         }
@@ -101,12 +101,12 @@ __attribute__((target("sse4.2"))) uint32_t by_instruction(uint32_t sum, const un
         return shift[0][x & 0xff] ^ shift[1][x >> 8 & 0xff] ^ shift[2][x >> 16 & 0xff] ^ shift[3][x >> 24 & 0xff];
     };
     uint64_t a = sum;
-    for (; size >= 3 * stretch; p += 3 * stretch, size -= 3 * stretch) {
+    for (; size >= 3 * block; p += 3 * block, size -= 3 * block) {
         uint64_t b = 0, c = 0;
-        for (size_t i = 0; i < stretch; i += 8) {
+        for (size_t i = 0; i < block; i += 8) {
             a = __builtin_ia32_crc32di(a, word(p + i));
-            b = __builtin_ia32_crc32di(b, word(p + stretch + i));
-            c = __builtin_ia32_crc32di(c, word(p + 2 * stretch + i));
+            b = __builtin_ia32_crc32di(b, word(p + block + i));
+            c = __builtin_ia32_crc32di(c, word(p + 2 * block + i));
         }
         a = shifted(shifted(a) ^ b) ^ c;
     }
@@ -132,7 +132,7 @@ uint32_t crc32c_join(uint32_t first, uint32_t second, uint64_t second_size) { re
 
 } // namespace zeroplan
 
-// CRC-32C of the bytes by up to `threads` threads, the same for any number. plain: without the instruction.
+// Returns the CRC-32C of the bytes. Up to `threads` threads compute it; their number does not change it. plain: no instruction.
 ZEROPLAN_API std::uint32_t zeroplan_crc32c(const void* bytes, std::int64_t size, int threads, int plain) {
     const auto* p = static_cast<const unsigned char*>(bytes);
     const auto total = static_cast<std::size_t>(size);

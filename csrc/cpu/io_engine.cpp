@@ -1,4 +1,4 @@
-// The engine behind the C interface: the queue, the handles, who waits for whom.
+// The engine behind the C interface: its queue, its handles, and the order in which requests wait for each other.
 #include "io.hpp"
 
 #if defined(_WIN32)
@@ -20,9 +20,9 @@ namespace zeroplan {
 namespace {
 
 constexpr int most_threads = 64;
-// A queue's blocks are shared out among this many rings, so that no one thread has to sum and submit them all.
+// The number of rings that share a queue's blocks, so that several threads sum and submit them.
 constexpr int rings_a_queue = 4;
-// A direct transfer that stopped short goes on from a multiple of this.
+// A direct transfer that stopped early continues from a multiple of this many bytes.
 constexpr std::int64_t direct_alignment = 4096;
 
 std::int64_t blocks_of(const Engine& engine, const Request& request) {
@@ -117,7 +117,7 @@ void Engine::enqueue(Request* request) {
     }
 }
 
-// With the mutex held.
+// The caller holds the mutex.
 void Engine::finish(Request* request) {
     for (std::size_t i = 0; i < request->sums.size() && !request->result.error; ++i) {
         const std::int64_t begin = static_cast<std::int64_t>(i) * options.block_size, left = request->asked.length - begin;
@@ -139,7 +139,7 @@ void Engine::finish(Request* request) {
 
 bool Engine::wait(std::int64_t handle, int milliseconds, ZeroplanIoResult* result) {
     std::unique_lock<std::mutex> lock(mutex_);
-    // Looked up anew after each wait: another caller may have ended the request meanwhile.
+    // Looks the request up again after each wait, since another caller may have ended it.
     const auto ready = [&] {
         const auto found = requests_.find(handle);
         return found == requests_.end() || found->second->done;
@@ -217,7 +217,7 @@ void Engine::end(const Block& block, int error) {
 
 using zeroplan::Engine;
 
-// An engine, or null with the errno of what could not be had in *error.
+// Makes an engine. Returns null on failure, with its errno in *error.
 ZEROPLAN_API void* zeroplan_io_open(const ZeroplanIoOptions* options, std::int32_t* error) {
     auto* engine = new Engine(*options);
     *error = engine->start();
@@ -228,15 +228,15 @@ ZEROPLAN_API void* zeroplan_io_open(const ZeroplanIoOptions* options, std::int32
     return engine;
 }
 
-// Finishes what was asked for and ends the workers.
+// Finishes all requests and ends the workers.
 ZEROPLAN_API void zeroplan_io_close(void* engine) { delete static_cast<Engine*>(engine); }
 
-// Returns the request's handle, above 0. The memory must stay until the request is done.
+// Queues a request and returns its handle, which is above 0. The caller keeps the memory until the request is done.
 ZEROPLAN_API std::int64_t zeroplan_io_submit(void* engine, const ZeroplanIoRequest* request) {
     return static_cast<Engine*>(engine)->submit(*request);
 }
 
-// 1 when the request is done, with its result, after which the handle is gone; 0 when it is not after `milliseconds`.
+// Returns 1 and the result when the request is done; the handle is then invalid. Returns 0 if it is not after `milliseconds`.
 ZEROPLAN_API int zeroplan_io_wait(void* engine, std::int64_t handle, int milliseconds, ZeroplanIoResult* result) {
     return static_cast<Engine*>(engine)->wait(handle, milliseconds, result) ? 1 : 0;
 }

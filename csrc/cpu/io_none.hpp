@@ -1,4 +1,4 @@
-// A system without POSIX files: no engine can be opened, and the caller's Python path does the work.
+// For systems without POSIX files: opening an engine fails, and the caller's Python path moves the bytes.
 #pragma once
 #include <cerrno>
 

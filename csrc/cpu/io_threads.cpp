@@ -1,4 +1,4 @@
-// Blocks by pread and pwrite, one at a time a thread: where io_uring is forbidden or absent.
+// Moves blocks by pread and pwrite, one at a time per thread. Used where io_uring is forbidden or absent.
 #include "io.hpp"
 
 #if !defined(_WIN32)

@@ -1,7 +1,7 @@
-// Blocks by io_uring: one thread keeps several of them in flight with one system call for many.
+// Moves blocks by io_uring: one thread keeps several in flight, with one system call for many.
 //
-// The kernel's interface is stated here (include/uapi/linux/io_uring.h), so that neither liburing nor recent headers are
-// needed where the library is built; a kernel without it, or a sandbox that forbids it, is found when a ring is opened.
+// The file states the kernel's interface (include/uapi/linux/io_uring.h) itself, so that a build needs neither liburing nor
+// recent headers. Opening a ring fails where the kernel lacks the interface or a sandbox forbids it.
 #include "io.hpp"
 
 #if defined(__linux__)
@@ -15,7 +15,7 @@
 namespace zeroplan {
 namespace {
 
-// The same on every architecture that Linux has added them to.
+// These numbers are equal on every architecture that has the calls.
 constexpr long call_setup = 425, call_enter = 426, call_register = 427;
 constexpr std::uint8_t op_read = 22, op_write = 23;
 constexpr unsigned enter_getevents = 1, register_probe = 8;
@@ -121,7 +121,7 @@ public:
                 if (engine.options.single_submit) enter(0);
             }
             if (in_flight() == 0 && ended_.empty() && engine.stopping()) return;
-            // What is new is on its way before what has come is summed, so that the disk never waits for the sums.
+            // Submits new blocks before it sums those that have arrived, so that the disk never waits for the sums.
             enter(ended_.empty() ? 1 : 0);
             for (const Ended& one : ended_) engine.end(one.block, one.error);
             ended_.clear();
@@ -169,8 +169,8 @@ private:
         publish();
     }
 
-    // Submits what was pushed and waits for that many completions. An interrupted call, or a kernel that is short of memory
-    // (EAGAIN, EBUSY), is tried again in the next round.
+    // Submits the pushed blocks and waits for that many completions. The next round tries again where the call is interrupted
+    // or the kernel is short of memory (EAGAIN, EBUSY).
     void enter(unsigned wanted) {
         const long taken = syscall(call_enter, file_, unsubmitted_, wanted, wanted ? enter_getevents : 0u, nullptr, 0);
         if (taken > 0) unsubmitted_ -= static_cast<unsigned>(taken);
@@ -203,7 +203,7 @@ private:
     Mapping sq_, cq_, sqes_;
     std::uint32_t tail_ = 0;
     unsigned unsubmitted_ = 0;
-    std::uint64_t count_ = 0; // what the wake's event counter is read into
+    std::uint64_t count_ = 0; // receives the value of the wake's event counter
     std::vector<Block> blocks_;
     std::vector<std::size_t> free_;
     std::vector<Ended> ended_; // not summed yet

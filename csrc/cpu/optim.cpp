@@ -1,4 +1,4 @@
-// The optimizers' C interface: picks the instruction set once, cuts the work into parts, spreads them over threads.
+// The optimizers' C interface. Chooses the instruction set once, cuts the work into parts, and runs them on several threads.
 #include "optim.hpp"
 
 #include <atomic>
@@ -13,7 +13,7 @@ using zeroplan::Kernels;
 
 namespace {
 
-// Elements a part: a few MB of traffic, so that handing out parts costs nothing and a slow core holds up little.
+// Elements a part. A few MB of traffic: large enough that handing out parts costs nothing, small enough for uneven cores.
 constexpr std::size_t part_size = std::size_t{1} << 17;
 
 bool runs_here(const Kernels& kernels) {
@@ -64,7 +64,7 @@ struct Tile {
 
 } // namespace
 
-// Restricts the routines to one instruction set ("plain", "avx2", "avx512"), or with null to the best; -1 where it cannot run.
+// Chooses an instruction set: "plain", "avx2" or "avx512"; null for the best. Returns -1 where the processor lacks it.
 ZEROPLAN_API int zeroplan_use_instructions(const char* name) {
     const Kernels* kernels = find(name);
     if (!kernels) return -1;
@@ -72,7 +72,7 @@ ZEROPLAN_API int zeroplan_use_instructions(const char* name) {
     return 0;
 }
 
-// The instruction set in use.
+// Returns the instruction set in use.
 ZEROPLAN_API const char* zeroplan_instructions() { return chosen().load()->name; }
 
 ZEROPLAN_API void zeroplan_adam(const ZeroplanStep* step, int threads) {
@@ -95,7 +95,7 @@ ZEROPLAN_API void zeroplan_cast(const ZeroplanCast* cast, int threads) {
     over_parts(cast->n, threads, [&](std::size_t begin, std::size_t end, std::size_t) { kernels.cast(*cast, begin, end); });
 }
 
-// The same bits for any number of threads.
+// The number of threads does not change the bits.
 ZEROPLAN_API double zeroplan_sum_of_squares(const void* values, std::int32_t type, std::int64_t n, int threads) {
     const Kernels& kernels = *chosen().load();
     std::vector<double> sums((static_cast<std::size_t>(n) + part_size - 1) / part_size);
@@ -107,8 +107,8 @@ ZEROPLAN_API double zeroplan_sum_of_squares(const void* values, std::int32_t typ
     return sum;
 }
 
-// Updates the moments and leaves {‖p‖², ‖direction‖²} of each segment in norms[segments][2]; the same bits for any number of
-// threads. Tiles of a segment follow one another.
+// Updates the moments and writes {‖p‖², ‖direction‖²} of each segment to norms[segments][2]. The number of threads does not
+// change the bits. The tiles of a segment lie one after another.
 ZEROPLAN_API void zeroplan_lamb_moments(const ZeroplanStep* step, const Tile* tiles, std::int64_t count, double* norms,
                                            std::int64_t segments, int threads) {
     const Kernels& kernels = *chosen().load();

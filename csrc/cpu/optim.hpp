@@ -1,4 +1,4 @@
-// The optimizers' arguments, as the C interface takes them, and the table of range functions that each instruction set fills.
+// The arguments of the optimizers' C interface, and the table of range functions that each instruction set fills.
 //
 // Buffers are flat and of equal length. A 16-bit gradient or output is passed as raw bits. Every product, sum, root and
 // quotient is rounded to fp32 on its own, in the order of csrc/cuda/*.cu (Note [Arithmetic] there), so all paths give the

@@ -1,5 +1,5 @@
-// The routines of one instruction set, written over Vec (simd_*.hpp). Included once by each optim_<set>.cpp, after it has
-// named ZEROPLAN_SIMD and ZEROPLAN_TABLE. Everything is in an unnamed namespace, so that no copy stands in for another's.
+// The routines of one instruction set, written over Vec (simd_*.hpp). Each optim_<set>.cpp defines ZEROPLAN_SIMD and
+// ZEROPLAN_TABLE and includes this file once. All is in an unnamed namespace, so that the linker keeps every copy apart.
 #include <cmath>
 #include <cstring>
 #include <type_traits>
@@ -25,7 +25,7 @@ namespace {
 
 constexpr size_t W = Vec::width;
 
-// A vector from `count` elements at p: all W of them (Full), or fewer with zeros behind.
+// Loads a vector from `count` elements at p: all W of them (Full), or fewer, followed by zeros.
 template <bool Full, class T>
 inline Vec get(const T* p, size_t count) {
     if constexpr (Full) {
@@ -47,7 +47,7 @@ inline void set(T* p, size_t count, Vec x) {
         std::memcpy(p, padded, count * sizeof(T));
     }
 }
-// x with zeros for the lanes from `count` on, whatever arithmetic on their padding made of them.
+// Returns x with zeros in the lanes from `count` on, whose values came from padding.
 template <bool Full>
 inline Vec only(Vec x, size_t count) {
     if constexpr (Full) {
@@ -58,7 +58,7 @@ inline Vec only(Vec x, size_t count) {
         return get<false>(lanes, count);
     }
 }
-// As set, past the caches where Stream: the output is read by a copy engine or much later.
+// Like set. With Stream it bypasses the caches, for output that a copy engine reads, or that is read much later.
 template <bool Full, bool Stream, class T>
 inline void emit(T* p, size_t count, Vec x) {
     if constexpr (Full && Stream && !std::is_same_v<T, None>) {
@@ -68,7 +68,7 @@ inline void emit(T* p, size_t count, Vec x) {
     }
 }
 
-// Calls body(full, i, count) for the vectors of [begin, end), the last of them perhaps short.
+// Calls body(full, i, count) for each vector of [begin, end). The last one may be short.
 template <class Body>
 inline void for_vectors(size_t begin, size_t end, Body&& body) {
     size_t i = begin;
@@ -76,7 +76,7 @@ inline void for_vectors(size_t begin, size_t end, Body&& body) {
     if (i < end) body(std::false_type{}, i, end - i);
 }
 
-// Calls run(grad, out, streams) with the pointers in their types.
+// Calls run(grad, out, streams) with typed pointers.
 template <class Run>
 inline void with_types(const void* grad, std::int32_t grad_type, void* out, std::int32_t out_type, size_t begin, std::int64_t n, Run&& run) {
     // Streaming pays where the caches could not keep the output, and needs aligned vectors.
@@ -168,7 +168,7 @@ void sgd(const ZeroplanStep& a, size_t begin, size_t end) {
     });
 }
 
-// One lane's sum over the vector, in lane order.
+// Adds up the lanes of a vector, in lane order.
 inline double total(Vec x) {
     float lanes[W];
     store(lanes, x);
@@ -227,8 +227,8 @@ void cast(const ZeroplanCast& a, size_t begin, size_t end) {
     });
 }
 
-// 64 lanes whatever the vector's width (element i belongs to lane i mod 64), each summed in fp32 over at most 16384 elements
-// and then, in lane order, in fp64: the same bits on every instruction set.
+// Sums squares in 64 lanes whatever the vector's width: element i belongs to lane i mod 64. A lane sums in fp32 over at most
+// 16384 elements; then the lanes are added in order, in fp64. So every instruction set gives the same bits.
 template <class T>
 double squares(const T* __restrict__ values, size_t begin, size_t end) {
     constexpr size_t lanes = 64, block = 16384, vectors = lanes / W;

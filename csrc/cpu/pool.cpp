@@ -45,7 +45,7 @@ private:
             try {
                 std::thread([this, index = started_] { serve(index); }).detach();
             } catch (const std::system_error&) {
-                return; // no more threads to be had: the caller and those there are do the work
+                return; // no further thread can start: the caller and the present threads do the work
             }
         }
     }
@@ -75,7 +75,7 @@ private:
     unsigned long round_ = 0;
 };
 
-// Never destroyed: its threads wait in it until the process ends. A fork leaves the child without those threads.
+// Never destroyed, because its threads wait in it until the process ends. A forked child does not have those threads.
 Pool& pool() {
     static std::mutex mutex;
     static Pool* pool = nullptr;

@@ -1,4 +1,4 @@
-// A pool of threads that divides an index range; made on first use, kept for the process, made anew after a fork.
+// A pool of threads that share an index range. The first use makes it, the process keeps it, and a forked child makes its own.
 #pragma once
 
 #include <cstddef>
@@ -6,8 +6,8 @@
 
 namespace zeroplan {
 
-// Calls task(part) for each part of [0, parts), at most `threads` at a time, the calling thread among them. Returns when all
-// are done. Callers on several threads take turns. Tasks must not throw.
+// Calls task(part) for each part of [0, parts) on at most `threads` threads, the caller's among them. Returns when all parts
+// are done. Several callers take turns. A task must not throw.
 void parallel(int threads, std::size_t parts, const std::function<void(std::size_t)>& task);
 
 } // namespace zeroplan

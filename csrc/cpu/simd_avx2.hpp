@@ -46,7 +46,7 @@ inline void store(float* p, Vec a) { _mm256_storeu_ps(p, a.x); }
 inline void store(Bf16* p, Vec a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), to_bf16(a)); }
 inline void store(Fp16* p, Vec a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), to_fp16(a)); }
 
-// Past the caches; p is aligned to the vector.
+// Stores past the caches. p is aligned to the vector.
 inline void stream(float* p, Vec a) { _mm256_stream_ps(p, a.x); }
 inline void stream(Bf16* p, Vec a) { _mm_stream_si128(reinterpret_cast<__m128i*>(p), to_bf16(a)); }
 inline void stream(Fp16* p, Vec a) { _mm_stream_si128(reinterpret_cast<__m128i*>(p), to_fp16(a)); }

@@ -44,7 +44,7 @@ inline void store(float* p, Vec a) { _mm512_storeu_ps(p, a.x); }
 inline void store(Bf16* p, Vec a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_bf16(a)); }
 inline void store(Fp16* p, Vec a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_fp16(a)); }
 
-// Past the caches; p is aligned to the vector.
+// Stores past the caches. p is aligned to the vector.
 inline void stream(float* p, Vec a) { _mm512_stream_ps(p, a.x); }
 inline void stream(Bf16* p, Vec a) { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), to_bf16(a)); }
 inline void stream(Fp16* p, Vec a) { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), to_fp16(a)); }

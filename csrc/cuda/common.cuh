@@ -1,6 +1,6 @@
-// What every kernel shares: element types, vector access, the step's scalars, loops, reductions.
+// Shared by all kernels: element types, vector access, the step's scalars, loops, reductions.
 //
-// No header is included, so NVRTC needs none; nvcc compiles the same files. Macros that the compiler's command line sets:
+// The kernels include no other header, so NVRTC needs none; nvcc compiles the same files. The command line sets these macros:
 //   ZP_GRAD   element type of the gradient: zp::bf16, zp::fp16 or float
 //   ZP_OUT    element type of the written copy of the parameter, or void for none
 //   ZP_THREADS, ZP_VEC, ZP_UNROLL   threads a block; elements a vector access; vectors a thread has in flight
@@ -99,7 +99,7 @@ __device__ inline void put(W* p, W x) {
 #endif
 }
 
-// The machine word that holds two or four 16-bit elements, or eight.
+// The machine word that holds two, four or eight 16-bit elements.
 template <int Words>
 struct Word;
 template <>
@@ -142,7 +142,7 @@ __device__ inline void read(const H* p, float (&r)[V]) {
     }
 }
 
-// p[k] = r[k], rounded to p's type; a void pointer takes nothing.
+// p[k] = r[k], rounded to p's type. A void pointer stores nothing.
 template <int V>
 __device__ inline void write(float* p, const float (&r)[V]) {
     if constexpr (V == 1) {
@@ -174,13 +174,13 @@ __device__ inline void write_at(T* base, i64 i, const float (&r)[V]) {
 template <int V>
 __device__ inline void write_at(void*, i64, const float (&)[V]) {}
 
-// ---- the step's scalars (zeroplan_runtime/kernels/scalars.py) ---------------------------------------------------------
+// ---- the step's scalars (zeroplan_runtime/kernels/update.py) ---------------------------------------------------------
 
 struct Scalars {
-    float squares; // sum of the squares of the gradient as it lies, loss scale and all
-    float norm;    // of the gradient without loss scale, before clipping
+    float squares; // sum of the squares of the gradient as it is stored, loss scale included
+    float norm;    // norm of the gradient without the loss scale, before clipping
     float factor;  // multiplies every gradient: clip factor over loss scale
-    float skip;    // 1: optimizer kernels leave everything as it is
+    float skip;    // 1: optimizer kernels change nothing
 };
 
 __device__ inline float factor(const Scalars* scalars) { return scalars ? scalars->factor : 1.0f; }
@@ -188,8 +188,8 @@ __device__ inline bool skips(const Scalars* scalars) { return scalars && scalars
 
 // ---- loops ----------------------------------------------------------------------------------------------------------
 
-// Applies an element-wise op to [0, n). Elements [head, head + k V) are aligned for vector access, those before and after go
-// one by one; head == n when the pointers do not align with each other. The grid may have any size.
+// Applies an element-wise op to [0, n). Elements [head, head + k V) are aligned for vector access; those before and after are
+// processed one by one. head == n where the pointers do not align with each other. The grid may have any size.
 template <int V, int U, class Op>
 __device__ inline void for_each(const Op& op, i64 n, i64 head) {
     const i64 packs = (n - head) / V;
@@ -220,7 +220,7 @@ __device__ inline void for_each(const Op& op, i64 n, i64 head) {
     }
 }
 
-// Sum of x over the block, in an order that depends on the block's size alone; valid in thread 0. All threads must call it.
+// Adds up x over the block, in an order that depends on the block's size alone. All threads call it; thread 0 has the result.
 __device__ inline double block_sum(double x) {
     __shared__ double warps[32];
 #pragma unroll

@@ -1,21 +1,21 @@
 // LAMB (You et al. 2020, algorithm 2): Adam's direction, scaled for each tensor by ‖p‖ / ‖direction‖. As in DeepSpeed's
 // FusedLamb the direction is made of uncorrected moments, and the step size carries the bias correction.
 //
-// Two passes over flat buffers that hold many tensors (segments), with the segments' norms between them, so that ranks which
-// hold parts of one tensor can add theirs. The second pass computes the direction again from the moments: storing it would
-// move as many bytes and need memory.
+// Two passes over flat buffers that hold many tensors (segments). Between the passes the ranks that hold parts of one tensor
+// add up their norms. The second pass computes the direction again from the moments, because storing it would move as many
+// bytes and need memory.
 #include "common.cuh"
 
 namespace zp {
 
 __device__ inline float direction(float p, float m, float v, float eps, float decay) { return m / (sqrtf(v) + eps) + decay * p; }
 
-// A run of elements within one segment, cut so that its first is aligned or it is the segment's first.
+// Consecutive elements of one segment. The first of them is aligned, or it is the segment's first.
 struct Tile {
     i64 begin, end, segment;
 };
 
-// Calls body.run<V>(i) for each vector and body.run<1>(i) for each single element of the tile; head as in for_each.
+// Calls body.run<V>(i) for each vector and body.run<1>(i) for each single element of the tile. head is that of for_each.
 template <int V, class Body>
 __device__ inline void for_tile(const Tile& tile, i64 n, i64 head, Body& body) {
     i64 first = tile.end;

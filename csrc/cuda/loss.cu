@@ -1,7 +1,7 @@
 // Cross entropy of rows of logits against class labels: one pass forward, one pass backward, fp32 inside, nothing in between.
 //
-// A row is one token's logits over the vocabulary; a block takes one row. What torch does in six passes with two fp32 copies
-// of the logits (cast, log-softmax, pick; scatter, log-softmax backward, cast) reads the logits once each way here.
+// A row is one token's logits over the vocabulary; a block processes one row. torch needs six passes and two fp32 copies of the
+// logits (cast, log-softmax, pick; scatter, log-softmax backward, cast). Here each direction reads the logits once.
 #include "common.cuh"
 
 namespace zp {
@@ -30,7 +30,7 @@ __device__ inline void take(Peak& a, const float (&x)[V]) {
     a.max = top;
 }
 
-// The block's peak, in every thread.
+// Joins the threads' peaks; every thread gets the result.
 __device__ inline Peak block_peak(Peak a) {
     __shared__ float tops[32], sums[32];
 #pragma unroll
@@ -43,7 +43,7 @@ __device__ inline Peak block_peak(Peak a) {
     return all;
 }
 
-// Elements of a row before the first that is aligned for vector access.
+// Counts the elements of a row before the first that is aligned for vector access.
 __device__ inline i64 head_of(const ZP_GRAD* row, i64 n) {
     const i64 head = ((16 - reinterpret_cast<unsigned long long>(row) % 16) % 16) / sizeof(ZP_GRAD);
     return head < n ? head : n;
@@ -51,7 +51,7 @@ __device__ inline i64 head_of(const ZP_GRAD* row, i64 n) {
 
 } // namespace zp
 
-// lse[row] = log sum exp(logits[row]), loss[row] = lse[row] - logits[row][label]. A row whose label is `ignore` costs nothing
+// lse[row] = log sum exp(logits[row]), loss[row] = lse[row] - logits[row][label]. A row whose label is `ignore` is not read
 // and gives 0; a label outside the vocabulary gives NaN.
 extern "C" __global__ void __launch_bounds__(ZP_THREADS)
     zp_cross_entropy(const ZP_GRAD* logits, const long long* labels, long long vocab, long long ignore, float* lse, float* loss) {

@@ -3,7 +3,7 @@
 
 namespace zp {
 
-// Sum over [0, n) of this thread's squares. V * U fp32 accumulators a thread keep chains short and loads in flight.
+// Adds up this thread's squares over [0, n). V * U fp32 accumulators a thread keep chains short and loads in flight.
 template <int V, int U>
 __device__ inline double thread_squares(const ZP_GRAD* __restrict__ g, i64 n, i64 head) {
     const i64 packs = (n - head) / V;
@@ -30,7 +30,7 @@ __device__ inline double thread_squares(const ZP_GRAD* __restrict__ g, i64 n, i6
     double total = 0.0;
 #pragma unroll
     for (int u = 0; u < U; ++u) {
-        // Pairs in fp32, then fp64: few conversions, no loss that the accumulation did not already have.
+        // Adds pairs in fp32, then in fp64: few conversions, and no loss beyond that of the accumulation.
 #pragma unroll
         for (int k = 0; k < V; k += 2) total += V == 1 ? sum[u][k] : sum[u][k] + sum[u][(k + 1) % V];
     }
@@ -66,8 +66,8 @@ extern "C" __global__ void __launch_bounds__(ZP_THREADS)
     if (threadIdx.x == 0) scalars->squares = static_cast<float>(accumulate ? scalars->squares + sum : sum);
 }
 
-// From the sum of squares (over all ranks) to norm, factor and skip. One thread, in fp64. max_norm <= 0: no clipping, else as
-// torch.nn.utils.clip_grad_norm_. An infinite or NaN sum is an overflow; it skips the step where may_skip is set.
+// Computes norm, factor and skip from the sum of squares over all ranks, with one thread, in fp64. max_norm <= 0: no clipping,
+// else as torch.nn.utils.clip_grad_norm_. An infinite or NaN sum is an overflow; it skips the step where may_skip is set.
 extern "C" __global__ void zp_finalize(zp::Scalars* scalars, double max_norm, double loss_scale, int may_skip) {
     const double sum = scalars->squares, norm = sqrt(sum) / loss_scale;
     double clip = 1.0;

@@ -32,7 +32,7 @@ Note [Offload]
     parameters that are wanted first. The gradients of an offloaded unit pass through slots at every stage and number of
     ranks, and rest in pinned memory, from where the updated parameters go up again: in the same bytes where gradients and
     parameters are equally wide. Masters and states, which the CPU alone touches, are pageable. Parameters on the host are
-    pinned, and pass through slots like sharded ones. See zeroplan_runtime/offload/host.py.
+    pinned, and pass through slots like sharded ones. See zeroplan_runtime/offload/host_optimizer.py.
 
     What is in files streams through pinned buffers: in the update as many tensors of a *run* (a part of a unit's share) as
     have their place there, and parameters on their way to the slots a unit's shard at a time. Of parameters in files the

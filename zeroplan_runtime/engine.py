@@ -155,6 +155,7 @@ class Engine(EngineGetters, EngineCheckpoints):
         self.checks.claim_parameters()
         self.schedule.guard.close_all()
         self._aliases = ParameterAliases(self.model_states, self.schedule.guard, self._own_tensors())
+        self.schedule.aliases = self._aliases if self.model_states.setup.shards_params else None
 
     # ------------------------------------------------------------------ training
 

@@ -3,6 +3,12 @@
 A tensor that shares memory with parameters counts as one more use of their storage. So each step compares the number of uses
 with the one that the engine itself has, which costs a few microseconds. Where there are more, Python's garbage collector lists
 the tensors that exist (about a tenth of a second), and aliases among them are guarded from then on, or refused at stage 3.
+
+At stage 3 a unit's memory is another unit's as soon as its forward has ended, and a tensor that the forward has left there
+could be read and dropped before the step. A view refers to its parameter, as the graph does, but a unit's forwards leave as many
+of the graph's references each time. So the references before and after each forward of a unit are compared (a tenth of a
+microsecond a parameter), and where it leaves a number that is new for it, the tensors are listed and aliases among them are
+guarded: a read of one is refused while its unit is not gathered.
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ from zeroplan_runtime.parameter_guard import ParameterGuard
 from zeroplan_runtime.unit_state import UnitState
 
 _use_count = getattr(torch._C, "_storage_Use_Count", None)
+_references_to = getattr(torch.Tensor, "_use_count", None)
 
 
 class ParameterAliases:
@@ -39,6 +46,12 @@ class ParameterAliases:
         #: Addresses of storages by those of their memory: the storages themselves end with the engine's tensors.
         self._storages = {one.data_ptr(): one._cdata for one in (flat.full.untyped_storage() for flat in flats)}
         self._ordinary = {self._uses()}  # numbers of uses without an alias that is not guarded
+        #: References to each unit's parameters that its forwards have left without an alias.
+        self._left: dict[UnitState, set[int]] = {
+            unit: {0} for unit in model_states.units if not unit.is_root and model_states.setup.shards_params
+        }
+        self._before: dict[UnitState, int] = {}  # references when the forward began
+        self._guarded: dict[UnitState, tuple[int, int]] = {}  # of the last guarded forward: these, and how many more it left
 
     def check(self) -> None:
         """Looks for new aliases. Call it when the graphs are gone, which save aliases, too.
@@ -60,6 +73,38 @@ class ParameterAliases:
         if not found:
             self._ordinary.add(uses)
 
+    def begin_forward(self, unit: UnitState) -> None:
+        """Counts the references to the parameters of `unit`, before its forward."""
+        if (known := self._left.get(unit)) is None:
+            return
+        now = self._before[unit] = _references(unit)
+        if (guarded := self._guarded.pop(unit, None)) is not None:
+            before, left = guarded
+            known.add(left - (now - before))  # the graph is gone, but its first one has left what later ones use
+
+    def end_forward(self, unit: UnitState, *, guarded: bool) -> None:
+        """Guards the aliases that the forward of `unit` has left.
+
+        Args:
+            unit: the unit, whose parameters are still gathered.
+            guarded: its parameters were guarded in the forward, so that all aliases are.
+        """
+        before = self._before.pop(unit, None)
+        if before is None:
+            return
+        left, known = _references(unit) - before, self._left[unit]
+        if guarded:
+            self._guarded[unit] = before, left
+        if left in known:
+            return
+        begin = unit.param_slot.tensor.data_ptr()
+        end = begin + unit.param_slot.tensor.nbytes
+        found = [] if guarded else [one for one in self._search() if begin <= one.data_ptr() < end]
+        for alias in found:
+            self._guard.guard_alias(alias, unit.index, self._name_in(unit, alias))
+        if not found:
+            known.add(left)
+
     def require_no_arrays(self) -> None:
         """Checks that no array of numpy's shares memory with a parameter.
 
@@ -79,6 +124,17 @@ class ParameterAliases:
             return 0
         uses: int = sum(_use_count(storage) for storage in self._storages.values())
         return uses - len(self._guard.aliases)
+
+    @staticmethod
+    def _name_in(unit: UnitState, alias: torch.Tensor) -> str:
+        """The parameter of `unit` whose memory `alias` begins in."""
+        begins = [
+            (param.data_ptr(), unit.layout.shape.params[i].name)
+            for flat in unit.flats()
+            for i, param in zip(flat.layout.params, flat.params, strict=True)
+            if param.data_ptr() <= alias.data_ptr()
+        ]
+        return max(begins)[1]
 
     def _search(self) -> list[torch.Tensor]:
         """The aliases that are not guarded."""
@@ -109,3 +165,11 @@ class ParameterAliases:
         address = alias.data_ptr()
         _, unit, name = max((one for one in begins if one[0] <= address), key=lambda one: one[0])
         return unit, name
+
+
+def _references(unit: UnitState) -> int:
+    """The references to the parameters of `unit`: by tensors that are views of them, by the graph, by Python."""
+    if _references_to is None:
+        return 0
+    with torch._C.DisableTorchFunctionSubclass():
+        return sum(_references_to(param) for flat in unit.flats() for param in flat.params)

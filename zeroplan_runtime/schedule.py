@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -48,6 +48,16 @@ from zeroplan_runtime.streams import Stream
 from zeroplan_runtime.unit_state import FlatParam, UnitState
 
 
+class ForwardAliases(Protocol):
+    """What looks for aliases around the forward of a unit."""
+
+    def begin_forward(self, unit: UnitState) -> None:
+        """Is called before it."""
+
+    def end_forward(self, unit: UnitState, *, guarded: bool) -> None:
+        """Is called after it, before the unit is resharded; `guarded` says whether its parameters were guarded in it."""
+
+
 class Schedule:
     """Unshards, reshards and reduces units from hooks on their modules, as FSDP2's state and parameter group do.
 
@@ -61,6 +71,7 @@ class Schedule:
         keeps_guard: parameters stay guarded in the forward, so that aliases taken there are, too.
         has_aliases: the forward keeps aliases of parameters, so a step waits until these are current.
         hooked: hooks are on the units, as parameters are not always current; else they are but for hand-written ones.
+        aliases: finds aliases that a unit's forward leaves behind; None where no memory is shared.
         keep_writes: called at stage 3 before a unit is resharded, to keep what its forward has written into parameters.
     """
 
@@ -87,6 +98,7 @@ class Schedule:
         self._opaque = False  # to dynamo
         self.guard = ParameterGuard(units, self)
         self.keeps_guard = self.has_aliases = False
+        self.aliases: ForwardAliases | None = None
         self._in_forward: set[UnitState] = set()
         self._reads_on: int | None = None  # the stream that waits for all unshards since the last step
         self.hooked = self.comm.world_size > 1 or any(u.layout.offloaded for u in units) or self.setup.shards_params
@@ -135,6 +147,8 @@ class Schedule:
         unit.param_slot.ready.wait(self.compute_stream)
         if not self.keeps_guard:
             self.guard.open(unit)
+        if self.aliases is not None:
+            self.aliases.begin_forward(unit)
         unit.param_slot.in_use = not unit.is_root
         if self._last is not None and self._last is not unit:
             self._execution_order.next_in_forward[self._last] = unit
@@ -153,6 +167,8 @@ class Schedule:
                 self.keep_writes(unit)
             if not unit.is_root:
                 self.guard.guard_outputs(unit, output)
+            if self.aliases is not None:
+                self.aliases.end_forward(unit, guarded=self.keeps_guard)
         self._reshard(unit)
         if not unit.is_root:  # the root's forward ends after all others
             self._unshard_deferred(self._execution_order.next_in_forward.get(unit))

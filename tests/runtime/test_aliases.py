@@ -126,3 +126,55 @@ def test_arrays_of_numpy(pool: RankPool, stage: int, zero: dict[str, Any], said:
     for found in pool.run(2, numpys, stage, zero):
         assert said in found
         assert bool(found) == bool(said)
+
+
+class Peeking(nn.Module):
+    """Blocks of which one later keeps a view of its weight, which the root reads and drops in the same forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(models.WIDTH, models.WIDTH) for _ in range(4))
+        self.keeps = False
+        self.kept: list[torch.Tensor] = []
+        self.blocks[0].register_forward_hook(self._keep)
+
+    def _keep(self, block: Any, _args: Any, _output: Any) -> None:
+        if self.keeps:
+            self.kept.append(block.weight[0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        while self.kept:
+            x = x * self.kept.pop()
+        return x.square().mean()
+
+
+def peek(group: dist.ProcessGroup, grads: bool) -> tuple[str, int]:
+    """What is said of the read, and the searches before it."""
+    engine, *_ = zeroplan_runtime.initialize(model=Peeking(), config=ds_config(3), group=group, device="cpu")
+    x = torch.ones(2, models.WIDTH)
+    with mock.patch.object(ParameterAliases, "_search", autospec=True, side_effect=ParameterAliases._search) as search:
+        for _ in range(2):
+            engine.backward(engine(x))
+            engine.step()
+            with torch.no_grad():
+                engine(x)
+        searches = search.call_count
+        engine.module.keeps = True
+        try:
+            with torch.set_grad_enabled(grads):
+                engine(x)
+        except BadInput as fault:
+            return str(fault), searches
+        finally:
+            engine.destroy()
+    return "", searches
+
+
+def test_a_view_that_is_read_and_dropped_before_the_step_is_refused(pool: RankPool) -> None:
+    for grads in (True, False):
+        for said, searches in pool.run(2, peek, grads):
+            assert "parameter 'blocks.0.weight' is read while its unit 'blocks.0' is not gathered" in said, grads
+            assert not searches

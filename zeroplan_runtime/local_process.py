@@ -32,6 +32,18 @@ def is_gone(other: Identity) -> bool:
     return state in "ZX" or began != other[3]  # ended and not yet waited for, or its number was given to another
 
 
+def is_stopped(other: Identity) -> bool:
+    """Returns whether that process is stopped by a signal or a debugger. False where nothing is known of it."""
+    own = identity()
+    if own is None or own[:2] != tuple(other[:2]):
+        return False
+    try:
+        state, began = _state(other[2])
+    except (OSError, ValueError):
+        return False
+    return state in "Tt" and began == other[3]
+
+
 def _state(pid: int) -> tuple[str, str]:
     """Returns the state (a letter) and the start time of a process: fields 3 and 22 of proc_pid_stat(5)."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

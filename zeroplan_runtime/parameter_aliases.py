@@ -5,8 +5,8 @@ with the one that the engine itself has, which costs a few microseconds. Where t
 the tensors that exist (about a tenth of a second), and aliases among them are guarded from then on, or refused at stage 3.
 
 At stage 3 a unit's memory is another unit's as soon as its forward has ended, and a tensor that the forward has left there
-could be read and dropped before the step. A view refers to its parameter, as the graph does, but a unit's forwards leave as many
-of the graph's references each time. So the references before and after each forward of a unit are compared (a tenth of a
+could be read and dropped before the step. A view refers to its parameter, as the graph does, but a unit's forwards leave as
+many of the graph's references each time. So the references before and after each forward of a unit are compared (a tenth of a
 microsecond a parameter), and where it leaves a number that is new for it, the tensors are listed and aliases among them are
 guarded: a read of one is refused while its unit is not gathered.
 """

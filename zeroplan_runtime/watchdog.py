@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import json
 import os
 import sys
 import threading
@@ -25,7 +24,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from zeroplan_runtime.local_process import Identity, identity, is_gone
+from zeroplan_runtime.local_process import Identity, identity, is_gone, is_stopped
+from zeroplan_runtime.rendezvous_store import ANSWERS_IN, RendezvousStore
 
 #: The exit code of a process that its watchdog ends: EX_TEMPFAIL of sysexits.h, "try again".
 EXIT_STALLED = 75
@@ -64,7 +64,7 @@ class Watchdog:
     """Watches one rank's progress.
 
     Args:
-        store: a connection to the rendezvous store that no other thread uses, as one that waits blocks all its users.
+        store: a connection to the rendezvous store that nothing else uses, as one that waits blocks all its users.
         rank: this rank.
         ranks: the number of ranks.
         progress: gives this rank's progress.
@@ -81,18 +81,17 @@ class Watchdog:
         timeout: float,
         on_stall: Callable[[str], None] | None = None,
     ) -> None:
-        self._store, self._rank, self._ranks = store, rank, ranks
+        self._store = RendezvousStore(store, f"zeroplan/{next(_numbers)}")
+        self._rank, self._ranks = rank, ranks
         self._progress, self._timeout = progress, timeout
         self._on_stall = on_stall or _end
         self._interval = min(2.0, timeout / 8)
-        self._prefix = f"zeroplan/{next(_numbers)}"
         self._beats = 0
         self._seen: dict[int, str] = {}  # what other ranks were doing when their progress was last read
         self._processes: dict[int, Identity] = {}
         self._explaining = False
         self._fault: BaseException | None = None  # what ended the process
         self._stop = threading.Event()
-        self._turn = threading.Lock()  # the store serves one request at a time
         self._thread = threading.Thread(target=self._watch, name="zeroplan-watchdog", daemon=True)
 
     def start(self) -> None:
@@ -113,7 +112,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         mine = identity()
-        self._attempt(lambda: self._set(f"process/{self._rank}", mine))
+        self._attempt(lambda: self._store.set(f"process/{self._rank}", mine))
         last, since = (-1, -1), time.monotonic()
         while not self._stop.wait(self._interval):
             report = self._progress()
@@ -125,12 +124,13 @@ class Watchdog:
                 message = self._why_end(waited)
             except (RuntimeError, ValueError):
                 overdue = waited > self._timeout
-                message = f"rank {self._rank} has waited {self._timeout:g} s and cannot reach the first rank" if overdue else ""
+                message = self._without_store(f"has waited {self._timeout:g} s") if overdue else ""
             if message and not self._stop.is_set() and not self._explaining:
                 self._attempt(self._let_others_read)
                 self._on_stall(message)
                 return
         self._attempt(self._take_leave)
+        self._store.close()
 
     def _why_end(self, waited: float) -> str:
         """Returns why this rank, which has made no progress for `waited` seconds, must end; empty if it need not."""
@@ -146,30 +146,19 @@ class Watchdog:
 
     def _beat(self, report: Report) -> None:
         self._beats += 1
-        self._set(f"beat/{self._rank}", [self._beats, report.parts, report.where])
+        self._store.set(f"beat/{self._rank}", [self._beats, report.parts, report.where])
         if len(self._processes) < self._ranks:
-            keys = [f"{self._prefix}/process/{rank}" for rank in range(self._ranks)]
-            with self._turn:
-                found = self._store.multi_get(keys) if self._store.check(keys) else []
-            self._processes = {r: tuple(known) for r, text in enumerate(found) if (known := json.loads(text)) is not None}
+            found = self._store.get_all([f"process/{rank}" for rank in range(self._ranks)])
+            self._processes = {rank: tuple(known) for rank, known in enumerate(found) if known is not None}
 
     def _take_leave(self) -> None:
         """Says that this rank needs no others any more and, where an exception ended the process, which."""
         fault = self._fault
         if fault is not None and not isinstance(fault, RankLost):
             self._tell(f"rank {self._rank} ended by {type(fault).__name__}: {(str(fault).splitlines() or [''])[0][:300]}")
-        self._set(f"process/{self._rank}", None)
+        self._store.set(f"process/{self._rank}", None)
 
     # ------------------------------------------------------------------ the store
-
-    def _set(self, key: str, value: Any) -> None:
-        with self._turn:
-            self._store.set(f"{self._prefix}/{key}", json.dumps(value))
-
-    def _get(self, key: str) -> Any:
-        """The value that was set; None if none was."""
-        with self._turn:
-            return json.loads(self._store.get(key)) if self._store.check([key := f"{self._prefix}/{key}"]) else None
 
     def _attempt(self, act: Callable[[], None]) -> None:
         try:
@@ -180,7 +169,7 @@ class Watchdog:
     def _read(self) -> dict[int, tuple[int, int, str]]:
         found = {}
         for rank in range(self._ranks):
-            beat = self._get(f"beat/{rank}")
+            beat = self._store.get(f"beat/{rank}")
             if beat is not None:
                 found[rank] = (int(beat[0]), int(beat[1]), str(beat[2]))
                 self._seen[rank] = found[rank][2]
@@ -188,18 +177,18 @@ class Watchdog:
 
     def _tell(self, message: str) -> None:
         """Leaves the message for the other ranks, unless one was left before."""
-        if self._get("fault") is None:
-            self._set("fault", [self._rank, message])
+        if self._store.get("fault") is None:
+            self._store.set("fault", [self._rank, message])
 
     def _told(self) -> str:
         """Returns what another rank has found; empty if nothing."""
-        found = self._get("fault")
+        found = self._store.get("fault")
         return str(found[1]) if found is not None and found[0] != self._rank else ""
 
     def _dead(self) -> list[int]:
         """The ranks on this machine whose process is gone without having taken leave."""
         gone = [rank for rank, process in self._processes.items() if rank != self._rank and is_gone(process)]
-        return [rank for rank in gone if self._get(f"process/{rank}") is not None]
+        return [rank for rank in gone if self._store.get(f"process/{rank}") is not None]
 
     # ------------------------------------------------------------------ words
 
@@ -211,11 +200,16 @@ class Watchdog:
             self._let_others_read()
             return message
         except (RuntimeError, ValueError):  # the store does not answer
-            gone = [rank for rank, process in self._processes.items() if rank != self._rank and is_gone(process)]
-            faults = [self._name_dead(rank) for rank in gone] or [
-                "the rendezvous store does not answer: rank 0 is dead, or its launcher"
-            ]
-            return "; ".join([f"rank {self._rank} {what} in {self._progress().where}", *faults])
+            return self._without_store(what)
+
+    def _without_store(self, what: str) -> str:
+        """One line of what can be known where the store does not answer."""
+        others = [(rank, process) for rank, process in self._processes.items() if rank != self._rank]
+        lost = [rank for rank, process in others if is_gone(process) or is_stopped(process)]
+        faults = [self._name_dead(rank) for rank in lost] or [
+            "the rendezvous store does not answer: rank 0 or its launcher is dead, stopped or out of reach"
+        ]
+        return "; ".join([f"rank {self._rank} {what} in {self._progress().where}", *faults])
 
     def diagnose(self, what: str) -> str:
         """One line that says `what` happened on this rank and which ranks are dead, silent or behind. Takes a few seconds.
@@ -266,6 +260,8 @@ class Watchdog:
         process = self._processes.get(rank)
         if process is not None and is_gone(process):
             return f"rank {rank} is dead: its process {process[2]} was killed or crashed ({seen})"
+        if process is not None and is_stopped(process):
+            return f"rank {rank} is stopped: its process {process[2]} got a signal such as SIGSTOP ({seen})"
         return f"rank {rank} is dead or stopped ({seen})"
 
 
@@ -289,7 +285,7 @@ def watch(rank: int, ranks: int, progress: Progress, timeout: float) -> Watchdog
         store = store.clone()  # the main thread may block in the other connection
     except (RuntimeError, AttributeError, NotImplementedError):
         return None
-    store.set_timeout(timedelta(seconds=30))
+    store.set_timeout(timedelta(seconds=ANSWERS_IN))
     made = Watchdog(store, rank, ranks, progress, timeout)
     made.start()
     return made

@@ -1,4 +1,4 @@
-"""Jobs of three ranks without a launcher that would end them: ``python -m tests.runtime.forked_jobs JOB PORT`` forks the ranks.
+"""Jobs of a few ranks without a launcher that would end them: ``python -m tests.runtime.forked_jobs JOB PORT`` forks the ranks.
 
 A rank ends as a script does.
 """
@@ -25,7 +25,7 @@ _MOST_SECONDS = 90
 
 @dataclass(frozen=True)
 class Job:
-    """What three ranks do.
+    """What the ranks do, three where nothing else is said.
 
     Attributes:
         fault: code that the victim runs in the sixth step.
@@ -33,6 +33,8 @@ class Job:
         victim: a rank.
         act: code that all ranks run then; if any, they have saved a checkpoint two steps before.
         zero: more of the section ``zero_optimization``.
+        ranks: their number.
+        device: ``cpu``, over gloo, or ``cuda``, one GPU a rank over NCCL.
     """
 
     fault: str
@@ -40,6 +42,8 @@ class Job:
     victim: int = 1
     act: str = ""
     zero: dict[str, Any] = field(default_factory=dict)
+    ranks: int = RANKS
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ def run_job(python: Path, folder: Path, job: Job) -> Ended:
     ended = [int(code) for code in codes.read_text().split()] if codes.exists() else [0]
     with contextlib.suppress(ProcessLookupError):
         os.killpg(int((folder / "group").read_text()), signal.SIGKILL)
-    logs = [folder / f"log{rank}" for rank in range(RANKS)]
+    logs = [folder / f"log{rank}" for rank in range(job.ranks)]
     said = max(log.stat().st_mtime for rank, log in enumerate(logs) if rank != job.victim)
     return Ended(folder, min(map(abs, ended)), [log.read_text() for log in logs], said - (folder / "begun").stat().st_mtime)
 
@@ -90,15 +94,15 @@ def _run_ranks(job: Job, port: str) -> None:
     """Fork the ranks; write how the ranks but the victim ended, then end the victim."""
     os.setsid()
     Path("group").write_text(str(os.getpid()))
-    os.environ |= {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {"WORLD_SIZE": str(job.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks: list[int] = []
-    for rank in range(RANKS):
+    for rank in range(job.ranks):
         ranks.append(os.fork())
         if not ranks[-1]:
             log = os.open(f"log{rank}", os.O_CREAT | os.O_WRONLY)
             os.dup2(log, 1)
             os.dup2(log, 2)
-            os.environ["RANK"] = str(rank)
+            os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
             _train(job)
             sys.exit()
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for rank, pid in enumerate(ranks) if rank != job.victim]
@@ -115,7 +119,7 @@ def _train(job: Job) -> None:
     from tests.runtime.train import ds_config
 
     config = ds_config(3, zeroplan={"timeout": job.timeout}, zero_optimization=job.zero)
-    engine, *_ = zeroplan_runtime.initialize(model=models.make(), config=config)
+    engine, *_ = zeroplan_runtime.initialize(model=models.make(), config=config, device=job.device)
     names = {"engine": engine, "torch": torch, "os": os, "signal": signal, "time": time}
     for number in range(1000):
         if number == 3 and job.act:
@@ -126,7 +130,7 @@ def _train(job: Job) -> None:
                 Path("begun").touch()
                 exec(job.fault, names)
             exec(job.act, names)
-        loss = engine(models.batch(number, 0, engine.global_rank))
+        loss = engine(models.batch(number, 0, engine.global_rank).to(engine.device))
         engine.backward(loss)
         engine.step()
 

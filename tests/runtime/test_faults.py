@@ -6,9 +6,11 @@ import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import zeroplan_runtime
 from tests.runtime import models
@@ -16,7 +18,9 @@ from tests.runtime.forked_jobs import Ended, Job, run_job
 from tests.runtime.train import ds_config
 
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+STOP = "os.kill(os.getpid(), signal.SIGSTOP)"
 SAVE = 'engine.save_checkpoint("checkpoints")'
+LOAD = 'engine.load_checkpoint("checkpoints")'
 HANG = "time.sleep(1000)"
 #: Where the optimizer is offloaded a read gathers what the step has updated, for which it needs every rank.
 READ = "engine.module.embed.weight.sum() if engine.global_rank == 0 else torch.distributed.barrier()"
@@ -26,11 +30,27 @@ JOBS = {
     "first dies in a save": Job(f"torch.save = lambda *_: {KILL}", 6, victim=0, act=SAVE),
     "second dies in a save": Job(f"torch.save = lambda *_: {KILL}", 6, act=SAVE),
     "hangs in a save": Job(f"torch.save = lambda *_, **__: {HANG}", 4, act=SAVE),
-    "hangs in a load": Job(f"torch.load = lambda *_, **__: {HANG}", 4, act='engine.load_checkpoint("checkpoints")'),
+    "hangs in a load": Job(f"torch.load = lambda *_, **__: {HANG}", 4, act=LOAD),
+    "is stopped": Job(STOP, 4),
+    "first is stopped": Job(STOP, 4, victim=0),
+    "is stopped in a save": Job(f"torch.save = lambda *_, **__: {STOP}", 4, act=SAVE),
+    "dies in a load": Job(f"torch.load = lambda *_, **__: {KILL}", 6, act=LOAD),
+    "dies in an offloaded update": Job(KILL, 6, zero={"stage": 2, "offload_optimizer": {"device": "cpu"}}),
     "reads": Job("pass", 4, act=READ, zero={"stage": 1, "offload_optimizer": {"device": "cpu"}}),
 }
 
 pytestmark = pytest.mark.slow
+
+
+#: The same over NCCL, two ranks; also with the first rank, which holds the rendezvous store, as the victim.
+GPU_JOBS = {
+    name: replace(job, ranks=2, device="cuda")
+    for name, job in {
+        **{name: JOBS[name] for name in ("dies", "hangs", "second dies in a save", "is stopped", "is stopped in a save")},
+        "first dies": replace(JOBS["dies"], victim=0),
+        **{name: JOBS[name] for name in ("first dies in a save", "dies in a load", "dies in an offloaded update")},
+    }.items()
+}
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +67,41 @@ def test_a_rank_that_dies_is_named(ended: dict[str, Future[Ended]]) -> None:
         assert re.search(r"rank 1 is dead: its process \d+ was killed or crashed \(last seen in", job.logs[rank])
         assert not re.search(rf"rank {2 - rank} is dead", job.logs[rank])
     assert job.took < 30
+
+
+@pytest.mark.parametrize("name", ["is stopped", "first is stopped", "is stopped in a save", "dies in a load"])
+def test_a_rank_that_is_stopped_or_killed_elsewhere_is_named(ended: dict[str, Future[Ended]], name: str) -> None:
+    job = ended[name].result()
+    require_named(name, JOBS[name], job)
+
+
+def test_a_rank_that_dies_under_an_offloaded_update_is_named(ended: dict[str, Future[Ended]]) -> None:
+    name = "dies in an offloaded update"
+    require_named(name, JOBS[name], ended[name].result())
+
+
+def require_named(name: str, job: Job, found: Ended) -> None:
+    """Checks that every other rank ended within 30 s, with a line that names itself, the victim and the cause."""
+    cause = "is stopped: its process" if "stopped" in name else "(is behind|is stuck)" if "hangs" in name else "is dead"
+    assert found.code != 0, found.logs
+    assert found.took < 30, (name, found.took)
+    for rank in set(range(job.ranks)) - {job.victim}:
+        assert re.search(rf"rank {rank} .*; .*rank {job.victim} {cause}", found.logs[rank]), (name, found.logs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GPU_JOBS)
+def test_over_nccl(name: str, warm_python: Path, tmp_path: Path) -> None:
+    """Each survivor names the victim and the cause within 30 s, and the last good checkpoint loads."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 CUDA devices")
+    job = GPU_JOBS[name]
+    found = run_job(warm_python, tmp_path / "job", job)
+    require_named(name, job, found)
+    if job.act:
+        checkpoints = found.folder / "checkpoints"
+        engine, *_ = zeroplan_runtime.initialize(model=models.make(), config=ds_config(1), device="cpu")
+        assert engine.load_checkpoint(checkpoints)[0] == str(checkpoints / "global_step3")
 
 
 def test_a_rank_that_hangs_is_named(ended: dict[str, Future[Ended]]) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from zeroplan_runtime.schedule import Schedule
 from zeroplan_runtime.streams import Event
-from zeroplan_runtime.watchdog import Report
+from zeroplan_runtime.watchdog import RankActivity
 
 
 class Activity:
@@ -62,9 +62,9 @@ class Activity:
         self._schedule.where = doing
         self._pieces += 1
 
-    def report(self) -> Report:
+    def report(self) -> RankActivity:
         """Returns the present activity of this rank."""
         outside = "" if self._inside else ", outside the engine since"
         waiting = self._inside or not self._last_event.query()
         where = f"{self._schedule.where}, step {self._step()}{outside}"
-        return Report(self._schedule.progress_count, self._pieces, where, waiting)
+        return RankActivity(self._schedule.progress_count, self._pieces, where, waiting)

@@ -15,8 +15,8 @@ from torch import nn
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.layout import Flat, UnitKind, UnitLayout
 from zeroplan_runtime.arena import ResizableBuffer
-from zeroplan_runtime.kernels import Segments
-from zeroplan_runtime.offload.host_worker import Task
+from zeroplan_runtime.kernels import TensorSegments
+from zeroplan_runtime.offload.host_worker import HostTask
 from zeroplan_runtime.streams import Event
 
 
@@ -204,7 +204,7 @@ class GroupSlice:
     param: torch.Tensor | None
     part: slice
     states: list[torch.Tensor]
-    tensors: Segments | None
+    tensors: TensorSegments | None
     grad: torch.Tensor | None = None
 
 
@@ -250,7 +250,7 @@ class OffloadedUnit:
     turn: int = 0
     has_grads: bool = False
     update_requested: bool = False
-    update_task: Task | None = None
+    update_task: HostTask | None = None
     unsent_update: PinnedBuffers | None = None
 
     @property

@@ -37,7 +37,7 @@ _LEAST_TO_READ = 3.0
 _numbers = itertools.count()
 
 
-class Report(NamedTuple):
+class RankActivity(NamedTuple):
     """The activity of a rank.
 
     Attributes:
@@ -53,7 +53,7 @@ class Report(NamedTuple):
     waiting: bool
 
 
-Progress = Callable[[], Report]
+Progress = Callable[[], RankActivity]
 
 
 class RankLost(RuntimeError):
@@ -144,7 +144,7 @@ class Watchdog:
             return self.diagnose(f"has waited {waited:.0f} s")
         return ""
 
-    def _beat(self, report: Report) -> None:
+    def _beat(self, report: RankActivity) -> None:
         self._beats += 1
         self._store.set(f"beat/{self._rank}", [self._beats, report.parts, report.where])
         if len(self._processes) < self._ranks:
@@ -269,9 +269,9 @@ def weakly(progress: Progress) -> Progress:
     """Calls the bound method `progress` through a weak reference, so that the watchdog does not keep its object alive."""
     alive = weakref.WeakMethod(progress)
 
-    def found() -> Report:
+    def found() -> RankActivity:
         method = alive()
-        return method() if method is not None else Report(0, 0, "an engine that is gone", waiting=False)
+        return method() if method is not None else RankActivity(0, 0, "an engine that is gone", waiting=False)
 
     return found
 

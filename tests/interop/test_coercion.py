@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from zeroplan.core.workload import DType
-from zeroplan.ds_config.coercion import COERCE, Kind, to_bool, to_dtype, to_float, to_int, to_str
+from zeroplan.ds_config.coercion import COERCE, ValueKind, to_bool, to_dtype, to_float, to_int, to_str
 
 
 class Stage(int, enum.Enum):
@@ -44,7 +44,7 @@ def outcome(call: Callable[[Any], Any], value: Any, *refusals: type[Exception]) 
 
 
 @pytest.mark.parametrize(
-    ("ours", "kind"), [(to_int, int), (to_float, float), (to_bool, bool), (to_str, str), (COERCE[Kind.STAGE], Stage)]
+    ("ours", "kind"), [(to_int, int), (to_float, float), (to_bool, bool), (to_str, str), (COERCE[ValueKind.STAGE], Stage)]
 )
 @given(value=SCALARS)
 @example(value="١")

@@ -14,7 +14,7 @@ from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.ds_config.findings import Severity
 from zeroplan.ds_config.reader import fill_from, inspect_ds_config, read_ds_config
-from zeroplan.ds_config.schema import Effect
+from zeroplan.ds_config.schema import MemoryEffect
 from zeroplan.ds_config.sections import effects
 from zeroplan.ds_config.wrappers import Wrapper, wrapper
 
@@ -198,23 +198,23 @@ class TestNames:
     @pytest.mark.parametrize(
         ("path", "effect"),
         [
-            ("zero_optimization.stage3_prefetch_bucket_size", Effect.MEMORY),
-            ("zero_optimization.prefetch_bucket_size", Effect.MEMORY),
-            ("bfloat16.enabled", Effect.MEMORY),
-            ("optimizer.params.torch_adam", Effect.MEMORY),
-            ("optimizer.params.lr", Effect.NONE),
-            ("scheduler.params.anything", Effect.NONE),
-            ("wandb.project", Effect.NONE),
-            ("steps_per_print", Effect.NONE),
-            ("compile.deepcompile", Effect.UNMODELLED),
-            ("pipeline.stages", Effect.UNMODELLED),
-            ("amp", Effect.REMOVED),
-            ("zero_optimization.mics_shard_size", Effect.REMOVED),
-            ("zero", Effect.UNKNOWN),
-            ("zero_optimization.stages", Effect.UNKNOWN),
+            ("zero_optimization.stage3_prefetch_bucket_size", MemoryEffect.MEMORY),
+            ("zero_optimization.prefetch_bucket_size", MemoryEffect.MEMORY),
+            ("bfloat16.enabled", MemoryEffect.MEMORY),
+            ("optimizer.params.torch_adam", MemoryEffect.MEMORY),
+            ("optimizer.params.lr", MemoryEffect.NONE),
+            ("scheduler.params.anything", MemoryEffect.NONE),
+            ("wandb.project", MemoryEffect.NONE),
+            ("steps_per_print", MemoryEffect.NONE),
+            ("compile.deepcompile", MemoryEffect.UNMODELLED),
+            ("pipeline.stages", MemoryEffect.UNMODELLED),
+            ("amp", MemoryEffect.REMOVED),
+            ("zero_optimization.mics_shard_size", MemoryEffect.REMOVED),
+            ("zero", MemoryEffect.UNKNOWN),
+            ("zero_optimization.stages", MemoryEffect.UNKNOWN),
         ],
     )
-    def test_effects(self, path: str, effect: Effect) -> None:
+    def test_effects(self, path: str, effect: MemoryEffect) -> None:
         assert effects(path) is effect
 
     def test_what_is_not_modelled_is_said(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 from zeroplan.core.zero_config import DEEPSPEED_VERSION
-from zeroplan.ds_config.coercion import Kind
+from zeroplan.ds_config.coercion import ValueKind
 from zeroplan.ds_config.dialect import Support
 from zeroplan.ds_config.schema import Key, Mode
 from zeroplan.ds_config.sections import REMOVED, SECTIONS
@@ -91,7 +91,10 @@ def test_fields_aliases_bounds_and_defaults(path: str) -> None:
         key = ours[name]
         assert (info.alias or "") == key.alias, name
         assert bounds(info) == our_bounds(key), name
-        if key.kind is Kind.SECTION or (path, name) in {("tensor_parallel", "dtype"), ("zero_optimization", "overlap_comm")}:
+        if key.kind is ValueKind.SECTION or (path, name) in {
+            ("tensor_parallel", "dtype"),
+            ("zero_optimization", "overlap_comm"),
+        }:
             continue
         default = plain(info.get_default(call_default_factory=True))
         assert plain(key.default) == default, name
@@ -139,7 +142,7 @@ def test_plain_defaults() -> None:
 
     config = DeepSpeedConfig({"train_batch_size": 1})
     for name, key in SECTIONS[""].keys.items():
-        if key.kind in (Kind.BOOL, Kind.FLOAT) or name in ("gradient_allreduce_op", "steps_per_print", "log_level"):
+        if key.kind in (ValueKind.BOOL, ValueKind.FLOAT) or name in ("gradient_allreduce_op", "steps_per_print", "log_level"):
             attribute = {"use_data_before_expert_parallelism": "use_data_before_expert_parallel_"}.get(name, name)
             assert getattr(config, attribute) == key.default, name
     assert config.aio_config == {name: key.default for name, key in deepspeeds("aio").items()}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroplan.core.segments import TILE, SegmentTable
-from zeroplan_runtime.kernels import Segments, SegmentWorkspace, make_segments
+from zeroplan_runtime.kernels import SegmentWorkspace, TensorSegments, make_segments
 
 runs = st.lists(st.lists(st.integers(0, 3 * TILE), min_size=1, max_size=5), min_size=1, max_size=4)
 
@@ -32,7 +32,7 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
 
 
-def check(one: Segments, run: list[int]) -> None:
+def check(one: TensorSegments, run: list[int]) -> None:
     """Each element is in one tile, which is no longer than it may be and lies in its segment."""
     begins = [0, *itertools.accumulate(run)]
     assert one.first_tile.tolist()[-1] == len(one.tiles)

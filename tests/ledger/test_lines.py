@@ -18,7 +18,7 @@ from zeroplan.engines.base import Case
 from zeroplan.engines.registry import engine_names, find_engine
 from zeroplan.ledger.derive import Derived
 from zeroplan.ledger.line import derived, evaluate, glossary_of, symbols
-from zeroplan.models.spec import ModelSpec, Tensor, Unit
+from zeroplan.models.spec import ModelSpec, SpecUnit, Tensor
 from zeroplan.planner.formula import formula_plan
 
 DIM = st.integers(1, 3000)
@@ -32,9 +32,9 @@ def tiny(hidden: int = 64, layers: int = 3, vocab: int = 1000, *, frozen: bool =
         Tensor("norm.weight", (hidden,)),
     )
     units = (
-        Unit("embed", (Tensor("weight", (vocab, hidden), trainable=not frozen),)),
-        Unit("blocks.{}", block, count=layers, block=True),
-        Unit("head", (Tensor("bias", (vocab,)),)),
+        SpecUnit("embed", (Tensor("weight", (vocab, hidden), trainable=not frozen),)),
+        SpecUnit("blocks.{}", block, count=layers, block=True),
+        SpecUnit("head", (Tensor("bias", (vocab,)),)),
     )
     return ModelSpec("tiny", units, "test")
 
@@ -113,7 +113,7 @@ def test_every_line_says_what_it_is_for(name: str) -> None:
 def test_optimizer_states_by_hand() -> None:
     """Bytes a parameter with fp32 masters, one rank: master 4 + states."""
     engine = find_engine("deepspeed")
-    spec = ModelSpec("flat", (Unit("m", (Tensor("w", (1024, 1024)),)),), "test")
+    spec = ModelSpec("flat", (SpecUnit("m", (Tensor("w", (1024, 1024)),)),), "test")
     expected = {"adamw": 8, "lion": 4, "adagrad": 4, "sgd": 0, "sgd_momentum": 4, "lamb": 8, "muon": 4, "adafactor": 4}
     expected["adamw8bit"] = 2 + 8 / 256
     for name, k in expected.items():

@@ -19,7 +19,7 @@ from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.deepspeed.engine import DeepSpeed
 from zeroplan.engines.registry import find_engine
-from zeroplan.models.spec import ModelSpec, Tensor, Unit
+from zeroplan.models.spec import ModelSpec, SpecUnit, Tensor
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.formula import formula_plan
 from zeroplan.planner.request import Request
@@ -78,7 +78,7 @@ def _simulated(
     """The layer `frozen` gets no gradient; `saved` are the bytes of each layer's activation."""
     workload = Workload(seq_len=8, **(work or {}))
     spec = ModelSpec(
-        "net", (Unit("", tuple(Tensor(f"layers.{i}.weight", s, i != frozen) for i, s in enumerate(SHAPES))),), "test"
+        "net", (SpecUnit("", tuple(Tensor(f"layers.{i}.weight", s, i != frozen) for i, s in enumerate(SHAPES))),), "test"
     )
     case = Case(spec, workload, Cluster(gpus=gpus), ZeroConfig.of(stage, reduce_bucket_size=1 << 20, **knobs))
     return simulated_plan(formula_plan(DeepSpeed(), case), DeepSpeed(), case, _stream(workload.param_bytes, saved, frozen))

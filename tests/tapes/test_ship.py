@@ -10,7 +10,7 @@ import pytest
 
 from zeroplan.core.tape import TapeModule, TapeParam
 from zeroplan.core.tape_codec import to_json
-from zeroplan.core.tape_format import Piece, Program, Segment, Tape
+from zeroplan.core.tape_format import Piece, Segment, Tape, TapeProgram
 from zeroplan.core.tape_options import options_for
 from zeroplan.core.workload import Attention, DType, Precision, Workload
 from zeroplan.models import catalog
@@ -22,7 +22,7 @@ MODEL = "distilbert/distilgpt2"
 
 
 def _tape(width: int) -> dict[str, object]:
-    program = Program((1, 0), (1, 0), [], [], [Piece(-1, False, [Segment()])])
+    program = TapeProgram((1, 0), (1, 0), [], [], [Piece(-1, False, [Segment()])])
     return to_json(Tape([TapeModule("", "Model", -1)], [TapeParam("w", (2, width), True, 2)], [0], [0], [], [program], 0))
 
 
@@ -106,7 +106,7 @@ def test_status_tells_missing_from_impossible(tmp_path: Path, capsys: pytest.Cap
 def test_compare_names_the_tapes_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, size in (("one", 3), ("two", 4)):
         folder = TapeFolder(str(tmp_path / name))
-        program = Program((1, 0), (1, 0), [], [], [Piece(-1, False, [_marks(size)])])
+        program = TapeProgram((1, 0), (1, 0), [], [], [Piece(-1, False, [_marks(size)])])
         _part(folder, "sdpa_none_half", to_json(Tape([TapeModule("", "Model", -1)], [], [0], [], [], [program], 0)))
         pack(MODEL, folder, "")
     both = ["--only", MODEL, "--into", str(tmp_path / "one"), "--compare"]

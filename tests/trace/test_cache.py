@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from zeroplan.core.tape import TapeModule, TapeParam
-from zeroplan.core.tape_format import Piece, Program, Segment, Tape
+from zeroplan.core.tape_format import Piece, Segment, Tape, TapeProgram
 from zeroplan.core.tape_options import Arithmetic, TraceOptions
 from zeroplan.tapes import cache
 
@@ -21,7 +21,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _tape() -> Tape:
-    program = Program((1, 0), (1, 0), [], [], [Piece(-1, False, [Segment()])])
+    program = TapeProgram((1, 0), (1, 0), [], [], [Piece(-1, False, [Segment()])])
     return Tape([TapeModule("", "Model", -1)], [TapeParam("w", (2, 3), True, 2)], [0], [0], [], [program], 12)
 
 

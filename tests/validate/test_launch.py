@@ -18,7 +18,7 @@ from zeroplan.engines.registry import find_engine
 from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
 from zeroplan.validate.job import VerifyJob, job_of
-from zeroplan.validate.launch import Launch
+from zeroplan.validate.launch import TorchrunLaunch
 from zeroplan.validate.live import live_module
 from zeroplan.validate.measured import measurement_of
 
@@ -51,7 +51,7 @@ def test_a_rank_that_dies_or_stops_is_named(blow: str, monkeypatch: pytest.Monke
             struck.append(launch.pids())
             os.kill(struck[0][1], getattr(signal, blow))
 
-    launch = Launch([endless(4.0)], 2, "cpu", strike, timeout=4.0)
+    launch = TorchrunLaunch([endless(4.0)], 2, "cpu", strike, timeout=4.0)
     begin = time.monotonic()
     try:
         launch.start()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from zeroplan.core.tape import TapeModule, TapeParam
-from zeroplan.core.tape_format import FORMAT, Anchor, Piece, Program, Segment, Size, Stack, Tape
+from zeroplan.core.tape_format import FORMAT, Anchor, Piece, Segment, Size, Stack, Tape, TapeProgram
 
 _COLUMNS = ("op", "anchor", "offset", "aux_anchor", "aux", "kind")
 
@@ -81,7 +81,7 @@ def from_json(data: dict[str, Any]) -> Tape:
             for s in data["stacks"]
         ],
         programs=[
-            Program(
+            TapeProgram(
                 (p["batches"][0], p["batches"][1]),
                 (p["seqs"][0], p["seqs"][1]),
                 [Size(f, tuple(tuple(tuple(t) for t in poly) for poly in args)) for f, args in p["sizes"]],

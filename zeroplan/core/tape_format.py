@@ -82,7 +82,7 @@ class Piece:
 
 
 @dataclass(slots=True)
-class Program:
+class TapeProgram:
     """The events for a range of micro batches and sequence lengths (both ends included; 0 is no upper end)."""
 
     batches: tuple[int, int]
@@ -128,7 +128,7 @@ class Tape:
     order: list[int]
     param_order: list[int]
     stacks: list[Stack]
-    programs: list[Program]
+    programs: list[TapeProgram]
     buffers: int = 0
     about: dict[str, Any] = field(default_factory=dict)
     _layout: TapeLayout | None = field(default=None, repr=False, compare=False)
@@ -202,7 +202,7 @@ class TapeLayout:
 class _Expansion:
     """Lays a program's segments end to end."""
 
-    def __init__(self, tape: Tape, layout: TapeLayout, program: Program, sizes: Sequence[int], rank: int) -> None:
+    def __init__(self, tape: Tape, layout: TapeLayout, program: TapeProgram, sizes: Sequence[int], rank: int) -> None:
         self.tape, self.layout, self.program, self.sizes = tape, layout, program, sizes
         self._counts = [[_storage_sizes(s, sizes) for s in piece.segments] for piece in program.pieces]
         self._bases: list[list[int]] = []

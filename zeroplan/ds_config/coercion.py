@@ -19,7 +19,7 @@ _TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
 _FALSE = frozenset({"0", "off", "f", "false", "n", "no"})
 
 
-class Kind(StrEnum):
+class ValueKind(StrEnum):
     """The kind of a key's value. The text is how messages and the docs name it."""
 
     INT = "a whole number"
@@ -176,31 +176,31 @@ def _as_is(value: Any) -> Any:
 
 
 #: The function for each kind; each raises ValueError for a value that is not of the kind.
-COERCE: dict[Kind, Callable[[Any], Any]] = {
-    Kind.INT: to_int,
-    Kind.FLOAT: to_float,
-    Kind.BOOL: to_bool,
-    Kind.STR: to_str,
-    Kind.STAGE: _to_stage,
-    Kind.DEVICE: _to_device,
-    Kind.DTYPE: to_dtype,
-    Kind.LOSS_SCALE: _to_loss_scale,
-    Kind.SCALE_INT: _to_scale_int,
-    Kind.INT_OR_STR: _to_int_or_str,
-    Kind.STRINGS: _to_strings,
-    Kind.LIST: _to_list,
-    Kind.SECTION: _as_is,
-    Kind.ANY: _as_is,
+COERCE: dict[ValueKind, Callable[[Any], Any]] = {
+    ValueKind.INT: to_int,
+    ValueKind.FLOAT: to_float,
+    ValueKind.BOOL: to_bool,
+    ValueKind.STR: to_str,
+    ValueKind.STAGE: _to_stage,
+    ValueKind.DEVICE: _to_device,
+    ValueKind.DTYPE: to_dtype,
+    ValueKind.LOSS_SCALE: _to_loss_scale,
+    ValueKind.SCALE_INT: _to_scale_int,
+    ValueKind.INT_OR_STR: _to_int_or_str,
+    ValueKind.STRINGS: _to_strings,
+    ValueKind.LIST: _to_list,
+    ValueKind.SECTION: _as_is,
+    ValueKind.ANY: _as_is,
 }
 
 
-def exactly(kind: Kind, value: Any) -> Any:
+def exactly(kind: ValueKind, value: Any) -> Any:
     """A value of the ``zeroplan`` section, which takes no other type for a kind: a float takes an integer, nothing else.
 
     Raises:
         ValueError: for a value of another type, or a number that is not finite.
     """
-    types: dict[Kind, tuple[type, ...]] = {Kind.BOOL: (bool,), Kind.INT: (int,), Kind.FLOAT: (int, float)}
+    types: dict[ValueKind, tuple[type, ...]] = {ValueKind.BOOL: (bool,), ValueKind.INT: (int,), ValueKind.FLOAT: (int, float)}
     if type(value) not in types[kind] or (isinstance(value, float) and not math.isfinite(value)):
         raise ValueError
-    return float(value) if kind is Kind.FLOAT else value
+    return float(value) if kind is ValueKind.FLOAT else value

@@ -28,7 +28,7 @@ from zeroplan.ds_config.reading import KeyReport, Reading
 from zeroplan.ds_config.rulebook import run_rules
 from zeroplan.ds_config.rules import View
 from zeroplan.ds_config.runtime_options import RuntimeOptions
-from zeroplan.ds_config.schema import Effect
+from zeroplan.ds_config.schema import MemoryEffect
 from zeroplan.ds_config.sections import SECTIONS
 from zeroplan.ds_config.source import load_source
 from zeroplan.ds_config.training import TrainingSettings
@@ -351,8 +351,8 @@ def _unmodelled(reading: Reading) -> None:
     """One warning for each key that zeroplan knows and does not model, so that no plan is silently wrong."""
     if reading.for_runtime:
         return  # it refuses them
-    moved = [key.path for key in reading.keys if key.effect is Effect.UNMODELLED and key.value not in (None, False)]
-    modelled = {key.path.partition(".")[0] for key in reading.keys if key.effect is Effect.MEMORY}
+    moved = [key.path for key in reading.keys if key.effect is MemoryEffect.UNMODELLED and key.value not in (None, False)]
+    modelled = {key.path.partition(".")[0] for key in reading.keys if key.effect is MemoryEffect.MEMORY}
     named = (path if (top := path.partition(".")[0]) in modelled else top for path in moved)
     for where in dict.fromkeys(named):
         what = "changes memory in a way that is not modelled: plans leave it out"

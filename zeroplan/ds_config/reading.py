@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from zeroplan.ds_config.coercion import Kind
+from zeroplan.ds_config.coercion import ValueKind
 from zeroplan.ds_config.dialect import Dialect
 from zeroplan.ds_config.findings import At, Finding, Severity
-from zeroplan.ds_config.schema import Effect, Key, Mode, Section
+from zeroplan.ds_config.schema import Key, MemoryEffect, Mode, Section
 
 #: Unknown keys of one section that are listed one by one; the rest are counted.
 MOST_UNKNOWN = 20
@@ -20,7 +20,7 @@ class KeyReport:
     """A key of the file: its value, where it came from, and its effect."""
 
     path: str
-    effect: Effect
+    effect: MemoryEffect
     value: Any
     note: str = ""
 
@@ -69,12 +69,12 @@ class Reading:
 
     def bad_value(self, section: Section, key: Key, where: str, value: Any) -> None:
         """Note a value that is not of the key's kind."""
-        noun = "a dtype" if key.kind is Kind.DTYPE else key.kind.value
+        noun = "a dtype" if key.kind is ValueKind.DTYPE else key.kind.value
         what, remedy = f"{show(value)} is not {noun}", f"write {key.kind.value}"
         if isinstance(value, str) and "|" in value:
             what, remedy = f"{show(value)} is a placeholder, not a value", f"write one of the values: {key.kind.value}"
         early = section.path == "torch_autocast" or where == "wall_clock_breakdown" or where.endswith("communication_data_type")
-        at = At.CONFIG if early or key.kind is Kind.SECTION else raised_at(section)
+        at = At.CONFIG if early or key.kind is ValueKind.SECTION else raised_at(section)
         self.add("value.type", Severity.ERROR, where, what, remedy, section.source, at)
 
     def out_of_range(self, section: Section, key: Key, where: str, value: Any) -> None:

@@ -11,11 +11,11 @@ from dataclasses import MISSING, dataclass, fields, replace
 from enum import StrEnum
 from typing import Any
 
-from zeroplan.ds_config.coercion import Kind
+from zeroplan.ds_config.coercion import ValueKind
 from zeroplan.ds_config.dialect import Dialect, Support
 
 
-class Effect(StrEnum):
+class MemoryEffect(StrEnum):
     """Effect of a key on memory, as far as zeroplan knows."""
 
     MEMORY = "understood"
@@ -56,8 +56,8 @@ class Key:
     """
 
     name: str
-    kind: Kind
-    effect: Effect
+    kind: ValueKind
+    effect: MemoryEffect
     default: Any = None
     attr: str = ""
     alias: str = ""
@@ -125,21 +125,21 @@ def _defaults(cls: type) -> dict[str, Any]:
     return {f.name: f.default_factory() if f.default_factory is not MISSING else f.default for f in fields(cls)}
 
 
-def mem(name: str, kind: Kind, attr: str | None = None, **more: Any) -> Key:
+def mem(name: str, kind: ValueKind, attr: str | None = None, **more: Any) -> Key:
     """Make a key that a line or a schedule reads; `attr` is the field that holds it, by default of the same name."""
-    return Key(name, kind, Effect.MEMORY, attr=name if attr is None else attr, **more)
+    return Key(name, kind, MemoryEffect.MEMORY, attr=name if attr is None else attr, **more)
 
 
-def free(name: str, kind: Kind, default: Any = None, **more: Any) -> Key:
+def free(name: str, kind: ValueKind, default: Any = None, **more: Any) -> Key:
     """Make a key without effect on memory."""
-    return Key(name, kind, Effect.NONE, default, **more)
+    return Key(name, kind, MemoryEffect.NONE, default, **more)
 
 
-def other(name: str, kind: Kind, default: Any = None, **more: Any) -> Key:
+def other(name: str, kind: ValueKind, default: Any = None, **more: Any) -> Key:
     """Make a key that moves memory in a way that zeroplan does not model. The runtime refuses it."""
-    return Key(name, kind, Effect.UNMODELLED, default, **{"runtime": Support.REFUSED, **more})
+    return Key(name, kind, MemoryEffect.UNMODELLED, default, **{"runtime": Support.REFUSED, **more})
 
 
 #: Short names for the ``sections_*`` modules.
-INT, FLOAT, BOOL, STR = Kind.INT, Kind.FLOAT, Kind.BOOL, Kind.STR
+INT, FLOAT, BOOL, STR = ValueKind.INT, ValueKind.FLOAT, ValueKind.BOOL, ValueKind.STR
 HONOURED, IGNORED, REFUSED = Support.HONOURED, Support.IGNORED, Support.REFUSED

@@ -7,7 +7,7 @@ runtime/precision_config.py of DeepSpeed 0.19.8.
 from __future__ import annotations
 
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.ds_config.coercion import Kind
+from zeroplan.ds_config.coercion import ValueKind
 from zeroplan.ds_config.schema import (
     BOOL,
     FLOAT,
@@ -16,8 +16,8 @@ from zeroplan.ds_config.schema import (
     INT,
     REFUSED,
     STR,
-    Effect,
     Key,
+    MemoryEffect,
     Mode,
     Section,
     free,
@@ -31,7 +31,7 @@ from zeroplan.ds_config.sections_runtime import ZEROPLAN
 from zeroplan.ds_config.sections_training import TRAINING
 from zeroplan.ds_config.sections_zero import LEAF_MODULE, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, ZENFLOW, ZERO
 
-_SEC = Kind.SECTION
+_SEC = ValueKind.SECTION
 
 TOP = section(
     "",
@@ -45,8 +45,8 @@ TOP = section(
     mem("prescale_gradients", BOOL),
     mem("gradient_predivide_factor", FLOAT),
     free("gradient_allreduce_op", STR, "mean", runtime=REFUSED),
-    mem("communication_data_type", Kind.DTYPE, optional=True, runtime=HONOURED),
-    mem("seq_parallel_communication_data_type", Kind.DTYPE, optional=True),
+    mem("communication_data_type", ValueKind.DTYPE, optional=True, runtime=HONOURED),
+    mem("seq_parallel_communication_data_type", ValueKind.DTYPE, optional=True),
     mem("zero_allow_untested_optimizer", BOOL),
     mem("zero_force_ds_cpu_optimizer", BOOL),
     *(mem(name, _SEC, "", runtime=HONOURED) for name in ("zero_optimization", "fp16", "optimizer", "data_types")),
@@ -142,23 +142,23 @@ def find_key(path: str) -> Key | None:
     return holder.find(name) if holder else None
 
 
-def effects(path: str) -> Effect:
+def effects(path: str) -> MemoryEffect:
     """Return what the key of a dotted path does to memory."""
     key = find_key(path)
     if key is not None:
         return key.effect
     if path in REMOVED:
-        return Effect.REMOVED
+        return MemoryEffect.REMOVED
     parent, _, name = path.rpartition(".")
     if parent == "optimizer.params":
-        return Effect.MEMORY if name in _OPTIMIZER_MEMORY else Effect.NONE
+        return MemoryEffect.MEMORY if name in _OPTIMIZER_MEMORY else MemoryEffect.NONE
     head = path.partition(".")[0]
     for prefix in (parent, head):
         holder = SECTIONS.get(prefix)
         if holder is not None and holder.mode is Mode.OPEN:
             owner = find_key(prefix)
-            return owner.effect if owner else Effect.NONE
-    return Effect.UNKNOWN
+            return owner.effect if owner else MemoryEffect.NONE
+    return MemoryEffect.UNKNOWN
 
 
 _OPTIMIZER_MEMORY = frozenset({"torch_adam", "fp32_optimizer_states", "momentum", "amsgrad", "foreach", "fused", "nesterov"})

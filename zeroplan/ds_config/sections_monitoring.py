@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from zeroplan.ds_config.coercion import Kind
+from zeroplan.ds_config.coercion import ValueKind
 from zeroplan.ds_config.schema import BOOL, FLOAT, HONOURED, INT, STR, Mode, free, section
 
-_SEC = Kind.SECTION
+_SEC = ValueKind.SECTION
 
 COMMS_LOGGER = section(
     "comms_logger",
@@ -13,7 +13,7 @@ COMMS_LOGGER = section(
     "comm/config.py",
     free("enabled", BOOL, False),
     free("prof_all", BOOL, True),
-    free("prof_ops", Kind.LIST, []),
+    free("prof_ops", ValueKind.LIST, []),
     free("verbose", BOOL, False),
     free("debug", BOOL, False),
 )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from zeroplan.ds_config.coercion import Kind
+from zeroplan.ds_config.coercion import ValueKind
 from zeroplan.ds_config.schema import BOOL, INT, STR, Mode, other, section
 
-_SEC = Kind.SECTION
+_SEC = ValueKind.SECTION
 
 HYBRID_ENGINE = section(
     "hybrid_engine",
@@ -33,20 +33,20 @@ COMPILE = section(
     *(other(name, BOOL, False) for name in ("sync_before_allgather", "sync_after_allgather")),
     other("keep_int_input_tensors", BOOL, True),
     other("keep_all_input_tensors", BOOL, False),
-    other("passes", Kind.LIST, optional=True, note="z1, z3, autosp, autotp"),
+    other("passes", ValueKind.LIST, optional=True, note="z1, z3, autosp, autotp"),
 )
 
 TENSOR_PARALLEL = section(
     "tensor_parallel",
     Mode.MODEL,
     "runtime/tensor_parallel/config.py",
-    other("dtype", Kind.ANY),
+    other("dtype", ValueKind.ANY),
     other("autotp_size", INT, 0),
     other("tp_overlap_comm", BOOL, False),
     other("vocab_parallel_lm_head", BOOL, optional=True),
     other("vocab_parallel_ce_backend", STR, "torch"),
     other("tensor_parallel", _SEC, alias="tp"),
-    other("injection_policy_tuple", Kind.ANY, optional=True),
+    other("injection_policy_tuple", ValueKind.ANY, optional=True),
     other("partition_config", _SEC, optional=True),
     other("preset_model", STR, optional=True),
     other("keep_module_on_host", BOOL, False),

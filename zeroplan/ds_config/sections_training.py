@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zeroplan.core.zero_config import ActivationCheckpointing, Aio, ZeroConfig
-from zeroplan.ds_config.coercion import Kind
+from zeroplan.ds_config.coercion import ValueKind
 from zeroplan.ds_config.schema import BOOL, HONOURED, IGNORED, INT, REFUSED, STR, Mode, free, mem, other, section
 
 FP16 = section(
@@ -12,12 +12,12 @@ FP16 = section(
     "runtime/precision_config.py",
     mem("enabled", BOOL, "", default=False, runtime=HONOURED),
     free("auto_cast", BOOL, False, runtime=HONOURED),
-    free("loss_scale", Kind.LOSS_SCALE, 0, runtime=HONOURED),
+    free("loss_scale", ValueKind.LOSS_SCALE, 0, runtime=HONOURED),
     free("initial_scale_power", INT, 16, runtime=HONOURED),
-    free("loss_scale_window", Kind.SCALE_INT, 1000, runtime=HONOURED),
+    free("loss_scale_window", ValueKind.SCALE_INT, 1000, runtime=HONOURED),
     free("hysteresis", INT, 2, runtime=HONOURED),
     free("consecutive_hysteresis", BOOL, False, runtime=HONOURED),
-    free("min_loss_scale", Kind.SCALE_INT, 1, runtime=HONOURED),
+    free("min_loss_scale", ValueKind.SCALE_INT, 1, runtime=HONOURED),
     mem("fp16_master_weights_and_grads", BOOL, runtime=REFUSED),
     holder=ZeroConfig,
 )
@@ -38,10 +38,10 @@ DATA_TYPES = section(
     "data_types",
     Mode.PLAIN,
     "runtime/constants.py",
-    mem("grad_accum_dtype", Kind.DTYPE, optional=True, runtime=HONOURED),
-    mem("param_dtype", Kind.DTYPE, "", optional=True, runtime=REFUSED),
-    other("buffer_dtype", Kind.DTYPE, optional=True),
-    other("keep_in_fp32_modules", Kind.ANY, "auto"),
+    mem("grad_accum_dtype", ValueKind.DTYPE, optional=True, runtime=HONOURED),
+    mem("param_dtype", ValueKind.DTYPE, "", optional=True, runtime=REFUSED),
+    other("buffer_dtype", ValueKind.DTYPE, optional=True),
+    other("keep_in_fp32_modules", ValueKind.ANY, "auto"),
     holder=ZeroConfig,
 )
 
@@ -50,8 +50,8 @@ TORCH_AUTOCAST = section(
     Mode.PLAIN,
     "runtime/config.py",
     mem("enabled", BOOL, "", default=False, runtime=REFUSED),
-    mem("dtype", Kind.DTYPE, "", optional=True, runtime=REFUSED),
-    other("lower_precision_safe_modules", Kind.STRINGS, optional=True),
+    mem("dtype", ValueKind.DTYPE, "", optional=True, runtime=REFUSED),
+    other("lower_precision_safe_modules", ValueKind.STRINGS, optional=True),
 )
 
 OPTIMIZER = section(
@@ -59,7 +59,7 @@ OPTIMIZER = section(
     Mode.PLAIN,
     "runtime/config.py",
     mem("type", STR, "", optional=True, runtime=HONOURED),
-    mem("params", Kind.SECTION, "", optional=True, runtime=HONOURED),
+    mem("params", ValueKind.SECTION, "", optional=True, runtime=HONOURED),
     free("legacy_fusion", BOOL, False),
 )
 
@@ -68,7 +68,7 @@ SCHEDULER = section(
     Mode.PLAIN,
     "runtime/config.py",
     free("type", STR, optional=True, runtime=HONOURED),
-    free("params", Kind.SECTION, optional=True, runtime=HONOURED),
+    free("params", ValueKind.SECTION, optional=True, runtime=HONOURED),
 )
 
 OPTIMIZER_PARAMS = section("optimizer.params", Mode.OPEN, "runtime/engine.py")

@@ -7,14 +7,14 @@ refuses those that would change what is computed or stored.
 from __future__ import annotations
 
 from zeroplan.core.zero_config import LeafModule, OffloadOptimizer, OffloadParam, ZenFlow, ZeroConfig
-from zeroplan.ds_config.coercion import Kind
+from zeroplan.ds_config.coercion import ValueKind
 from zeroplan.ds_config.schema import BOOL, FLOAT, HONOURED, INT, REFUSED, STR, Mode, free, mem, other, section
 
 ZERO = section(
     "zero_optimization",
     Mode.MODEL,
     "runtime/zero/config.py",
-    mem("stage", Kind.STAGE, runtime=HONOURED),
+    mem("stage", ValueKind.STAGE, runtime=HONOURED),
     mem("contiguous_gradients", BOOL),
     mem("reduce_scatter", BOOL),
     mem("reduce_bucket_size", INT, above=0),
@@ -25,9 +25,9 @@ ZERO = section(
     mem("compute_grad_norm", BOOL, runtime=REFUSED),
     free("load_from_fp32_weights", BOOL, True),
     free("elastic_checkpoint", BOOL, False),
-    mem("offload_param", Kind.SECTION, optional=True, runtime=HONOURED),
-    mem("offload_optimizer", Kind.SECTION, optional=True, runtime=HONOURED),
-    mem("zenflow", Kind.SECTION, optional=True, runtime=REFUSED),
+    mem("offload_param", ValueKind.SECTION, optional=True, runtime=HONOURED),
+    mem("offload_optimizer", ValueKind.SECTION, optional=True, runtime=HONOURED),
+    mem("zenflow", ValueKind.SECTION, optional=True, runtime=REFUSED),
     mem("sub_group_size", INT, lo=0, threshold=True),
     mem("cpu_offload_param", BOOL, "", optional=True, replaced_by="offload_param", runtime=HONOURED),
     free("cpu_offload_use_pin_memory", BOOL, optional=True, replaced_by="offload_param or offload_optimizer"),
@@ -62,7 +62,7 @@ ZERO = section(
     free("log_trace_cache_warnings", BOOL, False),
     free("enable_sanity_checks", BOOL, False),
     mem("save_muon_momentum_buffer_in_memory", BOOL),
-    mem("leaf_module", Kind.SECTION),
+    mem("leaf_module", ValueKind.SECTION),
     holder=ZeroConfig,
 )
 
@@ -70,7 +70,7 @@ OFFLOAD_PARAM = section(
     "zero_optimization.offload_param",
     Mode.MODEL,
     "runtime/zero/offload_config.py",
-    mem("device", Kind.DEVICE, runtime=HONOURED),
+    mem("device", ValueKind.DEVICE, runtime=HONOURED),
     mem("nvme_path", STR, optional=True, runtime=HONOURED),
     mem("buffer_count", INT, lo=0, runtime=HONOURED),
     mem("buffer_size", INT, lo=0, runtime=HONOURED),
@@ -83,7 +83,7 @@ OFFLOAD_OPTIMIZER = section(
     "zero_optimization.offload_optimizer",
     Mode.MODEL,
     "runtime/zero/offload_config.py",
-    mem("device", Kind.DEVICE, runtime=HONOURED),
+    mem("device", ValueKind.DEVICE, runtime=HONOURED),
     mem("nvme_path", STR, optional=True, runtime=HONOURED),
     mem("buffer_count", INT, lo=0, runtime=HONOURED),
     mem("pin_memory", BOOL),
@@ -102,8 +102,8 @@ ZENFLOW = section(
     "runtime/zenflow/zenflow_config.py",
     mem("topk_ratio", FLOAT, above=0.0, below=1.0, runtime=REFUSED),
     mem("select_strategy", STR, runtime=REFUSED),
-    mem("select_interval", Kind.INT_OR_STR, runtime=REFUSED),
-    mem("update_interval", Kind.INT_OR_STR, runtime=REFUSED),
+    mem("select_interval", ValueKind.INT_OR_STR, runtime=REFUSED),
+    mem("update_interval", ValueKind.INT_OR_STR, runtime=REFUSED),
     mem("overlap_step", BOOL, runtime=REFUSED),
     mem("offload", BOOL, runtime=REFUSED),
     mem("auto_ratio", FLOAT, lo=0.0, hi=1.0, runtime=REFUSED),
@@ -117,8 +117,8 @@ LEAF_MODULE = section(
     "zero_optimization.leaf_module",
     Mode.MODEL,
     "runtime/zero/leaf_module_config.py",
-    mem("classes", Kind.STRINGS),
-    mem("names", Kind.STRINGS),
-    mem("name_suffixes", Kind.STRINGS),
+    mem("classes", ValueKind.STRINGS),
+    mem("names", ValueKind.STRINGS),
+    mem("name_suffixes", ValueKind.STRINGS),
     holder=LeafModule,
 )

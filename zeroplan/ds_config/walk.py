@@ -12,11 +12,11 @@ from itertools import islice
 from typing import Any
 
 from zeroplan.core.errors import did_you_mean
-from zeroplan.ds_config.coercion import COERCE, Kind, exactly
+from zeroplan.ds_config.coercion import COERCE, ValueKind, exactly
 from zeroplan.ds_config.dialect import Dialect, Support
 from zeroplan.ds_config.findings import At, Severity
 from zeroplan.ds_config.reading import MOST_UNKNOWN, KeyReport, Reading, show
-from zeroplan.ds_config.schema import Effect, Key, Mode, Section
+from zeroplan.ds_config.schema import Key, MemoryEffect, Mode, Section
 from zeroplan.ds_config.sections import HF_FILLS, REMOVED, SECTIONS, effects
 
 AUTO = "auto"
@@ -67,7 +67,7 @@ def _walk_section(reading: Reading, section: Section, data: Mapping[str, Any]) -
         if section.mode is Mode.OPEN:
             _open_key(reading, section, where, value)
         elif where in REMOVED and "." not in name:
-            reading.keys.append(KeyReport(where, Effect.REMOVED, value))
+            reading.keys.append(KeyReport(where, MemoryEffect.REMOVED, value))
             if reading.for_runtime and isinstance(value, Mapping) and value.get("enabled") is False:
                 reading.ignored.append(where)
                 continue
@@ -105,10 +105,10 @@ def _unknown_key(reading: Reading, section: Section, where: str, name: str, valu
     """Note an unknown key. Those that are not `listed` are many, and only counted: near names take a millisecond a key."""
     slip = _TOP_LEVEL_SLIPS.get(name) if not section.path else None
     if not (listed or slip):
-        reading.keys.append(KeyReport(where, Effect.UNKNOWN, value))
+        reading.keys.append(KeyReport(where, MemoryEffect.UNKNOWN, value))
         return
     near = f"did you mean {slip!r}?" if slip else did_you_mean(name, section.names(reading.dialect))
-    reading.keys.append(KeyReport(where, Effect.UNKNOWN, value, near))
+    reading.keys.append(KeyReport(where, MemoryEffect.UNKNOWN, value, near))
     if reading.for_runtime:
         _unsupported(reading, section, name, near or _REMOVE)
         return
@@ -158,7 +158,7 @@ def _refused(reading: Reading, section: Section, key: Key, where: str, value: An
 def _says_nothing(section: Section, key: Key, value: Any) -> bool:
     if value is None or value == AUTO:
         return True
-    if key.kind is Kind.SECTION:
+    if key.kind is ValueKind.SECTION:
         target = SECTIONS.get(_join(section.path, key.name))
         switch = target.keys.get("enabled") if target else None
         if not isinstance(value, Mapping) or switch is None or switch.default is not False:
@@ -173,7 +173,7 @@ def _says_nothing(section: Section, key: Key, value: Any) -> bool:
 
 def _ignored_by_deepspeed(reading: Reading, section: Section, key: Key, where: str, value: Any) -> None:
     """Note a top-level key that DeepSpeed ignores: one of the runtime's own, or one that an older DeepSpeed read."""
-    reading.keys.append(KeyReport(where, Effect.NONE, value, key.note))
+    reading.keys.append(KeyReport(where, MemoryEffect.NONE, value, key.note))
     what = "only zeroplan's runtime reads it: DeepSpeed ignores it"
     remedy = f"use {key.replaced_by}" if key.replaced_by else ""
     reading.add("key.ignored", Severity.WARNING, where, what, remedy, section.source)
@@ -191,7 +191,7 @@ def _known_key(reading: Reading, section: Section, key: Key, where: str, value: 
         _ignored_by_deepspeed(reading, section, key, where, value)
         return
     canonical = _join("bf16" if section.path == "bfloat16" else section.path, key.name)
-    if value == AUTO and not (key.kind is Kind.INT_OR_STR or key.name in _AUTO_IS_A_VALUE):
+    if value == AUTO and not (key.kind is ValueKind.INT_OR_STR or key.name in _AUTO_IS_A_VALUE):
         if canonical in reading.fill:
             reading.keys.append(KeyReport(where, key.effect, value, f"auto, here {reading.fill[canonical]!r}"))
             reading.values[canonical] = reading.fill[canonical]
@@ -200,16 +200,16 @@ def _known_key(reading: Reading, section: Section, key: Key, where: str, value: 
         return
     if support is Support.IGNORED:
         reading.ignored.append(where)
-        if key.kind is Kind.SECTION:
+        if key.kind is ValueKind.SECTION:
             reading.keys.append(KeyReport(where, key.effect, None))
             return
-    if value is None and (key.optional or (section.mode is not Mode.MODEL and key.kind is not Kind.SECTION)):
+    if value is None and (key.optional or (section.mode is not Mode.MODEL and key.kind is not ValueKind.SECTION)):
         reading.keys.append(KeyReport(where, key.effect, value))
         if key.optional:
             reading.values[canonical] = None
             _deprecated(reading, section, key, where)
         return
-    if key.kind is Kind.SECTION:
+    if key.kind is ValueKind.SECTION:
         reading.keys.append(KeyReport(where, key.effect, None if isinstance(value, Mapping) else value))
         _subsection(reading, section, key, where, value)
         return
@@ -250,16 +250,16 @@ def _coerced(reading: Reading, section: Section, key: Key, where: str, value: An
     if section.mode is Mode.MODEL:
         return COERCE[key.kind](value)
     # Outside the pydantic blocks DeepSpeed takes values as they stand: a string is no number there, and anything is a boolean.
-    if key.kind is Kind.BOOL and not isinstance(value, bool):
+    if key.kind is ValueKind.BOOL and not isinstance(value, bool):
         if reading.for_runtime or (where == "wall_clock_breakdown" and not isinstance(value, int)):
             raise ValueError  # DeepSpeed combines wall_clock_breakdown with |, which takes no string
         what = f"{show(value)} is no boolean, and DeepSpeed takes it as {show(bool(value))}"
         reading.add("value.truth", Severity.WARNING, where, what, "write true or false", section.source)
         return bool(value)
-    if key.kind in (Kind.INT, Kind.FLOAT) and isinstance(value, str):
+    if key.kind in (ValueKind.INT, ValueKind.FLOAT) and isinstance(value, str):
         raise ValueError
     if key.name.endswith("communication_data_type"):
-        return COERCE[Kind.DTYPE](value.lower() if isinstance(value, str) and value.lower() in _COMM_DTYPES else None)
+        return COERCE[ValueKind.DTYPE](value.lower() if isinstance(value, str) and value.lower() in _COMM_DTYPES else None)
     return COERCE[key.kind](value)
 
 
@@ -311,14 +311,14 @@ def _left_open(reading: Reading, where: str, canonical: str, value: Any, mode: M
     reading.autos.append(canonical)
     who = "the HF Trainer fills it" if trainer else "the HF Trainer leaves it too"
     if mode is Mode.MODEL:
-        default = "the default" if key is None or key.kind is Kind.SECTION else f"the default {show(_plain(key.default))}"
+        default = "the default" if key is None or key.kind is ValueKind.SECTION else f"the default {show(_plain(key.default))}"
         severity = Severity.WARNING if trainer or canonical.endswith(".stage") else Severity.NOTE
         what = f'"auto" is dropped by DeepSpeed alone, which takes {default}; {who}'
         reading.add("auto.dropped", severity, where, what, "", "runtime/config_utils.py")
     else:
         severity = Severity.OPEN if trainer else Severity.ERROR
         what = f'"auto" is rejected by DeepSpeed alone; {who}'
-        early = canonical in _BATCH or (key is not None and key.kind is Kind.SECTION)
+        early = canonical in _BATCH or (key is not None and key.kind is ValueKind.SECTION)
         at = At.CONFIG if early else At.RUN if canonical == "gradient_clipping" else At.ENGINE
         remedy = "" if trainer else "write a value"
         reading.add("auto.rejected", severity, where, what, remedy, "runtime/config.py", at)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from zeroplan.core.units import GIB, format_bytes
-from zeroplan.logs.events import Event, Kind, Stated
+from zeroplan.logs.events import LogEvent, LogEventKind, Stated
 from zeroplan.logs.phases import phase_of
 from zeroplan.logs.reader import Log
 
@@ -59,7 +59,7 @@ class Diagnosis:
         phase: of the training step, as the traceback shows it.
         rank: that failed first.
         evidence: the lines that show it.
-        sizes: bytes that the decisive line names (see :class:`~zeroplan.logs.events.Event`).
+        sizes: bytes that the decisive line names (see :class:`~zeroplan.logs.events.LogEvent`).
         advice: what to do, the first thing first.
         stated: sizes of the run that the log gives.
     """
@@ -68,7 +68,7 @@ class Diagnosis:
     verdict: str
     phase: str | None = None
     rank: int | None = None
-    evidence: tuple[Event, ...] = ()
+    evidence: tuple[LogEvent, ...] = ()
     sizes: dict[str, int] = field(default_factory=dict)
     advice: tuple[Advice, ...] = ()
     stated: Stated = field(default_factory=Stated)
@@ -145,7 +145,7 @@ def diagnose(log: Log) -> Diagnosis:
 
 
 def _gpu(log: Log) -> Diagnosis | None:
-    events = log.of(Kind.GPU_OOM)
+    events = log.of(LogEventKind.GPU_OOM)
     if not events:
         return None
     first = next((event for event in events if event.sizes), events[0])
@@ -187,8 +187,8 @@ def _tuning(stated: Stated) -> tuple[Advice, ...]:
 
 
 def _host(log: Log) -> Diagnosis | None:
-    own = log.of(Kind.HOST_KILL, Kind.HOST_REFUSED)
-    killed = log.of(Kind.SIGKILL)
+    own = log.of(LogEventKind.HOST_KILL, LogEventKind.HOST_REFUSED)
+    killed = log.of(LogEventKind.SIGKILL)
     if not own and not (killed and not _own_errors(log)):
         return None
     events = own or killed
@@ -197,7 +197,7 @@ def _host(log: Log) -> Diagnosis | None:
     if own:
         held = f", with {format_bytes(sizes['resident'])} resident" if "resident" in sizes else ""
         tried = f": {format_bytes(sizes['tried'])} more were refused" if "tried" in sizes else ""
-        what = "the system killed a process" if own[0].kind is Kind.HOST_KILL else "an allocation failed"
+        what = "the system killed a process" if own[0].kind is LogEventKind.HOST_KILL else "an allocation failed"
         verdict = f"Out of host memory: {what}{held}{tried}."
     else:
         verdict = "A process was killed by signal 9: most likely the host ran out of memory (dmesg says so, if it was)."
@@ -214,12 +214,12 @@ def _host(log: Log) -> Diagnosis | None:
     return Diagnosis(Cause.HOST_MEMORY, verdict, phase, events[0].rank, tuple([*own, *killed][:3]), sizes, advice, log.stated)
 
 
-def _own_errors(log: Log) -> list[Event]:
+def _own_errors(log: Log) -> list[LogEvent]:
     """Exceptions that are about the process itself, not about a peer that went away."""
-    return log.of(Kind.EXCEPTION, Kind.SCALE_FLOOR, Kind.BATCH_SIZES)
+    return log.of(LogEventKind.EXCEPTION, LogEventKind.SCALE_FLOOR, LogEventKind.BATCH_SIZES)
 
 
-def _simple(kind: Kind, cause: Cause, verdict: str, *advice: Advice) -> Callable[[Log], Diagnosis | None]:
+def _simple(kind: LogEventKind, cause: Cause, verdict: str, *advice: Advice) -> Callable[[Log], Diagnosis | None]:
     def judge(log: Log) -> Diagnosis | None:
         events = log.of(kind)
         if not events:
@@ -242,10 +242,10 @@ _LOWER = Advice(
 
 
 def _nan(log: Log) -> Diagnosis | None:
-    events = log.of(Kind.NAN)
+    events = log.of(LogEventKind.NAN)
     if len(events) < _PERSISTENT:
         return None
-    half = log.stated.dtype == "fp16" or log.of(Kind.OVERFLOW)
+    half = log.stated.dtype == "fp16" or log.of(LogEventKind.OVERFLOW)
     verdict = f"Losses or gradients are NaN or infinite from line {events[0].line} on: the run trains on nothing since."
     advice = (
         (_BF16, _LOWER)
@@ -256,7 +256,7 @@ def _nan(log: Log) -> Diagnosis | None:
 
 
 def _overflow(log: Log) -> Diagnosis | None:
-    events = log.of(Kind.OVERFLOW)
+    events = log.of(LogEventKind.OVERFLOW)
     if len(events) <= _SETTLING:
         return None
     verdict = (
@@ -266,7 +266,7 @@ def _overflow(log: Log) -> Diagnosis | None:
 
 
 def _error(log: Log) -> Diagnosis | None:
-    events = log.of(Kind.EXCEPTION)
+    events = log.of(LogEventKind.EXCEPTION)
     if not events:
         return None
     first = events[0]
@@ -276,7 +276,7 @@ def _error(log: Log) -> Diagnosis | None:
 
 
 def _peers(log: Log) -> Diagnosis | None:
-    stuck, gone = log.of(Kind.STUCK), log.of(Kind.PEER_GONE)
+    stuck, gone = log.of(LogEventKind.STUCK), log.of(LogEventKind.PEER_GONE)
     if stuck:
         ranks = sorted({event.rank for event in stuck if event.rank is not None})
         who = f" (ranks {', '.join(map(str, ranks[:8]))} waited)" if ranks else ""
@@ -302,7 +302,7 @@ def _peers(log: Log) -> Diagnosis | None:
 
 
 def _pressure(log: Log) -> Diagnosis | None:
-    flushes, swap = log.of(Kind.CACHE_FLUSH), log.of(Kind.SWAP)
+    flushes, swap = log.of(LogEventKind.CACHE_FLUSH), log.of(LogEventKind.SWAP)
     if flushes:
         verdict = "The GPU's memory is full: torch's allocator releases and takes memory in every step, which makes steps slow."
         return Diagnosis(
@@ -341,7 +341,7 @@ def _slower(log: Log) -> Diagnosis | None:
 
 
 def _nothing(log: Log) -> Diagnosis:
-    done = log.of(Kind.FINISHED)
+    done = log.of(LogEventKind.FINISHED)
     if done:
         return Diagnosis(Cause.NOTHING, "Nothing went wrong: the run ended by itself.", evidence=(done[-1],), stated=log.stated)
     return Diagnosis(Cause.NOTHING, "Nothing in this log says that anything went wrong.", stated=log.stated)
@@ -351,29 +351,33 @@ def _nothing(log: Log) -> Diagnosis:
 _JUDGES: tuple[Callable[[Log], Diagnosis | None], ...] = (
     _gpu,
     _simple(
-        Kind.PINNED_OOM,
+        LogEventKind.PINNED_OOM,
         Cause.PINNED_MEMORY,
         "Out of page-locked host memory.",
         Advice("set pin_memory to false, or raise the limit (ulimit -l)", "pinned memory cannot be swapped out and is bounded"),
     ),
     _simple(
-        Kind.SHM_FULL,
+        LogEventKind.SHM_FULL,
         Cause.SHARED_MEMORY,
         "/dev/shm is full: data loaders and NCCL exchange through it.",
         Advice("start the container with --ipc=host or --shm-size 16g", "containers get 64 MiB"),
     ),
     _simple(
-        Kind.DISK_FULL,
+        LogEventKind.DISK_FULL,
         Cause.DISK,
         "The disk is full.",
         Advice("free it, or write elsewhere", "a checkpoint holds the weights and, for AdamW, 12 bytes a parameter"),
     ),
     _host,
     _simple(
-        Kind.SCALE_FLOOR, Cause.LOSS_SCALE, "fp16: the loss scale fell to its minimum, every step overflowed.", _BF16, _LOWER
+        LogEventKind.SCALE_FLOOR,
+        Cause.LOSS_SCALE,
+        "fp16: the loss scale fell to its minimum, every step overflowed.",
+        _BF16,
+        _LOWER,
     ),
     _simple(
-        Kind.BATCH_SIZES,
+        LogEventKind.BATCH_SIZES,
         Cause.BATCH_SIZES,
         "DeepSpeed refused the batch sizes: train_batch_size is not micro batch × accumulation × data-parallel ranks.",
         Advice("leave train_batch_size out, or correct one of the three", "zeroplan check FILE says which"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 
-class Kind(StrEnum):
+class LogEventKind(StrEnum):
     """Kinds of events."""
 
     GPU_OOM = "gpu_oom"  # torch's caching allocator, or a CUDA library, got no memory of the GPU
@@ -30,7 +30,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class LogEvent:
     """One line that matters.
 
     Attributes:
@@ -44,7 +44,7 @@ class Event:
         frames: the functions of the traceback above it, as ``file:function``, outermost first.
     """
 
-    kind: Kind
+    kind: LogEventKind
     line: int
     text: str
     rank: int | None = None

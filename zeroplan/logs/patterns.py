@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from zeroplan.logs.events import Kind
+from zeroplan.logs.events import LogEventKind
 
 _UNITS = {"bytes": 1, "b": 1, "kb": 1 << 10, "kib": 1 << 10, "mib": 1 << 20, "mb": 1 << 20, "gib": 1 << 30, "gb": 1 << 30}
 _UNITS |= {"tib": 1 << 40, "tb": 1 << 40}
@@ -23,88 +23,90 @@ _SIZE = r"([\d.]+) ?([kKMGT]i?B|bytes)"
 
 
 @dataclass(frozen=True, slots=True)
-class Pattern:
+class LogPattern:
     """`regex` says the kind; `words` are searched first."""
 
-    kind: Kind
+    kind: LogEventKind
     words: tuple[str, ...]
     regex: re.Pattern[str]
 
 
-def _pattern(kind: Kind, words: str, regex: str) -> Pattern:
-    return Pattern(kind, tuple(words.split("|")), re.compile(regex, re.IGNORECASE))
+def _pattern(kind: LogEventKind, words: str, regex: str) -> LogPattern:
+    return LogPattern(kind, tuple(words.split("|")), re.compile(regex, re.IGNORECASE))
 
 
 #: In the order in which they are tried: the first that matches says what the line is.
 PATTERNS = (
     _pattern(
-        Kind.PINNED_OOM,
+        LogEventKind.PINNED_OOM,
         "pin_memory|pinned|cudahostalloc",
         r"(?:cudaHostAlloc|pin_memory|pinned).{0,80}(?:out of memory|failed)",
     ),
     _pattern(
-        Kind.GPU_OOM,
+        LogEventKind.GPU_OOM,
         "out of memory|alloc_failed",
         r"(?:CUDA|HIP|XPU|MPS backend)(?: error:)? out of memory|OutOfMemoryError|_STATUS_ALLOC_FAILED"
         r"|Cuda failure.{0,20}out of memory",
     ),
     _pattern(
-        Kind.HOST_KILL,
+        LogEventKind.HOST_KILL,
         "killed process|oom-kill|oom_kill|oomkilled|out_of_memory|memory limit",
         r"Killed process \d+|oom[-_]kill|OOMKilled|invoked oom-killer|OUT_OF_MEMORY|exceeded (?:job )?memory limit",
     ),
     _pattern(
-        Kind.HOST_REFUSED,
+        LogEventKind.HOST_REFUSED,
         "can't allocate memory|cannot allocate memory|memoryerror|bad_alloc|unable to allocate",
         r"DefaultCPUAllocator: .{0,20}can't allocate memory|Cannot allocate memory|^\s*(?:\w+\.)*_?(?:Array)?MemoryError\b"
         r"|std::bad_alloc|Unable to allocate [\d.]+ \wi?B",
     ),
     _pattern(
-        Kind.SHM_FULL,
+        LogEventKind.SHM_FULL,
         "shm|bus error",
         r"out of shared memory|insufficient shared memory|No space left on device.{0,40}shm|Bus error",
     ),
-    _pattern(Kind.DISK_FULL, "no space left|disk quota", r"No space left on device|Disk quota exceeded"),
+    _pattern(LogEventKind.DISK_FULL, "no space left|disk quota", r"No space left on device|Disk quota exceeded"),
     _pattern(
-        Kind.SIGKILL,
+        LogEventKind.SIGKILL,
         "-9|sigkill|137|signal 9|killed",
         r"return code = -9\b|SIGKILL|exit ?code\s*:? ?(?:-9|137)\b|signal 9\b|^\S*\s*Killed\s*$|line \d+: +\d+ Killed\b",
     ),
-    _pattern(Kind.SCALE_FLOOR, "loss scale", r"loss scale already at minimum"),
-    _pattern(Kind.OVERFLOW, "overflow|skipping step", r"OVERFLOW!|Gradient overflow|Skipping step.{0,40}(?:loss )?scale"),
+    _pattern(LogEventKind.SCALE_FLOOR, "loss scale", r"loss scale already at minimum"),
     _pattern(
-        Kind.NAN,
+        LogEventKind.OVERFLOW, "overflow|skipping step", r"OVERFLOW!|Gradient overflow|Skipping step.{0,40}(?:loss )?scale"
+    ),
+    _pattern(
+        LogEventKind.NAN,
         "nan|inf",
         r"(?:loss|grad_norm|gradient norm|perplexity)['\"]?(?:_\w+)?\s*[:=]\s*['\"]?(?:tensor\()?[-+]?(?:nan|inf(?:inity)?)\b"
         r"|found NaN (?:in|gradients)|loss is (?:nan|inf)",
     ),
     _pattern(
-        Kind.STUCK,
+        LogEventKind.STUCK,
         "timeout|timed out|time out",
         r"collective operation timeout|Timed out waiting \d+ms|operations have failed or timed out|Socket Timeout"
         r"|wait timeout after|monitoredBarrier|Store.{0,60}timed? ?out",
     ),
     _pattern(
-        Kind.PEER_GONE,
+        LogEventKind.PEER_GONE,
         "closed by|connection reset|broken pipe|remote process|sigterm|ncclremoteerror|peer",
         r"Connection (?:closed|reset) by|remote process (?:exited|has terminated)|ncclRemoteError|Broken pipe"
         r"|closing signal SIGTERM|Application timeout caused pair closure|Read error \[",
     ),
-    _pattern(Kind.CACHE_FLUSH, "cache flush", r"\d+ pytorch allocator cache flushes since last step"),
-    _pattern(Kind.SWAP, "swap", r"swap (?:is )?(?:full|exhausted)|Free swap\s*=\s*0kB|high swap"),
+    _pattern(LogEventKind.CACHE_FLUSH, "cache flush", r"\d+ pytorch allocator cache flushes since last step"),
+    _pattern(LogEventKind.SWAP, "swap", r"swap (?:is )?(?:full|exhausted)|Free swap\s*=\s*0kB|high swap"),
     _pattern(
-        Kind.BATCH_SIZES,
+        LogEventKind.BATCH_SIZES,
         "batch",
         r"Check batch related parameters|train_batch_size is not equal to micro_batch_per_gpu",
     ),
     _pattern(
-        Kind.FINISHED,
+        LogEventKind.FINISHED,
         "train_runtime|max_steps|max_epochs|exits successfully|training completed",
         r"['\"]train_runtime['\"]|`Trainer\.fit` stopped: `max_\w+=\d+` reached|exits successfully|Training completed",
     ),
     # Last: the line that ends a traceback, "package.module.SomeError: text"; not what launchers raise when a rank has died.
     _pattern(
-        Kind.EXCEPTION,
+        LogEventKind.EXCEPTION,
         "error|exception|interrupt",
         r"^\s*(?:\[[^\]]{0,40}\]:?\s*)*(?:[A-Za-z_][\w.]*\.)?(?!ChildFailedError|CalledProcessError|ProcessRaised|ProcessExited)"
         r"[A-Z]\w*(?:Error|Exception|Interrupt)\b(?::|\s*$)",
@@ -132,7 +134,7 @@ _GPU = re.compile(r"GPU (\d+)")
 _FRAME = re.compile(r'File "([^"]{1,400})", line \d+, in ([\w<>.]+)')
 
 
-def kind_of(line: str) -> Kind | None:
+def kind_of(line: str) -> LogEventKind | None:
     """Return the kind of event that a line reports; None where it has no bearing."""
     low = line.lower()
     for pattern in PATTERNS:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from zeroplan.core.files import read_tail
-from zeroplan.logs.events import Event, Kind, Stated
+from zeroplan.logs.events import LogEvent, LogEventKind, Stated
 from zeroplan.logs.patterns import frames_in, gpu_of, kind_of, rank_of, sizes_in
 
 #: Of a longer log the end is read: that is where runs die.
@@ -45,13 +45,13 @@ class Log:
         skipped: bytes before them that were not read.
     """
 
-    events: tuple[Event, ...]
+    events: tuple[LogEvent, ...]
     stated: Stated
     step_seconds: tuple[float, ...]
     lines: int
     skipped: int = 0
 
-    def of(self, *kinds: Kind) -> list[Event]:
+    def of(self, *kinds: LogEventKind) -> list[LogEvent]:
         """Return the events of these kinds."""
         return [event for event in self.events if event.kind in kinds]
 
@@ -71,9 +71,9 @@ class _Pass:
     """State of one pass over the lines."""
 
     frames: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    counts: dict[Kind, int] = field(default_factory=lambda: defaultdict(int))
-    last: dict[Kind, Event] = field(default_factory=dict)
-    events: list[Event] = field(default_factory=list)
+    counts: dict[LogEventKind, int] = field(default_factory=lambda: defaultdict(int))
+    last: dict[LogEventKind, LogEvent] = field(default_factory=dict)
+    events: list[LogEvent] = field(default_factory=list)
     stated: dict[str, int] = field(default_factory=dict)
     steps: list[float] = field(default_factory=list)
     dtype: str | None = None
@@ -124,8 +124,8 @@ def _line(state: _Pass, number: int, line: str) -> None:
     if kind is None:
         return
     sizes = sizes_in(line)
-    gpu = gpu_of(line) if kind is Kind.GPU_OOM else None
-    event = Event(kind, number, _shown(line), rank_of(line), gpu, sizes, tuple(_frames_above(state.frames, line)))
+    gpu = gpu_of(line) if kind is LogEventKind.GPU_OOM else None
+    event = LogEvent(kind, number, _shown(line), rank_of(line), gpu, sizes, tuple(_frames_above(state.frames, line)))
     state.counts[kind] += 1
     state.last[kind] = event
     if state.counts[kind] <= _MOST_EVENTS:

@@ -13,12 +13,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import groupby
 
-from zeroplan.models.spec import Tensor, Unit
+from zeroplan.models.spec import SpecUnit, Tensor
 
 _NATURAL = re.compile(r"(\d{1,18})")
 
 
-def group_units(shapes: Mapping[str, tuple[int, ...]]) -> tuple[Unit, ...]:
+def group_units(shapes: Mapping[str, tuple[int, ...]]) -> tuple[SpecUnit, ...]:
     """Units of the tensors of a checkpoint, whose own order says nothing: they are put in natural order of their names.
 
     Linear layers are recognised by their shape and name, since a checkpoint names no module types.
@@ -27,7 +27,7 @@ def group_units(shapes: Mapping[str, tuple[int, ...]]) -> tuple[Unit, ...]:
     return units_of_tensors(Tensor(name, shapes[name], kind=_kind(name, shapes[name])) for name in names)
 
 
-def units_of_tensors(tensors: Iterable[Tensor]) -> tuple[Unit, ...]:
+def units_of_tensors(tensors: Iterable[Tensor]) -> tuple[SpecUnit, ...]:
     """Group tensors with full names into units, in the order given.
 
     Blocks whose tensors are equal and whose indices follow one another become one unit with a count.
@@ -37,11 +37,11 @@ def units_of_tensors(tensors: Iterable[Tensor]) -> tuple[Unit, ...]:
     stacks = {".".join(parts[:i]) for parts in split if (i := _index_at(parts)) is not None}
     inner = {stack[:i] for stack in stacks for i in [*(j for j, ch in enumerate(stack) if ch == "."), len(stack)]}
     placed = [(_place(parts, inner), tensor) for parts, tensor in zip(split, listed, strict=True)]
-    found: list[Unit] = []
+    found: list[SpecUnit] = []
     for (stack, index, prefix), run in groupby(placed, key=lambda pair: pair[0]):
         own = tuple(replace(tensor, name=tensor.name[len(prefix) :].removeprefix(".")) for _, tensor in run)
         if index is None:
-            found.append(Unit(prefix, own))
+            found.append(SpecUnit(prefix, own))
             continue
         name = f"{stack}.{{}}" if stack else "{}"
         last = found[-1] if found else None
@@ -49,11 +49,11 @@ def units_of_tensors(tensors: Iterable[Tensor]) -> tuple[Unit, ...]:
             found[-1] = replace(last, count=last.count + 1)
         else:
             block = sum(len(tensor.shape) >= 2 for tensor in own) >= 2
-            found.append(Unit(name, own, first=index, block=block))
+            found.append(SpecUnit(name, own, first=index, block=block))
     return tuple(found)
 
 
-def _equal(unit: Unit, tensors: tuple[Tensor, ...], index: int) -> bool:
+def _equal(unit: SpecUnit, tensors: tuple[Tensor, ...], index: int) -> bool:
     """Return whether a block has the unit's tensors; ties between blocks are kept apart, since they name one block each."""
     return unit.tensors == tensors and all(tensor.tied_to is None for tensor in tensors)
 

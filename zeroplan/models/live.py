@@ -9,7 +9,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.model_config import auto_classes_of
 from zeroplan.models.families import FAMILIES
 from zeroplan.models.grouping import units_of_tensors
-from zeroplan.models.spec import ModelSpec, Tensor, Unit
+from zeroplan.models.spec import ModelSpec, SpecUnit, Tensor
 
 _KINDS = {"Linear": "linear", "Conv1D": "conv1d", "Embedding": "embedding"}
 
@@ -46,7 +46,7 @@ def _auto_class(kind: str, model_type: str) -> str:
     return next(auto_classes_of({"architectures": [kind]}), "")
 
 
-def units_from_module(module: Any) -> tuple[Unit, ...]:
+def units_from_module(module: Any) -> tuple[SpecUnit, ...]:
     """Group a module's parameters into units, in the order of ``named_parameters()``."""
     kinds = _kinds(module)
     owners: dict[int, str] = {}

@@ -10,7 +10,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.tasks import Task, with_task
 from zeroplan.models import catalog
 from zeroplan.models.from_config import spec_from_config
-from zeroplan.models.spec import ModelSpec, Tensor, Unit
+from zeroplan.models.spec import ModelSpec, SpecUnit, Tensor
 
 
 def load_model(
@@ -132,5 +132,5 @@ def bare_params(count: int, *, largest_layer: int | None = None, name: str = "")
             where="largest layer",
             remedy="give the elements of one layer",
         )
-    unit = Unit("params", (Tensor("all", (count,)),))
+    unit = SpecUnit("params", (Tensor("all", (count,)),))
     return ModelSpec(name or f"{count:,} parameters", (unit,), "params", largest_module=largest_layer)

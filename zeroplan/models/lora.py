@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from zeroplan.core.errors import BadInput, did_you_mean
-from zeroplan.models.spec import ModelSpec, Tensor, Unit
+from zeroplan.models.spec import ModelSpec, SpecUnit, Tensor
 
 #: peft's word for the default targets.
 ALL_LINEAR = "all-linear"
@@ -112,7 +112,7 @@ def _no_match(spec: ModelSpec, unused: Sequence[str]) -> BadInput:
     )
 
 
-def _adapt_unit(unit: Unit, plan: _Plan) -> Iterable[Unit]:
+def _adapt_unit(unit: SpecUnit, plan: _Plan) -> Iterable[SpecUnit]:
     """Yield the unit with its adapters, split where a target names single blocks by index."""
     if unit.count > 1 and any(ch.isdigit() for target in plan.layers or () for ch in target):
         singles = [replace(unit, first=unit.first + i, count=1) for i in range(unit.count)]
@@ -123,7 +123,7 @@ def _adapt_unit(unit: Unit, plan: _Plan) -> Iterable[Unit]:
     yield replace(unit, tensors=_adapt_tensors(unit, plan))
 
 
-def _adapt_tensors(unit: Unit, plan: _Plan) -> tuple[Tensor, ...]:
+def _adapt_tensors(unit: SpecUnit, plan: _Plan) -> tuple[Tensor, ...]:
     prefix = next(unit.names())
     found: list[Tensor] = []
     for layer, run in groupby(unit.tensors, key=lambda tensor: tensor.name.rpartition(".")[0]):

@@ -45,7 +45,7 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class SpecUnit:
     """`count` consecutive modules of one shape. ``name`` holds ``{}`` where the index goes, counted from `first`.
 
     Example: ``Unit("model.layers.{}", tensors, count=16)``.
@@ -95,7 +95,7 @@ class ModelSpec:
     """
 
     name: str
-    units: tuple[Unit, ...]
+    units: tuple[SpecUnit, ...]
     source: str
     model_type: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)

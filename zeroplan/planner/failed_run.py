@@ -14,7 +14,7 @@ from zeroplan.planner.request import Request
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class FailedRunPlan:
     """The plan of the run that a log is of.
 
     Attributes:
@@ -37,7 +37,7 @@ class Planned:
         return self.report.decisive
 
 
-def plan_of_log(request: Request, stated: Stated, *, card: int | None, allowed: int | None) -> Planned:
+def plan_of_log(request: Request, stated: Stated, *, card: int | None, allowed: int | None) -> FailedRunPlan:
     """Plan a run, with what its log states in place of what the request leaves open.
 
     Args:
@@ -87,4 +87,4 @@ def plan_of_log(request: Request, stated: Stated, *, card: int | None, allowed: 
     plan = report.decisive
     fits = plan is not None and plan.fits is not False
     relief = None if fits else next((one for one in report.reliefs if one.fits), None)
-    return Planned(request, report, tuple(taken), tuple(differs), relief)
+    return FailedRunPlan(request, report, tuple(taken), tuple(differs), relief)

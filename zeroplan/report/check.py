@@ -8,7 +8,7 @@ from typing import Any
 from zeroplan.core.zero_config import DEEPSPEED_VERSION
 from zeroplan.ds_config.findings import Finding, Severity
 from zeroplan.ds_config.reader import DsConfig
-from zeroplan.ds_config.schema import Effect
+from zeroplan.ds_config.schema import MemoryEffect
 from zeroplan.report.terminal import PLAIN, Terminal
 
 _TITLES = {
@@ -95,7 +95,7 @@ def _findings(config: DsConfig, terminal: Terminal) -> list[str]:
         found = config.of_severity(severity)
         if found:
             lines += ["", terminal.bold(f"{title} ({len(found)})"), *terminal.items(_said(found))]
-    for effect in Effect:
+    for effect in MemoryEffect:
         paths = [key.path for key in config.keys if key.effect is effect]
         if paths:
             more = [f"and {len(paths) - _MOST_KEYS:,} more"] if len(paths) > _MOST_KEYS else []

@@ -13,10 +13,12 @@ from zeroplan.report.verdict import name_of, need, peak_sentence
 
 if TYPE_CHECKING:
     from zeroplan.logs.snapshot import Snapshot
-    from zeroplan.planner.failed_run import Planned
+    from zeroplan.planner.failed_run import FailedRunPlan
 
 
-def diagnosis_text(found: Diagnosis, planned: Planned | None, following: Sequence[str], terminal: Terminal = PLAIN) -> str:
+def diagnosis_text(
+    found: Diagnosis, planned: FailedRunPlan | None, following: Sequence[str], terminal: Terminal = PLAIN
+) -> str:
     """The answer in lines; `following` is the command to go on with."""
     lines = terminal.verdict(found.verdict, not found.failed)
     for event in found.evidence:
@@ -37,7 +39,7 @@ def _advice_lines(found: Diagnosis, terminal: Terminal) -> list[str]:
     return lines
 
 
-def _plan_lines(planned: Planned, terminal: Terminal) -> list[str]:
+def _plan_lines(planned: FailedRunPlan, terminal: Terminal) -> list[str]:
     plan = planned.plan
     if plan is None:
         return terminal.wrap("The plan names no single configuration: give --stage, or --ds-config.")
@@ -62,7 +64,7 @@ def _plan_lines(planned: Planned, terminal: Terminal) -> list[str]:
     return lines
 
 
-def diagnosis_json(found: Diagnosis, planned: Planned | None) -> dict[str, Any]:
+def diagnosis_json(found: Diagnosis, planned: FailedRunPlan | None) -> dict[str, Any]:
     """One object that JSON can hold; sizes are bytes."""
     plan = None if planned is None else planned.plan
     return {

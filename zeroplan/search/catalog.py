@@ -58,7 +58,7 @@ _QUANTIZED_ENGINE = "ddp"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class MethodRow:
     """One method's largest models that fit, largest first."""
 
     method: Method
@@ -72,7 +72,7 @@ class Overview:
     `cluster` is the machine as the report's JSON holds it.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[MethodRow, ...]
     cluster: dict[str, Any]
     best: SearchResult | None
     warnings: tuple[str, ...]
@@ -90,7 +90,7 @@ def overview(request: Request, options: SearchOptions | None = None) -> Overview
     entries = sorted(catalog.entries(), key=lambda e: -e.params)
     smallest = resolve_search(replace(request, model=entries[-1].id), options)
     candidates_of(smallest, request, options)  # what the batch cannot be, before the models are gone through
-    rows = tuple(Row(method, tuple(_largest(method, entries, request, options, smallest.cluster))) for method in METHODS)
+    rows = tuple(MethodRow(method, tuple(_largest(method, entries, request, options, smallest.cluster))) for method in METHODS)
     full = [entry for row in rows[:2] for entry in row.found[:1]]
     best = None
     if full:

@@ -13,7 +13,7 @@ from zeroplan.ledger.traffic import Executor
 from zeroplan.planner.request import Request
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
-from zeroplan.search.recommend import HEADROOM, Outcome, Ranked, headroom, search
+from zeroplan.search.recommend import HEADROOM, Ranked, SearchOutcome, headroom, search
 from zeroplan.search.results import Point
 from zeroplan.search.search_options import ResolvedSearch, SearchOptions, candidates_of
 from zeroplan.search.space import Candidate
@@ -194,7 +194,7 @@ def _label(candidate: Candidate) -> str:
     return f"{name_of(candidate.zero, work.gradient_checkpointing)}, micro batch {work.micro_batch}"
 
 
-def points(space: Iterable[Candidate], outcome: Outcome, memory: Memory, cost: CostModel) -> list[Point]:
+def points(space: Iterable[Candidate], outcome: SearchOutcome, memory: Memory, cost: CostModel) -> list[Point]:
     """The picture of memory against speed: what was simulated, and of every other family its lightest floor."""
     found = []
     seen = set()

@@ -77,7 +77,7 @@ def headroom(plan: MemoryPlan) -> float | None:
 
 
 @dataclass(slots=True)
-class Outcome:
+class SearchOutcome:
     """The result of a search. `ranking` holds the best of each family that fits, fastest first; those on the edge come last.
 
     `misses` are candidates that were simulated and do not fit; `considered` and `simulated` count candidates.
@@ -106,12 +106,12 @@ def search(
     shown: int = SHOWN,
     most: int = MOST_SIMULATIONS,
     strict: bool = False,
-) -> Outcome:
+) -> SearchOutcome:
     """Find the fastest candidate that fits of each family, at most `shown` families. See Note [Search].
 
     After `most` simulations the search ends with what it has; `strict` ends it even with nothing.
     """
-    outcome = Outcome()
+    outcome = SearchOutcome()
     timed = []
     for candidate in space:
         outcome.considered += 1
@@ -219,9 +219,9 @@ def order_of(ranked: Ranked) -> tuple[bool, bool, float, int, int]:
     return (ranked.fits is False, ranked.plan.undecided, *rank_key(ranked.candidate, ranked.time))
 
 
-def least_memory(space: Iterable[Candidate], memory: Memory, cost: CostModel, *, shown: int = SHOWN) -> Outcome:
+def least_memory(space: Iterable[Candidate], memory: Memory, cost: CostModel, *, shown: int = SHOWN) -> SearchOutcome:
     """Find the candidates that need the least GPU memory, one of each family (``--goal memory``)."""
-    outcome = Outcome()
+    outcome = SearchOutcome()
     smallest: dict[object, Candidate] = {}
     for candidate in space:
         outcome.considered += 1

@@ -18,11 +18,11 @@ from torch import nn
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.tape import ExpandedTape, Op
-from zeroplan.core.tape_format import Program, Size, Tape
+from zeroplan.core.tape_format import Size, Tape, TapeProgram
 from zeroplan.core.tape_options import TraceOptions
 from zeroplan.trace.assemble import Assembler, find_blocks
 from zeroplan.trace.build import build_inputs, build_model, depths_of, full_config, shorten, thresholds, vocabulary_of
-from zeroplan.trace.fit import DoesNotFitError, Form, TracePoint, fit_size, form_of
+from zeroplan.trace.fit import DoesNotFitError, SizeForm, TracePoint, fit_size, form_of
 from zeroplan.trace.fold import DoesNotFoldError, UnlikeError
 from zeroplan.trace.ranks import ALONE, Ranks
 from zeroplan.trace.recorder import Recording
@@ -50,11 +50,13 @@ class Pattern:
     batches: tuple[int, int]
     piece: int
     events: tuple[list[int], list[int], list[int]]
-    program: Program
+    program: TapeProgram
     size_of: list[int]
-    forms: list[Form]
+    forms: list[SizeForm]
 
-    def with_sizes(self, seqs: tuple[int, int], points: Sequence[TracePoint], traces: Sequence[Recording]) -> Program | None:
+    def with_sizes(
+        self, seqs: tuple[int, int], points: Sequence[TracePoint], traces: Sequence[Recording]
+    ) -> TapeProgram | None:
         """The program with another model's sizes; None where storages that had one size here differ there."""
         sizes: dict[int, Size] = {}
         fitted: dict[object, Size] = {}
@@ -65,7 +67,7 @@ class Pattern:
             if sizes.setdefault(index, fitted[values, form]) != fitted[values, form]:
                 return None
         own = [sizes[i] for i in range(len(self.program.sizes))]
-        return Program(self.batches, seqs, own, self.program.anchors, self.program.pieces)
+        return TapeProgram(self.batches, seqs, own, self.program.anchors, self.program.pieces)
 
 
 @dataclass(slots=True)
@@ -274,7 +276,7 @@ class _Attempt:
         """
         self.at(TracePoint(1, _STEPS[0], self._ranks[0]))  # where the blocks show no period, one point tells
         cuts = self._cuts()
-        programs: list[Program] = []
+        programs: list[TapeProgram] = []
         patterns: list[Pattern] = []
         for piece, seqs in enumerate(self._pieces(cuts)):
             for batches, points in self._groups(_lengths(seqs)):

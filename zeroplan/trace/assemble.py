@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from zeroplan.core.tape import Kind, Mark, Op, TapeModule, TapeParam
-from zeroplan.core.tape_format import Program, Stack, Tape
+from zeroplan.core.tape_format import Stack, Tape, TapeProgram
 from zeroplan.core.tape_options import Checkpointing, TraceOptions
-from zeroplan.trace.fit import Form, TracePoint
+from zeroplan.trace.fit import SizeForm, TracePoint
 from zeroplan.trace.fold import DoesNotFoldError, TracedStack, TraceFolder, kinds_of
 from zeroplan.trace.recorder import Recording
 
@@ -88,8 +88,8 @@ class Assembler:
         traces: Sequence[Recording],
         batches: tuple[int, int],
         seqs: tuple[int, int],
-        forms: Sequence[Form] | None = None,
-    ) -> tuple[Program, list[int]]:
+        forms: Sequence[SizeForm] | None = None,
+    ) -> tuple[TapeProgram, list[int]]:
         """Build the program of traces with the same events, and the index of each recorded storage's size."""
         kinds = self._kinds(traces[0])
         folder = TraceFolder(points, traces, self.traced, self.outside_modules, self.outside_params, kinds, forms)
@@ -104,7 +104,7 @@ class Assembler:
             kept = _kept_outside(trace, {m for t in self.traced for b, m in enumerate(t.modules) if (b + 2) % every == 0})
         return kinds_of(trace, -(-self.vocab // self.options.tp), heads, kept)
 
-    def tape(self, programs: list[Program], shapes: Sequence[tuple[int, ...]]) -> Tape:
+    def tape(self, programs: list[TapeProgram], shapes: Sequence[tuple[int, ...]]) -> Tape:
         """The stored tape. `shapes` are those of the parameters; -k stands for k times the LoRA rank.
 
         Raises:
@@ -123,7 +123,7 @@ class Assembler:
             self.buffers,
         )
 
-    def _stack(self, s: int, programs: list[Program], shapes: Sequence[tuple[int, ...]]) -> Stack:
+    def _stack(self, s: int, programs: list[TapeProgram], shapes: Sequence[tuple[int, ...]]) -> Stack:
         blocks, traced = self.blocks[s], self.traced[s]
         modules = [
             [self._module(i, base) for i in range(base, base + count)]

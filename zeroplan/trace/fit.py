@@ -20,7 +20,7 @@ class TracePoint(NamedTuple):
     rank: int = 0
 
 
-class Form(NamedTuple):
+class SizeForm(NamedTuple):
     """A size without its coefficients: the function, and the exponents of each argument's terms."""
 
     function: str
@@ -32,9 +32,9 @@ class Form(NamedTuple):
         return max((len(e) for e in self.exponents), default=1) or 1
 
 
-def form_of(size: Size) -> Form:
+def form_of(size: Size) -> SizeForm:
     """Return the form of a fitted size."""
-    return Form(size.function, tuple(tuple((b, s, r) for _, b, s, r in poly) for poly in size.args))
+    return SizeForm(size.function, tuple(tuple((b, s, r) for _, b, s, r in poly) for poly in size.args))
 
 
 class DoesNotFitError(ValueError):
@@ -111,7 +111,7 @@ def _fit_form(points: Sequence[TracePoint], values: Sequence[int], exponents: tu
     return tuple((c, *e) for c, e in zip(coefficients, exponents, strict=True))
 
 
-def fit_size(points: Sequence[TracePoint], values: Sequence[kernels.Size], form: Form | None = None) -> Size:
+def fit_size(points: Sequence[TracePoint], values: Sequence[kernels.Size], form: SizeForm | None = None) -> Size:
     """The expression of sizes that are all numbers, or all arguments of one function; of the given form, if any.
 
     Raises:

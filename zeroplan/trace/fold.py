@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zeroplan.core.tape import Kind, Mark, Op
-from zeroplan.core.tape_format import Anchor, Piece, Program, Segment, Size
-from zeroplan.trace.fit import Form, TracePoint, fit_size
+from zeroplan.core.tape_format import Anchor, Piece, Segment, Size, TapeProgram
+from zeroplan.trace.fit import SizeForm, TracePoint, fit_size
 from zeroplan.trace.recorder import RawAlloc, Recording
 
 
@@ -71,7 +71,7 @@ class TraceFolder:
         outside_modules: dict[int, int],
         outside_params: dict[int, int],
         kinds: Sequence[Kind],
-        forms: Sequence[Form] | None = None,
+        forms: Sequence[SizeForm] | None = None,
     ) -> None:
         self.points, self.traces, self.stacks = points, traces, stacks
         self.outside_modules, self.outside_params, self.kinds = outside_modules, outside_params, kinds
@@ -125,7 +125,7 @@ class TraceFolder:
                 i = max(end, i + 1)
         return loops
 
-    def program(self, batches: tuple[int, int], seqs: tuple[int, int]) -> Program:
+    def program(self, batches: tuple[int, int], seqs: tuple[int, int]) -> TapeProgram:
         """Fold the trace into the program for a range of micro batches and sequence lengths.
 
         Raises:
@@ -152,7 +152,7 @@ class TraceFolder:
         for piece in pieces:
             if piece.reverse:
                 piece.segments.reverse()
-        return Program(batches, seqs, list(self.sizes), list(self.anchors), pieces)
+        return TapeProgram(batches, seqs, list(self.sizes), list(self.anchors), pieces)
 
     # ---- cutting -------------------------------------------------------------------------------------------------------
     def _spans(self) -> list[_Span]:

@@ -36,7 +36,7 @@ _GRACE_SECONDS = 5.0
 Results = dict[int, list[dict[str, Any]]]
 
 
-class Launch:
+class TorchrunLaunch:
     """One torchrun of `ranks` processes that run `jobs` in turn."""
 
     def __init__(self, jobs: Sequence[VerifyJob], ranks: int, device: str, progress: Progress, *, timeout: float) -> None:

@@ -13,7 +13,7 @@ from zeroplan.engines.base import Case, Engine
 from zeroplan.planner.tapes import ExpandedTapes
 from zeroplan.validate.compare import compare
 from zeroplan.validate.job import VerifyJob, ended_early
-from zeroplan.validate.launch import Launch
+from zeroplan.validate.launch import TorchrunLaunch
 from zeroplan.validate.machine import VerifyMachine
 from zeroplan.validate.measured import measurement_of
 from zeroplan.validate.planned import Planned, predict
@@ -80,7 +80,7 @@ class Runs:
             def progress(place: int, doing: str, taken: Sequence[int] = taken) -> None:
                 self._tell(taken[place], doing)
 
-            launch = Launch(jobs, self.ranks, self.machine.device, progress, timeout=jobs[0].timeout)
+            launch = TorchrunLaunch(jobs, self.ranks, self.machine.device, progress, timeout=jobs[0].timeout)
             what = jobs[0].label if len(taken) == 1 else f"{len(taken)} configurations"
             self.say(f"{what}: starting {self.ranks} {'rank' if self.ranks == 1 else 'ranks'} ({self.machine.device})")
             try:

@@ -21,7 +21,7 @@ from zeroplan.core.optimizers import OPTIMIZERS
 from zeroplan.core.zero_config import DEEPSPEED_VERSION
 from zeroplan_runtime.checkpoint.whole import WholeCheckpoint
 from zeroplan_runtime.engine_parts import EngineParts
-from zeroplan_runtime.optim.lr_schedules import Schedule
+from zeroplan_runtime.optim.lr_schedules import LrSchedule
 from zeroplan_runtime.parameter_states import MASTER, ParameterStates
 from zeroplan_runtime.parameter_values import write_value
 
@@ -137,7 +137,7 @@ def load_universal_checkpoint(
     if load_lr_scheduler_states and engine.lr_scheduler is not None and model.get("lr_scheduler") is not None:
         engine.lr_scheduler.load_state_dict(model["lr_scheduler"])
         groups = engine.optimizer.param_groups if engine.optimizer is not None else []
-        own = isinstance(engine.lr_scheduler, Schedule)
+        own = isinstance(engine.lr_scheduler, LrSchedule)
         rates = engine.lr_scheduler.get_lr() if own else engine.lr_scheduler.get_last_lr()
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate

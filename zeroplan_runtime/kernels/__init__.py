@@ -10,7 +10,7 @@ from zeroplan_runtime.kernels.elementwise import CARRIED
 from zeroplan_runtime.kernels.functional import adamw, cast, global_norm, grad_norm, lamb, lion, sgd, squares
 from zeroplan_runtime.kernels.loss import cross_entropy, cross_entropy_grad
 from zeroplan_runtime.kernels.optimizers import UPDATES
-from zeroplan_runtime.kernels.segments import Segments, SegmentWorkspace, make_segments
+from zeroplan_runtime.kernels.segments import SegmentWorkspace, TensorSegments, make_segments
 from zeroplan_runtime.kernels.update import FACTOR, NORM, ORDER, SKIP, SQUARES
 
 __all__ = [
@@ -22,7 +22,7 @@ __all__ = [
     "SQUARES",
     "UPDATES",
     "SegmentWorkspace",
-    "Segments",
+    "TensorSegments",
     "adamw",
     "backend_report",
     "cast",

@@ -14,7 +14,7 @@ import torch
 
 from zeroplan.core.layout import NORM_PARTS, NORM_WORKSPACE
 from zeroplan_runtime.kernels import nvrtc
-from zeroplan_runtime.kernels.segments import Segments
+from zeroplan_runtime.kernels.segments import TensorSegments
 from zeroplan_runtime.kernels.update import UpdateArgs
 
 _NAMES = {torch.float32: "float", torch.bfloat16: "zp::bf16", torch.float16: "zp::fp16"}
@@ -164,7 +164,7 @@ def sgd(args: UpdateArgs) -> None:
     _update("sgd", args, pointers, *numbers, ctypes.c_int(args.nesterov))
 
 
-def lamb_moments(args: UpdateArgs, segments: Segments) -> None:
+def lamb_moments(args: UpdateArgs, segments: TensorSegments) -> None:
     """Runs LAMB's first pass: updates the moments and writes ``segments.norms``."""
     assert args.grad is not None
     device, config = args.param.device, KERNEL_CONFIGS["lamb"]
@@ -193,7 +193,7 @@ def lamb_moments(args: UpdateArgs, segments: Segments) -> None:
     )
 
 
-def lamb_apply(args: UpdateArgs, segments: Segments, min_trust: float, max_trust: float) -> None:
+def lamb_apply(args: UpdateArgs, segments: TensorSegments, min_trust: float, max_trust: float) -> None:
     """Runs LAMB's second pass: updates the parameters by the trust ratios from ``segments.norms``."""
     assert args.grad is not None
     device, config = args.param.device, KERNEL_CONFIGS["lamb"]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from zeroplan.core.layout import UPDATE_CHUNK
-from zeroplan_runtime.kernels.segments import Segments
+from zeroplan_runtime.kernels.segments import TensorSegments
 from zeroplan_runtime.kernels.update import FACTOR, SKIP, Reduce, bias_corrections
 from zeroplan_runtime.kernels.update_protocol import Update
 
@@ -63,7 +63,7 @@ def _update(rule: Callable[..., None]) -> Update:
         master: torch.Tensor,
         grad: torch.Tensor,
         states: Sequence[torch.Tensor],
-        segments: Segments | None,
+        segments: TensorSegments | None,
         reduce: Reduce | None,
         *,
         step: int,

@@ -21,7 +21,7 @@ import torch
 
 from zeroplan_runtime.kernels import cuda_backend, torch_backend
 from zeroplan_runtime.kernels.backends import backend
-from zeroplan_runtime.kernels.segments import Segments
+from zeroplan_runtime.kernels.segments import TensorSegments
 from zeroplan_runtime.kernels.update import NORM, SQUARES, UpdateArgs, bias_corrections, check_elements
 
 Betas = tuple[float, float]
@@ -152,7 +152,7 @@ def lamb(
     grad: torch.Tensor,
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
-    segments: Segments,
+    segments: TensorSegments,
     *,
     lr: float,
     step: int,

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 
 from zeroplan.core.native import library as shared_library
-from zeroplan_runtime.kernels.segments import Segments
+from zeroplan_runtime.kernels.segments import TensorSegments
 from zeroplan_runtime.kernels.update import FACTOR, SKIP, SQUARES, UpdateArgs
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -145,7 +145,7 @@ def sgd(args: UpdateArgs) -> None:
     _update("zeroplan_sgd", args)
 
 
-def lamb_moments(args: UpdateArgs, segments: Segments) -> None:
+def lamb_moments(args: UpdateArgs, segments: TensorSegments) -> None:
     """Runs LAMB's first pass: updates the moments and writes ``segments.norms``."""
     arguments = _arguments(args)
     if arguments is not None:
@@ -159,7 +159,7 @@ def lamb_moments(args: UpdateArgs, segments: Segments) -> None:
         )
 
 
-def lamb_apply(args: UpdateArgs, segments: Segments, min_trust: float, max_trust: float) -> None:
+def lamb_apply(args: UpdateArgs, segments: TensorSegments, min_trust: float, max_trust: float) -> None:
     """Runs LAMB's second pass: updates the parameters by the trust ratios from ``segments.norms``."""
     arguments = _arguments(args)
     if arguments is not None:

@@ -9,7 +9,7 @@ import torch
 
 from zeroplan_runtime.kernels.elementwise import adadelta, adagrad, adamax, amsgrad, asgd, nadam, radam, rmsprop, rprop
 from zeroplan_runtime.kernels.functional import adamw, lamb, lion, sgd
-from zeroplan_runtime.kernels.segments import Segments
+from zeroplan_runtime.kernels.segments import TensorSegments
 from zeroplan_runtime.kernels.update import Reduce
 from zeroplan_runtime.kernels.update_protocol import Update
 
@@ -18,7 +18,7 @@ def _adamw(
     master: torch.Tensor,
     grad: torch.Tensor,
     states: Sequence[torch.Tensor],
-    segments: Segments | None,
+    segments: TensorSegments | None,
     reduce: Reduce | None,
     *,
     step: int,
@@ -31,7 +31,7 @@ def _lion(
     master: torch.Tensor,
     grad: torch.Tensor,
     states: Sequence[torch.Tensor],
-    segments: Segments | None,
+    segments: TensorSegments | None,
     reduce: Reduce | None,
     *,
     step: int,
@@ -44,7 +44,7 @@ def _sgd(
     master: torch.Tensor,
     grad: torch.Tensor,
     states: Sequence[torch.Tensor],
-    segments: Segments | None,
+    segments: TensorSegments | None,
     reduce: Reduce | None,
     *,
     step: int,
@@ -58,7 +58,7 @@ def _lamb(
     master: torch.Tensor,
     grad: torch.Tensor,
     states: Sequence[torch.Tensor],
-    segments: Segments | None,
+    segments: TensorSegments | None,
     reduce: Reduce | None,
     *,
     step: int,

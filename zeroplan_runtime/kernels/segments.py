@@ -12,7 +12,7 @@ from zeroplan.core.segments import TILE, SegmentTable
 
 
 @dataclass(frozen=True, slots=True)
-class Segments:
+class TensorSegments:
     """The tensors of a flat buffer (segments), cut into tiles for the kernels. Make it by :func:`make_segments`.
 
     Attributes:
@@ -36,7 +36,7 @@ class Segments:
 
 
 class SegmentWorkspace:
-    """Memory for the :class:`Segments` of one unit's slices.
+    """Memory for the :class:`TensorSegments` of one unit's slices.
 
     Args:
         words: fp32, zeroed, of ``table.words`` elements.
@@ -48,10 +48,12 @@ class SegmentWorkspace:
         self._norms, self._partial = norms.view(torch.float64).view(-1, 2), partial.view(torch.float64).view(-1, 2)
         self._tiles, self._first = tiles.view(torch.int64).view(-1, 3), first.view(torch.int64)
 
-    def take(self, bounds: Sequence[int], tiles: Sequence[tuple[int, int, int]], first_tile: Sequence[int]) -> Segments:
+    def take(self, bounds: Sequence[int], tiles: Sequence[tuple[int, int, int]], first_tile: Sequence[int]) -> TensorSegments:
         """Returns the segments of the next slice, whose tables it writes to the memory."""
         count, used = len(bounds) - 1, len(tiles)
-        made = Segments(tuple(bounds), self._tiles[:used], self._first[: count + 1], self._partial[:used], self._norms[:count])
+        made = TensorSegments(
+            tuple(bounds), self._tiles[:used], self._first[: count + 1], self._partial[:used], self._norms[:count]
+        )
         self._tiles, self._first = self._tiles[used:], self._first[count + 1 :]
         self._partial, self._norms = self._partial[used:], self._norms[count:]
         made.tiles.copy_(torch.tensor(tiles, dtype=torch.int64).view(-1, 3))
@@ -59,7 +61,9 @@ class SegmentWorkspace:
         return made
 
 
-def make_segments(bounds: Sequence[int], device: torch.device | str, workspace: SegmentWorkspace | None = None) -> Segments:
+def make_segments(
+    bounds: Sequence[int], device: torch.device | str, workspace: SegmentWorkspace | None = None
+) -> TensorSegments:
     """The segments ``[bounds[i], bounds[i + 1])`` of a flat buffer; a segment may be empty on this rank.
 
     Args:

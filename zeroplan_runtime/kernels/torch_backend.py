@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import torch
 
-from zeroplan_runtime.kernels.segments import Segments
+from zeroplan_runtime.kernels.segments import TensorSegments
 from zeroplan_runtime.kernels.update import FACTOR, NORM, SKIP, SQUARES, UpdateArgs
 
 #: Elements updated at a time; a temporary then has 16 MiB.
@@ -77,7 +77,7 @@ def sgd(args: UpdateArgs) -> None:
         _emit(args, part)
 
 
-def lamb_moments(args: UpdateArgs, segments: Segments) -> None:
+def lamb_moments(args: UpdateArgs, segments: TensorSegments) -> None:
     """Runs LAMB's first pass: updates the moments and writes ``segments.norms``; see ``csrc/cuda/lamb.cu``."""
     assert args.first is not None
     assert args.second is not None
@@ -92,7 +92,7 @@ def lamb_moments(args: UpdateArgs, segments: Segments) -> None:
             segments.norms[i, 1] += _squares(_direction(args, within))
 
 
-def lamb_apply(args: UpdateArgs, segments: Segments, min_trust: float, max_trust: float) -> None:
+def lamb_apply(args: UpdateArgs, segments: TensorSegments, min_trust: float, max_trust: float) -> None:
     """Runs LAMB's second pass: updates the parameters by the trust ratios from ``segments.norms``; see
     ``csrc/cuda/lamb.cu``.
     """

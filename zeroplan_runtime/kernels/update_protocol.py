@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from zeroplan_runtime.kernels.segments import Segments
+from zeroplan_runtime.kernels.segments import TensorSegments
 from zeroplan_runtime.kernels.update import Reduce
 
 
@@ -29,7 +29,7 @@ class Update(Protocol):
         master: torch.Tensor,
         grad: torch.Tensor,
         states: Sequence[torch.Tensor],
-        segments: Segments | None,
+        segments: TensorSegments | None,
         reduce: Reduce | None,
         *,
         step: int,

@@ -35,7 +35,7 @@ import torch
 
 from zeroplan.core.errors import BadInput
 from zeroplan_runtime import kernels
-from zeroplan_runtime.offload.host_worker import Task, Worker
+from zeroplan_runtime.offload.host_worker import HostTask, Worker
 from zeroplan_runtime.offload.optimizer_swapper import OptimizerSwapper
 from zeroplan_runtime.offload.update_request import Update, UpdateRequest
 from zeroplan_runtime.streams import Event, Stream
@@ -232,7 +232,7 @@ class HostOptimizer:
 
     def _request_swapped_updates(self, swapper: OptimizerSwapper, request: UpdateRequest) -> None:
         """Requests one pass over the files that updates all units in them."""
-        wanted = [(host, Task(self.worker)) for host in self.units if host.is_swapped]
+        wanted = [(host, HostTask(self.worker)) for host in self.units if host.is_swapped]
         swapper.block_param_reads(host.unit.name for host, _ in wanted)
 
         def send(host: OffloadedUnit, buffers: PinnedBuffers) -> None:
@@ -259,7 +259,7 @@ class HostOptimizer:
             after.wait(self.h2d_stream)
             self._expect_params(host, self.worker.submit(lambda: self._send_params(host.unit, buffers)))
 
-    def _expect_params(self, host: OffloadedUnit, task: Task) -> None:
+    def _expect_params(self, host: OffloadedUnit, task: HostTask) -> None:
         host.update_task = task
         host.unit.param_slot.is_current = False
 

@@ -17,7 +17,7 @@ import torch
 from zeroplan_runtime.kernels import native_backend
 
 
-class Task:
+class HostTask:
     """A function that was submitted to a worker."""
 
     __slots__ = ("_done", "_worker")
@@ -58,7 +58,7 @@ class Worker:
 
     def __init__(self, device: torch.device, threads: int) -> None:
         self.fault: BaseException | None = None
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Task] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], HostTask] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=_serve, args=(weakref.ref(self), self._jobs, device, threads), name="zeroplan-host", daemon=True
         )
@@ -66,9 +66,9 @@ class Worker:
         # Also when the interpreter ends: a daemon thread inside a CUDA call would crash it.
         self._end = weakref.finalize(self, _stop, self._jobs, self._thread)
 
-    def submit(self, job: Callable[[], None]) -> Task:
+    def submit(self, job: Callable[[], None]) -> HostTask:
         """Queues `job` behind all earlier ones."""
-        task = Task(self)
+        task = HostTask(self)
         self._jobs.put((job, task))
         return task
 
@@ -79,7 +79,7 @@ class Worker:
 
 def _serve(
     owner: weakref.ref[Worker],
-    jobs: queue.SimpleQueue[tuple[Callable[[], None], Task] | None],
+    jobs: queue.SimpleQueue[tuple[Callable[[], None], HostTask] | None],
     device: torch.device,
     threads: int,
 ) -> None:
@@ -104,7 +104,7 @@ def _serve(
         del item, job, task
 
 
-def _stop(jobs: queue.SimpleQueue[tuple[Callable[[], None], Task] | None], thread: threading.Thread) -> None:
+def _stop(jobs: queue.SimpleQueue[tuple[Callable[[], None], HostTask] | None], thread: threading.Thread) -> None:
     jobs.put(None)
     if thread is not threading.current_thread():
         thread.join()

@@ -18,7 +18,7 @@ from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.layout import PAGE, SWAP_SLOTS, Layout, UnitLayout
 from zeroplan_runtime import kernels
 from zeroplan_runtime.offload.chunks import Chunk, optimizer_chunks
-from zeroplan_runtime.offload.host_worker import Task
+from zeroplan_runtime.offload.host_worker import HostTask
 from zeroplan_runtime.offload.param_swapper import ParamSwapper
 from zeroplan_runtime.offload.swap_file import SwapFile, Transfer
 from zeroplan_runtime.offload.swap_pipeline import PipelineBuffers, SwapPipeline, SwapTensor
@@ -138,7 +138,7 @@ class OptimizerSwapper:
 
     def update(
         self,
-        wanted: Sequence[tuple[OffloadedUnit, Task]],
+        wanted: Sequence[tuple[OffloadedUnit, HostTask]],
         request: UpdateRequest,
         update: Update,
         send: Callable[[OffloadedUnit, PinnedBuffers], None],

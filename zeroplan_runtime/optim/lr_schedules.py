@@ -20,7 +20,7 @@ PerGroup = float | Sequence[float]
 """One number for all parameter groups, or one for each."""
 
 
-class Schedule:
+class LrSchedule:
     """The base of all schedules: they count steps and set the groups' ``lr``. A subclass gives :meth:`get_lr`.
 
     Args:
@@ -63,7 +63,7 @@ class Schedule:
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
 
-class _Warmup(Schedule):
+class _Warmup(LrSchedule):
     """Counts the steps of a warm-up."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, steps: int, kind: str, last_batch_iteration: int) -> None:
@@ -196,7 +196,7 @@ class WarmupCosineLR(_Warmup):
         return [rate * ratio for rate in self.org_lrs] if self.last_batch_iteration >= 0 else [0.0] * len(self.org_lrs)
 
 
-class LRRangeTest(Schedule):
+class LRRangeTest(LrSchedule):
     """Rises from `lr_range_test_min_lr` without end, to find the largest rate that trains (Smith, 2018, arXiv 1803.09820).
 
     Args:

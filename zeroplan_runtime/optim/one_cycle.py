@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zeroplan.core.errors import BadInput
-from zeroplan_runtime.optim.lr_schedules import PerGroup, Schedule, per_group
+from zeroplan_runtime.optim.lr_schedules import LrSchedule, PerGroup, per_group
 
 logger = logging.getLogger("zeroplan_runtime")
 
@@ -17,7 +17,7 @@ logger = logging.getLogger("zeroplan_runtime")
 _BETA2 = 0.99
 
 
-class OneCycle(Schedule):
+class OneCycle(LrSchedule):
     """The rate rises to `cycle_max_lr` and falls back, then decays; momentum does the reverse (Smith, 2018, arXiv 1803.09820).
 
     Args:

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 
 from zeroplan.core.errors import BadInput, did_you_mean
-from zeroplan_runtime.optim.lr_schedules import LRRangeTest, Schedule, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from zeroplan_runtime.optim.lr_schedules import LRRangeTest, LrSchedule, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from zeroplan_runtime.optim.one_cycle import OneCycle
 
-SCHEDULES: dict[str, type[Schedule]] = {
+SCHEDULES: dict[str, type[LrSchedule]] = {
     kind.__name__: kind for kind in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
 
 
-def make_schedule(kind: str, params: dict[str, Any], optimizer: torch.optim.Optimizer) -> Schedule:
+def make_schedule(kind: str, params: dict[str, Any], optimizer: torch.optim.Optimizer) -> LrSchedule:
     """Makes the schedule of a config's ``scheduler`` section.
 
     Args:

@@ -139,7 +139,9 @@ class OptimizerStep:
                     made[-1].grad = grad[part]
         return made
 
-    def _tensors(self, flat: Flat, begin: int, end: int, part: slice, workspace: kernels.SegmentWorkspace) -> kernels.Segments:
+    def _tensors(
+        self, flat: Flat, begin: int, end: int, part: slice, workspace: kernels.SegmentWorkspace
+    ) -> kernels.TensorSegments:
         """Returns the bounds of the parameters of ``[begin, end)`` of a flat within this rank's `part`.
 
         Padding counts to the parameter before it; its zeros do not change the norm.

@@ -16,7 +16,7 @@ from zeroplan.engines.deepspeed.lines import LEDGER
 from zeroplan.engines.deepspeed.rank import deepspeed_rank
 from zeroplan.engines.deepspeed.schedule_host import record_host
 from zeroplan.ledger.line import evaluate
-from zeroplan.models.spec import ModelSpec, Tensor, Unit
+from zeroplan.models.spec import ModelSpec, SpecUnit, Tensor
 
 SIZES = [("a", 4_000_003, True), ("b", 600, True), ("c", 3_000_000, True), ("d", 2_000_000, False), ("e", 1_000, False)]
 WORKLOAD = Workload(seq_len=8)
@@ -29,7 +29,7 @@ def config(*, threads: int = 1, pin: bool = True) -> ZeroConfig:
 
 
 def lines(zero: ZeroConfig) -> dict[str, int]:
-    spec = ModelSpec("five", (Unit("", tuple(Tensor(name, (count,), on) for name, count, on in SIZES)),), "test")
+    spec = ModelSpec("five", (SpecUnit("", tuple(Tensor(name, (count,), on) for name, count, on in SIZES)),), "test")
     rank = deepspeed_rank(spec.parameters, WORKLOAD, zero, ParallelLayout(2))
     return {item.name: item.bytes for item in evaluate(LEDGER, rank) if item.place is not Place.HBM}
 

@@ -18,7 +18,7 @@ COMPUTE, GATHER, REDUCE = 0, 1, 2
 SCALAR = 4
 
 
-class Schedule(EngineSchedule):
+class DeepSpeedSchedule(EngineSchedule):
     """The hooks that all stages share; each stage overrides those that it runs differently."""
 
     def __init__(self, rank: DeepSpeedRank, recorder: Recorder) -> None:

@@ -7,7 +7,7 @@ copied back. Source: runtime/engine.py, buffered_allreduce_fallback
 from __future__ import annotations
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.engines.deepspeed.base import SCALAR, Schedule
+from zeroplan.engines.deepspeed.base import SCALAR, DeepSpeedSchedule
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 from zeroplan.simulate.recorder import Recorder
 
@@ -15,7 +15,7 @@ from zeroplan.simulate.recorder import Recorder
 STAGE0_BUCKET = 500_000_000
 
 
-class Stage0(Schedule):
+class Stage0(DeepSpeedSchedule):
     """fp32: the optimizer steps the model's own parameters."""
 
     def __init__(self, rank: DeepSpeedRank, recorder: Recorder) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.engines.deepspeed.base import REDUCE, SCALAR, Schedule
+from zeroplan.engines.deepspeed.base import REDUCE, SCALAR, DeepSpeedSchedule
 from zeroplan.engines.deepspeed.groups import Batch, Slice
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 from zeroplan.simulate.recorder import Recorder
@@ -32,7 +32,7 @@ class _Bucket:
         self.params: list[int] = []
 
 
-class Stage12(Schedule):
+class Stage12(DeepSpeedSchedule):
     """The schedule of stages 1 and 2, with or without the optimizer on the host."""
 
     def __init__(self, rank: DeepSpeedRank, recorder: Recorder) -> None:

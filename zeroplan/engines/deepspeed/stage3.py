@@ -9,7 +9,7 @@ from zeroplan.core.buffers import Buffer
 from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.workload import OptimizerKind
 from zeroplan.core.zero_config import OffloadDevice
-from zeroplan.engines.deepspeed.base import COMPUTE, REDUCE, SCALAR, Schedule
+from zeroplan.engines.deepspeed.base import COMPUTE, REDUCE, SCALAR, DeepSpeedSchedule
 from zeroplan.engines.deepspeed.coordinator import Coordinator
 from zeroplan.engines.deepspeed.leaf_modules import inside_of, leaf_modules, subtree_params
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
@@ -20,7 +20,7 @@ from zeroplan.simulate.recorder import Recorder
 NORM_CHUNK = 250_000_000
 
 
-class Stage3(Schedule):
+class Stage3(DeepSpeedSchedule):
     """The schedule of stage 3, with any of its offloads."""
 
     follows_modules = True

@@ -32,7 +32,7 @@ _NONE = -1
 
 
 @dataclass(slots=True)
-class Unit:
+class FlatUnit:
     """A flat parameter and the blocks of memory that it has at the moment; -1 for none.
 
     Attributes:
@@ -66,7 +66,7 @@ class FsdpSchedule(EngineSchedule):
         self.in_reduction = _NONE  # the flat gradient that the reductions' stream reads
         self.home = self._homes(tape)
         names = {home: tape.modules[home].name if home >= 0 else "" for home in self.home}
-        self.units = {home: Unit(name, set()) for home, name in names.items()}
+        self.units = {home: FlatUnit(name, set()) for home, name in names.items()}
         for p in rank.trained:
             self.units[self.home[p]].params.add(p)
         trained = rank.parameters.adapters
@@ -123,7 +123,7 @@ class FsdpSchedule(EngineSchedule):
 
     # --- unshard, reshard -------------------------------------------------------------------------------------------------
 
-    def _unshard(self, unit: Unit) -> None:
+    def _unshard(self, unit: FlatUnit) -> None:
         rank = self.rank
         if unit.whole >= 0 or not (rank.sharded or rank.casts):
             return
@@ -137,7 +137,7 @@ class FsdpSchedule(EngineSchedule):
         if cast >= 0:
             self.free(cast)
 
-    def _reshard(self, unit: Unit) -> None:
+    def _reshard(self, unit: FlatUnit) -> None:
         if unit.whole >= 0:
             self.free(unit.whole)
             unit.whole = _NONE
@@ -212,7 +212,7 @@ class FsdpSchedule(EngineSchedule):
         if unit.arrived == sum(self.parts[p] for p in unit.params):
             self._post_backward(unit)
 
-    def _post_backward(self, unit: Unit) -> None:
+    def _post_backward(self, unit: FlatUnit) -> None:
         rank = self.rank
         joined = self.alloc(rank.param_bytes * rank.flat(unit.name), Buffer.GRAD_FULL, stream=GATHER)
         for handle in unit.grads.values():
@@ -228,7 +228,7 @@ class FsdpSchedule(EngineSchedule):
         if self.reduces:
             self._reduce(unit)
 
-    def _reduce(self, unit: Unit) -> None:
+    def _reduce(self, unit: FlatUnit) -> None:
         rank = self.rank
         if rank.sharded:
             padded = _NONE

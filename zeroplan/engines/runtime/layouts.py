@@ -14,7 +14,7 @@ from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ds_config.runtime import runtime_setup
 from zeroplan.ds_config.runtime_options import RuntimeOptions
 from zeroplan.engines.runtime.units import unit_shapes
-from zeroplan.models.spec import ModelSpec, Unit
+from zeroplan.models.spec import ModelSpec, SpecUnit
 
 
 def setup_of(workload: Workload, zero: ZeroConfig, parallel: ParallelLayout, runtime_options: RuntimeOptions) -> RuntimeSetup:
@@ -30,7 +30,7 @@ def setup_of(workload: Workload, zero: ZeroConfig, parallel: ParallelLayout, run
 
 
 @lru_cache(maxsize=64)
-def _shapes(units: tuple[Unit, ...], model_type: str, wide_numel: int) -> tuple[UnitShape, ...]:
+def _shapes(units: tuple[SpecUnit, ...], model_type: str, wide_numel: int) -> tuple[UnitShape, ...]:
     return tuple(unit_shapes(ModelSpec("", units, "units", model_type), wide_numel=wide_numel))
 
 

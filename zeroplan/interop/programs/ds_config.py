@@ -18,7 +18,7 @@ _ONLY = (
 )
 
 
-class DsConfig(Program):
+class DsConfigFile(Program):
     """``ds_config.json``."""
 
     name = "ds_config"

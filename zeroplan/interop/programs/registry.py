@@ -6,7 +6,7 @@ from zeroplan.core.errors import BadInput, did_you_mean
 from zeroplan.interop.programs.accelerate import Accelerate
 from zeroplan.interop.programs.axolotl import Axolotl
 from zeroplan.interop.programs.document import Document
-from zeroplan.interop.programs.ds_config import DsConfig
+from zeroplan.interop.programs.ds_config import DsConfigFile
 from zeroplan.interop.programs.known import arguments_of
 from zeroplan.interop.programs.litgpt import LitGpt
 from zeroplan.interop.programs.llama_factory import LlamaFactory
@@ -19,7 +19,7 @@ from zeroplan.interop.programs.trainer import HfTrainer
 from zeroplan.interop.programs.trl import Trl
 
 _ALL = (
-    *(DsConfig(), HfTrainer(), Trl(), LlamaFactory(), Axolotl(), Accelerate(), Torchtune(), OpenInstruct(), MsSwift()),
+    *(DsConfigFile(), HfTrainer(), Trl(), LlamaFactory(), Axolotl(), Accelerate(), Torchtune(), OpenInstruct(), MsSwift()),
     LitGpt(),
 )
 #: Every program by the name that ``--program`` takes.

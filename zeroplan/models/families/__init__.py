@@ -15,7 +15,7 @@ from typing import cast
 from zeroplan.core.model_config import CAUSAL_LM, CLASSIFIERS, IMAGE_CLASSIFICATION, MASKED_LM, SEQ2SEQ_LM, SPEECH_SEQ2SEQ
 from zeroplan.core.units import LARGEST
 from zeroplan.models.families.config import Config
-from zeroplan.models.spec import Unit
+from zeroplan.models.spec import SpecUnit
 
 #: model_type -> (module and function, auto class)
 FAMILIES: dict[str, tuple[str, str]] = {
@@ -57,7 +57,7 @@ FAMILIES: dict[str, tuple[str, str]] = {
 }
 
 
-def units_of(config: Config, model_type: str, auto_class: str = "") -> tuple[Unit, ...]:
+def units_of(config: Config, model_type: str, auto_class: str = "") -> tuple[SpecUnit, ...]:
     """The units of a known architecture.
 
     Args:
@@ -71,7 +71,7 @@ def units_of(config: Config, model_type: str, auto_class: str = "") -> tuple[Uni
     """
     module, function = FAMILIES[model_type][0].split(".")
     describe = cast(
-        "Callable[[Config], tuple[Unit, ...]]", getattr(import_module(f"zeroplan.models.families.{module}"), function)
+        "Callable[[Config], tuple[SpecUnit, ...]]", getattr(import_module(f"zeroplan.models.families.{module}"), function)
     )
     found = describe(config)
     if auto_class in CLASSIFIERS:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from zeroplan.models.families.config import Config
 from zeroplan.models.families.layers import Tensors, blocks, embedding, flat, linear, norm, param, stack, unit, units
-from zeroplan.models.spec import Tensor, Unit
+from zeroplan.models.spec import SpecUnit, Tensor
 
 
 def decoder_head(width: int, vocab: int, *, words: str | None, bias: str | None) -> Tensors:
@@ -18,7 +18,7 @@ def decoder_head(width: int, vocab: int, *, words: str | None, bias: str | None)
     )
 
 
-def predictions(prefix: str, hidden: int, width: int, vocab: int, *, words: str | None) -> tuple[Unit, ...]:
+def predictions(prefix: str, hidden: int, width: int, vocab: int, *, words: str | None) -> tuple[SpecUnit, ...]:
     """BERT's ``cls.predictions``: the bias, a dense layer with norm, the decoder."""
     tied_bias = f"{prefix}.bias" if words else None
     return unit(
@@ -41,7 +41,7 @@ def encoder_rest(hidden: int, inner: int) -> Tensors:
     )
 
 
-def _encoder(c: Config, name: str, hidden: int, vocab: int, *, positions_last: bool) -> tuple[Unit, ...]:
+def _encoder(c: Config, name: str, hidden: int, vocab: int, *, positions_last: bool) -> tuple[SpecUnit, ...]:
     c.none_of("add_cross_attention", "is_decoder")
     c.whole_heads(hidden, "num_attention_heads", default=12)
     positions = embedding("position_embeddings", c.size("max_position_embeddings", default=512), hidden)
@@ -59,7 +59,7 @@ def _encoder(c: Config, name: str, hidden: int, vocab: int, *, positions_last: b
     )
 
 
-def bert(c: Config) -> tuple[Unit, ...]:
+def bert(c: Config) -> tuple[SpecUnit, ...]:
     """BERT with its masked-language-model head; the pooler and next-sentence head of pre-training are left out."""
     hidden, vocab = c.size("hidden_size", default=768), c.size("vocab_size", default=30522)
     tied = c.flag("tie_word_embeddings", default=True)
@@ -70,7 +70,7 @@ def bert(c: Config) -> tuple[Unit, ...]:
     )
 
 
-def roberta(c: Config) -> tuple[Unit, ...]:
+def roberta(c: Config) -> tuple[SpecUnit, ...]:
     """RoBERTa: BERT's encoder, the head under ``lm_head``."""
     hidden, vocab = c.size("hidden_size", default=768), c.size("vocab_size", default=50265)
     tied = c.flag("tie_word_embeddings", default=True)
@@ -91,7 +91,7 @@ def roberta(c: Config) -> tuple[Unit, ...]:
     )
 
 
-def modernbert(c: Config) -> tuple[Unit, ...]:
+def modernbert(c: Config) -> tuple[SpecUnit, ...]:
     """ModernBERT: rotary positions, GeGLU, no biases; the first block has no norm before its attention."""
     hidden, inner = c.size("hidden_size", default=768), c.size("intermediate_size", default=1152)
     vocab, depth = c.size("vocab_size", default=50368), c.depth("num_hidden_layers", default=22)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from zeroplan.models.families.bert import encoder_rest, predictions
 from zeroplan.models.families.config import Config, NotDescribedError
 from zeroplan.models.families.layers import Tensors, blocks, embedding, flat, linear, norm, param, unit, units
-from zeroplan.models.spec import Tensor, Unit
+from zeroplan.models.spec import SpecUnit, Tensor
 
 
-def _embeddings(c: Config, hidden: int, width: int, vocab: int) -> tuple[Unit, ...]:
+def _embeddings(c: Config, hidden: int, width: int, vocab: int) -> tuple[SpecUnit, ...]:
     """Word, position and token-type tables; the latter two only where the config has them."""
     positions, kinds = c.flag("position_biased_input", default=True), c.size("type_vocab_size", default=0, low=0)
     projection = linear("embed_proj", width, hidden) if width != hidden else ()
@@ -29,7 +29,7 @@ def _reach(c: Config) -> int:
     return reach if reach >= 1 else c.size("max_position_embeddings", default=512)
 
 
-def deberta(c: Config) -> tuple[Unit, ...]:
+def deberta(c: Config) -> tuple[SpecUnit, ...]:
     """DeBERTa: disentangled attention with q, k, v in one matrix and separate projections of the positions."""
     c.none_of("talking_head")
     hidden, vocab = c.size("hidden_size", default=768), c.size("vocab_size", default=50265)
@@ -53,7 +53,7 @@ def deberta(c: Config) -> tuple[Unit, ...]:
     )
 
 
-def deberta_v2(c: Config) -> tuple[Unit, ...]:
+def deberta_v2(c: Config) -> tuple[SpecUnit, ...]:
     """DeBERTa V2 and V3: bucketed relative positions, the key and query projections usually shared with them."""
     hidden, vocab = c.size("hidden_size", default=1536), c.size("vocab_size", default=128100)
     heads = c.whole_heads(hidden, "num_attention_heads", default=24)
@@ -91,7 +91,7 @@ def _around(c: Config, hidden: int, relative: bool) -> Tensors:
     )
 
 
-def _head(c: Config, hidden: int, width: int, vocab: int, *, tied: bool) -> tuple[Unit, ...]:
+def _head(c: Config, hidden: int, width: int, vocab: int, *, tied: bool) -> tuple[SpecUnit, ...]:
     """The masked-language-model head that transformers builds by default (``legacy``)."""
     if not c.flag("legacy", default=True):
         raise NotDescribedError("legacy")

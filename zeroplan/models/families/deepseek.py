@@ -10,7 +10,7 @@ from zeroplan.models.families.config import Config
 from zeroplan.models.families.layers import Tensors, flat, linear, norm, stack
 from zeroplan.models.families.llama import block_norms, decoder, gated_mlp
 from zeroplan.models.families.moe import experts, router
-from zeroplan.models.spec import Unit
+from zeroplan.models.spec import SpecUnit
 
 
 def _latent_attention(c: Config, hidden: int, heads: int) -> Tensors:
@@ -38,13 +38,13 @@ def _latent_attention(c: Config, hidden: int, heads: int) -> Tensors:
 
 def _layers(
     c: Config, attend: Tensors, dense: Tensors, mixture: Tensors, hidden: int, depth: int, first: int
-) -> tuple[Unit, ...]:
+) -> tuple[SpecUnit, ...]:
     """The first blocks dense, the others mixtures."""
     norms = block_norms(hidden)
     return stack("model.layers.{}", [flat(attend, dense if i < first else mixture, norms) for i in range(depth)])
 
 
-def deepseek_v2(c: Config) -> tuple[Unit, ...]:
+def deepseek_v2(c: Config) -> tuple[SpecUnit, ...]:
     """DeepSeek V2 and V2-Lite."""
     hidden = c.size("hidden_size", default=4096)
     heads = c.whole_heads(hidden, "num_attention_heads", default=32)
@@ -61,7 +61,7 @@ def deepseek_v2(c: Config) -> tuple[Unit, ...]:
     return decoder(c, layers, hidden=hidden, vocab=102400)
 
 
-def deepseek_v3(c: Config) -> tuple[Unit, ...]:
+def deepseek_v3(c: Config) -> tuple[SpecUnit, ...]:
     """DeepSeek V3 and R1."""
     hidden = c.size("hidden_size", default=7168)
     heads = c.count("num_attention_heads", default=128)

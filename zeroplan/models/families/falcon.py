@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from zeroplan.models.families.config import Config
 from zeroplan.models.families.layers import Tensors, blocks, flat, linear, lm_head, norm, table, unit, units
-from zeroplan.models.spec import Unit
+from zeroplan.models.spec import SpecUnit
 
 
-def bloom(c: Config) -> tuple[Unit, ...]:
+def bloom(c: Config) -> tuple[SpecUnit, ...]:
     """BLOOM: ALiBi instead of positions, a norm after the embedding, the head tied."""
     hidden = c.size("n_embed", "hidden_size", default=64)
     c.whole_heads(hidden, "n_head", "num_attention_heads", default=8)
@@ -23,7 +23,7 @@ def bloom(c: Config) -> tuple[Unit, ...]:
     return _decoder(c, block, hidden, vocab=250880, depth=2, after_embedding=normed)
 
 
-def falcon(c: Config) -> tuple[Unit, ...]:
+def falcon(c: Config) -> tuple[SpecUnit, ...]:
     """Falcon: one key and value for all heads (7B), or grouped ones (40B on); attention and MLP side by side."""
     hidden = c.size("n_embed", "hidden_size", default=4544)
     heads = c.count("num_attention_heads", "n_head", default=71)
@@ -50,8 +50,8 @@ def falcon(c: Config) -> tuple[Unit, ...]:
 
 
 def _decoder(
-    c: Config, block: Tensors, hidden: int, *, vocab: int, depth: int, after_embedding: tuple[Unit, ...] = ()
-) -> tuple[Unit, ...]:
+    c: Config, block: Tensors, hidden: int, *, vocab: int, depth: int, after_embedding: tuple[SpecUnit, ...] = ()
+) -> tuple[SpecUnit, ...]:
     vocab = c.size("vocab_size", default=vocab)
     tied = c.flag("tie_word_embeddings", default=True)
     layers = ("num_hidden_layers", "n_layer") if not after_embedding else ("n_layer", "num_hidden_layers")

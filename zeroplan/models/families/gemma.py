@@ -17,25 +17,25 @@ from zeroplan.models.families.layers import (
     units,
 )
 from zeroplan.models.families.llama import block_norms, gated_mlp, self_attention
-from zeroplan.models.spec import Tensor, Unit
+from zeroplan.models.spec import SpecUnit, Tensor
 
 
-def gemma(c: Config) -> tuple[Unit, ...]:
+def gemma(c: Config) -> tuple[SpecUnit, ...]:
     """Gemma 1: Llama's block."""
     return _decoder(c, "model", _block(c, hidden=3072, inner=24576, heads=16, kv_heads=16), hidden=3072, depth=28, vocab=256000)
 
 
-def gemma2(c: Config) -> tuple[Unit, ...]:
+def gemma2(c: Config) -> tuple[SpecUnit, ...]:
     """Gemma 2: norms before and after both halves of the block."""
     return _decoder(c, "model", _block(c, sandwich=True), vocab=256000)
 
 
-def gemma3_text(c: Config) -> tuple[Unit, ...]:
+def gemma3_text(c: Config) -> tuple[SpecUnit, ...]:
     """Gemma 3's text model: Gemma 2's block with norms of each head's query and key."""
     return _decoder(c, "model", _block(c, sandwich=True, qk_norm=True), vocab=262208)
 
 
-def gemma3(c: Config) -> tuple[Unit, ...]:
+def gemma3(c: Config) -> tuple[SpecUnit, ...]:
     """Gemma 3 with its SigLIP vision tower; the language model lies under ``model.language_model``."""
     text, vision = c.section("text_config"), c.section("vision_config")
     hidden, width = text.size("hidden_size", default=2304), vision.size("hidden_size", default=768)
@@ -78,7 +78,7 @@ def _block(
 
 def _decoder(
     c: Config, prefix: str, block: Tensors, *, vocab: int, hidden: int = 2304, depth: int = 26, tied: bool | None = None
-) -> tuple[Unit, ...]:
+) -> tuple[SpecUnit, ...]:
     hidden = c.size("hidden_size", default=hidden)
     vocab = c.size("vocab_size", default=vocab)
     tied = c.flag("tie_word_embeddings", default=True) if tied is None else tied
@@ -90,7 +90,7 @@ def _decoder(
     )
 
 
-def _siglip(c: Config, width: int) -> tuple[Unit, ...]:
+def _siglip(c: Config, width: int) -> tuple[SpecUnit, ...]:
     """SigLIP's vision transformer (Zhai et al. 2023), with its pooling head unless `vision_use_head` is false."""
     inner = c.size("intermediate_size", default=3072)
     patch = c.side("patch_size", default=16)

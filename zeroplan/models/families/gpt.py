@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from zeroplan.models.families.config import Config
 from zeroplan.models.families.layers import blocks, conv1d, embedding, flat, linear, lm_head, norm, param, table, unit, units
-from zeroplan.models.spec import Unit
+from zeroplan.models.spec import SpecUnit
 
 
-def gpt2(c: Config) -> tuple[Unit, ...]:
+def gpt2(c: Config) -> tuple[SpecUnit, ...]:
     """GPT-2: learned positions, Conv1D layers, the head tied to the embedding."""
     c.none_of("add_cross_attention")
     hidden = c.size("n_embd", "hidden_size", default=768)
@@ -36,7 +36,7 @@ def gpt2(c: Config) -> tuple[Unit, ...]:
     )
 
 
-def gptj(c: Config) -> tuple[Unit, ...]:
+def gptj(c: Config) -> tuple[SpecUnit, ...]:
     """GPT-J: rotary positions, no biases in attention, a head with bias."""
     hidden = c.size("n_embd", "hidden_size", default=4096)
     c.whole_heads(hidden, "n_head", "num_attention_heads", default=16)
@@ -57,7 +57,7 @@ def gptj(c: Config) -> tuple[Unit, ...]:
     )
 
 
-def gpt_neox(c: Config) -> tuple[Unit, ...]:
+def gpt_neox(c: Config) -> tuple[SpecUnit, ...]:
     """GPT-NeoX and Pythia: rotary positions, q, k, v in one matrix, an untied head."""
     hidden = c.size("hidden_size", default=6144)
     c.whole_heads(hidden, "num_attention_heads", default=64)
@@ -81,7 +81,7 @@ def gpt_neox(c: Config) -> tuple[Unit, ...]:
     )
 
 
-def mingpt(c: Config) -> tuple[Unit, ...]:
+def mingpt(c: Config) -> tuple[SpecUnit, ...]:
     """minGPT: its position table is a parameter of the root module, and so comes first; the head is untied."""
     hidden, vocab = c.size("n_embd"), c.size("vocab_size")
     block = flat(

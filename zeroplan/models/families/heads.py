@@ -11,9 +11,9 @@ from collections.abc import Callable
 from zeroplan.core.model_config import QUESTION_ANSWERING, SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION, labels_of
 from zeroplan.models.families.config import Config, NotDescribedError
 from zeroplan.models.families.layers import linear, unit, units
-from zeroplan.models.spec import Unit
+from zeroplan.models.spec import SpecUnit
 
-_Head = Callable[[Config, str, int, int], tuple[Unit, ...]]
+_Head = Callable[[Config, str, int, int], tuple[SpecUnit, ...]]
 
 #: Units that a classifier does not have.
 _LM_HEADS = ("lm_head", "cls.predictions")
@@ -23,13 +23,13 @@ GENERIC = frozenset(
 )
 
 
-def _generic(c: Config, auto_class: str, hidden: int, labels: int) -> tuple[Unit, ...]:
+def _generic(c: Config, auto_class: str, hidden: int, labels: int) -> tuple[SpecUnit, ...]:
     if auto_class == QUESTION_ANSWERING:
         raise NotDescribedError(auto_class)  # the base model has another name in some families
     return unit("score", linear("", hidden, labels, bias=auto_class == TOKEN_CLASSIFICATION))
 
 
-def _bert(c: Config, auto_class: str, hidden: int, labels: int) -> tuple[Unit, ...]:
+def _bert(c: Config, auto_class: str, hidden: int, labels: int) -> tuple[SpecUnit, ...]:
     if auto_class == QUESTION_ANSWERING:
         return unit("qa_outputs", linear("", hidden, labels, bias=True))
     pooled = auto_class == SEQUENCE_CLASSIFICATION
@@ -39,13 +39,13 @@ def _bert(c: Config, auto_class: str, hidden: int, labels: int) -> tuple[Unit, .
     )
 
 
-def _roberta(c: Config, auto_class: str, hidden: int, labels: int) -> tuple[Unit, ...]:
+def _roberta(c: Config, auto_class: str, hidden: int, labels: int) -> tuple[SpecUnit, ...]:
     if auto_class == SEQUENCE_CLASSIFICATION:
         return unit("classifier", linear("dense", hidden, hidden, True), linear("out_proj", hidden, labels, True))
     return unit("qa_outputs" if auto_class == QUESTION_ANSWERING else "classifier", linear("", hidden, labels, True))
 
 
-def _deberta(c: Config, auto_class: str, hidden: int, labels: int) -> tuple[Unit, ...]:
+def _deberta(c: Config, auto_class: str, hidden: int, labels: int) -> tuple[SpecUnit, ...]:
     if auto_class == SEQUENCE_CLASSIFICATION:
         width = c.size("pooler_hidden_size", default=hidden)
         if width != hidden:
@@ -63,7 +63,7 @@ _HEADS: dict[str, _Head] = {
 }
 
 
-def with_classifier(c: Config, model_type: str, auto_class: str, described: tuple[Unit, ...]) -> tuple[Unit, ...]:
+def with_classifier(c: Config, model_type: str, auto_class: str, described: tuple[SpecUnit, ...]) -> tuple[SpecUnit, ...]:
     """The family's units with a classifier's head in place of the language model's.
 
     Raises:

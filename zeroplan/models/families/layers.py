@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from zeroplan.models.spec import Tensor, Unit
+from zeroplan.models.spec import SpecUnit, Tensor
 
 Tensors = tuple[Tensor, ...]
 
@@ -50,36 +50,36 @@ def flat(*parts: Tensors) -> Tensors:
     return tuple(tensor for part in parts for tensor in part)
 
 
-def unit(name: str, *parts: Tensors) -> tuple[Unit, ...]:
+def unit(name: str, *parts: Tensors) -> tuple[SpecUnit, ...]:
     """One module that occurs once."""
-    return (Unit(name, flat(*parts)),)
+    return (SpecUnit(name, flat(*parts)),)
 
 
-def table(name: str, rows: int, width: int, *, trainable: bool = True, tied_to: str | None = None) -> tuple[Unit, ...]:
+def table(name: str, rows: int, width: int, *, trainable: bool = True, tied_to: str | None = None) -> tuple[SpecUnit, ...]:
     """An embedding that is a unit of its own."""
-    return (Unit(name, embedding("", rows, width, trainable=trainable, tied_to=tied_to)),)
+    return (SpecUnit(name, embedding("", rows, width, trainable=trainable, tied_to=tied_to)),)
 
 
-def lm_head(name: str, width: int, vocab: int, *, tied_to: str | None, bias: bool = False) -> tuple[Unit, ...]:
+def lm_head(name: str, width: int, vocab: int, *, tied_to: str | None, bias: bool = False) -> tuple[SpecUnit, ...]:
     """The output projection (kind ``"head"``), whose weight may be the embedding's."""
     weight = Tensor("weight", (vocab, width), tied_to=tied_to, kind="head")
-    return (Unit(name, (weight, Tensor("bias", (vocab,))) if bias else (weight,)),)
+    return (SpecUnit(name, (weight, Tensor("bias", (vocab,))) if bias else (weight,)),)
 
 
-def blocks(name: str, count: int, *parts: Tensors) -> tuple[Unit, ...]:
+def blocks(name: str, count: int, *parts: Tensors) -> tuple[SpecUnit, ...]:
     """`count` equal blocks; `name` holds ``{}`` where the index goes."""
-    return (Unit(name, flat(*parts), count=count, block=True),)
+    return (SpecUnit(name, flat(*parts), count=count, block=True),)
 
 
-def stack(name: str, layers: Sequence[Tensors]) -> tuple[Unit, ...]:
+def stack(name: str, layers: Sequence[Tensors]) -> tuple[SpecUnit, ...]:
     """Blocks that differ: consecutive equal ones become one unit."""
-    units: list[Unit] = []
+    units: list[SpecUnit] = []
     for tensors, run in groupby(layers):
         first = units[-1].first + units[-1].count if units else 0
-        units.append(Unit(name, tensors, count=sum(1 for _ in run), first=first, block=True))
+        units.append(SpecUnit(name, tensors, count=sum(1 for _ in run), first=first, block=True))
     return tuple(units)
 
 
-def units(*parts: Iterable[Unit]) -> tuple[Unit, ...]:
+def units(*parts: Iterable[SpecUnit]) -> tuple[SpecUnit, ...]:
     """The parts' units, one after another."""
     return tuple(one for part in parts for one in part)

@@ -6,7 +6,7 @@ from functools import partial
 
 from zeroplan.models.families.config import Config
 from zeroplan.models.families.layers import Tensors, blocks, flat, linear, lm_head, norm, table, unit, units
-from zeroplan.models.spec import Unit
+from zeroplan.models.spec import SpecUnit
 
 
 def attention(
@@ -78,21 +78,21 @@ def block_norms(hidden: int, bias: bool = False) -> Tensors:
     return flat(norm("input_layernorm", hidden, bias), norm("post_attention_layernorm", hidden, bias))
 
 
-def alike(c: Config, *parts: Tensors, depth: int = 32) -> tuple[Unit, ...]:
+def alike(c: Config, *parts: Tensors, depth: int = 32) -> tuple[SpecUnit, ...]:
     """Equal blocks, as many as ``num_hidden_layers`` says; `depth` is its default."""
     return blocks("model.layers.{}", c.depth("num_hidden_layers", default=depth), *parts)
 
 
 def decoder(
     c: Config,
-    layers: tuple[Unit, ...],
+    layers: tuple[SpecUnit, ...],
     *,
     hidden: int,
     vocab: int,
     norms: bool = True,
     norm_bias: bool = False,
     head_bias: bool = False,
-) -> tuple[Unit, ...]:
+) -> tuple[SpecUnit, ...]:
     """Embedding, blocks, final norm, head: the order of every decoder that keeps its blocks under ``model.layers``.
 
     `vocab` is the default of ``vocab_size``.
@@ -107,7 +107,7 @@ def decoder(
     )
 
 
-def llama(c: Config) -> tuple[Unit, ...]:
+def llama(c: Config) -> tuple[SpecUnit, ...]:
     """Llama 1 to 3.3, TinyLlama, Yi and the like."""
     hidden = c.size("hidden_size", default=4096)
     layers = alike(
@@ -119,7 +119,7 @@ def llama(c: Config) -> tuple[Unit, ...]:
     return decoder(c, layers, hidden=hidden, vocab=32000)
 
 
-def mistral(c: Config) -> tuple[Unit, ...]:
+def mistral(c: Config) -> tuple[SpecUnit, ...]:
     """Mistral 7B, Nemo, Small, Large: Llama's block without biases."""
     hidden = c.size("hidden_size", default=4096)
     layers = alike(

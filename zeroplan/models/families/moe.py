@@ -9,7 +9,7 @@ from __future__ import annotations
 from zeroplan.models.families.config import Config
 from zeroplan.models.families.layers import Tensors, flat, linear, norm, param, stack
 from zeroplan.models.families.llama import alike, block_norms, decoder, gated_mlp, self_attention
-from zeroplan.models.spec import Unit
+from zeroplan.models.spec import SpecUnit
 
 
 def experts(name: str, count: int, hidden: int, inner: int) -> Tensors:
@@ -25,7 +25,7 @@ def router(name: str, count: int, hidden: int) -> Tensors:
     return param(f"{name}.weight", count, hidden)
 
 
-def mixtral(c: Config) -> tuple[Unit, ...]:
+def mixtral(c: Config) -> tuple[SpecUnit, ...]:
     """Mixtral: every block's MLP is a mixture."""
     hidden = c.size("hidden_size", default=4096)
     count = c.count("num_local_experts", "num_experts", default=8)
@@ -39,7 +39,7 @@ def mixtral(c: Config) -> tuple[Unit, ...]:
     return decoder(c, layers, hidden=hidden, vocab=32000)
 
 
-def _some_sparse(c: Config, count: int, hidden: int, attend: Tensors, mixture: Tensors, dense: Tensors) -> tuple[Unit, ...]:
+def _some_sparse(c: Config, count: int, hidden: int, attend: Tensors, mixture: Tensors, dense: Tensors) -> tuple[SpecUnit, ...]:
     """A decoder whose every `decoder_sparse_step`-th block holds the mixture, unless listed in `mlp_only_layers`."""
     step, only_dense = c.depth("decoder_sparse_step", default=1), c.indices("mlp_only_layers")
     sparse = [
@@ -50,7 +50,7 @@ def _some_sparse(c: Config, count: int, hidden: int, attend: Tensors, mixture: T
     return decoder(c, layers, hidden=hidden, vocab=151936)
 
 
-def qwen2_moe(c: Config) -> tuple[Unit, ...]:
+def qwen2_moe(c: Config) -> tuple[SpecUnit, ...]:
     """Qwen 1.5 and 2 MoE: a mixture beside a shared expert with its own gate."""
     hidden = c.size("hidden_size", default=2048)
     count = c.count("num_experts", default=60, low=0)
@@ -66,7 +66,7 @@ def qwen2_moe(c: Config) -> tuple[Unit, ...]:
     return _some_sparse(c, count, hidden, attend, mixture, dense)
 
 
-def qwen3_moe(c: Config) -> tuple[Unit, ...]:
+def qwen3_moe(c: Config) -> tuple[SpecUnit, ...]:
     """Qwen 3 MoE: Qwen 3's attention, a mixture without a shared expert."""
     hidden = c.size("hidden_size", default=2048)
     count = c.count("num_experts", "num_local_experts", default=128, low=0)
@@ -78,7 +78,7 @@ def qwen3_moe(c: Config) -> tuple[Unit, ...]:
     return _some_sparse(c, count, hidden, attend, mixture, dense)
 
 
-def olmoe(c: Config) -> tuple[Unit, ...]:
+def olmoe(c: Config) -> tuple[SpecUnit, ...]:
     """OLMoE: norms over the whole query and key, a mixture in every block."""
     hidden = c.size("hidden_size", default=2048)
     heads = c.count("num_attention_heads", default=16)
@@ -97,7 +97,7 @@ def olmoe(c: Config) -> tuple[Unit, ...]:
     return decoder(c, layers, hidden=hidden, vocab=50304)
 
 
-def phimoe(c: Config) -> tuple[Unit, ...]:
+def phimoe(c: Config) -> tuple[SpecUnit, ...]:
     """Phi-3.5-MoE: LayerNorms with bias; its router is a linear layer."""
     hidden = c.size("hidden_size", default=4096)
     count = c.count("num_local_experts", "num_experts", default=16)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from zeroplan.models.families.config import Config
 from zeroplan.models.families.layers import norm
 from zeroplan.models.families.llama import alike, decoder, gated_mlp, self_attention
-from zeroplan.models.spec import Unit
+from zeroplan.models.spec import SpecUnit
 
 
-def olmo(c: Config) -> tuple[Unit, ...]:
+def olmo(c: Config) -> tuple[SpecUnit, ...]:
     """OLMo: Llama's block with LayerNorms that have no parameters."""
     hidden = c.size("hidden_size", default=4096)
     layers = alike(c, self_attention(c, hidden), gated_mlp("mlp", hidden, c.size("intermediate_size", default=11008)))
     return decoder(c, layers, hidden=hidden, vocab=50304, norms=False)
 
 
-def olmo2(c: Config) -> tuple[Unit, ...]:
+def olmo2(c: Config) -> tuple[SpecUnit, ...]:
     """OLMo 2 and 3: norms over the whole query and key, and after attention and MLP instead of before."""
     hidden = c.size("hidden_size", default=4096)
     heads = c.count("num_attention_heads", default=32)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from zeroplan.models.families.config import Config
 from zeroplan.models.families.layers import Tensors, blocks, flat, linear, lm_head, norm, table, unit, units
-from zeroplan.models.spec import Unit
+from zeroplan.models.spec import SpecUnit
 
 #: OPT's position table begins with two rows that no position uses.
 _POSITION_OFFSET = 2
 
 
-def opt(c: Config) -> tuple[Unit, ...]:
+def opt(c: Config) -> tuple[SpecUnit, ...]:
     """OPT: learned positions, ReLU MLP, tied head; the 350M model projects its narrower embedding in and out."""
     hidden = c.size("hidden_size", default=768)
     c.whole_heads(hidden, "num_attention_heads", default=12)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from zeroplan.models.families.config import Config
 from zeroplan.models.families.layers import blocks, flat, linear, lm_head, norm, table, unit, units
 from zeroplan.models.families.llama import alike, block_norms, decoder
-from zeroplan.models.spec import Unit
+from zeroplan.models.spec import SpecUnit
 
 
-def phi(c: Config) -> tuple[Unit, ...]:
+def phi(c: Config) -> tuple[SpecUnit, ...]:
     """Phi 1, 1.5 and 2: attention and MLP side by side after one norm, biases everywhere, the head's too."""
     hidden = c.size("hidden_size", default=2048)
     heads = c.count("num_attention_heads", default=32)
@@ -38,7 +38,7 @@ def phi(c: Config) -> tuple[Unit, ...]:
     )
 
 
-def phi3(c: Config) -> tuple[Unit, ...]:
+def phi3(c: Config) -> tuple[SpecUnit, ...]:
     """Phi 3, 3.5 and 4: Llama's block with q, k, v in one matrix and gate, up in another."""
     hidden = c.size("hidden_size", default=3072)
     heads = c.count("num_attention_heads", default=32)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from zeroplan.models.families.config import Config
 from zeroplan.models.families.llama import alike, block_norms, decoder, gated_mlp, self_attention
-from zeroplan.models.spec import Unit
+from zeroplan.models.spec import SpecUnit
 
 
-def qwen2(c: Config) -> tuple[Unit, ...]:
+def qwen2(c: Config) -> tuple[SpecUnit, ...]:
     """Qwen 1.5, 2 and 2.5: Llama's block with biases on q, k and v."""
     hidden = c.size("hidden_size", default=4096)
     layers = alike(
@@ -19,7 +19,7 @@ def qwen2(c: Config) -> tuple[Unit, ...]:
     return decoder(c, layers, hidden=hidden, vocab=151936)
 
 
-def qwen3(c: Config) -> tuple[Unit, ...]:
+def qwen3(c: Config) -> tuple[SpecUnit, ...]:
     """Qwen 3: norms of each head's query and key in place of the biases."""
     hidden = c.size("hidden_size", default=4096)
     layers = alike(

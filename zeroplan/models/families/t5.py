@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from zeroplan.models.families.config import Config
 from zeroplan.models.families.layers import Tensors, embedding, flat, linear, lm_head, norm, stack, table, unit, units
-from zeroplan.models.spec import Unit
+from zeroplan.models.spec import SpecUnit
 
 
-def t5(c: Config) -> tuple[Unit, ...]:
+def t5(c: Config) -> tuple[SpecUnit, ...]:
     """An encoder and a decoder that share the embedding; the first block of each holds the relative position bias.
 
     Where the config unties the head (v1.1 and FLAN), it is untied here: loading such a checkpoint keeps its two matrices

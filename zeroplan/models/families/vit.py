@@ -6,7 +6,7 @@ from collections.abc import Sized
 
 from zeroplan.models.families.config import Config
 from zeroplan.models.families.layers import blocks, flat, linear, norm, param, unit, units
-from zeroplan.models.spec import Tensor, Unit
+from zeroplan.models.spec import SpecUnit, Tensor
 
 
 def _labels(c: Config) -> int:
@@ -15,7 +15,7 @@ def _labels(c: Config) -> int:
     return c.size("num_labels", default=len(named) if isinstance(named, Sized) and len(named) else 2)
 
 
-def vit(c: Config) -> tuple[Unit, ...]:
+def vit(c: Config) -> tuple[SpecUnit, ...]:
     """ViT (Dosovitskiy et al. 2021): patches by a convolution, a class token, learned positions."""
     hidden, inner = c.size("hidden_size", default=768), c.size("intermediate_size", default=3072)
     patch, channels = c.side("patch_size", default=16), c.count("num_channels", default=3)

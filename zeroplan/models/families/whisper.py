@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from zeroplan.models.families.config import Config
 from zeroplan.models.families.layers import Tensors, blocks, embedding, flat, linear, lm_head, norm, table, unit, units
-from zeroplan.models.spec import Tensor, Unit
+from zeroplan.models.spec import SpecUnit, Tensor
 
 
-def whisper(c: Config) -> tuple[Unit, ...]:
+def whisper(c: Config) -> tuple[SpecUnit, ...]:
     """Whisper: two convolutions and frozen sinusoids before the encoder, learned positions before the decoder, tied head."""
     hidden, vocab = c.size("d_model", "hidden_size", default=384), c.size("vocab_size", default=51865)
     c.whole_heads(hidden, "encoder_attention_heads", default=6)

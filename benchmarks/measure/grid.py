@@ -49,6 +49,7 @@ class Grid:
         self.waiting, self.out, self.jobs, self.gib, self._port = list(specs), out, jobs, gib, port
         self.running: list[Job] = []
         self.scratch = Path(tempfile.mkdtemp(prefix="measure-"))
+        out.mkdir(parents=True, exist_ok=True)
 
     def run(self, seconds: float) -> None:
         """Until all are done or ``seconds`` have passed."""

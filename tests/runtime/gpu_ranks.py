@@ -37,7 +37,7 @@ def run_on_gpus(body: str, folder: Path, *, ranks: int, timeout: float) -> None:
     """
     script = folder / "rank.py"
     script.write_text(_HEAD.replace("@root", repr(str(ROOT))) + body.removeprefix("\n") + _TAIL)
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", str(script)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(script)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("well") == ranks

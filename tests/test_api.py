@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -77,3 +78,22 @@ def test_a_plan_without_a_renderer_prints_its_repr(fresh_python: Run) -> None:
     done = fresh_python(code)
     assert done.stdout.startswith("<MemoryPlan deepspeed stage 2: "), done.stderr
     assert done.stdout.endswith("> None\n")
+
+
+def test_plans_and_recommendations_are_frames() -> None:
+    pandas = pytest.importorskip("pandas")
+    plans = zeroplan.estimate("openai-community/gpt2", gpus=2, vram="24G")
+    frame = plans.to_frame()
+    assert isinstance(frame, pandas.DataFrame)
+    assert len(frame) == len(plans)
+    assert list(frame["gpu_total"]) == [plan.gpu.total for plan in plans]
+    assert list(frame["stage"]) == [plan.stage for plan in plans]
+    assert {kind.kind for kind in frame[["gpu_total", "stage"]].dtypes} == {"i"}
+    found = zeroplan.recommend("openai-community/gpt2", vram="24G", depth="formula")
+    assert list(found.to_frame()["micro_batch"]) == [one.workload.micro_batch for one in found]
+
+
+def test_a_frame_without_pandas_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(BadInput, match=r"to_frame\(\): needs pandas; pip install pandas"):
+        zeroplan.estimate(params=10**9, vram="24G").to_frame()

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests.logs.cases import CASES, LogCase
+from tests.logs.public import PUBLIC
 from zeroplan.logs.diagnose import Cause, diagnose
 from zeroplan.logs.patterns import sizes_in
 from zeroplan.logs.reader import parse_log
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES + PUBLIC, ids=lambda case: case.name)
 def test_the_cause_of_a_log(case: LogCase) -> None:
     found = diagnose(parse_log(case.text))
     assert found.cause is case.cause, found
@@ -37,10 +38,23 @@ def test_sizes_of_the_message() -> None:
 
 def test_noise_around_a_log_changes_nothing() -> None:
     noise = "INFO 1/100 loading shard\n{'loss': 2.1, 'grad_norm': 1.0}\n" * 200
-    for case in CASES:
-        if case.cause is not Cause.SLOWER:
+    for case in CASES + PUBLIC:
+        if case.cause is not Cause.SLOWER and not case.name.startswith("loss 0"):  # which show in what comes last
             found = diagnose(parse_log(noise + case.text + "\n" + noise))
             assert found.cause is case.cause, case.name
+
+
+def test_a_loss_of_0_is_no_fault_where_it_may_well_be_0() -> None:
+    zeros = "{'loss': 0.0, 'grad_norm': 0.3, 'reward': 1.0}\n" * 30
+    for text in (zeros, "{'loss': 0.0}\n" * 30, "{'loss': 1.2}\n" + "{'loss': 0.0}\n" * 30 + "{'loss': 1.1}\n"):
+        assert diagnose(parse_log(text)).cause is Cause.NOTHING
+
+
+def test_a_scheduler_that_ends_the_others_is_not_the_cause() -> None:
+    failed = "KeyError: 'input_ids'\nsrun: error: node1: task 3: Exited with exit code 1\n"
+    stopped = "slurmstepd: error: *** STEP 7.0 ON node1 CANCELLED AT 2025-10-23T14:31:08 ***\n"
+    assert diagnose(parse_log(failed + stopped)).cause is Cause.OTHER_ERROR
+    assert diagnose(parse_log("srun: error: node1: task 3: Exited with exit code 1\n")).cause is Cause.LOST_RANK
 
 
 def test_what_the_log_says_of_its_run() -> None:

@@ -186,3 +186,14 @@ def test_colour_is_only_where_it_shows(report: Report) -> None:
     coloured = report_text(report, terminal=Terminal(colour=True))
     assert coloured.startswith("\x1b[32m\x1b[1mFits:\x1b[0m ")
     assert coloured.count("\x1b[31m\x1b[1mno (gpu)\x1b[0m") == sum(plan.fits is False for plan in report.plans)
+
+
+def test_no_command_claims_to_start_a_layout() -> None:
+    """recommend searches data parallelism, and no form starts ranks that share a model."""
+    command = ["zeroplan", "recommend", LLAMA, "--engine", "fsdp2", "--gpus", "4", "--vram", "80G"]
+    for tp, says in (
+        (1, "\nNext: zeroplan recommend "),
+        (2, "\nNext: your own program starts this layout, no file that recommend"),
+    ):
+        found = estimate_report(Request(model=LLAMA, engine="fsdp2", gpus=4, vram="80G", stage=3, tp=tp))
+        assert says in report_text(found, terminal=PLAIN, next_command=command)

@@ -5,6 +5,10 @@ Note [Which event is the cause]
     with SIGTERM. So what a rank says of its peers is a cause only if no rank says anything of itself. Memory comes before all
     else, since its message is exact: the GPU's, then the host's. A process that ended by signal 9 without a message of its own
     was most likely killed by the kernel for the host's memory. A NaN that stays comes before slow steps.
+
+    What a broken GPU or a kernel's assertion leaves behind reads like other errors, so both come first; a scheduler that ends
+    the run kills by signal 9, so its line comes before that. What launchers report of a process's end (an exit code, a signal)
+    counts only where nothing says why.
 """
 
 from __future__ import annotations
@@ -32,6 +36,10 @@ class Cause(StrEnum):
     LOSS_SCALE = "loss_scale"
     NOT_A_NUMBER = "not_a_number"
     BATCH_SIZES = "batch_sizes"
+    DEVICE_ASSERT = "device_assert"
+    HARDWARE = "hardware"
+    STOPPED = "stopped"
+    CRASH = "crash"
     STUCK_COLLECTIVE = "stuck_collective"
     LOST_RANK = "lost_rank"
     OTHER_ERROR = "other_error"
@@ -155,6 +163,8 @@ def _gpu(log: Log) -> Diagnosis | None:
     total = sizes.get("allowed") or sizes.get("total")
     who = f"rank {first.rank}" if first.rank is not None else "a GPU" if first.gpu is None else f"GPU {first.gpu}"
     verdict = f"Out of GPU memory on {who}{f' in {phase}' if phase else ''}"
+    if "NOT_INITIALIZED" in first.text:
+        verdict = "Most likely out of GPU memory: a CUDA library found none for its handle."
     if tried:
         verdict += f": {format_bytes(tried)} more did not fit"
         if sizes.get("allowed"):
@@ -242,11 +252,17 @@ _LOWER = Advice(
 
 
 def _nan(log: Log) -> Diagnosis | None:
-    events = log.of(LogEventKind.NAN)
-    if len(events) < _PERSISTENT:
+    events, zeros = log.of(LogEventKind.NAN), log.of(LogEventKind.ZERO_LOSS)
+    if len(events) < _PERSISTENT and not zeros:
         return None
     half = log.stated.dtype == "fp16" or log.of(LogEventKind.OVERFLOW)
-    verdict = f"Losses or gradients are NaN or infinite from line {events[0].line} on: the run trains on nothing since."
+    what = (
+        "Losses or gradients are NaN or infinite"
+        if len(events) >= _PERSISTENT
+        else "The loss is exactly 0, as of NaN gradients,"
+    )
+    events = events if len(events) >= _PERSISTENT else zeros
+    verdict = f"{what} from line {events[0].line} on: the run trains on nothing since."
     advice = (
         (_BF16, _LOWER)
         if half
@@ -265,18 +281,58 @@ def _overflow(log: Log) -> Diagnosis | None:
     return Diagnosis(Cause.LOSS_SCALE, verdict, None, None, tuple(events[:2]), {}, (_BF16, _LOWER), log.stated)
 
 
-def _error(log: Log) -> Diagnosis | None:
-    events = log.of(LogEventKind.EXCEPTION)
+def _stopped(log: Log) -> Diagnosis | None:
+    """A run that was ended from outside; a rank that failed first makes schedulers end the others."""
+    events = log.of(LogEventKind.STOPPED)
+    failed = log.of(
+        LogEventKind.HOST_KILL, LogEventKind.HOST_REFUSED, LogEventKind.EXCEPTION, LogEventKind.CRASH, LogEventKind.STUCK
+    )
+    if not events or any(event.line < events[0].line for event in failed):
+        return None
+    limit = next((event for event in events if "DUE TO" in event.text), events[0])
+    verdict = "The run was stopped from outside, by its scheduler or a user: nothing in it failed."
+    advice = Advice("save checkpoints often enough to go on from", "schedulers warn some seconds before, or not at all")
+    return Diagnosis(Cause.STOPPED, verdict, None, limit.rank, (limit,), {}, (advice,), log.stated)
+
+
+def _crash(log: Log) -> Diagnosis | None:
+    events = log.of(LogEventKind.CRASH)
     if not events:
         return None
+    verdict = "A process crashed in native code (segmentation fault, abort), and no message says why: no sign of memory."
+    advice = (
+        Advice("run with python -X faulthandler", "it prints where in Python each thread stood"),
+        Advice("compare the versions of torch, CUDA, NCCL and compiled extensions", "builds that do not fit crash so"),
+    )
+    return Diagnosis(Cause.CRASH, verdict, None, events[0].rank, tuple(events[:3]), {}, advice, log.stated)
+
+
+def _ended(log: Log) -> Diagnosis | None:
+    """What a launcher says of a process that ended with an error, where nothing else says more."""
+    events = log.of(LogEventKind.CHILD_FAILED)
+    if not events:
+        return None
+    verdict = "A process ended with an error, and this log does not say which: its own output has the cause."
+    read = Advice("read the output of that rank", "torchrun --log-dir DIR --tee 3 keeps one a rank")
+    return Diagnosis(Cause.LOST_RANK, verdict, None, events[0].rank, tuple(events[:3]), {}, (read,), log.stated)
+
+
+def _error(log: Log) -> Diagnosis | None:
+    events, done = log.of(LogEventKind.EXCEPTION), log.of(LogEventKind.FINISHED)
+    if not events or (
+        done
+        and done[-1].line > events[-1].line
+        and not log.of(LogEventKind.CHILD_FAILED, LogEventKind.CRASH, LogEventKind.SIGKILL)
+    ):
+        return None  # none, or the run went on and came to its end
     first = events[0]
     advice = (Advice("read the traceback above that line", "the fault lies in the program or its settings, and in no memory"),)
     verdict = f"No fault of memory: the run ended with {first.text}"
     return Diagnosis(Cause.OTHER_ERROR, verdict, phase_of(first.frames), first.rank, (first,), {}, advice, log.stated)
 
 
-def _peers(log: Log) -> Diagnosis | None:
-    stuck, gone = log.of(LogEventKind.STUCK), log.of(LogEventKind.PEER_GONE)
+def _stuck(log: Log) -> Diagnosis | None:
+    stuck = log.of(LogEventKind.STUCK)
     if stuck:
         ranks = sorted({event.rank for event in stuck if event.rank is not None})
         who = f" (ranks {', '.join(map(str, ranks[:8]))} waited)" if ranks else ""
@@ -294,6 +350,11 @@ def _peers(log: Log) -> Diagnosis | None:
         return Diagnosis(
             Cause.STUCK_COLLECTIVE, verdict, None, ranks[0] if ranks else None, tuple(stuck[:3]), {}, advice, log.stated
         )
+    return None
+
+
+def _peers(log: Log) -> Diagnosis | None:
+    gone = log.of(LogEventKind.PEER_GONE)
     if gone:
         verdict = "Another rank went away first, and this log does not say why: its own log has the cause."
         read = Advice("read the log of the other ranks and nodes", "torchrun --log-dir DIR --tee 3 keeps one a rank")
@@ -349,6 +410,21 @@ def _nothing(log: Log) -> Diagnosis:
 
 #: Each cause's judge, the one that decides first.
 _JUDGES: tuple[Callable[[Log], Diagnosis | None], ...] = (
+    _simple(
+        LogEventKind.HARDWARE,
+        Cause.HARDWARE,
+        "A GPU is broken or lost, as its driver says: no fault of the run.",
+        Advice("leave that GPU or node out, and have it reset or looked at", "nvidia-smi -q and dmesg name it"),
+    ),
+    _simple(
+        LogEventKind.DEVICE_ASSERT,
+        Cause.DEVICE_ASSERT,
+        "A kernel refused its input, mostly an index out of range: a token or label beyond the table. No fault of memory.",
+        Advice(
+            "compare the largest token with vocab_size, labels with num_labels", "tokenizer and model may not belong together"
+        ),
+        Advice("run once with CUDA_LAUNCH_BLOCKING=1, or on the CPU", "the traceback then points at the operation"),
+    ),
     _gpu,
     _simple(
         LogEventKind.PINNED_OOM,
@@ -368,6 +444,7 @@ _JUDGES: tuple[Callable[[Log], Diagnosis | None], ...] = (
         "The disk is full.",
         Advice("free it, or write elsewhere", "a checkpoint holds the weights and, for AdamW, 12 bytes a parameter"),
     ),
+    _stopped,
     _host,
     _simple(
         LogEventKind.SCALE_FLOOR,
@@ -385,7 +462,10 @@ _JUDGES: tuple[Callable[[Log], Diagnosis | None], ...] = (
     _nan,
     _error,
     _overflow,
+    _stuck,
+    _crash,
     _peers,
+    _ended,
     _pressure,
     _slower,
 )

@@ -25,6 +25,12 @@ class LogEventKind(StrEnum):
     CACHE_FLUSH = "cache_flush"  # torch's allocator had to release its cache
     SWAP = "swap"
     BATCH_SIZES = "batch_sizes"  # DeepSpeed refuses a ds_config
+    ZERO_LOSS = "zero_loss"  # the loss fell to exactly 0 and stays
+    DEVICE_ASSERT = "device_assert"  # a kernel refused its input, mostly an index out of range
+    HARDWARE = "hardware"  # the driver reports a broken or lost GPU
+    STOPPED = "stopped"  # the scheduler or a user ended the run
+    CRASH = "crash"  # a process died of a signal of its own: segmentation fault, abort
+    CHILD_FAILED = "child_failed"  # a launcher reports a process that ended with an error
     EXCEPTION = "exception"  # any other exception of Python
     FINISHED = "finished"  # the run says that it has ended
 

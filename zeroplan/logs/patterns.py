@@ -38,20 +38,35 @@ def _pattern(kind: LogEventKind, words: str, regex: str) -> LogPattern:
 #: In the order in which they are tried: the first that matches says what the line is.
 PATTERNS = (
     _pattern(
+        LogEventKind.HARDWARE,
+        "xid|fallen off|uncorrectable|device handle",
+        r"Xid \(.{0,40}\): (?:48|6[234]|74|79|9[245]|119|120)\b|fallen off the bus|uncorrectable (?:NVLink |ECC )?error"
+        r"|Unable to determine the device handle",
+    ),
+    _pattern(
+        LogEventKind.DEVICE_ASSERT,
+        "assert",
+        r"device-side assert triggered|block: \[[\d,]+\], thread: \[[\d,]+\] Assertion",
+    ),
+    # What a torn broadcast of an object's size asks for: the other rank is what went wrong.
+    _pattern(LogEventKind.PEER_GONE, "more than 1eb", r"Tried to allocate more than 1EB memory"),
+    _pattern(
         LogEventKind.PINNED_OOM,
         "pin_memory|pinned|cudahostalloc",
         r"(?:cudaHostAlloc|pin_memory|pinned).{0,80}(?:out of memory|failed)",
     ),
     _pattern(
         LogEventKind.GPU_OOM,
-        "out of memory|alloc_failed",
+        "out of memory|alloc_failed|not_initialized|cuda calloc",
         r"(?:CUDA|HIP|XPU|MPS backend)(?: error:)? out of memory|OutOfMemoryError|_STATUS_ALLOC_FAILED"
-        r"|Cuda failure.{0,20}out of memory",
+        r"|Cuda failure.{0,20}out of memory|\[CUDA\]: out of memory|Failed to CUDA calloc"
+        r"|CU(?:BLAS|DNN)_STATUS_NOT_INITIALIZED",
     ),
     _pattern(
         LogEventKind.HOST_KILL,
-        "killed process|oom-kill|oom_kill|oomkilled|out_of_memory|memory limit",
-        r"Killed process \d+|oom[-_]kill|OOMKilled|invoked oom-killer|OUT_OF_MEMORY|exceeded (?:job )?memory limit",
+        "killed process|oom-kill|oom_kill|oomkilled|out_of_memory|memory limit|low on|by signal: killed|: out of memory",
+        r"Killed process \d+|oom[-_]kill|OOMKilled|invoked oom-killer|OUT_OF_MEMORY|exceeded (?:job )?memory limit"
+        r"|low on (?:memory|resource: memory)|is killed by signal: Killed|task \d+: Out Of Memory",
     ),
     _pattern(
         LogEventKind.HOST_REFUSED,
@@ -61,10 +76,27 @@ PATTERNS = (
     ),
     _pattern(
         LogEventKind.SHM_FULL,
-        "shm|bus error",
-        r"out of shared memory|insufficient shared memory|No space left on device.{0,40}shm|Bus error",
+        "shm|bus error|sigbus|exitcode|exit code",
+        r"out of shared memory|insufficient shared memory|No space left on device.{0,40}shm|Bus error|SIGBUS"
+        r"|creating shared memory segment /dev/shm|exit ?code\s*:? ?-7\b",
     ),
-    _pattern(LogEventKind.DISK_FULL, "no space left|disk quota", r"No space left on device|Disk quota exceeded"),
+    _pattern(
+        LogEventKind.DISK_FULL,
+        "no space left|disk quota|ephemeral-storage",
+        r"No space left on device|Disk quota exceeded|low on resource: ephemeral-storage",
+    ),
+    _pattern(
+        LogEventKind.STOPPED,
+        "cancelled|due to|preempted|keyboardinterrupt|sigterm|got signal|walltime",
+        r"CANCELLED AT \S|DUE TO (?:TIME LIMIT|PREEMPTION|JOB REQUEUE)|job is preempted|^\s*(?:\[[^\]]{0,40}\]:?\s*)*"
+        r"KeyboardInterrupt\b|Received SIGTERM: 15|got signal: (?:2|15)\b|killed: walltime",
+    ),
+    _pattern(
+        LogEventKind.CRASH,
+        "sigsegv|sigabrt|sigfpe|sigill|segmentation fault|exitcode|exit code|return code|core dumped",
+        r"SIG(?:SEGV|ABRT|FPE|ILL)\b|Segmentation fault|exit ?code\s*:? ?-(?:4|6|8|11)\b|return code = -(?:4|6|8|11)\b"
+        r"|exit ?code\s*:? ?13[2469]\b|\(core dumped\)",
+    ),
     _pattern(
         LogEventKind.SIGKILL,
         "-9|sigkill|137|signal 9|killed",
@@ -77,7 +109,8 @@ PATTERNS = (
     _pattern(
         LogEventKind.NAN,
         "nan|inf",
-        r"(?:loss|grad_norm|gradient norm|perplexity)['\"]?(?:_\w+)?\s*[:=]\s*['\"]?(?:tensor\()?[-+]?(?:nan|inf(?:inity)?)\b"
+        r"(?:loss|grad[_ ]norm|gradient norm|perplexity)['\"]?(?:_\w+)?\s*[:=]\s*['\"]?(?:tensor\()?[-+]?"
+        r"(?:nan|inf(?:inity)?)\b"
         r"|found NaN (?:in|gradients)|loss is (?:nan|inf)",
     ),
     _pattern(
@@ -104,6 +137,12 @@ PATTERNS = (
         "train_runtime|max_steps|max_epochs|exits successfully|training completed",
         r"['\"]train_runtime['\"]|`Trainer\.fit` stopped: `max_\w+=\d+` reached|exits successfully|Training completed",
     ),
+    _pattern(
+        LogEventKind.CHILD_FAILED,
+        "exitcode|exit code|exit status|return code",
+        r"exit ?code\s*:? ?[1-9]\d* \(pid|\(exitcode: [1-9]|non-zero exit status [1-9]|exits with return code = [1-9]"
+        r"|exited with exit code [1-9]",
+    ),
     # Last: the line that ends a traceback, "package.module.SomeError: text"; not what launchers raise when a rank has died.
     _pattern(
         LogEventKind.EXCEPTION,
@@ -128,6 +167,8 @@ _SIZES = {
 _SIZE_PATTERNS = {name: tuple(re.compile(form, re.IGNORECASE) for form in forms) for name, forms in _SIZES.items()}
 _OTHERS = re.compile(rf"Process \d+ has {_SIZE} memory in use", re.IGNORECASE)
 _CPU_TRIED = re.compile(r"you tried to allocate (\d+) bytes", re.IGNORECASE)
+
+_LOSS = re.compile(r"['\"]loss['\"]: ?['\"]?(-?[\d.]{1,20}(?:e[-+]?\d+)?)['\"]?[,}]")
 
 _RANK = re.compile(r"\[?\brank[ :=]?(\d{1,6})\b\]?|^\[default(\d+)\]|^(\d+): ", re.IGNORECASE)
 _GPU = re.compile(r"GPU (\d+)")
@@ -171,6 +212,17 @@ def _bytes(number: str, unit: str) -> int:
         return int(float(number) * _UNITS[unit.lower()])
     except ValueError:
         return 0
+
+
+def loss_in(line: str) -> float | None:
+    """Read the loss that the Trainer logs on a line; None without one, and beside rewards, where a loss may well be 0."""
+    match = _LOSS.search(line)
+    if match is None or "reward" in line:
+        return None
+    try:
+        return float(match[1])
+    except ValueError:
+        return None
 
 
 def rank_of(line: str) -> int | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from zeroplan.core.files import read_tail
 from zeroplan.logs.events import LogEvent, LogEventKind, Stated
-from zeroplan.logs.patterns import frames_in, gpu_of, kind_of, rank_of, sizes_in
+from zeroplan.logs.patterns import frames_in, gpu_of, kind_of, loss_in, rank_of, sizes_in
 
 #: Of a longer log the end is read: that is where runs die.
 MOST_BYTES = 64 << 20
@@ -19,6 +19,8 @@ _MOST_LINE, _MOST_SHOWN = 4000, 240
 #: Events of one kind that are kept, from the first on; the last one is kept as well.
 _MOST_EVENTS = 200
 _MOST_FRAMES = 200
+#: A loss that was above `_TRAINS` and then exactly 0 so many times, until the log ends, is of a run that computes NaNs.
+_TRAINS, _ZEROS = 0.1, 5
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _SECONDS = re.compile(r"\b([\d.]{1,12}) ?s/it\b")
@@ -77,6 +79,8 @@ class _Pass:
     stated: dict[str, int] = field(default_factory=dict)
     steps: list[float] = field(default_factory=list)
     dtype: str | None = None
+    loss: float = 0.0  # the last that is not 0
+    zeros: list[LogEvent] = field(default_factory=list)  # the losses of exactly 0 since then
 
 
 def read_log(path: str) -> Log:
@@ -105,12 +109,19 @@ def parse_log(text: str, *, skipped: int = 0) -> Log:
     for kind, event in state.last.items():
         if state.counts[kind] > _MOST_EVENTS:
             state.events.append(event)
+    if len(state.zeros) >= _ZEROS:
+        state.events += state.zeros
     events = tuple(sorted(state.events, key=lambda event: event.line))
     return Log(events, Stated(**state.stated, dtype=state.dtype), tuple(state.steps), len(lines), skipped)
 
 
 def _line(state: _Pass, number: int, line: str) -> None:
     _state_facts(state, line)
+    loss = loss_in(line)
+    if loss:
+        state.loss, state.zeros = loss, []
+    elif loss is not None and abs(state.loss) >= _TRAINS and len(state.zeros) < _ZEROS:
+        state.zeros.append(LogEvent(LogEventKind.ZERO_LOSS, number, _shown(line), rank_of(line)))
     before = line.partition('File "')[0].strip()
     if "Traceback (most recent call last)" in line:
         state.frames[line.partition("Traceback")[0].strip()] = []

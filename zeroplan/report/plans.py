@@ -69,7 +69,11 @@ def _sentences(report: Report, terminal: Terminal, *, quiet: bool, next_command:
         relief_sentence(report.reliefs),
     ):
         lines += terminal.wrap(sentence) if sentence else []
-    lines += terminal.command("Next: ", next_command) if next_command else []
+    if next_command and report.cluster.get("layout"):
+        lines += terminal.wrap("Next: your own program starts this layout, no file that recommend writes does. Without it:")
+        lines += terminal.command("  ", next_command)
+    elif next_command:
+        lines += terminal.command("Next: ", next_command)
     return [*lines, "", *terminal.wrap(_heading(report))]
 
 

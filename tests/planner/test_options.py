@@ -12,7 +12,10 @@ from zeroplan.planner.request import Request
 from zeroplan.search.search_options import RecommendOptions, SearchOptions
 
 #: What files fill in a request, and no user.
-_OF_FILES = {"precision", "optimizer_kind", "unmodelled", "chunked_head", "lora_dropout", "detached_loss"}
+_OF_FILES = {
+    *("precision", "optimizer_kind", "unmodelled", "chunked_head", "lora_dropout", "detached_loss"),
+    *("whole_embedding_states", "accelerate_units", "one_unit", "pairs", "reference"),
+}
 #: Degrees of parallelism that a search does not take.
 _DEGREES = {"tp", "sp", "pp", "schedule"}
 

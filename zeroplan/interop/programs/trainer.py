@@ -57,7 +57,7 @@ _SCRIPT_TARGETS = ("lora_target_modules", "lora_targets", "target_modules")
 
 #: Arguments of transformers' example scripts (``examples/pytorch``, ModelArguments and DataTrainingArguments), and names that
 #: scripts give to data and to the scale of adapters: none moves memory.
-_EXAMPLES = frozenset(
+EXAMPLES = frozenset(
     (
         *("model_name_or_path", "model_type", "config_name", "config_overrides", "tokenizer_name", "cache_dir", "token"),
         *("use_fast_tokenizer", "model_revision", "trust_remote_code", "torch_dtype", "dtype", "low_cpu_mem_usage"),
@@ -301,10 +301,10 @@ class HfTrainer(Program):
     def could_own(self, document: Document) -> bool:
         """Return whether it is a script's file: mostly arguments of the Trainer and of transformers' examples."""
         trainers = document.has(*sorted(arguments_of(self.name) - _SHARED))
-        known = document.has(*sorted(arguments_of(self.name) | _EXAMPLES))
+        known = document.has(*sorted(arguments_of(self.name) | EXAMPLES))
         if len(known) == len(document.data):
             return bool(document.has("model_name_or_path", *arguments_of(self.name)))
-        other = bool(document.has(*sorted(names_in("trl") - arguments_of(self.name) - _EXAMPLES)))
+        other = bool(document.has(*sorted(names_in("trl") - arguments_of(self.name) - EXAMPLES)))
         other &= not telling_of_others(document.data, self.name, "trl")
         other |= all(key in arguments_of(self.name, "trl") for key in document.data)
         return len(trainers) >= _ENOUGH and 2 * len(known) >= len(document.data) and not other
@@ -324,7 +324,7 @@ class HfTrainer(Program):
         _adapters(run)
         if "ds_config" not in run.fields or {"dtype", "torch_dtype"} & set(run.data):
             set_weights_dtype(run, default="weights in fp32: the script's from_pretrained decides")
-        return run.setup(self.name, known=_EXAMPLES)
+        return run.setup(self.name, known=EXAMPLES)
 
 
 def _script_task(run: Builder) -> None:

@@ -14,7 +14,7 @@ from zeroplan.interop.programs.builder import Builder
 from zeroplan.interop.programs.document import Document
 from zeroplan.interop.programs.known import arguments_of, names_in, only_of, telling_of_others
 from zeroplan.interop.programs.program import Program
-from zeroplan.interop.programs.trainer import TrainerDefaults, read_trainer
+from zeroplan.interop.programs.trainer import EXAMPLES, TrainerDefaults, read_trainer
 from zeroplan.interop.setups import Setup
 
 #: Arguments that, of all programs read here, TRL alone has; recipes of older versions and of the handbook among them.
@@ -109,7 +109,7 @@ class Trl(Program):
         if telling_of_others(document.data, "hf-trainer", "trl"):
             return False
         known = document.has(*arguments_of("hf-trainer", "trl"))
-        own = document.has(*(names_in("trl") - arguments_of("hf-trainer")))
+        own = document.has(*(names_in("trl") - arguments_of("hf-trainer") - EXAMPLES))
         mostly = len(known) == len(document.data) or (len(own) > 1 and 2 * len(known) >= len(document.data))
         return "model_name_or_path" in document.data and mostly
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,8 +38,12 @@ def estimate_report(request: Request) -> Report:
     return estimate_runs(request).report
 
 
-def estimate_runs(request: Request) -> Estimate:
+def estimate_runs(request: Request, each: Callable[[MemoryPlan], None] | None = None) -> Estimate:
     """Return the report of :func:`estimate_report`, and the simulated run behind each plan.
+
+    Args:
+        request: what is asked.
+        each: called with every plan as it is done, in the order of the report.
 
     Raises:
         BadInput: a value that cannot be used; or ``--depth simulated`` where a model cannot be traced.
@@ -67,6 +72,8 @@ def estimate_runs(request: Request) -> Estimate:
             plan, run = _pipeline(case, resolved, tapes, config, shallow)
         plans.append(plan)
         runs.append(run)
+        if each is not None:
+            each(plan)
     report = Report(
         model=ModelInfo(name=spec.name, params=spec.params, trainable=spec.trainable, source=spec.source),
         workload=describe_workload(resolved.workload),

@@ -1,0 +1,181 @@
+"""The page's one function: the command line's own figures, refusals in one line, and nothing of this machine in an answer."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zeroplan.core.errors import BadInput
+from zeroplan.ui.answers import answer, answer_text, names
+from zeroplan.ui.asked import PLAN_KEYS
+
+Cli = Callable[..., tuple[int, str, str]]
+GPT2 = "openai-community/gpt2"
+LLAMA = "meta-llama/Llama-3.2-1B"
+DS_CONFIG = json.dumps({"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}})
+RECIPE = f"model_name_or_path: {GPT2}\ndataset_text_field: text\nper_device_train_batch_size: 4\n"
+
+
+def _printed(cli: Cli, command: str) -> dict[str, Any]:
+    """What the command of an answer prints as JSON."""
+    code, out, err = cli(*shlex.split(command)[1:], "--json")
+    assert code in (0, 1), err
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+QUESTIONS: list[dict[str, Any]] = [
+    {"model": GPT2, "gpus": 2, "gpu": "T4", "engine": "deepspeed"},
+    {"model": LLAMA, "gpus": 8, "nodes": 2, "vram": "24G", "micro_batch": 4, "seq_len": 1024, "gradient_checkpointing": True},
+    {"params": "7.5B", "gpus": 8, "gpu": "H100", "cpu_ram": "256G", "nvme": "2T"},
+    {"model": LLAMA, "gpus": 1, "gpu": "L4", "engine": "ddp", "lora_rank": 8, "quantize": "nf4"},
+    {"model": GPT2, "gpu": "H100", "gpus": 4, "alloc_conf": "expandable_segments:True", "engine": "fsdp2", "optimizer": "lion"},
+    {"model": GPT2, "gpu": "H100", "gpus": 4, "files": [{"name": "folder/ds_config.json", "text": DS_CONFIG}]},
+    {"gpu": "H100", "gpus": 4, "files": [{"name": "recipe.yaml", "text": RECIPE}], "program": "trl"},
+]
+
+
+@pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: " ".join(map(str, question.values()))[:60])
+def test_the_answer_is_that_of_its_command(
+    question: dict[str, Any], cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for file in question.get("files", ()):
+        (tmp_path / Path(file["name"]).name).write_text(file["text"])
+    found = answer(question)
+    assert found["report"] == _printed(cli, found["command"])
+    code, out, _ = cli(*shlex.split(found["command"])[1:])
+    assert code == 0
+    said = " ".join(out.split())
+    assert f"{found['verdict']}: {found['figures']}" in said
+    if found["peak"]:
+        assert found["peak"] in said
+
+
+def test_a_row_is_shown_with_its_own_verdict_timeline_and_knobs(cli: Cli) -> None:
+    question = {"model": GPT2, "gpus": 2, "gpu": "T4", "seq_len": 512}
+    row = {"stage": 2, "offload_optimizer": "cpu", "offload_param": "none"}
+    whole, found = answer(question), answer({**question, "show": row})
+    assert whole["report"]["plans"] == found["report"]["plans"]
+    plan = found["report"]["plans"][found["chosen"]]
+    assert {key: plan[key] for key in row} == row
+    printed = _printed(cli, found["command"])
+    assert printed["plans"] == [plan]
+    assert [{**knob, "change": None} for knob in found["knobs"]] == [{**one, "change": None} for one in printed["reliefs"]]
+    timeline = found["timeline"]
+    assert max(timeline["allocated"]) == plan["gpu"]["peak_allocated"] == timeline["allocated"][timeline["peak"]]
+    assert max(timeline["reserved"]) == plan["gpu"]["peak_reserved"]
+    sums = [sum(column) for column in zip(*(layer["bytes"] for layer in timeline["layers"]), strict=True)]
+    assert sums == timeline["allocated"]
+
+
+def test_a_knob_turned_gives_the_total_it_promised() -> None:
+    question = {"model": GPT2, "gpus": 2, "gpu": "T4", "micro_batch": 4}
+    found = answer(question)
+    plan = found["report"]["plans"][found["chosen"]]
+    assert {next(iter(knob["change"])) for knob in found["knobs"]} >= {"gradient_checkpointing", "micro_batch", "stage"}
+    for knob in found["knobs"]:
+        change = dict(knob["change"])
+        now = {key: plan[key] for key in PLAN_KEYS}
+        if "stage" in change:  # as the page does: flags of a plan leave its other offloads at none
+            now = {"offload_optimizer": "none", "offload_param": "none"}
+        show = now | {key: change.pop(key) for key in PLAN_KEYS if key in change}
+        turned = answer({**question, **change, "show": show})
+        assert turned["report"]["plans"][turned["chosen"]]["gpu"]["total"] == knob["total"], knob
+
+
+def test_every_plan_is_told_as_it_is_done() -> None:
+    told: list[dict[str, Any]] = []
+    found = answer({"model": GPT2, "gpus": 2, "gpu": "T4"}, told.append)
+    assert [one["plan"]["gpu"] for one in told] == [plan["gpu"] for plan in found["report"]["plans"]]
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
+def test_what_a_search_finds_can_be_shown_and_written(
+    engine: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    question = {"model": GPT2, "gpus": 2, "gpu": "L4", "engine": engine}
+    found = answer({**question, "global_batch": 8, "verb": "recommend"})
+    printed = _printed(cli, found["command"])
+    assert found["report"]["ranking"] == printed["ranking"]
+    choice = found["choices"][0]
+    change = dict(choice["change"])
+    show = {key: change.pop(key, printed["ranking"][0]["plan"][key]) for key in PLAN_KEYS}
+    one = {**question, **change, "files": choice["files"], "show": show}
+    shown = answer(one)
+    assert shown["report"]["plans"][shown["chosen"]]["gpu"] == printed["ranking"][0]["plan"]["gpu"]
+    form = "explicit" if engine == "deepspeed" else "torch"
+    made = answer({**one, "verb": "files", "form": form})
+    output = ["-o", "ds_config.json"] if engine == "deepspeed" else []
+    written = cli(*shlex.split(found["command"])[1:], "--form", form, *output, "--new-script", "train.py")
+    assert written[0] == 0, written[2]
+    assert {file["name"] for file in made["files"]} == {path.name for path in tmp_path.iterdir()}
+    for file in made["files"]:
+        assert (tmp_path / file["name"]).read_text() == file["text"]
+    assert made["start"].split()[-1] in written[1]
+
+
+def test_a_model_comes_as_its_config(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = json.dumps(
+        {"model_type": "gpt2", "n_embd": 128, "n_head": 4, "n_layer": 3, "vocab_size": 1000, "n_positions": 256}
+    )
+    (tmp_path / "mine.json").write_text(config)
+    found = answer({"model": "forgotten", "depth": "formula", "vram": "8G", "files": [{"name": "mine.json", "text": config}]})
+    assert found["read"] == [{"name": "mine.json", "as": "model"}]
+    assert found["report"]["model"]["params"] == 1000 * 128 + 256 * 128 + 3 * (12 * 128**2 + 13 * 128) + 2 * 128
+    assert found["report"]["plans"] == _printed(cli, found["command"])["plans"]
+
+
+@pytest.mark.parametrize(
+    ("question", "says"),
+    [
+        ("[]", "the question: is no object"),
+        ("{", "the question: is not JSON"),
+        ('{"modle": "gpt2"}', "did you mean 'model'"),
+        ('{"model": "gpt2", "gpus": true}', "gpus: 'True' is not a whole number"),
+        ('{"model": "gpt2", "gpus": 99999999999999}', "gpus: 99999999999999 is out of range"),
+        ('{"model": "gpt2", "token": "hf_x"}', "there is no field 'token'"),
+        ('{"model": "gpt2", "trust_remote_code": true}', "there is no field 'trust_remote_code'"),
+        ('{"model": "gpt2", "verb": "verify"}', "verb: there is no verb 'verify'"),
+        ('{"model": "gpt2", "show": {"stage": 1}}', "show: does not name a plan"),
+        ('{"model": "gpt2", "vram": "12Q"}', "--vram: '12Q' is not a size"),
+        ('{"model": "nobody/nothing", "gpus": 2}', "offline"),
+        ('{"model": "gpt2", "files": [{"name": "a"}]}', "files: has a file without a name and a text"),
+        ('{"model": "gpt2", "files": [{"name": "a.json", "text": "{"}]}', "a.json: is not JSON"),
+        ('{"model": "gpt2", "verb": "files", "gpu": "T4"}', "show: names no plan of the table"),
+    ],
+)
+def test_bad_input_is_one_line(question: str, says: str) -> None:
+    found = json.loads(answer_text(question.encode()))
+    assert set(found) == {"error"}
+    assert says in found["error"]["text"]
+    assert "\n" not in found["error"]["text"]
+    assert "/tmp" not in found["error"]["text"]
+
+
+@pytest.mark.parametrize(
+    "name", ["../../evil.json", "/etc/passwd", "..", "a\\b\\ds config.json", "-rf.json", ".bashrc", "x" * 300]
+)
+def test_a_files_name_leaves_no_folder(name: str) -> None:
+    try:
+        read = answer({"model": GPT2, "gpu": "T4", "files": [{"name": name, "text": DS_CONFIG}]})["read"]
+    except BadInput as error:  # a name without an ending is read as nobody's file, or as JSON
+        assert "/" not in error.where
+        return
+    assert "/" not in read[0]["name"]
+    assert not read[0]["name"].startswith((".", "-"))
+    assert len(read[0]["name"]) <= 80
+
+
+def test_names_are_those_of_the_lists(cli: Cli) -> None:
+    offered = names()
+    assert offered["models"] == json.loads(cli("models", "--json")[1])["models"]
+    assert offered["gpus"] == json.loads(cli("gpus", "--json")[1])["gpus"]
+    assert offered["hub"] is False

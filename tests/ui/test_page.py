@@ -1,0 +1,231 @@
+"""The page in a real browser: what a user does with it, and that its figures are those of the command line."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import pytest
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+pytestmark = pytest.mark.slow
+Cli = Callable[..., tuple[int, str, str]]
+CHROMIUM = Path("/usr/bin/chromium")
+GPT2 = "openai-community/gpt2"
+FIRST = f"#model={GPT2}&gpu=T4&gpus=2"
+#: Milliseconds that anything on the page may take.
+PATIENCE = 30_000
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    api = pytest.importorskip("playwright.sync_api")
+    if not CHROMIUM.exists():
+        pytest.skip(f"needs {CHROMIUM}")
+    with api.sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+class Visit:
+    """One page, with what it asked for and what went wrong on it."""
+
+    def __init__(self, browser: Browser, address: str, **options: Any) -> None:
+        self.context = browser.new_context(permissions=["clipboard-read", "clipboard-write"], **options)
+        self.page: Page = self.context.new_page()
+        self.page.set_default_timeout(PATIENCE)
+        self.faults: list[str] = []
+        self.asked: list[str] = []
+        self.page.on("console", lambda said: self.faults.append(said.text) if said.type in ("error", "warning") else None)
+        self.page.on("pageerror", lambda error: self.faults.append(str(error)))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.address = address
+
+    def open(self, fragment: str = FIRST) -> Visit:
+        self.page.goto(f"{self.address}{fragment}")
+        return self.settled()
+
+    def settled(self, verdict: str = "") -> Visit:
+        """Wait until the last change has its answer, whose verdict or figures hold this text."""
+        self.page.wait_for_timeout(250)  # a slider asks once it rests
+        self.page.wait_for_function(
+            "text => document.querySelector('main').getAttribute('aria-busy') === 'false'"
+            " && document.getElementById('verdict').innerText.includes(text)",
+            arg=verdict,
+        )
+        return self
+
+    def text(self, name: str) -> str:
+        return self.page.inner_text(f"#{name}")
+
+    def close(self) -> None:
+        """Hold what every visit must: no error, and nothing asked of anybody else."""
+        own = urlsplit(self.address).netloc
+        assert self.faults == []
+        assert {urlsplit(url).netloc for url in self.asked if not url.startswith(("data:", "blob:"))} == {own}
+        self.context.close()
+
+
+@pytest.fixture
+def visit(browser: Browser, port: int) -> Iterator[Callable[..., Visit]]:
+    made: list[Visit] = []
+
+    def start(**options: Any) -> Visit:
+        made.append(Visit(browser, f"http://127.0.0.1:{port}/", **options))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.close()
+
+
+def _said(cli: Cli, command: str) -> str:
+    return " ".join(cli(*command.split()[1:])[1].split())
+
+
+def test_figures_are_the_command_lines(visit: Callable[..., Visit], cli: Cli) -> None:
+    one = visit().open()
+    command = one.text("command")
+    assert command == f"zeroplan estimate {GPT2} --gpu T4 --gpus 2"
+    report = json.loads(cli(*command.split()[1:], "--json")[1])
+    shown = one.page.eval_on_selector_all(
+        "#rows tbody tr", "rows => rows.map(row => [...row.cells].map(cell => cell.innerText))"
+    )
+    expected = []
+    for plan in report["plans"]:
+        figures = (plan["gpu"]["total"], plan["cpu"]["per_node"])
+        expected.append([str(plan["stage"]), *(f"{size / 2**30:.1f}" for size in figures)])
+    assert [[row[0], row[2], row[4]] for row in shown] == expected
+    said = _said(cli, command)
+    verdict, figures, peak = one.text("verdict").split("\n\n")
+    assert f"{verdict}: {figures} {peak}" in said
+    # A slider, then a toggle: the figures follow, and are those of the command that the page now names.
+    one.page.focus("#f-micro_batch-range")
+    one.page.keyboard.press("ArrowRight")
+    one.page.check("[data-field=gradient_checkpointing]")
+    one.settled()
+    command = one.text("command")
+    assert "--micro-batch 2" in command
+    assert "--gradient-checkpointing" in command
+    verdict, figures, peak = one.text("verdict").split("\n\n")
+    assert f"{verdict}: {figures} {peak}" in _said(cli, command)
+
+
+def test_knobs_rows_and_two_plans_side_by_side(visit: Callable[..., Visit]) -> None:
+    one = visit().open(f"{FIRST}&micro_batch=4&seq_len=512")
+    before = one.text("verdict")
+    one.page.click("#hold")
+    assert one.page.is_visible("#held-chart canvas")
+    knob = one.page.get_by_role("button", name="gradient checkpointing")
+    total = re.search(r"→ ([\d.]+) GiB", knob.inner_text())
+    assert total is not None
+    knob.click()
+    one.settled(f"{total[1]} of")
+    assert one.page.is_checked("[data-field=gradient_checkpointing]")
+    assert "total on the GPU" in one.text("difference")
+    assert one.page.locator("#difference td.less").count() >= 3
+    # The link holds both plans.
+    other = visit()
+    other.page.goto(one.page.url)
+    other.settled(f"{total[1]} of")
+    other.page.wait_for_selector("#held-chart canvas")
+    assert other.text("difference") == one.text("difference")
+    # Back undoes the knob.
+    one.page.go_back()
+    one.settled()
+    assert one.text("verdict") == before
+    # A row: by mouse, then the stage by keyboard.
+    one.page.click("#rows tr:has-text('optimizer, params cpu')")
+    one.settled("ZeRO-3, optimizer and parameters on cpu")
+    assert "--stage 3 --offload-optimizer cpu --offload-param cpu" in one.text("command")
+    one.page.focus("input[name=stage][value='3']")
+    one.page.keyboard.press("ArrowLeft")
+    one.settled("ZeRO-2, optimizer on cpu")
+    assert one.page.is_checked("input[name=offload_optimizer][value=cpu]")
+
+
+def test_files_in_and_out(visit: Callable[..., Visit], tmp_path: Path, cli: Cli) -> None:
+    config = tmp_path / "ds_config.json"
+    config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}))
+    one = visit(accept_downloads=True).open()
+    one.page.set_input_files("#pick", str(config))
+    one.settled("ZeRO-2")
+    assert one.page.input_value("#f-micro_batch") == "2"
+    assert one.text("command").endswith("--from ds_config.json")
+    printed = _said(cli, one.text("command").replace("ds_config.json", str(config)))
+    assert one.text("verdict").split("\n\n")[1] in printed
+    one.page.click("text=Remove")
+    one.settled("ZeRO-")
+    recipe = f"model_name_or_path: {GPT2}\ndataset_text_field: text\nuse_peft: true\nper_device_train_batch_size: 4\n"
+    one.page.focus("#paste")
+    one.page.keyboard.insert_text(recipe)
+    one.settled()
+    assert "TRL" in one.text("notes")
+    assert "trainable" in one.text("model-hint")
+    one.page.click("text=Remove")
+    one.page.focus("#paste")
+    one.page.keyboard.insert_text("{ not json")
+    one.page.wait_for_selector("#error:visible")
+    assert "pasted.json: is not JSON" in one.text("error")
+    one.page.click("text=Remove")
+    one.settled("ZeRO-")
+    assert not one.page.is_visible("#error")
+    one.page.fill("#global-batch", "8")
+    one.page.click("#search")
+    one.page.wait_for_selector("#found tr button")
+    high = one.page.inner_text("#found tbody tr td:nth-child(3)")
+    one.page.click("#found tr button")
+    one.settled(f"(at most {high})")
+    one.page.click("#make-files")
+    with one.page.expect_download() as got:
+        one.page.click("text=Download ds_config.json")
+    saved = tmp_path / "saved.json"
+    got.value.save_as(saved)
+    assert json.loads(saved.read_text())["zero_optimization"]["stage"] in (0, 1, 2, 3)
+    assert one.page.is_visible("text=Download train.py")
+    one.page.click("#share")
+    assert one.page.evaluate("navigator.clipboard.readText()") == one.page.url
+
+
+def test_phone_dark_and_keyboard(visit: Callable[..., Visit]) -> None:
+    one = visit(viewport={"width": 390, "height": 844}, color_scheme="dark", is_mobile=True, has_touch=True).open()
+    width = "document.documentElement.scrollWidth"
+    assert one.page.evaluate(width) == 390
+    colors = "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]"
+    ground, ink = one.page.evaluate(colors)
+    assert max(map(int, re.findall(r"\d+", ground))) < 60 < 200 < min(map(int, re.findall(r"\d+", ink)))
+    one.page.click("#theme")
+    ground, _ = one.page.evaluate(colors)
+    assert min(map(int, re.findall(r"\d+", ground))) > 200
+    assert one.page.evaluate("document.getElementById('verdict').getBoundingClientRect().top") < 200
+    one.page.click("#hold")
+    one.page.click("summary:has-text('Every line')")
+    assert one.page.evaluate(width) == 390
+    # All of it by keyboard: what has the focus shows it, and the chart's cursor moves.
+    one.page.focus("#chart")
+    assert one.text("legend").startswith("At the peak:")
+    one.page.keyboard.press("Home")
+    one.page.wait_for_function("document.getElementById('legend').innerText.startsWith('Here:')")
+    one.page.focus("#theme")
+    one.page.keyboard.press("Tab")
+    outline = "getComputedStyle(document.activeElement).outlineStyle + document.activeElement.dataset.field"
+    assert one.page.evaluate(outline) == "solidmodel"
+    unnamed = """[...document.querySelectorAll('button, input, select, textarea')]
+        .filter(e => !e.labels?.length && !e.ariaLabel && !e.innerText?.trim()).map(e => e.outerHTML)"""
+    assert one.page.evaluate(unnamed) == []
+
+
+def test_an_unknown_model_is_refused_in_one_line(visit: Callable[..., Visit]) -> None:
+    one = visit().open("#model=meta-lama/Llama-3.2-1B&gpu=H100")
+    assert "did you mean 'meta-llama/Llama-3.2-1B'" in one.text("error")
+    assert one.text("verdict") == "No answer"
+    one.page.fill("[data-field=model]", "7.5B")
+    one.settled("Unknown")
+    assert "Not in the figures" in one.text("verdict") + one.text("notes")

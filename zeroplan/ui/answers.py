@@ -1,0 +1,278 @@
+"""The page's one function: a question in JSON to an answer in JSON, with the words and figures of the command line.
+
+Both back ends call it: the server of ``zeroplan ui`` and the worker in the browser. It reads no clock, asks no network unless
+it is allowed to ask the hub, and keeps nothing between two questions.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from zeroplan.core.documents import parse_json, text_of
+from zeroplan.core.errors import BadInput
+from zeroplan.core.plan import MemoryPlan, Relief, Report
+from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.ds_config.writer import dump_ds_config
+from zeroplan.planner.estimate import Estimate, estimate_runs
+from zeroplan.planner.request import Request
+from zeroplan.report.timeline import layers
+from zeroplan.report.verdict import largest_item, name_of, peak_sentence, stages_sentence, verdict
+from zeroplan.simulate.timeline import Timeline
+from zeroplan.ui.asked import PLAN_KEYS, Asked, plan_words, read_question
+
+if TYPE_CHECKING:
+    from zeroplan.search.results import Recommendation
+
+#: Points of a timeline. A phone has about as many pixels, and a wide window three times as many.
+_POINTS = 400
+#: Where messages go: each is an object with one key, such as ``{"plan": …}``.
+Say = Callable[[dict[str, Any]], None]
+
+
+def answer_text(data: bytes, say: Say | None = None, *, hub: bool = False) -> str:
+    """Return the answer to one question as JSON text; bad input is an answer, too: ``{"error": {…}}``.
+
+    Args:
+        data: the question as UTF-8, an object of :func:`zeroplan.ui.asked.read_question`.
+        say: is told of each plan as it is done: ``{"plan": …}``.
+        hub: whether a model that is not shipped may be asked of the hub.
+    """
+    try:
+        found = answer(parse_json(text_of(data, "the question"), "the question"), say, hub=hub)
+    except BadInput as error:
+        found = {"error": {"text": str(error), "what": error.what, "where": error.where, "remedy": error.remedy}}
+    return json.dumps(found, separators=(",", ":"))
+
+
+def answer(question: Any, say: Say | None = None, *, hub: bool = False) -> dict[str, Any]:
+    """Answer one question; arguments as of :func:`answer_text`, but the question as an object.
+
+    Raises:
+        BadInput: a value that cannot be used.
+    """
+    with tempfile.TemporaryDirectory(prefix="zeroplan-") as folder:
+        try:
+            asked = read_question(question, folder)
+            asked = replace(asked, request=replace(asked.request, offline=None if hub else True))
+            found = _VERBS[asked.verb](asked, say or _nobody)
+        except BadInput as error:
+            told = (_without(text, folder) for text in (error.what, error.where, error.remedy))
+            what, where, remedy = told
+            raise BadInput(what, where=where, remedy=remedy) from None
+        cleaned: dict[str, Any] = _without(found, folder)
+        return {"schema": 1, "verb": asked.verb, "read": list(asked.read), **cleaned}
+
+
+def _nobody(_: dict[str, Any]) -> None:
+    """Hear what nobody asked to be told."""
+
+
+def _without(value: Any, folder: str) -> Any:
+    """Return the same data without the folder's path in any text: users know their files by name."""
+    if isinstance(value, str):
+        return value.replace(f"{folder}/", "")
+    if isinstance(value, dict):
+        return {key: _without(one, folder) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_without(one, folder) for one in value]
+    return value
+
+
+def _estimate(asked: Asked, say: Say) -> dict[str, Any]:
+    request = replace(asked.request, files=asked.sources)
+    found = estimate_runs(request, lambda plan: say({"plan": plan.model_dump(mode="json", exclude={"lines"})}))
+    report = found.report
+    at = _chosen(report, asked.show)
+    if at is None:  # an engine that runs none of these
+        return {
+            "report": json.loads(report.to_json()),
+            "chosen": None,
+            **_words_of(verdict(report)),
+            "command": _command(asked),
+        }
+    plan, run = report.plans[at], found.runs[at]
+    pinned = asked.show is not None and len(report.plans) > 1
+    own = report
+    if pinned:
+        own = report.model_copy(update={"plans": (plan,), "reliefs": _reliefs(found, at, request)})
+    return {
+        "report": json.loads(report.to_json()),
+        "chosen": at,
+        "pinned": pinned,
+        "name": name_of(plan),
+        **_words_of(verdict(own)),
+        "peak": peak_sentence(plan) or largest_item(plan),
+        "stages": stages_sentence(plan),
+        "knobs": [_knob(one) for one in own.reliefs],
+        "timeline": None if run is None else timeline_data(run.simulation.timeline),
+        "command": _command(asked, plan_words(_key(plan)) if pinned else ()),
+    }
+
+
+def _key(plan: MemoryPlan) -> tuple[int, str, str]:
+    return plan.stage, plan.offload_optimizer, plan.offload_param
+
+
+def _chosen(report: Report, show: tuple[int, str, str] | None) -> int | None:
+    """Return the index of the plan that the answer is about: the one asked for, else the decisive one, else the least."""
+    keys = [_key(plan) for plan in report.plans]
+    if show in keys:
+        return keys.index(show)
+    decisive = report.decisive
+    if decisive is None:
+        return min(range(len(keys)), key=lambda at: report.plans[at].gpu.needed, default=None)
+    return next(at for at, plan in enumerate(report.plans) if plan is decisive)
+
+
+def _reliefs(found: Estimate, at: int, request: Request) -> tuple[Relief, ...]:
+    """Return the knobs of one plan of a table; those of the decisive one are known, another's take a run of its own."""
+    plan = found.report.plans[at]
+    if plan is found.report.decisive:
+        return found.report.reliefs
+    one = replace(request, stage=plan.stage, offload_optimizer=plan.offload_optimizer, offload_param=plan.offload_param)
+    return estimate_runs(one).report.reliefs
+
+
+def _words_of(sentence: str) -> dict[str, str]:
+    """Return a verdict as its first words and the figures behind them."""
+    head, _, figures = sentence.partition(": ")
+    return {"verdict": head, "figures": figures}
+
+
+def _command(asked: Asked, more: Sequence[str] = ()) -> str:
+    return shlex.join([*asked.words, *more])
+
+
+def _knob(one: Relief) -> dict[str, Any]:
+    """Return a knob with the fields of the question that turn it."""
+    return {**one.model_dump(mode="json"), "change": _changed_by(one.flags)}
+
+
+def _changed_by(flags: str) -> dict[str, Any]:
+    """Return the fields that these flags set: ``--stage 3`` is ``{"stage": 3}``."""
+    found: dict[str, Any] = {}
+    name = ""
+    for word in shlex.split(flags):
+        if word.startswith("--"):
+            name = word[2:].replace("-", "_")
+            found[name] = True
+        else:
+            found[name] = int(word) if word.isdigit() else word
+    return found
+
+
+def timeline_data(timeline: Timeline) -> dict[str, Any]:
+    """Return a run's curve as plain data: positions from 0 to 1 and, lowest first, layers of bytes that add up to allocated."""
+    curve = timeline.curve(_POINTS)
+    return {
+        "positions": [round(position, 5) for position in curve.positions],
+        "allocated": list(curve.allocated),
+        "reserved": list(curve.reserved),
+        "layers": [{"name": name, "color": color, "bytes": list(sizes)} for name, color, sizes in layers(curve)],
+        "marks": [[round(position, 5), name] for position, name in curve.marks],
+        "peak": max(range(len(curve.allocated)), key=curve.allocated.__getitem__),
+    }
+
+
+def _recommend(asked: Asked, say: Say) -> dict[str, Any]:
+    from zeroplan.report.recommendation import verdict as search_verdict
+    from zeroplan.search.api import run_search
+    from zeroplan.search.search_options import SearchOptions
+
+    options = SearchOptions(global_batch=asked.global_batch, source=asked.sources or None, program=asked.request.program)
+    found = run_search(replace(asked.request, program=None), options)
+    return {
+        "report": found.to_dict(),
+        **_words_of(search_verdict(found)),
+        "choices": [_choice(one) for one in found.ranking],
+        "command": _command(asked),
+    }
+
+
+def _choice(one: Recommendation) -> dict[str, Any]:
+    """Return what a question says to be about a configuration that a search found.
+
+    Where the engine takes a ds_config that file says it, since a search also chooses buckets, for which there is no field.
+    """
+    from zeroplan.report.recommendation import described
+
+    config, found = one.ds_config(), one.to_dict()
+    kept = ["gradient_checkpointing", "alloc_conf"]
+    change: dict[str, Any] = {}
+    if config is None:
+        kept += ["micro_batch", "grad_accum"]
+        change = {key: found["plan"][key] for key in PLAN_KEYS}
+    file = [] if config is None else [{"name": "ds_config.json", "text": dump_ds_config(config)}]
+    return {"label": described(one), "change": change | {key: found[key] for key in kept}, "files": file}
+
+
+def _files(asked: Asked, say: Say) -> dict[str, Any]:
+    """Write the files of one plan: the configuration, a training script, and the command that starts it."""
+    from zeroplan.planner.from_files import with_files
+    from zeroplan.planner.resolve import resolve
+    from zeroplan.search.api import run_search
+    from zeroplan.search.files import Target, files_of, form_of
+    from zeroplan.search.search_options import SearchOptions
+    from zeroplan.search.space import Candidate
+
+    request = asked.request
+    if asked.sources:
+        request, _ = with_files(replace(request, files=asked.sources))
+    if request.tp > 1 or request.pp > 1:
+        raise BadInput("no files are written for such a layout", where="--tp, --pp", remedy="leave them at 1")
+    resolved = resolve(request)
+    case = next((one for one in resolved.cases if _sharded_as(one.zero) == asked.show), None)
+    if case is None:
+        raise BadInput("names no plan of the table", where="show", remedy="choose one of its rows")
+    candidate = Candidate(case.zero, case.workload, request.alloc_conf, engine=resolved.engine, unmodelled=case.unmodelled)
+    open_ = replace(request, stage=None, offload_optimizer=None, offload_param=None, ds_config=None)
+    found = run_search(open_, SearchOptions(candidates=[candidate], explain=False))
+    one = found.ranking[0]
+    forms = one.engine.forms()
+    name = asked.form or next(iter(forms), None)
+    form = form_of(one.engine, Target(form=name, new_script="train.py"))
+    target = Target(form=name, new_script="train.py" if form.script is not None else None)
+    files = files_of(one, found.cluster, target, found.loaded)
+    return {
+        "files": [{"name": path, "text": text} for path, text in files.texts.items()],
+        "start": files.start.shell(),
+        "must": list(files.program_must),
+        "notes": list(files.notes),
+        "form": name,
+        "forms": list(forms),
+    }
+
+
+def _sharded_as(zero: ZeroConfig) -> tuple[int, str, str]:
+    return zero.stage, zero.offload_optimizer.device, zero.offload_param.device
+
+
+_VERBS: dict[str, Callable[[Asked, Say], dict[str, Any]]] = {
+    "estimate": _estimate,
+    "recommend": _recommend,
+    "files": _files,
+}
+
+
+def names(*, hub: bool = False) -> dict[str, Any]:
+    """Return what the page offers: models, GPUs, engines and optimizers by name, the version, and whether the hub is asked."""
+    from zeroplan import __version__
+    from zeroplan.core.gpus import GPUS
+    from zeroplan.core.optimizers import OPTIMIZERS
+    from zeroplan.engines.registry import BUILT_IN
+    from zeroplan.models.catalog import entries
+    from zeroplan.report.names import gpus_json, models_json
+
+    return {
+        "models": models_json(list(entries()))["models"],
+        "gpus": gpus_json(list(GPUS.values()))["gpus"],
+        "engines": list(BUILT_IN),
+        "optimizers": list(OPTIMIZERS),
+        "version": __version__,
+        "hub": hub,
+    }

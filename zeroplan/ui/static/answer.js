@@ -1,0 +1,169 @@
+// An answer on the page: the verdict, what would lower it, every row, and the lines of the plan that is shown.
+
+import { by, count, fits, gib, make, most, needed, offload, shade, size } from "./words.js";
+
+const KIND = { Fits: "yes", "Does not fit": "no", "Nothing fits": "no", Unknown: "unsure" };
+
+export function gauge(plan, scale) {
+  const [low, high] = plan.gpu.interval ?? [needed(plan), needed(plan)];
+  const part = (bytes) => `${Math.min(100, (100 * bytes) / scale)}%`;
+  const bar = make("div", { class: `gauge${plan.fits === false ? " over" : ""}`, "aria-hidden": "true" });
+  const doubt = make("i", { class: "doubt" });
+  const sure = make("i");
+  doubt.style.width = part(high);
+  sure.style.width = part(low);
+  bar.append(doubt, sure);
+  if (plan.gpu.usable) {
+    const line = make("b");
+    line.style.left = part(plan.gpu.usable);
+    bar.append(line);
+  }
+  return bar;
+}
+
+export function verdict(answer) {
+  const place = by("verdict");
+  place.className = `card verdict ${KIND[answer.verdict] ?? ""}`;
+  const plan = answer.chosen === null ? null : answer.report.plans[answer.chosen];
+  place.replaceChildren(make("h2", {}, answer.verdict), make("p", {}, answer.figures));
+  if (!plan) return;
+  place.append(gauge(plan, 1.25 * Math.max(plan.gpu.usable ?? 0, plan.gpu.usable ? 0 : most(plan))));
+  for (const text of [answer.peak, answer.stages]) if (text) place.append(make("p", { class: "hint" }, text));
+}
+
+export function failed(error) {
+  by("error").hidden = !error;
+  by("error").replaceChildren(...(error ? [make("p", {}, make("strong", {}, "Not planned: "), error.text)] : []));
+}
+
+export function notes(answer) {
+  const plan = answer.chosen === null ? null : answer.report.plans[answer.chosen];
+  const setup = answer.report.setup;
+  const texts = [
+    ...(setup ? [setup.says] : []),
+    ...answer.report.warnings,
+    ...(plan?.warnings ?? []),
+    ...(plan?.unmodelled ?? []).map((one) => `Not in the figures: ${one.key} (${one.effect}): ${one.says}`),
+    ...(plan?.settle ? [`To settle whether it fits, ${plan.settle}.`] : []),
+  ];
+  by("notes").hidden = !texts.length;
+  by("notes").replaceChildren(make("ul", {}, ...[...new Set(texts)].map((text) => make("li", {}, text))));
+}
+
+export function knobs(answer, turn) {
+  by("knobs-card").hidden = !answer.knobs?.length;
+  by("knobs").replaceChildren(
+    ...(answer.knobs ?? []).map((knob) =>
+      make(
+        "button",
+        { type: "button", onclick: () => turn(knob), title: knob.flags },
+        knob.what,
+        make("small", {}, `−${size(knob.saves)} → ${size(knob.total)}${knob.fits === true ? ", fits" : knob.fits === false ? ", does not fit" : ""}`),
+      ),
+    ),
+  );
+}
+
+export function rows(plans, chosen, choose) {
+  const scale = Math.max(...plans.map((plan) => Math.min(most(plan), 1.5 * (plan.gpu.usable ?? Infinity))), ...plans.map((plan) => 1.1 * (plan.gpu.usable ?? 0)));
+  const head = ["ZeRO", "offload", "GPU GiB", "", "host GiB", "disk GiB", "fits"];
+  const hide = [4, 5];
+  const disk = plans.some((plan) => plan.nvme.per_node);
+  const shown = head.map((_, at) => at !== 5 || disk);
+  const body = plans.map((plan, at) => {
+    const fit = fits(plan);
+    const name = `ZeRO-${plan.stage}, offload ${offload(plan)}`;
+    const cells = [
+      make("td", {}, make("button", { type: "button", "aria-label": `Show ${name}`, onclick: () => choose(plan) }, String(plan.stage))),
+      make("td", {}, offload(plan)),
+      make("td", { class: "figure" }, gib(needed(plan))),
+      make("td", {}, gauge(plan, scale)),
+      make("td", { class: "figure narrow-hide" }, gib(plan.cpu.per_node || null)),
+      make("td", { class: "figure narrow-hide" }, gib(plan.nvme.per_node || null)),
+      make("td", { class: fit.kind }, fit.text),
+    ].filter((_, column) => shown[column]);
+    const row = make("tr", { class: "pick", "aria-current": at === chosen ? "true" : null }, ...cells);
+    row.addEventListener("click", (event) => {
+      if (event.target.tagName !== "BUTTON") choose(plan);
+    });
+    return row;
+  });
+  const cells = head.map((text, at) => make("th", { scope: "col", class: [at === 2 || at === 4 || at === 5 ? "figure" : "", hide.includes(at) ? "narrow-hide" : ""].join(" ").trim() || null }, text));
+  by("rows").replaceChildren(make("thead", {}, make("tr", {}, ...cells.filter((_, at) => shown[at]))), make("tbody", {}, ...body));
+}
+
+export function lines(plan) {
+  const found = [...(plan?.lines ?? [])].sort((one, two) => two.bytes - one.bytes);
+  by("lines").replaceChildren(
+    make("thead", {}, make("tr", {}, ...["buffer", "place", "GiB", "how"].map((text, at) => make("th", { scope: "col", class: at === 2 ? "figure" : null }, text)))),
+    make("tbody", {}, ...found.map((line) => make("tr", {}, make("td", {}, line.buffer), make("td", {}, line.place), make("td", { class: "figure" }, gib(line.bytes, 2)), make("td", {}, make("code", {}, line.formula))))),
+  );
+}
+
+export function legend(timeline, at) {
+  const place = by("legend");
+  if (!timeline) return place.replaceChildren();
+  const point = at ?? timeline.peak;
+  const item = (name, bytes, color) => make("li", {}, color ? swatch(color) : "", `${name} `, make("b", {}, size(bytes)));
+  place.replaceChildren(
+    make("li", {}, make("b", {}, at === null ? "At the peak:" : "Here:")),
+    ...timeline.layers.map((layer) => [layer.bytes[point], layer]).filter(([bytes]) => bytes >= 2 ** 20).sort(([one], [two]) => two - one).map(([bytes, layer]) => item(layer.name, bytes, layer.color)),
+    item("allocated", timeline.allocated[point]),
+    item("reserved (line)", timeline.reserved[point]),
+  );
+}
+
+function swatch(color) {
+  const square = make("i", { "aria-hidden": "true" });
+  square.style.background = shade(color);
+  return square;
+}
+
+const COMPARED = [
+  ["total on the GPU", (plan) => plan.gpu.total],
+  ["at most", (plan) => plan.gpu.interval?.[1]],
+  ["model states", (plan) => plan.gpu.model_states],
+  ["activations", (plan) => plan.gpu.activations],
+  ["peak allocated", (plan) => plan.gpu.peak_allocated],
+  ["peak reserved", (plan) => plan.gpu.peak_reserved],
+  ["live after a step", (plan) => plan.gpu.live_after_step],
+  ["host memory a node", (plan) => plan.cpu.per_node],
+  ["disk a node", (plan) => plan.nvme.per_node],
+];
+
+export function difference(here, held) {
+  const place = by("difference");
+  place.hidden = !held;
+  if (!held) return;
+  const figures = COMPARED.map(([name, of]) => [name, of(held) ?? null, of(here) ?? null]).filter(([, one, two]) => one || two);
+  const change = (one, two) => (one === null || two === null ? make("td", {}, "") : make("td", { class: `figure ${two < one ? "less" : two > one ? "more" : ""}` }, two === one ? "same" : `${two > one ? "+" : "−"}${gib(Math.abs(two - one))}`));
+  place.replaceChildren(
+    make(
+      "table",
+      {},
+      make("thead", {}, make("tr", {}, ...["GiB", "held", "now", "change"].map((text, at) => make("th", { scope: "col", class: at ? "figure" : null }, text)))),
+      make("tbody", {}, ...figures.map(([name, one, two]) => make("tr", {}, make("td", {}, name), make("td", { class: "figure" }, gib(one)), make("td", { class: "figure" }, gib(two)), change(one, two)))),
+    ),
+  );
+}
+
+// What a search found; `apply` shows one of them, and is null where the question's files say what no field does.
+export function found(answer, apply) {
+  const place = by("found");
+  const mark = { Best: "yes", "Least memory": "yes", "Nothing fits": "no", Unknown: "unsure" }[answer.verdict] ?? "";
+  const head = make("p", { class: mark }, make("strong", {}, `${answer.verdict}: `), answer.figures);
+  const rows = answer.report.ranking.map((one, at) => {
+    const choice = answer.choices[at];
+    return make(
+      "tr",
+      { class: "pick" },
+      make("td", {}, apply ? make("button", { type: "button", onclick: () => apply(choice) }, choice.label) : choice.label),
+      make("td", { class: "figure" }, count(Math.round(one.tokens_per_second))),
+      make("td", { class: "figure" }, gib(one.plan.gpu.interval?.[1] ?? one.plan.gpu.total)),
+      make("td", { class: fits(one.plan).kind }, fits(one.plan).text),
+    );
+  });
+  const table = make("div", { class: "scroll" }, make("table", {}, make("thead", {}, make("tr", {}, ...["show", "tokens/s", "GPU at most", "fits"].map((text, at) => make("th", { scope: "col", class: at === 1 || at === 2 ? "figure" : null }, text)))), make("tbody", {}, ...rows)));
+  const said = [...(answer.report.ranking[0]?.reasons ?? []), ...answer.report.changes.map((one) => `It would fit with ${one.what}.`), ...answer.report.warnings];
+  place.replaceChildren(head, ...(rows.length ? [table] : []), make("ul", {}, ...said.map((text) => make("li", {}, text))), make("p", { class: "hint" }, make("code", {}, answer.command)));
+}

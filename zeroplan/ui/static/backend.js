@@ -1,0 +1,82 @@
+// Who answers: the server of `zeroplan ui`, or Python in a worker of this page. Both take a question and say the same things.
+
+class Server {
+  async names() {
+    const answer = await fetch("api/names");
+    if (!answer.ok) throw new Error(`the server answered ${answer.status}`);
+    return answer.json();
+  }
+
+  // Resolves to the answer; `say` is told of each plan as it is done.
+  async ask(question, say = () => {}) {
+    const answer = await fetch("api/ask", {
+      method: "POST",
+      headers: { "Content-Type": "application/json" },
+      body: JSON.stringify(question),
+    });
+    if (!answer.ok) {
+      const text = answer.headers.get("content-type")?.startsWith("application/json")
+        ? (await answer.json()).error.text
+        : `the server answered ${answer.status}`;
+      return { error: { text } };
+    }
+    const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+    let rest = "";
+    let last = null;
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) break;
+      const lines = (rest + value).split("\n");
+      rest = lines.pop();
+      for (const line of lines) {
+        const message = JSON.parse(line);
+        if ("answer" in message) last = message.answer;
+        else say(message);
+      }
+    }
+    return last ?? { error: { text: "the server ended its answer halfway" } };
+  }
+}
+
+class InThePage {
+  #worker = new Worker(new URL("python.js", import.meta.url), { type: "module" });
+  #waiting = new Map();
+  #next = 0;
+
+  constructor() {
+    this.#worker.onmessage = ({ data }) => {
+      const one = this.#waiting.get(data.id);
+      if (!one) return;
+      if ("answer" in data || "fault" in data) {
+        this.#waiting.delete(data.id);
+        if ("fault" in data) one.reject(new Error(data.fault));
+        else one.resolve(data.answer);
+      } else one.say(data);
+    };
+    this.#worker.onerror = (event) => {
+      for (const one of this.#waiting.values()) one.reject(new Error(event.message || "the worker could not be started"));
+      this.#waiting.clear();
+    };
+  }
+
+  #send(message, say) {
+    const id = this.#next++;
+    return new Promise((resolve, reject) => {
+      this.#waiting.set(id, { resolve, reject, say });
+      this.#worker.postMessage({ id, ...message });
+    });
+  }
+
+  names(say = () => {}) {
+    return this.#send({ names: true }, say);
+  }
+
+  ask(question, say = () => {}) {
+    return this.#send({ question }, say);
+  }
+}
+
+export function backend() {
+  const kind = document.querySelector("meta[name=zeroplan-backend]")?.content;
+  return kind === "worker" ? new InThePage() : new Server();
+}

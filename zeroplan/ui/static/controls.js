@@ -1,0 +1,179 @@
+// The form: sliders with boxes, choices and toggles, each bound to a field of the state.
+
+import { by, count, make, size } from "./words.js";
+
+const all = (selector) => [...document.querySelectorAll(selector)];
+
+// Build what the HTML only names, and call `change(fields, {push})` for whatever a user changes.
+export function build(names, change) {
+  by("models").append(...names.models.map((one) => make("option", { value: one.model }, `${count(one.params)} parameters`)));
+  by("gpu").append(
+    ...names.gpus.map((one) => make("option", { value: one.gpu }, `${one.gpu} · ${Math.round(one.memory / 2 ** 30)} GiB`)),
+    make("option", { value: "" }, "another size…"),
+  );
+  by("engine").append(...names.engines.map((name) => make("option", { value: name === "deepspeed" ? "" : name }, name)));
+  by("optimizer").append(...names.optimizers.map((name) => make("option", { value: name === "adamw" ? "" : name }, name)));
+  all("[data-slider]").forEach((place) => slider(place, change));
+  all("[data-plan]").forEach((place) => choice(place, change));
+  for (const input of all("[data-field]")) {
+    const field = input.dataset.field;
+    const read = () => {
+      if (input.type === "checkbox") return input.checked || null;
+      if (input.type === "number") return whole(input.value);
+      return input.value.trim() || null;
+    };
+    const moment = input.tagName === "SELECT" || input.type === "checkbox" ? "change" : "input";
+    input.addEventListener(moment, () => change({ [field]: read(), ...(field === "gpu" && !input.value ? { vram: "24G" } : {}) }));
+  }
+  for (const input of all("[data-toggle]")) {
+    input.addEventListener("change", () => {
+      const on = /^\d+$/.test(input.dataset.on) ? Number(input.dataset.on) : input.dataset.on;
+      change({ [input.dataset.toggle]: input.checked ? on : null, ...together(input.dataset.toggle, input.checked) }, { push: true });
+    });
+  }
+}
+
+// A base in 4 bits is frozen, so adapters come with it, and ddp is the engine that plans it.
+function together(field, on) {
+  if (field === "quantize") return on ? { lora_rank: 16, engine: "ddp", show: null } : { engine: null };
+  if (field === "lora_rank" && !on) return { quantize: null };
+  return {};
+}
+
+function whole(text) {
+  return /^\d{1,12}$/.test(text.trim()) ? Number(text) : null;
+}
+
+function slider(place, change) {
+  const { slider: field, label, unit } = place.dataset;
+  const steps = place.dataset.steps.split(",").map(Number);
+  const id = `f-${field}`;
+  const range = make("input", { type: "range", min: 0, max: steps.length - 1, step: 1, "aria-label": label, id: `${id}-range` });
+  const box = make("input", { type: "number", min: 1, id, "data-box": field });
+  place.append(make("label", { for: id }, make("span", {}, label, unit ? make("small", {}, ` ${unit}`) : "")), box, range);
+  range.addEventListener("input", () => {
+    box.value = steps[range.value];
+    spoken(range, box.value);
+    change({ [field]: steps[range.value] });
+  });
+  box.addEventListener("input", () => change({ [field]: whole(box.value) }));
+}
+
+function spoken(range, value) {
+  range.setAttribute("aria-valuetext", String(value));
+}
+
+function choice(place, change) {
+  const { plan: key, label } = place.dataset;
+  const set = make("div", { class: "set" });
+  for (const value of place.dataset.options.split(",")) {
+    const input = make("input", { type: "radio", name: key, value });
+    input.addEventListener("change", () => change({ choose: { key, value } }, { push: true }));
+    set.append(make("label", {}, input, value));
+  }
+  place.append(make("span", {}, label), set);
+}
+
+// The row of the table that has the chosen value and else is as near as can be to the one shown now.
+export function pick(plans, now, key, value) {
+  if (key === "stage" && value === "auto") return null;
+  const wanted = key === "stage" ? Number(value) : value;
+  const rows = plans.filter((plan) => plan[key] === wanted);
+  const alike = (plan) => ["stage", "offload_optimizer", "offload_param"].filter((name) => plan[name] === now?.[name]).length;
+  rows.sort((one, two) => alike(two) - alike(one));
+  const best = rows[0];
+  return best ? { stage: best.stage, offload_optimizer: best.offload_optimizer, offload_param: best.offload_param } : null;
+}
+
+// Show the state in the form. What it leaves open shows the answer's own figures.
+export function sync(state, answer, names) {
+  const typing = document.activeElement;
+  const set = (input, value) => {
+    if (input !== typing || input.tagName === "SELECT") input.value = value ?? "";
+  };
+  const report = answer?.report;
+  const effective = { ...report?.workload, ...report?.cluster };
+  for (const input of all("[data-field]")) {
+    if (input.type === "checkbox") input.checked = Boolean(state[input.dataset.field] ?? effective[input.dataset.field]);
+    else set(input, state[input.dataset.field]);
+  }
+  for (const input of all("[data-toggle]")) input.checked = Boolean(state[input.dataset.toggle] ?? (input.dataset.toggle !== "alloc_conf" && effective[input.dataset.toggle]));
+  for (const place of all("[data-slider]")) {
+    const field = place.dataset.slider;
+    const value = state[field] ?? effective[field] ?? 1;
+    const [box, range] = [place.querySelector("[type=number]"), place.querySelector("[type=range]")];
+    set(box, value);
+    const steps = place.dataset.steps.split(",").map(Number);
+    const near = steps.reduce((best, step, at) => (Math.abs(step - value) < Math.abs(steps[best] - value) ? at : best), 0);
+    if (range !== typing) range.value = near;
+    spoken(range, value);
+  }
+  by("rank").hidden = !(state.lora_rank ?? effective.lora_rank);
+  by("vram-row").hidden = Boolean(state.gpu);
+  const plan = report && answer.chosen !== null && answer.chosen !== undefined ? report.plans[answer.chosen] : null;
+  for (const input of all("[data-plan] input")) {
+    const key = input.name;
+    const value = key === "stage" ? Number(input.value) : input.value;
+    if (input.value === "auto") {
+      input.checked = !state.show;
+      continue;
+    }
+    input.checked = Boolean(plan && plan[key] === value && (key !== "stage" || state.show));
+    input.disabled = Boolean(report && !report.plans.some((one) => one[key] === value));
+  }
+  const typed = (state.model ?? "").toLowerCase();
+  const known = names.models.find((one) => [one.model, ...one.also].some((name) => name.toLowerCase() === typed));
+  const model = report?.model;
+  const hint = model ? `${count(model.params)} parameters${model.trainable === model.params ? "" : `, ${count(model.trainable)} trainable`}` : "";
+  by("model-hint").textContent = hint || (known ? `${count(known.params)} parameters` : "");
+}
+
+// Files by drop, paste and choice; `add` gets their names and texts.
+export function takeFiles(add) {
+  const read = async (list) => add(await Promise.all([...list].map(async (file) => ({ name: file.name, text: await file.text() }))));
+  const drop = by("drop");
+  addEventListener("dragover", (event) => {
+    event.preventDefault();
+    drop.classList.add("over");
+  });
+  addEventListener("dragleave", (event) => {
+    if (!event.relatedTarget) drop.classList.remove("over");
+  });
+  addEventListener("drop", (event) => {
+    event.preventDefault();
+    drop.classList.remove("over");
+    if (event.dataTransfer.files.length) read(event.dataTransfer.files);
+  });
+  by("pick").addEventListener("change", (event) => {
+    read(event.target.files);
+    event.target.value = "";
+  });
+  by("paste").addEventListener("input", (event) => {
+    const text = event.target.value;
+    if (!text.trim()) return;
+    event.target.value = "";
+    add([{ name: nameOf(text), text }]);
+  });
+}
+
+// The name that a pasted text would have: its ending says how it is read.
+function nameOf(text) {
+  const start = text.trimStart();
+  if (start.startsWith("{")) return /"model_type"\s*:/.test(start) ? "config.json" : "pasted.json";
+  if (/^(#!|.*\b(accelerate|deepspeed|torchrun|python3?|axolotl|llamafactory-cli|tune|swift|trl)\s)/.test(start)) return "pasted.sh";
+  return "pasted.yaml";
+}
+
+export function listFiles(files, read, remove) {
+  const kinds = new Map((read ?? []).map((one) => [one.name, one.as]));
+  by("files").replaceChildren(
+    ...(files ?? []).map((file, at) =>
+      make(
+        "li",
+        {},
+        make("span", {}, `${file.name} (${kinds.get(file.name) === "model" ? "the model" : size(file.text.length).replace("0 MiB", `${count(file.text.length)} characters`)})`),
+        make("button", { type: "button", "aria-label": `Remove ${file.name}`, onclick: () => remove(at) }, "Remove"),
+      ),
+    ),
+  );
+}

@@ -1,0 +1,293 @@
+// The page: keeps the state, asks one question at a time, and shows the last answer.
+
+import * as view from "./answer.js";
+import { backend } from "./backend.js";
+import { Chart, ceiling } from "./chart.js";
+import { build, listFiles, pick, sync, takeFiles } from "./controls.js";
+import { FIRST, changed, fromHash, question, toHash } from "./state.js";
+import { by, copy, dark, make, save, toast } from "./words.js";
+
+// Milliseconds between the last change and the question: a slider that is dragged asks once it rests.
+const REST = 140;
+
+const planner = backend();
+let names = null;
+let { state, held } = fromHash(location.hash);
+let answer = null; // the last one without an error
+let heldAnswer = null;
+let asking = false;
+let again = false;
+let timer = 0;
+
+const chart = new Chart(by("chart"), (at) => view.legend(answer?.timeline, at));
+const heldChart = new Chart(by("held-chart"), (at) => view.legend(heldAnswer?.timeline, at));
+
+function change(fields, { push = false } = {}) {
+  const { choose, ...plain } = fields;
+  if (choose) {
+    const now = state.show ?? answer?.report.plans[answer.chosen];
+    plain.show = pick(answer?.report.plans ?? [], now, choose.key, choose.value);
+  }
+  go({ ...state, ...plain }, push);
+}
+
+function go(next, push) {
+  state = Object.fromEntries(Object.entries(next).filter(([, value]) => value !== null && value !== undefined && value !== ""));
+  remember(push);
+  sync(state, answer, names);
+  clearTimeout(timer);
+  timer = setTimeout(ask, push ? 0 : REST);
+}
+
+function remember(push) {
+  const { hash } = toHash(state, held);
+  history[push ? "pushState" : "replaceState"](null, "", hash);
+}
+
+async function ask() {
+  if (asking) {
+    again = true;
+    return;
+  }
+  asking = true;
+  by("answer").setAttribute("aria-busy", "true");
+  const done = [];
+  try {
+    const got = await planner.ask(question(state), (message) => {
+      if (!message.plan) return;
+      done.push(message.plan);
+      if (!again && done.length > 1) view.rows(done, -1, choose);
+    });
+    if (!again) await show(got);
+  } catch (fault) {
+    view.failed({ text: fault.message });
+  } finally {
+    asking = false;
+    if (again) {
+      again = false;
+      ask();
+    } else by("answer").setAttribute("aria-busy", "false");
+  }
+}
+
+async function show(got) {
+  view.failed(got.error ?? null);
+  if (got.error) {
+    by("verdict").className = "card verdict";
+    by("verdict").replaceChildren(make("h2", {}, "No answer"), make("p", {}, "The figures below are of the question before."));
+    if (!answer) by("verdict").lastChild.remove();
+    return;
+  }
+  answer = got;
+  if (held && !heldAnswer) {
+    const of = await planner.ask(question(held));
+    if (of.error) held = null;
+    else heldAnswer = of;
+  }
+  draw();
+}
+
+function draw() {
+  const plans = answer.report.plans;
+  sync(state, answer, names);
+  listFiles(state.files, answer.read, removeFile);
+  view.verdict(answer);
+  view.notes(answer);
+  view.knobs(answer, turn);
+  view.rows(plans, answer.chosen, choose);
+  view.lines(plans[answer.chosen]);
+  by("command").textContent = answer.command;
+  by("made").replaceChildren();
+  by("form-row").hidden = true;
+  charts();
+}
+
+function charts() {
+  if (!answer) return;
+  const plan = answer.report.plans[answer.chosen];
+  const both = [answer, heldAnswer].filter((one) => one?.timeline);
+  const top = Math.max(...both.map((one) => ceiling(one.timeline, one.report.plans[one.chosen].gpu.usable)), 1);
+  const draw = (on, of) => {
+    const one = of.report.plans[of.chosen];
+    on.show(of.timeline, {
+      usable: one?.gpu.usable,
+      top,
+      label: `Timeline. ${of.peak ?? ""}`,
+      none: "No timeline: at formula depth only the parts are known. The lines of the plan stand below.",
+    });
+  };
+  by("held").hidden = !heldAnswer;
+  by("pair").classList.toggle("two", Boolean(heldAnswer));
+  by("here-name").textContent = heldAnswer ? `Now: ${title(answer)}` : title(answer);
+  draw(chart, answer);
+  if (heldAnswer) {
+    by("held-name").textContent = `Held: ${title(heldAnswer)}`;
+    draw(heldChart, heldAnswer);
+  }
+  for (const id of ["swap", "release"]) by(id).hidden = !heldAnswer;
+  view.legend(answer.timeline, null);
+  view.difference(plan, heldAnswer?.report.plans[heldAnswer.chosen]);
+}
+
+function title(of) {
+  const work = of.report.workload;
+  const more = [work.gradient_checkpointing && "checkpointing", work.lora_rank && `LoRA ${work.lora_rank}`].filter(Boolean);
+  return [of.report.model.name, of.name, `batch ${work.micro_batch} × ${work.seq_len}`, ...more].join(" · ");
+}
+
+function choose(plan) {
+  change({ show: { stage: plan.stage, offload_optimizer: plan.offload_optimizer, offload_param: plan.offload_param } }, { push: true });
+}
+
+// Turn a knob for the plan that is shown: what it does not change stays as it is.
+function turn(knob) {
+  const plan = answer.report.plans[answer.chosen];
+  const kept = { stage: plan.stage, offload_optimizer: plan.offload_optimizer, offload_param: plan.offload_param };
+  const next = changed(state, answer.report.plans.length > 1 || "stage" in knob.change ? { ...kept, ...knob.change } : knob.change);
+  go(next, true);
+  toast(`${knob.what}: the Back button undoes it`);
+}
+
+function addFiles(files) {
+  const big = files.find((file) => file.text.length > 900_000);
+  if (big) return view.failed({ text: `${big.name} is larger than 900 kB; give a configuration, not data` });
+  const kept = (state.files ?? []).filter((one) => !files.some((file) => file.name === one.name));
+  // The file decides, so what sliders said of the run makes way; the model and the machine stay.
+  const { model, gpu, vram, gpus, nodes, cpu_ram, nvme } = state;
+  go({ model, gpu, vram, gpus, nodes, cpu_ram, nvme, files: [...kept, ...files] }, true);
+}
+
+function removeFile(at) {
+  const files = state.files.filter((_, index) => index !== at);
+  go({ ...state, files: files.length ? files : null }, true);
+}
+
+async function search() {
+  const batch = Number(by("global-batch").value);
+  const { show: _, ...open } = state;
+  by("search").disabled = true;
+  by("found").replaceChildren(make("p", { class: "hint" }, "Searching…"));
+  try {
+    const got = await planner.ask(searched(question(open, { verb: "recommend", ...(batch >= 1 ? { global_batch: batch } : {}) })));
+    if (got.error) by("found").replaceChildren(make("p", { class: "no" }, got.error.text));
+    else view.found(got, answer?.read.some((one) => one.as === "run") ? null : apply);
+  } catch (fault) {
+    by("found").replaceChildren(make("p", { class: "no" }, fault.message));
+  } finally {
+    by("search").disabled = false;
+  }
+}
+
+// Show a configuration that the search found, with its own file where it has one.
+function apply(choice) {
+  const next = changed(searched({ ...state, show: null, dtype: choice.files.length ? null : state.dtype }), choice.change);
+  go({ ...next, files: [...(state.files ?? []), ...choice.files] }, true);
+}
+
+// What the search finds out itself is not asked.
+function searched(asked) {
+  for (const name of ["micro_batch", "grad_accum", "gradient_checkpointing", "alloc_conf", "tp", "pp"]) delete asked[name];
+  return asked;
+}
+
+async function makeFiles() {
+  const plan = answer?.report.plans[answer.chosen];
+  if (!plan) return;
+  const at = { stage: plan.stage, offload_optimizer: plan.offload_optimizer, offload_param: plan.offload_param };
+  const form = by("form-row").hidden ? undefined : by("form").value;
+  by("make-files").disabled = true;
+  const got = await planner.ask({ ...question(state, { verb: "files", ...(form ? { form } : {}) }), show: at }).catch((fault) => ({ error: { text: fault.message } }));
+  by("make-files").disabled = false;
+  if (got.error) return by("made").replaceChildren(make("p", { class: "no" }, got.error.text));
+  by("form-row").hidden = got.forms.length < 2;
+  by("form").replaceChildren(...got.forms.map((name) => make("option", { value: name, selected: name === got.form }, name)));
+  by("made").replaceChildren(
+    make("section", {}, make("h3", {}, "Start it"), make("div", { class: "copy" }, make("code", {}, got.start), make("button", { type: "button", onclick: () => copy(got.start) }, "Copy"))),
+    ...[...got.must, ...got.notes].map((text) => make("p", { class: "hint" }, text)),
+    ...got.files.map((file) =>
+      make(
+        "section",
+        {},
+        make("h3", {}, file.name, make("button", { type: "button", onclick: () => save(file.name, file.text) }, `Download ${file.name}`), make("button", { type: "button", onclick: () => copy(file.text) }, "Copy")),
+        make("pre", { tabindex: 0 }, file.text),
+      ),
+    ),
+  );
+}
+
+function theme() {
+  const root = document.documentElement;
+  root.dataset.theme = dark() ? "light" : "dark";
+  try {
+    localStorage.setItem("theme", root.dataset.theme);
+  } catch {
+    // A page without storage forgets the choice.
+  }
+  charts();
+}
+
+function wire() {
+  build(names, change);
+  takeFiles(addFiles);
+  by("controls").addEventListener("submit", (event) => event.preventDefault());
+  by("theme").addEventListener("click", theme);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", charts);
+  by("share").addEventListener("click", () => {
+    const { whole } = toHash(state, held);
+    copy(location.href);
+    if (!whole) toast("Copied, without the files: they are too long for a link");
+  });
+  by("reset").addEventListener("click", () => go({ ...FIRST }, true));
+  by("search").addEventListener("click", search);
+  by("make-files").addEventListener("click", makeFiles);
+  by("form").addEventListener("change", makeFiles);
+  by("save-answer").addEventListener("click", () => save("zeroplan.json", `${JSON.stringify(answer.report, null, 2)}\n`, "application/json"));
+  for (const button of document.querySelectorAll("[data-copy]")) button.addEventListener("click", () => copy(by(button.dataset.copy).textContent));
+  by("hold").addEventListener("click", () => {
+    if (!answer) return;
+    const plan = answer.report.plans[answer.chosen];
+    held = { ...state, show: { stage: plan.stage, offload_optimizer: plan.offload_optimizer, offload_param: plan.offload_param } };
+    heldAnswer = answer;
+    remember(true);
+    charts();
+  });
+  by("release").addEventListener("click", () => {
+    held = heldAnswer = null;
+    remember(true);
+    charts();
+  });
+  by("swap").addEventListener("click", () => go({ ...held }, true));
+  addEventListener("popstate", () => {
+    const was = JSON.stringify(held);
+    ({ state, held } = fromHash(location.hash));
+    if (JSON.stringify(held) !== was) heldAnswer = null;
+    sync(state, answer, names);
+    ask();
+  });
+}
+
+async function start() {
+  try {
+    const kept = localStorage.getItem("theme");
+    if (kept) document.documentElement.dataset.theme = kept;
+  } catch {
+    // As above.
+  }
+  const loading = by("verdict");
+  try {
+    names = await planner.names((message) => {
+      if (message.loading) loading.replaceChildren(make("p", { class: "wait" }, message.loading));
+    });
+  } catch (fault) {
+    loading.replaceChildren(make("h2", {}, "Cannot start"), make("p", {}, fault.message));
+    return;
+  }
+  if (names.hub) by("private").textContent = "Only names of models that are not shipped are asked of the hub; nothing else leaves this machine.";
+  by("footer").textContent = `zeroplan ${names.version}. Sizes are binary: 1 GiB = 2³⁰ bytes, on the GPU that needs the most.`;
+  wire();
+  sync(state, null, names);
+  listFiles(state.files, [], removeFile);
+  await ask();
+}
+
+start();

@@ -33,7 +33,7 @@ QUESTIONS: list[dict[str, Any]] = [
     {"model": GPT2, "gpus": 2, "gpu": "T4", "engine": "deepspeed"},
     {"model": LLAMA, "gpus": 8, "nodes": 2, "vram": "24G", "micro_batch": 4, "seq_len": 1024, "gradient_checkpointing": True},
     {"params": "7.5B", "gpus": 8, "gpu": "H100", "cpu_ram": "256G", "nvme": "2T"},
-    {"model": LLAMA, "gpus": 1, "gpu": "L4", "engine": "ddp", "lora_rank": 8, "quantize": "nf4"},
+    {"model": LLAMA, "gpus": 1, "gpu": "L4", "engine": "ddp", "lora_rank": 8, "quantize": "nf4", "depth": "formula"},
     {"model": GPT2, "gpu": "H100", "gpus": 4, "alloc_conf": "expandable_segments:True", "engine": "fsdp2", "optimizer": "lion"},
     {"model": GPT2, "gpu": "H100", "gpus": 4, "files": [{"name": "folder/ds_config.json", "text": DS_CONFIG}]},
     {"gpu": "H100", "gpus": 4, "files": [{"name": "recipe.yaml", "text": RECIPE}], "program": "trl"},

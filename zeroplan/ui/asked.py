@@ -110,14 +110,15 @@ def read_question(data: Any, folder: str) -> Asked:
 
 def _typed(name: str, value: Any, kind: type) -> Any:
     """Return the value; refuse one of another type, and numbers and texts beyond any use."""
+    checked: Any = value
     if type(value) is not kind:  # True is no integer here
         names = {str: "a text", int: "a whole number", bool: "true or false"}
         raise BadInput(f"{str(value)[:40]!r} is not {names[kind]}", where=name)
-    if kind is str and len(value) > _MOST_TEXT:
+    if kind is str and len(checked) > _MOST_TEXT:
         raise BadInput(f"is longer than {_MOST_TEXT} characters", where=name)
-    if kind is int and abs(value) > 1 << 40:
+    if kind is int and abs(checked) > 1 << 40:
         raise BadInput(f"{str(value)[:40]} is out of range", where=name)
-    return value
+    return checked
 
 
 def _shown(data: Any) -> tuple[int, str, str] | None:

@@ -16,9 +16,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 MOST = 4
-#: Its processes are forked from one that has imported torch and the runtime. `use_deterministic_algorithms` imports inductor.
+#: Its processes are forked from one that has imported what they need. `use_deterministic_algorithms` imports inductor.
 CONTEXT = mp.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch._inductor.config", "tests.runtime.train"])
+CONTEXT.set_forkserver_preload(["torch._inductor.config", "tests.runtime.train", "transformers.trainer"])
 
 
 def _work(rank: int, most: int, store: str, tasks: Any, results: Any) -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+import zeroplan
 from tests.validate.plain import Classifier, batch
 from zeroplan.engines.registry import find_engine
 from zeroplan.planner.request import Request
@@ -66,24 +63,28 @@ def test_a_rank_that_dies_or_stops_is_named(blow: str, monkeypatch: pytest.Monke
     assert not [pid for pid in struck[0].values() if alive(pid)]
 
 
-def test_out_of_memory_says_in_which_phase_and_how_far_from_the_plan() -> None:
-    code = (
-        "import resource, json, torch; resource.setrlimit(resource.RLIMIT_DATA, (3 << 30, 3 << 30))\n"
-        "import zeroplan\n"
-        "from tests.validate.plain import Classifier, batch\n"
-        "large = {name: values.repeat_interleave(10_000, 0) for name, values in batch().items()}\n"
-        "drift = zeroplan.verify(Classifier(), inputs=large, stage=2, gpus=1, progress=lambda text: None)\n"
-        "one = drift.comparisons[0]; out = one.measurement.out_of_memory\n"
-        "print(json.dumps([drift.within, out.phase, out.requested, out.allocated, one.verdict]))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False, env={**os.environ}
-    )
-    assert done.returncode == 0, done.stderr
-    within, phase, requested, allocated, verdict = json.loads(done.stdout)
-    assert not within
-    assert phase == "forward"
-    assert requested > 0
-    assert allocated > 0
-    assert verdict.startswith("out of memory in forward on rank 0")
-    assert "the plan's peak is" in verdict
+#: A rank may have 3 GiB, of which the batch below leaves nothing.
+_LIMIT = """
+import os
+import resource
+
+if "LOCAL_RANK" in os.environ:
+    resource.setrlimit(resource.RLIMIT_DATA, (3 << 30, 3 << 30))
+"""
+
+
+@pytest.mark.usefixtures("warm_ranks")
+def test_out_of_memory_says_in_which_phase_and_how_far_from_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text(_LIMIT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    large = {name: values.repeat_interleave(10_000, 0) for name, values in batch().items()}
+    drift = zeroplan.verify(Classifier(), inputs=large, stage=2, gpus=1, progress=lambda text: None)
+    one = drift.comparisons[0]
+    out = one.measurement.out_of_memory
+    assert out is not None
+    assert not drift.within
+    assert out.phase == "forward"
+    assert out.requested > 0
+    assert out.allocated > 0
+    assert one.verdict.startswith("out of memory in forward on rank 0")
+    assert "the plan's peak is" in one.verdict

@@ -11,10 +11,9 @@ import contextlib
 import ctypes
 import fcntl
 import gc
-import importlib
+import importlib.util
 import json
 import os
-import runpy
 import selectors
 import signal
 import site
@@ -23,13 +22,16 @@ import subprocess
 import sys
 import time
 import types
+from collections.abc import Sequence
+from importlib.abc import InspectLoader
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
 #: What takes long to import. Neither DeepSpeed nor Lightning: the runtime looks whether they are there.
 PRELOADED = (
     "torch._dynamo",
-    "torch._inductor.config",
+    "torch._inductor.compile_fx",
     "torch.distributed.run",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
@@ -60,7 +62,8 @@ def start(folder: Path, session: int) -> Path:
     with (folder / "lock").open("w") as lock, (folder / "said").open("a") as said:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not program.exists():
-            command = [sys.executable, "-m", "tests.warm.server", str(address), str(session), _PADDING]
+            code = "import sys; from tests.warm.server import main; main(*sys.argv[1:3])"
+            command = [sys.executable, "-c", code, str(address), str(session), _PADDING]
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
             while not address.exists():
@@ -148,7 +151,7 @@ def _become(asked: dict[str, Any], libraries: list[str]) -> None:
     program = Path(asked["program"])
     if program.name in PROGRAMS:
         words = ["-m", PROGRAMS[program.name], *words]
-    _show(" ".join((str(program.with_name("python")), *words)).encode())
+    _show((str(program.with_name("python")), *words))
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
@@ -158,32 +161,48 @@ def _become(asked: dict[str, Any], libraries: list[str]) -> None:
     importlib.invalidate_caches()
     sys.modules.pop("sitecustomize", None)
     site.execsitecustomize()
-    while words and words[0] in ("-u", "-B"):
+    while words[0] in ("-u", "-B"):
         words.pop(0)
-    main = words.pop(0)
-    if main == "-c":
-        code, sys.argv[:] = words[0], ["-c", *words[1:]]
+    main = types.ModuleType("__main__")
+    if words[0] == "-c":
+        code = compile(words[1], "<string>", "exec")
+        sys.argv[:] = ["-c", *words[2:]]
         sys.path.insert(0, "")
-        sys.modules["__main__"] = types.ModuleType("__main__")
-        exec(compile(code, "<string>", "exec"), vars(sys.modules["__main__"]))
-    elif main == "-m":
-        sys.argv[:] = words
+    elif words[0] == "-m":
+        code, main.__spec__, main.__file__ = _module(words[1])
+        main.__package__ = main.__spec__.parent
+        sys.argv[:] = [main.__file__, *words[2:]]
         sys.path.insert(0, folder)
-        sys.modules.pop(words[0], None)
-        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
     else:
-        sys.argv[:] = [main, *words]
-        sys.path.insert(0, str(Path(main).resolve().parent))
-        runpy.run_path(main, run_name="__main__")
+        main.__file__ = str(Path(words[0]).absolute())
+        code = compile(Path(words[0]).read_bytes(), main.__file__, "exec")
+        sys.argv[:] = words
+        sys.path.insert(0, str(Path(words[0]).resolve().parent))
+    sys.modules["__main__"] = main
+    exec(code, vars(main))
 
 
-def _show(words: bytes) -> None:
+def _module(name: str) -> tuple[types.CodeType, ModuleSpec, str]:
+    """What ``python -m name`` runs. :mod:`runpy` would do as well, but torchrun looks up the module of each frame again and
+    again, which is slow for frames that have none.
+    """
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{name}.__main__")
+    assert spec is not None, name
+    assert isinstance(spec.loader, InspectLoader)
+    code = spec.loader.get_code(spec.name)
+    assert code is not None
+    return code, spec, str(spec.origin)
+
+
+def _show(words: Sequence[str]) -> None:
     """Make these the words of this process that ``ps`` shows."""
     first, end = map(int, Path("/proc/self/stat").read_text().rpartition(") ")[2].split()[45:47])
-    ctypes.memmove(first, words.replace(b" ", b"\0")[: end - first].ljust(end - first, b"\0"), end - first)
+    ctypes.memmove(first, "\0".join(words).encode()[: end - first - 1].ljust(end - first, b"\0"), end - first)
 
 
-def _main(address: str, session: str) -> None:
+def main(address: str, session: str) -> None:
     given = [str(Path(entry).absolute()) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     libraries = [entry for entry in sys.path[1:] if entry not in given]
     server = _Server(address, int(session))
@@ -194,7 +213,3 @@ def _main(address: str, session: str) -> None:
     if asked is not None:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         _become(asked, libraries)
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:3])

@@ -128,6 +128,7 @@ def test_trace_and_what_the_toy_refuses(cli: Cli) -> None:
 
 @pytest.mark.torch
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_ranks")
 def test_verify_trains_it() -> None:
     from tests.validate.small import CONFIG
     from zeroplan.validate.api import verify

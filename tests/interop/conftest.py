@@ -2,9 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,20 +14,21 @@ FIXTURES = HERE.parent / "fixtures" / "ds_configs"
 
 
 @pytest.fixture(scope="session")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[list[dict[str, Any]]], list[dict[str, Any]]]]:
+def oracle(
+    tmp_path_factory: pytest.TempPathFactory, warm_python: Path
+) -> Iterator[Callable[[list[dict[str, Any]]], list[dict[str, Any]]]]:
     """DeepSpeed's verdicts on a list of configs, from a process of its own that serves the session."""
     pytest.importorskip("deepspeed")
     said = tmp_path_factory.mktemp("oracle") / "stderr"
     with (
         said.open("w") as stderr,
         subprocess.Popen(
-            [sys.executable, str(HERE / "deepspeed_oracle.py")],
+            [warm_python, str(HERE / "deepspeed_oracle.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
             bufsize=1,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
         ) as process,
     ):
 

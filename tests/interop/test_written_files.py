@@ -6,7 +6,6 @@ import json
 import logging
 import shlex
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,7 +59,7 @@ def test_explicit_configs_read_back_to_the_same_plan(name: str) -> None:
 
 
 @pytest.mark.torch
-def test_deepspeed_parses_every_explicit_config() -> None:
+def test_deepspeed_parses_every_explicit_config(warm_python: Path) -> None:
     pytest.importorskip("deepspeed")
     configs = [one.ds_config() for name in WORKLOADS for one in recommended(WORKLOADS[name])]
     code = (
@@ -78,7 +77,7 @@ def test_deepspeed_parses_every_explicit_config() -> None:
         " d.gradient_accumulation_steps, z.stage, z.reduce_bucket_size, str(z.overlap_comm)]))\n"
     )
     run = subprocess.run(
-        [sys.executable, "-c", code],
+        [warm_python, "-c", code],
         input="\n".join(map(json.dumps, configs)),
         capture_output=True,
         text=True,

@@ -523,8 +523,17 @@ def test_rates_of_several_processes_count_where_several_ranks_run(cli: Cli, tmp_
     assert f"rates from {profile}" in found["1"]["warnings"]
 
 
+@pytest.fixture
+def forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that are measured are forked from one that has imported torch, as the pool's ranks are."""
+    from tests.runtime.ranks import CONTEXT
+
+    monkeypatch.setattr("multiprocessing.get_context", lambda _: CONTEXT)
+
+
 @pytest.mark.torch
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_processes")
 def test_processes_are_measured_at_the_same_time() -> None:
     """Each waits for the other before a part begins, and the slower one counts."""
     pytest.importorskip("transformers")
@@ -547,6 +556,7 @@ def test_the_slowest_process_counts() -> None:
 
 @pytest.mark.torch
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_processes")
 def test_a_process_that_dies_ends_the_measurement() -> None:
     from zeroplan.search import calibrate_host
 

@@ -7,9 +7,7 @@ the copies that gloo makes would stand between DeepSpeed's; frees are left out, 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -96,18 +94,17 @@ def ds_config(case: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def allocations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[Any]]]:
+def allocations(tmp_path_factory: pytest.TempPathFactory, warm_python: Path) -> dict[str, list[list[Any]]]:
     """By case, what DeepSpeed allocates in each phase."""
     cases = [{"id": case, "dtype": CASES[case][1], "shapes": SHAPES, "config": ds_config(case)} for case in CASES]
     path = tmp_path_factory.mktemp("deepspeed") / "cases.json"
     path.write_text(json.dumps(cases))
     script = Path(__file__).parent / "run_on_cpu.py"
     done = subprocess.run(
-        [sys.executable, str(script), str(path)],
+        [warm_python, str(script), str(path)],
         capture_output=True,
         text=True,
         timeout=280,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=False,
     )
     lines = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]

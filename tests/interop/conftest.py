@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
+Ask = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
 FIXTURES = HERE.parent / "fixtures" / "ds_configs"
 
 

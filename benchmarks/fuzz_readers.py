@@ -32,6 +32,7 @@ PATIENCE = 5.0
 ROOM = 500 << 20
 
 _FIXTURES = Path(__file__).resolve().parent.parent / "tests" / "fixtures" / "ds_configs"
+_CORPUS = _FIXTURES.parent.parent / "corpus"
 _LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
@@ -120,6 +121,21 @@ def _json_setups() -> list[bytes]:
 
 def _toml_setups() -> list[bytes]:
     return [b'output_dir = "o"\nper_device_train_batch_size = 4\nbf16 = true\n[deepspeed.zero_optimization]\nstage = 2\n']
+
+
+@cache
+def _corpus() -> list[dict[str, Any]]:
+    rows = (path.read_text(encoding="utf-8").splitlines() for path in sorted(_CORPUS.glob("*.jsonl")))
+    return [json.loads(line) for lines in rows for line in lines]
+
+
+def _scripts() -> list[bytes]:
+    return [row["script"].encode() for row in _corpus() if "script" in row]
+
+
+def _recipes() -> list[bytes]:
+    """Every fourth public file of each program, as JSON, which YAML is, too: its values can be changed as well as its bytes."""
+    return [json.dumps(row["keys"]).encode() for row in _corpus()[::4] if "keys" in row]
 
 
 def _read_setup(path: str) -> None:
@@ -220,6 +236,8 @@ READERS: dict[str, Reader] = {
     "YAML setup": Reader("yaml", _yaml_setups, _read_setup),
     "JSON setup": Reader("json", _json_setups, _read_setup),
     "TOML setup": Reader("toml", _toml_setups, _read_setup),
+    "recipe": Reader("yaml", _recipes, _read_setup),
+    "script": Reader("sh", _scripts, _read_setup),
     "config.json": Reader("json", _model_configs, _plan_model),
     "safetensors": Reader("safetensors", _headers, _plan_model),
     "index": Reader("json", _indices, _plan_model),

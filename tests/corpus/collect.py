@@ -71,7 +71,8 @@ def command_words(text: str) -> str:
 
 def flags_of(text: str) -> dict[str, Any]:
     """The flags of the longest command of a script, with its variables and divisions put in."""
-    variables = dict(re.findall(r"^(?:export )?(\w+)=(\S+)$", text, re.MULTILINE))
+    said = re.findall(r"^(?:export )?(\w+)=(\S+)$", text, re.MULTILINE)
+    variables = {name: value.strip("\"'") for name, value in said if not re.match(r"[\"']?\$\{?\d", value)}
     line = max(text.splitlines(), key=lambda one: one.count("--"), default="")
     for _ in range(3):
         line = re.sub(r"\$\{?(\w+)\}?", lambda match: variables.get(match[1], match[0]), line)
@@ -120,10 +121,29 @@ def trl(data: Mapping[str, Any], defaults: Mapping[str, Any]) -> Expected:
     expected["method"] = ("qlora" if bits else "lora") if peft else "full"
     expected["lora_rank"] = (_whole(data.get("lora_r")) or defaults["lora_r"]) if peft else None
     group = "num_generations" in data
-    expected["task"] = "grpo" if group else "dpo" if "beta" in data else "sft"
+    expected["task"] = "grpo" if group else "cpo" if "gamma_beta_ratio" in data else "dpo" if "beta" in data else "sft"
     if not group:
         expected["seq_len"] = _whole(data.get("max_length") or data.get("max_seq_length") or 1024)
     expected["left_out"] = [key for key in ("load_in_4bit", "load_in_8bit") if _true(data.get(key))]
+    return expected
+
+
+def script(data: Mapping[str, Any], defaults: Mapping[str, Any], words: str) -> Expected:
+    """A script of its own on the Trainer: adapters by the words that its arguments have for them, the task by its name."""
+    expected = trainer(data, defaults)
+    rank = _whole(data.get("lora_rank") or data.get("lora_r"))
+    on = [key for key in ("use_lora", "use_peft") if _true(data.get(key))]
+    expected["method"] = "lora" if rank or on else "full"
+    if rank:
+        expected["lora_rank"] = rank
+    names = ("max_seq_length", "model_max_length", "max_length", "block_size", "max_source_length")
+    lengths = [data[key] for key in names if data.get(key) is not None]
+    if lengths:
+        expected["seq_len"] = _whole(lengths[0])
+    task = re.search(r"[/ _](dpo|orpo|ppo|grpo|reward|rm)_\w+\.py", words)
+    expected["left_out"] = [*([f"task {task[1]}"] if task else []), *(on[:1] if on and not rank else [])]
+    if _true(data.get("q_lora")) or _true(data.get("load_in_4bit")):
+        expected["left_out"].append("quantisation")
     return expected
 
 
@@ -305,6 +325,27 @@ WANTED = (
     ("hf-trainer", "haotian-liu+LLaVA", r"scripts/.*(finetune|pretrain)[^/]*\.sh$", 12),
     ("hf-trainer", "lm-sys+FastChat", r"scripts/train_vicuna.*\.sh$", 3),
     ("hf-trainer", "huggingface+peft", r"examples/sft/run_peft.*\.sh$", 9),
+    # Files that nobody had tried when the readers were done.
+    ("trl", "princeton-nlp+SimPO", r"training_configs/.*\.yaml$", 7),
+    ("trl", "philschmid+deep-learning-pytorch-huggingface", r"training/receipes/.*\.yaml$", 5),
+    ("accelerate", "princeton-nlp+SimPO", r"accelerate_configs/.*\.yaml$", 3),
+    ("accelerate", "philschmid+deep-learning-pytorch-huggingface", r"accelerate_configs/.*\.yaml$", 4),
+    ("accelerate", "OpenBMB+MiniCPM", r"trainer/configs/accelerate/.*\.yaml$", 3),
+    ("ds_config", "OpenBMB+MiniCPM", r"finetune/configs/ds_config.*\.json$", 4),
+    ("ds_config", "QwenLM+Qwen", r"finetune/ds_config.*\.json$", 2),
+    ("ds_config", "QwenLM+Qwen2.5-Coder", r"configs/(ds_config|default_offload).*\.json$", 4),
+    ("llama-factory", "NovaSky-AI+SkyThought", r"examples/train_(full|lora)/.*\.yaml$", 10),
+    ("open-instruct", "allenai+open-instruct", r"scripts/train/(tulu3|olmo2)/(finetune|dpo|reward|grpo).*\.sh$", 14),
+    ("hf-trainer", "yangjianxin1+Firefly", r"train_args/(sft|pretrain|dpo)/.*\.json$", 8),
+    ("hf-trainer", "shibing624+MedicalGPT", r"scripts/run_.*\.sh$", 7),
+    ("hf-trainer", "QwenLM+Qwen", r"finetune/.*\.sh$", 5),
+    (
+        "hf-trainer",
+        "OpenBMB+MiniCPM",
+        r"(finetune/(lora_finetune|lora_finetune_ocnli|sft_dpo_trainer/sft_dpo)|trainer/scripts/.*)\.sh$",
+        7,
+    ),
+    ("hf-trainer", "simplescaling+s1", r"train/(sft|sft_multinode)\.sh$", 2),
 )
 
 
@@ -320,15 +361,16 @@ def named_files(data: Mapping[str, Any], words: str, path: Path, repo: Path) -> 
     """ds_configs and accelerate's configs that the file names by a path, as found beside it or in the repository."""
     found: dict[str, Any] = {}
     block = data.get("deepspeed_config")
+    block = {"deepspeed_config_file": block} if isinstance(block, str) else block
     launcher = re.search(r"--config_file[ =]+[\"']?([^\s\"']+\.yaml)", words)
     if launcher is not None:
-        for place in (path.parent / launcher[1], path.parent / Path(launcher[1]).name, repo / launcher[1]):
+        for place in (path.parent / Path(launcher[1]).name, *(folder / launcher[1] for folder in path.parents)):
             if place.is_file():
                 found[launcher[1]] = yaml.safe_load(place.read_text())
                 break
     for value in (data.get("deepspeed"), block.get("deepspeed_config_file") if isinstance(block, dict) else None):
         if isinstance(value, str) and value.endswith((".json", ".conf")):
-            place = next((one for one in (path.parent / value, repo / value) if one.is_file()), None)
+            place = next((folder / value for folder in path.parents if (folder / value).is_file()), None)
             if place is not None:
                 found[value] = json.loads(place.read_text())
     return found
@@ -379,7 +421,8 @@ def main() -> None:
         elif program == "ms-swift" and started is not None:
             row["expected"] = ms_swift(data, base, started[1] or "megatron") if started[1] else {"refused": "Megatron"}
         elif program == "hf-trainer":
-            row["expected"] = trainer(data, base)
+            own = "--" in words and repo in ("huggingface+peft", "haotian-liu+LLaVA", "lm-sys+FastChat")
+            row["expected"] = trainer(data, base) if own else script(data, base, words)
             row["expected"] |= next((accelerate(one) for one in beside.values() if "distributed_type" in one), {})
         elif program == "torchtune":
             row["expected"] = torchtune(data, row["path"])

@@ -29,6 +29,8 @@ def row_to_be(spec: Spec, gpu: str) -> dict[str, Any]:
         "reshard",
         "offload",
         "task",
+        "images",
+        "image_size",
         "quantize",
         "set_to_none",
         "strategy",

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measure.models import VISION
 from zeroplan.core.workload import OptimizerKind
 from zeroplan.models.catalog import find
 from zeroplan.planner.request import Request
@@ -65,9 +66,11 @@ def request_of(row: dict[str, Any], *, depth: str | None = None) -> Request:
         "depth": depth,
         "alloc_conf": row.get("alloc_conf") or "",
         "from_scratch": True,  # the runs built their models with random weights
-        "task": row.get("task"),
+        "task": None if row.get("images") else row.get("task"),  # its class is what its config says
         "quantize": row.get("quantize"),
         "adapter_dtype": row.get("adapter_dtype"),
+        "images": row.get("images", 0),
+        "image_size": row.get("image_size"),
         "set_to_none": row.get("set_to_none", True),
         "optimizer_kind": _kind(row.get("opt_params") or {}) if row["engine"] != "deepspeed" else None,
     }
@@ -90,6 +93,8 @@ def _kind(params: dict[str, Any]) -> OptimizerKind:
 def model_of(row: dict[str, Any]) -> str | dict[str, Any]:
     """The model's name, or the config of one that has single values changed."""
     changes = row.get("model_overrides")
+    if row["model"] in VISION:
+        return {**VISION[row["model"]], **(changes or {})}
     if not changes:
         return str(row["model"])
     entry = find(row["model"])

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.measure.spec import Spec
+
 #: For a machine without a GPU.
 TINY: dict[str, Any] = {
     "model_type": "llama",
@@ -19,6 +21,72 @@ TINY: dict[str, Any] = {
     "vocab_size": 32768,
     "max_position_embeddings": 131072,
     "tie_word_embeddings": True,
+}
+_MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+#: Vision-language models as published, where the catalog has them not.
+VISION: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen2-VL-2B-Instruct": {
+        "model_type": "qwen2_vl",
+        "architectures": ["Qwen2VLForConditionalGeneration"],
+        "text_config": {
+            "hidden_size": 1536,
+            "intermediate_size": 8960,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 2,
+            "vocab_size": 151936,
+            "rope_parameters": _MROPE,
+        },
+        "vision_config": {"depth": 32, "embed_dim": 1280, "hidden_size": 1536, "mlp_ratio": 4, "num_heads": 16},
+        "tie_word_embeddings": True,
+    },
+    "Qwen/Qwen2.5-VL-3B-Instruct": {
+        "model_type": "qwen2_5_vl",
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "text_config": {
+            "hidden_size": 2048,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "vocab_size": 151936,
+            "rope_parameters": _MROPE,
+        },
+        "vision_config": {
+            "depth": 32,
+            "hidden_size": 1280,
+            "intermediate_size": 3420,
+            "num_heads": 16,
+            "out_hidden_size": 2048,
+            "window_size": 112,
+            "fullatt_block_indexes": [7, 15, 23, 31],
+            "tokens_per_second": 2,
+        },
+        "tie_word_embeddings": True,
+    },
+    "Qwen/Qwen3-VL-2B-Instruct": {
+        "model_type": "qwen3_vl",
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "text_config": {
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 151936,
+            "rope_parameters": {**_MROPE, "rope_theta": 5e6, "mrope_section": [24, 20, 20]},
+        },
+        "vision_config": {
+            "depth": 24,
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_heads": 16,
+            "out_hidden_size": 2048,
+            "deepstack_visual_indexes": [5, 11, 17],
+        },
+        "tie_word_embeddings": True,
+    },
 }
 #: What training needs and the catalog, which is about shapes, leaves out; by model type.
 _TOKENS: dict[str, dict[str, Any]] = {"t5": {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}}
@@ -40,7 +108,7 @@ def build_config(name: str, overrides: dict[str, Any]) -> Any:
     from zeroplan.models.catalog import find
 
     entry = find(name)
-    known = TINY if name == "tiny/llama" else dict(entry.config) if entry else {}
+    known = TINY if name == "tiny/llama" else dict(entry.config) if entry else VISION.get(name, {})
     if not known:
         raise ValueError(f"no config values are known for {name}")
     values = known | _TOKENS.get(known["model_type"], {}) | overrides
@@ -52,6 +120,7 @@ TASKS = {
     "sequence-classification": "AutoModelForSequenceClassification",
     "token-classification": "AutoModelForTokenClassification",
     "question-answering": "AutoModelForQuestionAnswering",
+    "image-text-to-text": "AutoModelForImageTextToText",
 }
 
 
@@ -60,6 +129,17 @@ def auto_class(model_type: str, task: str | None = None) -> Any:
     import transformers
 
     return getattr(transformers, TASKS[task] if task else AUTO_CLASS.get(model_type, "AutoModelForCausalLM"))
+
+
+def image_batch(spec: Spec, dtype: Any, device: Any) -> dict[str, Any]:
+    """Return one micro batch of the spec's samples, each with its images."""
+    from zeroplan.core.images import image_batch as shapes_of
+    from zeroplan.trace.vision import image_inputs
+
+    config = build_config(spec.model, spec.model_overrides).to_dict()
+    shapes = shapes_of(config, spec.micro_batch, spec.images, spec.image_size)
+    made = image_inputs(shapes, spec.micro_batch, spec.seq_len, spec.images, dtype)
+    return {name: tensor.to(device) for name, tensor in made.items()}
 
 
 def batch(task: str | None, micro_batch: int, seq_len: int, device: Any) -> dict[str, Any]:

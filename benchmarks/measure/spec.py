@@ -28,6 +28,8 @@ class Spec:
     optimizer: dict[str, Any] = field(default_factory=dict)  # overrides of optimizer.params
     optimizer_type: str = "AdamW"
     task: str | None = None  # another head than the config's
+    images: int = 0  # of each sample, for vision-language models
+    image_size: int | None = None  # pixels of a side; None: the config's
     quantize: str | None = None  # ddp: a 4-bit base, nf4 or fp4
     set_to_none: bool = True  # fsdp, fsdp2, ddp: of zero_grad
     strategy: str = "FULL_SHARD"  # fsdp: its sharding strategy

@@ -48,13 +48,18 @@ def main(spec: Spec, row_file: Path, history_file: Path | None) -> None:
     import transformers
 
     from benchmarks.measure.engines import build
-    from benchmarks.measure.models import batch
+    from benchmarks.measure.models import batch, image_batch
 
     transformers.utils.logging.set_verbosity_error()
     torch.manual_seed(0)
     probe = Probe(gpu)
     trained = build(spec, probe, device)
-    inputs = batch(spec.task, spec.micro_batch, spec.seq_len, device)
+    inputs: Any
+    if spec.images:
+        dtype = torch.bfloat16 if spec.engine == "deepspeed" and spec.dtype == "bf16" else torch.float32
+        inputs = image_batch(spec, dtype, device)
+    else:
+        inputs = batch(spec.task, spec.micro_batch, spec.seq_len, device)
     seconds: list[float] = []
     for index in range(spec.steps):
         begin = time.perf_counter()
@@ -139,7 +144,7 @@ def row_of(spec: Spec, trained: Any, everyone: list[dict[str, Any]], probe: Prob
         row[key] = most(key)
     row["cuda_context"] = most("cuda_context")
     defaults = Spec(id=spec.id, model=spec.model)
-    changes = ("task", "quantize", "set_to_none", "strategy", "orig_params")
+    changes = ("task", "images", "image_size", "quantize", "set_to_none", "strategy", "orig_params")
     for key in ("model_overrides", "optimizer_type", "reshard", "offload", "cap", "env", *changes):
         if getattr(spec, key) != getattr(defaults, key):
             row[key] = getattr(spec, key)

@@ -51,7 +51,8 @@ class TraceOptions:
     no LoRA, empty all linear layers of the blocks, else names of the layers. `every` is k where only each k-th block is
     checkpointed: blocks k, 2k, … counted from 1. `tp` ranks share each matrix, and with `sp` the tokens between matrices.
     `lora_dropout`: adapters drop some of their input. `quantized`: linear layers are kept in 4 bits
-    (:mod:`zeroplan.trace.quantized`), and with `half_adapters` the adapters beside them in 16 bits.
+    (:mod:`zeroplan.trace.quantized`), and with `half_adapters` the adapters beside them in 16 bits. `images` of `image_size`
+    pixels a side come with each sample.
     """
 
     attn: Attention = Attention.SDPA
@@ -65,6 +66,8 @@ class TraceOptions:
     quantized: bool = False
     lora_dropout: bool = False
     half_adapters: bool = False
+    images: int = 0
+    image_size: int | None = None
 
     @property
     def split_tokens(self) -> int:
@@ -86,6 +89,8 @@ class TraceOptions:
             parts.append("dropout")
         if self.tp > 1:
             parts.append(f"tp{self.tp}" + ("+sp" if self.sp else ""))
+        if self.images:
+            parts.append(f"images{self.images}" + (f"x{self.image_size}" if self.image_size else ""))
         return "_".join(parts)
 
 
@@ -115,4 +120,6 @@ def options_for(workload: Workload, *, zero3: bool = False, layout: ParallelLayo
         quantized=workload.quantize is not None,
         lora_dropout=workload.lora_dropout and workload.lora_rank is not None,
         half_adapters=workload.quantize is not None and workload.adapter_bytes == 2,
+        images=workload.images,
+        image_size=workload.image_size,
     )

@@ -125,7 +125,8 @@ class Workload:
     optimizer keeps the states of embeddings in fp32, which the HF Trainer asks of it. `accelerate_units` means that accelerate
     applies ``fully_shard``: to the embedding, and to the final norm with the head, too. `one_unit` means that FSDP 1 wraps the
     model as a whole, without units in it. `pairs` means that a sample is a chosen and a rejected one, which pass together;
-    `reference` what is asked beside the trained model.
+    `reference` what is asked beside the trained model. `images` of `image_size` pixels a side come with each sample of a
+    vision-language model; None is the size of its config.
     """
 
     micro_batch: int = 1
@@ -152,6 +153,8 @@ class Workload:
     one_unit: bool = False
     pairs: bool = False
     reference: Reference | None = None
+    images: int = 0
+    image_size: int | None = None
 
     @property
     def rows(self) -> int:

@@ -15,6 +15,8 @@ _HEADS = ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "seq_length", "max_seq_len", "block_size")
 
+#: Model types whose positions are distances, which have no last: what their configs name is what they were trained on.
+RELATIVE_POSITIONS = frozenset(("t5", "mt5", "umt5"))
 #: RoBERTa counts its positions from padding_idx + 1 = 2 on, so two rows of the table are never used.
 _POSITION_OFFSET = {"roberta": 2, "xlm-roberta": 2, "camembert": 2}
 

@@ -23,6 +23,8 @@ _ASKED_FOR = {
     "one_unit": False,
     "pairs": False,
     "reference": None,
+    "images": 0,
+    "image_size": None,
 }
 
 

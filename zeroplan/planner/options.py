@@ -29,6 +29,8 @@ class RunOptions(TypedDict, total=False):
     lora_rank: int | None
     lora_targets: Sequence[str]
     quantize: str | None
+    images: int
+    image_size: int | None
     engine: str
     offload_optimizer: str | None
     offload_param: str | None

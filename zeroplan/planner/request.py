@@ -38,6 +38,8 @@ class Request:
     quantize: str | None = None
     set_to_none: bool = True
     adapter_dtype: str | None = None
+    images: int = 0
+    image_size: int | None = None
     from_scratch: bool = False
     # cluster
     gpus: int = 1

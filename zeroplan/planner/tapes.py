@@ -89,7 +89,13 @@ def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:
                 print(f"tracing {spec.name}, once …", file=sys.stderr)
             tape = _traced(spec, workload, zero3, case.parallel)
         return expand_for(tape, case)
+    except NoTapeError as error:
+        if workload.images:  # no formula knows what images keep
+            raise BadInput(str(error), where="--images") from error
+        raise
     except BadInput as error:
+        if workload.images:
+            raise
         raise NoTapeError(str(error), **({"remedy": error.remedy} if error.remedy else {})) from None
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TypeVar
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.images import require_images
 from zeroplan.core.optimizer_row import DEFAULT_OPTIMIZER
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.quantization import parse_quantization
 from zeroplan.core.workload import Attention, CheckpointPolicy, DType, OptimizerKind, Workload
 from zeroplan.engines.base import Engine
-from zeroplan.models.facts import max_seq_len
+from zeroplan.models.facts import RELATIVE_POSITIONS, max_seq_len
 from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.request import Request
 
@@ -32,6 +33,8 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         ("--seq-len", request.seq_len),
         ("--grad-accum", request.grad_accum),
         ("--lora-rank", request.lora_rank),
+        ("--images", request.images or None),
+        ("--image-size", request.image_size),
     ):
         if value is not None and not 1 <= value <= _MOST:
             raise BadInput(f"{value} is out of range", where=where, remedy="use a whole number above zero")
@@ -45,6 +48,12 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         )
     if request.adapter_dtype is not None and quantization is None:
         raise BadInput("adapters without a quantised base", where="adapter_dtype", remedy="give quantize as well")
+    if request.image_size is not None and not request.images:
+        raise BadInput("a size without images", where="--image-size", remedy="give --images 1 as well")
+    if request.images:
+        require_images(spec.model_type)
+    if request.images and request.depth == "formula":
+        raise BadInput("images are known to a trace alone", where="--images", remedy="leave --depth out")
     policy = CheckpointPolicy.parse(request.checkpoint_policy)
     if policy != CheckpointPolicy() and not request.gradient_checkpointing:
         raise BadInput(
@@ -74,6 +83,8 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         one_unit=request.one_unit,
         pairs=request.pairs,
         reference=request.reference,
+        images=request.images,
+        image_size=request.image_size,
         adapter_dtype=None if request.adapter_dtype is None else _one_of(DType, request.adapter_dtype, "adapter_dtype"),
     )
 
@@ -87,7 +98,7 @@ def sequence_length(asked: int | None, spec: ModelSpec) -> int:
     most = max_seq_len(spec)
     if asked is None:
         return min(DEFAULT_SEQ_LEN, most) if most else DEFAULT_SEQ_LEN
-    if most is not None and asked > most:
+    if most is not None and asked > most and spec.model_type not in RELATIVE_POSITIONS:
         raise BadInput(f"{asked} is beyond the model's {most} positions", where="--seq-len", remedy=f"use at most {most}")
     return asked
 

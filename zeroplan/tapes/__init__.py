@@ -10,7 +10,7 @@ import importlib.util
 from dataclasses import replace
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.model_config import auto_class_of
+from zeroplan.core.model_config import IMAGE_TEXT_TO_TEXT, auto_class_of
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.tape_format import Tape
 from zeroplan.core.tape_options import TraceOptions, options_for
@@ -87,6 +87,8 @@ def get_tape(spec: ModelSpec, workload: Workload, *, zero3: bool = False, layout
     # A described family's own head is traced as its config names it: Gemma 3's as text with images.
     own = spec.auto_class == FAMILIES[spec.model_type][1] if spec.model_type in FAMILIES else not spec.auto_class
     auto_class = auto_class_of(spec.config) if own else spec.auto_class
+    if options.images:
+        auto_class = IMAGE_TEXT_TO_TEXT
     tape = traced(spec.config, auto_class, options, workload.micro_batch, seq, workload.lora_rank)
     if tape.programs[-1].seqs[1] == 0:  # holds for all numbers, not for these alone
         write(spec.config, options, tape)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -137,9 +137,11 @@ def traced(
 ) -> Tape:
     """Trace the tape for any numbers, or, for a model whose sizes follow no expressions, for these numbers alone."""
     try:
-        return trace_model(config, auto_class, options)
+        if not options.images:  # whose placeholders need a length of their own
+            return trace_model(config, auto_class, options)
     except (UnlikeError, DoesNotFitError):
-        return trace_at(config, auto_class, options, TracePoint(batch, seq or 1, rank or 0))
+        pass
+    return trace_at(config, auto_class, options, TracePoint(batch, seq or 1, rank or 0))
 
 
 def trace_model(config: Mapping[str, Any], auto_class: str, options: TraceOptions | None = None) -> Tape:
@@ -203,15 +205,19 @@ def _ranks_of(options: TraceOptions) -> Iterator[Ranks]:
 def _attempts(
     config: Mapping[str, Any], auto_class: str, options: TraceOptions, ranks: Ranks, rank: int | None = None
 ) -> Iterator[_Attempt]:
-    """Yield the attempts in order: with few blocks, with two periods more, and with all blocks."""
+    """Yield the attempts in order: with few blocks, with two periods more, with all blocks, and without looking for blocks.
+
+    The last is for stacks that run in part, as LLaVA's vision tower, whose last block nobody asks.
+    """
     whole = full_config(config)
-    for extra in (0, 2, None):
-        depths = depths_of(whole, extra=extra or 0, every=options.every)
-        if extra is None:
-            depths = [replace(d, traced=d.real) for d in depths]
+    lora = (rank,) if rank else _RANKS
+    for extra in (0, 2):
+        depths = depths_of(whole, extra=extra, every=options.every)
         short = shorten(whole, depths)
-        lora = (rank,) if rank else _RANKS
         yield _Attempt(short, [(d.traced, d.real) for d in depths], auto_class, options, lora, ranks)
+    real = [(d.real, d.real) for d in depths]
+    for blocks in (real, []):
+        yield _Attempt(whole, blocks, auto_class, options, lora, ranks)
 
 
 class _Attempt:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.images import image_batch
 from zeroplan.core.model_config import (
     IMAGE_CLASSIFICATION,
     IMAGE_TEXT_TO_TEXT,
@@ -27,6 +28,7 @@ from zeroplan.core.workload import Attention
 from zeroplan.trace.attention import FLASH, register_flash
 from zeroplan.trace.fit import TracePoint
 from zeroplan.trace.quantized import adapt, quantize
+from zeroplan.trace.vision import image_inputs
 
 #: Config keys that hold a number of blocks.
 _DEPTHS = (
@@ -264,6 +266,10 @@ def build_inputs(config: Mapping[str, Any], auto_class: str, options: TraceOptio
         frames = 2 * int(config.get("max_source_positions", 1500))
         features = torch.empty(point.batch, config.get("num_mel_bins", 80), frames, dtype=dtype, device="meta")
         return {"input_features": features, "labels": tokens(point.batch, point.seq)}
+    if options.images:
+        shapes = image_batch(config, point.batch, options.images, options.image_size)
+        made = image_inputs(shapes, point.batch, point.seq, options.images, dtype)
+        return {name: tensor.to("meta") for name, tensor in made.items()}
     ids = tokens(point.batch, point.seq)
     if auto_class == IMAGE_TEXT_TO_TEXT and config.get("model_type") == "gemma3":
         return {"input_ids": ids, "token_type_ids": tokens(point.batch, point.seq), "labels": ids}

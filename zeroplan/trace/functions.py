@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from zeroplan.trace.attention import scaled_dot_product_attention
 
@@ -40,10 +41,19 @@ class CudaFunctions(TorchFunctionMode):
         autocast: autocast's 16-bit dtype; None for no autocast.
         zero3: replace linear layers by DeepSpeed's (``deepspeed/runtime/zero/linear.py``), as stage 3 does by default.
         switching: Python modules in which models switch autocast off for some of their arithmetic.
+        known: whether the run follows values (:mod:`zeroplan.trace.known`), so that a tensor made of numbers keeps them.
     """
 
-    def __init__(self, autocast: torch.dtype | None = None, *, zero3: bool = False, switching: Iterable[Any] = ()) -> None:
+    def __init__(
+        self,
+        autocast: torch.dtype | None = None,
+        *,
+        zero3: bool = False,
+        switching: Iterable[Any] = (),
+        known: bool = False,
+    ) -> None:
         super().__init__()
+        self._known = known
         self.autocast = autocast
         self._zero3 = zero3
         self._switching = [m for m in switching if hasattr(m, "maybe_autocast")]
@@ -87,6 +97,9 @@ class CudaFunctions(TorchFunctionMode):
                 args, kwargs = self._cast_all(args, kwargs, _upper)
             elif func is torch.nn.functional.cross_entropy:
                 return _cross_entropy(*args, **kwargs)
+        if func is torch.tensor and self._known and torch.device(kwargs.get("device") or "cpu").type == "meta":
+            numbers = tree_map(lambda leaf: leaf.item() if isinstance(leaf, torch.Tensor) else leaf, args)
+            return func(*numbers, **{**kwargs, "device": "cpu"}).to("meta")
         if self._zero3 and func is torch.nn.functional.linear:
             return _Zero3Linear.apply(*args, **kwargs)
         redirect = _REDIRECTS.get(name)

@@ -9,8 +9,10 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.model_config import (
     CAUSAL_LM,
     IMAGE_CLASSIFICATION,
+    IMAGE_TEXT_TO_TEXT,
     MASKED_LM,
     SEQ2SEQ_LM,
+    SPEECH_SEQ2SEQ,
     architectures_of,
     auto_classes_of,
 )
@@ -21,6 +23,8 @@ _AUTO_BY_USE = (
     SEQ2SEQ_LM,
     MASKED_LM,
     IMAGE_CLASSIFICATION,
+    IMAGE_TEXT_TO_TEXT,
+    SPEECH_SEQ2SEQ,
     "AutoModel",
 )
 #: Building each module costs about a tenth of a millisecond, so depth is bounded to bound the time.

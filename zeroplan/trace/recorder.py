@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zeroplan.core.tape import Mark, Op
 from zeroplan.trace import kernels, pointwise, selection
 from zeroplan.trace.kernels import Size
+from zeroplan.trace.known import KnownValues
 
 _aten = torch.ops.aten
 _PRIM_DEVICE = torch.ops.prim.device.default
@@ -35,6 +36,7 @@ _ADD = _aten.add.Tensor
 _MACHINERY = (__file__, torch.utils._python_dispatch.__file__)
 #: The namespace of collectives that return new tensors.
 _COLLECTIVES = "_c10d_functional"
+_META = torch.device("meta")
 _READ = _aten._local_scalar_dense.default
 #: The value of a number that is read back from the meta device. Models ask whether *all* tokens are unpadded or not packed
 #: (yes), and whether a random number is below a layer's drop probability (no).
@@ -138,14 +140,18 @@ class CallTree:
 class StorageRecorder(TorchDispatchMode):
     """The dispatch mode. Use as a context manager around inputs, forward and backward."""
 
-    def __init__(self, outside: Sequence[torch.Tensor], *, unwrapped: tuple[type, ...] = ()) -> None:
+    def __init__(
+        self, outside: Sequence[torch.Tensor], *, unwrapped: tuple[type, ...] = (), known: KnownValues | None = None
+    ) -> None:
         """Start with `outside`: parameters and registered buffers, which are not the tape's.
 
         Args:
             outside: the tensors that are not followed.
             unwrapped: classes of tensors that hold others, such as DTensor. What they run on those is recorded.
+            known: the values of the batch's tensors, where the model reads them; see Note [Known values].
         """
         super().__init__()
+        self._known = known
         self.out = Recording()
         self.phase = 0
         self.modules: list[int] = []
@@ -225,11 +231,22 @@ class StorageRecorder(TorchDispatchMode):
             return NotImplemented
         if func is _PRIM_DEVICE:
             return func(*args)
+        known = self._known
         if func is _READ and args[0].device.type == "meta":
+            value = known.of(args[0]) if known is not None else None
+            if value is not None:
+                return value.item()
             return True if self._last in _TRUE_OF else _READ_AS.get(args[0].dtype, 0)
         kwargs = kwargs or {}
         self._last = func
         heir = -1
+        made = known.compute(func, args, kwargs) if known is not None else None
+        if (
+            made is not None
+            and func is _aten._to_copy.default
+            and made.device.type == kwargs.get("device", _META).type == "cpu"
+        ):
+            return made  # the host reads it
         if self.phase == 2 and self.calls is not None:
             self._locate(self.calls)
         if self._unwrapped and func is _ADD and (self._wrapped_add or _called_by_python()):
@@ -243,9 +260,13 @@ class StorageRecorder(TorchDispatchMode):
             held = self._take(before(args, kwargs))
         out = pointwise.result(func, args, kwargs)
         if out is None:
-            out = selection.result(func, args)
+            out = known.result(func, made) if known is not None else None
         if out is None:
-            out = func(*selection.arguments(func, args), **kwargs)
+            out = selection.result(func, args, known)
+        if out is None:
+            out = func(*selection.arguments(func, args, known), **kwargs)
+        if known is not None:
+            known.keep(out, made)
         patch = kernels.OUTPUT_BYTES.get(func)
         collective = func.namespace == _COLLECTIVES
         outputs = list(enumerate(out if isinstance(out, (tuple, list)) else (out,)))

@@ -14,6 +14,7 @@ from zeroplan.core.tape import Mark
 from zeroplan.core.tape_options import Checkpointing, TraceOptions
 from zeroplan.trace.functions import CudaFunctions
 from zeroplan.trace.hooks import ModuleHooks
+from zeroplan.trace.known import KnownValues
 from zeroplan.trace.ranks import ALONE, Ranks
 from zeroplan.trace.recorder import Recording, StorageRecorder
 from zeroplan.trace.selective import checkpoint_every, contexts
@@ -41,11 +42,12 @@ def record(model: nn.Module, inputs: Callable[[], Mapping[str, Any]], options: T
 
 def _record(model: nn.Module, inputs: Callable[[], Mapping[str, Any]], options: TraceOptions, ranks: Ranks) -> Recording:
     outside = [ranks.local(tensor) for tensor in (*model.parameters(), *model.buffers())]
-    recorder = StorageRecorder(outside, unwrapped=ranks.unwrapped)
+    known = KnownValues() if options.images else None
+    recorder = StorageRecorder(outside, unwrapped=ranks.unwrapped, known=known)
     follower = ModuleHooks(model, recorder, zero3=options.zero3, local=ranks.local)
     autocast = torch.bfloat16 if options.arithmetic.autocasts else None
     code = {sys.modules[type(module).__module__] for module in model.modules()} if autocast else ()
-    functions = CudaFunctions(autocast, zero3=options.zero3, switching=code)
+    functions = CudaFunctions(autocast, zero3=options.zero3, switching=code, known=known is not None)
     if options.checkpointing is not Checkpointing.NONE:
         checkpoint_blocks(model, options, functions)
     try:

@@ -10,34 +10,40 @@ from typing import Any
 
 import torch
 
+from zeroplan.trace.known import KnownValues
+
 _aten = torch.ops.aten
 _INDEXING = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
 
 
-def _places(mask: torch.Tensor) -> torch.Tensor:
-    """Allocate the places as ``nonzero`` does: [numel, dimensions], int64."""
-    return torch.empty((mask.numel(), max(mask.dim(), 1)), dtype=torch.int64, device=mask.device)
+def _places(mask: torch.Tensor, known: KnownValues | None) -> torch.Tensor:
+    """Allocate the places as ``nonzero`` does: [selected, dimensions], int64."""
+    value = known.of(mask) if known is not None else None
+    selected = mask.numel() if value is None else int(value.count_nonzero())
+    return torch.empty((selected, max(mask.dim(), 1)), dtype=torch.int64, device=mask.device)
 
 
-def result(func: Any, args: Any) -> torch.Tensor | None:
+def result(func: Any, args: Any, known: KnownValues | None = None) -> torch.Tensor | None:
     """Return the operator's result where a mask decides its shape, else None."""
     if func is _aten.nonzero.default and args[0].device.type == "meta":
-        return _places(args[0])
+        return _places(args[0], known)
     if func is _aten.masked_select.default and args[0].device.type == "meta":
         both: torch.Size = torch.broadcast_shapes(args[0].shape, args[1].shape)
-        chosen: torch.Tensor = args[0].new_empty(both.numel())
+        value = known.of(args[1]) if known is not None else None
+        count = both.numel() if value is None else int(value.expand(both).count_nonzero())
+        chosen: torch.Tensor = args[0].new_empty(count)
         return chosen
     return None
 
 
-def arguments(func: Any, args: Any) -> Any:
+def arguments(func: Any, args: Any, known: KnownValues | None = None) -> Any:
     """Return the operator's arguments, with the places that a mask selects in its stead (``TensorAdvancedIndexing``)."""
     if func not in _INDEXING:
         return args
     indices: list[torch.Tensor | None] = []
     for index in args[1]:
         if isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) and index.device.type == "meta":
-            indices += _places(index).unbind(1)
+            indices += _places(index, known).unbind(1)
         else:
             indices.append(index)
     return (args[0], indices, *args[2:])

@@ -232,7 +232,7 @@ class Arena:
         return max((peak for (where, _), peak in self._peaks.items() if where is place), default=0)
 
     def rows(self) -> list[Row]:
-        """All rows, in the order of first allocation."""
+        """Returns all rows, in the order of first allocation."""
         return list(self._rows.values())
 
     def measurement(self) -> list[dict[str, Any]]:

@@ -107,7 +107,7 @@ class Communicator:
         return values if torch._debug_has_internal_overlap(tensor) == 1 else tensor.copy_(values)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's `value`, which can be pickled, in the order of the ranks."""
+        """Returns every rank's `value`, in the order of the ranks. It must be possible to pickle."""
         if self.world_size == 1:
             return [value]
         found: list[Any] = [None] * self.world_size

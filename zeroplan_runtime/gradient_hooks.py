@@ -96,7 +96,7 @@ def _is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 class GradientTarget:
-    """Where one linear layer's weight gradient goes: unit and position in its trainable flat; and the layer's parameters."""
+    """The place of one linear layer's weight gradient: its unit and position in the trainable flat; and the layer's parameters."""
 
     __slots__ = ("bias", "place", "schedule", "weight")
     __reduce_ex__ = refuse_copy

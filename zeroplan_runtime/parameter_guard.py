@@ -107,7 +107,7 @@ class ParameterGuard:
         self._watched = self._watched or []
 
     def end_watch(self) -> str:
-        """Ends :meth:`watch`. Call it when the graphs are gone, which save aliases, too.
+        """Ends :meth:`watch`. Call it once the graphs are freed, because they save aliases as well.
 
         Returns:
             The parameter of an alias that was taken meanwhile and still exists; empty if there is none.

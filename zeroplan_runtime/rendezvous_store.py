@@ -44,7 +44,7 @@ class RendezvousStore:
         return [json.loads(text) for text in found]
 
     def close(self) -> None:
-        """Ends the thread; nothing is answered any more."""
+        """Ends the thread, after which no request is answered."""
         self._is_closed = True
         self._requests.put(None)
 

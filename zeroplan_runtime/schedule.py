@@ -49,7 +49,7 @@ from zeroplan_runtime.unit_state import FlatParam, UnitState
 
 
 class ForwardAliases(Protocol):
-    """What looks for aliases around the forward of a unit."""
+    """The watch for aliases around the forward of a unit."""
 
     def begin_forward(self, unit: UnitState) -> None:
         """Is called before it."""

@@ -100,7 +100,7 @@ class Watchdog:
         atexit.register(self._end_with_interpreter)
 
     def stop(self) -> None:
-        """Ends the thread, which takes leave of the other ranks: their waiting for this one is not its death."""
+        """Ends the thread. It tells the other ranks so, which then do not take this one for dead."""
         self._stop.set()
         atexit.unregister(self._end_with_interpreter)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
@@ -203,7 +203,7 @@ class Watchdog:
             return self._without_store(what)
 
     def _without_store(self, what: str) -> str:
-        """One line of what can be known where the store does not answer."""
+        """Returns one line of what is known where the store does not answer."""
         others = [(rank, process) for rank, process in self._processes.items() if rank != self._rank]
         lost = [rank for rank, process in others if is_gone(process) or is_stopped(process)]
         faults = [self._name_dead(rank) for rank in lost] or [
@@ -212,7 +212,7 @@ class Watchdog:
         return "; ".join([f"rank {self._rank} {what} in {self._progress().where}", *faults])
 
     def diagnose(self, what: str) -> str:
-        """One line that says `what` happened on this rank and which ranks are dead, silent or behind. Takes a few seconds.
+        """Returns one line that says `what` happened on this rank and which ranks are dead, silent or behind. Takes a few seconds.
 
         The line is left in the store for the other ranks.
         """

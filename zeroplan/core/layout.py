@@ -367,7 +367,7 @@ def _param_places(numels: Sequence[int], setup: RuntimeSetup) -> list[Place]:
 
 
 def runtime_buffers(layout: Layout) -> list[OwnedBuffer]:
-    """Every buffer that one rank's runtime allocates, buffers of one kind and place together. All ranks are equal."""
+    """List every buffer that one rank's runtime allocates, those of one kind and place together. All ranks are equal."""
     setup = layout.setup
     rows = [*_param_rows(layout), *_grad_rows(layout), *_exchange_rows(layout)]
     trained = [(u.shape.name, layout.share(u), u.place) for u in layout.units if u.trainable]

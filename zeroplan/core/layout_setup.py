@@ -66,7 +66,7 @@ class RuntimeSetup:
 
     @property
     def shards_states(self) -> bool:
-        """Each rank updates its shard only."""
+        """Whether each rank updates only its own shard."""
         return self.stage >= 1 and self.ranks > 1
 
     @property

@@ -32,7 +32,7 @@ class Arithmetic(StrEnum):
 
 
 class Checkpointing(StrEnum):
-    """Which activations the backward recomputes, and by which of torch's ways.
+    """The activations that the backward recomputes, and the way of torch that does it.
 
     SELECTIVE keeps the outputs of matrix products and attention within blocks (:mod:`zeroplan.trace.selective`).
     """

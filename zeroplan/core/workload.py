@@ -103,7 +103,7 @@ class OptimizerKind(StrEnum):
 
 
 class Reference(StrEnum):
-    """What answers beside the trained model in each pass, without gradients."""
+    """The model that answers beside the trained one in each pass, without gradients."""
 
     MODEL = "model"  # a second, frozen model of the same size
     BASE = "base"  # the trained model without its adapters

@@ -160,7 +160,7 @@ def symbols(facts: Any) -> Any:
 
 
 def evaluate(ledger: Iterable[Line], facts: Any) -> list[Item]:
-    """Every line that is not zero, in bytes on one rank, without derivations."""
+    """Evaluate every line that is not zero, in bytes on one rank, without derivations."""
     items = []
     for line in ledger:
         count = line.fn(facts)
@@ -170,7 +170,7 @@ def evaluate(ledger: Iterable[Line], facts: Any) -> list[Item]:
 
 
 def derived(ledger: Iterable[Line], facts: Any) -> Iterator[Item]:
-    """Every line that is not zero, in bytes on one rank, with its formula and what it is for."""
+    """Evaluate every line that is not zero, in bytes on one rank, with its formula and its purpose."""
     named = symbols(facts)
     for line in ledger:
         count = line.fn(named)

@@ -161,7 +161,7 @@ class WorkBuilder:
 
 
 def work_items(ledger: Iterable[Work], facts: Any, rates: Rates) -> list[WorkItem]:
-    """Every line of work that is not zero, without its derivation."""
+    """Evaluate every line of work that is not zero, without its derivation."""
     items = []
     for line in ledger:
         amount = line.fn(facts)
@@ -173,7 +173,7 @@ def work_items(ledger: Iterable[Work], facts: Any, rates: Rates) -> list[WorkIte
 
 
 def derived_work(ledger: Iterable[Work], facts: Any, rates: Rates) -> Iterator[WorkItem]:
-    """Every line of work that is not zero, in the unit of its resource and in seconds, with its formula."""
+    """Evaluate every line of work that is not zero, in the unit of its resource and in seconds, with its formula."""
     named = symbols(facts)
     for line in ledger:
         amount = line.fn(named)

@@ -308,7 +308,7 @@ def _crash(log: Log) -> Diagnosis | None:
 
 
 def _ended(log: Log) -> Diagnosis | None:
-    """What a launcher says of a process that ended with an error, where nothing else says more."""
+    """Report a process that ended with an error in the launcher's words, where nothing else says more."""
     events = log.of(LogEventKind.CHILD_FAILED)
     if not events:
         return None

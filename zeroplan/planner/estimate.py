@@ -30,7 +30,7 @@ class Estimate:
 
 
 def estimate_report(request: Request) -> Report:
-    """Every plan of the request, with what it was asked for.
+    """Return every plan of the request, with the question.
 
     Raises:
         BadInput: a value that cannot be used.

@@ -129,7 +129,7 @@ def _model(request: Request) -> ModelSpec:
 
 
 def _quantised(spec: ModelSpec, request: Request) -> tuple[Unmodelled, ...]:
-    """What a checkpoint's own quantisation leaves out of the plan, unless the request says how the base is kept."""
+    """Return what a checkpoint's own quantisation leaves out of the plan, unless the request says how the base is kept."""
     said = spec.config.get("quantization_config")
     if not isinstance(said, Mapping) or request.quantize is not None:
         return ()

@@ -65,7 +65,7 @@ def _plan_lines(planned: FailedRunPlan, terminal: Terminal) -> list[str]:
 
 
 def diagnosis_json(found: Diagnosis, planned: FailedRunPlan | None) -> dict[str, Any]:
-    """One object that JSON can hold; sizes are bytes."""
+    """Return one object that JSON can hold; sizes are bytes."""
     plan = None if planned is None else planned.plan
     return {
         "schema": 1,
@@ -101,7 +101,7 @@ def snapshot_text(found: Snapshot, terminal: Terminal = PLAIN) -> str:
 
 
 def snapshot_json(found: Snapshot) -> dict[str, Any]:
-    """One object that JSON can hold; sizes are bytes."""
+    """Return one object that JSON can hold; sizes are bytes."""
     largest = [{"place": place, "bytes": size} for place, size in found.largest]
     return {
         "schema": 1,

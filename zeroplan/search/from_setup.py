@@ -35,14 +35,15 @@ def with_source(request: Request, options: SearchOptions) -> tuple[Request, Sear
     asked = filled(unbound, setup)
     changes = {field.name for field in fields(Request) if getattr(asked, field.name) != getattr(unbound, field.name)}
     try:
-        return _inherit(asked, request, options, setup)
+        return _free_search(asked, request, options, setup)
     except BadInput as error:
         raise _in_its_words(error, setup, changes) from None
 
 
-def _inherit(
+def _free_search(
     asked: Request, request: Request, options: SearchOptions, setup: Setup
 ) -> tuple[Request, SearchOptions, Recommendation]:
+    """Return the request with the setup's choices left free, the options, and the setup's own row."""
     if asked.model is None and asked.params is None:
         raise BadInput(f"the file of {setup.title} names no model", where="MODEL", remedy="give one before --from")
     plain = replace(options, source=None, candidates=None)

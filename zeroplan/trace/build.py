@@ -251,7 +251,7 @@ def vocabulary_of(config: Mapping[str, Any]) -> int:
 
 
 def build_inputs(config: Mapping[str, Any], auto_class: str, options: TraceOptions, point: TracePoint) -> dict[str, Any]:
-    """One micro batch on the meta device. A language model's labels are its input ids."""
+    """Make one micro batch on the meta device. A language model's labels are its input ids."""
     dtype = torch.bfloat16 if options.arithmetic.half_model else torch.float32
 
     def tokens(*shape: int) -> torch.Tensor:

@@ -30,7 +30,7 @@ _BESIDE = "activations, temporaries, workspaces"
 
 
 def compare(planned: Planned, measured: Measurement, tolerance: float) -> Comparison:
-    """One configuration's comparison; `tolerance` is a fraction of the planned total."""
+    """Compare one configuration's plan and measurement; `tolerance` is a fraction of the planned total."""
     mismatches = _mismatches(planned, measured)
     ended = measured.failure or measured.out_of_memory is not None
     rows = _buffer_rows(planned, measured)

@@ -81,7 +81,7 @@ class Monitor:
         self._loss = loss.clone() if self._loss is None else self._loss + loss
 
     def stepped(self, samples: int, rates: list[float], scale: float) -> None:
-        """Ends a step, and writes those that have come to pass.
+        """Ends a step, and writes the steps that the device has finished.
 
         Args:
             samples: samples of all ranks so far.

@@ -100,12 +100,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._row_with_states or variant_of(self.row, self._wanted())
 
     def _wanted(self) -> dict[str, bool]:
-        """Each hyperparameter that adds states: whether a group has it."""
+        """Returns for each hyperparameter that adds states whether a group has it."""
         return {key: any(group.get(key) for group in self.param_groups) for key in _options_of(self.row)}
 
     @property
     def kernel(self) -> RuntimeKernel:
-        """How it is stepped."""
+        """The kernel that updates the parameters, with its hyperparameters."""
         kernel = self.row_with_states.runtime
         assert kernel is not None
         return kernel

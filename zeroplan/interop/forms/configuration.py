@@ -91,7 +91,7 @@ class FormFiles:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """One program's way to be told of a run.
+    """The form in which one program takes a configuration.
 
     Attributes:
         write: makes the files.

@@ -77,7 +77,7 @@ def deberta_v2(c: Config) -> tuple[SpecUnit, ...]:
 
 
 def _around(c: Config, hidden: int, relative: bool) -> Tensors:
-    """What V2's encoder holds beside its blocks: the relative positions, their norm, a convolution."""
+    """Return the tensors of V2's encoder beside its blocks: the relative positions, their norm, a convolution."""
     buckets = c.size("position_buckets", default=-1, low=-1)
     kernel = c.size("conv_kernel_size", default=0, low=0)
     convolution = (

@@ -51,7 +51,7 @@ def flat(*parts: Tensors) -> Tensors:
 
 
 def unit(name: str, *parts: Tensors) -> tuple[SpecUnit, ...]:
-    """One module that occurs once."""
+    """Describe one module that occurs once."""
     return (SpecUnit(name, flat(*parts)),)
 
 

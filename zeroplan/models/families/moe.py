@@ -13,7 +13,7 @@ from zeroplan.models.spec import SpecUnit
 
 
 def experts(name: str, count: int, hidden: int, inner: int) -> Tensors:
-    """All experts of a block: gate and up ``(count, 2 inner, hidden)``, down ``(count, hidden, inner)``."""
+    """Return all experts of a block: gate and up ``(count, 2 inner, hidden)``, down ``(count, hidden, inner)``."""
     return flat(
         param(f"{name}.gate_up_proj", count, 2 * inner, hidden),
         param(f"{name}.down_proj", count, hidden, inner),

@@ -76,7 +76,7 @@ def prepare(job: VerifyJob, model: Any) -> Any:
 
 
 def make_batch(job: VerifyJob, device: torch.device, seed: int, *, casts: bool) -> dict[str, torch.Tensor]:
-    """One micro batch of random values, of the shapes that the job's tape was traced with.
+    """Make one micro batch of random values, of the shapes that the job's tape was traced with.
 
     A user's own batch keeps its values; where the engine `casts` modules, its floating tensors take the job's dtype.
     """

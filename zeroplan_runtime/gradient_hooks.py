@@ -96,7 +96,7 @@ def _is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 class GradientTarget:
-    """The place of one linear layer's weight gradient: its unit and position in the trainable flat; and the layer's parameters."""
+    """The place of a linear layer's weight gradient: unit and position in its trainable flat; and the layer's parameters."""
 
     __slots__ = ("bias", "place", "schedule", "weight")
     __reduce_ex__ = refuse_copy
@@ -140,7 +140,8 @@ def _forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         or not _has_no_other_hooks(weight)
     ):
         return functional.linear(x, weight, bias)
-    return DirectLinear.apply(x, weight, bias, target)  # type: ignore[no-any-return]
+    found: torch.Tensor = DirectLinear.apply(x, weight, bias, target)
+    return found
 
 
 def _has_no_other_hooks(weight: torch.Tensor) -> bool:

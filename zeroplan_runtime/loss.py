@@ -69,7 +69,8 @@ def causal_lm_loss(
     if shift_labels is None:
         shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
     flat = logits.view(-1, vocab_size)
-    return _CrossEntropy.apply(flat, shift_labels.view(-1).to(logits.device), num_items_in_batch, ignore_index)  # type: ignore[no-any-return]
+    found: torch.Tensor = _CrossEntropy.apply(flat, shift_labels.view(-1).to(logits.device), num_items_in_batch, ignore_index)
+    return found
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -212,7 +212,7 @@ class Watchdog:
         return "; ".join([f"rank {self._rank} {what} in {self._progress().where}", *faults])
 
     def diagnose(self, what: str) -> str:
-        """Returns one line that says `what` happened on this rank and which ranks are dead, silent or behind. Takes a few seconds.
+        """Returns one line: `what` happened on this rank, and which ranks are dead, silent or behind. Takes a few seconds.
 
         The line is left in the store for the other ranks.
         """

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput
 from zeroplan.core.pipeline import PipelineSchedule, Stage, block_number, holds
-from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op, blocks_of
+from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op, TapeModule, blocks_of
 from zeroplan.core.tensor_parallel import EMBEDDING
 from zeroplan.engines.player import CuePlayer, EngineSchedule
 from zeroplan.engines.script import Cue, cues_of, workspaces_of
@@ -77,7 +77,7 @@ class _Cut:
                 found[index] = found[module.parent]
         return found
 
-    def _modules(self) -> tuple:  # type: ignore[type-arg]
+    def _modules(self) -> tuple[TapeModule, ...]:
         return tuple(
             replace(module, params=tuple(self.place[p] for p in module.params if p in self.place))
             for module in self.tape.modules

@@ -132,7 +132,8 @@ def state_rows(*optimizers: Any) -> list[Row]:
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[no-any-return]
+    found: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found
 
 
 def _place(tensors: Iterable[Any]) -> str:

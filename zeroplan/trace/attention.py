@@ -148,7 +148,8 @@ def _additive(mask: torch.Tensor, query: torch.Tensor, *, padded: bool) -> torch
 
 def _run(kernel: type[torch.autograd.Function], *args: torch.Tensor | None) -> torch.Tensor:
     with _kernel():
-        return kernel.apply(*args)  # type: ignore[no-any-return]
+        found: torch.Tensor = kernel.apply(*args)
+        return found
 
 
 def scaled_dot_product_attention(
@@ -184,7 +185,8 @@ def scaled_dot_product_attention(
     math = torch.ops.aten._scaled_dot_product_attention_math
     kernels.in_math_attention = True
     try:
-        return math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]  # type: ignore[no-any-return]
+        found: torch.Tensor = math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+        return found
     finally:
         kernels.in_math_attention = False
 

@@ -211,12 +211,12 @@ def build_model(config: Mapping[str, Any], auto_class: str, options: TraceOption
         model = with_adapters(model, rank, options.lora, fp32=fp32, dropout=options.lora_dropout)
     if options.quantized:
         adapt(model, autocast=options.arithmetic.autocasts, half=options.half_adapters)
-    model.train()
+    trained: nn.Module = model.train()
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     base.config.use_cache = False
     if options.checkpointing is not Checkpointing.NONE and options.lora is not None:
         base.enable_input_require_grads()
-    return model  # type: ignore[no-any-return]
+    return trained
 
 
 def _no_flash(config: Mapping[str, Any]) -> BadInput:

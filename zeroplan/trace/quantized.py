@@ -79,18 +79,18 @@ def adapt(model: Any, *, autocast: bool, half: bool = False) -> None:
 
 
 def _with_autocast(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    result = layer.base_layer(x).clone()
+    result: torch.Tensor = layer.base_layer(x).clone()
     for name in layer.active_adapters:
         output = layer.lora_B[name](layer.lora_A[name](layer.lora_dropout[name](x))) * layer.scaling[name]
         result = result + output
-    return result  # type: ignore[no-any-return]
+    return result
 
 
 def _without_autocast(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    result = layer.base_layer(x).clone()
+    result: torch.Tensor = layer.base_layer(x).clone()
     for name in layer.active_adapters:
         dtype = result.dtype
         x = x.to(layer.lora_A[name].weight.dtype)
         output = (layer.lora_B[name](layer.lora_A[name](layer.lora_dropout[name](x))) * layer.scaling[name]).to(dtype)
         result = result + output
-    return result  # type: ignore[no-any-return]
+    return result

@@ -195,7 +195,8 @@ def read_live(folder: Path) -> LiveModule:
 
     def make() -> nn.Module:
         # weights_only would refuse the module's class; whose file this is says Note [How ranks get a module].
-        return torch.load(path, map_location="cpu", weights_only=False)[0]  # type: ignore[no-any-return]
+        found: nn.Module = torch.load(path, map_location="cpu", weights_only=False)[0]
+        return found
 
     return LiveModule(make, torch.load(path, map_location="cpu", weights_only=False)[1])
 

@@ -44,7 +44,8 @@ class _Step:
     def seconds_since(self, before: _Step) -> float:
         """Returns the seconds between the ends of two steps that have ended."""
         if self.event is not None and before.event is not None:
-            return before.event.elapsed_time(self.event) / 1000  # type: ignore[no-any-return]
+            found: float = before.event.elapsed_time(self.event) / 1000
+            return found
         return self.ended - before.ended
 
 

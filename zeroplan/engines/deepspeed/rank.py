@@ -350,7 +350,7 @@ def deepspeed_rank(
     zero_init: bool = True,
     saved_weights: int = 0,
 ) -> DeepSpeedRank:
-    """Derive one rank of a job. Arguments are the fields of :class:`DeepSpeedRank`; without a `gpu` cuBLAS takes no workspace."""
+    """Derive one rank of a job from the fields of :class:`DeepSpeedRank`; without a `gpu` cuBLAS takes no workspace."""
     return DeepSpeedRank(
         **resolve_config(workload, zero).values(),
         workload=workload,

@@ -32,7 +32,8 @@ def on_first_rank(make: Callable[[], _T]) -> _T:
         except BadInput as error:
             box[0] = (None, (error.what, error.where, error.remedy))
     dist.broadcast_object_list(box, src=0)
+    value: _T
     value, refused = box[0]
     if refused is not None:
         raise BadInput(refused[0], where=refused[1], remedy=refused[2])
-    return value  # type: ignore[no-any-return]
+    return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -185,10 +186,30 @@ def _schedule(settings: RuntimeConfig, optimizer: ZeroOptimizer | None, given: A
                 where="lr_scheduler",
                 remedy="give an object with step(), or a function that makes one from the optimizer",
             )
-        return given if hasattr(given, "step") else given(optimizer)
+        made = given if hasattr(given, "step") and not isinstance(given, type) else given(optimizer)
+        _require_step(made)
+        return made
     if settings.scheduler is None or optimizer is None:
         return None
     return make_schedule(settings.scheduler["type"], settings.scheduler["params"], optimizer)
+
+
+def _require_step(schedule: Any) -> None:
+    """Checks that the engine can call the schedule's ``step()``.
+
+    Raises:
+        BadInput: when it needs an argument, such as the metric of ReduceLROnPlateau.
+    """
+    try:
+        inspect.signature(schedule.step).bind()
+    except ValueError:  # its signature is not known
+        return
+    except (AttributeError, TypeError) as fault:
+        raise BadInput(
+            f"the engine cannot call step() of a {type(schedule).__name__} after each step ({fault})",
+            where="lr_scheduler",
+            remedy="leave it out, make it of the optimizer that initialize() returns, and call its step yourself",
+        ) from None
 
 
 def _loader(

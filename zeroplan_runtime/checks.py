@@ -59,6 +59,9 @@ def require_model(model: nn.Module, ranks: int = 1) -> None:
                 remedy="use engine.destroy(keep_parameters=True), or build the model anew",
             )
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            what = f"{name!r} is a module of torch.jit" if name else "it is a module of torch.jit"
+            raise BadInput(f"{what}, which takes no hooks", where="model", remedy="give what was scripted or traced")
         if ranks > 1 and isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             raise BadInput(
                 f"{name!r} has max_norm, by which each rank changes the rows of its own batch, so their weights would part",

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import functional
 
 from zeroplan.core.errors import BadInput
+from zeroplan_runtime import function_transforms
 from zeroplan_runtime.checks import refuse_copy
 from zeroplan_runtime.gradient_reduction import RECEIVED_NOW
 from zeroplan_runtime.schedule import Schedule
@@ -138,6 +139,7 @@ def _forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         or x.dtype != weight.dtype
         or not x.numel()
         or not _has_no_other_hooks(weight)
+        or function_transforms.are_active()  # which need rules of their own
     ):
         return functional.linear(x, weight, bias)
     found: torch.Tensor = DirectLinear.apply(x, weight, bias, target)

@@ -22,7 +22,7 @@ from torch import nn
 from zeroplan.core.errors import BadInput
 from zeroplan_runtime.checks import kept_alias
 from zeroplan_runtime.model_states import ModelStates
-from zeroplan_runtime.parameter_guard import ParameterGuard
+from zeroplan_runtime.parameter_guard import ParameterGuard, has_memory
 from zeroplan_runtime.unit_state import UnitState
 
 _use_count = getattr(torch._C, "_storage_Use_Count", None)
@@ -147,7 +147,7 @@ class ParameterAliases:
                 if (
                     id(one) not in self._own
                     and one not in self._guard.aliases
-                    and one.layout is torch.strided
+                    and has_memory(one)
                     and one.numel()
                     and one.untyped_storage().data_ptr() in self._storages
                 ):

@@ -27,6 +27,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zeroplan.core.errors import BadInput
+from zeroplan_runtime.function_transforms import is_wrapped
 from zeroplan_runtime.pytree import tensors_of
 from zeroplan_runtime.unit_state import UnitState
 
@@ -128,7 +129,7 @@ class ParameterGuard:
         begin = unit.param_slot.tensor.data_ptr()
         end = begin + unit.param_slot.tensor.nbytes
         for tensor in tensors_of(output):
-            if type(tensor) is torch.Tensor and tensor.layout is torch.strided and begin <= tensor.data_ptr() < end:
+            if type(tensor) is torch.Tensor and has_memory(tensor) and begin <= tensor.data_ptr() < end:
                 self.guard_alias(tensor, unit.index, self._name_at(unit, tensor.data_ptr()))
 
     def _name_at(self, unit: UnitState, address: int) -> str:
@@ -310,11 +311,16 @@ def _before_grad(tensor: torch.Tensor) -> None:
 def _guard_aliases(result: Any, tensor: torch.Tensor, entry: Any) -> None:
     """Guards the tensors in `result` that share the memory of `tensor`."""
     for made in tensors_of(result):
-        is_plain = type(made) is torch.Tensor and made.layout is torch.strided and made.numel()
+        is_plain = type(made) is torch.Tensor and has_memory(made) and made.numel()
         if is_plain and made.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
             entry[0].guard_alias(made, *entry[1:])
     if type(result).__module__ == "numpy" and isinstance(base := getattr(result, "base", None), torch.Tensor):
         entry[0].arrays[base] = entry[2]
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Returns whether `tensor` has memory with strides; those of vmap and jvp stand for others."""
+    return tensor.layout is torch.strided and not is_wrapped(tensor)
 
 
 def _casts_nothing(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

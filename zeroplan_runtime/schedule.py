@@ -39,6 +39,7 @@ from zeroplan.core.layout import UnitKind
 from zeroplan_runtime.checks import refuse_copy
 from zeroplan_runtime.compiled import keep_out_of_graphs, may_compile
 from zeroplan_runtime.execution_order import ExecutionOrder
+from zeroplan_runtime.function_transforms import require_seen_backward
 from zeroplan_runtime.gradient_reduction import GradientReduction
 from zeroplan_runtime.model_states import ModelStates
 from zeroplan_runtime.offload.param_swapper import FetchRequest
@@ -181,6 +182,8 @@ class Schedule:
         This is also done where gradient checkpointing runs the forward again, as the first time may have made no graph, and
         several units may be in one checkpoint.
         """
+        if self.setup.shards_params and not unit.is_root:
+            require_seen_backward(unit.name, output)
         passed_through = {id(tensor) for tensor in tensors_of(inputs)}
         for tensor in tensors_of(output):
             if tensor.requires_grad and id(tensor) not in passed_through:

@@ -44,18 +44,20 @@ def find_blocks(model: nn.Module, policy: Policy | None = None) -> dict[str, nn.
                     raise BadInput(f"units may not nest: {name!r} is inside {outer!r}", where="policy")
                 taken[name] = module
         return taken
+    first_names = {id(module): name for name, module in model.named_modules()}  # a module may have several
     for container in (nn.ModuleList, nn.Sequential):
         blocks: dict[str, nn.Module] = {}
         for name, module in model.named_modules():
             if not isinstance(module, container) or any(name == block or name.startswith(block + ".") for block in blocks):
                 continue
             members = {
-                f"{name}.{key}" if name else key: child
-                for key, child in module.named_children()
+                first_names[id(child)]: child
+                for child in module.children()
                 if next(child.parameters(), None) is not None and _is_called(child)
             }
             if len(members) >= 2:
-                blocks.update(members)
+                inside = [one for one in members if any(one.startswith(f"{block}.") for block in blocks)]
+                blocks.update({one: child for one, child in members.items() if one not in inside})
         if blocks:
             return blocks
     return {}

@@ -7,7 +7,7 @@ ARGS   ?= --gpus 8 --vram 24G
 # Two worker processes, a file's tests on one of them: they share what is slow to make. In the order of tests/conftest.py.
 WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: run test test-fast check docs bench dist format clean
+.PHONY: run test test-fast check docs page bench dist format clean
 .DEFAULT_GOAL := run
 
 # The light core: what `pip install zeroplan` brings.
@@ -42,6 +42,10 @@ check: $(VENV)/.dev
 docs: $(VENV)/.dev
 	$(BIN)/python docs/generate.py
 	$(BIN)/mkdocs build --strict
+
+# The page for any static host, with Python in the browser. Needs npm.
+page: $(VENV)/.dev
+	$(BIN)/python docs/make_page.py site/page
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.cold_start

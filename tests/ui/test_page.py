@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -229,3 +235,55 @@ def test_an_unknown_model_is_refused_in_one_line(visit: Callable[..., Visit]) ->
     one.page.fill("[data-field=model]", "7.5B")
     one.settled("Unknown")
     assert "Not in the figures" in one.text("verdict") + one.text("notes")
+
+
+@pytest.fixture(scope="module")
+def made_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of the page that needs no server, made anew and served as a static host does."""
+    if shutil.which("npm") is None:
+        pytest.skip("needs npm")
+    folder = tmp_path_factory.mktemp("made") / "page"
+    maker = Path(__file__).parents[2] / "docs" / "make_page.py"
+    done = subprocess.run([sys.executable, str(maker), str(folder)], capture_output=True, text=True, timeout=240, check=False)
+    if done.returncode and not (folder / "pyodide" / "pyodide.mjs").exists():
+        pytest.skip("npm gives no Pyodide here")
+    assert done.returncode == 0, done.stderr
+
+    class Quiet(SimpleHTTPRequestHandler):
+        extensions_map = SimpleHTTPRequestHandler.extensions_map | {".mjs": "text/javascript", ".wasm": "application/wasm"}
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.timeout(300)
+def test_python_in_the_browser_gives_the_same(browser: Browser, made_page: str, cli: Cli) -> None:
+    one = Visit(browser, made_page)
+    one.page.set_default_timeout(120_000)
+    one.page.goto(f"{made_page}{FIRST}")
+    one.page.wait_for_selector("#rows tr")  # the formulas' rows
+    one.settled("Fits")
+    answer = one.text("verdict").split("\n\n")
+    assert f"{answer[0]}: {answer[1]} {answer[2]}" in _said(cli, one.text("command"))
+    with one.page.expect_download() as got:
+        one.page.click("#save-answer")
+    printed = json.loads(cli(*one.text("command").split()[1:], "--json")[1])
+    assert json.loads(Path(got.value.path()).read_text()) == printed
+    # One model's tapes are fetched, and no other's.
+    assert {url.rsplit("/", 1)[1] for url in one.asked if "/tapes/" in url} <= {"openai-community--gpt2.json.xz"}
+    # Another program's file, and a name that nobody knows.
+    one.page.focus("#paste")
+    one.page.keyboard.insert_text(f"model_name_or_path: {GPT2}\ndataset_text_field: text\nmax_length: 512\n")
+    one.settled()
+    assert "TRL" in one.text("notes")
+    one.page.click("text=Remove")
+    one.page.fill("[data-field=model]", "meta-lama/Llama-3.2-1B")
+    one.page.wait_for_selector("#error:visible")
+    assert "did you mean 'meta-llama/Llama-3.2-1B'" in one.text("error")
+    one.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 from zeroplan.core.errors import BadInput
@@ -50,6 +51,9 @@ def spec_from_hub(
             os.environ.get(name, "").strip().upper() in ("1", "ON", "YES", "TRUE")
             for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
         )
+    if find_spec("huggingface_hub") is None:  # as in a browser
+        what = f"{repository[:100]!r} is not in the catalog, and huggingface_hub is not installed"
+        raise BadInput(what, where=where, remedy=catalog.near_names(repository) or "give its config.json")
     asked = _Look(repository, token, revision, offline, where)
     config = asked.config()
     if config is not None and describable(config):

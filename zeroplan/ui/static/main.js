@@ -51,12 +51,13 @@ async function ask() {
   }
   asking = true;
   by("answer").setAttribute("aria-busy", "true");
-  const done = [];
+  const done = new Map(); // a row that is simulated takes the place of its formula's
   try {
     const got = await planner.ask(question(state), (message) => {
       if (!message.plan) return;
-      done.push(message.plan);
-      if (!again && done.length > 1) view.rows(done, -1, choose);
+      const { stage, offload_optimizer, offload_param } = message.plan;
+      done.set(`${stage} ${offload_optimizer} ${offload_param}`, message.plan);
+      if (!again && done.size > 1) view.rows([...done.values()], -1, choose);
     });
     if (!again) await show(got);
   } catch (fault) {

@@ -1,0 +1,88 @@
+"""Makes a folder of the page that any static host serves: Python runs in the browser, and no server is needed.
+
+``python docs/make_page.py FOLDER``. Pyodide comes from npm and the wheels of pydantic from PyPI, at the versions below; neither
+is kept in the repository.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+PYODIDE = "pyodide@314.0.7"
+PACKAGES = ("pydantic==2.14.3", "tabulate==0.10.0")
+#: What Pyodide's Python takes.
+TARGET = ("--platform", "pyemscripten_2026_0_wasm32", "--python-version", "3.14", "--implementation", "cp", "--abi", "cp314")
+_PYODIDE_FILES = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
+#: Parts of the wheel that planning in a browser has no use for, or that lie beside it.
+_LEFT_OUT = ("zeroplan_runtime", "zeroplan/tapes/data", "zeroplan/ui/static", "zeroplan/trace", "zeroplan/validate")
+_SERVER = '<meta name="zeroplan-backend" content="server">'
+_POLICY = (
+    "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; script-src 'self' 'wasm-unsafe-eval'; "
+    "object-src 'none'; base-uri 'none'; form-action 'none'"
+)
+_WORKER = f'''<meta name="zeroplan-backend" content="worker">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'''
+
+
+def make(folder: Path) -> None:
+    """Make the folder anew."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    shutil.copytree(ROOT / "zeroplan" / "ui" / "static", folder)
+    page = folder / "index.html"
+    text = page.read_text()
+    if _SERVER not in text:
+        raise SystemExit(f"{page} names no back end")
+    page.write_text(text.replace(_SERVER, _WORKER))
+    with tempfile.TemporaryDirectory() as temporary:
+        work = Path(temporary)
+        _pyodide(work, folder / "pyodide")
+        (folder / "packages.zip").write_bytes(_packages(work))
+    tapes = folder / "tapes"
+    shutil.copytree(ROOT / "zeroplan" / "tapes" / "data", tapes, ignore=shutil.ignore_patterns(".*"))
+    (folder / "tapes.json").write_text(json.dumps(sorted(path.name for path in tapes.iterdir())))
+
+
+def _pyodide(work: Path, folder: Path) -> None:
+    """Unpack what runs of npm's package, with its licence's notice in package.json."""
+    subprocess.run(["npm", "pack", "--silent", PYODIDE], cwd=work, check=True, stdout=subprocess.DEVNULL)
+    (packed,) = work.glob("*.tgz")
+    folder.mkdir()
+    with tarfile.open(packed) as archive:
+        for name in (*_PYODIDE_FILES, "package.json"):
+            held = archive.extractfile(f"package/{name}")
+            assert held is not None
+            (folder / name).write_bytes(held.read())
+
+
+def _packages(work: Path) -> bytes:
+    """Return one archive of all packages: pydantic's wheels, PyYAML's Python part, and this project."""
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:", "--dest", str(work)]
+    subprocess.run([*pip, *TARGET, *PACKAGES], check=True)
+    build = "import sys; from scikit_build_core.build import build_wheel; build_wheel(sys.argv[1], {'wheel.cmake': 'false'})"
+    subprocess.run([sys.executable, "-c", build, str(work)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as packed:
+        for wheel in sorted(work.glob("*.whl")):
+            with zipfile.ZipFile(wheel) as archive:
+                for name in archive.namelist():
+                    if not name.startswith(_LEFT_OUT):
+                        packed.writestr(name, archive.read(name))
+        for path in sorted(Path(yaml.__file__).parent.glob("*.py")):
+            packed.write(path, f"yaml/{path.name}")
+    return buffer.getvalue()
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1]))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -212,3 +214,24 @@ def test_a_quantised_checkpoints_config_is_no_promise() -> None:
         plan = estimate_report(Request(model=model, stage=0, gpu="H100", depth="formula")).plans[0]
         assert plan.fits is None
         assert any(one.key == "quantization_config" and method in one.says for one in plan.unmodelled)
+
+
+@pytest.mark.parametrize("value", [["sft"], {"a": 1}, "x" * 5000, True, 7])
+def test_values_of_any_kind_are_read_or_refused(value: object) -> None:
+    for key in ("stage", "deepspeed", "model_name_or_path", "loss_type", "fsdp_config", "optim", "task_type"):
+        for owner in ({"finetuning_type": "full"}, {"packing": False}, {"output_dir": "o", "learning_rate": 1}):
+            with contextlib.suppress(BadInput):
+                read_setup({"model_name_or_path": "m", **owner, key: value})
+
+
+def test_a_launchers_switch_without_its_file_is_no_path(tmp_path: Path) -> None:
+    line = f"accelerate launch --config_file --num_processes 2 t.py {FLAGS}\n"
+    assert read_setup(put(tmp_path, "run.sh", line)).gpus == 2
+
+
+def test_variables_that_double_do_not_fill_the_machine(tmp_path: Path) -> None:
+    lines = "".join(f"V{i}=$V{i - 1}$V{i - 1}\n" for i in range(1, 4000)) + f"torchrun t.py {FLAGS} --run_name $V3999\n"
+    began = time.process_time()
+    with pytest.raises(BadInput, match="too long with its variables put in"):
+        read_setup(put(tmp_path, "run.sh", "V0=aaaa\n" + lines))
+    assert time.process_time() - began < 5

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from zeroplan.core.documents import parse_json
@@ -165,7 +165,7 @@ class Builder(Keys):
             if found is None:
                 continue
             beside = None if self.document.folder is None else self.document.folder / found
-            if found.startswith(".") and beside is not None and not Path(found).exists() and beside.exists():
+            if found.startswith(".") and beside is not None and not os.path.exists(found) and os.path.exists(beside):
                 self.set("model", str(beside), key)
             elif "$" in found or "{" in found or "<" in found:
                 self.assume(f"no model: {key} is {found[:40]}")

@@ -129,7 +129,7 @@ def find_beside(value: str, document: Document, key: str) -> Path:
         places.insert(0, document.folder / value)
         above = [folder / value for folder in list(document.folder.absolute().parents)[:_FOLDERS_ABOVE]]
     for place in (*places, *above):
-        if place.is_file():
+        if os.path.isfile(place):  # Path.is_file raises where a name is too long
             return place
     tried = " or ".join(dict.fromkeys(str(place)[:200] for place in places))
     raise BadInput(f"there is no {tried}", where=f"{document.name}: {key}", remedy="put the file at one of these places")

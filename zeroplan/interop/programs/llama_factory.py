@@ -82,7 +82,7 @@ class LlamaFactory(Program):
             return document.has(*_NEW_FORMAT)
         if "model_name_or_path" not in document.data:
             return ()
-        return (*found, "stage") if found and document.data.get("stage") in _STAGES else found
+        return (*found, "stage") if found and str(document.data.get("stage")) in _STAGES else found
 
     def could_own(self, document: Document) -> bool:
         """A model, a dataset and a template, and nothing that is not its own."""

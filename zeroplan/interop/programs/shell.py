@@ -52,6 +52,8 @@ _WRAPPERS = {"nohup", "srun", "time", "exec", "env", "sudo", "uv", "run", "bash"
 #: Words that end a command; from the seventh on those of redirections.
 _ENDS = ("|", "||", "&&", "&", ";", r"\&\&", ">", ">>", "2>&1", "2>", "&>")
 _MOST_LINES = 5_000
+#: Characters of all lines with variables put in.
+_MOST_TEXT = 256 << 10
 #: Lines of one text in quotes.
 _MOST_QUOTED = 100
 
@@ -114,8 +116,13 @@ def _commands(text: str, name: str) -> Iterator[Command]:
     lines = _QUOTED_ARRAY.sub(r"${\1}", _ARRAY.sub(_as_text, _CONTINUED.sub(" ", text))).splitlines()
     if len(lines) > _MOST_LINES:
         raise BadInput(f"holds more than {_MOST_LINES:,} lines", where=name, remedy="give the command alone")
+    size = 0
     for line in _with_closed_quotes(lines):
-        words = _words(line, variables)
+        filled = _filled(line, variables)
+        size += len(filled)
+        if size > _MOST_TEXT:
+            raise BadInput("is too long with its variables put in", where=name, remedy="give the command alone")
+        words = _words(filled)
         own = dict(variables)
         while words and (said := _ASSIGNMENT.match(words[0])):
             _assign(said, own)
@@ -176,8 +183,8 @@ def _parts(words: list[str]) -> Iterator[list[str]]:
             part.append(word.removesuffix(";") if word.endswith(";") and len(word) > 1 else word)
 
 
-def _words(line: str, variables: Mapping[str, str]) -> list[str]:
-    """The words of one line, with variables put in and comments left out; none where the quotes do not close."""
+def _filled(line: str, variables: Mapping[str, str]) -> str:
+    """Return the line with variables and whole numbers' arithmetic put in."""
 
     def value(match: re.Match[str]) -> str:
         known = variables.get(match[1] or match[3])
@@ -189,9 +196,13 @@ def _words(line: str, variables: Mapping[str, str]) -> list[str]:
         if after == filled or len(after) > 1 << 16:
             break
         filled = after
-    filled = _ARITHMETIC.sub(_computed, filled)
+    return _ARITHMETIC.sub(_computed, filled)
+
+
+def _words(line: str) -> list[str]:
+    """The words of one line without comments; none where the quotes do not close."""
     try:
-        return shlex.split(filled, comments=True)
+        return shlex.split(line, comments=True)
     except ValueError:
         return []
 
@@ -277,7 +288,8 @@ def _program(launcher: str, machine: Mapping[str, Any], words: list[str], enviro
         return None
     gpus, nodes, processes = (_whole(machine.get(key)) for key in ("gpus", "nodes", "processes"))
     own = {key.removeprefix("--"): _value(str(value)) for key, value in machine.items() if key.startswith("--")}
-    config_file = machine.get("config_file")
+    said_file = machine.get("config_file")
+    config_file = said_file if isinstance(said_file, str) else None
     said = [str(machine[key]) for key in ("gpus", "processes", "nodes") if key in machine and _whole(machine[key]) is None]
     unclear = said[0] if said else ""
     return Command(program, launcher, flags, files, gpus, processes, nodes, config_file, own, dict(environment), unclear)

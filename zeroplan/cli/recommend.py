@@ -194,9 +194,12 @@ def _write(found: SearchResult, target: Target | None) -> Files | None:
 
 
 def _words_that_write(found: SearchResult) -> list[str]:
-    """The command that was typed, with the folder into which it then writes files; nothing where there are none to write."""
-    best = found.best
-    return ["zeroplan", *sys.argv[1:], "-o", "run/"] if best is not None and best.engine.forms() else []
+    """The command that was typed, with the folder or the script that it then writes; nothing where it writes none."""
+    forms = found.best.engine.forms() if found.best is not None else {}
+    if not forms:
+        return []
+    writes = ("-o", "run/") if next(iter(forms.values())).main else ("--new-script", "train.py")
+    return ["zeroplan", *sys.argv[1:], *writes]
 
 
 def _files_json(files: Files | None) -> dict[str, Any]:

@@ -18,6 +18,8 @@ _TRIAL_STEPS = 10
 #: Classes whose models take tokens and labels of one shape, and the name that the script gives to the first.
 _CLASSES = (CAUSAL_LM, SEQ2SEQ_LM, MASKED_LM)
 
+#: Further arguments of ``from_pretrained`` for a quantised base, by names that stand before it.
+_QUANTIZED = ", **quantized"
 _DTYPES = {DType.BF16: "torch.bfloat16", DType.FP16: "torch.float16", DType.FP32: "torch.float32"}
 
 _HEAD = Template('''"""Trains $place as planned: $planned.
@@ -103,7 +105,13 @@ def script(
     work = one.workload
     _require_model(one)
     imports = [*sorted({*_STANDARD, *standard}, key=_import_order), ""]
-    names = [one.model.auto_class, "AutoTokenizer", *(["AutoConfig"] if builds_empty or not one.model.weights else [])]
+    quantized = ["BitsAndBytesConfig"] if work.quantize is not None else []
+    names = [
+        one.model.auto_class,
+        "AutoTokenizer",
+        *quantized,
+        *(["AutoConfig"] if builds_empty or not one.model.weights else []),
+    ]
     third = {*_OTHERS, *others, f"from transformers import {', '.join(sorted(names))}"}
     if work.lora_rank is not None and adapts:
         third.add("from peft import LoraConfig, get_peft_model")
@@ -123,6 +131,8 @@ def script(
 
 
 def _require_model(one: Configuration) -> None:
+    if one.workload.quantize is not None and not one.model.weights:
+        raise BadInput("a base is quantised as its weights are read", where="--new-script", remedy="name a model with weights")
     if not one.model.place:
         raise BadInput(
             "needs a model that it can load", where="--new-script", remedy="name a hub id, a folder or a config.json"
@@ -149,7 +159,7 @@ def _planned(one: Configuration) -> str:
 def _build(one: Configuration, dtype: DType, *, checkpoints: bool, adapts: bool, builds_empty: bool) -> str:
     work, auto = one.workload, one.model.auto_class
     asked = f'dtype={_DTYPES[dtype]}, attn_implementation="{attention(work)}"'
-    loaded = f"model = {auto}.from_pretrained(MODEL, {asked})"
+    loaded = f"model = {auto}.from_pretrained(MODEL, {asked}{_QUANTIZED if work.quantize is not None else ''})"
     empty = f"model = {auto}.from_config(AutoConfig.from_pretrained(MODEL), {asked})"
     if not one.model.weights:
         lines = ["# MODEL holds no weights: these are random.", empty]
@@ -157,7 +167,7 @@ def _build(one: Configuration, dtype: DType, *, checkpoints: bool, adapts: bool,
         lines = ["if weights:", f"    {loaded}", "else:", f"    {empty}"]
     else:
         lines = [loaded]
-    lines.append("model.config.use_cache = False")
+    lines = [*_quantization(work), *lines, "model.config.use_cache = False"]
     if work.gradient_checkpointing and work.lora_rank is not None:
         lines.append("model.enable_input_require_grads()")
     if work.gradient_checkpointing and checkpoints:
@@ -166,6 +176,19 @@ def _build(one: Configuration, dtype: DType, *, checkpoints: bool, adapts: bool,
         lora = f"LoraConfig.from_pretrained({folder_of(one)!r})"
         lines.append(f"model = get_peft_model(model, {lora}, autocast_adapter_dtype=False)")
     return "\n".join(f"    {line}" for line in lines)
+
+
+def _quantization(work: Workload) -> list[str]:
+    """Return the lines that say how bitsandbytes keeps the base; none where it is not quantised."""
+    if work.quantize is None:
+        return []
+    computed = arithmetic(work) or _DTYPES[DType.FP32]
+    return [
+        f'levels = {{"bnb_4bit_quant_type": "{work.quantize}", "bnb_4bit_use_double_quant": True}}',
+        f"bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype={computed}, **levels)",
+        'place = int(os.environ["LOCAL_RANK"]) if torch.cuda.is_available() else "cpu"',
+        'quantized = {"quantization_config": bits, "device_map": {"": place}}',
+    ]
 
 
 def torch_optimizer(work: Workload, *, sharded: bool = False) -> str:

@@ -1,0 +1,95 @@
+"""Whatever command an answer prints, the program takes it, and what it writes is there."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Cli = Callable[..., tuple[int, str, str]]
+GPT2, QWEN = "openai-community/gpt2", "Qwen/Qwen2.5-0.5B"
+OOM = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.65 GiB of which "
+    "1.20 GiB is free. Of the allocated memory 20.00 GiB is allocated by PyTorch, and 1.00 GiB is reserved by PyTorch but "
+    "unallocated.\n"
+)
+#: Words that answers with a command follow; each folder has a space in its name.
+ASKED = [
+    ("estimate", GPT2, "--vram", "24", "--stage", "2"),
+    ("estimate", QWEN, "--gpu", "2xH100", "--engine", "fsdp2", "--tp", "2", "--stage", "3"),
+    ("estimate", GPT2, "--lora-rank", "8", "--lora-targets", "c_attn,c_proj", "--seq-len", "1k", "--dtype", "fp16"),
+    ("estimate", "--params", "7B", "--vram", "80G", "--gpus", "8", "--nodes", "2"),
+    ("estimate", GPT2, "--vram", "24", "--ds-config", "my files/ds.json"),
+    ("estimate", GPT2, "--vram", "24", "--from", "my files/ds.json", "--cpu-ram", "64", "--optimizer", "lion"),
+    ("recommend", GPT2, "--vram", "24", "--depth", "formula"),
+    ("recommend", GPT2, "--vram", "24", "--depth", "formula", "--engine", "ddp"),
+    ("recommend", GPT2, "--vram", "24", "--depth", "formula", "--engine", "fsdp2"),
+    ("recommend", GPT2, "--vram", "24", "--depth", "formula", "--engine", "zeroplan"),
+    ("recommend", QWEN, "--vram", "24", "--depth", "formula", "--engine", "ddp", "--lora-rank", "8", "--quantize", "nf4"),
+    ("recommend", GPT2, "--vram", "24", "--depth", "formula", "--from", "my files/ds.json"),
+    ("check", "my files/ds.json"),
+    ("check", "my files/ds.json", GPT2, "--gpu", "2xT4"),
+    ("doctor", "train.log"),
+    ("doctor", "train.log", GPT2, "--stage", "2", "--micro-batch", "32"),
+]
+
+
+def commands_in(text: str) -> list[list[str]]:
+    """Return the words of each command of zeroplan's, with lines that a shell reads as one joined."""
+    joined = re.sub(r" \\\n\s+", " ", text)
+    return [
+        shlex.split(found)
+        for found in re.findall(r"^(?:Next: |\s+)(zeroplan (?:recommend|estimate|check|verify) .+)$", joined, re.M)
+    ]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a log, and a ds_config in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    (tmp_path / "my files").mkdir()
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
+    (tmp_path / "my files" / "ds.json").write_text(json.dumps(config))
+    (tmp_path / "train.log").write_text(OOM)
+    return tmp_path
+
+
+@pytest.mark.parametrize("words", ASKED, ids=" ".join)
+def test_the_next_command_runs_as_printed(cli: Cli, here: Path, words: tuple[str, ...]) -> None:
+    code, out, err = cli(*words)
+    assert code in (0, 1), err
+    found = commands_in(out)
+    assert found or words[0] == "doctor" or "Next: " not in out, out
+    for command in found:
+        fast = [] if "--depth" in command or command[1] == "check" else ["--depth", "formula"]
+        named = [GPT2 if word == "MODEL" else word for word in command[1:]]  # what check asks for, given a file alone
+        code, out, err = cli(*named, *fast)
+        assert (code in (0, 1), err) == (True, ""), command
+        if "-o" in command:
+            assert (here / "run").is_dir()
+        if "--new-script" in command:
+            assert "zeroplan recommend" in (here / "train.py").read_text()
+            assert ("BitsAndBytesConfig(load_in_4bit=True" in (here / "train.py").read_text()) is ("--quantize" in command)
+
+
+def test_the_flags_of_every_knob_lead_to_what_it_promises(cli: Cli, here: Path) -> None:
+    words = ("estimate", GPT2, "--vram", "6", "--micro-batch", "16", "--stage", "0", "--offload-optimizer", "none")
+    said = json.loads(cli(*words, "--json")[1])
+    reliefs = [one for one in said["reliefs"] if one["flags"].startswith("--")]
+    assert reliefs
+    for one in reliefs:
+        asked = list(words)
+        given = shlex.split(one["flags"])
+        for flag in [word for word in given if word.startswith("--")]:
+            if flag in asked:
+                at = asked.index(flag)
+                del asked[at : at + 2]
+        code, out, err = cli(*asked, *given, "--json")
+        assert (code, err) == (0, ""), one
+        (plan,) = json.loads(out)["plans"]
+        assert plan["gpu"]["total"] == one["total"], one

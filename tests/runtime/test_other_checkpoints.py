@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -120,10 +121,15 @@ def test_deepspeeds_forms(pool: RankPool, tmp_path: Path, ranks: int, stage: int
 
 def refused(group: dist.ProcessGroup, folder: str) -> list[str]:
     engine = start(group, 2, "fp32")
+    before = engine.module_state_dict()
     said = []
     place = Path(folder) / "zero" / "blocks.1.gain"
+    whole = (place.with_name("embed.weight") / "exp_avg.pt").read_bytes()
     for damage in (
-        lambda: (place / "fp32.pt").write_bytes(b"nothing"),
+        lambda: (place.with_name("embed.weight") / "exp_avg.pt").write_bytes(flipped(whole)),
+        lambda: (
+            (place.with_name("embed.weight") / "exp_avg.pt").write_bytes(whole) and (place / "fp32.pt").write_bytes(b"nothing")
+        ),
         lambda: torch.save({"param": torch.zeros(3)}, place / "fp32.pt"),
         lambda: torch.save({"param": print}, place / "fp32.pt"),
         lambda: place.rename(place.with_name("another")),
@@ -133,16 +139,49 @@ def refused(group: dist.ProcessGroup, folder: str) -> list[str]:
             load_universal_checkpoint(engine, folder)
         except BadInput as fault:
             said.append(str(fault))
+    after = engine.module_state_dict()
+    assert before is None or all(torch.equal(before[name], value) for name, value in after.items())
+    engine.backward(engine(models.batch(0, 0, 0)))
+    engine.step()
     return said
+
+
+def flipped(whole: bytes) -> bytes:
+    """A file of torch.save with one bit of its tensor turned around."""
+    values = torch.load(io.BytesIO(whole), weights_only=True)["param"].numpy().tobytes()
+    at = whole.index(values) + len(values) // 2
+    return whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
 
 
 def test_a_damaged_universal_checkpoint_is_named(pool: RankPool, tmp_path: Path) -> None:
     pool.run(1, save, str(tmp_path / "checkpoints"), 1, "fp32")
     to_universal(tmp_path / "checkpoints", tmp_path / "made")
-    said = pool.run(1, refused, str(tmp_path / "made"))[0]
+    damaged, *said = pool.run(1, refused, str(tmp_path / "made"))[0]
+    assert "is damaged" in damaged
+    assert "embed.weight/exp_avg.pt" in damaged
     for text, part in zip(said, ["cannot be read", "shape [3], not [1]", "cannot be read", "no parameter"], strict=True):
         assert part in text
         assert "blocks.1.gain" in text
         assert "\n" not in text
     with pytest.raises(BadInput, match="checkpoint"):
         get_fp32_state_dict_from_zero_checkpoint(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+        {"type": "AdamW", "params": {"amsgrad": True}},
+        {"type": "ASGD", "params": {"lr": 0.1, "lambd": 0.1}},
+        {"type": "NAdam", "params": {"betas": [0.8, 0.9]}},
+    ],
+    ids=lambda section: section["type"],
+)
+def test_states_that_options_add_are_in_a_universal_checkpoint(section: dict[str, Any], tmp_path: Path) -> None:
+    config = ds_config(0, optimizer=section)
+    engines = [zeroplan_runtime.initialize(model=build(seed), config=config, device="cpu")[0] for seed in (0, 1)]
+    go_on(engines[0], 0, 4)
+    engines[0].save_checkpoint(tmp_path / "own")
+    to_universal(tmp_path / "own", tmp_path / "made")
+    load_universal_checkpoint(engines[1], tmp_path / "made")
+    assert go_on(engines[1], 4, 7) == pytest.approx(go_on(engines[0], 4, 7), rel=1e-5)

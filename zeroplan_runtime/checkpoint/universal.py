@@ -11,14 +11,17 @@ import argparse
 import os
 import pickle
 import shutil
+import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.optimizers import OPTIMIZERS
+from zeroplan.core.optimizers import OPTIMIZERS, variant_of
 from zeroplan.core.zero_config import DEEPSPEED_VERSION
+from zeroplan_runtime.checkpoint.agreement import on_all_ranks
 from zeroplan_runtime.checkpoint.whole import WholeCheckpoint
 from zeroplan_runtime.engine_parts import EngineParts
 from zeroplan_runtime.optim.lr_schedules import LrSchedule
@@ -49,7 +52,10 @@ def to_universal(checkpoint_dir: str | Path, output_dir: str | Path, tag: str | 
     if checkpoint.state["model"]["without_frozen"]:
         raise BadInput("the checkpoint lacks the frozen parameters", where=str(checkpoint.path), remedy="save all of them")
     folder = Path(output_dir)
+    groups = [{**group, "params": []} for group in checkpoint.typed("groups")]
     row, progress = OPTIMIZERS.get(checkpoint.state["optimizer"] or ""), checkpoint.state["progress"]
+    if row is not None:  # momentum and other options of any group add states
+        row = variant_of(row, {key: value for group in groups for key, value in group.items() if value})
     step = torch.tensor(float(progress["applied"]))
     module: dict[str, torch.Tensor] = {}
     for name in checkpoint.names("master"):
@@ -62,7 +68,6 @@ def to_universal(checkpoint_dir: str | Path, output_dir: str | Path, tag: str | 
         torch.save(step, place / "step.pt")
     for kind in ("param", "buffer"):
         module |= {name: checkpoint.read(kind, name) for name in checkpoint.names(kind)}
-    groups = [{**group, "params": []} for group in checkpoint.typed("groups")]
     torch.save(
         {
             "ds_version": DEEPSPEED_VERSION,
@@ -108,24 +113,58 @@ def load_universal_checkpoint(
         What the file of the model holds beside tensors.
 
     Raises:
-        BadInput: when a file is missing, cannot be read or does not fit the model; parameters before it may have been loaded.
+        BadInput: on every rank, when one finds a file missing, damaged or of another model; the engine is as it was before,
+            unless the disk fails in between.
     """
     folder = Path(folder)
     states, wanted = ParameterStates(engine), dict(engine.module.named_parameters())
     trained = {name: param for name, param in wanted.items() if states.trains(param)}
-    _require_names(folder / _STATES, set(trained), known=set(wanted))
+    frozen = {name: param for name, param in wanted.items() if name not in trained and param.numel()}
+    keys = [MASTER, *(states.keys() if load_optimizer_states else ())]
+    sources = {
+        (name, key): folder / _STATES / name / f"{_FP32 if key == MASTER else key}.pt" for name in trained for key in keys
+    }
+
+    def verify() -> None:
+        _require_names(folder / _STATES, set(trained), known=set(wanted))
+        for (name, _), file in sources.items():
+            engine.activity.piece(f"verifying {folder.name}")
+            _require_sums(file)
+            _fitting(_read(file), trained[name], file)
+        files = _model_files(folder)
+        for file in files:
+            _require_sums(file)
+        module = _read(files[0]).get("module") or {}
+        if missing := [name for name in frozen if name not in module]:
+            raise BadInput(f"holds no frozen parameter {missing[0]!r}", where=str(files[0]), remedy="train what was trained")
+
+    with engine.activity.inside(f"verifying {folder.name}"):
+        on_all_ranks(engine, verify, str(folder))
+        engine.drain()
+        engine.schedule.grads.drop(anyway=True)
+        engine.checks.grads_were_dropped()
+        with engine.checks.during_load():
+            return _load(engine, folder, states, sources, frozen, schedule=load_lr_scheduler_states)
+
+
+def _load(
+    engine: EngineParts,
+    folder: Path,
+    states: ParameterStates,
+    sources: Mapping[tuple[str, str], Path],
+    frozen: Mapping[str, torch.nn.Parameter],
+    *,
+    schedule: bool,
+) -> dict[str, Any]:
+    """Loads what has been found to be whole: `sources` are the files of the trained parameters, by name and state."""
+    wanted = dict(engine.module.named_parameters())
     files = _model_files(folder)
     model = _read(files[0])
-    for name, param in trained.items():
-        place = folder / _STATES / name
-        for key in [MASTER, *(states.keys() if load_optimizer_states else ())]:
-            file = place / f"{_FP32 if key == MASTER else key}.pt"
-            states.set_whole(param, _fitting(_read(file), param, file), key)
     module = model.get("module") or {}
-    frozen = {name: param for name, param in wanted.items() if name not in trained and param.numel()}
+    for (name, key), file in sources.items():
+        engine.activity.piece(f"loading {folder.name}")
+        states.set_whole(wanted[name], _fitting(_read(file), wanted[name], file), key)
     for name, param in frozen.items():
-        if name not in module:
-            raise BadInput(f"holds no frozen parameter {name!r}", where=str(files[0]), remedy="train what was trained")
         write_value(engine, param, _fitting({"param": _frozen(files, model, name)}, param, files[0]))
     with torch.no_grad():
         for name, buffer in engine.module.named_buffers():
@@ -134,7 +173,7 @@ def load_universal_checkpoint(
     applied = engine.progress.applied = _steps(folder / _STATES, model)
     engine.progress.global_steps = int(model.get("global_steps", applied))
     engine.progress.micro_steps = engine.progress.global_steps * engine.progress.grad_accum
-    if load_lr_scheduler_states and engine.lr_scheduler is not None and model.get("lr_scheduler") is not None:
+    if schedule and engine.lr_scheduler is not None and model.get("lr_scheduler") is not None:
         engine.lr_scheduler.load_state_dict(model["lr_scheduler"])
         groups = engine.optimizer.param_groups if engine.optimizer is not None else []
         own = isinstance(engine.lr_scheduler, LrSchedule)
@@ -209,6 +248,22 @@ def _fitting(data: Any, param: torch.Tensor, file: Path) -> torch.Tensor:
     if value.shape != param.shape:
         raise BadInput(f"holds the shape {list(value.shape)}, not {list(param.shape)}", where=str(file))
     return value.detach()
+
+
+def _require_sums(file: Path) -> None:
+    """Checks the checksums that torch.save has formed, if it has; torch.load does not.
+
+    Raises:
+        BadInput: for bytes that are not those that were written.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            formed = any(one.CRC for one in archive.infolist())
+            damaged = archive.testzip() if formed else None
+    except (OSError, zipfile.BadZipFile):  # torch.load reads it, or says why not
+        return
+    if damaged is not None:
+        raise BadInput(f"is damaged: {damaged!r} in it is not what was written", where=str(file), remedy="load another one")
 
 
 def _read(file: Path) -> Any:

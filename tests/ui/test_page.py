@@ -136,6 +136,8 @@ def test_knobs_rows_and_two_plans_side_by_side(visit: Callable[..., Visit]) -> N
     one.settled(f"{total[1]} of")
     assert one.page.is_checked("[data-field=gradient_checkpointing]")
     assert "total on the GPU" in one.text("difference")
+    peak = one.page.inner_text("#difference tr:has-text('peak allocated') td:nth-child(3)")
+    assert f"allocated {peak} GiB" in one.text("legend")
     assert one.page.locator("#difference td.less").count() >= 3
     # The link holds both plans.
     other = visit()

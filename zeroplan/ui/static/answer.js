@@ -27,7 +27,7 @@ export function verdict(answer) {
   const plan = answer.chosen === null ? null : answer.report.plans[answer.chosen];
   place.replaceChildren(make("h2", {}, answer.verdict), make("p", {}, answer.figures));
   if (!plan) return;
-  place.append(gauge(plan, 1.25 * Math.max(plan.gpu.usable ?? 0, plan.gpu.usable ? 0 : most(plan))));
+  place.append(gauge(plan, Math.max(1.25 * (plan.gpu.usable ?? 0), 1.02 * most(plan))));
   for (const text of [answer.peak, answer.stages]) if (text) place.append(make("p", { class: "hint" }, text));
 }
 
@@ -100,13 +100,13 @@ export function lines(plan) {
   );
 }
 
-export function legend(timeline, at) {
+export function legend(timeline, at, where) {
   const place = by("legend");
   if (!timeline) return place.replaceChildren();
   const point = at ?? timeline.peak;
   const item = (name, bytes, color) => make("li", {}, color ? swatch(color) : "", `${name} `, make("b", {}, size(bytes)));
   place.replaceChildren(
-    make("li", {}, make("b", {}, at === null ? "At the peak:" : "Here:")),
+    make("li", {}, make("b", {}, at === null ? "At the peak:" : where)),
     ...timeline.layers.map((layer) => [layer.bytes[point], layer]).filter(([bytes]) => bytes >= 2 ** 20).sort(([one], [two]) => two - one).map(([bytes, layer]) => item(layer.name, bytes, layer.color)),
     item("allocated", timeline.allocated[point]),
     item("reserved (line)", timeline.reserved[point]),

@@ -52,7 +52,7 @@ export class Chart {
       this.#place.append(make("p", { class: "none" }, none));
       return;
     }
-    const colors = { ink: ink(this.#place, "ink"), faint: ink(this.#place, "faint"), line: ink(this.#place, "line"), bad: ink(this.#place, "bad") };
+    const colors = { ink: ink(this.#place, "ink"), faint: ink(this.#place, "faint"), line: ink(this.#place, "line"), bad: ink(this.#place, "bad"), paper: ink(this.#place, "paper") };
     const sums = timeline.layers.reduce((found, layer) => {
       const below = found.at(-1);
       return [...found, layer.bytes.map((bytes, at) => bytes + (below ? below[at] : 0))];
@@ -112,6 +112,7 @@ function overlay(plot, timeline, usable, top, colors) {
   const y = (value) => plot.valToPos(value, "y", true);
   ctx.save();
   ctx.font = `${11 * ratio}px system-ui, sans-serif`;
+  ctx.lineJoin = "round";
   ctx.textAlign = "center";
   let start = 0;
   for (const [end, mark] of timeline.marks) {
@@ -129,15 +130,21 @@ function overlay(plot, timeline, usable, top, colors) {
     start = end;
   }
   if (usable && usable < top) {
-    ctx.strokeStyle = ctx.fillStyle = colors.bad;
-    ctx.lineWidth = 1.6 * ratio;
-    ctx.setLineDash([7 * ratio, 4 * ratio]);
-    ctx.beginPath();
-    ctx.moveTo(bbox.left, y(usable));
-    ctx.lineTo(bbox.left + bbox.width, y(usable));
-    ctx.stroke();
+    // Over a rim of the page's own colour, since it may lie on layers of any.
     ctx.textAlign = "right";
-    ctx.fillText(`the card: ${size(usable)}`, bbox.left + bbox.width - 4 * ratio, y(usable) - 5 * ratio);
+    const text = `the card: ${size(usable)}`;
+    for (const [color, width, dash] of [[colors.paper, 4.5, []], [colors.bad, 1.6, [7, 4]]]) {
+      ctx.strokeStyle = color;
+      ctx.lineWidth = width * ratio;
+      ctx.setLineDash(dash.map((length) => length * ratio));
+      ctx.beginPath();
+      ctx.moveTo(bbox.left, y(usable));
+      ctx.lineTo(bbox.left + bbox.width, y(usable));
+      ctx.stroke();
+      if (color === colors.paper) ctx.strokeText(text, bbox.left + bbox.width - 4 * ratio, y(usable) - 6 * ratio);
+    }
+    ctx.fillStyle = colors.bad;
+    ctx.fillText(text, bbox.left + bbox.width - 4 * ratio, y(usable) - 6 * ratio);
   }
   ctx.restore();
 }

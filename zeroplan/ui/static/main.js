@@ -19,8 +19,11 @@ let asking = false;
 let again = false;
 let timer = 0;
 
-const chart = new Chart(by("chart"), (at) => view.legend(answer?.timeline, at));
-const heldChart = new Chart(by("held-chart"), (at) => view.legend(heldAnswer?.timeline, at));
+// The legend is of the plan under the cursor, and without one of the plan that is shown.
+const chart = new Chart(by("chart"), (at) => view.legend(answer?.timeline, at, "Here:"));
+const heldChart = new Chart(by("held-chart"), (at) =>
+  at === null ? view.legend(answer?.timeline, null) : view.legend(heldAnswer?.timeline, at, "In the held plan, here:"),
+);
 
 function change(fields, { push = false } = {}) {
   const { choose, ...plain } = fields;

@@ -8,15 +8,13 @@ parameter and two states read and written, the gradient read, the 16-bit paramet
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.kernels.measure import Contender, call_cost, machine, race, save, show, use_path, use_tuned
+from benchmarks.kernels.measure import Contender, call_cost, machine, race, save, show, start, use_path, use_tuned
 from zeroplan_runtime import kernels
-from zeroplan_runtime.kernels import backends, cuda_backend, torch_backend
+from zeroplan_runtime.kernels import cuda_backend, torch_backend
 
 HYPER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 TARGET = 0.94
@@ -83,17 +81,8 @@ def contenders(n: int, device: torch.device) -> dict[str, Contender]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--numel", type=int, default=400_000_000)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--tuned", type=Path, help="launch shapes from tune.py's file instead of the built-in ones")
-    given = parser.parse_args()
+    given, device = start(__doc__), torch.device("cuda")
     use_tuned(given.tuned)
-    device = torch.device("cuda")
-    fault = backends.cuda_fault(0)
-    if fault:
-        print(f"the kernels do not run here: {fault}")
-        return 2
     check(device)
     rows = race(contenders(given.numel, device), device)
     show(f"AdamW, {given.numel / 1e6:.0f} M parameters", rows, "copy")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import os
@@ -23,6 +24,21 @@ RESULTS = Path(__file__).resolve().parent.parent / "results"
 
 #: One thing to time: a function and the bytes that it must read and write.
 Contender = tuple[Callable[[], object], float]
+
+
+def start(doc: str, *, tuned: bool = True) -> argparse.Namespace:
+    """Parse the command line of a benchmark of the CUDA kernels; end the process with code 2 where they do not run."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--numel", type=int, default=400_000_000)
+    parser.add_argument("--out", type=Path)
+    if tuned:
+        parser.add_argument("--tuned", type=Path, help="launch shapes from tune.py's file instead of the built-in ones")
+    given = parser.parse_args()
+    fault = backends.cuda_fault(0)
+    if fault:
+        print(f"the kernels do not run here: {fault}")
+        raise SystemExit(2)
+    return given
 
 
 def use_path(path: Any) -> None:

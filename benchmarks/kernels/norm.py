@@ -7,14 +7,10 @@ Target: the norm of bf16 gradients reads at 90 % of the bandwidth, at least, tha
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 import torch
 
-from benchmarks.kernels.measure import Contender, machine, race, save, show, use_tuned
+from benchmarks.kernels.measure import Contender, machine, race, save, show, start, use_tuned
 from zeroplan_runtime import kernels
-from zeroplan_runtime.kernels import backends
 
 TARGET = 0.90
 
@@ -58,17 +54,8 @@ def contenders(n: int, device: torch.device) -> dict[str, Contender]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--numel", type=int, default=400_000_000)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--tuned", type=Path, help="launch shapes from tune.py's file instead of the built-in ones")
-    given = parser.parse_args()
+    given, device = start(__doc__), torch.device("cuda")
     use_tuned(given.tuned)
-    device = torch.device("cuda")
-    fault = backends.cuda_fault(0)
-    if fault:
-        print(f"the kernels do not run here: {fault}")
-        return 2
     check(device)
     rows = race(contenders(given.numel, device), device)
     show(f"Norm and casts, {given.numel / 1e6:.0f} M elements", rows, "copy")

@@ -7,18 +7,16 @@ Two rounds a kernel: configurations without hints first, then grids and hints ar
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from itertools import product
-from pathlib import Path
 from statistics import median
 
 import torch
 
-from benchmarks.kernels.measure import machine, save, seconds
+from benchmarks.kernels.measure import machine, save, seconds, start
 from zeroplan_runtime import kernels
-from zeroplan_runtime.kernels import backends, cuda_backend
+from zeroplan_runtime.kernels import cuda_backend
 from zeroplan_runtime.kernels.cuda_backend import KERNEL_CONFIGS, KernelConfig
 
 Row = tuple[float, KernelConfig]
@@ -60,15 +58,8 @@ def copy_speed(size: int, device: torch.device) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--numel", type=int, default=400_000_000)
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    n, device = given.numel, torch.device("cuda")
-    fault = backends.cuda_fault(0)
-    if fault:
-        print(f"the kernels do not run here: {fault}")
-        return 2
+    given, device = start(__doc__, tuned=False), torch.device("cuda")
+    n = given.numel
     p, m, v = torch.randn(n, device=device), torch.randn(n, device=device) * 0.01, torch.rand(n, device=device) * 0.01
     grad, out = torch.randn(n, device=device).bfloat16(), torch.empty(n, dtype=torch.bfloat16, device=device)
     scalars = torch.tensor([0.0, 1.0, 0.999, 0.0], device=device)

@@ -96,7 +96,7 @@ class LitGpt(Program):
             run.set("gradient_checkpointing", False)
         self._adapters(run, lora=lora)
         run.leave_out("model", UNKNOWN, "LitGPT's own model code keeps other tensors than transformers'")
-        return run.setup()
+        return run.setup(self.name)
 
     def _machine(self, run: Builder) -> tuple[int | None, int]:
         devices, nodes = run.value("devices"), run.number("num_nodes") or 1

@@ -185,15 +185,19 @@ def _parts(words: list[str]) -> Iterator[list[str]]:
 
 def _filled(line: str, variables: Mapping[str, str]) -> str:
     """Return the line with variables and whole numbers' arithmetic put in."""
+    room = _MOST_TEXT
 
     def value(match: re.Match[str]) -> str:
+        nonlocal room
         known = variables.get(match[1] or match[3])
-        return known if known is not None else match[2] if match[2] is not None else match[0]
+        found = known if known is not None else match[2] if match[2] is not None else match[0]
+        room -= len(found)
+        return found if room > 0 else match[0]
 
     filled = line
     for _ in range(4):  # variables of variables
         after = _VARIABLE.sub(value, filled)
-        if after == filled or len(after) > 1 << 16:
+        if after == filled:
             break
         filled = after
     return _ARITHMETIC.sub(_computed, filled)

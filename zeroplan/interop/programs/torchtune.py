@@ -101,7 +101,7 @@ class Torchtune(Program):
         run.leave_out("model._component_", UNKNOWN, "torchtune's own model code keeps other tensors than transformers'")
         if "LinearCrossEntropy" in _component(run.value("loss")) or "Chunked" in _component(run.value("loss")):
             run.leave_out("loss._component_", LESS, "the loss is computed in chunks; all logits are counted")
-        return run.setup()
+        return run.setup(self.name)
 
     def _length(self, run: Builder) -> None:
         length = run.block("tokenizer").number("max_seq_len")

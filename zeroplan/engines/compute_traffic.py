@@ -58,7 +58,7 @@ def compute_facts(
     # Selective checkpointing keeps what products and attention made; else each k-th block is run again.
     again = 0 if policy is None or policy.selective else policy.every
     return ComputeFacts(
-        tokens=workload.micro_batch * seq,
+        tokens=workload.rows * seq,
         seq_len=seq,
         matrices=model.all,
         trained_matrices=model.trained,

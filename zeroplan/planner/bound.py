@@ -43,7 +43,7 @@ def _estimate(hidden: int, layers: int, heads: int, vocabulary: int, workload: W
     Checkpointing of whole blocks keeps each layer's input and recomputes one layer at a time. Other policies keep more, so
     they get the figure without checkpointing. Flash and sdpa attention keep no scores.
     """
-    tokens = workload.micro_batch * (workload.seq_len or 1)
+    tokens = workload.rows * (workload.seq_len or 1)
     width = workload.dtype.bytes // 2
     per_layer = _LINEAR * tokens * hidden * width
     if workload.attn is Attention.EAGER:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from zeroplan.core.unmodelled import Unmodelled, may_add, may_save
+from zeroplan.core.unmodelled import Effect, Unmodelled, may_add, may_save
 from zeroplan.engines.base import Case, Engine
 
 #: The key of what no formula counts.
@@ -17,6 +17,9 @@ def left_out(engine: Engine, case: Case) -> tuple[Unmodelled, ...]:
     model.
     """
     found = {one.key: one for one in (*case.unmodelled, *engine.unmodelled(case))}
+    if case.workload.reference is not None and not engine.references:
+        says = f"a reference model beside the trained one is not modelled under {engine.name}"
+        found.setdefault("reference", Unmodelled("reference", Effect.MORE, says))
     return tuple(found.values())
 
 

@@ -90,7 +90,7 @@ def filled(request: Request, setup: Setup) -> Request:
     if setup.head is not None and request.task is None and request.params is None:
         changes["task"] = setup.head
     if setup.pairs:
-        changes |= _pairs(setup, changes.get("engine", request.engine), changes["unmodelled"])
+        changes |= _pairs(setup, changes["unmodelled"])
     if setup.quantize is not None:
         changes |= _quantized(setup, changes.get("engine", request.engine), changes["unmodelled"])
     if setup.zero_init is not None and request.zero_init is None:
@@ -100,15 +100,12 @@ def filled(request: Request, setup: Setup) -> Request:
     return replace(request, files=(), **changes)
 
 
-def _pairs(setup: Setup, engine: str, left_out: tuple[Unmodelled, ...]) -> dict[str, Any]:
-    """Pairs, and a reference beside the model under an engine that plans one; else it stands among what is left out."""
-    changes: dict[str, Any] = {"pairs": True}
-    if setup.reference is None:
-        return changes
-    if find_engine(engine).references and setup.quantize is None:
-        return changes | {"reference": Reference(setup.reference)}
-    says = "the reference model, and its forward, under this engine"
-    return changes | {"unmodelled": (*left_out, Unmodelled(f"task {setup.task}", Effect.MORE, says))}
+def _pairs(setup: Setup, left_out: tuple[Unmodelled, ...]) -> dict[str, Any]:
+    """Pairs, and what is asked beside the model; a quantised model without its adapters stands among what is left out."""
+    if setup.reference is None or setup.quantize is None:
+        return {"pairs": True, "reference": None if setup.reference is None else Reference(setup.reference)}
+    says = "the forward of the quantised model without adapters"
+    return {"pairs": True, "unmodelled": (*left_out, Unmodelled(f"task {setup.task}", Effect.MORE, says))}
 
 
 def _quantized(setup: Setup, engine: str, left_out: tuple[Unmodelled, ...]) -> dict[str, Any]:

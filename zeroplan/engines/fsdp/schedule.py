@@ -8,6 +8,8 @@ Note [FSDP 1's buffers]
     ``torch.split``), the unit's parameters are freed, and the flat gradient is reduced into this rank's part and cast to the
     parameters' dtype. The root's gradients wait so for the embedding's, the backward's last.
     NO_SHARD, which a single rank has too, casts the whole flat parameter for each use and reduces gradients in place.
+    The views are made on the gathers' stream, so autograd joins the gradients there, and adds up those of a shared matrix: both
+    come from that stream's pool. What flattening and the first forward allocate stays in the cache, and later blocks lie in it.
     With gradient accumulation under ``no_sync`` the flat gradients stay whole, and later ones are added to them.
     Source: torch/distributed/fsdp/_runtime_utils.py (_unshard, _post_forward_reshard, _pre_backward_hook, _post_backward_hook,
     _reduce_grad, _reduce_grad_no_shard) and _flat_param.py of torch 2.11.
@@ -63,7 +65,7 @@ class FsdpSchedule(EngineSchedule):
         self.rank, self.recorder = rank, recorder
         self.alloc, self.free = recorder.alloc, recorder.free
         self.parts = Counter(arg for op, arg in zip(tape.op, tape.arg, strict=True) if op == Op.GRAD)
-        self.in_reduction = _NONE  # the flat gradient that the reductions' stream reads
+        self.in_reduction: list[int] = []  # flat gradients that the reductions' stream reads
         self.home = self._homes(tape)
         names = {home: tape.modules[home].name if home >= 0 else "" for home in self.home}
         self.units = {home: FlatUnit(name, set()) for home, name in names.items()}
@@ -256,16 +258,20 @@ class FsdpSchedule(EngineSchedule):
         return cast
 
     def _free_reduced(self, gradient: int) -> None:
-        """Free a flat gradient that the reductions' stream reads: it is back when the reduction is done, one unit later."""
+        """Free a flat gradient that the reductions' stream reads: it is back when the reduction is done, one unit later.
+
+        On one rank no gather holds the host, which issues the whole backward ahead of a busy device: all are back at its end.
+        """
         self.recorder.record_stream(gradient, REDUCE)
         self.free(gradient)
-        self._complete_reduction()
-        self.in_reduction = gradient
+        if self.rank.ranks > 1:
+            self._complete_reductions()
+        self.in_reduction.append(gradient)
 
-    def _complete_reduction(self) -> None:
-        if self.in_reduction >= 0:
-            self.recorder.complete(self.in_reduction)
-            self.in_reduction = _NONE
+    def _complete_reductions(self) -> None:
+        for gradient in self.in_reduction:
+            self.recorder.complete(gradient)
+        self.in_reduction.clear()
 
     def backward_end(self, boundary: bool) -> None:
         """Finish units of which not every parameter had a gradient; free what is still unsharded."""
@@ -277,7 +283,7 @@ class FsdpSchedule(EngineSchedule):
 
     def step(self, applied: bool) -> None:
         """Clip, step this rank's parts and free their gradients (``zero_grad``)."""
-        self._complete_reduction()
+        self._complete_reductions()
         optimizer_step(self.recorder, self.rank, applied=applied, first=not self.stepped)
         self.stepped |= applied
         for unit in self.units.values():

@@ -29,7 +29,7 @@ def computed_tape(workload: Workload, setup: RuntimeSetup, runtime_options: Runt
     if runtime_options.direct_linear and whole in (setup.param_dtype, DType.FP32):
         tape = with_direct_gradients(tape)
     if runtime_options.fused_loss:
-        rows = workload.micro_batch * (workload.seq_len or 0)
+        rows = workload.rows * (workload.seq_len or 0)
         tape = with_fused_loss(tape, rows=rows, itemsize=setup.param_dtype.bytes)
     return tape
 

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.parameters import Parameters
+from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.fsdp2.lines import LEDGER
@@ -74,6 +76,13 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
                 where="--stage",
                 remedy="use --stage 2",
             )
+
+    def unmodelled(self, case: Case) -> tuple[Unmodelled, ...]:
+        """Return Adafactor where matrices are shared: its row and column sums of distributed tensors were not measured."""
+        factored = any(state.factored for state in find_optimizer(case.workload.optimizer).states)
+        if not factored or case.layout.shard_group == 1:
+            return ()
+        return (Unmodelled("--optimizer", Effect.UNKNOWN, "Adafactor's factors of sharded matrices; whole states are counted"),)
 
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
         """Return FSDP2's lines, and rank 0."""

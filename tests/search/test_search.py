@@ -64,7 +64,7 @@ def test_search_is_exact_and_floors_are_floors(problem: tuple[Memory, list[Candi
         assert one.plan.gpu.total is not None
         assert memory.floor(one.candidate) <= one.plan.gpu.total, one.candidate
     totals = sorted(one.plan.gpu.total / GIB for one in everything if one.plan.gpu.total is not None)
-    limits = [totals[0] * 0.9, *(totals[len(totals) * k // 12] * 1.06 for k in range(12)), totals[-1] * 1.2]
+    limits = [totals[0] * 0.9, *(totals[len(totals) * k // 6] * 1.06 for k in range(6)), totals[-1] * 1.2]
     for gib in limits:
         for host in (8, 64):
             tight = limited(memory, gib + 0.6, host)

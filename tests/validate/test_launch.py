@@ -45,6 +45,7 @@ def test_a_rank_that_dies_or_stops_is_named(blow: str, monkeypatch: pytest.Monke
 
     def strike(job: int, doing: str) -> None:
         if doing.startswith("step 3 ") and not struck:
+            monkeypatch.setattr("zeroplan.validate.launch._PATIENCE_SECONDS", 4.0)
             struck.append(launch.pids())
             os.kill(struck[0][1], getattr(signal, blow))
 

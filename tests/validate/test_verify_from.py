@@ -31,6 +31,7 @@ def written(folder: Path, name: str, data: dict[str, Any]) -> str:
 
 
 @pytest.mark.torch
+@pytest.mark.usefixtures("warm_ranks")
 def test_the_trainers_arguments_are_run_and_equal_the_plan(tmp_path: Path, cli: Cli) -> None:
     model, file = written(tmp_path, "model.json", CONFIG), written(tmp_path, "arguments.json", ARGUMENTS)
     code, out, err = cli("verify", model, "--from", file, "--gpus", "1", "--steps", "2", "--json")

@@ -111,20 +111,23 @@ class _Server:
                     return asked
 
     def _hear(self, connection: Any) -> dict[str, Any] | None:
-        head, streams, *_ = socket.recv_fds(connection, 4, 3)
-        if not head:  # the client has ended, and so does its interpreter
+        text, streams = b"", list[int]()
+        with contextlib.suppress(ConnectionError):
+            head, streams, *_ = socket.recv_fds(connection, 4, 3)
+            size = int.from_bytes(head, "big")
+            while len(text) < size and (part := connection.recv(size - len(text))):
+                text += part
+        if not text:  # the client has ended, and so does its interpreter
             self.selector.unregister(connection)
             connection.close()
             if (pid := self.children.pop(connection)) is not None:
                 os.kill(pid, signal.SIGKILL)
             return None
-        text, size = b"", int.from_bytes(head, "big")
-        while len(text) < size:
-            text += connection.recv(size - len(text))
         pid = os.fork()
         if pid:
             self.children[connection] = pid
-            connection.sendall(pid.to_bytes(4, "big"))
+            with contextlib.suppress(ConnectionError):  # a client that has ended is heard of next
+                connection.sendall(pid.to_bytes(4, "big"))
         else:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -141,7 +144,7 @@ class _Server:
         for connection, pid in self.children.items():
             if pid is not None and (ended := os.waitpid(pid, os.WNOHANG))[0]:
                 self.children[connection] = None
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(ConnectionError):
                     connection.sendall(ended[1].to_bytes(4, "big"))
 
 

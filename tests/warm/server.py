@@ -65,8 +65,9 @@ def start(folder: Path, session: int) -> Path:
             code = "import sys; from tests.warm.server import main; main(*sys.argv[1:3])"
             command = [sys.executable, "-c", code, str(address), str(session), _PADDING]
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
-            while not address.exists():
+            server = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+            while not address.exists():  # the tests' time limits begin when all is imported
+                assert server.poll() is None, (folder / "said").read_text()
                 time.sleep(0.02)
             client = Path(__file__).with_name("client.py").read_text()
             program.write_text(f"#!{sys.executable} -SE\n{client}\n\nmain({str(address)!r})\n")
@@ -208,11 +209,10 @@ def _show(words: Sequence[str]) -> None:
 def main(address: str, session: str) -> None:
     given = [str(Path(entry).absolute()) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     libraries = [entry for entry in sys.path[1:] if entry not in given]
-    server = _Server(address, int(session))
     for name in PRELOADED:
         importlib.import_module(name)
     gc.freeze()  # else each child goes through all that is imported when it ends
-    asked = server.serve()
+    asked = _Server(address, int(session)).serve()
     if asked is not None:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         _become(asked, libraries)

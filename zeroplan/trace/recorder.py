@@ -358,7 +358,7 @@ def _uncontended_counts() -> tuple[int, int]:
     """Measure the reference counts that a dispatch mode sees of a gradient that only autograd's buffer holds."""
     seen: list[tuple[int, int]] = []
 
-    class Probe(TorchDispatchMode):
+    class CountReferences(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is _ADD and not torch.is_grad_enabled():
                 seen.append((args[0]._use_count(), torch._C._storage_Use_Count(args[0].untyped_storage()._cdata)))
@@ -367,6 +367,6 @@ def _uncontended_counts() -> tuple[int, int]:
     x = torch.empty(2, device="meta", requires_grad=True)
     y = x * 2.0
     z = (y * 2.0) * (y * 3.0)
-    with Probe():
+    with CountReferences():
         z.backward(torch.empty(2, device="meta"))
     return seen[0]

@@ -17,7 +17,7 @@ _NONE = -1
 _COEFFICIENTS = ("beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "root2", "eps", "l2", "keep", "rate")
 
 
-class _Step(ctypes.Structure):
+class _UpdateArguments(ctypes.Structure):
     """``ZeroplanStep``."""
 
     _fields_ = [
@@ -102,14 +102,14 @@ def _pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _arguments(args: UpdateArgs) -> _Step | None:
+def _arguments(args: UpdateArgs) -> _UpdateArguments | None:
     """The update as a C struct; None if it is skipped."""
     scale = 1.0
     if args.scalars is not None:
         if float(args.scalars[SKIP]):
             return None
         scale = float(args.scalars[FACTOR])
-    return _Step(
+    return _UpdateArguments(
         param=_pointer(args.param),
         grad=_pointer(args.grad),
         first=_pointer(args.first),

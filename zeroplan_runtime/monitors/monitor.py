@@ -22,7 +22,7 @@ _TAG = "Train/Samples/"  # of DeepSpeed's events (runtime/engine.py)
 
 
 @dataclass
-class _Step:
+class _PendingStep:
     """One step whose loss is on its way.
 
     Attributes:
@@ -41,7 +41,7 @@ class _Step:
     event: torch.cuda.Event | None
     ended: float
 
-    def seconds_since(self, before: _Step) -> float:
+    def seconds_since(self, before: _PendingStep) -> float:
         """Returns the seconds between the ends of two steps that have ended."""
         if self.event is not None and before.event is not None:
             found: float = before.event.elapsed_time(self.event) / 1000
@@ -66,8 +66,8 @@ class Monitor:
         self._writers, self._device, self._ranks = list(writers), device, ranks
         self._loss: torch.Tensor | None = None
         self._tokens = 0
-        self._waiting: deque[_Step] = deque()
-        self._before: _Step | None = None
+        self._waiting: deque[_PendingStep] = deque()
+        self._before: _PendingStep | None = None
 
     def saw_inputs(self, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Counts the tokens of a micro batch: the elements of ``input_ids``, or else of the first [batch, length] integers."""
@@ -104,12 +104,12 @@ class Monitor:
             values[f"{_TAG}memory_allocated_peak"] = float(torch.cuda.max_memory_allocated(self._device))
             if self.planned_bytes is not None:
                 values[f"{_TAG}memory_planned"] = float(self.planned_bytes)
-        self._waiting.append(_Step(samples, values, self._tokens, loss, event, time.perf_counter()))
+        self._waiting.append(_PendingStep(samples, values, self._tokens, loss, event, time.perf_counter()))
         self._loss, self._tokens = None, 0
         while len(self._waiting) > 1 and (self._waiting[0].event is None or self._waiting[0].event.query()):
             self._write(self._waiting.popleft())
 
-    def _write(self, step: _Step) -> None:
+    def _write(self, step: _PendingStep) -> None:
         values = {f"{_TAG}train_loss": float(step.loss), **step.values}
         if self._before is not None:
             seconds = step.seconds_since(self._before)

@@ -34,10 +34,10 @@ _FAILED = ctypes.c_void_p(-1).value
 _MOST_THREADS = 16
 
 #: The live blocks by address.
-_blocks: dict[int, _Block] = {}
+_blocks: dict[int, _Mapping] = {}
 
 
-class _Block:
+class _Mapping:
     """One mapping of whole pages. It is unmapped when no tensor uses it any more."""
 
     def __init__(self, size: int) -> None:
@@ -120,7 +120,7 @@ def allocate(numel: int, dtype: torch.dtype, *, register: bool, threads: int | N
         return torch.empty(0, dtype=dtype)
     if not sys.platform.startswith("linux"):
         return torch.zeros(numel, dtype=dtype, pin_memory=register)
-    block = _Block(size)
+    block = _Mapping(size)
     try:
         if block.size >= _HUGE:
             block.advise(mmap.MADV_HUGEPAGE)

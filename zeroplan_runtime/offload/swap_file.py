@@ -23,7 +23,7 @@ _RESUME = "check the disk (dmesg, smartctl) and resume from the last checkpoint"
 
 
 @dataclass(slots=True)
-class _Block:
+class _StoredBlock:
     """One block: its place in the file, the bytes written last, and their checksum (None until they are written whole)."""
 
     offset: int
@@ -56,7 +56,7 @@ class SwapFile:
     (:meth:`stored_bytes`). Transfers of whole pages bypass the page cache.
     """
 
-    def __init__(self, file: DiskFile, blocks: dict[str, _Block], engine: IoEngine) -> None:
+    def __init__(self, file: DiskFile, blocks: dict[str, _StoredBlock], engine: IoEngine) -> None:
         self.file, self.engine = file, engine
         self._blocks = blocks
 
@@ -164,17 +164,17 @@ class SwapFile:
         """Closes the file; it is not removed."""
         self.file.close()
 
-    def _at(self, block: str, tensor: torch.Tensor) -> tuple[_Block, int]:
+    def _at(self, block: str, tensor: torch.Tensor) -> tuple[_StoredBlock, int]:
         place, size = self._blocks[block], tensor.numel() * tensor.element_size()
         if size > _pages(place.size):
             raise ValueError(f"block {block!r} of {self.path} is of {place.size} bytes, the tensor of {size}")
         return place, size
 
 
-def _place(blocks: Mapping[str, int]) -> tuple[dict[str, _Block], int]:
+def _place(blocks: Mapping[str, int]) -> tuple[dict[str, _StoredBlock], int]:
     placed, offset = {}, 0
     for name, size in blocks.items():
-        placed[name] = _Block(offset, size)
+        placed[name] = _StoredBlock(offset, size)
         offset += _pages(size)
     return placed, offset
 

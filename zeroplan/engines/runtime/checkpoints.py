@@ -109,7 +109,7 @@ def host_buffers(moved: Collection[OffloadedInput]) -> dict[str, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class _CheckpointedBlock:
     """A checkpointed block: its list's name, and the events at which its forward, its recomputation and what follows begin."""
 
     stack: str
@@ -118,7 +118,7 @@ class _Block:
     until: int
 
 
-def _checkpointed(tape: ExpandedTape, blocks: Collection[str]) -> tuple[list[_Block], int]:
+def _checkpointed(tape: ExpandedTape, blocks: Collection[str]) -> tuple[list[_CheckpointedBlock], int]:
     """Return the blocks whose forward runs again in the backward, in the order of the forward, and where the forward ends."""
     names = [module.name.removeprefix(PEFT_PREFIX) for module in tape.modules]
     entered: dict[int, int] = {}
@@ -134,7 +134,8 @@ def _checkpointed(tape: ExpandedTape, blocks: Collection[str]) -> tuple[list[_Bl
     ends = [backward_end, *(again[module] for module in order)]
     stacks = [names[module].rpartition(".")[0] for module in order]
     return [
-        _Block(stack, entered[module], again[module], end) for stack, module, end in zip(stacks, order, ends, strict=False)
+        _CheckpointedBlock(stack, entered[module], again[module], end)
+        for stack, module, end in zip(stacks, order, ends, strict=False)
     ], forward_end
 
 
@@ -152,7 +153,7 @@ class _Lifetimes:
                 self.gone[arg] = at
         self._latest = sorted(self.made, key=self.made.__getitem__, reverse=True)
 
-    def input_of(self, block: _Block, since: int, sizes: Collection[int] = ()) -> int | None:
+    def input_of(self, block: _CheckpointedBlock, since: int, sizes: Collection[int] = ()) -> int | None:
         """The last storage made after event `since` that waits for the block's backward; of one of `sizes`, if there are any.
 
         What was there when the block before was entered is shared by several (a mask, an encoder's output), and what is freed

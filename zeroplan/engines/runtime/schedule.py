@@ -24,7 +24,7 @@ STEPS_UNTIL_STEADY = 2
 
 
 @dataclass(slots=True)
-class ResizableBuffer:
+class TransientBuffer:
     """A buffer that comes and goes.
 
     Attributes:
@@ -41,9 +41,9 @@ class UnitRun:
     """One unit with gradients in a run: what is kept of them until the step, and the slot of the whole ones."""
 
     kind: UnitKind
-    kept: ResizableBuffer | None  # None where they leave for the host
+    kept: TransientBuffer | None  # None where they leave for the host
     slot: SlotRun | None
-    sums: ResizableBuffer | None = None  # where they are summed before they do
+    sums: TransientBuffer | None = None  # where they are summed before they do
     visits: int = 0  # forwards in this micro batch
     landed: bool = False  # some gradient came in this micro batch
     reduced: bool = False
@@ -53,7 +53,7 @@ class UnitRun:
 class SlotRun:
     """A slot of whole gradients and the unit that holds it."""
 
-    buffer: ResizableBuffer
+    buffer: TransientBuffer
     holder: UnitRun | None = field(default=None, repr=False)
 
 
@@ -69,7 +69,7 @@ class RuntimeSchedule(EngineSchedule):
         self.layout, self.setup, self.recorder = layout, layout.setup, recorder
         self.cublas_workspace, self.makes_room = cublas_workspace, makes_room
         self.rows = runtime_buffers(layout)
-        transient = {(row.buffer, row.unit): ResizableBuffer(row) for row in self.rows if not row.persistent}
+        transient = {(row.buffer, row.unit): TransientBuffer(row) for row in self.rows if not row.persistent}
         self.staging = transient.get((Buffer.COMM_REDUCE_SCATTER, "staging"))
         self.slots = {name: SlotRun(transient[Buffer.GRAD_FULL, name]) for name in layout.grad_slots}
         self.sums = {name: transient[Buffer.STAGE_D2H, name] for name in layout.sum_slots}
@@ -220,11 +220,11 @@ class RuntimeSchedule(EngineSchedule):
             if unit.kept is not None:
                 self._give(unit.kept)
 
-    def _take(self, buffer: ResizableBuffer) -> None:
+    def _take(self, buffer: TransientBuffer) -> None:
         if buffer.block < 0:
             buffer.block = self.recorder.alloc(buffer.row.bytes, buffer.row.buffer, note=buffer.row.unit)
 
-    def _give(self, buffer: ResizableBuffer) -> None:
+    def _give(self, buffer: TransientBuffer) -> None:
         if buffer.block >= 0:
             self.recorder.free(buffer.block)
             buffer.block = -1

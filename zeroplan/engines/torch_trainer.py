@@ -18,6 +18,7 @@ from zeroplan.engines.verification import LEARNING_RATE, Row, Trainer, TrainingR
 
 #: The optimizers' states by their keys.
 _STATES = {state.state_key: state.buffer for row in OPTIMIZERS.values() for state in row.states}
+_STATES |= dict.fromkeys(("row_var", "col_var"), Buffer.OPTIM_FACTORED)  # of a matrix, where a vector has its variance
 
 Step = Callable[[dict[str, torch.Tensor]], torch.Tensor]
 
@@ -124,8 +125,9 @@ def state_rows(*optimizers: Any) -> list[Row]:
     """A row for each state that torch's optimizers have made."""
     found = []
     states = [state for optimizer in optimizers for state in optimizer.state.values()]
-    for key, buffer in _STATES.items():
-        tensors = [state[key] for state in states if isinstance(state.get(key), torch.Tensor)]
+    for buffer in dict.fromkeys(_STATES.values()):
+        keys = [key for key, kept in _STATES.items() if kept is buffer]
+        tensors = [state[key] for state in states for key in keys if isinstance(state.get(key), torch.Tensor)]
         if tensors:
             found.append(tensors_row(buffer, tensors))
     return found

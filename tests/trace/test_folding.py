@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -19,8 +21,9 @@ from zeroplan.core.tape_options import Arithmetic, Checkpointing, TraceOptions
 from zeroplan.core.tape_sizes import KernelDevice
 from zeroplan.core.workload import Attention
 from zeroplan.trace import pointwise
-from zeroplan.trace.api import Donors, trace_at, trace_model, trace_module
+from zeroplan.trace.api import Donors, _Attempt, trace_at, trace_model, trace_module
 from zeroplan.trace.fit import DoesNotFitError, TracePoint, fit_poly
+from zeroplan.trace.fold import DoesNotFoldError
 from zeroplan.trace.ranks import ALONE
 
 pytestmark = pytest.mark.torch
@@ -144,6 +147,21 @@ def test_a_second_t5_needs_no_points_but_those_of_its_sizes() -> None:
     own = trace_model(wider, auto_class_of(T5), options)
     for batch, seq in ((1, 50), (4, 999)):
         assert columns(borrowed.expand(batch, seq)) == columns(own.expand(batch, seq))
+
+
+@pytest.mark.parametrize(("left", "folds"), [(2, True), (1, False)])
+def test_a_tape_that_leaves_more_behind_than_its_trace_does_not_fold(left: int, folds: bool) -> None:
+    def alive(count: int) -> SimpleNamespace:
+        return SimpleNamespace(op=[Op.ALLOC] * count, arg=list(range(count)), aux=[512] * count)
+
+    attempt = SimpleNamespace(_run=lambda point: alive(left))
+    tape: Any = SimpleNamespace(expand=lambda *numbers: alive(2))
+    balanced = partial(_Attempt._balanced, cast("Any", attempt), tape, TracePoint(1, 8))
+    if folds:
+        assert balanced() is tape
+    else:
+        with pytest.raises(DoesNotFoldError):
+            balanced()
 
 
 def test_a_tape_survives_its_stored_form() -> None:

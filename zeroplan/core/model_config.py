@@ -22,6 +22,11 @@ IMAGE_TEXT_TO_TEXT = "AutoModelForImageTextToText"
 SEQUENCE_CLASSIFICATION = "AutoModelForSequenceClassification"
 TOKEN_CLASSIFICATION = "AutoModelForTokenClassification"
 QUESTION_ANSWERING = "AutoModelForQuestionAnswering"
+CTC = "AutoModelForCTC"
+AUDIO_CLASSIFICATION = "AutoModelForAudioClassification"
+MULTIPLE_CHOICE = "AutoModelForMultipleChoice"
+#: Auto classes of models without a head, which return no loss.
+HEADLESS = ("AutoModel", "AutoModelForTextEncoding")
 #: Auto classes whose head takes the place of the language model's.
 CLASSIFIERS = (SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION, QUESTION_ANSWERING)
 

@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.model_config import HEADLESS
 from zeroplan.core.tape import ExpandedTape, Op
 from zeroplan.core.tape_format import Size, Tape, TapeProgram
 from zeroplan.core.tape_options import TraceOptions
@@ -256,7 +257,8 @@ class _Attempt:
         if point not in self._traces:
             whole = point._replace(seq=point.seq * self._options.split_tokens)
             inputs = partial(build_inputs, self._config, self._auto_class, self._options, whole)
-            self._traces[point] = record(self._model(point.rank), inputs, self._options, self._on)
+            model, headless = self._model(point.rank), self._auto_class in HEADLESS
+            self._traces[point] = record(model, inputs, self._options, self._on, needs_loss=not headless)
         return self._traces[point]
 
     # ---- ranges of sequence lengths ------------------------------------------------------------------------------------
@@ -303,7 +305,7 @@ class _Attempt:
         """
         left = _left_behind(self._run(point))
         whole = tape.expand(point.batch, point.seq, point.rank or None)
-        if not left and _left_behind(whole):
+        if _left_behind(whole) > left:
             raise DoesNotFoldError("blocks that were not traced free less than those that were")
         return tape
 

@@ -15,8 +15,11 @@ from torch import nn
 from zeroplan.core.errors import BadInput
 from zeroplan.core.images import image_batch
 from zeroplan.core.model_config import (
+    AUDIO_CLASSIFICATION,
+    CTC,
     IMAGE_CLASSIFICATION,
     IMAGE_TEXT_TO_TEXT,
+    MULTIPLE_CHOICE,
     QUESTION_ANSWERING,
     SEQUENCE_CLASSIFICATION,
     SPEECH_SEQ2SEQ,
@@ -270,6 +273,10 @@ def build_inputs(config: Mapping[str, Any], auto_class: str, options: TraceOptio
         shapes = image_batch(config, point.batch, options.images, options.image_size)
         made = image_inputs(shapes, point.batch, point.seq, options.images, dtype)
         return {name: tensor.to("meta") for name, tensor in made.items()}
+    if auto_class in (CTC, AUDIO_CLASSIFICATION):
+        return _audio(config, auto_class, point, dtype)
+    if auto_class == MULTIPLE_CHOICE:
+        return {"input_ids": tokens(point.batch, 2, point.seq), "labels": tokens(point.batch)}
     ids = tokens(point.batch, point.seq)
     if auto_class == IMAGE_TEXT_TO_TEXT and config.get("model_type") == "gemma3":
         return {"input_ids": ids, "token_type_ids": tokens(point.batch, point.seq), "labels": ids}
@@ -279,3 +286,19 @@ def build_inputs(config: Mapping[str, Any], auto_class: str, options: TraceOptio
     if auto_class == QUESTION_ANSWERING:
         return {"input_ids": ids, "start_positions": tokens(point.batch), "end_positions": tokens(point.batch)}
     return {"input_ids": ids, "labels": ids}
+
+
+def _audio(config: Mapping[str, Any], auto_class: str, point: TracePoint, dtype: torch.dtype) -> dict[str, Any]:
+    """Sound as its model type takes it: samples, or frames of a spectrogram. A position is 20 ms of it, 320 samples."""
+    bins = next((int(config[key]) for key in ("num_mel_bins", "input_feat_per_channel") if key in config), 0)
+    labels = (point.batch,) if auto_class == AUDIO_CLASSIFICATION else (point.batch, max(1, point.seq // 8))
+    made: dict[str, Any] = {"labels": torch.empty(labels, dtype=torch.int64, device="meta")}
+    if "max_length" in config and bins:  # the audio spectrogram transformer's images
+        return made | {"input_values": torch.empty(point.batch, config["max_length"], bins, dtype=dtype, device="meta")}
+    if "max_source_positions" in config and bins:
+        frames = 2 * int(config["max_source_positions"])
+        return made | {"input_features": torch.empty(point.batch, bins, frames, dtype=dtype, device="meta")}
+    if bins or "feature_projection_input_dim" in config:
+        width = bins or int(config["feature_projection_input_dim"])
+        return made | {"input_features": torch.empty(point.batch, point.seq, width, dtype=dtype, device="meta")}
+    return made | {"input_values": torch.empty(point.batch, 320 * point.seq, dtype=dtype, device="meta")}

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroplan.core.errors import BadInput
 from zeroplan.core.tape import Mark
 from zeroplan.core.tape_options import Checkpointing, TraceOptions
 from zeroplan.trace.functions import CudaFunctions
@@ -20,7 +21,14 @@ from zeroplan.trace.recorder import Recording, StorageRecorder
 from zeroplan.trace.selective import checkpoint_every, contexts
 
 
-def record(model: nn.Module, inputs: Callable[[], Mapping[str, Any]], options: TraceOptions, ranks: Ranks = ALONE) -> Recording:
+def record(
+    model: nn.Module,
+    inputs: Callable[[], Mapping[str, Any]],
+    options: TraceOptions,
+    ranks: Ranks = ALONE,
+    *,
+    needs_loss: bool = False,
+) -> Recording:
     """Record the forward, the loss and the backward of one micro batch.
 
     The garbage collector is off meanwhile, so that storages are freed by reference counts alone, as on a GPU.
@@ -30,17 +38,23 @@ def record(model: nn.Module, inputs: Callable[[], Mapping[str, Any]], options: T
         inputs: returns the keyword arguments of the model's forward.
         options: how the model runs.
         ranks: the rank that runs it.
+        needs_loss: refuse a model that returns no loss, instead of taking the mean of what it returns.
+
+    Raises:
+        BadInput: a model without the loss that it needs.
     """
     collecting = gc.isenabled()
     gc.disable()
     try:
-        return _record(model, inputs, options, ranks)
+        return _record(model, inputs, options, ranks, needs_loss)
     finally:
         if collecting:
             gc.enable()
 
 
-def _record(model: nn.Module, inputs: Callable[[], Mapping[str, Any]], options: TraceOptions, ranks: Ranks) -> Recording:
+def _record(
+    model: nn.Module, inputs: Callable[[], Mapping[str, Any]], options: TraceOptions, ranks: Ranks, needs_loss: bool
+) -> Recording:
     outside = [ranks.local(tensor) for tensor in (*model.parameters(), *model.buffers())]
     known = KnownValues() if options.images else None
     recorder = StorageRecorder(outside, unwrapped=ranks.unwrapped, known=known)
@@ -54,7 +68,7 @@ def _record(model: nn.Module, inputs: Callable[[], Mapping[str, Any]], options: 
         with ranks.running(), recorder, functions:
             batch = inputs()
             recorder.mark(Mark.FORWARD_BEGIN)
-            loss = loss_of(model(**batch))
+            loss = loss_of(model(**batch), required=needs_loss)
             functions.drop_casts()
             recorder.mark(Mark.FORWARD_END)
             recorder.mark(Mark.BACKWARD_BEGIN)
@@ -87,11 +101,17 @@ def checkpoint_blocks(model: nn.Module, options: TraceOptions, functions: CudaFu
         checkpoint_every(base, options.every)
 
 
-def loss_of(output: Any) -> torch.Tensor:
-    """Return the loss of what a model returned: its `loss`, the first tensor, or the sum of the only one."""
+def loss_of(output: Any, *, required: bool = False) -> torch.Tensor:
+    """Return the loss of what a model returned: its `loss`, the first tensor, or the sum of the only one.
+
+    Raises:
+        BadInput: when it has no `loss` and one is `required`.
+    """
     loss = getattr(output, "loss", None)
     if loss is None and isinstance(output, Mapping):
         loss = output.get("loss")
+    if loss is None and required:
+        raise BadInput("returns no loss for a batch of its inputs and labels", remedy="give the module and inputs")
     if loss is None:
         loss = output[0] if isinstance(output, (tuple, list)) else output
     tensor: torch.Tensor = loss

@@ -12,7 +12,7 @@ from zeroplan.core.images import ImageBatch
 
 
 def image_inputs(batch: ImageBatch, samples: int, length: int, images: int, dtype: torch.dtype) -> Mapping[str, Any]:
-    """Return the keyword arguments of a forward: each sample begins with its images, one text token after each.
+    """Return the keyword arguments of a forward: each sample begins with its images of noise, one text token after each.
 
     Raises:
         BadInput: when the images' tokens are more than the sequence has.
@@ -27,7 +27,7 @@ def image_inputs(batch: ImageBatch, samples: int, length: int, images: int, dtyp
     ids = torch.full((samples, length), 5, dtype=torch.int64)
     for image in range(images):
         ids[:, image * run : image * run + batch.tokens] = batch.token_id
-    made: dict[str, Any] = {"input_ids": ids, "labels": ids.clone(), "pixel_values": torch.zeros(batch.pixels, dtype=dtype)}
+    made: dict[str, Any] = {"input_ids": ids, "labels": ids.clone(), "pixel_values": torch.rand(batch.pixels).to(dtype)}
     if batch.grid is not None:
         made["image_grid_thw"] = torch.tensor([batch.grid] * (samples * images), dtype=torch.int64)
     if batch.marks is not None:

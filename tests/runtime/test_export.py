@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch.distributed as dist
 import zeroplan_runtime
 from tests.runtime.ranks import RankPool
 from tests.runtime.train import ds_config
+from zeroplan.core.errors import BadInput
 
 pytestmark = pytest.mark.torch
 transformers = pytest.importorskip("transformers")
@@ -73,6 +75,38 @@ def test_transformers_loads_what_was_exported(pool: RankPool, tmp_path: Path, ti
         index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
         assert set(index["weight_map"].values()) == set(names[:-1])
         assert len(names) > 2
+
+
+def full_disk(group: dist.ProcessGroup, folder: str, stage: int) -> tuple[str, list[float]]:
+    """What every rank is told when the first one's disk is full, and how training goes on."""
+    from unittest import mock
+
+    from zeroplan_runtime.checkpoint.export import save_16bit_model
+
+    engine, *_ = zeroplan_runtime.initialize(model=llama(False), config=ds_config(stage), group=group, device="cpu")
+    fault = OSError(errno.ENOSPC, "No space left on device", folder)
+    try:
+        with mock.patch("safetensors.torch.save_file", side_effect=fault):
+            save_16bit_model(engine, folder, file_bytes=20_000)
+    except BadInput as said:
+        return str(said), fine_tune(engine, dist.get_rank(group))
+    return "", []
+
+
+def test_a_full_disk_is_one_line_on_every_rank(pool: RankPool, tmp_path: Path) -> None:
+    for said, losses in pool.run(2, full_disk, str(tmp_path / "new"), 3):
+        assert "No space left on device" in said
+        assert "\n" not in said
+        assert len(losses) == STEPS
+    assert not list((tmp_path / "new").iterdir())
+
+
+def test_an_export_takes_the_place_of_one_in_another_number_of_files(pool: RankPool, tmp_path: Path) -> None:
+    for file_bytes in (10**9, 20_000, 10**9):
+        pool.run(1, export, str(tmp_path), False, 0, file_bytes)
+        names = {path.name for path in tmp_path.glob("*.safetensors*")}
+        assert ("model.safetensors" in names) is (file_bytes == 10**9)
+        assert ("model.safetensors.index.json" in names) is (file_bytes != 10**9)
 
 
 def lora(model: Any) -> Any:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import itertools
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -185,3 +188,27 @@ def test_states_that_options_add_are_in_a_universal_checkpoint(section: dict[str
     to_universal(tmp_path / "own", tmp_path / "made")
     load_universal_checkpoint(engines[1], tmp_path / "made")
     assert go_on(engines[1], 4, 7) == pytest.approx(go_on(engines[0], 4, 7), rel=1e-5)
+
+
+def test_a_universal_checkpoint_is_whole_or_not_there(tmp_path: Path) -> None:
+    engine = zeroplan_runtime.initialize(model=build(), config=ds_config(0), device="cpu")[0]
+    go_on(engine, 0, 1)
+    engine.save_checkpoint(tmp_path / "own")
+    to_universal(tmp_path / "own", tmp_path / "made")
+    before = (tmp_path / "made" / "zero" / "norm.weight" / "fp32.pt").read_bytes()
+    go_on(engine, 1, 2)
+    engine.save_checkpoint(tmp_path / "own")
+    writes = itertools.count()
+    real = torch.save
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        if next(writes) == 20:
+            raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path))
+        real(*args, **kwargs)
+
+    with mock.patch("torch.save", fail), pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path / "own"), str(tmp_path / "made")])
+    assert (tmp_path / "made" / "zero" / "norm.weight" / "fp32.pt").read_bytes() == before
+    main([str(tmp_path / "own"), str(tmp_path / "made")])
+    assert (tmp_path / "made" / "zero" / "norm.weight" / "fp32.pt").read_bytes() != before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest_universal", "made", "own"]

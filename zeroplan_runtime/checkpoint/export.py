@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from zeroplan_runtime.checkpoint.agreement import on_all_ranks
 from zeroplan_runtime.checkpoint.atomic_files import sync_folder, write_durably
 from zeroplan_runtime.engine_parameters import EngineParameters
 
@@ -29,13 +31,16 @@ def save_16bit_model(
         folder: where the files go; it is created.
         filename: the name of a single file; several are numbered and have an index beside them, as transformers does.
         file_bytes: the most bytes of one file, unless a single tensor is larger.
+
+    Raises:
+        BadInput: on every rank, when the first cannot write.
     """
     from safetensors.torch import save_file
 
     folder = Path(folder)
     first = engine.comm.rank == 0
-    if first:
-        folder.mkdir(parents=True, exist_ok=True)
+    on_all_ranks(engine, lambda: folder.mkdir(parents=True, exist_ok=True) if first else None, str(folder))
+    faults: list[Exception] = []  # the other ranks go through all units, whatever the first one's disk does
     stem = filename.removesuffix(".safetensors")
     pending: dict[str, torch.Tensor] = {}
     written: list[tuple[Path, list[str]]] = []
@@ -52,15 +57,27 @@ def save_16bit_model(
             pending.clear()
         size = 0
 
+    def try_(act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception as fault:
+            faults.append(fault)
+
     for name, tensor in engine.full_tensors():
-        if first:
+        if first and not faults:
             nbytes = tensor.numel() * tensor.element_size()
             if size and size + nbytes > file_bytes:
-                flush()
+                try_(flush)
             pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
             size += nbytes
             total += nbytes
-    if first:
+        del tensor  # an error's traceback would keep it, and what lies in its memory later is another unit's
+
+    def finish() -> None:
+        if faults:
+            for path, _ in written:
+                path.unlink(missing_ok=True)
+            raise faults[0]
         flush()
         _name_files(folder, stem, written, total)
         for part in ("config", "generation_config"):
@@ -68,17 +85,22 @@ def save_16bit_model(
             if hasattr(config, "save_pretrained"):
                 config.save_pretrained(folder)
         sync_folder(folder)
-    engine.comm.barrier()
+
+    on_all_ranks(engine, finish if first else lambda: None, str(folder))
 
 
 def _name_files(folder: Path, stem: str, written: list[tuple[Path, list[str]]], total: int) -> None:
+    index_file = folder / f"{stem}.safetensors.index.json"
     if len(written) == 1:
         os.replace(written[0][0], folder / f"{stem}.safetensors")
+        index_file.unlink(missing_ok=True)
         return
+    index_file.unlink(missing_ok=True)  # a kill leaves no index of other files than those that are there
+    (folder / f"{stem}.safetensors").unlink(missing_ok=True)  # of before, which transformers would prefer
     index = {}
     for i, (path, names) in enumerate(written, 1):
         final = f"{stem}-{i:05d}-of-{len(written):05d}.safetensors"
         os.replace(path, folder / final)
         index.update(dict.fromkeys(names, final))
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
-    write_durably(folder / f"{stem}.safetensors.index.json", text.encode())
+    write_durably(index_file, text.encode())

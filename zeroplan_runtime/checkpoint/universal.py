@@ -21,7 +21,8 @@ import torch
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import OPTIMIZERS, variant_of
 from zeroplan.core.zero_config import DEEPSPEED_VERSION
-from zeroplan_runtime.checkpoint.agreement import on_all_ranks
+from zeroplan_runtime.checkpoint import atomic_files
+from zeroplan_runtime.checkpoint.agreement import as_line, on_all_ranks
 from zeroplan_runtime.checkpoint.whole import WholeCheckpoint
 from zeroplan_runtime.engine_parts import EngineParts
 from zeroplan_runtime.optim.lr_schedules import LrSchedule
@@ -47,11 +48,14 @@ def to_universal(checkpoint_dir: str | Path, output_dir: str | Path, tag: str | 
 
     Raises:
         BadInput: when there is no checkpoint, it is damaged, or lacks its frozen parameters.
+        OSError, RuntimeError: when the disk is full or fails; nothing has the new folder's name then.
     """
     checkpoint = WholeCheckpoint(checkpoint_dir, tag)
     if checkpoint.state["model"]["without_frozen"]:
         raise BadInput("the checkpoint lacks the frozen parameters", where=str(checkpoint.path), remedy="save all of them")
-    folder = Path(output_dir)
+    final = Path(output_dir)
+    tag = atomic_files.require_tag(final.name, str(final))
+    folder = atomic_files.begin(final.parent, tag)  # a kill leaves no folder of that name, or the one from before
     groups = [{**group, "params": []} for group in checkpoint.typed("groups")]
     row, progress = OPTIMIZERS.get(checkpoint.state["optimizer"] or ""), checkpoint.state["progress"]
     if row is not None:  # momentum and other options of any group add states
@@ -91,8 +95,9 @@ def to_universal(checkpoint_dir: str | Path, output_dir: str | Path, tag: str | 
         folder / _MODEL,
     )
     _link(folder / _MODEL, folder / _MODELS.format(0))
-    (folder.parent / LATEST).write_text(folder.name)
-    return folder
+    atomic_files.finish(final.parent, tag)
+    atomic_files.write_durably(final.parent / LATEST, tag.encode())
+    return final
 
 
 def load_universal_checkpoint(
@@ -288,8 +293,9 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     try:
         to_universal(given.checkpoint_dir, given.output_dir, given.tag)
-    except BadInput as fault:
-        parser.exit(fault.exit_code, f"{fault}\n")
+    except (BadInput, OSError, RuntimeError) as fault:  # torch.save raises the last where a disk is full
+        line = as_line(fault, given.output_dir)
+        parser.exit(line.exit_code, f"{line}\n")
 
 
 if __name__ == "__main__":

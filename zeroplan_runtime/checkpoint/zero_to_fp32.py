@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from zeroplan.core.errors import BadInput
+from zeroplan_runtime.checkpoint.agreement import as_line
+from zeroplan_runtime.checkpoint.atomic_files import write_durably
 from zeroplan_runtime.checkpoint.whole import WholeCheckpoint
 
 
@@ -65,20 +68,25 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     stem, suffix = ("model", "safetensors") if safe_serialization else ("pytorch_model", "bin")
     if safe_serialization:  # safetensors holds no shared memory: a tied parameter goes by its first name
         state = {name: tensor for name, tensor in state.items() if name not in tied}
+    index_file = folder / f"{stem}.{suffix}.index.json"
+    index_file.unlink(missing_ok=True)  # a kill leaves no index of other files than those that are there
     plan = split_torch_state_dict_into_shards(
         state, filename_pattern=f"{stem}{{suffix}}.{suffix}", max_shard_size=max_shard_size
     )
     for file, names in plan.filename_to_tensors.items():
         part = {name: state[name].contiguous() for name in names}
+        writing = folder / f".{file}.writing"
         if safe_serialization:
             from safetensors.torch import save_file
 
-            save_file(part, folder / file, metadata={"format": "pt"})
+            save_file(part, writing, metadata={"format": "pt"})
         else:
-            torch.save(part, folder / file)
+            torch.save(part, writing)
+        os.replace(writing, folder / file)
     if plan.is_sharded:
+        (folder / f"{stem}.{suffix}").unlink(missing_ok=True)  # of before, which transformers would prefer
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps(index, indent=1))
+        write_durably(index_file, json.dumps(index, indent=1).encode())
 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None) -> nn.Module:
@@ -98,10 +106,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
     parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what was not trained")
     given = parser.parse_args(arguments)
+    from safetensors import SafetensorError
+
     try:
         convert_zero_checkpoint_to_fp32_state_dict(**vars(given))
-    except BadInput as fault:
-        parser.exit(fault.exit_code, f"{fault}\n")
+    except (BadInput, OSError, RuntimeError, SafetensorError) as fault:
+        line = as_line(fault, given.output_dir)
+        parser.exit(line.exit_code, f"{line}\n")
 
 
 if __name__ == "__main__":

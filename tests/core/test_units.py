@@ -85,3 +85,9 @@ def test_formats_stay_short(count: int) -> None:
 def test_nearest_names() -> None:
     assert did_you_mean("adamq", ["adamw", "lion"]) == "did you mean 'adamw'?"
     assert did_you_mean("zzz", ["adamw"]) == ""
+
+
+def test_a_part_of_a_gib_is_a_size() -> None:
+    assert parse_size("0.5") == parse_size("512M") == parse_size(".5")
+    with pytest.raises(BadInput, match="above zero"):
+        parse_size("0.0")

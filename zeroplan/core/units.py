@@ -44,6 +44,8 @@ def parse_size(text: str | int, *, where: str = "") -> int:
         BadInput: when the text is no size, is zero or negative, or has no unit and could be GiB, MiB or bytes.
     """
     text = str(text)
+    if re.fullmatch(r"0?\.[0-9]*[1-9][0-9]*", text):  # less than one GiB: as a count of bytes it would be none
+        return round(float(text) * GIB)
     count = _parse(text, _NUMBER + r"([KMGTPkmgtp]?)(?:[iI]?[bB])?", _SIZE, where, "size", _WRITE_A_SIZE)
     if not re.fullmatch(_NUMBER, text) or count >= _FEWEST_BARE_BYTES:
         return count

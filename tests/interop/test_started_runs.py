@@ -186,6 +186,14 @@ def test_a_new_script_may_lie_in_the_folder_that_is_made(cli: Cli, tmp_path: Pat
     assert "there is no folder other" in err
 
 
+def test_the_plan_of_trls_form_is_of_its_own_head(cli: Cli, tmp_path: Path) -> None:
+    """Its loss is computed in tiles; the Trainer's holds the whole logits."""
+    asked = ("--stage", "2", "--offload-optimizer", "none", "--no-gradient-checkpointing", "-o", str(tmp_path / "main.json"))
+    peaks = {form: Started(cli, *asked, "--form", form).best["plan"]["gpu"]["peak_allocated"] for form in ("trl", "trainer")}
+    logits = 4 * 512 * 128_256
+    assert peaks["trainer"] - peaks["trl"] > 4 * logits  # at least one fp32 copy
+
+
 def test_an_optimizer_on_the_host_gets_its_threads(cli: Cli, tmp_path: Path) -> None:
     words = ("--offload-optimizer", "cpu", "--stage", "2", "--launcher", "torchrun", "-o", str(tmp_path / "ds.json"))
     assert "OMP_NUM_THREADS=$(( ($(nproc) + 1) / 2 )) torchrun " in Started(cli, *words).files["start"]

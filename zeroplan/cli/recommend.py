@@ -118,6 +118,8 @@ def recommend(
         program=program,
     )
     target = _target(request, output, form, launcher, script, new_script, hosts)
+    if target is not None and target.form == "trl":
+        request = replace(request, chunked_head=True)  # SFTTrainer's own: head and loss in tiles
 
     if request.model is None and request.params is None and not source:
         if html is not None:

@@ -27,7 +27,7 @@ ARGUMENTS = "training_arguments.json"
 #: ModelConfig's names; it loads in fp32 unless told otherwise, of which the host would hold twice the planned bytes.
 _DTYPES = {DType.BF16: "bfloat16", DType.FP16: "float16", DType.FP32: "float32"}
 #: TRL 1.16, ``trainer/sft_trainer.py``: compute_loss asks for ``fused_lm_head``.
-_FUSED_HEAD = "SFTTrainer never holds the whole logits, which the plan counts: its peak is that much lower"
+_FUSED_HEAD = "the plan is of SFTTrainer's own head and loss, which never hold the whole logits"
 _LAUNCHERS = ("deepspeed", "torchrun", "accelerate", "slurm")
 
 

@@ -70,8 +70,10 @@ def sync_gradients(model, last: bool) -> None:
 
 _DDP = '''
 def wrapped(device: torch.device):
-    """Replicas with fp32 parameters."""
+    """Replicas with fp32 parameters. One rank alone has no use for buckets of gradients."""
     model = build_model().to(device)
+    if dist.get_world_size() == 1:
+        return model
     return DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
 
 

@@ -75,12 +75,12 @@ def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:
         BadInput: when it has more layers than are simulated.
     """
     spec, workload = case.spec, case.workload
-    _require_layers(spec)
     if not spec.config or not spec.has_shapes:
         raise NoTapeError(
             f"{spec.name}: {spec.source} gives parameters but no architecture to trace",
             remedy="give inputs=, one micro batch" if spec.source == "module" else "give the model's id or config.json",
         )
+    _require_layers(spec)
     zero3 = engine.trace_options(case).zero3
     try:
         tape = find_tape(spec, workload, zero3=zero3, layout=case.parallel)

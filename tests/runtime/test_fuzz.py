@@ -54,7 +54,7 @@ FOUND = [
     # The same of aliases that are taken later, and of values that are written by `.data` in later forwards.
     (Case(steps=4, after=("caught",), alias="view", late=True, ranks=2, stage=2, offload="cpu"), ""),
     (Case(steps=4, after=("caught",), alias="data", late=True, ranks=2, stage=1, offload="cpu"), ""),
-    (Case(depth=3, after=("caught",), alias="view", late=True, ranks=2, stage=3), "the forward has kept a tensor that shares"),
+    (Case(depth=3, after=("caught",), alias="view", late=True, ranks=2, stage=3), "is read while its unit"),
     (Case(depth=3, after=("caught",), alias="parameter", late=True, ranks=2, stage=3), "is read while its unit"),
     (Case(clamps="data", late=True, steps=3, ranks=2, stage=3, dtype="bf16"), ""),
     (Case(clamps="data", steps=3, ranks=2, stage=2, dtype="bf16", offload="cpu"), ""),

@@ -163,3 +163,9 @@ def test_a_recipe_whose_task_only_its_names_tell_needs_the_flag(tmp_path: Path, 
     said.write_text(json.dumps({**recipe, "desirable_weight": 1.0, "model_name_or_path": "m"}))
     with pytest.raises(BadInput, match="change one of the two"):
         read_setups([str(said), {"zero_optimization": {}, "steps_per_print": 1}], None, "pretrain")
+
+
+def test_a_packed_recipe_without_a_length_has_trls() -> None:
+    recipe = {key: value for key, value in RECIPE.items() if key != "max_length"}
+    setup = read_setup({**recipe, "packing": True})
+    assert (setup.task, setup.seq_len) == ("sft", 1024)

@@ -264,5 +264,5 @@ def _length(run: Builder, task: str) -> None:
     multiple, length = run.number("pad_to_multiple_of"), run.fields.get("seq_len")
     if multiple and length and length % multiple:
         run.set("seq_len", -(-length // multiple) * multiple, "pad_to_multiple_of")
-    if run.flag("packing"):
-        run.keys["seq_len"] += " (packed)" if "seq_len" in run.keys else ""
+    if run.flag("packing") and "seq_len" in run.keys:
+        run.keys["seq_len"] += " (packed)"

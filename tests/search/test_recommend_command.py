@@ -255,7 +255,7 @@ def test_without_a_model_it_says_what_the_card_can_train(cli: Cli, tmp_path: Pat
     data = json.loads(out)
     assert code == 0
     by_method = {row["method"]: [m["params"] for m in row["models"]] for row in data["methods"]}
-    assert set(by_method) == {"full", "full, offload", "LoRA", "LoRA, offload"}
+    assert set(by_method) == {"full", "full, offload", "LoRA", "LoRA, offload", "QLoRA"}
     for sizes in by_method.values():
         assert sizes == sorted(sizes, reverse=True)
         assert len(sizes) == 3

@@ -23,7 +23,6 @@ import sys
 import time
 import types
 from collections.abc import Sequence
-from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -194,8 +193,8 @@ def _module(name: str) -> tuple[types.CodeType, ModuleSpec, str]:
     if spec is not None and spec.submodule_search_locations is not None:
         spec = importlib.util.find_spec(f"{name}.__main__")
     assert spec is not None, name
-    assert isinstance(spec.loader, InspectLoader)
-    code = spec.loader.get_code(spec.name)
+    loader: Any = spec.loader  # an editable install's has get_code without being an InspectLoader
+    code = loader.get_code(spec.name)
     assert code is not None
     return code, spec, str(spec.origin)
 

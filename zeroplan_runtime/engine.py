@@ -382,6 +382,7 @@ class Engine(EngineGetters, EngineCheckpoints):
         self.finish_step()
         if self.host is not None:
             self.host.drain(self.schedule.compute_stream)
+            self.schedule.parameters_were_sent()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients accumulated so far.

@@ -311,6 +311,10 @@ class Schedule:
             unit.param_slot.in_use = in_use
             unit.param_slot.last_use.record(self.compute_stream)
 
+    def parameters_were_sent(self) -> None:
+        """Notes that shards have other values since the last step, as when delayed updates are sent early: reads gather."""
+        self._reads_on = None
+
     def wait_for_unshard(self) -> None:
         """Makes the compute stream wait for every all-gather that was issued; below stage 3 those that are due are issued."""
         stream = self.compute_stream.key()

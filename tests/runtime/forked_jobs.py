@@ -79,13 +79,15 @@ def run_job(python: Path, folder: Path, job: Job) -> Ended:
     """Run the job in an empty folder, and leave nothing of it running."""
     folder.mkdir(exist_ok=True)
     command = [python, "-m", "tests.runtime.forked_jobs", json.dumps(asdict(job)), str(free_port())]
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     with contextlib.suppress(subprocess.TimeoutExpired):
-        subprocess.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=_MOST_SECONDS, check=False)
+        subprocess.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": path}, timeout=_MOST_SECONDS, check=False)
     codes = folder / "codes"
     ended = [int(code) for code in codes.read_text().split()] if codes.exists() else [0]
     with contextlib.suppress(ProcessLookupError):
         os.killpg(int((folder / "group").read_text()), signal.SIGKILL)
     logs = [folder / f"log{rank}" for rank in range(job.ranks)]
+    assert (folder / "begun").exists(), "\n".join(log.read_text() for log in logs if log.exists())
     said = max(log.stat().st_mtime for rank, log in enumerate(logs) if rank != job.victim)
     return Ended(folder, min(map(abs, ended)), [log.read_text() for log in logs], said - (folder / "begun").stat().st_mtime)
 

@@ -54,6 +54,8 @@ def save_checkpoint(
     first = comm.rank == 0
     with engine.activity.inside(f"saving {str(tag)[:80]!r}"):
         engine.drain()
+        if engine.schedule.has_aliases:  # which show a delayed update, too, now that it was sent
+            engine.schedule.wait_for_unshard()
 
         state: dict[str, Any] = {}
 

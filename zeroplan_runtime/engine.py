@@ -256,10 +256,9 @@ class Engine(EngineGetters, EngineCheckpoints):
 
     def _counted(self, *, backward: bool) -> AbstractContextManager[object]:
         """Returns a context that counts the FLOPs of the step that the config profiles."""
-        if self.flops_profiler is None or self.flops_profiler.done or not torch.is_grad_enabled():
+        if self.flops_profiler is None or not torch.is_grad_enabled():
             return nullcontext()
-        count = self.flops_profiler.backward if backward else self.flops_profiler.forward
-        return count(self.progress.global_steps)
+        return self.flops_profiler.counting(self.progress.global_steps, backward=backward)
 
     def _audited(self) -> AbstractContextManager[object]:
         """Returns a context that checks parameter reads in the first micro batches at stage 3, and aliases in the first of

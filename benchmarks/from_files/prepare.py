@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 MODELS = ("meta-llama/Llama-3.2-1B", "Qwen/Qwen2.5-0.5B")
-_TINY = {
+#: What a model keeps of its shape where nothing is measured.
+TINY = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
@@ -108,7 +109,7 @@ def make_model(name: str, folder: Path, tokenizer: Any, tiny: bool) -> None:
     from benchmarks.measure.models import build_config
 
     torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
-    config = build_config(name, _TINY if tiny else {})
+    config = build_config(name, TINY if tiny else {})
     config.pad_token_id, config.bos_token_id, config.eos_token_id = 0, 1, 2
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

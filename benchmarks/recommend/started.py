@@ -26,23 +26,13 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from benchmarks.from_files.prepare import bytes_tokenizer
+from benchmarks.from_files.prepare import TINY, bytes_tokenizer
 from benchmarks.from_files.run import end
 from benchmarks.measure.models import build_config
 from benchmarks.measure.worker import versions
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "Qwen/Qwen2.5-0.5B"
-_TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "layer_types": None,
-    "vocab_size": 1200,
-    "max_window_layers": 2,
-}
 _ASKED = "--vram 139G --cpu-ram 120G --gpus 1 --global-batch 8 --micro-batch 4 --seq-len 1024"
 _HERE, _STAYS = "--offload-optimizer none --offload-param none", "--no-gradient-checkpointing"
 #: A name and the words after ``recommend MODEL``, form by form.
@@ -136,7 +126,7 @@ def main() -> int:
 def make_model(folder: Path, *, tiny: bool) -> None:
     """Write the model's config and a tokenizer below `folder`: without weights a script begins with random ones."""
     place = folder / MODEL
-    config = build_config(MODEL, _TINY if tiny else {})
+    config = build_config(MODEL, TINY if tiny else {})
     config.pad_token_id, config.bos_token_id, config.eos_token_id = 0, 1, 2
     config.architectures = ["Qwen2ForCausalLM"]
     config.save_pretrained(place)

@@ -56,9 +56,9 @@ def test_a_flash_kernel_computes_its_scores_again() -> None:
     """The CPU's attention of [batch, heads, length, width] inputs is one operator, which torch's own table lacks."""
     profiler = FlopsProfiler({}, torch.device("cpu"), None)
     query = torch.randn(2, 3, 5, 4, requires_grad=True)
-    with profiler.forward(1):
+    with profiler.counting(1, backward=False):
         output = functional.scaled_dot_product_attention(query, query, query, is_causal=True)
-    with profiler.backward(1):
+    with profiler.counting(1, backward=True):
         output.sum().backward()
     profiler.stepped(2)
     product = 2 * 2 * 3 * 5 * 5 * 4

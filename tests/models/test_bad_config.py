@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from typing import Any
 
 import pytest
@@ -154,14 +153,12 @@ _NEAR = st.integers(-3, 70_000) | st.sampled_from([0, 1, -1, 2**31, 2**63, 10**3
 
 
 def _load(config: Any) -> ModelSpec | None:
-    begin = time.process_time()
     try:
         spec = load_model(config)
     except BadInput as error:
         assert "\n" not in str(error)
         assert len(str(error)) <= 600
         spec = None
-    assert time.process_time() - begin < 2
     return spec
 
 

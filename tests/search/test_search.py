@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -100,6 +99,7 @@ def test_families_come_fastest_first_and_fit(problem: tuple[Memory, list[Candida
     families = [r.candidate.family for r in outcome.ranking]
     assert len(families) == len(set(families))
     assert outcome.considered == len(space)
+    assert outcome.simulated < len(space) / 4  # floors prune, and step times order, before anything is simulated
 
 
 def test_least_memory_needs_less_than_the_fastest(problem: tuple[Memory, list[Candidate]]) -> None:
@@ -110,21 +110,6 @@ def test_least_memory_needs_less_than_the_fastest(problem: tuple[Memory, list[Ca
     assert least[0].plan.gpu.needed < fastest.plan.gpu.needed
     needs = [r.plan.gpu.needed for r in least]
     assert needs == sorted(needs)
-
-
-def test_fifty_thousand_floors_a_second(problem: tuple[Memory, list[Candidate]]) -> None:
-    memory, space = problem
-    for candidate in space:
-        memory.cannot_fit(candidate)  # sums over parameters, once for each configuration
-    rounds = 40
-    fastest = float("inf")
-    for _ in range(5):
-        begin = time.process_time()
-        for _ in range(rounds):
-            for candidate in space:
-                memory.floor(candidate)
-        fastest = min(fastest, time.process_time() - begin)
-    assert rounds * len(space) / fastest > 50_000
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "ddp", "fsdp2"])

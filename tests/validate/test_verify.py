@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,10 +30,8 @@ Cli = Callable[..., tuple[int, str, str]]
 @pytest.mark.slow
 @pytest.mark.usefixtures("warm_ranks")
 def test_the_built_in_set_is_exact_at_every_stage(cli: Cli) -> None:
-    begin = time.monotonic()
     code, out, err = cli("verify", "--steps", "2", "--json")
     assert code == 0, out + err
-    assert time.monotonic() - begin < 150  # some 15 s on two free cores
     assert "stage 3: owned buffers exact" in err
     drift = Drift.model_validate_json(out)
     assert drift.machine["ranks"] == 2

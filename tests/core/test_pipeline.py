@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.core.test_tensor_parallel import CONFIG
 from zeroplan.core.errors import BadInput
-from zeroplan.core.pipeline import PipelineSchedule, Stage, stage_parameters, stages_of
+from zeroplan.core.pipeline import chunks_of, stage_parameters, stages_of
 from zeroplan.models.load import load_model
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.request import Request
@@ -35,35 +35,13 @@ def test_torchtitans_split_of_llama_8b() -> None:
     assert [(s.first, s.end) for s in stages_of(32, 4)] == [(0, 8), (8, 17), (17, 25), (25, 32)]
 
 
-def test_the_order_of_one_f_one_b() -> None:
-    second = Stage(1, 4, 0, 1)
-    order = "".join(f"{'F' if forward else 'B'}{number} " for forward, number in second.order(PipelineSchedule.ONE_F_ONE_B, 5))
-    assert order == "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4 "
-    assert second.in_flight(PipelineSchedule.GPIPE, 5) == 5
-
-
-@given(st.integers(1, 8), st.integers(1, 20), st.sampled_from(PipelineSchedule), st.data())
-def test_a_micro_batch_goes_forward_then_backward(
-    stages: int, count: int, schedule: PipelineSchedule, data: st.DataObject
-) -> None:
-    stage = Stage(data.draw(st.integers(0, stages - 1)), stages, 0, 1)
-    flying: set[int] = set()
-    done, most = 0, 0
-    for forward, number in stage.order(schedule, count):
-        if forward:
-            flying.add(number)
-        else:
-            flying.remove(number)
-            done += 1
-        most = max(most, len(flying))
-    assert done == count
-    assert not flying
-    assert most == stage.in_flight(schedule, count)
+def test_a_rank_with_several_chunks_has_every_second_stage() -> None:
+    assert [(s.index, s.first, s.end) for s in chunks_of(32, 2, 2, 1)] == [(1, 8, 17), (3, 25, 32)]
 
 
 def test_stages_share_the_parameters() -> None:
     whole = load_model(DEEP).parameters
-    parts = [stage_parameters(whole, stage) for stage in stages_of(8, 3)]
+    parts = [stage_parameters(whole, [stage]) for stage in stages_of(8, 3)]
     assert sum(part.total for part in parts) == whole.total
     assert "model.embed_tokens.weight" in parts[0].names
     assert parts[-1].names[-2:] == ("model.norm.weight", "lm_head.weight")
@@ -76,12 +54,17 @@ def test_stages_share_the_parameters() -> None:
     [
         ({}, {"pp": 3}, "pp 3 does not divide 1 × 8 = 8 ranks"),
         ({}, {"pp": 2, "tp": 8}, "tp 8 × pp 2 = 16 does not divide 1 × 8 = 8 ranks"),
-        ({"num_hidden_layers": 2}, {"pp": 4}, "pp 4 leaves a stage without any of the 2 blocks"),
+        ({"num_hidden_layers": 2}, {"pp": 4}, "4 pipeline stages leave one without any of the 2 blocks"),
         ({"tie_word_embeddings": True}, {"pp": 2}, "the head is tied to the embedding, which is on another pipeline stage"),
         ({}, {"pp": 2, "stage": 3}, "on a pipeline stage fsdp2 keeps parameters gathered"),
         ({}, {"pp": 2, "lora_rank": 4}, "pipeline stages with LoRA are not modelled"),
         ({}, {"pp": 2, "tp": 2, "sp": True}, "sequence parallelism on pipeline stages is not modelled"),
         ({}, {"pp": 2, "schedule": "zero-bubble"}, "the zero-bubble schedule is not modelled"),
+        ({}, {"pp": 4, "grad_accum": 3}, "1f1b over 4 stages takes 4 micro batches or more, and not 3"),
+        ({}, {"pp": 2, "schedule": "interleaved"}, "the interleaved schedule is 1f1b with several chunks a rank"),
+        ({}, {"pp": 4, "vpp": 4, "grad_accum": 8}, "16 pipeline stages leave one without any of the 8 blocks"),
+        ({}, {"pp": 2, "vpp": 2, "grad_accum": 9}, "the 4 rounds of the interleaved schedule do not divide 9 micro batches"),
+        ({}, {"vpp": 2}, "vpp 2 needs pipeline stages"),
         ({}, {"schedule": "gpipe"}, "a schedule without pipeline stages"),
         ({}, {"pp": 2, "schedule": "1b1f"}, "unknown schedule '1b1f'"),
         ({"model_type": "gpt2", "n_head": 8}, {"pp": 2}, "pipeline stages of gpt2 are not modelled"),
@@ -89,7 +72,7 @@ def test_stages_share_the_parameters() -> None:
     ],
 )
 def test_what_cannot_be_is_one_line(changed: dict[str, object], asked: dict[str, object], said: str) -> None:
-    request = {"model": DEEP | changed, "gpus": 8, "engine": "fsdp2", "stage": 2, "depth": "formula"} | asked
+    request = {"model": DEEP | changed, "gpus": 8, "engine": "fsdp2", "stage": 2, "depth": "formula", "grad_accum": 8} | asked
     with pytest.raises(BadInput) as refused:
         estimate_report(Request(**request))  # type: ignore[arg-type]
     assert said in str(refused.value)
@@ -108,6 +91,14 @@ def test_formulas_tell_every_stage_the_worst_first() -> None:
     assert f"Stages: {plan.stages[0].stage} needs " in text
     # Masters, gradients and two moments in fp32, over two data-parallel ranks.
     assert sum(stage.model_states for stage in plan.stages) == 16 * load_model(DEEP).params // 2
+
+
+def test_chunks_of_a_rank_are_told() -> None:
+    asked = Request(model=DEEP, gpus=8, pp=2, vpp=2, engine="fsdp2", depth="formula", grad_accum=4)
+    report = estimate_report(asked)
+    assert "8 GPUs as dp 4 × pp 2 × vpp 2" in report_text(report)
+    blocks = {one.stage: one.blocks for one in report.plans[0].stages}
+    assert blocks == {0: ((0, 2), (5, 7)), 1: ((2, 5), (7, 8))}
 
 
 def test_no_step_time_of_shared_models() -> None:

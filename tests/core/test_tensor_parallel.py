@@ -84,4 +84,4 @@ def test_formulas_tell_the_states_of_a_rank_and_no_fit() -> None:
     assert plan.gpu.model_states == 16 * sum(rows) // 2
     assert plan.fits is None
     assert plan.gpu.bound is None
-    assert report.cluster["layout"] == {"dp": 2, "tp": 4, "sp": False, "pp": 1, "shard_group": 2}
+    assert report.cluster["layout"] == {"dp": 2, "tp": 4, "sp": False, "pp": 1, "vpp": 1, "shard_group": 2}

@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 
 from tests.engines.test_contract import ledger_and_schedule_differ
+from zeroplan.core.buffers import Buffer
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.pipeline import PipelineSchedule, stages_of
+from zeroplan.core.pipeline import stages_of
+from zeroplan.core.pipeline_order import PipelineSchedule
 from zeroplan.core.tape import ExpandedTape, Kind, Op
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
@@ -87,3 +89,23 @@ def test_gpipe_holds_every_micro_batch_and_1f1b_those_in_flight(tape: ExpandedTa
     assert peaks[PipelineSchedule.ONE_F_ONE_B, 2] < peaks[PipelineSchedule.ONE_F_ONE_B, 0]
     for number in (0, 2):
         assert peaks[PipelineSchedule.GPIPE, number] > peaks[PipelineSchedule.ONE_F_ONE_B, number]
+
+
+@pytest.mark.parametrize("schedule", PipelineSchedule)
+def test_what_the_ledger_keeps_of_two_chunks_the_schedule_leaves_alive(tape: ExpandedTape, schedule: PipelineSchedule) -> None:
+    layout = ParallelLayout(gpus=8, pp=4, vpp=2)
+    case = Case(load_model(MODEL), WORK, Cluster(gpus=8), ZeroConfig.of(2), parallel=layout, pipeline=schedule, pp_rank=1)
+    assert not ledger_and_schedule_differ(case, find_engine("fsdp2"), tape)
+
+
+def test_interleaving_holds_more_than_1f1b_and_gathers_ahead(tape: ExpandedTape) -> None:
+    """Narayanan et al. 2021, section 2.2: 1 + (p − 1) / (p · v) times the activations of 1F1B's first stage."""
+    spec, engine = load_model(MODEL), find_engine("fsdp2")
+    cases = [
+        Case(spec, WORK, Cluster(gpus=8), ZeroConfig.of(2), parallel=ParallelLayout(gpus=8, pp=4, vpp=chunks))
+        for chunks in (1, 2)
+    ]
+    whole, looped = (engine.simulate(case, tape) for case in cases)
+    held = [run.timeline.alive_by_buffer().get(Buffer.ACTIVATION, 0) for run in (whole, looped)]
+    assert held[1] / held[0] == pytest.approx(1 + 3 / (4 * 2), rel=0.1)
+    assert looped.peak_allocated > whole.peak_allocated

@@ -51,7 +51,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", callback=_quiet, help="Pri
 
 _WORK, _CLUSTER, _MESH, _ZERO, _FROM = "Workload", "Cluster", "Parallelism", "Sharding", "Files"
 #: Fields of a layout, for verbs that take data parallelism alone.
-DEGREES = ("tp", "sp", "pp", "schedule")
+DEGREES = ("tp", "sp", "pp", "vpp", "schedule")
 
 
 def _option(
@@ -119,6 +119,7 @@ OPTIONS: dict[str, Any] = {
     "pp": _option(
         int, "--pp", "Stages of consecutive blocks (pipeline parallelism); --grad-accum micro batches pass. [1]", _MESH
     ),
+    "vpp": _option(int, "--vpp", "Chunks of blocks a pipeline rank has (interleaved schedules). [1]", _MESH),
     "schedule": _option(str, "--schedule", "The order of a stage's micro batches: 1f1b or gpipe.", _MESH),
     "engine": _option(str, "--engine", f"{', '.join(BUILT_IN)}, or one of your own.", _ZERO, names=complete.engines),
     "stage": _option(int | None, "--stage", "0 to 3. [all]", _ZERO),

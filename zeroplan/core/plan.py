@@ -129,10 +129,12 @@ class PeerFigures(Frozen):
 
 
 class StageMemory(Frozen):
-    """One pipeline stage's rank: the range of its blocks, and bytes on its GPU. Peaks and total are None at formula depth."""
+    """One pipeline rank: the range of blocks of each of its chunks, and bytes on its GPU. Peaks and total are None at formula
+    depth.
+    """
 
     stage: int
-    blocks: tuple[int, int]
+    blocks: tuple[tuple[int, int], ...]
     model_states: int
     peak_allocated: int | None = None
     peak_reserved: int | None = None

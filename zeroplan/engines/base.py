@@ -47,7 +47,7 @@ class Case:
     `parallel` None means data parallelism over the whole cluster. `zero_init` says whether DeepSpeed's stage 3 gets a model
     that was built under ``deepspeed.zero.Init``; without it the whole model passes over each GPU.
     With pipeline parallelism, `pipeline` is the order of micro batches
-    (:class:`~zeroplan.core.pipeline.PipelineSchedule`), and `pp_rank` the stage that is looked at.
+    (:class:`~zeroplan.core.pipeline_order.PipelineSchedule`), and `pp_rank` the pipeline rank that is looked at.
     `unmodelled` are keys of files that no field here holds; an engine adds its own (:meth:`Engine.unmodelled`).
     """
 
@@ -62,14 +62,14 @@ class Case:
     pp_rank: int = 0
 
     @property
-    def pipeline_stage(self) -> Stage | None:
-        """The pipeline stage that is looked at; None without pipeline parallelism."""
+    def pipeline_chunks(self) -> tuple[Stage, ...]:
+        """The stages of the pipeline rank that is looked at, one for each of its chunks; none without pipeline parallelism."""
         if self.layout.pp == 1:
-            return None
-        from zeroplan.core.pipeline import stages_of
+            return ()
+        from zeroplan.core.pipeline import chunks_of
 
         blocks = len({block for block in self.spec.parameters.blocks if block})
-        return stages_of(blocks, self.layout.pp)[self.pp_rank]
+        return chunks_of(blocks, self.layout.pp, self.layout.vpp, self.pp_rank)
 
     @property
     def layout(self) -> ParallelLayout:

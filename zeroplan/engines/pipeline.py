@@ -12,15 +12,20 @@ Note [Cutting a tape]
     torch keeps a micro batch's output until its backward (``fwd_cache``), logits included, and makes buffers for the inputs
     and gradients of all micro batches of a step at once, for the whole run.
     Source: torch/distributed/pipelining/stage.py (``_RecvInfo``, ``forward_one_chunk``, ``backward_one_chunk``).
+
+    A rank with several chunks (vpp) has one part of the tape for each. They have a schedule each, whose hooks are called as
+    :func:`~zeroplan.core.pipeline_order.with_gathers` orders them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput
-from zeroplan.core.pipeline import PipelineSchedule, Stage, block_number, holds
+from zeroplan.core.pipeline import Stage, block_number, holds
+from zeroplan.core.pipeline_order import Action, Do, PipelineOrder, in_flight, with_gathers
 from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op, TapeModule, blocks_of
 from zeroplan.core.tensor_parallel import EMBEDDING
 from zeroplan.engines.player import CuePlayer, EngineSchedule
@@ -30,8 +35,6 @@ from zeroplan.simulate.recorder import Recorder
 
 #: The norm in front of the MLP, whose input is the residual stream, in the architectures of which stages are modelled.
 _SECOND_NORM = "post_attention_layernorm"
-#: Micro batches beyond those in flight that are played: each is like the one before it.
-_FURTHER = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,87 +216,151 @@ def _hidden_bytes(tape: ExpandedTape, walk: _Cut) -> int:
 
 
 class PipelineEngineSchedule(EngineSchedule):
-    """Hooks in which an engine allocates and frees where micro batches of one step overlap."""
+    """Hooks in which an engine allocates and frees for one chunk, where micro batches of one step overlap."""
+
+    def unshard(self) -> None:
+        """The chunk's parameters are gathered ahead of its use."""
+
+    def wait_for_unshard(self) -> None:
+        """They are needed now."""
+
+    def reshard(self) -> None:
+        """They are not needed for a while."""
 
     def reduce(self) -> None:
-        """The last backward of a step has returned, and gradients are reduced."""
+        """The chunk's last backward of a step has returned, and gradients are reduced."""
+
+    def zero_grad(self) -> None:
+        """The optimizer has stepped, and gradients go."""
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineRun:
-    """The part of a job that is played: `micro_batches` a step, in the order of `schedule`, for so many `steps`."""
+    """The part of a job that is played: a step's micro batches in their order, for so many `steps`."""
 
-    stage: Stage
-    schedule: PipelineSchedule
-    micro_batches: int
+    order: PipelineOrder
     steps: int
     cublas_workspace: int = 0
 
 
-def play_pipeline(run: PipelineRun, part: StageTape, recorder: Recorder, schedule: PipelineEngineSchedule) -> None:
-    """Record a stage's run: build, initialisation, and `run.steps` steps.
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One of a rank's chunks: which stage of the pipeline it is, its part of the tape, and its engine's hooks."""
+
+    stage: Stage
+    part: StageTape
+    schedule: PipelineEngineSchedule
+
+
+def play_pipeline(run: PipelineRun, chunks: Sequence[Chunk], recorder: Recorder, step_optimizer: Callable[[], None]) -> None:
+    """Record a rank's run: build, initialisation, and `run.steps` steps.
 
     Marks are ``model``, ``init``, then ``fwd`` and ``bwd`` for the micro batches, ``bwd`` for the reductions, and ``step0``, …
+
+    Args:
+        run: how much is played.
+        chunks: the rank's chunks, in the pipeline's order.
+        recorder: where it is recorded.
+        step_optimizer: clips and steps, over the parameters of all chunks.
     """
-    schedule.build()
+    for chunk in chunks:
+        chunk.schedule.build()
     recorder.mark("model")
-    schedule.initialize()
+    for chunk in chunks:
+        chunk.schedule.initialize()
     recorder.mark("init")
-    stage, count = run.stage, run.micro_batches
-    ahead = stage.in_flight(run.schedule, count)
-    played = min(count, ahead + _FURTHER)
-    player = _StagePlayer(run, part, recorder, schedule, slots=ahead)
+    count = run.order.micro_batches
+    actions = run.order.shortened()
+    players = _players(run, chunks, recorder, in_flight(actions, len(chunks)))
+    looped = len(chunks) > 1
+    if looped:
+        actions = with_gathers(actions)
+    inputs = sum(chunk.part.inputs for chunk in chunks)
     for step in range(run.steps):
-        batch = recorder.alloc(part.inputs * count, Buffer.INPUT) if part.inputs else -1
+        batch = recorder.alloc(inputs * count, Buffer.INPUT) if inputs else -1
         if not step:  # static buffers, for the whole run
-            for needed in (not stage.is_first, not stage.is_last):
-                for _ in range(count if needed else 0):
-                    recorder.alloc(part.hidden, Buffer.COMM_PIPELINE)
-        for forward, number in stage.order(run.schedule, played):
-            player.forward(number) if forward else player.backward(number)
-            recorder.mark("fwd" if forward else "bwd")
-        player.drop_sent()
-        schedule.reduce()
+            for chunk in chunks:
+                for needed in (not chunk.stage.is_first, not chunk.stage.is_last):
+                    for _ in range(count if needed else 0):
+                        recorder.alloc(chunk.part.hidden, Buffer.COMM_PIPELINE)
+        for action in actions:
+            _act(action, players, recorder)
+        for player in players:
+            player.drop_sent()
+            if not looped:
+                player.schedule.reduce()
         recorder.mark("bwd")
-        schedule.step(True)
+        step_optimizer()
+        for chunk in chunks:
+            chunk.schedule.zero_grad()
         if batch >= 0:
             recorder.free(batch)
         recorder.mark(f"step{step}")
 
 
+def _act(action: Action, players: Sequence[_StagePlayer], recorder: Recorder) -> None:
+    player = players[action.chunk]
+    if action.do is Do.FORWARD:
+        player.forward(action.micro_batch)
+        recorder.mark("fwd")
+    elif action.do is Do.BACKWARD:
+        player.backward(action.micro_batch)
+        recorder.mark("bwd")
+    elif action.do is Do.UNSHARD:
+        player.schedule.unshard()
+    elif action.do is Do.RESHARD:
+        player.schedule.reshard()
+    else:
+        player.schedule.reduce()
+
+
+def _players(run: PipelineRun, chunks: Sequence[Chunk], recorder: Recorder, slots: Sequence[int]) -> list[_StagePlayer]:
+    """Return a player for each chunk. Their storages are numbered apart; cuBLAS's workspaces are theirs together."""
+    blocks, base = EventBlocks(), 0
+    players: list[_StagePlayer] = []
+    for chunk, flying in zip(chunks, slots, strict=True):
+        player = _StagePlayer(run, chunk, recorder, blocks, flying, base)
+        base += player.width * flying
+        if players:
+            player.workspaces = players[0].workspaces
+        players.append(player)
+    return players
+
+
 class _StagePlayer(CuePlayer):
     """Plays forwards and backwards of micro batches, each in a slot of storages of its own while it is in flight."""
 
-    def __init__(
-        self, run: PipelineRun, part: StageTape, recorder: Recorder, schedule: PipelineEngineSchedule, slots: int
-    ) -> None:
-        self.part, self.schedule, self.slots = part, schedule, slots
+    def __init__(self, run: PipelineRun, chunk: Chunk, recorder: Recorder, blocks: EventBlocks, slots: int, base: int) -> None:
+        """`base`: what is added to the numbers of the chunk's storages."""
+        self.part, self.schedule, self.slots, self.base = chunk.part, chunk.schedule, slots, base
+        part = chunk.part
         self.width = 1 + max(part.tape.arg, default=0)
-        blocks = EventBlocks()
         self.forwards: list[tuple[Cue, ...]] = []
         self.backwards: list[tuple[Cue, ...]] = []
         for slot in range(slots):
-            tape = _shifted(part.tape, slot * self.width)
+            tape = _shifted(part.tape, base + slot * self.width)
             for half, (begin, end) in enumerate(((0, part.split), (part.split, len(tape)))):
                 taken = workspaces_of(tape, range(begin, end), half) if not slot else []
                 (self.backwards if half else self.forwards).append(cues_of(tape, range(begin, end), taken, True, blocks))
-        super().__init__(recorder, schedule, blocks, run.cublas_workspace)
+        super().__init__(recorder, chunk.schedule, blocks, run.cublas_workspace)
         self.sent = -1
 
     def forward(self, number: int) -> None:
         """Run a micro batch's forward."""
+        self.schedule.wait_for_unshard()
         self.schedule.forward_begin()
         self.run(self.forwards[number % self.slots])
 
     def backward(self, number: int) -> None:
         """Run its backward. The gradient of its input is sent, and kept until the next one's is."""
         slot = number % self.slots
+        self.schedule.wait_for_unshard()
         self.schedule.backward_begin(False)
         self.run(self.backwards[slot])
         self.schedule.backward_end(False)
         self.drop_sent()
         if self.part.sent >= 0:
-            self.sent = self.recorder.handle_of(self.part.sent + slot * self.width)
+            self.sent = self.recorder.handle_of(self.part.sent + self.base + slot * self.width)
 
     def drop_sent(self) -> None:
         """Free the gradient that was sent last."""

@@ -24,9 +24,9 @@ def layout_of(request: Request, cluster: Cluster, spec: ModelSpec, workload: Wor
     """
     if request.schedule != DEFAULT_SCHEDULE and request.pp == 1:
         raise BadInput("a schedule without pipeline stages", where="--schedule", remedy="give --pp as well")
-    if request.tp == 1 and not request.sp and request.pp == 1:
+    if request.tp == request.pp == request.vpp == 1 and not request.sp:
         return None
-    layout = ParallelLayout(cluster.gpus, cluster.nodes, tp=request.tp, sp=request.sp, pp=request.pp)
+    layout = ParallelLayout(cluster.gpus, cluster.nodes, tp=request.tp, sp=request.sp, pp=request.pp, vpp=request.vpp)
     _require_language_model(request, spec, workload)
     if layout.tp > 1:
         _require_tensor_parallel(layout, spec, workload)
@@ -59,10 +59,11 @@ def _require_tensor_parallel(layout: ParallelLayout, spec: ModelSpec, workload: 
 
 
 def _require_pipeline(layout: ParallelLayout, spec: ModelSpec, workload: Workload, schedule: str) -> None:
-    from zeroplan.core.pipeline import schedule_of, stages_of
+    from zeroplan.core.pipeline import stages_of
+    from zeroplan.core.pipeline_order import PipelineOrder, schedule_of
     from zeroplan.core.tensor_parallel import PLANS
 
-    schedule_of(schedule)
+    order = schedule_of(schedule)
     if not spec.has_shapes:
         raise BadInput(
             "a count of parameters does not tell the blocks", where="--pp", remedy="give the model's id or config.json"
@@ -78,4 +79,5 @@ def _require_pipeline(layout: ParallelLayout, spec: ModelSpec, workload: Workloa
         raise BadInput("sequence parallelism on pipeline stages is not modelled", where="--sp", remedy="leave --sp or --pp out")
     if workload.lora_rank is not None:
         raise BadInput("pipeline stages with LoRA are not modelled", where="--pp", remedy="leave --lora-rank out")
-    stages_of(len({block for block in spec.parameters.blocks if block}), layout.pp)
+    stages_of(len({block for block in spec.parameters.blocks if block}), layout.pp * layout.vpp)
+    PipelineOrder(order, 0, layout.pp, layout.vpp, workload.grad_accum)

@@ -64,6 +64,7 @@ class StageOptions(MachineOptions, total=False):
     tp: int
     sp: bool
     pp: int
+    vpp: int
     schedule: str
 
 

@@ -53,6 +53,7 @@ class Request:
     tp: int = 1
     sp: bool = False
     pp: int = 1
+    vpp: int = 1
     schedule: str = "1f1b"
     # sharding
     engine: str = DEFAULT_ENGINE

@@ -33,11 +33,10 @@ def plan_stages(case: Case, plan_one: Callable[[Case], Planned]) -> Planned:
 
 
 def _memory(case: Case, plan: MemoryPlan) -> StageMemory:
-    stage, gpu = case.pipeline_stage, plan.gpu
-    assert stage is not None
+    gpu = plan.gpu
     return StageMemory(
-        stage=stage.index,
-        blocks=(stage.first, stage.end),
+        stage=case.pp_rank,
+        blocks=tuple((chunk.first, chunk.end) for chunk in case.pipeline_chunks),
         model_states=gpu.model_states,
         peak_allocated=gpu.peak_allocated,
         peak_reserved=gpu.peak_reserved,

@@ -62,7 +62,7 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
         Raises:
             BadInput: naming the degree.
         """
-        layout.require_data_parallel_only(self.name, but=("tp", "pp"))
+        layout.require_data_parallel_only(self.name, but=("tp", "pp", "vpp"))
 
     def require_workload(self, case: Case) -> None:
         """Refuse what does not run, or is not modelled, on pipeline stages.
@@ -89,12 +89,12 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
         return LEDGER, self.rank(case, case.parameters)
 
     def rank(self, case: Case, parameters: Parameters) -> Fsdp2Rank:
-        """Return rank 0 of the pipeline stage, which holds the stage's largest chunks."""
-        stage = case.pipeline_stage
-        if stage is not None:
+        """Return rank 0 of a pipeline rank's data-parallel ranks, which holds the largest shards."""
+        chunks = case.pipeline_chunks
+        if chunks:
             from zeroplan.core.pipeline import stage_parameters
 
-            parameters = stage_parameters(parameters, stage)
+            parameters = stage_parameters(parameters, chunks)
         return Fsdp2Rank(
             workload=case.workload,
             parameters=parameters,
@@ -102,17 +102,18 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
             cublas_workspace=case.cluster.gpu.workspace,
             reshard=case.zero.stage == 3,
             offload=case.zero.offloads_param,
-            stage=stage,
+            pipeline_chunks=chunks,
             pipeline=case.pipeline,
-            hidden_size=int(case.spec.config.get("hidden_size") or 0) if stage else 0,
+            pp_rank=case.pp_rank,
+            hidden_size=int(case.spec.config.get("hidden_size") or 0) if chunks else 0,
         )
 
     def record(self, rank: Fsdp2Rank, tape: ExpandedTape) -> Recorder:
         """See :func:`zeroplan.engines.fsdp2.schedule.record_fsdp2`."""
-        if rank.stage is not None:
-            from zeroplan.engines.fsdp2.pipeline import record_fsdp2_stage
+        if rank.pipeline_chunks:
+            from zeroplan.engines.fsdp2.pipeline import record_fsdp2_stages
 
-            return record_fsdp2_stage(rank, tape, rank.stage)
+            return record_fsdp2_stages(rank, tape)
         from zeroplan.engines.fsdp2.schedule import record_fsdp2
 
         return record_fsdp2(rank, tape)

@@ -1,24 +1,56 @@
-"""FSDP2's memory on a pipeline stage.
+"""FSDP2's memory on a pipeline rank.
 
 Note [FSDP2 on a stage]
     Between the first forward and the last backward of a step nothing is resharded and nothing is reduced: gradients of the
     micro batches add up whole, in the reduction's dtype. Behind the last backward each group is reduced and resharded, the
     root first. Source: torch/distributed/pipelining/stage.py (``backward_maybe_with_nosync``, ``perform_reduce_grad``).
+
+    A rank with one chunk gathers a group where its first forward needs it, as FSDP2 does by itself. Looped schedules gather all
+    groups of a chunk ahead, on the stream of the computation, and copy them out where the chunk is first needed
+    (torch/distributed/pipelining/schedules.py, ``UNSHARD``; _fsdp_param_group.py, ``get_all_gather_streams``). Each chunk is an
+    FSDP root of its own; one optimizer steps all of them.
 """
 
 from __future__ import annotations
 
-from zeroplan.core.pipeline import Stage, schedule_of
+from dataclasses import replace
+
+from zeroplan.core.pipeline import Stage
+from zeroplan.core.pipeline_order import PipelineOrder, schedule_of
 from zeroplan.core.tape import ExpandedTape
 from zeroplan.engines.fsdp2.rank import Fsdp2Rank
-from zeroplan.engines.fsdp2.schedule import Fsdp2Schedule, Group
-from zeroplan.engines.pipeline import PipelineEngineSchedule, PipelineRun, cut, play_pipeline
-from zeroplan.engines.torch_step import STEPS_UNTIL_STEADY
+from zeroplan.engines.fsdp2.schedule import COMPUTE, Fsdp2Schedule, Group
+from zeroplan.engines.pipeline import Chunk, PipelineEngineSchedule, PipelineRun, StageTape, cut, play_pipeline
+from zeroplan.engines.torch_step import STEPS_UNTIL_STEADY, optimizer_step
 from zeroplan.simulate.recorder import Recorder
 
 
 class Fsdp2StageSchedule(Fsdp2Schedule, PipelineEngineSchedule):
-    """One rank's run. See Note [FSDP2 on a stage]."""
+    """One chunk's run. See Note [FSDP2 on a stage]."""
+
+    def __init__(self, rank: Fsdp2Rank, part: StageTape, recorder: Recorder) -> None:
+        super().__init__(rank, part.tape, recorder)
+        self.waits = False  # whether groups were gathered ahead and are not copied out
+
+    def unshard(self) -> None:
+        """Gather every group, the root's first, as ``submod.modules()`` lists them."""
+        for module in sorted(self.groups):
+            self._unshard(self.groups[module], COMPUTE)
+        self.waits = True
+
+    def wait_for_unshard(self) -> None:
+        """Copy out what was gathered ahead; each output is freed at once, since the gather was asynchronous."""
+        if not self.waits:
+            return
+        self.waits = False
+        self.in_backward = True  # FSDPParamGroup.wait_for_unshard frees the output outside the forward alone
+        for module in sorted(self.groups):
+            self._wait_for_unshard(self.groups[module])
+
+    def reshard(self) -> None:
+        """Free every group's parameters; behind the reduction there are none."""
+        for module in sorted(self.groups):
+            self._reshard(self.groups[module])
 
     def _post_backward(self, group: Group) -> None:
         if self.reduces:
@@ -36,12 +68,27 @@ class Fsdp2StageSchedule(Fsdp2Schedule, PipelineEngineSchedule):
         self._free_reduce_input()
 
 
-def record_fsdp2_stage(rank: Fsdp2Rank, tape: ExpandedTape, stage: Stage) -> Recorder:
-    """Record every allocation and free of one rank's run on a pipeline stage, in order."""
-    part = cut(tape, stage)
+def record_fsdp2_stages(rank: Fsdp2Rank, tape: ExpandedTape) -> Recorder:
+    """Record every allocation and free of one pipeline rank's run, in order."""
     recorder = Recorder()
-    run = PipelineRun(
-        stage, schedule_of(rank.pipeline), rank.workload.grad_accum, STEPS_UNTIL_STEADY, cublas_workspace=rank.cublas_workspace
+    chunks = [_chunk(rank, stage, tape, recorder) for stage in rank.pipeline_chunks]
+    order = PipelineOrder(
+        schedule_of(rank.pipeline), rank.pp_rank, rank.layout.pp, len(chunks), micro_batches=rank.workload.grad_accum
     )
-    play_pipeline(run, part, recorder, Fsdp2StageSchedule(rank, part.tape, recorder))
+    run = PipelineRun(order, STEPS_UNTIL_STEADY, cublas_workspace=rank.cublas_workspace)
+    stepped = False
+
+    def step() -> None:
+        nonlocal stepped
+        if not rank.offload:
+            optimizer_step(recorder, rank, applied=True, first=not stepped)
+        stepped = True
+
+    play_pipeline(run, chunks, recorder, step)
     return recorder
+
+
+def _chunk(rank: Fsdp2Rank, stage: Stage, tape: ExpandedTape, recorder: Recorder) -> Chunk:
+    part = cut(tape, stage)
+    one = replace(rank, parameters=part.tape.parameters, pipeline_chunks=(stage,))
+    return Chunk(stage, part, Fsdp2StageSchedule(one, part, recorder))

@@ -21,15 +21,17 @@ class Fsdp2Rank(TorchRank):
     Attributes:
         reshard: blocks are resharded after their forward (``reshard_after_forward``).
         offload: chunks, gradients and optimizer states are on the host (``CPUOffloadPolicy``).
-        stage: the pipeline stage; None without pipeline parallelism.
-        pipeline: the order of its micro batches (:class:`~zeroplan.core.pipeline.PipelineSchedule`).
+        pipeline_chunks: the pipeline's stages that it has, one for each of its chunks; none without pipeline parallelism.
+        pipeline: the order of its micro batches (:class:`~zeroplan.core.pipeline_order.PipelineSchedule`).
+        pp_rank: its place in the pipeline, counted from 0.
         hidden_size: elements of one token's hidden state.
     """
 
     reshard: bool = True
     offload: bool = False
-    stage: Stage | None = None
+    pipeline_chunks: tuple[Stage, ...] = ()
     pipeline: str = "1f1b"
+    pp_rank: int = 0
     hidden_size: int = 0
 
     @property
@@ -40,15 +42,15 @@ class Fsdp2Rank(TorchRank):
 
     @property
     def received(self) -> int:
-        """Tensors that a pipeline stage receives for each micro batch: an input unless it is the first, a gradient unless the
-        last.
+        """Tensors that a pipeline rank receives for each micro batch: for each chunk an input unless it is the pipeline's first
+        stage, and a gradient unless it is the last.
         """
-        return 0 if self.stage is None else (not self.stage.is_first) + (not self.stage.is_last)
+        return sum((not stage.is_first) + (not stage.is_last) for stage in self.pipeline_chunks)
 
     @property
     def accumulates(self) -> bool:
         """Whether whole gradients add up before they are reduced: with several micro batches a step, and on every stage."""
-        return self.grad_accum > 1 or self.stage is not None
+        return self.grad_accum > 1 or bool(self.pipeline_chunks)
 
     @property
     def shares_matrices(self) -> bool:

@@ -105,17 +105,17 @@ class Fsdp2Schedule(EngineSchedule):
 
     # --- unshard, reshard -------------------------------------------------------------------------------------------------
 
-    def _unshard(self, group: Group) -> None:
+    def _unshard(self, group: Group, stream: int = GATHER) -> None:
         """FSDPParamGroup.unshard: casts the group's chunks into a flat input and all-gathers it. One rank has no gather."""
         if group.output >= 0 or group.parameters or self.rank.ranks == 1:
             return
         width = self.rank.param_bytes
         if self.rank.offload:
-            source = [self._from_host(p, stream=GATHER) for p in group.params]
+            source = [self._from_host(p, stream=stream) for p in group.params]
         else:
-            source = [self.alloc(width * group.input_numel, Buffer.COMM_ALL_GATHER, stream=GATHER, note=group.module)]
+            source = [self.alloc(width * group.input_numel, Buffer.COMM_ALL_GATHER, stream=stream, note=group.module)]
         group.output = self.alloc(
-            width * group.input_numel * self.rank.ranks, Buffer.COMM_ALL_GATHER, stream=GATHER, note=group.module
+            width * group.input_numel * self.rank.ranks, Buffer.COMM_ALL_GATHER, stream=stream, note=group.module
         )
         for handle in source:
             self.free(handle)
@@ -299,6 +299,10 @@ class Fsdp2Schedule(EngineSchedule):
             return
         optimizer_step(self.recorder, self.rank, applied=applied, first=not self.stepped)
         self.stepped |= applied
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        """Free the sharded gradients."""
         for group in self.groups.values():
             if group.reduced >= 0:
                 self.free(group.reduced)

@@ -1,0 +1,210 @@
+"""The order in which a pipeline rank runs its micro batches, and gathers and reduces its parameters.
+
+Note [Looped schedules]
+    With several chunks a rank (vpp), chunk c of rank r is the pipeline's stage c × ranks + r, and micro batches pass every rank
+    `chunks` times. 1F1B becomes the interleaved schedule, which takes micro batches in rounds: as many as there are ranks, or a
+    little more where those do not divide them. GPipe becomes the breadth-first schedule, with the last micro batch's backward
+    first. Sources: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters", section 2.2;
+    Lamy-Poirier 2022, "Breadth-First Pipeline Parallelism", section 4; torch/distributed/pipelining/schedules.py
+    (``ScheduleInterleaved1F1B``, ``ScheduleLoopedBFS``).
+
+    These schedules gather parameters ahead: of the next three chunks with work. A chunk that is not among them is resharded,
+    and a chunk whose last backward has run is reduced. Source: ``_add_unshard_reshard`` and ``_add_reduce_grad`` there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, StrEnum
+from typing import NamedTuple
+
+from zeroplan.core.errors import BadInput
+
+
+class PipelineSchedule(StrEnum):
+    """The orders in which stages run micro batches."""
+
+    ONE_F_ONE_B = "1f1b"
+    GPIPE = "gpipe"
+
+
+#: Known elsewhere by these names, and why not here.
+_REFUSED = {
+    "interleaved": ("the interleaved schedule is 1f1b with several chunks a rank", "use --schedule 1f1b --vpp 2"),
+    "zero-bubble": ("the zero-bubble schedule is not modelled: it halves the backward, which is traced whole", "use 1f1b"),
+}
+
+
+def schedule_of(name: str) -> PipelineSchedule:
+    """Return the schedule called `name`.
+
+    Raises:
+        BadInput: a schedule that is unknown or not modelled.
+    """
+    if name in _REFUSED:
+        what, remedy = _REFUSED[name]
+        raise BadInput(what, where="--schedule", remedy=remedy)
+    try:
+        return PipelineSchedule(name)
+    except ValueError:
+        known = ", ".join(PipelineSchedule)
+        raise BadInput(f"unknown schedule {name[:40]!r}", where="--schedule", remedy=f"use one of {known}") from None
+
+
+class Do(Enum):
+    """What a pipeline rank does with one of its chunks."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
+    REDUCE = "REDUCE_GRAD"
+
+
+class Action(NamedTuple):
+    """One thing that a rank does: with which of its chunks, counted from 0, and with which micro batch (-1 for none)."""
+
+    do: Do
+    chunk: int
+    micro_batch: int = -1
+
+
+#: Micro batches beyond those in flight that need to be played: each is like the one before it.
+_FURTHER = 3
+#: Rounds of the interleaved schedule that need to be played: at most two of warm-up, a steady one, and the last.
+_ROUNDS = 4
+#: Chunks whose parameters are gathered at a time.
+_ACTIVE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineOrder:
+    """A schedule on one rank. See Note [Looped schedules].
+
+    Attributes:
+        schedule: the schedule.
+        rank: the pipeline rank, counted from 0.
+        ranks: the number of pipeline ranks.
+        chunks: model chunks a rank.
+        micro_batches: micro batches of a step.
+
+    Raises:
+        BadInput: fewer micro batches than 1F1B has stages, or some that the interleaved schedule cannot take in equal rounds.
+    """
+
+    schedule: PipelineSchedule
+    rank: int
+    ranks: int
+    chunks: int
+    micro_batches: int
+
+    def __post_init__(self) -> None:
+        if self.schedule is PipelineSchedule.GPIPE:
+            return
+        if self.chunks == 1 and self.micro_batches < self.ranks:
+            what = f"1f1b over {self.ranks} stages takes {self.ranks} micro batches or more, and not {self.micro_batches}"
+            raise BadInput(what, where="--grad-accum", remedy=f"use --grad-accum {self.ranks} or more, or --schedule gpipe")
+        if self.chunks > 1 and self.micro_batches % self.rounds:
+            what = f"the {self.rounds} rounds of the interleaved schedule do not divide {self.micro_batches} micro batches"
+            raise BadInput(what, where="--grad-accum", remedy=f"use a multiple of --pp {self.ranks}")
+
+    @property
+    def rounds(self) -> int:
+        """The rounds in which the interleaved schedule takes the micro batches."""
+        return max(1, self.micro_batches // self.ranks)
+
+    def actions(self) -> list[Action]:
+        """Return the forwards and backwards of a step."""
+        if self.chunks == 1:
+            return self._one_chunk()
+        if self.schedule is PipelineSchedule.GPIPE:
+            return self._breadth_first()
+        return self._interleaved(self.rounds, self.micro_batches // self.rounds)
+
+    def shortened(self) -> list[Action]:
+        """Return the forwards and backwards of a step with fewer micro batches that reaches the same steady state."""
+        if self.schedule is PipelineSchedule.GPIPE:
+            return self.actions()
+        if self.chunks == 1:
+            played = min(self.micro_batches, self.ranks - self.rank + _FURTHER)
+            return replace(self, micro_batches=max(played, self.ranks)).actions()
+        return self._interleaved(min(self.rounds, _ROUNDS), self.micro_batches // self.rounds)
+
+    def _one_chunk(self) -> list[Action]:
+        """Sources: Huang et al. 2019, "GPipe", section 2.3; Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN
+        Training", section 3.2 (1F1B).
+        """
+        count = self.micro_batches
+        ahead = count if self.schedule is PipelineSchedule.GPIPE else min(self.ranks - self.rank, count)
+        found = [Action(Do.FORWARD, 0, number) for number in range(ahead)]
+        for number in range(count):
+            found.append(Action(Do.BACKWARD, 0, number))
+            if number + ahead < count:
+                found.append(Action(Do.FORWARD, 0, number + ahead))
+        return found
+
+    def _breadth_first(self) -> list[Action]:
+        numbers, chunks = range(self.micro_batches), range(self.chunks)
+        forwards = [Action(Do.FORWARD, chunk, number) for chunk in chunks for number in numbers]
+        return forwards + [Action(Do.BACKWARD, chunk, number) for chunk in reversed(chunks) for number in reversed(numbers)]
+
+    def _interleaved(self, rounds: int, in_round: int) -> list[Action]:
+        """Each round takes `in_round` micro batches through all chunks."""
+        forwards = [
+            Action(Do.FORWARD, chunk, turn * in_round + number)
+            for turn in range(rounds)
+            for chunk in range(self.chunks)
+            for number in range(in_round)
+        ]
+        last = self.chunks - 1
+        backwards = [Action(Do.BACKWARD, last - forward.chunk, forward.micro_batch) for forward in forwards]
+        ahead = min((self.chunks - 1) * in_round + 2 * (self.ranks - 1 - self.rank), len(forwards))
+        found = forwards[:ahead]
+        for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+            found += (forward, backward)
+        return found + backwards[len(forwards) - ahead :]
+
+
+def in_flight(actions: Iterable[Action], chunks: int) -> list[int]:
+    """Return for each chunk the most micro batches of which the forward has run and the backward has not."""
+    now, most = [0] * chunks, [0] * chunks
+    for do, chunk, _ in actions:
+        now[chunk] += (do is Do.FORWARD) - (do is Do.BACKWARD)
+        most[chunk] = max(most[chunk], now[chunk])
+    return most
+
+
+def with_gathers(actions: Sequence[Action]) -> list[Action]:
+    """Add to forwards and backwards what a looped schedule gathers, reduces and reshards. See Note [Looped schedules]."""
+    left: dict[int, int] = {}
+    for do, chunk, _ in actions:
+        left[chunk] = left.get(chunk, 0) + (do is Do.BACKWARD)
+    gathered: list[int] = []
+    found: list[Action] = []
+    for at, action in enumerate(actions):
+        wanted = _next_chunks(actions, at)
+        for chunk in sorted(set(gathered) - set(wanted)):
+            gathered.remove(chunk)
+            found.append(Action(Do.RESHARD, chunk))
+        for chunk in wanted:
+            if chunk not in gathered:
+                gathered.append(chunk)
+                found.append(Action(Do.UNSHARD, chunk))
+        found.append(action)
+        if action.do is Do.BACKWARD:
+            left[action.chunk] -= 1
+            if not left[action.chunk]:
+                found.append(Action(Do.REDUCE, action.chunk))
+    return found + [Action(Do.RESHARD, chunk) for chunk in sorted(gathered)]
+
+
+def _next_chunks(actions: Sequence[Action], at: int) -> list[int]:
+    """Return the next chunks with work from an action on."""
+    found: list[int] = []
+    for action in actions[at:]:
+        if action.chunk not in found:
+            found.append(action.chunk)
+            if len(found) == _ACTIVE:
+                break
+    return found

@@ -38,9 +38,11 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python docs/generate.py --check
+	$(BIN)/python docs/pictures.py --check
 
 docs: $(VENV)/.dev
 	$(BIN)/python docs/generate.py
+	$(BIN)/python docs/pictures.py
 	$(BIN)/mkdocs build --strict
 
 # The page for any static host, with Python in the browser. Needs npm.

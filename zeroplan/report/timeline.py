@@ -7,60 +7,10 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
-from zeroplan.core.buffers import Buffer
 from zeroplan.core.units import GIB, MIB, format_bytes
+from zeroplan.report import svg
+from zeroplan.report.palette import COLORS, OTHER_COLOR, palette
 from zeroplan.simulate.timeline import Curve
-
-#: Buffers of one family share a hue, and a buffer has the same colour in every picture. The first is drawn lowest.
-COLORS: dict[Buffer, str] = {
-    Buffer.PARAM_SHARD: "#1d4f91",
-    Buffer.PARAM_FROZEN: "#3a7bc8",
-    Buffer.PARAM_PERSISTENT: "#5b9bd5",
-    Buffer.PARAM_SECONDARY: "#7fb2e5",
-    Buffer.PARAM_MASTER: "#0b2f5c",
-    Buffer.PARAM_FULL: "#8ec1f0",
-    Buffer.PARAM_REFERENCE: "#b8d9f6",
-    Buffer.MODEL_BUFFER: "#b7d7f5",
-    Buffer.OPTIM_EXP_AVG: "#5e3a87",
-    Buffer.OPTIM_EXP_AVG_SQ: "#8259b3",
-    Buffer.OPTIM_MOMENTUM: "#5e3a87",
-    Buffer.OPTIM_SUM: "#8259b3",
-    Buffer.OPTIM_MAX_EXP_AVG_SQ: "#a583cc",
-    Buffer.OPTIM_AVERAGE: "#8259b3",
-    Buffer.OPTIM_PREVIOUS_GRAD: "#5e3a87",
-    Buffer.OPTIM_STEP_SIZE: "#8259b3",
-    Buffer.OPTIM_FACTORED: "#8259b3",
-    Buffer.OPTIM_SCALE: "#a583cc",
-    Buffer.OPTIM_ERROR_FEEDBACK: "#a583cc",
-    Buffer.GRAD_ACCUM: "#14603a",
-    Buffer.GRAD_SHARD: "#1f8a53",
-    Buffer.GRAD_MASTER: "#3fae76",
-    Buffer.GRAD_FULL: "#79cfa2",
-    Buffer.COMM_BUCKET: "#0e7c86",
-    Buffer.COMM_ALL_GATHER: "#22a6b3",
-    Buffer.COMM_REDUCE_SCATTER: "#5cc3cc",
-    Buffer.COMM_ALL_REDUCE: "#8dd7dd",
-    Buffer.COMM_BROADCAST: "#b5e6ea",
-    Buffer.COMM_ACTIVATION: "#0b5f66",
-    Buffer.COMM_PIPELINE: "#063f44",
-    Buffer.STAGE_H2D: "#8a6d3b",
-    Buffer.STAGE_D2H: "#b08d57",
-    Buffer.SWAP_BUFFER: "#cdb38b",
-    Buffer.WORKSPACE: "#7f8c9b",
-    Buffer.INPUT: "#a3adb9",
-    Buffer.ACTIVATION_CHECKPOINT: "#c2410c",
-    Buffer.ACTIVATION: "#f28c38",
-    Buffer.LOGITS: "#d7263d",
-    Buffer.ACTIVATION_TEMP: "#fbc15e",
-    Buffer.OPTIM_TEMP: "#c9a7e8",
-    Buffer.OPTIM_TRUST: "#d5baed",
-    Buffer.OPTIM_NORM: "#e0cdf2",
-    Buffer.INIT_TEMP: "#c8d0d9",
-}
-OTHER_COLOR = "#d9dee4"
-
-_INK, _FAINT, _GRID, _RESERVED, _LIMIT = "#1b2733", "#5d6b7a", "#e6eaee", "#1b2733", "#c0182f"
-_FONT = "font-family='system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +76,8 @@ def timeline_svg(
     peak = max(range(len(curve.allocated)), key=curve.allocated.__getitem__, default=-1)
     stack = layers(curve)
     parts = [
-        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {frame.width} {frame.height}' width='{frame.width}' "
-        f"height='{frame.height}' {_FONT} role='img'>",
-        f"<title>{escape(title or 'GPU memory over a run')}</title>",
-        f"<rect width='{frame.width}' height='{frame.height}' fill='#ffffff'/>",
-        _text(frame.left, 24, title, size=16, weight=600),
-        _text(frame.left, 43, subtitle, size=12, color=_FAINT),
+        svg.text(frame.left, 24, title, size=16, weight=600),
+        svg.text(frame.left, 43, subtitle, size=12, color="faint"),
         *_grid(frame, top),
         *_areas(frame, curve, stack, top),
         _reserved_line(frame, curve, top),
@@ -142,39 +88,13 @@ def timeline_svg(
     if peak >= 0:
         parts += _peak(frame, curve, peak, top)
     parts += _legend(frame, curve, stack, peak)
-    parts.append(
-        _text(
-            frame.left + frame.plot_width / 2,
-            frame.height - 10,
-            "events in order (not to scale in time)",
-            anchor="middle",
-            color=_FAINT,
-        )
-    )
-    parts.append("</svg>")
-    return "\n".join(part for part in parts if part)
+    middle = frame.left + frame.plot_width / 2
+    order = "events in order (not to scale in time)"
+    parts.append(svg.text(middle, frame.height - 10, order, anchor="middle", color="faint"))
+    return svg.picture(frame.width, frame.height, title or "GPU memory over a run", parts)
 
 
-def _text(
-    x: float,
-    y: float,
-    words: str,
-    *,
-    size: float = 11,
-    weight: int = 400,
-    color: str = _INK,
-    anchor: str = "start",
-    extra: str = "",
-) -> str:
-    if not words:
-        return ""
-    return (
-        f"<text x='{x:.1f}' y='{y:.1f}' font-size='{size}' font-weight='{weight}' fill='{color}' "
-        f"text-anchor='{anchor}' {extra}>{escape(words)}</text>"
-    )
-
-
-def _ticks(top: float) -> list[tuple[float, str]]:
+def ticks(top: float) -> list[tuple[float, str]]:
     """Return about six round values up to `top` bytes, each with its label; all labels have the same unit."""
     unit, name = (GIB, "GiB") if top >= 2 * GIB else (MIB, "MiB")
     rough = top / unit / 6
@@ -186,10 +106,10 @@ def _ticks(top: float) -> list[tuple[float, str]]:
 
 def _grid(frame: Frame, top: float) -> list[str]:
     parts = []
-    for value, label in _ticks(top):
+    for value, label in ticks(top):
         y = frame.y(value, top)
-        parts.append(f"<line x1='{frame.left}' x2='{frame.x(1)}' y1='{y:.1f}' y2='{y:.1f}' stroke='{_GRID}'/>")
-        parts.append(_text(frame.left - 7, y + 3.5, label, color=_FAINT, anchor="end"))
+        parts.append(svg.line(frame.left, y, frame.x(1), y))
+        parts.append(svg.text(frame.left - 7, y + 3.5, label, color="faint", anchor="end"))
     return parts
 
 
@@ -201,7 +121,7 @@ def _areas(frame: Frame, curve: Curve, stack: Sequence[tuple[str, str, tuple[int
         above = [low + height for low, height in zip(below, heights, strict=True)]
         outline = [f"{x:.1f},{frame.y(value, top):.1f}" for x, value in zip(xs, above, strict=True)]
         outline += [f"{x:.1f},{frame.y(value, top):.1f}" for x, value in zip(reversed(xs), reversed(below), strict=True)]
-        parts.append(f"<polygon points='{' '.join(outline)}' fill='{color}'><title>{escape(name)}</title></polygon>")
+        parts.append(f"<polygon points='{' '.join(outline)}' {svg.area(color)}><title>{escape(name)}</title></polygon>")
         below = above
     return parts
 
@@ -212,34 +132,36 @@ def _reserved_line(frame: Frame, curve: Curve, top: float) -> str:
         for position, value in zip(curve.positions, curve.reserved, strict=True)
     )
     return (
-        f"<polyline points='{points}' fill='none' stroke='{_RESERVED}' stroke-width='1.4' stroke-dasharray='5 3'>"
+        f"<polyline points='{points}' {svg.stroke('ink')} stroke-width='1.4' stroke-dasharray='5 3'>"
         "<title>reserved by the caching allocator</title></polyline>"
     )
 
 
 def _phases(frame: Frame, curve: Curve) -> list[str]:
-    bounds = [(0.0, ""), *curve.marks]
-    parts = [
-        f"<line x1='{frame.left}' x2='{frame.left}' y1='{frame.top}' y2='{frame.top + frame.plot_height}' stroke='{_FAINT}'/>"
-    ]
+    bounds, foot = [(0.0, ""), *curve.marks], frame.top + frame.plot_height
+    parts = [svg.line(frame.left, frame.top, frame.left, foot, "faint")]
     for (start, _), (end, name) in pairwise(bounds):
         x, width = frame.x(end), (end - start) * frame.plot_width
-        parts.append(
-            f"<line x1='{x:.1f}' x2='{x:.1f}' y1='{frame.top - 6}' y2='{frame.top + frame.plot_height}' "
-            f"stroke='{_FAINT}' stroke-opacity='0.45'/>"
-        )
-        room = int(width / 5.8)  # pixels of a letter, about
-        if room >= min(len(name), 3):
-            label = name if len(name) <= room else name[: room - 1] + "…"
-            parts.append(_text(x - width / 2, frame.top - 8, label, anchor="middle", color=_FAINT))
+        parts.append(svg.line(x, frame.top - 6, x, foot))
+        label, room = phase_name(name), int(width / 5.8)  # pixels of a letter, about
+        if room >= min(len(label), 3):
+            shown = label if len(label) <= room else label[: room - 1] + "…"
+            parts.append(svg.text(x - width / 2, frame.top - 8, shown, anchor="middle", color="faint"))
     return parts
+
+
+def phase_name(mark: str) -> str:
+    """Return the phase that a mark ends, in words: ``"forward"`` for ``"fwd"``, ``"step"`` for ``"step0"``."""
+    words = {"init": "initialise", "fwd": "forward", "bwd": "backward"}
+    return "step" if mark.startswith("step") else words.get(mark, mark)
 
 
 def _limit_line(frame: Frame, limit: int, top: float) -> list[str]:
     y = frame.y(limit, top)
+    label = f"usable {format_bytes(limit)}"
     return [
-        f"<line x1='{frame.left}' x2='{frame.x(1)}' y1='{y:.1f}' y2='{y:.1f}' stroke='{_LIMIT}' stroke-width='1.5'/>",
-        _text(frame.x(1) - 4, y - 5, f"usable {format_bytes(limit)}", color=_LIMIT, anchor="end", weight=600),
+        svg.line(frame.left, y, frame.x(1), y, "bad", width=1.5, dash="7 4"),
+        svg.text(frame.x(1) - 4, y - 5, label, color="bad", anchor="end", weight=600, rim=True),
     ]
 
 
@@ -247,36 +169,31 @@ def _peak(frame: Frame, curve: Curve, peak: int, top: float) -> list[str]:
     x, y = frame.x(curve.positions[peak]), frame.y(curve.allocated[peak], top)
     side, anchor = (-8, "end") if curve.positions[peak] > 0.8 else (8, "start")
     label = f"peak {format_bytes(curve.allocated[peak])}"
-    halo = "stroke='#ffffff' stroke-width='3.5' stroke-linejoin='round'"
+    ink, paper = palette()["ink"][0], palette()["paper"][0]
+    dot = f"class='f-paper s-ink' fill='{paper}' stroke='{ink}' stroke-width='1.6'"
     return [
-        f"<circle cx='{x:.1f}' cy='{y:.1f}' r='4' fill='#ffffff' stroke='{_INK}' stroke-width='1.6'/>",
-        _text(x + side, y - 7, label, anchor=anchor, weight=600, size=12, extra=halo),
-        _text(x + side, y - 7, label, anchor=anchor, weight=600, size=12),
+        f"<circle cx='{x:.1f}' cy='{y:.1f}' r='4' {dot}/>",
+        svg.text(x + side, y - 7, label, anchor=anchor, weight=600, size=12, rim=True),
     ]
 
 
 def _legend(frame: Frame, curve: Curve, stack: Sequence[tuple[str, str, tuple[int, ...]]], peak: int) -> list[str]:
     x, right, y = frame.x(1) + 22, frame.width - 14, frame.top + 4
-    parts = [_text(x, y, "alive at the peak", weight=600), ""]
+    parts = [svg.text(x, y, "alive at the peak", weight=600)]
     rows = [(name, color, heights[peak]) for name, color, heights in reversed(stack)] if peak >= 0 else []
     for name, color, value in rows:
         y += 20
-        ink = _INK if value else _FAINT
-        parts.append(f"<rect x='{x}' y='{y - 9}' width='11' height='11' rx='2' fill='{color}'/>")
-        parts.append(_text(x + 18, y, name, color=ink))
-        parts.append(_text(right, y, format_bytes(value) if value else "-", anchor="end", color=ink))
+        ink = "ink" if value else "faint"
+        parts.append(f"<rect x='{x:.1f}' y='{y - 9:.1f}' width='11' height='11' rx='2' {svg.area(color)}/>")
+        parts.append(svg.text(x + 18, y, name, color=ink))
+        parts.append(svg.text(right, y, format_bytes(value) if value else "-", anchor="end", color=ink))
     if rows:
         y += 22
-        parts.append(f"<line x1='{x}' x2='{right}' y1='{y - 15}' y2='{y - 15}' stroke='{_GRID}'/>")
-        parts += [
-            _text(x + 18, y, "allocated", weight=600),
-            _text(right, y, format_bytes(curve.allocated[peak]), anchor="end", weight=600),
-        ]
+        parts.append(svg.line(x, y - 15, right, y - 15))
+        parts.append(svg.text(x + 18, y, "allocated", weight=600))
+        parts.append(svg.text(right, y, format_bytes(curve.allocated[peak]), anchor="end", weight=600))
     y += 20
-    line = f"x1='{x}' x2='{x + 12}' y1='{y - 4}' y2='{y - 4}'"
-    parts.append(f"<line {line} stroke='{_RESERVED}' stroke-width='1.4' stroke-dasharray='4 2'/>")
-    parts += [
-        _text(x + 18, y, "reserved, at most"),
-        _text(right, y, format_bytes(max(curve.reserved, default=0)), anchor="end"),
-    ]
+    parts.append(svg.line(x, y - 4, x + 12, y - 4, "ink", width=1.4, dash="4 2"))
+    parts.append(svg.text(x + 18, y, "reserved, at most"))
+    parts.append(svg.text(right, y, format_bytes(max(curve.reserved, default=0)), anchor="end"))
     return parts

@@ -1,11 +1,13 @@
 """Makes a folder of the page that any static host serves: Python runs in the browser, and no server is needed.
 
 ``python docs/make_page.py FOLDER``. Pyodide comes from npm and the wheels of pydantic from PyPI, at the versions below; neither
-is kept in the repository.
+is kept in the repository. The simulated allocator is compiled for the browser where there is a compiler: ziglang's, of
+requirements-dev.txt. Without one the page simulates in Python, eight times slower, and its footer says so.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import shutil
@@ -26,6 +28,14 @@ TARGET = ("--platform", "pyemscripten_2026_0_wasm32", "--python-version", "3.14"
 _PYODIDE_FILES = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
 #: Parts of the wheel that planning in a browser has no use for, or that lie beside it.
 _LEFT_OUT = ("zeroplan_runtime", "zeroplan/tapes/data", "zeroplan/ui/static", "zeroplan/trace", "zeroplan/validate")
+#: Of the wheel's folder for libraries, the name that zeroplan/core/native.py looks for in a browser.
+_LIBRARY = "zeroplan/_native/libzeroplan_cpu.so"
+#: Position-independent code without exceptions; Pyodide brings malloc and free.
+_COMPILE = (
+    *("-target", "wasm32-wasi", "-std=c++17", "-O2", "-fPIC", "-fno-exceptions", "-fno-rtti"),
+    *("-fvisibility=hidden", "-fvisibility-global-new-delete=force-hidden"),
+)
+_LINK = ("-shared", "--experimental-pic", "--gc-sections", "--strip-all", "--unresolved-symbols=import-dynamic")
 _SERVER = '<meta name="zeroplan-backend" content="server">'
 _POLICY = (
     "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; script-src 'self' 'wasm-unsafe-eval'; "
@@ -48,7 +58,7 @@ def make(folder: Path) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
         _pyodide(work, folder / "pyodide")
-        (folder / "packages.zip").write_bytes(_packages(work))
+        (folder / "packages.zip").write_bytes(_packages(work, _library(work)))
     tapes = folder / "tapes"
     shutil.copytree(ROOT / "zeroplan" / "tapes" / "data", tapes, ignore=shutil.ignore_patterns(".*"))
     (folder / "tapes.json").write_text(json.dumps(sorted(path.name for path in tapes.iterdir())))
@@ -66,8 +76,21 @@ def _pyodide(work: Path, folder: Path) -> None:
             (folder / name).write_bytes(held.read())
 
 
-def _packages(work: Path) -> bytes:
-    """Return one archive of all packages: pydantic's wheels, PyYAML's Python part, and this project."""
+def _library(work: Path) -> Path | None:
+    """Return the compiled allocator as a library that Pyodide's ctypes loads; None without a compiler."""
+    if importlib.util.find_spec("ziglang") is None:
+        print("make_page: no compiler for WebAssembly (pip install ziglang), so the page simulates in Python", file=sys.stderr)
+        return None
+    zig = [sys.executable, "-m", "ziglang"]
+    made, library = work / "library.o", work / "library.so"
+    source = ROOT / "csrc" / "wasm" / "library.cpp"
+    subprocess.run([*zig, "c++", *_COMPILE, "-c", str(source), "-o", str(made)], check=True)
+    subprocess.run([*zig, "wasm-ld", *_LINK, str(made), "-o", str(library)], check=True)
+    return library
+
+
+def _packages(work: Path, library: Path | None) -> bytes:
+    """Return one archive of all packages: pydantic's wheels, PyYAML's Python part, and this project with its library."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:", "--dest", str(work)]
     subprocess.run([*pip, *TARGET, *PACKAGES], check=True)
     build = "import sys; from scikit_build_core.build import build_wheel; build_wheel(sys.argv[1], {'wheel.cmake': 'false'})"
@@ -81,6 +104,8 @@ def _packages(work: Path) -> bytes:
                         packed.writestr(name, archive.read(name))
         for path in sorted(Path(yaml.__file__).parent.glob("*.py")):
             packed.write(path, f"yaml/{path.name}")
+        if library is not None:
+            packed.write(library, _LIBRARY)
     return buffer.getvalue()
 
 

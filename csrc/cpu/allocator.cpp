@@ -21,12 +21,19 @@ ZEROPLAN_API void zeroplan_allocator_count(const i64* code, i64 events, i64* cou
 ZEROPLAN_API i64 zeroplan_allocator_run(const i64* config, const i64* code, const i64* value, i64 events,
                                         const i64* addresses, i64 address_count, i64* block_sizes, i64* marks,
                                         i64* segments, i64 segment_capacity, i64* summary) {
-  try {
+  const auto run = [&] {
     Allocator allocator(*reinterpret_cast<const Config*>(config), addresses, address_count, block_sizes,
                         reinterpret_cast<Totals*>(marks), reinterpret_cast<SegmentChange*>(segments), segment_capacity);
     allocator.run(code, value, events, *reinterpret_cast<Summary*>(summary));
     return allocator.changes();
+  };
+#ifdef __cpp_exceptions
+  try {
+    return run();
   } catch (...) {
     return -1;
   }
+#else  // csrc/wasm/library.cpp
+  return run();
+#endif
 }

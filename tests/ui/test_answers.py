@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from zeroplan.core.errors import BadInput
+from zeroplan.simulate.allocator import native
 from zeroplan.ui.answers import answer, answer_text, names
 from zeroplan.ui.asked import PLAN_KEYS
 
@@ -178,4 +179,5 @@ def test_names_are_those_of_the_lists(cli: Cli) -> None:
     offered = names()
     assert offered["models"] == json.loads(cli("models", "--json")[1])["models"]
     assert offered["gpus"] == json.loads(cli("gpus", "--json")[1])["gpus"]
+    assert offered["compiled"] is native.available()
     assert offered["hub"] is False

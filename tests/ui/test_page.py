@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -250,6 +251,7 @@ def made_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     if done.returncode and not (folder / "pyodide" / "pyodide.mjs").exists():
         pytest.skip("npm gives no Pyodide here")
     assert done.returncode == 0, done.stderr
+    assert ("no compiler for WebAssembly" in done.stderr) == (find_spec("ziglang") is None)
 
     class Quiet(SimpleHTTPRequestHandler):
         extensions_map = SimpleHTTPRequestHandler.extensions_map | {".mjs": "text/javascript", ".wasm": "application/wasm"}
@@ -277,6 +279,8 @@ def test_python_in_the_browser_gives_the_same(browser: Browser, made_page: str, 
         one.page.click("#save-answer")
     printed = json.loads(cli(*one.text("command").split()[1:], "--json")[1])
     assert json.loads(Path(got.value.path()).read_text()) == printed
+    # It came from the same C++ as in the terminal, where make_page found a compiler.
+    assert ("run in Python here" in one.text("footer")) == (find_spec("ziglang") is None)
     # One model's tapes are fetched, and no other's.
     assert {url.rsplit("/", 1)[1] for url in one.asked if "/tapes/" in url} <= {"openai-community--gpt2.json.xz"}
     # Another program's file, and a name that nobody knows.

@@ -260,13 +260,16 @@ _VERBS: dict[str, Callable[[Asked, Say], dict[str, Any]]] = {
 
 
 def names(*, hub: bool = False) -> dict[str, Any]:
-    """Return what the page offers: models, GPUs, engines and optimizers by name, the version, and whether the hub is asked."""
+    """Return what the page offers: models, GPUs, engines and optimizers by name, the version, whether simulations run in
+    compiled code, and whether the hub is asked.
+    """
     from zeroplan import __version__
     from zeroplan.core.gpus import GPUS
     from zeroplan.core.optimizers import OPTIMIZERS
     from zeroplan.engines.registry import BUILT_IN
     from zeroplan.models.catalog import entries
     from zeroplan.report.names import gpus_json, models_json
+    from zeroplan.simulate.allocator import native
 
     return {
         "models": models_json(list(entries()))["models"],
@@ -274,5 +277,6 @@ def names(*, hub: bool = False) -> dict[str, Any]:
         "engines": list(BUILT_IN),
         "optimizers": list(OPTIMIZERS),
         "version": __version__,
+        "compiled": native.available(),
         "hub": hub,
     }

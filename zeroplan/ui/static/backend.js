@@ -38,7 +38,7 @@ class Server {
   }
 }
 
-class InThePage {
+export class InThePage {
   #worker = new Worker(new URL("python.js", import.meta.url), { type: "module" });
   #waiting = new Map();
   #next = 0;

@@ -287,7 +287,8 @@ async function start() {
     return;
   }
   if (names.hub) by("private").textContent = "Only names of models that are not shipped are asked of the hub; nothing else leaves this machine.";
-  by("footer").textContent = `zeroplan ${names.version}. Sizes are binary: 1 GiB = 2³⁰ bytes, on the GPU that needs the most.`;
+  const slow = names.compiled ? "" : " Simulations run in Python here, without compiled code: rows take longer.";
+  by("footer").textContent = `zeroplan ${names.version}.${slow} Sizes are binary: 1 GiB = 2³⁰ bytes, on the GPU that needs the most.`;
   wire();
   sync(state, null, names);
   listFiles(state.files, [], removeFile);

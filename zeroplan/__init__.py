@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from zeroplan.api import estimate_zero2_mem as estimate_zero2_mem
     from zeroplan.api import estimate_zero3_mem as estimate_zero3_mem
     from zeroplan.api import recommend as recommend
+    from zeroplan.api import scale as scale
     from zeroplan.callback import ZeroplanCallback as ZeroplanCallback
     from zeroplan.core.display import Printable
     from zeroplan.core.errors import BadInput as BadInput
     from zeroplan.core.plan import MemoryPlan as MemoryPlan
     from zeroplan.search.results import Recommendation as Recommendation
+    from zeroplan.search.scaling import Scaling as Scaling
     from zeroplan.tuning.api import tune as tune
     from zeroplan.validate.api import verify as verify
     from zeroplan.validate.results import Drift as Drift
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "estimate": "zeroplan.api",
     "recommend": "zeroplan.api",
+    "scale": "zeroplan.api",
     "tune": "zeroplan.tuning.api",
     "verify": "zeroplan.validate.api",
     "estimate_zero1_mem": "zeroplan.api",
@@ -41,6 +44,7 @@ _HOMES = {
     "Plans": "zeroplan.api",
     "Recommendations": "zeroplan.api",
     "Recommendation": "zeroplan.search.results",
+    "Scaling": "zeroplan.search.scaling",
     "Drift": "zeroplan.validate.results",
     "Measurement": "zeroplan.validate.results",
     "BadInput": "zeroplan.core.errors",
@@ -55,12 +59,14 @@ __all__ = [
     "Plans",
     "Recommendation",
     "Recommendations",
+    "Scaling",
     "ZeroplanCallback",
     "estimate",
     "estimate_zero1_mem",
     "estimate_zero2_mem",
     "estimate_zero3_mem",
     "recommend",
+    "scale",
     "tune",
     "verify",
 ]

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from zeroplan.search.catalog import Overview
     from zeroplan.search.results import Recommendation, SearchResult
+    from zeroplan.search.scaling import ScaleOptions, Scaling
     from zeroplan.search.search_options import RecommendOptions
 
 
@@ -230,6 +231,33 @@ def recommend(model: Any = None, **options: Unpack[RecommendOptions]) -> Recomme
         found = overview(request, of_search)
         return Recommendations(found.best, found)
     return Recommendations(run_search(request, of_search))
+
+
+def scale(model: Any = None, gpus: str | int | Sequence[int] = "8..1024", **options: Unpack[ScaleOptions]) -> Scaling:
+    """Find the best configuration on more and more GPUs: memory, micro batch and speed of one of them.
+
+    Args:
+        model: as for :func:`estimate`; or none, with ``params=`` a count.
+        gpus: all GPUs: ``"8..1024"`` doubles from 8 on, ``[8, 24]`` and ``"8,24"`` are these.
+        options: :class:`~zeroplan.search.scaling.ScaleOptions`, which are the command line's flags with underscores:
+            ``gpu="H100"``, ``stage=3``, ``gpus_per_node=4``, …
+
+    Returns:
+        One point for each number of GPUs; bytes and seconds throughout.
+
+    Raises:
+        BadInput: a value that cannot be used, with the remedy.
+        TypeError: an argument that does not exist, with the nearest name.
+    """
+    from zeroplan.search.scaling import ScaleOptions, parse_ranks, run_scaling
+    from zeroplan.search.search_options import SearchOptions
+
+    require_known(options, ScaleOptions.__annotations__, "scale")
+    given: dict[str, Any] = dict(options)
+    node = given.pop("gpus_per_node", None)
+    names = {f.name for f in fields(SearchOptions)}
+    of_search = SearchOptions(**{name: given.pop(name) for name in list(given) if name in names})
+    return run_scaling(Request(model=model, **given), parse_ranks(gpus), of_search, gpus_per_node=node)
 
 
 def estimate_zero1_mem(model: Any = None, **options: Unpack[StageOptions]) -> MemoryPlan:

@@ -36,6 +36,7 @@ ASKED: list[tuple[tuple[str, ...], str]] = [
     (("recommend", "--params", "7B", "--vram", "80", "--gpus", "8"), "Unknown: "),
     (("recommend", GPT2, "--vram", "8", "--from", str(CONFIGS / "zero3_offload_auto.json")), "Best: "),
     (("recommend", GPT2, "--vram", "8", "--goal", "memory", "-o", "run/"), "Least memory: "),
+    (("scale", GPT2, "--gpus", "1,16", "--vram", "8", "--stage", "2", "--offload-optimizer", "none"), "Fits from 1 GPU on: "),
     (("explain", LLAMA, "--gpus", "8", "--stage", "3"), "Largest of "),
     (("explain", MIXTURE, "--gpus", "8", "--depth", "formula"), "Largest of "),
     (("explain", LLAMA, "--gpus", "8", "--stage", "2", "--time"), "0."),

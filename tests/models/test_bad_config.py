@@ -14,7 +14,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.units import LARGEST
 from zeroplan.models import catalog
 from zeroplan.models.families import FAMILIES
-from zeroplan.models.families.config import DEEPEST
+from zeroplan.models.families.config import DEEPEST, Config
 from zeroplan.models.load import bare_params, load_model
 from zeroplan.models.spec import ModelSpec
 
@@ -84,7 +84,6 @@ CASES: dict[str, tuple[Any, str]] = {
     "falcon's heads": ({"model_type": "falcon", "hidden_size": 100, "num_attention_heads": 71}, "100 is not a multiple of 71"),
     "an image of text": ({"model_type": "vit", "image_size": "big"}, "'image_size' must be a whole number, not 'big'"),
     "an oblong image": ({"model_type": "vit", "image_size": [224, 448]}, "'image_size' must be a whole number, not a list"),
-    "a missing size": ({"model_type": "mingpt", "n_layer": 2, "n_emb": 8}, "key 'n_embd' is missing; did you mean 'n_emb'?"),
     "more than any machine": (
         _llama(hidden_size=1 << 28, intermediate_size=1 << 28, num_hidden_layers=DEEPEST),
         "more parameters than any machine could hold",
@@ -106,6 +105,11 @@ def test_bad_config(case: str) -> None:
     assert "\n" not in text
     assert len(text) <= 600
     assert caught.value.exit_code == 2
+
+
+def test_a_size_without_a_default_must_be_there() -> None:
+    with pytest.raises(BadInput, match="key 'n_embd' is missing; did you mean 'n_emb'\\?"):
+        Config({"n_emb": 8}).size("n_embd")
 
 
 def test_a_cycle_ends() -> None:

@@ -114,7 +114,7 @@ def test_holds_the_families_that_people_train() -> None:
             "gemma3_text",
         ),
         *("phi", "phi3", "gpt2", "gpt_neox", "opt", "bloom", "falcon", "olmo", "olmo2", "olmoe", "deepseek_v2", "deepseek_v3"),
-        *("bert", "roberta", "deberta", "deberta-v2", "modernbert", "t5", "vit", "whisper", "mingpt"),
+        *("bert", "roberta", "deberta", "deberta-v2", "modernbert", "t5", "vit", "whisper"),
     }
 
 
@@ -181,7 +181,7 @@ def test_table_has_a_row_for_each_model() -> None:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("entry", [e for e in ENTRIES if e.config["model_type"] != "mingpt"], ids=lambda entry: entry.id)
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.id)
 def test_builds_as_described(entry: catalog.Entry) -> None:
     """Every tensor's name, order, shape, tie and gradient, at full depth."""
     spec = load_model(entry.id)
@@ -199,6 +199,13 @@ def test_mingpt_equals_the_paper_sizes() -> None:
         params = load_model(f"mingpt-{name}").params
         assert params == pytest.approx(12 * layers * width**2, rel=2e-3)
         assert params / 1e9 == pytest.approx(billions, rel=8e-3)
+
+
+def test_mingpts_twin_has_its_parameters() -> None:
+    """minGPT's blocks: two norms, four square matrices and a feed-forward of four widths, each with a bias; an untied head."""
+    layers, width, vocabulary, positions = 15, 3072, 65, 128
+    block = 2 * 2 * width + 4 * (width**2 + width) + (8 * width**2 + 5 * width)
+    assert load_model("mingpt-1.7B").params == layers * block + (2 * vocabulary + positions + 2) * width == 1_700_090_880
 
 
 def test_depth_costs_nothing() -> None:

@@ -197,10 +197,10 @@ def test_a_task_takes_the_place_of_the_configs_head() -> None:
 
 
 def test_every_family_is_tested() -> None:
-    assert {config["model_type"] for config in VARIANTS} == set(FAMILIES) - {"mingpt"}
+    assert {config["model_type"] for config in VARIANTS} == set(FAMILIES)
 
 
-@pytest.mark.parametrize("model_type", sorted(set(FAMILIES) - {"mingpt", "gemma3"}))
+@pytest.mark.parametrize("model_type", sorted(set(FAMILIES) - {"gemma3"}))
 def test_defaults_are_transformers_own(model_type: str) -> None:
     """A published config leaves out what equals the class's default, so ours must be the same."""
     from transformers import AutoConfig
@@ -226,7 +226,7 @@ def _builds(config: dict[str, Any], auto_class: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("model_type", sorted(set(FAMILIES) - {"mingpt", "gemma3"}))
+@pytest.mark.parametrize("model_type", sorted(set(FAMILIES) - {"gemma3"}))
 def test_nulls_and_heads_that_transformers_refuses(model_type: str) -> None:
     """Null sizes, and heads that do not divide the width, wherever transformers builds no model of them."""
     base, auto_class = _smallest(model_type), FAMILIES[model_type][1]

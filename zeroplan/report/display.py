@@ -12,12 +12,17 @@ def answer_text(answer: Printable) -> str:
     if isinstance(answer, MemoryPlan):
         return plan_text(answer)
     from zeroplan.search.results import Recommendation
+    from zeroplan.search.scaling import Scaling
     from zeroplan.validate.results import Drift
 
     if isinstance(answer, Recommendation):
         from zeroplan.report.recommendation import recommendation_text
 
         return recommendation_text(answer)
+    if isinstance(answer, Scaling):
+        from zeroplan.report.scaling import scaling_text
+
+        return scaling_text(answer)
     from zeroplan.report.drift import drift_text
 
     return drift_text(answer) if isinstance(answer, Drift) else repr(answer)

@@ -16,6 +16,7 @@ _FIGURES = frozenset(
         *("DeepSpeed says", "bytes", "parameters", "short", "memory", "usable"),
         *("most", "pinned"),
         *("memory GB/s", "link GB/s", "host link GB/s", "GiB", "usable GiB", "TFLOP/s", "host GB/s"),
+        *("GPUs", "states", "speed"),
         *("ZeRO", "GPU", "host", "tokens/s", "planned", "measured", "difference", "saves", "then GPU", "off by"),
     ]
 )

@@ -106,10 +106,12 @@ def search(
     shown: int = SHOWN,
     most: int = MOST_SIMULATIONS,
     strict: bool = False,
+    spare: bool = True,
 ) -> SearchOutcome:
     """Find the fastest candidate that fits of each family, at most `shown` families. See Note [Search].
 
-    After `most` simulations the search ends with what it has; `strict` ends it even with nothing.
+    After `most` simulations the search ends with what it has; `strict` ends it even with nothing. Without `spare`, what leaves
+    no headroom is as good as what does.
     """
     outcome = SearchOutcome()
     timed = []
@@ -149,7 +151,7 @@ def search(
                 if one is frugal and _hopeless(found.plan):
                     too_large[family] = micro
                     break
-            elif one is candidate and found.on_edge:
+            elif one is candidate and spare and found.on_edge:
                 on_edge[family] = min(on_edge.get(family, found), found, key=lambda r: rank_key(r.candidate, r.time))
                 break
             elif one is candidate:

@@ -42,7 +42,6 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "gpt2": ("gpt.gpt2", CAUSAL_LM),
     "gptj": ("gpt.gptj", CAUSAL_LM),
     "gpt_neox": ("gpt.gpt_neox", CAUSAL_LM),
-    "mingpt": ("gpt.mingpt", ""),
     "opt": ("opt.opt", CAUSAL_LM),
     "bloom": ("falcon.bloom", CAUSAL_LM),
     "falcon": ("falcon.falcon", CAUSAL_LM),

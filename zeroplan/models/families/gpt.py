@@ -1,13 +1,12 @@
-"""GPT-2, GPT-J, GPT-NeoX with Pythia, and minGPT.
+"""GPT-2, GPT-J, GPT-NeoX with Pythia.
 
-Source: transformers 5.17 ``modeling_gpt2.py``, ``modeling_gptj.py``, ``modeling_gpt_neox.py``; minGPT's ``mingpt/model.py`` of
-2020–21, the version that was trained with DeepSpeed.
+Source: transformers 5.17 ``modeling_gpt2.py``, ``modeling_gptj.py``, ``modeling_gpt_neox.py``.
 """
 
 from __future__ import annotations
 
 from zeroplan.models.families.config import Config
-from zeroplan.models.families.layers import blocks, conv1d, embedding, flat, linear, lm_head, norm, param, table, unit, units
+from zeroplan.models.families.layers import blocks, conv1d, flat, linear, lm_head, norm, table, unit, units
 from zeroplan.models.spec import SpecUnit
 
 
@@ -78,22 +77,4 @@ def gpt_neox(c: Config) -> tuple[SpecUnit, ...]:
         blocks("gpt_neox.layers.{}", c.depth("num_hidden_layers", default=44), block),
         unit("gpt_neox.final_layer_norm", norm("", hidden, bias=True)),
         lm_head("lm_head", hidden, vocab, tied_to="gpt_neox.embed_in.weight" if tied else None),
-    )
-
-
-def mingpt(c: Config) -> tuple[SpecUnit, ...]:
-    """minGPT: its position table is a parameter of the root module, and so comes first; the head is untied."""
-    hidden, vocab = c.size("n_embd"), c.size("vocab_size")
-    block = flat(
-        norm("ln1", hidden, bias=True),
-        norm("ln2", hidden, bias=True),
-        *(linear(f"attn.{name}", hidden, hidden, True) for name in ("key", "query", "value", "proj")),
-        linear("mlp.0", hidden, 4 * hidden, True),
-        linear("mlp.2", 4 * hidden, hidden, True),
-    )
-    return units(
-        unit("", param("pos_emb", 1, c.size("block_size"), hidden), embedding("tok_emb", vocab, hidden)),
-        blocks("blocks.{}", c.depth("n_layer"), block),
-        unit("ln_f", norm("", hidden, bias=True)),
-        lm_head("head", hidden, vocab, tied_to=None),
     )

@@ -1,0 +1,113 @@
+"""``zeroplan scale``: one model on more and more GPUs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from zeroplan.cli import flags
+from zeroplan.cli.main import show, verb
+from zeroplan.core.errors import EXIT_DOES_NOT_FIT, BadInput
+from zeroplan.planner.request import Request
+
+if TYPE_CHECKING:
+    from zeroplan.search.scaling import Scaling
+
+_CLUSTER = "Cluster"
+Ranks = Annotated[
+    str, typer.Option("--gpus", rich_help_panel=_CLUSTER, metavar="RANGE", help="All GPUs: 8..1024 doubles from 8 on; or 8,24.")
+]
+PerNode = Annotated[
+    int | None, typer.Option("--gpus-per-node", rich_help_panel=_CLUSTER, help="GPUs of a node. [8, or 4 by --gpu 4xA100]")
+]
+Checkpointing = Annotated[
+    bool | None,
+    typer.Option(
+        "--gradient-checkpointing/--no-gradient-checkpointing", rich_help_panel="Workload", help="Recompute blocks. [both]"
+    ),
+]
+GlobalBatch = Annotated[
+    int | None, typer.Option("--global-batch", rich_help_panel="Workload", help="Sequences a step, of all GPUs. [open]")
+]
+Stage = Annotated[int | None, typer.Option("--stage", rich_help_panel="Sharding", help="0 to 3. [the best for each]")]
+OffloadOptimizer = Annotated[
+    str | None, typer.Option("--offload-optimizer", rich_help_panel="Sharding", help="none, cpu or nvme. [the best]")
+]
+OffloadParam = Annotated[
+    str | None, typer.Option("--offload-param", rich_help_panel="Sharding", help="none, cpu or nvme. [the best]")
+]
+Profile = Annotated[str | None, typer.Option("--profile", help="Rates by doctor --calibrate.")]
+Html = Annotated[str | None, typer.Option("--html", help="Write a page with the pictures.", metavar="FILE")]
+Svg = Annotated[str | None, typer.Option("--svg", help="Write the pictures alone.", metavar="FILE")]
+
+
+@verb("zeroplan scale meta-llama/Llama-3.1-8B --gpu H100", "zeroplan scale gpt2-xl --gpus 1..64 --gpu V100-32G --stage 3")
+@flags.takes_request(*flags.DEGREES, "nodes", "ds_config", "checkpoint_policy", "files", "program", "zero_init")
+def scale(
+    request: Request,
+    gpus: Ranks = "8..1024",
+    gpus_per_node: PerNode = None,
+    gradient_checkpointing: Checkpointing = None,
+    global_batch: GlobalBatch = None,
+    stage: Stage = None,
+    offload_optimizer: OffloadOptimizer = None,
+    offload_param: OffloadParam = None,
+    profile: Profile = None,
+    style: flags.Style = "plain",
+    wide: flags.Wide = False,
+    quiet: flags.Quiet = False,
+    as_json: flags.Json = False,
+    html: Html = None,
+    svg: Svg = None,
+) -> None:
+    """Show memory, micro batch and speed of a GPU among ever more.
+
+    Each row is what recommend finds there. Where states shrink and a larger micro batch fits, the speed-up is superlinear.
+    """
+    from zeroplan.core.files import write_atomic
+    from zeroplan.report.scaling import scaling_text
+    from zeroplan.report.terminal import Terminal
+    from zeroplan.search.scaling import parse_ranks, run_scaling
+    from zeroplan.search.search_options import SearchOptions
+
+    if request.model is None and request.params is None:
+        raise BadInput("no model", where="MODEL", remedy="give one id, path or config, or --params 7B")
+    request = replace(
+        request,
+        gradient_checkpointing=bool(gradient_checkpointing),
+        stage=stage,
+        offload_optimizer=offload_optimizer,
+        offload_param=offload_param,
+    )
+    options = SearchOptions(global_batch=global_batch, gradient_checkpointing=gradient_checkpointing, profile=profile)
+    found = run_scaling(request, parse_ranks(gpus), options, gpus_per_node=gpus_per_node)
+    if html is not None or svg is not None:
+        from zeroplan.report.scaling_html import scaling_page, scaling_svg
+
+        for path, draw in ((html, scaling_page), (svg, scaling_svg)):
+            if path is not None:
+                write_atomic(path, draw(found))
+    if as_json:
+        show(json.dumps(found.to_dict(), indent=2))
+    else:
+        words = _words_of_the_peak(found, request, global_batch)
+        show(scaling_text(found, style, terminal=Terminal.here(wide=wide), quiet=quiet, next_command=words))
+    first = found.first
+    if first is None or (first.best is not None and first.best.plan.undecided):
+        raise typer.Exit(EXIT_DOES_NOT_FIT)
+
+
+def _words_of_the_peak(found: Scaling, request: Request, global_batch: int | None) -> list[str]:
+    """The ``recommend`` command for the number of GPUs at which one is fastest."""
+    if found.peak is None:
+        return []
+    cluster = found.peak.cluster
+    name = None if request.gpu is None else cluster.gpu.name  # without the count that it may hold
+    words = flags.recommend_words(replace(request, gpu=name, gpus=cluster.gpus, nodes=cluster.nodes))
+    for field in ("stage", "offload_optimizer", "offload_param", "micro_batch", "grad_accum"):
+        if (value := getattr(request, field)) is not None:
+            words += [f"--{field.replace('_', '-')}", str(value)]
+    return words if global_batch is None else [*words, "--global-batch", str(global_batch)]

@@ -1,0 +1,170 @@
+"""The answer of ``scale`` as text: verdict, one row for each number of GPUs, and where a GPU gets faster among more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zeroplan.core.units import format_bytes, format_gib
+from zeroplan.planner.describe import describe_cluster
+from zeroplan.report.plans import notes, offload_text, unmodelled_notes
+from zeroplan.report.recommendation import described
+from zeroplan.report.table import render
+from zeroplan.report.terminal import PLAIN, Terminal
+from zeroplan.report.verdict import fit_text, lacks_of, unknown_text
+from zeroplan.report.words import gpus_text, model_text
+from zeroplan.search.recommend import HEADROOM
+from zeroplan.search.results import Recommendation
+from zeroplan.search.scaling import ScalePoint, Scaling
+
+_LEGEND = (
+    "The fastest that fits on so many GPUs. states, GPU: GiB of one GPU, its model states and at most in all."
+    " most: the largest micro batch that fits. tokens/s: of one GPU. speed: over the first row that fits. Like recommend, a row"
+    f" leaves {100 * HEADROOM:.0f} % of a GPU free unless what does not is faster by as much."
+)
+
+
+def scaling_text(
+    found: Scaling,
+    style: str = "plain",
+    *,
+    terminal: Terminal = PLAIN,
+    quiet: bool = False,
+    next_command: Sequence[str] = (),
+) -> str:
+    """Write the whole answer.
+
+    Args:
+        found: what was found.
+        style: plain, github, html or csv; html and csv are the table alone.
+        terminal: where it goes.
+        quiet: the verdict alone.
+        next_command: the words of the command that answers for the number of GPUs at which one is fastest.
+
+    Raises:
+        BadInput: an unknown `style`.
+    """
+    if style in ("csv", "html"):
+        return scaling_table(found, style)
+    if style != "plain":
+        terminal = Terminal(width=None)
+    first = found.first
+    lines = terminal.verdict(scaling_verdict(found), False if first is None or first.best is None else first.best.fits)
+    if quiet:
+        return "\n".join(lines)
+    lines += terminal.wrap(growth_sentence(found)) if first is not None else []
+    lines += terminal.command("Next: ", next_command) if next_command and first is not None else []
+    lines += ["", *terminal.wrap(heading(found)), ""]
+    lines += [scaling_table(found, style, width=terminal.width), "", *map(terminal.dim, terminal.wrap(_LEGEND))]
+    left_out = unmodelled_notes([point.shown.plan for point in found.points[:1]])
+    return "\n".join([*lines, *notes((*left_out, *found.warnings), terminal)])
+
+
+def scaling_verdict(found: Scaling) -> str:
+    """Return from how many GPUs on the model fits, and on how many one GPU is fastest."""
+    first, peak = found.first, found.peak
+    if first is None or peak is None or first.best is None or peak.best is None:
+        last = found.points[-1]
+        lacks = " and ".join(lacks_of(last.shown.plan, describe_cluster(last.cluster))) or "which lacks memory"
+        return f"Nothing fits: on {_gpus(last)} the nearest is {described(last.shown)}, {lacks}."
+    if first.best.plan.undecided:
+        best = first.best
+        return f"Unknown: nothing is known to fit; {described(best)} may on {_gpus(first)}. {unknown_text(best.plan)}"
+    text = f"Fits from {_gpus(first)} on: {described(first.best)}, {fit_text(first.best.plan)}."
+    speed = f"{peak.rank_tokens_per_second:,.0f} tokens/s"
+    if peak is first:
+        return f"{text} There a GPU is fastest: {speed}."
+    return f"{text} A GPU is fastest on {peak.ranks:,}: {speed}, {found.efficiency(peak):.2f} × as fast."
+
+
+def growth_sentence(found: Scaling) -> str:
+    """Return where the speed-up is superlinear and why, else what the most GPUs keep of a GPU's speed."""
+    first, last = found.first, found.points[-1]
+    if first is None or first.best is None or first.best.plan.undecided:
+        return ""
+    if not found.superlinear:
+        kept = found.efficiency(last)
+        if last is first or kept is None:
+            return ""
+        return f"Not superlinear: on {_gpus(last)} one GPU does {100 * kept:.0f} % of what it does on {first.ranks:,}."
+    best = max(found.superlinear, key=lambda point: found.efficiency(point) or 0.0)
+    assert best.best is not None  # only what fits has an efficiency
+    before, after = first.best.plan.gpu.model_states, best.best.plan.gpu.model_states
+    shrink = f"states shrink from {format_gib(before, digits=1)} to {format_gib(after, digits=1)} GiB a GPU"
+    reasons = [shrink] if after < before else []  # else they came from the host, which is a change below
+    if changes := _changes(first.best, best.best):
+        reasons.append("; ".join(changes))
+    times = best.ranks / first.ranks
+    return (
+        f"Superlinear on {_spans(found)} GPUs: {', so '.join(reasons)}. {times:g} × the GPUs are"
+        f" {times * (found.efficiency(best) or 0.0):,.1f} × as fast."
+    )
+
+
+def _spans(found: Scaling) -> str:
+    """``"32 to 256"``: the points that are superlinear, neighbours together."""
+    flags = [point in found.superlinear for point in found.points]
+    spans: list[list[int]] = []
+    for at, (point, flag) in enumerate(zip(found.points, flags, strict=True)):
+        if flag and at and flags[at - 1]:
+            spans[-1].append(point.ranks)
+        elif flag:
+            spans.append([point.ranks])
+    return ", ".join(f"{span[0]:,} to {span[-1]:,}" if len(span) > 1 else f"{span[0]:,}" for span in spans)
+
+
+def _changes(before: Recommendation, after: Recommendation) -> list[str]:
+    """What the room is used for: the settings that differ."""
+    one, two = before.workload, after.workload
+    found = []
+    if one.micro_batch != two.micro_batch:
+        found.append(f"micro batch {one.micro_batch} becomes {two.micro_batch}")
+    if one.gradient_checkpointing != two.gradient_checkpointing:
+        found.append("blocks are checkpointed" if two.gradient_checkpointing else "no block is recomputed")
+    if (here := offload_text(before.plan)) != (there := offload_text(after.plan)):
+        found.append(f"offload: {here} becomes {there}")
+    if before.zero.stage != after.zero.stage:
+        found.append(f"ZeRO-{before.zero.stage} becomes ZeRO-{after.zero.stage}")
+    return found
+
+
+def _gpus(point: ScalePoint) -> str:
+    """``"16 GPUs"``."""
+    return f"{point.ranks:,} GPU{'s' if point.ranks > 1 else ''}"
+
+
+def scaling_table(found: Scaling, style: str = "plain", *, width: int | None = None) -> str:
+    """Return one row for each number of GPUs, sizes in GiB.
+
+    Raises:
+        BadInput: an unknown `style`.
+    """
+    headers = ["GPUs", "ZeRO", "offload", "ckpt", "batch", "most", "states", "GPU", "tokens/s", "speed"]
+    return render(headers, [_row(found, point) for point in found.points], style, width=width)
+
+
+def _row(found: Scaling, point: ScalePoint) -> list[str]:
+    one = point.shown
+    gpu, work, efficiency = one.plan.gpu, one.workload, found.efficiency(point)
+    return [
+        f"{point.ranks:,}",
+        str(one.zero.stage),
+        offload_text(one.plan),
+        "yes" if work.gradient_checkpointing else "no",
+        str(work.micro_batch) + (f" × {work.grad_accum}" if work.grad_accum > 1 else ""),
+        "-" if point.largest_micro_batch is None else str(point.largest_micro_batch),
+        format_gib(gpu.model_states, digits=1),
+        format_gib(gpu.interval[1] if gpu.interval else gpu.needed, digits=1),
+        "does not fit" if point.rank_tokens_per_second is None else f"{point.rank_tokens_per_second:,.0f}",
+        "-" if efficiency is None else f"{efficiency:.2f}",
+    ]
+
+
+def heading(found: Scaling) -> str:
+    """Return what was asked for in a line: the model, the card, the workload."""
+    model, work, cluster = found.model, found.workload, found.points[-1].cluster
+    text = model_text(model["name"], model["params"], model["trainable"])
+    text += f" · nodes of {gpus_text(1, cluster.gpus)}"
+    text += f" of {format_bytes(cluster.vram, digits=0)} ({format_bytes(cluster.usable_vram, digits=1)} usable)"
+    batch = f"global batch {found.global_batch} × " if found.global_batch else "sequences of "
+    text += f" · {batch}{work.seq_len} tokens · {work.dtype} {work.optimizer}"
+    return text + (f" · LoRA rank {work.lora_rank}" if work.lora_rank else "")

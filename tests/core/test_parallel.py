@@ -93,7 +93,7 @@ def test_every_degree_is_tried() -> None:
 
 
 #: The degrees that engines have beside data parallelism's.
-HAS = {"fsdp2": {"tp", "sp", "pp", "vpp"}}
+HAS = {"fsdp2": {"tp", "sp", "cp", "pp", "vpp"}}
 
 
 @pytest.mark.parametrize("degree", DEGREES)

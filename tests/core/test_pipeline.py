@@ -79,6 +79,15 @@ def test_what_cannot_be_is_one_line(changed: dict[str, object], asked: dict[str,
     assert "\n" not in str(refused.value)
 
 
+def test_stages_send_the_parts_of_samples_that_they_have() -> None:
+    sizes = []
+    for cp in (1, 2):
+        asked = Request(model=DEEP, gpus=8, pp=4, cp=cp, engine="fsdp2", depth="formula", grad_accum=4, seq_len=512)
+        lines = estimate_report(asked).plans[0].lines
+        sizes.append(sum(line.bytes for line in lines if line.buffer == "comm.pipeline"))
+    assert sizes[0] == 2 * sizes[1] > 0
+
+
 def test_formulas_tell_every_stage_the_worst_first() -> None:
     asked = Request(model=DEEP, gpus=8, pp=4, engine="fsdp2", depth="formula", vram="80G", grad_accum=4)
     report = estimate_report(asked)

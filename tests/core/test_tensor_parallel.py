@@ -62,6 +62,19 @@ def test_a_rank_holds_its_part_of_each_matrix_and_whole_norms() -> None:
         ({"architectures": ["LlamaForSequenceClassification"]}, {"tp": 2}, "is modelled for causal language models alone"),
         ({}, {"tp": 0}, "tp 0 is below 1"),
         ({"model_type": "gpt2", "n_head": 8}, {"tp": 2}, "tensor parallelism of gpt2 is not modelled"),
+        ({}, {"cp": 3}, "cp 3 does not divide 1 × 8 = 8 ranks"),
+        ({}, {"cp": 4, "seq_len": 1028}, "cp 4 divides each half of a sample, and 1,028 tokens are no multiple of 8"),
+        ({}, {"cp": 2, "tp": 4, "sp": True, "seq_len": 24}, "and sp its parts, and 24 tokens are no multiple of 16"),
+        ({}, {"cp": 2, "attn": "flash"}, "torch has ring attention for sdpa alone"),
+        ({}, {"cp": 2, "dtype": "fp32"}, "ring attention is modelled for 16 bits"),
+        ({}, {"cp": 2, "lora_rank": 4}, "context parallelism with LoRA is not modelled"),
+        (
+            {},
+            {"cp": 2, "gradient_checkpointing": True, "checkpoint_policy": "selective"},
+            "selective checkpointing of ring attention",
+        ),
+        ({"model_type": "gpt2", "n_head": 8}, {"cp": 2}, "context parallelism of gpt2 is not modelled"),
+        ({}, {"cp": 2, "engine": "zeroplan"}, "zeroplan has data parallelism only, and no cp"),
         ({}, {"tp": 2, "engine": "deepspeed"}, "deepspeed has data parallelism only, and no tp"),
         ({}, {"tp": 2, "engine": "ddp"}, "ddp has data parallelism only, and no tp"),
     ],
@@ -74,6 +87,17 @@ def test_what_cannot_be_is_one_line(changed: dict[str, object], asked: dict[str,
     assert refused.value.exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("degrees", "named"), [({"cp": 2}, "--cp"), ({"pp": 2, "vpp": 2, "grad_accum": 2}, "--vpp"), ({"tp": 2}, "")]
+)
+def test_what_was_not_measured_says_so(degrees: dict[str, int], named: str) -> None:
+    config = CONFIG | {"num_hidden_layers": 8}
+    asked = Request(**{"model": config, "gpus": 8, "engine": "fsdp2", "stage": 2, "depth": "formula", "seq_len": 64} | degrees)  # type: ignore[arg-type]
+    said = [text for text in estimate_report(asked).warnings if "not measured on a GPU" in text]
+    assert bool(said) == bool(named)
+    assert all(named in text for text in said)
+
+
 def test_formulas_tell_the_states_of_a_rank_and_no_fit() -> None:
     """Masters, gradients and two moments in fp32 are 16 bytes a parameter of the rank's part, over two data-parallel ranks."""
     asked = Request(model=CONFIG, gpus=8, tp=4, engine="fsdp2", stage=3, depth="formula", vram="80G")
@@ -84,4 +108,4 @@ def test_formulas_tell_the_states_of_a_rank_and_no_fit() -> None:
     assert plan.gpu.model_states == 16 * sum(rows) // 2
     assert plan.fits is None
     assert plan.gpu.bound is None
-    assert report.cluster["layout"] == {"dp": 2, "tp": 4, "sp": False, "pp": 1, "vpp": 1, "shard_group": 2}
+    assert report.cluster["layout"] == {"dp": 2, "tp": 4, "sp": False, "cp": 1, "pp": 1, "vpp": 1, "shard_group": 2}

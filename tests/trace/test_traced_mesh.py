@@ -1,4 +1,4 @@
-"""One rank of a tensor-parallel mesh, traced: its parameters, its collectives, and the plan that FSDP2 gets of it."""
+"""One rank of a mesh, traced: its parameters, its collectives, and the plan that FSDP2 gets of it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tapes() -> dict[str, ExpandedTape]:
     from zeroplan.trace.api import trace_model
 
     found = {}
-    for options in (TraceOptions(), TraceOptions(tp=2), TraceOptions(tp=2, sp=True)):
+    for options in (TraceOptions(), TraceOptions(tp=2), TraceOptions(tp=2, sp=True), TraceOptions(tp=2, cp=2)):
         tape = trace_model(CONFIG, "AutoModelForCausalLM", options)
         found[options.key.removeprefix(TraceOptions().key)] = tape.expand(BATCH, SEQ // options.split_tokens)
     return found
@@ -86,3 +86,24 @@ def test_what_the_ledger_keeps_the_schedule_leaves_alive(tapes: dict[str, Expand
     engine = find_engine("fsdp2")
     assert engine.trace_options(case) == replace(TraceOptions(), tp=2, sp=sp)
     assert not ledger_and_schedule_differ(case, engine, tapes["_tp2+sp" if sp else "_tp2"])
+
+
+def test_a_ring_gathers_keys_and_values(tapes: dict[str, ExpandedTape]) -> None:
+    """Each block gathers both ranks' keys and values in the forward and again in the backward, and passes fp32 gradients on:
+    one of its two KV heads a tensor-parallel rank, over half of the tokens.
+    """
+    keys_and_values = 2 * 2 * BATCH * 2 * (SEQ // 2) * 8  # bytes of one rank's, of 2 heads of 8 channels in 16 bits
+    alone, ring = _collectives(tapes["_tp2"]), _collectives(tapes["_tp2_cp2"])
+    assert 2 * keys_and_values not in alone
+    assert ring.count(2 * keys_and_values) >= 6 * (2 + 2)  # of both ranks in 16 bits, or of one in fp32: two steps of the ring
+    assert tapes["_tp2_cp2"].parameters.shapes == tapes["_tp2"].parameters.shapes
+    assert tapes["_tp2_cp2"].activation_peak < 0.6 * tapes["_tp2"].activation_peak
+
+
+def test_what_the_ledger_keeps_with_split_samples_the_schedule_leaves_alive(tapes: dict[str, ExpandedTape]) -> None:
+    work = Workload(micro_batch=BATCH, seq_len=SEQ)
+    case = Case(load_model(CONFIG), work, Cluster(gpus=8), ZeroConfig.of(3), parallel=ParallelLayout(gpus=8, tp=2, cp=2))
+    engine = find_engine("fsdp2")
+    assert case.layout.shard_group == 4  # ranks that share samples share the states, too
+    assert engine.trace_options(case) == replace(TraceOptions(), tp=2, cp=2)
+    assert not ledger_and_schedule_differ(case, engine, tapes["_tp2_cp2"])

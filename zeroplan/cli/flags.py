@@ -51,7 +51,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", callback=_quiet, help="Pri
 
 _WORK, _CLUSTER, _MESH, _ZERO, _FROM = "Workload", "Cluster", "Parallelism", "Sharding", "Files"
 #: Fields of a layout, for verbs that take data parallelism alone.
-DEGREES = ("tp", "sp", "pp", "vpp", "schedule")
+DEGREES = ("tp", "sp", "cp", "pp", "vpp", "schedule")
 
 
 def _option(
@@ -116,6 +116,7 @@ OPTIONS: dict[str, Any] = {
     "host": _option(str | None, "--host", "server or desktop: what its system keeps of --cpu-ram. [by the GPU]", _CLUSTER),
     "tp": _option(int, "--tp", "GPUs that share each matrix (tensor parallelism). [1]", _MESH),
     "sp": _option(bool, "--sp", "They share the tokens between matrices, too (sequence parallelism).", _MESH),
+    "cp": _option(int, "--cp", "GPUs that share each sample's tokens (context parallelism: ring attention). [1]", _MESH),
     "pp": _option(
         int, "--pp", "Stages of consecutive blocks (pipeline parallelism); --grad-accum micro batches pass. [1]", _MESH
     ),

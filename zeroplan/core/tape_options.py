@@ -49,8 +49,9 @@ class TraceOptions:
 
     `zero3`: as ZeRO stage 3 changes the graph (identity nodes around modules, its own linear function). `lora` None means
     no LoRA, empty all linear layers of the blocks, else names of the layers. `every` is k where only each k-th block is
-    checkpointed: blocks k, 2k, … counted from 1. `tp` ranks share each matrix, and with `sp` the tokens between matrices.
-    `lora_dropout`: adapters drop some of their input. `quantized`: linear layers are kept in 4 bits
+    checkpointed: blocks k, 2k, … counted from 1. `tp` ranks share each matrix, and with `sp` the tokens between matrices;
+    `cp` ranks share each sample's tokens. `lora_dropout`: adapters drop some of their input. `quantized`: linear layers are
+    kept in 4 bits
     (:mod:`zeroplan.trace.quantized`), and with `half_adapters` the adapters beside them in 16 bits. `images` of `image_size`
     pixels a side come with each sample.
     """
@@ -63,6 +64,7 @@ class TraceOptions:
     every: int = 1
     tp: int = 1
     sp: bool = False
+    cp: int = 1
     quantized: bool = False
     lora_dropout: bool = False
     half_adapters: bool = False
@@ -72,7 +74,7 @@ class TraceOptions:
     @property
     def split_tokens(self) -> int:
         """Ranks that share the tokens of a sample. A tape's sequence length is what one of them has."""
-        return self.tp if self.sp else 1
+        return self.cp * (self.tp if self.sp else 1)
 
     @property
     def key(self) -> str:
@@ -89,6 +91,8 @@ class TraceOptions:
             parts.append("dropout")
         if self.tp > 1:
             parts.append(f"tp{self.tp}" + ("+sp" if self.sp else ""))
+        if self.cp > 1:
+            parts.append(f"cp{self.cp}")
         if self.images:
             parts.append(f"images{self.images}" + (f"x{self.image_size}" if self.image_size else ""))
         return "_".join(parts)
@@ -117,6 +121,7 @@ def options_for(workload: Workload, *, zero3: bool = False, layout: ParallelLayo
         every=policy.every if policy is not None else 1,
         tp=layout.tp if layout is not None else 1,
         sp=layout is not None and layout.sp,
+        cp=layout.cp if layout is not None else 1,
         quantized=workload.quantize is not None,
         lora_dropout=workload.lora_dropout and workload.lora_rank is not None,
         half_adapters=workload.quantize is not None and workload.adapter_bytes == 2,

@@ -55,7 +55,7 @@ def describe_cluster(cluster: Cluster, layout: ParallelLayout | None = None) -> 
 
 def describe_layout(layout: ParallelLayout) -> dict[str, Any]:
     """Return the degrees of a layout, and the groups that follow, as the report's JSON shows them."""
-    degrees = {"dp": layout.dp, "tp": layout.tp, "sp": layout.sp, "pp": layout.pp, "vpp": layout.vpp}
+    degrees = {"dp": layout.dp, "tp": layout.tp, "sp": layout.sp, "cp": layout.cp, "pp": layout.pp, "vpp": layout.vpp}
     return degrees | {"shard_group": layout.shard_group}
 
 

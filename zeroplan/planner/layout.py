@@ -8,7 +8,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.model_config import auto_class_of
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.workload import Workload
+from zeroplan.core.workload import Attention, Workload
 from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.request import Request
 
@@ -24,19 +24,29 @@ def layout_of(request: Request, cluster: Cluster, spec: ModelSpec, workload: Wor
     """
     if request.schedule != DEFAULT_SCHEDULE and request.pp == 1:
         raise BadInput("a schedule without pipeline stages", where="--schedule", remedy="give --pp as well")
-    if request.tp == request.pp == request.vpp == 1 and not request.sp:
+    if request.tp == request.cp == request.pp == request.vpp == 1 and not request.sp:
         return None
-    layout = ParallelLayout(cluster.gpus, cluster.nodes, tp=request.tp, sp=request.sp, pp=request.pp, vpp=request.vpp)
+    layout = ParallelLayout(
+        cluster.gpus, cluster.nodes, tp=request.tp, sp=request.sp, cp=request.cp, pp=request.pp, vpp=request.vpp
+    )
     _require_language_model(request, spec, workload)
     if layout.tp > 1:
         _require_tensor_parallel(layout, spec, workload)
+    if layout.cp > 1:
+        _require_context_parallel(layout, spec, workload)
     if layout.pp > 1:
         _require_pipeline(layout, spec, workload, request.schedule)
     return layout
 
 
+def unmeasured(layout: ParallelLayout) -> str:
+    """Return a warning where a layout was never held against a GPU; empty where it was."""
+    flags = " and ".join(f"--{name}" for name in ("cp", "vpp") if getattr(layout, name) > 1)
+    return f"{flags}: torch's own steps, but not measured on a GPU" if flags else ""
+
+
 def _require_language_model(request: Request, spec: ModelSpec, workload: Workload) -> None:
-    where = "--tp" if request.tp > 1 else "--pp"
+    where = "--tp" if request.tp > 1 else "--cp" if request.cp > 1 else "--pp"
     if request.task is not None or (spec.config and auto_class_of(spec.config) != "AutoModelForCausalLM"):
         raise BadInput("is modelled for causal language models alone", where=where, remedy="leave it at 1, and --task out")
     if Buffer.OPTIM_FACTORED in (row := find_optimizer(workload.optimizer)).buffers or row.rest:
@@ -56,6 +66,32 @@ def _require_tensor_parallel(layout: ParallelLayout, spec: ModelSpec, workload: 
     require_divides(spec.config, layout, workload.seq_len)
     if workload.lora_rank is not None:
         raise BadInput("tensor parallelism with LoRA is not modelled", where="--tp", remedy="leave --lora-rank out")
+
+
+def _require_context_parallel(layout: ParallelLayout, spec: ModelSpec, workload: Workload) -> None:
+    """Refuse what torch's ``context_parallel`` does not take, and what is not modelled."""
+    from zeroplan.core.tensor_parallel import PLANS
+
+    cp, tokens = layout.cp, workload.seq_len or 0
+    pieces = 2 * cp * (layout.tp if layout.sp else 1)
+    if tokens % pieces:
+        what = f"cp {cp} divides each half of a sample" + (" and sp its parts" if layout.sp else "")
+        raise BadInput(
+            f"{what}, and {tokens:,} tokens are no multiple of {pieces}", where="--cp", remedy="use another --seq-len"
+        )
+    if workload.attn is not Attention.SDPA:
+        raise BadInput("torch has ring attention for sdpa alone", where="--attn", remedy="use --attn sdpa")
+    if spec.model_type not in PLANS:
+        what = f"context parallelism of {spec.model_type or 'this model'} is not modelled"
+        raise BadInput(what, where="--cp", remedy=f"of {', '.join(PLANS)} it is")
+    if workload.dtype.bytes != 2 or workload.param_bytes == 4:
+        raise BadInput("ring attention is modelled for 16 bits", where="--dtype", remedy="use --dtype bf16, or --cp 1")
+    if workload.lora_rank is not None:
+        raise BadInput("context parallelism with LoRA is not modelled", where="--cp", remedy="leave --lora-rank out")
+    if workload.recomputation is not None and workload.recomputation.selective:
+        raise BadInput(
+            "selective checkpointing of ring attention is not modelled", where="--checkpoint-policy", remedy="use full"
+        )
 
 
 def _require_pipeline(layout: ParallelLayout, spec: ModelSpec, workload: Workload, schedule: str) -> None:

@@ -63,6 +63,7 @@ class StageOptions(MachineOptions, total=False):
     zero_init: bool | None
     tp: int
     sp: bool
+    cp: int
     pp: int
     vpp: int
     schedule: str

@@ -52,6 +52,7 @@ class Request:
     # parallelism beside data's, which is what these leave of the ranks
     tp: int = 1
     sp: bool = False
+    cp: int = 1
     pp: int = 1
     vpp: int = 1
     schedule: str = "1f1b"

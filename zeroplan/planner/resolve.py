@@ -17,7 +17,7 @@ from zeroplan.engines.registry import find_engine
 from zeroplan.models.attention import eager_only
 from zeroplan.models.load import bare_params, load_model
 from zeroplan.models.spec import ModelSpec
-from zeroplan.planner.layout import layout_of
+from zeroplan.planner.layout import layout_of, unmeasured
 from zeroplan.planner.request import Request
 from zeroplan.planner.workload import workload_of
 
@@ -93,6 +93,8 @@ def resolve(request: Request) -> Resolved:
         warnings.append(missing)
     zero_init = request.zero_init is not False
     layout = layout_of(request, cluster, spec, workload)
+    if layout is not None and (said := unmeasured(layout)):
+        warnings.append(said)
     every = [
         Case(
             spec,

@@ -30,7 +30,7 @@ def machine_text(cluster: Mapping[str, Any]) -> str:
     """Return ``"8 GPUs of 80 GiB (79.4 GiB usable), 512 GiB host (…)"`` for a cluster as the report's JSON holds it."""
     text = gpus_text(cluster["nodes"], cluster["gpus"])
     if layout := cluster.get("layout"):
-        degrees = [f"{name} {layout[name]}" for name in ("dp", "tp", "pp", "vpp") if layout[name] > 1]
+        degrees = [f"{name} {layout[name]}" for name in ("dp", "tp", "cp", "pp", "vpp") if layout[name] > 1]
         text += f" as {' × '.join(degrees)}" + (" with split tokens" if layout["sp"] else "")
     if cluster["vram"]:
         text += f" of {format_bytes(cluster['vram'], digits=0)} ({format_bytes(cluster['usable_vram'], digits=1)} usable)"

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -194,13 +193,13 @@ def _no_period(config: Mapping[str, Any]) -> BadInput:
 @contextlib.contextmanager
 def _ranks_of(options: TraceOptions) -> Iterator[Ranks]:
     """Make the ranks that the options ask for, as long as the context lasts."""
-    if options.tp == 1:
+    if options.tp == options.cp == 1:
         yield ALONE
         return
-    from zeroplan.trace.tensor_parallel import TensorRanks, fake_mesh
+    from zeroplan.trace.mesh import MeshRank, fake_mesh
 
-    with fake_mesh(options.tp) as mesh:
-        yield TensorRanks(mesh, sequence=options.sp)
+    with fake_mesh(options.cp, options.tp) as mesh:
+        yield MeshRank(mesh, sequence=options.sp)
 
 
 def _attempts(
@@ -242,9 +241,8 @@ class _Attempt:
         self._assembler = Assembler(model, find_blocks(model, depths), options, vocabulary_of(config))
         self._thresholds = thresholds(config)
         if self._thresholds and options.split_tokens > 1:
-            raise BadInput(
-                "sequence parallelism of a model with windows is not modelled", where="--sp", remedy="leave --sp out"
-            )
+            where = "--cp" if options.cp > 1 else "--sp"
+            raise BadInput("splitting the tokens of a model with windows is not modelled", where=where, remedy="leave it out")
 
     def _model(self, rank: int) -> nn.Module:
         if rank not in self._models:
@@ -256,7 +254,10 @@ class _Attempt:
     def _run(self, point: TracePoint) -> Recording:
         if point not in self._traces:
             whole = point._replace(seq=point.seq * self._options.split_tokens)
-            inputs = partial(build_inputs, self._config, self._auto_class, self._options, whole)
+
+            def inputs() -> dict[str, Any]:
+                return self._on.inputs(build_inputs(self._config, self._auto_class, self._options, whole))
+
             model, headless = self._model(point.rank), self._auto_class in HEADLESS
             self._traces[point] = record(model, inputs, self._options, self._on, needs_loss=not headless)
         return self._traces[point]

@@ -7,7 +7,7 @@ Each class stands for one kernel of ``aten/src/ATen/native/transformers/cuda``. 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,8 +25,13 @@ def inside_kernel() -> bool:
     return _depth > 0
 
 
+#: What runs in place of a kernel where ranks share the tokens (:mod:`zeroplan.trace.context_parallel`); None elsewhere.
+ring: Callable[..., torch.Tensor] | None = None
+
+
 @contextlib.contextmanager
-def _kernel() -> Iterator[None]:
+def kernel() -> Iterator[None]:
+    """What is allocated in this context is one operator's on CUDA."""
     global _depth
     _depth += 1
     try:
@@ -62,17 +67,7 @@ class FusedAttention(torch.autograd.Function):
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """Allocate what the forward kernel allocates; returns the output, laid out as the query."""
-        batch, heads, seq, dim = query.shape
-        ctx.cudnn = _cudnn_takes(query, value)
-        seed, offset = (block(("cudnn", 8)), block(("cudnn", 8))) if ctx.cudnn else (None, None)
-        # Both kernels lay the output out as the query is (MHA.cpp, flash_api.cpp).
-        out = torch.empty_like(query) if value.shape[-1] == dim else _like_transposed(query, dim=value.shape[-1])
-        lse = query.new_empty((batch, heads, seq), dtype=torch.float32)
-        if ctx.cudnn:
-            block(("cudnn", 256))
-            state, unused = block(("flash", 16)), block(("flash", 8))
-        else:
-            state, unused = block(16), block(8)
+        out, lse, offset, seed, state, unused = fused_forward(query, value)
         ctx.save_for_backward(bias, key, query, value, lse, out, offset, seed, state, unused)
         ctx.bias_grad = bias is not None and ctx.needs_input_grad[3]
         return out
@@ -82,24 +77,56 @@ class FusedAttention(torch.autograd.Function):
         """Allocate what the backward kernel allocates; returns the gradients of the inputs."""
         saved = ctx.saved_tensors  # kept whole: recomputed tensors have no other holder
         bias, key, query, value = saved[:4]
-        batch, heads, seq, dim = query.shape
-        grouped = key.shape[1] != heads
-        grad_q, grad_k, grad_v = (torch.empty_like(t) for t in (query, key, value))
-        grad_bias = torch.empty_like(bias) if ctx.bias_grad else None
-        rows, flash = ("flash_rows", "flash") if ctx.cudnn else ("rows", "")
-        if ctx.cudnn:
-            block(("cudnn_backward", batch * heads * seq, dim, int(grouped)))
-        delta = block((rows, seq, 128, 4 * batch * heads))
-        if bias is None:
-            accumulator = block((rows, seq, 128, 4 * batch * heads * _flash_width(dim)))
-            if grouped:
-                whole = query.element_size() * batch * heads * key.shape[2] * dim
-                size = (flash, whole) if flash else whole
-                whole_k, whole_v = block(size), block(size)
-                del whole_k, whole_v
-            del accumulator
-        del delta
-        return grad_q, grad_k, grad_v, grad_bias
+        grad_q, grad_k, grad_v, *grad_bias = fused_backward(
+            query, key, value, masked=bias is not None, bias=bias if ctx.bias_grad else None
+        )
+        return grad_q, grad_k, grad_v, grad_bias[0] if grad_bias else None
+
+
+def fused_forward(
+    query: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """Allocate what the fused forward kernel allocates; returns its output, lse, and what else is saved: two random states of
+    cuDNN, and two of flash.
+    """
+    batch, heads, seq, dim = query.shape
+    cudnn = _cudnn_takes(query, value)
+    seed, offset = (block(("cudnn", 8)), block(("cudnn", 8))) if cudnn else (None, None)
+    # Both kernels lay the output out as the query is (MHA.cpp, flash_api.cpp).
+    out = torch.empty_like(query) if value.shape[-1] == dim else _like_transposed(query, dim=value.shape[-1])
+    lse = query.new_empty((batch, heads, seq), dtype=torch.float32)
+    if cudnn:
+        block(("cudnn", 256))
+        state, unused = block(("flash", 16)), block(("flash", 8))
+    else:
+        state, unused = block(16), block(8)
+    return out, lse, offset, seed, state, unused
+
+
+def fused_backward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, masked: bool, bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Allocate what the fused backward kernel allocates; returns the gradients of query, key, value, and of `bias` if given."""
+    batch, heads, seq, dim = query.shape
+    cudnn = _cudnn_takes(query, value)
+    grouped = key.shape[1] != heads
+    made = [torch.empty_like(t) for t in (query, key, value)]
+    if bias is not None:
+        made.append(torch.empty_like(bias))
+    rows, flash = ("flash_rows", "flash") if cudnn else ("rows", "")
+    if cudnn:
+        block(("cudnn_backward", batch * heads * seq, dim, int(grouped)))
+    delta = block((rows, seq, 128, 4 * batch * heads))
+    if not masked:
+        accumulator = block((rows, seq, 128, 4 * batch * heads * _flash_width(dim)))
+        if grouped:
+            whole = query.element_size() * batch * heads * key.shape[2] * dim
+            size = (flash, whole) if flash else whole
+            whole_k, whole_v = block(size), block(size)
+            del whole_k, whole_v
+        del accumulator
+    del delta
+    return tuple(made)
 
 
 def _flash_width(dim: int) -> int:
@@ -146,9 +173,9 @@ def _additive(mask: torch.Tensor, query: torch.Tensor, *, padded: bool) -> torch
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], last)
 
 
-def _run(kernel: type[torch.autograd.Function], *args: torch.Tensor | None) -> torch.Tensor:
-    with _kernel():
-        found: torch.Tensor = kernel.apply(*args)
+def _run(function: type[torch.autograd.Function], *args: torch.Tensor | None) -> torch.Tensor:
+    with kernel():
+        found: torch.Tensor = function.apply(*args)
         return found
 
 
@@ -163,6 +190,8 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """``F.scaled_dot_product_attention`` with the kernel that CUDA would choose (``sdp_utils.cpp``)."""
+    if ring is not None:
+        return ring(query, key, value, masked=attn_mask is not None or not is_causal)
     dim = query.shape[-1]
     half = query.dtype in (torch.float16, torch.bfloat16)
     four = query.dim() == 4 and key.dim() == 4
@@ -180,8 +209,7 @@ def scaled_dot_product_attention(
         fused = half and _cudnn_takes(query, value)
         if attn_mask is not None:
             attn_mask = _additive(attn_mask, query, padded=not fused)
-        kernel = FusedAttention if fused else EfficientAttention
-        return _run(kernel, query, key, value, attn_mask)
+        return _run(FusedAttention if fused else EfficientAttention, query, key, value, attn_mask)
     math = torch.ops.aten._scaled_dot_product_attention_math
     kernels.in_math_attention = True
     try:

@@ -21,6 +21,10 @@ class Ranks:
     def lay_out(self, model: nn.Module) -> None:
         """Give the model the parameters and hooks that it has on this rank."""
 
+    def inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return what this rank has of a batch of the whole samples, which it may change."""
+        return batch
+
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a tensor."""
         return tensor
@@ -30,5 +34,5 @@ class Ranks:
         return contextlib.nullcontext()
 
 
-#: The rank of every run without tensor parallelism.
+#: The rank of every run that shares neither matrices nor samples.
 ALONE = Ranks()

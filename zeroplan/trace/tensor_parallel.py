@@ -1,39 +1,22 @@
-"""Tensor parallelism as torch builds it, on rank 0 of a mesh of fake ranks.
-
-Note [Fake ranks]
-    The tensor-parallel ranks are those of a ``FakeProcessGroup``: collectives return at once, with outputs of the right shapes.
-    Data-parallel ranks are left out, since what they do is an engine's and lies over the tape. Layouts are applied by
-    torch's ``parallelize_module``, as programs do on real ranks (:func:`parallelize`), so operators on this rank's parts, and
-    the collectives between them, are recorded as they are on a GPU.
-"""
+"""Tensor parallelism as torch builds it: torch's ``parallelize_module`` applies the layouts, as in programs on real ranks."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed import _functional_collectives as collectives
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
-    loss_parallel,
     parallelize_module,
 )
-from torch.utils._python_dispatch import _disable_current_modes
 
-from zeroplan.core.errors import BadInput
 from zeroplan.core.tensor_parallel import TensorPlan, tensor_plan
-from zeroplan.trace.ranks import Ranks
 
 
 class ReplicateParallel(ParallelStyle):
@@ -114,62 +97,3 @@ def _styles(block: nn.Module, plan: TensorPlan, sequence: bool) -> dict[str, Par
         else:
             styles[name] = ReplicateParallel()
     return styles
-
-
-@contextlib.contextmanager
-def fake_mesh(size: int) -> Iterator[DeviceMesh]:
-    """Make a tensor-parallel mesh of `size` fake ranks of which this process is the first.
-
-    Raises:
-        BadInput: when the process already is a rank of something.
-    """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    if dist.is_initialized():
-        raise BadInput(
-            "a rank of a run cannot trace tensor parallelism", where="--tp", remedy="estimate in a process of its own"
-        )
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-    try:
-        yield init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
-    finally:
-        dist.destroy_process_group()
-
-
-class TensorRanks(Ranks):
-    """The first of a mesh's tensor-parallel ranks."""
-
-    unwrapped = (DTensor,)
-
-    def __init__(self, mesh: DeviceMesh, *, sequence: bool) -> None:
-        self._mesh, self._sequence = mesh, sequence
-
-    def lay_out(self, model: nn.Module) -> None:
-        """See :func:`parallelize`."""
-        parallelize(model, self._mesh, sequence=self._sequence)
-
-    def local(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a DTensor; any other tensor itself."""
-        return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Compute the loss over split logits, let no collective wait, and record nothing of how DTensor plans its layouts.
-
-        On the meta device the wrapper that waits for a collective would make another tensor; on a GPU it makes none. DTensor
-        runs each new operator on fake tensors of the whole shapes first, which the recorder would take for the rank's own.
-        """
-        wrap, propagate = collectives._maybe_wrap_tensor, ShardingPropagator._propagate_tensor_meta_non_cached
-
-        def unseen(*args: Any) -> Any:
-            with _disable_current_modes():
-                return propagate(*args)
-
-        collectives._maybe_wrap_tensor = lambda tensor: tensor  # type: ignore[assignment]
-        ShardingPropagator._propagate_tensor_meta_non_cached = unseen  # type: ignore[method-assign,assignment]
-        try:
-            with loss_parallel():
-                yield
-        finally:
-            collectives._maybe_wrap_tensor = wrap
-            ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign]

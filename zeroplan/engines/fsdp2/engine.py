@@ -57,12 +57,12 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
             )
 
     def require_layout(self, layout: ParallelLayout) -> None:
-        """Refuse what is not modelled beside tensor and pipeline parallelism.
+        """Refuse what is not modelled beside tensor, context and pipeline parallelism.
 
         Raises:
             BadInput: naming the degree.
         """
-        layout.require_data_parallel_only(self.name, but=("tp", "pp", "vpp"))
+        layout.require_data_parallel_only(self.name, but=("tp", "cp", "pp", "vpp"))
 
     def require_workload(self, case: Case) -> None:
         """Refuse what does not run, or is not modelled, on pipeline stages.

@@ -38,7 +38,7 @@ class Fsdp2Rank(TorchRank):
     def hidden_bytes(self) -> int:
         """Bytes of one micro batch's hidden states, which pipeline stages send each other."""
         work = self.workload
-        return work.micro_batch * (work.seq_len or 1) * self.hidden_size * work.dtype.bytes
+        return work.micro_batch * (work.seq_len or 1) // self.layout.cp * self.hidden_size * work.dtype.bytes
 
     @property
     def received(self) -> int:

@@ -49,9 +49,7 @@ class RingAttention(torch.autograd.Function):
         return None, *made
 
 
-def _forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool = False
-) -> tuple[torch.Tensor | None, ...]:
+def _forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: object) -> tuple[Any, ...]:
     with attention.kernel():
         return attention.fused_forward(query, value)
 

@@ -7,7 +7,7 @@ ARGS   ?= --gpus 8 --vram 24G
 # Two worker processes, a file's tests on one of them: they share what is slow to make. In the order of tests/conftest.py.
 WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: run test test-fast check docs page bench dist format clean
+.PHONY: run test test-fast test-long check docs page bench dist format clean
 .DEFAULT_GOAL := run
 
 # The light core: what `pip install zeroplan` brings.
@@ -27,10 +27,14 @@ run: $(VENV)/.core
 	$(BIN)/zeroplan estimate $(MODEL) $(ARGS)
 
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS) --durations=15
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS) -m "not long" --durations=15
+
+# The campaigns that `make test` leaves out. Both together are the whole suite.
+test-long: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS) -m long --durations=15
 
 test-fast: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS) -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS) -m "not slow and not long"
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

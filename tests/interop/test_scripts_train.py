@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow]
+pytestmark = pytest.mark.torch
+Output = Callable[[str], tuple[int, str]]
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -54,8 +54,8 @@ if "LOCAL_RANK" in os.environ:
 
 
 @pytest.fixture(scope="module")
-def outputs(tmp_path_factory: pytest.TempPathFactory, warm_python: Path) -> Iterator[dict[str, Future[tuple[int, str]]]]:
-    """What the commands of all runs print, two at a time."""
+def output(tmp_path_factory: pytest.TempPathFactory, warm_python: Path) -> Output:
+    """The exit code and the output of a run's command."""
     for package in ("deepspeed", "accelerate", "lightning", "peft"):
         pytest.importorskip(package)
     folder = tmp_path_factory.mktemp("trains")
@@ -65,8 +65,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory, warm_python: Path) -> Iter
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     programs = os.pathsep.join([str(warm_python.parent), os.environ["PATH"]])
     environment = {**os.environ, "PYTHONPATH": path, "PATH": programs, "DS_ACCELERATOR": "cpu"}
-    with ThreadPoolExecutor(2) as pool:
-        yield {name: pool.submit(started, name, folder, environment) for name in RUNS}
+    return lambda name: started(name, folder, environment)
 
 
 def started(name: str, folder: Path, environment: dict[str, str]) -> tuple[int, str]:
@@ -94,23 +93,28 @@ def started(name: str, folder: Path, environment: dict[str, str]) -> tuple[int, 
     return run.returncode, run.stdout + run.stderr
 
 
-@pytest.mark.parametrize("name", ["explicit", "accelerate", "fsdp2", "accelerate-fsdp2", "ddp", "zeroplan"])
-def test_a_script_takes_as_many_steps_as_the_batch_allows(outputs: dict[str, Future[tuple[int, str]]], name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["explicit", "fsdp2", "zeroplan", *(pytest.param(n, marks=pytest.mark.long) for n in ("accelerate", "accelerate-fsdp2", "ddp"))],
+)
+def test_a_script_takes_as_many_steps_as_the_batch_allows(output: Output, name: str) -> None:
     """Ten steps of the global batch are all the data there is, so another split of it would take more or fewer."""
-    code, text = outputs[name].result()
+    code, text = output(name)
     assert code == 0, text[-3000:]
     assert [f"step {i}: " in text for i in (1, 10, 11)] == [True, True, False], text[-3000:]
 
 
-def test_the_trainer_takes_as_many_steps(outputs: dict[str, Future[tuple[int, str]]]) -> None:
-    code, text = outputs["trainer"].result()
+@pytest.mark.long
+def test_the_trainer_takes_as_many_steps(output: Output) -> None:
+    code, text = output("trainer")
     assert code == 0, text[-3000:]
     assert "'epoch': '1'" in text
     assert "train_loss" in text
 
 
-def test_lightning_goes_as_far_as_it_does_without_a_gpu(outputs: dict[str, Future[tuple[int, str]]]) -> None:
+@pytest.mark.long
+def test_lightning_goes_as_far_as_it_does_without_a_gpu(output: Output) -> None:
     """Its DeepSpeedStrategy runs on CUDA alone, and the arguments ask for GPUs."""
-    code, text = outputs["lightning"].result()
+    code, text = output("lightning")
     assert code != 0
     assert "No supported gpu backend found" in text, text[-3000:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from tests.runtime.train import ds_config, train_all
 
 STEPS = 4
 CPU = {"device": "cpu"}
+#: Trainings on the device by ranks, model and config: several offloads are held against the same one.
+_RESIDENT: dict[str, list[dict[str, Any]]] = {}
 
 
 def pair(stage: int, dtype: str, *, param: bool = False, ratio: float = 1.0, **changes: Any) -> list[dict[str, Any]]:
@@ -30,7 +33,16 @@ def pair(stage: int, dtype: str, *, param: bool = False, ratio: float = 1.0, **c
 
 
 def assert_equal(pool: RankPool, ranks: int, cases: list[list[dict[str, Any]]], model: dict[str, Any] | None = None) -> Any:
-    results = pool.run(ranks, train_all, [(config, model or {}) for case in cases for config in case], STEPS)
+    keys = [json.dumps([ranks, model or {}, case[0]], sort_keys=True) for case in cases]
+    missing = {key: case[0] for key, case in zip(keys, cases, strict=True) if key not in _RESIDENT}
+    configs = [*missing.values(), *(case[1] for case in cases)]
+    trained = pool.run(ranks, train_all, [(config, model or {}) for config in configs], STEPS)
+    for number, key in enumerate(missing):
+        _RESIDENT[key] = [rank[number] for rank in trained]
+    results = [
+        [one for key, mine in zip(keys, found[len(missing) :], strict=True) for one in (_RESIDENT[key][rank], mine)]
+        for rank, found in enumerate(trained)
+    ]
     for rank in results:
         for number in range(len(cases)):
             resident, offloaded = rank[2 * number], rank[2 * number + 1]
@@ -43,7 +55,12 @@ def assert_equal(pool: RankPool, ranks: int, cases: list[list[dict[str, Any]]], 
     return results
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+def ranks_and_more(*ranks: int) -> Any:
+    """A test on two ranks; on other numbers of them, where only the cut of each tensor differs, it is a long one."""
+    return pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.long) for n in ranks if n != 2)])
+
+
+@ranks_and_more(1, 2, 3)
 def test_every_stage_and_precision(pool: RankPool, ranks: int) -> None:
     dtypes = ("fp32", "bf16", "fp16") if ranks < 3 else ("bf16",)
     cases = [pair(stage, dtype) for stage in (1, 2, 3) for dtype in dtypes]
@@ -51,7 +68,7 @@ def test_every_stage_and_precision(pool: RankPool, ranks: int) -> None:
     assert_equal(pool, ranks, cases)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@ranks_and_more(1, 2)
 def test_accumulation_clipping_and_wider_sums(pool: RankPool, ranks: int) -> None:
     several = {"gradient_accumulation_steps": 3, "gradient_clipping": 0.5}
     cases = [pair(stage, "bf16", **several) for stage in (1, 2, 3)]
@@ -66,7 +83,7 @@ def test_accumulation_clipping_and_wider_sums(pool: RankPool, ranks: int) -> Non
     assert_equal(pool, ranks, cases)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@ranks_and_more(1, 2)
 def test_a_part_of_the_optimizer(pool: RankPool, ranks: int) -> None:
     cases = [pair(stage, "bf16", ratio=0.5, gradient_clipping=0.5, gradient_accumulation_steps=2) for stage in (2, 3)]
     cases.append(pair(1, "bf16", ratio=0.5, gradient_clipping=0.5))
@@ -77,7 +94,7 @@ def test_a_part_of_the_optimizer(pool: RankPool, ranks: int) -> None:
         assert set(places.values()) == {"hbm", "dram"}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@ranks_and_more(1, 2)
 def test_without_clipping_or_checks_updates_begin_in_the_backward(pool: RankPool, ranks: int) -> None:
     plain = {"bf16": {"enabled": True, "check_grad_overflow": False}, "gradient_clipping": 0.0}
     cases = [[{**config, **plain} for config in pair(stage, "bf16")] for stage in (1, 2, 3)]
@@ -94,11 +111,11 @@ def test_overflow_skips_the_same_steps(pool: RankPool) -> None:
         assert all(found["skipped"] > 0 for found in rank)
 
 
+@ranks_and_more(1, 2)
 @pytest.mark.parametrize("remat", ["plain", "reentrant"])
-def test_with_checkpointing(pool: RankPool, remat: str) -> None:
+def test_with_checkpointing(pool: RankPool, remat: str, ranks: int) -> None:
     cases = [pair(stage, "bf16") for stage in (1, 3)] + [pair(3, "bf16", param=True)]
-    assert_equal(pool, 2, cases, {"remat": remat})
-    assert_equal(pool, 1, cases, {"remat": remat})
+    assert_equal(pool, ranks, cases, {"remat": remat})
 
 
 def test_offloaded_training_learns(pool: RankPool) -> None:

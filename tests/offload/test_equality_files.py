@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import zeroplan_runtime
-from tests.offload.test_equality import assert_equal, pair
+from tests.offload.test_equality import assert_equal, pair, ranks_and_more
 from tests.offload.test_host_checkpoint import RESIDENT, resume, save
 from tests.runtime import models
 from tests.runtime.ranks import RankPool
@@ -32,7 +32,7 @@ def in_files(folder: Path, dtype: str, *, param: bool = False, **changes: Any) -
     return [resident, {**offloaded, "zero_optimization": files(folder, param=param), "zeroplan": own}]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@ranks_and_more(1, 2)
 def test_equal_to_training_on_the_device(pool: RankPool, tmp_path: Path, ranks: int) -> None:
     clipped = {"gradient_clipping": 0.5, "gradient_accumulation_steps": 2}
     cases = [in_files(tmp_path, dtype, param=param) for dtype in ("bf16", "fp32") for param in (False, True)]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import zeroplan_runtime
-from tests.offload.test_equality import assert_equal, pair
+from tests.offload.test_equality import assert_equal, pair, ranks_and_more
 from tests.offload.test_host_checkpoint import HOST, RESIDENT, resume, save
 from tests.offload.test_params import train_frozen, train_shared
 from tests.runtime import models
@@ -49,7 +49,7 @@ def engine_on(zero: dict[str, Any], model: torch.nn.Module | None = None, **chan
     return engine
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@ranks_and_more(1, 2, 3)
 def test_equal_to_training_on_the_device(pool: RankPool, tmp_path: Path, ranks: int) -> None:
     several = {"gradient_clipping": 0.5, "gradient_accumulation_steps": 2}
     wide = {**several, "data_types": {"grad_accum_dtype": "fp32"}}
@@ -83,7 +83,7 @@ def test_overflow_skips_the_same_steps(pool: RankPool, tmp_path: Path) -> None:
         assert all(found["skipped"] > 0 for found in rank)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@ranks_and_more(1, 2)
 def test_frozen_parameters_and_evaluation(pool: RankPool, tmp_path: Path, ranks: int) -> None:
     resident = pool.run(ranks, train_frozen, {"stage": 3})[0]
     for zero in (section(tmp_path), section(tmp_path, "cpu", buffer_size=2048)):

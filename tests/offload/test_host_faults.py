@@ -84,10 +84,9 @@ def test_killed_in_the_middle_of_a_step_on_files_and_resumed(tmp_path: Path) -> 
     assert list((tmp_path / "cut").glob("zeroplan_swap_*")) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_that_dies_is_named_under_offload(tmp_path: Path, warm_python: Path) -> None:
     cpu = {"device": "cpu"}
     job = run_job(warm_python, tmp_path, Job(KILL, 6, zero={"offload_optimizer": cpu, "offload_param": cpu}))
     assert job.code != 0
     assert all("rank 1 is dead: its process" in job.logs[rank] for rank in (0, 2))
-    assert job.took < 30

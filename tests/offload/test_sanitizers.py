@@ -12,7 +12,7 @@ CPU = Path(__file__).resolve().parents[2] / "csrc" / "cpu"
 SOURCES = ("io_engine.cpp", "io_threads.cpp", "io_uring.cpp", "io_checksum.cpp", "pool.cpp")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 def test_clean(sanitizer: str, tmp_path: Path) -> None:

@@ -59,7 +59,10 @@ def resume(group: dist.ProcessGroup, folder: str, stage: int, dtype: str) -> dic
     return {"losses": go_on(engine, 4, 8), "path": path, "client": client, "at": at}
 
 
-@pytest.mark.parametrize(("ranks", "stage", "dtype"), [(2, 3, "fp32"), (3, 2, "bf16"), (1, 0, "fp16"), (2, 1, "fp32")])
+@pytest.mark.parametrize(
+    ("ranks", "stage", "dtype"),
+    [(2, 3, "fp32"), (1, 0, "fp16"), *(pytest.param(*case, marks=pytest.mark.long) for case in ((3, 2, "bf16"), (2, 1, "fp32")))],
+)
 def test_resume_on_other_ranks_and_stages(pool: RankPool, tmp_path: Path, ranks: int, stage: int, dtype: str) -> None:
     expected = pool.run(ranks, save, str(tmp_path), stage, dtype)[0]
     assert (tmp_path / "latest").read_text() == "global_step4"
@@ -158,6 +161,7 @@ def save_for_ever(folder: Path, tag: str | None, told: Connection) -> None:
         told.send(number)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tag", [None, "same"], ids=["new_names", "same_name"])
 def test_a_kill_at_any_moment_leaves_the_last_good_one(tmp_path: Path, tag: str | None) -> None:
     draw = random.Random(7)

@@ -61,7 +61,7 @@ def compare(
     return found
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.long) for stage in (0, 1, 2)), 3])
 def test_compiled_equals_eager(pool: RankPool, stage: int) -> None:
     found = pool.run(2, compare, stage, "eager", ("whole", "blocks", "wrapped", "around"), {})[0]
     # The first micro batch is checked, which is done uncompiled. The blocks are of two sizes, so of two graphs; the whole
@@ -70,10 +70,12 @@ def test_compiled_equals_eager(pool: RankPool, stage: int) -> None:
     assert found == {how: [0] + [count] * (STEPS - 1) for how, count in count_of.items()}
 
 
-def test_compiled_backwards(pool: RankPool) -> None:
+@pytest.mark.parametrize(
+    ("stage", "how", "model"), [pytest.param(1, "whole", {}, marks=pytest.mark.long), (3, "blocks", {"remat": "plain"})]
+)
+def test_compiled_backwards(pool: RankPool, stage: int, how: str, model: dict[str, Any]) -> None:
     """With graphs of the backward, too, which save and read parameters; and with checkpointing in the graphs."""
-    pool.run(2, compare, 1, "aot_eager", ("whole",), {"depth": 2})
-    pool.run(2, compare, 3, "aot_eager", ("blocks",), {"remat": "plain", "depth": 2})
+    pool.run(2, compare, stage, "aot_eager", (how,), {"depth": 2, **model})
 
 
 def test_one_graph_serves_every_block(pool: RankPool) -> None:

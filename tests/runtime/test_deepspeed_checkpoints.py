@@ -20,7 +20,7 @@ from zeroplan_runtime.checkpoint.zero_to_fp32 import (
     get_fp32_state_dict_from_zero_checkpoint,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.torch]
+pytestmark = [pytest.mark.long, pytest.mark.torch]
 
 
 def start(group: dist.ProcessGroup, stage: int, model: Any) -> Any:

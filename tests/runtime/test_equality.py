@@ -22,9 +22,10 @@ def plain_run(ranks: int, dtype: str, optimizer: Any, **options: Any) -> tuple[m
 
 
 EXACT = [(ranks, dtype) for ranks in (1, 2) for dtype in ("fp32", "bf16", "fp16")]
+MORE = [pytest.param(*case, marks=pytest.mark.long) for case in ((3, "fp16"), (4, "bf16"))]
 
 
-@pytest.mark.parametrize(("ranks", "dtype"), [*EXACT, (3, "fp32"), (3, "fp16"), (4, "bf16")])
+@pytest.mark.parametrize(("ranks", "dtype"), [*EXACT, (3, "fp32"), *MORE])
 def test_every_stage_and_precision_equals_plain_torch(pool: RankPool, ranks: int, dtype: str) -> None:
     plain, expected = plain_run(ranks, dtype, lambda p: models.RoundedAdamW(p, lr=1e-2, weight_decay=0.1))
     results = pool.run(ranks, train_all, [(ds_config(stage, dtype), {}) for stage in range(4)], STEPS)

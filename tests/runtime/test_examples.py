@@ -52,7 +52,7 @@ def test_sentiment(output: Output) -> None:
     assert losses[-1] < 0.4 < losses[0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.torch
 def test_states_of_more_than_four_times_the_allowance(output: Output, tmp_path: Path) -> None:
     """The example itself ends with an error when more was taken than allowed. Its last lines are as planned."""

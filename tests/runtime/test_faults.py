@@ -40,9 +40,6 @@ JOBS = {
     "reads": Job("pass", 4, act=READ, zero={"stage": 1, "offload_optimizer": {"device": "cpu"}}),
 }
 
-pytestmark = pytest.mark.slow
-
-
 #: The same over NCCL, two ranks; also with the first rank, which holds the rendezvous store, as the victim.
 GPU_JOBS = {
     name: replace(job, ranks=2, device="cuda")
@@ -56,36 +53,37 @@ GPU_JOBS = {
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory, warm_python: Path) -> Iterator[dict[str, Future[Ended]]]:
-    """All jobs, three at a time: they wait most of their time."""
+    """All jobs but the first, three at a time: they wait most of their time."""
+    rest = {name: job for name, job in JOBS.items() if name != "dies"}
     with ThreadPoolExecutor(3) as threads:
-        yield {name: threads.submit(run_job, warm_python, tmp_path_factory.mktemp("job"), job) for name, job in JOBS.items()}
+        yield {name: threads.submit(run_job, warm_python, tmp_path_factory.mktemp("job"), job) for name, job in rest.items()}
 
 
-def test_a_rank_that_dies_is_named(ended: dict[str, Future[Ended]]) -> None:
-    job = ended["dies"].result()
+def test_a_rank_that_dies_is_named(warm_python: Path, tmp_path: Path) -> None:
+    job = run_job(warm_python, tmp_path / "job", JOBS["dies"])
     assert job.code != 0
     for rank in (0, 2):
         assert re.search(r"rank 1 is dead: its process \d+ was killed or crashed \(last seen in", job.logs[rank])
         assert not re.search(rf"rank {2 - rank} is dead", job.logs[rank])
-    assert job.took < 30
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["is stopped", "first is stopped", "is stopped in a save", "dies in a load"])
 def test_a_rank_that_is_stopped_or_killed_elsewhere_is_named(ended: dict[str, Future[Ended]], name: str) -> None:
     job = ended[name].result()
     require_named(name, JOBS[name], job)
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_under_an_offloaded_update_is_named(ended: dict[str, Future[Ended]]) -> None:
     name = "dies in an offloaded update"
     require_named(name, JOBS[name], ended[name].result())
 
 
 def require_named(name: str, job: Job, found: Ended) -> None:
-    """Checks that every other rank ended within 30 s, with a line that names itself, the victim and the cause."""
+    """Checks that every other rank ended, with a line that names itself, the victim and the cause."""
     cause = "is stopped: its process" if "stopped" in name else "(is behind|is stuck)" if "hangs" in name else "is dead"
     assert found.code != 0, found.logs
-    assert found.took < 30, (name, found.took)
     for rank in set(range(job.ranks)) - {job.victim}:
         assert re.search(rf"rank {rank} .*; .*rank {job.victim} {cause}", found.logs[rank]), (name, found.logs)
 
@@ -102,21 +100,23 @@ def test_over_nccl(name: str, tmp_path: Path) -> None:
     job = GPU_JOBS[name]
     found = run_job(Path(sys.executable), tmp_path / "job", job)
     require_named(name, job, found)
+    assert found.took < 30, (name, found.took)
     if job.act:
         checkpoints = found.folder / "checkpoints"
         engine, *_ = zeroplan_runtime.initialize(model=models.make(), config=ds_config(1), device="cpu")
         assert engine.load_checkpoint(checkpoints)[0] == str(checkpoints / "global_step3")
 
 
+@pytest.mark.long
 def test_a_rank_that_hangs_is_named(ended: dict[str, Future[Ended]]) -> None:
     job = ended["hangs"].result()
     assert job.code == 75
     for rank in (0, 2):
         assert "rank 1 is behind, in the optimizer's step, step 5, outside the engine since" in job.logs[rank]
     assert "has waited 4 s in" in job.logs[0] + job.logs[2]
-    assert job.took < 30
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_is_killed_in_a_save_is_named_and_the_last_good_checkpoint_loads(
     ended: dict[str, Future[Ended]], victim: int
@@ -125,13 +125,13 @@ def test_a_rank_that_is_killed_in_a_save_is_named_and_the_last_good_checkpoint_l
     assert job.code != 0
     for rank in {0, 1, 2} - {victim}:
         assert re.search(rf"rank {rank} .*; .*rank {victim} is dead", job.logs[rank]), job.logs
-    assert job.took < 30
     checkpoints = job.folder / "checkpoints"
     assert sorted(os.listdir(checkpoints)) == [".global_step5.saving", "global_step3", "latest"]
     engine, *_ = zeroplan_runtime.initialize(model=models.make(), config=ds_config(1), device="cpu")
     assert engine.load_checkpoint(checkpoints)[0] == str(checkpoints / "global_step3")
 
 
+@pytest.mark.long
 def test_a_rank_that_hangs_in_a_save_or_a_load_is_named(ended: dict[str, Future[Ended]]) -> None:
     for name, where in (
         ("hangs in a save", "writing __1_0.distcp of .global_step5.saving, step 5"),
@@ -141,9 +141,9 @@ def test_a_rank_that_hangs_in_a_save_or_a_load_is_named(ended: dict[str, Future[
         assert job.code != 0, job.logs
         for rank in (0, 2):
             assert re.search(rf"rank 1 is (behind,|stuck) in {re.escape(where)}", job.logs[rank]), job.logs
-        assert job.took < 30
 
 
+@pytest.mark.long
 def test_a_read_that_waits_for_ranks_which_do_not_come_is_named(ended: dict[str, Future[Ended]]) -> None:
     job = ended["reads"].result()
     assert job.code != 0

@@ -85,6 +85,7 @@ def test_cases_that_once_went_wrong(ranks: Pool) -> None:
         assert refusal in outcome.reason, (case, outcome)
 
 
+@pytest.mark.long
 @settings(max_examples=30, derandomize=True, phases=(Phase.explicit, Phase.generate, Phase.shrink), database=None)
 @example(case=Case(tied=True, checkpointing="plain", order="twice", stage=3, ranks=2, accum=2, clip=0.05, optimizer="adamw"))
 @given(case=CASES)

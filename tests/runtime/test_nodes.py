@@ -96,7 +96,7 @@ def go_on(group: dist.ProcessGroup, config: dict[str, Any], folder: str | None) 
     return begun, losses[-_STEPS:]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.torch
 def test_two_nodes_train_and_save_one_dies_and_another_size_and_stage_resume(
     tmp_path: Path, pool: RankPool, cli: Any, warm_python: Path

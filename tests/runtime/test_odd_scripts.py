@@ -68,7 +68,7 @@ def outcomes(group: dist.ProcessGroup, stage: int) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.long) for stage in (0, 1, 2)), 3])
 def test_odd_scripts(pool: RankPool, stage: int) -> None:
     for found in pool.run(2, outcomes, stage):
         for name, (_, _, stages) in SCRIPTS.items():

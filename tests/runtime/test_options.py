@@ -48,11 +48,11 @@ def compare(
     return results[0]
 
 
-@pytest.mark.parametrize(
-    "model",
-    [{"tied": True}, {"unused": True}, {"remat": "reentrant"}, {"remat": "plain"}, {"tied": True, "remat": "plain"}],
-    ids=str,
-)
+ALONE: tuple[dict[str, Any], ...] = ({"tied": True}, {"unused": True}, {"remat": "reentrant"}, {"remat": "plain"})
+TOGETHER: tuple[dict[str, Any], ...] = ({"tied": True, "remat": "plain"}, {"unused": True, "remat": "reentrant"})
+
+
+@pytest.mark.parametrize("model", [*TOGETHER, *(pytest.param(model, marks=pytest.mark.long) for model in ALONE)], ids=str)
 def test_models(pool: RankPool, model: dict[str, Any]) -> None:
     compare(pool, model=model)
 

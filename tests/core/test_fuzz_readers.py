@@ -17,6 +17,7 @@ from zeroplan.core.errors import BadInput
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 def test_a_thousand_inputs_are_answered_or_refused_in_one_line() -> None:
     command = [sys.executable, "-m", "benchmarks.fuzz_readers", "--count", "1000", "--seed", "1"]
     run = subprocess.run(

@@ -50,6 +50,7 @@ def test_shaped_like_a_ds_config(data: dict[str, Any], world_size: int | None) -
     assert_answered(data, world_size)
 
 
+@pytest.mark.long
 @RELAXED
 @given(st.dictionaries(st.text(max_size=12), JSON, max_size=5))
 def test_any_object(data: dict[str, Any]) -> None:

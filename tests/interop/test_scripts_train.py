@@ -95,7 +95,12 @@ def started(name: str, folder: Path, environment: dict[str, str]) -> tuple[int, 
 
 @pytest.mark.parametrize(
     "name",
-    ["explicit", "fsdp2", "zeroplan", *(pytest.param(n, marks=pytest.mark.long) for n in ("accelerate", "accelerate-fsdp2", "ddp"))],
+    [
+        "explicit",
+        "fsdp2",
+        "zeroplan",
+        *(pytest.param(n, marks=pytest.mark.long) for n in ("accelerate", "accelerate-fsdp2", "ddp")),
+    ],
 )
 def test_a_script_takes_as_many_steps_as_the_batch_allows(output: Output, name: str) -> None:
     """Ten steps of the global batch are all the data there is, so another split of it would take more or fewer."""

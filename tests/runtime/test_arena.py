@@ -17,7 +17,6 @@ from zeroplan.core.workload import DType
 from zeroplan_runtime.arena import Arena
 from zeroplan_runtime.units import find_units
 
-
 VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("fp32", {"optimizer": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}}),
     ("bf16", {"gradient_accumulation_steps": 2, "gradient_clipping": 1.0}),

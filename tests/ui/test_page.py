@@ -21,7 +21,6 @@ import pytest
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-pytestmark = pytest.mark.slow
 Cli = Callable[..., tuple[int, str, str]]
 CHROMIUM = Path("/usr/bin/chromium")
 GPT2 = "openai-community/gpt2"
@@ -125,6 +124,7 @@ def test_figures_are_the_command_lines(visit: Callable[..., Visit], cli: Cli) ->
     assert f"{verdict}: {figures} {peak}" in _said(cli, command)
 
 
+@pytest.mark.long
 def test_knobs_rows_and_two_plans_side_by_side(visit: Callable[..., Visit]) -> None:
     one = visit().open(f"{FIRST}&micro_batch=4&seq_len=512")
     before = one.text("verdict")
@@ -160,6 +160,7 @@ def test_knobs_rows_and_two_plans_side_by_side(visit: Callable[..., Visit]) -> N
     assert one.page.is_checked("input[name=offload_optimizer][value=cpu]")
 
 
+@pytest.mark.long
 def test_files_in_and_out(visit: Callable[..., Visit], tmp_path: Path, cli: Cli) -> None:
     config = tmp_path / "ds_config.json"
     config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}))
@@ -203,6 +204,7 @@ def test_files_in_and_out(visit: Callable[..., Visit], tmp_path: Path, cli: Cli)
     assert one.page.evaluate("navigator.clipboard.readText()") == one.page.url
 
 
+@pytest.mark.long
 def test_phone_dark_and_keyboard(visit: Callable[..., Visit]) -> None:
     one = visit(viewport={"width": 390, "height": 844}, color_scheme="dark", is_mobile=True, has_touch=True).open()
     width = "document.documentElement.scrollWidth"
@@ -266,7 +268,8 @@ def made_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server.server_close()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.long
+@pytest.mark.timeout(600)
 def test_python_in_the_browser_gives_the_same(browser: Browser, made_page: str, cli: Cli) -> None:
     one = Visit(browser, made_page)
     one.page.set_default_timeout(120_000)

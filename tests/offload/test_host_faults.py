@@ -69,7 +69,7 @@ def job(folder: Path, mode: str) -> tuple[int | None, list[tuple[Any, float]]]:
     return process.exitcode, told
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_in_the_middle_of_a_step_on_files_and_resumed(tmp_path: Path) -> None:
     code, whole = job(tmp_path / "whole", "whole")
     assert code == 0

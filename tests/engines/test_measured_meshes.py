@@ -13,7 +13,7 @@ from benchmarks.mesh.predict import figures, plan_of
 from zeroplan.tapes import can_trace
 
 #: One trace serves all pipelines without tensor parallelism, another the split tokens.
-HELD = ("P00", "P01", "P02", "P03", "P04", "P05", "T04")
+HELD = ("P00", "P03", *(pytest.param(n, marks=pytest.mark.long) for n in ("P01", "P02", "P04", "P05", "T04")))
 
 
 @pytest.fixture(scope="module")

@@ -47,7 +47,7 @@ def test_a_written_config_is_not_refused_and_means_the_optimizer(name: str, dtyp
 
 
 @pytest.mark.torch
-@pytest.mark.slow
+@pytest.mark.long
 def test_deepspeed_builds_its_engine_from_every_written_config(
     oracle: Oracle, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -29,7 +29,7 @@ from zeroplan_runtime.kernels import (
 ARCHITECTURES = (75, 80, 90, 100)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize("file", sorted(path.name for path in nvrtc.sources().glob("*.cu")))
 def test_sources_compile_for_every_architecture(file, tmp_path):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
+import pytest
+
 from zeroplan.core.workload import Attention, Workload
 from zeroplan.models import catalog
 from zeroplan.models.load import load_model
@@ -34,6 +36,7 @@ def test_only_checkpointing_of_whole_blocks_lowers_the_estimate() -> None:
         assert usual_activations(params, replace(whole, checkpoint_policy=policy)) == usual_activations(params, WORK)
 
 
+@pytest.mark.long
 def test_nineteen_of_twenty_traced_runs_stay_within_the_spread() -> None:
     """Of the included tapes of every fourth model. Without the factor many exceed it."""
     times = []

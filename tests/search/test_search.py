@@ -54,7 +54,7 @@ def limited(memory: Memory, gib: float, host: float) -> Memory:
     return memory.on(replace(memory.cluster, vram=round(gib * GIB), cpu_ram=round(host * GIB)))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_search_is_exact_and_floors_are_floors(problem: tuple[Memory, list[Candidate]]) -> None:
     memory, space = problem
     cost = CostModel(find_engine("deepspeed"), memory.spec, memory.cluster, rates_of(memory.cluster.gpu))

@@ -128,6 +128,7 @@ def _marks(count: int) -> Segment:
     return segment
 
 
+@pytest.mark.long
 def test_the_shipped_set_is_complete():
     """Every catalog model has every variant, or the reason why it cannot be traced (``--status`` says so, more slowly)."""
     keys = [variant.key for variant in variants()]

@@ -86,7 +86,7 @@ def test_every_tape_has_the_catalogs_parameters() -> None:
     assert sum(math.prod(p.shape) for p in params) == spec.params
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_shipped_model_has_the_parameters_that_the_catalog_counts() -> None:
     from zeroplan.models import catalog
 
@@ -142,12 +142,17 @@ def test_tapes_are_found_without_torch() -> None:
         ("meta-llama/Llama-3.1-8B", TraceOptions()),
         ("openai-community/gpt2", TraceOptions(checkpointing=Checkpointing.NON_REENTRANT, arithmetic=Arithmetic.AUTOCAST)),
         ("facebook/opt-350m", TraceOptions(lora=())),
-        ("Qwen/Qwen2.5-7B", TraceOptions(zero3=True)),
-        ("FacebookAI/roberta-base", TraceOptions(arithmetic=Arithmetic.FP32)),
-        ("meta-llama/Llama-3.2-1B", TraceOptions()),
-        ("meta-llama/Llama-3.2-1B", TraceOptions(checkpointing=Checkpointing.NON_REENTRANT)),
-        ("Qwen/Qwen2.5-0.5B", TraceOptions(zero3=True)),
-        ("openai-community/gpt2-medium", TraceOptions()),
+        *(
+            pytest.param(model, options, marks=pytest.mark.long)
+            for model, options in (
+                ("Qwen/Qwen2.5-7B", TraceOptions(zero3=True)),
+                ("FacebookAI/roberta-base", TraceOptions(arithmetic=Arithmetic.FP32)),
+                ("meta-llama/Llama-3.2-1B", TraceOptions()),
+                ("meta-llama/Llama-3.2-1B", TraceOptions(checkpointing=Checkpointing.NON_REENTRANT)),
+                ("Qwen/Qwen2.5-0.5B", TraceOptions(zero3=True)),
+                ("openai-community/gpt2-medium", TraceOptions()),
+            )
+        ),
     ],
 )
 def test_tracing_again_gives_what_is_shipped(model: str, options: TraceOptions) -> None:

@@ -133,7 +133,7 @@ def test_a_folder_of_another_question_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.torch
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("warm_ranks")
 def test_two_runs_on_gloo_ranks_and_none_when_asked_again(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.torch]
 Cli = Callable[..., tuple[int, str, str]]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("warm_ranks")
 def test_the_built_in_set_is_exact_at_every_stage(cli: Cli) -> None:
     code, out, err = cli("verify", "--steps", "2", "--json")

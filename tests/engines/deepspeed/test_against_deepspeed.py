@@ -22,7 +22,7 @@ from zeroplan.engines.deepspeed.rank import deepspeed_rank
 from zeroplan.engines.deepspeed.schedule import record_deepspeed
 from zeroplan.simulate.allocator.events import OP_BITS, AllocatorOp
 
-pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.skipif(not find_spec("deepspeed"), reason="needs DeepSpeed")]
+pytestmark = [pytest.mark.long, pytest.mark.torch, pytest.mark.skipif(not find_spec("deepspeed"), reason="needs DeepSpeed")]
 
 SHAPES = [[512, 512]] * 4 + [[501, 500]]
 LEAST = 100_000

@@ -35,8 +35,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays; else each collection of garbage would go through all of it."""
+    """What is imported by now stays; else each collection of garbage would go through all of it. Collections are also rarer:
+    a plan makes some million objects, none of them in cycles.
+    """
     gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

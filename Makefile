@@ -49,9 +49,9 @@ docs: $(VENV)/.dev
 	$(BIN)/python docs/pictures.py
 	$(BIN)/mkdocs build --strict
 
-# The page for any static host, with Python in the browser. Needs npm.
+# The page for any static host, with Python in the browser. Needs npm. `make page docs` puts it into the documentation.
 page: $(VENV)/.dev
-	$(BIN)/python docs/make_page.py site/page
+	$(BIN)/python docs/make_page.py build/page
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.cold_start

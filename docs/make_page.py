@@ -7,6 +7,7 @@ requirements-dev.txt. Without one the page simulates in Python, eight times slow
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import io
 import json
@@ -36,6 +37,23 @@ _COMPILE = (
     *("-fvisibility=hidden", "-fvisibility-global-new-delete=force-hidden"),
 )
 _LINK = ("-shared", "--experimental-pic", "--gc-sections", "--strip-all", "--unresolved-symbols=import-dynamic")
+#: What a static Space of the Hugging Face hub reads, and the licences of what is not ours.
+_README = """---
+title: zeroplan
+emoji: 📏
+colorFrom: blue
+colorTo: green
+sdk: static
+app_file: index.html
+license: apache-2.0
+short_description: Will it fit? The memory of ZeRO and FSDP training
+---
+
+The memory of a ZeRO or FSDP training run, before the GPUs are rented. It runs in your browser: nothing leaves your machine.
+
+Python in the browser is [Pyodide](https://pyodide.org) (MPL-2.0); `packages.zip` holds pydantic, tabulate and PyYAML (MIT) with
+their licences; charts are by uPlot (MIT, `vendor/uPlot.LICENSE`).
+"""
 _SERVER = '<meta name="zeroplan-backend" content="server">'
 _POLICY = (
     "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; script-src 'self' 'wasm-unsafe-eval'; "
@@ -55,6 +73,7 @@ def make(folder: Path) -> None:
     if _SERVER not in text:
         raise SystemExit(f"{page} names no back end")
     page.write_text(text.replace(_SERVER, _WORKER))
+    (folder / "README.md").write_text(_README)
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
         _pyodide(work, folder / "pyodide")
@@ -104,6 +123,7 @@ def _packages(work: Path, library: Path | None) -> bytes:
                         packed.writestr(name, archive.read(name))
         for path in sorted(Path(yaml.__file__).parent.glob("*.py")):
             packed.write(path, f"yaml/{path.name}")
+        packed.writestr("yaml/LICENSE", importlib.metadata.distribution("PyYAML").read_text("licenses/LICENSE") or "")
         if library is not None:
             packed.write(library, _LIBRARY)
     return buffer.getvalue()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import shlex
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,10 +93,33 @@ def test_a_knob_turned_gives_the_total_it_promised() -> None:
         assert turned["report"]["plans"][turned["chosen"]]["gpu"]["total"] == knob["total"], knob
 
 
-def test_every_plan_is_told_as_it_is_done() -> None:
+@pytest.mark.parametrize("show", [None, {"stage": 2, "offload_optimizer": "none", "offload_param": "none"}])
+def test_what_is_done_is_told(show: dict[str, Any] | None) -> None:
     told: list[dict[str, Any]] = []
-    found = answer({"model": GPT2, "gpus": 2, "gpu": "T4"}, told.append)
-    assert [one["plan"]["gpu"] for one in told] == [plan["gpu"] for plan in found["report"]["plans"]]
+    found = answer({"model": GPT2, "gpus": 2, "gpu": "T4", "show": show}, told.append)
+    plans = found["report"]["plans"]
+    rows = [one for one in told if "plan" in one]
+    assert [one["at"] for one in rows] == [*range(len(plans))] * 2
+    assert {one["of"] for one in rows} == {len(plans)}
+    formulas, simulated = rows[: len(plans)], rows[len(plans) :]
+    assert {one["plan"]["depth"] for one in formulas} == {"formula"}
+    assert [one["plan"]["gpu"] for one in simulated] == [plan["gpu"] for plan in plans]
+    # The answer stands, but for its knobs and later rows, as soon as its own row is done.
+    (at,) = (at for at, one in enumerate(told) if "so_far" in one)
+    so_far = told[at]["so_far"]
+    assert told[at - 1]["at"] == so_far["chosen"] == found["chosen"] == len(so_far["report"]["plans"]) - 1
+    assert so_far["chosen"] < len(plans) - 1
+    later = {"report", "knobs"}
+    assert {key: so_far[key] for key in found.keys() - later} == {key: found[key] for key in found.keys() - later}
+    assert so_far["knobs"] is None
+    assert found["knobs"]
+
+
+def test_what_is_told_names_no_folder() -> None:
+    told: list[dict[str, Any]] = []
+    answer({"gpu": "H100", "depth": "formula", "files": [{"name": "recipe.yaml", "text": RECIPE}]}, told.append)
+    assert "recipe.yaml" in json.dumps(told)
+    assert "zeroplan-" not in json.dumps(told)
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
@@ -120,6 +146,10 @@ def test_what_a_search_finds_can_be_shown_and_written(
     for file in made["files"]:
         assert (tmp_path / file["name"]).read_text() == file["text"]
     assert made["start"].split()[-1] in written[1]
+    with zipfile.ZipFile(io.BytesIO(base64.b64decode(made["archive"]))) as packed:
+        assert {name: packed.read(name).decode() for name in packed.namelist()} == {
+            file["name"]: file["text"] for file in made["files"]
+        }
 
 
 def test_a_model_comes_as_its_config(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

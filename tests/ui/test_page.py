@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import zipfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -200,6 +201,11 @@ def test_files_in_and_out(visit: Callable[..., Visit], tmp_path: Path, cli: Cli)
     got.value.save_as(saved)
     assert json.loads(saved.read_text())["zero_optimization"]["stage"] in (0, 1, 2, 3)
     assert one.page.is_visible("text=Download train.py")
+    with one.page.expect_download() as got:
+        one.page.click("text=as zeroplan.zip")
+    with zipfile.ZipFile(got.value.path()) as packed:
+        assert packed.read("ds_config.json") == saved.read_bytes()
+        assert "train.py" in packed.namelist()
     one.page.click("#share")
     assert one.page.evaluate("navigator.clipboard.readText()") == one.page.url
 

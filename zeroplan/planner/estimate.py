@@ -16,6 +16,7 @@ from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import Resolved, resolve
 
 if TYPE_CHECKING:
+    from zeroplan.interop.setups import Setup
     from zeroplan.planner.simulated import Simulated
     from zeroplan.planner.tapes import ExpandedTapes
     from zeroplan.simulate.allocator.config import AllocatorConfig
@@ -38,12 +39,13 @@ def estimate_report(request: Request) -> Report:
     return estimate_runs(request).report
 
 
-def estimate_runs(request: Request, each: Callable[[MemoryPlan], None] | None = None) -> Estimate:
+def estimate_runs(request: Request, each: Callable[[Estimate, int], None] | None = None) -> Estimate:
     """Return the report of :func:`estimate_report`, and the simulated run behind each plan.
 
     Args:
         request: what is asked.
-        each: called with every plan as it is done, in the order of the report.
+        each: called as each plan is done, in the order of the report: with the estimate so far, which has no reliefs yet, and
+            the number of plans that it will have.
 
     Raises:
         BadInput: a value that cannot be used; or ``--depth simulated`` where a model cannot be traced.
@@ -58,7 +60,7 @@ def estimate_runs(request: Request, each: Callable[[MemoryPlan], None] | None = 
 
         request = with_shape(request)
     resolved = resolve(request)
-    engine, spec = resolved.engine, resolved.spec
+    engine = resolved.engine
     config = allocator_config(request.alloc_conf)
     tapes = None if resolved.depth == FORMULA else _tapes(engine, request)
     shallow: list[str] = []  # why a plan is at formula depth: the first of the warnings
@@ -73,8 +75,15 @@ def estimate_runs(request: Request, each: Callable[[MemoryPlan], None] | None = 
         plans.append(plan)
         runs.append(run)
         if each is not None:
-            each(plan)
-    report = Report(
+            each(Estimate(_report(resolved, setup, shallow, plans), tuple(runs)), len(resolved.cases))
+    report = _report(resolved, setup, shallow, plans)
+    return Estimate(_with_reliefs(report, resolved, runs, config), tuple(runs))
+
+
+def _report(resolved: Resolved, setup: Setup | None, shallow: list[str], plans: list[MemoryPlan]) -> Report:
+    """Return the question with these plans; arguments as in :func:`estimate_runs`."""
+    spec = resolved.spec
+    return Report(
         model=ModelInfo(name=spec.name, params=spec.params, trainable=spec.trainable, source=spec.source),
         workload=describe_workload(resolved.workload),
         cluster=describe_cluster(resolved.cluster, resolved.cases[0].parallel if resolved.cases else None),
@@ -82,7 +91,6 @@ def estimate_runs(request: Request, each: Callable[[MemoryPlan], None] | None = 
         warnings=(*shallow, *resolved.warnings),
         plans=tuple(plans),
     )
-    return Estimate(_with_reliefs(report, resolved, runs, config), tuple(runs))
 
 
 def _with_reliefs(report: Report, resolved: Resolved, runs: list[Simulated | None], config: AllocatorConfig | None) -> Report:

@@ -6,10 +6,13 @@ it is allowed to ask the hub, and keeps nothing between two questions.
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import shlex
 import tempfile
-from collections.abc import Callable, Sequence
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +33,8 @@ if TYPE_CHECKING:
 
 #: Points of a timeline. A phone has about as many pixels, and a wide window three times as many.
 _POINTS = 400
-#: Where messages go: each is an object with one key, such as ``{"plan": …}``.
+#: Where messages go: ``{"plan": …, "at": 0, "of": 10}`` as the first of ten plans is done, by its formulas and then
+#: simulated; and ``{"so_far": …}``, the answer without its knobs and later plans, once the plan that it is about is done.
 Say = Callable[[dict[str, Any]], None]
 
 
@@ -39,7 +43,7 @@ def answer_text(data: bytes, say: Say | None = None, *, hub: bool = False) -> st
 
     Args:
         data: the question as UTF-8, an object of :func:`zeroplan.ui.asked.read_question`.
-        say: is told of each plan as it is done: ``{"plan": …}``.
+        say: is told what is done so far.
         hub: whether a model that is not shipped may be asked of the hub.
     """
     try:
@@ -59,17 +63,19 @@ def answer(question: Any, say: Say | None = None, *, hub: bool = False) -> dict[
         try:
             asked = read_question(question, folder)
             asked = replace(asked, request=replace(asked.request, offline=None if hub else True))
-            found = _VERBS[asked.verb](asked, say or _nobody)
+
+            def whole(found: dict[str, Any]) -> dict[str, Any]:
+                return {"schema": 1, "verb": asked.verb, "read": list(asked.read), **_without(found, folder)}
+
+            def tell(message: dict[str, Any]) -> None:
+                if say is not None:
+                    say({key: whole(one) if key == "so_far" else _without(one, folder) for key, one in message.items()})
+
+            return whole(_VERBS[asked.verb](asked, None if say is None else tell))
         except BadInput as error:
             told = (_without(text, folder) for text in (error.what, error.where, error.remedy))
             what, where, remedy = told
             raise BadInput(what, where=where, remedy=remedy) from None
-        cleaned: dict[str, Any] = _without(found, folder)
-        return {"schema": 1, "verb": asked.verb, "read": list(asked.read), **cleaned}
-
-
-def _nobody(_: dict[str, Any]) -> None:
-    """Hear what nobody asked to be told."""
 
 
 def _without(value: Any, folder: str) -> Any:
@@ -78,38 +84,97 @@ def _without(value: Any, folder: str) -> Any:
         return value.replace(f"{folder}/", "")
     if isinstance(value, dict):
         return {key: _without(one, folder) for key, one in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list) and value and not isinstance(value[0], int | float):  # a timeline's columns hold no text
         return [_without(one, folder) for one in value]
     return value
 
 
-def _estimate(asked: Asked, say: Say) -> dict[str, Any]:
+def _estimate(asked: Asked, say: Say | None) -> dict[str, Any]:
     request = replace(asked.request, files=asked.sources)
-    found = estimate_runs(request, lambda plan: say({"plan": plan.model_dump(mode="json", exclude={"lines"})}))
-    report = found.report
-    at = _chosen(report, asked.show)
+    charts: dict[int, dict[str, Any] | None] = {}
+    if say is None:
+        found = estimate_runs(request)
+    else:
+        if request.depth is None:  # the formulas answer at once; each row's own figures take its place as it is done
+            estimate_runs(replace(request, depth="formula"), lambda so_far, total: say(_told(so_far, total)))
+        found = estimate_runs(request, _teller(asked, say, charts))
+    at = _chosen(found.report, asked.show)
     if at is None:  # an engine that runs none of these
         return {
-            "report": json.loads(report.to_json()),
+            "report": json.loads(found.report.to_json()),
             "chosen": None,
-            **_words_of(verdict(report)),
+            **_words_of(verdict(found.report)),
             "command": _command(asked),
         }
-    plan, run = report.plans[at], found.runs[at]
-    pinned = asked.show is not None and len(report.plans) > 1
-    own = report
-    if pinned:
-        own = report.model_copy(update={"plans": (plan,), "reliefs": _reliefs(found, at, request)})
+    several = len(found.report.plans) > 1
+    reliefs = _reliefs(found, at, request) if asked.show is not None and several else found.report.reliefs
+    return _shown(asked, found, at, reliefs, charts, several=several)
+
+
+def _teller(asked: Asked, say: Say, charts: dict[int, dict[str, Any] | None]) -> Callable[[Estimate, int], None]:
+    """Return what tells of each plan as it is done, and once of the one that the answer is about; `charts` as in `_shown`."""
+    pictured = False
+
+    def tell(found: Estimate, total: int) -> None:
+        nonlocal pictured
+        say(_told(found, total))
+        at = None if pictured else _settled(found.report, asked.show, total)
+        if at is not None:
+            pictured = True
+            say({"so_far": _shown(asked, found, at, None, charts, several=total > 1)})
+
+    return tell
+
+
+def _told(found: Estimate, total: int) -> dict[str, Any]:
+    """Return the message of the plan that was done last."""
+    plans = found.report.plans
+    return {"plan": plans[-1].model_dump(mode="json", exclude={"lines"}), "at": len(plans) - 1, "of": total}
+
+
+def _settled(report: Report, show: tuple[int, str, str] | None, total: int) -> int | None:
+    """Return the plan that the answer will be about, by its index, as soon as the plans done so far tell."""
+    if show is None and report.plans[-1].fits:
+        return len(report.plans) - 1  # the first that fits, since it is asked until one does
+    keys = [_key(plan) for plan in report.plans]
+    if show in keys or len(keys) == total:
+        return _chosen(report, show)
+    return None
+
+
+def _shown(
+    asked: Asked,
+    found: Estimate,
+    at: int,
+    reliefs: Sequence[Relief] | None,
+    charts: dict[int, dict[str, Any] | None],
+    *,
+    several: bool,
+) -> dict[str, Any]:
+    """Return the answer about one plan.
+
+    Args:
+        asked: the question.
+        found: the estimate, perhaps of the first plans only.
+        at: the plan's index.
+        reliefs: what would lower it; None while that is not known.
+        charts: the timelines that were made so far, by index.
+        several: whether the whole estimate has more plans than this one.
+    """
+    report, plan, run = found.report, found.report.plans[at], found.runs[at]
+    pinned = asked.show is not None and several
+    if at not in charts:
+        charts[at] = None if run is None else timeline_data(run.simulation.timeline)
     return {
         "report": json.loads(report.to_json()),
         "chosen": at,
         "pinned": pinned,
         "name": name_of(plan),
-        **_words_of(verdict(own)),
+        **_words_of(verdict(report.model_copy(update={"plans": (plan,)}) if pinned else report)),
         "peak": peak_sentence(plan) or largest_item(plan),
         "stages": stages_sentence(plan),
-        "knobs": [_knob(one) for one in own.reliefs],
-        "timeline": None if run is None else timeline_data(run.simulation.timeline),
+        "knobs": None if reliefs is None else [_knob(one) for one in reliefs],
+        "timeline": charts[at],
         "command": _command(asked, plan_words(_key(plan)) if pinned else ()),
     }
 
@@ -179,7 +244,7 @@ def timeline_data(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def _recommend(asked: Asked, say: Say) -> dict[str, Any]:
+def _recommend(asked: Asked, say: Say | None) -> dict[str, Any]:
     from zeroplan.report.recommendation import verdict as search_verdict
     from zeroplan.search.api import run_search
     from zeroplan.search.search_options import SearchOptions
@@ -211,7 +276,7 @@ def _choice(one: Recommendation) -> dict[str, Any]:
     return {"label": described(one), "change": change | {key: found[key] for key in kept}, "files": file}
 
 
-def _files(asked: Asked, say: Say) -> dict[str, Any]:
+def _files(asked: Asked, say: Say | None) -> dict[str, Any]:
     """Write the files of one plan: the configuration, a training script, and the command that starts it."""
     from zeroplan.planner.from_files import with_files
     from zeroplan.planner.resolve import resolve
@@ -240,6 +305,7 @@ def _files(asked: Asked, say: Say) -> dict[str, Any]:
     files = files_of(one, found.cluster, target, found.loaded)
     return {
         "files": [{"name": path, "text": text} for path, text in files.texts.items()],
+        "archive": _archive(files.texts),
         "start": files.start.shell(),
         "must": list(files.program_must),
         "notes": list(files.notes),
@@ -248,11 +314,20 @@ def _files(asked: Asked, say: Say) -> dict[str, Any]:
     }
 
 
+def _archive(texts: Mapping[str, str]) -> str:
+    """Return a zip of the files, in base64; equal files make an equal archive."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as packed:
+        for path, text in texts.items():
+            packed.writestr(zipfile.ZipInfo(path), text)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
 def _sharded_as(zero: ZeroConfig) -> tuple[int, str, str]:
     return zero.stage, zero.offload_optimizer.device, zero.offload_param.device
 
 
-_VERBS: dict[str, Callable[[Asked, Say], dict[str, Any]]] = {
+_VERBS: dict[str, Callable[[Asked, Say | None], dict[str, Any]]] = {
     "estimate": _estimate,
     "recommend": _recommend,
     "files": _files,

@@ -1,7 +1,7 @@
 """The server's other process: answers questions one after another, so that one which takes too long can be ended.
 
-Standard input and output carry JSON, a line each way: a question; then ``{"plan": …}`` for each plan as it is done; last
-``{"answer": …}``. What a library prints goes to standard error.
+Standard input and output carry JSON, a line each way: a question; then what is done so far, as
+:data:`zeroplan.ui.answers.Say` says; last ``{"answer": …}``. What a library prints goes to standard error.
 """
 
 from __future__ import annotations

@@ -31,6 +31,15 @@ export function verdict(answer) {
   for (const text of [answer.peak, answer.stages]) if (text) place.append(make("p", { class: "hint" }, text));
 }
 
+// Before the first answer: how far the simulation has come.
+export function progress(done, of) {
+  by("verdict").replaceChildren(
+    make("h2", {}, "Simulating…"),
+    make("p", {}, `The formulas' figures stand below; ${done} of ${of} rows have been simulated.`),
+    make("progress", { value: done, max: of, "aria-label": "Rows simulated" }),
+  );
+}
+
 export function failed(error) {
   by("error").hidden = !error;
   by("error").replaceChildren(...(error ? [make("p", {}, make("strong", {}, "Not planned: "), error.text)] : []));
@@ -51,7 +60,8 @@ export function notes(answer) {
 }
 
 export function knobs(answer, turn) {
-  by("knobs-card").hidden = !answer.knobs?.length;
+  by("knobs-card").hidden = answer.knobs !== null && !answer.knobs?.length;
+  if (answer.knobs === null) return by("knobs").replaceChildren(make("p", { class: "hint" }, "Being simulated…"));
   by("knobs").replaceChildren(
     ...(answer.knobs ?? []).map((knob) =>
       make(
@@ -64,19 +74,21 @@ export function knobs(answer, turn) {
   );
 }
 
-export function rows(plans, chosen, choose) {
+// Every plan as a row; until all are done, one at formula depth is still being simulated.
+export function rows(plans, chosen, choose, { done = true } = {}) {
   const scale = Math.max(...plans.map((plan) => Math.min(most(plan), 1.5 * (plan.gpu.usable ?? Infinity))), ...plans.map((plan) => 1.1 * (plan.gpu.usable ?? 0)));
   const head = ["ZeRO", "offload", "GPU GiB", "", "host GiB", "disk GiB", "fits"];
   const hide = [4, 5];
   const disk = plans.some((plan) => plan.nvme.per_node);
   const shown = head.map((_, at) => at !== 5 || disk);
   const body = plans.map((plan, at) => {
-    const fit = fits(plan);
+    const open = plan.depth === "formula";
+    const fit = open && !done ? { kind: "pending", text: "being simulated" } : fits(plan);
     const name = `ZeRO-${plan.stage}, offload ${offload(plan)}`;
     const cells = [
       make("td", {}, make("button", { type: "button", "aria-label": `Show ${name}`, onclick: () => choose(plan) }, String(plan.stage))),
       make("td", {}, offload(plan)),
-      make("td", { class: "figure" }, gib(needed(plan))),
+      make("td", { class: "figure" }, `${open ? "≥ " : ""}${gib(needed(plan))}`),
       make("td", {}, gauge(plan, scale)),
       make("td", { class: "figure narrow-hide" }, gib(plan.cpu.per_node || null)),
       make("td", { class: "figure narrow-hide" }, gib(plan.nvme.per_node || null)),

@@ -7,7 +7,7 @@ class Server {
     return answer.json();
   }
 
-  // Resolves to the answer; `say` is told of each plan as it is done.
+  // Resolves to the answer; `say` is told of each plan as it is done, and of the answer without its knobs.
   async ask(question, say = () => {}) {
     const answer = await fetch("api/ask", {
       method: "POST",

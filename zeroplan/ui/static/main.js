@@ -54,13 +54,21 @@ async function ask() {
   }
   asking = true;
   by("answer").setAttribute("aria-busy", "true");
-  const done = new Map(); // a row that is simulated takes the place of its formula's
+  by("answer").classList.add("old");
+  const rows = []; // a row that is simulated takes the place of its formula's
+  let chosen = -1;
   try {
     const got = await planner.ask(question(state), (message) => {
-      if (!message.plan) return;
-      const { stage, offload_optimizer, offload_param } = message.plan;
-      done.set(`${stage} ${offload_optimizer} ${offload_param}`, message.plan);
-      if (!again && done.size > 1) view.rows([...done.values()], -1, choose);
+      if (again) return;
+      if (message.so_far) {
+        chosen = message.so_far.chosen;
+        soon(message.so_far, rows);
+      } else if (message.plan) {
+        rows[message.at] = message.plan;
+        if (rows.length < message.of) return; // the formulas' rows come together
+        view.rows(rows, chosen, choose, { done: false });
+        if (!answer) view.progress(rows.filter((one) => one.depth !== "formula").length, message.of);
+      }
     });
     if (!again) await show(got);
   } catch (fault) {
@@ -70,8 +78,20 @@ async function ask() {
     if (again) {
       again = false;
       ask();
-    } else by("answer").setAttribute("aria-busy", "false");
+    } else {
+      by("answer").setAttribute("aria-busy", "false");
+      by("answer").classList.remove("old");
+    }
   }
+}
+
+// The plan that the answer is about is done; later rows and the knobs follow.
+function soon(found, rows) {
+  view.failed(null);
+  const known = found.report.plans;
+  answer = { ...found, report: { ...found.report, plans: [...known, ...rows.slice(known.length)] } };
+  by("answer").classList.remove("old");
+  drawPlan();
 }
 
 async function show(got) {
@@ -91,19 +111,23 @@ async function show(got) {
   draw();
 }
 
-function draw() {
-  const plans = answer.report.plans;
-  sync(state, answer, names);
-  listFiles(state.files, answer.read, removeFile);
+function drawPlan() {
   view.verdict(answer);
   view.notes(answer);
   view.knobs(answer, turn);
-  view.rows(plans, answer.chosen, choose);
-  view.lines(plans[answer.chosen]);
+  view.lines(answer.report.plans[answer.chosen]);
   by("command").textContent = answer.command;
+  by("save-answer").disabled = answer.knobs === null;
   by("made").replaceChildren();
   by("form-row").hidden = true;
   charts();
+}
+
+function draw() {
+  sync(state, answer, names);
+  listFiles(state.files, answer.read, removeFile);
+  view.rows(answer.report.plans, answer.chosen, choose);
+  drawPlan();
 }
 
 function charts() {
@@ -205,8 +229,10 @@ async function makeFiles() {
   if (got.error) return by("made").replaceChildren(make("p", { class: "no" }, got.error.text));
   by("form-row").hidden = got.forms.length < 2;
   by("form").replaceChildren(...got.forms.map((name) => make("option", { value: name, selected: name === got.form }, name)));
+  const archive = Uint8Array.from(atob(got.archive), (letter) => letter.charCodeAt(0));
   by("made").replaceChildren(
     make("section", {}, make("h3", {}, "Start it"), make("div", { class: "copy" }, make("code", {}, got.start), make("button", { type: "button", onclick: () => copy(got.start) }, "Copy"))),
+    make("div", { class: "buttons" }, make("button", { type: "button", class: "primary", onclick: () => save("zeroplan.zip", archive, "application/zip") }, `Download ${got.files.length === 1 ? "it" : `all ${got.files.length}`} as zeroplan.zip`)),
     ...[...got.must, ...got.notes].map((text) => make("p", { class: "hint" }, text)),
     ...got.files.map((file) =>
       make(

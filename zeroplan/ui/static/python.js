@@ -27,7 +27,7 @@ async function fetched(name) {
 }
 
 async function load() {
-  tell("Loading Python (about 6 MB, once)…");
+  tell("Loading Python (about 9 MB, once)…");
   const [python, packages, tapes] = await Promise.all([
     loadPyodide({ indexURL: beside("pyodide/") }),
     fetched("packages.zip").then((got) => got.arrayBuffer()),
@@ -52,12 +52,7 @@ onmessage = async ({ data }) => {
     loading ??= load();
     const python = await loading;
     if (data.names) return say({ answer: JSON.parse(python.offered()) });
-    const post = (text) => say(JSON.parse(text));
-    // The formulas answer at once; their rows stand until those of the simulation take their places.
-    if (data.question.verb === "estimate" && !data.question.depth) {
-      python.ask(JSON.stringify({ ...data.question, depth: "formula" }), post);
-    }
-    say({ answer: JSON.parse(python.ask(JSON.stringify(data.question), post)) });
+    say({ answer: JSON.parse(python.ask(JSON.stringify(data.question), (text) => say(JSON.parse(text)))) });
   } catch (fault) {
     say({ fault: String(fault.message).trim().split("\n").at(-1) });
   }

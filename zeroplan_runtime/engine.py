@@ -37,6 +37,7 @@ from zeroplan_runtime.engine_checkpoints import EngineCheckpoints
 from zeroplan_runtime.engine_getters import EngineGetters
 from zeroplan_runtime.full_tensors import full_params
 from zeroplan_runtime.gradient_hooks import attach_gradient_hooks
+from zeroplan_runtime.labelled_tokens import attach_labelled_tokens
 from zeroplan_runtime.loss import attach_fused_loss
 from zeroplan_runtime.model_states import ModelStates
 from zeroplan_runtime.offload.activations import ActivationOffload
@@ -121,6 +122,8 @@ class Engine(EngineGetters, EngineCheckpoints):
         self._undo = [attach_gradient_hooks(self.schedule, direct=config.runtime_options.direct_linear)]
         if config.runtime_options.fused_loss:
             self._undo.append(attach_fused_loss(model))
+        if config.runtime_options.labelled_tokens_only:
+            self._undo.append(attach_labelled_tokens(model))
         self.activations: ActivationOffload | None = None
         if zero.activation_checkpointing.cpu_checkpointing:
             blocks = [unit.module for unit in self.model_states.units if unit.layout.shape.kind is UnitKind.BLOCK]
@@ -415,7 +418,7 @@ class Engine(EngineGetters, EngineCheckpoints):
         if self.watchdog is not None:
             self.watchdog.stop()
             self.comm.explain = None
-        for undo in self._undo:
+        for undo in reversed(self._undo):
             undo()
         self.schedule.remove()
         self.schedule.guard.remove()

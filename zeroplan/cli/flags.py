@@ -104,6 +104,12 @@ OPTIONS: dict[str, Any] = {
     "quantize": _option(str | None, "--quantize", "Keep the frozen base in 4 bits: nf4 or fp4.", _WORK),
     "images": _option(int, "--images", "Images of each sample, for vision-language models. [0]", _WORK),
     "image_size": _option(int | None, "--image-size", "Pixels of an image's side. [by the config]", _WORK, metavar="PIXELS"),
+    "labelled_share": _option(
+        float | None,
+        "--labelled-share",
+        "Share of tokens with a label, if the head computes those alone (--engine zeroplan): 0.15.",
+        _WORK,
+    ),
     "from_scratch": _option(bool, "--from-scratch", "Weights are initialised: no host reads pretrained ones.", _WORK),
     "gpus": _option(int, "--gpus", "GPUs a node.", _CLUSTER),
     "nodes": _option(int, "--nodes", "Nodes.", _CLUSTER),

@@ -126,7 +126,8 @@ class Workload:
     applies ``fully_shard``: to the embedding, and to the final norm with the head, too. `one_unit` means that FSDP 1 wraps the
     model as a whole, without units in it. `pairs` means that a sample is a chosen and a rejected one, which pass together;
     `reference` what is asked beside the trained model. `images` of `image_size` pixels a side come with each sample of a
-    vision-language model; None is the size of its config.
+    vision-language model; None is the size of its config. `labelled_share` of the tokens have a label, where the head sees
+    those alone; None where it sees all.
     """
 
     micro_batch: int = 1
@@ -155,6 +156,7 @@ class Workload:
     reference: Reference | None = None
     images: int = 0
     image_size: int | None = None
+    labelled_share: float | None = None
 
     @property
     def rows(self) -> int:

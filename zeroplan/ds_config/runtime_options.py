@@ -16,6 +16,7 @@ class RuntimeOptions:
         wide_numel: an embedding or head of at least this many elements becomes a unit of its own.
         direct_linear: linear layers write their weight gradients straight into the flat buffers.
         fused_loss: the loss of a causal language model is computed without an fp32 copy of the logits.
+        labelled_tokens_only: the head and the loss of a causal or masked language model see the labelled tokens alone.
         audit_steps: in the first this many micro batches at stage 3, the runtime checks that every use of a parameter is
             within the forward of its unit.
         timeout: seconds without progress after which a rank names the rank that it waits for, and ends.
@@ -27,6 +28,7 @@ class RuntimeOptions:
     wide_numel: int = WIDE_NUMEL
     direct_linear: bool = True
     fused_loss: bool = True
+    labelled_tokens_only: bool = False
     audit_steps: int = 1
     timeout: float = 600.0
     delayed_update: int = 0

@@ -187,6 +187,18 @@ class Engine(ABC):
         """Return the engine with the settings of its own section in a ds_config, read in its :attr:`dialect`."""
         return self
 
+    def for_workload(self, workload: Workload) -> Self:
+        """Return the engine with what a workload asks of its own section of a ds_config.
+
+        Raises:
+            BadInput: what the engine does not do.
+        """
+        if workload.labelled_share is not None:
+            raise BadInput(
+                f"{self.name} computes the logits of all tokens", where="--labelled-share", remedy="use --engine zeroplan"
+            )
+        return self
+
     # --- memory -----------------------------------------------------------------------------------------------------------
 
     @abstractmethod

@@ -25,6 +25,7 @@ _ASKED_FOR = {
     "reference": None,
     "images": 0,
     "image_size": None,
+    "labelled_share": None,
 }
 
 

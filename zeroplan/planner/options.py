@@ -31,6 +31,7 @@ class RunOptions(TypedDict, total=False):
     quantize: str | None
     images: int
     image_size: int | None
+    labelled_share: float | None
     engine: str
     offload_optimizer: str | None
     offload_param: str | None

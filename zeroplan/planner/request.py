@@ -40,6 +40,7 @@ class Request:
     adapter_dtype: str | None = None
     images: int = 0
     image_size: int | None = None
+    labelled_share: float | None = None
     from_scratch: bool = False
     # cluster
     gpus: int = 1

@@ -54,6 +54,10 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         require_images(spec.model_type)
     if request.images and request.depth == "formula":
         raise BadInput("images are known to a trace alone", where="--images", remedy="leave --depth out")
+    if request.labelled_share is not None and not 0 < request.labelled_share <= 1:
+        raise BadInput(
+            f"{request.labelled_share} is no share of the tokens", where="--labelled-share", remedy="use 0.15 for 15 %"
+        )
     policy = CheckpointPolicy.parse(request.checkpoint_policy)
     if policy != CheckpointPolicy() and not request.gradient_checkpointing:
         raise BadInput(
@@ -85,6 +89,7 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         reference=request.reference,
         images=request.images,
         image_size=request.image_size,
+        labelled_share=request.labelled_share,
         adapter_dtype=None if request.adapter_dtype is None else _one_of(DType, request.adapter_dtype, "adapter_dtype"),
     )
 

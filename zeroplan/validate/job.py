@@ -49,6 +49,7 @@ class VerifyJob:
     lora_targets: tuple[str, ...]
     steps: int
     timeout: float
+    labelled_share: float | None = None
     ds_config: dict[str, Any] = field(default_factory=dict)
     live: LiveModule | None = None
 
@@ -116,6 +117,7 @@ def job_of(
         lora_targets=tuple(work.lora_targets),
         steps=steps,
         timeout=timeout,
+        labelled_share=work.labelled_share,
         ds_config=engine.run_config(case, raw, timeout),
         live=live,
     )

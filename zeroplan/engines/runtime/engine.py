@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +70,12 @@ class Runtime(Engine):
     def with_ds_config(self, ds_config: DsConfig) -> Runtime:
         """Return the runtime with the keys of the file's ``zeroplan`` section; the same object for the same keys."""
         return self if ds_config.runtime_options == self.runtime_options else _with_keys(ds_config.runtime_options)
+
+    def for_workload(self, workload: Workload) -> Runtime:
+        """Return the runtime with ``labelled_tokens_only`` where the workload has a share of labelled tokens."""
+        if workload.labelled_share is None or self.runtime_options.labelled_tokens_only:
+            return self
+        return _with_keys(replace(self.runtime_options, labelled_tokens_only=True))
 
     def options(self) -> list[ZeroConfig]:
         """Return the four stages, each with the offloads that it allows."""

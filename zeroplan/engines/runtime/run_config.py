@@ -23,7 +23,8 @@ def run_config(case: Case, raw: Mapping[str, Any], timeout: float) -> dict[str, 
     zero = config.get("zero_optimization")
     config["zero_optimization"] = {**_offload(case), **(zero if isinstance(zero, Mapping) else {}), "stage": case.zero.stage}
     config.setdefault("optimizer", optimizer_section(work.optimizer))
-    config["zeroplan"] = {"timeout": timeout, **dict(config.get("zeroplan") or {})}
+    picks = {} if work.labelled_share is None else {"labelled_tokens_only": True}
+    config["zeroplan"] = {"timeout": timeout, **picks, **dict(config.get("zeroplan") or {})}
     if work.dtype is not DType.FP32:
         section = raw.get(work.dtype.value)
         own = {"initial_scale_power": _FP16_POWER} if work.dtype is DType.FP16 and not section else {}

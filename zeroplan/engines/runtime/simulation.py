@@ -16,6 +16,7 @@ from zeroplan.engines.player import Run, play
 from zeroplan.engines.runtime.checkpoints import OffloadedInput, host_buffers, with_offloaded_inputs
 from zeroplan.engines.runtime.fused_loss import with_fused_loss
 from zeroplan.engines.runtime.host import checkpoint_phases, host_phases
+from zeroplan.engines.runtime.labelled_tokens import with_labelled_tokens
 from zeroplan.engines.runtime.schedule import STEPS_UNTIL_STEADY, RuntimeSchedule, with_direct_gradients
 from zeroplan.engines.simulation import Simulation
 from zeroplan.simulate.allocator.config import UNLIMITED, AllocatorConfig
@@ -23,14 +24,16 @@ from zeroplan.simulate.recorder import Recorder, simulate
 
 
 def computed_tape(workload: Workload, setup: RuntimeSetup, runtime_options: RuntimeOptions, tape: ExpandedTape) -> ExpandedTape:
-    """Return `tape` with the runtime's loss, and with the weight gradients of linear layers written in place."""
+    """Return `tape` with the runtime's head and loss, and with the weight gradients of linear layers written in place."""
     whole = setup.reduce_dtype if setup.shards_grads else setup.whole_grad_dtype
     # On a GPU a product of 16-bit factors may be written in fp32, but not the other way round.
     if runtime_options.direct_linear and whole in (setup.param_dtype, DType.FP32):
         tape = with_direct_gradients(tape)
+    rows = workload.rows * (workload.seq_len or 0)
     if runtime_options.fused_loss:
-        rows = workload.rows * (workload.seq_len or 0)
         tape = with_fused_loss(tape, rows=rows, itemsize=setup.param_dtype.bytes)
+    if runtime_options.labelled_tokens_only:
+        tape = with_labelled_tokens(tape, tokens=rows, share=workload.labelled_share or 1.0)
     return tape
 
 

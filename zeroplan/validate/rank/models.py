@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroplan.core.losses import IGNORED_LABEL, labelled_tokens
 from zeroplan.core.tape_options import Checkpointing, TraceOptions
 from zeroplan.core.workload import Attention
 from zeroplan.validate.job import VerifyJob
@@ -99,4 +100,20 @@ def make_batch(job: VerifyJob, device: torch.device, seed: int, *, casts: bool) 
             most = classes if name == "labels" and meta.dim() == 1 else max(4, vocabulary_of(job.model))
             value = torch.randint(0, most, meta.shape, generator=generator)
         made[id(meta)] = value.to(device)
-    return {name: made[id(meta)] for name, meta in shapes.items()}
+    batch = {name: made[id(meta)] for name, meta in shapes.items()}
+    if job.labelled_share is not None and "labels" in batch:
+        batch["labels"] = with_labelled_share(batch["labels"], job.labelled_share)
+    return batch
+
+
+def with_labelled_share(labels: torch.Tensor, share: float) -> torch.Tensor:
+    """Return `labels` [batch, tokens] with a share of them left, as many as a plan takes, and none on a sample's first token.
+
+    A causal model has no loss on that one, so all that are left count in either kind of model.
+    """
+    later = torch.arange(labels.numel(), device=labels.device).view_as(labels)[:, 1:].flatten()
+    wanted = min(labelled_tokens(labels.numel(), share), later.numel())
+    at = later[torch.arange(wanted, device=labels.device) * later.numel() // wanted]
+    left = torch.full_like(labels, IGNORED_LABEL).flatten()
+    left[at] = labels.flatten()[at]
+    return left.view_as(labels)

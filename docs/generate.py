@@ -1,14 +1,19 @@
-"""Writes the pages that are made from the code and from results: the ledger, models, GPUs, keys of a ds_config, accuracy.
+"""Writes the pages that are made from the code, from docstrings and from results.
 
-``python docs/generate.py`` writes them; with ``--check`` it exits with 1 when one is stale.
+``python docs/generate.py`` writes them, and renews what commands in the other pages print; with ``--check`` it exits with 1
+when a page is stale (tests/docs holds the commands). ``python docs/generate.py PAGE…`` renews those pages' alone.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -16,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.recommend.page import measured
 from benchmarks.step.page import runtime_speed
 from benchmarks.verified import verify_measured
+from docs.commands import PAGES_WITH_COMMANDS, renewed
+from docs.reference import api, options
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.gpus import GPUS
 from zeroplan.core.units import format_bytes, format_count
@@ -30,6 +37,7 @@ from zeroplan.models.load import load_model
 from zeroplan.report.table import render
 
 ROOT = Path(__file__).resolve().parent
+RESULTS = ROOT.parent / "benchmarks" / "results"
 MODEL = "meta-llama/Llama-3.2-1B"
 _NOTE = "<!-- Made by docs/generate.py; edit the code, not this page. -->\n\n"
 
@@ -128,10 +136,7 @@ def keys() -> str:
 
 def accuracy() -> str:
     """Every measured run beside its prediction, and the other estimators on the same runs."""
-    results = ROOT.parent / "benchmarks" / "results"
-    ours = json.loads((results / "accuracy.json").read_text())
-    blind = json.loads((results / "blind.json").read_text())
-    peers = json.loads((results / "peers.json").read_text())
+    ours, blind, peers = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("accuracy", "blind", "peers"))
     summary = ours["summary"]
     what = {"peak_allocated": "peak allocated", "peak_reserved": "peak reserved", "nvml": "NVML", "host_rss": "host resident"}
     table = _errors(summary, what)
@@ -198,32 +203,99 @@ def _errors(summary: dict[str, Any], what: dict[str, str]) -> list[list[str]]:
     ]
 
 
+def accuracy_in_words() -> str:
+    """The part of the README, and of the page on how the figures were come by."""
+    ours, blind, peers = (
+        json.loads((RESULTS / f"{name}.json").read_text())["summary"] for name in ("accuracy", "blind", "peers")
+    )
+    head = (
+        f"On {ours['rows']} measured runs of real DeepSpeed, FSDP2 and DDP on 1 to 8 H100 and H200 GPUs, each predicted from"
+        " what a user would have typed, the prediction was off by:"
+    )
+    names = {
+        "peak_allocated": "peak allocated",
+        "peak_reserved": "peak reserved",
+        "nvml": "what NVML shows",
+        "host_rss": "host memory",
+    }
+    rows = [
+        [text, f"{ours[key]['median']:.2%}", f"{ours[key]['p95']:.2%}", f"{ours[key]['worst']:.1%}"]
+        for key, text in names.items()
+    ]
+    others = {"DeepSpeed's estimator": "DeepSpeed's estimator", "accelerate": "accelerate's", "llm-analysis": "llm-analysis"}
+    means = [f"{name} by {peers[key]['mean_absolute']:.0%}" for key, name in others.items()]
+    tail = (
+        (
+            f"{blind['rows']} of the runs were predicted before they were measured; allocated memory was right to"
+            f" {blind['peak_allocated']['worst']:.2%} on all of them. On the same runs {means[0]} is off on average,"
+            f" {' and '.join(means[1:])}."
+        )
+        .replace(" by", " is off by", 1)
+        .replace(" is off on average", " on average")
+    )
+    table = render(["", "in the median", "in 95 % within", "at worst"], rows, "github")
+    return "\n\n".join([fill(head, 120), table, fill(tail, 120)])
+
+
+#: Parts of pages that are written by hand, between ``<!-- made: NAME -->`` and ``<!-- end -->``.
+PARTS: dict[str, Callable[[], str]] = {"accuracy": accuracy_in_words}
+
+
+def with_parts(text: str) -> str:
+    """The page with its made parts as they are now."""
+    return re.sub(
+        r"(<!-- made: (\w+) -->\n).*?(<!-- end -->)",
+        lambda part: f"{part[1]}{PARTS[part[2]]()}\n{part[3]}",
+        text,
+        flags=re.DOTALL,
+    )
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "ledger.md": ledger,
     "models.md": models,
     "gpus.md": gpus,
     "ds_config_keys.md": keys,
     "accuracy.md": accuracy,
+    "api.md": api,
+    "options.md": options,
     "runtime_speed.md": runtime_speed,
     "verify_measured.md": verify_measured,
     "recommend_measured.md": measured,
 }
 
 
+#: Pages that are written by hand, with made parts and with the output of commands in them.
+WRITTEN = [path for path in PAGES_WITH_COMMANDS if path.name not in PAGES or path.parent != ROOT]
+
+
 def main() -> int:
     """Write the pages, or say which are stale."""
-    stale = []
-    for name, make in PAGES.items():
-        text = _NOTE + make().rstrip() + "\n"
-        path = ROOT / name
-        if "--check" in sys.argv[1:]:
-            if not path.exists() or path.read_text() != text:
-                stale.append(name)
-        else:
-            path.write_text(text)
-    if stale:
-        print(f"stale: {', '.join(stale)}; run python docs/generate.py", file=sys.stderr)
-    return 1 if stale else 0
+    named = [Path(word) for word in sys.argv[1:] if not word.startswith("-")]
+    if "--check" in sys.argv[1:]:
+        stale = [name for name, make in PAGES.items() if _read(ROOT / name) != _page(make)]
+        stale += [path.name for path in WRITTEN if with_parts(path.read_text()) != path.read_text()]
+        if stale:
+            print(f"stale: {', '.join(stale)}; run python docs/generate.py", file=sys.stderr)
+        return 1 if stale else 0
+    if not named:
+        for name, make in PAGES.items():
+            (ROOT / name).write_text(_page(make))
+    with tempfile.TemporaryDirectory() as folder:  # neither a cache nor a profile of this machine counts
+        os.environ.update(XDG_CACHE_HOME=f"{folder}/cache", XDG_CONFIG_HOME=f"{folder}/config")
+        for path in named or WRITTEN:
+            text = path.read_text()
+            if (new := with_parts(renewed(text))) != text:
+                path.write_text(new)
+    return 0
+
+
+def _page(make: Callable[[], str]) -> str:
+    return _NOTE + make().rstrip() + "\n"
+
+
+def _read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
 
 
 if __name__ == "__main__":

@@ -64,14 +64,6 @@ def test_no_words_at_all_show_the_help(cli: Cli) -> None:
     assert "recommend" in err
 
 
-def test_the_readmes_table_is_what_is_printed(cli: Cli) -> None:
-    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
-    words, _, shown = readme.split("$ zeroplan ", 1)[1].split("```", 1)[0].partition("\n")
-    code, out, _ = cli(*words.split())
-    assert code == 0
-    assert out.strip() == shown.strip()
-
-
 def test_trace_of_ddp_needs_no_stage(cli: Cli) -> None:
     code, out, err = cli("trace", LLAMA, "--engine", "ddp", "--dtype", "fp32", "--json")
     assert (code, err) == (0, "")

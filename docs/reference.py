@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import re
@@ -11,10 +12,10 @@ from typing import Any
 
 from zeroplan.report.table import render
 
-#: Modules with what is public in them, in the order of the page.
+#: Modules with what is public in them, in the order of the page; what else a module's ``__all__`` names comes last.
 _PUBLIC = {
     "zeroplan": (
-        *("estimate", "estimate_zero1_mem", "estimate_zero2_mem", "estimate_zero3_mem", "recommend", "verify", "tune"),
+        *("estimate", "estimate_zero1_mem", "estimate_zero2_mem", "estimate_zero3_mem", "recommend", "scale", "verify", "tune"),
         *("Plans", "MemoryPlan", "Recommendations", "Recommendation", "Drift", "Measurement", "ZeroplanCallback", "BadInput"),
     ),
     "zeroplan.compat": (
@@ -38,9 +39,7 @@ def api() -> str:
     ]
     for module, names in _PUBLIC.items():
         home = importlib.import_module(module)
-        missing = set(getattr(home, "__all__", names)) - set(names)
-        if missing:
-            raise ValueError(f"{module} exports {sorted(missing)}, which docs/reference.py does not list")
+        names = tuple(dict.fromkeys([*names, *getattr(home, "__all__", ())]))
         out += [f"## {module}", ""]
         for name in names:
             out += [f"### {name}", "", *_described(name, getattr(home, name)), ""]
@@ -91,19 +90,13 @@ def _unquoted(text: str) -> str:
 
 def _options(what: Any) -> Iterator[str]:
     """The arguments behind ``**options: Unpack[...]``."""
-    hint = getattr(what, "__annotations__", {}).get("options", "")
-    named = re.match(r"Unpack\[(\w+)\]", str(hint))
+    named = re.match(r"Unpack\[(\w+)\]", str(getattr(what, "__annotations__", {}).get("options", "")))
     if named and named[1] != "StageOptions":  # said once, by `estimate`
-        keys = typing.get_type_hints(inspect.getmodule(what).__dict__.get(named[1]) or _find(named[1]))
-        yield from ("", "`options`: " + ", ".join(f"`{key}`" for key in keys) + ".")
-
-
-def _find(name: str) -> Any:
-    for module in ("zeroplan.planner.options", "zeroplan.search.search_options", "zeroplan.tuning.options"):
-        found = getattr(importlib.import_module(module), name, None)
-        if found is not None:
-            return found
-    raise ValueError(f"{name} stands in no module of options")
+        source = inspect.getmodule(what)
+        imports = [node for node in ast.walk(ast.parse(inspect.getsource(source))) if isinstance(node, ast.ImportFrom)]
+        home = next(node.module for node in imports if any(alias.name == named[1] for alias in node.names))
+        found = getattr(importlib.import_module(home), named[1])
+        yield from ("", "`options`: " + ", ".join(f"`{key}`" for key in typing.get_type_hints(found)) + ".")
 
 
 def _text(doc: str) -> Iterator[str]:

@@ -37,8 +37,8 @@ WORK: dict[str, Any] = {
 }
 MACHINES: dict[str, dict[str, Any]] = {
     "8 × RTX 4090, 24 GB": {"gpus": 8, "gpu": "RTX4090", "cpu_ram": "256G", "nvme": "2T"},
-    "8 × A100, 40 GB": {"gpus": 8, "gpu": "A100-40G", "cpu_ram": "1T", "nvme": "4T"},
-    "8 × H100, 80 GB": {"gpus": 8, "gpu": "H100", "cpu_ram": "2T", "nvme": "4T"},
+    "8 × A100, 40 GB": {"gpus": 8, "gpu": "A100-40G", "cpu_ram": "1T", "nvme": "2T"},
+    "8 × H100, 80 GB": {"gpus": 8, "gpu": "H100", "cpu_ram": "2T", "nvme": "2T"},
 }
 _NOWHERE = {"offload_optimizer": "none", "offload_param": "none"}
 METHODS: dict[str, dict[str, Any]] = {
@@ -53,6 +53,8 @@ METHODS: dict[str, dict[str, Any]] = {
 
 #: Parts of a depth that does not fit at which deeper models are tried.
 _FURTHER = (1.2, 1.5, 2)
+#: The most layers that zeroplan simulates.
+_DEEPEST = 512
 
 
 @dataclass
@@ -83,7 +85,7 @@ class Search:
         return bool(plan.fits)
 
     def deepest(self) -> dict[str, Any]:
-        """Bisect, each time at the depth where a line through two others would meet the first limit.
+        """Bisect, every other time at the depth where a line through two others would meet the first limit.
 
         A deeper model may fit where one does not: DeepSpeed makes the flat parameters of stages 1 and 2 on the host where the
         GPU has no room for both copies. So deeper ones are tried before the answer stands.
@@ -92,6 +94,8 @@ class Search:
         while at:
             if self.plan(at):
                 fits = at
+                if fits == _DEEPEST:
+                    raise SystemExit(f"{self.machine}, {self.method}: {fits} layers fit, and no more are simulated")
                 fails = min((depth for depth in self.over if depth > fits), default=0)
             else:
                 self.over.add(at)
@@ -99,7 +103,8 @@ class Search:
             if fails != fits + 1:
                 at = self._next(fits, fails)
             else:
-                at = next((depth for part in _FURTHER if (depth := round(part * fails)) not in self.used), 0)
+                deeper = (round(part * fails) for part in _FURTHER)
+                at = next((depth for depth in deeper if depth <= _DEEPEST and depth not in self.used), 0)
         held = self.used[fails]
         return {
             "layers": fits,
@@ -111,13 +116,15 @@ class Search:
     def _next(self, fits: int, fails: int) -> int:
         if len(self.used) == 1:
             return 4 if fits else 1
+        if fails and len(self.used) % 2:
+            return (fits + fails) // 2
         low, high = sorted(self.used)[-2:] if not fails else (max(d for d in self.used if d < fails), fails)
         meets = [
             low + (1 - self.used[low][key]) * (high - low) / slope
             for key in self.used[low]
             if (slope := self.used[high][key] - self.used[low][key]) > 0
         ]
-        least, most = fits + 1, fails - 1 if fails else 16 * high
+        least, most = fits + 1, fails - 1 if fails else _DEEPEST
         return max(least, min(most, round(min(meets, default=most))))
 
 
@@ -137,7 +144,7 @@ def main() -> None:
     if "--check" in sys.argv[1:]:
         check()
         return
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, dict[str, Any]]] = {}
     for machine in MACHINES:
         for method in METHODS:
             search = Search(machine, method)

@@ -7,6 +7,7 @@ largest models are drawn from ``largest.json``, which ``docs/largest.py`` makes.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -19,7 +20,9 @@ from zeroplan.core.families import Family, family_of
 from zeroplan.core.plan import MemoryPlan
 from zeroplan.core.units import GIB, format_bytes
 from zeroplan.planner.estimate import Estimate, estimate_runs
+from zeroplan.planner.peak import family_at_peak
 from zeroplan.planner.request import Request
+from zeroplan.planner.simulated import Simulated
 from zeroplan.report import svg
 from zeroplan.report.palette import FAMILY_COLORS
 from zeroplan.report.timeline import phase_name, ticks
@@ -146,13 +149,11 @@ def zero_stages() -> str:
     return svg.picture(WIDTH, foot + 86, "ZeRO stages: what one GPU holds", parts)
 
 
-def by_family(curve: Curve, *, sharded: bool) -> dict[str, list[int]]:
-    """Return the bytes of each family at each point of a curve, in the palette's order."""
-    found: dict[str, list[int]] = {}
-    for buffer, sizes in curve.by_buffer.items():
-        name = family_of(buffer, sharded=sharded).value
-        found[name] = [a + b for a, b in zip(found.get(name, [0] * len(sizes)), sizes, strict=True)]
-    return {name: found[name] for name, _ in ordered({name: max(sizes) for name, sizes in found.items()})}
+def by_family(run: Simulated, curve: Curve) -> dict[str, tuple[int, ...]]:
+    """Return the bytes of each family at each point of a run's curve, in the palette's order."""
+    family = family_at_peak(run.tape, sharded=run.plan.stage == 3)
+    found = run.simulation.timeline.stacked(curve.events, family)
+    return {one.value: found[one] for one in FAMILY_COLORS if one in found}
 
 
 def stacked(
@@ -203,7 +204,7 @@ def step_stage3() -> str:
         bounds.append((begin, phase_name(mark)))
     stack = {
         name: [sizes[point] for point in points]
-        for name, sizes in by_family(curve, sharded=True).items()
+        for name, sizes in by_family(run, curve).items()
         if max(sizes[point] for point in points) > _LEAST * max(curve.allocated)
     }
     most = 1.05 * max(curve.allocated[point] for point in points)
@@ -229,17 +230,19 @@ def step_stage3() -> str:
         Family.GRADIENTS: "a shard, in the step in fp32, too",
         Family.COMMUNICATION: "gathers and reduced buckets",
         Family.ACTIVATIONS: "kept forward, used up backward",
+        Family.LOSS: "where forward meets backward",
     }
-    x, at = left + width + 26, top + 6
+    x, at = left + width + 26, top - 10
+    parts.append(svg.text(WIDTH - 20, at, "the most in this step", size=11, color="faint", anchor="end"))
+    at += 24
     for name, sizes in reversed(stack.items()):
         parts.append(f"<rect x='{x}' y='{at - 10}' width='11' height='11' rx='2' {svg.area(color_of(name))}/>")
         parts.append(svg.text(x + 18, at, name, size=12, weight=600))
         parts.append(svg.text(WIDTH - 20, at, f"{max(sizes) / GIB:.1f} GiB", size=12, anchor="end"))
         parts.append(svg.text(x + 18, at + 15, says.get(Family(name), ""), size=11.5, color="faint"))
-        at += 42
+        at += 38
     foot = top + height + 22
     parts.append(svg.text(left, foot, "events in their order, not to scale in time", size=11, color="faint"))
-    parts.append(svg.text(WIDTH - 20, foot, "the most of each in this step", size=11, color="faint", anchor="end"))
     return svg.picture(WIDTH, foot + 20, "ZeRO-3: one step", parts)
 
 
@@ -305,9 +308,7 @@ def readme() -> str:
     assert run is not None
     (plan,) = report.plans
     curve = run.simulation.timeline.curve(points=900)
-    stack = {
-        name: sizes for name, sizes in by_family(curve, sharded=False).items() if max(sizes) > _LEAST * max(curve.allocated)
-    }
+    stack = {name: sizes for name, sizes in by_family(run, curve).items() if max(sizes) > _LEAST * max(curve.allocated)}
     usable = plan.gpu.usable or 0
     left, top, width, height = 62, 148, 520, 268
     most = 1.06 * max(usable, *curve.reserved)
@@ -346,10 +347,12 @@ def readme() -> str:
     peak = max(range(len(curve.allocated)), key=curve.allocated.__getitem__)
     parts.append(svg.text(x, at, "at the peak", size=12, weight=600))
     for name, sizes in reversed(stack.items()):
+        if sizes[peak] < _LEAST * curve.allocated[peak]:
+            continue
         at += 22
         parts.append(f"<rect x='{x}' y='{at - 10}' width='11' height='11' rx='2' {svg.area(color_of(name))}/>")
         parts.append(svg.text(x + 18, at, name, size=12))
-        parts.append(svg.text(WIDTH - 20, at, f"{sizes[peak] / GIB:.1f}" if sizes[peak] else "-", size=12, anchor="end"))
+        parts.append(svg.text(WIDTH - 20, at, f"{sizes[peak] / GIB:.1f}", size=12, anchor="end"))
     for words, size in (("allocated", curve.allocated[peak]), ("reserved, at most", max(curve.reserved))):
         at += 22
         parts.append(svg.text(x + 18, at, words, size=12, weight=600))
@@ -369,9 +372,7 @@ def largest() -> str:
     low, high = 0.7 * min(counts), 1.5 * max(counts)
 
     def x(params: float) -> float:
-        from math import log
-
-        return left + width * log(params / low) / log(high / low)
+        return left + width * math.log(params / low) / math.log(high / low)
 
     below = "Layers of Llama 2 13B, as many as fit; bf16, AdamW, checkpointing, one sequence of 2,048 tokens a GPU"
     parts = heading("The largest model that trains", below)
@@ -390,10 +391,15 @@ def largest() -> str:
         sizes = [(found[machine][method]["params"], color) for machine, color in machines.items()]
         known = [params for params, _ in sizes if params]
         parts.append(svg.line(x(min(known)), y, x(max(known)), y, "line", width=3))
+        drawn: list[float] = []
         for params, color in sizes:
-            if params:
-                parts.append(f"<circle cx='{x(params):.1f}' cy='{y}' r='6' {svg.fill(color)}/>")
-                parts.append(svg.text(x(params), y - 10, f"{params / 1e9:.3g}", size=11.5, anchor="middle", rim=True))
+            if not params:
+                continue
+            at, near = x(params), any(abs(x(params) - other) < 6 for other in drawn)
+            drawn.append(at)
+            parts.append(f"<circle cx='{at:.1f}' cy='{y + 9 * near}' r='6' {svg.fill(color)}/>")
+            words = f"{params / 1e9:.1f}" if params < 1e11 else f"{params / 1e9:.0f}"
+            parts.append("" if near else svg.text(at, y - 10, words, size=11.5, anchor="middle", rim=True))
     parts.append(svg.text(left + width, foot + 34, "parameters, on a logarithmic scale", size=11, color="faint", anchor="end"))
     return svg.picture(WIDTH, foot + 50, "The largest model by machine and method", parts)
 
@@ -402,6 +408,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "zero_stages.svg": zero_stages,
     "step_stage3.svg": step_stage3,
     "offload.svg": offload,
+    "largest.svg": largest,
     "readme.svg": readme,
 }
 

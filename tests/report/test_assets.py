@@ -15,9 +15,11 @@ Cli = Callable[..., tuple[int, str, str]]
 
 
 def test_a_page_needs_no_other_file() -> None:
-    text = page("<gpt2>", ["<h1>gpt2</h1>", ""], script="timeline.js")
+    text = page("<gpt2>", "2 GPUs & more", ["<p>fits</p>", ""], scripts=["timeline.js"])
     assert "<title>&lt;gpt2&gt;</title>" in text
     assert asset("page.css") in text
+    assert asset("palette.css") in text
+    assert "2 GPUs &amp; more" in text
     assert asset("timeline.js") in text
     assert "src=" not in text
     assert "href=" not in text

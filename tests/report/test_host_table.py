@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from zeroplan.core.plan import HostBuffer, HostPeak, Report
@@ -43,7 +41,7 @@ def test_what_is_alive_adds_up_in_every_phase(engine: str, stage: int, options: 
     trained = {peak.phase: peak.bytes for peak in cpu.peaks if peak.phase in (*TRAINING, "weights")}
     assert cpu.per_node == max(trained.values()) == trained[str(cpu.peak_phase)]
     assert cpu.pinned == max(peak.pinned for peak in cpu.peaks if peak.phase in TRAINING)
-    text, page = report_text(found), html_report(json.loads(found.to_json()))
+    text, page = report_text(found), html_report(found)
     for peak in cpu.peaks:
         assert f"\n{peak.phase} " in text
         assert f"<td>{peak.phase}</td>" in page

@@ -6,14 +6,20 @@ import json
 import re
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
+from typing import Any
 
 import pytest
 
 from zeroplan.core.buffers import Buffer
+from zeroplan.core.families import family_of
+from zeroplan.core.plan import CpuMemory, GpuMemory, MemoryPlan, ModelInfo, NvmeMemory, PlanLine, Report
 from zeroplan.core.units import GIB, MIB
+from zeroplan.report.chart_html import Run
 from zeroplan.report.plans_html import html_report
 from zeroplan.report.timeline import Frame, layers, timeline_svg
+from zeroplan.report.verdict import verdict
 from zeroplan.simulate.recorder import Recorder, simulate
+from zeroplan.simulate.timeline import Timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -36,15 +42,23 @@ def timeline():
     return simulate(recorder)
 
 
-def report(**gpu):
-    numbers = {"model_states": 4 * GIB, "live_after_step": 4 * GIB, "phases": {}, "total": 8 * GIB, "usable": 10 * GIB, **gpu}
-    plan = {
-        "engine": "deepspeed", "engine_version": "0.19.8", "stage": 2, "offload_optimizer": "cpu", "offload_param": "none",
-        "gpu": numbers, "cpu": {"per_node": 3 * GIB, "pinned": GIB}, "nvme": {"per_node": 0}, "fits": True, "warnings": ["<i>"],
-        "lines": [{"buffer": "param.full", "place": "hbm", "bytes": 4 * GIB, "phases": ["init"], "formula": "a < b"}],
-    }  # fmt: skip
-    model = {"name": "<script>alert(1)</script>", "params": 2 * 10**9, "trainable": 2 * 10**9, "source": ""}
-    return {"model": model, "workload": {"micro_batch": 1, "seq_len": 8}, "cluster": {"nodes": 1, "gpus": 2}, "plans": [plan]}
+def report(**gpu: Any) -> Report:
+    numbers = {"model_states": 4 * GIB, "fixed_buffers": 0, "live_after_step": 4 * GIB, "total": 8 * GIB, "usable": 10 * GIB}
+    plan = MemoryPlan(
+        engine="deepspeed", engine_version="0.19.8", stage=2, offload_optimizer="cpu", offload_param="none", depth="simulated",
+        fits=True, gpu=GpuMemory(**{**numbers, **gpu}), cpu=CpuMemory(per_node=3 * GIB, pinned=GIB),
+        nvme=NvmeMemory(per_node=0),
+        lines=(PlanLine(buffer="param.full", place="hbm", bytes=4 * GIB, phases=("init",), formula="a < b"),),
+    )  # fmt: skip
+    other = plan.model_copy(update={"stage": 3, "gpu": plan.gpu.model_copy(update={"total": 20 * GIB}), "fits": False})
+    model = ModelInfo(name="<script>alert(1)</script>", params=2 * 10**9, trainable=2 * 10**9, source="")
+    cluster = {"nodes": 1, "gpus": 2, "vram": 10 * GIB, "usable_vram": 10 * GIB, "cpu_ram": None, "nvme": None, "layout": None}
+    work = {"dtype": "bf16", "optimizer": "adamw", "micro_batch": 1, "seq_len": 8, "grad_accum": 1}
+    return Report(model=model, workload=work, cluster=cluster, plans=(other, plan), warnings=("<i>",))
+
+
+def run_of(timeline: Timeline) -> Run:
+    return Run(timeline, lambda buffer, note: str(note), lambda buffer, _: family_of(buffer))
 
 
 def test_the_curve_adds_up_and_holds_the_peak(timeline):
@@ -118,24 +132,45 @@ class _Tags(HTMLParser):
 
 
 def test_the_page_is_whole_and_escapes_what_it_is_given(timeline):
-    page = html_report(report(), {0: timeline}, lambda buffer, note: f"{buffer.value} of {note}")
+    page = html_report(report(), {1: run_of(timeline)})
     tags = _Tags()
     tags.feed(page)
     assert tags.open == []
-    assert tags.scripts == 2  # the points and the script, none from the model's name
+    assert tags.scripts == 5  # two of data, three that run; none from the model's name
     assert {"<i>", "a < b", "logits of <head>", "fits"} <= {word.strip() for word in tags.words}
-    assert not re.search(r"(src|href)=|url\(|@import", page)
+    assert not re.search(r"src=|url\(|@import|href='(?!#)", page)
 
 
-def test_the_points_beside_the_picture_are_the_curve(timeline):
-    page = html_report(report(), {0: timeline})
-    data = json.loads(re.search(r"<script type='application/json'>(.*?)</script>", page)[1])
-    curve = timeline.curve()
-    assert data["allocated"] == list(curve.allocated)
-    assert data["buffers"]["logits"] == list(curve.by_buffer[Buffer.LOGITS])
+def test_the_page_opens_the_plan_of_the_verdict_alone(timeline):
+    page = html_report(report(), {1: run_of(timeline)})
+    assert re.findall(r"<details class='card plan' id='(plan-\d)'( open)?>", page) == [("plan-1", " open"), ("plan-0", "")]
+    assert verdict(report()).partition(": ")[2] in page
+    assert page.index("card verdict yes") < page.index("id='plan-1'") < page.index("All plans") < page.index("id='plan-0'")
+    linked = set(re.findall(r"href='#([\w-]+)'", page))
+    assert linked == {"plan-0", "plan-1"}
+    assert linked <= set(re.findall(r"id='([\w-]+)'", page))
+
+
+def test_the_points_beside_the_chart_are_the_curve(timeline):
+    page = html_report(report(), {1: run_of(timeline)})
+    data = json.loads(re.search(r"aria-label='GPU memory.*?<script type='application/json'>(.*?)</script>", page)[1])
+    curve = timeline.curve(320)
+
+    def sizes(text: str) -> list[int]:
+        found: list[int] = []
+        for one in text.split(","):
+            found.append(data["unit"] * int(one) if one else found[-1])
+        return found
+
+    assert data["unit"] <= timeline.peak_reserved / 2**16
+    assert sizes(data["allocated"]) == pytest.approx(list(curve.allocated), abs=data["unit"])
+    layers = {name: sizes(text) for name, _, text in data["layers"]}
+    assert layers["logits and loss"] == pytest.approx(list(curve.by_buffer[Buffer.LOGITS]), abs=data["unit"])
+    sums = [sum(column) for column in zip(*layers.values(), strict=True)]
+    assert sums == pytest.approx(list(curve.allocated), abs=len(layers) * data["unit"])
 
 
 def test_a_plan_of_formulas_alone_has_a_page():
     page = html_report(report(total=None, phases={"init": 5 * GIB}))
-    assert "<svg" not in page
-    assert "5.00 GiB" in page
+    assert "class='plot'" not in page
+    assert "5.0 GiB" in page

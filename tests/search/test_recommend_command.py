@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -284,7 +285,13 @@ def test_the_page_shows_the_front(cli: Cli, tmp_path: Path) -> None:
     assert code == UNKNOWN
     text = page.read_text()
     assert text.count("<circle") > 10
-    assert "usable" in text
+    assert ">the card</text>" in text
+    places = set(re.findall(r"id='row-(\d+)'", text))
+    assert places
+    assert set(re.findall(r"<a id='point-(\d+)' href='#row-\1'>", text)) == places
+    assert set(re.findall(r"href='#point-(\d+)'", text)) == places
+    first = text[text.index("<a id='point-0'") :]
+    assert re.match(r"<a [^>]+><circle [^>]+><title>ZeRO-[^<]+</title></circle>", first)
     points = [Point("a", 1, 10.0, True, False), Point("b", 2, 9.0, True, False), Point("c", 3, 11.0, True, False)]
     assert [p.label for p in pareto_front([*points, Point("d", 0, 99.0, False, True)])] == ["a", "c"]
 

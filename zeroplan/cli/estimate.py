@@ -103,13 +103,17 @@ def _peaks(answer: Estimate, style: str, width: int | None) -> str:
 
 def _write_html(answer: Estimate, path: str) -> None:
     from zeroplan.core.files import write_atomic
+    from zeroplan.planner.peak import family_at_peak
+    from zeroplan.report.chart_html import Run
     from zeroplan.report.peak import origin_in
     from zeroplan.report.plans_html import html_report
 
-    timelines = {index: run.simulation.timeline for index, run in enumerate(answer.runs) if run is not None}
-    run = next((run for run in answer.runs if run is not None), None)
-    origin = origin_in(run.tape) if run is not None else None
-    write_atomic(path, html_report(json.loads(answer.report.to_json()), timelines, origin))
+    runs = {
+        index: Run(run.simulation.timeline, origin_in(run.tape), family_at_peak(run.tape, sharded=run.plan.stage == 3))
+        for index, run in enumerate(answer.runs)
+        if run is not None
+    }
+    write_atomic(path, html_report(answer.report, runs))
 
 
 def _write_timeline(answer: Estimate, path: str) -> None:

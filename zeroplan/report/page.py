@@ -1,4 +1,4 @@
-"""The frame of every HTML report. A page holds its style and its script, so it loads no other file."""
+"""The frame of every HTML report. A page holds its style and its scripts, so it loads no other file."""
 
 from __future__ import annotations
 
@@ -14,21 +14,26 @@ def asset(name: str) -> str:
     return files(__package__).joinpath("assets", name).read_text(encoding="utf-8")
 
 
-def page(title: str, body: Iterable[str], *, script: str = "") -> str:
-    """Return a whole page.
+def page(title: str, lead: str, body: Iterable[str], *, scripts: Iterable[str] = ()) -> str:
+    """Return a whole page, light or dark as the reader's system is or as the button in its head says.
 
     Args:
-        title: the tab's title, as plain text.
+        title: what the page is of, as plain text.
+        lead: the line below it, as plain text.
         body: fragments of HTML, in order; empty ones are left out.
-        script: the asset that runs once the body is there.
+        scripts: the assets that run once the body is there, in order.
     """
-    run = f"<script>{asset(script)}</script>" if script else ""
+    run = "".join(f"<script>{asset(name)}</script>" for name in ("page.js", *scripts))
     return "\n".join(
         [
             "<!doctype html>",
             "<html lang='en'><head><meta charset='utf-8'><meta name='viewport' content='width=device-width, initial-scale=1'>",
-            f"<title>{escape(title)}</title><style>{asset('page.css')}</style></head><body><main>",
+            f"<title>{escape(title)}</title><style>{asset('palette.css')}{asset('page.css')}</style></head><body>",
+            "<header><div><h1>" + escape(title) + "</h1>",
+            f"<p class='lead'>{escape(lead)}</p></div>",
+            "<button type='button' id='theme' aria-label='Light or dark'>◐</button></header><main>",
             *filter(None, body),
+            "<footer>Made by zeroplan. 1 GiB = 2<sup>30</sup> bytes. A GPU is the one that needs the most.</footer>",
             f"</main>{run}</body></html>\n",
         ]
     )

@@ -74,7 +74,7 @@ def _sentences(report: Report, terminal: Terminal, *, quiet: bool, next_command:
         lines += terminal.command("  ", next_command)
     elif next_command:
         lines += terminal.command("Next: ", next_command)
-    return [*lines, "", *terminal.wrap(_heading(report))]
+    return [*lines, "", *terminal.wrap(asked_text(report))]
 
 
 def knobs(report: Report, terminal: Terminal) -> list[str]:
@@ -118,7 +118,8 @@ def unmodelled_notes(plans: Sequence[MemoryPlan]) -> list[str]:
     return list(found)
 
 
-def _heading(report: Report) -> str:
+def asked_text(report: Report) -> str:
+    """Return what was asked for: the model, the machine, the engine and the work."""
     model = report.model
     parts = [model_text(model.name, model.params, model.trainable), machine_text(report.cluster)]
     if report.plans:
@@ -271,9 +272,9 @@ def _details(plan: MemoryPlan, style: str, terminal: Terminal, more: Sequence[st
     return lines
 
 
-def _figures(plan: MemoryPlan, terminal: Terminal) -> list[str]:
-    """Return one line a figure, sizes in GiB, each with what it is."""
-    gpu, peer = plan.gpu, plan.deepspeed_estimator
+def figures(plan: MemoryPlan) -> list[tuple[str, int, str]]:
+    """Return a plan's figures: the name of each, its bytes, and what it is. What is not known is left out."""
+    gpu = plan.gpu
     known = [
         ("model states", gpu.model_states, "parameters, gradients, optimizer"),
         ("engine's buffers", gpu.fixed_buffers, "buckets and the like, at their largest"),
@@ -288,23 +289,34 @@ def _figures(plan: MemoryPlan, terminal: Terminal) -> list[str]:
         ),
         ("disk", plan.nvme.per_node or None, "of a node"),
     ]
-    rows = [f"{name:<20}{format_gib(size):>9}  {terminal.dim(what)}" for name, size, what in known if size is not None]
+    return [(name, size, what) for name, size, what in known if size is not None]
+
+
+def _figures(plan: MemoryPlan, terminal: Terminal) -> list[str]:
+    """Return one line a figure, sizes in GiB, each with what it is."""
+    peer = plan.deepspeed_estimator
+    rows = [f"{name:<20}{format_gib(size):>9}  {terminal.dim(what)}" for name, size, what in figures(plan)]
     if peer is not None:
         says = "its own estimator; host of a node " + format_gib(peer.cpu, digits=1)
         rows.append(f"{'DeepSpeed says':<20}{format_gib(peer.gpu):>9}  {terminal.dim(says)}")
     return [terminal.bold(f"{'GiB':<20}{'a GPU':>9}"), *rows, ""]
 
 
-def _peak(plan: MemoryPlan, terminal: Terminal) -> list[str]:
-    """List what is alive at the peak, largest first, sizes in GiB and shares of the peak."""
+def peak_parts(plan: MemoryPlan) -> list[tuple[str, int, float]]:
+    """Return what is alive at the peak, largest first: name, bytes, and share from 0 to 1. Small parts are summed up."""
     whole = sum(one.bytes for one in plan.gpu.at_peak)
     if not whole:
         return []
     shown = [one for one in plan.gpu.at_peak if one.bytes >= _LEAST_SHARE * whole]
     rest = whole - sum(one.bytes for one in shown)
-    rows = [(one.what, one.bytes) for one in shown] + ([("the rest", rest)] if rest else [])
-    lines = [f"{what:<20}{format_gib(size):>9}  {100 * size / whole:3.0f} %" for what, size in rows]
-    return [terminal.bold("At the peak"), *lines, ""]
+    parts = [(one.what, one.bytes) for one in shown] + ([("the rest", rest)] if rest else [])
+    return [(what, size, size / whole) for what, size in parts]
+
+
+def _peak(plan: MemoryPlan, terminal: Terminal) -> list[str]:
+    """List what is alive at the peak, sizes in GiB and shares of the peak."""
+    lines = [f"{what:<20}{format_gib(size):>9}  {100 * share:3.0f} %" for what, size, share in peak_parts(plan)]
+    return [terminal.bold("At the peak"), *lines, ""] if lines else []
 
 
 def lines_table(plan: MemoryPlan, style: str = "plain", *, width: int | None = None) -> str:

@@ -1,253 +1,178 @@
-"""``estimate --html``: plans and the timelines behind them as one HTML file that loads no other file."""
+"""``estimate --html``: the verdict, the plans and the runs behind them as one HTML file that loads no other file."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from zeroplan.core.buffers import Buffer
-from zeroplan.core.units import format_bytes, format_count
+from zeroplan.core.plan import MemoryPlan, Report
+from zeroplan.core.units import format_bytes, format_gib
+from zeroplan.report.chart_html import Run, at_peak, by_origin, chart
+from zeroplan.report.html_parts import card, folded, gauge, items, mark_of, paragraphs, table, verdict_card
 from zeroplan.report.page import page
-from zeroplan.report.timeline import Frame, timeline_svg
-from zeroplan.report.words import gpus_text
-from zeroplan.simulate.timeline import Curve, Note, Timeline
+from zeroplan.report.plans import asked_text, figures, fits_text, report_notes
+from zeroplan.report.verdict import name_of, peak_sentence, relief_sentence, stages_sentence, verdict
 
-_FITS = {True: "<span class='yes'>fits</span>", False: "<span class='no'>does not fit</span>", None: ""}
-#: Most rows in the tables of what is alive at the peak.
-_MOST_ROWS = 14
+_FITS = {True: "fits", False: "does not fit", None: ""}
 
 
-def html_report(
-    report: Mapping[str, Any],
-    timelines: Mapping[int, Timeline] | None = None,
-    origin: Callable[[Buffer, Note], str] | None = None,
-) -> str:
+def html_report(report: Report, runs: Mapping[int, Run] | None = None) -> str:
     """Return the page.
 
     Args:
-        report: the object that ``--json`` prints (see :class:`zeroplan.core.plan.Report`).
-        timelines: the simulated run of each plan, by the plan's index among the report's plans.
-        origin: names the module or parameter of an allocation, given its buffer and note (see :func:`.peak.origin_in`).
+        report: the answer.
+        runs: the run behind each simulated plan, by the plan's index among the report's.
     """
-    plans = report["plans"]
-    timelines = timelines or {}
-    single = len(plans) == 1
-    body = [
-        f"<h1>{escape(report['model']['name'])}</h1>",
-        f"<p class='lead'>{escape(_lead(report))}</p>",
-        _warnings(report.get("warnings", ())),
-        "" if single else f"<section class='card'><h2>Plans</h2>{_overview(plans)}</section>",
+    runs, plans = runs or {}, report.plans
+    at = _chosen(report)
+    scale = _scale(report)
+    body = [_verdict(report, at, scale)]
+    if at is not None:
+        body.append(_details(plans[at], at, runs.get(at), opened=True))
+    body.append(_knobs(report))
+    if len(plans) > 1:
+        body.append(card("All plans", _overview(report, at, scale)))
+        body.append(_beside(report, at))
+        body += [_details(plan, index, runs.get(index), opened=False) for index, plan in enumerate(plans) if index != at]
+    body.append(card("Notes", items(list(dict.fromkeys(report_notes(report)))), mark="notes"))
+    lead = asked_text(report).removeprefix(f"{report.model.name}: ")
+    return page(report.model.name, lead, body, scripts=("timeline.js", "beside.js"))
+
+
+def _chosen(report: Report) -> int | None:
+    """Return the index of the plan that is open: the one that the verdict is about, else the one that needs the least."""
+    plans, decisive = report.plans, report.decisive
+    if decisive is None:
+        return min(range(len(plans)), key=lambda at: plans[at].gpu.needed, default=None)
+    return next(at for at, plan in enumerate(plans) if plan is decisive)
+
+
+def _scale(report: Report) -> int:
+    """Return the bytes at the right end of every bar: those of the largest plan, but at most two and a half cards."""
+    most = max((plan.gpu.interval[1] if plan.gpu.interval else plan.gpu.needed for plan in report.plans), default=1)
+    usable = next((plan.gpu.usable for plan in report.plans if plan.gpu.usable), None)
+    return max(usable, min(most, 5 * usable // 2)) if usable else max(most, 1)
+
+
+def _verdict(report: Report, at: int | None, scale: int) -> str:
+    plan = None if at is None else report.plans[at]
+    bar = gauge(plan, scale) if plan is not None else ""
+    sentences = [relief_sentence(report.reliefs)]
+    if plan is not None:
+        sentences = [peak_sentence(plan), stages_sentence(plan), *sentences]
+    return verdict_card(verdict(report), mark_of(report.decisive), bar, paragraphs(*sentences))
+
+
+def _knobs(report: Report) -> str:
+    """Return the options that lower the plan's memory, the cheapest in speed first."""
+    rows = [
+        [
+            escape(one.what),
+            f"−{format_gib(one.saves, digits=1)}",
+            format_gib(one.total, digits=1),
+            f"<span class='{'yes' if one.fits else 'no'}'>{_FITS[one.fits]}</span>" if one.fits is not None else "",
+            f"<code>{escape(one.flags)}</code>",
+        ]
+        for one in report.reliefs
     ]
-    for index, plan in enumerate(plans):
-        timeline = timelines.get(index)
-        body.append(_plan(plan, timeline, origin or _plain_origin, opened=single or timeline is not None))
-    body.append(
-        "<footer>Made by zeroplan. Sizes are binary: 1 GiB = 2<sup>30</sup> bytes, on the GPU that needs the most.</footer>"
-    )
-    return page(f"{report['model']['name']}: memory", body, script="timeline.js")
+    head = ["knob", "saves GiB", "then GPU", "", "flags"]
+    return card("What lowers it, the cheapest in speed first", table(head, rows, figures=(1, 2)) if rows else "")
 
 
-def _plain_origin(_: Buffer, note: Note) -> str:
-    return "unnamed" if note == -1 else str(note)
+def _fits(plan: MemoryPlan) -> str:
+    return f"<span class='{mark_of(plan)}'>{escape('unknown' if plan.undecided else _FITS[plan.fits])}</span>"
 
 
-def _lead(report: Mapping[str, Any]) -> str:
-    model, workload, cluster = report["model"], report["workload"], report["cluster"]
-    parts = [f"{format_count(model['params'])} parameters"]
-    if model["trainable"] != model["params"]:
-        parts.append(f"{format_count(model['trainable'])} trainable")
-    parts.append(f"micro batch {workload.get('micro_batch')} × {workload.get('seq_len')} tokens")
-    parts += [str(workload[key]) for key in ("dtype", "optimizer", "attn") if workload.get(key)]
-    if workload.get("gradient_checkpointing"):
-        policy = workload.get("checkpoint_policy", "full")
-        parts.append("gradient checkpointing" + (f" ({policy})" if policy != "full" else ""))
-    parts.append(gpus_text(cluster.get("nodes", 1), cluster.get("gpus", 1)))
-    if cluster.get("gpu"):
-        parts[-1] += f" ({cluster['gpu']})"
-    return " · ".join(parts)
-
-
-def _warnings(warnings: Sequence[str]) -> str:
-    if not warnings:
-        return ""
-    return f"<section class='card warning'><ul>{''.join(f'<li>{escape(text)}</li>' for text in warnings)}</ul></section>"
-
-
-def _label(plan: Mapping[str, Any]) -> str:
-    text = f"{plan['engine']} {plan['engine_version']}, stage {plan['stage']}"
-    for key, what in (("offload_optimizer", "optimizer"), ("offload_param", "parameters")):
-        if plan[key] != "none":
-            text += f", {what} on {plan[key]}"
-    return text
-
-
-def _table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, figures: Sequence[int] = ()) -> str:
-    """Return a table. The cells are HTML already; the columns whose indices are in `figures` align right."""
-
-    def cell(tag: str, at: int, content: str) -> str:
-        return f"<{tag}{' class=figure' if at in figures else ''}>{content}</{tag}>"
-
-    head = "".join(cell("th", at, escape(header)) for at, header in enumerate(headers))
-    lines = ["".join(cell("td", at, content) for at, content in enumerate(row)) for row in rows]
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f"<div class='scroll'><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-
-
-def _fits(plan: Mapping[str, Any]) -> str:
-    return "<span class='unknown'>unknown</span>" if plan.get("settle") else _FITS[plan.get("fits")]
-
-
-def _left_out(plan: Mapping[str, Any]) -> str:
-    """Return what the figures leave out, and what would settle whether the plan fits."""
-    texts = [f"Not in the figures: {one['key']} ({one['effect']}): {one['says']}" for one in plan.get("unmodelled", ())]
-    return _warnings([*texts, *([f"To settle whether it fits, {plan['settle']}."] if plan.get("settle") else [])])
-
-
-def _needed(plan: Mapping[str, Any]) -> int:
-    gpu = plan["gpu"]
-    return int(gpu["total"] if gpu.get("total") is not None else max([gpu["live_after_step"], *gpu.get("phases", {}).values()]))
-
-
-def _overview(plans: Sequence[Mapping[str, Any]]) -> str:
-    most = max((max(_needed(plan), plan["gpu"].get("usable") or 0) for plan in plans), default=0) or 1
+def _overview(report: Report, at: int | None, scale: int) -> str:
     rows = []
-    for plan in plans:
-        gpu, needed = plan["gpu"], _needed(plan)
-        usable = gpu.get("usable")
-        over = " class='over'" if usable and needed > usable else ""
-        rows.append(
-            [
-                escape(_label(plan)),
-                *(format_bytes(gpu.get(key)) for key in ("model_states", "activations", "peak_allocated", "peak_reserved")),
-                format_bytes(needed),
-                f"<div class='bar'><i{over} style='width:{100 * needed / most:.1f}%'></i></div>",
-                format_bytes(plan["cpu"]["per_node"] or None),
-                format_bytes(plan["nvme"]["per_node"] or None),
-                _fits(plan),
-            ]
-        )
-    headers = ["plan", "states", "activations", "allocated", "reserved", "needed", "", "host a node", "disk a node", ""]
-    return _table(headers, rows, figures=(1, 2, 3, 4, 5, 7, 8))
+    for index, plan in enumerate(report.plans):
+        name = f"<a href='#plan-{index}'>{escape(name_of(plan))}</a>"
+        says = f"<span class='{mark_of(plan)}'>{escape(fits_text(plan))}</span>"
+        host, disk = (format_gib(size, digits=1) if size else "-" for size in (plan.cpu.per_node, plan.nvme.per_node))
+        shown = f"<b>{name}</b>" if index == at else name
+        rows.append([shown, format_gib(plan.gpu.needed, digits=1), says, gauge(plan, scale), host, disk])
+    head = ["plan", "GPU", "fits", "", "host", "disk"]
+    return table(head, rows, figures=(1, 4, 5)) + "<p class='words'>GiB a GPU, and of a node's host and disk.</p>"
 
 
-def _plan(plan: Mapping[str, Any], timeline: Timeline | None, origin: Callable[[Buffer, Note], str], *, opened: bool) -> str:
-    parts = [_tiles(plan), _left_out(plan), _warnings(plan.get("warnings", ()))]
-    if timeline is not None:
-        parts += [_plot(plan, timeline.curve()), _alive(timeline, origin)]
-    parts.append(_host(plan["cpu"]))
-    parts.append(_lines(plan["lines"]))
-    title = f"<h2>{escape(_label(plan))}</h2><span>{_fits(plan)}</span><b>{format_bytes(_needed(plan))}</b>"
-    head = f"<summary>{title}</summary>"
-    return f"<details class='card'{' open' if opened else ''}>{head}{''.join(parts)}</details>"
+def _beside(report: Report, at: int | None) -> str:
+    """Return the place where two plans stand side by side, with the figures that the page compares."""
+    data = [_compared(plan) for plan in report.plans]
+    first = at or 0
+    second = first + 1 if first + 1 < len(data) else first - 1
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
 
+    def choice(name: str, chosen: int) -> str:
+        options = [
+            f"<option value='{index}'{' selected' if index == chosen else ''}>{escape(plan['name'])}</option>"
+            for index, plan in enumerate(data)
+        ]
+        return f"<select id='{name}' aria-label='plan'>{''.join(options)}</select>"
 
-def _tiles(plan: Mapping[str, Any]) -> str:
-    gpu = plan["gpu"]
-    known = [
-        ("model states", gpu["model_states"]),
-        ("activations", gpu.get("activations")),
-        ("live after a step", gpu["live_after_step"]),
-        ("peak allocated" + (f", in {gpu['peak_phase']}" if gpu.get("peak_phase") else ""), gpu.get("peak_allocated")),
-        ("peak reserved", gpu.get("peak_reserved")),
-        ("up to, with activations, in 19 of 20 models", gpu.get("bound")),
-        ("total on the GPU" + _interval(gpu.get("interval")), gpu.get("total")),
-        ("host memory a node", plan["cpu"]["per_node"] or None),
-        ("of it pinned", plan["cpu"]["pinned"] or None),
-        ("disk a node", plan["nvme"]["per_node"] or None),
-    ]
-    tiles = [
-        f"<div class='tile'><b>{format_bytes(value)}</b><span>{escape(name)}</span></div>" for name, value in known if value
-    ]
-    return f"<div class='tiles'>{''.join(tiles)}</div>"
-
-
-def _interval(interval: Sequence[int] | None) -> str:
-    return f", {format_bytes(interval[0])} to {format_bytes(interval[1])}" if interval else ""
-
-
-def _plot(plan: Mapping[str, Any], curve: Curve) -> str:
-    frame = Frame()
-    data = {
-        "frame": {
-            "width": frame.width,
-            "left": frame.left,
-            "plot": frame.plot_width,
-            "top": frame.top,
-            "height": frame.plot_height,
-        },
-        "positions": [round(position, 5) for position in curve.positions],
-        "allocated": curve.allocated,
-        "reserved": curve.reserved,
-        "buffers": {buffer.value: values for buffer, values in curve.by_buffer.items()},
-        "marks": curve.marks,
-    }
-    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    picture = timeline_svg(curve, title="GPU memory over the run", limit=plan["gpu"].get("usable"), frame=frame)
     return (
-        f"<div class='plot'>{picture}<div class='rule'></div><div class='hover'></div>"
-        f"<script type='application/json'>{text}</script></div>"
+        "<details class='card' id='beside'><summary><h2>Plan beside plan</h2></summary>"
+        f"<div class='choices'>{choice('left', first)}{choice('right', second)}</div>"
+        "<div class='scroll' id='differences'></div>"
+        f"<script type='application/json'>{text}</script></details>"
     )
 
 
-def _alive(timeline: Timeline, origin: Callable[[Buffer, Note], str]) -> str:
-    whole = timeline.peak_allocated or 1
-
-    def rows(totals: Mapping[str, int]) -> list[list[str]]:
-        shown = list(totals.items())[:_MOST_ROWS]
-        rest = sum(totals.values()) - sum(value for _, value in shown)
-        shown += [(f"{len(totals) - _MOST_ROWS} smaller", rest)] if rest else []
-        return [[escape(name), format_bytes(value), f"{100 * value / whole:.1f} %"] for name, value in shown]
-
-    by_buffer = {buffer.value: value for buffer, value in timeline.alive_by_buffer().items()}
-    by_note: dict[str, int] = {}
-    for (buffer, note), value in timeline.alive_by_buffer_and_note().items():
-        name = origin(buffer, note)
-        by_note[name] = by_note.get(name, 0) + value
-    by_note = dict(sorted(by_note.items(), key=lambda item: -item[1]))
-    headers = ["", "bytes", "share"]
-    return (
-        f"<h3>Alive at the peak of {format_bytes(timeline.peak_allocated)}"
-        f"{', before ' + escape(timeline.peak_mark()) + ' ends' if timeline.peak_mark() else ''}</h3><div class='columns'>"
-        f"<div>{_table(['by buffer', *headers[1:]], rows(by_buffer), figures=(1, 2))}</div>"
-        f"<div>{_table(['by origin', *headers[1:]], rows(by_note), figures=(1, 2))}</div></div>"
-    )
+def _compared(plan: MemoryPlan) -> dict[str, Any]:
+    rows = [["", name, size] for name, size, _ in figures(plan)]
+    rows += [["At the peak", one.what, one.bytes] for one in plan.gpu.at_peak if one.bytes]
+    return {"name": name_of(plan), "fits": fits_text(plan), "mark": mark_of(plan), "rows": rows}
 
 
-def _host(cpu: Mapping[str, Any]) -> str:
+def _details(plan: MemoryPlan, index: int, run: Run | None, *, opened: bool) -> str:
+    parts = [] if run is None else [chart(plan, run, name_of(plan))]
+    parts.append(at_peak(plan))
+    rows = [
+        [escape(name), format_gib(size), f"<span class='words'>{escape(what)}</span>"] for name, size, what in figures(plan)
+    ]
+    parts.append("<h3>Figures of one GPU, GiB</h3>" + table(["", "GiB", ""], rows, figures=(1,)))
+    parts.append(items(list(dict.fromkeys(plan.warnings))))
+    if run is not None:
+        parts.append(by_origin(run))
+    parts += [folded("Host memory of a node, by phase", _host(plan)), folded("Every line with its formula", _lines(plan))]
+    engine = f"<small>{escape(plan.engine)} {escape(plan.engine_version)}</small>"
+    needed = f"<b>{format_bytes(plan.gpu.needed, digits=1)}</b>"
+    head = f"<summary><h2>{escape(name_of(plan))} {engine}</h2>{_fits(plan)}{needed}</summary>"
+    return f"<details class='card plan' id='plan-{index}'{' open' if opened else ''}>{head}{''.join(parts)}</details>"
+
+
+def _host(plan: MemoryPlan) -> str:
     """Return a table of host memory by phase, with a bar for each phase's peak and the buffers alive there."""
-    peaks = cpu.get("peaks") or ()
-    if not peaks:
+    cpu = plan.cpu
+    if not cpu.peaks:
         return ""
-    most = max(peak["bytes"] for peak in peaks) or 1
+    most = max(peak.bytes for peak in cpu.peaks) or 1
     rows = []
-    for peak in peaks:
-        parts = [f"{one['buffer']} ({one['place']}) {format_bytes(one['bytes'])}" for one in peak["alive"]]
-        over = " class='over'" if peak["phase"] == cpu.get("peak_phase") else ""
+    for peak in cpu.peaks:
+        parts = [f"{one.buffer} ({one.place}) {format_bytes(one.bytes)}" for one in peak.alive]
+        over = " class='most'" if peak.phase == cpu.peak_phase else ""
         rows.append(
             [
-                escape(peak["phase"]),
-                format_bytes(peak["bytes"]),
-                format_bytes(peak["pinned"] or None),
-                f"<div class='bar'><i{over} style='width:{100 * peak['bytes'] / most:.1f}%'></i></div>",
+                escape(peak.phase),
+                format_bytes(peak.bytes),
+                format_bytes(peak.pinned or None),
+                f"<div class='share'><i{over} style='width:{100 * peak.bytes / most:.1f}%'></i></div>",
                 f"<span class='words'>{escape(', '.join(parts))}</span>",
             ]
         )
-    return f"<h3>Host memory of a node</h3>{_table(['phase', 'most', 'pinned', '', 'alive there'], rows, figures=(1, 2))}"
+    return table(["phase", "most", "pinned", "", "alive there"], rows, figures=(1, 2))
 
 
-def _lines(lines: Sequence[Mapping[str, Any]]) -> str:
-    if not lines:
-        return ""
+def _lines(plan: MemoryPlan) -> str:
     rows = [
         [
-            escape(line["buffer"]),
-            escape(line["place"]),
-            format_bytes(line["bytes"]),
-            f"<span class='words'>{escape(', '.join(line['phases']))}</span>",
-            f"<code>{escape(line['formula'])}</code>" if line.get("formula") else "",
+            escape(line.buffer),
+            escape(line.place),
+            format_bytes(line.bytes),
+            f"<code>{escape(line.formula)}</code>" if line.formula else "",
+            f"<span class='words'>{escape(', '.join(line.phases))}</span>",
         ]
-        for line in sorted(lines, key=lambda line: -line["bytes"])
+        for line in sorted(plan.lines, key=lambda line: -line.bytes)
     ]
-    return f"<h3>Every line</h3>{_table(['buffer', 'place', 'bytes', 'alive during', 'formula'], rows, figures=(2,))}"
+    return table(["buffer", "place", "bytes", "formula", "alive during"], rows, figures=(2,)) if rows else ""

@@ -60,7 +60,7 @@ def answer_text(
     if best is not None:
         lines += terminal.wrap(peak) if (peak := peak_sentence(best.plan)) else []
         lines += terminal.command("Next: ", next_command) if next_command and files is None else []
-    lines += ["", *terminal.wrap(_heading(answer)), ""]
+    lines += ["", *terminal.wrap(asked_text(answer)), ""]
     if answer.ranking:
         wide = style != "plain" or terminal.width is None
         table = ranking_table(answer.ranking, style) if wide else narrow_ranking(answer.ranking, terminal)
@@ -219,7 +219,8 @@ def _knobs(one: Recommendation) -> str:
     return ", ".join(parts) or "-"
 
 
-def _heading(answer: SearchResult) -> str:
+def asked_text(answer: SearchResult) -> str:
+    """Return what was asked for: the model, the machine and the work."""
     model, work, cluster = answer.model, answer.workload, answer.cluster
     text = model_text(model["name"], model["params"], model["trainable"])
     text += f" · {gpus_text(cluster.nodes, cluster.gpus)}"
@@ -243,12 +244,17 @@ def _sentence(one: Recommendation) -> str:
     )
 
 
+def change_texts(answer: SearchResult) -> list[str]:
+    """Return what would make it fit, the cheapest first, each with what could be run then; nothing if no change does."""
+    return [f"{change.what}: {_sentence(change.best)}" for change in answer.changes]
+
+
 def _changes(answer: SearchResult, terminal: Terminal) -> list[str]:
     """List what would make it fit, where nothing does."""
     if answer.changes:
         lines = [terminal.bold("What would make it fit, cheapest first")]
-        for i, change in enumerate(answer.changes, 1):
-            lines += terminal.items([f"{change.what}: {_sentence(change.best)}"], mark=f"{i}. ")
+        for i, text in enumerate(change_texts(answer), 1):
+            lines += terminal.items([text], mark=f"{i}. ")
         return lines
     if answer.nearest is None:
         return []

@@ -1,4 +1,4 @@
-"""``recommend --html``: the ranked table, the reasons, and a picture of memory against predicted speed, as one HTML file."""
+"""``recommend --html``: the verdict, memory against predicted speed as a picture, and the table that its points link to."""
 
 from __future__ import annotations
 
@@ -6,32 +6,73 @@ from collections.abc import Sequence
 from html import escape
 
 from zeroplan.core.units import GIB, format_bytes
+from zeroplan.report import svg
+from zeroplan.report.html_parts import card, items, mark_of, paragraphs, table, verdict_card
 from zeroplan.report.page import page
-from zeroplan.report.recommendation import answer_text, ranking_table
-from zeroplan.search.results import Point, SearchResult
+from zeroplan.report.plans import unmodelled_notes
+from zeroplan.report.recommendation import asked_text, change_texts, ranking_rows, verdict
+from zeroplan.report.table import is_figure
+from zeroplan.report.verdict import peak_sentence
+from zeroplan.search.reasons import label_of, name_of
+from zeroplan.search.results import Point, Recommendation, SearchResult
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 860, 420, 70, 50, 20, 20
-_TICKS = 6
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 960, 460, 78, 46, 34, 24
+_LEGEND = (
+    "Filled: simulated, at the upper end of its interval. Hollow: a floor, which the truth is not below. The line joins what"
+    " nothing else beats in both. A point leads to its row, and a row's number to its point."
+)
 
 
 def answer_html(answer: SearchResult) -> str:
     """Return the page."""
-    title = escape(str(answer.model["name"]))
-    text = answer_text(answer)
-    reasons = answer.best.reasons if answer.best is not None else ()
+    best, ranking = answer.best, answer.ranking
+    peak = "" if best is None else peak_sentence(best.plan)
+    rows = rows_of(answer.points, ranking)
+    plan = answer.nearest.plan if best is None and answer.nearest is not None else None if best is None else best.plan
+    why = items(best.reasons) if best is not None else items(change_texts(answer))
+    title = "Why it is the first" if best is not None else "What would make it fit, cheapest first"
+    left_out = unmodelled_notes([one.plan for one in ranking[:1]])
+    picture = pareto_svg(answer.points, answer.cluster.usable_vram, rows)
     body = [
-        f"<h1>{title}</h1>",
-        f"<p class='lead'>{escape(text.splitlines()[0])}</p>",
-        f"<section class='card'><h2>Ranking</h2><div class='scroll'>{ranking_table(answer.ranking, 'html')}</div></section>",
-        f"<section class='card'><h2>Why</h2><ul>{''.join(f'<li>{escape(r)}</li>' for r in reasons)}</ul></section>"
-        if reasons
-        else f"<section class='card'><pre>{escape(text)}</pre></section>",
-        f"<section class='card'><h2>Memory against speed</h2>{pareto_svg(answer.points, answer.cluster.usable_vram)}"
-        "<p>Filled: simulated, by the upper end of its interval. Hollow: a floor, which the truth is not below. "
-        "The line joins what nothing else beats in both.</p></section>",
-        *(f"<p class='warning'>{escape(w)}</p>" for w in answer.warnings),
+        verdict_card(verdict(answer), mark_of(plan), paragraphs(peak)),
+        card("Ranking", _ranking(ranking, rows)),
+        card("Memory against speed", f"<div class='scatter'>{picture}</div><p class='words'>{_LEGEND}</p>" if picture else ""),
+        card(title, why),
+        card("Notes", items(list(dict.fromkeys((*left_out, *answer.warnings)))), mark="notes"),
     ]
-    return page(f"{answer.model['name']}: recommendation", body)
+    lead = asked_text(answer).removeprefix(f"{answer.model['name']}: ")
+    return page(str(answer.model["name"]), lead, body)
+
+
+def _ranking(ranking: Sequence[Recommendation], rows: dict[int, int]) -> str:
+    if not ranking:
+        return ""
+    headers, cells = ranking_rows(ranking)
+    pointed = set(rows.values())
+    shown = []
+    for place, (one, line) in enumerate(zip(ranking, cells, strict=True)):
+        number = f"<a href='#point-{place}'>{line[0]}</a>" if place in pointed else line[0]
+        name = f"<span title='{escape(name_of(one.zero, one.workload.gradient_checkpointing))}'>"
+        says = f"<span class='{mark_of(one.plan)}'>{escape(line[-1])}</span>"
+        shown.append([number, *(f"{name}{escape(cell)}</span>" for cell in line[1:-1]), says])
+    figures = [at for at, header in enumerate(headers) if is_figure(header)]
+    names = [f"row-{place}" for place in range(len(ranking))]
+    legend = "<p class='words'>GPU at most, and host of a node: GiB.</p>"
+    return table(headers, shown, figures=figures, rows_named=names) + legend
+
+
+def rows_of(points: Sequence[Point], ranking: Sequence[Recommendation]) -> dict[int, int]:
+    """Return for the index of each point that is ranked the index of its row."""
+    found: dict[int, int] = {}
+    for place, one in enumerate(ranking):
+        name = label_of(one.zero, one.workload)
+        same = (
+            at for at, p in enumerate(points) if not p.floor and (p.label, p.tokens_per_second) == (name, one.tokens_per_second)
+        )
+        at = next((at for at in same if at not in found), None)
+        if at is not None:
+            found[at] = place
+    return found
 
 
 def pareto_front(points: Sequence[Point]) -> list[Point]:
@@ -43,49 +84,85 @@ def pareto_front(points: Sequence[Point]) -> list[Point]:
     return front
 
 
-def pareto_svg(points: Sequence[Point], limit: int | None) -> str:
-    """Return a scatter plot as SVG: GiB a GPU on the x axis, tokens/s on the y axis. A point shows its name on hovering.
+def pareto_svg(points: Sequence[Point], limit: int | None, rows: dict[int, int] | None = None) -> str:
+    """Return a scatter plot as SVG: GiB a GPU on the x axis, tokens/s on the y axis. The front's points have their names beside
+    them, every other shows its name on hovering.
 
     Args:
         points: the configurations. Empty text is returned if there are none.
         limit: usable bytes of one GPU, drawn as a vertical line.
+        rows: the row of the page's table that a point leads to, by the point's index.
     """
     if not points:
         return ""
+    rows = rows or {}
     most_bytes = 1.05 * max([limit or 0, *(min(p.bytes, 3 * (limit or p.bytes)) for p in points)])
-    most_speed = 1.05 * max(p.tokens_per_second for p in points)
-    shown = [p for p in points if p.bytes <= most_bytes]
+    most_speed = 1.08 * max(p.tokens_per_second for p in points)
+    right, foot = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
 
     def x(count: float) -> float:
-        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * count / most_bytes
+        return _LEFT + (right - _LEFT) * count / most_bytes
 
     def y(speed: float) -> float:
-        return _HEIGHT - _BOTTOM - (_HEIGHT - _BOTTOM - _TOP) * speed / most_speed
+        return foot - (foot - _TOP) * speed / most_speed
 
-    parts = [
-        f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role='img' aria-label='memory and speed' font-size='12' fill='currentColor'>"
-    ]
-    for i in range(_TICKS + 1):
-        count, speed = most_bytes * i / _TICKS, most_speed * i / _TICKS
-        parts.append(f"<text x='{x(count):.1f}' y='{_HEIGHT - 28}' text-anchor='middle'>{count / GIB:.0f}</text>")
-        parts.append(f"<text x='{_LEFT - 8}' y='{y(speed) + 4:.1f}' text-anchor='end'>{speed:,.0f}</text>")
-    parts.append(f"<text x='{_WIDTH / 2}' y='{_HEIGHT - 8}' text-anchor='middle'>GiB a GPU</text>")
-    parts.append(f"<text x='12' y='{_TOP - 6}'>tokens/s</text>")
-    axes = f"M{_LEFT} {_TOP}V{_HEIGHT - _BOTTOM}H{_WIDTH - _RIGHT}"
-    parts.append(f"<path d='{axes}' fill='none' stroke='currentColor'/>")
+    parts = []
+    for count in svg.round_values(most_bytes / GIB):
+        parts.append(svg.line(x(count * GIB), _TOP, x(count * GIB), foot))
+        parts.append(svg.text(x(count * GIB), foot + 18, f"{count:g}", size=13, color="faint", anchor="middle"))
+    for speed in svg.round_values(most_speed):
+        parts.append(svg.line(_LEFT, y(speed), right, y(speed)))
+        parts.append(svg.text(_LEFT - 8, y(speed) + 4, f"{speed:,g}", size=13, color="faint", anchor="end"))
+    parts.append(svg.text(right, _HEIGHT - 8, "GiB a GPU", size=13, color="faint", anchor="end"))
+    parts.append(svg.text(12, 18, "tokens/s", size=13, color="faint"))
     if limit is not None:
-        at = x(limit)
-        parts.append(f"<path d='M{at:.1f} {_TOP}V{_HEIGHT - _BOTTOM}' stroke='#c33' stroke-dasharray='5 4'/>")
-        parts.append(f"<text x='{at - 6:.1f}' y='{_TOP + 12}' text-anchor='end' fill='#c33'>usable</text>")
-    front = [f"{x(p.bytes):.1f},{y(p.tokens_per_second):.1f}" for p in pareto_front(shown)]
+        parts.append(svg.line(x(limit), _TOP, x(limit), foot, "bad", width=1.7, dash="6 4"))
+        parts.append(svg.text(x(limit), _TOP - 8, "the card", size=13, weight=600, color="bad", anchor="middle"))
+    shown = [(at, p) for at, p in enumerate(points) if p.bytes <= most_bytes]
+    front = pareto_front([p for _, p in shown])
     if len(front) > 1:
-        parts.append(f"<polyline points='{' '.join(front)}' fill='none' stroke='#27a' stroke-width='1.5'/>")
-    for p in shown:
-        colour = "#2a7" if p.fits else "#c33" if not p.floor else "#888"
-        fill = "none" if p.floor else colour
-        label = f"{p.label}: {'at least ' if p.floor else 'up to '}{format_bytes(p.bytes)}, {p.tokens_per_second:,.0f} tokens/s"
-        parts.append(
-            f"<circle cx='{x(p.bytes):.1f}' cy='{y(p.tokens_per_second):.1f}' r='5' fill='{fill}' stroke='{colour}'>"
-            f"<title>{escape(label)}</title></circle>"
-        )
-    return "".join([*parts, "</svg>"])
+        edge = " ".join(f"{x(p.bytes):.1f},{y(p.tokens_per_second):.1f}" for p in front)
+        parts.append(f"<polyline points='{edge}' {svg.stroke('accent')} stroke-width='1.7'/>")
+    places = [(x(p.bytes), y(p.tokens_per_second)) for _, p in shown]
+    labels = _labels([(x(p.bytes), y(p.tokens_per_second), p.label) for p in front], places)
+    named = dict(zip(map(id, front), labels, strict=True))
+    for at, p in sorted(shown, key=lambda one: id(one[1]) in named):
+        parts.append(_point(p, x(p.bytes), y(p.tokens_per_second), rows.get(at), named.get(id(p), "")))
+    head = f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role='img' aria-label='memory and speed of each configuration'>"
+    return "".join([head, *parts, "</svg>"])
+
+
+def _point(point: Point, x: float, y: float, row: int | None, label: str) -> str:
+    """Draw a point with its label, as a link to its row where it has one."""
+    color = "faint" if point.floor else "good" if point.fits else "bad"
+    look = svg.stroke(color) if point.floor else svg.fill(color)
+    bound = "at least " if point.floor else "up to "
+    title = f"{point.label}: {bound}{format_bytes(point.bytes)}, {point.tokens_per_second:,.0f} tokens/s"
+    place = f"cx='{x:.1f}' cy='{y:.1f}' r='{4 if point.floor else 5.5}'"
+    drawn = f"<circle {place} {look}><title>{escape(title)}</title></circle>{label}"
+    return drawn if row is None else f"<a id='point-{row}' href='#row-{row}'>{drawn}</a>"
+
+
+def _labels(points: Sequence[tuple[float, float, str]], others: Sequence[tuple[float, float]], size: float = 12.5) -> list[str]:
+    """Return the front's names beside its points, where they cover none of the `others`: to the left, above which there is
+    nothing faster, else to the right. One that finds no room is left to hovering.
+    """
+    taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in others]
+    labels = []
+    for x, y, words in reversed(points):
+        width, found = 0.54 * size * len(words), ""
+        tried = [(x - 9 - width, y + down, "end") for down in (-6, 4, -16, 16)]
+        tried += [(x + 10, y + down, "start") for down in (-6, 4, 16, -16)]
+        for left, base, anchor in tried:
+            box = (left, base - size, left + width, base + 3)
+            inside = left > _LEFT and left + width < _WIDTH - 4 and base - size > _TOP - 6
+            if inside and not any(_overlap(box, other) for other in taken):
+                taken.append(box)
+                found = svg.text(x - 9 if anchor == "end" else x + 10, base, words, size=size, anchor=anchor, rim=True)
+                break
+        labels.append(found)
+    return labels[::-1]
+
+
+def _overlap(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]

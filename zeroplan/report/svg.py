@@ -6,6 +6,7 @@ which :func:`style` gives it the colour of a dark page.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from html import escape
 
@@ -82,3 +83,11 @@ def line(x1: float, y1: float, x2: float, y2: float, color: str = "line", *, wid
     """Return a straight line in a colour of the palette; sizes are pixels."""
     dashed = f" stroke-dasharray='{dash}'" if dash else ""
     return f"<line x1='{x1:.1f}' y1='{y1:.1f}' x2='{x2:.1f}' y2='{y2:.1f}' stroke-width='{width:g}'{dashed} {stroke(color)}/>"
+
+
+def round_values(most: float, about: int = 6) -> list[float]:
+    """Return some `about` round values from 0 up to `most`, for the ticks of an axis."""
+    rough = most / about
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough)
+    return [at * step for at in range(int(most / step) + 1)]

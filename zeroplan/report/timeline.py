@@ -97,11 +97,7 @@ def timeline_svg(
 def ticks(top: float) -> list[tuple[float, str]]:
     """Return about six round values up to `top` bytes, each with its label; all labels have the same unit."""
     unit, name = (GIB, "GiB") if top >= 2 * GIB else (MIB, "MiB")
-    rough = top / unit / 6
-    power = 10.0 ** (len(str(int(rough))) - 1) if rough >= 1 else 0.1
-    step = next(factor * power for factor in (1, 2, 2.5, 5, 10, 20) if factor * power >= rough)
-    count = int(top / unit / step)
-    return [(at * step * unit, f"{at * step:g} {name}" if at else "0") for at in range(count + 1)]
+    return [(at * unit, f"{at:g} {name}" if at else "0") for at in svg.round_values(top / unit)]
 
 
 def _grid(frame: Frame, top: float) -> list[str]:

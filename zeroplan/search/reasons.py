@@ -8,6 +8,7 @@ from dataclasses import replace
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.units import GIB, format_bytes
+from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer, OffloadParam, ZeroConfig, sharding_text
 from zeroplan.ledger.traffic import Executor
 from zeroplan.planner.request import Request
@@ -189,9 +190,9 @@ def _best_on(
     return outcome.ranking[0] if outcome.ranking else None
 
 
-def _label(candidate: Candidate) -> str:
-    work = candidate.workload
-    return f"{name_of(candidate.zero, work.gradient_checkpointing)}, micro batch {work.micro_batch}"
+def label_of(zero: ZeroConfig, workload: Workload) -> str:
+    """Name a configuration as its point does: ``"ZeRO-3, checkpointing, micro batch 2"``."""
+    return f"{name_of(zero, workload.gradient_checkpointing)}, micro batch {workload.micro_batch}"
 
 
 def points(space: Iterable[Candidate], outcome: SearchOutcome, memory: Memory, cost: CostModel) -> list[Point]:
@@ -201,7 +202,7 @@ def points(space: Iterable[Candidate], outcome: SearchOutcome, memory: Memory, c
     for ranked in (*outcome.ranking, *outcome.misses):
         plan, candidate = ranked.plan, ranked.candidate
         high = plan.gpu.interval[1] if plan.gpu.interval else max(plan.gpu.needed, memory.floor(candidate))
-        label = _label(candidate)
+        label = label_of(candidate.zero, candidate.workload)
         found.append(Point(label, high, ranked.time.tokens_per_second, plan.fits is not False and not plan.undecided, False))
         seen.add((candidate.family, candidate.workload.micro_batch))
     for candidate in space:
@@ -209,6 +210,6 @@ def points(space: Iterable[Candidate], outcome: SearchOutcome, memory: Memory, c
         if key not in seen and candidate.effort % 4 == 0:
             seen.add(key)
             time = cost.step_time(candidate.workload, candidate.zero, memory.counts(candidate))
-            label = _label(candidate)
+            label = label_of(candidate.zero, candidate.workload)
             found.append(Point(label, memory.floor(candidate), time.tokens_per_second, False, True))
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress, pairwise
@@ -187,7 +187,7 @@ class Timeline:
             tuple(positions),
             tuple(allocated[event] for event in chosen),
             tuple(self._reserved(slices)),
-            self._stacked(chosen),
+            self.stacked(chosen, lambda buffer, _: buffer),
             tuple(marks),
         )
 
@@ -265,23 +265,24 @@ class Timeline:
             most.append(top)
         return most
 
-    def _stacked(self, chosen: Sequence[int]) -> dict[Buffer, tuple[int, ...]]:
-        """Return for each buffer its bytes after each of the chosen events (ascending)."""
+    def stacked(self, chosen: Sequence[int], group: Callable[[Buffer, Note], _Key]) -> dict[_Key, tuple[int, ...]]:
+        """Return for each group of allocations its bytes after each of the chosen events, which ascend; `group` names an
+        allocation's group by its label.
+        """
         sizes, free, alloc = self.result.block_sizes, int(AllocatorOp.FREE), int(AllocatorOp.ALLOC)
-        buffers = [buffer for buffer, _ in self._labels.labels_of(range(len(sizes)))]
-        now: dict[Buffer, int] = {}
-        rows: list[dict[Buffer, int]] = []
+        groups = [group(buffer, note) for buffer, note in self._labels.labels_of(range(len(sizes)))]
+        now: dict[_Key, int] = {}
+        rows: list[dict[_Key, int]] = []
         handle = start = 0
         for event in chosen:
             for at in range(start, event + 1):
                 op = self._code[at] & _OP_MASK
                 if op == alloc:
-                    buffer = buffers[handle]
-                    now[buffer] = now.get(buffer, 0) + sizes[handle]
+                    key = groups[handle]
+                    now[key] = now.get(key, 0) + sizes[handle]
                     handle += 1
                 elif op == free:
-                    buffer = buffers[self._value[at]]
-                    now[buffer] -= sizes[self._value[at]]
+                    now[groups[self._value[at]]] -= sizes[self._value[at]]
             start = event + 1
             rows.append(dict(now))
-        return {buffer: tuple(row.get(buffer, 0) for row in rows) for buffer in now}
+        return {key: tuple(row.get(key, 0) for row in rows) for key in now}

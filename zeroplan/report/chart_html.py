@@ -1,0 +1,99 @@
+"""A plan's run as a chart that its page draws: the data beside it, and what is alive at the peak, largest first."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from zeroplan.core.buffers import Buffer
+from zeroplan.core.families import Family
+from zeroplan.core.plan import MemoryPlan
+from zeroplan.core.units import format_bytes
+from zeroplan.report.html_parts import folded, table
+from zeroplan.report.palette import FAMILY_COLORS, OTHER_COLOR
+from zeroplan.report.plans import peak_parts
+from zeroplan.report.timeline import phase_name
+from zeroplan.simulate.timeline import Note, Timeline
+
+#: Points of a curve. A phone has about as many pixels.
+_POINTS = 320
+#: A size is written in whole parts of the most that is reserved, of which there are this many.
+_PARTS = 1 << 16
+_NAMES = frozenset(Family)
+#: Most rows in the table of what is alive at the peak.
+_MOST_ROWS = 14
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The run behind a plan: its timeline, and functions that name the origin and the family of an allocation."""
+
+    timeline: Timeline
+    origin: Callable[[Buffer, Note], str]
+    family: Callable[[Buffer, Note], Family]
+
+
+def chart(plan: MemoryPlan, run: Run, name: str) -> str:
+    """Return the chart's place with its data: families of buffers, the lowest first, that add up to what is allocated.
+
+    A list of sizes is written as text in which a size that equals the one before is left out: ``"5,,,7"``.
+    """
+    curve = run.timeline.curve(_POINTS)
+    unit = max(1, max(curve.reserved, default=0) // _PARTS)
+
+    def packed(sizes: Sequence[int]) -> str:
+        whole = [round(size / unit) for size in sizes]
+        return ",".join(str(now) if at == 0 or now != whole[at - 1] else "" for at, now in enumerate(whole))
+
+    stack = run.timeline.stacked(curve.events, run.family)
+    data = {
+        "unit": unit,
+        "usable": plan.gpu.usable,
+        "positions": ",".join(f"{position:.4f}".lstrip("0") for position in curve.positions),
+        "allocated": packed(curve.allocated),
+        "reserved": packed(curve.reserved),
+        "layers": [[family.value, FAMILY_COLORS[family], packed(stack[family])] for family in FAMILY_COLORS if family in stack],
+        "marks": [[round(position, 4), phase_name(mark)] for position, mark in curve.marks],
+    }
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+    label = f"GPU memory over the run of {name}: allocated by family, reserved, and the card's line"
+    return (
+        f"<div class='plot' role='img' tabindex='0' aria-label='{escape(label)}'>"
+        f"<script type='application/json'>{text}</script></div>"
+    )
+
+
+def at_peak(plan: MemoryPlan) -> str:
+    """Return a row for each family at the peak: its colour in the chart, its bytes, and its share as a bar."""
+    parts = peak_parts(plan)
+    if not parts:
+        return ""
+    rows = []
+    for what, size, share in parts:
+        color = FAMILY_COLORS[Family(what)] if what in _NAMES else OTHER_COLOR
+        chip = f"<i class='chip' style='--c:{color}'></i>{escape(what)}"
+        bar = f"<div class='share'><i style='--c:{color};width:{100 * share:.1f}%'></i></div>"
+        rows.append([chip, format_bytes(size, digits=1), f"{100 * share:.0f} %", bar])
+    whole = format_bytes(sum(size for _, size, _ in parts), digits=1)
+    where = f", in the {plan.gpu.peak_phase}" if plan.gpu.peak_phase else ""
+    return f"<h3>Alive at the peak of {whole}{escape(where)}</h3>" + table(["", "bytes", "share", ""], rows, figures=(1, 2))
+
+
+def by_origin(run: Run) -> str:
+    """Return a folded table of the modules and parameters that most of the peak belongs to."""
+    totals: dict[str, int] = {}
+    for (buffer, note), size in run.timeline.alive_by_buffer_and_note().items():
+        name = f"{buffer.value} of {run.origin(buffer, note)}"
+        totals[name] = totals.get(name, 0) + size
+    return folded("At the peak, by module and parameter", table(["", "bytes", "share"], _largest(totals), figures=(1, 2)))
+
+
+def _largest(totals: Mapping[str, int]) -> list[list[str]]:
+    whole = sum(totals.values()) or 1
+    ranked = sorted(totals.items(), key=lambda item: -item[1])
+    shown, others = ranked[:_MOST_ROWS], ranked[_MOST_ROWS:]
+    if others:
+        shown.append((f"{len(others)} smaller", sum(size for _, size in others)))
+    return [[escape(name), format_bytes(size), f"{100 * size / whole:.1f} %"] for name, size in shown]

@@ -14,7 +14,7 @@ from zeroplan.core.buffers import Buffer
 from zeroplan.core.families import family_of
 from zeroplan.core.plan import CpuMemory, GpuMemory, MemoryPlan, ModelInfo, NvmeMemory, PlanLine, Report
 from zeroplan.core.units import GIB, MIB
-from zeroplan.report.chart_html import Run
+from zeroplan.report.chart_html import DrawnRun
 from zeroplan.report.plans_html import html_report
 from zeroplan.report.timeline import Frame, layers, timeline_svg
 from zeroplan.report.verdict import verdict
@@ -57,8 +57,8 @@ def report(**gpu: Any) -> Report:
     return Report(model=model, workload=work, cluster=cluster, plans=(other, plan), warnings=("<i>",))
 
 
-def run_of(timeline: Timeline) -> Run:
-    return Run(timeline, lambda buffer, note: str(note), lambda buffer, _: family_of(buffer))
+def run_of(timeline: Timeline) -> DrawnRun:
+    return DrawnRun(timeline, lambda buffer, note: str(note), lambda buffer, _: family_of(buffer))
 
 
 def test_the_curve_adds_up_and_holds_the_peak(timeline):

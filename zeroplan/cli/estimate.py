@@ -104,12 +104,12 @@ def _peaks(answer: Estimate, style: str, width: int | None) -> str:
 def _write_html(answer: Estimate, path: str) -> None:
     from zeroplan.core.files import write_atomic
     from zeroplan.planner.peak import family_at_peak
-    from zeroplan.report.chart_html import Run
+    from zeroplan.report.chart_html import DrawnRun
     from zeroplan.report.peak import origin_in
     from zeroplan.report.plans_html import html_report
 
     runs = {
-        index: Run(run.simulation.timeline, origin_in(run.tape), family_at_peak(run.tape, sharded=run.plan.stage == 3))
+        index: DrawnRun(run.simulation.timeline, origin_in(run.tape), family_at_peak(run.tape, sharded=run.plan.stage == 3))
         for index, run in enumerate(answer.runs)
         if run is not None
     }

@@ -27,7 +27,7 @@ _MOST_ROWS = 14
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class DrawnRun:
     """The run behind a plan: its timeline, and functions that name the origin and the family of an allocation."""
 
     timeline: Timeline
@@ -35,7 +35,7 @@ class Run:
     family: Callable[[Buffer, Note], Family]
 
 
-def chart(plan: MemoryPlan, run: Run, name: str) -> str:
+def chart(plan: MemoryPlan, run: DrawnRun, name: str) -> str:
     """Return the chart's place with its data: families of buffers, the lowest first, that add up to what is allocated.
 
     A list of sizes is written as text in which a size that equals the one before is left out: ``"5,,,7"``.
@@ -81,7 +81,7 @@ def at_peak(plan: MemoryPlan) -> str:
     return f"<h3>Alive at the peak of {whole}{escape(where)}</h3>" + table(["", "bytes", "share", ""], rows, figures=(1, 2))
 
 
-def by_origin(run: Run) -> str:
+def by_origin(run: DrawnRun) -> str:
     """Return a folded table of the modules and parameters that most of the peak belongs to."""
     totals: dict[str, int] = {}
     for (buffer, note), size in run.timeline.alive_by_buffer_and_note().items():

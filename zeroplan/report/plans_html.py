@@ -9,7 +9,7 @@ from typing import Any
 
 from zeroplan.core.plan import MemoryPlan, Report
 from zeroplan.core.units import format_bytes, format_gib
-from zeroplan.report.chart_html import Run, at_peak, by_origin, chart
+from zeroplan.report.chart_html import DrawnRun, at_peak, by_origin, chart
 from zeroplan.report.html_parts import card, folded, gauge, items, mark_of, paragraphs, table, verdict_card
 from zeroplan.report.page import page
 from zeroplan.report.plans import asked_text, figures, fits_text, report_notes
@@ -18,7 +18,7 @@ from zeroplan.report.verdict import name_of, peak_sentence, relief_sentence, sta
 _FITS = {True: "fits", False: "does not fit", None: ""}
 
 
-def html_report(report: Report, runs: Mapping[int, Run] | None = None) -> str:
+def html_report(report: Report, runs: Mapping[int, DrawnRun] | None = None) -> str:
     """Return the page.
 
     Args:
@@ -125,7 +125,7 @@ def _compared(plan: MemoryPlan) -> dict[str, Any]:
     return {"name": name_of(plan), "fits": fits_text(plan), "mark": mark_of(plan), "rows": rows}
 
 
-def _details(plan: MemoryPlan, index: int, run: Run | None, *, opened: bool) -> str:
+def _details(plan: MemoryPlan, index: int, run: DrawnRun | None, *, opened: bool) -> str:
     parts = [] if run is None else [chart(plan, run, name_of(plan))]
     parts.append(at_peak(plan))
     rows = [

@@ -22,11 +22,13 @@ def style() -> str:
     return f"<style>@media (prefers-color-scheme:dark){{{fills}{mixed}}}</style>"
 
 
-def picture(width: float, height: float, title: str, parts: Iterable[str]) -> str:
-    """Return a whole picture on the palette's paper; sizes are pixels."""
+def picture(width: float, height: float, title: str, parts: Iterable[str], *, alone: bool = True) -> str:
+    """Return a whole picture on the palette's paper; sizes are pixels. In a page, where it is not `alone`, the page's style sheet
+    has its colours.
+    """
     head = (
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width:g} {height:g}' width='{width:g}' height='{height:g}' "
-        f"{FONT} role='img'><title>{escape(title)}</title>{style()}"
+        f"{FONT} role='img'><title>{escape(title)}</title>{style() if alone else ''}"
     )
     paper = f"<rect width='{width:g}' height='{height:g}' rx='8' {fill('paper')}/>"
     return "\n".join([head, paper, *filter(None, parts), "</svg>"]) + "\n"

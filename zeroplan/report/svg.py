@@ -23,8 +23,8 @@ def style() -> str:
 
 
 def picture(width: float, height: float, title: str, parts: Iterable[str], *, alone: bool = True) -> str:
-    """Return a whole picture on the palette's paper; sizes are pixels. In a page, where it is not `alone`, the page's style sheet
-    has its colours.
+    """Return a whole picture on the palette's paper; sizes are pixels. In a page, where it is not `alone`, the page's style
+    sheet has its colours.
     """
     head = (
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width:g} {height:g}' width='{width:g}' height='{height:g}' "

@@ -110,6 +110,13 @@ OPTIONS: dict[str, Any] = {
         "Share of tokens with a label, if the head computes those alone (--engine zeroplan): 0.15.",
         _WORK,
     ),
+    "lengths": _option(
+        str | None, "--lengths", "Samples' lengths, padded batch by batch: a file, or mean,max.", _WORK, metavar="FILE|MEAN,MAX"
+    ),
+    "eval_batch": _option(int | None, "--eval-batch", "Evaluate between steps, with so many samples a GPU and pass.", _WORK),
+    "eval_logits": _option(
+        int, "--eval-logits", "Batches whose logits the evaluation keeps on the GPU (eval_accumulation_steps). [0]", _WORK
+    ),
     "from_scratch": _option(bool, "--from-scratch", "Weights are initialised: no host reads pretrained ones.", _WORK),
     "gpus": _option(int, "--gpus", "GPUs a node.", _CLUSTER),
     "nodes": _option(int, "--nodes", "Nodes.", _CLUSTER),

@@ -92,6 +92,7 @@ class Phase(StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
     STEP = "step"
+    EVALUATION = "evaluation"  # between two steps
     SAVE = "save"
     RESUME = "resume"  # a checkpoint is loaded, between initialisation and the first forward
     WEIGHTS = "weights"  # in place of LOAD: pretrained weights are read into host memory

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from zeroplan.core.losses import leaves_loss_to_function
 from zeroplan.core.tape import ExpandedTape, Kind, Op, TapeEvent
@@ -59,14 +60,49 @@ def with_chunked_head(tape: ExpandedTape, *, batch: int, seq_len: int) -> Expand
     return tape.with_events(_events(tape, head, batch * (seq_len - 1), batch * seq_len))
 
 
-def _find(tape: ExpandedTape, tokens: int) -> _Head | None:
-    """Find the linear layer that makes the logits, and what stands around it; None where something there is not expected."""
+def with_chunked_forward(tape: ExpandedTape, *, batch: int, seq_len: int) -> ExpandedTape:
+    """As :func:`with_chunked_head`, for the tape of a forward without gradients, where nothing waits for a backward."""
+    found = _logits(tape)
+    if found is None:
+        return tape
+    where, module, model = found
+    at = {(op, arg): i for i, (op, arg) in enumerate(zip(tape.op, tape.arg, strict=True)) if op in _HOOKS}
+    begin, end = at.get((Op.ENTER, module), -1), at.get((Op.EXIT, model), -1)
+    param = tape.params[tape.modules[module].params[0]]
+    if not -1 < begin < where < end or len(param.shape) != 2:
+        return tape
+    words, width = param.shape
+    span = range(begin, end)
+    compute = tape.aux[where] // (batch * seq_len * words)
+    head = _Head(module, span, range(end, end), -1, None, words, width, compute, hidden=param.itemsize, weight=param.itemsize)
+    dropped = {tape.arg[i] for i in span if tape.op[i] == Op.ALLOC}
+    outer = [tape.arg[i] for i in span if tape.op[i] == Op.FREE and tape.arg[i] not in dropped]
+    write = _Writer(max(arg for op, arg in zip(tape.op, tape.arg, strict=True) if op == Op.ALLOC), module)
+    write.free(*_forward(write, head, batch * (seq_len - 1)), *outer)
+    replaced = write.taken()
+    gone = {(Op.FREE, one) for one in dropped}
+    kept = [event for i, event in enumerate(tape.events()) if i >= end and event[:2] not in gone]
+    return tape.with_events((*islice(tape.events(), begin), *replaced, *kept))
+
+
+def _logits(tape: ExpandedTape) -> tuple[int, int, int] | None:
+    """Return the event that makes the logits, the head's index and the model's; None where TRL keeps the model's own head."""
     where = next((i for i, (op, kind) in enumerate(zip(tape.op, tape.kind, strict=True)) if (op, kind) == _LOGITS), None)
     if where is None or (module := tape.module[where]) < 0:
         return None
     head, model = tape.modules[module], tape.modules[module].parent
     if len(head.params) != 1 or model < 0 or not leaves_loss_to_function(tape.modules[model].type):
         return None
+    return where, module, model
+
+
+def _find(tape: ExpandedTape, tokens: int) -> _Head | None:
+    """Find the linear layer that makes the logits, and what stands around it; None where something there is not expected."""
+    found = _logits(tape)
+    if found is None:
+        return None
+    where, module, model = found
+    head = tape.modules[module]
     at = {(op, arg): i for i, (op, arg) in enumerate(zip(tape.op, tape.arg, strict=True)) if op in _HOOKS}
     marks = ((Op.ENTER, module), (Op.EXIT, model), (Op.BWD_ENTER, model), (Op.BWD_EXIT, module))
     if any(mark not in at for mark in marks):

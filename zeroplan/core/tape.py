@@ -91,6 +91,30 @@ class TapeParam:
     itemsize: int
 
 
+@dataclass(frozen=True, slots=True)
+class EvaluationTape:
+    """An evaluation's forward, and the logits that its loop keeps.
+
+    Attributes:
+        forward: the events of one batch, whose halves are its forward and nothing.
+        logits: bytes of one batch's logits as the model returns them; 0 where the loop keeps none.
+        returned: their bytes once the wrapper around the model has cast them.
+        gathered: bytes of all ranks' together; 0 where there is one rank, which gathers nothing.
+        batches: batches that are joined before they go to the host, 1 where none are kept.
+    """
+
+    forward: ExpandedTape
+    logits: int = 0
+    returned: int = 0
+    gathered: int = 0
+    batches: int = 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What decides how it is recorded: the forward's events, and the loop's own sizes."""
+        return self.forward.shape, self.logits, self.returned, self.gathered, self.batches
+
+
 @dataclass(eq=False)
 class ExpandedTape:
     """An expanded tape: five columns of equal length (struct of arrays, because a 405B model has 10^5 events).
@@ -98,6 +122,8 @@ class ExpandedTape:
     `kind` and `module` describe ALLOC events (the innermost module running, -1 outside any) and are 0 and -1 elsewhere.
     Nobody changes a tape after it is expanded, so what follows from its columns is computed once, when it is first asked for.
     A tape is equal to itself alone: caches hold it as a key without comparing its columns.
+    `evaluation` is the forward of another batch, which the same modules run between two steps. `shapes` are the micro
+    batches of the first steps where batches differ in length; this tape is the last of them.
     """
 
     modules: tuple[TapeModule, ...]
@@ -107,6 +133,8 @@ class ExpandedTape:
     aux: list[int] = field(default_factory=list)
     kind: list[int] = field(default_factory=list)
     module: list[int] = field(default_factory=list)
+    evaluation: EvaluationTape | None = None
+    shapes: tuple[ExpandedTape, ...] = ()
 
     def __len__(self) -> int:
         return len(self.op)
@@ -116,8 +144,8 @@ class ExpandedTape:
         return zip(self.op, self.arg, self.aux, self.kind, self.module, strict=True)
 
     def with_events(self, events: Iterable[TapeEvent]) -> ExpandedTape:
-        """Return a tape of the same modules and parameters with other events."""
-        tape = ExpandedTape(self.modules, self.params)
+        """Return a tape of the same modules, parameters and evaluation with other events."""
+        tape = ExpandedTape(self.modules, self.params, evaluation=self.evaluation, shapes=self.shapes)
         columns = (tape.op, tape.arg, tape.aux, tape.kind, tape.module)
         for event in events:
             for column, value in zip(columns, event, strict=True):
@@ -159,15 +187,32 @@ class ExpandedTape:
 
     @cached_property
     def storage_bytes(self) -> list[int]:
-        """Bytes that the tape allocates for each storage id; 0 for an id that it never allocates."""
+        """Bytes of each storage id, 0 for one that is never allocated; then those of each tape of :attr:`played_beside`."""
+        found = list(self._own_bytes)
+        for tape in self.played_beside:
+            found += tape.storage_bytes
+        return found
+
+    @cached_property
+    def _own_bytes(self) -> list[int]:
         made = {arg: aux for op, arg, aux in zip(self.op, self.arg, self.aux, strict=True) if op == Op.ALLOC}
         return [made.get(storage, 0) for storage in range(1 + max(made, default=0))]
+
+    @property
+    def played_beside(self) -> tuple[ExpandedTape, ...]:
+        """The tapes that are played with this one: its shapes, then its evaluation's forward."""
+        return self.shapes if self.evaluation is None else (*self.shapes, self.evaluation.forward)
+
+    def first_storage(self, place: int) -> int:
+        """The number from which the storages of :attr:`played_beside` at `place` count on."""
+        return len(self._own_bytes) + sum(len(tape.storage_bytes) for tape in self.played_beside[:place])
 
     @cached_property
     def shape(self) -> int:
         """A hash of all that is not a size: two tapes of equal shape hold the same events in the same order."""
         columns = (tuple(self.op), tuple(self.arg), tuple(self.kind), tuple(self.module))
-        return hash((columns, self.modules, self.params))
+        evaluation = None if self.evaluation is None else self.evaluation.shape
+        return hash((columns, self.modules, self.params, evaluation, tuple(tape.shape for tape in self.shapes)))
 
 
 def blocks_of(modules: Sequence[TapeModule]) -> list[int]:

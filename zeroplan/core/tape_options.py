@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from zeroplan.core.parallel import ParallelLayout
@@ -53,7 +53,7 @@ class TraceOptions:
     `cp` ranks share each sample's tokens. `lora_dropout`: adapters drop some of their input. `quantized`: linear layers are
     kept in 4 bits
     (:mod:`zeroplan.trace.quantized`), and with `half_adapters` the adapters beside them in 16 bits. `images` of `image_size`
-    pixels a side come with each sample.
+    pixels a side come with each sample. `evaluation`: the forward alone, in evaluation mode and without gradients.
     """
 
     attn: Attention = Attention.SDPA
@@ -70,6 +70,7 @@ class TraceOptions:
     half_adapters: bool = False
     images: int = 0
     image_size: int | None = None
+    evaluation: bool = False
 
     @property
     def split_tokens(self) -> int:
@@ -95,6 +96,8 @@ class TraceOptions:
             parts.append(f"cp{self.cp}")
         if self.images:
             parts.append(f"images{self.images}" + (f"x{self.image_size}" if self.image_size else ""))
+        if self.evaluation:
+            parts.append("eval")
         return "_".join(parts)
 
 
@@ -128,3 +131,11 @@ def options_for(workload: Workload, *, zero3: bool = False, layout: ParallelLayo
         images=workload.images,
         image_size=workload.image_size,
     )
+
+
+def evaluation_options(workload: Workload, layout: ParallelLayout | None = None) -> TraceOptions:
+    """Return the options of an evaluation's forward, which keeps nothing for a backward: whatever the training recomputes or
+    drops, and whatever hooks an engine has on its graph, it runs alike.
+    """
+    options = options_for(workload, layout=layout)
+    return replace(options, checkpointing=Checkpointing.NONE, every=1, lora_dropout=False, evaluation=True)

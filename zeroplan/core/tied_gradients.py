@@ -6,6 +6,7 @@ For engines in which the sum is made elsewhere than where the model computes.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from zeroplan.core.tape import ExpandedTape, Op
 
@@ -18,21 +19,21 @@ def with_gradients_apart(tape: ExpandedTape) -> ExpandedTape:
     A sum is a gradient right after whose allocation other gradients of its size are freed, and nothing else happens before it
     is handed over.
     """
+    if tape.shapes:
+        tape = replace(tape, shapes=tuple(with_gradients_apart(shape) for shape in tape.shapes))
     sums = dict(_sums(tape))
     if not sums:
         return tape
     dropped = {place for places in sums.values() for place in places}
-    columns: tuple[list[int], ...] = ([], [], [], [], [])
+    events: list[_Event] = []
     for i, event in enumerate(zip(tape.op, tape.arg, tape.aux, tape.kind, tape.module, strict=True)):
         if i in dropped:
             continue
         parts = [event]
         if i in sums:
             parts = [(event[0], event[1], tape.arg[place], *event[3:]) for place in sums[i] if tape.op[place] == Op.FREE]
-        for part in parts:
-            for column, value in zip(columns, part, strict=True):
-                column.append(value)
-    return ExpandedTape(tape.modules, tape.params, *columns)
+        events += parts
+    return tape.with_events(events)
 
 
 def _sums(tape: ExpandedTape) -> Iterator[tuple[int, list[int]]]:

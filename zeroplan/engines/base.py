@@ -106,8 +106,10 @@ class Engine(ABC):
         binds_device: whether ranks join NCCL bound to their GPU, which makes the communicator at once.
         takes_modules: whether ``verify`` may hand the engine a user's own module.
         quantized_bases: whether adapters beside a quantised base are modelled.
-        references: whether a reference model beside the trained one is modelled.
+        evaluates: whether an evaluation between steps and micro batches of other lengths are modelled.
         keeps_gradients: whether gradients that stay between steps (``zero_grad(set_to_none=False)``) are modelled.
+        casts_outputs: whether the wrapper around the model makes what it returns fp32 under mixed precision
+            (accelerate's ``convert_outputs_to_fp32``).
         casts_modules: whether the engine casts such a module and its batch to the dtype of the arithmetic.
     """
 
@@ -124,7 +126,8 @@ class Engine(ABC):
     casts_modules: ClassVar[bool] = False
     quantized_bases: ClassVar[bool] = False
     keeps_gradients: ClassVar[bool] = False
-    references: ClassVar[bool] = False
+    evaluates: ClassVar[bool] = False
+    casts_outputs: ClassVar[bool] = False
 
     # --- what it runs -----------------------------------------------------------------------------------------------------
 
@@ -174,6 +177,10 @@ class Engine(ABC):
     def optimizer_device(self, offload_param: str) -> str:
         """Return where the optimizer goes if the user offloads parameters to `offload_param` and does not say."""
         return OffloadDevice.CPU if offload_param == OffloadDevice.CPU else OffloadDevice.NONE
+
+    def answers_reference(self, case: Case) -> bool:
+        """Return whether a reference model beside the trained one is modelled in this case."""
+        return False
 
     def remark(self, case: Case) -> str:
         """Return a warning about what may surprise the user in this case; an empty string for none."""

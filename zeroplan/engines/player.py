@@ -14,13 +14,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.tape import ExpandedTape, Op
+from zeroplan.core.tape import EvaluationTape, ExpandedTape, Op
 from zeroplan.engines.script import WORKSPACE, Cue, Script, Scripts
 from zeroplan.simulate.event_blocks import EventBlocks
 from zeroplan.simulate.recorder import Recorder
 
 #: Micro batches of an accumulation window that differ from each other: the first, a later one, and the last.
 DISTINCT_MICRO_BATCHES = 3
+
+#: Steps that are played after an evaluation: the first may still use what it left, the second repeats.
+STEPS_AFTER_EVALUATION = 2
 
 #: cuBLASLt's workspace, which torch takes for products with a bias (CUDABlas.cpp, gemm_and_bias).
 CUBLASLT_WORKSPACE = 1 << 20
@@ -71,6 +74,13 @@ class EngineSchedule:
 
     def step(self, applied: bool) -> None:
         """The optimizer steps; `applied` is False when the loss scaler discards the step."""
+
+    def evaluation_begin(self) -> None:
+        """A forward of an evaluation begins: without gradients, and without a backward after it."""
+        self.forward_begin()
+
+    def evaluation_end(self) -> None:
+        """A forward of an evaluation has returned."""
 
 
 class CuePlayer:
@@ -139,7 +149,8 @@ def play(
 ) -> None:
     """Records a whole run: build, initialisation, and `run.steps` steps, each event block of it ended by a mark.
 
-    Marks are ``model``, ``init``, then ``fwd`` and ``bwd`` for every micro batch and ``step0``, ``step1``, …
+    Marks are ``model``, ``init``, then ``fwd`` and ``bwd`` for every micro batch and ``step0``, ``step1``, … A tape's
+    evaluation comes after those steps, ended by the mark ``eval``; two more steps follow, which repeat.
 
     Args:
         run: how much is played.
@@ -161,24 +172,70 @@ def play(
         player.workspaces[:2] = [0, 0]
     kept: list[int] = []
     played = min(run.grad_accum, DISTINCT_MICRO_BATCHES)
-    for step in range(run.steps):
+    evaluation, order = tape.evaluation, [*script.shapes, script]
+    steps = run.steps + -(-len(script.shapes) // played)  # lengths that change first, then the longest as often as any
+    passed = 0
+    for step in range(steps + (0 if evaluation is None else STEPS_AFTER_EVALUATION)):
+        if evaluation is not None and step == steps:
+            _evaluate(player, schedule, evaluation)
+            recorder.mark("eval")
         previous, kept = kept, []
         for micro in range(played):
             boundary = micro == played - 1
+            micro_batch = order[min(passed, len(order) - 1)]
+            passed += 1
             schedule.forward_begin()
-            player.run(script.forward)
+            player.run(micro_batch.forward)
             player.drop(kept)
             recorder.mark("fwd")
             schedule.backward_begin(boundary)
-            player.run(script.backward)
+            player.run(micro_batch.backward)
             schedule.backward_end(boundary)
-            kept = player.end()
+            kept = player.end(micro_batch)
             if run.detached_loss:
                 player.drop(kept)
             recorder.mark("bwd")
         schedule.step(step >= run.skipped_steps)
         player.drop(previous)
         recorder.mark(f"step{step}")
+
+
+def _evaluate(player: _Player, schedule: EngineSchedule, evaluation: EvaluationTape) -> None:
+    """Record an evaluation: one batch, or as many as the loop joins before it takes their logits to the host.
+
+    The first batch's logits are what is kept. A later one's are joined to it, which makes a third tensor; the last ones
+    gathered stay by name until the next are there. Source: transformers 5.17, ``trainer_pt_utils.py`` (``EvalLoopContainer``).
+    """
+    alloc, free = player.recorder.alloc, player.recorder.free
+    joined = last = -1
+    for batch in range(evaluation.batches):
+        schedule.evaluation_begin()
+        player.run(player.script.evaluation)
+        schedule.evaluation_end()
+        if not evaluation.logits:
+            continue
+        made = alloc(evaluation.logits, Buffer.LOGITS)  # where the forward had them
+        if evaluation.returned != evaluation.logits:
+            cast = alloc(evaluation.returned, Buffer.LOGITS)
+            free(made)
+            made = cast
+        size = evaluation.gathered or evaluation.returned
+        if evaluation.gathered:
+            whole = alloc(size, Buffer.LOGITS)
+            free(made)
+            made = whole
+        if batch == 0:
+            joined = made
+            continue
+        if last >= 0:
+            free(last)
+        last = made
+        longer = alloc((batch + 1) * size, Buffer.LOGITS)
+        free(joined)
+        joined = longer
+    for handle in (joined, last):
+        if handle >= 0:
+            free(handle)
 
 
 class _Player(CuePlayer):
@@ -188,11 +245,11 @@ class _Player(CuePlayer):
         super().__init__(recorder, schedule, script.event_blocks, workspace)
         self.script = script
 
-    def end(self) -> list[int]:
-        """Frees the inputs; returns the blocks that the loss keeps."""
-        for storage in self.script.inputs:
+    def end(self, script: Script) -> list[int]:
+        """Frees the inputs of a micro batch; returns the blocks that its loss keeps."""
+        for storage in script.inputs:
             self.recorder.free(self.recorder.handle_of(storage))
-        return [self.recorder.handle_of(storage) for storage in self.script.kept]
+        return [self.recorder.handle_of(storage) for storage in script.kept]
 
     def drop(self, kept: list[int]) -> None:
         """Frees what an earlier loss kept."""

@@ -5,7 +5,7 @@ See Note [Event blocks] in ``zeroplan/simulate/event_blocks.py``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -59,6 +59,8 @@ class Script:
         inputs: storages of the batch, freed once the backward has returned.
         kept: what the loss keeps until another takes its place, in the order in which it goes.
         event_blocks: what the cues' numbers stand for.
+        evaluation: the cues of an evaluation's forward, the batch's own storages included; empty without one.
+        shapes: the micro batches that come before this one, of other lengths.
     """
 
     forward: tuple[Cue, ...]
@@ -66,6 +68,8 @@ class Script:
     inputs: tuple[int, ...]
     kept: tuple[int, ...]
     event_blocks: EventBlocks
+    evaluation: tuple[Cue, ...] = ()
+    shapes: tuple[Script, ...] = ()
 
 
 class Scripts:
@@ -98,10 +102,20 @@ def script_of(tape: ExpandedTape, *, modules: bool, own_linear: bool) -> Script:
         modules: whether the engine has module hooks.
         own_linear: whether it put a function of its own in place of ``torch.nn.functional.linear``.
     """
+    event_blocks = EventBlocks()
+    script = _micro_batch(tape, event_blocks, modules=modules, own_linear=own_linear)
+    shapes = [
+        _micro_batch(_renumbered(shape, tape.first_storage(at)), event_blocks, modules=modules, own_linear=own_linear)
+        for at, shape in enumerate(tape.shapes)
+    ]
+    return replace(script, evaluation=_evaluation_cues(tape, modules, event_blocks), shapes=tuple(shapes))
+
+
+def _micro_batch(tape: ExpandedTape, event_blocks: EventBlocks, *, modules: bool, own_linear: bool) -> Script:
+    """One micro batch's cues; arguments as of :func:`script_of`."""
     alloc, free, mark = int(Op.ALLOC), int(Op.FREE), int(Op.MARK)
     marks = {tape.arg[at]: at for at, op in enumerate(tape.op) if op == mark}
     ends = (0, marks[Mark.BACKWARD_BEGIN], marks[Mark.BACKWARD_END])
-    event_blocks = EventBlocks()
     played = []
     for half, (begin, end) in enumerate(pairwise(ends)):
         workspaces = workspaces_of(tape, range(begin, end), half, own_linear=own_linear)
@@ -114,6 +128,24 @@ def script_of(tape: ExpandedTape, *, modules: bool, own_linear: bool) -> Script:
         inputs=tuple(arg for arg in last if allocated[arg] == Kind.INPUT),
         kept=tuple(arg for arg in last if allocated[arg] != Kind.INPUT),
         event_blocks=event_blocks,
+    )
+
+
+def _evaluation_cues(tape: ExpandedTape, modules: bool, event_blocks: EventBlocks) -> tuple[Cue, ...]:
+    """The cues of the tape's evaluation; its thread has its workspaces."""
+    if tape.evaluation is None:
+        return ()
+    forward = _renumbered(tape.evaluation.forward, tape.first_storage(len(tape.shapes)))
+    return cues_of(forward, range(len(forward)), [], modules, event_blocks)
+
+
+def _renumbered(tape: ExpandedTape, first: int) -> ExpandedTape:
+    """Return the tape with storages that count from `first`."""
+    storages = (int(Op.ALLOC), int(Op.FREE))
+    grad = int(Op.GRAD)
+    return tape.with_events(
+        (op, arg + first if op in storages else arg, aux + first if op == grad else aux, kind, module)
+        for op, arg, aux, kind, module in tape.events()
     )
 
 

@@ -14,11 +14,17 @@ if TYPE_CHECKING:
     from zeroplan.simulate.timeline import Timeline
 
 #: Marks by the phase that they end.
-_PHASE_OF_MARK = {"model": Phase.LOAD, "init": Phase.INIT, "fwd": Phase.FORWARD, "bwd": Phase.BACKWARD}
+_PHASE_OF_MARK = {
+    "model": Phase.LOAD,
+    "init": Phase.INIT,
+    "fwd": Phase.FORWARD,
+    "bwd": Phase.BACKWARD,
+    "eval": Phase.EVALUATION,
+}
 
 
 def phase_of_mark(name: str) -> Phase:
-    """Return the phase that a mark ends: ``model``, ``init``, ``fwd``, ``bwd``, or a step."""
+    """Return the phase that a mark ends: ``model``, ``init``, ``fwd``, ``bwd``, ``eval``, or a step."""
     return _PHASE_OF_MARK.get(name, Phase.STEP)
 
 

@@ -50,6 +50,7 @@ class Setup:
         reference: ``model`` or ``base``: what is asked beside the trained model; None for nothing.
         chunked_head: whether TRL computes head and loss together in tiles.
         detached_loss: whether the loop keeps the loss without its graph, as the Trainer's does.
+        eval_batch: samples a GPU and pass of an evaluation between steps; None without one.
         fsdp_version: 1 where FSDP is the older one, whose `engine` is ``fsdp`` if that plans the run.
         zero_init: whether the model is built under ``deepspeed.zero.Init``; None where nothing says.
         keys: the key that said each field.
@@ -94,6 +95,7 @@ class Setup:
     reference: str | None = None
     chunked_head: bool = False
     detached_loss: bool = False
+    eval_batch: int | None = None
     fsdp_version: int | None = None
     zero_init: bool | None = None
     keys: Mapping[str, str] = field(default_factory=dict)

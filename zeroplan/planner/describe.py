@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.cluster import Cluster
+from zeroplan.core.evaluation import Evaluation
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import Workload
 
@@ -26,6 +27,8 @@ _ASKED_FOR = {
     "images": 0,
     "image_size": None,
     "labelled_share": None,
+    "evaluation": None,
+    "lengths": (),
 }
 
 
@@ -34,7 +37,10 @@ def describe_workload(workload: Workload) -> dict[str, Any]:
     shown = [
         name for name in Workload.__dataclass_fields__ if name not in _ASKED_FOR or getattr(workload, name) != _ASKED_FOR[name]
     ]
-    return {name: _plain(getattr(workload, name)) for name in shown}
+    told = {name: _plain(getattr(workload, name)) for name in shown}
+    if workload.lengths:
+        told["lengths"] = {"mean": sum(workload.lengths) / len(workload.lengths), "max": max(workload.lengths)}
+    return told
 
 
 def describe_cluster(cluster: Cluster, layout: ParallelLayout | None = None) -> dict[str, Any]:
@@ -75,4 +81,6 @@ def describe_setup(setup: Setup) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, Evaluation):
+        return {"batch": value.batch, "kept": value.kept}
     return list(value) if isinstance(value, tuple) else str(value) if isinstance(value, str) else value

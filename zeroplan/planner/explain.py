@@ -103,7 +103,9 @@ def _at_the_peak(engine: Engine, case: Case, tapes: ExpandedTapes, known: set[Bu
         return []
     timeline = engine.simulate(case, tape).timeline
     phase: Phase = phase_of_mark(timeline.peak_mark())
-    batch, length = case.workload.micro_batch, case.workload.seq_len or 1
+    batch, length, samples = case.workload.micro_batch, case.workload.seq_len or 1, "micro_batch"
+    if phase is Phase.EVALUATION and case.workload.evaluation is not None:
+        batch, samples = case.workload.evaluation.batch, "eval_batch"
     out = []
     for buffer, count in timeline.alive_by_buffer().items():
         if buffer in known:
@@ -112,8 +114,8 @@ def _at_the_peak(engine: Engine, case: Case, tapes: ExpandedTapes, known: set[Bu
         formula = f"simulated: alive at the peak, in {phase.value}"
         values: tuple[tuple[str, int, str], ...] = ()
         if a_token and buffer in (Buffer.ACTIVATION, Buffer.ACTIVATION_TEMP, Buffer.ACTIVATION_CHECKPOINT, Buffer.LOGITS):
-            formula = f"{a_token:,} × micro_batch × seq_len" + (f" + {rest:,}" if rest else "") + f" (alive in {phase.value})"
-            values = (("micro_batch", batch, "samples a GPU and pass"), ("seq_len", length, "tokens a sample"))
+            formula = f"{a_token:,} × {samples} × seq_len" + (f" + {rest:,}" if rest else "") + f" (alive in {phase.value})"
+            values = ((samples, batch, "samples a GPU and pass"), ("seq_len", length, "tokens a sample"))
         purpose = _PURPOSES.get(buffer, "Temporaries of the schedule.")
         name = f"peak_{buffer.value.replace('.', '_')}"
         source = f"the tape, and {type(engine).__module__.rpartition('.')[0]}"

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.unmodelled import Effect, Unmodelled, may_add, may_save
 from zeroplan.engines.base import Case, Engine
+
+if TYPE_CHECKING:
+    from zeroplan.core.tape import ExpandedTape
 
 #: The key of what no formula counts.
 ACTIVATIONS = "activations"
 
 
-def left_out(engine: Engine, case: Case) -> tuple[Unmodelled, ...]:
+def left_out(engine: Engine, case: Case, *, tape: ExpandedTape | None = None) -> tuple[Unmodelled, ...]:
     """Return the settings that no figure of a plan holds, each key once: of the case's files, and of what the engine does not
-    model.
+    model. `tape` is what the figures were simulated with: it holds the evaluation and other lengths of batches, where they are.
     """
     found = {one.key: one for one in (*case.unmodelled, *engine.unmodelled(case))}
-    if case.workload.reference is not None and not engine.references:
-        says = f"a reference model beside the trained one is not modelled under {engine.name}"
+    if case.workload.reference is not None and not engine.answers_reference(case):
+        says = f"a reference model beside the trained one is not modelled under {engine.name} stage {case.zero.stage}"
         found.setdefault("reference", Unmodelled("reference", Effect.MORE, says))
+    work, followed = case.workload, engine.evaluates and tape is not None
+    evaluated = followed and tape is not None and tape.evaluation is not None
+    if work.lengths and not (followed and tape is not None and tape.shapes):
+        found.setdefault("lengths", Unmodelled("lengths", Effect.MORE, "what is reserved when batches differ in length"))
+    if work.evaluation is not None and not evaluated and (work.evaluation.kept or work.evaluation.batch > work.micro_batch):
+        says = f"an evaluation with {work.evaluation.batch} samples a GPU is in no figure"
+        found.setdefault("evaluation", Unmodelled("evaluation", Effect.MORE, says))
     return tuple(found.values())
 
 

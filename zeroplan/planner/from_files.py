@@ -22,6 +22,7 @@ _FIELDS = {
     "dtype": "--dtype",
     "optimizer": "--optimizer",
     "lora_rank": "--lora-rank",
+    "eval_batch": "--eval-batch",
     "stage": "--stage",
     "offload_optimizer": "--offload-optimizer",
     "offload_param": "--offload-param",

@@ -32,6 +32,9 @@ class RunOptions(TypedDict, total=False):
     images: int
     image_size: int | None
     labelled_share: float | None
+    lengths: str | Sequence[int] | None
+    eval_batch: int | None
+    eval_logits: int
     engine: str
     offload_optimizer: str | None
     offload_param: str | None
@@ -97,6 +100,9 @@ OTHER_NAMES = {
     "per_device_train_batch_size": ("micro_batch", ""),
     "train_micro_batch_size_per_gpu": ("micro_batch", ""),
     "gradient_accumulation_steps": ("grad_accum", ""),
+    "per_device_eval_batch_size": ("eval_batch", ""),
+    "eval_batch_size": ("eval_batch", " (samples a GPU and pass of an evaluation)"),
+    "eval_accumulation_steps": ("eval_logits", " (batches whose logits stay on the GPU)"),
     "max_seq_length": ("seq_len", ""),
     "max_length": ("seq_len", ""),
     "context_length": ("seq_len", ""),

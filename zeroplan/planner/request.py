@@ -41,6 +41,9 @@ class Request:
     images: int = 0
     image_size: int | None = None
     labelled_share: float | None = None
+    lengths: str | Sequence[int] | None = None
+    eval_batch: int | None = None
+    eval_logits: int = 0
     from_scratch: bool = False
     # cluster
     gpus: int = 1

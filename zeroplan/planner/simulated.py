@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zeroplan.core.buffers import FROM_FIRST_STEP, Buffer, Phase, Place
 from zeroplan.core.plan import MemoryPlan, PlanLine
@@ -54,6 +54,10 @@ def simulated_plan(
         config: the caching allocator's settings; None takes torch's defaults.
     """
     unlimited = engine.simulate(case, tape, config)
+    if tape.shapes:
+        rising = replace(tape, shapes=tuple(sorted(tape.shapes, key=lambda shape: shape.activation_peak)))
+        other = engine.simulate(case, rising, config).timeline  # the order that reuses the least
+        unlimited = replace(unlimited, others=(*unlimited.others, other))
     local = case.cluster.gpus
     pinned = max((phase.pinned - phase.unmapped for phase in unlimited.host), default=0)
     outside = engine.outside_torch(case.workload, case.zero, case.cluster, pinned=pinned, layout=case.parallel)
@@ -90,7 +94,7 @@ def simulated_plan(
         experts=any("Experts" in kind for kind in types),
     )
     cpu = host_memory(simulation, rss, ranks=local, pretrained=not case.workload.from_scratch)
-    unmodelled = left_out(engine, case)
+    unmodelled = left_out(engine, case, tape=tape)
     fit = judged(case, unmodelled, gpu=run.interval[1], cpu=cpu.per_node, nvme=formula.nvme.per_node)
     plan = formula.model_copy(
         update={

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from zeroplan.core.chunked_head import with_chunked_head
 from zeroplan.core.errors import BadInput
+from zeroplan.core.lengths import padded_batches
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.reference_forward import with_reference
 from zeroplan.core.tape import ExpandedTape
@@ -16,6 +17,7 @@ from zeroplan.core.tape_sizes import KernelDevice
 from zeroplan.core.workload import Workload
 from zeroplan.engines.base import Case, Engine
 from zeroplan.models.spec import ModelSpec
+from zeroplan.planner.evaluation import evaluation_tape
 from zeroplan.tapes import find_tape, get_tape
 
 #: Layers that are simulated at most, several stacks' together: each is played, so time and memory grow with them. Published
@@ -46,8 +48,13 @@ def _traced(spec: ModelSpec, workload: Workload, zero3: bool, layout: ParallelLa
         raise NoTapeError(f"{spec.name} cannot be traced ({type(error).__name__}: {text})") from error
 
 
-def expand_for(tape: Tape, case: Case) -> ExpandedTape:
-    """Expand a tape for a case's micro batch, sequence length, LoRA rank and GPU.
+def expand_for(tape: Tape, case: Case, *, trace: bool = False) -> ExpandedTape:
+    """Expand a tape for a case's micro batch, sequence length, LoRA rank and GPU, with the forward of its evaluation.
+
+    Args:
+        tape: the tape.
+        case: the numbers.
+        trace: trace the evaluation's forward where it is not at hand; else the tape comes without it.
 
     Raises:
         BadInput: when the tape was traced for other numbers.
@@ -56,12 +63,32 @@ def expand_for(tape: Tape, case: Case) -> ExpandedTape:
     seq = (work.seq_len or 1) // options_for(work, layout=case.layout).split_tokens
     expanded = tape.expand(work.rows, seq, work.lora_rank, device=KernelDevice.of(case.cluster.gpu))
     expanded = with_chunked_head(expanded, batch=work.rows, seq_len=seq) if work.chunked_head else expanded
-    return with_reference(expanded, _reference(case)) if work.reference is not None else expanded
+    if work.reference is not None:
+        expanded = with_reference(expanded, _reference(case))
+    if work.lengths:
+        expanded = replace(expanded, shapes=_shapes(tape, case))
+    if work.evaluation is None or work.reference is not None:
+        return expanded
+    return replace(expanded, evaluation=evaluation_tape(case, expanded, trace=trace))
+
+
+def _shapes(tape: Tape, case: Case) -> tuple[ExpandedTape, ...]:
+    """Return the micro batches of other lengths that come before the longest; none for a tape of one length."""
+    known: dict[int, ExpandedTape] = {}
+    work = case.workload
+    try:
+        for length in padded_batches(work.lengths, work.rows, cut=work.seq_len)[:-1]:
+            if length not in known:
+                shorter = replace(work, seq_len=length, lengths=(), evaluation=None)
+                known[length] = expand_for(tape, replace(case, workload=shorter))
+    except BadInput:
+        return ()
+    return tuple(known[length] for length in padded_batches(work.lengths, work.rows, cut=work.seq_len)[:-1])
 
 
 def _reference(case: Case) -> ExpandedTape:
     """Return the tape of the reference's forward: the model without adapters, checkpointed."""
-    work = replace(case.workload, lora_rank=None, lora_targets=(), lora_dropout=False, reference=None)
+    work = replace(case.workload, lora_rank=None, lora_targets=(), lora_dropout=False, reference=None, lengths=())
     work = replace(work, gradient_checkpointing=True, checkpoint_policy="full")
     tape = find_tape(case.spec, work) or _traced(case.spec, work, False, None)
     return expand_for(tape, replace(case, workload=work))
@@ -88,7 +115,7 @@ def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:
             if sys.stderr.isatty():
                 print(f"tracing {spec.name}, once …", file=sys.stderr)
             tape = _traced(spec, workload, zero3, case.parallel)
-        return expand_for(tape, case)
+        return expand_for(tape, case, trace=True)
     except NoTapeError as error:
         if workload.images:  # no formula knows what images keep
             raise BadInput(str(error), where="--images") from error

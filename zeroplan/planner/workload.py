@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TypeVar
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.evaluation import Evaluation
 from zeroplan.core.images import require_images
+from zeroplan.core.lengths import read_lengths, sampled
 from zeroplan.core.optimizer_row import DEFAULT_OPTIMIZER
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.quantization import parse_quantization
@@ -35,6 +37,8 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         ("--lora-rank", request.lora_rank),
         ("--images", request.images or None),
         ("--image-size", request.image_size),
+        ("--eval-batch", request.eval_batch),
+        ("--eval-logits", request.eval_logits or None),
     ):
         if value is not None and not 1 <= value <= _MOST:
             raise BadInput(f"{value} is out of range", where=where, remedy="use a whole number above zero")
@@ -63,9 +67,10 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         raise BadInput(
             "a policy without checkpointing", where="--checkpoint-policy", remedy="give --gradient-checkpointing as well"
         )
+    lengths = _lengths(request)
     return Workload(
         micro_batch=request.micro_batch or 1,
-        seq_len=sequence_length(request.seq_len, spec),
+        seq_len=sequence_length(min(max(lengths), request.seq_len or max(lengths)) if lengths else request.seq_len, spec),
         grad_accum=request.grad_accum or 1,
         dtype=dtype,
         precision=request.precision or engine.precision(dtype),
@@ -90,8 +95,34 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         images=request.images,
         image_size=request.image_size,
         labelled_share=request.labelled_share,
+        evaluation=_evaluation(request, engine),
+        lengths=lengths,
         adapter_dtype=None if request.adapter_dtype is None else _one_of(DType, request.adapter_dtype, "adapter_dtype"),
     )
+
+
+def _lengths(request: Request) -> tuple[int, ...]:
+    """Return the lengths of samples that are padded batch by batch; none where all are alike.
+
+    Raises:
+        BadInput: no lengths in what was given.
+    """
+    if request.lengths is None:
+        return ()
+    return read_lengths(request.lengths) if isinstance(request.lengths, str) else sampled(request.lengths)
+
+
+def _evaluation(request: Request, engine: Engine) -> Evaluation | None:
+    """Return the evaluation between steps.
+
+    Raises:
+        BadInput: logits kept without an evaluation.
+    """
+    if request.eval_batch is None:
+        if request.eval_logits:
+            raise BadInput("logits without an evaluation", where="--eval-logits", remedy="give --eval-batch 8 as well")
+        return None
+    return Evaluation(request.eval_batch, request.eval_logits, casts=engine.casts_outputs)
 
 
 def sequence_length(asked: int | None, spec: ModelSpec) -> int:

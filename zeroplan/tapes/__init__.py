@@ -65,10 +65,14 @@ def get_tape(spec: ModelSpec, workload: Workload, *, zero3: bool = False, layout
     Raises:
         BadInput: when it must be traced and torch is missing, or the model cannot be traced.
     """
+    return tape_for(spec, options_for(workload, zero3=zero3, layout=layout), workload)
+
+
+def tape_for(spec: ModelSpec, options: TraceOptions, workload: Workload) -> Tape:
+    """As :func:`get_tape`, for options; the workload's numbers serve a model whose sizes follow no expressions."""
     from zeroplan.tapes import shipped
     from zeroplan.tapes.cache import read, write
 
-    options = options_for(workload, zero3=zero3, layout=layout)
     tape = shipped.find(spec, options) or read(spec.config, options) if spec.config else None
     if tape is not None:
         return tape

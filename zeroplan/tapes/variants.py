@@ -14,7 +14,8 @@ def variants() -> tuple[TraceOptions, ...]:
     """Return the variants that the flags of ``estimate`` ask for, most used first.
 
     16 bits with and without DeepSpeed's stage 3, fp32 (with stage 3 under sdpa) and autocast (DDP); each without
-    checkpointing and with it; LoRA on all linear layers; selective checkpointing in 16 bits under sdpa.
+    checkpointing and with it; LoRA on all linear layers; selective checkpointing in 16 bits under sdpa; and the forward of an
+    evaluation under sdpa.
     """
     both = (_NONE, _FULL)
     wanted = [TraceOptions(_SDPA, how, zero3=zero3) for how in both for zero3 in (False, True)]
@@ -27,4 +28,6 @@ def variants() -> tuple[TraceOptions, ...]:
     wanted += [TraceOptions(_FLASH, how, zero3=zero3) for how in both for zero3 in (False, True)]
     wanted += [TraceOptions(_SDPA, _SELECTIVE, zero3=zero3) for zero3 in (False, True)]
     wanted += [TraceOptions(_SDPA, how, arithmetic, lora=()) for how in both for arithmetic in (_AUTOCAST, _FP32)]
+    wanted += [TraceOptions(_SDPA, arithmetic=arithmetic, evaluation=True) for arithmetic in (_HALF, _AUTOCAST, _FP32)]
+    wanted += [TraceOptions(_SDPA, arithmetic=arithmetic, lora=(), evaluation=True) for arithmetic in (_HALF, _AUTOCAST)]
     return tuple(wanted)

@@ -172,7 +172,9 @@ def full_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_model(config: Mapping[str, Any], auto_class: str, options: TraceOptions, rank: int) -> nn.Module:
-    """Build the model on the meta device, in training mode, ready to run as `options` say. `rank` 0 means no LoRA.
+    """Build the model on the meta device, in training or evaluation mode, ready to run as `options` say.
+
+    A `rank` of 0 means no LoRA.
 
     Raises:
         BadInput: when transformers has no FlashAttention for it and `options` ask for that.
@@ -214,7 +216,7 @@ def build_model(config: Mapping[str, Any], auto_class: str, options: TraceOption
         model = with_adapters(model, rank, options.lora, fp32=fp32, dropout=options.lora_dropout)
     if options.quantized:
         adapt(model, autocast=options.arithmetic.autocasts, half=options.half_adapters)
-    trained: nn.Module = model.train()
+    trained: nn.Module = model.train(not options.evaluation)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     base.config.use_cache = False
     if options.checkpointing is not Checkpointing.NONE and options.lora is not None:

@@ -68,11 +68,13 @@ def _record(
         with ranks.running(), recorder, functions:
             batch = inputs()
             recorder.mark(Mark.FORWARD_BEGIN)
-            loss = loss_of(model(**batch), required=needs_loss)
+            with torch.set_grad_enabled(not options.evaluation):
+                loss = loss_of(model(**batch), required=needs_loss)
             functions.drop_casts()
             recorder.mark(Mark.FORWARD_END)
             recorder.mark(Mark.BACKWARD_BEGIN)
-            _backward(loss)
+            if not options.evaluation:
+                _backward(loss)
             recorder.mark(Mark.BACKWARD_END)
             del loss  # after the mark, since training loops keep the loss and its graph until the next one
             del batch

@@ -33,11 +33,12 @@ class Ddp(TorchEngine[DdpRank]):
     """DistributedDataParallel: everything whole on every rank, reported as stage 0."""
 
     name = "ddp"
+    evaluates = True
+    casts_outputs = True
     trainer = "zeroplan.engines.ddp.trainer:build"
     takes_modules = True
     quantized_bases = True
     keeps_gradients = True
-    references = True
 
     def options(self) -> list[ZeroConfig]:
         """Return stage 0, the only configuration."""
@@ -55,6 +56,10 @@ class Ddp(TorchEngine[DdpRank]):
     def precision(self, dtype: DType) -> Precision:
         """Return autocast for 16 bits: DDP keeps fp32 parameters and autocast casts the operands of each operation."""
         return Precision.FP32 if dtype is DType.FP32 else Precision.AUTOCAST
+
+    def answers_reference(self, case: Case) -> bool:
+        """Return true: a second model lies beside the first, whole."""
+        return True
 
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
         """Return DDP's lines and a rank; all ranks are alike."""

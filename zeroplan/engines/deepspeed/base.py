@@ -31,8 +31,14 @@ class DeepSpeedSchedule(EngineSchedule):
         self.has_gathers = False
 
     def build(self) -> None:
-        """Allocate the whole model on the GPU. The second owner of a tied parameter has its own copy until the tie is made."""
+        """Allocate the whole model on the GPU. The second owner of a tied parameter has its own copy until the tie is made.
+
+        A reference model is there first: the trainer prepares it when it is made, the trained one when training begins.
+        """
         width, twins = self.rank.param_bytes, []
+        if self.rank.reference:
+            for count in self.rank.numel:
+                self.alloc(width * count, Buffer.PARAM_REFERENCE)
         for owned in self.rank.parameters.modules:
             for p in owned:
                 if self.rank.parameters.adapters[p]:

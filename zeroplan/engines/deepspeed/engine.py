@@ -61,6 +61,7 @@ class DeepSpeed(Engine):
     """DeepSpeed's ZeRO, stages 0 to 3."""
 
     name = "deepspeed"
+    evaluates = True
     version = DEEPSPEED_VERSION
     measured = True
     step_buffers_coexist = True
@@ -123,6 +124,13 @@ class DeepSpeed(Engine):
         if zero.offload_optimizer.super_offload and zero.stage == 3:
             found.append(Unmodelled("zero_optimization.offload_optimizer.super_offload", Effect.UNKNOWN, _SUPER_OFFLOAD))
         return tuple(found)
+
+    def answers_reference(self, case: Case) -> bool:
+        """Return whether the reference is whole on every rank, as TRL makes it below stage 3, where it shards it instead.
+
+        Source: TRL 1.16, models/utils.py, prepare_deepspeed
+        """
+        return case.zero.stage < 3
 
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
         """Return DeepSpeed's lines, and rank 0."""

@@ -60,6 +60,15 @@ def param_full(c: DeepSpeedRank) -> int:
     return c.param_bytes * (c.flat_group if c.stage else c.trainable)
 
 
+@_add(Buffer.PARAM_REFERENCE, Place.HBM, ALWAYS, state=True)
+def param_reference(c: DeepSpeedRank) -> int:
+    """A frozen reference model of the same size, whole and in the model's dtype: an engine of stage 0 without an optimizer.
+
+    Source: TRL 1.16, models/utils.py, prepare_deepspeed
+    """
+    return c.param_bytes * c.reference
+
+
 @_add(Buffer.PARAM_SHARD, Place.HBM, ALWAYS, state=True)
 def param_shard(c: DeepSpeedRank) -> int:
     """This rank's part of every parameter, in the model's dtype.

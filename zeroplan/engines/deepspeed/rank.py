@@ -14,7 +14,7 @@ from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.gpus import Gpu
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.parameters import Parameters
-from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
+from zeroplan.core.workload import DType, OptimizerKind, Precision, Reference, Workload
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.engines.deepspeed.groups import padded, persistent
 from zeroplan.engines.deepspeed.resolved_config import resolve_config
@@ -81,6 +81,11 @@ class DeepSpeedRank(SteppedGroups):
         return Place.PINNED if self.pin_optimizer else Place.DRAM
 
     # --- the parameters ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def reference(self) -> int:
+        """Elements of a reference model that lies whole beside the trained one; at stage 3 its trainer shards it."""
+        return sum(self.numel) if self.workload.reference is Reference.MODEL and self.stage < 3 else 0
 
     @cached_property
     def frozen_numel(self) -> list[int]:

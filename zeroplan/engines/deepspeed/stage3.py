@@ -53,6 +53,7 @@ class Stage3(DeepSpeedSchedule):
         self.micro = -1
         self.boundary = True
         self.backward = False
+        self.evaluating = False
         self.norm_results: list[int] = []
         self.lagging = -1  # the gradient freed last, which the reduction's stream may still read
         self.secondary: dict[int, int] = {}
@@ -166,6 +167,15 @@ class Stage3(DeepSpeedSchedule):
         self.backward = False
         self.coordinator.begin()
 
+    def evaluation_begin(self) -> None:
+        """Begin the trace anew (_start_of_forward_hook); the modules are those of its first half."""
+        self.evaluating = True
+        self.forward_begin()
+
+    def evaluation_end(self) -> None:
+        """What the last modules left gathered waits for the next forward."""
+        self.evaluating = False
+
     def enter(self, module: int) -> None:
         """Fetch a module's parameters before its forward or its recomputation."""
         if not self.inside_leaf[module]:
@@ -174,7 +184,7 @@ class Stage3(DeepSpeedSchedule):
     def exit(self, module: int) -> None:
         """Release a module's parameters after its forward."""
         saved = (self.saves.recomputation if self.backward else self.saves.forward).get(module)
-        if saved:
+        if saved and not self.evaluating:
             self.coordinator.save(module, saved)
         if not self.inside_leaf[module]:
             self.coordinator.release(module, forward=True)

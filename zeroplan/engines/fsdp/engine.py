@@ -26,6 +26,8 @@ class Fsdp(TorchEngine[FsdpRank]):
     """``FullyShardedDataParallel``: stage 3 is FULL_SHARD, 2 SHARD_GRAD_OP, 0 NO_SHARD; each block is a unit."""
 
     name = "fsdp"
+    evaluates = True
+    casts_outputs = True
     measured = False
     gathers_in_half = True
 

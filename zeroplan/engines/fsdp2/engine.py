@@ -28,6 +28,7 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
     """``fully_shard``: stage 3 when parameters are resharded after the forward, stage 2 when they are not."""
 
     name = "fsdp2"
+    evaluates = True
     trainer = "zeroplan.engines.fsdp2.trainer:build"
     gathers_in_half = True
     tensors_from_operators = False  # FSDP2 resizes storages, which no operator returns

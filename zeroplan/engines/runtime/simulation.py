@@ -58,6 +58,7 @@ def simulate_rank(
     skipped = 1 if case.workload.dtype is DType.FP16 else 0
     room = config is None or config.max_split_size == UNLIMITED
     recorder = Recorder()
+    expanded = replace(expanded, evaluation=None, shapes=())  # the runtime's own are not modelled
     tape = computed_tape(
         case.workload, layout.setup, runtime_options, with_offloaded_inputs(expanded, moved) if moved else expanded
     )

@@ -223,5 +223,5 @@ class Axolotl(Program):
 
     def _evaluation(self, run: Builder) -> None:
         batch, size = run.number("eval_batch_size"), run.amount("val_set_size")
-        if batch and size and batch > (run.fields.get("micro_batch") or 1):
-            run.leave_out("eval_batch_size", UNKNOWN, f"evaluation with {batch} samples a GPU is not in the figures")
+        if batch and size:
+            run.set("eval_batch", batch, "eval_batch_size")

@@ -180,12 +180,20 @@ def set_precision(run: Builder, *, default: str) -> None:
 
 
 def _evaluation(run: Builder) -> None:
-    """Batches of the evaluation that are larger than the training's."""
+    """Evaluation between steps. ``evaluate`` keeps the loss alone where no ``compute_metrics`` asks for more.
+
+    Source: transformers 5.17, ``trainer.py`` (``evaluate``, ``evaluation_loop``); ``trainer_seq2seq.py`` (``prediction_step``).
+    """
     strategy = run.word("eval_strategy") or run.word("evaluation_strategy") or "no"
     batch = run.number("per_device_eval_batch_size") or 8
-    if (strategy != "no" or run.flag("do_eval")) and batch > (run.fields.get("micro_batch") or 1):
-        key = "per_device_eval_batch_size" if "per_device_eval_batch_size" in run.data else "eval_strategy"
-        run.leave_out(key, UNKNOWN, f"evaluation with {batch} samples a GPU is not in the figures")
+    if strategy == "no" and not run.flag("do_eval"):
+        return
+    key = "per_device_eval_batch_size" if "per_device_eval_batch_size" in run.data else "eval_strategy"
+    run.set("eval_batch", batch, key)
+    if not run.flag("prediction_loss_only"):
+        run.assume("evaluation keeps no logits, since no key tells of compute_metrics")
+    if run.flag("predict_with_generate"):
+        run.leave_out("predict_with_generate", MORE, "generation and its cache of keys and values")
 
 
 def _fsdp(run: Builder) -> None:

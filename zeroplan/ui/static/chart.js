@@ -3,7 +3,7 @@
 import uPlot from "./vendor/uPlot.esm.js";
 import { GIB, make, shade, size } from "./words.js";
 
-const PHASES = { model: "model", init: "initialise", fwd: "forward", bwd: "backward" };
+const PHASES = { model: "model", init: "initialise", fwd: "forward", bwd: "backward", eval: "evaluation" };
 
 function phase(mark) {
   return PHASES[mark] ?? (mark.startsWith("step") ? "step" : mark);

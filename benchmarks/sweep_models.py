@@ -1,9 +1,10 @@
 """Traces every class of transformers that people train, from its config class's defaults, and counts what comes of it.
 
-    python -m benchmarks.sweep_models [--only TEXT] [--task causal-lm] [--seconds 60] [--json FILE]
+    python -m benchmarks.sweep_models [--only TEXT] [--task causal-lm] [--seconds 60] [--json FILE] [--resume]
 
-A class is *traced*, or *refused*: its plans are of formula depth, and one line says why. One micro batch is traced, with as
-many blocks as show the pattern of the depth; nothing has weights. A refusal without a line is a fault.
+``--resume`` keeps what FILE holds already, which is written after each task. A class is *traced*, or *refused*: its plans are
+of formula depth, and one line says why. One micro batch is traced, with as many blocks as show the pattern of the depth;
+nothing has weights. A refusal without a line is a fault.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ import argparse
 import json
 import signal
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,28 @@ def _trace(model_type: str, architecture: str) -> tuple[str, str]:
     return "traced", ""
 
 
+def counts_of(found: Iterable[Outcome]) -> dict[str, dict[str, int]]:
+    """Return the number of classes by task and outcome."""
+    counted: dict[str, dict[str, int]] = {}
+    for one in found:
+        by_outcome = counted.setdefault(one.task, {"traced": 0, "refused": 0})
+        by_outcome[one.outcome] += 1
+    return counted
+
+
+def write(path: Path, found: Iterable[Outcome]) -> None:
+    """Write the outcomes with their counts; seconds are of the machine and stay out."""
+    found = list(found)
+    rows = [{name: value for name, value in asdict(one).items() if name != "seconds" and value} for one in found]
+    lines = ",\n  ".join(json.dumps(row) for row in rows)
+    path.write_text(f'{{\n "counts": {json.dumps(counts_of(found))},\n "classes": [\n  {lines}\n ]\n}}\n')
+
+
+def read(path: Path) -> list[Outcome]:
+    """Return the outcomes of a file that :func:`write` wrote; none where there is no file."""
+    return [Outcome(**row) for row in json.loads(path.read_text())["classes"]] if path.exists() else []
+
+
 def main() -> int:
     """Run the command line; 0 where every class is traced or refused with a reason."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -106,20 +128,21 @@ def main() -> int:
     parser.add_argument("--task", choices=tuple(TABLES), action="append", help="of these tasks alone")
     parser.add_argument("--seconds", type=int, default=60, help="give a class up after this")
     parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--resume", action="store_true", help="keep what the file holds already")
     args = parser.parse_args()
-    found: list[Outcome] = []
+    path = args.json or (None if args.only or args.task else RESULT)
+    found = read(path) if args.resume and path is not None else []
+    known = {(one.task, one.model_type) for one in found}
     for task in args.task or TABLES:
         for model_type, architecture in classes(task):
-            if args.only in model_type:
+            if args.only in model_type and (task, model_type) not in known:
                 found.append(sweep_one(task, model_type, architecture, args.seconds))
                 one = found[-1]
                 print(f"{one.outcome:8} {task:24} {one.architecture} {one.seconds:.1f} s {one.why}", flush=True)
-    counts = Counter((one.task, one.outcome) for one in found)
-    for (task, outcome), number in sorted(counts.items()):
-        print(f"{task:24} {outcome:8} {number}")
-    path = args.json or (None if args.only or args.task else RESULT)
-    if path is not None:
-        path.write_text(json.dumps([asdict(one) for one in found], indent=1) + "\n")
+        if path is not None:
+            write(path, found)
+    for task, by_outcome in counts_of(found).items():
+        print(f"{task:24} {', '.join(f'{number} {outcome}' for outcome, number in by_outcome.items())}")
     return 0 if all(one.outcome == "traced" or one.why for one in found) else 1
 
 

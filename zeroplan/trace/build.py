@@ -97,7 +97,8 @@ def _pattern(config: Mapping[str, Any], depth: int) -> tuple[int, int]:
     """Find the number of blocks before the pattern begins, and its period, from known keys and from lists with one entry a
     block.
     """
-    columns = [v for v in config.values() if isinstance(v, list) and len(v) == depth and depth > 1]
+    columns: list[Any] = [v for v in config.values() if isinstance(v, list) and len(v) == depth and depth > 1]
+    columns += [[v.get(i, v.get(str(i))) for i in range(depth)] for v in config.values() if _by_block(v, depth)]
     kinds = [tuple(str(c[i]) for c in columns) for i in range(depth)]
     prefix = max((int(config[k]) for k in _PREFIXES if isinstance(config.get(k), int)), default=0)
     period = 1
@@ -109,6 +110,11 @@ def _pattern(config: Mapping[str, Any], depth: int) -> tuple[int, int]:
             if all(kinds[i] == kinds[i + p] for i in range(a, depth - p)):
                 return a, p
     return depth, 1
+
+
+def _by_block(value: Any, depth: int) -> bool:
+    """Return whether a value of a config maps some blocks' numbers to what is different in them, as Gemma 4's does."""
+    return isinstance(value, Mapping) and bool(value) and all(str(key).isdigit() and int(key) < depth for key in value)
 
 
 #: Config keys of sequence lengths beyond which a model may run other operators.

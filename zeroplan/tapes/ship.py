@@ -21,7 +21,7 @@ from zeroplan.models import catalog
 from zeroplan.tapes import shipped
 from zeroplan.tapes.cache import versions
 from zeroplan.tapes.regenerate import TapeFolder, run, units
-from zeroplan.tapes.variants import variants
+from zeroplan.tapes.variants import evaluation_variants, variants
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = [v for v in variants() if options.variants in v.key]
     if options.status:
         return status(entries, wanted, options.into)
+    wanted += [v for v in evaluation_variants() if options.variants in v.key]
     if options.compare:
         return compare(entries, wanted, options.into, options.compare)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # read when the processes import torch: a trace is the same with and without

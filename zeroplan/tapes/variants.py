@@ -14,8 +14,7 @@ def variants() -> tuple[TraceOptions, ...]:
     """Return the variants that the flags of ``estimate`` ask for, most used first.
 
     16 bits with and without DeepSpeed's stage 3, fp32 (with stage 3 under sdpa) and autocast (DDP); each without
-    checkpointing and with it; LoRA on all linear layers; selective checkpointing in 16 bits under sdpa; and the forward of an
-    evaluation under sdpa.
+    checkpointing and with it; LoRA on all linear layers; selective checkpointing in 16 bits under sdpa.
     """
     both = (_NONE, _FULL)
     wanted = [TraceOptions(_SDPA, how, zero3=zero3) for how in both for zero3 in (False, True)]
@@ -28,6 +27,11 @@ def variants() -> tuple[TraceOptions, ...]:
     wanted += [TraceOptions(_FLASH, how, zero3=zero3) for how in both for zero3 in (False, True)]
     wanted += [TraceOptions(_SDPA, _SELECTIVE, zero3=zero3) for zero3 in (False, True)]
     wanted += [TraceOptions(_SDPA, how, arithmetic, lora=()) for how in both for arithmetic in (_AUTOCAST, _FP32)]
-    wanted += [TraceOptions(_SDPA, arithmetic=arithmetic, evaluation=True) for arithmetic in (_HALF, _AUTOCAST, _FP32)]
-    wanted += [TraceOptions(_SDPA, arithmetic=arithmetic, lora=(), evaluation=True) for arithmetic in (_HALF, _AUTOCAST)]
     return tuple(wanted)
+
+
+def evaluation_variants() -> tuple[TraceOptions, ...]:
+    """Return the variants of an evaluation's forward. Not every model is shipped with them: they are traced where they lack."""
+    whole = [TraceOptions(_SDPA, arithmetic=arithmetic, evaluation=True) for arithmetic in (_HALF, _AUTOCAST, _FP32)]
+    adapted = [TraceOptions(_SDPA, arithmetic=arithmetic, lora=(), evaluation=True) for arithmetic in (_HALF, _AUTOCAST)]
+    return (*whole, *adapted)

@@ -26,7 +26,7 @@ def with_reference(tape: ExpandedTape, reference: ExpandedTape) -> ExpandedTape:
     columns = [list(column) for column in (tape.op, tape.arg, tape.aux, tape.kind, tape.module)]
     for column, values in zip(columns, zip(*added, strict=True), strict=True):
         column[end:end] = values
-    return ExpandedTape(tape.modules, tape.params, *columns)
+    return tape.with_events(zip(*columns, strict=True))
 
 
 def _mark(tape: ExpandedTape, mark: Mark) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from zeroplan.core.documents import MOST_ALIASES, dump_yaml, read_document
 from zeroplan.core.errors import BadInput
 from zeroplan.interop.readers import read_setup
-from zeroplan.planner.from_files import with_files
+from zeroplan.planner.from_files import filled, with_files
 from zeroplan.planner.request import Request
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -119,6 +120,43 @@ def test_accelerate_with_its_own_keys() -> None:
     assert setup.ds_config is not None
     assert setup.ds_config["zero_optimization"] == {"stage": 3, "offload_optimizer": {"device": "cpu"}}
     assert (setup.dtype, setup.zero_init, setup.ds_config["gradient_accumulation_steps"]) == ("bf16", True, "auto")
+
+
+def test_accelerates_layout() -> None:
+    """TRL's own example of context parallelism, and what else ``parallelism_config`` may say."""
+    ring = {
+        "parallelism_config_tp_size": 1,
+        "parallelism_config_cp_size": 2,
+        "parallelism_config_cp_comm_strategy": "allgather",
+    }
+    config = {
+        "distributed_type": "FSDP",
+        "num_processes": 4,
+        "mixed_precision": "bf16",
+        "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": True},
+        "parallelism_config": ring,
+    }
+    setup = read_setup(config)
+    assert (setup.engine, setup.cp, setup.keys["cp"]) == ("fsdp2", 2, "parallelism_config.parallelism_config_cp_size")
+    asked = Request(model="meta-llama/Llama-3.2-1B", seq_len=64, depth="formula", engine="fsdp2", files=[config])
+    request, _ = with_files(asked)
+    assert request.cp == 2
+    assert not [one for one in request.unmodelled if "cp_size" in one.key]
+    assert filled(asked, setup).cp == 1  # a search plans data parallelism alone, and lists the key
+    assert setup.keys["cp"] in [one.key for one in filled(asked, setup).unmodelled]
+    with pytest.raises(BadInput, match=r"says 2 \(parallelism_config\..*\), the flag 4"):
+        with_files(replace(asked, cp=4))
+    for changed, said in (
+        ({"tp_size": 2}, "leaves the embedding whole"),
+        ({"sp_size": 2}, "Ulysses"),
+        ({"dp_replicate_size": 2}, "replicas"),
+        (ring | {"parallelism_config_cp_comm_strategy": "alltoall"}, "at once"),
+    ):
+        left = read_setup(config | {"parallelism_config": changed}).unmodelled
+        assert any(said in one.says for one in left)
+    other = read_setup(config | {"distributed_type": "MULTI_GPU", "fsdp_config": {}})
+    assert other.cp is None
+    assert "FSDP 2 alone" in other.unmodelled[0].says
 
 
 def test_a_plain_ds_config(write: Callable[[str, str], str]) -> None:

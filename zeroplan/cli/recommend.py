@@ -44,6 +44,13 @@ From = Annotated[
 Program = Annotated[
     str | None, typer.Option("--program", rich_help_panel=_SEARCH, help="The program that owns the file, where two could.")
 ]
+Layouts = Annotated[
+    bool,
+    typer.Option("--layouts", rich_help_panel=_SEARCH, help="The layout that shares the least and fits: FSDP2 × tp, cp, pp."),
+]
+Smallest = Annotated[
+    bool, typer.Option("--smallest", rich_help_panel=_SEARCH, help="--layouts on the fewest nodes that train the model.")
+]
 Profile = Annotated[str | None, typer.Option("--profile", rich_help_panel=_SEARCH, help="Rates by doctor --calibrate.")]
 NvmePath = Annotated[str, typer.Option("--nvme-path", rich_help_panel=_SEARCH, help="Where swap files may go.")]
 
@@ -83,6 +90,8 @@ def recommend(
     candidates: Candidates = None,
     source: From = None,
     program: Program = None,
+    layouts: Layouts = False,
+    smallest: Smallest = False,
     profile: Profile = None,
     nvme_path: NvmePath = "/local_nvme",
     style: flags.Style = "plain",
@@ -117,6 +126,11 @@ def recommend(
         source=source or None,
         program=program,
     )
+    if layouts or smallest:
+        given = {"--global-batch": global_batch, "--candidates": candidates, "--from": source, "--profile": profile}
+        given |= {"--output": output, "--form": form, "--new-script": new_script, "--html": html}
+        _layouts(request, gradient_checkpointing, given, smallest=smallest, as_json=as_json, wide=wide, quiet=quiet)
+        return
     target = _target(request, output, form, launcher, script, new_script, hosts)
     if target is not None and target.form == "trl":
         request = replace(request, chunked_head=True)  # SFTTrainer's own: head and loss in tiles
@@ -142,6 +156,35 @@ def recommend(
         terminal = Terminal.here(wide=wide)
         show(answer_text(found, style, files=written, terminal=terminal, quiet=quiet, next_command=following))
     if found.best is None or found.best.plan.undecided:
+        raise typer.Exit(EXIT_DOES_NOT_FIT)
+
+
+def _layouts(
+    request: Request,
+    checkpointing: bool | None,
+    given: dict[str, Any],
+    *,
+    smallest: bool,
+    as_json: bool,
+    wide: bool,
+    quiet: bool,
+) -> None:
+    """Answer ``--layouts`` and ``--smallest``; `given` are the values of options that cannot stand beside them."""
+    from zeroplan.report.layouts import layouts_text
+    from zeroplan.report.terminal import Terminal
+    from zeroplan.search.layouts import search_layouts, smallest_cluster
+
+    for flag, value in given.items():
+        if value:
+            raise BadInput("cannot stand beside --layouts", where=flag, remedy="leave one of the two out")
+    if request.model is None:
+        raise BadInput("no model whose matrices could be shared", where="MODEL", remedy="give one id, path or config")
+    found = (smallest_cluster if smallest else search_layouts)(request, checkpointing)
+    if as_json:
+        show(json.dumps(found.to_dict(), indent=2))
+    else:
+        show(layouts_text(found, terminal=Terminal.here(wide=wide), quiet=quiet))
+    if found.best is None:
         raise typer.Exit(EXIT_DOES_NOT_FIT)
 
 

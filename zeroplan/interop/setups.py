@@ -39,6 +39,7 @@ class Setup:
         offload_param: where parameters go, for engines without a ds_config.
         gpus: a node.
         nodes: nodes.
+        cp: ranks that share each sample's tokens; its key stands among `unmodelled`, too, for verbs without layouts.
         ds_config: what DeepSpeed is given.
         quantize: how a frozen base is kept: ``nf4``, or None for 16 or 32 bits.
         adapter_dtype: of adapters beside a quantised base, where the program casts them.
@@ -84,6 +85,7 @@ class Setup:
     offload_param: str | None = None
     gpus: int | None = None
     nodes: int | None = None
+    cp: int | None = None
     ds_config: Mapping[str, Any] | None = None
     quantize: str | None = None
     adapter_dtype: str | None = None

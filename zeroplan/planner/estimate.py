@@ -68,10 +68,7 @@ def estimate_runs(request: Request, each: Callable[[Estimate, int], None] | None
     runs: list[Simulated | None] = []
     for done, case in enumerate(resolved.cases):
         working(f"planning {case.zero.label}", done, len(resolved.cases))
-        if case.layout.pp == 1:
-            plan, run = _simulated(formula_plan(resolved.engine, case), case, resolved, tapes, config, shallow)
-        else:
-            plan, run = _pipeline(case, resolved, tapes, config, shallow)
+        plan, run = plan_case(case, resolved, tapes, config, shallow)
         plans.append(plan)
         runs.append(run)
         if each is not None:
@@ -131,10 +128,23 @@ def _tapes(engine: Engine, request: Request) -> ExpandedTapes:
     return ExpandedTapes(engine)
 
 
-def _pipeline(
+def plan_case(
     case: Case, resolved: Resolved, tapes: ExpandedTapes | None, config: AllocatorConfig | None, shallow: list[str]
 ) -> tuple[MemoryPlan, Simulated | None]:
-    """Return the plan of the pipeline's stage that needs the most, with its run; arguments as of :func:`_simulated`."""
+    """Return the plan of one case with its simulated run; of a pipeline that of the stage that needs the most.
+
+    Args:
+        case: the case.
+        resolved: the request that it is of.
+        tapes: the tapes of its layouts; None for formula depth.
+        config: the allocator's settings; None for torch's defaults.
+        shallow: gets a warning where the plan stays at formula depth because the model cannot be traced.
+
+    Raises:
+        BadInput: when the model cannot be traced and the user asked for simulated depth by name.
+    """
+    if case.layout.pp == 1:
+        return _simulated(formula_plan(resolved.engine, case), case, resolved, tapes, config, shallow)
     from zeroplan.planner.stages import plan_stages
 
     def planned(stage: Case) -> tuple[MemoryPlan, Simulated | None]:

@@ -39,11 +39,27 @@ def with_files(request: Request) -> tuple[Request, Setup]:
         BadInput: files that cannot be read or that a flag contradicts.
     """
     setup = read_setups(request.files, request.program, training_of(request.task))
-    return filled(request, setup), setup
+    return _with_layout(filled(request, setup), setup), setup
+
+
+def _with_layout(request: Request, setup: Setup) -> Request:
+    """Return the request with the setup's degrees, whose keys then no longer stand among what is left out.
+
+    Raises:
+        BadInput: a flag that contradicts the setup.
+    """
+    if setup.cp is None:
+        return request
+    key = setup.keys["cp"]
+    if request.cp not in (1, setup.cp):
+        raise BadInput(
+            f"{setup.files[0]} says {setup.cp} ({key}), the flag {request.cp}", where="--cp", remedy="change one of the two"
+        )
+    return replace(request, cp=setup.cp, unmodelled=tuple(one for one in request.unmodelled if one.key != key))
 
 
 def filled(request: Request, setup: Setup) -> Request:
-    """Return the request filled with a setup's values.
+    """Return the request filled with a setup's values; degrees of parallelism stay among what is left out.
 
     Raises:
         BadInput: a flag that contradicts the setup.

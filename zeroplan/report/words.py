@@ -26,12 +26,17 @@ def host_text(memory: int, usable: int, kind: str) -> str:
     return f"{format_bytes(memory, digits=0)} host ({format_bytes(usable, digits=1)} usable, as a {kind})"
 
 
+def degrees_text(layout: Mapping[str, Any]) -> str:
+    """Return ``"dp 2 × tp 4 with split tokens"`` for a layout as the report's JSON holds it."""
+    degrees = [f"{name} {layout[name]}" for name in ("dp", "tp", "cp", "pp", "vpp") if layout[name] > 1]
+    return (" × ".join(degrees) or "one rank") + (" with split tokens" if layout["sp"] else "")
+
+
 def machine_text(cluster: Mapping[str, Any]) -> str:
     """Return ``"8 GPUs of 80 GiB (79.4 GiB usable), 512 GiB host (…)"`` for a cluster as the report's JSON holds it."""
     text = gpus_text(cluster["nodes"], cluster["gpus"])
     if layout := cluster.get("layout"):
-        degrees = [f"{name} {layout[name]}" for name in ("dp", "tp", "cp", "pp", "vpp") if layout[name] > 1]
-        text += f" as {' × '.join(degrees)}" + (" with split tokens" if layout["sp"] else "")
+        text += f" as {degrees_text(layout)}"
     if cluster["vram"]:
         text += f" of {format_bytes(cluster['vram'], digits=0)} ({format_bytes(cluster['usable_vram'], digits=1)} usable)"
     if cluster["cpu_ram"]:

@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -28,6 +28,10 @@ from zeroplan.tapes import shipped
 
 #: Seconds of one trace relative to a decoder's, by family: two stacks, several ranges of lengths, or mixtures of experts.
 _COST = {"t5": 4, "whisper": 4, "gemma3": 4, "gemma3_text": 4, "gemma2": 3, "modernbert": 3, "deepseek_v2": 3, "deepseek_v3": 3}
+
+
+#: By model, the variants to trace it with.
+Wanted = Mapping[str, Sequence[TraceOptions]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +76,19 @@ class TapeFolder:
                 yield key, ending, os.path.join(base, name)
 
 
-def units(
-    entries: Sequence[catalog.Entry], wanted: Sequence[TraceOptions], todo: Callable[[str, str], bool]
-) -> list[TraceTask]:
+def units(entries: Sequence[catalog.Entry], wanted: Wanted, todo: Callable[[str, str], bool]) -> list[TraceTask]:
     """The work, in the order in which to begin it. `todo` says whether a model's variant is to be traced."""
     families: dict[tuple[str, str], list[catalog.Entry]] = {}
     for entry in entries:
         families.setdefault((str(entry.config["model_type"]), auto_class_of(entry.config)), []).append(entry)
     found = []
-    for place, options in enumerate(wanted):
+    places: dict[TraceOptions, int] = {}
+    for variants in wanted.values():
+        for place, options in enumerate(variants):
+            places.setdefault(options, place)
+    for options, place in places.items():
         for (family, _), members in families.items():
-            models = tuple(e.id for e in members if todo(e.id, options.key))
+            models = tuple(e.id for e in members if options in wanted[e.id] and todo(e.id, options.key))
             if models:
                 found.append(TraceTask(models, options, (place // 20, -len(models) * _COST.get(family, 1))))
     return sorted(found, key=lambda unit: unit.order)

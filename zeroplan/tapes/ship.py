@@ -16,12 +16,11 @@ from collections.abc import Sequence
 
 from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.tape_codec import from_json
-from zeroplan.core.tape_options import TraceOptions
 from zeroplan.models import catalog
 from zeroplan.tapes import shipped
 from zeroplan.tapes.cache import versions
-from zeroplan.tapes.regenerate import TapeFolder, run, units
-from zeroplan.tapes.variants import evaluation_variants, variants
+from zeroplan.tapes.regenerate import TapeFolder, Wanted, run, units
+from zeroplan.tapes.variants import evaluation_variants, variants_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,10 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--compare", metavar="DIR", help="trace nothing: say how another folder's tapes differ")
     options = parser.parse_args(arguments)
     entries = [e for e in catalog.entries() if options.only in e.id]
-    wanted = [v for v in variants() if options.variants in v.key]
+    wanted = {e.id: [v for v in variants_of(e.id) if options.variants in v.key] for e in entries}
     if options.status:
         return status(entries, wanted, options.into)
-    wanted += [v for v in evaluation_variants() if options.variants in v.key]
+    optional = [v for v in evaluation_variants() if options.variants in v.key]
+    wanted = {model: [*own, *optional] for model, own in wanted.items()}
     if options.compare:
         return compare(entries, wanted, options.into, options.compare)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # read when the processes import torch: a trace is the same with and without
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def status(entries: Sequence[catalog.Entry], wanted: Sequence[TraceOptions], folder: str) -> int:
+def status(entries: Sequence[catalog.Entry], wanted: Wanted, folder: str) -> int:
     """Print what a folder holds; 1 where a tape is missing that is not known to fail."""
     missing: list[str] = []
     failed: dict[str, list[str]] = defaultdict(list)
@@ -69,7 +69,7 @@ def status(entries: Sequence[catalog.Entry], wanted: Sequence[TraceOptions], fol
         path = shipped.path_of(entry.id, folder)
         content = shipped.read_file(path)
         size += os.path.getsize(path) if content else 0
-        for options in wanted:
+        for options in wanted[entry.id]:
             if options.key in content:
                 count += 1
                 software[content.get(shipped.SOFTWARE, {}).get(options.key, "unknown versions")] += 1
@@ -84,18 +84,17 @@ def status(entries: Sequence[catalog.Entry], wanted: Sequence[TraceOptions], fol
     for versions_, number in software.most_common():
         print(f"{number} tapes by {versions_}")
     known = sum(map(len, failed.values()))
-    print(
-        f"{count} of {len(entries) * len(wanted)} tapes, {known} known to fail, {len(missing)} missing; {size / 2**20:.1f} MiB"
-    )
+    whole = sum(len(wanted[entry.id]) for entry in entries)
+    print(f"{count} of {whole} tapes, {known} known to fail, {len(missing)} missing; {size / 2**20:.1f} MiB")
     return 1 if missing else 0
 
 
-def compare(entries: Sequence[catalog.Entry], wanted: Sequence[TraceOptions], folder: str, other: str) -> int:
+def compare(entries: Sequence[catalog.Entry], wanted: Wanted, folder: str, other: str) -> int:
     """Print which tapes that both folders hold differ in their events; 1 if any does."""
     same, differ = 0, []
     for entry in entries:
         one, two = (shipped.read_file(shipped.path_of(entry.id, path)) for path in (folder, other))
-        for key in (v.key for v in wanted if v.key in one and v.key in two):
+        for key in (v.key for v in wanted[entry.id] if v.key in one and v.key in two):
             note = "" if one[key] == two[key] else _difference(one[key], two[key])
             same += not note
             if note:

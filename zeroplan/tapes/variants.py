@@ -35,3 +35,28 @@ def evaluation_variants() -> tuple[TraceOptions, ...]:
     whole = [TraceOptions(_SDPA, arithmetic=arithmetic, evaluation=True) for arithmetic in (_HALF, _AUTOCAST, _FP32)]
     adapted = [TraceOptions(_SDPA, arithmetic=arithmetic, lora=(), evaluation=True) for arithmetic in (_HALF, _AUTOCAST)]
     return (*whole, *adapted)
+
+
+#: Models that are shipped as tensor-parallel ranks run them, too.
+TENSOR_PARALLEL = frozenset(
+    {
+        "meta-llama/Llama-3.1-8B",
+        "meta-llama/Llama-3.1-70B",
+        "meta-llama/Llama-3.1-405B",
+        "meta-llama/Llama-3.3-70B-Instruct",
+        "Qwen/Qwen2.5-32B",
+        "Qwen/Qwen2.5-72B",
+        "Qwen/Qwen3-8B",
+        "Qwen/Qwen3-32B",
+    }
+)
+
+
+def variants_of(model: str) -> tuple[TraceOptions, ...]:
+    """Return the variants that a catalog model is shipped with: every model's, and those of 2, 4 and 8 tensor-parallel ranks
+    where people run it so: in 16 bits under sdpa, without checkpointing and with it, with split tokens and without.
+    """
+    if model not in TENSOR_PARALLEL:
+        return variants()
+    ranks = [TraceOptions(_SDPA, how, tp=tp, sp=sp) for tp in (8, 4, 2) for sp in (True, False) for how in (_FULL, _NONE)]
+    return (*variants(), *ranks)

@@ -79,11 +79,7 @@ class Accelerate(Program):
             run.leave_out("distributed_type", UNKNOWN, "Megatron-LM's engine; DDP's figures stand in")
         else:
             run.set("engine", "ddp", "distributed_type")
-        parallel = run.block("parallelism_config")
-        for key in parallel.data:
-            degree = parallel.value(key)
-            if key.endswith("_size") and isinstance(degree, int) and degree > 1 and "dp_shard" not in key:
-                run.leave_out(f"parallelism_config.{key}", UNKNOWN, "degrees beside data parallelism are not planned")
+        _layout(run)
         dynamo = run.block("dynamo_config")
         if any(dynamo.on(key) for key in dynamo.data):
             run.leave_out("dynamo_config", UNKNOWN, "compiled graphs keep other tensors than eager ones")
@@ -126,6 +122,38 @@ class Accelerate(Program):
             options=plain,
             wraps="NO_WRAP",
         )
+
+
+#: Degrees of ``parallelism_config`` that no field holds, and why.
+_DEGREES = {
+    "dp_replicate_size": "replicas of the shard group are not planned",
+    "tp_size": "transformers' plan leaves the embedding whole and gathers logits; --tp splits both, as torchtitan does",
+    "sp_size": "Ulysses' sequence parallelism is not planned",
+}
+
+
+def _layout(run: Builder) -> None:
+    """Read ``parallelism_config``; flags of the launcher have its keys with a prefix.
+
+    Source: accelerate 1.15, parallelism_config.py (ParallelismConfig).
+    """
+    block = run.block("parallelism_config")
+    prefix = "parallelism_config_"
+    sizes = Keys({key.removeprefix(prefix): value for key, value in block.data.items()}, block.name)
+    written = {key.removeprefix(prefix): f"parallelism_config.{key}" for key in block.data}
+    for key, says in _DEGREES.items():
+        if (sizes.number(key) or 1) > 1:
+            run.leave_out(written[key], UNKNOWN, says)
+    ring = sizes.number("cp_size") or 1
+    if ring == 1:
+        return
+    if run.fields.get("engine") != "fsdp2" or run.fields.get("fsdp_version") == 1:
+        run.leave_out(written["cp_size"], UNKNOWN, "context parallelism is planned for FSDP 2 alone")
+        return
+    run.set("cp", ring, written["cp_size"])
+    run.leave_out(written["cp_size"], UNKNOWN, "ranks that share samples are planned by estimate and explain alone")
+    if (sizes.word("cp_comm_strategy") or "allgather") != "allgather":
+        run.leave_out(written["cp_comm_strategy"], UNKNOWN, "the ring that gathers keys and values at once is planned")
 
 
 def launch_document(command: Command, document: Document) -> Document | None:

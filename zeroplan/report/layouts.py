@@ -1,0 +1,71 @@
+"""What ``recommend --layouts`` prints: the layout that was chosen, and those before it with what they need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from zeroplan.core.units import format_bytes
+from zeroplan.report.terminal import Terminal
+from zeroplan.report.words import degrees_text, gpus_text
+
+if TYPE_CHECKING:
+    from zeroplan.search.layouts import LaidOut, LayoutAnswer
+
+
+def layouts_text(answer: LayoutAnswer, *, terminal: Terminal, quiet: bool = False) -> str:
+    """Write the verdict, the way to it, and the flags that plan the layout; the verdict alone if `quiet`."""
+    best = answer.best
+    verdict = f"Fits: {_named(best)}, {_need(best)} a GPU." if best is not None else "Nothing fits: no layout that was tried."
+    lines = terminal.verdict(verdict, best is not None)
+    if quiet:
+        return "\n".join(lines)
+    if answer.tried:
+        lines.append("")
+        lines += terminal.wrap("Layouts that share less, in their order, need more than the card has:")
+        for text in _tried(answer):
+            lines += terminal.wrap(text, indent="  ", hang="    ")
+    if best is not None:
+        lines.append("")
+        lines += terminal.wrap(
+            "Why: fewer ranks a replica communicate less, tensor parallelism is for the links within a node, and pipeline "
+            "stages wait in bubbles; layouts are tried in this order, and the first that fits is the answer. Step times of "
+            "layouts are not predicted."
+        )
+        lines += terminal.wrap(f"Next: zeroplan estimate with {best.flags}")
+    for text in answer.warnings:
+        lines += terminal.wrap(f"Warning: {text}")
+    return "\n".join(lines)
+
+
+def _tried(answer: LayoutAnswer) -> Iterator[str]:
+    """Yield a line for each layout that was simulated, and one for all of a cluster whose states alone were too large."""
+    too_large: dict[int, list[int]] = {}
+    for one in answer.tried:
+        if one.plan.fits is False and one.plan.gpu.total is None:
+            too_large.setdefault(one.request.nodes, []).append(one.plan.gpu.model_states)
+    for one in answer.tried:
+        states = too_large.get(one.request.nodes, [])
+        if one.plan.fits is False and one.plan.gpu.total is None:
+            if states:
+                where, usable = gpus_text(one.request.nodes, one.request.gpus), format_bytes(one.plan.gpu.usable or 0, digits=1)
+                count = f"{len(states)} layouts" if len(states) > 1 else "1 layout"
+                yield f"{where}: {count} of {format_bytes(min(states), digits=1)} and more of model states alone, of {usable}"
+                states.clear()
+        else:
+            yield f"{_named(one)}: {_need(one)}"
+
+
+def _named(one: LaidOut) -> str:
+    request = one.request
+    text = f"{gpus_text(request.nodes, request.gpus)} as {degrees_text(one.to_dict()['layout'])}, ZeRO-{one.plan.stage}"
+    return text + (", checkpointing" if request.gradient_checkpointing else "")
+
+
+def _need(one: LaidOut) -> str:
+    gpu = one.plan.gpu
+    usable = f"of {format_bytes(gpu.usable or 0, digits=1)}"
+    if gpu.total is None:
+        return f"{format_bytes(gpu.model_states, digits=1)} {usable} and activations that are not known"
+    most = f" (at most {format_bytes(gpu.interval[1], digits=1)})" if gpu.interval else ""
+    return f"{format_bytes(gpu.total, digits=1)} {usable}{most}"

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from zeroplan.report.page import asset, page
+from zeroplan.report.palette import palette
 
 ROOT = Path(__file__).resolve().parents[2]
 Cli = Callable[..., tuple[int, str, str]]
@@ -23,6 +24,15 @@ def test_a_page_needs_no_other_file() -> None:
     assert asset("timeline.js") in text
     assert "src=" not in text
     assert "href=" not in text
+
+
+def test_reports_have_the_colours_of_the_page() -> None:
+    style = (ROOT / "zeroplan" / "ui" / "static" / "style.css").read_text()
+    colours = palette()
+    assert len(colours) > 10
+    assert {
+        name: f"--{name}: light-dark({light}, {dark})" in style for name, (light, dark) in colours.items()
+    } == dict.fromkeys(colours, True)
 
 
 def test_both_reports_are_pages(cli: Cli, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def pareto_front(points: Sequence[Point]) -> list[Point]:
 
 def pareto_svg(points: Sequence[Point], limit: int | None, rows: dict[int, int] | None = None) -> str:
     """Return a scatter plot as SVG: GiB a GPU on the x axis, tokens/s on the y axis. The front's points have their names beside
-    them, every other shows its name on hovering.
+    them, and ranked ones their row's number; every other shows its name on hovering.
 
     Args:
         points: the configurations. Empty text is returned if there are none.
@@ -123,11 +123,14 @@ def pareto_svg(points: Sequence[Point], limit: int | None, rows: dict[int, int] 
     if len(front) > 1:
         edge = " ".join(f"{x(p.bytes):.1f},{y(p.tokens_per_second):.1f}" for p in front)
         parts.append(f"<polyline points='{edge}' {svg.stroke('accent')} stroke-width='1.7'/>")
-    places = [(x(p.bytes), y(p.tokens_per_second)) for _, p in shown]
-    labels = _labels([(x(p.bytes), y(p.tokens_per_second), p.label) for p in front], places)
-    named = dict(zip(map(id, front), labels, strict=True))
-    for at, p in sorted(shown, key=lambda one: id(one[1]) in named):
-        parts.append(_point(p, x(p.bytes), y(p.tokens_per_second), rows.get(at), named.get(id(p), "")))
+    on_front = set(map(id, front))
+    wanted = [(at, p) for at, p in shown if at in rows or id(p) in on_front]
+    names = [_names(p, rows.get(at), on_front=id(p) in on_front) for at, p in wanted]
+    spots = [(x(p.bytes), y(p.tokens_per_second)) for _, p in wanted]
+    others = [(x(p.bytes), y(p.tokens_per_second)) for _, p in shown]
+    labels = dict(zip((at for at, _ in wanted), _labels(spots, names, others), strict=True))
+    for at, p in sorted(shown, key=lambda one: one[0] in labels):
+        parts.append(_point(p, x(p.bytes), y(p.tokens_per_second), rows.get(at), labels.get(at, "")))
     head = f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role='img' aria-label='memory and speed of each configuration'>"
     return "".join([head, *parts, "</svg>"])
 
@@ -143,25 +146,39 @@ def _point(point: Point, x: float, y: float, row: int | None, label: str) -> str
     return drawn if row is None else f"<a id='point-{row}' href='#row-{row}'>{drawn}</a>"
 
 
-def _labels(points: Sequence[tuple[float, float, str]], others: Sequence[tuple[float, float]], size: float = 12.5) -> list[str]:
-    """Return the front's names beside its points, where they cover none of the `others`: to the left, above which there is
-    nothing faster, else to the right. One that finds no room is left to hovering.
+def _names(point: Point, row: int | None, *, on_front: bool) -> list[str]:
+    """Return what may stand beside a point, the longest first: its name if it is on the front, and its row's number."""
+    number = "" if row is None else str(row + 1)
+    full = f"{number}: {point.label}" if number else point.label
+    return [full, number] if on_front else [number]
+
+
+def _labels(
+    spots: Sequence[tuple[float, float]],
+    names: Sequence[Sequence[str]],
+    others: Sequence[tuple[float, float]],
+    size: float = 12.5,
+) -> list[str]:
+    """Return a label for each spot, where it covers none of the `others` and no other label: to the left, above which there is
+    nothing faster, else to the right. A name that finds no room gives way to the next; the last is left to hovering.
     """
-    taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in others]
+    taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in others]
     labels = []
-    for x, y, words in reversed(points):
-        width, found = 0.54 * size * len(words), ""
-        tried = [(x - 9 - width, y + down, "end") for down in (-6, 4, -16, 16)]
-        tried += [(x + 10, y + down, "start") for down in (-6, 4, 16, -16)]
-        for left, base, anchor in tried:
-            box = (left, base - size, left + width, base + 3)
-            inside = left > _LEFT and left + width < _WIDTH - 4 and base - size > _TOP - 6
-            if inside and not any(_overlap(box, other) for other in taken):
+    for (x, y), texts in zip(spots, names, strict=True):
+        tried = [(text, side, down) for text in texts for side in (-1, 1) for down in (4, -6, 16, -16)]
+        label = ""
+        for text, side, down in tried:
+            width = 0.54 * size * len(text)
+            left = x - 9 - width if side < 0 else x + 9
+            box = (left, y + down - 0.8 * size, left + width, y + down + 2)
+            inside = left > _LEFT and left + width < _WIDTH - 4 and box[1] > _TOP - 6
+            if text and inside and not any(_overlap(box, other) for other in taken):
                 taken.append(box)
-                found = svg.text(x - 9 if anchor == "end" else x + 10, base, words, size=size, anchor=anchor, rim=True)
+                anchor = "end" if side < 0 else "start"
+                label = svg.text(x + 9 * side, y + down, text, size=size, anchor=anchor, rim=True)
                 break
-        labels.append(found)
-    return labels[::-1]
+        labels.append(label)
+    return labels
 
 
 def _overlap(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> bool:

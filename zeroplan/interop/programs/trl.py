@@ -154,12 +154,21 @@ class Trl(Program):
         elif task == "reward":
             _reward(run)
         elif task in _TASKS:
-            run.leave_out(f"task {task}", *_TASKS[task])
+            effect, says = _TASKS[task]
+            run.leave_out(f"task {task}", effect, says + _beside(run))
         elif not run.amount("label_smoothing_factor"):
             run.set("chunked_head", True)  # of every loss_type; label smoothing takes all logits
             if run.data.get("fsdp"):
                 run.leave_out("fsdp", Effect.UNKNOWN, "TRL's head gathers its sharded weight by itself")
         return run.setup("hf-trainer", "trl")
+
+
+def _beside(run: Builder) -> str:
+    """Return what of each GPU vLLM takes for itself where it generates on the GPUs that train; an empty text elsewhere."""
+    if not run.flag("use_vllm") or (run.word("vllm_mode") or "colocate") != "colocate":
+        return ""
+    share = run.amount("vllm_gpu_memory_utilization")
+    return f"; vLLM takes {0.3 if share is None else share:.0%} of each GPU for itself"
 
 
 def _preference(run: Builder) -> None:

@@ -349,7 +349,35 @@ DS_CONFIGS = (
     "batches.json",
 )
 
-_GROUPS = (_models, _layouts, _optimizers, _ranks, _sizes, _machines, _ds_configs, _explain, _recommend, _refusals)
+
+def _evaluations_and_lengths() -> list[Words]:
+    """Evaluations between steps under each engine, and batches of different lengths."""
+    llama = ("estimate", "meta-llama/Llama-3.2-1B", "--gpus", "2", "--vram", "80G", "--seq-len", "1024")
+    layouts = ("ddp 0", "deepspeed 2", "deepspeed 3", "fsdp2 3", "fsdp 3", "zeroplan 2")
+    found: list[Words] = []
+    for layout in layouts:
+        engine, stage = layout.split()
+        run = (*llama, "--engine", engine, "--stage", stage, "--json")
+        found += [(*run, "--eval-batch", "8"), (*run, "--lengths", "300,1024", "--micro-batch", "2")]
+    found.append((*llama, "--engine", "ddp", "--eval-batch", "8", "--eval-logits", "3", "--json"))
+    found.append((*llama, "--engine", "deepspeed", "--stage", "1", "--lora-rank", "8", "--eval-batch", "16", "--json"))
+    found.append((*llama, "--engine", "ddp", "--eval-logits", "3"))
+    return found
+
+
+_GROUPS = (
+    _models,
+    _layouts,
+    _optimizers,
+    _ranks,
+    _sizes,
+    _machines,
+    _ds_configs,
+    _explain,
+    _recommend,
+    _refusals,
+    _evaluations_and_lengths,
+)
 
 
 def requests() -> list[Words]:

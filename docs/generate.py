@@ -22,7 +22,6 @@ from benchmarks.recommend.page import measured
 from benchmarks.step.page import runtime_speed
 from benchmarks.verified import verify_measured
 from docs.commands import PAGES_WITH_COMMANDS, renewed
-from docs.reference import api, options
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.gpus import GPUS
 from zeroplan.core.units import format_bytes, format_count
@@ -257,8 +256,6 @@ PAGES: dict[str, Callable[[], str]] = {
     "gpus.md": gpus,
     "ds_config_keys.md": keys,
     "accuracy.md": accuracy,
-    "api.md": api,
-    "options.md": options,
     "runtime_speed.md": runtime_speed,
     "verify_measured.md": verify_measured,
     "recommend_measured.md": measured,

@@ -1,4 +1,7 @@
-"""The pages that are made from docstrings and from the command line's own help: the Python reference, and every option."""
+"""A hook of mkdocs: the pages made from docstrings and from the command line's own help, the Python reference and every option.
+
+They are made whenever the documentation is built, so they stand in no file that could be stale.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,9 @@ import re
 import typing
 from collections.abc import Iterator
 from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
 
 from zeroplan.report.table import render
 
@@ -27,6 +33,13 @@ _PUBLIC = {
 }
 _SECTIONS = ("Args", "Attributes", "Returns", "Raises", "Yields")
 _ROLE = re.compile(r":(?:func|class|meth|mod|data|attr):`~?([^`]+)`")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add both pages."""
+    for name, make in {"api.md": api, "options.md": options}.items():
+        files.append(File.generated(config, name, content=make()))
+    return files
 
 
 def api() -> str:

@@ -87,16 +87,21 @@ def renumbered(tape: ExpandedTape) -> tuple[list[int], ...]:
     "config, options, points",
     [
         (LLAMA, TraceOptions(), [(1, 100), (3, 333)]),
-        (LLAMA, TraceOptions(attn=Attention.EAGER, arithmetic=Arithmetic.FP32), [(2, 77)]),
-        (LLAMA, TraceOptions(attn=Attention.FLASH), [(2, 77)]),
         (LLAMA, TraceOptions(checkpointing=Checkpointing.NON_REENTRANT, zero3=True), [(1, 100), (5, 64)]),
-        (LLAMA, TraceOptions(checkpointing=Checkpointing.REENTRANT), [(2, 100)]),
-        (LLAMA, TraceOptions(checkpointing=Checkpointing.SELECTIVE, zero3=True), [(2, 100)]),
         (LLAMA, TraceOptions(arithmetic=Arithmetic.AUTOCAST), [(1, 100), (2, 50)]),
-        (LLAMA, TraceOptions(lora=(), checkpointing=Checkpointing.NON_REENTRANT), [(2, 100)]),
-        (GEMMA2, TraceOptions(), [(1, 599), (1, 600), (2, 1024)]),
         (T5, TraceOptions(), [(2, 96)]),
-        (MOE, TraceOptions(), [(2, 96)]),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                (LLAMA, TraceOptions(attn=Attention.EAGER, arithmetic=Arithmetic.FP32), [(2, 77)]),
+                (LLAMA, TraceOptions(attn=Attention.FLASH), [(2, 77)]),
+                (LLAMA, TraceOptions(checkpointing=Checkpointing.REENTRANT), [(2, 100)]),
+                (LLAMA, TraceOptions(checkpointing=Checkpointing.SELECTIVE, zero3=True), [(2, 100)]),
+                (LLAMA, TraceOptions(lora=(), checkpointing=Checkpointing.NON_REENTRANT), [(2, 100)]),
+                (GEMMA2, TraceOptions(), [(1, 599), (1, 600), (2, 1024)]),
+                (MOE, TraceOptions(), [(2, 96)]),
+            )
+        ),
     ],
     ids=lambda value: value.key if isinstance(value, TraceOptions) else value["model_type"] if isinstance(value, dict) else "",
 )

@@ -32,18 +32,25 @@ CONFIG = {
     "tie_word_embeddings": True,
 }
 BATCH, SEQ = 2, 64
+OPTIONS = (TraceOptions(), TraceOptions(tp=2), TraceOptions(tp=2, sp=True), TraceOptions(tp=2, cp=2))
+
+
+class Tapes(dict[str, ExpandedTape]):
+    """By the options' key, each traced when it is first asked for."""
+
+    def __missing__(self, key: str) -> ExpandedTape:
+        from zeroplan.trace.api import trace_model
+
+        options = next(one for one in OPTIONS if one.key == TraceOptions().key + key)
+        tape = trace_model(CONFIG, "AutoModelForCausalLM", options)
+        self[key] = tape.expand(BATCH, SEQ // options.split_tokens)
+        return self[key]
 
 
 @pytest.fixture(scope="module")
-def tapes() -> dict[str, ExpandedTape]:
-    """By the options' key, the tape of a rank without tensor parallelism, of one of two ranks, and with split tokens."""
-    from zeroplan.trace.api import trace_model
-
-    found = {}
-    for options in (TraceOptions(), TraceOptions(tp=2), TraceOptions(tp=2, sp=True), TraceOptions(tp=2, cp=2)):
-        tape = trace_model(CONFIG, "AutoModelForCausalLM", options)
-        found[options.key.removeprefix(TraceOptions().key)] = tape.expand(BATCH, SEQ // options.split_tokens)
-    return found
+def tapes() -> Tapes:
+    """Of a rank without tensor parallelism, of one of two ranks, with split tokens, and with split samples."""
+    return Tapes()
 
 
 def _collectives(tape: ExpandedTape) -> list[int]:
@@ -51,7 +58,8 @@ def _collectives(tape: ExpandedTape) -> list[int]:
     return [size for op, size, kind in zip(tape.op, tape.aux, tape.kind, strict=True) if op == alloc and kind == Kind.COMM]
 
 
-def test_a_rank_traces_the_parts_that_the_ledger_counts(tapes: dict[str, ExpandedTape]) -> None:
+@pytest.mark.long
+def test_a_rank_traces_the_parts_that_the_ledger_counts(tapes: Tapes) -> None:
     parameters = load_model(CONFIG).parameters
     assert tapes[""].parameters.shapes == parameters.shapes
     for key in ("_tp2", "_tp2+sp"):
@@ -59,7 +67,8 @@ def test_a_rank_traces_the_parts_that_the_ledger_counts(tapes: dict[str, Expande
         assert tapes[key].parameters.shapes == local_parameters(parameters, "qwen3", 2).shapes
 
 
-def test_collectives_are_allocations_of_the_tape(tapes: dict[str, ExpandedTape]) -> None:
+@pytest.mark.long
+def test_collectives_are_allocations_of_the_tape(tapes: Tapes) -> None:
     """Without split tokens each block sums two outputs in the forward and two gradients in the backward, and a gradient of
     each norm of the heads; the embedding and the head's input do once. The loss sums over the vocabulary.
     """
@@ -72,14 +81,15 @@ def test_collectives_are_allocations_of_the_tape(tapes: dict[str, ExpandedTape])
     assert split.count(whole) >= 6 * 4  # gathers before attention and MLP, and of the row-wise layers' gradients
 
 
-def test_shared_activations_shrink(tapes: dict[str, ExpandedTape]) -> None:
+@pytest.mark.long
+def test_shared_activations_shrink(tapes: Tapes) -> None:
     whole, shared, split = (tapes[key].activation_peak for key in ("", "_tp2", "_tp2+sp"))
     assert whole / 2 < split < shared < whole
 
 
-@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("sp", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize("stage", [2, 3])
-def test_what_the_ledger_keeps_the_schedule_leaves_alive(tapes: dict[str, ExpandedTape], stage: int, sp: bool) -> None:
+def test_what_the_ledger_keeps_the_schedule_leaves_alive(tapes: Tapes, stage: int, sp: bool) -> None:
     layout = ParallelLayout(gpus=8, tp=2, sp=sp)
     work = Workload(micro_batch=BATCH, seq_len=SEQ)
     case = Case(load_model(CONFIG), work, Cluster(gpus=8), ZeroConfig.of(stage), parallel=layout)
@@ -88,7 +98,8 @@ def test_what_the_ledger_keeps_the_schedule_leaves_alive(tapes: dict[str, Expand
     assert not ledger_and_schedule_differ(case, engine, tapes["_tp2+sp" if sp else "_tp2"])
 
 
-def test_a_ring_gathers_keys_and_values(tapes: dict[str, ExpandedTape]) -> None:
+@pytest.mark.long
+def test_a_ring_gathers_keys_and_values(tapes: Tapes) -> None:
     """Each block gathers both ranks' keys and values in the forward and again in the backward, and passes fp32 gradients on:
     one of its two KV heads a tensor-parallel rank, over half of the tokens.
     """
@@ -100,7 +111,7 @@ def test_a_ring_gathers_keys_and_values(tapes: dict[str, ExpandedTape]) -> None:
     assert tapes["_tp2_cp2"].activation_peak < 0.6 * tapes["_tp2"].activation_peak
 
 
-def test_what_the_ledger_keeps_with_split_samples_the_schedule_leaves_alive(tapes: dict[str, ExpandedTape]) -> None:
+def test_what_the_ledger_keeps_with_split_samples_the_schedule_leaves_alive(tapes: Tapes) -> None:
     work = Workload(micro_batch=BATCH, seq_len=SEQ)
     case = Case(load_model(CONFIG), work, Cluster(gpus=8), ZeroConfig.of(3), parallel=ParallelLayout(gpus=8, tp=2, cp=2))
     engine = find_engine("fsdp2")

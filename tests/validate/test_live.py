@@ -40,11 +40,11 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_a_module_of_the_users_own_script_on_two_ranks(tmp_path: Path) -> None:
+def test_a_module_of_the_users_own_script_on_two_ranks(tmp_path: Path, warm_python: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run([warm_python, str(script)], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     drift = Drift.model_validate_json(done.stdout)
     assert drift.within, drift

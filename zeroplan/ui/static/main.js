@@ -38,8 +38,12 @@ function go(next, push) {
   state = Object.fromEntries(Object.entries(next).filter(([, value]) => value !== null && value !== undefined && value !== ""));
   remember(push);
   sync(state, answer, names);
+  by("answer").setAttribute("aria-busy", "true"); // what is shown is of the question before
   clearTimeout(timer);
-  timer = setTimeout(ask, push ? 0 : REST);
+  timer = setTimeout(() => {
+    timer = 0;
+    ask();
+  }, push ? 0 : REST);
 }
 
 function remember(push) {
@@ -79,7 +83,7 @@ async function ask() {
       again = false;
       ask();
     } else {
-      by("answer").setAttribute("aria-busy", "false");
+      by("answer").setAttribute("aria-busy", String(timer !== 0));
       by("answer").classList.remove("old");
     }
   }

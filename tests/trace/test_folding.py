@@ -142,6 +142,7 @@ def test_models_of_a_family_share_patterns_and_come_out_the_same() -> None:
         assert columns(borrowed.expand(batch, seq)) == columns(own.expand(batch, seq))
 
 
+@pytest.mark.long
 def test_a_second_t5_needs_no_points_but_those_of_its_sizes() -> None:
     """Its casts under autocast end in runs of frees that the folder puts into order: the traces themselves keep theirs."""
     donors, options = Donors(), TraceOptions(arithmetic=Arithmetic.AUTOCAST)

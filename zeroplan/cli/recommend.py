@@ -261,7 +261,7 @@ def _catalog(
 
     if options.candidates is not None:
         raise BadInput("needs a model", where="--candidates", remedy="name the model that the configurations train")
-    found = overview(request, options)
+    found = overview(request, options if as_json else replace(options, explain=False))  # the text has the verdict alone
     written = None if found.best is None else _write(found.best, target)
     if as_json:
         show(json.dumps(overview_json(found) | _files_json(written), indent=2))

@@ -53,6 +53,8 @@ METHODS = (
     Method("LoRA, offload", "by LoRA with offload", True, True, 0, 2),
     Method("QLoRA", "by QLoRA", False, True, 0.5, 0, "nf4"),
 )
+#: By model, whether adapters are trained, and the base's format.
+Known = dict[tuple[str, bool, str | None], Memory]
 #: The engine of a quantised base, where the asked one models none.
 _QUANTIZED_ENGINE = "ddp"
 
@@ -90,7 +92,10 @@ def overview(request: Request, options: SearchOptions | None = None) -> Overview
     entries = sorted(catalog.entries(), key=lambda e: -e.params)
     smallest = resolve_search(replace(request, model=entries[-1].id), options)
     candidates_of(smallest, request, options)  # what the batch cannot be, before the models are gone through
-    rows = tuple(MethodRow(method, tuple(_largest(method, entries, request, options, smallest.cluster))) for method in METHODS)
+    known: Known = {}
+    rows = tuple(
+        MethodRow(method, tuple(_largest(method, entries, request, options, smallest.cluster, known))) for method in METHODS
+    )
     full = [entry for row in rows[:2] for entry in row.found[:1]]
     best = None
     if full:
@@ -100,7 +105,7 @@ def overview(request: Request, options: SearchOptions | None = None) -> Overview
 
 
 def _largest(
-    method: Method, entries: list[catalog.Entry], request: Request, options: SearchOptions, limits: Cluster
+    method: Method, entries: list[catalog.Entry], request: Request, options: SearchOptions, limits: Cluster, known: Known
 ) -> Iterator[tuple[str, int, Recommendation]]:
     found = 0
     shapes: set[int] = set()
@@ -113,7 +118,7 @@ def _largest(
         if resolved is None:
             continue
         shapes.add(entry.params)
-        one = _fits(*resolved)
+        one = _fits(*resolved, _memory(resolved[0], (entry.id, method.lora, method.quantize), known))
         if one is not None:
             found += 1
             yield entry.id, entry.params, one
@@ -151,9 +156,15 @@ def _resolved(
     return resolved, [c for c in space if bool(c.zero.offload_optimizer or c.zero.offload_param) is method.offload]
 
 
-def _fits(resolved: ResolvedSearch, space: list[Candidate]) -> Recommendation | None:
+def _memory(resolved: ResolvedSearch, key: tuple[str, bool, str | None], known: Known) -> Memory:
+    """Return what is known of a model's memory: methods that train the same parameters share its tapes."""
+    if key not in known:
+        known[key] = Memory(resolved.engine, resolved.spec, resolved.cluster, trace=False)
+    return known[key]
+
+
+def _fits(resolved: ResolvedSearch, space: list[Candidate], memory: Memory) -> Recommendation | None:
     """Return the first that fits of those that need the least. Where no tape is at hand, the bound of a formula decides."""
-    memory = Memory(resolved.engine, resolved.spec, resolved.cluster, trace=False)
     cost = CostModel(resolved.engine, resolved.spec, resolved.cluster, resolved.rates)
     space = [c for c in space if not memory.cannot_fit(c) and memory.runnable(c)]
     for candidate in sorted(space, key=lambda c: (memory.floor(c), not c.alloc_conf, c.effort))[:_TRIES]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.logs.cases import CASES, LogCase
 from tests.logs.public import PUBLIC
+from tests.logs.real_runs import FOLDER, MISSED, REAL
 from zeroplan.logs.diagnose import Cause, diagnose
 from zeroplan.logs.patterns import sizes_in
 from zeroplan.logs.reader import parse_log
@@ -50,6 +49,20 @@ def test_a_loss_of_0_is_no_fault_where_it_may_well_be_0() -> None:
         assert diagnose(parse_log(text)).cause is Cause.NOTHING
 
 
+def test_one_nan_counts_where_no_loss_follows() -> None:
+    lost, found = "train_loss: nan", "train_loss: 2.1"
+    for text, cause in ((f"{lost}\n{found}\n", Cause.NOTHING), (f"{found}\n{lost}\n", Cause.NOT_A_NUMBER)):
+        assert diagnose(parse_log(text)).cause is cause
+    assert diagnose(parse_log("{'loss': 2.1, 'grad_norm': nan}\n")).cause is Cause.NOTHING
+
+
+def test_an_exception_of_any_name_ends_a_traceback_only() -> None:
+    raised = "mine.core.BadInput: stage 4 is none\n"
+    trace = 'Traceback (most recent call last):\n  File "t.py", line 1, in <module>\n    run()\n'
+    assert diagnose(parse_log(trace + raised)).cause is Cause.OTHER_ERROR
+    assert diagnose(parse_log(raised)).cause is Cause.NOTHING
+
+
 def test_a_scheduler_that_ends_the_others_is_not_the_cause() -> None:
     failed = "KeyError: 'input_ids'\nsrun: error: node1: task 3: Exited with exit code 1\n"
     stopped = "slurmstepd: error: *** STEP 7.0 ON node1 CANCELLED AT 2025-10-23T14:31:08 ***\n"
@@ -72,35 +85,16 @@ def test_long_lines_are_read_to_their_end_in_one_pass() -> None:
     assert parse_log(text).lines == 301
 
 
-#: What ``python -m benchmarks.logs.make`` made on purpose → its cause.
-REAL = {
-    "cpu_refused": Cause.HOST_MEMORY,
-    "fine_plain": Cause.NOTHING,
-    "fine_trainer": Cause.NOTHING,
-    "fp16_overflow": Cause.LOSS_SCALE,
-    "key_error": Cause.OTHER_ERROR,
-    "killed_plain": Cause.HOST_MEMORY,
-    "killed_rank": Cause.HOST_MEMORY,
-    "nan_plain": Cause.NOT_A_NUMBER,
-    "nan_trainer": Cause.NOT_A_NUMBER,
-    "oom_backward": Cause.GPU_MEMORY,
-    "oom_driver": Cause.GPU_MEMORY,
-    "oom_forward": Cause.GPU_MEMORY,
-    "oom_fragmented": Cause.GPU_FRAGMENTATION,
-    "oom_load": Cause.GPU_MEMORY,
-    "oom_loss": Cause.GPU_MEMORY,
-    "oom_save": Cause.GPU_MEMORY,
-    "oom_step": Cause.GPU_MEMORY,
-    "oom_trainer": Cause.GPU_MEMORY,
-    "oom_two_ranks": Cause.GPU_MEMORY,
-    "stuck_gloo": Cause.STUCK_COLLECTIVE,
-}
-LOGS = sorted((Path(__file__).parent / "real").glob("*.log"))
+@pytest.mark.parametrize("name", REAL)
+def test_the_cause_of_a_real_log(name: str) -> None:
+    found = diagnose(parse_log((FOLDER / f"{name}.log").read_text()))
+    assert (found.cause is REAL[name]) == (name not in MISSED), found
 
 
-@pytest.mark.parametrize("path", LOGS, ids=lambda path: path.stem)
-def test_the_cause_of_a_real_log(path: Path) -> None:
-    assert diagnose(parse_log(path.read_text())).cause is REAL[path.stem]
+def test_most_logs_are_of_real_runs() -> None:
+    assert {path.stem for path in FOLDER.iterdir()} == set(REAL)
+    assert len(REAL) > len(CASES) + len(PUBLIC)
+    assert len(MISSED) <= 0.05 * len(REAL)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.logs.advised import WIDE
 from tests.logs.cases import CASES
+from tests.logs.real_runs import FOLDER
 
+ROOT = Path(__file__).resolve().parents[2]
 Cli = Callable[..., tuple[int, str, str]]
 OOM = next(case.text for case in CASES if case.name == "oom loss")
 
@@ -51,6 +54,20 @@ def test_the_smallest_change_that_fits(tmp_path: Path, cli: Cli) -> None:
     assert "Smallest change that fits: " in out
     # The command that it prints goes on with the log's card.
     assert "--vram 14.59G" in out
+
+
+def test_the_advice_that_was_run(tmp_path: Path, cli: Cli) -> None:
+    """The change that let a run of ours end well is still the one that its log and model give."""
+    case = json.loads((ROOT / "benchmarks" / "results" / "advised.json").read_text())["states"]
+    (tmp_path / "model.json").write_text(json.dumps(WIDE))
+    settings = case["settings"]
+    words = ["--engine", settings["engine"], "--gpus", "2", "--dtype", "bf16", "--stage", str(settings["stage"])]
+    words += ["--seq-len", str(settings["seq_len"]), "--offload-optimizer", "none", "--offload-param", "none"]
+    log = str(FOLDER / "advised_states.log")
+    out = cli("doctor", log, str(tmp_path / "model.json"), *words, "--vram", "2506.7MiB", "--json")[1]
+    found = json.loads(out)
+    assert (found["cause"], found["plan"]["relief"]["flags"]) == (case["cause"], case["advised"])
+    assert case["fits"]
 
 
 def test_a_plan_of_another_run_is_said_to_be_one(tmp_path: Path, cli: Cli) -> None:

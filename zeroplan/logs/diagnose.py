@@ -209,6 +209,8 @@ def _host(log: Log) -> Diagnosis | None:
         tried = f": {format_bytes(sizes['tried'])} more were refused" if "tried" in sizes else ""
         what = "the system killed a process" if own[0].kind is LogEventKind.HOST_KILL else "an allocation failed"
         verdict = f"Out of host memory: {what}{held}{tried}."
+        if all("new thread" in event.text for event in own):
+            verdict = "The system refused a thread: no memory for its stack, or a limit on processes (ulimit -u, pids.max)."
     else:
         verdict = "A process was killed by signal 9: most likely the host ran out of memory (dmesg says so, if it was)."
     advice = (
@@ -252,17 +254,17 @@ _LOWER = Advice(
 
 
 def _nan(log: Log) -> Diagnosis | None:
-    events, zeros = log.of(LogEventKind.NAN), log.of(LogEventKind.ZERO_LOSS)
-    if len(events) < _PERSISTENT and not zeros:
+    events, zeros, stopped = log.of(LogEventKind.NAN), log.of(LogEventKind.ZERO_LOSS), log.of(LogEventKind.NAN_STOPPED)
+    at_end = any("loss" in event.text.lower() and event.line > log.last_finite for event in events[-1:])
+    persistent = len(events) >= _PERSISTENT or at_end
+    if not persistent and not zeros and not stopped:
         return None
     half = log.stated.dtype == "fp16" or log.of(LogEventKind.OVERFLOW)
-    what = (
-        "Losses or gradients are NaN or infinite"
-        if len(events) >= _PERSISTENT
-        else "The loss is exactly 0, as of NaN gradients,"
-    )
-    events = events if len(events) >= _PERSISTENT else zeros
+    what = "Losses or gradients are NaN or infinite" if persistent else "The loss is exactly 0, as of NaN gradients,"
+    events = stopped or (events if persistent else zeros)
     verdict = f"{what} from line {events[0].line} on: the run trains on nothing since."
+    if stopped:
+        verdict = f"A loss or a gradient is NaN or infinite, and a check ended the run there (line {events[0].line})."
     advice = (
         (_BF16, _LOWER)
         if half
@@ -441,8 +443,11 @@ _JUDGES: tuple[Callable[[Log], Diagnosis | None], ...] = (
     _simple(
         LogEventKind.DISK_FULL,
         Cause.DISK,
-        "The disk is full.",
-        Advice("free it, or write elsewhere", "a checkpoint holds the weights and, for AdamW, 12 bytes a parameter"),
+        "A file could not be written: the disk is full, or a limit of its size is reached.",
+        Advice(
+            "free it (df -h, df -i, quota, ulimit -f), or write elsewhere",
+            "a checkpoint holds the weights and, for AdamW, 12 bytes a parameter",
+        ),
     ),
     _stopped,
     _host,

@@ -20,6 +20,7 @@ class LogEventKind(StrEnum):
     SCALE_FLOOR = "scale_floor"  # fp16: the loss scale cannot fall further
     OVERFLOW = "overflow"  # fp16: a step is skipped
     NAN = "nan"  # a loss or a gradient norm is NaN or infinite
+    NAN_STOPPED = "nan_stopped"  # a check of the program's own ended it at the first NaN
     STUCK = "stuck"  # a collective ran into its time limit
     PEER_GONE = "peer_gone"  # another rank closed its connection
     CACHE_FLUSH = "cache_flush"  # torch's allocator had to release its cache

@@ -70,20 +70,24 @@ PATTERNS = (
     ),
     _pattern(
         LogEventKind.HOST_REFUSED,
-        "can't allocate memory|cannot allocate memory|memoryerror|bad_alloc|unable to allocate",
-        r"DefaultCPUAllocator: .{0,20}can't allocate memory|Cannot allocate memory|^\s*(?:\w+\.)*_?(?:Array)?MemoryError\b"
+        "can't allocate memory|cannot allocate memory|memoryerror|bad_alloc|unable to allocate|new thread",
+        r"can't start new thread"
+        r"|DefaultCPUAllocator: .{0,20}can't allocate memory|Cannot allocate memory|^\s*(?:\w+\.)*_?(?:Array)?MemoryError\b"
         r"|std::bad_alloc|Unable to allocate [\d.]+ \wi?B",
     ),
     _pattern(
         LogEventKind.SHM_FULL,
-        "shm|bus error|sigbus|exitcode|exit code",
-        r"out of shared memory|insufficient shared memory|No space left on device.{0,40}shm|Bus error|SIGBUS"
+        "shm|shared memory|bus error|sigbus|exitcode|exit code",
+        r"out of shared memory|unable to allocate shared memory"
+        r"|insufficient shared memory|No space left on device.{0,40}shm|Bus error|SIGBUS"
         r"|creating shared memory segment /dev/shm|exit ?code\s*:? ?-7\b",
     ),
     _pattern(
         LogEventKind.DISK_FULL,
-        "no space left|disk quota|ephemeral-storage",
-        r"No space left on device|Disk quota exceeded|low on resource: ephemeral-storage",
+        "no space left|disk quota|ephemeral-storage|file too large|file size limit|iostream error|unexpected pos|streamwriter",
+        r"No space left on device|Disk quota exceeded|low on resource: ephemeral-storage|File too large|File size limit"
+        # torch's zip writer does not hand on why a write failed.
+        r"|basic_ios::clear: iostream error|inline_container\.cc:\d+\] \. unexpected pos|PytorchStreamWriter failed writing",
     ),
     _pattern(
         LogEventKind.STOPPED,
@@ -107,15 +111,20 @@ PATTERNS = (
         LogEventKind.OVERFLOW, "overflow|skipping step", r"OVERFLOW!|Gradient overflow|Skipping step.{0,40}(?:loss )?scale"
     ),
     _pattern(
+        LogEventKind.NAN_STOPPED,
+        "returned nan|`training_step` is",
+        r"Function '\w+' returned nan values in its|loss returned in `training_step` is (?:nan|inf)",
+    ),
+    _pattern(
         LogEventKind.NAN,
         "nan|inf",
-        r"(?:loss|grad[_ ]norm|gradient norm|perplexity)['\"]?(?:_\w+)?\s*[:=]\s*['\"]?(?:tensor\()?[-+]?"
+        r"(?:loss|grad[_ ]norm|gradient norm|perplexity)['\"]?(?:_\w+)?(?:\s*[:=]\s*|\s+)['\"]?(?:tensor\()?[-+]?"
         r"(?:nan|inf(?:inity)?)\b"
         r"|found NaN (?:in|gradients)|loss is (?:nan|inf)",
     ),
     _pattern(
         LogEventKind.STUCK,
-        "timeout|timed out|time out",
+        "timeout|timed out|time out|monitoredbarrier",
         r"collective operation timeout|Timed out waiting \d+ms|operations have failed or timed out|Socket Timeout"
         r"|wait timeout after|monitoredBarrier|Store.{0,60}timed? ?out",
     ),
@@ -170,6 +179,11 @@ _CPU_TRIED = re.compile(r"you tried to allocate (\d+) bytes", re.IGNORECASE)
 
 _LOSS = re.compile(r"['\"]loss['\"]: ?['\"]?(-?[\d.]{1,20}(?:e[-+]?\d+)?)['\"]?[,}]")
 
+_FINITE_LOSS = re.compile(r"loss['\"]?(?:_\w+)?(?:\s*[:=]\s*|\s+)['\"]?(?:tensor\()?-?\d", re.IGNORECASE)
+#: The last line of a traceback whose exception's name does not say that it is one, as ``package.module.BadInput: text``.
+_RAISED = re.compile(
+    r"^(?:\[[^\]]{0,40}\]:? ?)*(?:\w+\.)+(?!ChildFailed|CalledProcess|ProcessRaised|ProcessExited)[A-Z]\w*(?::|$)"
+)
 _RANK = re.compile(r"\[?\brank[ :=]?(\d{1,6})\b\]?|^\[default(\d+)\]|^(\d+): ", re.IGNORECASE)
 _GPU = re.compile(r"GPU (\d+)")
 _FRAME = re.compile(r'File "([^"]{1,400})", line \d+, in ([\w<>.]+)')
@@ -223,6 +237,16 @@ def loss_in(line: str) -> float | None:
         return float(match[1])
     except ValueError:
         return None
+
+
+def has_finite_loss(line: str) -> bool:
+    """Return whether a line states a loss that is a number."""
+    return "loss" in line.lower() and _FINITE_LOSS.search(line) is not None
+
+
+def ends_traceback(line: str) -> bool:
+    """Return whether a line below the frames of a traceback names what was raised."""
+    return _RAISED.match(line) is not None
 
 
 def rank_of(line: str) -> int | None:

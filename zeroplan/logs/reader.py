@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from zeroplan.core.files import read_tail
 from zeroplan.logs.events import LogEvent, LogEventKind, Stated
-from zeroplan.logs.patterns import frames_in, gpu_of, kind_of, loss_in, rank_of, sizes_in
+from zeroplan.logs.patterns import ends_traceback, frames_in, gpu_of, has_finite_loss, kind_of, loss_in, rank_of, sizes_in
 
 #: Of a longer log the end is read: that is where runs die.
 MOST_BYTES = 64 << 20
@@ -45,6 +45,7 @@ class Log:
         step_seconds: seconds of each step that a progress bar or a logger shows.
         lines: lines read.
         skipped: bytes before them that were not read.
+        last_finite: the last line with a loss that is a number; 0 without one.
     """
 
     events: tuple[LogEvent, ...]
@@ -52,6 +53,7 @@ class Log:
     step_seconds: tuple[float, ...]
     lines: int
     skipped: int = 0
+    last_finite: int = 0
 
     def of(self, *kinds: LogEventKind) -> list[LogEvent]:
         """Return the events of these kinds."""
@@ -80,6 +82,7 @@ class _Pass:
     steps: list[float] = field(default_factory=list)
     dtype: str | None = None
     loss: float = 0.0  # the last that is not 0
+    last_finite: int = 0
     zeros: list[LogEvent] = field(default_factory=list)  # the losses of exactly 0 since then
 
 
@@ -112,7 +115,8 @@ def parse_log(text: str, *, skipped: int = 0) -> Log:
     if len(state.zeros) >= _ZEROS:
         state.events += state.zeros
     events = tuple(sorted(state.events, key=lambda event: event.line))
-    return Log(events, Stated(**state.stated, dtype=state.dtype), tuple(state.steps), len(lines), skipped)
+    stated = Stated(**state.stated, dtype=state.dtype)
+    return Log(events, stated, tuple(state.steps), len(lines), skipped, state.last_finite)
 
 
 def _line(state: _Pass, number: int, line: str) -> None:
@@ -122,6 +126,8 @@ def _line(state: _Pass, number: int, line: str) -> None:
         state.loss, state.zeros = loss, []
     elif loss is not None and abs(state.loss) >= _TRAINS and len(state.zeros) < _ZEROS:
         state.zeros.append(LogEvent(LogEventKind.ZERO_LOSS, number, _shown(line), rank_of(line)))
+    if has_finite_loss(line):
+        state.last_finite = number
     before = line.partition('File "')[0].strip()
     if "Traceback (most recent call last)" in line:
         state.frames[line.partition("Traceback")[0].strip()] = []
@@ -132,6 +138,12 @@ def _line(state: _Pass, number: int, line: str) -> None:
         frames.extend(found[: max(0, _MOST_FRAMES - len(frames))])
         return
     kind = kind_of(line)
+    if (
+        kind is None
+        and ends_traceback(line)
+        and any(line.startswith(prefix) for prefix, above in state.frames.items() if above)
+    ):
+        kind = LogEventKind.EXCEPTION
     if kind is None:
         return
     sizes = sizes_in(line)

@@ -78,6 +78,7 @@ def test_reports_are_legible_everywhere(cli: Cli, browser: Browser, tmp_path: Pa
         for colours, width in (("light", 1200), ("dark", 390)):
             page, said = visit(browser, path, colours, width)
             assert page.evaluate("document.documentElement.scrollWidth") == width
+            assert len(page.evaluate(FAINT, 22)) > 50  # no contrast is above 21
             assert page.evaluate(FAINT, CONTRAST) == []
             page.click("#theme")
             assert page.evaluate("getComputedStyle(document.documentElement).colorScheme") != colours

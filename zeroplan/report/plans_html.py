@@ -28,7 +28,7 @@ def html_report(report: Report, runs: Mapping[int, DrawnRun] | None = None) -> s
     runs, plans = runs or {}, report.plans
     at = _chosen(report)
     scale = _scale(report)
-    body = [_verdict(report, at, scale)]
+    body = [_verdict(report, at)]
     if at is not None:
         body.append(_details(plans[at], at, runs.get(at), opened=True))
     body.append(_knobs(report))
@@ -56,9 +56,12 @@ def _scale(report: Report) -> int:
     return max(usable, min(most, 5 * usable // 2)) if usable else max(most, 1)
 
 
-def _verdict(report: Report, at: int | None, scale: int) -> str:
+def _verdict(report: Report, at: int | None) -> str:
     plan = None if at is None else report.plans[at]
-    bar = gauge(plan, scale) if plan is not None else ""
+    bar = ""
+    if plan is not None and plan.gpu.usable:  # without a limit a single bar says nothing
+        most = plan.gpu.interval[1] if plan.gpu.interval else plan.gpu.needed
+        bar = gauge(plan, round(1.06 * max(most, plan.gpu.usable)))
     sentences = [relief_sentence(report.reliefs)]
     if plan is not None:
         sentences = [peak_sentence(plan), stages_sentence(plan), *sentences]

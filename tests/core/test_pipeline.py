@@ -67,6 +67,8 @@ def test_stages_share_the_parameters() -> None:
         ({}, {"vpp": 2}, "vpp 2 needs pipeline stages"),
         ({}, {"schedule": "gpipe"}, "a schedule without pipeline stages"),
         ({}, {"pp": 2, "schedule": "1b1f"}, "unknown schedule '1b1f'"),
+        ({}, {"pp": 2, "lengths": [256, 512]}, "batches of different lengths are not modelled with --pp"),
+        ({}, {"cp": 2, "lengths": [256, 512]}, "batches of different lengths are not modelled with --cp"),
         ({"model_type": "gpt2", "n_head": 8}, {"pp": 2}, "pipeline stages of gpt2 are not modelled"),
         ({}, {"pp": 2, "engine": "deepspeed"}, "deepspeed has data parallelism only, and no pp"),
     ],

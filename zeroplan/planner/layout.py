@@ -49,6 +49,9 @@ def _require_language_model(request: Request, spec: ModelSpec, workload: Workloa
     where = "--tp" if request.tp > 1 else "--cp" if request.cp > 1 else "--pp"
     if request.task is not None or (spec.config and auto_class_of(spec.config) != "AutoModelForCausalLM"):
         raise BadInput("is modelled for causal language models alone", where=where, remedy="leave it at 1, and --task out")
+    if workload.lengths and max(request.cp, request.pp) > 1:
+        where = "--cp" if request.cp > 1 else "--pp"
+        raise BadInput(f"batches of different lengths are not modelled with {where}", where="--lengths", remedy="leave it out")
     if Buffer.OPTIM_FACTORED in (row := find_optimizer(workload.optimizer)).buffers or row.rest:
         raise BadInput(
             f"{row.name} steps whole matrices, and is not modelled on their parts", where="--optimizer", remedy="use adamw"

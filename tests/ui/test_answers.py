@@ -5,15 +5,18 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 import shlex
 import zipfile
 from collections.abc import Callable
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from zeroplan.core.errors import BadInput
+from zeroplan.interop.programs.registry import PROGRAMS
 from zeroplan.simulate.allocator import native
 from zeroplan.ui.answers import answer, answer_text, names
 from zeroplan.ui.asked import PLAN_KEYS
@@ -203,6 +206,12 @@ def test_a_files_name_leaves_no_folder(name: str) -> None:
     assert "/" not in read[0]["name"]
     assert not read[0]["name"].startswith((".", "-"))
     assert len(read[0]["name"]) <= 80
+
+
+def test_every_program_can_be_named() -> None:
+    text = (files("zeroplan.ui") / "static" / "index.html").read_text()
+    (row,) = re.findall(r'<select data-field="program">(.*)</select>', text)
+    assert re.findall(r"<option>([^<]*)</option>", row) == list(PROGRAMS)
 
 
 def test_names_are_those_of_the_lists(cli: Cli) -> None:

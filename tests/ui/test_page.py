@@ -174,6 +174,14 @@ def test_files_in_and_out(visit: Callable[..., Visit], tmp_path: Path, cli: Cli)
     assert one.text("verdict").split("\n\n")[1] in printed
     one.page.click("text=Remove")
     one.settled("ZeRO-")
+    flags = f"--model_name_or_path {GPT2} --block_size 256 --per_device_train_batch_size 2 --output_dir out"
+    script = f"export OMP_NUM_THREADS=1\n\ntorchrun --nproc_per_node 2 run_clm.py {flags}\n"
+    one.page.focus("#paste")
+    one.page.keyboard.insert_text(script)
+    one.settled()
+    assert "pasted.sh" in one.text("files")
+    assert one.page.input_value("#f-seq_len") == "256"
+    one.page.click("text=Remove")
     recipe = f"model_name_or_path: {GPT2}\ndataset_text_field: text\nmax_length: 512\nper_device_train_batch_size: 4\n"
     one.page.focus("#paste")
     one.page.keyboard.insert_text(recipe)
@@ -280,7 +288,8 @@ def test_python_in_the_browser_gives_the_same(browser: Browser, made_page: str, 
     one = Visit(browser, made_page)
     one.page.set_default_timeout(120_000)
     one.page.goto(f"{made_page}{FIRST}")
-    one.page.wait_for_selector("#rows tr")  # the formulas' rows
+    one.page.wait_for_selector("#rows td.pending")  # the formulas' rows
+    assert one.page.inner_text("#rows tr:has(td.pending) td:nth-child(3)").startswith("≥ ")
     one.settled("Fits")
     answer = one.text("verdict").split("\n\n")
     assert f"{answer[0]}: {answer[1]} {answer[2]}" in _said(cli, one.text("command"))

@@ -100,7 +100,7 @@ export function sync(state, answer, names) {
   for (const input of all("[data-toggle]")) input.checked = Boolean(state[input.dataset.toggle] ?? (input.dataset.toggle !== "alloc_conf" && effective[input.dataset.toggle]));
   for (const place of all("[data-slider]")) {
     const field = place.dataset.slider;
-    const value = state[field] ?? effective[field] ?? 1;
+    const value = state[field] ?? effective[field] ?? (report ? 1 : ""); // nothing is known before the first answer
     const [box, range] = [place.querySelector("[type=number]"), place.querySelector("[type=range]")];
     set(box, value);
     const steps = place.dataset.steps.split(",").map(Number);
@@ -108,6 +108,7 @@ export function sync(state, answer, names) {
     if (range !== typing) range.value = near;
     spoken(range, value);
   }
+  by("program-row").hidden = !state.files?.length;
   by("rank").hidden = !(state.lora_rank ?? effective.lora_rank);
   by("vram-row").hidden = Boolean(state.gpu);
   const plan = report && answer.chosen !== null && answer.chosen !== undefined ? report.plans[answer.chosen] : null;
@@ -156,12 +157,15 @@ export function takeFiles(add) {
   });
 }
 
+// How a command line of a launch script begins, after variables that are set for it.
+const COMMAND = /^\s*(\w+=\S*\s+)*(\S*\/)?(accelerate|deepspeed|torchrun|python3?|axolotl|llamafactory-cli|tune|swift|trl|litgpt|export)\s/m;
+
 // The name that a pasted text would have: its ending says how it is read.
 function nameOf(text) {
   const start = text.trimStart();
-  if (start.startsWith("{")) return /"model_type"\s*:/.test(start) ? "config.json" : "pasted.json";
-  if (/^(#!|.*\b(accelerate|deepspeed|torchrun|python3?|axolotl|llamafactory-cli|tune|swift|trl)\s)/.test(start)) return "pasted.sh";
-  return "pasted.yaml";
+  if (/^(\{|\/[/*])/.test(start)) return /"model_type"\s*:/.test(start) ? "config.json" : "pasted.json";
+  if (start.startsWith("#!") || COMMAND.test(text)) return "pasted.sh";
+  return /^\s*\[[\w.-]+\]\s*$/m.test(text) ? "pasted.toml" : "pasted.yaml";
 }
 
 export function listFiles(files, read, remove) {

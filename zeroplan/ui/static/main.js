@@ -39,6 +39,7 @@ function go(next, push) {
   remember(push);
   sync(state, answer, names);
   by("answer").setAttribute("aria-busy", "true"); // what is shown is of the question before
+  listFiles(state.files, answer?.read, removeFile); // now, since a file that cannot be read never becomes an answer
   clearTimeout(timer);
   timer = setTimeout(() => {
     timer = 0;
@@ -191,7 +192,7 @@ function addFiles(files) {
 
 function removeFile(at) {
   const files = state.files.filter((_, index) => index !== at);
-  go({ ...state, files: files.length ? files : null }, true);
+  go({ ...state, files: files.length ? files : null, program: files.length ? state.program : null }, true);
 }
 
 async function search() {
@@ -218,7 +219,7 @@ function apply(choice) {
 
 // What the search finds out itself is not asked.
 function searched(asked) {
-  for (const name of ["micro_batch", "grad_accum", "gradient_checkpointing", "alloc_conf", "tp", "pp"]) delete asked[name];
+  for (const name of ["micro_batch", "grad_accum", "gradient_checkpointing", "alloc_conf", "tp", "sp", "cp", "pp", "vpp"]) delete asked[name];
   return asked;
 }
 
@@ -296,6 +297,7 @@ function wire() {
     ({ state, held } = fromHash(location.hash));
     if (JSON.stringify(held) !== was) heldAnswer = null;
     sync(state, answer, names);
+    listFiles(state.files, answer?.read, removeFile);
     ask();
   });
 }

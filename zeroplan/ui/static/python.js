@@ -54,6 +54,7 @@ onmessage = async ({ data }) => {
     if (data.names) return say({ answer: JSON.parse(python.offered()) });
     say({ answer: JSON.parse(python.ask(JSON.stringify(data.question), (text) => say(JSON.parse(text)))) });
   } catch (fault) {
+    if (fault.name !== "PythonError") loading = null; // nothing was loaded, or Python has ended: the next question starts anew
     say({ fault: String(fault.message).trim().split("\n").at(-1) });
   }
 };

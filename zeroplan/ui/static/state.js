@@ -1,9 +1,9 @@
 // What is asked: the fields that differ from their defaults, the plan that is shown, and files. All of it stands in the
 // address after "#", which a browser sends nowhere.
 
-const NUMBERS = ["seq_len", "micro_batch", "grad_accum", "gpus", "nodes", "lora_rank", "tp", "pp"];
+const NUMBERS = ["seq_len", "micro_batch", "grad_accum", "gpus", "nodes", "lora_rank", "tp", "cp", "pp", "vpp"];
 const TEXTS = ["model", "gpu", "vram", "cpu_ram", "nvme", "engine", "dtype", "optimizer", "attn", "quantize", "alloc_conf", "program"];
-const SWITCHES = ["gradient_checkpointing", "from_scratch"];
+const SWITCHES = ["gradient_checkpointing", "from_scratch", "sp"];
 const PLAN = ["stage", "offload_optimizer", "offload_param"];
 // A link with more than this many characters of files is cut by mail programs and chats.
 const MOST_FILES = 6000;

@@ -298,7 +298,7 @@ def offload() -> str:
         parts.append(svg.text(left, top + row * step + 13, name, size=12.5, weight=600, rim=True))
     shown = {name: size for places in held.values() for place in places for name, size in place.items() if size > GIB}
     parts += legend(left, foot + 44, WIDTH - 2 * left, [name for name, _ in ordered(shown)])
-    return svg.picture(WIDTH, foot + 80, "Offload: what GPU, host and disk hold", parts)
+    return svg.picture(WIDTH, foot + 100, "Offload: what GPU, host and disk hold", parts)
 
 
 def readme() -> str:

@@ -102,10 +102,33 @@ class CudaFunctions(TorchFunctionMode):
             return func(*numbers, **{**kwargs, "device": "cpu"}).to("meta")
         if self._zero3 and func is torch.nn.functional.linear:
             return _Zero3Linear.apply(*args, **kwargs)
+        if func is torch.nn.functional.multi_head_attention_forward:
+            return self._attention_layer(func, args, kwargs)
         redirect = _REDIRECTS.get(name)
         if redirect is not None:
             return redirect(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def _attention_layer(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run the body of ``nn.MultiheadAttention``, whose own calls are redirected as well.
+
+        It is a function in Python that first asks whether it is redirected. Here it is told once that it is not: what follows
+        runs under this mode.
+        """
+        home: Any = torch.nn.functional
+        asks = home.has_torch_function
+
+        def answer_once(_: Any) -> bool:
+            home.has_torch_function = asks
+            return False
+
+        home.has_torch_function = answer_once
+        super().__enter__()
+        try:
+            return func(*args, **kwargs)
+        finally:
+            super().__exit__(None, None, None)
+            home.has_torch_function = asks
 
     def _lower(self, tensor: torch.Tensor) -> torch.Tensor:
         assert self.autocast is not None

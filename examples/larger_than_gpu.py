@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from planned import print_beside
 
 import zeroplan
 import zeroplan_runtime
@@ -25,8 +26,6 @@ from zeroplan.core.buffers import Place
 from zeroplan.core.units import format_bytes, parse_size
 
 STATE_BYTES = 16
-#: First parts of the names of what the runtime itself allocates; activations and the like are torch's.
-OWN = ("param", "grad", "optim", "comm", "stage", "swap")
 SHAPES: dict[str, dict[str, Any]] = {
     "small": {
         "vocab_size": 512,
@@ -61,11 +60,6 @@ def ds_config(arguments: argparse.Namespace) -> dict[str, Any]:
         "zero_optimization": {"stage": 3, "offload_optimizer": files, "offload_param": params},
         "activation_checkpointing": {"cpu_checkpointing": arguments.checkpointing},
     }
-
-
-def own(found: Any, place: Place) -> int:
-    """The runtime's own bytes at a place, by the plan."""
-    return sum(line.bytes for line in found.lines if line.place == place and line.buffer.split(".")[0] in OWN)
 
 
 def plan(config: dict[str, Any], model: Any, arguments: argparse.Namespace) -> Any:
@@ -134,17 +128,7 @@ def main() -> None:
     taken = torch.cuda.max_memory_reserved() if cuda else engine.arena.peak(Place.HBM)
     if taken > allowed:
         raise SystemExit(f"{format_bytes(taken)} were taken")
-    rows = [
-        ("reserved on the GPU", planned.gpu.peak_reserved, taken)
-        if cuda
-        else ("the runtime's, in place of a GPU", own(planned, Place.HBM), taken),
-        ("pinned", planned.cpu.pinned, engine.arena.peak(Place.PINNED)),
-        ("pageable", own(planned, Place.DRAM), engine.arena.peak(Place.DRAM)),
-        ("in files", own(planned, Place.NVME), engine.arena.peak(Place.NVME)),
-    ]
-    print(f"{'':34}{'planned':>12}{'measured':>12}")
-    for what, before, after in rows:
-        print(f"{what:34}{format_bytes(before):>12}{format_bytes(after):>12}")
+    print_beside(planned, engine)
     engine.destroy()
 
 

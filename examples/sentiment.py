@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 
 import torch
+from planned import plan, print_beside
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset
@@ -87,9 +88,9 @@ def main() -> None:
         "zero_optimization": {"stage": arguments.stage},
         **({} if arguments.dtype == "fp32" else {arguments.dtype: {"enabled": True}}),
     }
-    engine, _, loader, _ = zeroplan_runtime.initialize(
-        model=Encoder(width, layers, heads, length), config=config, training_data=Reviews(64 * batch, length)
-    )
+    model, data = Encoder(width, layers, heads, length), Reviews(64 * batch, length)
+    planned = plan(model, config, inputs={"tokens": data.tokens[:batch]})
+    engine, _, loader, _ = zeroplan_runtime.initialize(model=model, config=config, training_data=data)
     assert loader is not None
     seen = right = step = 0
     while step < arguments.steps:
@@ -107,7 +108,7 @@ def main() -> None:
             if step == arguments.steps:
                 break
     if engine.global_rank == 0:
-        print(f"stage {arguments.stage}, {engine.world_size} ranks: {engine.arena.peak() / 2**20:.1f} MiB owned by the runtime")
+        print_beside(planned, engine)
 
 
 if __name__ == "__main__":

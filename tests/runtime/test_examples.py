@@ -20,6 +20,18 @@ def losses_in(text: str) -> list[float]:
     return [float(found) for found in re.findall(r"loss ([0-9.]+)", text)]
 
 
+def rows_in(text: str) -> list[tuple[str, str]]:
+    """Plan and measurement in the last lines, a row for each place."""
+    words = [line.split()[-4:] for line in text.splitlines()[-4:]]  # value and unit, twice
+    return [(" ".join(row[:2]), " ".join(row[2:])) for row in words]
+
+
+def one_after_another(runs: list[list[str]]) -> str:
+    """A program that runs examples in one process, each as a script; a line before each tells them apart."""
+    head = f"import runpy, sys\nsys.path.insert(0, {str(ROOT / 'examples')!r})\n"
+    return head + f"for sys.argv in {runs!r}:\n    print('==')\n    runpy.run_path(sys.argv[0], run_name='__main__')"
+
+
 @pytest.fixture
 def output(warm_python: Path) -> Output:
     """What an example prints, run by ``python`` or ``torchrun``."""
@@ -48,8 +60,11 @@ def test_causal_lm_on_two_ranks(output: Output, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_sentiment(output: Output) -> None:
-    losses = losses_in(output("examples/sentiment.py", "--small", "--stage", "1", "--steps", "60", "--dtype", "fp32"))
+    said = output("examples/sentiment.py", "--small", "--stage", "1", "--steps", "60", "--dtype", "fp32")
+    losses = losses_in(said)
     assert losses[-1] < 0.4 < losses[0]
+    planned, measured = rows_in(said)[0]
+    assert planned == measured != "0 B"
 
 
 @pytest.mark.long
@@ -58,15 +73,35 @@ def test_states_of_more_than_four_times_the_allowance(output: Output, tmp_path: 
     """The example itself ends with an error when more was taken than allowed. Its last lines are as planned."""
     words = ["examples/larger_than_gpu.py", "--steps", "16"]
     runs = [words, [*words, "--nvme", str(tmp_path), "--nvme-params", "--checkpointing"]]
-    both = output("-c", f"import runpy, sys\nfor sys.argv in {runs!r}:\n    runpy.run_path(sys.argv[0], run_name='__main__')")
-    said_each = both.split("states: ")[1:]
+    both = output("-c", one_after_another(runs))
+    said_each = both.split("==\n")[1:]
     assert len(said_each) == 2
     for said in said_each:
         losses = losses_in(said)
         assert losses[-1] < losses[0] - 0.5
-        rows = [line.split()[-4:] for line in said.splitlines()[-4:]]  # value and unit, twice
-        assert all(row[:2] == row[2:] for row in rows)
+        rows = rows_in(said)
+        assert all(planned == measured for planned, measured in rows)
         assert rows[0] != rows[1]
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_the_examples_of_tasks_print_plan_beside_measurement(output: Output) -> None:
+    """Each learns, and what the runtime keeps is as planned; all in one process. Of minGPT the plans of a post come first."""
+    names = ("gpt2_pretraining", "cifar10", "translation", "mingpt")
+    runs = [[f"examples/{name}.py", "--tiny", "--steps", "20"] for name in names]
+    runs[-1][1:2] = ["--size", "tiny"]
+    said_each = output("-c", one_after_another(runs)).split("==\n")[1:]
+    assert len(said_each) == len(names)
+    for name, said in zip(names, said_each, strict=True):
+        losses = losses_in(said)
+        assert losses[-1] < losses[0] - 0.5, name
+        rows = rows_in(said)
+        assert all(planned == measured for planned, measured in rows), said
+        assert rows[0][0] != "0 B", name
+    ddp, stage3, *_ = (line.replace(",", "").split() for line in said_each[-1].splitlines()[2:6])
+    assert 0.95 < int(ddp[-3]) / int(ddp[-2]) < 1.0  # reserved beside what the post reports
+    assert int(stage3[-5]) > 3 * int(stage3[-2])  # the states alone
 
 
 @pytest.mark.slow
@@ -75,6 +110,8 @@ def test_lightning_by_an_import_and_a_name(output: Output, tmp_path: Path) -> No
     words = ["examples/lightning_sentiment.py", "--small", "--epochs", "2", "--strategy", "zeroplan_stage_3"]
     said = output(*words, "--save", str(tmp_path))
     assert losses_in(said)[-1] < 0.66
+    planned, measured = rows_in(said[: said.index("zeroplan_stage_3:")])[0]
+    assert planned == measured != "0 B"
     assert [file.name for file in tmp_path.iterdir()] == ["epoch=1-step=56.ckpt"]
 
 

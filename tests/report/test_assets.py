@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+import zeroplan
 from zeroplan.report.page import asset, page
 from zeroplan.report.palette import palette
 
@@ -40,6 +43,13 @@ def test_both_reports_are_pages(cli: Cli, tmp_path: Path) -> None:
     assert cli("recommend", *words, "--html", str(pages[1]))[0] == 0
     for one in pages:
         assert asset("page.css") in one.read_text()
+
+
+def test_the_version_is_the_same_wherever_it_stands() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    cited = re.search(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert cited is not None
+    assert project["version"] == zeroplan.__version__ == cited[1]
 
 
 def test_the_wheel_without_compiled_code(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""One script of each form trains on a CPU, started by the printed command and nothing else.
+"""One script of each form trains on a CPU, started by the printed command and nothing else, in any POSIX shell and from folders
+with spaces and quotes in their names.
 
 What a CPU needs otherwise than a GPU is in the environment alone: DeepSpeed is told of the CPU and keeps from compiling its
 collectives. The optimizer is one that DeepSpeed takes from torch, since its own would be compiled, too. accelerate, and the
@@ -61,7 +62,8 @@ def output(tmp_path_factory: pytest.TempPathFactory, warm_python: Path) -> Outpu
     folder = tmp_path_factory.mktemp("trains")
     (folder / "site").mkdir()
     (folder / "site" / "sitecustomize.py").write_text(_SITE)
-    (folder / "config.json").write_text(json.dumps(MODEL))
+    (folder / "my model").mkdir()
+    (folder / "my model" / "config.json").write_text(json.dumps(MODEL))
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     programs = os.pathsep.join([str(warm_python.parent), os.environ["PATH"]])
     environment = {**os.environ, "PYTHONPATH": path, "PATH": programs, "DS_ACCELERATOR": "cpu"}
@@ -70,11 +72,12 @@ def output(tmp_path_factory: pytest.TempPathFactory, warm_python: Path) -> Outpu
 
 def started(name: str, folder: Path, environment: dict[str, str]) -> tuple[int, str]:
     """The exit code and the output of the command that ``recommend`` prints."""
-    (folder / name).mkdir()
+    place = f"{name}'s run"  # as people name folders
+    (folder / place).mkdir()
     form: tuple[str, ...] = () if "--engine" in RUNS[name] else ("--form", name)
     if name in ("explicit", "trainer"):  # torchrun finds a free port, DeepSpeed's launcher takes 29500
         form += ("--launcher", "torchrun")
-    words = ["config.json", *ASKED, *RUNS[name], *form, "--new-script", f"{name}/train.py", "--json"]
+    words = ["my model/config.json", *ASKED, *RUNS[name], *form, "--new-script", f"{place}/train it.py", "--json"]
     asked = subprocess.run(
         ["python", "-m", "zeroplan", "recommend", *words],
         cwd=folder,
@@ -88,7 +91,7 @@ def started(name: str, folder: Path, environment: dict[str, str]) -> tuple[int, 
     assert asked.returncode == 1, asked.stderr  # at formula depth nothing is known to fit; the files are written
     command = json.loads(asked.stdout)["files"]["start"]
     run = subprocess.run(
-        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
+        ["sh", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
     )
     return run.returncode, run.stdout + run.stderr
 

@@ -50,6 +50,8 @@ def _quiet(quiet: bool) -> bool:
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", callback=_quiet, help="Print the verdict alone, and no progress.")]
 
 _WORK, _CLUSTER, _MESH, _ZERO, _FROM = "Workload", "Cluster", "Parallelism", "Sharding", "Files"
+#: Fields of what the training loops of ``verify`` and ``tune`` do not do, and no one tape holds.
+NOT_LOOPED = ("lengths", "eval_batch", "eval_logits")
 #: Fields of a layout, for verbs that take data parallelism alone.
 DEGREES = ("tp", "sp", "cp", "pp", "vpp", "schedule")
 
@@ -206,6 +208,9 @@ _FOR_RECOMMEND = (
         "quantize",
         "images",
         "image_size",
+        "lengths",
+        "eval_batch",
+        "eval_logits",
         "from_scratch",
     ),
     *("gpus", "nodes", "gpu", "vram", "cpu_ram", "nvme", "host", "engine", "trust_remote_code"),

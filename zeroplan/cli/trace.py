@@ -23,6 +23,7 @@ Stage = Annotated[int | None, typer.Option("--stage", rich_help_panel="Sharding"
 @verb("zeroplan trace meta-llama/Llama-3.2-1B", "zeroplan trace ./my_model --seq-len 4k -o tape.json", name="trace")
 @flags.takes_request(
     *flags.DEGREES,
+    *flags.NOT_LOOPED,
     "params",
     "grad_accum",
     "optimizer",

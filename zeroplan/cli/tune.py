@@ -32,6 +32,7 @@ Output = Annotated[str | None, typer.Option("-o", "--output", help="Write the fa
 @verb("zeroplan tune meta-llama/Llama-3.2-1B --folder tuned", "zeroplan tune gpt2 --engine deepspeed -o ds_config.json")
 @flags.takes_request(
     *flags.DEGREES,
+    *flags.NOT_LOOPED,
     *("params", "nodes", "gpu", "vram", "cpu_ram", "nvme", "host", "from_scratch", "depth", "alloc_conf"),
     *("checkpoint_policy", "files", "program", "zero_init", "ds_config"),
 )

@@ -29,6 +29,7 @@ Timeout = Annotated[
 @verb("zeroplan verify", "zeroplan verify gpt2 --gpus 2 --ds-config ds_config.json", "zeroplan verify --from train.yaml")
 @flags.takes_request(
     *flags.DEGREES,
+    *flags.NOT_LOOPED,
     "params",
     "nodes",
     "gpu",

@@ -32,9 +32,6 @@ class RunOptions(TypedDict, total=False):
     images: int
     image_size: int | None
     labelled_share: float | None
-    lengths: str | Sequence[int] | None
-    eval_batch: int | None
-    eval_logits: int
     engine: str
     offload_optimizer: str | None
     offload_param: str | None
@@ -44,6 +41,9 @@ class MachineOptions(RunOptions, total=False):
     """A run on a machine that is described: as above, and its cluster."""
 
     adapter_dtype: str | None
+    lengths: str | Sequence[int] | None
+    eval_batch: int | None
+    eval_logits: int
     params: int | None
     largest_layer_params: int | None
     from_scratch: bool

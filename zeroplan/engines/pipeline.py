@@ -244,7 +244,7 @@ class PipelineRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class ModelChunk:
     """One of a rank's chunks: which stage of the pipeline it is, its part of the tape, and its engine's hooks."""
 
     stage: Stage
@@ -252,7 +252,9 @@ class Chunk:
     schedule: PipelineEngineSchedule
 
 
-def play_pipeline(run: PipelineRun, chunks: Sequence[Chunk], recorder: Recorder, step_optimizer: Callable[[], None]) -> None:
+def play_pipeline(
+    run: PipelineRun, chunks: Sequence[ModelChunk], recorder: Recorder, step_optimizer: Callable[[], None]
+) -> None:
     """Record a rank's run: build, initialisation, and `run.steps` steps.
 
     Marks are ``model``, ``init``, then ``fwd`` and ``bwd`` for the micro batches, ``bwd`` for the reductions, and ``step0``, …
@@ -314,7 +316,7 @@ def _act(action: Action, players: Sequence[_StagePlayer], recorder: Recorder) ->
         player.schedule.reduce()
 
 
-def _players(run: PipelineRun, chunks: Sequence[Chunk], recorder: Recorder, slots: Sequence[int]) -> list[_StagePlayer]:
+def _players(run: PipelineRun, chunks: Sequence[ModelChunk], recorder: Recorder, slots: Sequence[int]) -> list[_StagePlayer]:
     """Return a player for each chunk. Their storages are numbered apart; cuBLAS's workspaces are theirs together."""
     blocks, base = EventBlocks(), 0
     players: list[_StagePlayer] = []
@@ -330,7 +332,9 @@ def _players(run: PipelineRun, chunks: Sequence[Chunk], recorder: Recorder, slot
 class _StagePlayer(CuePlayer):
     """Plays forwards and backwards of micro batches, each in a slot of storages of its own while it is in flight."""
 
-    def __init__(self, run: PipelineRun, chunk: Chunk, recorder: Recorder, blocks: EventBlocks, slots: int, base: int) -> None:
+    def __init__(
+        self, run: PipelineRun, chunk: ModelChunk, recorder: Recorder, blocks: EventBlocks, slots: int, base: int
+    ) -> None:
         """`base`: what is added to the numbers of the chunk's storages."""
         self.part, self.schedule, self.slots, self.base = chunk.part, chunk.schedule, slots, base
         part = chunk.part

@@ -20,7 +20,7 @@ from zeroplan.core.pipeline_order import PipelineOrder, schedule_of
 from zeroplan.core.tape import ExpandedTape
 from zeroplan.engines.fsdp2.rank import Fsdp2Rank
 from zeroplan.engines.fsdp2.schedule import COMPUTE, Fsdp2Schedule, Group
-from zeroplan.engines.pipeline import Chunk, PipelineEngineSchedule, PipelineRun, StageTape, cut, play_pipeline
+from zeroplan.engines.pipeline import ModelChunk, PipelineEngineSchedule, PipelineRun, StageTape, cut, play_pipeline
 from zeroplan.engines.torch_step import STEPS_UNTIL_STEADY, optimizer_step
 from zeroplan.simulate.recorder import Recorder
 
@@ -88,7 +88,7 @@ def record_fsdp2_stages(rank: Fsdp2Rank, tape: ExpandedTape) -> Recorder:
     return recorder
 
 
-def _chunk(rank: Fsdp2Rank, stage: Stage, tape: ExpandedTape, recorder: Recorder) -> Chunk:
+def _chunk(rank: Fsdp2Rank, stage: Stage, tape: ExpandedTape, recorder: Recorder) -> ModelChunk:
     part = cut(tape, stage)
     one = replace(rank, parameters=part.tape.parameters, pipeline_chunks=(stage,))
-    return Chunk(stage, part, Fsdp2StageSchedule(one, part, recorder))
+    return ModelChunk(stage, part, Fsdp2StageSchedule(one, part, recorder))

@@ -18,7 +18,7 @@ _INDEX = 8  # bytes of an index
 
 
 @dataclass(frozen=True, slots=True)
-class _Head:
+class _LabelledHead:
     """What stands behind the base model in a tape.
 
     Attributes:
@@ -48,7 +48,7 @@ def with_labelled_tokens(tape: ExpandedTape, *, tokens: int, share: float) -> Ex
     return tape.with_events(_events(tape, head, tokens, labelled_tokens(tokens, share)))
 
 
-def _find(tape: ExpandedTape, tokens: int) -> _Head | None:
+def _find(tape: ExpandedTape, tokens: int) -> _LabelledHead | None:
     """Find the model by its class, and what its base model hands over."""
     models = [
         i for i, module in enumerate(tape.modules) if leaves_loss_to_function(module.type) or scores_each_token(module.type)
@@ -75,7 +75,7 @@ def _find(tape: ExpandedTape, tokens: int) -> _Head | None:
     if len(given) != 1:
         return None
     storage, size = events[given[0]][1:3]
-    return _Head(
+    return _LabelledHead(
         leaves_loss_to_function(tape.modules[model].type),
         start,
         forward,
@@ -86,7 +86,7 @@ def _find(tape: ExpandedTape, tokens: int) -> _Head | None:
     )
 
 
-def _events(tape: ExpandedTape, head: _Head, tokens: int, rows: int) -> Iterator[TapeEvent]:
+def _events(tape: ExpandedTape, head: _LabelledHead, tokens: int, rows: int) -> Iterator[TapeEvent]:
     new = max(arg for op, arg in zip(tape.op, tape.arg, strict=True) if op == Op.ALLOC) + 1
     shifted, indices, picked, states, grad = range(new, new + 5)
     storage, size = head.hidden_grad

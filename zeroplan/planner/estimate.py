@@ -68,7 +68,7 @@ def estimate_runs(request: Request, each: Callable[[Estimate, int], None] | None
     runs: list[Simulated | None] = []
     for done, case in enumerate(resolved.cases):
         working(f"planning {case.zero.label}", done, len(resolved.cases))
-        plan, run = plan_case(case, resolved, tapes, config, shallow)
+        plan, run = plan_case(formula_plan(resolved.engine, case), case, resolved, tapes, config, shallow)
         plans.append(plan)
         runs.append(run)
         if each is not None:
@@ -129,11 +129,17 @@ def _tapes(engine: Engine, request: Request) -> ExpandedTapes:
 
 
 def plan_case(
-    case: Case, resolved: Resolved, tapes: ExpandedTapes | None, config: AllocatorConfig | None, shallow: list[str]
+    plan: MemoryPlan,
+    case: Case,
+    resolved: Resolved,
+    tapes: ExpandedTapes | None,
+    config: AllocatorConfig | None,
+    shallow: list[str],
 ) -> tuple[MemoryPlan, Simulated | None]:
     """Return the plan of one case with its simulated run; of a pipeline that of the stage that needs the most.
 
     Args:
+        plan: the case's plan by formulas.
         case: the case.
         resolved: the request that it is of.
         tapes: the tapes of its layouts; None for formula depth.
@@ -144,7 +150,7 @@ def plan_case(
         BadInput: when the model cannot be traced and the user asked for simulated depth by name.
     """
     if case.layout.pp == 1:
-        return _simulated(formula_plan(resolved.engine, case), case, resolved, tapes, config, shallow)
+        return _simulated(plan, case, resolved, tapes, config, shallow)
     from zeroplan.planner.stages import plan_stages
 
     def planned(stage: Case) -> tuple[MemoryPlan, Simulated | None]:

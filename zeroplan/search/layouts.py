@@ -199,7 +199,7 @@ def _laid_out(request: Request, resolved: Resolved, tapes: ExpandedTapes, warnin
     usable = case.cluster.usable_vram or 0
     plan = formula_plan(resolved.engine, case)
     if plan.gpu.model_states <= usable:
-        plan, _ = plan_case(case, resolved, tapes, None, warnings)
+        plan, _ = plan_case(plan, case, resolved, tapes, None, warnings)
     elif plan.fits is None:
         plan = plan.model_copy(update={"fits": False})
     return LaidOut(request, case.layout, plan)

@@ -84,7 +84,7 @@ def hold(config: dict[str, Any], model: dict[str, Any], ranks: int, measured: li
         assert dict(sums) == totals, what
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 3, 4))])
 def test_every_stage_and_precision(pool: RankPool, ranks: int) -> None:
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (ds_config(stage, dtype), {"tied": stage % 2 == 1}) for stage in STAGES for dtype in ("bf16", "fp32", "fp16")
@@ -95,7 +95,7 @@ def test_every_stage_and_precision(pool: RankPool, ranks: int) -> None:
         hold(config, model, ranks, [rank[index] for rank in results])
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_offload(pool: RankPool, ranks: int) -> None:
     def offloaded(stage: int, dtype: str, *, ratio: float = 1.0, param: str = "none", **changes: Any) -> dict[str, Any]:
         optimizer = {"device": "cpu", "ratio": ratio}
@@ -115,7 +115,7 @@ def test_offload(pool: RankPool, ranks: int) -> None:
         hold(config, {"tied": True}, ranks, [rank[index] for rank in results])
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_files(pool: RankPool, tmp_path: Path, ranks: int) -> None:
     def in_files(optimizer: str, dtype: str, kind: str = "AdamW", **keys: Any) -> dict[str, Any]:
         config = ds_config(3, dtype, optimizer={"type": kind, "params": {"lr": 1e-3}}, zeroplan={"nvme_in_memory": True})

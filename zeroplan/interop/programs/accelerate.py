@@ -70,16 +70,17 @@ class Accelerate(Program):
             run.leave_out("mixed_precision", UNKNOWN, "fp8 products; bf16 ones are counted")
         elif mode == "no":
             run.set("dtype", "fp32", "mixed_precision")
+        fsdp_version = 0
         if kind == "DEEPSPEED":
             self._deepspeed(run)
         elif kind == "FSDP":
-            self._fsdp(run)
+            fsdp_version = self._fsdp(run)
         elif kind == "MEGATRON_LM":
             run.set("engine", "ddp", "distributed_type")
             run.leave_out("distributed_type", UNKNOWN, "Megatron-LM's engine; DDP's figures stand in")
         else:
             run.set("engine", "ddp", "distributed_type")
-        _layout(run)
+        _layout(run, fsdp_version)
         dynamo = run.block("dynamo_config")
         if any(dynamo.on(key) for key in dynamo.data):
             run.leave_out("dynamo_config", UNKNOWN, "compiled graphs keep other tensors than eager ones")
@@ -103,7 +104,8 @@ class Accelerate(Program):
             "zero_init", stage == 3 if init is None else init, "deepspeed_config.zero3_init_flag" if init is not None else ""
         )
 
-    def _fsdp(self, run: Builder) -> None:
+    def _fsdp(self, run: Builder) -> int:
+        """Set FSDP's fields; return its version, 1 or 2."""
         block = run.block("fsdp_config")
         plain = Keys({key.removeprefix("fsdp_"): value for key, value in block.data.items()}, block.name)
         version = plain.number("version")
@@ -122,6 +124,7 @@ class Accelerate(Program):
             options=plain,
             wraps="NO_WRAP",
         )
+        return version or 1
 
 
 #: Degrees of ``parallelism_config`` that no field holds, and why.
@@ -132,8 +135,8 @@ _DEGREES = {
 }
 
 
-def _layout(run: Builder) -> None:
-    """Read ``parallelism_config``; flags of the launcher have its keys with a prefix.
+def _layout(run: Builder, fsdp_version: int) -> None:
+    """Read ``parallelism_config``; flags of the launcher have its keys with a prefix. `fsdp_version` is 0 without FSDP.
 
     Source: accelerate 1.15, parallelism_config.py (ParallelismConfig).
     """
@@ -147,7 +150,7 @@ def _layout(run: Builder) -> None:
     ring = sizes.number("cp_size") or 1
     if ring == 1:
         return
-    if run.fields.get("engine") != "fsdp2" or run.fields.get("fsdp_version") == 1:
+    if fsdp_version != 2:
         run.leave_out(written["cp_size"], UNKNOWN, "context parallelism is planned for FSDP 2 alone")
         return
     run.set("cp", ring, written["cp_size"])

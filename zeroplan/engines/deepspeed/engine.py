@@ -54,6 +54,7 @@ _QUANTIZED = {
     "zero_quantized_gradients": (Effect.MORE, "gradients are quantized and dequantized in buffers of their own"),
 }
 _ZENFLOW = "the gradient columns that the GPU updates have masters and states there"
+_REFERENCE = "the figures hold the reference model as TRL's source makes it; no run was measured"
 _SUPER_OFFLOAD = "gradients and states move between GPU and host in buckets of their own"
 
 
@@ -123,6 +124,8 @@ class DeepSpeed(Engine):
             found.append(Unmodelled("zero_optimization.zenflow", Effect.MORE, _ZENFLOW))
         if zero.offload_optimizer.super_offload and zero.stage == 3:
             found.append(Unmodelled("zero_optimization.offload_optimizer.super_offload", Effect.UNKNOWN, _SUPER_OFFLOAD))
+        if case.workload.reference is not None and self.answers_reference(case):
+            found.append(Unmodelled("reference", Effect.UNKNOWN, _REFERENCE))
         return tuple(found)
 
     def answers_reference(self, case: Case) -> bool:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from planned import plan, print_beside
 from torch.utils.data import Dataset
 
 import zeroplan_runtime
@@ -99,6 +100,13 @@ def main() -> None:
     }
     if arguments.dtype != "fp32":
         config[arguments.dtype] = {"enabled": True}
+    planned = plan(
+        model.config.to_dict(),
+        config,
+        seq_len=data[0]["input_ids"].numel(),
+        gradient_checkpointing=arguments.gradient_checkpointing,
+        from_scratch=not arguments.model,
+    )
     engine, _, loader, _ = zeroplan_runtime.initialize(model=model.train(), config=config, training_data=data)
     assert loader is not None
 
@@ -118,8 +126,7 @@ def main() -> None:
     if arguments.save:
         engine.save_checkpoint(arguments.save / "checkpoint")
         engine.save_16bit_model(arguments.save / "model")
-    if engine.global_rank == 0:
-        print(f"stage {arguments.stage}, {engine.world_size} ranks: {engine.arena.peak() / 2**20:.1f} MiB owned by the runtime")
+    print_beside(planned, engine)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import torch
 from causal_lm import Progressions
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+from zeroplan import ZeroplanCallback
 from zeroplan_runtime.integrations.huggingface import zeroplan_config  # the first line
 
 
@@ -57,6 +58,7 @@ def main() -> None:
         ),
         train_dataset=Progressions(2048, 16, 128),
         eval_dataset=Progressions(64, 16, 128),
+        callbacks=[ZeroplanCallback(seq_len=16)],  # the plan before the first step, measured beside it at the end
     )
     trainer.train()
     loss = trainer.evaluate()["eval_loss"]

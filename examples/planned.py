@@ -39,11 +39,17 @@ def ds_config(micro_batch: int, stage: int, rate: float, dtype: str) -> dict[str
 
 def plan(model: Any, config: dict[str, Any], **asked: Any) -> Any:
     """What the run will take on a GPU, said before anything is allocated. `model` is a config or a module."""
-    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    (found,) = zeroplan.estimate(model, engine="zeroplan", ds_config=config, gpus=world, **asked)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))  # torchrun's, which no process group knows yet
+    (found,) = zeroplan.estimate(model, engine="zeroplan", ds_config=config, gpus=ranks, **asked)
     states, total = format_bytes(found.gpu.model_states), found.gpu.total
-    print(f"plan: {states} of model states" + ("" if total is None else f", {format_bytes(total)} in all a GPU"))
+    if is_first():
+        print(f"plan: {states} of model states" + ("" if total is None else f", {format_bytes(total)} in all a GPU"))
     return found
+
+
+def is_first() -> bool:
+    """Whether this is the first rank, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def own(found: Any, place: Place) -> int:
@@ -94,6 +100,8 @@ def print_beside(planned: Any, engine: Any) -> None:
         (what, own(planned, place), engine.arena.peak(place))
         for what, place in (("pageable", Place.DRAM), ("in files", Place.NVME))
     ]
+    if not is_first():
+        return
     print(f"{'':34}{'planned':>12}{'measured':>12}")
     for what, before, after in rows:
         print(f"{what:34}{format_bytes(before):>12}{format_bytes(after):>12}")

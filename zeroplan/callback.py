@@ -67,7 +67,7 @@ class ZeroplanCallback:
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Plan a Trainer's run."""
         self._first = bool(state.is_world_process_zero)
-        self._plan(model, {"files": (_on_gpu(args),), **_machine(int(args.world_size))})
+        self._plan(model, {"files": (_on_gpu(args),), **_machine(int(args.world_size)), **_in_place_of_deepspeed()})
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Look at the memory of a Trainer's run after each step."""
@@ -150,6 +150,12 @@ def _machine(ranks: int) -> dict[str, int]:
     """Return nodes and GPUs a node of so many ranks, by what the launcher said."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)
     return {"gpus": local, "nodes": max(1, ranks // max(1, local))}
+
+
+def _in_place_of_deepspeed() -> dict[str, str]:
+    """Return the engine that runs what DeepSpeed's name starts, where the included runtime has taken that name."""
+    taken = type(sys.modules.get("deepspeed")).__module__.startswith("zeroplan_runtime.")
+    return {"engine": "zeroplan"} if taken else {}
 
 
 def _card() -> dict[str, int]:

@@ -93,6 +93,15 @@ def test_training_arguments_as_yaml_and_json(write: Callable[[str, str], str]) -
     assert (request.engine, [one.key for one in request.unmodelled]) == ("fsdp2", ["fsdp"])
 
 
+@pytest.mark.parametrize(("asked", "runs"), [("deepspeed", "deepspeed"), ("zeroplan", "zeroplan"), ("ddp", "deepspeed")])
+def test_an_engine_that_reads_ds_configs_takes_deepspeeds_place(asked: str, runs: str) -> None:
+    """The runtime under a Trainer whose arguments name a ds_config; an engine that reads none cannot be meant."""
+    config = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 2}
+    arguments = {"output_dir": "out", "per_device_train_batch_size": 2, "deepspeed": config}
+    request, _ = with_files(Request(files=(arguments,), engine=asked))
+    assert (request.engine, request.ds_config is not None) == (runs, True)
+
+
 @pytest.mark.torch
 def test_training_arguments_as_the_object(tmp_path: Path) -> None:
     pytest.importorskip("torch")

@@ -51,7 +51,11 @@ def output(warm_python: Path) -> Output:
 @pytest.mark.slow
 @pytest.mark.torch
 def test_causal_lm_on_two_ranks(output: Output, tmp_path: Path) -> None:
-    losses = losses_in(output("examples/causal_lm.py", "--stage", "3", "--steps", "50", "--save", str(tmp_path), ranks=2))
+    said = output("examples/causal_lm.py", "--stage", "3", "--steps", "50", "--save", str(tmp_path), ranks=2)
+    losses = losses_in(said)
+    planned, measured = rows_in(said)[0]
+    assert planned == measured != "0 B"
+    assert said.count("plan: ") == 1  # the first rank's
     assert losses[0] > 4.7  # ln 128 is 4.85
     assert losses[-1] < 3
     assert (tmp_path / "checkpoint" / "latest").read_text() == "global_step50"
@@ -120,4 +124,6 @@ def test_lightning_by_an_import_and_a_name(output: Output, tmp_path: Path) -> No
 def test_transformers_trainer(output: Output, tmp_path: Path) -> None:
     said = output("examples/hf_trainer.py", "--stage", "3", "--offload", "--steps", "30", "--output", str(tmp_path))
     assert losses_in(said)[-1] < 4
+    assert "zeroplan: Needs 1.3 GiB" in said  # the runtime's plan: DeepSpeed's buckets alone would take more
+    assert "zeroplan: plan beside measurement" in said
     assert (tmp_path / "model.safetensors").is_file()

@@ -9,7 +9,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.tasks import training_of
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import Attention, DType, OptimizerKind, Precision, Reference
-from zeroplan.engines.registry import find_engine
+from zeroplan.engines.registry import DEFAULT_ENGINE, find_engine
 from zeroplan.interop.readers import read_setups
 from zeroplan.interop.setups import Setup
 from zeroplan.planner.request import Request
@@ -81,8 +81,7 @@ def filled(request: Request, setup: Setup) -> Request:
     for field in ("gpus", "nodes"):
         if getattr(setup, field) is not None and getattr(request, field) == 1:
             changes[field] = getattr(setup, field)
-    # A ds_config by itself names no program: an engine that was asked for and takes one reads it in its own way.
-    if setup.engine is not None and (setup.program != "ds_config" or find_engine(request.engine).dialect is None):
+    if setup.engine is not None and not _reads_ds_config_itself(request, setup):
         changes["engine"] = setup.engine
     if setup.fsdp_version == 1 and setup.lora_rank is None and setup.offload_param is None:
         mine = setup.keys.get("engine")
@@ -115,6 +114,19 @@ def filled(request: Request, setup: Setup) -> Request:
     if setup.ds_config is not None:
         changes |= _with_ds_config(setup, changes)
     return replace(request, files=(), **changes)
+
+
+def _reads_ds_config_itself(request: Request, setup: Setup) -> bool:
+    """Return whether the engine that was asked for reads the setup's ds_config in its own way.
+
+    A ds_config by itself names no program. One that a program hands over goes to DeepSpeed, unless another engine that reads
+    it is asked for by name: such an engine takes DeepSpeed's place in the program.
+    """
+    if find_engine(request.engine).dialect is None:
+        return False
+    if setup.program == "ds_config":
+        return True
+    return request.engine != DEFAULT_ENGINE and setup.engine is not None and find_engine(setup.engine).dialect is not None
 
 
 def _pairs(setup: Setup, left_out: tuple[Unmodelled, ...]) -> dict[str, Any]:

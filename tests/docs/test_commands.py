@@ -15,7 +15,18 @@ from tests.conftest import ROOT
 _WITH_COMMANDS = {path: found for path in pages.PAGES_WITH_COMMANDS if (found := pages.blocks(path.read_text()))}
 
 
-@pytest.mark.parametrize("page", _WITH_COMMANDS, ids=lambda path: str(path.relative_to(ROOT)))
+#: Pages whose searches and simulations take many seconds together.
+_LONG = {
+    *("recommend.md", "gallery.md", "ds_config.md", "reported.md"),
+    *("programs/hf-trainer.md", "programs/trl.md", "programs/ds_config.md", "programs/lightning.md", "programs/axolotl.md"),
+}
+_PAGES = [
+    pytest.param(page, marks=pytest.mark.long) if page.relative_to(ROOT).as_posix().removeprefix("docs/") in _LONG else page
+    for page in _WITH_COMMANDS
+]
+
+
+@pytest.mark.parametrize("page", _PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_page_says_what_happens(page: Path) -> None:
     names: dict[str, Any] = {}
     with pages.new_folder():

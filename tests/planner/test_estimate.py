@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -221,3 +222,10 @@ def test_a_removed_optimizer_is_planned_with_a_warning() -> None:
     assert [plan.stage for plan in report.plans] == [0]  # ZeRO never took it
     assert any("no longer has 1-bit Adam" in warning for warning in report.warnings)
     assert not estimate_report(Request(params=10**9, depth="formula")).warnings
+
+
+def test_a_card_without_bf16_is_said() -> None:
+    asked = Request(model="openai-community/gpt2", gpu="T4", stage=2, depth="formula")
+    assert any("T4 has no bf16 arithmetic" in said for said in estimate_report(asked).warnings)
+    for other in (replace(asked, dtype="fp16"), replace(asked, gpu="L4")):
+        assert not any("bf16" in said for said in estimate_report(other).warnings)

@@ -214,3 +214,12 @@ def test_sizes_are_fitted_exactly_or_not_at_all() -> None:
     assert fit_poly(points, [8 * b * (s + 1) for b, s, _ in points]) == ((8, 1, 0, 0), (8, 1, 1, 0))
     with pytest.raises(DoesNotFitError):
         fit_poly(points, [b * (s // 100) * 512 for b, s, _ in points])
+
+
+def test_numbered_blocks_are_a_pattern_and_numbered_classes_are_none() -> None:
+    """Gemma 4 names the blocks that differ by their numbers; every config names its classes so."""
+    from zeroplan.trace.build import _pattern
+
+    wide = {"head_dim": 512}
+    assert _pattern({"id2label": {0: "LABEL_0", 1: "LABEL_1"}}, 6) == (0, 1)
+    assert _pattern({"per_layer_config": {2: wide, 5: wide}}, 6) == (0, 3)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import MemoryPlan, ModelInfo, Report
 from zeroplan.core.progress import working
+from zeroplan.core.workload import DType
 from zeroplan.engines.base import Case, Engine
 from zeroplan.planner.describe import describe_cluster, describe_setup, describe_workload
 from zeroplan.planner.formula import FORMULA, formula_plan, how_to_simulate
@@ -85,9 +86,17 @@ def _report(resolved: Resolved, setup: Setup | None, shallow: list[str], plans: 
         workload=describe_workload(resolved.workload),
         cluster=describe_cluster(resolved.cluster, resolved.cases[0].parallel if resolved.cases else None),
         setup=None if setup is None else describe_setup(setup),
-        warnings=(*shallow, *resolved.warnings),
+        warnings=(*shallow, *resolved.warnings, *_without_arithmetic(resolved)),
         plans=tuple(plans),
     )
+
+
+def _without_arithmetic(resolved: Resolved) -> tuple[str, ...]:
+    """Return a warning where the card cannot compute in the dtype; ``recommend`` takes another one then."""
+    gpu = resolved.cluster.gpu
+    if resolved.workload.dtype is not DType.BF16 or gpu.bf16:
+        return ()
+    return (f"{gpu.name} has no bf16 arithmetic: torch emulates it, slowly; --dtype fp16 is what it runs",)
 
 
 def _with_reliefs(report: Report, resolved: Resolved, runs: list[Simulated | None], config: AllocatorConfig | None) -> Report:

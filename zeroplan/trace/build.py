@@ -113,8 +113,12 @@ def _pattern(config: Mapping[str, Any], depth: int) -> tuple[int, int]:
 
 
 def _by_block(value: Any, depth: int) -> bool:
-    """Return whether a value of a config maps some blocks' numbers to what is different in them, as Gemma 4's does."""
-    return isinstance(value, Mapping) and bool(value) and all(str(key).isdigit() and int(key) < depth for key in value)
+    """Return whether a value of a config maps some blocks' numbers to the settings that differ there, as Gemma 4's does.
+
+    ``id2label`` maps numbers too, to names of classes.
+    """
+    settings = isinstance(value, Mapping) and bool(value) and all(isinstance(one, Mapping) for one in value.values())
+    return settings and all(str(key).isdigit() and int(key) < depth for key in value)
 
 
 #: Config keys of sequence lengths beyond which a model may run other operators.

@@ -81,7 +81,7 @@ class Overview:
 
 
 def overview(request: Request, options: SearchOptions | None = None) -> Overview:
-    """Find the largest catalog models by method, at one sequence a GPU with checkpointing, and the answer for the largest.
+    """Find the largest pretrained catalog models by method, at one sequence a GPU with checkpointing, and the answer for the largest.
 
     Raises:
         BadInput: a value that cannot be used.
@@ -89,7 +89,7 @@ def overview(request: Request, options: SearchOptions | None = None) -> Overview
     if request.quantize is not None:
         raise BadInput("is the base of one model", where="--quantize", remedy="name the model")
     options = options or SearchOptions()
-    entries = sorted(catalog.entries(), key=lambda e: -e.params)
+    entries = sorted((entry for entry in catalog.entries() if entry.pretrained), key=lambda e: -e.params)
     smallest = resolve_search(replace(request, model=entries[-1].id), options)
     candidates_of(smallest, request, options)  # what the batch cannot be, before the models are gone through
     known: Known = {}

@@ -26,13 +26,17 @@ _MIRRORS = frozenset({"unsloth", "nousresearch"})
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One model: its id, config facts, exact number of parameters (tied ones once) and where the facts come from."""
+    """One model: its id, config facts, exact number of parameters (tied ones once) and where the facts come from.
+
+    `pretrained`: there are weights to begin from.
+    """
 
     id: str
     config: Mapping[str, Any]
     params: int
     source: str
     also: tuple[str, ...] = ()
+    pretrained: bool = True
 
 
 @cache
@@ -43,9 +47,11 @@ def _entries() -> dict[str, Entry]:
             continue
         with open(os.path.join(_HERE, file), encoding="utf-8") as stream:
             family = json.load(stream)
+        source, pretrained = family["source"], family.get("pretrained", True)
         for name, facts in family["models"].items():
             config = {**family["defaults"], **facts["config"]}
-            found[name.lower()] = Entry(name, config, facts["params"], family["source"], tuple(facts.get("also", ())))
+            also = tuple(facts.get("also", ()))
+            found[name.lower()] = Entry(name, config, facts["params"], source, also, pretrained)
     return found
 
 

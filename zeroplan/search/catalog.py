@@ -81,7 +81,7 @@ class Overview:
 
 
 def overview(request: Request, options: SearchOptions | None = None) -> Overview:
-    """Find the largest pretrained catalog models by method, at one sequence a GPU with checkpointing, and the answer for the largest.
+    """Find the largest pretrained models by method, at one sequence a GPU with checkpointing, and the answer for the largest.
 
     Raises:
         BadInput: a value that cannot be used.

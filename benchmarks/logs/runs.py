@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import socket
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -190,3 +192,39 @@ def leak(mib: int = 16, count: int = 400) -> Iterator[list[torch.Tensor]]:
 def rank() -> int:
     """Return this process's rank, as launchers give it."""
     return int(os.environ.get("RANK", "0"))
+
+
+def steps(model: Any, say: Callable[[int, float], object], *, steps: int = 12, lr: float = 1e-3, seq: int = 32) -> None:
+    """Train by a plain loop, which gives each step and its loss to `say`."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    for step, batch in enumerate(batches(steps, seq=seq)):
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        say(step, loss.item())
+
+
+def say(step: int, loss: float) -> None:
+    """Print a step and its loss."""
+    print(f"[{step:>4}] loss={loss:.3f}", flush=True)
+
+
+def group(seconds: float = 30) -> None:
+    """Join the launcher's gloo ranks, with a time-out of so many seconds."""
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=seconds))
+
+
+def spawned_group(rank: int, port: int, seconds: float = 30) -> None:
+    """Join two spawned gloo ranks at a port."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=timedelta(seconds=seconds)
+    )
+
+
+def free_port() -> int:
+    """Return a port that nobody holds."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        port: int = bound.getsockname()[1]
+        return port

@@ -186,7 +186,7 @@ def interrupted_lightning() -> None:
     """A user presses Ctrl-C while Lightning trains."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Timer(8, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-    runs.fit(runs.lightning_module(runs.llama()), data=runs.Tokens(4000, host_agains=lambda _: 0.05), max_steps=2000)
+    runs.fit(runs.lightning_module(runs.llama()), data=runs.Tokens(4000, seconds=lambda _: 0.05), max_steps=2000)
 
 
 def _limit_files(mib: int) -> None:

@@ -287,7 +287,12 @@ def _stopped(log: Log) -> Diagnosis | None:
     """A run that was ended from outside; a rank that failed first makes schedulers end the others."""
     events = log.of(LogEventKind.STOPPED)
     failed = log.of(
-        LogEventKind.HOST_KILL, LogEventKind.HOST_REFUSED, LogEventKind.EXCEPTION, LogEventKind.CRASH, LogEventKind.STUCK
+        LogEventKind.HOST_KILL,
+        LogEventKind.HOST_REFUSED,
+        LogEventKind.EXCEPTION,
+        LogEventKind.CRASH,
+        LogEventKind.CHILD_FAILED,
+        LogEventKind.STUCK,
     )
     if not events or any(event.line < events[0].line for event in failed):
         return None
@@ -316,7 +321,10 @@ def _ended(log: Log) -> Diagnosis | None:
         return None
     verdict = "A process ended with an error, and this log does not say which: its own output has the cause."
     read = Advice("read the output of that rank", "torchrun --log-dir DIR --tee 3 keeps one a rank")
-    return Diagnosis(Cause.LOST_RANK, verdict, None, events[0].rank, tuple(events[:3]), {}, (read,), log.stated)
+    kernel = Advice(
+        "look for a kill line of the kernel (dmesg)", "short of memory, it ends a process without a word in this log"
+    )
+    return Diagnosis(Cause.LOST_RANK, verdict, None, events[0].rank, tuple(events[:3]), {}, (read, kernel), log.stated)
 
 
 def _error(log: Log) -> Diagnosis | None:

@@ -70,10 +70,10 @@ PATTERNS = (
     ),
     _pattern(
         LogEventKind.HOST_REFUSED,
-        "can't allocate memory|cannot allocate memory|memoryerror|bad_alloc|unable to allocate|new thread",
+        "can't allocate memory|cannot allocate memory|memoryerror|bad_alloc|unable to allocate|new thread|memory allocation of",
         r"can't start new thread"
         r"|DefaultCPUAllocator: .{0,20}can't allocate memory|Cannot allocate memory|^\s*(?:\w+\.)*_?(?:Array)?MemoryError\b"
-        r"|std::bad_alloc|Unable to allocate [\d.]+ \wi?B",
+        r"|std::bad_alloc|Unable to allocate [\d.]+ \wi?B|memory allocation of \d+ bytes failed",
     ),
     _pattern(
         LogEventKind.SHM_FULL,
@@ -84,16 +84,20 @@ PATTERNS = (
     ),
     _pattern(
         LogEventKind.DISK_FULL,
-        "no space left|disk quota|ephemeral-storage|file too large|file size limit|iostream error|unexpected pos|streamwriter",
+        "no space left|disk quota|ephemeral-storage|file too large|file size limit|iostream error|unexpected pos|streamwriter"
+        "|requested and",
         r"No space left on device|Disk quota exceeded|low on resource: ephemeral-storage|File too large|File size limit"
-        # torch's zip writer does not hand on why a write failed.
-        r"|basic_ios::clear: iostream error|inline_container\.cc:\d+\] \. unexpected pos|PytorchStreamWriter failed writing",
+        # torch's zip writer and numpy's tofile do not hand on why a write failed.
+        r"|basic_ios::clear: iostream error|inline_container\.cc:\d+\] \. unexpected pos|PytorchStreamWriter failed writing"
+        r"|\d+ requested and \d+ written",
     ),
     _pattern(
         LogEventKind.STOPPED,
-        "cancelled|due to|preempted|keyboardinterrupt|sigterm|got signal|walltime",
+        "cancelled|due to|preempted|keyboardinterrupt|sigterm|got signal|walltime|terminated|143",
         r"CANCELLED AT \S|DUE TO (?:TIME LIMIT|PREEMPTION|JOB REQUEUE)|job is preempted|^\s*(?:\[[^\]]{0,40}\]:?\s*)*"
-        r"KeyboardInterrupt\b|Received SIGTERM: 15|got signal: (?:2|15)\b|killed: walltime",
+        r"KeyboardInterrupt\b|Detected KeyboardInterrupt|Received SIGTERM: 15|got signal: (?:2|15)\b|killed: walltime"
+        # A shell's words; launchers say such of ranks that they end themselves.
+        r"|^\s*Terminated\s*$|line \d+: +\d+ Terminated\b|exit code:? 143\b",
     ),
     _pattern(
         LogEventKind.CRASH,
@@ -112,16 +116,19 @@ PATTERNS = (
     ),
     _pattern(
         LogEventKind.NAN_STOPPED,
-        "returned nan|`training_step` is",
-        r"Function '\w+' returned nan values in its|loss returned in `training_step` is (?:nan|inf)",
+        "returned nan|`training_step` is|non-finite",
+        r"Function '\w+' returned nan values in its|loss returned in `training_step` is (?:nan|inf)"
+        r"|total norm .{0,80}is non-finite",
     ),
     _pattern(
         LogEventKind.NAN,
         "nan|inf",
-        r"(?:loss|grad[_ ]norm|gradient norm|perplexity)['\"]?(?:_\w+)?(?:\s*[:=]\s*|\s+)['\"]?(?:tensor\()?[-+]?"
+        r"(?:loss|\bnll|\bppl|grad[_ ]norm|gradient norm|perplexity)['\"]?(?:_\w+)?(?:\s*[:=]\s*|\s+)['\"]?(?:tensor\()?[-+]?"
         r"(?:nan|inf(?:inity)?)\b"
         r"|found NaN (?:in|gradients)|loss is (?:nan|inf)",
     ),
+    # Megatron's lines, behind the loss that they state as well.
+    _pattern(LogEventKind.OVERFLOW, "skipped iterations", r"number of skipped iterations:\s*[1-9]"),
     _pattern(
         LogEventKind.STUCK,
         "timeout|timed out|time out|monitoredbarrier",
@@ -148,9 +155,9 @@ PATTERNS = (
     ),
     _pattern(
         LogEventKind.CHILD_FAILED,
-        "exitcode|exit code|exit status|return code",
+        "exitcode|exit code|exit status|return code|via signal|abruptly",
         r"exit ?code\s*:? ?[1-9]\d* \(pid|\(exitcode: [1-9]|non-zero exit status [1-9]|exits with return code = [1-9]"
-        r"|exited with exit code [1-9]",
+        r"|exited with exit code [1-9]|Terminating process \d+ via signal|terminated abruptly",
     ),
     # Last: the line that ends a traceback, "package.module.SomeError: text"; not what launchers raise when a rank has died.
     _pattern(

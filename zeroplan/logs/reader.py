@@ -25,6 +25,10 @@ _TRAINS, _ZEROS = 0.1, 5
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _SECONDS = re.compile(r"\b([\d.]{1,12}) ?s/it\b")
 _PER_SECOND = re.compile(r"\b([\d.]{1,12}) ?it/s\b")
+#: As nanoGPT's and Megatron's loops print a step's time.
+_MILLISECONDS = re.compile(
+    r"^ *(?:iter|step)\b.{0,120}?\btime[:=]? ?([\d.]{1,12}) ?ms\b|elapsed time per iteration \(ms\): ?([\d.]{1,12})"
+)
 _STATED = {
     "micro_batch": re.compile(r"Instantaneous batch size per device = ([\d,]+)|train_micro_batch_size_per_gpu[ .\"':=]+(\d+)"),
     "grad_accum": re.compile(r"Gradient Accumulation steps = ([\d,]+)|gradient_accumulation_steps[ .\"':=]+(\d+)"),
@@ -174,6 +178,8 @@ def _state_facts(state: _Pass, line: str) -> None:
             value = _number(match[1])
             if value:
                 state.steps.append(1 / value if invert else value)
+    if (match := _MILLISECONDS.search(line)) and (value := _number(match[1] or match[2])):
+        state.steps.append(value / 1000)
 
 
 def _number(text: str) -> float:

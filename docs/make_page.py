@@ -68,6 +68,7 @@ def make(folder: Path) -> None:
     if folder.exists():
         shutil.rmtree(folder)
     shutil.copytree(ROOT / "zeroplan" / "ui" / "static", folder)
+    shutil.copy(ROOT / "zeroplan" / "report" / "assets" / "palette.css", folder)
     page = folder / "index.html"
     text = page.read_text()
     if _SERVER not in text:

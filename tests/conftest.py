@@ -15,9 +15,12 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
     from tests.runtime.ranks import RankPool
 
 ROOT = Path(__file__).resolve().parent.parent
+CHROMIUM = Path("/usr/bin/chromium")
 ROWS = ROOT / "benchmarks" / "ground_truth" / "measured.jsonl"
 
 # Sums in several threads round otherwise than the ranks, which have one thread each; torch reads it when it is imported.
@@ -110,6 +113,18 @@ def pair() -> Iterator[RankPool]:
     made = RankPool(2)
     yield made
     made.stop()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Debian's Chromium."""
+    api = pytest.importorskip("playwright.sync_api")
+    if not CHROMIUM.exists():
+        pytest.skip(f"needs {CHROMIUM}")
+    with api.sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
+        yield started
+        started.close()
 
 
 @pytest.fixture

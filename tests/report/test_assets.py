@@ -29,11 +29,15 @@ def test_a_page_needs_no_other_file() -> None:
     assert "href=" not in text
 
 
-def test_reports_have_the_colours_of_the_page() -> None:
-    style = (ROOT / "zeroplan" / "ui" / "static" / "style.css").read_text()
+def test_every_colour_is_one_of_the_palettes() -> None:
+    """The page's style and the reports' name colours that stand in one file."""
     colours = palette()
     assert len(colours) > 10
-    assert [name for name, (light, dark) in colours.items() if f"--{name}: light-dark({light}, {dark})" not in style] == []
+    for style in (asset("page.css"), (ROOT / "zeroplan" / "ui" / "static" / "style.css").read_text()):
+        assert "light-dark(#" not in style
+        used = set(re.findall(r"var\(--(ink|faint|line|paper|ground|field|accent|on-accent|good|bad|unsure)\b", style))
+        assert len(used) > 5
+        assert used <= set(colours)
 
 
 def test_both_reports_are_pages(cli: Cli, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.long
 Cli = Callable[..., tuple[int, str, str]]
-CHROMIUM = Path("/usr/bin/chromium")
 #: Contrast of text to what is behind it that the Web Content Accessibility Guidelines ask for (AA).
 CONTRAST = 4.5
 #: Texts whose contrast is below the argument: what they say, and the contrast.
@@ -43,17 +42,6 @@ FAINT = """least => {
   }
   return found;
 }"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    api = pytest.importorskip("playwright.sync_api")
-    if not CHROMIUM.exists():
-        pytest.skip(f"needs {CHROMIUM}")
-    with api.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
-        yield started
-        started.close()
 
 
 def visit(browser: Browser, path: Path, colours: str, width: int) -> tuple[Page, list[str]]:

@@ -23,22 +23,10 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 Cli = Callable[..., tuple[int, str, str]]
-CHROMIUM = Path("/usr/bin/chromium")
 GPT2 = "openai-community/gpt2"
 FIRST = f"#model={GPT2}&gpu=T4&gpus=2"
 #: Milliseconds that anything on the page may take.
 PATIENCE = 30_000
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    api = pytest.importorskip("playwright.sync_api")
-    if not CHROMIUM.exists():
-        pytest.skip(f"needs {CHROMIUM}")
-    with api.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
-        yield started
-        started.close()
 
 
 class Visit:

@@ -27,6 +27,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from zeroplan.core.errors import BadInput
+from zeroplan.report.page import asset
 from zeroplan.ui.answers import names
 from zeroplan.ui.worker import HUB
 
@@ -143,6 +144,9 @@ def application(*, timeout: float = 60.0, hub: bool = False) -> Starlette:
     async def offered(request: Request) -> Response:
         return JSONResponse(names(hub=hub))
 
+    async def colours(request: Request) -> Response:
+        return Response(asset("palette.css"), media_type="text/css")
+
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
@@ -154,6 +158,7 @@ def application(*, timeout: float = 60.0, hub: bool = False) -> Starlette:
         routes=[
             Route("/api/ask", ask, methods=["POST"]),
             Route("/api/names", offered),
+            Route("/palette.css", colours),
             Mount("/", StaticFiles(directory=folder, html=True)),
         ],
         middleware=[Middleware(_Headers), Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])],

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from zeroplan.core.losses import leaves_loss_to_function
+from zeroplan.core.losses import IGNORED_LABEL, leaves_loss_to_function
 from zeroplan_runtime.kernels import cross_entropy, cross_entropy_grad
 
 
@@ -47,7 +47,7 @@ def causal_lm_loss(
     labels: torch.Tensor,
     vocab_size: int,
     num_items_in_batch: torch.Tensor | int | None = None,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORED_LABEL,
     shift_labels: torch.Tensor | None = None,
     **_: Any,
 ) -> torch.Tensor:

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import torch
 
+from zeroplan.core.losses import IGNORED_LABEL
 from zeroplan_runtime.kernels import cuda_backend, torch_backend
 from zeroplan_runtime.kernels.backends import backend
 
@@ -23,7 +24,7 @@ def _check(logits: torch.Tensor, labels: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, ignore: int = -100) -> tuple[torch.Tensor, torch.Tensor]:
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, ignore: int = IGNORED_LABEL) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes the loss of each row, as ``torch.nn.functional.cross_entropy`` with ``reduction="none"`` does in fp32.
 
     Args:
@@ -45,7 +46,7 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, ignore: int = -100
 
 @torch.no_grad()
 def cross_entropy_grad(
-    logits: torch.Tensor, labels: torch.Tensor, lse: torch.Tensor, scale: torch.Tensor, ignore: int = -100
+    logits: torch.Tensor, labels: torch.Tensor, lse: torch.Tensor, scale: torch.Tensor, ignore: int = IGNORED_LABEL
 ) -> torch.Tensor:
     """Computes the gradient of `scale` × the sum of the rows' losses with respect to `logits`.
 

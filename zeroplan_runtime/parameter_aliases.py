@@ -14,6 +14,7 @@ guarded: a read of one is refused while its unit is not gathered.
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterable
 
 import torch
@@ -27,6 +28,8 @@ from zeroplan_runtime.unit_state import UnitState
 
 _use_count = getattr(torch._C, "_storage_Use_Count", None)
 _references_to = getattr(torch.Tensor, "_use_count", None)
+#: Seconds. Little beside a search.
+_A_MOMENT = 0.005
 
 
 class ParameterAliases:
@@ -59,8 +62,10 @@ class ParameterAliases:
         Raises:
             BadInput: for one of a parameter that is not the root's, at stage 3.
         """
-        uses = self._uses()
-        if uses in self._ordinary:
+        if self._uses() in self._ordinary:
+            return
+        time.sleep(_A_MOMENT)  # a thread of the transport may not have let go of a collective that has ended
+        if self._uses() in self._ordinary:
             return
         if self._model_states.setup.shards_params and self._search():
             gc.collect()  # it may be garbage in a cycle
@@ -71,7 +76,7 @@ class ParameterAliases:
                 raise kept_alias(name)
             self._guard.guard_alias(alias, unit.index, name)
         if not found:
-            self._ordinary.add(uses)
+            self._ordinary.add(self._uses())  # now: what ended meanwhile would hide as many aliases later
 
     def begin_forward(self, unit: UnitState) -> None:
         """Counts the references to the parameters of `unit`, before its forward."""

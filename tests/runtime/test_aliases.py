@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 from unittest import mock
 
@@ -47,6 +48,47 @@ def ordinary(group: dist.ProcessGroup, config: dict[str, Any]) -> tuple[int, int
 def test_a_training_without_aliases_never_searches(pool: RankPool) -> None:
     for config in CONFIGS:
         assert pool.run(2, ordinary, config) == [(0, 0)] * 2, config
+
+
+def lingering(group: dist.ProcessGroup, during: str) -> tuple[int, bool]:
+    """The searches that a use makes which ends while the engine waits or searches, and whether an alias is found after it."""
+    engine, *_ = zeroplan_runtime.initialize(model=models.make(), config=ds_config(3), group=group, device="cpu")
+    held: list[Any] = []
+    real = ParameterAliases._search
+
+    def search(aliases: ParameterAliases) -> list[torch.Tensor]:
+        held.clear()  # before it is listed, like the storage that only a thread of the transport holds
+        return real(aliases)
+
+    def step() -> None:
+        engine.backward(engine(models.batch(0, 0, 0)))
+        engine.step()
+
+    def hold() -> None:
+        held.append(engine._aliases._model_states.units[-1].param_slot.tensor.view(-1))
+
+    step()
+    with (
+        mock.patch.object(ParameterAliases, "_search", autospec=True, side_effect=search) as searches,
+        mock.patch.object(time, "sleep", side_effect=lambda _: held.clear() if during == "wait" else None),
+    ):
+        hold()
+        step()
+    counted = searches.call_count
+    hold()
+    try:
+        step()
+    except BadInput:
+        return counted, True
+    finally:
+        held.clear()
+        engine.destroy()
+    return counted, False
+
+
+def test_a_collective_that_its_transport_holds_a_moment_longer_hides_no_alias(pool: RankPool) -> None:
+    assert pool.run(2, lingering, "wait") == [(0, True)] * 2
+    assert pool.run(2, lingering, "search") == [(2, True)] * 2
 
 
 class Block(nn.Module):

@@ -1,8 +1,15 @@
-"""The collectives of the ranks that share a model, over NCCL on GPUs and gloo on CPUs."""
+"""The collectives of the ranks that share a model, over NCCL on GPUs and gloo on CPUs.
+
+Note [A collective that has ended]
+    A thread of gloo's wakes who waits for a collective before it lets go of the tensors. Until it does, memory of a temporary
+    that is dropped stays, and a parameter's memory has a use that looks like an alias. So a collective on a CPU returns when
+    the tensors have as many uses as before. It waits some microseconds; on a busy machine, until that thread has a turn.
+"""
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +29,10 @@ _HASH_MODULUS = 16777213
 
 #: What gloo's errors begin with.
 _SOURCE_PLACE = re.compile(r"^\[[^\]]*\] ")
+
+_use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
+#: How long a collective waits for gloo's thread to let go, in seconds. Another thread may have taken a view to keep.
+_MOST_SECONDS = 1.0
 
 
 class Communicator:
@@ -68,32 +79,34 @@ class Communicator:
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
         """Fills `whole` [ranks × n] with every rank's `shard` [n], which may be this rank's part of `whole`."""
-        with self.naming_lost_ranks("gather"):
+        with self.naming_lost_ranks("gather"), _let_go(whole, shard):
             _all_gather(whole, shard, group=self.group)
 
     def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> None:
         """Writes this rank's part of the mean of `whole` [ranks × n] to `shard` [n], which may be that part of `whole`."""
-        with self.naming_lost_ranks("reduce"):
+        with self.naming_lost_ranks("reduce"), _let_go(shard, whole):
             _reduce_scatter(shard, whole, op=dist.ReduceOp.AVG, group=self.group)
 
     def all_reduce_mean(self, whole: torch.Tensor) -> None:
         """Replaces `whole` by its mean over the ranks."""
-        with self.naming_lost_ranks("reduce"):
-            dist.all_reduce(whole, op=dist.ReduceOp.AVG, group=self.group)
+        self._all_reduce(whole, dist.ReduceOp.AVG)
 
     def all_reduce_sum(self, values: torch.Tensor) -> None:
         """Replaces `values` by their sum over the ranks."""
-        with self.naming_lost_ranks("reduce"):
-            dist.all_reduce(values, group=self.group)
+        self._all_reduce(values, dist.ReduceOp.SUM)
 
     def all_reduce_max(self, values: torch.Tensor) -> None:
         """Replaces each of `values` by its maximum over the ranks."""
-        with self.naming_lost_ranks("reduce"):
-            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
+        self._all_reduce(values, dist.ReduceOp.MAX)
+
+    def _all_reduce(self, values: torch.Tensor, operation: Any) -> None:
+        with self.naming_lost_ranks("reduce"), _let_go(values):
+            dist.all_reduce(values, op=operation, group=self.group)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Replaces the contiguous `tensor` by the first rank's."""
-        dist.broadcast(tensor, group_src=0, group=self.group)
+        with _let_go(tensor):
+            dist.broadcast(tensor, group_src=0, group=self.group)
 
     def broadcast_from_first(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the first rank's `tensor`, with the strides of this rank's; any dtype and layout."""
@@ -120,3 +133,22 @@ class Communicator:
         if self.world_size > 1:
             with self.naming_lost_ranks("meet"):
                 dist.barrier(self.group)
+
+
+@contextmanager
+def _let_go(*tensors: torch.Tensor) -> Iterator[None]:
+    """Enters the context of one collective; see Note [A collective that has ended]."""
+    if _use_count is None or tensors[0].device.type != "cpu":
+        yield
+        return
+    before = _uses(tensors)
+    yield
+    waited = 0.0
+    while _uses(tensors) > before and waited < _MOST_SECONDS:
+        pause = min(waited, 0.001)  # at first it gives others a turn
+        time.sleep(pause)
+        waited += pause or 1e-5
+
+
+def _uses(tensors: tuple[torch.Tensor, ...]) -> int:
+    return sum(_use_count(tensor.untyped_storage()._cdata) for tensor in tensors)

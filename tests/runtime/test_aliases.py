@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,6 +16,7 @@ from tests.runtime import models
 from tests.runtime.ranks import RankPool
 from tests.runtime.train import ds_config
 from zeroplan.core.errors import BadInput
+from zeroplan_runtime import parameter_aliases
 from zeroplan_runtime.parameter_aliases import ParameterAliases
 
 CPU = {"offload_optimizer": {"device": "cpu"}}
@@ -60,6 +61,10 @@ def lingering(group: dist.ProcessGroup, during: str) -> tuple[int, bool]:
         held.clear()  # before it is listed, like the storage that only a thread of the transport holds
         return real(aliases)
 
+    def wait(_: float) -> None:
+        if during == "wait":
+            held.clear()
+
     def step() -> None:
         engine.backward(engine(models.batch(0, 0, 0)))
         engine.step()
@@ -70,7 +75,7 @@ def lingering(group: dist.ProcessGroup, during: str) -> tuple[int, bool]:
     step()
     with (
         mock.patch.object(ParameterAliases, "_search", autospec=True, side_effect=search) as searches,
-        mock.patch.object(time, "sleep", side_effect=lambda _: held.clear() if during == "wait" else None),
+        mock.patch.object(parameter_aliases, "time", SimpleNamespace(sleep=wait)),
     ):
         hold()
         step()

@@ -39,6 +39,8 @@ def row_to_be(spec: Spec, gpu: str) -> dict[str, Any]:
     row: dict[str, Any] = {name: own[name] for name in changed if own[name] != unset[name] and own[name] not in ({}, None)}
     row |= {name: own[name] for name in ("id", "engine", "model", "world", "dtype", "stage", "micro_batch", "seq_len", "attn")}
     row |= {"lora_rank": spec.lora_rank, "gradient_accumulation_steps": spec.grad_accum, "gpu": gpu}
+    if spec.quantize is not None and spec.quantize != "int8":
+        row["adapter_dtype"] = spec.dtype  # peft makes adapters in the dtype of a 4-bit layer's products
     row |= {"gradient_checkpointing": spec.checkpointing, "zero_overrides": spec.zero}
     return row | ({"ds_overrides": spec.ds} if spec.ds else {}) | ({"opt_params": spec.optimizer} if spec.optimizer else {})
 

@@ -167,29 +167,34 @@ def _fsdp(spec: Spec, probe: Probe, device: torch.device) -> Trained:
 
 
 def _quantized(spec: Spec, device: torch.device) -> Any:
-    """A bf16 model whose linear layers, but for the head, are kept in 4 bits, as transformers loads one."""
+    """A bf16 model whose linear layers, but for the head, are kept in 4 or 8 bits, as transformers loads one."""
     import bitsandbytes
     from transformers.initialization import no_init_weights
 
     with no_init_weights():
         model = _from_config(spec, DTYPES[spec.dtype])
     head = model.get_output_embeddings()
+    levels, _, single = str(spec.quantize).partition("-")
+    eight = spec.quantize == "int8"
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is not torch.nn.Linear or child is head:
                 continue
-            bias = child.bias is not None
-            made = bitsandbytes.nn.Linear4bit(
-                child.in_features, child.out_features, bias, DTYPES[spec.dtype], quant_type=spec.quantize, device="meta"
-            )
             weight = torch.empty(child.weight.shape, dtype=child.weight.dtype, device=device).normal_(0, 0.02)
-            made.weight = bitsandbytes.nn.Params4bit(
-                weight, requires_grad=False, quant_type=spec.quantize, compress_statistics=True
-            ).to(device)
+            shape = (child.in_features, child.out_features, child.bias is not None)
+            if eight:
+                made = bitsandbytes.nn.Linear8bitLt(*shape, has_fp16_weights=False, threshold=6.0, device="meta")
+                kept = bitsandbytes.nn.Int8Params(weight.cpu(), requires_grad=False, has_fp16_weights=False)
+            else:
+                made = bitsandbytes.nn.Linear4bit(*shape, DTYPES[spec.dtype], quant_type=levels, device="meta")
+                kept = bitsandbytes.nn.Params4bit(
+                    weight, requires_grad=False, quant_type=levels, compress_statistics=not single
+                )
+            made.weight = kept.to(device)
             made.bias = child.bias
             setattr(module, name, made)
-            del weight
-    model.is_loaded_in_4bit = True
+            del weight, kept
+    model.is_loaded_in_8bit, model.is_loaded_in_4bit = eight, not eight
     return model.to(device)
 
 

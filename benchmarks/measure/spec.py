@@ -30,7 +30,7 @@ class Spec:
     task: str | None = None  # another head than the config's
     images: int = 0  # of each sample, for vision-language models
     image_size: int | None = None  # pixels of a side; None: the config's
-    quantize: str | None = None  # ddp: a 4-bit base, nf4 or fp4
+    quantize: str | None = None  # ddp: a quantised base: nf4, fp4, nf4-single, fp4-single or int8
     set_to_none: bool = True  # fsdp, fsdp2, ddp: of zero_grad
     strategy: str = "FULL_SHARD"  # fsdp: its sharding strategy
     orig_params: bool = True  # fsdp: use_orig_params

@@ -148,6 +148,8 @@ def row_of(spec: Spec, trained: Any, everyone: list[dict[str, Any]], probe: Prob
     for key in ("model_overrides", "optimizer_type", "reshard", "offload", "cap", "env", *changes):
         if getattr(spec, key) != getattr(defaults, key):
             row[key] = getattr(spec, key)
+    if spec.quantize is not None and spec.quantize != "int8":
+        row["adapter_dtype"] = spec.dtype  # peft makes adapters in the dtype of a 4-bit layer's products
     if spec.ds:
         row["ds_overrides"] = spec.ds
     if spec.optimizer:

@@ -8,7 +8,7 @@ import pytest
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput
-from zeroplan.core.quantization import blocks_of_weight
+from zeroplan.core.quantization import Quantization
 from zeroplan.core.tape_options import options_for
 from zeroplan.ledger.line import evaluate
 from zeroplan.planner.estimate import estimate_report, estimate_runs
@@ -30,16 +30,16 @@ ASKED: dict[str, Any] = {
 
 def test_blocks_of_one_weight() -> None:
     """4,096 × 4,096 values: half a byte each, 2^18 scales of a byte, 1,024 scales of those in fp32."""
-    assert blocks_of_weight(4096 * 4096) == (8_388_608, 262_144, 4_096, 64, 4)
-    assert blocks_of_weight(65) == (33, 2, 4, 64, 4)
+    assert Quantization.NF4.blocks_of_weight((4096, 4096)) == (8_388_608, 262_144, 4_096, 64, 4)
+    assert Quantization.FP4.blocks_of_weight((5, 13)) == (33, 2, 4, 64, 4)
+    assert Quantization.NF4_SINGLE.blocks_of_weight((5, 13)) == (33, 8, 64)
+    assert Quantization.INT8.blocks_of_weight((5, 13)) == (65, 20)
 
 
 def test_what_is_kept() -> None:
     """By hand: seven matrices a block in 4 bits, embedding, head and norms in fp32, adapters in fp32."""
-    q = o = 256 * 256
-    k = v = 128 * 256
-    matrices = [q, k, v, o, *[512 * 256] * 3]
-    packed = 6 * sum(sum(blocks_of_weight(n)) for n in matrices) + 1024
+    matrices = [(256, 256), (128, 256), (128, 256), (256, 256), (512, 256), (512, 256), (256, 512)]
+    packed = 6 * sum(sum(Quantization.NF4.blocks_of_weight(shape)) for shape in matrices) + 1024
     whole = 4 * (2 * 1000 * 256 + 6 * 2 * 256 + 256)
     adapters = 4 * 6 * 8 * (2 * (256 + 256) + 2 * (256 + 128) + 3 * (256 + 512))
     resolved = resolve(Request(**ASKED))

@@ -103,7 +103,9 @@ OPTIONS: dict[str, Any] = {
     "attn": _option(str, "--attn", "sdpa, flash or eager.", _WORK),
     "lora_rank": _option(int | None, "--lora-rank", "Train LoRA adapters of this rank only.", _WORK),
     "lora_targets": _option(str | None, "--lora-targets", "Layers to adapt, by comma. [all linear layers]", _WORK),
-    "quantize": _option(str | None, "--quantize", "Keep the frozen base in 4 bits: nf4 or fp4.", _WORK),
+    "quantize": _option(
+        str | None, "--quantize", "Keep the frozen base in nf4, fp4 (or nf4-single, fp4-single) or int8.", _WORK
+    ),
     "images": _option(int, "--images", "Images of each sample, for vision-language models. [0]", _WORK),
     "image_size": _option(int | None, "--image-size", "Pixels of an image's side. [by the config]", _WORK, metavar="PIXELS"),
     "labelled_share": _option(

@@ -23,7 +23,7 @@ class Parameters:
         blocks: the full name of the block that each lies in; empty outside the blocks.
         modules: indices of the parameters that each module owns, module by module. A tied parameter is in every owner.
         embeddings: which ones are the table of an embedding.
-        quantized: which ones are kept in 4 bits where the workload quantises the base.
+        quantized: which ones are kept in fewer bits where the workload quantises the base.
         stand_in: the list is one stand-in of a model of which only the number of parameters is known.
         largest_layer: elements of the largest layer, where that is known of such a model.
     """
@@ -59,7 +59,7 @@ class Parameters:
 
     @cached_property
     def packed(self) -> tuple[int, ...]:
-        """Indices of those that are kept in 4 bits."""
+        """Indices of those that are quantised."""
         return tuple(p for p, on in enumerate(self.quantized) if on)
 
     @cached_property

@@ -1,10 +1,13 @@
 """Quantised bases: what bitsandbytes keeps of a linear layer's weight, under frozen parameters that adapters stand beside.
 
-Source: bitsandbytes 0.50 ``functional.py`` (``quantize_4bit``, ``quantize_blockwise``) and ``nn/modules.py``.
+Source: bitsandbytes 0.50 ``functional.py`` (``quantize_4bit``, ``quantize_blockwise``), ``nn/modules.py`` (``Int8Params``) and
+``backends/cuda/ops.py`` (``int8_vectorwise_quant``).
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from enum import StrEnum
 
 from zeroplan.core.errors import BadInput, did_you_mean
@@ -13,15 +16,61 @@ from zeroplan.core.errors import BadInput, did_you_mean
 BLOCK, NESTED_BLOCK = 64, 256
 _FP32 = 4
 _LEVELS = 16
+#: Bytes of the table of 8-bit levels, which the nested scales of all layers share.
+_SCALE_LEVELS = 256 * _FP32
+
+
+class Products(StrEnum):
+    """How a layer multiplies by its quantised weight. A tape depends on this alone."""
+
+    NESTED = "4bit"
+    SINGLE = "4bit-single"
+    INT8 = "8bit"
 
 
 class Quantization(StrEnum):
-    """Formats in which the base's linear layers are kept: 4 bits with scales that are quantised again. Either takes the same
-    bytes.
+    """Formats in which the base's linear layers are kept.
+
+    NF4 and FP4 keep 4 bits with scales that are quantised again, their SINGLE forms with scales in fp32; INT8 is LLM.int8(),
+    a scale for each row.
     """
 
     NF4 = "nf4"
     FP4 = "fp4"
+    NF4_SINGLE = "nf4-single"
+    FP4_SINGLE = "fp4-single"
+    INT8 = "int8"
+
+    @property
+    def products(self) -> Products:
+        """How its layers multiply."""
+        if self is Quantization.INT8:
+            return Products.INT8
+        return Products.SINGLE if self.value.endswith("-single") else Products.NESTED
+
+    @property
+    def bits(self) -> int:
+        """Bits of one value, scales left out."""
+        return 8 if self is Quantization.INT8 else 4
+
+    def blocks_of_weight(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Bytes of each block that one weight of shape ``(out, in)`` is kept in: its values, then what scales them.
+
+        In 4 bits a scale serves 64 values, wherever rows begin; it takes a byte and a share of an fp32 number for each 256
+        scales where scales are quantised again, else an fp32 number. The table of the 16 levels comes with each weight.
+        """
+        numel = math.prod(shape)
+        if self is Quantization.INT8:
+            return (numel, _FP32 * shape[0])
+        packed, scales = -(-numel // 2), -(-numel // BLOCK)
+        if self.products is Products.SINGLE:
+            return (packed, _FP32 * scales, _FP32 * _LEVELS)
+        return (packed, scales, _FP32 * -(-scales // NESTED_BLOCK), _FP32 * _LEVELS, _FP32)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of what all layers share."""
+        return _SCALE_LEVELS if self.products is Products.NESTED else 0
 
 
 def parse_quantization(text: str, where: str = "--quantize") -> Quantization:
@@ -34,19 +83,5 @@ def parse_quantization(text: str, where: str = "--quantize") -> Quantization:
     try:
         return Quantization(name)
     except ValueError:
-        remedy = did_you_mean(name, list(Quantization)) or f"use {' or '.join(Quantization)}"
+        remedy = did_you_mean(name, list(Quantization)) or f"use one of {', '.join(Quantization)}"
         raise BadInput(f"{text[:40]!r} is not modelled", where=where, remedy=remedy) from None
-
-
-def blocks_of_weight(numel: int) -> tuple[int, ...]:
-    """Bytes of each block that one 4-bit weight is kept in.
-
-    They are the packed values, a byte for each scale, an fp32 number for each 256 scales, the table of the 16 levels and the
-    scales' offset.
-    """
-    scales = -(-numel // BLOCK)
-    return (-(-numel // 2), scales, _FP32 * -(-scales // NESTED_BLOCK), _FP32 * _LEVELS, _FP32)
-
-
-#: Bytes of the table of 8-bit levels, which all layers share.
-SCALE_LEVELS = 256 * _FP32

@@ -21,9 +21,9 @@ from functools import cached_property
 from zeroplan.core.parameters import Parameters
 
 #: Layers that autocast runs in 16 bits. Source: DeepSpeed 0.19.8, runtime/torch_autocast.py, LOWER_PRECISION_SAFE_MODULES.
-AUTOCAST_LAYERS = frozenset({"Linear", "Linear4bit", "Conv1d", "Conv2d", "Conv3d"})
-#: The class of layers whose weight is kept in 4 bits.
-QUANTIZED_LAYER = "Linear4bit"
+AUTOCAST_LAYERS = frozenset({"Linear", "Linear4bit", "Linear4bitSingle", "Conv1d", "Conv2d", "Conv3d"})
+#: The classes of layers whose weight is quantised.
+QUANTIZED_LAYERS = frozenset({"Linear4bit", "Linear4bitSingle", "Linear8bitLt"})
 #: How the classes of embeddings are called: ``torch.nn.Embedding`` and what transformers derives from it.
 _TABLE = "Embedding"
 _BLOCK = re.compile(r"^(?:[a-zA-Z_]\w*\.)+\d+$")
@@ -158,7 +158,7 @@ class ExpandedTape:
         products = {p for module in self.modules if module.type in AUTOCAST_LAYERS for p in module.params}
         homes = block_of_each(self.modules, len(self.params))
         tables = {p for module in self.modules if module.type.endswith(_TABLE) for p in module.params}
-        packed = {p for module in self.modules if module.type == QUANTIZED_LAYER for p in module.params}
+        packed = {p for module in self.modules if module.type in QUANTIZED_LAYERS for p in module.params}
         return Parameters(
             names=tuple(param.name for param in self.params),
             shapes=tuple(param.shape for param in self.params),

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from zeroplan.core.parallel import ParallelLayout
+from zeroplan.core.quantization import Products
 from zeroplan.core.workload import Attention, Precision, Workload
 
 
@@ -50,10 +51,10 @@ class TraceOptions:
     `zero3`: as ZeRO stage 3 changes the graph (identity nodes around modules, its own linear function). `lora` None means
     no LoRA, empty all linear layers of the blocks, else names of the layers. `every` is k where only each k-th block is
     checkpointed: blocks k, 2k, … counted from 1. `tp` ranks share each matrix, and with `sp` the tokens between matrices;
-    `cp` ranks share each sample's tokens. `lora_dropout`: adapters drop some of their input. `quantized`: linear layers are
-    kept in 4 bits
-    (:mod:`zeroplan.trace.quantized`), and with `half_adapters` the adapters beside them in 16 bits. `images` of `image_size`
-    pixels a side come with each sample. `evaluation`: the forward alone, in evaluation mode and without gradients.
+    `cp` ranks share each sample's tokens. `lora_dropout`: adapters drop some of their input. `quantized`: how linear layers
+    multiply by a quantised weight (:mod:`zeroplan.trace.quantized`), and with `half_adapters` the adapters beside them in
+    16 bits. `images` of `image_size` pixels a side come with each sample. `evaluation`: the forward alone, in evaluation mode
+    and without gradients.
     """
 
     attn: Attention = Attention.SDPA
@@ -65,7 +66,7 @@ class TraceOptions:
     tp: int = 1
     sp: bool = False
     cp: int = 1
-    quantized: bool = False
+    quantized: Products | None = None
     lora_dropout: bool = False
     half_adapters: bool = False
     images: int = 0
@@ -84,8 +85,8 @@ class TraceOptions:
         parts = [self.attn.value, checkpointing, self.arithmetic.value]
         if self.zero3:
             parts.append("zero3")
-        if self.quantized:
-            parts.append("4bit" + ("-half" if self.half_adapters else ""))
+        if self.quantized is not None:
+            parts.append(self.quantized + ("-half" if self.half_adapters else ""))
         if self.lora is not None:
             parts.append("lora" + "".join(f"+{name}" for name in sorted(self.lora)))
         if self.lora_dropout:
@@ -125,7 +126,7 @@ def options_for(workload: Workload, *, zero3: bool = False, layout: ParallelLayo
         tp=layout.tp if layout is not None else 1,
         sp=layout is not None and layout.sp,
         cp=layout.cp if layout is not None else 1,
-        quantized=workload.quantize is not None,
+        quantized=None if workload.quantize is None else workload.quantize.products,
         lora_dropout=workload.lora_dropout and workload.lora_rank is not None,
         half_adapters=workload.quantize is not None and workload.adapter_bytes == 2,
         images=workload.images,

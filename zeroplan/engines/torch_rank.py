@@ -11,7 +11,6 @@ from functools import cached_property
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.optimizer_row import LEVELS, Domain, factors_of
-from zeroplan.core.quantization import SCALE_LEVELS, blocks_of_weight
 from zeroplan.core.workload import DType, Precision
 from zeroplan.engines.rank import Rank
 from zeroplan.engines.torch_optimizer import muon_takes
@@ -42,20 +41,23 @@ class TorchRank(Rank, ABC):
 
     def kept(self, param: int) -> tuple[int, ...]:
         """Bytes of the blocks in which one whole parameter is kept: one, or a quantised weight's values and scales."""
-        if self.parameters.quantized and self.parameters.quantized[param]:
-            return blocks_of_weight(self.numel[param])
+        quantize = self.workload.quantize
+        if quantize is not None and self.parameters.quantized[param]:
+            return quantize.blocks_of_weight(self.parameters.shapes[param])
         return (self.width(param) * self.numel[param],)
 
     @cached_property
     def quantized(self) -> int:
-        """Elements of the base that are kept in 4 bits."""
+        """Elements of the base that are quantised."""
         return sum(self.numel[p] for p in self.parameters.packed)
 
     @cached_property
     def quantized_bytes(self) -> int:
-        """Bytes of those, with their scales and the table that all scales share."""
-        packed = self.parameters.packed
-        return sum(sum(blocks_of_weight(self.numel[p])) for p in packed) + (SCALE_LEVELS if packed else 0)
+        """Bytes of those, with their scales and what all layers share."""
+        packed, quantize = self.parameters.packed, self.workload.quantize
+        if quantize is None or not packed:
+            return 0
+        return sum(sum(quantize.blocks_of_weight(self.parameters.shapes[p])) for p in packed) + quantize.shared_bytes
 
     @cached_property
     def frozen_whole(self) -> int:

@@ -1,4 +1,4 @@
-"""A model over a quantised base: the weights of its linear layers in 4 bits, all else as it was."""
+"""A model over a quantised base: the weights of its linear layers in 4 or 8 bits, all else as it was."""
 
 from __future__ import annotations
 
@@ -11,6 +11,15 @@ from zeroplan.models.spec import ModelSpec
 _DECODERS = ("", CAUSAL_LM)
 
 
+def why_not_quantized(spec: ModelSpec) -> str:
+    """Return why a quantised base of the model is not modelled; an empty string where it is."""
+    if spec.auto_class not in _DECODERS:
+        return f"quantised bases are modelled for causal language models, not {spec.auto_class}"
+    if any(tensor.kind == "conv1d" for tensor, _ in spec.tensor_groups()):
+        return f"{spec.name} has transposed linear layers, which are not modelled"
+    return ""
+
+
 def with_quantized_base(spec: ModelSpec) -> ModelSpec:
     """Return the model with its linear layers quantised, but for the output projection, as transformers' bitsandbytes does.
 
@@ -21,16 +30,8 @@ def with_quantized_base(spec: ModelSpec) -> ModelSpec:
     """
     if not spec.has_shapes:
         raise BadInput("a bare count has no layers to quantise", where="--quantize", remedy="give a model")
-    if spec.auto_class not in _DECODERS:
-        raise BadInput(
-            f"quantised bases are modelled for causal language models, not {spec.auto_class}",
-            where="--quantize",
-            remedy="leave it out",
-        )
-    if any(tensor.kind == "conv1d" for tensor, _ in spec.tensor_groups()):
-        raise BadInput(
-            f"{spec.name} has transposed linear layers, which are not modelled", where="--quantize", remedy="leave it out"
-        )
+    if why := why_not_quantized(spec):
+        raise BadInput(why, where="--quantize", remedy="leave it out")
     units = [
         replace(unit, tensors=tuple(replace(t, quantized=t.kind == "linear") for t in unit.tensors)) for unit in spec.units
     ]

@@ -23,7 +23,7 @@ class Tensor:
 
     `kind` says what the parameter is to its module, where known: ``"linear"`` (weight of shape ``(out, in)``), ``"conv1d"``
     (GPT-2's weight of shape ``(in, out)``), ``"head"`` (the output projection), ``"embedding"``, or empty. `quantized` says
-    that it is kept in 4 bits.
+    that it is quantised.
     """
 
     name: str

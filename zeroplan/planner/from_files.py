@@ -142,7 +142,7 @@ def _quantized(setup: Setup, engine: str, left_out: tuple[Unmodelled, ...]) -> d
     if find_engine(engine).quantized_bases and setup.lora_rank is not None:
         return {"quantize": setup.quantize, "adapter_dtype": setup.adapter_dtype}
     key = setup.keys.get("quantize", "quantize")
-    says = "base weights in 4 bits are counted in 16, and their dequantised copies are not"
+    says = f"base weights in {setup.quantize} are counted in 16 bits, and their dequantised copies are not"
     return {"unmodelled": (*left_out, Unmodelled(key, Effect.UNKNOWN, says))}
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.tasks import parse_task
-from zeroplan.core.unmodelled import Effect, Unmodelled
+from zeroplan.core.unmodelled import Unmodelled
 from zeroplan.core.workload import Attention, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case, Engine
@@ -18,6 +17,7 @@ from zeroplan.models.attention import eager_only
 from zeroplan.models.load import bare_params, load_model
 from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.layout import layout_of, unmeasured
+from zeroplan.planner.quantized_checkpoint import base_of
 from zeroplan.planner.request import Request
 from zeroplan.planner.workload import workload_of
 
@@ -58,7 +58,11 @@ def resolve(request: Request) -> Resolved:
     )
     spec = _model(request)
     warnings: list[str] = []
-    unmodelled = (*request.unmodelled, *_quantised(spec, request))
+    checkpoint = base_of(spec, request.quantize, adapters=request.lora_rank is not None, supported=engine.quantized_bases)
+    unmodelled = request.unmodelled
+    if checkpoint is not None:
+        unmodelled += checkpoint.left_out
+        request = replace(request, quantize=checkpoint.quantize)
     if request.ds_config is None:
         workload = workload_of(request, engine, spec)
         zeros = [engine.for_optimizer(zero, workload.optimizer) for zero in _zeros(request, engine)]
@@ -129,16 +133,6 @@ def _model(request: Request) -> ModelSpec:
         offline=request.offline,
         task=None if request.task is None else parse_task(request.task),
     )
-
-
-def _quantised(spec: ModelSpec, request: Request) -> tuple[Unmodelled, ...]:
-    """Return what a checkpoint's own quantisation leaves out of the plan, unless the request says how the base is kept."""
-    said = spec.config.get("quantization_config")
-    if not isinstance(said, Mapping) or request.quantize is not None:
-        return ()
-    how = str(said.get("quant_method") or "a method that it does not name")[:40]
-    says = f"the checkpoint's weights are quantised ({how}); those of a dequantised one are counted"
-    return (Unmodelled("quantization_config", Effect.UNKNOWN, says),)
 
 
 def _cases(request: Request, engine: Engine, cases: list[Case]) -> tuple[Case, ...]:

@@ -219,12 +219,12 @@ def build_model(config: Mapping[str, Any], auto_class: str, options: TraceOption
     model.tie_weights()
     if config.get("tie_word_embeddings") is False:
         _untie(model)
-    if options.quantized:
-        quantize(model)
+    if options.quantized is not None:
+        quantize(model, options.quantized)
     if options.lora is not None:
         fp32 = options.arithmetic is Arithmetic.HALF_AUTOCAST
         model = with_adapters(model, rank, options.lora, fp32=fp32, dropout=options.lora_dropout)
-    if options.quantized:
+    if options.quantized is not None:
         adapt(model, autocast=options.arithmetic.autocasts, half=options.half_adapters)
     trained: nn.Module = model.train(not options.evaluation)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model

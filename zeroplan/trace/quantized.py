@@ -1,7 +1,8 @@
-"""Linear layers over a 4-bit base, as bitsandbytes and peft run them: the weight is dequantised for each product.
+"""Linear layers over a quantised base, as bitsandbytes and peft run them: here those in 4 bits, in :mod:`.int8` the others.
 
-The layer's input is not kept for the weight's gradient, since there is none. Its forward and its backward each make the scales
-in fp32, the weight in 16 bits, and free both when the product is done.
+In 4 bits the weight is dequantised for each product. The layer's input is not kept for the weight's gradient, since there is
+none. Its forward and its backward each make the scales in fp32, where they are quantised themselves, and the weight in 16 bits,
+and free both when the product is done.
 
 Source: bitsandbytes 0.50 ``autograd/_functions.py`` (``MatMul4Bit``), ``backends/cuda/ops.py`` (``_dequant_linear_fallback``,
 which runs from about 512 tokens on; for fewer, a fused kernel may spare the forward's copy), ``nn/modules.py``
@@ -16,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroplan.core.quantization import BLOCK
+from zeroplan.core.quantization import BLOCK, Products
+from zeroplan.trace.int8 import Linear8bitLt
 
 
 def _scales(weight: torch.Tensor) -> torch.Tensor:
@@ -27,59 +29,79 @@ class _Product(torch.autograd.Function):
     """y = x·Wᵀ + b with a weight that is dequantised into `x`'s dtype, and again for the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        scales = _scales(weight)
-        shifted = _scales(weight)  # the nested scales' offset is added out of place
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, nested: bool) -> torch.Tensor:
+        # the nested scales' offset is added out of place
+        scales = [_scales(weight), _scales(weight)] if nested else []
         whole = weight.new_empty(weight.shape, dtype=x.dtype)
         out = torch.nn.functional.linear(x, whole, bias)
-        del scales, shifted
-        ctx.weight = weight
+        del scales
+        ctx.weight, ctx.nested = weight, nested
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         weight: torch.Tensor = ctx.weight
-        scales = _scales(weight)
+        scales = _scales(weight) if ctx.nested else None
         whole = weight.new_empty(weight.shape, dtype=grad.dtype)
         del scales
-        return torch.matmul(grad, whole), None, None
+        return torch.matmul(grad, whole), None, None, None
 
 
 class Linear4bit(nn.Linear):
     """A linear layer whose frozen weight is kept in 4 bits; it computes in `compute_dtype` and answers in its input's."""
 
     compute_dtype = torch.bfloat16
+    nested = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., in]; returns [..., out]."""
         dtype = x.dtype
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
-        out: torch.Tensor = _Product.apply(x.to(self.compute_dtype), self.weight, bias)
+        out: torch.Tensor = _Product.apply(x.to(self.compute_dtype), self.weight, bias, self.nested)
         return out.to(dtype)
 
 
-def quantize(model: Any) -> None:
-    """Keep the weights of the linear layers in 4 bits, but for the output projection, as transformers does."""
+class Linear4bitSingle(Linear4bit):
+    """The same with scales that are not quantised in turn."""
+
+    nested = False
+
+
+_LAYERS: dict[Products, type[nn.Linear]] = {
+    Products.NESTED: Linear4bit,
+    Products.SINGLE: Linear4bitSingle,
+    Products.INT8: Linear8bitLt,
+}
+
+
+def quantize(model: Any, products: Products) -> None:
+    """Quantise the weights of the linear layers, but for the output projection, as transformers does."""
     head = model.get_output_embeddings()
     for module in model.modules():
         if type(module) is nn.Linear and module is not head:
-            module.__class__ = Linear4bit
+            module.__class__ = _LAYERS[products]
             module.requires_grad_(False)
 
 
 def adapt(model: Any, *, autocast: bool, half: bool = False) -> None:
-    """Let peft's adapters run as they do beside a 4-bit layer; in 16 bits where `half`."""
+    """Let peft's adapters run as they do beside a quantised layer; in 16 bits where `half`."""
     for name, parameter in model.named_parameters():
         if half and ".lora_" in name:
             parameter.data = parameter.data.to(torch.bfloat16)
     for module in model.modules():
-        if isinstance(getattr(module, "base_layer", None), Linear4bit):
+        if isinstance(getattr(module, "base_layer", None), (Linear4bit, Linear8bitLt)):
             module.forward = MethodType(_with_autocast if autocast else _without_autocast, module)
 
 
+def _base(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """The base's own answer; peft copies that of a 4-bit layer alone."""
+    result: torch.Tensor = layer.base_layer(x)
+    return result.clone() if isinstance(layer.base_layer, Linear4bit) else result
+
+
 def _with_autocast(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = layer.base_layer(x).clone()
+    result = _base(layer, x)
     for name in layer.active_adapters:
         output = layer.lora_B[name](layer.lora_A[name](layer.lora_dropout[name](x))) * layer.scaling[name]
         result = result + output
@@ -87,7 +109,7 @@ def _with_autocast(layer: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _without_autocast(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = layer.base_layer(x).clone()
+    result = _base(layer, x)
     for name in layer.active_adapters:
         dtype = result.dtype
         x = x.to(layer.lora_A[name].weight.dtype)

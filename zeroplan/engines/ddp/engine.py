@@ -9,7 +9,9 @@ from zeroplan.core.buffers import Phase
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.parameters import Parameters
+from zeroplan.core.quantization import Quantization
 from zeroplan.core.units import MIB
+from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
@@ -60,6 +62,13 @@ class Ddp(TorchEngine[DdpRank]):
     def answers_reference(self, case: Case) -> bool:
         """Return true: a second model lies beside the first, whole."""
         return True
+
+    def unmodelled(self, case: Case) -> tuple[Unmodelled, ...]:
+        """Return the outliers of LLM.int8(): how many columns have some is up to the data."""
+        if case.workload.quantize is not Quantization.INT8:
+            return ()
+        says = "columns with outliers, whose number is up to the data, are kept once more"
+        return (Unmodelled("--quantize int8", Effect.MORE, says),)
 
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
         """Return DDP's lines and a rank; all ranks are alike."""

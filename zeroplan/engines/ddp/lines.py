@@ -16,7 +16,7 @@ _add = _lines.add
 
 @_add(Buffer.PARAM_FULL, Place.HBM, ALWAYS, state=True)
 def param_full(c: DdpRank) -> int:
-    """The whole model, in fp32 unless its program loads it in 16 bits; a quantised base's linear layers in 4."""
+    """The whole model, in fp32 unless its program loads it in 16 bits; a quantised base's linear layers in 4 or 8."""
     if not c.quantized:
         return c.original_bytes * c.trainable + c.frozen_bytes * c.frozen
     return c.original_bytes * c.trainable + c.frozen_bytes * c.frozen_whole + c.quantized_bytes

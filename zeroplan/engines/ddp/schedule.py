@@ -9,7 +9,6 @@ compute_bucket_assignment_by_size, of torch 2.11.
 from __future__ import annotations
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.quantization import SCALE_LEVELS
 from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.units import MIB
 from zeroplan.engines.ddp.rank import DdpRank
@@ -36,8 +35,9 @@ class DdpSchedule(EngineSchedule):
     def build(self) -> None:
         """Allocate the whole model. The second owner of a tied parameter has its own copy until the tie is made."""
         made: set[int] = set()
-        if self.rank.parameters.packed:
-            self.alloc(SCALE_LEVELS, Buffer.PARAM_FULL)
+        quantize = self.rank.workload.quantize
+        if quantize is not None and quantize.shared_bytes:
+            self.alloc(quantize.shared_bytes, Buffer.PARAM_FULL)
         for owned in self.rank.parameters.modules:
             for p in owned:
                 blocks = [self.alloc(nbytes, Buffer.PARAM_FULL, note=p) for nbytes in self.rank.kept(p)]

@@ -46,7 +46,7 @@ def set_weights_dtype(run: Builder, *, default: str) -> None:
 
 
 def set_quantisation(run: Builder, key: str, bits: int | str, *, nested: bool, by: str = "bitsandbytes") -> None:
-    """Set how the base weights are kept: NF4 with nested scales is planned, under engines that can; the rest is left out.
+    """Set how the base weights are kept: what bitsandbytes quantises is planned, under engines that can; the rest is left out.
 
     Args:
         run: the builder.
@@ -55,12 +55,11 @@ def set_quantisation(run: Builder, key: str, bits: int | str, *, nested: bool, b
         nested: whether the scales are quantised in turn.
         by: who quantises.
     """
-    if str(bits) == "4" and nested and by in ("bitsandbytes", "bnb"):
-        run.set("quantize", "nf4", key)
+    if str(bits) in ("4", "8") and by in ("bitsandbytes", "bnb"):
+        run.set("quantize", "int8" if str(bits) == "8" else "nf4" if nested else "nf4-single", key)
         return
-    kept = "; their scales are in fp32" if str(bits) == "4" and not nested else ""
     run.leave_out(
-        key, Effect.UNKNOWN, f"base weights in {bits} bits are counted in 16, and their dequantised copies are not{kept}"
+        key, Effect.UNKNOWN, f"base weights in {bits} bits by {by[:20]} are counted in 16, and their dequantised copies are not"
     )
 
 

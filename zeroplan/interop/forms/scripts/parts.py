@@ -7,6 +7,7 @@ from string import Template
 from zeroplan.core.errors import BadInput
 from zeroplan.core.model_config import CAUSAL_LM, MASKED_LM, SEQ2SEQ_LM
 from zeroplan.core.optimizers import find_optimizer
+from zeroplan.core.quantization import Quantization
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.interop.forms.configuration import Configuration
 from zeroplan.interop.forms.program import attention, folder_of
@@ -182,10 +183,17 @@ def _quantization(work: Workload) -> list[str]:
     """Return the lines that say how bitsandbytes keeps the base; none where it is not quantised."""
     if work.quantize is None:
         return []
-    computed = arithmetic(work) or _DTYPES[DType.FP32]
+    if work.quantize is Quantization.INT8:
+        kept = ["bits = BitsAndBytesConfig(load_in_8bit=True)"]
+    else:
+        computed = arithmetic(work) or _DTYPES[DType.FP32]
+        levels, _, single = work.quantize.partition("-")
+        kept = [
+            f'levels = {{"bnb_4bit_quant_type": "{levels}", "bnb_4bit_use_double_quant": {not single}}}',
+            f"bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype={computed}, **levels)",
+        ]
     return [
-        f'levels = {{"bnb_4bit_quant_type": "{work.quantize}", "bnb_4bit_use_double_quant": True}}',
-        f"bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype={computed}, **levels)",
+        *kept,
         'place = int(os.environ["LOCAL_RANK"]) if torch.cuda.is_available() else "cpu"',
         'quantized = {"quantization_config": bits, "device_map": {"": place}}',
     ]

@@ -1,0 +1,102 @@
+"""A checkpoint that says how its weights are quantised."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.unmodelled import Effect
+from zeroplan.planner.quantized_checkpoint import METHODS, read_checkpoint
+from zeroplan.planner.request import Request
+from zeroplan.planner.resolve import Resolved, resolve
+
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 512, "vocab_size": 1000}  # fmt: skip
+NF4 = {
+    "quant_method": "bitsandbytes",
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+    "bnb_4bit_compute_dtype": "bfloat16",
+}
+
+
+def resolved(said: Any, **changes: Any) -> Resolved:
+    request: dict[str, Any] = {"model": {**LLAMA, "quantization_config": said}, "engine": "ddp", "lora_rank": 8}
+    return resolve(Request(**{**request, **changes}))
+
+
+@pytest.mark.torch
+def test_every_method_of_transformers_is_known() -> None:
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as known
+
+    assert {"bitsandbytes" if name.startswith("bitsandbytes_") else name for name in known} == METHODS
+
+
+@pytest.mark.parametrize(
+    ("changes", "base"),
+    [
+        ({}, "nf4"),
+        ({"bnb_4bit_use_double_quant": False}, "nf4-single"),
+        ({"bnb_4bit_quant_type": "fp4"}, "fp4"),
+        ({"load_in_4bit": False, "load_in_8bit": True}, "int8"),
+        ({"llm_int8_skip_modules": ["lm_head"]}, "nf4"),
+    ],
+)
+def test_a_base_of_bitsandbytes_is_planned_as_it_is_kept(changes: dict[str, Any], base: str) -> None:
+    found = resolved({**NF4, **changes})
+    assert found.workload.quantize == base
+    assert found.unmodelled == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"bnb_4bit_compute_dtype": "float32"}, "32-bit copies"),
+        ({"llm_int8_skip_modules": ["lm_head", "model.layers.0"]}, "llm_int8_skip_modules"),
+        ({"load_in_4bit": False}, "neither load_in_4bit nor load_in_8bit"),
+        ({"bnb_4bit_quant_type": "nf5"}, "no such levels"),
+    ],
+)
+def test_a_base_that_is_not_modelled_is_named(changes: dict[str, Any], says: str) -> None:
+    found = resolved({**NF4, **changes})
+    assert found.workload.quantize is None
+    (left_out,) = found.unmodelled
+    assert left_out.effect is Effect.UNKNOWN
+    assert says in left_out.says
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"), [({"lora_rank": None}, "--lora-rank is not given"), ({"engine": "fsdp2"}, "only --engine ddp")]
+)
+def test_a_base_without_adapters_or_engine_is_named(changes: dict[str, Any], says: str) -> None:
+    found = resolved(NF4, **changes)
+    assert found.workload.quantize is None
+    assert says in found.unmodelled[0].says
+
+
+@pytest.mark.parametrize("method", sorted(METHODS - {"bitsandbytes"}))
+def test_other_methods_are_named(method: str) -> None:
+    (left_out,) = resolved({"quant_method": method}).unmodelled
+    assert method in left_out.says
+    assert left_out.effect in (Effect.UNKNOWN, Effect.LESS)
+
+
+def test_where_the_config_says_it() -> None:
+    """In the config of the text model too, and under an older name."""
+    said = {"quant_method": "gptq", "bits": 4}
+    for config in ({"text_config": {"quantization_config": said}}, {"compression_config": said}):
+        found = read_checkpoint(config)
+        assert found is not None
+        assert found.method == "gptq"
+    assert read_checkpoint({"quantization_config": {}}) is None
+    assert read_checkpoint({"quantization_config": {"quant_method": "mxfp4", "dequantize": True}}) is None
+
+
+def test_another_format_than_the_checkpoint_is_refused() -> None:
+    assert resolved(NF4, quantize="nf4").workload.quantize == "nf4"
+    for said in (NF4, {"quant_method": "gptq"}):
+        with pytest.raises(BadInput, match="quantised already"):
+            resolved(said, quantize="int8")

@@ -1,0 +1,145 @@
+"""What a checkpoint's own ``quantization_config`` makes of a plan: a quantised base, 16-bit weights, or nothing that is known.
+
+Source: transformers 5.17 ``quantizers/auto.py`` (``AUTO_QUANTIZATION_CONFIG_MAPPING``, ``get_hf_quantizer``,
+``merge_quantization_configs``), the ``is_trainable`` of each ``quantizers/quantizer_*.py``, ``trainer_utils.py``
+(``validate_quantization_for_training``), ``utils/quantization_config.py`` (defaults of ``BitsAndBytesConfig``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.quantization import Quantization
+from zeroplan.core.unmodelled import Effect, Unmodelled
+from zeroplan.models.quantized import why_not_quantized
+from zeroplan.models.spec import ModelSpec
+
+_KEY = "quantization_config"
+_BITSANDBYTES = "bitsandbytes"
+_HALF = ("bfloat16", "float16")
+#: Adapters train beside these in their own formats, by kernels that no tape holds.
+_TRAINABLE = (
+    *("gptq", "awq", "aqlm", "quanto", "eetq", "hqq", "compressed-tensors", "torchao", "sinq"),
+    *("bitnet", "fp_quant", "fouroversix"),
+)
+#: transformers trains nothing over these, and makes 16-bit weights of them where it is asked to.
+_DEQUANTIZED = ("mxfp4", "fp8", "metal", "mxfp8", "higgs", "gguf")
+#: transformers trains nothing over these, and cannot dequantise them.
+_FOR_INFERENCE = ("quark", "fbgemm_fp8", "vptq", "spqr", "nvfp4", "auto-round", "gemma")
+#: Every method that transformers knows.
+METHODS = frozenset({_BITSANDBYTES, *_TRAINABLE, *_DEQUANTIZED, *_FOR_INFERENCE})
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """How a checkpoint keeps its weights.
+
+    Attributes:
+        method: the name that transformers knows; empty where none is given.
+        quantize: the base that adapters would stand beside, where it is modelled.
+        left_out: what the plan of a checkpoint in this form leaves out, if `quantize` is None.
+    """
+
+    method: str
+    quantize: Quantization | None
+    left_out: tuple[Unmodelled, ...] = ()
+
+
+def read_checkpoint(config: Mapping[str, Any]) -> Checkpoint | None:
+    """Return how a model's config says that its weights are kept; None where they are not quantised."""
+    said = config.get(_KEY)
+    text = config.get("text_config")
+    if said is None and isinstance(text, Mapping):
+        said = text.get(_KEY)
+    if said is None:
+        said = config.get("compression_config")  # of compressed-tensors, before it had the common name
+    if not isinstance(said, Mapping) or not said:
+        return None
+    bits = next((bits for bits in (4, 8) if said.get(f"load_in_{bits}bit")), None)
+    method = _BITSANDBYTES if bits else str(said.get("quant_method") or "")[:40]
+    if method == _BITSANDBYTES:
+        return _bitsandbytes(said, bits)
+    if method in _DEQUANTIZED and said.get("dequantize") is True:
+        return None
+    return Checkpoint(method, None, (_left_out(method),))
+
+
+def base_of(spec: ModelSpec, asked: str | None, *, adapters: bool, supported: bool) -> Checkpoint | None:
+    """Return how the checkpoint is kept, and what of it the plan holds.
+
+    Args:
+        spec: the model.
+        asked: the format of the base that the request names, which a quantised checkpoint does not turn into another.
+        adapters: whether LoRA is trained.
+        supported: whether the engine models a quantised base.
+
+    Raises:
+        BadInput: the checkpoint is kept in another form than the one asked for.
+    """
+    found = read_checkpoint(spec.config)
+    if found is None:
+        return None
+    if asked is not None:
+        if found.quantize is not None and asked.strip().lower() == found.quantize:
+            return found
+        how = found.quantize or found.method or "a method that it does not name"
+        raise BadInput(
+            f"the checkpoint is quantised already ({how}), and transformers keeps it so",
+            where="--quantize",
+            remedy="name the model whose weights are not quantised, or leave the flag out",
+        )
+    if found.quantize is None:
+        return found
+    why = why_not_quantized(spec)
+    if not why and not adapters:
+        why = "--lora-rank is not given: transformers trains adapters alone over such a base"
+    elif not why and not supported:
+        why = "only --engine ddp models such a base"
+    if not why:
+        return found
+    says = f"the checkpoint's weights are kept in {found.quantize}, and 16 bits are counted, since {why}"
+    return Checkpoint(found.method, None, (Unmodelled(_KEY, Effect.UNKNOWN, says),))
+
+
+def _left_out(method: str) -> Unmodelled:
+    counted = f"the checkpoint's weights are quantised ({method or 'by a method that it does not name'})"
+    if method in _TRAINABLE:
+        says = (
+            f"{counted}: {method}'s kernels and their copies of weights are not modelled; a dequantised checkpoint is counted"
+        )
+        return Unmodelled(_KEY, Effect.UNKNOWN, says)
+    if method in _DEQUANTIZED:
+        says = f"{counted}: transformers trains it dequantised alone, which is counted"
+        return Unmodelled(_KEY, Effect.LESS, says)
+    why = "transformers trains nothing over them" if method in _FOR_INFERENCE else "transformers knows no such method"
+    return Unmodelled(_KEY, Effect.UNKNOWN, f"{counted}: {why}; those of the checkpoint that they were made of are counted")
+
+
+def _bitsandbytes(said: Mapping[str, Any], bits: int | None) -> Checkpoint:
+    """Return the base that bitsandbytes keeps, as far as it is modelled: the usual skipped layers, products in 16 bits."""
+    skipped = said.get("llm_int8_skip_modules")
+    unknown = ""
+    if skipped not in (None, [], ["lm_head"]):
+        unknown = "llm_int8_skip_modules keeps some layers in 16 bits"
+    elif bits == 4 and _plain(said.get("bnb_4bit_compute_dtype")) not in _HALF:
+        unknown = "bnb_4bit_compute_dtype, float32 unless it is given, makes 32-bit copies of weights"
+    elif bits == 8 and said.get("llm_int8_has_fp16_weight"):
+        unknown = "llm_int8_has_fp16_weight keeps weights in 16 bits"
+    levels = str(said.get("bnb_4bit_quant_type") or "fp4").lower()
+    if bits == 8:
+        name = Quantization.INT8.value
+    else:
+        name = levels if said.get("bnb_4bit_use_double_quant") else f"{levels}-single"
+    if bits is None or name not in list(Quantization):
+        unknown = "neither load_in_4bit nor load_in_8bit is true" if bits is None else f"no such levels: {levels[:20]}"
+    if unknown:
+        says = f"the checkpoint's weights are quantised (bitsandbytes), and {unknown}; those of a dequantised one are counted"
+        return Checkpoint(_BITSANDBYTES, None, (Unmodelled(_KEY, Effect.UNKNOWN, says),))
+    return Checkpoint(_BITSANDBYTES, Quantization(name))
+
+
+def _plain(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.patience import PATIENCE
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
@@ -156,7 +158,7 @@ def fresh_python() -> Callable[..., subprocess.CompletedProcess[str]]:
             text=True,
             env={**os.environ, **env},
             cwd=ROOT,
-            timeout=120,
+            timeout=PATIENCE,
             check=False,
         )
 

@@ -9,9 +9,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Timer
 
 import pytest
 
+from tests.patience import PATIENCE
 from zeroplan.cli.help import VERBS
 from zeroplan.cli.progress import ProgressLine
 from zeroplan.core.progress import watch, working
@@ -131,24 +133,35 @@ def test_work_says_what_it_is_doing(cli: Cli) -> None:
         watch(None)
 
 
-def test_the_line_of_progress_appears_late_renews_itself_and_goes() -> None:
+def test_the_line_of_progress_appears_late_renews_itself_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     from rich.console import Console
 
     drawn = io.StringIO()
-    line = ProgressLine(patience=0.05, console=Console(file=drawn, force_terminal=True, width=80))
+    waits: list[Timer] = []
+    real = Timer
+
+    def timer(seconds: float, call: Callable[[], None]) -> Timer:
+        assert seconds == 2.5
+        waits.append(real(0 if waits else 10 * PATIENCE, call))  # the first work ends before its time has come
+        return waits[-1]
+
+    def drawn_soon(text: str) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while text not in drawn.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    monkeypatch.setattr("threading.Timer", timer)
+    line = ProgressLine(patience=2.5, console=Console(file=drawn, force_terminal=True, width=80))
     watch(line)
     try:
         working("quick work")
         line.close()
-        time.sleep(0.1)
-        assert drawn.getvalue() == ""  # it ended before anybody would wait for it
+        waits[0].join()  # it is cancelled, which ends its thread
+        assert drawn.getvalue() == ""
         working("the first part", 0, 2)
-        deadline = time.monotonic() + 60
-        while "the first part" not in drawn.getvalue() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        drawn_soon("the first part")
         working("the second part", 1, 2)
-        while "the second part" not in drawn.getvalue() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        drawn_soon("the second part")
         line.close()
     finally:
         watch(None)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE
+
 LLAMA = "meta-llama/Llama-3.2-1B"
 Cli = Callable[..., tuple[int, str, str]]
 
@@ -74,7 +76,7 @@ def test_trace_of_ddp_needs_no_stage(cli: Cli) -> None:
 def test_a_full_disk_is_one_line() -> None:
     with open("/dev/full", "w") as full:
         words = [sys.executable, "-m", "zeroplan", "estimate", "--params", "1B", "--stage", "2"]
-        ended = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        ended = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=PATIENCE, check=False)
     assert ended.returncode == 2
     assert ended.stderr.count("\n") == 1
     assert "No space left" in ended.stderr
@@ -87,5 +89,5 @@ def test_a_reader_that_goes_away_is_no_misfit() -> None:
         assert running.stdout is not None
         assert running.stderr is not None
         running.stdout.close()
-        assert running.wait(60) == 141
+        assert running.wait(PATIENCE) == 141
         assert running.stderr.read() == ""

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks import fuzz_readers
 from benchmarks.fuzz_readers import READERS, Reader, campaign, mutated
+from tests.patience import PATIENCE
 from zeroplan.core.errors import BadInput
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 def test_a_thousand_inputs_are_answered_or_refused_in_one_line() -> None:
     command = [sys.executable, "-m", "benchmarks.fuzz_readers", "--count", "1000", "--seed", "1"]
     run = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240
+        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=PATIENCE
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert "1,000 inputs, seed 1, 0 findings" in run.stdout

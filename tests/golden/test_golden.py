@@ -12,6 +12,7 @@ import pytest
 
 from tests.golden.make import differences, make, stored
 from tests.golden.requests import LAYOUTS, OPTIMIZERS, quick_requests, requests
+from tests.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 Cli = Callable[..., tuple[int, str, str]]
@@ -20,7 +21,11 @@ Cli = Callable[..., tuple[int, str, str]]
 def test_quick_answers_are_the_golden_ones() -> None:
     """In a process of its own, which other tests have not given torch."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.golden.make", "--check", "--quick"], cwd=ROOT, capture_output=True, text=True, timeout=240
+        [sys.executable, "-m", "tests.golden.make", "--check", "--quick"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

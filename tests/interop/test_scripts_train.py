@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE
+
 pytestmark = pytest.mark.torch
 Output = Callable[[str], tuple[int, str]]
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,7 +93,7 @@ def started(name: str, folder: Path, environment: dict[str, str]) -> tuple[int, 
     assert asked.returncode == 1, asked.stderr  # at formula depth nothing is known to fit; the files are written
     command = json.loads(asked.stdout)["files"]["start"]
     run = subprocess.run(
-        ["sh", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
+        ["sh", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
     )
     return run.returncode, run.stdout + run.stderr
 

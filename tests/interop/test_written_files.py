@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import PATIENCE
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.rates import rates_of
@@ -81,7 +82,7 @@ def test_deepspeed_parses_every_explicit_config(warm_python: Path) -> None:
         input="\n".join(map(json.dumps, configs)),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         check=False,
     )
     answers = [json.loads(line) for line in run.stdout.splitlines() if line.startswith('["answer"')]

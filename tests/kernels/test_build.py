@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.patience import PATIENCE
 from zeroplan_runtime.kernels import (
     backends,
     cuda_backend,
@@ -39,7 +40,11 @@ def test_sources_compile_for_every_architecture(file, tmp_path):
     command += ["-DZP_GRAD=zp::bf16", "-DZP_OUT=zp::fp16", "-DZP_VEC=8"]
     target = tmp_path / "out.fatbin"
     done = subprocess.run(
-        [*command, "-o", str(target), str(nvrtc.sources() / file)], capture_output=True, text=True, timeout=280, check=False
+        [*command, "-o", str(target), str(nvrtc.sources() / file)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert target.stat().st_size > 0

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.patience import PATIENCE
 from zeroplan.models import catalog
 from zeroplan.models.facts import SpecFacts, largest_module_params, max_seq_len, spec_facts
 from zeroplan.models.load import bare_params, load_model
@@ -85,7 +86,7 @@ print(calls, bool(heavy))
 def _cold_calls(name: str) -> int:
     """Return how many Python functions the first look-up in a fresh process calls."""
     command = [sys.executable, "-c", _COLD, name]
-    calls, heavy = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split()
+    calls, heavy = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE).stdout.split()
     assert heavy == "False"
     return int(calls)
 

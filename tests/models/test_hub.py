@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -46,6 +45,7 @@ FILES: dict[str, dict[str, bytes]] = {
 class Hub(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     tokens: ClassVar[list[str | None]] = []
+    slow: ClassVar[threading.Event] = threading.Event()
 
     def log_message(self, format: str, *args: Any) -> None:
         """Keeps the test's output clean."""
@@ -66,7 +66,7 @@ class Hub(BaseHTTPRequestHandler):
         parts = self.path.strip("/").split("/")
         repository = "/".join(parts[:2])
         if repository == "slow/llama":
-            time.sleep(3)
+            Hub.slow.wait()
             return self._refuse(500, "Slow")
         if repository == "gated/llama":
             return self._refuse(403, "GatedRepo")
@@ -207,5 +207,8 @@ def test_network_down(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_slow_hub_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "PATIENCE", 1.2)
-    with pytest.raises(BadInput, match="the hub did not answer within 1 s"):
-        load_model("slow/llama")
+    try:
+        with pytest.raises(BadInput, match="the hub did not answer within 1 s"):
+            load_model("slow/llama")
+    finally:
+        Hub.slow.set()

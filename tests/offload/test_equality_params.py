@@ -17,6 +17,7 @@ import zeroplan_runtime
 from tests.offload.test_equality import assert_equal, pair, ranks_and_more
 from tests.offload.test_host_checkpoint import HOST, RESIDENT, resume, save
 from tests.offload.test_params import train_frozen, train_shared
+from tests.patience import PATIENCE
 from tests.runtime import models
 from tests.runtime.ranks import RankPool
 from tests.runtime.test_checkpoint import go_on
@@ -196,7 +197,7 @@ def test_an_update_that_lingers_frees_nothing_of_the_next(tmp_path: Path, monkey
     def lingering(*groups: Any) -> None:
         held.append(len(params._blocked))
         run(*groups)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE
         while len(held) < 3 and len(ordered) == len(held) and time.monotonic() < deadline:
             time.sleep(0.001)
 

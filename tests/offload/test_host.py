@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 
+from tests.patience import PATIENCE
 from zeroplan_runtime.kernels import native_backend
 from zeroplan_runtime.offload.host_worker import Worker, host_threads
 
@@ -61,8 +62,8 @@ def test_an_abandoned_worker_ends_its_thread() -> None:
     (thread,) = threads
     del worker
     gc.collect()
-    thread.join(5)
     assert alive() is None
+    thread.join(PATIENCE)
     assert not thread.is_alive()
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE
+
 CPU = Path(__file__).resolve().parents[2] / "csrc" / "cpu"
 SOURCES = ("io_engine.cpp", "io_threads.cpp", "io_uring.cpp", "io_checksum.cpp", "pool.cpp")
 
@@ -29,6 +31,6 @@ def test_clean(sanitizer: str, tmp_path: Path) -> None:
     if "cannot find" in built.stderr and "san" in built.stderr:
         pytest.skip("the sanitizers' libraries are not installed")
     assert built.returncode == 0, built.stderr
-    done = subprocess.run([str(program), str(tmp_path / "data")], capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run([str(program), str(tmp_path / "data")], capture_output=True, text=True, check=False, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("0 faults\n")

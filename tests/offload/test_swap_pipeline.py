@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.patience import PATIENCE
 from zeroplan.core.zero_config import Aio
 from zeroplan_runtime.offload import pinned
 from zeroplan_runtime.offload.io import DiskFault, IoEngine
@@ -104,7 +105,7 @@ def test_reads_run_ahead(engine: IoEngine, tmp_path: Path) -> None:
         if index == 0:
             third = memory[2 * 3 * buffers.buffer_bytes :].view(torch.float32)
             arrived = threading.Event()
-            for _ in range(500):
+            for _ in range(100 * PATIENCE):
                 if torch.equal(third[: SIZES[2]], states(SIZES[2], 2)[0]):
                     break
                 arrived.wait(0.01)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import zeroplan_runtime
+from tests.patience import PATIENCE
 from tests.runtime import deepspeed_ranks as peer
 from tests.runtime.ranks import RankPool
 from zeroplan_runtime.checkpoint.universal import load_universal_checkpoint, to_universal
@@ -64,7 +65,7 @@ def test_checkpoints_pass_between_deepspeed_and_the_runtime(pool: RankPool, tmp_
     convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "ours", tmp_path / "fp32")
     command = [warm_python.with_name("torchrun"), "--standalone", "--nproc-per-node", str(peer.RANKS)]
     command += [peer.__file__, str(tmp_path), "universal", "fp32/pytorch_model.bin"]
-    ran = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=240)
+    ran = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=PATIENCE)
     assert ran.returncode == 0, ran.stderr[-4000:]
     theirs = json.loads((tmp_path / "losses.json").read_text())
     ours = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "ours")

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -40,7 +42,7 @@ def output(warm_python: Path) -> Output:
         start = [warm_python] if ranks == 1 else [warm_python.with_name("torchrun"), f"--nproc-per-node={ranks}"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(
-            [*start, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False
+            [*start, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
         )
         assert done.returncode == 0, done.stderr
         return done.stdout

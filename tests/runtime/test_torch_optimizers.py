@@ -131,7 +131,7 @@ def test_every_optimizer_of_torch(pool: RankPool) -> None:
     assert set(REFUSED) < set(torchs())
     trained = [(name, chosen) for name in names for chosen in options(name)]
     cases = [(*one, PLACES[i % len(PLACES)]) for i, one in enumerate(trained)]
-    found = pool.run(2, train, cases, timeout=300)[0]
+    found = pool.run(2, train, cases)[0]
     rows = set()
     for (name, chosen, place), mine in zip(cases, found, strict=True):
         params, states = plain(name, chosen)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE
 from tests.simulate.history import from_snapshot, read_history
 from zeroplan.simulate.allocator.config import AllocatorConfig
 from zeroplan.simulate.allocator.run import run_allocator
@@ -48,7 +49,7 @@ def test_a_random_program(tmp_path, settings, fraction, streams):
     program = Path(__file__).with_name("random_program.py")
     environment = {**os.environ, "PYTORCH_ALLOC_CONF": settings}
     command = [sys.executable, str(program), "7", str(fraction), str(streams), str(out)]
-    subprocess.run(command, check=True, env=environment, timeout=240)
+    subprocess.run(command, check=True, env=environment, timeout=PATIENCE)
     snapshot = json.loads(out.read_text())
     history = read_history(from_snapshot(snapshot), ran_out=fraction < 1)
     config = replace(AllocatorConfig.parse(settings), memory_fraction=fraction)

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from tests.patience import PATIENCE
 from zeroplan.core.model_config import auto_class_of
 from zeroplan.core.tape import ExpandedTape, Mark, Op
 from zeroplan.core.tape_options import Arithmetic, Checkpointing, TraceOptions
@@ -131,7 +132,7 @@ def test_tapes_are_found_without_torch() -> None:
         "assert find_tape(load_model('meta-llama/Llama-3.1-8B'), Workload()).expand(1, 2048)\n"
         "print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))\n"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE)
     assert out.stdout.strip() == "[]"
 
 

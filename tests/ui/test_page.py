@@ -19,14 +19,16 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests import patience
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 Cli = Callable[..., tuple[int, str, str]]
 GPT2 = "openai-community/gpt2"
 FIRST = f"#model={GPT2}&gpu=T4&gpus=2"
-#: Milliseconds that anything on the page may take.
-PATIENCE = 30_000
+#: Milliseconds that anything on the page may take on a slow machine.
+PATIENCE = 120_000
 
 
 class Visit:
@@ -251,7 +253,9 @@ def made_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         pytest.skip("needs npm")
     folder = tmp_path_factory.mktemp("made") / "page"
     maker = Path(__file__).parents[2] / "docs" / "make_page.py"
-    done = subprocess.run([sys.executable, str(maker), str(folder)], capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        [sys.executable, str(maker), str(folder)], capture_output=True, text=True, timeout=patience.PATIENCE, check=False
+    )
     if done.returncode and not (folder / "pyodide" / "pyodide.mjs").exists():
         pytest.skip("npm gives no Pyodide here")
     assert done.returncode == 0, done.stderr

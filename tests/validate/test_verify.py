@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
+from tests.patience import PATIENCE
 from tests.validate.small import CONFIG
 from tests.validate.test_compare import measured, planned, result
 from zeroplan.core.errors import EXIT_BAD_INPUT, EXIT_OUT_OF_TOLERANCE, BadInput
@@ -80,7 +81,7 @@ def test_inside_a_torchrun_every_rank_takes_part_and_the_first_prints(tmp_path: 
     config.write_text(json.dumps(CONFIG))
     start = [warm_python.with_name("torchrun"), "--standalone", "--nproc-per-node=2", "-m", "zeroplan", "verify"]
     words = [str(config), "--stage", "3", "--seq-len", "64", "--json"]
-    done = subprocess.run([*start, *words], capture_output=True, text=True, cwd=ROOT, timeout=200, check=False)
+    done = subprocess.run([*start, *words], capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
     drift = Drift.model_validate_json(done.stdout[done.stdout.index("{") :])
     assert drift.machine["ranks"] == 2

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import PATIENCE
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op, TapeModule, TapeParam
 from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
@@ -104,7 +105,7 @@ def allocations(tmp_path_factory: pytest.TempPathFactory, warm_python: Path) -> 
         [warm_python, str(script), str(path)],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=PATIENCE,
         check=False,
     )
     lines = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]

@@ -50,7 +50,7 @@ def start(deepspeed: bool) -> None:
 
     ranks = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
     os.environ.update({key: str(value) for key, value in ranks.items()})
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "LOCAL_WORLD_SIZE": str(dist.get_world_size())}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "LOCAL_WORLD_SIZE": str(dist.get_world_size())}
     os.environ["ACCELERATE_USE_DEEPSPEED"] = str(deepspeed).lower()
     for name in ("zeroplan_runtime", "accelerate"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.patience import PATIENCE
 from tests.runtime.integrations import huggingface_runs as runs
 from tests.runtime.ranks import RankPool
 from zeroplan.core.zero_config import DEEPSPEED_VERSION
@@ -116,7 +117,7 @@ def test_trl_equals_itself_without_the_runtime(tmp_path: Path, warm_python: Path
             capture_output=True,
             text=True,
             check=False,
-            timeout=240,
+            timeout=PATIENCE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
         )
         assert done.returncode == 0, done.stderr
@@ -142,7 +143,7 @@ def test_on_a_gpu_the_trainer_equals_itself_without_the_runtime(tmp_path: Path) 
         "    print('apart', max(abs(a - b) for a, b in pairs))\n"
     )
     start = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(start, capture_output=True, text=True, check=False, timeout=240, cwd=ROOT)
+    done = subprocess.run(start, capture_output=True, text=True, check=False, timeout=PATIENCE, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     apart = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("apart ")]  # the Trainer prints too
     assert len(apart) == 2

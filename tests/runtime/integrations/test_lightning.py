@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests.conftest import ROOT
+from tests.patience import PATIENCE
 from tests.runtime.integrations import lightning_runs as runs
 from tests.runtime.ranks import RankPool
 from zeroplan.core.errors import BadInput
@@ -93,7 +94,7 @@ print(max((mine["params"][n] - theirs["params"][n]).abs().max().item() for n in 
 def test_another_number_of_ranks_under_the_older_name(found: list[dict[str, Any]], folder: Path, warm_python: Path) -> None:
     """``pytorch_lightning``, which is imported after the runtime; the optimizer's states come back, too: losses equal DDP's."""
     code = ALONE.format(folder=str(folder))
-    done = subprocess.run([warm_python, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
+    done = subprocess.run([warm_python, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
     ours, theirs, losses, params = done.stdout.split()[-4:]
     assert ours == theirs

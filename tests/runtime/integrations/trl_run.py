@@ -16,7 +16,7 @@ def main() -> None:
         from zeroplan_runtime.integrations.huggingface import zeroplan_config
 
         config = zeroplan_config(int(stage))
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29517"}
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     from datasets import Dataset
     from datasets.table import InMemoryTable
     from tokenizers import Tokenizer, models

@@ -14,6 +14,7 @@ import json
 import re
 import shlex
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -271,6 +272,39 @@ def litgpt(data: Mapping[str, Any]) -> Expected:
     return expected
 
 
+def torchtitan(data: Mapping[str, Any]) -> Expected:
+    """torchtitan: config/job_config.py (defaults), distributed/parallel_dims.py, models/llama3/infra/parallelize.py."""
+    training, layout = data.get("training", {}), data.get("parallelism", {})
+    mode = data.get("activation_checkpoint", {}).get("mode", "selective")
+    tensor, stages = layout.get("tensor_parallel_degree", 1), layout.get("pipeline_parallel_degree", 1)
+    context, replicas = layout.get("context_parallel_degree", 1), layout.get("data_parallel_replicate_degree", 1)
+    degrees = {name: size for name, size in (("tp", tensor), ("cp", context), ("dp_replicate", replicas)) if size > 1}
+    if tensor > 1 and stages == 1:
+        degrees["sp"] = True
+    if stages > 1:
+        schedule = layout.get("pipeline_parallel_schedule", "1F1B").lower()
+        degrees |= {"pp": stages, "schedule": "gpipe" if schedule in ("gpipe", "loopedbfs") else "1f1b"}
+        degrees |= {"vpp": 2} if schedule in ("interleaved1f1b", "loopedbfs") else {}
+    kept = layout.get("fsdp_reshard_after_forward", "default")
+    return {
+        "engine": "fsdp2",
+        "stage": 2 if kept == "never" or (kept == "default" and stages > 1) else 3,
+        "micro_batch": training.get("local_batch_size", 8)
+        if stages == 1
+        else layout.get("pipeline_parallel_microbatch_size", 1),
+        "seq_len": training.get("seq_len", 2048),
+        "dtype": "bf16",
+        "gradient_checkpointing": mode in ("full", "selective"),
+        "degrees": degrees,
+        "left_out": [
+            *(["compile.enable"] if data.get("compile", {}).get("enable") else []),
+            *(["model.converters"] if data.get("model", {}).get("converters") else []),
+            *(["parallelism.expert_parallel_degree"] if layout.get("expert_parallel_degree", 1) > 1 else []),
+            *(["validation.enable"] if data.get("validation", {}).get("enable") else []),
+        ],
+    }
+
+
 def accelerate(data: Mapping[str, Any]) -> Expected:
     """accelerate 1.15: commands/config/config_args.py, utils/dataclasses.py (plugins)."""
     kind = str(data.get("distributed_type", "NO")).upper()
@@ -322,6 +356,7 @@ WANTED = (
     ("ms-swift", "modelscope+ms-swift", r"examples/train/.*\.sh$", 36),
     ("litgpt", "Lightning-AI+litgpt", r"config_hub/finetune/.*\.yaml$", 16),
     ("litgpt", "Lightning-AI+litgpt", r"config_hub/pretrain/.*\.yaml$", 3),
+    ("torchtitan", "pytorch+torchtitan", r"train_configs/.*\.toml$", 24),
     ("hf-trainer", "haotian-liu+LLaVA", r"scripts/.*(finetune|pretrain)[^/]*\.sh$", 12),
     ("hf-trainer", "lm-sys+FastChat", r"scripts/train_vicuna.*\.sh$", 3),
     ("hf-trainer", "huggingface+peft", r"examples/sft/run_peft.*\.sh$", 9),
@@ -386,6 +421,7 @@ def main() -> None:
         "axolotl": defaults_of(*sorted(source.glob("axolotl_*.py"))),
         "open-instruct": defaults_of(source / "open_instruct_finetune.py"),
     }
+    readers = {"litgpt": litgpt, "accelerate": accelerate, "ds_config": ds_config, "torchtitan": torchtitan}
     rows: dict[str, list[str]] = {}
     for program, repo, path in chosen(root):
         text = path.read_text()
@@ -394,7 +430,8 @@ def main() -> None:
         row["commit"] = (root / repo / "COMMIT").read_text().strip()
         words = command_words(text) if is_script else ""
         try:
-            data = flags_of(words) if is_script else (json.loads if path.suffix == ".json" else yaml.safe_load)(text)
+            parse = {".json": json.loads, ".toml": tomllib.loads}.get(path.suffix, yaml.safe_load)
+            data = flags_of(words) if is_script else parse(text)
         except (ValueError, yaml.YAMLError):
             continue
         if not isinstance(data, dict) or not data:
@@ -404,6 +441,8 @@ def main() -> None:
             continue
         if is_script:
             row["script"] = words
+        elif path.suffix == ".toml":
+            row["script"] = "\n".join(line.split("#")[0].rstrip() for line in text.splitlines() if line.split("#")[0].strip())
         else:
             row["keys"] = shortened(data)
         beside = named_files(data, words, path, root / repo)
@@ -427,7 +466,7 @@ def main() -> None:
         elif program == "torchtune":
             row["expected"] = torchtune(data, row["path"])
         else:
-            row["expected"] = {"litgpt": litgpt, "accelerate": accelerate, "ds_config": ds_config}[program](data)
+            row["expected"] = readers[program](data)
         rows.setdefault(program, []).append(json.dumps(row, ensure_ascii=False))
     for program, lines in rows.items():
         (out / f"{program}.jsonl").write_text("\n".join(lines) + "\n")

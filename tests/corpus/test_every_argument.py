@@ -22,6 +22,7 @@ MINIMAL: dict[str, dict[str, Any]] = {
     "open-instruct": {"model_name_or_path": "m", "max_seq_length": 512, "use_flash_attn": True, "deepspeed_stage": 3},
     "ms-swift": {"model": "m", "tuner_type": "full", "max_length": 512},
     "torchtune": {"model": {"_component_": "torchtune.models.llama3.llama3_8b"}, "tokenizer": {"max_seq_len": 512}},
+    "torchtitan": {"model.flavor": "8B", "parallelism.tensor_parallel_degree": 1},
     "litgpt": {"checkpoint_dir": "m", "train": {"micro_batch_size": 1, "global_batch_size": 1, "max_seq_length": 512}},
 }
 #: Programs with a list of their own keys.
@@ -35,6 +36,41 @@ VALUES: dict[str, Any] = {
     "packing_length": 4096,
     "neat_packing": True,
     "optimizer_type": "muon",
+    **dict.fromkeys(
+        (
+            *(f"parallelism.{name}_parallel_degree" for name in ("tensor", "context", "pipeline", "expert", "expert_tensor")),
+            *(f"{section}.tensor_parallel_degree" for section in ("training", "experimental")),
+            *(f"experimental.{name}_parallel_degree" for name in ("context", "pipeline")),
+            *(
+                f"{section}.data_parallel_{kind}_degree"
+                for section in ("training", "parallelism")
+                for kind in ("shard", "replicate")
+            ),
+            *("parallelism.pipeline_parallel_layers_per_stage", "training.local_batch_size", "training.batch_size"),
+            *("training.seq_len", "training.global_batch_size", "training.num_tokens_per_train_step"),
+            *("training.num_tokens_per_microbatch_per_dp_rank", "training.max_context_length"),
+            *("expert_parallel_size", "tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree"),
+            "dp_replicate_size",
+        ),
+        4,
+    ),
+    "training.global_batch_size": 64,
+    "training.num_tokens_per_train_step": 1 << 20,
+    "training.num_tokens_per_microbatch_per_dp_rank": 4096,
+    "training.dtype": "bfloat16",
+    "training.mixed_precision_param": "float32",
+    "training.mixed_precision_reduce": "bfloat16",
+    "activation_checkpoint.mode": "full",
+    "activation_checkpoint.selective_ac_option": "op",
+    "parallelism.fsdp_reshard_after_forward": "never",
+    "parallelism.context_parallel_rotate_method": "alltoall",
+    "model.flavor": "70B",
+    "model.converters": ["float8"],
+    "optimizer.name": "Adam",
+    "optimizer.implementation": "foreach",
+    "parallelism.module_fqns_per_model_part": [["tok_embeddings"]],
+    "quantize.grouped_mm.float8.fqns": ["experts"],
+    "quantize.grouped_mm.mx.fqns": ["experts"],
 }
 
 

@@ -136,6 +136,7 @@ def test_accelerates_layout() -> None:
     ring = {
         "parallelism_config_tp_size": 1,
         "parallelism_config_cp_size": 2,
+        "parallelism_config_dp_shard_size": 2,
         "parallelism_config_cp_comm_strategy": "allgather",
     }
     config = {
@@ -146,7 +147,11 @@ def test_accelerates_layout() -> None:
         "parallelism_config": ring,
     }
     setup = read_setup(config)
-    assert (setup.engine, setup.cp, setup.keys["cp"]) == ("fsdp2", 2, "parallelism_config.parallelism_config_cp_size")
+    assert (setup.engine, setup.degrees["cp"], setup.keys["cp"]) == (
+        "fsdp2",
+        2,
+        "parallelism_config.parallelism_config_cp_size",
+    )
     asked = Request(model="meta-llama/Llama-3.2-1B", seq_len=64, depth="formula", engine="fsdp2", files=[config])
     request, _ = with_files(asked)
     assert request.cp == 2
@@ -156,15 +161,14 @@ def test_accelerates_layout() -> None:
     with pytest.raises(BadInput, match=r"says 2 \(parallelism_config\..*\), the flag 4"):
         with_files(replace(asked, cp=4))
     for changed, said in (
-        ({"tp_size": 2}, "leaves the embedding whole"),
+        ({"tp_size": 2, "dp_shard_size": 2}, "leaves the embedding whole"),
         ({"sp_size": 2}, "Ulysses"),
-        ({"dp_replicate_size": 2}, "replicas"),
         (ring | {"parallelism_config_cp_comm_strategy": "alltoall"}, "at once"),
     ):
         left = read_setup(config | {"parallelism_config": changed}).unmodelled
         assert any(said in one.says for one in left)
     other = read_setup(config | {"distributed_type": "MULTI_GPU", "fsdp_config": {}})
-    assert other.cp is None
+    assert not other.degrees
     assert "FSDP 2 alone" in other.unmodelled[0].says
 
 

@@ -53,7 +53,7 @@ _WORK, _CLUSTER, _MESH, _ZERO, _FROM = "Workload", "Cluster", "Parallelism", "Sh
 #: Fields of what the training loops of ``verify`` and ``tune`` do not do, and no one tape holds.
 NOT_LOOPED = ("lengths", "eval_batch", "eval_logits")
 #: Fields of a layout, for verbs that take data parallelism alone.
-DEGREES = ("tp", "sp", "cp", "pp", "vpp", "schedule")
+DEGREES = ("tp", "sp", "cp", "pp", "vpp", "schedule", "dp_replicate")
 
 
 def _option(
@@ -139,6 +139,7 @@ OPTIONS: dict[str, Any] = {
     ),
     "vpp": _option(int, "--vpp", "Chunks of blocks a pipeline rank has (interleaved schedules). [1]", _MESH),
     "schedule": _option(str, "--schedule", "The order of a stage's micro batches: 1f1b or gpipe.", _MESH),
+    "dp_replicate": _option(int, "--dp-replicate", "Replicas of the group of GPUs that shards (HSDP). [1]", _MESH),
     "engine": _option(str, "--engine", f"{', '.join(BUILT_IN)}, or one of your own.", _ZERO, names=complete.engines),
     "stage": _option(int | None, "--stage", "0 to 3. [all]", _ZERO),
     "offload_optimizer": _option(str | None, "--offload-optimizer", "none, cpu or nvme. [all]", _ZERO),

@@ -11,7 +11,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.interop.programs.accelerate import launch_document
 from zeroplan.interop.programs.document import Document, find_beside, load_document
 from zeroplan.interop.programs.registry import PROGRAMS, owner_of, program_named
-from zeroplan.interop.programs.shell import Command
+from zeroplan.interop.programs.shell import RECIPE_FLAGS, RECIPES, Command
 from zeroplan.interop.setups import Setup
 
 #: Programs that decide the engine and the machine, and leave the rest to another file.
@@ -87,7 +87,7 @@ def _recipe(document: Document) -> Document | None:
     if command is None or len(found := _argument_files(document, command)) != 1:
         return None
     named = load_document(str(found[0]))
-    flags = {key: value for key, value in command.flags.items() if key != "config"}
+    flags = {key: value for key, value in command.flags.items() if key not in RECIPE_FLAGS}
     return Document({**named.data, **flags}, named.name, named.folder, command, document.task)
 
 
@@ -120,9 +120,10 @@ def _argument_files(document: Document, command: Command) -> list[Path]:
         for word in command.files
         if word.lower().endswith((".yaml", ".yml", ".json"))
     ]
-    recipe = command.flags.get("config")
-    if isinstance(recipe, str) and recipe.lower().endswith((".yaml", ".yml")):
-        found.append(find_beside(recipe, document, "--config"))
+    for flag in RECIPE_FLAGS:
+        recipe = command.flags.get(flag)
+        if isinstance(recipe, str) and recipe.lower().endswith(RECIPES):
+            found.append(find_beside(recipe, document, f"--{flag}"))
     return found
 
 

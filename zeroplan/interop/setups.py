@@ -20,7 +20,7 @@ class Setup:
         method: ``full``, ``lora``, ``qlora``, or the program's own word for another way.
         task: ``sft``, ``pretrain``, ``dpo``, …; empty where no file says.
         engine: what trains, by zeroplan's name; None where no file decides it.
-        model: a hub id or a path.
+        model: a hub id, a path, or a config.
         micro_batch: samples a GPU and pass.
         grad_accum: passes a step.
         seq_len: tokens a sample.
@@ -31,6 +31,7 @@ class Setup:
         optimizer_kind: how it walks its tensors, where the program decides that.
         attn: the attention implementation.
         gradient_checkpointing: whether blocks are recomputed.
+        checkpoint_policy: which, in the words of ``--checkpoint-policy``; None for all.
         lora_rank: of the adapters; None trains the model itself.
         lora_dropout: whether adapters drop some of their input.
         lora_targets: layers to adapt, one regular expression among them; empty for all linear layers.
@@ -39,7 +40,11 @@ class Setup:
         offload_param: where parameters go, for engines without a ds_config.
         gpus: a node.
         nodes: nodes.
-        cp: ranks that share each sample's tokens; its key stands among `unmodelled`, too, for verbs without layouts.
+        degrees: of parallelism, by the names of a Request's fields; their keys stand among `unmodelled`, too, for verbs
+            without layouts.
+        dp_shard: data-parallel ranks that shard, where the program asks that all degrees together are the ranks.
+        replicates: whether ranks beyond `dp_shard` are replicas; else the program refuses them.
+        global_batch: samples a step of all ranks together, where accumulation follows from it.
         ds_config: what DeepSpeed is given.
         quantize: how a frozen base is kept: ``nf4``, or None for 16 or 32 bits.
         adapter_dtype: of adapters beside a quantised base, where the program casts them.
@@ -66,7 +71,7 @@ class Setup:
     method: str = "full"
     task: str = ""
     engine: str | None = None
-    model: str | None = None
+    model: str | Mapping[str, Any] | None = None
     micro_batch: int | None = None
     grad_accum: int | None = None
     seq_len: int | None = None
@@ -77,6 +82,7 @@ class Setup:
     optimizer_kind: str | None = None
     attn: str | None = None
     gradient_checkpointing: bool | None = None
+    checkpoint_policy: str | None = None
     lora_rank: int | None = None
     lora_dropout: bool = False
     lora_targets: tuple[str, ...] = ()
@@ -85,7 +91,10 @@ class Setup:
     offload_param: str | None = None
     gpus: int | None = None
     nodes: int | None = None
-    cp: int | None = None
+    degrees: Mapping[str, int | bool | str] = field(default_factory=dict)
+    dp_shard: int | None = None
+    replicates: bool = False
+    global_batch: int | None = None
     ds_config: Mapping[str, Any] | None = None
     quantize: str | None = None
     adapter_dtype: str | None = None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.tasks import training_of
 from zeroplan.core.unmodelled import Effect, Unmodelled
@@ -46,16 +49,76 @@ def _with_layout(request: Request, setup: Setup) -> Request:
     """Return the request with the setup's degrees, whose keys then no longer stand among what is left out.
 
     Raises:
-        BadInput: a flag that contradicts the setup.
+        BadInput: a flag that contradicts the setup, or degrees that are not those of the ranks.
     """
-    if setup.cp is None:
-        return request
-    key = setup.keys["cp"]
-    if request.cp not in (1, setup.cp):
+    for name, said in setup.degrees.items():
+        asked = getattr(request, name)
+        if asked not in (Request.__dataclass_fields__[name].default, said):
+            raise BadInput(
+                f"{setup.files[0]} says {said} ({setup.keys[name]}), the flag {asked}",
+                where=f"--{name.replace('_', '-')}",
+                remedy="change one of the two",
+            )
+    planned = {setup.keys[name] for name in (*setup.degrees, *(("dp_shard",) if setup.replicates else ()))}
+    left_out = tuple(one for one in request.unmodelled if one.key not in planned)
+    changed = replace(request, **setup.degrees, unmodelled=left_out)  # type: ignore[arg-type]
+    if setup.dp_shard is not None and setup.replicates:
+        changed = replace(changed, dp_replicate=_ranks(changed) // setup.dp_shard or 1)
+    _require_ranks(changed, setup)
+    return _with_global_batch(changed, setup)
+
+
+def _require_ranks(request: Request, setup: Setup) -> None:
+    """Hold the setup's degrees against the ranks, as programs do that are told all of them.
+
+    Raises:
+        BadInput: naming the product that the ranks are not, or that the number of GPUs is missing.
+    """
+    degrees = {name: getattr(request, name) for name in ("dp_replicate", "cp", "tp", "pp")}
+    if setup.dp_shard is not None:
+        degrees["dp_shard"] = setup.dp_shard
+    product = math.prod(degrees.values())
+    ranks = _ranks(request)
+    if ranks == 1 < product and setup.gpus is None:
         raise BadInput(
-            f"{setup.files[0]} says {setup.cp} ({key}), the flag {request.cp}", where="--cp", remedy="change one of the two"
+            f"{_factors(degrees)} needs that many ranks, and nothing says how many there are",
+            where=setup.files[0],
+            remedy="give --gpus and --nodes",
         )
-    return replace(request, cp=setup.cp, unmodelled=tuple(one for one in request.unmodelled if one.key != key))
+    if setup.dp_shard is not None and product != ranks:
+        raise BadInput(
+            f"{_factors(degrees)} is not the {ranks} ranks of {request.nodes} nodes",
+            where=f"{setup.files[0]}: {setup.keys['dp_shard']}",
+            remedy=f"change --gpus and --nodes, or the degrees to a product of {ranks}",
+        )
+
+
+def _factors(degrees: Mapping[str, int]) -> str:
+    said = " × ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "1"
+    return f"{said} = {math.prod(degrees.values())}" if " × " in said else said
+
+
+def _ranks(request: Request) -> int:
+    return Cluster.of(gpus=request.gpus, nodes=request.nodes, gpu=request.gpu).layout.world_size
+
+
+def _with_global_batch(request: Request, setup: Setup) -> Request:
+    """Return the request with the accumulation that the setup's global batch leaves on the ranks.
+
+    Raises:
+        BadInput: a global batch that data-parallel ranks and micro batch do not divide.
+    """
+    if setup.global_batch is None or request.grad_accum is not None:
+        return request
+    data_parallel = max(1, _ranks(request) // (request.tp * request.cp * request.pp))
+    micro = request.micro_batch or 1
+    if setup.global_batch % (data_parallel * micro):
+        raise BadInput(
+            f"{data_parallel} data-parallel ranks × {micro} samples do not divide the global batch of {setup.global_batch}",
+            where=f"{setup.files[0]}: {setup.keys['global_batch']}",
+            remedy=f"use a multiple of {data_parallel * micro}",
+        )
+    return replace(request, grad_accum=setup.global_batch // (data_parallel * micro))
 
 
 def filled(request: Request, setup: Setup) -> Request:
@@ -78,8 +141,9 @@ def filled(request: Request, setup: Setup) -> Request:
         changes[field] = said
     if setup.model is not None and request.model is None and request.params is None:
         changes["model"] = setup.model
+    machine = Cluster.of(gpus=request.gpus, nodes=request.nodes, gpu=request.gpu)  # --gpu may hold the count
     for field in ("gpus", "nodes"):
-        if getattr(setup, field) is not None and getattr(request, field) == 1:
+        if getattr(setup, field) is not None and getattr(machine, field) == 1:
             changes[field] = getattr(setup, field)
     if setup.engine is not None and not _reads_ds_config_itself(request, setup):
         changes["engine"] = setup.engine
@@ -96,6 +160,8 @@ def filled(request: Request, setup: Setup) -> Request:
             key = setup.keys.get("gradient_checkpointing", "gradient_checkpointing")
             raise BadInput(f"{name} says false ({key})", where="--gradient-checkpointing", remedy="change one of the two")
         changes["gradient_checkpointing"] = setup.gradient_checkpointing
+        if setup.checkpoint_policy is not None and request.checkpoint_policy == "full":
+            changes["checkpoint_policy"] = setup.checkpoint_policy
     if setup.optimizer_kind is not None:
         changes["optimizer_kind"] = OptimizerKind(setup.optimizer_kind)
     changes["precision"] = _precision(setup)
@@ -113,7 +179,8 @@ def filled(request: Request, setup: Setup) -> Request:
         changes["zero_init"] = setup.zero_init
     if setup.ds_config is not None:
         changes |= _with_ds_config(setup, changes)
-    return replace(request, files=(), **changes)
+    whole = replace(request, files=(), **changes)
+    return whole if setup.degrees else _with_global_batch(whole, setup)
 
 
 def _reads_ds_config_itself(request: Request, setup: Setup) -> bool:

@@ -24,11 +24,20 @@ def layout_of(request: Request, cluster: Cluster, spec: ModelSpec, workload: Wor
     """
     if request.schedule != DEFAULT_SCHEDULE and request.pp == 1:
         raise BadInput("a schedule without pipeline stages", where="--schedule", remedy="give --pp as well")
-    if request.tp == request.cp == request.pp == request.vpp == 1 and not request.sp:
+    if request.tp == request.cp == request.pp == request.vpp == request.dp_replicate == 1 and not request.sp:
         return None
     layout = ParallelLayout(
-        cluster.gpus, cluster.nodes, tp=request.tp, sp=request.sp, cp=request.cp, pp=request.pp, vpp=request.vpp
+        cluster.gpus,
+        cluster.nodes,
+        tp=request.tp,
+        sp=request.sp,
+        cp=request.cp,
+        pp=request.pp,
+        vpp=request.vpp,
+        dp_replicate=request.dp_replicate,
     )
+    if max(layout.tp, layout.cp, layout.pp) == 1:
+        return layout
     _require_language_model(request, spec, workload)
     if layout.tp > 1:
         _require_tensor_parallel(layout, spec, workload)
@@ -41,7 +50,7 @@ def layout_of(request: Request, cluster: Cluster, spec: ModelSpec, workload: Wor
 
 def unmeasured(layout: ParallelLayout) -> str:
     """Return a warning where a layout was never held against a GPU; empty where it was."""
-    flags = " and ".join(f"--{name}" for name in ("cp", "vpp") if getattr(layout, name) > 1)
+    flags = " and ".join(f"--{name.replace('_', '-')}" for name in ("cp", "vpp", "dp_replicate") if getattr(layout, name) > 1)
     return f"{flags}: torch's own steps, but not measured on a GPU" if flags else ""
 
 

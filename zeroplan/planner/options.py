@@ -71,6 +71,7 @@ class StageOptions(MachineOptions, total=False):
     pp: int
     vpp: int
     schedule: str
+    dp_replicate: int
 
 
 class EstimateOptions(StageOptions, total=False):

@@ -60,6 +60,7 @@ class Request:
     pp: int = 1
     vpp: int = 1
     schedule: str = "1f1b"
+    dp_replicate: int = 1
     # sharding
     engine: str = DEFAULT_ENGINE
     stage: int | None = None

@@ -58,12 +58,18 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
             )
 
     def require_layout(self, layout: ParallelLayout) -> None:
-        """Refuse what is not modelled beside tensor, context and pipeline parallelism.
+        """Refuse what is not modelled beside tensor, context and pipeline parallelism, and replicas of the shards.
 
         Raises:
             BadInput: naming the degree.
         """
-        layout.require_data_parallel_only(self.name, but=("tp", "cp", "pp", "vpp"))
+        layout.require_data_parallel_only(self.name, but=("tp", "cp", "pp", "vpp", "dp_replicate"))
+        if layout.dp_replicate > 1 and layout.shard_group == 1:
+            raise BadInput(
+                f"{layout.dp_replicate} replicas leave no ranks to shard over",
+                where="--dp-replicate",
+                remedy="use --engine ddp",
+            )
 
     def require_workload(self, case: Case) -> None:
         """Refuse what does not run, or is not modelled, on pipeline stages.

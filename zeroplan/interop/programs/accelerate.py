@@ -6,6 +6,8 @@ Source: accelerate 1.15, ``commands/config/config_args.py``, ``commands/launch.p
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from zeroplan.core.errors import BadInput
@@ -14,7 +16,7 @@ from zeroplan.interop.programs.builder import Builder, Keys
 from zeroplan.interop.programs.document import Document
 from zeroplan.interop.programs.program import Program
 from zeroplan.interop.programs.shell import Command
-from zeroplan.interop.programs.trainer import refuse_cpu, set_fsdp
+from zeroplan.interop.programs.trainer import TRANSFORMERS_TP, refuse_cpu, set_fsdp
 from zeroplan.interop.setups import Setup
 
 UNKNOWN = Effect.UNKNOWN
@@ -128,11 +130,8 @@ class Accelerate(Program):
 
 
 #: Degrees of ``parallelism_config`` that no field holds, and why.
-_DEGREES = {
-    "dp_replicate_size": "replicas of the shard group are not planned",
-    "tp_size": "transformers' plan leaves the embedding whole and gathers logits; --tp splits both, as torchtitan does",
-    "sp_size": "Ulysses' sequence parallelism is not planned",
-}
+ULYSSES = "Ulysses' sequence parallelism is not planned"
+_DEGREES = {"tp_size": TRANSFORMERS_TP, "sp_size": ULYSSES}
 
 
 def _layout(run: Builder, fsdp_version: int) -> None:
@@ -144,19 +143,48 @@ def _layout(run: Builder, fsdp_version: int) -> None:
     prefix = "parallelism_config_"
     sizes = Keys({key.removeprefix(prefix): value for key, value in block.data.items()}, block.name)
     written = {key.removeprefix(prefix): f"parallelism_config.{key}" for key in block.data}
+    degrees = {key: sizes.number(key) or 1 for key in _SIZES}
     for key, says in _DEGREES.items():
-        if (sizes.number(key) or 1) > 1:
+        if degrees[key] > 1:
             run.leave_out(written[key], UNKNOWN, says)
-    ring = sizes.number("cp_size") or 1
+    _require_ranks(run, degrees)
+    replicas, ring = degrees["dp_replicate_size"], degrees["cp_size"]
+    if replicas > 1 and (fsdp_version != 2 or degrees["dp_shard_size"] == ring == 1):
+        if fsdp_version or max(degrees["dp_shard_size"], ring) > 1:
+            run.leave_out(written["dp_replicate_size"], UNKNOWN, "replicas of the shard group are planned for FSDP 2 alone")
+    elif replicas > 1:
+        run.degree("dp_replicate", replicas, written["dp_replicate_size"])
+        run.set("dp_shard", degrees["dp_shard_size"], written.get("dp_shard_size", "parallelism_config"))
     if ring == 1:
         return
     if fsdp_version != 2:
         run.leave_out(written["cp_size"], UNKNOWN, "context parallelism is planned for FSDP 2 alone")
         return
-    run.set("cp", ring, written["cp_size"])
-    run.leave_out(written["cp_size"], UNKNOWN, "ranks that share samples are planned by estimate and explain alone")
+    run.degree("cp", ring, written["cp_size"])
     if (sizes.word("cp_comm_strategy") or "allgather") != "allgather":
         run.leave_out(written["cp_comm_strategy"], UNKNOWN, "the ring that gathers keys and values at once is planned")
+
+
+_SIZES = ("dp_replicate_size", "dp_shard_size", "cp_size", "tp_size", "sp_size")
+
+
+def _require_ranks(run: Builder, degrees: Mapping[str, int]) -> None:
+    """Refuse sizes whose product is not the number of processes; DeepSpeed makes its groups of ``sp_size`` itself.
+
+    Raises:
+        BadInput: naming the product. Source: accelerate 1.15, parallelism_config.py (_validate_accelerator).
+    """
+    gpus, product = run.fields.get("gpus"), math.prod(degrees.values())
+    if gpus is None or product == 1 or degrees["sp_size"] > 1:
+        return
+    processes = gpus * run.fields.get("nodes", 1)
+    if product != processes:
+        said = " × ".join(f"{key} {degree}" for key, degree in degrees.items() if degree > 1)
+        raise BadInput(
+            f"{said} is {product}, and there are {processes} processes",
+            where=f"{run.name}: parallelism_config",
+            remedy=f"make the product {processes}; accelerate does not infer dp_shard_size",
+        )
 
 
 def launch_document(command: Command, document: Document) -> Document | None:

@@ -9,7 +9,7 @@ from zeroplan.interop.programs.document import Document
 from zeroplan.interop.programs.known import arguments_of
 from zeroplan.interop.programs.optimizers import set_optimizer
 from zeroplan.interop.programs.program import Program
-from zeroplan.interop.programs.trainer import refuse_cpu, set_fsdp
+from zeroplan.interop.programs.trainer import TRANSFORMERS_TP, refuse_cpu, set_fsdp
 from zeroplan.interop.setups import Setup
 
 MORE, LESS, UNKNOWN, NONE = Effect.MORE, Effect.LESS, Effect.UNKNOWN, Effect.NONE
@@ -33,10 +33,6 @@ _NOT_MODELLED = {
     "relora_steps": (NONE, "adapters are merged and begun anew"),
     "neftune_noise_alpha": (MORE, "noise as large as the embedded batch"),
     "noisy_embedding_alpha": (MORE, "noise as large as the embedded batch"),
-    "sequence_parallel_degree": (UNKNOWN, "ranks share each sequence"),
-    "context_parallel_size": (UNKNOWN, "ranks share each sequence"),
-    "tensor_parallel_size": (UNKNOWN, "ranks share each matrix"),
-    "dp_replicate_size": (UNKNOWN, "replicas of the shard group"),
     "fp8": (UNKNOWN, "fp8 products"),
     "gptq": (UNKNOWN, "base weights quantised by GPTQ"),
     "quantization": (UNKNOWN, "quantised base weights"),
@@ -52,6 +48,13 @@ _NOT_MODELLED = {
     "reward_model": (MORE, "chosen and rejected samples pass together"),
     "process_reward_model": (UNKNOWN, "a head for rewards"),
     "num_labels": (UNKNOWN, "a head for classes"),
+}
+#: Degrees that no field holds.
+_DEGREES = {
+    "sequence_parallel_degree": "ranks share each sequence, by rings of flash attention",
+    "context_parallel_size": "ranks share each sequence, by rings of flash attention",
+    "tensor_parallel_size": TRANSFORMERS_TP,
+    "expert_parallel_size": "ranks share the experts",
 }
 #: Plugins and what they change, by a word of their class's path.
 _PLUGINS = {
@@ -130,6 +133,7 @@ class Axolotl(Program):
             run.set("gradient_checkpointing", bool(run.flag("gradient_checkpointing")), "gradient_checkpointing")
         self._sharding(run)
         self._adapter(run)
+        self._layout(run)
         run.leave_out_flags(_NOT_MODELLED)
         for plugin in run.texts("plugins"):
             word = next((word for word in _PLUGINS if f".{word}." in f".{plugin.lower()}."), None)
@@ -201,6 +205,31 @@ class Axolotl(Program):
             options=options,
             wraps="TRANSFORMER_BASED_WRAP" if "auto_wrap" in words else "",
         )
+
+    def _layout(self, run: Builder) -> None:
+        """Set the replicas of FSDP 2's shard group; ranks that neither size names are replicas, too.
+
+        Source: axolotl 0.18, utils/distributed.py (_get_parallel_config_kwargs).
+        """
+        shared = False
+        for key, says in _DEGREES.items():
+            if (run.number(key, least=0) or 1) > 1:
+                run.leave_out(key, UNKNOWN, says)
+                shared = True
+        shards, replicas = run.number("dp_shard_size", least=0) or 0, run.number("dp_replicate_size", least=0) or 1
+        if run.fields["engine"] != "fsdp2" or run.fields.get("fsdp_version") == 1:
+            if replicas > 1:
+                run.leave_out("dp_replicate_size", UNKNOWN, "replicas of the shard group are planned for FSDP 2 alone")
+        elif shared and (replicas > 1 or shards):
+            run.leave_out("dp_replicate_size", UNKNOWN, "replicas of ranks that share samples or matrices")
+        elif replicas > 1:
+            run.degree("dp_replicate", replicas, "dp_replicate_size")
+            if shards:
+                run.set("dp_shard", shards, "dp_shard_size")
+        elif shards:
+            run.set("dp_shard", shards, "dp_shard_size")
+            run.set("replicates", True)
+            run.leave_out("dp_shard_size", MORE, "ranks beyond it are replicas, which estimate and explain alone plan")
 
     def _adapter(self, run: Builder) -> None:
         adapter = run.word("adapter")

@@ -144,6 +144,7 @@ class Builder(Keys):
         self.keys: dict[str, str] = {}
         self.assumed: list[str] = []
         self.left_out: list[Unmodelled] = []
+        self.degrees: dict[str, int | bool | str] = {}
 
     def set(self, field: str, value: Any, key: str = "") -> Any:
         """Give a field of the Setup a value that a key said; without a key, one that follows from others."""
@@ -184,6 +185,15 @@ class Builder(Keys):
         if default is not None:
             self.assume(f"{names[0]} {default}", **{field: default})
         return default
+
+    def degree(self, field: str, value: int | bool | str, key: str) -> None:
+        """Give a degree of parallelism that a key says. The key stands among what is left out for verbs without layouts, and
+        is taken from there where the layout is planned.
+        """
+        self.degrees[field] = value
+        self.keys[field] = key
+        if all(one.key != key for one in self.left_out):
+            self.leave_out(key, Effect.UNKNOWN, "such layouts are planned by estimate and explain alone")
 
     def leave_out(self, key: str, effect: Effect, says: str) -> None:
         """List a key that no field holds."""
@@ -239,6 +249,7 @@ class Builder(Keys):
             keys=self.keys,
             assumed=tuple(self.assumed),
             unmodelled=tuple(self.left_out),
+            degrees=self.degrees,
             unknown=tuple(strange[:_MOST_UNKNOWN]),
             **self.fields,
         )

@@ -14,13 +14,14 @@ from zeroplan.interop.programs.ms_swift import MsSwift
 from zeroplan.interop.programs.open_instruct import OpenInstruct
 from zeroplan.interop.programs.program import Program
 from zeroplan.interop.programs.strangers import refuse_stranger
+from zeroplan.interop.programs.torchtitan import Torchtitan
 from zeroplan.interop.programs.torchtune import Torchtune
 from zeroplan.interop.programs.trainer import HfTrainer
 from zeroplan.interop.programs.trl import Trl
 
 _ALL = (
     *(DsConfigFile(), HfTrainer(), Trl(), LlamaFactory(), Axolotl(), Accelerate(), Torchtune(), OpenInstruct(), MsSwift()),
-    LitGpt(),
+    *(LitGpt(), Torchtitan()),
 )
 #: Every program by the name that ``--program`` takes.
 PROGRAMS: dict[str, Program] = {one.name: one for one in _ALL}

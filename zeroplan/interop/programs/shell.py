@@ -40,6 +40,9 @@ _OWN_COMMANDS = {
     "axolotl": {"train"},
     "tune": {"run"},
 }
+#: Flags that name a file of arguments, and the ends of such files' names.
+RECIPE_FLAGS = ("config", "job.config_file")
+RECIPES = (".yaml", ".yml", ".json", ".toml")
 #: Flags of which a script that trains has at least one.
 _TRAINING_FLAGS = frozenset(
     (
@@ -287,7 +290,7 @@ def _program(launcher: str, machine: Mapping[str, Any], words: list[str], enviro
     elif short in _OWN_COMMANDS:
         return None
     flags, files = _flags(rest)
-    recipe = any(word.lower().endswith((".yaml", ".yml", ".json")) for word in (*files, str(flags.get("config", ""))))
+    recipe = any(word.lower().endswith(RECIPES) for word in (*files, *(str(flags.get(flag, "")) for flag in RECIPE_FLAGS)))
     if not (recipe or " " in program or _TRAINING_FLAGS & flags.keys()):
         return None
     gpus, nodes, processes = (_whole(machine.get(key)) for key in ("gpus", "nodes", "processes"))

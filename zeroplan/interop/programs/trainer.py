@@ -73,6 +73,8 @@ EXAMPLES = frozenset(
 _WRAPS = "TRANSFORMER_BASED_WRAP"
 #: What is said where FSDP 2 stands in.
 FSDP_1 = "FSDP 1 is not modelled here; the figures are those of FSDP 2"
+#: What is said of transformers' own tensor parallelism.
+TRANSFORMERS_TP = "transformers' plan leaves the embedding whole and gathers logits; --tp splits both, as torchtitan does"
 MORE, LESS, UNKNOWN = Effect.MORE, Effect.LESS, Effect.UNKNOWN
 #: Arguments that move memory and that no field of a Setup holds.
 _NOT_MODELLED: dict[str, tuple[Effect, str]] = {

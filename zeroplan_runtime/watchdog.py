@@ -29,6 +29,8 @@ from zeroplan_runtime.rendezvous_store import ANSWERS_IN, RendezvousStore
 
 #: The exit code of a process that its watchdog ends: EX_TEMPFAIL of sysexits.h, "try again".
 EXIT_STALLED = 75
+#: Seconds between two looks of a watchdog at most.
+LONGEST_INTERVAL = 2.0
 #: Seconds without progress after which a rank asks whether the others' processes are still there.
 _ASK_AFTER = 8.0
 #: Seconds that a rank leaves the others to read what it has found.
@@ -85,7 +87,7 @@ class Watchdog:
         self._rank, self._ranks = rank, ranks
         self._progress, self._timeout = progress, timeout
         self._on_stall = on_stall or _end
-        self._interval = min(2.0, timeout / 8)
+        self._interval = min(LONGEST_INTERVAL, timeout / 8)
         self._beats = 0
         self._seen: dict[int, str] = {}  # what other ranks were doing when their progress was last read
         self._processes: dict[int, Identity] = {}

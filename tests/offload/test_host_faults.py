@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import zeroplan_runtime
+from tests.patience import PATIENCE
 from tests.runtime import models
 from tests.runtime.forked_jobs import Job, run_job
 from tests.runtime.ranks import CONTEXT
@@ -61,7 +62,7 @@ def job(folder: Path, mode: str) -> tuple[int | None, list[tuple[Any, float]]]:
     process = CONTEXT.Process(target=train, args=(folder, mode, tell))
     process.start()
     tell.close()
-    process.join(100)
+    process.join(PATIENCE)
     told = []
     with contextlib.suppress(EOFError):
         while True:

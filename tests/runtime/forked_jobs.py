@@ -17,10 +17,12 @@ from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+from tests.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 3
-_MOST_SECONDS = 150
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Job:
 
     Attributes:
         fault: code that the victim runs in the sixth step.
-        timeout: the runtime's, in seconds.
+        timeout: the runtime's from the sixth step on, in seconds. Before, a rank may be late.
         victim: a rank.
         act: code that all ranks run then; if any, they have saved a checkpoint two steps before.
         zero: more of the section ``zero_optimization``.
@@ -66,12 +68,22 @@ class Ended:
 _ports = count(20000 + 37 * os.getpid() % 10000)  # two workers have neighbouring ids
 
 
+_ours: list[socket.socket] = []  # a name for each port that was given, which no other test process can then take
+
+
 def free_port() -> int:
-    """A free one, below those that the system hands out by itself meanwhile, and another with each call."""
+    """A free one, below those that the system hands out by itself meanwhile, and another with each call on this machine."""
     for port in _ports:
+        ours = socket.socket(socket.AF_UNIX)
         with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)):
-                return port
+            try:
+                ours.bind(f"\0zeroplan tests port {port}")
+                probe.bind(("", port))
+            except OSError:
+                ours.close()
+                continue
+        _ours.append(ours)
+        return port
     raise AssertionError
 
 
@@ -81,7 +93,7 @@ def run_job(python: Path, folder: Path, job: Job) -> Ended:
     command = [python, "-m", "tests.runtime.forked_jobs", json.dumps(asdict(job)), str(free_port())]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     with contextlib.suppress(subprocess.TimeoutExpired):
-        subprocess.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": path}, timeout=_MOST_SECONDS, check=False)
+        subprocess.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": path}, timeout=PATIENCE, check=False)
     codes = folder / "codes"
     ended = [int(code) for code in codes.read_text().split()] if codes.exists() else [0]
     with contextlib.suppress(ProcessLookupError):
@@ -119,16 +131,21 @@ def _train(job: Job) -> None:
     import zeroplan_runtime
     from tests.runtime import models
     from tests.runtime.train import ds_config
+    from zeroplan_runtime import watchdog
 
-    config = ds_config(3, zeroplan={"timeout": job.timeout}, zero_optimization=job.zero)
-    engine, *_ = zeroplan_runtime.initialize(model=models.make(), config=config, device=job.device)
+    config = ds_config(3, zeroplan={"timeout": PATIENCE}, zero_optimization=job.zero)
+    with mock.patch.object(watchdog, "LONGEST_INTERVAL", min(watchdog.LONGEST_INTERVAL, job.timeout / 8)):
+        engine, *_ = zeroplan_runtime.initialize(model=models.make(), config=config, device=job.device)
     names = {"engine": engine, "torch": torch, "os": os, "signal": signal, "time": time}
     for number in range(1000):
         if number == 3 and job.act:
             engine.save_checkpoint("checkpoints")
+        if number == 4:
+            while len(engine.watchdog._processes) < job.ranks:  # until it has seen all of them alive
+                time.sleep(0.05)
         if number == 5:
+            engine.watchdog._timeout = job.timeout
             if engine.global_rank == job.victim:
-                time.sleep(1.5)  # long enough to have been seen alive
                 Path("begun").touch()
                 exec(job.fault, names)
             exec(job.act, names)

@@ -19,10 +19,12 @@ import pytest
 import torch.distributed as dist
 
 import zeroplan_runtime
+from tests.patience import PATIENCE
 from tests.runtime import models
 from tests.runtime.forked_jobs import free_port
 from tests.runtime.ranks import RankPool
 from tests.validate.small import CONFIG
+from zeroplan_runtime.kernels import native_backend
 
 ROOT = Path(__file__).resolve().parents[2]
 _STEPS = 3
@@ -39,13 +41,15 @@ parser.add_argument("--deepspeed_config")
 engine, *_ = zeroplan_runtime.initialize(model=models.make(), config=parser.parse_args().deepspeed_config, device="cpu")
 with open(f"rank{engine.global_rank}", "w") as file:
     print(os.getpid(), os.environ["NODE"], file=file)
-for number in range(1000):
+for number in range(1_000_000):
     engine.backward(engine(models.batch(number % 10, 0, 0)))
     engine.step()
     if number == """
     + f"{_STEPS - 1}"
     + """:
         engine.save_checkpoint("checkpoints")
+    if len(engine.watchdog._processes) == engine.world_size:
+        open(f"knows{engine.global_rank}", "w").close()
     time.sleep(0.01)
 """
 )
@@ -68,7 +72,7 @@ def start_nodes(command: list[str], folder: Path) -> list[subprocess.Popen[bytes
         with (folder / f"log{node}").open("wb") as log:
             environment["NODE"] = str(node)
             started.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log))
-        wait_for(lambda: answers(meeting), 60, "the first node's rendezvous")
+        wait_for(lambda: answers(meeting), "the first node's rendezvous")
     return started
 
 
@@ -77,8 +81,8 @@ def answers(port: int) -> bool:
         return probe.connect_ex(("localhost", port)) == 0
 
 
-def wait_for(ready: Callable[[], bool], seconds: float, what: str) -> None:
-    end = time.monotonic() + seconds
+def wait_for(ready: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + PATIENCE
     while not ready():
         assert time.monotonic() < end, f"{what} did not come"
         time.sleep(0.05)
@@ -112,14 +116,14 @@ def test_two_nodes_train_and_save_one_dies_and_another_size_and_stage_resume(
     assert "--nnodes 2 --nproc-per-node 2" in shlex.join(command)
     nodes = start_nodes(command, tmp_path)
     try:
-        wait_for((tmp_path / "checkpoints" / "latest").exists, 120, "the checkpoint")
+        wait_for((tmp_path / "checkpoints" / "latest").exists, "the checkpoint")
         ranks = [tuple(map(int, (tmp_path / f"rank{rank}").read_text().split())) for rank in range(4)]
         lost = [(rank, pid) for rank, (pid, node) in enumerate(ranks) if node == 1]
         assert len(lost) == 2
-        time.sleep(2)  # the ranks know each other
+        wait_for(lambda: all((tmp_path / f"knows{rank}").exists() for rank in range(4)), "the ranks' knowledge of each other")
         for pid in (nodes[1].pid, *(pid for _, pid in lost)):
             os.kill(pid, signal.SIGKILL)
-        assert nodes[0].wait(90) != 0
+        assert nodes[0].wait(PATIENCE) != 0
     finally:
         for node in nodes:
             node.kill()
@@ -145,21 +149,17 @@ def test_two_nodes_train_and_save_one_dies_and_another_size_and_stage_resume(
 def test_verify_on_two_nodes(tmp_path: Path, warm_python: Path) -> None:
     """The command of docs/verify.md: one measurement of ranks on two nodes, printed once."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    # On a busy machine gloo's thread may hold the copy of a reduced gradient into the next allocation (seen once: +2.6 % of
-    # a peak of 2 MiB), and verify ends with 3. That is the machine's, so a second run may answer.
-    for attempt in ("first", "second"):
-        (folder := tmp_path / attempt).mkdir()
-        start = f"--nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint localhost:{free_port()} --rdzv-id zeroplan"
-        verify = f"-m zeroplan verify {tmp_path} --stage 3 --seq-len 32 --steps 2"
-        nodes = start_nodes([str(warm_python.with_name("torchrun")), *start.split(), *verify.split()], folder)
-        try:
-            ended = [node.wait(180) for node in nodes]
-        finally:
-            for node in nodes:
-                node.kill()
-        text = "".join((folder / f"log{node}").read_text() for node in range(2))
-        if ended == [0, 0] or "OUTSIDE: peak of tensors" not in text:
-            break
+    if native_backend.library() is None:
+        pytest.skip("torch's own operations, where they stand in, need temporaries at the peak")
+    start = f"--nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint localhost:{free_port()} --rdzv-id zeroplan"
+    verify = f"-m zeroplan verify {tmp_path} --stage 3 --seq-len 32 --steps 2"
+    nodes = start_nodes([str(warm_python.with_name("torchrun")), *start.split(), *verify.split()], tmp_path)
+    try:
+        ended = [node.wait(PATIENCE) for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    text = "".join((tmp_path / f"log{node}").read_text() for node in range(2))
     assert ended == [0, 0], text
     assert text.count("1 of 1 as planned: owned buffers equal") == 1
     assert "2 × cpu (gloo)" in text

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import zeroplan
+from tests.patience import PATIENCE
 from tests.validate.plain import Classifier, batch
 from zeroplan.engines.registry import find_engine
 from zeroplan.planner.request import Request
@@ -26,7 +27,7 @@ def endless(timeout: float) -> VerifyJob:
     module, live = Classifier(), live_module(Classifier(), batch())
     micro_batch, seq_len = live.shape()
     asked = Request(model=module, engine="zeroplan", gpus=2, stage=3, micro_batch=micro_batch, seq_len=seq_len)
-    return job_of(resolve(asked).cases[0], find_engine("zeroplan"), steps=100_000, timeout=timeout, live=live)
+    return job_of(resolve(asked).cases[0], find_engine("zeroplan"), steps=10_000_000, timeout=timeout, live=live)
 
 
 def alive(pid: int) -> bool:
@@ -46,10 +47,11 @@ def test_a_rank_that_dies_or_stops_is_named(blow: str, monkeypatch: pytest.Monke
     def strike(job: int, doing: str) -> None:
         if doing.startswith("step 3 ") and not struck:
             monkeypatch.setattr("zeroplan.validate.launch._PATIENCE_SECONDS", 4.0)
+            launch.timeout = 4.0  # until then a rank may be late
             struck.append(launch.pids())
             os.kill(struck[0][1], getattr(signal, blow))
 
-    launch = TorchrunLaunch([endless(4.0)], 2, "cpu", strike, timeout=4.0)
+    launch = TorchrunLaunch([endless(60.0)], 2, "cpu", strike, timeout=PATIENCE)
     try:
         launch.start()
         results = launch.finish()

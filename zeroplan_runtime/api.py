@@ -12,13 +12,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import RUNTIME_OPTIMIZERS
-from zeroplan_runtime.comm import Communicator
 from zeroplan_runtime.config import RuntimeConfig, read_config
 from zeroplan_runtime.engine import Engine
+from zeroplan_runtime.mesh import MeshRanks
 from zeroplan_runtime.monitors.flops import make_flops_profiler
 from zeroplan_runtime.monitors.monitor import make_monitor
 from zeroplan_runtime.optim.schedules import make_schedule
@@ -43,6 +44,7 @@ def initialize(
     collate_fn: Callable[..., Any] | None = None,
     policy: Policy | None = None,
     group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
     device: torch.device | str | None = None,
 ) -> tuple[Engine, ZeroOptimizer | None, DataLoader[Any] | None, Any]:
     """Shards `model` over the ranks as `config` says and returns an engine that trains it. Every rank must call it.
@@ -59,6 +61,8 @@ def initialize(
         policy: given a module's name and the module, whether it is a block unit; see
             :func:`zeroplan_runtime.units.find_blocks`.
         group: the process group of the ranks that share the model; all ranks by default.
+        mesh: in place of `group`, all ranks by what they share. Its dimensions are named ``dp`` (or ``dp_shard``), ``cp``,
+            ``tp`` and ``pp``; see Note [Mesh] in :mod:`zeroplan_runtime.mesh`.
         device: this rank's device; by default CUDA device ``LOCAL_RANK``, or the CPU without a GPU.
 
     Returns:
@@ -78,6 +82,7 @@ def initialize(
         collate_fn=collate_fn,
         policy=policy,
         group=group,
+        mesh=mesh,
         device=device,
     )
 
@@ -94,23 +99,38 @@ def make_engine(
     collate_fn: Callable[..., Any] | None = None,
     policy: Policy | None = None,
     group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
     device: torch.device | str | None = None,
 ) -> tuple[AnyEngine, ZeroOptimizer | None, DataLoader[Any] | None, Any]:
     """Makes an engine of class `kind`, as :func:`initialize` does."""
     _require_usable(model, training_data, policy)
     where = _device(device)
     _join(where)
-    comm = Communicator(group)
-    settings = read_config(config, comm.world_size)
-    if settings.without_effect and comm.rank == 0:
+    ranks = _ranks(group, mesh)
+    settings = read_config(config, ranks.samples)
+    if settings.without_effect and ranks.world.rank == 0:
         logger.warning("keys without effect in this runtime: %s", ", ".join(settings.without_effect))
     chosen = _optimizer(model, settings, model_parameters, optimizer)
     schedule = _schedule(settings, chosen, lr_scheduler)  # which may set the momentum that the engine makes room for
-    engine = kind(model, settings, chosen, comm=comm, device=where, policy=policy)
+    engine = kind(model, settings, chosen, ranks=ranks, device=where, policy=policy)
     engine.lr_scheduler = schedule
-    engine.monitor = make_monitor(settings, where, rank=comm.rank, ranks=comm.world_size)
-    engine.flops_profiler = make_flops_profiler(settings, where, rank=comm.rank)
-    return engine, chosen, _loader(training_data, settings, comm, collate_fn), engine.lr_scheduler
+    engine.monitor = make_monitor(settings, where, rank=0 if ranks.reports else 1, ranks=ranks.samples)
+    engine.flops_profiler = make_flops_profiler(settings, where, rank=0 if ranks.reports else 1)
+    return engine, chosen, _loader(training_data, settings, ranks, collate_fn), engine.lr_scheduler
+
+
+def _ranks(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> MeshRanks:
+    if mesh is None:
+        return MeshRanks.of_group(group)
+    if group is not None:
+        raise BadInput("the mesh has the groups", where="group", remedy="give either group or mesh")
+    if not isinstance(mesh, DeviceMesh):
+        raise BadInput(
+            f"a {type(mesh).__name__} is no DeviceMesh",
+            where="mesh",
+            remedy="make one by torch.distributed.init_device_mesh(type, sizes, mesh_dim_names=names)",
+        )
+    return MeshRanks.of_mesh(mesh)
 
 
 def _require_usable(model: object, data: object, policy: object) -> None:
@@ -213,9 +233,9 @@ def _require_step(schedule: Any) -> None:
 
 
 def _loader(
-    data: Dataset[Any] | None, settings: RuntimeConfig, comm: Communicator, collate_fn: Callable[..., Any] | None
+    data: Dataset[Any] | None, settings: RuntimeConfig, ranks: MeshRanks, collate_fn: Callable[..., Any] | None
 ) -> DataLoader[Any] | None:
     if data is None:
         return None
-    sampler: DistributedSampler[Any] = DistributedSampler(data, comm.world_size, comm.rank, shuffle=True)
+    sampler: DistributedSampler[Any] = DistributedSampler(data, ranks.samples, ranks.sample, shuffle=True)
     return DataLoader(data, settings.micro_batch, sampler=sampler, collate_fn=collate_fn, drop_last=settings.drop_last)

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zeroplan.core.errors import BadInput
+from zeroplan_runtime.local_tensors import is_distributed, local_of
 from zeroplan_runtime.model_states import ModelStates
 from zeroplan_runtime.optim.zero_optimizer import ZeroOptimizer
 
@@ -30,11 +31,11 @@ _emptied: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"})
 
 
-def require_model(model: nn.Module, ranks: int = 1) -> None:
+def require_model(model: nn.Module, ranks: int = 1, *, on_mesh: bool = False) -> None:
     """Checks that an engine can take the model: parameters with values, not wrapped, not sharded, not owned by an engine.
 
-    With several `ranks`, no embedding may have a ``max_norm``: its forward scales down the rows that it looks up, which are
-    others on each rank, so that the ranks' weights would part.
+    Parameters may be DTensors where the engine is `on_mesh`. With several `ranks`, no embedding may have a ``max_norm``: its
+    forward scales down the rows that it looks up, which are others on each rank, so that the ranks' weights would part.
 
     Raises:
         BadInput: with the parameter's name and the remedy.
@@ -44,8 +45,12 @@ def require_model(model: nn.Module, ranks: int = 1) -> None:
     for name, param in model.named_parameters():
         if is_lazy(param):
             raise BadInput(f"{name!r} has no shape yet", where="model", remedy="call the model with a batch first")
-        if type(param.data).__name__ == "DTensor":
-            raise BadInput(f"{name!r} is sharded already", where="model", remedy="give the model as it is before fully_shard()")
+        if is_distributed(param) and not on_mesh:
+            raise BadInput(
+                f"{name!r} is a DTensor, distributed over {param.device_mesh}",
+                where="model",
+                remedy="give initialize(mesh=...) the mesh of tensor parallelism, and the model as it is before fully_shard()",
+            )
         if param in _claimed:
             raise BadInput(
                 f"{name!r} is under another engine",
@@ -137,7 +142,7 @@ class EngineChecks:
     def __init__(self, model: nn.Module, model_states: ModelStates) -> None:
         self._model = model
         self._params = [param for unit in model_states.units for flat in unit.flats() for param in flat.params]
-        self._addresses = [param.data_ptr() for param in self._params]
+        self._addresses = [local_of(param).data_ptr() for param in self._params]
         self._trained = [param.requires_grad for param in self._params]
         self.is_destroyed = False
         self._failed = ""  # what failed half-way and why, so that parameters and states do not fit together; empty if nothing
@@ -350,7 +355,7 @@ class EngineChecks:
         """
         with torch._C.DisableTorchFunctionSubclass():
             for param, address in zip(self._params, self._addresses, strict=True):
-                if param.data_ptr() != address:
+                if local_of(param).data_ptr() != address:
                     raise BadInput(
                         f"{self._name(param)!r} was moved or cast after the engine was made, so updates would not reach it",
                         where="model",

@@ -30,7 +30,6 @@ from zeroplan_runtime.checks import (
     require_loss,
     require_model,
 )
-from zeroplan_runtime.comm import Communicator
 from zeroplan_runtime.compiled import outside_graphs, uncompiled
 from zeroplan_runtime.config import RuntimeConfig
 from zeroplan_runtime.engine_checkpoints import EngineCheckpoints
@@ -38,7 +37,9 @@ from zeroplan_runtime.engine_getters import EngineGetters
 from zeroplan_runtime.full_tensors import full_params
 from zeroplan_runtime.gradient_hooks import attach_gradient_hooks
 from zeroplan_runtime.labelled_tokens import attach_labelled_tokens
+from zeroplan_runtime.local_tensors import local_of, put_values
 from zeroplan_runtime.loss import attach_fused_loss
+from zeroplan_runtime.mesh import MeshRanks
 from zeroplan_runtime.model_states import ModelStates
 from zeroplan_runtime.offload.activations import ActivationOffload
 from zeroplan_runtime.offload.host_setup import make_nvme_offload, offload_optimizer
@@ -48,6 +49,7 @@ from zeroplan_runtime.parameter_aliases import ParameterAliases
 from zeroplan_runtime.parameter_writes import ParameterWrites
 from zeroplan_runtime.progress import TrainingProgress
 from zeroplan_runtime.pytree import cast_tensors
+from zeroplan_runtime.replicas import Replicas, require_distributed
 from zeroplan_runtime.schedule import Schedule
 from zeroplan_runtime.shared_memory import require_own_memory, warn_of_aliases
 from zeroplan_runtime.state_dict_hooks import StateDictHooks
@@ -71,7 +73,7 @@ class Engine(EngineGetters, EngineCheckpoints):
         config: RuntimeConfig,
         optimizer: ZeroOptimizer | None,
         *,
-        comm: Communicator,
+        ranks: MeshRanks,
         device: torch.device,
         policy: Policy | None = None,
     ) -> None:
@@ -79,7 +81,8 @@ class Engine(EngineGetters, EngineCheckpoints):
         self.module = model
         self.settings = config
         self.device = device
-        self.comm = comm
+        self.ranks = ranks
+        self.comm = comm = ranks.shard
         self.optimizer = optimizer
         self.lr_scheduler = None
         self.progress = progress = TrainingProgress(config.loss_scaler(), config.grad_accum)
@@ -91,7 +94,8 @@ class Engine(EngineGetters, EngineCheckpoints):
         self._audit: Audit | None = None
         self._watches_aliases = True
 
-        require_model(model, comm.world_size)
+        require_model(model, comm.world_size, on_mesh=ranks.mesh is not None)
+        require_distributed(model, ranks)
         require_own_memory(model)
         warn_of_aliases(model, device, DTYPES[config.dtype])
         groups = groups_of(model, optimizer)
@@ -107,17 +111,24 @@ class Engine(EngineGetters, EngineCheckpoints):
             optimizer=optimizer.row_with_states.name if optimizer is not None else STATELESS,
             grad_accum=config.grad_accum,
         )
+        if setup.takes_norms and ranks.tp is not None:
+            raise BadInput(
+                "it steps by the norms of whole tensors, of which ranks of tp have parts",
+                where=f"optimizer {setup.optimizer}",
+                remedy="use AdamW, or a mesh without tp",
+            )
         self.arena = Arena(device)
         dtype = DTYPES[config.dtype]
         if any(p.is_floating_point() and p.dtype != dtype for p in model.parameters()):
             cast_floating(model, dtype)
         units = find_units(model, groups, policy=policy, wide_numel=config.runtime_options.wide_numel)
         files = make_nvme_offload(zero, in_memory=config.runtime_options.nvme_in_memory)
-        self.model_states = ModelStates(units, setup, comm, self.arena, files)
+        self.model_states = ModelStates(units, setup, ranks, self.arena, files)
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = comm.broadcast_from_first(buffer.to(device))
+        self.replicas = Replicas(model, self.model_states)
         self.schedule = Schedule(self.model_states)
         self._undo = [attach_gradient_hooks(self.schedule, direct=config.runtime_options.direct_linear)]
         if config.runtime_options.fused_loss:
@@ -139,12 +150,12 @@ class Engine(EngineGetters, EngineCheckpoints):
         self.activity = Activity(self.schedule, device, lambda: progress.global_steps)
         self.schedule.reading = self.activity.alone
         self.watchdog = (
-            watch(comm.rank, comm.world_size, weakly(self.activity.report), config.runtime_options.timeout)
-            if comm.group is None
+            watch(ranks.world.rank, ranks.world.world_size, weakly(self.activity.report), config.runtime_options.timeout)
+            if ranks.world.group is None and ranks.pp is None
             else None
         )
         if self.watchdog is not None:
-            comm.explain = self.watchdog.explain
+            comm.explain = ranks.world.explain = self.watchdog.explain
             weakref.finalize(self, self.watchdog.stop)
         self.optimizer_step = self.host = None
         if optimizer is not None:
@@ -177,6 +188,7 @@ class Engine(EngineGetters, EngineCheckpoints):
         self.schedule.root_pre_forward()
         if self.settings.auto_cast:
             args, kwargs = cast_tensors((args, kwargs), DTYPES[self.settings.dtype])
+        self.replicas.compare_inputs(args, kwargs)
         if self.monitor is not None and torch.is_grad_enabled():
             self.monitor.saw_inputs(args, kwargs)
         saving = self.activations.saving() if self.activations is not None else nullcontext()
@@ -220,7 +232,7 @@ class Engine(EngineGetters, EngineCheckpoints):
             whole.backward(retain_graph=retain_graph)
             self.schedule.root_post_backward()
         if self.monitor is not None:
-            self.monitor.saw_loss(scaled)
+            self.monitor.saw_loss(local_of(scaled))
         return scaled
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -298,6 +310,7 @@ class Engine(EngineGetters, EngineCheckpoints):
         self.finish_step()
         self.arena.phase = Phase.STEP
         self.activity.begin("the optimizer's step")
+        self.replicas.compare_gradients(self.schedule.grads)
         self.optimizer_step.read_hyperparameters()
         with self.checks.during_step(), self.activity.inside():
             result = self.optimizer_step.step(self.progress.applied + 1, self.scaler.scale)
@@ -364,7 +377,7 @@ class Engine(EngineGetters, EngineCheckpoints):
         if self.comm.world_size > 1 and result.is_mixed:
             self.checks.refuse_mixed_collectives()
         if self.settings.check_overflow and result.skipped:
-            self.progress.step_was_skipped(self.comm.rank, self.unit_names, self.model_states.squares)
+            self.progress.step_was_skipped(self.ranks.world.rank, self.unit_names, self.model_states.squares)
             return
         self.progress.step_was_applied()
         if self.optimizer is not None:
@@ -417,7 +430,7 @@ class Engine(EngineGetters, EngineCheckpoints):
             self.monitor.close()
         if self.watchdog is not None:
             self.watchdog.stop()
-            self.comm.explain = None
+            self.comm.explain = self.ranks.world.explain = None
         for undo in reversed(self._undo):
             undo()
         self.schedule.remove()
@@ -429,7 +442,8 @@ class Engine(EngineGetters, EngineCheckpoints):
             for flat in unit.flats():
                 for param in flat.params:
                     value = kept.get(id(param))
-                    param.data = torch.empty(0, dtype=param.dtype, device=self.device) if value is None else value
+                    empty = torch.empty(0, dtype=param.dtype, device=self.device)
+                    put_values(param, empty if value is None else value)
         self.optimizer_step = self.host = self.schedule.grads.host = self.last_step = self._audit = None
         self.model_states.free()
         self.arena.release_host()

@@ -45,12 +45,12 @@ class EngineGetters(EngineParts):
     @property
     def global_rank(self) -> int:
         """This process's rank."""
-        return self.comm.rank
+        return self.ranks.world.rank
 
     @property
     def world_size(self) -> int:
         """The number of ranks."""
-        return self.comm.world_size
+        return self.ranks.world.world_size
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Returns whether this micro batch is the last before the parameters are updated."""
@@ -95,7 +95,7 @@ class EngineGetters(EngineParts):
 
     def train_batch_size(self) -> int:
         """Returns the number of samples in a step, over all ranks."""
-        return self.settings.micro_batch * self.settings.grad_accum * self.comm.world_size
+        return self.settings.micro_batch * self.settings.grad_accum * self.ranks.samples
 
     def zero_optimization_stage(self) -> int:
         """Returns the ZeRO stage."""

@@ -9,7 +9,7 @@ import torch
 
 from zeroplan.core.errors import BadInput
 from zeroplan_runtime.engine_parts import EngineParts
-from zeroplan_runtime.full_tensors import full_params, full_state_dict, persistent_buffers
+from zeroplan_runtime.full_tensors import full_state_dict, persistent_buffers, whole_params
 
 
 class EngineParameters(EngineParts):
@@ -54,7 +54,7 @@ class EngineParameters(EngineParts):
         their first name.
         """
         self.checks.require_usable("engine")
-        yield from ((name, values) for name, _, values in full_params(self.schedule))
+        yield from ((name, values) for name, _, values in whole_params(self.schedule))
         yield from persistent_buffers(self.module)
 
     def module_state_dict(self) -> dict[str, torch.Tensor] | None:

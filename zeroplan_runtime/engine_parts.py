@@ -12,6 +12,7 @@ from zeroplan_runtime.arena import Arena
 from zeroplan_runtime.checks import EngineChecks
 from zeroplan_runtime.comm import Communicator
 from zeroplan_runtime.config import RuntimeConfig
+from zeroplan_runtime.mesh import MeshRanks
 from zeroplan_runtime.model_states import ModelStates
 from zeroplan_runtime.monitors.flops import FlopsProfiler
 from zeroplan_runtime.monitors.monitor import Monitor
@@ -30,7 +31,8 @@ class EngineParts(nn.Module):
         module: the user's model.
         settings: what the config asks for.
         device: this rank's device.
-        comm: the ranks that share the model.
+        ranks: the ranks of the run.
+        comm: those of them that hold the same part of the model.
         optimizer: the optimizer; None where nothing is trained.
         lr_scheduler: an object whose ``step()`` sets the learning rate, or None.
         progress: counts of steps, and the loss scale.
@@ -50,6 +52,7 @@ class EngineParts(nn.Module):
     module: nn.Module
     settings: RuntimeConfig
     device: torch.device
+    ranks: MeshRanks
     comm: Communicator
     optimizer: ZeroOptimizer | None
     lr_scheduler: Any

@@ -7,18 +7,27 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from zeroplan_runtime.local_tensors import gather_whole, local_of
 from zeroplan_runtime.schedule import Schedule
 
 
 def full_params(schedule: Schedule) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
-    """Yields each parameter with its full name and its values, which are valid until the next is asked for."""
+    """Yields each parameter with its full name and the values that this rank has of it when its unit is gathered, which are
+    valid until the next is asked for.
+    """
     for unit in schedule.model_states.units:
         with schedule.unsharded(unit):
             for flat in unit.flats():
                 for i, param in zip(flat.layout.params, flat.params, strict=True):
                     with torch._C.DisableTorchFunctionSubclass():
-                        values = param.detach()
+                        values = local_of(param).detach()
                     yield unit.layout.shape.params[i].name, param, values
+
+
+def whole_params(schedule: Schedule) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
+    """As :func:`full_params`, with what tensor-parallel ranks hold put together."""
+    for name, param, values in full_params(schedule):
+        yield name, param, gather_whole(param, values)
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -30,10 +39,12 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def full_state_dict(model: nn.Module, schedule: Schedule) -> dict[str, torch.Tensor] | None:
-    """Returns the unsharded state dict of `model` in host memory, on the first rank; None on the others."""
-    keep = schedule.comm.rank == 0
+    """Returns the unsharded state dict of `model` in host memory, on the first rank (of each pipeline stage); None on the
+    others.
+    """
+    keep = schedule.model_states.ranks.leads_stage
     state, names = {}, {}
-    for name, param, values in full_params(schedule):
+    for name, param, values in whole_params(schedule):
         names[id(param)] = name
         if keep:
             state[name] = values.to("cpu", copy=True)

@@ -22,6 +22,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan_runtime import function_transforms
 from zeroplan_runtime.checks import refuse_copy
 from zeroplan_runtime.gradient_reduction import RECEIVED_NOW
+from zeroplan_runtime.local_tensors import is_distributed, is_local_product, local_grad, local_part
 from zeroplan_runtime.schedule import Schedule
 from zeroplan_runtime.unit_state import UnitState
 
@@ -89,7 +90,7 @@ def _take_grad(engine: weakref.ref[Schedule], unit: int, position: int, param: t
             where="backward",
             remedy="call engine.backward(loss), not loss.backward(); for other gradients torch.autograd.grad()",
         )
-    schedule.grads.accumulate(schedule.model_states.units[unit], position, grad)
+    schedule.grads.accumulate(schedule.model_states.units[unit], position, local_grad(param, grad))
 
 
 def _is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -109,8 +110,8 @@ class GradientTarget:
         """Adds gradᵀ · x to the weight's gradient in the flat buffer, or writes it there if it is the first.
 
         Args:
-            grad: [tokens, out], the gradient of the layer's output.
-            x: [tokens, in], the layer's input.
+            grad: [tokens, out], the gradient of the layer's output; of a DTensor this rank's part.
+            x: [tokens, in], the layer's input; likewise.
         """
         unit, position = self.place
         self.schedule.grads.acquire(unit)
@@ -137,6 +138,7 @@ def _forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         or not torch.is_grad_enabled()
         or torch.is_autocast_enabled(x.device.type)
         or x.dtype != weight.dtype
+        or is_distributed(x) is not is_distributed(weight)
         or not x.numel()
         or not _has_no_other_hooks(weight)
         or function_transforms.are_active()  # which need rules of their own
@@ -177,8 +179,9 @@ class DirectLinear(torch.autograd.Function):
         rows, columns = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         grad_x = grad.matmul(ctx.weight) if ctx.needs_input_grad[0] else None
         grad_weight = None
-        if ctx.target.schedule.in_engine_backward and not torch.is_grad_enabled():
-            ctx.target.accumulate_weight_grad(rows, columns)
+        direct = ctx.target.schedule.in_engine_backward and not torch.is_grad_enabled()
+        if direct and is_local_product(grad, x, ctx.weight):
+            ctx.target.accumulate_weight_grad(local_part(rows), local_part(columns))
         else:
             grad_weight = rows.t() @ columns
         return grad_x, grad_weight, rows.sum(0) if ctx.needs_bias else None, None

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from zeroplan.core.losses import IGNORED_LABEL, leaves_loss_to_function
 from zeroplan_runtime.kernels import cross_entropy, cross_entropy_grad
+from zeroplan_runtime.local_tensors import is_distributed
 
 
 def attach_fused_loss(model: nn.Module) -> Callable[[], None]:
@@ -62,13 +63,17 @@ def causal_lm_loss(
         shift_labels: [batch, tokens], labels that are shifted already, instead of `labels`.
 
     Returns:
-        One fp32 element.
+        One fp32 element. Logits that are a DTensor go through torch's own loss, within the caller's ``loss_parallel()``.
 
     Source: transformers/loss/loss_utils.py, ForCausalLMLoss and fixed_cross_entropy.
     """
     if shift_labels is None:
         shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
     flat = logits.view(-1, vocab_size)
+    if is_distributed(logits):  # of a head that tensor-parallel ranks share: torch's loss_parallel() adds over its parts
+        labels, how = shift_labels.view(-1).to(logits.device), "mean" if num_items_in_batch is None else "sum"
+        loss = functional.cross_entropy(flat.float(), labels, ignore_index=ignore_index, reduction=how)
+        return loss if num_items_in_batch is None else loss / num_items_in_batch
     found: torch.Tensor = _CrossEntropy.apply(flat, shift_labels.view(-1).to(logits.device), num_items_in_batch, ignore_index)
     return found
 

@@ -25,7 +25,8 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import STEP_SCALARS, Flat, Layout, OwnedBuffer, plan_layout, runtime_buffers
 from zeroplan.core.layout_setup import RuntimeSetup as Setup
 from zeroplan_runtime.arena import Arena
-from zeroplan_runtime.comm import Communicator
+from zeroplan_runtime.local_tensors import local_of, put_values
+from zeroplan_runtime.mesh import MeshRanks
 from zeroplan_runtime.offload.nvme import NvmeOffload
 from zeroplan_runtime.offload.optimizer_swapper import OptimizerSwapper
 from zeroplan_runtime.offload.param_swapper import ParamSwapper
@@ -42,11 +43,12 @@ class ModelStates:
     Args:
         units: the model's units, the root first.
         setup: stage, ranks, dtypes, optimizer and offload.
-        comm: the ranks that share the model; every rank must make its ModelStates.
+        ranks: the ranks of the run; every rank must make its ModelStates.
         arena: the allocator.
         make_nvme: makes the swap files once the layout is known; None where there are none.
 
     Attributes:
+        comm: those of them that hold the same part of the model, over which it is sharded.
         scalars: fp32, the step's scalars (see ``kernels.SQUARES`` and the following names).
         squares: fp32 [units], the sum of squares of each unit's gradients.
         norm_workspace: scratch of the norm's kernel.
@@ -62,11 +64,11 @@ class ModelStates:
         self,
         units: Sequence[Unit],
         setup: Setup,
-        comm: Communicator,
+        ranks: MeshRanks,
         arena: Arena,
         make_nvme: Callable[[ModelStates], NvmeOffload | None] | None = None,
     ) -> None:
-        self.setup, self.comm, self.arena = setup, comm, arena
+        self.setup, self.ranks, self.comm, self.arena = setup, ranks, ranks.shard, arena
         self.layout: Layout = plan_layout([unit.shape for unit in units], setup)
         rows = runtime_buffers(self.layout)
         carved, resizable = arena.allocate(rows), arena.resizable(rows)
@@ -240,14 +242,14 @@ class ModelStates:
                     raise BadInput(f"parameter {name!r} has no values (meta device)", remedy="initialise the model first")
                 if not param.is_floating_point():
                     raise BadInput(f"parameter {name!r} has dtype {param.dtype}, which cannot be cast", where="model")
-                value = param.data.to(self.arena.device)
+                value = local_of(param).detach().to(self.arena.device)
                 if self.comm.world_size > 1:
                     value = value.contiguous()
                     self.comm.broadcast(value)
                 view.copy_(value)
                 if flat is unit.trainable and master is not None and master is not flat.shard:
                     self.fill_shard(master, flat.layout, i, value)
-                param.data = view
+                put_values(param, view)
                 param.grad = None
             if unit.in_files:
                 self.param_swapper.write(unit.name, buffer, flat.shard)

@@ -22,6 +22,7 @@ from torch import nn
 
 from zeroplan.core.errors import BadInput
 from zeroplan_runtime.checks import kept_alias
+from zeroplan_runtime.local_tensors import local_of
 from zeroplan_runtime.model_states import ModelStates
 from zeroplan_runtime.parameter_guard import ParameterGuard, has_memory
 from zeroplan_runtime.unit_state import UnitState
@@ -45,7 +46,8 @@ class ParameterAliases:
         self._model_states, self._guard = model_states, guard
         flats = [flat for unit in model_states.units for flat in unit.flats()]
         blocks = [flat.full._base for flat in flats]  # of which each is a part
-        self._own = {id(tensor) for tensor in (*own, *blocks, *(param for flat in flats for param in flat.params))}
+        params = [param for flat in flats for param in flat.params]
+        self._own = {id(tensor) for tensor in (*own, *blocks, *params, *map(local_of, params))}
         #: Addresses of storages by those of their memory: the storages themselves end with the engine's tensors.
         self._storages = {one.data_ptr(): one._cdata for one in (flat.full.untyped_storage() for flat in flats)}
         self._ordinary = {self._uses()}  # numbers of uses without an alias that is not guarded
@@ -134,10 +136,10 @@ class ParameterAliases:
     def _name_in(unit: UnitState, alias: torch.Tensor) -> str:
         """The parameter of `unit` whose memory `alias` begins in."""
         begins = [
-            (param.data_ptr(), unit.layout.shape.params[i].name)
+            (local_of(param).data_ptr(), unit.layout.shape.params[i].name)
             for flat in unit.flats()
             for i, param in zip(flat.layout.params, flat.params, strict=True)
-            if param.data_ptr() <= alias.data_ptr()
+            if local_of(param).data_ptr() <= alias.data_ptr()
         ]
         return max(begins)[1]
 
@@ -162,7 +164,7 @@ class ParameterAliases:
     def _owner(self, alias: torch.Tensor) -> tuple[UnitState, str]:
         """Returns a unit and a parameter of it whose memory `alias` begins in; of several units in turn the first."""
         begins = [
-            (param.data_ptr(), unit, unit.layout.shape.params[i].name)
+            (local_of(param).data_ptr(), unit, unit.layout.shape.params[i].name)
             for unit in self._model_states.units
             for flat in unit.flats()
             for i, param in zip(flat.layout.params, flat.params, strict=True)

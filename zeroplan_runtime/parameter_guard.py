@@ -12,6 +12,9 @@ Note [Guarded parameters]
     overrides these two and no more. Others are not. So parameters stay guarded in the first micro batch, and in all that are
     audited; where an alias from there still exists at the step, later steps wait until all parameters are current, and stage
     3, where their memory holds others, refuses it. :mod:`zeroplan_runtime.parameter_aliases` finds those of later forwards.
+
+    A DTensor is guarded likewise, and its methods that torch does not dispatch (``to_local()``) by its local tensor, which they
+    all take. While it is not guarded its class is DTensor's own.
 """
 
 from __future__ import annotations
@@ -24,10 +27,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zeroplan.core.errors import BadInput
 from zeroplan_runtime.function_transforms import is_wrapped
+from zeroplan_runtime.local_tensors import local_of
 from zeroplan_runtime.pytree import tensors_of
 from zeroplan_runtime.unit_state import UnitState
 
@@ -134,8 +139,8 @@ class ParameterGuard:
 
     def _name_at(self, unit: UnitState, address: int) -> str:
         """The parameter of `unit` whose memory `address` is in."""
-        holder = max((p for p in self._params[unit] if p.data_ptr() <= address), key=lambda p: p.data_ptr())
-        return _guarded[holder][2]
+        begins = [(local_of(param).data_ptr(), _guarded[param][2]) for param in self._params[unit]]
+        return max(one for one in begins if one[0] <= address)[1]
 
     def remove(self) -> None:
         """Stops guarding all parameters for good."""
@@ -203,13 +208,18 @@ def _guarded_class(kind: type) -> type:
     kind = plain_class(kind)
     made = _guarded_classes.get(kind)
     if made is None:
-        made = _guarded_classes[kind] = _subclass(kind, {"__torch_function__": classmethod(_on_use)})
+        members: dict[str, Any] = {"__torch_function__": classmethod(_on_use)}
+        if issubclass(kind, DTensor):
+            members["_local_tensor"] = property(_taken_local)
+        made = _guarded_classes[kind] = _subclass(kind, members)
         _plain_classes[made] = kind
     return made
 
 
 def _open_class(kind: type) -> type:
     kind = plain_class(kind)
+    if issubclass(kind, DTensor):  # torch's dispatch knows the class itself by sight
+        return kind
     made = _open_classes.get(kind)
     if made is None:
         data = property(_taken_data, torch.Tensor.data.__set__)  # type: ignore[attr-defined]
@@ -221,6 +231,12 @@ def _open_class(kind: type) -> type:
 def _subclass(kind: type, members: dict[str, Any]) -> type:
     members |= {"__module__": kind.__module__, **{name: _as_plain(name) for name in ("__reduce_ex__", "__deepcopy__")}}
     return type(kind)(kind.__name__, (kind,), members)
+
+
+def _taken_local(param: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a guarded DTensor, which its own methods take as well."""
+    _before_use(param)
+    return local_of(param)
 
 
 def _taken_data(param: torch.Tensor) -> torch.Tensor:
@@ -312,7 +328,7 @@ def _guard_aliases(result: Any, tensor: torch.Tensor, entry: Any) -> None:
     """Guards the tensors in `result` that share the memory of `tensor`."""
     for made in tensors_of(result):
         is_plain = type(made) is torch.Tensor and has_memory(made) and made.numel()
-        if is_plain and made.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+        if is_plain and made.untyped_storage().data_ptr() == local_of(tensor).untyped_storage().data_ptr():
             entry[0].guard_alias(made, *entry[1:])
     if type(result).__module__ == "numpy" and isinstance(base := getattr(result, "base", None), torch.Tensor):
         entry[0].arrays[base] = entry[2]

@@ -11,6 +11,7 @@ from torch import nn
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput
 from zeroplan_runtime.engine_parts import EngineParts
+from zeroplan_runtime.local_tensors import local_of
 from zeroplan_runtime.parameter_values import write_value
 from zeroplan_runtime.unit_state import FlatParam, UnitState
 
@@ -75,7 +76,7 @@ class ParameterStates:
         Raises:
             BadInput: when `value` has another number of elements.
         """
-        self._require_numel(value, param.numel(), "the parameter")
+        self._require_numel(value, local_of(param).numel(), "the parameter")
         if key == MASTER:
             write_value(self._engine, param, value)
             return
@@ -116,7 +117,7 @@ class ParameterStates:
         Raises:
             BadInput: when there are no gradients to write over, or `value` has another number of elements.
         """
-        self._require_numel(value, param.numel(), "the parameter")
+        self._require_numel(value, local_of(param).numel(), "the parameter")
         _, _, begin, end, first = self._part(param)
         self._set_grad_part(param, value.reshape(-1)[first : first + end - begin])
 
@@ -177,11 +178,11 @@ class ParameterStates:
 
     def _gather(self, param: nn.Parameter, part: torch.Tensor) -> torch.Tensor:
         _, _, begin, end, first = self._part(param)
-        whole = torch.zeros(param.numel(), dtype=torch.float32, device=self._engine.device)
+        whole = torch.zeros(local_of(param).numel(), dtype=torch.float32, device=self._engine.device)
         whole[first : first + end - begin].copy_(part)
         if self._states.setup.shards_states and self._states.comm.world_size > 1:
             self._states.comm.all_reduce_sum(whole)
-        return whole.view(param.shape)
+        return whole.view(local_of(param).shape)
 
     def _is_unreduced(self, unit: UnitState) -> bool:
         """Returns whether the unit's gradients are this rank's own, unsharded (stages 0 and 1 within an accumulation)."""

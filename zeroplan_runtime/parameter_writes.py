@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from zeroplan.core.errors import BadInput
+from zeroplan_runtime.local_tensors import local_of, version_of
 from zeroplan_runtime.model_states import ModelStates
 from zeroplan_runtime.unit_state import FlatParam, UnitState
 
@@ -47,7 +48,7 @@ class ParameterWrites:
     def forget(self) -> None:
         """Ignores the writes so far."""
         with torch._C.DisableTorchFunctionSubclass():
-            self._versions = [param._version for param in self._watched]
+            self._versions = [version_of(param) for param in self._watched]
 
     def stepped(self) -> None:
         """Marks every trained parameter as changed by the optimizer, so that autograd refuses graphs from before the step."""
@@ -62,7 +63,7 @@ class ParameterWrites:
             BadInput: when a written parameter's master or shard is in a file, or updates are delayed.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            versions = [param._version for param in self._watched]
+            versions = [version_of(param) for param in self._watched]
             if versions == self._versions:
                 return
             before, self._versions = self._versions, versions
@@ -74,7 +75,7 @@ class ParameterWrites:
     def keep_unit(self, unit: UnitState) -> None:
         """:meth:`keep` for what the forward of `unit` has written into its parameters."""
         for i in self._of_unit.get(unit, ()):
-            version = self._watched[i]._version
+            version = version_of(self._watched[i])
             if version != self._versions[i]:
                 self._versions[i] = version
                 self._keep_one(self._places[i])
@@ -88,7 +89,7 @@ class ParameterWrites:
                 remedy="write before initialize(), or use engine.load_checkpoint()",
             )
         for copy in place.copies:
-            self._model_states.fill_shard(copy, place.flat.layout, place.position, place.param, changed=True)
+            self._model_states.fill_shard(copy, place.flat.layout, place.position, local_of(place.param), changed=True)
 
 
 def _places(unit: UnitState) -> Iterator[_Place]:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from zeroplan.core.errors import BadInput
+from zeroplan_runtime.local_tensors import is_distributed, local_of
 
 logger = logging.getLogger("zeroplan_runtime")
 
@@ -25,7 +26,8 @@ def require_own_memory(model: nn.Module) -> None:
         BadInput: with both names.
     """
     named: list[tuple[str, torch.Tensor]] = []
-    named += [(name, param) for name, param in model.named_parameters() if param.numel() and not param.is_meta]
+    own = [(name, local_of(param)) for name, param in model.named_parameters()]
+    named += [(name, param) for name, param in own if param.numel() and not param.is_meta]
     parameters = len(named)
     named += [(name, buffer) for name, buffer in model.named_buffers() if buffer.numel() and not buffer.is_meta]
     by_storage: dict[int, list[int]] = defaultdict(list)
@@ -51,8 +53,9 @@ def warn_of_aliases(model: nn.Module, device: torch.device, dtype: torch.dtype) 
     count = getattr(torch._C, "_storage_Use_Count", None)
     if count is None:
         return
-    params = [(name, param) for name, param in model.named_parameters() if param.device == device and param.dtype == dtype]
-    known = Counter(_storages([*model.parameters(), *model.buffers()]))
+    plain = [(name, param) for name, param in model.named_parameters() if not is_distributed(param)]
+    params = [(name, param) for name, param in plain if param.device == device and param.dtype == dtype]
+    known = Counter(_storages([*(param for _, param in plain), *model.buffers()]))
     shared = [name for name, p in params if p.numel() and count(p.untyped_storage()._cdata) > known[_storage(p)] + 1]
     if shared:
         more = f" and {len(shared) - 1} more" if len(shared) > 1 else ""

@@ -16,6 +16,7 @@ from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.layout import Flat, UnitKind, UnitLayout
 from zeroplan_runtime.arena import ResizableBuffer
 from zeroplan_runtime.kernels import TensorSegments
+from zeroplan_runtime.local_tensors import local_of
 from zeroplan_runtime.offload.host_worker import HostTask
 from zeroplan_runtime.streams import Event
 
@@ -90,9 +91,9 @@ class FlatParam:
     part: torch.Tensor
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Returns views of `flat`, a 1-D tensor as long as `full`, in the parameters' shapes."""
+        """Returns views of `flat`, a 1-D tensor as long as `full`, in the shapes of the parameters, or of this rank's parts."""
         return [
-            flat[offset : offset + numel].view(param.shape)
+            flat[offset : offset + numel].view(local_of(param).shape)
             for offset, numel, param in zip(self.layout.offsets, self.layout.numels, self.params, strict=True)
         ]
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import WIDE_NUMEL, ParamShape, UnitKind, UnitShape
+from zeroplan_runtime.local_tensors import local_of
 
 Policy = Callable[[str, nn.Module], bool]
 
@@ -118,7 +119,8 @@ def find_units(
         kind, module = homes[home] if home else (UnitKind.ROOT, model)
         if members[home]:
             shapes = tuple(
-                ParamShape(names[k], params[k].numel(), params[k].requires_grad, groups.get(k, 0)) for k in members[home]
+                ParamShape(names[k], local_of(params[k]).numel(), params[k].requires_grad, groups.get(k, 0))
+                for k in members[home]
             )
             units.append(Unit(UnitShape(home or "root", kind, shapes), module, tuple(params[k] for k in members[home])))
     return units
@@ -128,7 +130,7 @@ def _may_be_wide(module: nn.Module, wide_numel: int) -> bool:
     # Only these types are known to be used through their own forward; other modules may read such parameters directly.
     if type(module) not in (nn.Embedding, nn.Linear):
         return False
-    return sum(p.numel() for p in module.parameters(recurse=False)) >= wide_numel
+    return sum(local_of(p).numel() for p in module.parameters(recurse=False)) >= wide_numel
 
 
 def reads_params_in_backward(module: nn.Module) -> bool:

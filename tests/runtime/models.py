@@ -31,12 +31,14 @@ class Block(nn.Module):
 
 
 class Tiny(nn.Module):
-    """A causal LM of 5 unequal blocks. `tied`: the head shares the embedding; `unused`: a parameter without gradient."""
+    """A causal LM of 5 unequal blocks. `tied`: the head shares the embedding; `unused`: a parameter without gradient; `odd`:
+    every other MLP has an odd number of channels.
+    """
 
-    def __init__(self, *, tied: bool = False, unused: bool = False, remat: str = "", depth: int = 5) -> None:
+    def __init__(self, *, tied: bool = False, unused: bool = False, remat: str = "", depth: int = 5, odd: bool = True) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList(Block(WIDTH, 31 + 5 * (i % 2)) for i in range(depth))
+        self.blocks = nn.ModuleList(Block(WIDTH, 31 + 5 * (i % 2) if odd else 32 + 4 * (i % 2)) for i in range(depth))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         if tied:

@@ -50,7 +50,7 @@ def on_all_ranks(engine: EngineParts, part: Callable[[], T], where: str) -> list
     except Exception as error:
         fault = error
     engine.activity.begin("waiting for the other ranks")
-    comm = engine.comm
+    comm = engine.ranks.world
     faults, values = zip(*comm.all_gather_object((as_line(fault, where) if fault is not None else None, value)), strict=True)
     failures = {rank: one for rank, one in enumerate(faults) if one is not None}
     if failures:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from zeroplan.core.errors import BadInput
 from zeroplan_runtime.checkpoint.agreement import on_all_ranks
 from zeroplan_runtime.checkpoint.atomic_files import sync_folder, write_durably
 from zeroplan_runtime.engine_parameters import EngineParameters
@@ -38,7 +39,13 @@ def save_16bit_model(
     from safetensors.torch import save_file
 
     folder = Path(folder)
-    first = engine.comm.rank == 0
+    if engine.ranks.pp is not None:
+        raise BadInput(
+            "each rank of pp has a model of its own",
+            where="engine.save_16bit_model",
+            remedy="write engine.module_state_dict() on the first rank of each stage",
+        )
+    first = engine.ranks.world.rank == 0
     on_all_ranks(engine, lambda: folder.mkdir(parents=True, exist_ok=True) if first else None, str(folder))
     faults: list[Exception] = []  # the other ranks go through all units, whatever the first one's disk does
     stem = filename.removesuffix(".safetensors")

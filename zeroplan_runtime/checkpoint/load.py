@@ -63,7 +63,7 @@ def load_checkpoint(
             states are in files, or the disk fails in between, the engine is as it was before.
         RankLost: when a rank died.
     """
-    comm, where = engine.comm, "engine.load_checkpoint"
+    comm, where = engine.ranks.world, "engine.load_checkpoint"
     with engine.activity.inside("finding the checkpoint to load"):
         paths = on_all_ranks(engine, lambda: atomic_files.find(Path(folder), tag), where)
         path = paths[comm.rank]
@@ -86,7 +86,7 @@ def load_checkpoint(
         engine.checks.grads_were_dropped()
         frozen = checkpoint.has_frozen
         shards = state_shards(engine.model_states, loading=True, optimizer=optimizer, frozen=frozen)
-        wanted = [*shards, *buffer_shards(engine.module)]
+        wanted = [*shards, *buffer_shards(engine.module, engine.ranks.part)]
         in_files = [unit for unit in engine.model_states.units if unit.in_files or states_in_files(unit)]
         checkpoint.verify(wanted)
         with engine.checks.during_load():
@@ -141,9 +141,11 @@ class _Checkpoint:
         save = SaveId(state["save"], state["step"])
         manifest = read_manifest(path, state)
         reader = VerifyingReader(path, save, manifest, engine.activity)
+        _require_degrees(engine, state, path)
         _require_optimizer(engine, state, path, optimizer=optimizer)
         frozen = not state.get("model", {}).get("without_frozen", False)
-        check_metadata(engine.model_states, buffer_shards(engine.module), reader.metadata, optimizer=optimizer, frozen=frozen)
+        buffers = buffer_shards(engine.module, engine.ranks.part)
+        check_metadata(engine.model_states, buffers, reader.metadata, optimizer=optimizer, frozen=frozen)
         return cls(engine, path, save, {**state, **{key: decode(state[key]) for key in _TYPED}}, reader)
 
     def verify(self, wanted: list[StateShard]) -> None:
@@ -159,7 +161,7 @@ class _Checkpoint:
 
     def read(self, wanted: list[StateShard]) -> None:
         """Reads what is wanted on every rank; :meth:`verify` it before."""
-        comm = self.engine.comm
+        comm = self.engine.ranks.world
         self.engine.activity.begin(f"loading {self.path.name}")
         with by_torch(comm, "load a checkpoint", str(self.path)):
             load_by_plan(
@@ -168,6 +170,17 @@ class _Checkpoint:
                 planner=ShardLoadPlanner(wanted),
                 process_group=comm.group,
                 no_dist=comm.world_size == 1,
+            )
+
+
+def _require_degrees(engine: EngineParts, state: dict[str, Any], path: Path) -> None:
+    saved, here = state.get("mesh", {}), engine.ranks.degrees
+    for name in sorted({*saved, *here}):
+        if saved.get(name, 1) != here.get(name, 1):
+            raise BadInput(
+                f"it was saved on {saved.get(name, 1)} ranks of {name}, and the mesh has {here.get(name, 1)}",
+                where=str(path),
+                remedy=f"use {saved.get(name, 1)} here (dp may differ), or load what save_16bit_model wrote",
             )
 
 

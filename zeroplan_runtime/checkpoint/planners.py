@@ -1,7 +1,8 @@
 """The part of each tensor that a rank saves and loads, as planners for torch.distributed.checkpoint.
 
 A checkpoint holds every parameter and every optimizer state as one flat tensor named ``<kind>/<parameter's name>``,
-independent of the number of ranks, the stage and the padding of the run that saved it.
+independent of the number of ranks, the stage and the padding of the run that saved it. Where tensor-parallel ranks or pipeline
+stages hold parts of the model, each part's names begin with its place in the mesh (:attr:`MeshRanks.part`).
 """
 
 from __future__ import annotations
@@ -167,19 +168,19 @@ def _of_flat(
     ):
         start, end = (0, numel) if whole and loading else flat.layout.overlap(position, rank)
         if start < end:
-            name = f"{kind}/{unit.layout.shape.params[i].name}"
+            name = f"{model_states.ranks.part}{kind}/{unit.layout.shape.params[i].name}"
             tensor = source.part(offset + start - base, offset + end - base)
             yield StateShard(name, numel, start, end - start, source.dtype, tensor)
 
 
-def buffer_shards(model: nn.Module) -> list[StateShard]:
-    """The model's persistent buffers, which are equal on all ranks."""
+def buffer_shards(model: nn.Module, part: str = "") -> list[StateShard]:
+    """The model's persistent buffers, which are equal on all ranks that hold the same part of it."""
     made = []
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.numel() and name not in module._non_persistent_buffers_set:
                 full = f"{prefix}.{name}" if prefix else name
-                made.append(StateShard.of(f"buffer/{full}", buffer.numel(), 0, buffer.view(-1)))
+                made.append(StateShard.of(f"{part}buffer/{full}", buffer.numel(), 0, buffer.view(-1)))
     return made
 
 
@@ -202,7 +203,8 @@ def check_metadata(
     states = [buffer.value for buffer in model_states.setup.states] if optimizer else []
     shapes = [shape for unit in model_states.units for shape in unit.layout.shape.params if shape.numel]
     shapes = [shape for shape in shapes if shape.trainable or frozen]
-    needed = {f"{kind}/{s.name}": s.numel for s in shapes for kind in (["master", *states] if s.trainable else ["param"])}
+    part = model_states.ranks.part
+    needed = {f"{part}{kind}/{s.name}": s.numel for s in shapes for kind in (["master", *states] if s.trainable else ["param"])}
     needed |= {one.name: one.numel for one in buffers}
     stored = metadata.state_dict_metadata
     remedy = "build the model that was saved"
@@ -217,7 +219,7 @@ def check_metadata(
                 remedy=remedy,
             )
     for name in stored:
-        if name not in needed and name.startswith(("master/", "param/")):
+        if name not in needed and name.startswith((f"{part}master/", f"{part}param/")):
             raise BadInput(f"the checkpoint has {name!r}, which this model lacks", where="load_checkpoint", remedy=remedy)
 
 

@@ -49,7 +49,7 @@ def save_checkpoint(
             disk. What was saved before stays.
         RankLost: when a rank died.
     """
-    comm, where = engine.comm, "engine.save_checkpoint"
+    comm, where = engine.ranks.world, "engine.save_checkpoint"
     folder, tag = Path(folder), f"global_step{engine.progress.global_steps}" if tag is None else tag
     first = comm.rank == 0
     with engine.activity.inside(f"saving {str(tag)[:80]!r}"):
@@ -114,10 +114,10 @@ def _require_one_tag(tags: list[str]) -> None:
 
 def _write(engine: EngineParts, path: Path, save: SaveId, *, frozen: bool) -> Manifest | None:
     """Writes every rank's file and the metadata; returns the checksums on the first rank."""
-    comm = engine.comm
+    comm = engine.ranks.world
     engine.arena.phase = Phase.SAVE
     shards = state_shards(engine.model_states, loading=False, frozen=frozen)
-    wanted = [*shards, *(buffer_shards(engine.module) if comm.rank == 0 else ())]
+    wanted = [*shards, *(buffer_shards(engine.module, engine.ranks.part) if engine.comm.rank == 0 else ())]
     if engine.device.type == "cuda":
         torch.cuda.current_stream(engine.device).synchronize()
     writer = ShardWriter(path, save, comm.rank, engine.activity)
@@ -137,6 +137,7 @@ def _state(engine: EngineParts, client_state: dict[str, Any] | None, *, frozen: 
     groups = engine.optimizer.param_groups if engine.optimizer is not None else []
     return {
         "ranks": engine.comm.world_size,
+        "mesh": engine.ranks.degrees,
         "stage": engine.settings.zero.stage,
         "dtype": str(engine.settings.dtype),
         "optimizer": engine.optimizer.kind if engine.optimizer is not None else None,

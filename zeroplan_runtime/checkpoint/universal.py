@@ -122,6 +122,12 @@ def load_universal_checkpoint(
             unless the disk fails in between.
     """
     folder = Path(folder)
+    if engine.ranks.model:
+        raise BadInput(
+            "an engine whose ranks hold parts of the model loads no universal checkpoint",
+            where=str(folder),
+            remedy="load it before initialize(), into the whole model",
+        )
     states, wanted = ParameterStates(engine), dict(engine.module.named_parameters())
     trained = {name: param for name, param in wanted.items() if states.trains(param)}
     frozen = {name: param for name, param in wanted.items() if name not in trained and param.numel()}

@@ -53,6 +53,12 @@ class WholeCheckpoint:
             raise BadInput("holds no checkpoint", where=str(folder), remedy="give the folder that save_checkpoint() was given")
         self.path = found
         self.state: dict[str, Any] = read_state(found)
+        if self.state.get("mesh"):
+            raise BadInput(
+                "it holds parts of the model, by ranks of " + " and ".join(self.state["mesh"]),
+                where=str(found),
+                remedy="load it into an engine on such a mesh, and call save_16bit_model() or module_state_dict() there",
+            )
         model = self.state.get("model")
         if not isinstance(model, dict):
             raise BadInput(

@@ -76,7 +76,7 @@ def make_nvme_offload(zero: ZeroConfig, *, in_memory: bool) -> Callable[[ModelSt
         if not (layout.swapped_tensors or layout.param_buffer):
             return None
         memory = {unit: tensor for (buffer, unit), tensor in model_states.host_tensors.items() if buffer is Buffer.SWAP_BUFFER}
-        rank, device = model_states.comm.rank, model_states.arena.device
+        rank, device = model_states.ranks.world.rank, model_states.arena.device
         return NvmeOffload(layout, zero, memory, rank=rank, device=device, in_memory=in_memory)
 
     return make

@@ -17,6 +17,7 @@ from zeroplan_runtime import kernels
 from zeroplan_runtime.offload.host_optimizer import HostOptimizer
 from zeroplan_runtime.offload.update_request import UpdateRequest
 from zeroplan_runtime.optim.zero_optimizer import ZeroOptimizer
+from zeroplan_runtime.replicas import replicated_runs
 from zeroplan_runtime.schedule import Schedule
 from zeroplan_runtime.unit_state import GroupSlice, UnitState
 
@@ -200,7 +201,7 @@ class OptimizerStep:
                 max_norm=self.clip,
                 loss_scale=loss_scale,
                 may_skip=self.may_skip,
-                reduce=self.model_states.comm.all_reduce_sum if setup.shards_states else None,
+                reduce=self._sum_over_ranks if setup.shards_states or self.model_states.ranks.model else None,
             )
             return scalars
         if loss_scale == 1.0:
@@ -218,8 +219,24 @@ class OptimizerStep:
             self.model_states.comm.collectives_hash = 0
 
     def measure(self, unit: UnitState, grad: torch.Tensor) -> None:
-        """Writes the sum of squares of `grad`, the gradients of `unit`, for the norm."""
-        kernels.squares(grad, self.model_states.squares[unit.index :], workspace=self.model_states.norm_workspace)
+        """Writes the sum of squares of `grad`, the gradients of `unit`, for the norm.
+
+        What tensor-parallel ranks hold alike counts once over all of them.
+        """
+        squares, workspace = self.model_states.squares[unit.index :], self.model_states.norm_workspace
+        kernels.squares(grad, squares, workspace=workspace)
+        replicas = self.model_states.ranks.replicas
+        if replicas > 1:
+            once = self.model_states.scalars[kernels.ORDER + 2 :]  # a word that the step does not use
+            for begin, end in replicated_runs(self.model_states, unit):
+                kernels.squares(grad[begin:end], once, workspace=workspace)
+                squares[0].sub_(once[0], alpha=1 - 1 / replicas)
+
+    def _sum_over_ranks(self, values: torch.Tensor) -> None:
+        """Adds sums of squares over the ranks that hold other shards, then over those that hold other parts of the model."""
+        if self.model_states.setup.shards_states:
+            self.model_states.comm.all_reduce_sum(values)
+        self.model_states.ranks.sum_over_model(values)
 
     def read_hyperparameters(self) -> None:
         """Reads the groups' hyperparameters, for the next :meth:`step`.

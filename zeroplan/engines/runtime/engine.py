@@ -11,6 +11,7 @@ from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.layout import Layout, UnitKind, runtime_buffers
 from zeroplan.core.parallel import ParallelLayout
+from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.ds_config.dialect import Dialect
@@ -19,7 +20,7 @@ from zeroplan.ds_config.runtime_options import RuntimeOptions
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.runtime import lines
 from zeroplan.engines.runtime.checkpoints import OffloadedInput, host_buffers, offloaded_input_sizes, offloaded_inputs
-from zeroplan.engines.runtime.layouts import layout_of, require_trainable
+from zeroplan.engines.runtime.layouts import layout_of, require_splittable, require_trainable
 from zeroplan.engines.verification import OwnedBuffers
 from zeroplan.ledger.line import Ledger
 from zeroplan.models.spec import ModelSpec
@@ -50,6 +51,9 @@ OPTIONS = (
 
 #: The runtime's memory model; it changes when `zeroplan.core.layout` does.
 VERSION = "0.1.0"
+
+#: What a plan says of meshes.
+NOT_MEASURED = "what the runtime does on a mesh beside its own buffers, which no GPU has measured"
 
 
 class Runtime(Engine):
@@ -89,6 +93,20 @@ class Runtime(Engine):
         """
         require_runnable(zero, self.runtime_options)
 
+    def require_layout(self, layout: ParallelLayout) -> None:
+        """Refuse what the runtime does not do, or is not modelled, beside tensor and context parallelism.
+
+        Raises:
+            BadInput: naming the degree.
+        """
+        layout.require_data_parallel_only(self.name, but=("tp", "cp"))
+
+    def unmodelled(self, case: Case) -> tuple[Unmodelled, ...]:
+        """Return the layout beside data parallelism: the runtime's own buffers are exact, and no GPU has measured the rest."""
+        if case.parallel is None:
+            return ()
+        return (Unmodelled("--tp" if case.layout.tp > 1 else "--cp", Effect.UNKNOWN, NOT_MEASURED),)
+
     def require_workload(self, case: Case) -> None:
         """Refuse what the runtime does not train.
 
@@ -97,12 +115,15 @@ class Runtime(Engine):
         """
         self.require_runnable(case.zero)
         require_trainable(case.workload)
+        if case.layout.tp > 1:
+            require_splittable(case.workload, self.runtime_options)
         if case.zero.offload_optimizer:
             require_offloadable(case.workload.optimizer)
 
     def layout(self, case: Case) -> Layout:
         """Return the layout by which the Arena will allocate."""
-        return layout_of(case.spec, case.workload, case.zero, case.layout, self.runtime_options)
+        chunks = case.pipeline_chunks
+        return layout_of(case.spec, case.workload, case.zero, case.layout, self.runtime_options, chunks)
 
     def optimizer_device(self, offload_param: str) -> str:
         """Return the host where parameters are offloaded: they leave the device only with their optimizer."""
@@ -130,7 +151,7 @@ class Runtime(Engine):
         """See :func:`zeroplan.engines.runtime.simulation.computed_tape`."""
         from zeroplan.engines.runtime.simulation import computed_tape
 
-        return computed_tape(case.workload, self.layout(case).setup, self.runtime_options, tape)
+        return computed_tape(case.workload, self.layout(case).setup, self.runtime_options, tape, tp=case.layout.tp)
 
     def simulate(self, case: Case, tape: ExpandedTape, config: AllocatorConfig | None = None) -> Simulation:
         """Simulate one rank; all ranks own and do the same."""

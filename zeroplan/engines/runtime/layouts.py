@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from zeroplan.core.errors import BadInput, did_you_mean
 from zeroplan.core.layout import Layout, UnitShape, plan_layout
 from zeroplan.core.layout_setup import RuntimeSetup
-from zeroplan.core.optimizers import RUNTIME_NAMES
+from zeroplan.core.optimizers import RUNTIME_NAMES, find_optimizer
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
@@ -15,6 +16,9 @@ from zeroplan.ds_config.runtime import runtime_setup
 from zeroplan.ds_config.runtime_options import RuntimeOptions
 from zeroplan.engines.runtime.units import unit_shapes
 from zeroplan.models.spec import ModelSpec, SpecUnit
+
+if TYPE_CHECKING:
+    from zeroplan.core.pipeline import Stage
 
 
 def setup_of(workload: Workload, zero: ZeroConfig, parallel: ParallelLayout, runtime_options: RuntimeOptions) -> RuntimeSetup:
@@ -30,17 +34,67 @@ def setup_of(workload: Workload, zero: ZeroConfig, parallel: ParallelLayout, run
 
 
 @lru_cache(maxsize=64)
-def _shapes(units: tuple[SpecUnit, ...], model_type: str, wide_numel: int) -> tuple[UnitShape, ...]:
-    return tuple(unit_shapes(ModelSpec("", units, "units", model_type), wide_numel=wide_numel))
+def _shapes(
+    units: tuple[SpecUnit, ...], model_type: str, wide_numel: int, tp: int, chunks: tuple[Stage, ...]
+) -> tuple[UnitShape, ...]:
+    spec = ModelSpec("", units, "units", model_type)
+    return tuple(unit_shapes(spec, wide_numel=wide_numel, held=_held(spec, tp, chunks)))
+
+
+def _held(spec: ModelSpec, tp: int, chunks: tuple[Stage, ...]) -> dict[str, int] | None:
+    """Return the elements of each parameter that a rank holds; None where it holds the whole model."""
+    if tp == 1 and not chunks:
+        return None
+    from zeroplan.core.pipeline import stage_parameters
+    from zeroplan.core.tensor_parallel import local_parameters
+
+    parameters = local_parameters(spec.parameters, spec.model_type, tp)
+    if chunks:
+        parameters = stage_parameters(parameters, chunks)
+    return dict(zip(parameters.names, parameters.numel, strict=True))
 
 
 def layout_of(
-    spec: ModelSpec, workload: Workload, zero: ZeroConfig, parallel: ParallelLayout, runtime_options: RuntimeOptions
+    spec: ModelSpec,
+    workload: Workload,
+    zero: ZeroConfig,
+    parallel: ParallelLayout,
+    runtime_options: RuntimeOptions,
+    chunks: tuple[Stage, ...] = (),
 ) -> Layout:
-    """Return the layout of one rank; all ranks have the same."""
+    """Return the layout of one rank of a pipeline stage; all of these ranks have the same.
+
+    Args:
+        spec: the whole model.
+        workload: what is computed.
+        zero: stage and offload.
+        parallel: how the ranks divide the work.
+        runtime_options: the ``zeroplan`` section of the ds_config.
+        chunks: the pipeline stages that the rank has; none without a pipeline.
+    """
     return plan_layout(
-        _shapes(spec.units, spec.model_type, runtime_options.wide_numel), setup_of(workload, zero, parallel, runtime_options)
+        _shapes(spec.units, spec.model_type, runtime_options.wide_numel, parallel.tp, chunks),
+        setup_of(workload, zero, parallel, runtime_options),
     )
+
+
+def require_splittable(workload: Workload, runtime_options: RuntimeOptions) -> None:
+    """Refuse what the runtime does not do with tensor-parallel ranks.
+
+    Raises:
+        BadInput: optimizers that step by whole tensors' norms, and the head over labelled tokens.
+    """
+    kernel = find_optimizer(workload.optimizer).runtime
+    if kernel is not None and kernel.takes_norms:
+        raise BadInput(
+            f"{workload.optimizer} steps by the norms of whole tensors, of which ranks of tp have parts",
+            where="--optimizer",
+            remedy="use adamw, or --tp 1",
+        )
+    if runtime_options.labelled_tokens_only:
+        raise BadInput(
+            "is not done by tensor-parallel ranks", where="labelled_tokens_only", remedy="leave it out, or use --tp 1"
+        )
 
 
 def require_trainable(workload: Workload) -> None:

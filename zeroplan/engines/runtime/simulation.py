@@ -23,14 +23,19 @@ from zeroplan.simulate.allocator.config import UNLIMITED, AllocatorConfig
 from zeroplan.simulate.recorder import Recorder, simulate
 
 
-def computed_tape(workload: Workload, setup: RuntimeSetup, runtime_options: RuntimeOptions, tape: ExpandedTape) -> ExpandedTape:
-    """Return `tape` with the runtime's head and loss, and with the weight gradients of linear layers written in place."""
+def computed_tape(
+    workload: Workload, setup: RuntimeSetup, runtime_options: RuntimeOptions, tape: ExpandedTape, *, tp: int = 1
+) -> ExpandedTape:
+    """Return `tape` with the runtime's head and loss, and with the weight gradients of linear layers written in place.
+
+    Where `tp` ranks share the logits, the loss is torch's.
+    """
     whole = setup.reduce_dtype if setup.shards_grads else setup.whole_grad_dtype
     # On a GPU a product of 16-bit factors may be written in fp32, but not the other way round.
     if runtime_options.direct_linear and whole in (setup.param_dtype, DType.FP32):
         tape = with_direct_gradients(tape)
     rows = workload.rows * (workload.seq_len or 0)
-    if runtime_options.fused_loss:
+    if runtime_options.fused_loss and tp == 1:
         tape = with_fused_loss(tape, rows=rows, itemsize=setup.param_dtype.bytes)
     if runtime_options.labelled_tokens_only:
         tape = with_labelled_tokens(tape, tokens=rows, share=workload.labelled_share or 1.0)
@@ -60,7 +65,11 @@ def simulate_rank(
     recorder = Recorder()
     expanded = replace(expanded, evaluation=None, shapes=())  # the runtime's own are not modelled
     tape = computed_tape(
-        case.workload, layout.setup, runtime_options, with_offloaded_inputs(expanded, moved) if moved else expanded
+        case.workload,
+        layout.setup,
+        runtime_options,
+        with_offloaded_inputs(expanded, moved) if moved else expanded,
+        tp=case.layout.tp,
     )
     workspace = case.cluster.gpu.workspace
     schedule = RuntimeSchedule(layout, tape, recorder, cublas_workspace=workspace, makes_room=room)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from zeroplan.core.layout import WIDE_NUMEL, ParamShape, UnitKind, UnitShape
 from zeroplan.models.spec import ModelSpec, Tensor
@@ -22,13 +23,19 @@ _OWN_CLASSES = {
 _ROOT = ""
 
 
-def unit_shapes(spec: ModelSpec, *, wide_numel: int = WIDE_NUMEL) -> list[UnitShape]:
+def unit_shapes(spec: ModelSpec, *, wide_numel: int = WIDE_NUMEL, held: Mapping[str, int] | None = None) -> list[UnitShape]:
     """Assign every parameter of the model to exactly one unit: the root first, the others in order of definition.
 
     Blocks are the members of every stack of two or more; an embedding or linear layer outside them with at least
     `wide_numel` elements of its own is a unit, too; everything else, and what is tied across units, is the root's.
+
+    Args:
+        spec: the model.
+        wide_numel: see above.
+        held: the elements that one rank holds of each parameter, by name, where it holds parts of some or lacks others (tensor
+            and pipeline parallelism); None where it holds all.
     """
-    tensors = list(_placed(spec))
+    tensors = _held(list(_placed(spec)), held)
     homes = _homes(tensors, wide_numel, _OWN_CLASSES.get(spec.model_type, ""))
     shared = _shared(tensors, homes)
     members: dict[str, list[ParamShape]] = {_ROOT: []}
@@ -55,6 +62,18 @@ def _placed(spec: ModelSpec) -> Iterator[tuple[str, str, Tensor]]:
         for prefix in unit.names():
             for tensor in unit.tensors:
                 yield (f"{prefix}.{tensor.name}" if prefix else tensor.name), (prefix if stack else ""), tensor
+
+
+def _held(tensors: list[tuple[str, str, Tensor]], held: Mapping[str, int] | None) -> list[tuple[str, str, Tensor]]:
+    """Return the parts that a rank holds, as tensors of one dimension. A stack of which it holds one block is none to it."""
+    if held is None:
+        return tensors
+    kept = [(name, block, tensor) for name, block, tensor in tensors if (tensor.tied_to or name) in held]
+    sizes = [(name, block, replace(tensor, shape=(held[tensor.tied_to or name],))) for name, block, tensor in kept]
+    members: dict[str, set[str]] = {}
+    for _, block, _ in sizes:
+        members.setdefault(block.rpartition(".")[0], set()).add(block)
+    return [(name, block if len(members[block.rpartition(".")[0]]) > 1 else "", tensor) for name, block, tensor in sizes]
 
 
 def _homes(tensors: list[tuple[str, str, Tensor]], wide_numel: int, own_class: str) -> dict[str, UnitKind]:

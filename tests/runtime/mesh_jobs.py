@@ -1,0 +1,213 @@
+"""Training the small models on meshes, as calls that a pool of four ranks runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+
+import zeroplan_runtime
+from tests.runtime import models
+from tests.runtime.train import ds_config
+from zeroplan.core.errors import BadInput
+from zeroplan.trace.tensor_parallel import parallelize
+
+_MESHES: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
+
+
+def mesh_of(**sizes: int) -> DeviceMesh:
+    """The mesh with these dimensions, made once in a process: each makes process groups."""
+    key = tuple(sizes.items())
+    if key not in _MESHES:
+        _MESHES[key] = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return _MESHES[key]
+
+
+def split(model: nn.Module, tp: DeviceMesh) -> None:
+    """Splits the MLPs, the embedding and the head, none of whose sizes two ranks divide evenly."""
+    plan: dict[str, Any] = {
+        "embed": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    for i in range(len(model.blocks)):  # type: ignore[arg-type]
+        plan |= {f"blocks.{i}.up": ColwiseParallel(), f"blocks.{i}.down": RowwiseParallel()}
+    parallelize_module(model, tp, plan)
+
+
+def train_split(
+    _group: dist.ProcessGroup, cases: list[tuple[dict[str, Any], dict[str, Any]]], steps: int
+) -> list[dict[str, Any]]:
+    """Trains on 2 × 2 ranks for each (config, model) in turn: losses, the parameters, the norms and the Arena's rows."""
+    mesh = mesh_of(dp=2, tp=2)
+    found = []
+    for config, options in cases:
+        model = models.make(**options)
+        split(model, mesh["tp"])
+        engine, *_ = zeroplan_runtime.initialize(model=model, config=config, mesh=mesh, device="cpu")
+        losses, norms = [], []
+        for number in range(steps):
+            total = 0.0
+            for micro in range(engine.gradient_accumulation_steps()):
+                loss = engine(models.batch(number, micro, mesh.get_local_rank("dp")))
+                total += engine.backward(loss).item()
+                engine.step()
+            losses.append(total)
+            norms.append(engine.get_global_grad_norm())
+        found.append(
+            {
+                "losses": losses,
+                "norms": norms,
+                "params": engine.module_state_dict(),
+                "rows": engine.arena.measurement(),
+                "samples": engine.train_batch_size(),
+            }
+        )
+        engine.destroy()
+    return found
+
+
+LLAMA = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": False,
+}
+
+
+def llama() -> nn.Module:
+    """A causal language model of transformers, the same on every rank."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**LLAMA))
+
+
+def train_llama(_group: dist.ProcessGroup, configs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Trains two steps on 2 × 2 ranks by transformers' layout, with split logits; returns losses and the Arena's rows."""
+    mesh = mesh_of(dp=2, tp=2)
+    found = []
+    for number, config in enumerate(configs):
+        model = llama()
+        parallelize(model, mesh["tp"], sequence=number % 2 == 1)
+        engine, *_ = zeroplan_runtime.initialize(model=model, config=config, mesh=mesh, device="cpu")
+        losses = []
+        for step in range(2 * engine.gradient_accumulation_steps()):
+            tokens = models.batch(step, 0, mesh.get_local_rank("dp"))[:, :6]
+            with loss_parallel():
+                loss = engine(input_ids=tokens, labels=tokens).loss
+                engine.backward(loss)
+            losses.append(loss.full_tensor().item())
+            engine.step()
+        found.append({"losses": losses, "rows": engine.arena.measurement()})
+        engine.destroy()
+    return found
+
+
+def refusals(_group: dist.ProcessGroup) -> dict[str, str]:
+    """What is said to whoever gives a model, a mesh or a batch with which training would go wrong."""
+    mesh, rank = mesh_of(dp=2, tp=2), dist.get_rank()
+    config = ds_config(2)
+
+    def run(model: nn.Module, *, seen_by: str = "dp", **given: Any) -> Any:
+        engine, *_ = zeroplan_runtime.initialize(model=model, **{"config": config, "mesh": mesh, "device": "cpu", **given})
+        engine.backward(engine(models.batch(0, 0, mesh.get_local_rank(seen_by))))
+        engine.step()
+
+    def split_model(seed: int = 0) -> nn.Module:
+        model = models.make(seed, odd=False)
+        split(model, mesh["tp"])
+        return model
+
+    def dropping() -> nn.Module:
+        model = split_model()
+        model.drop = nn.Dropout(0.1)  # type: ignore[assignment]
+        torch.manual_seed(rank)
+        return model
+
+    class Heads(models.Tiny):
+        """Each rank uses a whole vector for its own channels alone, and sums over the ranks."""
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            self.blocks[0].up.register_forward_hook(lambda _m, _x, y: y * self.scale[: y.shape[-1]])
+            return super().forward(tokens)
+
+    def part_of_heads() -> nn.Module:
+        torch.manual_seed(0)
+        model = Heads(odd=False)
+        model.scale = nn.Parameter(torch.ones(16))
+        split(model, mesh["tp"])
+        return model
+
+    lamb = {**config, "optimizer": {"type": "LAMB", "params": {"lr": 1e-3}}}
+    tried = {
+        "no mesh": lambda: run(split_model(), mesh=None),
+        "another mesh": lambda: run(split_model(), mesh=mesh_of(dp=1, tp=4)),
+        "sharded": lambda: run(fully_shard(models.make(odd=False), mesh=mesh["dp"])),
+        "seeds": lambda: run(split_model(seed=rank)),
+        "dropout": lambda: run(dropping()),
+        "inputs": lambda: run(split_model(), seen_by="tp"),
+        "part of heads": lambda: run(part_of_heads()),
+        "lamb": lambda: run(split_model(), config=lamb),
+        "names": lambda: run(models.make(), mesh=init_device_mesh("cpu", (2, 2))),
+        "unknown": lambda: run(models.make(), mesh=mesh_of(dp=2, rows=2)),
+        "both": lambda: run(models.make(), group=dist.group.WORLD),
+    }
+    said = {}
+    for name, act in tried.items():
+        try:
+            act()
+            said[name] = "nothing"
+        except BadInput as fault:
+            said[name] = str(fault)
+    return said
+
+
+def resume(_group: dist.ProcessGroup, folder: str) -> dict[str, Any] | None:
+    """Trains four steps on 2 × 2 ranks and saves after the second; resumes on 1 × 2 at another stage, and tries 4 × 1."""
+    config = ds_config(2, gradient_clipping=0.5)
+    small = DeviceMesh("cpu", torch.arange(2).view(1, 2), mesh_dim_names=("dp", "tp"))  # every rank makes its groups
+
+    def make(mesh: DeviceMesh, stage: int, seed: int) -> Any:
+        model = models.make(seed, odd=False)
+        if mesh.size(1) > 1:
+            split(model, mesh["tp"])
+        changed = {**config, "zero_optimization": {"stage": stage}}
+        return zeroplan_runtime.initialize(model=model, config=changed, mesh=mesh, device="cpu")[0]
+
+    mesh = mesh_of(dp=2, tp=2)
+    engine = make(mesh, 2, 0)
+    for number in range(4):
+        if number == 2:
+            engine.save_checkpoint(folder, client_state={"at": 2})
+        engine.backward(engine(models.batch(number, 0, mesh.get_local_rank("dp"))))
+        engine.step()
+    expected = engine.module_state_dict()
+    engine.save_16bit_model(folder + "/export")
+    engine.destroy()
+    said = ""
+    try:
+        make(mesh_of(dp=4, tp=1), 2, 1).load_checkpoint(folder)
+    except BadInput as fault:
+        said = str(fault)
+    if small.get_coordinate() is None:
+        return None
+    config["gradient_accumulation_steps"] = 2  # one rank reads both samples of a step
+    engine = make(small, 3, 1)
+    _, state = engine.load_checkpoint(folder)
+    for number in range(2, 4):
+        for rank in range(2):
+            engine.backward(engine(models.batch(number, 0, rank)))
+            engine.step()
+    found = engine.module_state_dict()
+    far = max(float((found[name] - expected[name]).abs().max()) for name in expected) if expected is not None else 0.0
+    return {"said": said, "state": state, "far": far, "steps": engine.global_steps}

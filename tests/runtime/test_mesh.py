@@ -1,0 +1,133 @@
+"""The runtime on meshes of four ranks: equal to plain torch, planned to the byte, and never silently wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.runtime import mesh_jobs, models
+from tests.runtime.ranks import RankPool
+from tests.runtime.train import distance, ds_config, loss_distance
+from zeroplan.core.cluster import Cluster
+from zeroplan.core.errors import BadInput
+from zeroplan.core.parallel import ParallelLayout
+from zeroplan.core.workload import DType, Precision, Workload
+from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.ds_config.dialect import Dialect
+from zeroplan.ds_config.reader import read_ds_config
+from zeroplan.engines.base import Case
+from zeroplan.engines.runtime.engine import Runtime
+from zeroplan.models.live import spec_from_module
+from zeroplan_runtime.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+pytestmark = pytest.mark.torch
+
+STEPS = 4
+EVEN = {"odd": False}
+
+
+def plain_run(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[models.Plain, list[list[float]], list[float]]:
+    """Plain torch on two data-parallel ranks: losses and norms by step."""
+    plain = models.Plain(
+        models.make(**EVEN), lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1), 2, dtype=dtype, **options
+    )
+    losses, norms = [], []
+    for number in range(STEPS):
+        losses.append(plain.step(number))
+        norms.append(plain.norm)
+    return plain, losses, norms
+
+
+def test_tensor_parallel_training_equals_plain_torch(pool: RankPool) -> None:
+    """Clipping, so that each step depends on the norm over all ranks; accumulation; and optimizer or parameters elsewhere."""
+    config = {"gradient_clipping": 0.5, "gradient_accumulation_steps": 2}
+    host: dict[str, Any] = {"device": "cpu"}
+    sections = [{"stage": stage} for stage in range(4)]
+    sections += [{"stage": 1, "offload_optimizer": host}, {"stage": 3, "offload_optimizer": host, "offload_param": host}]
+    cases = [(ds_config(0, **config, zero_optimization=section), EVEN) for section in sections]
+    cases.append((ds_config(3, **config), {**EVEN, "remat": "other"}))
+    cases.append((ds_config(2, "fp16", gradient_clipping=0.5), EVEN))
+    results = pool.run(4, mesh_jobs.train_split, cases, STEPS)
+    plain, losses, norms = plain_run(accum=2, clip=0.5)
+    for index, (case, _) in enumerate(cases[:-1]):
+        mine = [rank[index] for rank in results]
+        assert loss_distance([mine[0], mine[2]], losses) < 2e-5, case  # one of each data-parallel rank
+        assert mine[0]["losses"] == mine[1]["losses"], case
+        assert distance(mine[0], plain) < 1e-4, case
+        assert mine[0]["norms"] == pytest.approx(norms, rel=1e-4), case
+        assert mine[0]["samples"] == 2 * 2 * models.BATCH
+    half = [rank[-1] for rank in results]
+    _, losses, norms = plain_run(torch.float16, clip=0.5, scale=1024.0)
+    assert loss_distance([half[0], half[2]], losses) < 5e-3
+    assert half[0]["norms"] == pytest.approx(norms, rel=2e-2)
+
+
+def plan_rows(config: dict[str, Any], parallel: ParallelLayout, pp_rank: int = 0) -> dict[tuple[str, str, str], int]:
+    """The planned bytes of the Llama's owned buffers by buffer, unit and place."""
+    engine = Runtime().with_ds_config(read_ds_config(config, dialect=Dialect.RUNTIME))
+    half = "bf16" in config
+    workload = Workload(
+        micro_batch=models.BATCH,
+        seq_len=6,
+        grad_accum=config.get("gradient_accumulation_steps", 1),
+        dtype=DType.BF16 if half else DType.FP32,
+        precision=Precision.MIXED if half else Precision.FP32,
+        optimizer=config["optimizer"]["type"].lower(),
+    )
+    zero = ZeroConfig.of(config["zero_optimization"]["stage"])
+    spec = spec_from_module(mesh_jobs.llama())
+    case = Case(spec, workload, Cluster(gpus=4), zero, parallel, pp_rank=pp_rank)
+    engine.require_layout(parallel)
+    return dict(engine.owned_buffers(case, None).rows)
+
+
+def test_the_plan_equals_the_arena(pool: RankPool) -> None:
+    """Every second case also splits the tokens between the matrices."""
+    configs = [ds_config(stage) for stage in (1, 2, 3)]
+    configs += [ds_config(3, "bf16"), ds_config(2, "bf16", gradient_accumulation_steps=2)]
+    results = pool.run(4, mesh_jobs.train_llama, configs)
+    for index, config in enumerate(configs):
+        planned = plan_rows(config, ParallelLayout(4, tp=2))
+        for rank in results:
+            rows = {(row["buffer"], row["unit"], row["place"]): row["peak"] for row in rank[index]["rows"]}
+            assert rows == planned, config
+    whole = [rank[0]["losses"] for rank in results]
+    for index in (1, 2):  # all stages, and split tokens, train the same
+        assert [rank[index]["losses"] for rank in results] == [pytest.approx(one, abs=1e-5) for one in whole]
+
+
+def test_what_would_train_wrong_is_refused(pool: RankPool) -> None:
+    for said in pool.run(4, mesh_jobs.refusals):
+        for name, words in {
+            "no mesh": "is a DTensor",
+            "another mesh": "is distributed over",
+            "sharded": "is distributed over",
+            "seeds": "has other values",
+            "dropout": "would drop other elements",
+            "inputs": "were given other inputs",
+            "part of heads": "'scale' is not distributed, but its gradient differs",
+            "lamb": "norms of whole tensors",
+            "names": "have no names",
+            "unknown": "dimension 'rows' is unknown",
+            "both": "give either group or mesh",
+        }.items():
+            assert words in said[name], (name, said[name])
+
+
+def test_checkpoints_keep_the_parts(pool: RankPool, tmp_path: Path) -> None:
+    """They go on at another number of data-parallel ranks and another stage, and not at another number of parts."""
+    results = pool.run(4, mesh_jobs.resume, str(tmp_path))
+    assert results[2:] == [None, None]
+    for found in results[:2]:
+        assert "it was saved on 2 ranks of tp, and the mesh has 1" in found["said"]
+        assert found["state"] == {"at": 2}
+        assert found["steps"] == 4
+        assert found["far"] < 1e-4
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    assert exported["blocks.0.up.weight"].shape == (32, models.WIDTH)
+    with pytest.raises(BadInput, match="parts of the model, by ranks of tp"):
+        get_fp32_state_dict_from_zero_checkpoint(tmp_path)

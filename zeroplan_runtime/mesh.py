@@ -1,0 +1,160 @@
+"""The ranks of a run by what they share: the dimensions of a DeviceMesh.
+
+Note [Mesh]
+    A dimension of the mesh is known by its name. ``dp`` (or ``dp_shard``) and ``cp`` are data dimensions: their ranks hold the
+    same part of the model and see other samples or other tokens, so ZeRO shards over both and averages gradients over both.
+    ``tp`` and ``pp`` divide the model: each rank shards the parts that it has over the ranks that have the same. The
+    collectives of ``tp`` and ``pp`` are torch's own (``parallelize_module``, ``torch.distributed.pipelining``); the engine adds
+    the gradients' sum of squares over them, so that norm, clip factor and skipped steps are the whole model's.
+
+    What several ranks of ``tp`` hold alike (norms, the biases of row-wise layers) gets equal gradients on all of them, if the
+    layers around it are parallelized as torch means them to be. :mod:`zeroplan_runtime.replicas` checks it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from zeroplan.core.errors import BadInput
+from zeroplan_runtime.comm import Communicator
+
+#: Names of the dimension whose ranks see other samples.
+SAMPLES = ("dp", "dp_shard")
+#: Dimensions that divide the model.
+MODEL = ("pp", "tp")
+_KNOWN = (*SAMPLES, "cp", *MODEL)
+
+
+@dataclass(frozen=True, slots=True)
+class MeshRanks:
+    """One rank's groups. See Note [Mesh].
+
+    Attributes:
+        world: all ranks of the run.
+        shard: the ranks that hold the same part of the model, over which ZeRO shards.
+        samples: the number of ranks, of one model replica each, that see different samples.
+        sample: this rank's place among them.
+        model: by dimension, the ranks that hold other parts; dimensions of one rank are left out.
+        coordinate: this rank's place in each of these dimensions.
+        mesh: the mesh; None without one.
+    """
+
+    world: Communicator
+    shard: Communicator
+    samples: int
+    sample: int
+    model: Mapping[str, Communicator] = field(default_factory=dict)
+    coordinate: Mapping[str, int] = field(default_factory=dict)
+    mesh: DeviceMesh | None = None
+
+    @classmethod
+    def of_group(cls, group: dist.ProcessGroup | None) -> MeshRanks:
+        """The ranks of data parallelism alone."""
+        comm = Communicator(group)
+        return cls(comm, comm, comm.world_size, comm.rank)
+
+    @classmethod
+    def of_mesh(cls, mesh: DeviceMesh) -> MeshRanks:
+        """The ranks of `mesh`. Every rank of it must call this.
+
+        Raises:
+            BadInput: for a mesh without names or without this rank, and for dimensions that the engine does not know.
+        """
+        sizes = _sizes(mesh)
+        if mesh.get_coordinate() is None:
+            raise BadInput(f"rank {dist.get_rank()} is not in it", where="mesh", remedy="give a mesh that has every rank")
+        place = dict(zip(sizes, mesh.get_coordinate() or (), strict=True))
+        whole = mesh.size() == dist.get_world_size()
+        world = Communicator(None if whole else _group(mesh, tuple(sizes)))
+        data = tuple(name for name in sizes if name not in MODEL)
+        samples = next((name for name in data if name in SAMPLES), None)
+        shard = Communicator(_group(mesh, data)) if data else Communicator.alone()
+        model = {name: Communicator(mesh.get_group(name)) for name in MODEL if sizes.get(name, 1) > 1}
+        return cls(
+            world,
+            shard,
+            sizes[samples] if samples else 1,
+            place[samples] if samples else 0,
+            model,
+            {name: place[name] for name in model},
+            mesh,
+        )
+
+    @property
+    def tp(self) -> Communicator | None:
+        """The tensor-parallel ranks; None where there is one."""
+        return self.model.get("tp")
+
+    @property
+    def pp(self) -> Communicator | None:
+        """The pipeline's ranks; None where there is one."""
+        return self.model.get("pp")
+
+    @property
+    def replicas(self) -> int:
+        """The ranks beside this one's shard group that hold a parameter that is not distributed."""
+        return self.tp.world_size if self.tp is not None else 1
+
+    @property
+    def part(self) -> str:
+        """The name of the part of the model that this rank's shard group holds, such as ``pp0.tp1/``; empty for the whole."""
+        return ".".join(f"{name}{place}" for name, place in self.coordinate.items()) + "/" if self.coordinate else ""
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The sizes of the dimensions that divide the model."""
+        return {name: comm.world_size for name, comm in self.model.items()}
+
+    @property
+    def leads_stage(self) -> bool:
+        """Whether this is the first rank of its pipeline stage."""
+        return self.shard.rank == 0 and self.coordinate.get("tp", 0) == 0
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank shows the run's progress: the first of those that see the loss."""
+        return self.leads_stage and (self.pp is None or self.pp.rank == self.pp.world_size - 1)
+
+    def sum_over_model(self, values: torch.Tensor) -> None:
+        """Replaces `values` by their sum over the ranks that hold the other parts of the model."""
+        for comm in self.model.values():
+            comm.all_reduce_sum(values)
+
+
+def _sizes(mesh: DeviceMesh) -> dict[str, int]:
+    """The mesh's dimensions.
+
+    Raises:
+        BadInput: where a name is missing, unknown or not supported.
+    """
+    known = ", ".join(_KNOWN)
+    if not mesh.mesh_dim_names:
+        raise BadInput("its dimensions have no names", where="mesh", remedy=f"give mesh_dim_names of {known}")
+    sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+    for name, size in sizes.items():
+        if name in _KNOWN:
+            continue
+        if name == "dp_replicate" and size > 1:
+            what, remedy = "replicas of the shards (dp_replicate) are not supported", "shard over all data-parallel ranks"
+        elif name == "ep" and size > 1:
+            what, remedy = "expert parallelism (ep) is not supported", "keep all experts on each rank"
+        elif name in ("dp_replicate", "ep"):
+            continue
+        else:
+            what, remedy = f"dimension {name!r} is unknown", f"name it one of {known}"
+        raise BadInput(what, where="mesh", remedy=remedy)
+    if all(name in sizes for name in SAMPLES):
+        raise BadInput("it has dp and dp_shard", where="mesh", remedy="give one of the two")
+    return sizes
+
+
+def _group(mesh: DeviceMesh, names: tuple[str, ...]) -> dist.ProcessGroup:
+    """The group of the ranks that differ in these dimensions only."""
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    wide = tuple(name for name in names if sizes[name] > 1) or names[:1]
+    return mesh.get_group(wide[0]) if len(wide) == 1 else mesh[wide]._flatten("_".join(wide)).get_group()

@@ -10,7 +10,7 @@ Note [Parallel layout]
     of the model, context-parallel ranks included, since those differ in tokens and not in parameters.
 
     Experts divide the ranks of a pipeline stage a second time, into ep × etp for the experts and their matrices. What
-    remains is the experts' own data parallelism, so an expert's parameters would have another shard group than the dense ones.
+    remains is the experts' own data parallelism: an expert's parameters have another shard group than the dense ones.
 
     Sources: torchtitan/distributed/parallel_dims.py (ParallelDims); Megatron-LM, megatron/core/parallel_state.py
     (RankGenerator, initialize_model_parallel).
@@ -65,6 +65,9 @@ class ParallelLayout:
         self._require_divides(("ep", "etp"), stage, f"the {stage} ranks of one stage and replica")
         if self.vpp > 1 and self.pp == 1:
             raise BadInput(f"vpp {self.vpp} needs pipeline stages", where="vpp", remedy="raise pp, or use vpp 1")
+        if self.etp not in (1, self.tp):
+            what = f"etp {self.etp} is neither 1 nor tp {self.tp}"
+            raise BadInput(what, where="etp", remedy="experts' matrices are whole, or shared as the dense ones are")
         if self.sp and self.tp == 1:
             raise BadInput("sp needs tensor parallelism", where="sp", remedy="raise tp, or leave sp out")
 
@@ -93,6 +96,11 @@ class ParallelLayout:
         return self.dp // self.dp_replicate * self.cp
 
     @property
+    def expert_shard_group(self) -> int:
+        """Ranks over which FSDP shards the experts' states: those of a stage and replica that hold the same experts."""
+        return self.world_size // (self.pp * self.dp_replicate * self.ep * self.etp)
+
+    @property
     def shards_on_one_node(self) -> bool:
         """Whether a shard group lies within one node, so that its collectives use the links between the node's GPUs."""
         ranks = self.shard_group * self.tp  # those between the group's first and last
@@ -107,7 +115,9 @@ class ParallelLayout:
     @property
     def communicators(self) -> int:
         """Process groups of more than one rank that one rank is in."""
-        sizes = (self.shard_group, self.dp_replicate, self.tp, self.cp, self.pp, self.ep, self.etp)
+        sizes = [self.shard_group, self.dp_replicate, self.tp, self.cp, self.pp]
+        if self.ep * self.etp > 1:
+            sizes += [self.ep, self.etp, self.expert_shard_group]
         return sum(size > 1 for size in sizes)
 
     def require_data_parallel_only(self, engine: str, *, but: tuple[str, ...] = ()) -> None:

@@ -51,10 +51,10 @@ class TraceOptions:
     `zero3`: as ZeRO stage 3 changes the graph (identity nodes around modules, its own linear function). `lora` None means
     no LoRA, empty all linear layers of the blocks, else names of the layers. `every` is k where only each k-th block is
     checkpointed: blocks k, 2k, … counted from 1. `tp` ranks share each matrix, and with `sp` the tokens between matrices;
-    `cp` ranks share each sample's tokens. `lora_dropout`: adapters drop some of their input. `quantized`: how linear layers
-    multiply by a quantised weight (:mod:`zeroplan.trace.quantized`), and with `half_adapters` the adapters beside them in
-    16 bits. `images` of `image_size` pixels a side come with each sample. `evaluation`: the forward alone, in evaluation mode
-    and without gradients.
+    `cp` ranks share each sample's tokens, and `ep` ranks the experts. `lora_dropout`: adapters drop some of their input.
+    `quantized`: how linear layers multiply by a quantised weight (:mod:`zeroplan.trace.quantized`), and with
+    `half_adapters` the adapters beside them in 16 bits. `images` of `image_size` pixels a side come with each sample.
+    `evaluation`: the forward alone, in evaluation mode and without gradients.
     """
 
     attn: Attention = Attention.SDPA
@@ -66,6 +66,7 @@ class TraceOptions:
     tp: int = 1
     sp: bool = False
     cp: int = 1
+    ep: int = 1
     quantized: Products | None = None
     lora_dropout: bool = False
     half_adapters: bool = False
@@ -95,6 +96,8 @@ class TraceOptions:
             parts.append(f"tp{self.tp}" + ("+sp" if self.sp else ""))
         if self.cp > 1:
             parts.append(f"cp{self.cp}")
+        if self.ep > 1:
+            parts.append(f"ep{self.ep}")
         if self.images:
             parts.append(f"images{self.images}" + (f"x{self.image_size}" if self.image_size else ""))
         if self.evaluation:
@@ -126,6 +129,7 @@ def options_for(workload: Workload, *, zero3: bool = False, layout: ParallelLayo
         tp=layout.tp if layout is not None else 1,
         sp=layout is not None and layout.sp,
         cp=layout.cp if layout is not None else 1,
+        ep=layout.ep if layout is not None else 1,
         quantized=None if workload.quantize is None else workload.quantize.products,
         lora_dropout=workload.lora_dropout and workload.lora_rank is not None,
         half_adapters=workload.quantize is not None and workload.adapter_bytes == 2,

@@ -79,11 +79,12 @@ class Case:
     @property
     def parameters(self) -> Parameters:
         """The model's parameters that one rank has before an engine shards them over data-parallel ranks."""
-        if self.layout.tp == 1:
+        if self.layout.tp == self.layout.ep == 1:
             return self.spec.parameters
+        from zeroplan.core.expert_parallel import with_local_experts
         from zeroplan.core.tensor_parallel import local_parameters
 
-        return local_parameters(self.spec.parameters, self.spec.model_type, self.layout.tp)
+        return with_local_experts(local_parameters(self.spec.parameters, self.spec.model_type, self.layout.tp), self.layout.ep)
 
 
 class Engine(ABC):

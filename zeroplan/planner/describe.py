@@ -63,6 +63,8 @@ def describe_cluster(cluster: Cluster, layout: ParallelLayout | None = None) -> 
 def describe_layout(layout: ParallelLayout) -> dict[str, Any]:
     """Return the degrees of a layout, and the groups that follow, as the report's JSON shows them."""
     degrees = {"dp": layout.dp, "tp": layout.tp, "sp": layout.sp, "cp": layout.cp, "pp": layout.pp, "vpp": layout.vpp}
+    if layout.ep > 1:
+        degrees |= {"ep": layout.ep, "etp": layout.etp, "expert_shard_group": layout.expert_shard_group}
     return degrees | {"shard_group": layout.shard_group}
 
 

@@ -14,6 +14,8 @@ from zeroplan.planner.request import Request
 
 #: The order of micro batches that needs no flag.
 DEFAULT_SCHEDULE = "1f1b"
+_DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp")
+_UNMEASURED = ("cp", "vpp", "ep", "dp_replicate")
 
 
 def layout_of(request: Request, cluster: Cluster, spec: ModelSpec, workload: Workload) -> ParallelLayout | None:
@@ -24,25 +26,20 @@ def layout_of(request: Request, cluster: Cluster, spec: ModelSpec, workload: Wor
     """
     if request.schedule != DEFAULT_SCHEDULE and request.pp == 1:
         raise BadInput("a schedule without pipeline stages", where="--schedule", remedy="give --pp as well")
-    if request.tp == request.cp == request.pp == request.vpp == request.dp_replicate == 1 and not request.sp:
+    degrees = {name: getattr(request, name) for name in _DEGREES}
+    splits = set(degrees.values()) != {1} or request.sp
+    if not splits and request.dp_replicate == 1:
         return None
-    layout = ParallelLayout(
-        cluster.gpus,
-        cluster.nodes,
-        tp=request.tp,
-        sp=request.sp,
-        cp=request.cp,
-        pp=request.pp,
-        vpp=request.vpp,
-        dp_replicate=request.dp_replicate,
-    )
-    if max(layout.tp, layout.cp, layout.pp) == 1:
+    layout = ParallelLayout(cluster.gpus, cluster.nodes, sp=request.sp, dp_replicate=request.dp_replicate, **degrees)
+    if not splits:
         return layout
     _require_language_model(request, spec, workload)
     if layout.tp > 1:
         _require_tensor_parallel(layout, spec, workload)
     if layout.cp > 1:
         _require_context_parallel(layout, spec, workload)
+    if layout.ep > 1 or layout.etp > 1:
+        _require_experts(layout, spec, workload)
     if layout.pp > 1:
         _require_pipeline(layout, spec, workload, request.schedule)
     return layout
@@ -50,12 +47,12 @@ def layout_of(request: Request, cluster: Cluster, spec: ModelSpec, workload: Wor
 
 def unmeasured(layout: ParallelLayout) -> str:
     """Return a warning where a layout was never held against a GPU; empty where it was."""
-    flags = " and ".join(f"--{name.replace('_', '-')}" for name in ("cp", "vpp", "dp_replicate") if getattr(layout, name) > 1)
+    flags = " and ".join(f"--{name.replace('_', '-')}" for name in _UNMEASURED if getattr(layout, name) > 1)
     return f"{flags}: torch's own steps, but not measured on a GPU" if flags else ""
 
 
 def _require_language_model(request: Request, spec: ModelSpec, workload: Workload) -> None:
-    where = "--tp" if request.tp > 1 else "--cp" if request.cp > 1 else "--pp"
+    where = next((f"--{name}" for name in _DEGREES if getattr(request, name) > 1), "--pp")
     if request.task is not None or (spec.config and auto_class_of(spec.config) != "AutoModelForCausalLM"):
         raise BadInput("is modelled for causal language models alone", where=where, remedy="leave it at 1, and --task out")
     if workload.lengths and max(request.cp, request.pp) > 1:
@@ -106,7 +103,25 @@ def _require_context_parallel(layout: ParallelLayout, spec: ModelSpec, workload:
         )
 
 
+def _require_experts(layout: ParallelLayout, spec: ModelSpec, workload: Workload) -> None:
+    """Refuse what expert parallelism does not divide, and what is not modelled beside it."""
+    from zeroplan.core.expert_parallel import require_experts
+
+    if layout.etp > 1:
+        raise BadInput("shared matrices of experts are not modelled", where="--etp", remedy="leave it at 1, and raise --ep")
+    if workload.lora_rank is not None:
+        raise BadInput("expert parallelism with LoRA is not modelled", where="--ep", remedy="leave --lora-rank out")
+    require_experts(spec.parameters, spec.model_type, layout)
+    if layout.cp > 1:
+        raise BadInput("expert and context parallelism together are not modelled", where="--cp", remedy="leave it at 1")
+    if workload.dtype.bytes != 2 or workload.param_bytes == 4:
+        raise BadInput("shared experts are modelled in 16 bits", where="--dtype", remedy="use --dtype bf16, or --ep 1")
+    if workload.lengths:
+        raise BadInput("batches of different lengths are not modelled with --ep", where="--lengths", remedy="leave it out")
+
+
 def _require_pipeline(layout: ParallelLayout, spec: ModelSpec, workload: Workload, schedule: str) -> None:
+    from zeroplan.core.expert_parallel import GROUPED
     from zeroplan.core.pipeline import stages_of
     from zeroplan.core.pipeline_order import PipelineOrder, schedule_of
     from zeroplan.core.tensor_parallel import PLANS
@@ -116,9 +131,10 @@ def _require_pipeline(layout: ParallelLayout, spec: ModelSpec, workload: Workloa
         raise BadInput(
             "a count of parameters does not tell the blocks", where="--pp", remedy="give the model's id or config.json"
         )
-    if spec.model_type not in PLANS:
+    known = (*PLANS, *GROUPED)
+    if spec.model_type not in known:
         what = f"pipeline stages of {spec.model_type or 'this model'} are not modelled"
-        raise BadInput(what, where="--pp", remedy=f"of {', '.join(PLANS)} they are")
+        raise BadInput(what, where="--pp", remedy=f"of {', '.join(known)} they are")
     if any(tensor.tied_to is not None for unit in spec.units for tensor in unit.tensors):
         raise BadInput(
             "the head is tied to the embedding, which is on another pipeline stage", where="--pp", remedy="use --pp 1"

@@ -70,6 +70,8 @@ class StageOptions(MachineOptions, total=False):
     cp: int
     pp: int
     vpp: int
+    ep: int
+    etp: int
     schedule: str
     dp_replicate: int
 

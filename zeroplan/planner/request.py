@@ -59,6 +59,8 @@ class Request:
     cp: int = 1
     pp: int = 1
     vpp: int = 1
+    ep: int = 1
+    etp: int = 1
     schedule: str = "1f1b"
     dp_replicate: int = 1
     # sharding

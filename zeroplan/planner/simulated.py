@@ -65,6 +65,12 @@ def simulated_plan(
     simulation, released = run.simulation, run.released
     timeline = simulation.timeline
     phase = phase_of_mark(timeline.peak_mark()).value
+    alive = timeline.alive_by_buffer_and_note()
+    low, high = run.interval
+    if case.layout.ep > 1:
+        from zeroplan.planner.experts import uneven
+
+        high += uneven(alive, tape)
     live = simulation.held_after(Phase.STEP)
     gpu = formula.gpu.model_copy(
         update={
@@ -74,7 +80,7 @@ def simulated_plan(
             "peak_allocated": simulation.peak_allocated,
             "peak_reserved": simulation.peak_reserved,
             "total": simulation.peak_reserved + outside.total,
-            "interval": run.interval,
+            "interval": (low, high),
             "at_limit": simulation is not unlimited,
             "cache_emptied": released.emptied,
             "segments_remapped": released.segments,
@@ -83,7 +89,7 @@ def simulated_plan(
             "peak_phase": phase,
             "phases": simulation.phases(),
             "outside_torch": outside.total,
-            "at_peak": peak_shares(timeline.alive_by_buffer_and_note(), tape, sharded=case.zero.stage == 3),
+            "at_peak": peak_shares(alive, tape, sharded=case.zero.stage == 3),
         }
     )
     types = {module.type for module in tape.modules}
@@ -95,7 +101,7 @@ def simulated_plan(
     )
     cpu = host_memory(simulation, rss, ranks=local, pretrained=not case.workload.from_scratch)
     unmodelled = left_out(engine, case, tape=tape)
-    fit = judged(case, unmodelled, gpu=run.interval[1], cpu=cpu.per_node, nvme=formula.nvme.per_node)
+    fit = judged(case, unmodelled, gpu=high, cpu=cpu.per_node, nvme=formula.nvme.per_node)
     plan = formula.model_copy(
         update={
             "depth": SIMULATED,

@@ -193,12 +193,12 @@ def _no_period(config: Mapping[str, Any]) -> BadInput:
 @contextlib.contextmanager
 def _ranks_of(options: TraceOptions) -> Iterator[Ranks]:
     """Make the ranks that the options ask for, as long as the context lasts."""
-    if options.tp == options.cp == 1:
+    if options.tp == options.cp == options.ep == 1:
         yield ALONE
         return
     from zeroplan.trace.mesh import MeshRank, fake_mesh
 
-    with fake_mesh(options.cp, options.tp) as mesh:
+    with fake_mesh(options.ep, options.cp, options.tp) as mesh:
         yield MeshRank(mesh, sequence=options.sp)
 
 

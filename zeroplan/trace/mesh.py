@@ -24,13 +24,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from zeroplan.core.errors import BadInput
 from zeroplan.trace.context_parallel import ring_attention
+from zeroplan.trace.expert_parallel import share_experts
 from zeroplan.trace.ranks import Ranks
 from zeroplan.trace.tensor_parallel import parallelize
 
 
 @contextlib.contextmanager
-def fake_mesh(cp: int, tp: int) -> Iterator[DeviceMesh]:
-    """Make a mesh of `cp` × `tp` fake ranks of which this process is the first of the last context-parallel rank's.
+def fake_mesh(ep: int, cp: int, tp: int) -> Iterator[DeviceMesh]:
+    """Make a mesh of `ep` × `cp` × `tp` fake ranks of which this process is the first of the last context-parallel rank's.
+
+    On real ranks the experts' groups lie across the others; of a group, the traced rank sees the number of its ranks alone.
 
     Raises:
         BadInput: when the process already is a rank of something.
@@ -39,24 +42,25 @@ def fake_mesh(cp: int, tp: int) -> Iterator[DeviceMesh]:
 
     if dist.is_initialized():
         raise BadInput("a rank of a run cannot trace a mesh", where="--tp", remedy="estimate in a process of its own")
-    dist.init_process_group("fake", store=FakeStore(), rank=(cp - 1) * tp, world_size=cp * tp)
+    dist.init_process_group("fake", store=FakeStore(), rank=(cp - 1) * tp, world_size=ep * cp * tp)
     try:
-        yield init_device_mesh("cpu", (cp, tp), mesh_dim_names=("cp", "tp"))
+        yield init_device_mesh("cpu", (ep, cp, tp), mesh_dim_names=("ep", "cp", "tp"))
     finally:
         dist.destroy_process_group()
 
 
 class MeshRank(Ranks):
-    """The rank of a mesh with the dimensions ``cp`` and ``tp``."""
-
-    unwrapped = (DTensor,)
+    """The rank of a mesh with the dimensions ``ep``, ``cp`` and ``tp``."""
 
     def __init__(self, mesh: DeviceMesh, *, sequence: bool) -> None:
         self._mesh, self._sequence = mesh, sequence
-        self._tp, self._cp = (mesh[name].size() for name in ("tp", "cp"))
+        self._tp, self._cp, self._ep = (mesh[name].size() for name in ("tp", "cp", "ep"))
+        self.unwrapped = (DTensor,) if self._tp * self._cp > 1 else ()
 
     def lay_out(self, model: nn.Module) -> None:
-        """See :func:`~zeroplan.trace.tensor_parallel.parallelize`."""
+        """See :func:`~zeroplan.trace.tensor_parallel.parallelize`, :func:`~zeroplan.trace.expert_parallel.share_experts`."""
+        if self._ep > 1:
+            share_experts(model, self._mesh["ep"].get_group())
         if self._tp > 1:
             parallelize(model, self._mesh["tp"], sequence=self._sequence)
 

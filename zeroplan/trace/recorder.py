@@ -36,6 +36,8 @@ _ADD = _aten.add.Tensor
 _MACHINERY = (__file__, torch.utils._python_dispatch.__file__)
 #: The namespace of collectives that return new tensors.
 _COLLECTIVES = "_c10d_functional"
+#: Waits for a collective and returns its output, of which the meta device makes another tensor.
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 _META = torch.device("meta")
 _READ = _aten._local_scalar_dense.default
 #: The value of a number that is read back from the meta device. Models ask whether *all* tokens are unpadded or not packed
@@ -231,6 +233,8 @@ class StorageRecorder(TorchDispatchMode):
             return NotImplemented
         if func is _PRIM_DEVICE:
             return func(*args)
+        if func is _WAIT:
+            return args[0]
         known = self._known
         if func is _READ and args[0].device.type == "meta":
             value = known.of(args[0]) if known is not None else None

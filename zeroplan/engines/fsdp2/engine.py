@@ -63,7 +63,7 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
         Raises:
             BadInput: naming the degree.
         """
-        layout.require_data_parallel_only(self.name, but=("tp", "cp", "pp", "vpp", "dp_replicate"))
+        layout.require_data_parallel_only(self.name, but=("tp", "cp", "pp", "vpp", "ep", "etp", "dp_replicate"))
         if layout.dp_replicate > 1 and layout.shard_group == 1:
             raise BadInput(
                 f"{layout.dp_replicate} replicas leave no ranks to shard over",

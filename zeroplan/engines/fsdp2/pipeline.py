@@ -32,10 +32,13 @@ class Fsdp2StageSchedule(Fsdp2Schedule, PipelineEngineSchedule):
         super().__init__(rank, part.tape, recorder)
         self.waits = False  # whether groups were gathered ahead and are not copied out
 
+    def _every(self) -> list[Group]:
+        return [group for module in sorted(self.groups) for group in self.groups_of(module)]
+
     def unshard(self) -> None:
         """Gather every group, the root's first, as ``submod.modules()`` lists them."""
-        for module in sorted(self.groups):
-            self._unshard(self.groups[module], COMPUTE)
+        for group in self._every():
+            self._unshard(group, COMPUTE)
         self.waits = True
 
     def wait_for_unshard(self) -> None:
@@ -44,13 +47,13 @@ class Fsdp2StageSchedule(Fsdp2Schedule, PipelineEngineSchedule):
             return
         self.waits = False
         self.in_backward = True  # FSDPParamGroup.wait_for_unshard frees the output outside the forward alone
-        for module in sorted(self.groups):
-            self._wait_for_unshard(self.groups[module])
+        for group in self._every():
+            self._wait_for_unshard(group)
 
     def reshard(self) -> None:
         """Free every group's parameters; behind the reduction there are none."""
-        for module in sorted(self.groups):
-            self._reshard(self.groups[module])
+        for group in self._every():
+            self._reshard(group)
 
     def _post_backward(self, group: Group) -> None:
         if self.reduces:
@@ -64,8 +67,9 @@ class Fsdp2StageSchedule(Fsdp2Schedule, PipelineEngineSchedule):
         """Run every group's post-backward, the root's first (FSDPParamGroup.post_backward)."""
         self.reduces = True
         for module in sorted(self.groups):
-            self._post_backward(self.groups[module])
-        self._free_reduce_input()
+            for group in reversed(self.groups_of(module)):
+                self._post_backward(group)
+        self._free_reduce_inputs()
 
 
 def record_fsdp2_stages(rank: Fsdp2Rank, tape: ExpandedTape) -> Recorder:

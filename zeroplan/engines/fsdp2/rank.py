@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from zeroplan.core.expert_parallel import experts_of, is_expert, sharded_dimension
 from zeroplan.core.tensor_parallel import EMBEDDING
 from zeroplan.engines.torch_rank import TorchRank
 from zeroplan.ledger.derive import pow2
@@ -66,19 +67,38 @@ class Fsdp2Rank(TorchRank):
         return self.trainable + (self.layout.tp - 1) * self.numel[table]
 
     @cached_property
+    def shared_experts(self) -> frozenset[int]:
+        """The parameters of experts that expert-parallel ranks share; none without expert parallelism."""
+        if self.layout.ep == 1:
+            return frozenset()
+        return frozenset(p for p, name in enumerate(self.parameters.names) if is_expert(name))
+
+    @cached_property
+    def expert_dimension(self) -> int:
+        """The dimension in which the shared experts are sharded."""
+        return sharded_dimension(self.layout, experts_of(self.parameters) * self.layout.ep)
+
+    def group_of(self, param: int) -> int:
+        """Return the number of ranks over which a parameter is sharded."""
+        return self.layout.expert_shard_group if param in self.shared_experts else self.ranks
+
+    @cached_property
     def chunks(self) -> tuple[int, ...]:
-        """This rank's elements of each parameter, whose first dimension is split evenly and padded.
+        """This rank's elements of each parameter, which is split evenly along its first dimension and padded.
 
         Source: torch/distributed/fsdp/_fully_shard/_fsdp_param.py, _init_sharded_param
         """
-        return tuple(
-            -(-shape[0] // self.ranks) * (count // shape[0]) if shape and shape[0] else count
-            for shape, count in zip(self.parameters.shapes, self.numel, strict=True)
-        )
+        return tuple(self._chunk(p, shape) for p, shape in enumerate(self.parameters.shapes))
+
+    def _chunk(self, param: int, shape: tuple[int, ...]) -> int:
+        ranks, count = self.group_of(param), self.numel[param]
+        if param in self.shared_experts and self.expert_dimension:
+            return count // ranks  # only even splits of other dimensions are allowed
+        return -(-shape[0] // ranks) * (count // shape[0]) if shape and shape[0] else count
 
     def padded(self, param: int) -> int:
         """Return the elements of a gathered parameter, padding included."""
-        return max(self.numel[param], self.chunks[param] * self.ranks)
+        return max(self.numel[param], self.chunks[param] * self.group_of(param))
 
     @cached_property
     def param_bytes(self) -> int:

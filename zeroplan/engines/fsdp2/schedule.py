@@ -10,6 +10,10 @@ Note [FSDP2's buffers]
     Gradients are reduced in the last micro batch of a step alone (``set_requires_gradient_sync``), as accelerate, the HF
     Trainer and Lightning have it. The others leave whole gradients, cast to the reduction's dtype, to which the next ones are
     added (``unsharded_accumulated_grad``).
+    Where ranks share experts, a block has two groups: its experts are sharded over other ranks than the rest. Both are gathered
+    before the block, and the next block's while it runs (``set_modules_to_forward_prefetch``, as torchtitan has it with
+    expert parallelism). In the backward the experts are reduced first; the flat inputs of both live until the next block's.
+    A shard of another dimension than the first is copied once more on both ways.
     Under CPUOffloadPolicy chunks are copied from the host before they are cast, one by one, and what is reduced goes to the
     host at once; the optimizer steps there.
     Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, _fsdp_collectives.py, _fsdp_state.py of torch 2.11.
@@ -17,7 +21,9 @@ Note [FSDP2's buffers]
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.tape import ExpandedTape, Op, block_of_each
@@ -28,6 +34,7 @@ from zeroplan.simulate.recorder import Recorder
 
 #: Streams of the simulated device: compute, the all-gathers', the reductions'.
 COMPUTE, GATHER, REDUCE = 0, 1, 2
+_NONE = -2  # no module
 
 
 @dataclass(slots=True)
@@ -37,6 +44,9 @@ class Group:
     Attributes:
         params: the parameters, as indices.
         module: the index of the module that ``fully_shard`` was called on; -1 for the root.
+        ranks: the ranks that share the parameters.
+        last: whether the module has no further group.
+        rows: whether the first dimension is sharded.
         input_numel: elements of this rank's chunks, which the gather sends.
         parameters: the unsharded parameters' blocks.
         output: the gather's output, until it is copied out; -1 for none, as below.
@@ -47,6 +57,9 @@ class Group:
 
     params: list[int]
     module: int
+    ranks: int = 1
+    last: bool = True
+    rows: bool = True
     input_numel: int = 0
     parameters: list[int] = field(default_factory=list)
     output: int = -1
@@ -64,6 +77,7 @@ class Fsdp2Schedule(EngineSchedule):
         self.rank, self.recorder = rank, recorder
         self.alloc, self.free = recorder.alloc, recorder.free
         self.groups: dict[int, Group] = {}
+        self.experts: dict[int, Group] = {}  # the second group of blocks whose experts ranks share
         self.order: list[int] = []  # modules of groups, as the forward first meets them
         self.position: dict[int, int] = {}
         self.in_backward = False
@@ -71,7 +85,7 @@ class Fsdp2Schedule(EngineSchedule):
         self.casts_grads = rank.reduce_bytes != rank.param_bytes
         self.stepped = False
         self.kept_output: int = -1  # the forward's last all-gather output
-        self.reduce_input = -1
+        self.reduce_inputs: list[int] = []
         self.made_numel = _gradients(tape) if rank.layout.tp > 1 else {}
         self.root_module = next((i for i, m in enumerate(tape.modules) if m.parent < 0), -1)
         self.tail: set[int] = set()  # the modules that accelerate makes one unit: final norm, head, and an embedding tied to it
@@ -80,10 +94,18 @@ class Fsdp2Schedule(EngineSchedule):
 
     def _group(self, tape: ExpandedTape) -> None:
         self.home = block_of_each(tape.modules, len(tape.params))
+        rank = self.rank
         for p, home in enumerate(self.home):
-            self.groups.setdefault(home, Group([], home)).params.append(p)
-        for group in self.groups.values():
-            group.input_numel = sum(self.rank.chunks[p] for p in group.params)
+            if p in rank.shared_experts:
+                experts = Group([], home, rank.layout.expert_shard_group, rows=not rank.expert_dimension)
+                self.experts.setdefault(home, experts).params.append(p)
+            else:
+                self.groups.setdefault(home, Group([], home, rank.ranks)).params.append(p)
+        for module in self.experts:
+            self.groups[module].last = False
+        for group in (*self.groups.values(), *self.experts.values()):
+            group.input_numel = sum(rank.chunks[p] for p in group.params)
+        self.ahead = _followers(sorted(self.groups)) if self.experts else {}
         self.root = self.groups.get(-1)
         if self.root is not None and self.rank.workload.accelerate_units:
             held = set(self.root.params)
@@ -103,11 +125,15 @@ class Fsdp2Schedule(EngineSchedule):
                     self.free(block)
                 made.add(p)
 
+    def groups_of(self, module: int) -> tuple[Group, ...]:
+        """Return a module's groups, in the order in which they are gathered."""
+        return tuple(found[module] for found in (self.groups, self.experts) if module in found)
+
     # --- unshard, reshard -------------------------------------------------------------------------------------------------
 
     def _unshard(self, group: Group, stream: int = GATHER) -> None:
         """FSDPParamGroup.unshard: casts the group's chunks into a flat input and all-gathers it. One rank has no gather."""
-        if group.output >= 0 or group.parameters or self.rank.ranks == 1:
+        if group.output >= 0 or group.parameters or group.ranks == 1:
             return
         width = self.rank.param_bytes
         if self.rank.offload:
@@ -115,7 +141,7 @@ class Fsdp2Schedule(EngineSchedule):
         else:
             source = [self.alloc(width * group.input_numel, Buffer.COMM_ALL_GATHER, stream=stream, note=group.module)]
         group.output = self.alloc(
-            width * group.input_numel * self.rank.ranks, Buffer.COMM_ALL_GATHER, stream=stream, note=group.module
+            width * group.input_numel * group.ranks, Buffer.COMM_ALL_GATHER, stream=stream, note=group.module
         )
         for handle in source:
             self.free(handle)
@@ -135,9 +161,9 @@ class Fsdp2Schedule(EngineSchedule):
         if group.parameters:
             return
         rank, width = self.rank, self.rank.param_bytes
-        cast = -1
+        cast, copies = -1, []
         for p in group.params:
-            if rank.ranks == 1 and (rank.offload or width != rank.width(p)):  # the gather's input outlives one copy
+            if group.ranks == 1 and (rank.offload or width != rank.width(p)):  # the gather's input outlives one copy
                 following = (
                     self._from_host(p)
                     if self.rank.offload
@@ -147,6 +173,10 @@ class Fsdp2Schedule(EngineSchedule):
                     self.free(cast)
                 cast = following
             group.parameters.append(self.alloc(width * rank.padded(p), Buffer.PARAM_FULL, note=p))
+            if group.ranks > 1 and not group.rows:  # _fsdp_collectives.py, foreach_all_gather_copy_out
+                copies.append(self.alloc(width * rank.padded(p), Buffer.COMM_ALL_GATHER, note=p))
+        for copied in copies:
+            self.free(copied)
         if cast >= 0:
             self.free(cast)
         if self.in_backward:
@@ -177,13 +207,15 @@ class Fsdp2Schedule(EngineSchedule):
 
     def enter(self, module: int) -> None:
         """Unshard a block before its forward; a recomputation finds it unsharded."""
-        group = self.groups.get(module)
-        if group is None or self.in_backward:
+        if module not in self.groups or self.in_backward:
             return
         self.position[module] = len(self.order)
         self.order.append(module)
-        self._unshard(group)
-        self._wait_for_unshard(group)
+        for group in self.groups_of(module):
+            self._unshard(group)
+            self._wait_for_unshard(group)
+        for group in self.groups_of(self.ahead.get(module, _NONE)):
+            self._unshard(group)
 
     def exit(self, module: int) -> None:
         """Reshard a block after its forward; after the root's, free the last gather's output as well."""
@@ -191,9 +223,9 @@ class Fsdp2Schedule(EngineSchedule):
             return
         if module == self.root_module:
             self._forward_end()
-        group = self.groups.get(module)
-        if group is not None and self.rank.reshard:
-            self._reshard(group)
+        if self.rank.reshard:
+            for group in self.groups_of(module):
+                self._reshard(group)
 
     def _forward_end(self) -> None:
         if self.kept_output >= 0:
@@ -212,9 +244,9 @@ class Fsdp2Schedule(EngineSchedule):
             self._prefetch_unshard(len(self.order) - 1)
 
     def _prefetch_unshard(self, position: int) -> None:
-        """FSDPParamGroup._backward_prefetch: unshards the group at this position of the forward's order, if there is one."""
-        if position >= 0:
-            self._unshard(self.groups[self.order[position]])
+        """FSDPParamGroup._backward_prefetch: unshards the groups at this position of the forward's order, the last first."""
+        for group in reversed(self.groups_of(self.order[position]) if position >= 0 else ()):
+            self._unshard(group)
 
     def backward_enter(self, module: int) -> None:
         """Unshard a block before its backward, and ahead of its use the one that comes before it in the forward."""
@@ -222,18 +254,18 @@ class Fsdp2Schedule(EngineSchedule):
             self.tail_entered = True
             if not self.rank.workload.chunked_head:  # TRL's head never calls the module, so that no hook waits for its gradient
                 self._prefetch_unshard(len(self.order) - 1)
-        group = self.groups.get(module)
-        if group is None or module < 0:
+        if module not in self.groups or module < 0:
             return
-        self._unshard(group)
-        self._wait_for_unshard(group)
+        for group in self.groups_of(module):
+            self._unshard(group)
+            self._wait_for_unshard(group)
         self._prefetch_unshard(self.position.get(module, 0) - 1)
 
     # --- post-backward ----------------------------------------------------------------------------------------------------
 
     def grad(self, param: int, handle: int) -> None:
         """Keep a whole gradient for its group's post-backward; autograd adds it to one of its own dtype at once."""
-        group = self.groups[self.home[param]]
+        group = (self.experts if param in self.rank.shared_experts else self.groups)[self.home[param]]
         if param in group.accumulated and not self.casts_grads:
             self.free(handle)
         else:
@@ -241,8 +273,7 @@ class Fsdp2Schedule(EngineSchedule):
 
     def backward_exit(self, module: int) -> None:
         """Run the post-backward of a block."""
-        group = self.groups.get(module)
-        if group is not None and module >= 0:
+        for group in reversed(self.groups_of(module) if module >= 0 else ()):
             self._post_backward(group)
 
     def _post_backward(self, group: Group) -> None:
@@ -253,13 +284,16 @@ class Fsdp2Schedule(EngineSchedule):
         if not self.reduces:
             self._keep_unsharded(group)
             return
-        self._free_reduce_input()
+        if group.last:
+            self._free_reduce_inputs()
         unsharded = [*group.accumulated.values(), *group.grads.values()]
         if not unsharded:
             return
         width, rank = self.rank.reduce_bytes, self.rank
         count = sum(rank.chunks[p] for p in group.params if rank.parameters.trainable[p])
-        self.reduce_input = self.alloc(width * count * rank.ranks, Buffer.COMM_REDUCE_SCATTER, note=group.module)
+        if group.ranks > 1 and not group.rows:  # _fsdp_collectives.py, foreach_reduce
+            unsharded = [self._copy_of_gradient(group, p, handle) for p, handle in (group.accumulated | group.grads).items()]
+        self.reduce_inputs.append(self.alloc(width * count * group.ranks, Buffer.COMM_REDUCE_SCATTER, note=group.module))
         for handle in unsharded:
             self.free(handle)
         group.accumulated.clear()
@@ -279,19 +313,27 @@ class Fsdp2Schedule(EngineSchedule):
             group.accumulated[p] = handle
         group.grads.clear()
 
-    def _free_reduce_input(self) -> None:
-        if self.reduce_input >= 0:
-            self.free(self.reduce_input)
-            self.reduce_input = -1
+    def _copy_of_gradient(self, group: Group, p: int, handle: int) -> int:
+        """Copy a whole gradient into the order of the ranks' parts, and free it."""
+        width = self.rank.reduce_bytes if p in group.accumulated else self.rank.param_bytes
+        copied = self.alloc(width * self.rank.numel[p], Buffer.COMM_REDUCE_SCATTER, note=p)
+        self.free(handle)
+        return copied
+
+    def _free_reduce_inputs(self) -> None:
+        for handle in self.reduce_inputs:
+            self.free(handle)
+        self.reduce_inputs.clear()
 
     def backward_end(self, boundary: bool) -> None:
         """Run the post-backward of groups whose inputs need no gradient, and of the root."""
         for module in reversed(self.order):
-            if self.groups[module].grads or self.groups[module].parameters:
-                self._post_backward(self.groups[module])
+            for group in reversed(self.groups_of(module)):
+                if group.grads or group.parameters:
+                    self._post_backward(group)
         if self.root is not None:
             self._post_backward(self.root)
-        self._free_reduce_input()
+        self._free_reduce_inputs()
 
     def step(self, applied: bool) -> None:
         """Clip, step this rank's chunks and free their gradients (``zero_grad``); with offload all of this is on the host."""
@@ -303,10 +345,16 @@ class Fsdp2Schedule(EngineSchedule):
 
     def zero_grad(self) -> None:
         """Free the sharded gradients."""
-        for group in self.groups.values():
+        for group in (*self.groups.values(), *self.experts.values()):
             if group.reduced >= 0:
                 self.free(group.reduced)
                 group.reduced = -1
+
+
+def _followers(modules: Sequence[int]) -> dict[int, int]:
+    """Return the block that runs after each; the root, -1, is none."""
+    blocks = [module for module in modules if module >= 0]
+    return dict(pairwise(blocks))
 
 
 def _gradients(tape: ExpandedTape) -> dict[int, int]:

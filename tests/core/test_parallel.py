@@ -83,7 +83,7 @@ DEGREES: dict[str, dict[str, int]] = {
     "pp": {"pp": 2},
     "vpp": {"pp": 2, "vpp": 2},
     "ep": {"ep": 2},
-    "etp": {"etp": 2},
+    "etp": {"tp": 2, "etp": 2},
     "dp_replicate": {"dp_replicate": 2},
 }
 
@@ -93,7 +93,7 @@ def test_every_degree_is_tried() -> None:
 
 
 #: The degrees that engines have beside data parallelism's.
-HAS = {"fsdp2": {"tp", "sp", "cp", "pp", "vpp"}}
+HAS = {"fsdp2": set(DEGREES), "zeroplan": {"tp", "sp", "cp"}}
 
 
 @pytest.mark.parametrize("degree", DEGREES)

@@ -17,7 +17,7 @@ _OF_FILES = {
     *("whole_embedding_states", "accelerate_units", "one_unit", "pairs", "reference"),
 }
 #: Degrees of parallelism that a search does not take.
-_DEGREES = {"tp", "sp", "cp", "pp", "vpp", "schedule", "dp_replicate"}
+_DEGREES = {"tp", "sp", "cp", "pp", "vpp", "ep", "etp", "schedule", "dp_replicate"}
 
 
 @pytest.mark.parametrize(

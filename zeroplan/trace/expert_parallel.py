@@ -35,7 +35,7 @@ def share_experts(model: nn.Module, group: dist.ProcessGroup) -> None:
     for module in found:
         for name, param in list(module.named_parameters(recurse=False)):
             module.register_parameter(name, nn.Parameter(param[: param.shape[0] // group.size()].detach().clone()))
-        module.forward = partial(_forward, module, group)  # type: ignore[method-assign]
+        module.forward = partial(_forward, module, group)
 
 
 def _forward(
@@ -101,7 +101,9 @@ def _products(module: Any, rows: torch.Tensor, counts: torch.Tensor) -> torch.Te
     up = _grouped_linear(rows, getattr(module, first), offsets, _bias(module, first, rows, counts), module.is_transposed)
     inner = module._apply_gate(up) if module.has_gate else module.act_fn(up)
     del up
-    return _grouped_linear(inner, module.down_proj, offsets, _bias(module, "down_proj", rows, counts), module.is_transposed)
+    down = _bias(module, "down_proj", rows, counts)
+    out: torch.Tensor = _grouped_linear(inner, module.down_proj, offsets, down, module.is_transposed)
+    return out
 
 
 def _bias(module: Any, name: str, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor | None:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from tests.patience import PATIENCE
 from zeroplan.core.errors import BadInput
 from zeroplan.models import hub
 from zeroplan.models.load import load_model
@@ -116,6 +117,7 @@ def _endpoint(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "PATIENCE", float(PATIENCE))  # on a slow machine its imports alone may take the usual one
     Hub.tokens.clear()
 
 

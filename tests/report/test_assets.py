@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import zeroplan
+from tests.patience import PATIENCE
 from zeroplan.report.page import asset, page
 from zeroplan.report.palette import palette
 
@@ -59,7 +60,9 @@ def test_the_version_is_the_same_wherever_it_stands() -> None:
 def test_the_wheel_without_compiled_code(tmp_path: Path) -> None:
     """It carries every file of the packages and the kernels' sources, nothing else, and is small."""
     build = "import sys; from scikit_build_core.build import build_wheel; build_wheel(sys.argv[1], {'wheel.cmake': 'false'})"
-    done = subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", build, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name.endswith("-py3-none-any.whl")

@@ -30,13 +30,14 @@ from zeroplan_runtime.checks import (
     require_loss,
     require_model,
 )
+from zeroplan_runtime.chunked_cross_entropy import attach_chunked_cross_entropy
 from zeroplan_runtime.compiled import outside_graphs, uncompiled
 from zeroplan_runtime.config import RuntimeConfig
 from zeroplan_runtime.engine_checkpoints import EngineCheckpoints
 from zeroplan_runtime.engine_getters import EngineGetters
 from zeroplan_runtime.full_tensors import full_params
 from zeroplan_runtime.gradient_hooks import attach_gradient_hooks
-from zeroplan_runtime.labelled_tokens import attach_labelled_tokens
+from zeroplan_runtime.labelled_tokens import LabelledTokens, attach_labelled_tokens
 from zeroplan_runtime.local_tensors import local_of, put_values
 from zeroplan_runtime.loss import attach_fused_loss
 from zeroplan_runtime.mesh import MeshRanks
@@ -133,8 +134,11 @@ class Engine(EngineGetters, EngineCheckpoints):
         self._undo = [attach_gradient_hooks(self.schedule, direct=config.runtime_options.direct_linear)]
         if config.runtime_options.fused_loss:
             self._undo.append(attach_fused_loss(model))
+        picks: dict[nn.Module, LabelledTokens] = {}
         if config.runtime_options.labelled_tokens_only:
-            self._undo.append(attach_labelled_tokens(model))
+            self._undo.append(attach_labelled_tokens(model, picks))
+        if config.runtime_options.chunked_cross_entropy:
+            self._undo.append(attach_chunked_cross_entropy(model, config.runtime_options.chunked_cross_entropy, picks))
         self.activations: ActivationOffload | None = None
         if zero.activation_checkpointing.cpu_checkpointing:
             blocks = [unit.module for unit in self.model_states.units if unit.layout.shape.kind is UnitKind.BLOCK]

@@ -52,7 +52,7 @@ def attach_gradient_hooks(schedule: Schedule, *, direct: bool = True) -> Callabl
     if direct:
         for unit in schedule.model_states.units:
             for module in unit.module.modules():
-                if _is_plain_linear(module) and id(module.weight) in places and "forward" not in vars(module):
+                if is_plain_linear(module) and id(module.weight) in places and "forward" not in vars(module):
                     target = GradientTarget(schedule, places[id(module.weight)], module.weight, module.bias)
                     vars(module)["_gradient_target"] = target
                     # One function, or graphs could not serve several blocks.
@@ -93,7 +93,8 @@ def _take_grad(engine: weakref.ref[Schedule], unit: int, position: int, param: t
     schedule.grads.accumulate(schedule.model_states.units[unit], position, local_grad(param, grad))
 
 
-def _is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Returns whether `module` computes ``x Wᵀ + b`` and nothing else."""
     return type(module) is nn.Linear and not hasattr(module, "parametrizations")
 
 
@@ -129,7 +130,18 @@ class GradientTarget:
 
 
 def _forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    target: GradientTarget = vars(module)["_gradient_target"]
+    target = direct_target(module, x)
+    if target is None:
+        return functional.linear(x, module.weight, module.bias)
+    found: torch.Tensor = DirectLinear.apply(x, module.weight, module.bias, target)
+    return found
+
+
+def direct_target(module: nn.Linear, x: torch.Tensor) -> GradientTarget | None:
+    """Returns where the gradient of the weight can be written for the input `x`; None where autograd has to return it."""
+    target: GradientTarget | None = vars(module).get("_gradient_target")
+    if target is None:
+        return None
     weight, bias = module.weight, module.bias
     if (
         weight is not target.weight  # tied, replaced or parametrized since
@@ -143,9 +155,8 @@ def _forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         or not _has_no_other_hooks(weight)
         or function_transforms.are_active()  # which need rules of their own
     ):
-        return functional.linear(x, weight, bias)
-    found: torch.Tensor = DirectLinear.apply(x, weight, bias, target)
-    return found
+        return None
+    return target
 
 
 def _has_no_other_hooks(weight: torch.Tensor) -> bool:

@@ -27,13 +27,19 @@ from zeroplan_runtime.loss import causal_lm_loss
 _KEY = "ds_config.zeroplan.labelled_tokens_only"
 
 
-def attach_labelled_tokens(model: nn.Module) -> Callable[[], None]:
+def shifted_labels(labels: torch.Tensor, shifted: torch.Tensor | None) -> torch.Tensor:
+    """Returns each token's next label [batch, tokens]: `shifted` where it is given, else `labels` moved by one."""
+    return functional.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:] if shifted is None else shifted
+
+
+def attach_labelled_tokens(model: nn.Module, found: dict[nn.Module, LabelledTokens] | None = None) -> Callable[[], None]:
     """Lets the language models in `model` compute logits and loss of labelled tokens alone while they train.
 
     Their output's ``logits`` is then [1, labelled tokens, vocabulary], in the order of the tokens.
 
     Args:
         model: holds modules of transformers' classes; others are left alone.
+        found: gets what picks the rows of each such module.
 
     Returns:
         A function that removes it.
@@ -41,7 +47,7 @@ def attach_labelled_tokens(model: nn.Module) -> Callable[[], None]:
     Raises:
         BadInput: when no module is of such a class.
     """
-    picks = [LabelledTokens(module) for module in model.modules() if _picks_rows(module)]
+    picks = {module: LabelledTokens(module) for module in model.modules() if _picks_rows(module)}
     if not picks:
         raise BadInput(
             f"no module of {type(model).__name__} is a causal or masked language model of transformers whose loss is known",
@@ -49,8 +55,11 @@ def attach_labelled_tokens(model: nn.Module) -> Callable[[], None]:
             remedy="leave the key out",
         )
 
+    if found is not None:
+        found.update(picks)
+
     def detach() -> None:
-        for pick in picks:
+        for pick in picks.values():
             pick.remove()
 
     return detach
@@ -78,7 +87,8 @@ class LabelledTokens:
         self._position = list(inspect.signature(type(module).forward).parameters).index("labels") - 1
         self._labels: torch.Tensor | None = None  # [tokens], shifted for a causal model, while its forward runs
         self._count: HostCount | None = None
-        self._picked: torch.Tensor | None = None  # [1, labelled tokens], filled where the base model ends
+        #: [1, labelled tokens], filled where the base model ends; None but while a forward with labels runs.
+        self.picked: torch.Tensor | None = None
         self._restore = self._wrap_loss() if self.is_causal else None
         self._hooks = [
             module.register_forward_pre_hook(self._begin, with_kwargs=True),
@@ -103,19 +113,18 @@ class LabelledTokens:
         if not (isinstance(labels, torch.Tensor) and module.training and torch.is_grad_enabled()):
             return args, kwargs
         if self.is_causal:
-            shifted = kwargs.pop("shift_labels", None)
-            labels = functional.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:] if shifted is None else shifted
+            labels = shifted_labels(labels, kwargs.pop("shift_labels", None))
         self._labels = labels.reshape(-1)
         self._count = HostCount(self._labels.ne(IGNORED_LABEL))
-        self._picked = self._labels.new_empty(0)
+        self.picked = self._labels.new_empty(0)
         if by_position:
-            return (*args[: self._position], self._picked, *args[self._position + 1 :]), kwargs
-        return args, {**kwargs, "labels": self._picked}
+            return (*args[: self._position], self.picked, *args[self._position + 1 :]), kwargs
+        return args, {**kwargs, "labels": self.picked}
 
     @outside_graphs
     def _pick(self, base: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Hands the head the labelled rows [1, labelled tokens, width] of the hidden states [batch, tokens, width]."""
-        labels, count, picked = self._labels, self._count, self._picked
+        labels, count, picked = self._labels, self._count, self.picked
         if labels is None or count is None or picked is None:
             return output
         hidden = output[0]
@@ -134,7 +143,7 @@ class LabelledTokens:
         return output
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._labels = self._count = self._picked = None
+        self._labels = self._count = self.picked = None
 
     def _wrap_loss(self) -> Callable[[], None]:
         """Lets the model's loss take the labels of the picked rows, which need no shift; returns what undoes it."""
@@ -147,7 +156,7 @@ class LabelledTokens:
         loss = module.loss_function
 
         def of_picked(logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            shifted = {} if self._picked is None else {"shift_labels": self._picked}
+            shifted = {} if self.picked is None else {"shift_labels": self.picked}
             return loss(logits, labels, *args, **{**kwargs, **shifted})
 
         module.loss_function = of_picked

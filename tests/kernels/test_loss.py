@@ -47,11 +47,13 @@ def test_against_fp64(device: torch.device, dtype: torch.dtype, rows: int, vocab
     labels = torch.randint(0, vocab, (rows,), generator=generator).to(device)
     labels[::3] = -100
     scale = 1024.0 / rows  # gradients of 16-bit floats would vanish without
+    given = logits.clone()
     losses, grad = reference(logits, labels, scale)
     lse, got = kernels_loss.cross_entropy(logits, labels)
     found = kernels_loss.cross_entropy_grad(logits, labels, lse, torch.tensor(scale, device=device))
     assert (got.double() - losses).abs().max() <= 4e-6 * max(1.0, float(losses.max()))
     assert found.dtype is dtype
+    assert torch.equal(logits, given)  # users read them after the backward
     # The softmax errs by the fp32 error of logit - lse; the subtraction of one at the label leaves that absolute error.
     relative, smallest = ROUNDING[dtype]
     bound = (relative + 4e-6) * grad.abs() + 4e-9 * scale + smallest

@@ -17,6 +17,8 @@ class RuntimeOptions:
         direct_linear: linear layers write their weight gradients straight into the flat buffers.
         fused_loss: the loss of a causal language model is computed without an fp32 copy of the logits.
         labelled_tokens_only: the head and the loss of a causal or masked language model see the labelled tokens alone.
+        chunked_cross_entropy: tokens whose logits exist at a time, where the head and the loss of a causal language model are
+            computed together; 0 for all logits at once.
         audit_steps: in the first this many micro batches at stage 3, the runtime checks that every use of a parameter is
             within the forward of its unit.
         timeout: seconds without progress after which a rank names the rank that it waits for, and ends.
@@ -29,6 +31,7 @@ class RuntimeOptions:
     direct_linear: bool = True
     fused_loss: bool = True
     labelled_tokens_only: bool = False
+    chunked_cross_entropy: int = 0
     audit_steps: int = 1
     timeout: float = 600.0
     delayed_update: int = 0

@@ -24,13 +24,20 @@ def _check(logits: torch.Tensor, labels: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, ignore: int = IGNORED_LABEL) -> tuple[torch.Tensor, torch.Tensor]:
+def cross_entropy(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    ignore: int = IGNORED_LABEL,
+    *,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes the loss of each row, as ``torch.nn.functional.cross_entropy`` with ``reduction="none"`` does in fp32.
 
     Args:
         logits: [rows, vocabulary], contiguous, bf16, fp16 or fp32.
         labels: [rows], int64; a row whose label is `ignore` has loss 0.
         ignore: the label of rows without loss.
+        out: what to write to and return.
 
     Returns:
         The log-sum-exp and the loss of each row, fp32 [rows] each.
@@ -39,14 +46,21 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, ignore: int = IGNO
         ValueError: for tensors that do not fit together.
     """
     _check(logits, labels)
-    lse, losses = (torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device) for _ in range(2))
+    made = (torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device) for _ in range(2))
+    lse, losses = made if out is None else out
     _impl(logits).cross_entropy(logits, labels, ignore, lse, losses)
     return lse, losses
 
 
 @torch.no_grad()
 def cross_entropy_grad(
-    logits: torch.Tensor, labels: torch.Tensor, lse: torch.Tensor, scale: torch.Tensor, ignore: int = IGNORED_LABEL
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    lse: torch.Tensor,
+    scale: torch.Tensor,
+    ignore: int = IGNORED_LABEL,
+    *,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Computes the gradient of `scale` × the sum of the rows' losses with respect to `logits`.
 
@@ -58,6 +72,7 @@ def cross_entropy_grad(
         lse: [rows], the log-sum-exp that :func:`cross_entropy` returned.
         scale: one fp32 element on the logits' device.
         ignore: the label of rows without loss.
+        out: what to write to and return; it may be `logits`.
 
     Returns:
         [rows, vocabulary] in the dtype of `logits`.
@@ -66,6 +81,6 @@ def cross_entropy_grad(
         ValueError: for tensors that do not fit together.
     """
     _check(logits, labels)
-    grad = torch.empty_like(logits)
+    grad = torch.empty_like(logits) if out is None else out
     _impl(logits).cross_entropy_grad(logits, labels, ignore, lse, scale, grad)
     return grad

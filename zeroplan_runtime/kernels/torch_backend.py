@@ -173,7 +173,7 @@ def cross_entropy_grad(
 ) -> None:
     """Writes the gradient of `scale` × the sum of the rows' losses to `grad`."""
     for part in _rows(logits):
-        wide, label = logits[part].float(), labels[part]
+        wide, label = logits[part].to(torch.float32, copy=True), labels[part]
         counts = (label != ignore).unsqueeze(1)
         wide.sub_(lse[part].unsqueeze(1)).exp_()
         wide.scatter_add_(1, label.unsqueeze(1).where(counts, 0), wide.new_full((len(label), 1), -1.0))

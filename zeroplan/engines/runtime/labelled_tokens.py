@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from zeroplan.core.losses import labelled_tokens, leaves_loss_to_function, scores_each_token
 from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op, TapeEvent
@@ -29,6 +30,7 @@ class _LabelledHead:
         hidden: storages of hidden states that live for the head alone.
         hidden_grad: storage of the gradient that the head hands back, and its bytes.
         resized: storages that have a row a token.
+        shifted: the loss's own shift of the labels, which are shifted before.
     """
 
     is_causal: bool
@@ -38,6 +40,7 @@ class _LabelledHead:
     hidden: frozenset[int]
     hidden_grad: tuple[int, int]
     resized: frozenset[int]
+    shifted: frozenset[int]
 
 
 def with_labelled_tokens(tape: ExpandedTape, *, tokens: int, share: float) -> ExpandedTape:
@@ -69,6 +72,9 @@ def _find(tape: ExpandedTape, tokens: int) -> _LabelledHead | None:
         for storage, (_, _, size, kind, _) in made.items()
         if kind != Kind.GRAD and size and size % tokens == 0 and (size not in weights or kind in (Kind.LOGITS, Kind.LOSS))
     }
+    is_causal = leaves_loss_to_function(tape.modules[model].type)
+    shifted = _shifted_labels(events, forward, model, _INDEX * tokens) if is_causal else frozenset()
+    resized -= shifted
     freed = {events[i][1] for i in backward if events[i][0] == Op.FREE}
     inside = {events[i][1] for i in range(start, ready) if events[i][0] == Op.ALLOC and events[i][2] % tokens == 0}
     given = [i for i in backward if events[i][0] == Op.ALLOC and events[i][1] in resized - freed]
@@ -76,14 +82,24 @@ def _find(tape: ExpandedTape, tokens: int) -> _LabelledHead | None:
         return None
     storage, size = events[given[0]][1:3]
     return _LabelledHead(
-        leaves_loss_to_function(tape.modules[model].type),
+        is_causal,
         start,
         forward,
         backward,
         frozenset(freed & inside),
         (storage, size),
         frozenset(resized - {storage}),
+        shifted,
     )
+
+
+def _shifted_labels(events: list[TapeEvent], forward: range, model: int, size: int) -> frozenset[int]:
+    """Return the storages of labels moved by one, `size` bytes, and of the padded ones that they are a part of."""
+    made = [events[i] for i in forward if events[i][0] == Op.ALLOC and events[i][4] == model]
+    for padded, moved in pairwise(made):
+        if moved[2:4] == (size, Kind.SAVED) and padded[3] == Kind.TEMP and padded[2] > size:
+            return frozenset((padded[1], moved[1]))
+    return frozenset()
 
 
 def _events(tape: ExpandedTape, head: _LabelledHead, tokens: int, rows: int) -> Iterator[TapeEvent]:
@@ -104,7 +120,7 @@ def _events(tape: ExpandedTape, head: _LabelledHead, tokens: int, rows: int) -> 
             yield (Op.ALLOC, storage, size, Kind.ACT_GRAD, -1)
             for one in (states, grad, picked, indices):
                 yield (Op.FREE, one, 0, 0, -1)
-        if op == Op.FREE and arg in head.hidden and i in head.backward:
+        if (op == Op.FREE and arg in head.hidden and i in head.backward) or (op in (Op.ALLOC, Op.FREE) and arg in head.shifted):
             continue
         if op == Op.ALLOC and arg == storage:
             yield (op, grad, size // tokens * rows, kind, module)

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from zeroplan.core.buffers import Phase
+from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import Layout
 from zeroplan.core.layout_setup import RuntimeSetup
 from zeroplan.core.tape import ExpandedTape
@@ -14,6 +15,7 @@ from zeroplan.ds_config.runtime_options import RuntimeOptions
 from zeroplan.engines.base import Case
 from zeroplan.engines.player import Run, play
 from zeroplan.engines.runtime.checkpoints import OffloadedInput, host_buffers, with_offloaded_inputs
+from zeroplan.engines.runtime.chunked_cross_entropy import with_chunked_cross_entropy
 from zeroplan.engines.runtime.fused_loss import with_fused_loss
 from zeroplan.engines.runtime.host import checkpoint_phases, host_phases
 from zeroplan.engines.runtime.labelled_tokens import with_labelled_tokens
@@ -35,10 +37,18 @@ def computed_tape(
     if runtime_options.direct_linear and whole in (setup.param_dtype, DType.FP32):
         tape = with_direct_gradients(tape)
     rows = workload.rows * (workload.seq_len or 0)
-    if runtime_options.fused_loss and tp == 1:
+    chunk = runtime_options.chunked_cross_entropy
+    if chunk and tp > 1:
+        where = "ds_config.zeroplan.chunked_cross_entropy"
+        raise BadInput(
+            "ranks of tp have parts of the head", where=where, remedy="leave the key out, or use no tensor parallelism"
+        )
+    if (runtime_options.fused_loss and tp == 1) or chunk:
         tape = with_fused_loss(tape, rows=rows, itemsize=setup.param_dtype.bytes)
     if runtime_options.labelled_tokens_only:
         tape = with_labelled_tokens(tape, tokens=rows, share=workload.labelled_share or 1.0)
+    if chunk:
+        tape = with_chunked_cross_entropy(tape, tokens=chunk)
     return tape
 
 

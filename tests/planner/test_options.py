@@ -54,7 +54,7 @@ def test_other_programs_names_lead_to_arguments() -> None:
         (zeroplan.estimate, "micro_bach", "did you mean 'micro_batch'"),
         (zeroplan.estimate, "batch_size", "write micro_batch"),
         (zeroplan.estimate, "colour", "it takes adapter_dtype, alloc_conf, attn,"),
-        (zeroplan.estimate_zero3_mem, "stage", "it takes"),
+        (zeroplan.estimate_zero3_mem, "stage", "takes no argument 'stage'"),
         (zeroplan.recommend, "global_bach", "did you mean 'global_batch'"),
         (zeroplan.recommend, "files", "recommend() takes no argument 'files'"),
         (zeroplan.verify, "vram", "verify() takes no argument 'vram'"),

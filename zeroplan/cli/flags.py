@@ -51,7 +51,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", callback=_quiet, help="Pri
 
 _WORK, _CLUSTER, _MESH, _ZERO, _FROM = "Workload", "Cluster", "Parallelism", "Sharding", "Files"
 #: Fields of what the training loops of ``verify`` and ``tune`` do not do, and no one tape holds.
-NOT_LOOPED = ("lengths", "eval_batch", "eval_logits")
+NOT_LOOPED = ("lengths", "eval_batch", "eval_logits", "save", "save_by", "save_only_model")
 #: Fields of a layout, for verbs that take data parallelism alone.
 DEGREES = ("tp", "sp", "cp", "pp", "vpp", "ep", "etp", "schedule", "dp_replicate")
 
@@ -121,6 +121,21 @@ OPTIONS: dict[str, Any] = {
     "eval_logits": _option(
         int, "--eval-logits", "Batches whose logits the evaluation keeps on the GPU (eval_accumulation_steps). [0]", _WORK
     ),
+    "save": _option(
+        str | None,
+        "--save",
+        "Save between steps: sharded, every rank its part, or full, gathered on the first.",
+        _WORK,
+        metavar="FORM",
+    ),
+    "save_by": _option(
+        str | None,
+        "--save-by",
+        "Whose code saves: loop (your own), accelerate, trainer or lightning. [loop]",
+        _WORK,
+        metavar="WHO",
+    ),
+    "save_only_model": _option(bool, "--save-only-model", "Save no optimizer states.", _WORK),
     "from_scratch": _option(bool, "--from-scratch", "Weights are initialised: no host reads pretrained ones.", _WORK),
     "gpus": _option(int, "--gpus", "GPUs a node.", _CLUSTER),
     "nodes": _option(int, "--nodes", "Nodes.", _CLUSTER),
@@ -216,6 +231,9 @@ _FOR_RECOMMEND = (
         "lengths",
         "eval_batch",
         "eval_logits",
+        "save",
+        "save_by",
+        "save_only_model",
         "from_scratch",
     ),
     *("gpus", "nodes", "gpu", "vram", "cpu_ram", "nvme", "host", "engine", "trust_remote_code"),

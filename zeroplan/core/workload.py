@@ -11,6 +11,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.evaluation import Evaluation
 from zeroplan.core.optimizer_row import DEFAULT_OPTIMIZER
 from zeroplan.core.quantization import Quantization
+from zeroplan.core.saving import Saving
 
 _Named = TypeVar("_Named", bound=StrEnum)
 
@@ -128,8 +129,9 @@ class Workload:
     model as a whole, without units in it. `pairs` means that a sample is a chosen and a rejected one, which pass together;
     `reference` what is asked beside the trained model. `images` of `image_size` pixels a side come with each sample of a
     vision-language model; None is the size of its config. `labelled_share` of the tokens have a label, where the head sees
-    those alone; None where it sees all. `evaluation` runs between two steps; None for none. `lengths` are those of samples
-    that a batch is padded to the longest of, cut at `seq_len`; empty where all have that length.
+    those alone; None where it sees all. `evaluation` runs between two steps, and `saving` is
+    done there; None for none. `lengths` are those of samples that a batch is padded to the longest of, cut at `seq_len`; empty
+    where all have that length.
     """
 
     micro_batch: int = 1
@@ -160,6 +162,7 @@ class Workload:
     image_size: int | None = None
     labelled_share: float | None = None
     evaluation: Evaluation | None = None
+    saving: Saving | None = None
     lengths: tuple[int, ...] = ()
 
     @property

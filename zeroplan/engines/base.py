@@ -191,6 +191,12 @@ class Engine(ABC):
         """Return the settings of the case that the engine's lines and schedule leave out; nothing by default."""
         return ()
 
+    def unsaved(self, case: Case) -> str:
+        """Return what no figure of the case's saving holds, in words; an empty string where they hold all. By default nothing
+        of it is modelled.
+        """
+        return f"saving under {self.name} is in no figure"
+
     def with_ds_config(self, ds_config: DsConfig) -> Self:
         """Return the engine with the settings of its own section in a ds_config, read in its :attr:`dialect`."""
         return self

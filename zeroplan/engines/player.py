@@ -22,8 +22,8 @@ from zeroplan.simulate.recorder import Recorder
 #: Micro batches of an accumulation window that differ from each other: the first, a later one, and the last.
 DISTINCT_MICRO_BATCHES = 3
 
-#: Steps that are played after an evaluation: the first may still use what it left, the second repeats.
-STEPS_AFTER_EVALUATION = 2
+#: Steps that are played after an evaluation or a save: the first may still use what it left, the second repeats.
+STEPS_AFTERWARDS = 2
 
 #: cuBLASLt's workspace, which torch takes for products with a bias (CUDABlas.cpp, gemm_and_bias).
 CUBLASLT_WORKSPACE = 1 << 20
@@ -82,6 +82,9 @@ class EngineSchedule:
     def evaluation_end(self) -> None:
         """A forward of an evaluation has returned."""
 
+    def save(self) -> None:
+        """The program saves, between two steps, what the workload says."""
+
 
 class CuePlayer:
     """Records event blocks, and calls a schedule's hooks between them."""
@@ -128,6 +131,7 @@ class Run:
         skipped_steps: leading steps that the loss scaler discards.
         cublas_workspace: bytes of one cuBLAS workspace; 0 leaves cuBLASLt's out, too.
         detached_loss: the loop keeps the loss without its graph.
+        saves: whether it saves, between two steps.
     """
 
     grad_accum: int
@@ -135,6 +139,7 @@ class Run:
     skipped_steps: int = 0
     cublas_workspace: int = 0
     detached_loss: bool = False
+    saves: bool = False
 
 
 def play(
@@ -150,7 +155,8 @@ def play(
     """Records a whole run: build, initialisation, and `run.steps` steps, each event block of it ended by a mark.
 
     Marks are ``model``, ``init``, then ``fwd`` and ``bwd`` for every micro batch and ``step0``, ``step1``, … A tape's
-    evaluation comes after those steps, ended by the mark ``eval``; two more steps follow, which repeat.
+    evaluation comes after those steps, ended by the mark ``eval``, then a save, ended by ``save``; two more steps follow, which
+    repeat.
 
     Args:
         run: how much is played.
@@ -175,10 +181,14 @@ def play(
     evaluation, order = tape.evaluation, [*script.shapes, script]
     steps = run.steps + -(-len(script.shapes) // played)  # lengths that change first, then the longest as often as any
     passed = 0
-    for step in range(steps + (0 if evaluation is None else STEPS_AFTER_EVALUATION)):
+    afterwards = STEPS_AFTERWARDS if evaluation is not None or run.saves else 0
+    for step in range(steps + afterwards):
         if evaluation is not None and step == steps:
             _evaluate(player, schedule, evaluation)
             recorder.mark("eval")
+        if run.saves and step == steps:
+            schedule.save()
+            recorder.mark("save")
         previous, kept = kept, []
         for micro in range(played):
             boundary = micro == played - 1

@@ -20,11 +20,12 @@ _PHASE_OF_MARK = {
     "fwd": Phase.FORWARD,
     "bwd": Phase.BACKWARD,
     "eval": Phase.EVALUATION,
+    "save": Phase.SAVE,
 }
 
 
 def phase_of_mark(name: str) -> Phase:
-    """Return the phase that a mark ends: ``model``, ``init``, ``fwd``, ``bwd``, ``eval``, or a step."""
+    """Return the phase that a mark ends: ``model``, ``init``, ``fwd``, ``bwd``, ``eval``, ``save``, or a step."""
     return _PHASE_OF_MARK.get(name, Phase.STEP)
 
 
@@ -87,7 +88,8 @@ class Simulation:
         rank: the rank that allocates the most.
         host: every rank's host by phase (all are alike).
         others: the runs of other ranks, which may reserve more, and the same rank's where data decide how it goes.
-        checkpoint: saving and resuming, which a run need not do and its peaks leave out; empty where not derived.
+        checkpoint: saving and resuming, which a run need not do; the host's peak leaves them out unless the workload saves.
+            Empty where not derived.
         moved: bytes of each checkpointed input that leaves for pinned memory, which the tape tells and no formula.
         least_reserved: where data decide, the least that the worst rank may reserve; None where they do not.
         other_lags: where the device's lag behind the host decides when freed blocks come back, the run of `rank` at the other
@@ -168,4 +170,4 @@ class Simulation:
             for mark in run.marks:
                 phase = phase_of_mark(mark.name).value
                 peaks[phase] = max(peaks.get(phase, 0), mark.peak)
-        return peaks | {one.phase.value: one.gpu for one in self.checkpoint if one.gpu}
+        return peaks | {one.phase.value: one.gpu for one in self.checkpoint if one.gpu and one.phase.value not in peaks}

@@ -16,7 +16,9 @@ from zeroplan.engines.torch_rank import TorchRank
 from zeroplan.models.spec import ModelSpec
 
 if TYPE_CHECKING:
+    from zeroplan.core.saving import Saving
     from zeroplan.core.tape import ExpandedTape
+    from zeroplan.engines.saved_files import Written
     from zeroplan.engines.simulation import HostPhase, HostRun, Simulation
     from zeroplan.engines.torch_traffic import TorchTraffic
     from zeroplan.simulate.allocator.config import AllocatorConfig
@@ -56,6 +58,29 @@ class TorchEngine(Engine, Generic[R]):
         """Return such a rank's buffers on the host by phase; none unless the engine offloads."""
         return ()
 
+    @abstractmethod
+    def parts_of_save(self, rank: R, saving: Saving) -> tuple[Written, ...]:
+        """Return what a save needs on the host, part by part."""
+
+    def unsaved(self, case: Case) -> str:
+        """Return what is not modelled of saving: layouts beside data parallelism, states whose parts are no parts of tensors,
+        and experts that are taken apart.
+        """
+        from zeroplan.engines.saved_files import EXPERTS_APART, rewrites_experts
+
+        saving, rank = case.workload.saving, self.rank(case, case.parameters)
+        if case.parallel is not None:
+            return "saving with further kinds of parallelism is in no figure"
+        row = rank.optimizer
+        if (
+            saving is not None
+            and saving.optimizer
+            and rank.ranks > 1
+            and (row.least_8bit or any(s.factored for s in row.states))
+        ):
+            return f"saving the sharded states of {row.name} is in no figure"
+        return EXPERTS_APART if rewrites_experts(case.workload, rank.parameters) else ""
+
     def simulate(self, case: Case, tape: ExpandedTape, config: AllocatorConfig | None = None) -> Simulation:
         """Simulate the rank that holds the most."""
         from zeroplan.engines.simulation import Simulation
@@ -78,7 +103,13 @@ class TorchEngine(Engine, Generic[R]):
         beside = sum(sum(one.kept.values()) for one in host if one.phase is Phase.LOAD)
         read = rank.original_bytes * rank.trainable + rank.frozen_bytes * rank.frozen
         weights = CheckpointPhase(Phase.WEIGHTS, 0, beside + read)
-        return HostRun(host, (weights,))
+        saving = case.workload.saving
+        if saving is None:
+            return HostRun(host, (weights,))
+        from zeroplan.engines.saved_files import save_phase
+
+        held = sum(sum(one.kept.values()) for one in host if one.phase is Phase.STEP)
+        return HostRun(host, (weights, save_phase(held, *self.parts_of_save(rank, saving))))
 
     def traffic(self, spec: ModelSpec, cluster: Cluster) -> TorchTraffic:
         """See ``zeroplan/engines/torch_traffic.py``."""

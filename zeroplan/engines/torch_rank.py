@@ -104,6 +104,14 @@ class TorchRank(Rank, ABC):
         updated = [(Domain.MATRIX, p) for p in self.trained if p in self.matrices]
         return updated + [(Domain.REST, p) for p in self.trained if p not in self.matrices]
 
+    def whole_states_of(self, param: int) -> int:
+        """Return the bytes of one parameter's optimizer states on all ranks together."""
+        matrix = self.optimizer.rest and param in self.matrices
+        domain = Domain.ALL if not self.optimizer.rest else Domain.MATRIX if matrix else Domain.REST
+        own = [state for state in self.optimizer.states if state.domain is domain]
+        shape = self.parameters.shapes[param]
+        return sum(nbytes for state in own for nbytes in state.tensors_of(shape, self.original_bytes))
+
     @cached_property
     def factored(self) -> int:
         """Elements of this rank's factored second moments: of a matrix its rows and its columns."""

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.optimizer_row import LEVELS, Domain, Optimizer
 from zeroplan.core.optimizers import OPTIMIZERS
-from zeroplan.core.workload import OptimizerKind
+from zeroplan.core.workload import OptimizerKind, Workload
+from zeroplan.engines.player import Run
 from zeroplan.engines.torch_rank import TorchRank
 from zeroplan.simulate.recorder import Recorder
 
@@ -18,6 +19,17 @@ STEPS_UNTIL_STEADY = 3
 _SCALAR = 4
 _BF16 = 2
 _FP32 = 4
+
+
+def torch_run(workload: Workload, cublas_workspace: int) -> Run:
+    """Return the part of a job that is played, until it repeats."""
+    return Run(
+        workload.grad_accum,
+        STEPS_UNTIL_STEADY,
+        cublas_workspace=cublas_workspace,
+        detached_loss=workload.detached_loss,
+        saves=workload.saving is not None,
+    )
 
 
 def optimizer_step(recorder: Recorder, rank: TorchRank, *, applied: bool, first: bool) -> None:

@@ -20,6 +20,7 @@ _LAUNCHERS = ("accelerate", "ds_config")
 _LAUNCHERS_OWN = (
     "engine",
     "fsdp_version",
+    "state_dict",
     "accelerate_units",
     "one_unit",
     "gpus",

@@ -57,6 +57,10 @@ class Setup:
         chunked_head: whether TRL computes head and loss together in tiles.
         detached_loss: whether the loop keeps the loss without its graph, as the Trainer's does.
         eval_batch: samples a GPU and pass of an evaluation between steps; None without one.
+        saves: whether the run saves between steps, where its file says so.
+        state_dict: the form of what FSDP saves: ``sharded`` or ``full``; None for the program's default.
+        saver: whose code saves: ``trainer``, ``accelerate``, …; None for a loop of one's own.
+        save_only_model: whether no optimizer states are saved.
         fsdp_version: 1 where FSDP is the older one, whose `engine` is ``fsdp`` if that plans the run.
         zero_init: whether the model is built under ``deepspeed.zero.Init``; None where nothing says.
         keys: the key that said each field.
@@ -107,6 +111,10 @@ class Setup:
     chunked_head: bool = False
     detached_loss: bool = False
     eval_batch: int | None = None
+    saves: bool = False
+    state_dict: str | None = None
+    saver: str | None = None
+    save_only_model: bool = False
     fsdp_version: int | None = None
     zero_init: bool | None = None
     keys: Mapping[str, str] = field(default_factory=dict)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.evaluation import Evaluation
 from zeroplan.core.parallel import ParallelLayout
+from zeroplan.core.saving import Saving
 from zeroplan.core.workload import Workload
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ _ASKED_FOR = {
     "image_size": None,
     "labelled_share": None,
     "evaluation": None,
+    "saving": None,
     "lengths": (),
 }
 
@@ -85,4 +87,6 @@ def describe_setup(setup: Setup) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, Evaluation):
         return {"batch": value.batch, "kept": value.kept}
+    if isinstance(value, Saving):
+        return {"state_dict": value.state_dict.value, "saver": value.saver.value, "optimizer": value.optimizer}
     return list(value) if isinstance(value, tuple) else str(value) if isinstance(value, str) else value

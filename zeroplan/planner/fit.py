@@ -30,6 +30,8 @@ def left_out(engine: Engine, case: Case, *, tape: ExpandedTape | None = None) ->
     if work.evaluation is not None and not evaluated and (work.evaluation.kept or work.evaluation.batch > work.micro_batch):
         says = f"an evaluation with {work.evaluation.batch} samples a GPU is in no figure"
         found.setdefault("evaluation", Unmodelled("evaluation", Effect.MORE, says))
+    if work.saving is not None and (says := engine.unsaved(case)):
+        found.setdefault("saving", Unmodelled("saving", Effect.MORE, says))
     return tuple(found.values())
 
 

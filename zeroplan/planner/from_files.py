@@ -169,6 +169,8 @@ def filled(request: Request, setup: Setup) -> Request:
     for field in ("whole_embedding_states", "accelerate_units", "one_unit"):
         changes[field] = getattr(setup, field)
     changes |= {"lora_dropout": setup.lora_dropout, "detached_loss": setup.detached_loss}
+    if setup.saves:
+        changes |= _saving(request, setup)
     if setup.head is not None and request.task is None and request.params is None:
         changes["task"] = setup.head
     if setup.pairs:
@@ -202,6 +204,25 @@ def _pairs(setup: Setup, left_out: tuple[Unmodelled, ...]) -> dict[str, Any]:
         return {"pairs": True, "reference": None if setup.reference is None else Reference(setup.reference)}
     says = "the forward of the quantised model without adapters"
     return {"pairs": True, "unmodelled": (*left_out, Unmodelled(f"task {setup.task}", Effect.MORE, says))}
+
+
+def _saving(request: Request, setup: Setup) -> dict[str, Any]:
+    """Saving by the setup's program, in the form that FSDP has there; a flag decides the form where the file leaves it open.
+
+    Raises:
+        BadInput: a flag that contradicts the setup.
+    """
+    said = {"save": setup.state_dict, "save_by": setup.saver}
+    for field, value in said.items():
+        asked = getattr(request, field)
+        if value is not None and asked not in (None, value):
+            flag = f"--{field.replace('_', '-')}"
+            raise BadInput(f"the file says {value}, the flag {asked}", where=flag, remedy="change one of the two")
+    return {
+        "save": request.save or setup.state_dict or "full",
+        "save_by": request.save_by or setup.saver,
+        "save_only_model": request.save_only_model or setup.save_only_model,
+    }
 
 
 def _quantized(setup: Setup, engine: str, left_out: tuple[Unmodelled, ...]) -> dict[str, Any]:

@@ -6,20 +6,21 @@ from collections.abc import Mapping
 
 from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.plan import CpuMemory, HostBuffer, HostPeak
+from zeroplan.core.workload import Workload
 from zeroplan.engines.simulation import CheckpointPhase, HostBytes, HostPhase, HostRun, Simulation
 
 #: For saving, resuming and reading weights: the phase whose process and standing buffers are there meanwhile.
 _LOADED_BY = {Phase.SAVE: Phase.STEP, Phase.RESUME: Phase.INIT, Phase.WEIGHTS: Phase.LOAD}
 
 
-def host_memory(simulation: Simulation | HostRun, rss: Mapping[Phase, int], *, ranks: int, pretrained: bool) -> CpuMemory:
+def host_memory(simulation: Simulation | HostRun, rss: Mapping[Phase, int], *, ranks: int, workload: Workload) -> CpuMemory:
     """Return the host's part of a plan.
 
     Args:
         simulation: the engine's buffers by phase, on one rank.
         rss: resident bytes of one rank's process at the end of each phase, without those buffers.
         ranks: ranks of one node.
-        pretrained: whether pretrained weights are read, so that their phase counts in place of loading.
+        workload: says whether pretrained weights are read, whose phase counts in place of loading, and whether the run saves.
     """
     on_host = {one.phase: one for one in simulation.host}
     peaks = []
@@ -31,7 +32,7 @@ def host_memory(simulation: Simulation | HostRun, rss: Mapping[Phase, int], *, r
         before = _LOADED_BY[one.phase]
         peak = _checkpoint(one, rss[before], on_host.get(before), ranks)
         peaks.append(peak)
-        if one.phase is Phase.WEIGHTS and pretrained:
+        if (one.phase is Phase.WEIGHTS and not workload.from_scratch) or (one.phase is Phase.SAVE and workload.saving):
             counted.append(peak)
     most = max(counted, key=lambda peak: peak.bytes)
     return CpuMemory(

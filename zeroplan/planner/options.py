@@ -44,6 +44,9 @@ class MachineOptions(RunOptions, total=False):
     lengths: str | Sequence[int] | None
     eval_batch: int | None
     eval_logits: int
+    save: str | None
+    save_by: str | None
+    save_only_model: bool
     params: int | None
     largest_layer_params: int | None
     from_scratch: bool
@@ -106,6 +109,9 @@ OTHER_NAMES = {
     "per_device_eval_batch_size": ("eval_batch", ""),
     "eval_batch_size": ("eval_batch", " (samples a GPU and pass of an evaluation)"),
     "eval_accumulation_steps": ("eval_logits", " (batches whose logits stay on the GPU)"),
+    "save_strategy": ("save", " (sharded or full)"),
+    "fsdp_state_dict_type": ("save", " (sharded or full)"),
+    "state_dict_type": ("save", " (sharded or full)"),
     "max_seq_length": ("seq_len", ""),
     "max_length": ("seq_len", ""),
     "context_length": ("seq_len", ""),

@@ -44,6 +44,9 @@ class Request:
     lengths: str | Sequence[int] | None = None
     eval_batch: int | None = None
     eval_logits: int = 0
+    save: str | None = None
+    save_by: str | None = None
+    save_only_model: bool = False
     from_scratch: bool = False
     # cluster
     gpus: int = 1

@@ -99,7 +99,7 @@ def simulated_plan(
         rotary=any("Rotary" in kind for kind in types),
         experts=any("Experts" in kind for kind in types),
     )
-    cpu = host_memory(simulation, rss, ranks=local, pretrained=not case.workload.from_scratch)
+    cpu = host_memory(simulation, rss, ranks=local, workload=case.workload)
     unmodelled = left_out(engine, case, tape=tape)
     fit = judged(case, unmodelled, gpu=high, cpu=cpu.per_node, nvme=formula.nvme.per_node)
     plan = formula.model_copy(

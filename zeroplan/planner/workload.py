@@ -11,6 +11,7 @@ from zeroplan.core.lengths import read_lengths, sampled
 from zeroplan.core.optimizer_row import DEFAULT_OPTIMIZER
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.quantization import parse_quantization
+from zeroplan.core.saving import Saver, Saving, StateDict
 from zeroplan.core.workload import Attention, CheckpointPolicy, DType, OptimizerKind, Workload
 from zeroplan.engines.base import Engine
 from zeroplan.models.facts import RELATIVE_POSITIONS, max_seq_len
@@ -20,7 +21,7 @@ from zeroplan.planner.request import Request
 DEFAULT_SEQ_LEN = 2048
 #: No count of a workload goes beyond this; it keeps arithmetic and loops sane.
 _MOST = 1 << 31
-_E = TypeVar("_E", DType, Attention)
+_E = TypeVar("_E", DType, Attention, StateDict, Saver)
 
 
 def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
@@ -96,6 +97,7 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         image_size=request.image_size,
         labelled_share=request.labelled_share,
         evaluation=_evaluation(request, engine),
+        saving=_saving(request),
         lengths=lengths,
         adapter_dtype=None if request.adapter_dtype is None else _one_of(DType, request.adapter_dtype, "adapter_dtype"),
     )
@@ -123,6 +125,24 @@ def _evaluation(request: Request, engine: Engine) -> Evaluation | None:
             raise BadInput("logits without an evaluation", where="--eval-logits", remedy="give --eval-batch 8 as well")
         return None
     return Evaluation(request.eval_batch, request.eval_logits, casts=engine.casts_outputs)
+
+
+def _saving(request: Request) -> Saving | None:
+    """Return what is saved between steps.
+
+    Raises:
+        BadInput: an unknown form or program, or a saver where nothing is saved.
+    """
+    if request.save is None:
+        for where, given in (("--save-by", request.save_by), ("--save-only-model", request.save_only_model)):
+            if given:
+                raise BadInput("nothing is saved", where=where, remedy="give --save sharded or --save full as well")
+        return None
+    return Saving(
+        _one_of(StateDict, request.save, "--save"),
+        _one_of(Saver, request.save_by or Saver.LOOP, "--save-by"),
+        optimizer=not request.save_only_model,
+    )
 
 
 def sequence_length(asked: int | None, spec: ModelSpec) -> int:

@@ -176,7 +176,7 @@ class Memory:
         if run is None:
             return None
         rss = self.engine.host_rss(case.workload, case.zero, rotary=False)
-        return host_memory(run, rss, ranks=self.cluster.gpus, pretrained=not case.workload.from_scratch)
+        return host_memory(run, rss, ranks=self.cluster.gpus, workload=case.workload)
 
     def plan(self, candidate: Candidate) -> MemoryPlan:
         """The candidate's plan at the deepest depth there is; kept, because several questions ask for it."""

@@ -32,7 +32,8 @@ def with_runnable_files(request: Request) -> tuple[Request, Setup]:
             remedy="put zeroplan.callback.ZeroplanCallback into the program's own run, or give flags in place of --from",
         )
     plain = replace(filled, optimizer_kind=None, detached_loss=False, zero_init=None, unmodelled=(), task=None)
-    plain = replace(plain, eval_batch=None, eval_logits=0)  # the loop does not evaluate
+    # The loop neither evaluates nor saves.
+    plain = replace(plain, eval_batch=None, eval_logits=0, save=None, save_by=None, save_only_model=False)
     return plain, setup
 
 

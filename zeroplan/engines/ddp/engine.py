@@ -21,7 +21,9 @@ from zeroplan.engines.torch_engine import TorchEngine
 from zeroplan.ledger.line import Ledger
 
 if TYPE_CHECKING:
+    from zeroplan.core.saving import Saving
     from zeroplan.core.tape import ExpandedTape
+    from zeroplan.engines.saved_files import Written
     from zeroplan.interop.forms.configuration import Form
     from zeroplan.simulate.recorder import Recorder
 
@@ -94,6 +96,12 @@ class Ddp(TorchEngine[DdpRank]):
         from zeroplan.engines.process import host_rss
 
         return host_rss(_RSS, workload, zero, rotary=rotary, experts=experts)
+
+    def parts_of_save(self, rank: DdpRank, saving: Saving) -> tuple[Written, ...]:
+        """See :func:`zeroplan.engines.ddp.saving.parts_of_save`."""
+        from zeroplan.engines.ddp.saving import parts_of_save
+
+        return parts_of_save(rank, saving)
 
     def forms(self) -> Mapping[str, Form]:
         """Return one form: plain torch, whose script reads no config file."""

@@ -12,8 +12,8 @@ from zeroplan.core.buffers import Buffer
 from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.units import MIB
 from zeroplan.engines.ddp.rank import DdpRank
-from zeroplan.engines.player import EngineSchedule, Run, play
-from zeroplan.engines.torch_step import STEPS_UNTIL_STEADY, optimizer_step
+from zeroplan.engines.player import EngineSchedule, play
+from zeroplan.engines.torch_step import optimizer_step, torch_run
 from zeroplan.simulate.recorder import Recorder
 
 FIRST_BUCKET = MIB
@@ -91,8 +91,6 @@ class DdpSchedule(EngineSchedule):
 def record_ddp(rank: DdpRank, tape: ExpandedTape) -> Recorder:
     """Record every allocation and free of one rank's run, in order. See :func:`zeroplan.engines.player.play`."""
     recorder = Recorder()
-    work = rank.workload
-    workspace = rank.cublas_workspace
-    run = Run(work.grad_accum, STEPS_UNTIL_STEADY, cublas_workspace=workspace, detached_loss=work.detached_loss)
+    run = torch_run(rank.workload, rank.cublas_workspace)
     play(run, tape, recorder, DdpSchedule(rank, recorder))
     return recorder

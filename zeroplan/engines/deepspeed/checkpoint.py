@@ -9,6 +9,12 @@ Note [Checkpoints]
     What is on the host or on disk already is written from there. Frozen parameters are copied to the host first, from
     stage 2 on.
 
+    The HF Trainer writes the weights itself, before ``save_checkpoint``. Below stage 3 every rank clones the whole model to its
+    host for it (accelerate 1.15, accelerator.py, get_state_dict; deepspeed/checkpoint/utils.py, clone_tensors_for_torch_save),
+    at stage 3 the first rank alone, with ``stage3_gather_16bit_weights_on_model_save``; without that key it only calls
+    ``save_checkpoint`` (transformers 5.17, trainer.py, save_model). Beside adapters, frozen weights stay out of the checkpoint.
+    accelerate's ``save_state`` and Lightning call ``save_checkpoint`` and nothing else.
+
     A checkpoint is loaded to the host: the model's file by every rank, at stage 3 without parameters, then the rank's own
     file. The copies of frozen parameters stay, as part of what ``load_checkpoint`` returns. Masters are copied in place;
     states are made anew on the device of their masters (torch/optim/optimizer.py, load_state_dict), beside those that
@@ -22,11 +28,13 @@ Note [Checkpoints]
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zeroplan.core.buffers import Phase
+from zeroplan.core.saving import Saver, Saving
 from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
+from zeroplan.engines.saved_files import Written, save_phase
 from zeroplan.engines.simulation import CheckpointPhase
 
 
@@ -44,7 +52,7 @@ def checkpoint_phases(
     """Simulate the host in ``engine.save_checkpoint`` after a step and ``engine.load_checkpoint`` after initialisation. See
     Note [Checkpoints].
 
-    With ``stage3_gather_16bit_weights_on_model_save`` saving includes ``engine.save_16bit_model``.
+    With ``stage3_gather_16bit_weights_on_model_save`` a loop of one's own also calls ``engine.save_16bit_model``.
 
     Source: engine.py, _save_checkpoint, _save_zero_checkpoint, save_16bit_model, _load_checkpoint, _load_zero_checkpoint;
         zero/stage_1_and_2.py and zero/stage3.py, state_dict, load_state_dict, checkpoint_event_prologue
@@ -78,25 +86,48 @@ def _states(rank: DeepSpeedRank, places: list[int]) -> list[int]:
 
 
 def _save(rank: DeepSpeedRank, owned: _Owned, gpu: int, host: int) -> CheckpointPhase:
+    """Saving between steps; a run that says nothing of it is taken to call ``save_checkpoint`` itself."""
+    saving = rank.workload.saving or Saving()
+    parts = []
+    if saving.optimizer or saving.saver is not Saver.TRAINER or (rank.stage == 3 and not gathers_weights(rank, saving)):
+        parts.append(_checkpoint(rank, owned, saving))
+    if rank.stage == 3 and gathers_weights(rank, saving):
+        gathered = max((sum(rank.shards[p] * rank.ranks for p in set(own)) for own in rank.parameters.modules), default=0)
+        gpu = max(gpu, gpu - _persistent_bytes(rank) + rank.param_bytes * gathered)
+        parts.append(Written(0, rank.param_bytes * (rank.trainable if _adapters_alone(rank, saving) else sum(rank.numel))))
+    elif saving.saver is Saver.TRAINER and rank.stage < 3:  # a tied weight is copied once for each owner
+        cloned = rank.param_bytes * sum(rank.numel[p] for own in rank.parameters.modules for p in own)
+        parts.append(Written(cloned, cloned))
+    return replace(save_phase(host, *parts), gpu=gpu)
+
+
+def gathers_weights(rank: DeepSpeedRank, saving: Saving) -> bool:
+    """Return whether stage 3 gathers the weights in 16 bits on the first rank's host, module by module."""
+    return rank.zero.gather_16bit_weights_on_model_save and saving.saver in (Saver.LOOP, Saver.TRAINER)
+
+
+def _adapters_alone(rank: DeepSpeedRank, saving: Saving) -> bool:
+    """Return whether frozen weights stay out of what is written (``exclude_frozen_parameters``)."""
+    return saving.saver is Saver.TRAINER and any(rank.parameters.adapters)
+
+
+def _checkpoint(rank: DeepSpeedRank, owned: _Owned, saving: Saving) -> Written:
+    """Return what ``engine.save_checkpoint`` takes."""
     zero, w = rank.zero, rank.param_bytes
     masters = [rank.master_bytes * rank.stepped_at_once[at] for at in owned.gpu] if rank.own_masters else []
     storage = max([*masters, *_states(rank, owned.gpu)], default=0)
-    module = 0  # the largest storage of the model's file
+    module, trained_alone = 0, _adapters_alone(rank, saving)  # the largest storage of the model's file
     if zero.stage < 3:
         trained = [rank.numel[p] for p in rank.trained]
         flat = zero.stage > 0 or rank.flattens
         module = w * max([sum(trained)] if flat else trained, default=0)
-        module = max(module, w * max(rank.frozen_numel, default=0))
-    frozen = _frozen_copies(rank)
+        if not trained_alone:
+            module = max(module, w * max(rank.frozen_numel, default=0))
     if zero.stage == 0:  # one file has all
-        return CheckpointPhase(Phase.SAVE, gpu, host, max(storage, module))
-    whole = 0
-    if zero.stage == 3 and zero.gather_16bit_weights_on_model_save:
-        gathered = max((sum(rank.shards[p] * rank.ranks for p in set(own)) for own in rank.parameters.modules), default=0)
-        gpu = max(gpu, gpu - _persistent_bytes(rank) + w * gathered)
-        whole = w * sum(rank.numel)
+        return Written(0, max(storage, module))
+    frozen = 0 if trained_alone else _frozen_copies(rank)
     every = max(storage, frozen)
-    return CheckpointPhase(Phase.SAVE, gpu, host + every, max(0, frozen + module - every, whole - every))
+    return Written(every, max(every, frozen + module))
 
 
 def _resume(rank: DeepSpeedRank, owned: _Owned, gpu: int, host: int) -> CheckpointPhase:

@@ -115,6 +115,14 @@ class DeepSpeed(Engine):
                 remedy="use --stage 0, or adamw",
             )
 
+    def unsaved(self, case: Case) -> str:
+        """Return what is not modelled of saving: further kinds of parallelism, and experts that are taken apart."""
+        from zeroplan.engines.saved_files import EXPERTS_APART, rewrites_experts
+
+        if case.parallel is not None:
+            return "saving with further kinds of parallelism is in no figure"
+        return EXPERTS_APART if rewrites_experts(case.workload, case.spec.parameters) else ""
+
     def unmodelled(self, case: Case) -> tuple[Unmodelled, ...]:
         """Return the keys of quantized communication, ZenFlow and SuperOffload, which no line or schedule covers."""
         zero = case.zero

@@ -46,7 +46,14 @@ def record_deepspeed(
     """
     recorder = Recorder()
     steps = STEPS_UNTIL_STEADY + skipped_steps if steps is None else steps
-    run = Run(rank.grad_accum, steps, skipped_steps, rank.cublas_workspace, rank.workload.detached_loss)
+    run = Run(
+        rank.grad_accum,
+        steps,
+        skipped_steps,
+        rank.cublas_workspace,
+        rank.workload.detached_loss,
+        saves=rank.workload.saving is not None,
+    )
     own_linear = rank.stage == 3 and rank.zero.memory_efficient_linear
     play(run, tape, recorder, stage_schedule(rank, tape, recorder), own_linear=own_linear, scripts=scripts)
     return recorder

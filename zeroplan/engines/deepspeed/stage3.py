@@ -10,6 +10,7 @@ from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.workload import OptimizerKind
 from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.engines.deepspeed.base import COMPUTE, REDUCE, SCALAR, DeepSpeedSchedule
+from zeroplan.engines.deepspeed.checkpoint import gathers_weights
 from zeroplan.engines.deepspeed.coordinator import Coordinator
 from zeroplan.engines.deepspeed.leaf_modules import inside_of, leaf_modules, subtree_params
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
@@ -357,6 +358,21 @@ class Stage3(DeepSpeedSchedule):
                 if rank.parameters.trainable[p]:
                     self.free(handle)
                     del self.secondary[p]
+
+    def save(self) -> None:
+        """Partition all parameters, gather one module's after another where weights are gathered, then the persistent ones
+        (checkpoint_event_prologue, engine.py's _zero3_consolidated_16bit_state_dict, checkpoint_event_epilogue).
+        """
+        rank, saving = self.rank, self.rank.workload.saving
+        self.coordinator.release_all()
+        if self.stream != COMPUTE:
+            self.coordinator.deferred_frees.complete_all()
+        if saving is not None and gathers_weights(rank, saving):
+            for own in rank.parameters.modules:
+                sizes = [rank.param_bytes * rank.shards[p] * rank.ranks for p in dict.fromkeys(own)]
+                self.free_all([self.alloc(nbytes, Buffer.PARAM_FULL) for nbytes in sizes])
+        if self.coordinator.persistent:
+            self.coordinator.gather_persistent()
 
     def _step_group(self, at: int, pieces: int) -> None:
         """Cast one sub-group's gradients and step its optimizer (_prepare_fp32_grad_for_sub_group)."""

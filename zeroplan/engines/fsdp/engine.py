@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.parameters import Parameters
+from zeroplan.core.saving import Saver, StateDict
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
@@ -17,7 +18,9 @@ from zeroplan.engines.torch_engine import TorchEngine
 from zeroplan.ledger.line import Ledger
 
 if TYPE_CHECKING:
+    from zeroplan.core.saving import Saving
     from zeroplan.core.tape import ExpandedTape
+    from zeroplan.engines.saved_files import Written
     from zeroplan.interop.forms.configuration import Form
     from zeroplan.simulate.recorder import Recorder
 
@@ -76,6 +79,15 @@ class Fsdp(TorchEngine[FsdpRank]):
         says = "adapters' units come and go in an order that reserves up to a third more than the figure"
         return (Unmodelled("--engine fsdp", Effect.MORE, says),)
 
+    def unsaved(self, case: Case) -> str:
+        """Return what is not modelled of saving: also Lightning's way."""
+        saving = case.workload.saving
+        if saving is not None and saving.saver is Saver.LIGHTNING:
+            return "Lightning's way of saving shards is in no figure"
+        if saving is not None and saving.state_dict is StateDict.SHARDED and not self.rank(case, case.parameters).sharded:
+            return "FSDP 1 makes a sharded state dict of shards alone, and here are none"
+        return super().unsaved(case)
+
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
         """Return FSDP 1's lines, and rank 0."""
         return LEDGER, self.rank(case, case.parameters)
@@ -96,6 +108,12 @@ class Fsdp(TorchEngine[FsdpRank]):
         from zeroplan.engines.fsdp.schedule import record_fsdp
 
         return record_fsdp(rank, tape)
+
+    def parts_of_save(self, rank: FsdpRank, saving: Saving) -> tuple[Written, ...]:
+        """See :func:`zeroplan.engines.fsdp.saving.parts_of_save`."""
+        from zeroplan.engines.fsdp.saving import parts_of_save
+
+        return parts_of_save(rank, saving)
 
     def forms(self) -> Mapping[str, Form]:
         """Return no form: programs write FSDP 2."""

@@ -87,6 +87,14 @@ class FsdpRank(TorchRank):
                 found[p] = max(0, min(self.numel[p], end - begin))
         return tuple(found)
 
+    def chunk_of(self, param: int) -> int:
+        """Return the elements of the first rank's chunk of a parameter in a sharded state dict: of its first dimension.
+
+        Source: torch/distributed/fsdp/_shard_utils.py, _create_chunk_sharded_tensor
+        """
+        shape = self.parameters.shapes[param]
+        return -(-shape[0] // self.ranks) * (self.numel[param] // shape[0]) if shape and shape[0] else self.numel[param]
+
     def stepped(self) -> list[tuple[Domain, int]]:
         """Return the parameters of which this rank holds a part, in the order in which they are stepped."""
         return [(domain, p) for domain, p in super().stepped() if self.chunks[p]]

@@ -24,8 +24,9 @@ from zeroplan.core.buffers import Buffer
 from zeroplan.core.tape import ExpandedTape, Op, block_of_each
 from zeroplan.core.tied_gradients import with_gradients_apart
 from zeroplan.engines.fsdp.rank import FsdpRank
-from zeroplan.engines.player import EngineSchedule, Run, play
-from zeroplan.engines.torch_step import STEPS_UNTIL_STEADY, optimizer_step
+from zeroplan.engines.fsdp.saving import record_save
+from zeroplan.engines.player import EngineSchedule, play
+from zeroplan.engines.torch_step import optimizer_step, torch_run
 from zeroplan.simulate.recorder import Recorder
 
 #: Streams of the simulated device: compute, the all-gathers', the reductions', the casts' before a gather.
@@ -291,13 +292,17 @@ class FsdpSchedule(EngineSchedule):
                 self.free(unit.reduced)
                 unit.reduced = _NONE
 
+    def save(self) -> None:
+        """Gather what the workload's state dict needs."""
+        saving = self.rank.workload.saving
+        if saving is not None:
+            record_save(self.rank, saving, self.recorder)
+
 
 def record_fsdp(rank: FsdpRank, tape: ExpandedTape) -> Recorder:
     """Record every allocation and free of one rank's run, in order. See :func:`zeroplan.engines.player.play`."""
     recorder = Recorder()
     tape = with_gradients_apart(tape)
-    work = rank.workload
-    workspace = rank.cublas_workspace
-    run = Run(work.grad_accum, STEPS_UNTIL_STEADY, cublas_workspace=workspace, detached_loss=work.detached_loss)
+    run = torch_run(rank.workload, rank.cublas_workspace)
     play(run, tape, recorder, FsdpSchedule(rank, tape, recorder))
     return recorder

@@ -9,6 +9,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.parameters import Parameters
+from zeroplan.core.saving import Saver
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.engines.base import Case
@@ -18,7 +19,9 @@ from zeroplan.engines.torch_engine import TorchEngine
 from zeroplan.ledger.line import Ledger
 
 if TYPE_CHECKING:
+    from zeroplan.core.saving import Saving
     from zeroplan.core.tape import ExpandedTape
+    from zeroplan.engines.saved_files import Written
     from zeroplan.engines.simulation import HostPhase
     from zeroplan.interop.forms.configuration import Form
     from zeroplan.simulate.recorder import Recorder
@@ -91,6 +94,13 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
             return ()
         return (Unmodelled("--optimizer", Effect.UNKNOWN, "Adafactor's factors of sharded matrices; whole states are counted"),)
 
+    def unsaved(self, case: Case) -> str:
+        """Return what is not modelled of saving: also Lightning's way."""
+        saving = case.workload.saving
+        if saving is not None and saving.saver is Saver.LIGHTNING:
+            return "Lightning's way of saving shards is in no figure"
+        return super().unsaved(case)
+
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
         """Return FSDP2's lines, and rank 0."""
         return LEDGER, self.rank(case, case.parameters)
@@ -130,6 +140,12 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
         from zeroplan.engines.fsdp2.host import host_phases
 
         return host_phases(rank)
+
+    def parts_of_save(self, rank: Fsdp2Rank, saving: Saving) -> tuple[Written, ...]:
+        """See :func:`zeroplan.engines.fsdp2.saving.parts_of_save`."""
+        from zeroplan.engines.fsdp2.saving import parts_of_save
+
+        return parts_of_save(rank, saving)
 
     def forms(self) -> Mapping[str, Form]:
         """Return the forms: a program that calls `fully_shard` itself, which reads no file, and accelerate's file."""

@@ -28,8 +28,9 @@ from itertools import pairwise
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.tape import ExpandedTape, Op, block_of_each
 from zeroplan.engines.fsdp2.rank import Fsdp2Rank
-from zeroplan.engines.player import EngineSchedule, Run, play
-from zeroplan.engines.torch_step import STEPS_UNTIL_STEADY, optimizer_step
+from zeroplan.engines.fsdp2.saving import gathered
+from zeroplan.engines.player import EngineSchedule, play
+from zeroplan.engines.torch_step import optimizer_step, torch_run
 from zeroplan.simulate.recorder import Recorder
 
 #: Streams of the simulated device: compute, the all-gathers', the reductions'.
@@ -350,6 +351,15 @@ class Fsdp2Schedule(EngineSchedule):
                 self.free(group.reduced)
                 group.reduced = -1
 
+    def save(self) -> None:
+        """Gather one tensor after another for a full state dict; parts on the host come to the GPU first."""
+        saving = self.rank.workload.saving
+        for part, whole in gathered(self.rank, saving) if saving is not None else ():
+            copied = self.alloc(part, Buffer.STAGE_H2D) if part else -1
+            self.free(self.alloc(whole, Buffer.COMM_ALL_GATHER))
+            if part:
+                self.free(copied)
+
 
 def _followers(modules: Sequence[int]) -> dict[int, int]:
     """Return the block that runs after each; the root, -1, is none."""
@@ -371,8 +381,6 @@ def _gradients(tape: ExpandedTape) -> dict[int, int]:
 def record_fsdp2(rank: Fsdp2Rank, tape: ExpandedTape) -> Recorder:
     """Record every allocation and free of one rank's run, in order. See :func:`zeroplan.engines.player.play`."""
     recorder = Recorder()
-    work = rank.workload
-    workspace = rank.cublas_workspace
-    run = Run(work.grad_accum, STEPS_UNTIL_STEADY, cublas_workspace=workspace, detached_loss=work.detached_loss)
+    run = torch_run(rank.workload, rank.cublas_workspace)
     play(run, tape, recorder, Fsdp2Schedule(rank, tape, recorder))
     return recorder

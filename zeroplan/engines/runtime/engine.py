@@ -11,6 +11,7 @@ from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.layout import Layout, UnitKind, runtime_buffers
 from zeroplan.core.parallel import ParallelLayout
+from zeroplan.core.saving import Saver, StateDict
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
@@ -133,6 +134,13 @@ class Runtime(Engine):
     def remark(self, case: Case) -> str:
         """Return a warning about what may surprise the user in this case; an empty string for none."""
         return remark(self.layout(case))
+
+    def unsaved(self, case: Case) -> str:
+        """Return other ways of saving than ``save_checkpoint``, which each rank runs piece by piece."""
+        saving = case.workload.saving
+        if saving is not None and (saving.saver is not Saver.LOOP or saving.state_dict is StateDict.FULL):
+            return "of saving under zeroplan, save_checkpoint alone is in a figure"
+        return ""
 
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
         """Return the runtime's lines and a rank; all ranks are alike."""

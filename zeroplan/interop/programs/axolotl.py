@@ -9,7 +9,7 @@ from zeroplan.interop.programs.document import Document
 from zeroplan.interop.programs.known import arguments_of
 from zeroplan.interop.programs.optimizers import set_optimizer
 from zeroplan.interop.programs.program import Program
-from zeroplan.interop.programs.trainer import TRANSFORMERS_TP, refuse_cpu, set_fsdp
+from zeroplan.interop.programs.trainer import TRANSFORMERS_TP, refuse_cpu, set_fsdp, set_saving
 from zeroplan.interop.setups import Setup
 
 MORE, LESS, UNKNOWN, NONE = Effect.MORE, Effect.LESS, Effect.UNKNOWN, Effect.NONE
@@ -140,6 +140,7 @@ class Axolotl(Program):
             if word is not None:
                 run.leave_out("plugins", *_PLUGINS[word])
         self._evaluation(run)
+        set_saving(run, "saves_per_epoch")
         return run.setup(self.name)
 
     def _task(self, run: Builder) -> None:

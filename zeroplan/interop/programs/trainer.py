@@ -71,6 +71,8 @@ EXAMPLES = frozenset(
 
 #: The wrap policy whose units are blocks: the Trainer's default, where accelerate's own is none.
 _WRAPS = "TRANSFORMER_BASED_WRAP"
+#: Keys that tell of saving between steps.
+_SAVES = ("save_strategy", "save_steps", "save_total_limit", "save_only_model")
 #: What is said where FSDP 2 stands in.
 FSDP_1 = "FSDP 1 is not modelled here; the figures are those of FSDP 2"
 #: What is said of transformers' own tensor parallelism.
@@ -143,6 +145,7 @@ def read_trainer(run: Builder, defaults: TrainerDefaults = TRAINER) -> None:
         run.set("gradient_checkpointing", again, "gradient_checkpointing")
     run.leave_out_flags(_NOT_MODELLED)
     _evaluation(run)
+    set_saving(run)
     # DeepSpeed's own arguments are a switch and a path.
     key = "deepspeed_config" if run.data.get("deepspeed") is True and "deepspeed_config" in run.data else "deepspeed"
     if run.ds_config(key) is not None:
@@ -198,6 +201,20 @@ def _evaluation(run: Builder) -> None:
         run.leave_out("predict_with_generate", MORE, "generation and its cache of keys and values")
 
 
+def set_saving(run: Builder, *more: str) -> None:
+    """Saving between steps, where one of the Trainer's keys or of `more` tells of it. The Trainer saves every 500 steps if none
+    does.
+
+    Source: transformers 5.17, ``training_args.py`` (``save_strategy``), ``trainer.py`` (``_save_checkpoint``).
+    """
+    asked = [key for key in (*_SAVES, *more) if run.value(key) is not None]
+    if not asked or run.word("save_strategy") in ("no", "never"):
+        return
+    run.set("saves", True, asked[0])
+    run.set("saver", "trainer")
+    run.set("save_only_model", bool(run.flag("save_only_model")))
+
+
 def _fsdp(run: Builder) -> None:
     """Set FSDP by the arguments: version 2 unless ``fsdp_config`` says 1. Source: ``TrainingArguments._process_fsdp_args``."""
     value = run.value("fsdp_config")
@@ -223,6 +240,7 @@ def _fsdp(run: Builder) -> None:
         checkpointing=plain.flag("activation_checkpointing"),
         options=plain,
         wraps=_WRAPS,
+        state_dict="full",
     )
 
 
@@ -237,6 +255,7 @@ def set_fsdp(
     checkpointing: bool | None,
     options: Keys | None = None,
     wraps: str = "",
+    state_dict: str = "",
 ) -> None:
     """Set FSDP as the engine. Where FSDP 1 is not modelled (adapters, offload), FSDP 2's figures stand in, and say so.
 
@@ -250,9 +269,17 @@ def set_fsdp(
         checkpointing: of FSDP's own options.
         options: FSDP's further options, by names without ``fsdp_``; None where the program has none.
         wraps: the wrap policy where the options name none.
+        state_dict: the form of what is saved where the options name none; empty for accelerate's own default.
     """
     if options is not None:
         _fsdp_options(run, key, options, wraps, version)
+        state_dict = (options.word("state_dict_type") or state_dict).removesuffix("_state_dict")
+    if state_dict in ("sharded", "full"):
+        run.set("state_dict", state_dict, key)
+    else:
+        run.set("state_dict", "full" if version == 1 else "sharded")
+    if state_dict == "local":
+        run.leave_out(f"{key}: state_dict_type", MORE, "flat shards as they are; sharded tensors are counted")
     run.set("engine", "fsdp2", key)
     keeps = reshard in ("false", "no", "shard_grad_op", "_hybrid_shard_zero2", "hybrid_shard_zero2")
     run.set("stage", 2 if keeps else 3, key)

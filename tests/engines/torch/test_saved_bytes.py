@@ -1,0 +1,146 @@
+"""Saving: what state dicts and writers of files keep in memory equals what the plan says of them."""
+
+from __future__ import annotations
+
+import io
+import tracemalloc
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from zeroplan.core.buffers import Phase
+from zeroplan.core.parallel import ParallelLayout
+from zeroplan.core.parameters import Parameters
+from zeroplan.core.saving import Saver, Saving, StateDict
+from zeroplan.core.units import MIB
+from zeroplan.core.workload import Precision, Workload
+from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.engines.deepspeed.checkpoint import checkpoint_phases
+from zeroplan.engines.deepspeed.rank import deepspeed_rank
+from zeroplan.engines.fsdp2.rank import Fsdp2Rank
+from zeroplan.engines.fsdp2.saving import gathered, parts_of_save
+from zeroplan.engines.saved_files import LARGEST_FILE, copied_ahead, largest_file
+
+if TYPE_CHECKING:
+    from tests.runtime.ranks import RankPool
+
+torch = pytest.importorskip("torch")
+FULL = Saving(StateDict.FULL, Saver.ACCELERATE)
+
+
+def test_a_full_state_dict_of_fsdp2_gathers_one_tensor_at_a_time_and_keeps_all_on_the_first_rank(pool: RankPool) -> None:
+    from tests.engines.torch.saving_on_ranks import SHAPES, full_state_dicts
+
+    shapes, count = tuple(SHAPES.values()), len(SHAPES)
+    names = tuple(SHAPES)
+    parameters = Parameters(names, shapes, (True,) * count, (True,) * count, ("",) * count, (tuple(range(count)),))
+    work = Workload(precision=Precision.FP32, saving=FULL)
+    rank = Fsdp2Rank(workload=work, parameters=parameters, layout=ParallelLayout(2))
+    first, second = pool.run(2, full_state_dicts)
+    sizes = [whole for _, whole in gathered(rank, FULL)]
+    weights, states = sizes[:count], sizes[count:]
+    assert len(states) == 2 * count
+    # The other rank drops each soon after it is gathered: the transport may hold one for a moment.
+    for name, sizes in (("weights", weights), ("states", states)):
+        peak, _, kept = second[name]
+        assert max(sizes) <= peak < sum(sizes) / 2
+        assert kept == 0
+        # On a CPU what is gathered is what the first rank keeps, with the padding that a copy from a GPU leaves behind.
+        assert first[name] == (sum(sizes), sum(sizes), len(sizes))
+    padding = 4 * (34 - 33) * 64
+    assert [part.first for part in parts_of_save(rank, FULL)] == [sum(weights) - padding, sum(states) - 2 * padding]
+
+
+def test_files_of_safetensors_are_those_of_the_hub() -> None:
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    sizes = [LARGEST_FILE // 3, LARGEST_FILE // 2, LARGEST_FILE // 4, LARGEST_FILE + 4, 4096, LARGEST_FILE // 5]
+    sizes = [size // 4 * 4 for size in sizes]
+    with torch.device("meta"):
+        tensors = {str(at): torch.empty(size // 4) for at, size in enumerate(sizes)}
+    files = split_torch_state_dict_into_shards(tensors, max_shard_size="50GB").filename_to_tensors.values()
+    assert largest_file(sizes) == max(sum(sizes[int(name)] for name in names) for names in files)
+    assert largest_file(sizes[:3]) == max(sizes[0] + sizes[1], sizes[2])
+
+
+def test_a_distributed_checkpoint_copies_ahead_of_the_file_as_torchs_loader_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's loader, on tensors that stand in for the GPU's; each gets pinned memory when it is made, until it is gone."""
+    import weakref
+
+    from torch.distributed.checkpoint import filesystem
+
+    from zeroplan.simulate.allocator.pinned_host import PinnedAllocator
+
+    sizes = [3 * MIB, 40 * MIB, 1 * MIB, 17 * MIB, 2 * MIB, 5 * MIB, 5 * MIB, 6 * MIB, 12 * MIB, 33 * MIB]
+    pinned = PinnedAllocator()
+
+    def copied(size: int) -> Any:
+        tensor = torch.empty(size, dtype=torch.uint8)
+        weakref.finalize(tensor, pinned.free, pinned.alloc(size))
+        return SimpleNamespace(detach=lambda: tensor)
+
+    stream = SimpleNamespace(device_type="cuda", synchronize=lambda: None)
+    device = SimpleNamespace(current_stream=lambda: stream, stream=lambda stream: nullcontext())
+    monkeypatch.setattr(filesystem, "_get_device_module", lambda kind: device)
+    loader = filesystem._OverlappingCpuLoader(copied, stream=stream, inflight_threshhold=10_000_000)
+    for size in sizes:
+        loader.add(size, size)
+    for tensor, size in loader.values():
+        assert tensor.numel() == size
+        del tensor
+    assert pinned.peak_resident == copied_ahead(sizes)
+
+
+def test_lightning_makes_the_whole_file_in_memory_and_torch_does_not() -> None:
+    cloud_io = pytest.importorskip("lightning.fabric.utilities.cloud_io")
+    state = {"weights": torch.zeros(MIB), "states": [torch.zeros(MIB), torch.zeros(MIB)]}
+    whole = 12 * MIB
+
+    def peak(write: Any) -> int:
+        tracemalloc.start()
+        write()
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return most
+
+    class Sink(io.RawIOBase):
+        def write(self, data: Any) -> int:
+            return len(data)
+
+    assert peak(lambda: torch.save(state, Sink())) < MIB
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cloud_io.fsspec.core, "url_to_fs", lambda path: (_Files(Sink()), path))
+        assert whole <= peak(lambda: cloud_io._atomic_save(state, "file")) < 1.3 * whole
+
+
+def test_below_stage_3_every_rank_clones_the_whole_model_for_the_trainer() -> None:
+    clone = pytest.importorskip("deepspeed.checkpoint.utils").clone_tensors_for_torch_save
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False))
+    model[1].weight = model[0].weight  # tied: written twice
+    cloned = clone(model.state_dict())
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in cloned.values()}
+    parameters = Parameters(("0.weight",), ((8, 8),), (True,), (True,), ("",), ((0,), (0,)))
+    work = Workload(precision=Precision.FP32, saving=Saving(StateDict.FULL, Saver.TRAINER, optimizer=False))
+    rank = deepspeed_rank(parameters, work, ZeroConfig.of(2), ParallelLayout(2))
+    phases = {one.phase: one for one in checkpoint_phases(rank, after_init=0, after_step=0, host_init=0, host_step=7)}
+    assert (phases[Phase.SAVE].host, phases[Phase.SAVE].host_once) == (7 + sum(storages.values()), 0)
+
+
+class _Files:
+    """A file system whose only file forgets."""
+
+    def __init__(self, sink: Any) -> None:
+        self.transaction, self.sink = _Nothing(), sink
+
+    def open(self, path: str, mode: str) -> Any:
+        return self.sink
+
+
+class _Nothing:
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *error: object) -> None:
+        return None

@@ -1,0 +1,103 @@
+"""Saving under FSDP 1: units gathered in full precision, one after another, and what of them goes to the host.
+
+Note [FSDP 1's saves]
+    ``state_dict`` unshards each unit in the dtype in which it is kept: first the root, which stays until its blocks are done.
+    The full form (``offload_to_cpu``, ``rank0_only``) moves the unit's flat parameter to the first rank's host and frees it on
+    the GPU; its parameters are cloned there, and the flat copy goes with the unit. The root's stays to the end, beside the
+    clones of all others. The sharded form keeps the unit on the GPU, and copies each parameter's chunk to the host.
+    Source: torch 2.13, distributed/fsdp/_state_dict_utils.py (_common_unshard_pre_state_dict_hook, _full_post_state_dict_hook,
+    _sharded_post_state_dict_hook), _unshard_param_utils.py (_unshard_fsdp_state_params), _flat_param.py (to_cpu).
+    ``optim_state_dict`` gathers, for either form, each state of a unit as a whole: one buffer of the unit's size, and beside it
+    this rank's part joined, the last one until the next is there (_optim_utils.py, _allgather_orig_param_states). The full form
+    copies it to the first rank's host, the sharded one each parameter's chunk to every rank's.
+    Without shards (NO_SHARD, or one rank) the full form clones every parameter on the first rank's GPU.
+"""
+
+from __future__ import annotations
+
+from zeroplan.core.buffers import Buffer
+from zeroplan.core.saving import Saver, Saving, StateDict
+from zeroplan.engines.fsdp.rank import FsdpRank
+from zeroplan.engines.saved_files import Written
+from zeroplan.simulate.recorder import Recorder
+
+
+def parts_of_save(rank: FsdpRank, saving: Saving) -> tuple[Written, ...]:
+    """Return the host's bytes while the model is written, and then the optimizer's states. See Note [FSDP 1's saves]."""
+    stepped = rank.trained if saving.optimizer else ()
+    if not rank.sharded:  # torch.save, one storage after another
+        tensors = [rank.width(p) * count for p, count in enumerate(rank.numel)]
+        tensors += [rank.whole_states_of(p) // max(1, len(rank.optimizer.states)) for p in stepped]
+        return (Written(0, max(tensors)),)
+    if saving.state_dict is StateDict.FULL:
+        weights = sum(rank.width(p) * count for p, count in enumerate(rank.numel))
+        with_root = weights + (rank.bytes_of("") * rank.flat("") if "" in rank.units else 0)
+        states = sum(rank.whole_states_of(p) for p in stepped)
+        together = weights + states if saving.saver is Saver.LOOP else states
+        return Written(0, with_root), Written(0, together)
+    weights = sum(rank.width(p) * rank.chunk_of(p) for p in range(len(rank.numel)))
+    states = sum(rank.whole_states_of(p) // rank.numel[p] * rank.chunk_of(p) for p in stepped)
+    needs = (weights + states,) if saving.saver is Saver.LOOP else (weights, states)
+    return tuple(Written(every, every) for every in needs)
+
+
+def record_save(rank: FsdpRank, saving: Saving, recorder: Recorder) -> None:
+    """Record what saving allocates and frees on the first rank's GPU. See Note [FSDP 1's saves]."""
+    alloc, free = recorder.alloc, recorder.free
+    if not rank.sharded:
+        clones = [alloc(rank.width(p) * count, Buffer.PARAM_FULL, note=p) for p, count in enumerate(rank.numel)]
+        for handle in clones:
+            free(handle)
+        return
+    full = saving.state_dict is StateDict.FULL
+    if "" in rank.units:
+        _unshard(rank, "", recorder, full=full)
+    else:
+        for block in _inside(rank, ""):
+            _unshard(rank, block, recorder, full=full)
+    if saving.optimizer:
+        for unit in rank.trained_units:
+            _gather_states(rank, unit, recorder, chunks=not full)
+
+
+def _inside(rank: FsdpRank, unit: str) -> list[str]:
+    """Return the units right inside a unit: of the root its blocks, of a block its adapters' matrices."""
+    adapters = {one for one in rank.units if one and rank.parameters.adapters[rank.units[one][0]]}
+    if unit in adapters:
+        return []
+    if unit:
+        return [one for one in rank.units if one in adapters and one.startswith(f"{unit}.")]
+    return [one for one in rank.units if one and one not in adapters]
+
+
+def _unshard(rank: FsdpRank, unit: str, recorder: Recorder, *, full: bool) -> None:
+    """Unshard a unit while those inside it are done. In the full form it is on the host meanwhile."""
+    size = rank.bytes_of(unit) * rank.padded(unit)
+    whole = recorder.alloc(size, Buffer.PARAM_FULL)
+    if full:
+        recorder.free(whole)
+    for one in _inside(rank, unit):
+        _unshard(rank, one, recorder, full=full)
+    if full:  # moved back, and resharded
+        whole = recorder.alloc(size, Buffer.PARAM_FULL)
+    else:
+        for p in rank.units[unit]:
+            recorder.free(recorder.alloc(rank.width(p) * rank.chunk_of(p), Buffer.PARAM_SHARD, note=p))
+    recorder.free(whole)
+
+
+def _gather_states(rank: FsdpRank, unit: str, recorder: Recorder, *, chunks: bool) -> None:
+    """Gather each state of a unit into one buffer, one after another."""
+    width = rank.original_bytes
+    whole = recorder.alloc(width * rank.padded(unit), Buffer.COMM_ALL_GATHER)
+    part = -1
+    for _ in rank.optimizer.states:
+        joined = recorder.alloc(width * rank.shard(unit), Buffer.COMM_ALL_GATHER)
+        if part >= 0:
+            recorder.free(part)
+        part = joined
+        for p in rank.units[unit] if chunks else ():
+            recorder.free(recorder.alloc(width * rank.chunk_of(p), Buffer.COMM_ALL_GATHER, note=p))
+    if part >= 0:
+        recorder.free(part)
+    recorder.free(whole)

@@ -1,0 +1,100 @@
+"""Bytes on the host that writing a file takes, by the function that writes it.
+
+Note [Writing files]
+    ``torch.save`` brings one storage after another to the host and writes it, so it needs room for the largest one; tensors on
+    the host are written from where they are (torch 2.13, serialization.py, _save). safetensors copies every tensor of a file
+    to the host before it writes the first; tensors on the host are not copied (safetensors 0.8, torch.py, _flatten_as_ptr).
+    transformers divides a model into files of at most 50 GB (transformers 5.17, modeling_utils.py, save_pretrained;
+    huggingface_hub, serialization/_torch.py, split_torch_state_dict_into_shards), accelerate writes one file (accelerate 1.15,
+    checkpointing.py, save_accelerator_state). Lightning saves into memory and writes that to the file (lightning 2.6,
+    fabric/utilities/cloud_io.py, _atomic_save). torch's distributed checkpoint copies the tensors of a rank in the order of
+    their size into pinned memory, ahead of the file until 10 MB are on their way (torch 2.13,
+    distributed/checkpoint/filesystem.py, _OverlappingCpuLoader).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from zeroplan.core.buffers import Phase
+from zeroplan.core.parameters import Parameters
+from zeroplan.core.saving import Saver
+from zeroplan.core.workload import Workload
+from zeroplan.engines.simulation import CheckpointPhase
+from zeroplan.simulate.allocator.pinned_host import PinnedAllocator
+
+#: Bytes of a file of safetensors at most, unless one tensor has more (``max_shard_size``).
+LARGEST_FILE = 50 * 1000**3
+#: Bytes that a distributed checkpoint copies ahead (``per_thread_copy_ahead``).
+_COPIED_AHEAD = 10_000_000
+
+
+class Written(NamedTuple):
+    """One part of a save, which begins when the part before it has let go: bytes on every rank's host, and on the first's."""
+
+    every: int
+    first: int
+
+
+def save_phase(held: int, *parts: Written) -> CheckpointPhase:
+    """Return the phase of a save on the host, beside the `held` bytes that are there between steps.
+
+    A node is counted with the first rank among its own, and with all others at their highest at the same time.
+    """
+    every = max(part.every for part in parts)
+    first = max(part.first for part in parts)
+    return CheckpointPhase(Phase.SAVE, 0, held + every, max(0, first - every))
+
+
+def rewrites_experts(workload: Workload, parameters: Parameters) -> bool:
+    """Return whether transformers takes stacked experts apart before it writes them (revert_weight_conversion)."""
+    if workload.saving is None or workload.saving.saver is not Saver.TRAINER or any(parameters.adapters):
+        return False
+    return any(len(shape) > 2 and "experts" in name for name, shape in zip(parameters.names, parameters.shapes, strict=True))
+
+
+EXPERTS_APART = "transformers takes stacked experts apart before it writes them, into copies that are in no figure"
+
+
+def largest_file(sizes: Iterable[int]) -> int:
+    """Return the bytes of the largest file into which ``save_pretrained`` divides tensors of these bytes, in their order."""
+    largest = current = 0
+    for nbytes in sizes:
+        if nbytes > LARGEST_FILE:  # a file of its own
+            largest = max(largest, nbytes)
+            continue
+        if current + nbytes > LARGEST_FILE:
+            current = 0
+        current += nbytes
+        largest = max(largest, current)
+    return largest
+
+
+def copied_ahead(sizes: Iterable[int]) -> int:
+    """Return the bytes that a rank's distributed checkpoint pins for tensors of these bytes on the GPU.
+
+    Blocks stay pinned when they are freed. Of what is taken out of flight to be written, the last keeps its name until the
+    next is there.
+    """
+    pinned, waiting = PinnedAllocator(), deque(sorted(sizes))
+    flying: deque[tuple[int, int]] = deque()
+    in_flight, named = 0, -1
+    while waiting:
+        drained = []
+        while in_flight >= _COPIED_AHEAD:
+            nbytes, handle = flying.popleft()
+            in_flight -= nbytes
+            drained.append(handle)
+        while waiting and in_flight < _COPIED_AHEAD:
+            nbytes = waiting.popleft()
+            flying.append((nbytes, pinned.alloc(nbytes)))
+            in_flight += nbytes
+        if drained:
+            if named >= 0:
+                pinned.free(named)
+            *written, named = drained
+            for handle in written:
+                pinned.free(handle)
+    return pinned.peak_resident

@@ -25,9 +25,9 @@ from zeroplan.engines.saved_files import Written, copied_ahead
 def parts_of_save(rank: Fsdp2Rank, saving: Saving) -> tuple[Written, ...]:
     """Return the host's bytes while the model is written, and then the optimizer's states. See Note [FSDP2's saves]."""
     if saving.state_dict is StateDict.FULL:
-        weights = sum(rank.width(p) * count for p, count in enumerate(rank.numel))
-        states = sum(rank.whole_states_of(p) for p in rank.trained) if saving.optimizer else 0
-        firsts = (weights + states,) if saving.saver is Saver.LOOP else (weights, states)
+        model = sum(rank.width(p) * count for p, count in enumerate(rank.numel))
+        optimizer = sum(rank.whole_states_of(p) for p in rank.trained) if saving.optimizer else 0
+        firsts = (model + optimizer,) if saving.saver is Saver.LOOP else (model, optimizer)
         return tuple(Written(0, first) for first in firsts)
     adapters = rank.parameters.adapters
     only_adapters = saving.saver is Saver.TRAINER and any(adapters)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -56,6 +56,9 @@ from zeroplan_runtime.shared_memory import require_own_memory, warn_of_aliases
 from zeroplan_runtime.state_dict_hooks import StateDictHooks
 from zeroplan_runtime.units import Policy, cast_floating, find_units
 from zeroplan_runtime.watchdog import watch, weakly
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 
 class Engine(EngineGetters, EngineCheckpoints):
@@ -219,25 +222,47 @@ class Engine(EngineGetters, EngineCheckpoints):
                 a step where updates on the host start in the backward.
         """
         self.checks.require_usable("engine.backward")
-        self.checks.require_backward(once=self._reduces_once())
         require_loss(loss)
-        self.writes.keep()  # updates on the host may begin in this backward
-        self.finish_step()
         parts = self.settings.grad_accum if scale_wrt_gas and self.settings.counts_micro_batches else 1
         scaled = loss / parts if parts > 1 else loss
-        self.schedule.grads.boundary = self.is_gradient_accumulation_boundary()
+        with self.during_backward(boundary=self.is_gradient_accumulation_boundary()):
+            whole = scaled * self.scaler.scale if self.scaler.scale != 1.0 else scaled
+            whole.backward(retain_graph=retain_graph)
+        if self.monitor is not None:
+            self.monitor.saw_loss(local_of(scaled))
+        return scaled
+
+    @contextmanager
+    def during_backward(self, *, boundary: bool) -> Iterator[None]:
+        """Enters the context of one micro batch's backward, whoever runs it; the loss scale is this step's within it.
+
+        Args:
+            boundary: the optimizer steps after it.
+
+        Raises:
+            BadInput: as :meth:`backward`.
+        """
+        self.checks.require_usable("engine.backward")
+        self.checks.require_backward(once=self._reduces_once())
+        self.writes.keep()  # updates on the host may begin in this backward
+        self.finish_step()
+        self.schedule.grads.boundary = boundary
         if self.optimizer_step is not None:
             self.optimizer_step.next_step = self.progress.applied + 1
         self.arena.phase = Phase.BACKWARD
         self.schedule.root_pre_backward()
-        during = self.checks.during_backward(boundary=self.schedule.grads.boundary)
+        during = self.checks.during_backward(boundary=boundary)
         with during, self.activity.inside(), self._audited(), self._counted(backward=True):
-            whole = scaled * self.scaler.scale if self.scaler.scale != 1.0 else scaled
-            whole.backward(retain_graph=retain_graph)
+            yield
             self.schedule.root_post_backward()
-        if self.monitor is not None:
-            self.monitor.saw_loss(local_of(scaled))
-        return scaled
+
+    def pipeline_schedule(
+        self, kind: type[PipelineScheduleSingle] | str, loss_fn: Callable[..., torch.Tensor], **options: Any
+    ) -> PipelineScheduleSingle:
+        """See :func:`zeroplan_runtime.pipeline.make_schedule`."""
+        from zeroplan_runtime.pipeline import make_schedule
+
+        return make_schedule(self, kind, loss_fn, **options)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles the model in place, as ``model.compile(...)`` does, by ``torch.compile`` and with its arguments."""

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from torch.nn import functional
 
 import zeroplan_runtime
 from tests.runtime import models
@@ -211,3 +212,107 @@ def resume(_group: dist.ProcessGroup, folder: str) -> dict[str, Any] | None:
     found = engine.module_state_dict()
     far = max(float((found[name] - expected[name]).abs().max()) for name in expected) if expected is not None else 0.0
     return {"said": said, "state": state, "far": far, "steps": engine.global_steps}
+
+
+class Stage(nn.Module):
+    """A stage of :class:`models.Tiny`: its half of the blocks, with the embedding or the norm and the head."""
+
+    def __init__(self, whole: models.Tiny, index: int) -> None:
+        super().__init__()
+        half = len(whole.blocks) // 2
+        first, end = (0, half) if index == 0 else (half, len(whole.blocks))
+        self.blocks = nn.ModuleDict({str(i): whole.blocks[i] for i in range(first, end)})  # keeps the whole model's names
+        if index == 0:
+            self.embed = whole.embed
+        else:
+            self.norm, self.head = whole.norm, whole.head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if hasattr(self, "embed"):
+            x = self.embed(x)
+        for block in self.blocks.values():
+            x = block(x)
+        return self.head(self.norm(x)).float() if hasattr(self, "head") else x
+
+
+def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def train_pipeline(_group: dist.ProcessGroup, cases: list[tuple[str, dict[str, Any]]], steps: int) -> list[dict[str, Any]]:
+    """Trains on two stages × two data-parallel ranks for each (schedule, config); each stage's losses and parameters."""
+    mesh = mesh_of(pp=2, dp=2)
+    index, sample = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+    found = []
+    for kind, config in cases:
+        model = Stage(models.make(), index)
+        policy = lambda name, _module: name.startswith("blocks.") and name.count(".") == 1  # noqa: E731
+        engine, *_ = zeroplan_runtime.initialize(model=model, config=config, mesh=mesh, device="cpu", policy=policy)
+        schedule = engine.pipeline_schedule(kind, loss_of)
+        losses, norms = [], []
+        for number in range(steps):
+            micros = range(engine.gradient_accumulation_steps())
+            tokens = torch.cat([models.batch(number, micro, sample) for micro in micros])
+            parts: list[torch.Tensor] = []
+            if index == 0:
+                schedule.step(tokens)
+            else:
+                schedule.step(target=tokens, losses=parts)
+                losses.append(float(torch.stack(parts).mean()))
+            engine.step()
+            norms.append(engine.get_global_grad_norm())
+        found.append(
+            {
+                "losses": losses,
+                "norms": norms,
+                "params": engine.module_state_dict(),
+                "micro_steps": engine.micro_steps,
+                "skipped": engine.skipped_steps,
+                "scale": engine.loss_scale,
+            }
+        )
+        engine.destroy()
+    return found
+
+
+class LlamaStage(nn.Module):
+    """A stage of the Llama: its blocks under the whole model's names."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        whole: Any = llama()
+        self.model = nn.Module()
+        self.model.layers = nn.ModuleDict({str(i): whole.model.layers[i] for i in range(2 * index, 2 * index + 2)})
+        self.model.rotary_emb = whole.model.rotary_emb
+        if index == 0:
+            self.model.embed_tokens = whole.model.embed_tokens
+        else:
+            self.model.norm, self.lm_head = whole.model.norm, whole.lm_head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if hasattr(self.model, "embed_tokens"):
+            x = self.model.embed_tokens(x)
+        places = self.model.rotary_emb(x, torch.arange(x.shape[1])[None])
+        for block in self.model.layers.values():
+            x = block(x, position_embeddings=places)
+        return self.lm_head(self.model.norm(x)) if hasattr(self, "lm_head") else x
+
+
+def is_llama_block(name: str, _module: nn.Module) -> bool:
+    return name.startswith("model.layers.") and name.count(".") == 2
+
+
+def rows_of_stages(_group: dist.ProcessGroup, configs: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The Arena's rows of a step on two stages × two data-parallel ranks, for each config."""
+    mesh = mesh_of(pp=2, dp=2)
+    index, found = mesh.get_local_rank("pp"), []
+    for config in configs:
+        model = LlamaStage(index)
+        engine, *_ = zeroplan_runtime.initialize(model=model, config=config, mesh=mesh, device="cpu", policy=is_llama_block)
+        schedule = engine.pipeline_schedule("1F1B", loss_of)
+        tokens = torch.cat([models.batch(0, i, 0)[:, :6] for i in range(engine.gradient_accumulation_steps())])
+        _ = schedule.step(tokens) if index == 0 else schedule.step(target=tokens)
+        engine.step()
+        found.append(engine.arena.measurement())
+        engine.destroy()
+    return found

@@ -100,6 +100,15 @@ def test_the_plan_equals_the_arena(pool: RankPool) -> None:
         assert [rank[index]["losses"] for rank in results] == [pytest.approx(one, abs=1e-5) for one in whole]
 
 
+def test_the_plan_of_a_stage_equals_its_arena(pool: RankPool) -> None:
+    configs = [ds_config(stage, "bf16", gradient_accumulation_steps=2) for stage in (1, 2, 3)]
+    results = pool.run(4, mesh_jobs.rows_of_stages, configs)
+    for index, config in enumerate(configs):
+        for rank, found in enumerate(results):
+            rows = {(row["buffer"], row["unit"], row["place"]): row["peak"] for row in found[index]}
+            assert rows == plan_rows(config, ParallelLayout(4, pp=2), pp_rank=rank // 2), (rank, config)
+
+
 def test_what_would_train_wrong_is_refused(pool: RankPool) -> None:
     for said in pool.run(4, mesh_jobs.refusals):
         for name, words in {
@@ -131,3 +140,35 @@ def test_checkpoints_keep_the_parts(pool: RankPool, tmp_path: Path) -> None:
     assert exported["blocks.0.up.weight"].shape == (32, models.WIDTH)
     with pytest.raises(BadInput, match="parts of the model, by ranks of tp"):
         get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+
+
+def test_pipeline_training_equals_plain_torch(pool: RankPool) -> None:
+    """Two stages of unequal depth, four micro batches a step, at every stage of ZeRO."""
+    config = {"gradient_clipping": 0.5, "gradient_accumulation_steps": 4}
+    cases = [("1F1B", ds_config(stage, **config)) for stage in range(4)]
+    host = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    cases.append(("GPipe", ds_config(0, **config, zero_optimization=host)))
+    cases.append(
+        (
+            "GPipe",
+            ds_config(
+                1, "fp16", gradient_accumulation_steps=4, fp16={"enabled": True, "loss_scale": 0, "initial_scale_power": 30}
+            ),
+        )
+    )
+    results = pool.run(4, mesh_jobs.train_pipeline, cases, STEPS)
+    plain = models.Plain(models.make(), lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1), 2, accum=4, clip=0.5)
+    losses, norms = [], []
+    for number in range(STEPS):
+        losses.append(plain.step(number))
+        norms.append(plain.norm)
+    for index, (_, case) in enumerate(cases[:-1]):
+        mine = [rank[index] for rank in results]
+        assert loss_distance(mine[2:], losses) < 2e-5, case  # those of the last stage
+        parts = {**mine[0]["params"], **mine[2]["params"]}
+        assert distance({"params": parts}, plain) < 1e-4, case
+        for rank in mine:
+            assert rank["norms"] == pytest.approx(norms, rel=1e-4), case
+            assert rank["micro_steps"] == 4 * STEPS
+    overflowed = [rank[-1] for rank in results]  # a loss times 2³⁰ is beyond fp16
+    assert all(rank["skipped"] == STEPS and rank["scale"] == overflowed[0]["scale"] for rank in overflowed)

@@ -235,6 +235,11 @@ class Engine(ABC):
         """
         return tape
 
+    def simulates(self, case: Case) -> bool:
+        """Return whether :meth:`simulate` knows the case; else its plan stays at formula depth. The default knows all."""
+        del case
+        return True
+
     @abstractmethod
     def simulate(self, case: Case, tape: ExpandedTape, config: AllocatorConfig | None = None) -> Simulation:
         """The engine's allocations laid over the model's tape, on the rank that needs the most.

@@ -150,8 +150,12 @@ class ExpandedTapes:
         """Return the case's expanded tape.
 
         Raises:
-            NoTapeError: when the model cannot be traced here.
+            NoTapeError: when the model cannot be traced here, or the engine simulates no such case.
         """
+        if not self._engine.simulates(case):
+            raise NoTapeError(
+                f"pipeline stages of {self._engine.name} are not simulated", remedy="use --engine fsdp2, whose stages are"
+            )
         key = self._engine.trace_options(case).key
         if key not in self._known:
             try:

@@ -95,18 +95,23 @@ class Runtime(Engine):
         require_runnable(zero, self.runtime_options)
 
     def require_layout(self, layout: ParallelLayout) -> None:
-        """Refuse what the runtime does not do, or is not modelled, beside tensor and context parallelism.
+        """Refuse what the runtime does not do, or is not modelled, beside tensor, context and pipeline parallelism.
 
         Raises:
             BadInput: naming the degree.
         """
-        layout.require_data_parallel_only(self.name, but=("tp", "cp"))
+        layout.require_data_parallel_only(self.name, but=("tp", "cp", "pp"))
+
+    def simulates(self, case: Case) -> bool:
+        """Return whether the case has no pipeline stages, of which only the runtime's own buffers are planned."""
+        return case.layout.pp == 1
 
     def unmodelled(self, case: Case) -> tuple[Unmodelled, ...]:
         """Return the layout beside data parallelism: the runtime's own buffers are exact, and no GPU has measured the rest."""
         if case.parallel is None:
             return ()
-        return (Unmodelled("--tp" if case.layout.tp > 1 else "--cp", Effect.UNKNOWN, NOT_MEASURED),)
+        flag = next(f"--{name}" for name in ("tp", "cp", "pp") if getattr(case.layout, name) > 1)
+        return (Unmodelled(flag, Effect.UNKNOWN, NOT_MEASURED),)
 
     def require_workload(self, case: Case) -> None:
         """Refuse what the runtime does not train.

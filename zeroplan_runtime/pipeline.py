@@ -1,0 +1,91 @@
+"""Pipeline stages under the engine: torch's schedules run its forwards and backwards.
+
+Note [Pipelines]
+    Each rank of ``pp`` gives its stage's module to ``initialize()``; the engine shards it over the ranks that have the same
+    stage. A schedule of :mod:`torch.distributed.pipelining` sends activations and gradients between the stages and calls
+    forwards and backwards of micro batches in its order. The micro batches are the accumulation's: gradients add up, and are
+    reduced as for an accumulation, in the step's last backward at stages 0 and 1 and in each from stage 2 on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from zeroplan.core.errors import BadInput
+
+if TYPE_CHECKING:
+    from zeroplan_runtime.engine import Engine
+
+_WHERE = "engine.pipeline_schedule"
+
+
+def make_schedule(
+    engine: Engine, kind: type[PipelineScheduleSingle] | str, loss_fn: Callable[..., torch.Tensor], **options: Any
+) -> PipelineScheduleSingle:
+    """Makes a torch schedule of this rank's stage, with as many micro batches as the config accumulates.
+
+    Call its ``step(inputs, target=labels)`` as torch says, then ``engine.step()``.
+
+    Args:
+        engine: an engine on a mesh with ``pp``, whose model is this rank's stage.
+        kind: ``ScheduleGPipe``, ``Schedule1F1B``, or their names (``"GPipe"``, ``"1F1B"``).
+        loss_fn: given the last stage's output and a micro batch's target, the mean loss of the micro batch.
+        options: further arguments of torch's ``PipelineStage``, such as ``input_args``.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        BadInput: without ``pp``, and for schedules with several stages a rank.
+    """
+    pp, mesh = engine.ranks.pp, engine.ranks.mesh
+    if pp is None or mesh is None:
+        raise BadInput("the mesh has no pp", where=_WHERE, remedy="give initialize() a mesh with a dimension pp")
+    try:
+        chosen = get_schedule_class(kind) if isinstance(kind, str) else kind
+    except ValueError:
+        raise BadInput(f"torch has no schedule {kind!r}", where=_WHERE, remedy="use GPipe or 1F1B") from None
+    if not issubclass(chosen, PipelineScheduleSingle):
+        raise BadInput(
+            f"{chosen.__name__} gives a rank several stages, of which an engine has one",
+            where=_WHERE,
+            remedy="use ScheduleGPipe or Schedule1F1B",
+        )
+    engine.progress.boundary = True  # each engine.step() follows all micro batches
+    stage = EngineStage(engine, pp.rank, pp.world_size, engine.device, group=mesh.get_group("pp"), **options)
+    return chosen(stage, n_microbatches=engine.gradient_accumulation_steps(), loss_fn=loss_fn, scale_grads=False)
+
+
+class EngineStage(PipelineStage):
+    """A stage whose module is an engine."""
+
+    def __init__(self, engine: Engine, *args: Any, **options: Any) -> None:
+        super().__init__(engine, *args, **options)
+        self._engine = engine
+
+    def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False) -> Any:
+        """Runs one micro batch's backward as torch's stage does, within the engine's.
+
+        The last stage's loss counts as its part of the accumulation, times the loss scale.
+
+        Raises:
+            BadInput: for schedules that run a backward in two halves.
+        """
+        engine = self._engine
+        if backward_type != "full":
+            raise BadInput("a backward in two halves is not supported", where=_WHERE, remedy="use GPipe or 1F1B")
+        with engine.during_backward(boundary=last_backward):
+            if self.is_last:
+                loss = bwd_kwargs["stage_output"] / engine.gradient_accumulation_steps()
+                bwd_kwargs = {**bwd_kwargs, "stage_output": loss * engine.scaler.scale}
+                if engine.monitor is not None:
+                    engine.monitor.saw_loss(loss)
+            found = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        if not last_backward:
+            engine.progress.micro_steps += 1
+        return found

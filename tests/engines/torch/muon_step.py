@@ -31,11 +31,8 @@ class Model(nn.Module):
             setattr(owner, leaf, nn.Parameter(torch.randn(shape)))
 
 
-def step(group: Any, ranks: int, optimizer: str) -> tuple[dict[str, int], int]:
-    """Bytes of each kind of state on this rank, and the peak of a later step beside them.
-
-    gloo's threads may hold what they have sent for a moment longer, so the peak is the least of several steps'.
-    """
+def step(group: Any, ranks: int, optimizer: str) -> tuple[dict[str, int], list[int]]:
+    """Bytes of each kind of state on this rank, and the peak of each later step beside them."""
     from tests.core.allocations import Allocations
     from zeroplan.engines.torch_trainer import make_optimizers
 
@@ -48,7 +45,7 @@ def step(group: Any, ranks: int, optimizer: str) -> tuple[dict[str, int], int]:
         fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
     optimizers = make_optimizers(optimizer, model.named_parameters())
     peaks = []
-    for _ in range(12):
+    for _ in range(6):
         for p in model.parameters():
             p.grad = torch.randn_like(p)
         known = [_local(t) for p in model.parameters() for t in (p, p.grad)]
@@ -62,7 +59,7 @@ def step(group: Any, ranks: int, optimizer: str) -> tuple[dict[str, int], int]:
         for state in one.state.values():
             for key, tensor in state.items():
                 kept[key] = kept.get(key, 0) + _local(tensor).numel() * _local(tensor).element_size()
-    return kept, min(peaks)
+    return kept, peaks[1:]
 
 
 def _states(optimizer: torch.optim.Optimizer) -> list[Any]:

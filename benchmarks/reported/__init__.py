@@ -1,0 +1,1 @@
+"""Runs that strangers reported in public, beside their plans."""

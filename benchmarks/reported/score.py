@@ -113,4 +113,6 @@ def summary(scores: Iterable[CaseScore]) -> dict[str, Any]:
 
 def by_source(scores: Sequence[CaseScore]) -> dict[str, dict[str, Any]]:
     """Return the summary of each source, in order: one table with many rows shall not hide the others."""
-    return {source: summary(one for one in scores if one.source == source) for source in dict.fromkeys(s.source for s in scores)}
+    return {
+        source: summary(one for one in scores if one.source == source) for source in dict.fromkeys(s.source for s in scores)
+    }

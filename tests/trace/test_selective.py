@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ pytest.importorskip("transformers")
 import torch
 import transformers
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import CheckpointPolicy as SavePolicy
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from zeroplan.core.errors import BadInput
@@ -50,6 +52,18 @@ def _cpu_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(kernels.AFTER, torch.ops.aten._softmax_backward_data.default)
 
 
+def _odd_products() -> Any:
+    """torchtitan's contexts: the first, third, … product of a block is kept."""
+    seen: Counter[bool] = Counter()
+
+    def policy(context: Any, operator: Any, *_: Any, **__: Any) -> SavePolicy:
+        seen[context.is_recompute] += operator is torch.ops.aten.mm.default
+        keep = operator is torch.ops.aten.mm.default and seen[context.is_recompute] % 2
+        return SavePolicy.MUST_SAVE if keep else SavePolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
 def _real(policy: CheckpointPolicy) -> tuple[list[int], list[int]]:
     """Bytes taken (and given back, negative) by the CPU's allocator in forward and backward, in order."""
     values = dict(LLAMA)
@@ -59,7 +73,7 @@ def _real(policy: CheckpointPolicy) -> tuple[list[int], list[int]]:
     arguments: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if policy.selective:
         products = [torch.ops.aten.mm.default, torch.ops.aten.bmm.default]
-        arguments["context_fn"] = partial(create_selective_checkpoint_contexts, products)
+        arguments["context_fn"] = _odd_products if policy.alternate else partial(create_selective_checkpoint_contexts, products)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
     for number, block in enumerate(model.model.layers, 1):
         block.gradient_checkpointing = number % policy.every == 0
@@ -97,7 +111,7 @@ def _traced(tape: ExpandedTape) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.usefixtures("_cpu_softmax")
-@pytest.mark.parametrize("policy", ["full", "selective", "every:2"])
+@pytest.mark.parametrize("policy", ["full", "selective", "op", "every:2"])
 def test_a_tape_is_a_real_runs_allocations_in_their_order(policy: str) -> None:
     workload = Workload(gradient_checkpointing=True, checkpoint_policy=policy, attn=Attention.EAGER)
     asked = options_for(workload)
@@ -120,6 +134,15 @@ def test_selective_keeps_products_and_what_fused_attention_makes() -> None:
     assert live(Checkpointing.SELECTIVE) - live(Checkpointing.NON_REENTRANT) == 5 * (products + attention)
 
 
+def test_op_drops_keys_output_and_up_projection_of_a_llama_block() -> None:
+    def live(checkpointing: Checkpointing) -> int:
+        tape = trace_at(LLAMA, "AutoModelForCausalLM", TraceOptions(checkpointing=checkpointing), TracePoint(BATCH, SEQ))
+        return summarise(tape.expand(BATCH, SEQ)).live_after_forward
+
+    kv, output, up = 48, 96, 160
+    assert live(Checkpointing.SELECTIVE) - live(Checkpointing.ALTERNATE) == 5 * 2 * BATCH * SEQ * (kv + output + up)
+
+
 def test_every_k_th_block_is_checkpointed_at_any_depth() -> None:
     deep = {**LLAMA, "num_hidden_layers": 24}
     tape = trace_model(deep, "AutoModelForCausalLM", TraceOptions(checkpointing=Checkpointing.NON_REENTRANT, every=2))
@@ -131,9 +154,9 @@ def test_every_k_th_block_is_checkpointed_at_any_depth() -> None:
 
 
 def test_a_policy_reads_as_it_is_written() -> None:
-    for text in ("full", "selective", "every:4"):
+    for text in ("full", "selective", "op", "every:4"):
         assert str(CheckpointPolicy.parse(text)) == text
-    for text in ("", "every", "every:0", "every:-1", "every:x", "selective:2", "op"):
+    for text in ("", "every", "every:0", "every:-1", "every:x", "selective:2", "op:2"):
         with pytest.raises(BadInput, match="checkpoint-policy"):
             CheckpointPolicy.parse(text)
 

@@ -98,7 +98,7 @@ OPTIONS: dict[str, Any] = {
     ),
     "gradient_checkpointing": _option(bool, "--gradient-checkpointing/--no-gradient-checkpointing", "Recompute blocks.", _WORK),
     "checkpoint_policy": _option(
-        str, "--checkpoint-policy", "What that recomputes: full, selective (not products, attention) or every:K blocks.", _WORK
+        str, "--checkpoint-policy", "What that recomputes: full, selective (not products, attention), op or every:K.", _WORK
     ),
     "attn": _option(str, "--attn", "sdpa, flash or eager.", _WORK),
     "lora_rank": _option(int | None, "--lora-rank", "Train LoRA adapters of this rank only.", _WORK),

@@ -35,13 +35,15 @@ class Arithmetic(StrEnum):
 class Checkpointing(StrEnum):
     """The activations that the backward recomputes, and the way of torch that does it.
 
-    SELECTIVE keeps the outputs of matrix products and attention within blocks (:mod:`zeroplan.trace.selective`).
+    SELECTIVE keeps the outputs of matrix products and attention within blocks, ALTERNATE those of every second product
+    (:mod:`zeroplan.trace.selective`).
     """
 
     NONE = "none"
     NON_REENTRANT = "ckpt"
     REENTRANT = "ckpt-reentrant"
     SELECTIVE = "ckpt-selective"
+    ALTERNATE = "ckpt-op"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,8 @@ def options_for(workload: Workload, *, zero3: bool = False, layout: ParallelLayo
     policy = workload.recomputation
     checkpointing = Checkpointing.NONE
     if policy is not None:
-        checkpointing = Checkpointing.SELECTIVE if policy.selective else Checkpointing.NON_REENTRANT
+        kept = Checkpointing.ALTERNATE if policy.alternate else Checkpointing.SELECTIVE
+        checkpointing = kept if policy.selective else Checkpointing.NON_REENTRANT
     return TraceOptions(
         attn=workload.attn,
         checkpointing=checkpointing,

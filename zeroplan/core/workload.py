@@ -70,30 +70,36 @@ class CheckpointPolicy:
     """The part of the forward that gradient checkpointing recomputes: whole blocks, every k-th block, or all but the costly
     operators' outputs.
 
-    torchtitan's ``activation_checkpoint`` calls them mode ``full``, mode ``selective`` with option k, and with option
-    ``op``. `every` is 1 but for the second; `selective` means the third: outputs of matrix products and of attention are kept
-    (``torch.utils.checkpoint.create_selective_checkpoint_contexts``).
+    torchtitan's ``activation_checkpoint`` calls the first two mode ``full`` and mode ``selective`` with option k. `every` is 1
+    but for the second. `selective` means the third: outputs of matrix products and of attention are kept
+    (``torch.utils.checkpoint.create_selective_checkpoint_contexts``); with `alternate` of every second product of a block
+    alone, the first, the third and so on, which is torchtitan's mode ``selective`` with option ``op``.
     """
 
     every: int = 1
     selective: bool = False
+    alternate: bool = False
 
     @classmethod
     def parse(cls, text: str, where: str = "--checkpoint-policy") -> CheckpointPolicy:
-        """Read a policy from ``full``, ``selective`` or ``every:K``.
+        """Read a policy from ``full``, ``selective``, ``op`` or ``every:K``.
 
         Raises:
             BadInput: any other text.
         """
         name, _, number = text.strip().lower().partition(":")
-        if name in ("full", "selective") and not number:
-            return cls(selective=name == "selective")
+        if name in ("full", "selective", "op") and not number:
+            return cls(selective=name != "full", alternate=name == "op")
         if name == "every" and number.isascii() and number.isdigit() and 1 <= int(number) <= 10_000:
             return cls(int(number))
-        raise BadInput(f"unknown policy {text[:60]!r}", where=where, remedy="use full, selective or every:K, such as every:2")
+        raise BadInput(
+            f"unknown policy {text[:60]!r}", where=where, remedy="use full, selective, op or every:K, such as every:2"
+        )
 
     def __str__(self) -> str:
-        return "selective" if self.selective else f"every:{self.every}" if self.every > 1 else "full"
+        if self.selective:
+            return "op" if self.alternate else "selective"
+        return f"every:{self.every}" if self.every > 1 else "full"
 
 
 class OptimizerKind(StrEnum):
@@ -115,10 +121,10 @@ class Reference(StrEnum):
 class Workload:
     """One training job's computation on one rank.
 
-    `optimizer` is a row's name in :data:`zeroplan.core.optimizers.OPTIMIZERS`. `checkpoint_policy` is ``full``, ``selective``
-    or ``every:K`` (:class:`CheckpointPolicy`) and takes effect with `gradient_checkpointing`. `lora_targets` empty means all
-    linear layers of the blocks. `seq_len` None means 2048, or the model's maximum if that is less. `from_scratch` means that
-    weights are initialised and not read from pretrained ones, which pass through host memory. `quantize` is how the linear
+    `optimizer` is a row's name in :data:`zeroplan.core.optimizers.OPTIMIZERS`. `checkpoint_policy` is ``full``, ``selective``,
+    ``op`` or ``every:K`` (:class:`CheckpointPolicy`) and takes effect with `gradient_checkpointing`. `lora_targets` empty means
+    all linear layers of the blocks. `seq_len` None means 2048, or the model's maximum if that is less. `from_scratch` means
+    that weights are initialised and not read from pretrained ones, which pass through host memory. `quantize` is how the linear
     layers of a frozen base are kept. `set_to_none` is what ``zero_grad`` does: without it gradients stay between steps (torch's
     default before 2.0). `chunked_head` means that TRL computes head and loss together in tiles
     (:mod:`zeroplan.core.chunked_head`), `lora_dropout` that adapters drop some of their input, `detached_loss` that the loop
@@ -129,9 +135,8 @@ class Workload:
     model as a whole, without units in it. `pairs` means that a sample is a chosen and a rejected one, which pass together;
     `reference` what is asked beside the trained model. `images` of `image_size` pixels a side come with each sample of a
     vision-language model; None is the size of its config. `labelled_share` of the tokens have a label, where the head sees
-    those alone; None where it sees all. `evaluation` runs between two steps, and `saving` is
-    done there; None for none. `lengths` are those of samples that a batch is padded to the longest of, cut at `seq_len`; empty
-    where all have that length.
+    those alone; None where it sees all. `evaluation` runs between two steps, and `saving` is done there; None for none.
+    `lengths` are those of samples that a batch is padded to the longest of, cut at `seq_len`; empty where all have that length.
     """
 
     micro_batch: int = 1

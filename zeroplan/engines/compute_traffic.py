@@ -56,7 +56,9 @@ def compute_facts(
     seq = workload.seq_len or 0
     policy = workload.recomputation
     # Selective checkpointing keeps what products and attention made; else each k-th block is run again.
-    again = 0 if policy is None or policy.selective else policy.every
+    again = 0 if policy is None else policy.every
+    if policy is not None and policy.selective:
+        again = 2 if policy.alternate else 0
     return ComputeFacts(
         tokens=workload.rows * seq,
         seq_len=seq,

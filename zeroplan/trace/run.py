@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,8 +95,8 @@ def checkpoint_blocks(model: nn.Module, options: TraceOptions, functions: CudaFu
     peft: Any = getattr(model, "get_base_model", None)
     base: Any = peft() if peft is not None else model
     kwargs: dict[str, Any] = {"use_reentrant": options.checkpointing is Checkpointing.REENTRANT, "preserve_rng_state": False}
-    if options.checkpointing is Checkpointing.SELECTIVE:
-        kwargs["context_fn"] = lambda: contexts(functions)
+    if options.checkpointing in (Checkpointing.SELECTIVE, Checkpointing.ALTERNATE):
+        kwargs["context_fn"] = partial(contexts, functions, alternate=options.checkpointing is Checkpointing.ALTERNATE)
     elif not kwargs["use_reentrant"]:
         kwargs["context_fn"] = functions.recomputation
     base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)

@@ -20,22 +20,14 @@ from zeroplan.trace import attention
 from zeroplan.trace.functions import CudaFunctions
 
 _aten = torch.ops.aten
+_ATTENTION = frozenset(
+    getattr(_aten, f"_scaled_dot_product_{name}").default
+    for name in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+)
 #: Operators whose outputs are kept: the products, whole or batched, and attention in one kernel.
 #: Source: ``op_sac_save_list`` of torchtitan and ``compute_intensive_ops`` of ``torch/_functorch/partitioners.py``.
-SAVED = frozenset(
-    getattr(_aten, name).default
-    for name in (
-        "mm",
-        "addmm",
-        "bmm",
-        "baddbmm",
-        "convolution",
-        "_grouped_mm",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-    )
+SAVED = _ATTENTION | frozenset(
+    getattr(_aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm")
 )
 
 
@@ -45,10 +37,28 @@ def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoint
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def contexts(functions: CudaFunctions) -> tuple[Any, Any]:
+class _Alternate:
+    """Keep every second product without a bias of one block, beginning with the first, and attention.
+
+    Source: torchtitan, distributed/activation_checkpoint.py (_apply_op_sac), which counts ``mm`` and has no ``addmm`` in its
+    list. Products of experts are in no block that it was read for; they are kept.
+    """
+
+    def __init__(self) -> None:
+        self._seen = {False: 0, True: 0}
+
+    def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keep = operator is _aten._grouped_mm.default or attention.inside_kernel() or operator in _ATTENTION
+        if operator is _aten.mm.default:
+            self._seen[context.is_recompute] += 1
+            keep = self._seen[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def contexts(functions: CudaFunctions, *, alternate: bool = False) -> tuple[Any, Any]:
     """Contexts for a checkpointed block's forward and its recomputation, as ``checkpoint(context_fn=…)`` takes them."""
     first, again = functions.recomputation()
-    caching, cached = create_selective_checkpoint_contexts(policy)
+    caching, cached = create_selective_checkpoint_contexts(_Alternate() if alternate else policy)
     return _Both(first, caching), _Both(again, cached)
 
 

@@ -156,7 +156,7 @@ class Torchtitan(Program):
         run.set("optimizer_kind", _KINDS.get(kind, "fused"), "optimizer.implementation")
 
     def _checkpointing(self, run: Builder) -> None:
-        """Set the recomputation. By operators torchtitan recomputes every second product, too, which is planned as kept."""
+        """Set the recomputation: of whole blocks, of each k-th one, or by operators."""
         key, option_key = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
         said, option = run.data.get(key), run.word(option_key) or "2"  # none is a mode here
         run.read.add(key)
@@ -172,8 +172,7 @@ class Torchtitan(Program):
         if mode != "selective":
             return
         if option == "op":
-            run.set("checkpoint_policy", "selective", option_key)
-            run.leave_out(option_key, LESS, "every second product is computed again; all of them are counted as kept")
+            run.set("checkpoint_policy", "op", option_key)
         elif option.isdigit() and int(option) > 0:
             run.set("checkpoint_policy", f"every:{option}" if int(option) > 1 else "full", option_key)
         else:

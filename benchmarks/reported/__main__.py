@@ -18,6 +18,8 @@ from benchmarks.reported.cases import load_cases
 from benchmarks.reported.score import CaseScore, Verdict, by_source, score, summary
 
 RESULT = Path(__file__).resolve().parent.parent / "results" / "reported.json"
+#: The first scores: the facts stood, no plan had been made, and nothing was mended.
+BLIND = RESULT.with_name("reported_blind.json")
 
 
 def main() -> int:

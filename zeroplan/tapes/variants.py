@@ -52,11 +52,29 @@ TENSOR_PARALLEL = frozenset(
 )
 
 
+#: Mixtures that are shipped as expert-parallel ranks run them, with the degrees that people use.
+EXPERT_PARALLEL = {
+    "deepseek-ai/DeepSeek-V3": (8, 16, 32, 64),
+    "deepseek-ai/DeepSeek-V2": (8, 16, 32),
+    "deepseek-ai/DeepSeek-V2-Lite": (2, 4, 8),
+    "Qwen/Qwen3-235B-A22B": (8, 16, 32, 64),
+    "Qwen/Qwen3-235B-A22B-Instruct-2507": (8, 16, 32, 64),
+    "Qwen/Qwen3-30B-A3B": (2, 4, 8, 16),
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": (2, 4, 8, 16),
+    "mistralai/Mixtral-8x7B-v0.1": (2, 4, 8),
+    "mistralai/Mixtral-8x22B-v0.1": (2, 4, 8),
+    "allenai/OLMoE-1B-7B-0924": (2, 4, 8),
+}
+
+
 def variants_of(model: str) -> tuple[TraceOptions, ...]:
     """Return the variants that a catalog model is shipped with: every model's, and those of 2, 4 and 8 tensor-parallel ranks
-    where people run it so: in 16 bits under sdpa, without checkpointing and with it, with split tokens and without.
+    where people run it so: in 16 bits under sdpa, without checkpointing and with it, with split tokens and without. Mixtures
+    have those of expert-parallel ranks.
     """
+    both = (_FULL, _NONE)
+    shared = [TraceOptions(_SDPA, how, ep=ep) for ep in EXPERT_PARALLEL.get(model, ()) for how in both]
     if model not in TENSOR_PARALLEL:
-        return variants()
-    ranks = [TraceOptions(_SDPA, how, tp=tp, sp=sp) for tp in (8, 4, 2) for sp in (True, False) for how in (_FULL, _NONE)]
-    return (*variants(), *ranks)
+        return (*variants(), *shared)
+    ranks = [TraceOptions(_SDPA, how, tp=tp, sp=sp) for tp in (8, 4, 2) for sp in (True, False) for how in both]
+    return (*variants(), *ranks, *shared)

@@ -64,9 +64,10 @@ def train(
     data: Dataset[Any],
     steps: int,
     loss_of: Callable[[Any, Any], torch.Tensor] = lambda engine, batch: engine(**batch).loss,
+    **options: Any,
 ) -> Any:
-    """Train for some steps, print the loss and the speed, and return the engine."""
-    engine, _, loader, _ = zeroplan_runtime.initialize(model=model.train(), config=config, training_data=data)
+    """Train for some steps, print the loss and the speed, and return the engine. `options` are those of `initialize`."""
+    engine, _, loader, _ = zeroplan_runtime.initialize(model=model.train(), config=config, training_data=data, **options)
     assert loader is not None
     begins, batches = [], _forever(loader)
     for step in range(steps):

@@ -93,6 +93,19 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**LLAMA))
 
 
+def train_tokens(_group: dist.ProcessGroup, config: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Trains on 2 × 2 ranks of ``dp`` and ``cp``, each of which sees tokens of its own."""
+    mesh = mesh_of(dp=2, cp=2)
+    engine, *_ = zeroplan_runtime.initialize(model=models.make(), config=config, mesh=mesh, device="cpu")
+    losses = []
+    for number in range(steps):
+        losses.append(engine.backward(engine(models.batch(number, 0, dist.get_rank()))).item())
+        engine.step()
+    found = {"losses": losses, "params": engine.module_state_dict(), "samples": engine.train_batch_size()}
+    engine.destroy()
+    return found
+
+
 def train_llama(_group: dist.ProcessGroup, configs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Trains two steps on 2 × 2 ranks by transformers' layout, with split logits; returns losses and the Arena's rows."""
     mesh = mesh_of(dp=2, tp=2)
@@ -240,15 +253,22 @@ def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def train_pipeline(_group: dist.ProcessGroup, cases: list[tuple[str, dict[str, Any]]], steps: int) -> list[dict[str, Any]]:
-    """Trains on two stages × two data-parallel ranks for each (schedule, config); each stage's losses and parameters."""
-    mesh = mesh_of(pp=2, dp=2)
-    index, sample = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+    """Trains on two stages × two data-parallel ranks for each (schedule, config); each stage's losses and parameters.
+
+    The schedule "split" is 1F1B on two stages × two tensor-parallel ranks, which see the first data-parallel rank's samples.
+    """
     found = []
     for kind, config in cases:
-        model = Stage(models.make(), index)
+        mesh = mesh_of(pp=2, tp=2) if kind == "split" else mesh_of(pp=2, dp=2)
+        index, sample = mesh.get_local_rank("pp"), 0 if kind == "split" else mesh.get_local_rank("dp")
+        model = Stage(models.make(odd=kind != "split"), index)
+        if kind == "split":
+            styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            for block in model.blocks.values():
+                parallelize_module(block, mesh["tp"], styles)
         policy = lambda name, _module: name.startswith("blocks.") and name.count(".") == 1  # noqa: E731
         engine, *_ = zeroplan_runtime.initialize(model=model, config=config, mesh=mesh, device="cpu", policy=policy)
-        schedule = engine.pipeline_schedule(kind, loss_of)
+        schedule = engine.pipeline_schedule("1F1B" if kind == "split" else kind, loss_of)
         losses, norms = [], []
         for number in range(steps):
             micros = range(engine.gradient_accumulation_steps())

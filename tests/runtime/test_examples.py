@@ -65,6 +65,17 @@ def test_causal_lm_on_two_ranks(output: Output, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.torch
+def test_tensor_parallel_on_four_ranks(output: Output) -> None:
+    said = output("examples/tensor_parallel.py", "--steps", "30", ranks=4)
+    losses = losses_in(said)
+    planned, measured = rows_in(said)[0]
+    assert planned == measured != "0 B"
+    assert losses[0] > 5  # ln 256 is 5.55
+    assert losses[-1] < 4
+
+
+@pytest.mark.slow
 def test_sentiment(output: Output) -> None:
     said = output("examples/sentiment.py", "--small", "--stage", "1", "--steps", "60", "--dtype", "fp32")
     losses = losses_in(said)

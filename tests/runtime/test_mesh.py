@@ -30,6 +30,10 @@ STEPS = 4
 EVEN = {"odd": False}
 
 
+def _adamw(params: list[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
+
+
 def plain_run(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[models.Plain, list[list[float]], list[float]]:
     """Plain torch on two data-parallel ranks: losses and norms by step."""
     plain = models.Plain(
@@ -156,13 +160,14 @@ def test_pipeline_training_equals_plain_torch(pool: RankPool) -> None:
             ),
         )
     )
+    cases.append(("split", ds_config(2, **config)))
     results = pool.run(4, mesh_jobs.train_pipeline, cases, STEPS)
-    plain = models.Plain(models.make(), lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1), 2, accum=4, clip=0.5)
+    plain = models.Plain(models.make(), _adamw, 2, accum=4, clip=0.5)
     losses, norms = [], []
     for number in range(STEPS):
         losses.append(plain.step(number))
         norms.append(plain.norm)
-    for index, (_, case) in enumerate(cases[:-1]):
+    for index, (_, case) in enumerate(cases[:-2]):
         mine = [rank[index] for rank in results]
         assert loss_distance(mine[2:], losses) < 2e-5, case  # those of the last stage
         parts = {**mine[0]["params"], **mine[2]["params"]}
@@ -170,5 +175,21 @@ def test_pipeline_training_equals_plain_torch(pool: RankPool) -> None:
         for rank in mine:
             assert rank["norms"] == pytest.approx(norms, rel=1e-4), case
             assert rank["micro_steps"] == 4 * STEPS
-    overflowed = [rank[-1] for rank in results]  # a loss times 2³⁰ is beyond fp16
+    split, one = [rank[-1] for rank in results], models.Plain(models.make(**EVEN), _adamw, accum=4, clip=0.5)
+    losses = [one.step(number) for number in range(STEPS)]
+    assert loss_distance([split[2]], losses) < 2e-5
+    assert distance({"params": {**split[0]["params"], **split[2]["params"]}}, one) < 1e-4
+    assert {rank["norms"][-1] for rank in split} == {split[0]["norms"][-1]}
+    assert split[0]["norms"][-1] == pytest.approx(one.norm, rel=1e-4)
+    overflowed = [rank[-2] for rank in results]  # a loss times 2³⁰ is beyond fp16
     assert all(rank["skipped"] == STEPS and rank["scale"] == overflowed[0]["scale"] for rank in overflowed)
+
+
+def test_ranks_of_the_same_samples_share_the_shards(pool: RankPool) -> None:
+    """What each sees of them is a part of the mean, as context parallelism has it; a batch is counted once."""
+    results = pool.run(4, mesh_jobs.train_tokens, ds_config(3), STEPS)
+    plain = models.Plain(models.make(), _adamw, 4)
+    losses = [plain.step(number) for number in range(STEPS)]
+    assert loss_distance(results, losses) < 2e-5
+    assert distance(results[0], plain) < 1e-4
+    assert {found["samples"] for found in results} == {2 * models.BATCH}

@@ -30,7 +30,7 @@ def _round_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes, scales
 
 
-class _Product(torch.autograd.Function):
+class _Int8Product(torch.autograd.Function):
     """y = x·Wᵀ + b in int8, and the gradient of x through the weight in x's dtype."""
 
     @staticmethod
@@ -63,5 +63,5 @@ class Linear8bitLt(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., in]; returns [..., out]."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        out: torch.Tensor = _Product.apply(x, self.weight, bias)
+        out: torch.Tensor = _Int8Product.apply(x, self.weight, bias)
         return out

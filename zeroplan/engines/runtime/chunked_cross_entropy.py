@@ -18,7 +18,7 @@ _WIDE, _INDEX = 4, 8  # bytes of an fp32 number and of an index
 
 
 @dataclass(frozen=True, slots=True)
-class _Head:
+class _FusedHead:
     """The head and the runtime's fused loss in a tape.
 
     Attributes:
@@ -56,7 +56,7 @@ def with_chunked_cross_entropy(tape: ExpandedTape, *, tokens: int) -> ExpandedTa
     return tape.with_events(_events(tape, head, tokens))
 
 
-def _find(tape: ExpandedTape) -> _Head | None:
+def _find(tape: ExpandedTape) -> _FusedHead | None:
     """Find the linear layer that makes the logits; None where something changes them before the loss."""
     events = list(tape.events())
     where = next((i for i, event in enumerate(events) if event[0] == Op.ALLOC and event[3] == Kind.LOGITS), None)
@@ -82,7 +82,7 @@ def _find(tape: ExpandedTape) -> _Head | None:
     rows = size // row
     narrow = {event[1] for event in events[:turn] if event[0] == Op.ALLOC and event[2] in (_WIDE * rows, _INDEX * rows)}
     late = tuple(event for event in events[turn:begin] if event[0] == Op.FREE and event[1] in narrow)
-    return _Head(module, logits, events[copies[0]][1], row, rows, handed, late)
+    return _FusedHead(module, logits, events[copies[0]][1], row, rows, handed, late)
 
 
 def _row_bytes(words: int, size: int, itemsize: int) -> int:
@@ -90,7 +90,7 @@ def _row_bytes(words: int, size: int, itemsize: int) -> int:
     return words * itemsize if size % (words * itemsize) == 0 else 0
 
 
-def _events(tape: ExpandedTape, head: _Head, tokens: int) -> Iterator[TapeEvent]:
+def _events(tape: ExpandedTape, head: _FusedHead, tokens: int) -> Iterator[TapeEvent]:
     new = max(arg for op, arg in zip(tape.op, tape.arg, strict=True) if op == Op.ALLOC) + 1
     losses, first, last = new, new + 1, new + 3
     gone = {*head.handed, *head.late}  # from where they were: they follow the backward's begin
@@ -110,7 +110,7 @@ def _events(tape: ExpandedTape, head: _Head, tokens: int) -> Iterator[TapeEvent]
                 yield from head.late
 
 
-def _chunks(head: _Head, tokens: int, storage: int, kind: Kind) -> Iterator[TapeEvent]:
+def _chunks(head: _FusedHead, tokens: int, storage: int, kind: Kind) -> Iterator[TapeEvent]:
     """Yield a whole chunk, and the last one where it is smaller: those between take the first one's memory."""
     sizes = [min(tokens, head.rows), head.rows % tokens if head.rows > tokens else 0]
     for i, rows in enumerate(size for size in sizes if size):

@@ -75,7 +75,6 @@ def test_a_rank_holds_its_part_of_each_matrix_and_whole_norms() -> None:
         ),
         ({"model_type": "gpt2", "n_head": 8}, {"cp": 2}, "context parallelism of gpt2 is not modelled"),
         ({}, {"tp": 2, "engine": "zeroplan", "optimizer": "lamb"}, "lamb steps by the norms of whole tensors"),
-        ({}, {"tp": 2, "engine": "deepspeed"}, "deepspeed has data parallelism only, and no tp"),
         ({}, {"tp": 2, "engine": "ddp"}, "ddp has data parallelism only, and no tp"),
     ],
 )

@@ -38,6 +38,8 @@ class ParallelLayout:
         ep: ranks that share the experts of a layer.
         etp: ranks that share each expert's matrices.
         dp_replicate: replicas of the shard group (HSDP); 1 shards over all data-parallel ranks.
+        whole_vocabulary: whether tensor-parallel ranks have the whole embedding and gather the logits, as transformers' plan
+            and DeepSpeed's AutoTP do; else both stay split.
 
     Raises:
         BadInput: a degree below 1, degrees that do not divide the ranks, or a degree without the one that it belongs to.
@@ -53,6 +55,7 @@ class ParallelLayout:
     ep: int = 1
     etp: int = 1
     dp_replicate: int = 1
+    whole_vocabulary: bool = False
 
     def __post_init__(self) -> None:
         for name in ("gpus", "nodes", "tp", "cp", "pp", "vpp", "ep", "etp", "dp_replicate"):

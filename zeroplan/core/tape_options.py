@@ -53,10 +53,10 @@ class TraceOptions:
     `zero3`: as ZeRO stage 3 changes the graph (identity nodes around modules, its own linear function). `lora` None means
     no LoRA, empty all linear layers of the blocks, else names of the layers. `every` is k where only each k-th block is
     checkpointed: blocks k, 2k, … counted from 1. `tp` ranks share each matrix, and with `sp` the tokens between matrices;
-    `cp` ranks share each sample's tokens, and `ep` ranks the experts. `lora_dropout`: adapters drop some of their input.
-    `quantized`: how linear layers multiply by a quantised weight (:mod:`zeroplan.trace.quantized`), and with
-    `half_adapters` the adapters beside them in 16 bits. `images` of `image_size` pixels a side come with each sample.
-    `evaluation`: the forward alone, in evaluation mode and without gradients.
+    `cp` ranks share each sample's tokens, and `ep` ranks the experts. `whole_vocabulary`: tensor-parallel ranks gather the
+    logits. `lora_dropout`: adapters drop some of their input. `quantized`: how linear layers multiply by a quantised weight
+    (:mod:`zeroplan.trace.quantized`), and with `half_adapters` the adapters beside them in 16 bits. `images` of `image_size`
+    pixels a side come with each sample. `evaluation`: the forward alone, in evaluation mode and without gradients.
     """
 
     attn: Attention = Attention.SDPA
@@ -69,6 +69,7 @@ class TraceOptions:
     sp: bool = False
     cp: int = 1
     ep: int = 1
+    whole_vocabulary: bool = False
     quantized: Products | None = None
     lora_dropout: bool = False
     half_adapters: bool = False
@@ -95,7 +96,7 @@ class TraceOptions:
         if self.lora_dropout:
             parts.append("dropout")
         if self.tp > 1:
-            parts.append(f"tp{self.tp}" + ("+sp" if self.sp else ""))
+            parts.append(f"tp{self.tp}" + ("+sp" if self.sp else "") + ("+whole" if self.whole_vocabulary else ""))
         if self.cp > 1:
             parts.append(f"cp{self.cp}")
         if self.ep > 1:
@@ -133,6 +134,7 @@ def options_for(workload: Workload, *, zero3: bool = False, layout: ParallelLayo
         sp=layout is not None and layout.sp,
         cp=layout.cp if layout is not None else 1,
         ep=layout.ep if layout is not None else 1,
+        whole_vocabulary=layout is not None and layout.whole_vocabulary,
         quantized=None if workload.quantize is None else workload.quantize.products,
         lora_dropout=workload.lora_dropout and workload.lora_rank is not None,
         half_adapters=workload.quantize is not None and workload.adapter_bytes == 2,

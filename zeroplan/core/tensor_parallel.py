@@ -3,8 +3,8 @@
 Note [Tensor-parallel plan]
     A column-wise linear layer computes part of its outputs, a row-wise one takes part of its inputs; a pair of them needs one
     collective. The layers are those of transformers' ``base_model_tp_plan``. The embedding is split by rows of its table and
-    the head by columns of the logits, as torchtitan does (transformers' plan leaves both whole). What no list names is whole
-    on every rank.
+    the head by columns of the logits, as torchtitan does. With a whole vocabulary, as in transformers' plan and DeepSpeed's
+    AutoTP, the embedding is whole, and the head's parts of the logits are gathered. What no list names is whole on every rank.
 
     Sources: Shoeybi et al. 2019, "Megatron-LM", section 3; transformers, ``models/*/configuration_*.py``
     (``base_model_tp_plan``); torchtitan, ``models/llama3/infra/parallelize.py`` (``apply_non_moe_tp``).
@@ -95,7 +95,7 @@ def require_divides(config: Mapping[str, Any], layout: ParallelLayout, seq_len: 
             )
 
 
-def local_parameters(parameters: Parameters, model_type: str, tp: int) -> Parameters:
+def local_parameters(parameters: Parameters, model_type: str, tp: int, *, whole_vocabulary: bool = False) -> Parameters:
     """Return what one of `tp` tensor-parallel ranks holds of a model's parameters: the same list with the shapes of its parts.
 
     Raises:
@@ -111,14 +111,16 @@ def local_parameters(parameters: Parameters, model_type: str, tp: int) -> Parame
         )
     plan = tensor_plan(model_type)
     shapes = zip(parameters.names, parameters.blocks, parameters.shapes, strict=True)
-    return replace(parameters, shapes=tuple(_local(_dimension(plan, name, block), shape, tp) for name, block, shape in shapes))
+    split = (HEAD,) if whole_vocabulary else (EMBEDDING, HEAD)
+    local = tuple(_local(_dimension(plan, name, block, split), shape, tp) for name, block, shape in shapes)
+    return replace(parameters, shapes=local)
 
 
-def _dimension(plan: TensorPlan, name: str, block: str) -> int | None:
+def _dimension(plan: TensorPlan, name: str, block: str, split: tuple[str, ...]) -> int | None:
     """The dimension in which a parameter is split; None for one that is whole on every rank."""
     owner, _, leaf = (name[len(block) + 1 :] if block else name).rpartition(".")
     if not block:
-        return 0 if owner.rpartition(".")[2] in (EMBEDDING, HEAD) else None
+        return 0 if owner.rpartition(".")[2] in split else None
     if owner in plan.columns:
         return 0
     return 1 if owner in plan.rows and leaf == "weight" else None

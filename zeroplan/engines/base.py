@@ -84,7 +84,11 @@ class Case:
         from zeroplan.core.expert_parallel import with_local_experts
         from zeroplan.core.tensor_parallel import local_parameters
 
-        return with_local_experts(local_parameters(self.spec.parameters, self.spec.model_type, self.layout.tp), self.layout.ep)
+        layout = self.layout
+        shared = local_parameters(
+            self.spec.parameters, self.spec.model_type, layout.tp, whole_vocabulary=layout.whole_vocabulary
+        )
+        return with_local_experts(shared, layout.ep)
 
 
 class Engine(ABC):
@@ -108,6 +112,7 @@ class Engine(ABC):
         takes_modules: whether ``verify`` may hand the engine a user's own module.
         quantized_bases: whether adapters beside a quantised base are modelled.
         evaluates: whether an evaluation between steps and micro batches of other lengths are modelled.
+        whole_vocabulary: whether its tensor-parallel ranks gather the logits (:class:`~zeroplan.core.parallel.ParallelLayout`).
         keeps_gradients: whether gradients that stay between steps (``zero_grad(set_to_none=False)``) are modelled.
         casts_outputs: whether the wrapper around the model makes what it returns fp32 under mixed precision
             (accelerate's ``convert_outputs_to_fp32``).
@@ -126,6 +131,7 @@ class Engine(ABC):
     takes_modules: ClassVar[bool] = False
     casts_modules: ClassVar[bool] = False
     quantized_bases: ClassVar[bool] = False
+    whole_vocabulary: ClassVar[bool] = False
     keeps_gradients: ClassVar[bool] = False
     evaluates: ClassVar[bool] = False
     casts_outputs: ClassVar[bool] = False

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import find_optimizer
-from zeroplan.core.unmodelled import Unmodelled
+from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import DType, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ds_config.findings import merged
-from zeroplan.ds_config.reader import UNMODELLED, fill_from, inspect_ds_config
+from zeroplan.ds_config.reader import UNMODELLED, DsConfig, fill_from, inspect_ds_config
 from zeroplan.engines.base import Engine
 from zeroplan.models.facts import spec_facts
 from zeroplan.models.spec import ModelSpec
@@ -21,18 +22,24 @@ from zeroplan.planner.workload import workload_of
 
 #: Fields of the Request that a ds_config may fix too.
 _SHARED = ("micro_batch", "grad_accum", "dtype", "optimizer")
-_DS = "zero_optimization"
+_DS, _TP = "zero_optimization", "tensor_parallel"
+#: Keys of ``tensor_parallel`` that plans have, or that change none.
+_PLANNED_KEYS = ("autotp_size", "dtype", "tp", "tensor_parallel", "keep_module_on_host")
 
 
 @dataclass(frozen=True, slots=True)
 class DsConfigRun:
-    """The one run that a ds_config and the flags describe; `engine` has read its own sections of the file."""
+    """The one run that a ds_config and the flags describe; `engine` has read its own sections of the file.
+
+    `tp` is the degree of tensor parallelism that file or flag asks for.
+    """
 
     engine: Engine
     workload: Workload
     zero: ZeroConfig
     warnings: tuple[str, ...]
     unmodelled: tuple[Unmodelled, ...] = ()
+    tp: int = 1
 
 
 def read_run(request: Request, engine: Engine, cluster: Cluster, spec: ModelSpec) -> DsConfigRun:
@@ -58,7 +65,51 @@ def read_run(request: Request, engine: Engine, cluster: Cluster, spec: ModelSpec
     workload = config.workload(base, given=given)
     find_optimizer(workload.optimizer, where=f"{config.source}: optimizer.type")
     warnings = tuple(merged([finding for finding in config.warnings if finding.id != UNMODELLED]))
-    return DsConfigRun(engine.with_ds_config(config), workload, config.zero, warnings, config.unmodelled)
+    tp, unmodelled = request.tp, config.unmodelled
+    if engine.whole_vocabulary and isinstance(config.raw.get(_TP), Mapping):
+        tp, unmodelled = _auto_tp(request, cluster, spec, config)
+    return DsConfigRun(engine.with_ds_config(config), workload, config.zero, warnings, unmodelled, tp)
+
+
+def _auto_tp(request: Request, cluster: Cluster, spec: ModelSpec, config: DsConfig) -> tuple[int, tuple[Unmodelled, ...]]:
+    """Return the degree of the file's ``tensor_parallel``, and what the figures leave out.
+
+    Raises:
+        BadInput: a degree that does not divide the ranks, or another than the flag's.
+    """
+    size, ranks = int(config.values.get(f"{_TP}.autotp_size") or 0), cluster.layout.world_size
+    others = tuple(one for one in config.unmodelled if one.key != _TP)
+    if size <= 1:
+        return request.tp, config.unmodelled if config.raw[_TP].get("partition_config") else others
+    if ranks % size:
+        raise BadInput(
+            f"autotp_size {size} does not divide the {ranks} ranks",
+            where=f"{config.source}: {_TP}.autotp_size",
+            remedy=f"use a divisor of {ranks}, or change --gpus and --nodes",
+        )
+    if request.tp not in (1, size):
+        raise BadInput(
+            f"{config.source} says {size} (autotp_size), the flag {request.tp}", where="--tp", remedy="change one of the two"
+        )
+    why = _beyond_auto_tp(request, spec, config)
+    return (request.tp, (*others, Unmodelled(_TP, Effect.UNKNOWN, why))) if why else (size, others)
+
+
+def _beyond_auto_tp(request: Request, spec: ModelSpec, config: DsConfig) -> str:
+    """Return what of a file's AutoTP no plan has; empty where all of it is planned."""
+    from zeroplan.core.tensor_parallel import PLANS
+
+    section = config.raw[_TP]
+    keys = [key for key in section if key not in _PLANNED_KEYS and section[key]]
+    if keys:
+        return f"its {', '.join(sorted(map(str, keys)))[:80]}; data parallelism alone is counted"
+    if config.zero.stage == 3:
+        return "AutoTP at ZeRO stage 3; data parallelism alone is counted"
+    if spec.model_type not in PLANS or not spec.has_shapes:
+        return f"AutoTP of {spec.model_type or 'this model'}; data parallelism alone is counted"
+    if any(tensor.tied_to is not None for unit in spec.units for tensor in unit.tensors):
+        return "AutoTP of a vocabulary that embedding and head share; data parallelism alone is counted"
+    return "AutoTP with LoRA; data parallelism alone is counted" if request.lora_rank is not None else ""
 
 
 def _fill(request: Request, base: Workload) -> dict[str, Any]:

@@ -18,8 +18,11 @@ _DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp")
 _UNMEASURED = ("cp", "vpp", "ep", "dp_replicate")
 
 
-def layout_of(request: Request, cluster: Cluster, spec: ModelSpec, workload: Workload) -> ParallelLayout | None:
-    """Return the layout that the request's degrees give on the cluster; None for data parallelism alone.
+def layout_of(
+    request: Request, cluster: Cluster, spec: ModelSpec, workload: Workload, *, whole_vocabulary: bool = False
+) -> ParallelLayout | None:
+    """Return the layout that the request's degrees give on the cluster; None for data parallelism alone. `whole_vocabulary`
+    says how the engine divides embedding and head.
 
     Raises:
         BadInput: degrees that do not divide the ranks or the model, or a model that cannot be divided so.
@@ -30,7 +33,14 @@ def layout_of(request: Request, cluster: Cluster, spec: ModelSpec, workload: Wor
     splits = set(degrees.values()) != {1} or request.sp
     if not splits and request.dp_replicate == 1:
         return None
-    layout = ParallelLayout(cluster.gpus, cluster.nodes, sp=request.sp, dp_replicate=request.dp_replicate, **degrees)
+    layout = ParallelLayout(
+        cluster.gpus,
+        cluster.nodes,
+        sp=request.sp,
+        dp_replicate=request.dp_replicate,
+        whole_vocabulary=whole_vocabulary and request.tp > 1,
+        **degrees,
+    )
     if not splits:
         return layout
     _require_language_model(request, spec, workload)
@@ -47,6 +57,8 @@ def layout_of(request: Request, cluster: Cluster, spec: ModelSpec, workload: Wor
 
 def unmeasured(layout: ParallelLayout) -> str:
     """Return a warning where a layout was never held against a GPU; empty where it was."""
+    if layout.whole_vocabulary:
+        return "--tp: AutoTP as DeepSpeed's source has it, but not measured on a GPU"
     flags = " and ".join(f"--{name.replace('_', '-')}" for name in _UNMEASURED if getattr(layout, name) > 1)
     return f"{flags}: torch's own steps, but not measured on a GPU" if flags else ""
 
@@ -72,6 +84,12 @@ def _require_tensor_parallel(layout: ParallelLayout, spec: ModelSpec, workload: 
             "a count of parameters does not tell what is shared", where="--tp", remedy="give the model's id or config.json"
         )
     tensor_plan(spec.model_type)
+    if layout.whole_vocabulary and any(tensor.tied_to is not None for unit in spec.units for tensor in unit.tensors):
+        raise BadInput(
+            "AutoTP splits a vocabulary that embedding and head share, which is not modelled",
+            where="--tp",
+            remedy="use --engine fsdp2",
+        )
     require_divides(spec.config, layout, workload.seq_len)
     if workload.lora_rank is not None:
         raise BadInput("tensor parallelism with LoRA is not modelled", where="--tp", remedy="leave --lora-rank out")

@@ -73,6 +73,7 @@ def resolve(request: Request) -> Resolved:
         engine, workload, zeros = run.engine, run.workload, [run.zero]
         warnings += run.warnings
         unmodelled += run.unmodelled
+        request = replace(request, tp=run.tp)
     engine = engine.for_workload(workload)
     if not workload.set_to_none and not engine.keeps_gradients:
         raise BadInput(f"{engine.name} frees gradients after each step", where="--no-set-to-none", remedy="leave it out")
@@ -97,7 +98,7 @@ def resolve(request: Request) -> Resolved:
     if workload.attn is Attention.SDPA and (missing := eager_only(spec.model_type)):
         warnings.append(missing)
     zero_init = request.zero_init is not False
-    layout = layout_of(request, cluster, spec, workload)
+    layout = layout_of(request, cluster, spec, workload, whole_vocabulary=engine.whole_vocabulary)
     if layout is not None and (said := unmeasured(layout)):
         warnings.append(said)
     every = [

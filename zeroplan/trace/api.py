@@ -196,6 +196,11 @@ def _ranks_of(options: TraceOptions) -> Iterator[Ranks]:
     if options.tp == options.cp == options.ep == 1:
         yield ALONE
         return
+    if options.whole_vocabulary:
+        from zeroplan.trace.auto_tp import AutoTpRank
+
+        yield AutoTpRank(options.tp)
+        return
     from zeroplan.trace.mesh import MeshRank, fake_mesh
 
     with fake_mesh(options.ep, options.cp, options.tp) as mesh:

@@ -63,6 +63,7 @@ class DeepSpeed(Engine):
 
     name = "deepspeed"
     evaluates = True
+    whole_vocabulary = True
     version = DEEPSPEED_VERSION
     measured = True
     step_buffers_coexist = True
@@ -101,12 +102,28 @@ class DeepSpeed(Engine):
             reduce_scatter=zero.reduce_scatter and not gathers_whole,
         )
 
+    def require_layout(self, layout: ParallelLayout) -> None:
+        """Refuse what is not modelled beside AutoTP's tensor parallelism.
+
+        Raises:
+            BadInput: naming the degree.
+        """
+        layout.require_data_parallel_only(self.name, but=("tp",))
+        if layout.sp:
+            raise BadInput(
+                "deepspeed has data parallelism and tp only, and no sp",
+                where="--sp",
+                remedy="leave it out, or use --engine fsdp2",
+            )
+
     def require_workload(self, case: Case) -> None:
-        """Refuse optimizers that DeepSpeed does not combine with ZeRO.
+        """Refuse optimizers that DeepSpeed does not combine with ZeRO, and AutoTP at stage 3.
 
         Raises:
             BadInput: naming the conflict.
         """
+        if case.layout.tp > 1 and case.zero.stage == 3:
+            raise BadInput("AutoTP at ZeRO stage 3 is not modelled", where="--tp", remedy="use --stage 0, 1 or 2")
         optimizer = find_optimizer(case.workload.optimizer)
         if case.zero.stage and not optimizer.zero:
             raise BadInput(
@@ -146,7 +163,7 @@ class DeepSpeed(Engine):
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
         """Return DeepSpeed's lines, and rank 0."""
         return LEDGER, deepspeed_rank(
-            case.spec.parameters,
+            case.parameters,
             case.workload,
             case.zero,
             case.layout,
@@ -173,7 +190,7 @@ class DeepSpeed(Engine):
         """Return the host's buffers by phase, which no event on the GPU decides."""
         from zeroplan.engines.deepspeed.simulation import host_of, rank_of
 
-        return host_of(rank_of(case, case.spec.parameters))
+        return host_of(rank_of(case, case.parameters))
 
     def nccl_bytes(self, workload: Workload, zero: ZeroConfig, layout: ParallelLayout) -> int:
         """See :func:`zeroplan.engines.deepspeed.process.nccl_bytes`."""

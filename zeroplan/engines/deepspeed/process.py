@@ -7,7 +7,16 @@ from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.units import MIB
 from zeroplan.core.workload import DType, OptimizerKind, Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.process import ADAPTERS, EXPERTS, NO_ROTARY, Change, arithmetic_change, changed, in_bytes
+from zeroplan.engines.process import (
+    ADAPTERS,
+    EXPERTS,
+    NO_ROTARY,
+    ONE_COMMUNICATOR,
+    Change,
+    arithmetic_change,
+    changed,
+    in_bytes,
+)
 
 #: DeepSpeed's barriers, broadcasts and reductions of scalars open more channels and kernels than two collectives do.
 _NCCL = 482 * MIB
@@ -30,7 +39,7 @@ _ADAPTERS_STAGE3 = 105
 def nccl_bytes(workload: Workload, zero: ZeroConfig, layout: ParallelLayout) -> int:
     """Return the bytes of NCCL's buffers and kernels on one GPU."""
     if layout.world_size > 1:
-        return _NCCL
+        return _NCCL + ONE_COMMUNICATOR * (layout.tp > 1)
     return _NCCL_ALONE if zero.stage == 3 and workload.dtype is DType.FP16 else 0
 
 

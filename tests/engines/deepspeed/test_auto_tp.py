@@ -1,0 +1,156 @@
+"""DeepSpeed's AutoTP: our rank against DeepSpeed's own layers, event by event, and the plans of its stages."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.test_contract import ledger_and_schedule_differ
+from tests.patience import PATIENCE
+from zeroplan.core.cluster import Cluster
+from zeroplan.core.errors import BadInput
+from zeroplan.core.parallel import ParallelLayout
+from zeroplan.core.tape_options import options_for
+from zeroplan.core.tensor_parallel import local_parameters
+from zeroplan.core.workload import Workload
+from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.engines.base import Case
+from zeroplan.engines.registry import find_engine
+from zeroplan.models.load import load_model
+from zeroplan.planner.estimate import estimate_report
+from zeroplan.planner.request import Request
+from zeroplan.tapes import can_trace
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 1000,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+QWEN2 = CONFIG | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}  # has biases
+QWEN3 = CONFIG | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 32}  # has norms of heads
+CASES = [
+    {"id": "llama", "config": CONFIG, "checkpointing": "none"},
+    {"id": "qwen2, recomputed", "config": QWEN2, "checkpointing": "ckpt"},
+    {"id": "qwen3", "config": QWEN3, "checkpointing": "none"},
+]
+
+
+@pytest.mark.long
+@pytest.mark.torch
+@pytest.mark.skipif(not find_spec("deepspeed") or not can_trace(), reason="needs DeepSpeed, torch and transformers")
+def test_our_rank_allocates_what_deepspeeds_layers_do(tmp_path: Path, warm_python: Path) -> None:
+    """The same events, storages and parameters, in the same order."""
+    path = tmp_path / "cases.json"
+    path.write_text(json.dumps(CASES))
+    script = Path(__file__).parent / "run_auto_tp.py"
+    done = subprocess.run([warm_python, str(script), str(path)], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    rows = [json.loads(line.removeprefix("RESULT ")) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert [row["id"] for row in rows] == [case["id"] for case in CASES], done.stderr[-2000:]
+    for row in rows:
+        for what, ours, theirs in zip(("op", "arg", "aux", "bytes", "shapes"), row["ours"], row["theirs"], strict=True):
+            assert ours == theirs, f"{row['id']}: {what}"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_trace(), reason="tracing needs torch and transformers")
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_ledger_and_schedule_agree_on_a_tensor_parallel_rank(stage: int) -> None:
+    from zeroplan.trace.api import trace_model
+
+    layout = ParallelLayout(gpus=8, tp=2, whole_vocabulary=True)
+    workload = Workload(micro_batch=2, seq_len=64)
+    tape = trace_model(CONFIG, "AutoModelForCausalLM", options_for(workload, layout=layout)).expand(2, 64)
+    spec = load_model(CONFIG)
+    case = Case(spec, workload, Cluster(gpus=8), ZeroConfig.of(stage), parallel=layout)
+    assert tape.parameters.shapes == case.parameters.shapes
+    assert ledger_and_schedule_differ(case, find_engine("deepspeed"), tape) == {}
+
+
+def test_what_a_rank_holds() -> None:
+    """A whole embedding, norms, and halves of all other matrices, the head's among them."""
+    parameters = load_model(CONFIG).parameters
+    whole, local = parameters, local_parameters(parameters, "llama", 2, whole_vocabulary=True)
+    shapes = dict(zip(local.names, local.shapes, strict=True))
+    assert shapes["model.embed_tokens.weight"] == (1000, 256)
+    assert shapes["lm_head.weight"] == (500, 256)
+    assert shapes["model.layers.0.self_attn.o_proj.weight"] == (256, 128)
+    kept = sum(256 for name in local.names if "norm" in name) + 1000 * 256
+    assert local.total == kept + (whole.total - kept) // 2
+
+
+def asked(**given: Any) -> Request:
+    plain = {"model": CONFIG, "gpus": 8, "depth": "formula", "seq_len": 64, "vram": "80G"}
+    return Request(**plain | given)
+
+
+def test_states_are_sharded_over_what_tensor_parallelism_leaves() -> None:
+    (plan,) = estimate_report(asked(tp=2, stage=2, offload_optimizer="none")).plans
+    assert plan.stage == 2
+    local = local_parameters(load_model(CONFIG).parameters, "llama", 2, whole_vocabulary=True)
+    assert plan.gpu.model_states == pytest.approx(2 * local.total + 14 * local.total / 4, rel=0.01)
+    assert {one.stage for one in estimate_report(asked(tp=2)).plans} == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"tp": 2, "stage": 3}, "AutoTP at ZeRO stage 3 is not modelled"),
+        ({"tp": 2, "sp": True}, "deepspeed has data parallelism and tp only, and no sp"),
+        ({"tp": 3}, "tp 3 does not divide 1 × 8 = 8 ranks"),
+        ({"tp": 8}, "tp 8 does not divide the 4 KV heads"),
+        ({"tp": 2, "model": CONFIG | {"tie_word_embeddings": True}}, "a vocabulary that embedding and head share"),
+        ({"cp": 2, "dtype": "bf16"}, "deepspeed has data parallelism and tp only, and no cp"),
+    ],
+)
+def test_what_is_not_modelled_is_one_line(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        estimate_report(asked(**given))
+
+
+def ds_config(**section: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 1},
+        "tensor_parallel": section,
+    }
+
+
+def test_a_ds_config_says_the_degree() -> None:
+    """The triple of batch sizes counts all ranks, those that share matrices included, as DeepSpeed's own check does."""
+    report = estimate_report(asked(ds_config=ds_config(autotp_size=4) | {"train_batch_size": 8}))
+    assert report.cluster["layout"]["tp"] == 4
+    assert not [one for one in report.plans[0].unmodelled if "tensor_parallel" in one.key]
+    assert "tensor_parallel" not in [
+        one.key for one in estimate_report(asked(ds_config=ds_config(autotp_size=1))).plans[0].unmodelled
+    ]
+    with pytest.raises(BadInput, match=r"autotp_size 3 does not divide the 8 ranks"):
+        estimate_report(asked(ds_config=ds_config(autotp_size=3)))
+    with pytest.raises(BadInput, match=r"says 4 .*the flag 2"):
+        estimate_report(asked(tp=2, ds_config=ds_config(autotp_size=4)))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        ds_config(autotp_size=2, vocab_parallel_lm_head=True),
+        ds_config(autotp_size=2, tp_overlap_comm=True),
+        ds_config(autotp_size=2) | {"zero_optimization": {"stage": 3}},
+    ],
+)
+def test_what_of_the_section_is_not_planned_is_named(changed: dict[str, Any]) -> None:
+    (plan,) = estimate_report(asked(ds_config=changed)).plans
+    assert plan.fits is None
+    assert "tensor_parallel" in [one.key for one in plan.unmodelled]

@@ -93,7 +93,7 @@ def test_every_degree_is_tried() -> None:
 
 
 #: The degrees that engines have beside data parallelism's.
-HAS = {"deepspeed": {"tp"}, "fsdp2": set(DEGREES), "zeroplan": {"tp", "sp", "cp"}}
+HAS = {"deepspeed": {"tp"}, "fsdp2": set(DEGREES), "zeroplan": {"tp", "sp", "cp", "pp"}}
 
 
 @pytest.mark.parametrize("degree", DEGREES)

@@ -71,7 +71,7 @@ class Part(nn.Module):
         return _Gathered.apply(output, self.ranks) if self.gathered else output
 
 
-def _part(param: nn.Parameter, dimension: int, ranks: int) -> nn.Parameter:
+def _part(param: torch.Tensor, dimension: int, ranks: int) -> nn.Parameter:
     return nn.Parameter(param.detach().chunk(ranks, dimension)[0].clone(), requires_grad=param.requires_grad)
 
 

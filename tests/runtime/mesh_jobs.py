@@ -336,3 +336,71 @@ def rows_of_stages(_group: dist.ProcessGroup, configs: list[dict[str, Any]]) -> 
         found.append(engine.arena.measurement())
         engine.destroy()
     return found
+
+
+def hands_on(_group: dist.ProcessGroup) -> dict[str, Any]:
+    """What a user's own reads and writes of split parameters find, at stages 2 and 3, with an optimizer of torch's."""
+    mesh, found = mesh_of(dp=2, tp=2), {}
+    for stage in (2, 3):
+        model = models.make(odd=False)
+        split(model, mesh["tp"])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        engine, *_ = zeroplan_runtime.initialize(
+            model=model, config=ds_config(stage, "bf16"), mesh=mesh, device="cpu", optimizer=optimizer
+        )
+
+        def step(number: int, engine: Any = engine) -> None:
+            engine.backward(engine(models.batch(number, 0, mesh.get_local_rank("dp"))))
+            engine.step()
+
+        weight: Any = model.blocks[1].up.weight
+        step(0)
+        step(1)
+        tried = {
+            "local": lambda weight=weight: weight.to_local() + 0,
+            "whole": lambda weight=weight: weight.full_tensor(),
+            "product": lambda weight=weight: weight * 2,
+        }
+        engine.backward(engine(models.batch(2, 0, mesh.get_local_rank("dp"))))
+        tried["clip"] = lambda model=model: nn.utils.clip_grad_norm_(model.blocks[1].up.parameters(), 1.0)
+        for name, act in tried.items():
+            try:
+                value = act()
+                found[stage, name] = value.shape
+            except BadInput as fault:
+                found[stage, name] = str(fault)
+        engine.step()
+        with engine.gathered("blocks.1"), torch.no_grad():
+            weight.fill_(0.25)
+        state = engine.module_state_dict()
+        found[stage, "written"] = None if state is None else bool((state["blocks.1.up.weight"] == 0.25).all())
+        step(3)  # the master was written, too, so that one step leaves it near
+        state = engine.module_state_dict()
+        found[stage, "kept"] = None if state is None else float((state["blocks.1.up.weight"] - 0.25).abs().max())
+        engine.destroy(keep_parameters=True)
+        found[stage, "left"] = tuple(weight.full_tensor().shape)
+    return found
+
+
+def resume_pipeline(_group: dist.ProcessGroup, folder: str) -> float:
+    """Saves two stages after a step, and loads them into other weights at another stage of ZeRO: the largest difference."""
+    mesh = mesh_of(pp=2, dp=2)
+    index, states = mesh.get_local_rank("pp"), []
+    for seed, stage in ((0, 2), (1, 3)):
+        engine, *_ = zeroplan_runtime.initialize(
+            model=Stage(models.make(seed), index), config=ds_config(stage), mesh=mesh, device="cpu"
+        )
+        if seed == 0:
+            schedule = engine.pipeline_schedule("GPipe", loss_of)
+            tokens = models.batch(0, 0, mesh.get_local_rank("dp"))
+            _ = schedule.step(tokens) if index == 0 else schedule.step(target=tokens)
+            engine.step()
+            engine.save_checkpoint(folder)
+        else:
+            engine.load_checkpoint(folder)
+        states.append(engine.module_state_dict())
+        engine.destroy()
+    before, after = states
+    if before is None or after is None:
+        return 0.0 if mesh.get_local_rank("dp") else 1.0  # the first rank of each stage has the weights
+    return max(float((after[name] - before[name]).abs().max()) for name in before)

@@ -53,7 +53,8 @@ def test_tensor_parallel_training_equals_plain_torch(pool: RankPool) -> None:
     sections = [{"stage": stage} for stage in range(4)]
     sections += [{"stage": 1, "offload_optimizer": host}, {"stage": 3, "offload_optimizer": host, "offload_param": host}]
     cases = [(ds_config(0, **config, zero_optimization=section), EVEN) for section in sections]
-    cases.append((ds_config(3, **config), {**EVEN, "remat": "other"}))
+    away = {"cpu_checkpointing": True}
+    cases.append((ds_config(3, **config, activation_checkpointing=away), {**EVEN, "remat": "other"}))
     cases.append((ds_config(2, "fp16", gradient_clipping=0.5), EVEN))
     results = pool.run(4, mesh_jobs.train_split, cases, STEPS)
     plain, losses, norms = plain_run(accum=2, clip=0.5)
@@ -150,8 +151,9 @@ def test_pipeline_training_equals_plain_torch(pool: RankPool) -> None:
     """Two stages of unequal depth, four micro batches a step, at every stage of ZeRO."""
     config = {"gradient_clipping": 0.5, "gradient_accumulation_steps": 4}
     cases = [("1F1B", ds_config(stage, **config)) for stage in range(4)]
-    host = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-    cases.append(("GPipe", ds_config(0, **config, zero_optimization=host)))
+    host = {"device": "cpu"}
+    away = {"stage": 3, "offload_optimizer": host, "offload_param": host}
+    cases.append(("GPipe", ds_config(0, **config, zero_optimization=away)))
     cases.append(
         (
             "GPipe",
@@ -193,3 +195,23 @@ def test_ranks_of_the_same_samples_share_the_shards(pool: RankPool) -> None:
     assert loss_distance(results, losses) < 2e-5
     assert distance(results[0], plain) < 1e-4
     assert {found["samples"] for found in results} == {2 * models.BATCH}
+
+
+def test_own_reads_and_writes_of_split_parameters(pool: RankPool) -> None:
+    """Between the steps they see the present values, or are refused; what is written is what is trained."""
+    results = pool.run(4, mesh_jobs.hands_on)
+    for found in results:
+        assert found[2, "whole"] == found[2, "product"] == (36, models.WIDTH)
+        assert found[2, "local"] == (18, models.WIDTH)
+        for name in ("local", "whole", "product"):
+            assert "is read while its unit 'blocks.1' is not gathered" in found[3, name]
+        for stage in (2, 3):
+            assert "grad is not there" in found[stage, "clip"]
+            assert found[stage, "left"] == (36, models.WIDTH)
+    for stage in (2, 3):
+        assert results[0][stage, "written"]
+        assert 0 < results[0][stage, "kept"] < 0.02
+
+
+def test_checkpoints_keep_the_stages(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(4, mesh_jobs.resume_pipeline, str(tmp_path)) == [0.0] * 4

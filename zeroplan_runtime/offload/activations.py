@@ -32,6 +32,7 @@ from torch import nn
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.layout import LEAST_MOVED_BYTES
 from zeroplan_runtime.arena import Arena
+from zeroplan_runtime.local_tensors import is_distributed
 from zeroplan_runtime.pytree import tensors_of
 from zeroplan_runtime.streams import Event, Stream
 
@@ -170,6 +171,8 @@ class ActivationOffload:
     def _pack(self, tensor: torch.Tensor) -> SavedTensor | torch.Tensor:
         if tensor.device != self._device or not tensor.is_floating_point() or isinstance(tensor, nn.Parameter):
             return tensor
+        if is_distributed(tensor):  # within a block; what tensor-parallel blocks are given is plain
+            return tensor
         if tensor.numel() * tensor.element_size() < self._least:
             return tensor
         key = _key(tensor)
@@ -183,7 +186,7 @@ class ActivationOffload:
     def _enter(self, _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if not self._saving:
             return  # a recomputation in the backward, or a forward without gradients
-        inputs = tensors_of((args, dict(kwargs)))
+        inputs = [one for one in tensors_of((args, dict(kwargs))) if not is_distributed(one)]
         keys = {_key(tensor) for tensor in inputs if tensor.requires_grad and not tensor.is_leaf}
         fresh, self._fresh = self._fresh, {}  # addresses identify tensors only while they are alive
         self._entered, self._inputs = set(), keys
